@@ -1,0 +1,38 @@
+"""Every error that ringtrain raises on purpose.
+
+RingtrainError              said as one line on the terminal, exit code 2; all else is a bug with its traceback
+├── ConfigError             an unknown key or name, a value of the wrong type, numbers that do not fit together
+├── DataError               a data file that is missing, truncated or not what its name promises
+├── DeviceError             more ranks on a host than GPUs, a memory limit that cannot be set
+├── RunDirectoryError       the run's folder cannot be made or written
+├── MissingDependency       a package or program that is not installed
+└── OutOfSync               the ranks' weights or optimizers differ, or gradients are not averaged
+"""
+
+
+class RingtrainError(Exception):
+    """The root: its message says what was received, what was expected and how to mend it."""
+
+
+class ConfigError(RingtrainError):
+    """The configuration names something unknown, or its values do not fit together."""
+
+
+class DataError(RingtrainError):
+    """A data set cannot be found or read."""
+
+
+class DeviceError(RingtrainError):
+    """The host's devices cannot be shared out over its ranks as asked."""
+
+
+class RunDirectoryError(RingtrainError):
+    """The folder of the run cannot be created or written."""
+
+
+class MissingDependency(RingtrainError, ImportError):
+    """Something that ringtrain needs is not installed; the message says how to get it."""
+
+
+class OutOfSync(RingtrainError):
+    """Ranks that must agree do not: their weights, their optimizers, or what they do with gradients."""

@@ -1,0 +1,79 @@
+"""Horovod for Keras 3, under Horovod's own names: `import ringtrain.hvd as hvd` in place of `horovod.tensorflow.keras`.
+
+What Horovod 0.28.1 does right under Keras 3 is passed on (collectives, process sets, timeline, queries); what it does
+wrong or not at all is ringtrain's own: `DistributedOptimizer`, the callbacks, `load_model`, `elastic`, broadcasts of
+Keras variables. New are `broadcast_model`, `check_in_sync`, `check_averaging` and `run_together`.
+"""
+
+from ringtrain.errors import MissingDependency
+
+try:
+    import horovod.tensorflow
+    import keras
+except ImportError as error:
+    raise MissingDependency(
+        f"ringtrain.hvd needs TensorFlow and Horovod built for it ({error}): run launch/setup.sh, or see "
+        "'Set-up' in README.md for an environment of your own"
+    ) from error
+
+if keras.backend.backend() != "tensorflow":
+    raise MissingDependency(
+        f"Keras runs on {keras.backend.backend()!r}, but Horovod is built for TensorFlow: set KERAS_BACKEND=tensorflow"
+    )
+
+from horovod.tensorflow import (
+    Adasum,
+    Average,
+    Compression,
+    Max,
+    Min,
+    ProcessSet,
+    Product,
+    Sum,
+    add_process_set,
+    allgather_object,
+    broadcast_global_variables,
+    broadcast_object,
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    global_process_set,
+    gloo_built,
+    gloo_enabled,
+    grouped_allgather,
+    grouped_reducescatter,
+    is_homogeneous,
+    is_initialized,
+    join,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    remove_process_set,
+    rocm_built,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
+
+from ringtrain.hvd import callbacks, elastic
+from ringtrain.hvd.collectives import (
+    DistributedGradientTape,
+    PartialDistributedGradientTape,
+    allgather,
+    allreduce,
+    alltoall,
+    broadcast,
+    broadcast_variables,
+    grouped_allreduce,
+    init,
+    reducescatter,
+)
+from ringtrain.hvd.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
+from ringtrain.hvd.sync import broadcast_model, check_averaging, check_in_sync, run_together

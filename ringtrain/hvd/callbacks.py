@@ -1,0 +1,179 @@
+"""Horovod's Keras callbacks for Keras 3, and `CheckInSyncCallback`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import horovod.tensorflow as horovod
+import keras
+import numpy as np
+import tensorflow as tf
+from horovod.tensorflow import Sum
+
+from ringtrain.hvd.learning_rate import LearningRateScheduleCallback, LearningRateWarmupCallback
+from ringtrain.hvd.sync import broadcast_model, check_in_sync
+
+__all__ = [
+    "BestModelCheckpoint",
+    "BroadcastGlobalVariablesCallback",
+    "CheckInSyncCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+]
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+    """Gives every rank the weights and optimizer state of one, before the first step.
+
+    Args:
+        root_rank: Rank that sends.
+        device: Device to place the broadcast on.
+        local_variables: A variable or a collection of variables that stay each rank's own.
+    """
+
+    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self.device = device
+        self.broadcast_done = False
+        self._local_variables: list[Any] = []
+        single = isinstance(local_variables, keras.Variable | tf.Variable)
+        for variable in [local_variables] if single else (local_variables or []):
+            self.register_local_var(variable)
+
+    def register_local_var(self, var: Any) -> None:
+        """Leaves a variable out of the broadcast."""
+        if not isinstance(var, keras.Variable | tf.Variable):
+            raise ValueError(f"local_variables: got {var!r}, expected Keras variables")
+        self._local_variables.append(var)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if not self.broadcast_done:
+            with tf.device(self.device):
+                broadcast_model(self.model, self.root_rank, self._local_variables)
+        self.broadcast_done = True
+
+
+class MetricAverageCallback(keras.callbacks.Callback):
+    """Replaces an epoch's metrics by their mean over all ranks, each rank weighed by the samples it saw.
+
+    Put it before callbacks that read metrics (ReduceLROnPlateau, TensorBoard, ModelCheckpoint).
+
+    Args:
+        device: Device to place the allreduce on.
+    """
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+        self.device = device
+        self._train_samples: float | None = None
+        self._validation_samples: float | None = None
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._train_samples = self._validation_samples = None
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        # Validation inside fit: from here on the metrics count its samples.
+        self._train_samples = _num_samples(self.model)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        self._validation_samples = _num_samples(self.model)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if not logs or horovod.size() == 1:
+            return
+        train = _num_samples(self.model) if self._train_samples is None else self._train_samples
+        validation = 1.0 if self._validation_samples is None else self._validation_samples
+        values = {name: np.asarray(value, np.float64) for name, value in sorted(logs.items()) if _is_number(value)}
+        weights = {name: validation if name.startswith("val_") else train for name in values}
+        parts = [part for name, value in values.items() for part in _weighed(value, weights[name])]
+        with tf.device(self.device):
+            sums = horovod.allreduce(tf.constant(np.concatenate(parts)), op=Sum, name="ringtrain_metric_average")
+        flat = sums.numpy()
+        for name, value in values.items():
+            total, weight, flat = flat[: value.size], flat[value.size], flat[value.size + 1 :]
+            mean = (total / weight).reshape(value.shape)
+            logs[name] = mean if mean.ndim else float(mean)
+
+
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+    """Keras' ModelCheckpoint that keeps the best model, written by rank 0 alone.
+
+    Set `filepath` before training; the other arguments are those of `keras.callbacks.ModelCheckpoint`.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: Any = "epoch",
+    ) -> None:
+        super().__init__(
+            filepath="best.weights.h5" if save_weights_only else "best.keras",
+            monitor=monitor,
+            verbose=verbose,
+            save_best_only=True,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            save_freq=save_freq,
+        )
+
+    def _save_model(self, *args: Any, **kwargs: Any) -> None:
+        if horovod.rank() == 0:
+            super()._save_model(*args, **kwargs)
+
+
+class CheckInSyncCallback(keras.callbacks.Callback):
+    """Runs `check_in_sync` after the first step, every `every_steps` steps and at the end of training.
+
+    Args:
+        every_steps: Steps between two checks.
+
+    Attributes:
+        checksum: The last check's result, 16 hexadecimal digits.
+        seconds: Time that all checks so far have taken.
+    """
+
+    def __init__(self, every_steps: int = 500) -> None:
+        super().__init__()
+        if every_steps < 1:
+            raise ValueError(f"every_steps: got {every_steps}, expected at least 1")
+        self.every_steps = every_steps
+        self.checksum = ""
+        self.seconds = 0.0
+        self._steps = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._steps += 1
+        if self._steps % self.every_steps == 1 % self.every_steps:
+            self._check()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._check()
+
+    def _check(self) -> None:
+        start = time.perf_counter()
+        self.checksum = check_in_sync(self.model)
+        self.seconds += time.perf_counter() - start
+
+
+def _num_samples(model: keras.Model) -> float:
+    """Samples that the model's metrics have seen since their reset: the weight of its mean loss."""
+    for metric in model.metrics:
+        if metric.name == "loss" and isinstance(metric, keras.metrics.Mean):
+            return float(metric.count)
+    return 1.0
+
+
+def _is_number(value: Any) -> bool:
+    return np.asarray(value).dtype.kind in "fiub"
+
+
+def _weighed(value: np.ndarray, weight: float) -> Iterator[np.ndarray]:
+    yield value.reshape(-1) * weight if weight else np.zeros(value.size)
+    yield np.array([weight])

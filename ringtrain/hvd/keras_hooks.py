@@ -1,0 +1,55 @@
+"""Two decisions of Keras that a distributed optimizer has a say in.
+
+Keras asks neither optimizer nor user in these places, so its functions are replaced, once per process, by ones that
+behave the same unless the optimizer is distributed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras.src.trainers import trainer
+
+
+def teach_keras() -> None:
+    """Replaces the two functions, if that has not happened yet."""
+    if not hasattr(trainer.model_supports_jit, "before_ringtrain"):
+        trainer.model_supports_jit = _reducing_without_jit(trainer.model_supports_jit)
+    optimizer_class = keras.optimizers.LossScaleOptimizer
+    if not hasattr(optimizer_class.check_finite, "before_ringtrain"):
+        optimizer_class.check_finite = _finite_on_all_ranks(optimizer_class.check_finite)
+
+
+def _reducing_without_jit(model_supports_jit: Any) -> Any:
+    """XLA has no kernel for Horovod's allreduce; `compile` turns XLA on by itself where there is a GPU."""
+
+    def supports_jit(model: Any) -> bool:
+        return not distributed(getattr(model, "optimizer", None)) and model_supports_jit(model)
+
+    supports_jit.before_ringtrain = model_supports_jit  # type: ignore[attr-defined]
+    return supports_jit
+
+
+def _finite_on_all_ranks(check_finite: Any) -> Any:
+    """A rank that alone skips the step whose gradients overflow would leave the others waiting in their allreduce."""
+
+    def finite_everywhere(self: Any, grads: Any) -> Any:
+        finite = check_finite(self, grads)
+        reduction = getattr(self.inner_optimizer, "reduction", None)
+        return finite if reduction is None else reduction.true_on_all_ranks(finite)
+
+    finite_everywhere.before_ringtrain = check_finite  # type: ignore[attr-defined]
+    return finite_everywhere
+
+
+def distributed(optimizer: Any) -> bool:
+    """Whether an optimizer, or the one inside its `LossScaleOptimizer`, reduces its gradients over the ranks."""
+    return getattr(innermost(optimizer), "reduction", None) is not None
+
+
+def innermost(optimizer: Any) -> Any:
+    """The optimizer that updates variables: the one given, or the one inside its `LossScaleOptimizer`."""
+    while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer = optimizer.inner_optimizer
+    return optimizer

@@ -1,0 +1,173 @@
+"""A Keras 3 optimizer whose gradients are reduced over all ranks.
+
+Horovod 0.28.1 hooks methods that Keras 3 never calls, so its own wrapper trains one model per rank without a word. The
+averaging is that of Sergeev & Del Balso 2018 (arXiv 1802.05799); Adasum is Maleki et al. 2020 (arXiv 2006.02924).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import keras
+from horovod.tensorflow import Adasum, Average, Compression, global_process_set
+from horovod.tensorflow.mpi_ops import ProcessSet
+
+from ringtrain.hvd.collectives import layer_variables
+from ringtrain.hvd.keras_hooks import distributed, innermost, teach_keras
+from ringtrain.hvd.reduction import Reduction
+from ringtrain.hvd.subclass import distribute
+
+
+def DistributedOptimizer(
+    optimizer: keras.optimizers.Optimizer,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: Any = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> keras.optimizers.Optimizer:
+    """Makes an optimizer reduce its gradients over all ranks before it clips, decays and applies them.
+
+    The optimizer itself is changed and returned: its state, schedule and class name stay, and a model compiled with it
+    is saved as one with the plain optimizer. Wrap before `compile`.
+
+    Args:
+        optimizer: Any Keras 3 optimizer. Around or inside a `LossScaleOptimizer` (also the one that `compile` adds
+            under mixed_float16) an overflow on one rank skips the step on all.
+        name: Prefix of the operations' names; "Distributed" and the class name by default.
+        device_dense, device_sparse: Device to place the reduction of dense and sparse gradients on.
+        compression: `Compression.none`, or `Compression.fp16` to send 16-bit floats.
+        sparse_as_dense: Turn `IndexedSlices` into dense tensors first; otherwise they are gathered.
+        gradient_predivide_factor: With Average: divide by this before the sum, and by size / this after it.
+        op: Average, Sum or Adasum (over MPI, with a power of two of ranks).
+        backward_passes_per_step: Micro-steps accumulated on each rank per update. Only the update communicates. It
+            becomes Keras' `gradient_accumulation_steps`, whose own use needs no argument here.
+        average_aggregated_gradients: Divide by the number of micro-steps, which makes them equal to a big batch. As in
+            Horovod, `backward_passes_per_step` sums by default; `gradient_accumulation_steps` always averages.
+        num_groups: Horovod's deprecated name of an integer `groups`.
+        groups: Number of groups in which dense gradients are reduced, or a list of lists of variables; variables in no
+            list are reduced alone.
+        process_set: Ranks that reduce with each other.
+        scale_local_gradients: Divide gradients of local variables (see `register_local_var`) by the number of ranks.
+
+    Returns:
+        `optimizer`, now with `register_local_var(variable)`, which leaves a variable's gradient to each rank.
+
+    Raises:
+        TypeError: Not a Keras 3 optimizer.
+        ValueError: Arguments that exclude each other, an optimizer that is distributed already, or a nesting that
+            cannot be made right; the message says what to write instead.
+    """
+    groups = num_groups if groups is None and num_groups else groups
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            f"DistributedOptimizer: got {type(optimizer).__module__}.{type(optimizer).__qualname__}, expected a Keras "
+            "3 optimizer such as keras.optimizers.SGD(0.1); for tf.compat.v1 optimizers use Horovod's own wrapper"
+        )
+    if distributed(optimizer):
+        raise ValueError(f"DistributedOptimizer: {type(optimizer).__name__} is distributed already; wrap it once")
+    if backward_passes_per_step < 1:
+        raise ValueError(f"backward_passes_per_step: got {backward_passes_per_step}, expected at least 1")
+    if op == Adasum and average_aggregated_gradients:
+        raise ValueError("op=Adasum combines sums of micro-steps: leave average_aggregated_gradients=False")
+    sums_passes = backward_passes_per_step > 1 and not average_aggregated_gradients
+    reduction = Reduction(
+        name=re.sub(r"[^A-Za-z0-9_]", "_", name or f"Distributed{type(innermost(optimizer)).__name__}"),
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+        accumulated_scale=float(backward_passes_per_step) if sums_passes else 1.0,
+    )
+    teach_keras()
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        _refuse_own_check_finite(optimizer)
+        optimizer.inner_optimizer = distribute(optimizer.inner_optimizer, reduction, backward_passes_per_step)
+        object.__setattr__(optimizer, "register_local_var", optimizer.inner_optimizer.register_local_var)
+        return optimizer
+    return distribute(optimizer, reduction, backward_passes_per_step)
+
+
+def PartialDistributedOptimizer(
+    optimizer: keras.optimizers.Optimizer,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: Any = Average,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> keras.optimizers.Optimizer:
+    """`DistributedOptimizer` that leaves the variables of `local_layers` to each rank.
+
+    Args:
+        local_layers: One built Keras layer or a sequence of them. Broadcast callbacks want their variables as
+            `local_variables`, and `check_in_sync` leaves them out.
+    """
+    optimizer = DistributedOptimizer(
+        optimizer,
+        name=name,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    for variable in layer_variables(local_layers):
+        optimizer.register_local_var(variable)
+    return optimizer
+
+
+def load_model(
+    filepath: Any,
+    custom_optimizers: Any = None,
+    custom_objects: dict[str, Any] | None = None,
+    compression: Any = Compression.none,
+    legacy_opts: bool = False,
+) -> keras.Model:
+    """Loads a saved Keras model with its optimizer's state and makes the optimizer distributed again.
+
+    Args:
+        filepath: What `keras.models.load_model` takes.
+        custom_optimizers: Optimizer classes that Keras does not know.
+        custom_objects: Names to further classes or functions.
+        compression: As for `DistributedOptimizer`.
+        legacy_opts: Refused: Keras 3 has no legacy optimizers.
+    """
+    if legacy_opts:
+        raise ValueError("legacy_opts=True: Keras 3 has no legacy optimizers; load the model without it")
+    known = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()}
+    model = keras.models.load_model(filepath, custom_objects={**known, **(custom_objects or {})})
+    if model.optimizer is not None:
+        DistributedOptimizer(model.optimizer, compression=compression)
+    return model
+
+
+def _refuse_own_check_finite(optimizer: Any) -> None:
+    if type(optimizer).check_finite is not keras.optimizers.LossScaleOptimizer.check_finite:
+        raise ValueError(
+            f"{type(optimizer).__name__} has a check_finite of its own, with which one rank may skip a step while "
+            "the others wait: write keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(inner))"
+        )

@@ -1,0 +1,187 @@
+"""From one rank's gradients to everybody's."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import horovod.tensorflow as horovod
+import tensorflow as tf
+from horovod.tensorflow import Adasum, Average, Min, Sum
+from horovod.tensorflow.mpi_ops import ProcessSet
+
+from ringtrain.hvd.collectives import tensor_of
+
+OP_WORDS = {Average: "averaged", Sum: "summed", Adasum: "combined by Adasum"}
+
+
+@dataclass(frozen=True, eq=False)
+class Reduction:
+    """How the gradients of one optimizer are reduced: the arguments of `DistributedOptimizer`, as a function.
+
+    `accumulated_scale` multiplies the result: Keras divides the sum over micro-steps by their number, and users of
+    Horovod's `backward_passes_per_step` expect the sum.
+    """
+
+    name: str
+    device_dense: str
+    device_sparse: str
+    compression: Any
+    sparse_as_dense: bool
+    gradient_predivide_factor: float
+    op: Any
+    groups: int | list[Any] | None
+    process_set: ProcessSet
+    scale_local_gradients: bool
+    accumulated_scale: float = 1.0
+    _graphs: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.op not in OP_WORDS:
+            raise ValueError(f"op: got {self.op!r}, expected hvd.Average, hvd.Sum or hvd.Adasum")
+        if self.gradient_predivide_factor != 1.0 and self.op != Average:
+            raise ValueError("gradient_predivide_factor divides an average in two steps: use it with op=hvd.Average")
+        if self.groups is not None and not isinstance(self.groups, list) and self.groups <= 0:
+            raise ValueError(f"groups: got {self.groups!r}, expected a positive number or a list of lists of variables")
+        if self.op == Adasum and self.groups is not None:
+            raise ValueError("op=hvd.Adasum combines tensor by tensor: leave groups and num_groups out")
+        if self.op == Adasum and horovod.is_initialized() and not horovod.mpi_enabled():
+            raise ValueError("op=hvd.Adasum needs MPI, this run is over Gloo: use mpirun or horovodrun --mpi")
+
+    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[bool]) -> list[Any]:
+        """Reduces gradients over the ranks.
+
+        Args:
+            gradients: Tensors or `IndexedSlices`, none of them None.
+            variables: Their variables, in the same order.
+            local: Which of them are left to this rank.
+
+        Returns:
+            The reduced gradients, with the shapes and dtypes they came with.
+        """
+        if not tf.executing_eagerly():
+            return self._reduce(gradients, variables, local)
+        # In one graph Horovod negotiates and fuses all tensors together; eager ones would go one after the other.
+        key = (tuple(id(tensor_of(variable)) for variable in variables), tuple(local))
+        if key not in self._graphs:
+            self._graphs[key] = tf.function(lambda *tensors: self._reduce(tensors, variables, local))
+        return self._graphs[key](*gradients)
+
+    def true_on_all_ranks(self, flag: Any) -> tf.Tensor:
+        """Logical and of a scalar boolean tensor over the ranks."""
+        if self._alone():
+            return flag
+        name = f"HorovodAllreduce_{_unique_in_graph(self.name)}_finite"
+        with tf.device(self.device_dense):
+            lowest = horovod.allreduce(
+                tf.cast(flag, tf.int32), op=Min, name=name, ignore_name_scope=True, process_set=self.process_set
+            )
+        return tf.cast(lowest, tf.bool)
+
+    def _alone(self) -> bool:
+        return not _elastic() and self.process_set.size() == 1
+
+    def _reduce(self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[bool]) -> list[Any]:
+        prefix = _unique_in_graph(self.name)
+        reduced = list(gradients)
+        dense = []
+        for index, gradient in enumerate(gradients):
+            if local[index]:
+                reduced[index] = _scaled(gradient, 1.0 / self._num_ranks()) if self.scale_local_gradients else gradient
+            elif self._alone():
+                continue
+            elif isinstance(gradient, tf.IndexedSlices) and not self.sparse_as_dense:
+                reduced[index] = self._reduce_sparse(gradient)
+            else:
+                dense.append(index)
+        for number, members in enumerate(self._split(dense, variables)):
+            tensors = [tf.convert_to_tensor(gradients[index]) for index in members]
+            results = self._reduce_dense(tensors, f"HorovodAllreduce_{prefix}_{number}")
+            for index, result in zip(members, results, strict=True):
+                reduced[index] = result
+        if self.accumulated_scale != 1.0:
+            reduced = [_scaled(gradient, self.accumulated_scale) for gradient in reduced]
+        return reduced
+
+    def _reduce_sparse(self, gradient: tf.IndexedSlices) -> tf.IndexedSlices:
+        # Horovod gathers values and indices and, for Average, divides by the ranks: the factor of gradient_predivide
+        # would cancel out. It names the gathers itself, after the tensors.
+        values = _widened(gradient.values)
+        gathered = horovod.allreduce(
+            tf.IndexedSlices(values, gradient.indices, gradient.dense_shape),
+            device_sparse=self.device_sparse,
+            op=self.op,
+            process_set=self.process_set,
+        )
+        return tf.IndexedSlices(tf.cast(gathered.values, gradient.dtype), gathered.indices, gradient.dense_shape)
+
+    def _reduce_dense(self, gradients: list[tf.Tensor], name: str) -> list[tf.Tensor]:
+        options = {
+            "device_dense": self.device_dense,
+            "compression": self.compression,
+            "op": self.op,
+            "prescale_factor": 1.0 / self.gradient_predivide_factor,
+            "postscale_factor": self.gradient_predivide_factor,
+            "process_set": self.process_set,
+            "ignore_name_scope": True,
+            "name": name,
+        }
+        widened = [_widened(gradient) for gradient in gradients]
+        if self.groups is None:
+            results = [horovod.allreduce(gradient, **options) for gradient in widened]
+        else:
+            results = horovod.grouped_allreduce(widened, **options)
+        return [tf.cast(result, gradient.dtype) for result, gradient in zip(results, gradients, strict=True)]
+
+    def _split(self, dense: list[int], variables: Sequence[Any]) -> list[list[int]]:
+        """Places of dense gradients, in the groups that are reduced together."""
+        if self.groups is None:
+            return [[index] for index in dense]
+        if not isinstance(self.groups, list):
+            length = -(-len(dense) // self.groups) or 1
+            return [dense[start : start + length] for start in range(0, len(dense), length)]
+        place = {id(tensor_of(variables[index])): index for index in dense}
+        listed = [[place.pop(id(tensor_of(v))) for v in group if id(tensor_of(v)) in place] for group in self.groups]
+        return [group for group in listed if group] + [[index] for index in place.values()]
+
+    def _num_ranks(self) -> Any:
+        if _elastic():
+            return tf.cast(horovod.size_op(process_set_id=self.process_set.process_set_id), tf.float64)
+        return self.process_set.size()
+
+
+def _elastic() -> bool:
+    # An elastic run changes its size under a graph that is traced once.
+    return os.environ.get("HOROVOD_ELASTIC", "0") not in ("", "0")
+
+
+def _widened(tensor: tf.Tensor) -> tf.Tensor:
+    # Horovod's allreduce has no bfloat16; float32 holds all its values.
+    return tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor
+
+
+def _scaled(gradient: Any, factor: Any) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(_scaled(gradient.values, factor), gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(factor, gradient.dtype)
+
+
+def _unique_in_graph(name: str) -> str:
+    """`name`, numbered from its second use in one outermost graph on.
+
+    Ranks match operations by name, so names must not depend on anything that may differ between ranks, as automatic
+    layer names do when one rank builds a model more.
+    """
+    if tf.executing_eagerly():
+        return name
+    graph = tf.compat.v1.get_default_graph()
+    while getattr(graph, "outer_graph", None) is not None and getattr(graph.outer_graph, "building_function", False):
+        graph = graph.outer_graph
+    if not hasattr(graph, "ringtrain_names"):
+        graph.ringtrain_names = Counter()
+    graph.ringtrain_names[name] += 1
+    count = graph.ringtrain_names[name]
+    return name if count == 1 else f"{name}_{count}"

@@ -1,0 +1,117 @@
+"""The subclass that a distributed optimizer becomes.
+
+It reduces in `_clip_gradients`: Keras calls it once per update, after gradients are unscaled and accumulated and before
+they are clipped, decayed and applied. That method is private; tests/ring holds Keras to it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras.src.saving import object_registration
+
+from ringtrain.hvd.keras_hooks import distributed
+from ringtrain.hvd.reduction import Reduction
+
+
+def distribute(optimizer: Any, reduction: Reduction, backward_passes: int) -> Any:
+    """Gives an optimizer a subclass of its own class that reduces.
+
+    Args:
+        optimizer: Not a `LossScaleOptimizer`, which hands its gradients on.
+        reduction: How.
+        backward_passes: Micro-steps per update, 1 for what the optimizer itself says.
+
+    Returns:
+        `optimizer`, changed in place.
+    """
+    base = type(optimizer)
+    mixin = _DistributedMulti if isinstance(optimizer, keras.optimizers.MultiOptimizer) else _Distributed
+    if backward_passes > 1:
+        _accumulate(optimizer, backward_passes)
+    # The subclass bears its base's name, module and registration: saved, it is the plain optimizer.
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    body = {**names, "reduction": reduction, "_local_keys": set()}
+    subclass = type(base.__name__, (mixin, base), body)
+    registered = object_registration.get_registered_name(base)
+    if registered != base.__name__:
+        object_registration.GLOBAL_CUSTOM_NAMES[subclass] = registered
+    # Not optimizer.__class__ = ...: Keras and TensorFlow would take it for an attribute to track.
+    object.__setattr__(optimizer, "__class__", subclass)
+    return optimizer
+
+
+def _accumulate(optimizer: Any, backward_passes: int) -> None:
+    own = optimizer.gradient_accumulation_steps
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        raise ValueError("backward_passes_per_step: give MultiOptimizer's parts gradient_accumulation_steps instead")
+    if own not in (None, backward_passes):
+        raise ValueError(f"backward_passes_per_step={backward_passes}, gradient_accumulation_steps={own}: give one")
+    if own is None and optimizer.built:
+        raise ValueError("backward_passes_per_step: the optimizer is built already; wrap it before compile and fit")
+    optimizer.gradient_accumulation_steps = backward_passes
+
+
+class _Distributed(keras.optimizers.Optimizer):
+    """Mixed into the class of a single optimizer; `reduction` is set on the subclass."""
+
+    reduction: Reduction
+    _local_keys: set[Any]
+
+    def register_local_var(self, var: Any) -> None:
+        """Leaves the gradient of a Keras or TensorFlow variable to each rank."""
+        self._local_keys.add(self._var_key(var))
+
+    def is_local(self, variable: Any) -> bool:
+        """Whether `register_local_var` was called for a variable."""
+        return self._var_key(variable) in self._local_keys
+
+    def build(self, variables: Any) -> None:
+        for variable in variables:
+            if getattr(variable, "overwrite_with_gradient", False):
+                raise ValueError(
+                    f"{variable.path} is overwritten by its gradient (float8), which ranks cannot average: use a dtype "
+                    "policy of float32, mixed_bfloat16 or mixed_float16"
+                )
+        super().build(variables)
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        reached: list[str] = []
+        object.__setattr__(self, "_reached", reached)
+        super().apply(grads, trainable_variables=trainable_variables)
+        # An optimizer that overrides more of Keras than its update would otherwise train one model per rank.
+        if any(grad is not None for grad in grads) and "hook" not in reached:
+            raise RuntimeError(
+                f"{type(self).__name__}.apply did not call Keras' Optimizer._clip_gradients, where ranks reduce "
+                "their gradients: implement update_step and leave apply to Keras"
+            )
+
+    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
+        object.__setattr__(self, "_updated_variables", list(trainable_variables))
+        if self.gradient_accumulation_steps:
+            self._reached.append("hook")  # most micro-steps only accumulate
+        super()._backend_apply_gradients(grads, trainable_variables)
+
+    def _clip_gradients(self, grads: Any) -> Any:
+        self._reached.append("hook")
+        variables = self._updated_variables
+        local = [self.is_local(variable) for variable in variables]
+        return super()._clip_gradients(self.reduction(grads, variables, local))
+
+
+class _DistributedMulti(keras.optimizers.Optimizer):
+    """Mixed into `MultiOptimizer`, which hands its gradients to others: those are made distributed."""
+
+    reduction: Reduction
+    _local_keys: set[Any]
+
+    register_local_var = _Distributed.register_local_var
+    is_local = _Distributed.is_local
+
+    def build(self, var_list: Any) -> None:
+        super().build(var_list)
+        for optimizer in self._inner_optimizers:
+            if not distributed(optimizer):
+                distribute(optimizer, self.reduction, 1)
+            type(optimizer)._local_keys = self._local_keys

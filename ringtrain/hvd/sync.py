@@ -1,0 +1,184 @@
+"""Making ranks agree, and proving that they do."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import horovod.tensorflow as horovod
+import keras
+import numpy as np
+import tensorflow as tf
+from horovod.tensorflow import global_process_set
+from horovod.tensorflow.mpi_ops import ProcessSet
+
+from ringtrain.errors import OutOfSync, RingtrainError
+from ringtrain.hvd.collectives import broadcast_variables
+from ringtrain.hvd.keras_hooks import innermost
+from ringtrain.hvd.reduction import OP_WORDS
+
+T = TypeVar("T")
+
+
+def broadcast_model(
+    model: keras.Model,
+    root_rank: int = 0,
+    local_variables: Sequence[Any] = (),
+    process_set: ProcessSet = global_process_set,
+    optimizer: Any = None,
+) -> None:
+    """Gives every rank the weights and the optimizer's state of `root_rank`.
+
+    Keras' seed generators stay as they are, different on each rank. An optimizer that is not built yet is built.
+
+    Args:
+        model: Built on every rank, in the same way.
+        root_rank: Rank that sends.
+        local_variables: Variables that stay each rank's own.
+        optimizer: Its optimizer, if it was not compiled into the model.
+    """
+    if not model.built:
+        raise ValueError(f"broadcast_model: {model.name} has no weights yet; call model.build(input_shape) first")
+    optimizer = model.optimizer if optimizer is None else optimizer
+    if optimizer is not None and not optimizer.built:
+        optimizer.build(model.trainable_variables)
+    local = {id(variable) for variable in local_variables}
+    variables = [*model.weights, *(optimizer.variables if optimizer is not None else ())]
+    broadcast_variables([v for v in variables if id(v) not in local], root_rank, process_set)
+
+
+def check_in_sync(model: keras.Model, optimizer: Any = None) -> str:
+    """Proves that weights and optimizer slots are equal, bit for bit, on all ranks.
+
+    Each rank sends eight bytes; only where they differ do ranks exchange more to name the difference. Left out is what
+    may differ: seed generators, metrics, moving statistics of batch normalization (each rank's own), gradients that are
+    accumulated but not reduced yet, variables registered as local and their slots.
+
+    Args:
+        model: A built model.
+        optimizer: Its optimizer, if it was not compiled into the model.
+
+    Returns:
+        The checksum, 16 hexadecimal digits; the same on every rank and from run to run if the weights are.
+
+    Raises:
+        OutOfSync: On every rank alike, naming the ranks that differ and the first variable that does.
+    """
+    optimizer = model.optimizer if optimizer is None else optimizer
+    reduction = getattr(innermost(optimizer), "reduction", None)
+    process_set = global_process_set if reduction is None else reduction.process_set
+    names, checksums = zip(*_checksums(model, optimizer), strict=True)
+    digest = hashlib.sha256(np.array(checksums, np.uint32).tobytes()).digest()[:8]
+    own = tf.constant(np.frombuffer(digest, np.int64))
+    everybody = horovod.allgather(own, name="ringtrain_check_in_sync", process_set=process_set).numpy()
+    if len(set(everybody.tolist())) > 1:
+        details = horovod.allgather_object((names, checksums), name="ringtrain_out_of_sync", process_set=process_set)
+        raise OutOfSync(_difference(process_set, everybody.tolist(), details))
+    return digest.hex()
+
+
+def check_averaging(optimizer: Any) -> str:
+    """Proves by a small collective that the optimizer's own reduction combines what the ranks put in.
+
+    Args:
+        optimizer: A distributed optimizer.
+
+    Returns:
+        "averaged", "summed" or "combined by Adasum".
+
+    Raises:
+        OutOfSync: The optimizer is not distributed, or the result is not what it should be.
+    """
+    reduction = getattr(innermost(optimizer), "reduction", None)
+    if reduction is None:
+        raise OutOfSync(f"{type(optimizer).__name__} reduces no gradients: wrap it in hvd.DistributedOptimizer")
+    num_ranks = reduction.process_set.size()
+    position = reduction.process_set.rank()
+    # A vector with one entry per rank, in which each sets its own: orthogonal, so that Adasum adds them up.
+    probe = tf.Variable(tf.zeros(num_ranks), name="probe")
+    (result,) = reduction([tf.one_hot(position, num_ranks)], [probe], [False])
+    expected = reduction.accumulated_scale / (num_ranks if OP_WORDS[reduction.op] == "averaged" else 1)
+    if not np.allclose(result.numpy(), expected, rtol=1e-3):
+        raise OutOfSync(f"the reduction of {num_ranks} ranks gave {result.numpy()}, expected {expected} everywhere")
+    return OP_WORDS[reduction.op]
+
+
+def run_together(action: Callable[[], T]) -> T:
+    """Runs something that may fail on one rank only, and lets all ranks fail or none.
+
+    Args:
+        action: Called once on every rank, without arguments; must not contain a collective that a failing rank skips.
+
+    Returns:
+        What `action` returned on this rank.
+
+    Raises:
+        RingtrainError: The first rank's failure, on every rank. An `OSError` counts as a failure too; any other
+            exception is a bug and ends this rank alone.
+    """
+    result, failure = None, None
+    try:
+        result = action()
+    except (RingtrainError, OSError) as error:
+        failure = error
+    kind = type(failure) if isinstance(failure, RingtrainError) else RingtrainError
+    report = None if failure is None else (kind, str(failure), socket.gethostname())
+    reports = horovod.allgather_object(report, name="ringtrain_run_together")
+    for rank, other in enumerate(reports):
+        if other is not None:
+            error_class, message, host = other
+            where = "" if rank == horovod.rank() or len(reports) == 1 else f"rank {rank} on {host}: "
+            raise error_class(f"{where}{message}") from failure
+    return result  # type: ignore[return-value]
+
+
+def _checksums(model: keras.Model, optimizer: Any) -> Iterator[tuple[str, int]]:
+    left_out = {id(variable) for variable in (*_moving_statistics(model), *_local_variables(model, optimizer))}
+    for variable in (*model.weights, *(optimizer.variables if optimizer is not None else ())):
+        if id(variable) not in left_out:
+            array = np.ascontiguousarray(keras.ops.convert_to_numpy(variable))
+            head = zlib.crc32(f"{array.dtype}{array.shape}".encode())
+            yield variable.path, zlib.crc32(array.reshape(-1).view(np.uint8).data, head)
+
+
+def _moving_statistics(model: keras.Model) -> Iterator[Any]:
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.BatchNormalization):
+            yield from layer.non_trainable_variables
+
+
+def _local_variables(model: keras.Model, optimizer: Any) -> Iterator[Any]:
+    """Gradients that a rank accumulates before they are reduced; variables registered as local, and their slots."""
+    optimizer = innermost(optimizer)
+    parts = getattr(optimizer, "optimizers", [optimizer])
+    for single in parts:
+        yield from getattr(single, "_accumulated_gradients", ())
+    if not getattr(optimizer, "_local_keys", None):
+        return
+    yield from (variable for variable in model.trainable_variables if optimizer.is_local(variable))
+    for single in parts:
+        places = [i for i, v in enumerate(single._trainable_variables) if optimizer.is_local(v)]
+        for slots in vars(single).values():
+            if isinstance(slots, list) and len(slots) == len(single._trainable_variables):
+                yield from (slots[place] for place in places)
+
+
+def _difference(process_set: ProcessSet, digests: Sequence[int], details: Sequence[Any]) -> str:
+    ranks = process_set.ranks or range(len(digests))
+    agreed = Counter(digests).most_common(1)[0][0]  # of equally many, the one of the lowest rank
+    names, reference = details[digests.index(agreed)]
+    lines = []
+    for rank, digest, (own_names, checksums) in zip(ranks, digests, details, strict=True):
+        if digest == agreed:
+            continue
+        if len(checksums) != len(reference):
+            lines.append(f"rank {rank} has {len(checksums)} variables instead of {len(reference)}")
+            continue
+        differing = [name for name, ours, theirs in zip(own_names, checksums, reference, strict=True) if ours != theirs]
+        lines.append(f"rank {rank} differs in {len(differing)} of {len(names)} variables, first in {differing[0]}")
+    agreeing = [str(rank) for rank, digest in zip(ranks, digests, strict=True) if digest == agreed]
+    return f"ranks out of step: {'; '.join(lines)}; compared with rank{'s'[: len(agreeing) > 1]} {', '.join(agreeing)}"

@@ -1,0 +1,86 @@
+"""Starts programs under the real launcher, with a hard limit in time, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+BIN = Path(sys.executable).parent
+ROOT = Path(__file__).parents[1]
+
+
+def run(
+    np: int,
+    argv: Sequence[str | Path],
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+    launcher: str = "mpi",
+    cwd: Path = ROOT,
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program on np ranks of this host under horovodrun and waits for it.
+
+    Args:
+        np: number of ranks; 0 starts the program itself, without a launcher.
+        argv: the program and its arguments, e.g. [sys.executable, "-m", "ringtrain.train"].
+        timeout_s: after this many seconds everything the launch started is killed and the test fails.
+        env: added to (and winning over) this process' environment.
+        launcher: "mpi" or "gloo".
+        cwd: folder to start in.
+
+    Returns:
+        The finished process, with stdout and stderr as text and whatever return code it had.
+
+    Raises:
+        TimeoutError: with the output so far.
+    """
+    flags = {"mpi": [], "gloo": ["--gloo"]}[launcher]
+    horovodrun = [BIN / "horovodrun", "-np", np, "-H", f"localhost:{np}", *flags]
+    command = [str(word) for word in [*(horovodrun if np else []), *argv]]
+    full_env = os.environ | {
+        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        **(env or {}),
+    }
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+        env=full_env,
+        start_new_session=True,
+    ) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout_s)
+        except BaseException as failure:
+            _end_family(process.pid)
+            stdout, stderr = process.communicate()
+            if isinstance(failure, subprocess.TimeoutExpired):
+                raise TimeoutError(
+                    f"{' '.join(command)}: still running after {timeout_s} s, killed\n{stdout}\n{stderr}"
+                ) from None
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def _end_family(process: int) -> None:
+    """Kills a process we started and all its descendants, whatever sessions and groups launchers gave them."""
+    parents = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(status.parent.name)] = int(status.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue  # it ended while we looked
+    family = [process]
+    for member in family:  # grows while it is walked
+        family += [child for child, parent in parents.items() if parent == member]
+    for member in family:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(member, signal.SIGKILL)

@@ -1,0 +1,388 @@
+"""N ranks with batch B are one rank with batch N * B, whatever the optimizer."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import horovod.tensorflow.keras
+import keras
+import numpy as np
+import small
+import tensorflow as tf
+from only import only
+
+import ringtrain.hvd as hvd
+
+TIGHT = 1e-6
+
+
+def sgd_with_momentum_equals_big_batch(wrap=hvd.DistributedOptimizer):
+    _equals_big_batch(lambda: keras.optimizers.SGD(0.1, momentum=0.9), wrap)
+
+
+def adam_equals_big_batch(wrap=hvd.DistributedOptimizer):
+    _equals_big_batch(lambda: keras.optimizers.Adam(0.01), wrap)
+
+
+def without_the_wrapper_they_differ():
+    for control in (sgd_with_momentum_equals_big_batch, adam_equals_big_batch):
+        message = small.raised(AssertionError, lambda control=control: control(wrap=small.plain))
+        assert "apart" in message
+
+
+def horovods_own_wrapper_trains_a_model_per_rank():
+    """What README.md says of Horovod 0.28.1 under Keras 3."""
+    model = small.train(
+        small.build(), horovod.tensorflow.keras.DistributedOptimizer(keras.optimizers.SGD(0.1)), small.shares(4)
+    )
+    assert small.spread(model) > 1e-3
+
+
+def every_optimizer_of_keras_equals_big_batch():
+    made = {
+        "Adadelta": lambda: keras.optimizers.Adadelta(0.1),
+        "Adafactor": lambda: keras.optimizers.Adafactor(0.01),
+        "Adagrad": lambda: keras.optimizers.Adagrad(0.1),
+        "Adamax": lambda: keras.optimizers.Adamax(0.01),
+        "AdamW": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
+        "Ftrl": lambda: keras.optimizers.Ftrl(0.1),
+        "Lamb": lambda: keras.optimizers.Lamb(0.01),
+        "Lion": lambda: keras.optimizers.Lion(0.01),
+        "Muon": lambda: keras.optimizers.Muon(0.01),
+        "Nadam": lambda: keras.optimizers.Nadam(0.01),
+        "RMSprop": lambda: keras.optimizers.RMSprop(0.01, momentum=0.9),
+        "ScheduleFreeAdamW": lambda: keras.optimizers.ScheduleFreeAdamW(0.01),
+        "SGD": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+        "Adam": lambda: keras.optimizers.Adam(0.01, amsgrad=True),
+    }
+    for name, make in made.items():
+        # Keras' Muon knows float32 only.
+        precision = {"dtype": "float32", "tolerance": 1e-4} if name == "Muon" else {}
+        _equals_big_batch(make, hvd.DistributedOptimizer, num_steps=3, **precision)
+    wrappers = {"LossScaleOptimizer", "MultiOptimizer", "Optimizer"}
+    classes = {name for name, value in vars(keras.optimizers).items() if isinstance(value, type)}
+    optimizers = {name for name in classes if issubclass(getattr(keras.optimizers, name), keras.optimizers.Optimizer)}
+    assert optimizers == set(made) | wrappers, "Keras has an optimizer that is not tried here"
+
+
+def clipping_decay_and_averages_come_after_the_reduction():
+    for options in ({"clipnorm": 0.01}, {"global_clipnorm": 0.01}, {"clipvalue": 0.001}, {"weight_decay": 0.1}):
+        _equals_big_batch(lambda options=options: keras.optimizers.SGD(0.1, momentum=0.9, **options))
+    _equals_big_batch(lambda: keras.optimizers.Adam(0.01, use_ema=True, ema_overwrite_frequency=2))
+    _equals_big_batch(lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)))
+
+
+def multi_optimizer_equals_big_batch():
+    def make():
+        parts = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1), {".*bias": keras.optimizers.Adam(0.01)})
+        return keras.optimizers.MultiOptimizer(parts)
+
+    _equals_big_batch(make)
+
+
+def accumulation_equals_big_batch():
+    for clip in ({}, {"global_clipnorm": 0.01}):
+        for accumulate in (_by_horovods_argument, _by_keras_argument):
+            model = small.train(small.build(), accumulate(clip), small.shares(8))
+            updates = small.global_batches(8)
+            merged = [tuple(np.concatenate(part) for part in zip(*updates[i : i + 4], strict=True)) for i in (0, 4)]
+            reference = small.train(small.build(), keras.optimizers.SGD(0.1, momentum=0.9, **clip), merged)
+            _close(model, reference)
+
+
+def backward_passes_are_summed_unless_averaged():
+    summed = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=4)
+    averaged = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.4), backward_passes_per_step=4, average_aggregated_gradients=True
+    )
+    _close(*(small.train(small.build(), optimizer, small.shares(8)) for optimizer in (summed, averaged)))
+
+
+def accumulation_reduces_once_per_update():
+    """Counted in rank 0's Horovod timeline: 8 micro-steps, 2 updates, 4 variables."""
+    with TemporaryDirectory() as folder:
+        timelines = {passes: Path(folder) / f"{passes}.json" for passes in (1, 4)}
+        for passes, timeline in timelines.items():
+            model = small.build()
+            model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=passes), "mse")
+            hvd.start_timeline(str(timeline))
+            for x, y in small.shares(8):
+                model.train_on_batch(x, y)
+            hvd.stop_timeline()
+        if hvd.rank() == 0:
+            counts = {passes: _num_allreduces(timeline) for passes, timeline in timelines.items()}
+            assert counts == {1: 8 * 4, 4: 2 * 4}, counts
+
+
+def steps_per_execution_and_eager_mode_equal_big_batch():
+    x, y = (np.concatenate(part) for part in zip(*small.shares(6), strict=True))
+    reference = small.train(small.build(), keras.optimizers.SGD(0.1, momentum=0.9), small.global_batches(6))
+    for options in ({"steps_per_execution": 3}, {"run_eagerly": True}):
+        model = small.build()
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)), "mse", **options)
+        model.fit(x, y, batch_size=small.BATCH, shuffle=False, verbose=0)
+        _close(model, reference)
+
+
+def custom_loop_equals_big_batch():
+    model, optimizer = small.build(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
+    optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
+        optimizer.apply_gradients(
+            zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True)
+        )
+
+    for x, y in small.shares(4):
+        step(tf.constant(x), tf.constant(y))
+    _close(model, small.train(small.build(), keras.optimizers.SGD(0.1, momentum=0.9), small.global_batches(4)))
+
+
+def sum_predivide_groups_and_fp16():
+    sgd = lambda rate=0.1: keras.optimizers.SGD(rate, momentum=0.9)  # noqa: E731
+    reference = small.train(small.build(), sgd(), small.global_batches(4))
+    _close(_trained(sgd(0.1 / hvd.size()), op=hvd.Sum), reference)
+    _close(_trained(sgd(), gradient_predivide_factor=2.0), reference)
+    _close(_trained(sgd(), num_groups=2), reference)
+    _close(_trained(sgd(), groups=3), reference)
+    model = small.build()
+    listed = [model.trainable_variables[:2], model.trainable_variables[3:]]
+    optimizer = hvd.DistributedOptimizer(sgd(), groups=listed)
+    _close(small.train(model, optimizer, small.shares(4)), reference)
+    compressed = _trained(sgd(), compression=hvd.Compression.fp16)
+    assert TIGHT < small.distance(compressed, reference) < 1e-2
+    assert small.spread(compressed) == 0
+
+
+@only(np=2, launcher="mpi")
+def adasum_follows_its_formula():
+    """Maleki et al. 2020, section 3: (1 - ab/2|a|^2) a + (1 - ab/2|b|^2) b."""
+    ours = np.array([[1.0, 2.0, 0.5], [0.5, -1.0, 3.0]])
+    model = keras.Sequential(
+        [keras.Input((3,), dtype="float64"), keras.layers.Dense(1, use_bias=False, dtype="float64")]
+    )
+    before = model.get_weights()[0]
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hvd.Adasum)
+    optimizer.apply_gradients([(tf.constant(ours[hvd.rank()].reshape(3, 1)), model.trainable_variables[0])])
+    a, b = ours
+    expected = (1 - a @ b / (2 * a @ a)) * a + (1 - a @ b / (2 * b @ b)) * b
+    assert np.allclose(before - model.get_weights()[0], expected.reshape(3, 1), atol=1e-6)
+    assert hvd.check_averaging(optimizer) == "combined by Adasum"
+
+
+@only(launcher="gloo")
+def adasum_over_gloo_is_refused():
+    message = small.raised(ValueError, lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), op=hvd.Adasum))
+    assert "mpirun" in message
+
+
+def sparse_gradients_equal_big_batch():
+    indices = np.random.default_rng(5).integers(0, 20, (4, hvd.size() * small.BATCH, 5))
+    targets = np.random.default_rng(6).normal(size=(4, hvd.size() * small.BATCH, 2))
+    own = slice(hvd.rank() * small.BATCH, (hvd.rank() + 1) * small.BATCH)
+
+    def make():
+        keras.utils.set_random_seed(1)
+        layers = [keras.layers.Embedding(20, 4), keras.layers.Flatten(), keras.layers.Dense(2)]
+        return keras.Sequential([keras.Input((5,), dtype="int32"), *layers])
+
+    whole, share = list(zip(indices, targets, strict=True)), list(zip(indices[:, own], targets[:, own], strict=True))
+    for options in ({}, {"sparse_as_dense": True}, {"num_groups": 2}, {"gradient_predivide_factor": 2.0}):
+        for clip in ({}, {"global_clipnorm": 0.1}, {"gradient_accumulation_steps": 2}):
+            # Keras squares the entries of a row one by one where gradients are sparse, summed where they are dense.
+            train = _train_on_dense_gradients if "sparse_as_dense" in options else small.train
+            reference = train(make(), keras.optimizers.Adam(0.01, **clip), whole)
+            optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01, **clip), **options)
+            _close(small.train(make(), optimizer, share), reference, 1e-5)
+
+
+def bfloat16_gradients_are_averaged():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False, dtype="bfloat16")])
+    model.layers[0].kernel.assign([[0.0], [0.0]])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    gradient = tf.fill((2, 1), tf.cast(hvd.rank(), tf.bfloat16))
+    optimizer.apply_gradients([(gradient, model.trainable_variables[0])])
+    assert np.allclose(np.float32(model.get_weights()[0]), -(hvd.size() - 1) / 2)
+
+
+def missing_gradients_are_skipped():
+    model = small.build()
+    unused = keras.Variable(np.ones(2), name="unused", dtype="float64")
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    variables = [unused, *model.trainable_variables]
+    gradients = [None, *(tf.ones_like(variable.value) * hvd.rank() for variable in model.trainable_variables)]
+    before = model.get_weights()
+    optimizer.apply_gradients(zip(gradients, variables, strict=True))
+    step = 0.1 * (hvd.size() - 1) / 2
+    assert all(np.allclose(old - new, step) for old, new in zip(before, model.get_weights(), strict=True))
+    assert np.array_equal(unused.numpy(), np.ones(2))
+
+
+def local_variables_stay_local():
+    for scale, divisor in ((True, hvd.size()), (False, 1)):
+        model = small.build()
+        first, last = model.layers
+        optimizer = hvd.PartialDistributedOptimizer(
+            keras.optimizers.Adam(0.1), local_layers=first, scale_local_gradients=scale
+        )
+        sgd = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), scale_local_gradients=scale)
+        sgd.register_local_var(first.kernel)
+        before = first.kernel.numpy()
+        ones = [tf.ones_like(v.value) * (hvd.rank() + 1) for v in (first.kernel, last.kernel)]
+        sgd.apply_gradients(zip(ones, (first.kernel, last.kernel), strict=True))
+        assert np.allclose(before - first.kernel.numpy(), (hvd.rank() + 1) / divisor)
+        model = small.train(small.build(), "sgd", [])
+        optimizer = hvd.PartialDistributedOptimizer(
+            keras.optimizers.Adam(0.1), local_layers=model.layers[0], scale_local_gradients=scale
+        )
+        small.train(model, optimizer, small.shares(2))
+        kernels = hvd.allgather_object([layer.kernel.numpy() for layer in model.layers])
+        assert not np.array_equal(kernels[0][0], kernels[1][0])
+        assert np.array_equal(kernels[0][1], kernels[1][1])
+        hvd.check_in_sync(model)
+
+
+@only(np=3, launcher="mpi")
+def process_sets_reduce_among_themselves():
+    pair = hvd.add_process_set([0, 1])
+    alone = hvd.add_process_set([2])
+    try:
+        own = pair if hvd.rank() < 2 else alone
+        model = small.train(
+            small.build(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), process_set=own), small.shares(3)
+        )
+        kernels = hvd.allgather_object(model.get_weights()[0])
+        assert np.array_equal(kernels[0], kernels[1])
+        assert not np.array_equal(kernels[0], kernels[2])
+        hvd.check_in_sync(model)
+    finally:
+        hvd.remove_process_set(pair)
+        hvd.remove_process_set(alone)
+
+
+def ranks_may_name_their_layers_differently():
+    """Horovod matches tensors by name: a rank that has built a model more must not wait for ever."""
+    for _ in range(hvd.rank() + 1):
+        keras.layers.Dense(1)
+        keras.optimizers.SGD()
+    model = small.train(small.build(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), small.shares(2))
+    hvd.broadcast_model(model)
+    assert hvd.check_in_sync(model)
+
+
+def two_optimizers_in_one_step_keep_apart():
+    first, second = small.build(1), small.build(2)
+    optimizers = [hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)) for _ in range(2)]
+    for optimizer, model in zip(optimizers, (first, second), strict=True):
+        optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def step(x, y):
+        for optimizer, model in zip(optimizers, (first, second), strict=True):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(model(x) - y))
+            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    for x, y in small.shares(3):
+        step(tf.constant(x), tf.constant(y))
+    for seed, model in ((1, first), (2, second)):
+        _close(model, small.train(small.build(seed), keras.optimizers.SGD(0.1), small.global_batches(3)))
+
+
+def jit_is_refused_gently():
+    """XLA has no kernel for the allreduce: Keras says so and goes on without."""
+    model = small.train(
+        small.build(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), small.shares(2), jit_compile=True
+    )
+    assert model.jit_compile is False
+    assert small.spread(model) == 0
+    other = small.build()
+    other.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=True)
+    assert other.jit_compile is True
+
+
+def wrong_use_is_refused():
+    wrap, sgd = hvd.DistributedOptimizer, keras.optimizers.SGD
+    assert "wrap it once" in small.raised(ValueError, lambda: wrap(wrap(sgd())))
+    assert "Keras 3" in small.raised(TypeError, lambda: wrap(tf.compat.v1.train.GradientDescentOptimizer(0.1)))
+    assert "at least 1" in small.raised(ValueError, lambda: wrap(sgd(), backward_passes_per_step=0))
+    accumulating = sgd(gradient_accumulation_steps=2)
+    assert "give one" in small.raised(ValueError, lambda: wrap(accumulating, backward_passes_per_step=3))
+    assert "Average" in small.raised(ValueError, lambda: wrap(sgd(), op=hvd.Sum, gradient_predivide_factor=2.0))
+    assert "op: got" in small.raised(ValueError, lambda: wrap(sgd(), op=hvd.Min))
+    assert "groups" in small.raised(ValueError, lambda: wrap(sgd(), groups=-1))
+    built = sgd()
+    built.build(small.build().trainable_variables)
+    assert "built already" in small.raised(ValueError, lambda: wrap(built, backward_passes_per_step=2))
+
+    class Careless(keras.optimizers.SGD):
+        def _clip_gradients(self, grads):
+            return grads
+
+        def _backend_apply_gradients(self, grads, trainable_variables):
+            self._backend_update_step(grads, trainable_variables, self.learning_rate)
+
+    # Its methods come after ours in the order of classes, so only an apply of its own can slip past the hook.
+    class Bypassing(keras.optimizers.SGD):
+        def apply(self, grads, trainable_variables=None):
+            for gradient, variable in zip(grads, trainable_variables, strict=True):
+                variable.assign_sub(gradient)
+
+    model = small.build()
+    ones = [tf.ones_like(variable.value) for variable in model.trainable_variables]
+    for careless in (Careless(), Bypassing()):
+        optimizer = wrap(careless)
+        message = small.raised(
+            RuntimeError, lambda optimizer=optimizer: optimizer.apply(ones, model.trainable_variables)
+        )
+        assert "_clip_gradients" in message
+
+
+def _equals_big_batch(make, wrap=hvd.DistributedOptimizer, num_steps=5, tolerance=TIGHT, dtype="float64"):
+    model = small.train(small.build(dtype=dtype), wrap(make()), small.shares(num_steps))
+    reference = small.train(small.build(dtype=dtype), make(), small.global_batches(num_steps))
+    _close(model, reference, tolerance)
+
+
+def _close(model, reference, tolerance=TIGHT):
+    apart = small.distance(model, reference)
+    assert apart < tolerance, f"{apart} apart from the reference"
+
+
+def _trained(optimizer, **options):
+    return small.train(small.build(), hvd.DistributedOptimizer(optimizer, **options), small.shares(4))
+
+
+def _by_horovods_argument(clip):
+    sgd = keras.optimizers.SGD(0.1, momentum=0.9, **clip)
+    return hvd.DistributedOptimizer(sgd, backward_passes_per_step=4, average_aggregated_gradients=True)
+
+
+def _by_keras_argument(clip):
+    return hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=4, **clip))
+
+
+def _train_on_dense_gradients(model, optimizer, batches):
+    for x, y in batches:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x) - tf.cast(y, tf.float32)))
+        gradients = tape.gradient(loss, [variable.value for variable in model.trainable_variables])
+        optimizer.apply([tf.convert_to_tensor(gradient) for gradient in gradients], model.trainable_variables)
+    return model
+
+
+def _num_allreduces(timeline: Path) -> int:
+    """Allreduces of gradients in a timeline, which a thread of Horovod's writes."""
+    deadline = time.monotonic() + 10
+    while not (timeline.exists() and timeline.read_text().endswith("]")):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{timeline} is not written to its end")
+    events = json.loads(timeline.read_text())
+    names = {event["pid"]: event["args"].get("name", "") for event in events if event.get("name") == "process_name"}
+    return sum(event.get("name") == "ALLREDUCE" and "Distributed" in names[event["pid"]] for event in events)

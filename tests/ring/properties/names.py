@@ -1,0 +1,118 @@
+"""Horovod's names, and what is passed on."""
+
+from __future__ import annotations
+
+import inspect
+import types
+
+import horovod.keras
+import horovod.tensorflow.keras
+import keras
+import numpy as np
+import small
+import tensorflow as tf
+
+import ringtrain.hvd as hvd
+
+# An import of Horovod's own that shows in its module.
+NOT_API = {"is_version_greater_equal_than"}
+
+
+def every_public_name_is_here_with_its_parameters():
+    pairs = [(module, hvd) for module in (horovod.tensorflow.keras, horovod.keras)]
+    pairs += [(horovod.tensorflow.keras.callbacks, hvd.callbacks), (horovod.tensorflow.keras.elastic, hvd.elastic)]
+    for theirs, ours in pairs:
+        for name in getattr(theirs, "__all__", dir(theirs)):
+            value = getattr(theirs, name)
+            if name.startswith("_") or isinstance(value, types.ModuleType) or name in NOT_API:
+                continue
+            assert hasattr(ours, name), f"{theirs.__name__}.{name} is missing"
+            if inspect.isfunction(value) or (inspect.isclass(value) and "horovod" in value.__module__):
+                _takes_the_same(value, getattr(ours, name))
+
+
+def collectives_take_keras_variables():
+    size, rank = hvd.size(), hvd.rank()
+    own = keras.Variable([float(rank), 1.0])
+    total = np.array([size * (size - 1) / 2, size])
+    assert np.allclose(hvd.allreduce(own), total / size)
+    assert np.allclose(hvd.allreduce(own, op=hvd.Sum, name="named"), total)
+    assert np.allclose(hvd.allreduce(np.array([1.0, rank]), op=hvd.Max), [1.0, size - 1])
+    assert [float(t.numpy()[0]) for t in hvd.grouped_allreduce([own, own], op=hvd.Sum)] == [total[0]] * 2
+    assert hvd.allgather(tf.fill((rank + 1,), rank)).numpy().tolist() == [r for r in range(size) for _ in range(r + 1)]
+    assert hvd.broadcast(own, root_rank=size - 1).numpy().tolist() == [size - 1.0, 1.0]
+    assert hvd.broadcast_object({"rank": rank}, root_rank=1) == {"rank": 1}
+    assert hvd.allgather_object(rank) == list(range(size))
+    part = hvd.reducescatter(np.arange(2.0 * size), op=hvd.Sum).numpy()
+    assert part.tolist() == [size * 2.0 * rank, size * (2.0 * rank + 1)]
+    received = hvd.alltoall(np.full(size, float(rank)))
+    received = received[0] if isinstance(received, tuple) else received
+    assert received.numpy().tolist() == list(map(float, range(size)))
+    assert hvd.join() in range(size)
+
+
+def collectives_work_inside_a_tf_function():
+    @tf.function
+    def both(value):
+        return hvd.allreduce(value, op=hvd.Sum), hvd.allgather(value)
+
+    reduced, gathered = both(tf.constant([float(hvd.rank())]))
+    assert reduced.numpy()[0] == sum(range(hvd.size()))
+    assert gathered.shape[0] == hvd.size()
+
+
+def tape_reduces_for_keras_variables():
+    model, reference = small.build(), small.build()
+    (x, y), (all_x, all_y) = small.shares(1)[0], small.global_batches(1)[0]
+    with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+        loss = tf.reduce_mean(tf.square(model(x) - y))
+    gradients = tape.gradient(loss, model.trainable_variables)
+    with tf.GradientTape() as plain:
+        loss = tf.reduce_mean(tf.square(reference(all_x) - all_y))
+    expected = plain.gradient(loss, [v.value for v in reference.trainable_variables])
+    assert all(np.allclose(ours, theirs, atol=1e-12) for ours, theirs in zip(gradients, expected, strict=True))
+    partial = hvd.PartialDistributedGradientTape(
+        tf.GradientTape(), local_layers=model.layers[0], scale_local_gradients=False
+    )
+    with partial as tape:
+        loss = tf.reduce_mean(tf.square(model(x) - y))
+    gradients = tape.gradient(loss, model.trainable_variables)
+    kernels = hvd.allgather_object([np.asarray(gradients[0]), np.asarray(gradients[2])])
+    assert not np.allclose(kernels[0][0], kernels[1][0])
+    assert np.allclose(kernels[0][1], kernels[1][1])
+
+
+def elastic_state_commits_restores_and_synchronizes():
+    model = small.train(small.build(seed=hvd.rank()), "sgd", [])
+    state = hvd.elastic.KerasState(model, epoch=hvd.rank(), batch=0)
+    state.sync()
+    hvd.check_in_sync(model)
+    assert state.epoch == 0
+    kept = model.get_weights()
+    model.layers[0].kernel.assign_add(np.ones((6, 8)))
+    state.epoch = 5
+    state.restore()
+    assert all(np.array_equal(ours, theirs) for ours, theirs in zip(kept, model.get_weights(), strict=True))
+    assert state.epoch == 0
+    state.epoch = 6
+    model.layers[0].kernel.assign_add(np.ones((6, 8)))
+    state.save()
+    state.epoch = 7
+    state.restore()
+    assert state.epoch == 6
+    assert np.allclose(model.get_weights()[0], kept[0] + 1)
+
+
+def _takes_the_same(theirs, ours):
+    wanted, given = inspect.signature(theirs).parameters, inspect.signature(ours).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in given.values()):
+        return
+    missing = [name for name in wanted if name not in given]
+    assert not missing, f"{theirs.__module__}.{theirs.__name__}: no parameter {missing}"
+    shared = [name for name in given if name in wanted]
+    if "horovod.keras" not in theirs.__module__:  # whose parameters are the same with a few left out
+        assert shared == list(wanted), f"{theirs.__name__}: order {shared}, Horovod has {list(wanted)}"
+    for name, parameter in wanted.items():
+        default = given[name].default
+        if parameter.default is not parameter.empty:
+            assert default is not parameter.empty, f"{theirs.__name__}: {name} must be optional"

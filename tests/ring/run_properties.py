@@ -1,0 +1,35 @@
+"""Runs properties on every rank in one start: run_properties.py OUTPUT MODULE.NAME [MODULE.NAME ...].
+
+Each rank leaves OUTPUT/<rank>/<property>: empty if it held, else the traceback. A property that hangs leaves no file
+and is the one that OUTPUT/<rank>/started names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from pathlib import Path
+
+import ringtrain.hvd as hvd
+
+
+def main() -> None:
+    hvd.init()
+    output = Path(sys.argv[1]) / str(hvd.rank())
+    output.mkdir(parents=True)
+    for name in sys.argv[2:]:
+        (output / "started").write_text(name)
+        module, function = name.split(".")
+        try:
+            getattr(importlib.import_module(f"properties.{module}"), function)()
+            outcome = ""
+        except Exception:
+            outcome = traceback.format_exc()
+        (output / name).write_text(outcome)
+        hvd.allgather_object(name, name="next_property")
+    (output / "started").unlink()
+
+
+if __name__ == "__main__":
+    main()
