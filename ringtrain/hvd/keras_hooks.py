@@ -48,6 +48,15 @@ def distributed(optimizer: Any) -> bool:
     return getattr(innermost(optimizer), "reduction", None) is not None
 
 
+def refuse_horovods_own(optimizer: Any) -> None:
+    """Raises ValueError for an optimizer out of Horovod's own `DistributedOptimizer`."""
+    if hasattr(innermost(optimizer), "_allreduce_grads"):
+        raise ValueError(
+            f"{type(optimizer).__name__} was wrapped by Horovod's own DistributedOptimizer, which averages nothing "
+            "under Keras 3: import ringtrain.hvd as hvd, and wrap it with hvd.DistributedOptimizer"
+        )
+
+
 def innermost(optimizer: Any) -> Any:
     """The optimizer that updates variables: the one given, or the one inside its `LossScaleOptimizer`."""
     while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):

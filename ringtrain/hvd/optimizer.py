@@ -14,7 +14,7 @@ from horovod.tensorflow import Adasum, Average, Compression, global_process_set
 from horovod.tensorflow.mpi_ops import ProcessSet
 
 from ringtrain.hvd.collectives import layer_variables
-from ringtrain.hvd.keras_hooks import distributed, innermost, teach_keras
+from ringtrain.hvd.keras_hooks import distributed, innermost, refuse_horovods_own, teach_keras
 from ringtrain.hvd.reduction import Reduction
 from ringtrain.hvd.subclass import distribute
 
@@ -73,6 +73,7 @@ def DistributedOptimizer(
             f"DistributedOptimizer: got {type(optimizer).__module__}.{type(optimizer).__qualname__}, expected a Keras "
             "3 optimizer such as keras.optimizers.SGD(0.1); for tf.compat.v1 optimizers use Horovod's own wrapper"
         )
+    refuse_horovods_own(optimizer)
     if distributed(optimizer):
         raise ValueError(f"DistributedOptimizer: {type(optimizer).__name__} is distributed already; wrap it once")
     if backward_passes_per_step < 1:
@@ -146,6 +147,7 @@ def load_model(
     custom_objects: dict[str, Any] | None = None,
     compression: Any = Compression.none,
     legacy_opts: bool = False,
+    **options: Any,
 ) -> keras.Model:
     """Loads a saved Keras model with its optimizer's state and makes the optimizer distributed again.
 
@@ -155,13 +157,16 @@ def load_model(
         custom_objects: Names to further classes or functions.
         compression: As for `DistributedOptimizer`.
         legacy_opts: Refused: Keras 3 has no legacy optimizers.
+        options: Further arguments of `DistributedOptimizer`. The file holds the plain optimizer, so that what was given
+            when the model was compiled has to be given again.
     """
     if legacy_opts:
         raise ValueError("legacy_opts=True: Keras 3 has no legacy optimizers; load the model without it")
     known = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()}
     model = keras.models.load_model(filepath, custom_objects={**known, **(custom_objects or {})})
     if model.optimizer is not None:
-        DistributedOptimizer(model.optimizer, compression=compression)
+        DistributedOptimizer(model.optimizer, compression=compression, **options)
+        model.jit_compile = False  # which Keras decided before it knew the optimizer
     return model
 
 

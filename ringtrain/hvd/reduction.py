@@ -70,6 +70,17 @@ class Reduction:
             self._graphs[key] = tf.function(lambda *tensors: self._reduce(tensors, variables, local))
         return self._graphs[key](*gradients)
 
+    def settings(self) -> dict[str, Any]:
+        """What has to be the same on every rank, as plain values."""
+        return {
+            "op": OP_WORDS[self.op],
+            "compression": self.compression.__name__,
+            "sparse_as_dense": self.sparse_as_dense,
+            "gradient_predivide_factor": self.gradient_predivide_factor,
+            "groups": [len(group) for group in self.groups] if isinstance(self.groups, list) else self.groups,
+            "factor after accumulation": self.accumulated_scale,
+        }
+
     def true_on_all_ranks(self, flag: Any) -> tf.Tensor:
         """Logical and of a scalar boolean tensor over the ranks."""
         if self._alone():

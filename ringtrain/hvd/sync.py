@@ -18,7 +18,7 @@ from horovod.tensorflow.mpi_ops import ProcessSet
 
 from ringtrain.errors import OutOfSync, RingtrainError
 from ringtrain.hvd.collectives import broadcast_variables
-from ringtrain.hvd.keras_hooks import innermost
+from ringtrain.hvd.keras_hooks import innermost, refuse_horovods_own
 from ringtrain.hvd.reduction import OP_WORDS
 
 T = TypeVar("T")
@@ -33,19 +33,26 @@ def broadcast_model(
 ) -> None:
     """Gives every rank the weights and the optimizer's state of `root_rank`.
 
-    Keras' seed generators stay as they are, different on each rank. An optimizer that is not built yet is built.
+    Keras' seed generators stay as they are, different on each rank. An optimizer that is not built yet is built. Ranks
+    whose optimizers would not reduce in the same way are told so here, before they train.
 
     Args:
         model: Built on every rank, in the same way.
         root_rank: Rank that sends.
         local_variables: Variables that stay each rank's own.
         optimizer: Its optimizer, if it was not compiled into the model.
+
+    Raises:
+        OutOfSync: On every rank: optimizers are not of one kind, or not distributed in the same way.
     """
     if not model.built:
         raise ValueError(f"broadcast_model: {model.name} has no weights yet; call model.build(input_shape) first")
     optimizer = model.optimizer if optimizer is None else optimizer
-    if optimizer is not None and not optimizer.built:
-        optimizer.build(model.trainable_variables)
+    if optimizer is not None:
+        refuse_horovods_own(optimizer)
+        _require_same_settings(optimizer, process_set)
+        if not optimizer.built:
+            optimizer.build(model.trainable_variables)
     local = {id(variable) for variable in local_variables}
     variables = [*model.weights, *(optimizer.variables if optimizer is not None else ())]
     broadcast_variables([v for v in variables if id(v) not in local], root_rank, process_set)
@@ -69,6 +76,7 @@ def check_in_sync(model: keras.Model, optimizer: Any = None) -> str:
         OutOfSync: On every rank alike, naming the ranks that differ and the first variable that does.
     """
     optimizer = model.optimizer if optimizer is None else optimizer
+    refuse_horovods_own(optimizer)
     reduction = getattr(innermost(optimizer), "reduction", None)
     process_set = global_process_set if reduction is None else reduction.process_set
     names, checksums = zip(*_checksums(model, optimizer), strict=True)
@@ -134,6 +142,26 @@ def run_together(action: Callable[[], T]) -> T:
             where = "" if rank == horovod.rank() or len(reports) == 1 else f"rank {rank} on {host}: "
             raise error_class(f"{where}{message}") from failure
     return result  # type: ignore[return-value]
+
+
+def _require_same_settings(optimizer: Any, process_set: ProcessSet) -> None:
+    inner = innermost(optimizer)
+    reduction = getattr(inner, "reduction", None)
+    own = {
+        "optimizer": type(inner).__name__,
+        "gradient_accumulation_steps": inner.gradient_accumulation_steps,
+        **({"reduction": "none"} if reduction is None else reduction.settings()),
+    }
+    first, *others = horovod.allgather_object(own, name="ringtrain_optimizer_settings", process_set=process_set)
+    for rank, other in zip((process_set.ranks or range(len(others) + 1))[1:], others, strict=True):
+        differing = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+        if differing:
+            name = differing[0]
+            raise OutOfSync(
+                f"ranks have different optimizers: {name} is {other.get(name)} on rank {rank}, {first.get(name)} on "
+                "the first rank: build and load the optimizer with the same arguments everywhere (hvd.load_model takes "
+                "those of hvd.DistributedOptimizer)"
+            )
 
 
 def _checksums(model: keras.Model, optimizer: Any) -> Iterator[tuple[str, int]]:

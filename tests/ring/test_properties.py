@@ -14,6 +14,8 @@ from launching import run
 HERE = Path(__file__).parent
 LAUNCHES = (("mpi", 2), ("mpi", 3), ("gloo", 2))
 LIMIT_S = 300
+# What Horovod must be told before it starts for a timeline or a process set to be made later.
+OPTIONS = {"HOROVOD_TIMELINE": "DYNAMIC", "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
 
 
 def _properties() -> dict[str, dict[str, object]]:
@@ -46,7 +48,7 @@ def _outcomes(launcher: str, np: int) -> tuple[dict[str, list[str | None]], str]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, HERE / "run_properties.py", folder, *names]
         try:
-            finished = run(np, command, LIMIT_S, env={"HOROVOD_TIMELINE": "DYNAMIC"}, launcher=launcher)
+            finished = run(np, command, LIMIT_S, env=OPTIONS, launcher=launcher)
             end = f"exit code {finished.returncode}\n{finished.stdout[-3000:]}\n{finished.stderr[-3000:]}"
         except TimeoutError as error:
             end = str(error)[-6000:]

@@ -7,11 +7,13 @@ import zipfile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import horovod.tensorflow.keras
 import keras
 import numpy as np
 import small
 
 import ringtrain.hvd as hvd
+from ringtrain.errors import OutOfSync
 
 
 @keras.saving.register_keras_serializable(package="tests")
@@ -69,6 +71,52 @@ def load_model_wraps_again():
             model.train_on_batch(x, y)
         assert small.distance(loaded, model) == 0
         assert small.spread(loaded) == 0
+
+
+def one_rank_may_load_what_the_others_build():
+    """The resume of Horovod's ImageNet scripts: rank 0 loads, the callback broadcasts."""
+    for options in ({}, {"backward_passes_per_step": 2}):
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "model.keras"
+            model = small.build()
+            model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), **options), "mse")
+            if hvd.rank() == 0:
+                model.save(path)
+                model = hvd.load_model(path, **options)
+            hvd.broadcast_model(model)
+            for x, y in small.shares(4):
+                model.train_on_batch(x, y)
+            hvd.check_in_sync(model)
+            if hvd.rank() == 0 and options:
+                model = hvd.load_model(path)
+            if options:
+                message = small.raised(OutOfSync, lambda model=model: hvd.broadcast_model(model))
+                assert "factor after accumulation is 2.0 on rank 1, 1.0 on the first rank" in message
+
+
+def a_model_saved_with_jit_is_loaded_without():
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "model.keras"
+        model = small.train(small.build(), keras.optimizers.SGD(0.1), small.shares(1), jit_compile=True)
+        model.save(path)
+        loaded = hvd.load_model(path)
+        assert model.jit_compile and not loaded.jit_compile
+        hvd.broadcast_model(loaded)
+        x, y = small.shares(1)[0]
+        loaded.train_on_batch(x, y)
+        hvd.check_in_sync(loaded)
+
+
+def horovods_own_wrapper_is_recognized():
+    theirs = horovod.tensorflow.keras.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model = small.build()
+    model.compile(theirs, "mse")
+    for use in (
+        lambda: hvd.broadcast_model(model),
+        lambda: hvd.check_in_sync(model),
+        lambda: hvd.DistributedOptimizer(theirs),
+    ):
+        assert "import ringtrain.hvd" in small.raised(ValueError, use)
 
 
 def wrapping_keeps_state_and_schedule():
