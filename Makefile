@@ -1,0 +1,18 @@
+# What CI runs is what people run. Each target first sets up what is missing in .venv (seconds, once it is there).
+
+.PHONY: setup train smoke test lint
+
+setup:
+	launch/setup.sh
+
+train:
+	launch/setup.sh horovodrun -np 2 -H localhost:2 python -m ringtrain.train --config configs/digits.toml
+
+smoke:
+	launch/smoke.sh
+
+test:
+	launch/setup.sh python -m pytest tests
+
+lint:
+	launch/setup.sh ruff check . && launch/setup.sh ruff format --check . && launch/setup.sh mypy ringtrain

