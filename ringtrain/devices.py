@@ -1,0 +1,177 @@
+"""Which device a rank runs on: one GPU per local rank; without GPUs, its share of the host's cores."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ringtrain.config import DeviceConfig
+from ringtrain.errors import DeviceError
+
+
+@dataclass(frozen=True)
+class Pinning:
+    """What one rank may use."""
+
+    gpu: int | None = None
+    """index among the GPUs that TensorFlow lists on this host; None: the CPU"""
+    memory_growth: bool = False
+    memory_fraction: float = 0.0
+    """share of the GPU's memory; 0: no such limit"""
+    memory_mb: int = 0
+    """0: no such limit"""
+    num_threads: int = 0
+    """CPU threads; 0: TensorFlow decides"""
+
+    def __str__(self) -> str:
+        if self.gpu is None:
+            return f"CPU, {self.num_threads} thread{'s' * (self.num_threads != 1)}"
+        memory = "memory as needed" if self.memory_growth else "all its memory"
+        if self.memory_mb:
+            memory = f"{self.memory_mb} MB"
+        elif self.memory_fraction:
+            memory = f"{self.memory_fraction:.0%} of its memory"
+        return f"GPU {self.gpu}, {memory}"
+
+
+def plan(
+    gpus: Sequence[Any],
+    local_rank: int,
+    local_size: int,
+    options: DeviceConfig,
+    own_cores: int,
+    host_cores: int,
+    host: str,
+) -> Pinning:
+    """Decides what one rank of a host uses; no rank needs to know what the others decide.
+
+    Args:
+        gpus: the host's GPUs, in TensorFlow's order; only their number counts.
+        local_rank: this rank's number on the host.
+        local_size: ranks on the host.
+        options: the configuration's section.
+        own_cores: cores this rank may use.
+        host_cores: cores all ranks of the host may use together.
+        host: its name, for the message.
+
+    Returns:
+        GPU number local_rank; or, without GPUs, a number of threads.
+
+    Raises:
+        DeviceError: more ranks than GPUs, and sharing was not asked for.
+    """
+    if not gpus:
+        share = max(1, host_cores // local_size)
+        return Pinning(num_threads=options.threads or max(1, min(own_cores, share)))
+    if local_size > len(gpus) and not options.share_gpus:
+        raise DeviceError(
+            f"{host}: {local_size} ranks, but {len(gpus)} GPU{'s' * (len(gpus) != 1)}: start no more ranks on this host"
+            f" than it has GPUs, or let them share with --device.share-gpus"
+        )
+    limited = options.memory_mb > 0 or options.memory_fraction > 0
+    return Pinning(
+        gpu=local_rank % len(gpus),
+        memory_growth=options.memory_growth and not limited,
+        memory_fraction=options.memory_fraction,
+        memory_mb=options.memory_mb,
+    )
+
+
+def pin(local_rank: int, local_size: int, options: DeviceConfig) -> Pinning:
+    """Tells TensorFlow what this rank may use; call it before anything touches a device.
+
+    Args:
+        local_rank: this rank's number on its host.
+        local_size: ranks on this host.
+        options: the configuration's section.
+
+    Returns:
+        What was decided.
+
+    Raises:
+        DeviceError: as in plan; every GPU is then hidden, so that ranks can still talk about it.
+    """
+    import tensorflow as tf
+
+    gpus = tf.config.list_physical_devices("GPU")
+    own_cores, host_cores = count_cores()
+    try:
+        pinning = plan(gpus, local_rank, local_size, options, own_cores, host_cores, socket.gethostname())
+        if pinning.gpu is None:
+            tf.config.threading.set_intra_op_parallelism_threads(pinning.num_threads)
+            tf.config.threading.set_inter_op_parallelism_threads(pinning.num_threads)
+            return pinning
+        gpu = gpus[pinning.gpu]
+        tf.config.set_visible_devices(gpu, "GPU")
+        memory_mb = pinning.memory_mb
+        if pinning.memory_fraction:
+            memory_mb = int(pinning.memory_fraction * gpu_memory_mb(pinning.gpu))
+        if memory_mb:
+            limit = tf.config.LogicalDeviceConfiguration(memory_limit=memory_mb)
+            tf.config.set_logical_device_configuration(gpu, [limit])
+        else:
+            tf.config.experimental.set_memory_growth(gpu, pinning.memory_growth)
+    except DeviceError:
+        tf.config.set_visible_devices([], "GPU")
+        raise
+    return pinning
+
+
+def count_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> tuple[int, int]:
+    """Counts the cores that this rank, and that all ranks of its host together, may use.
+
+    A launcher that binds ranks to cores is not bound itself: its cores are the host's. A container's limit counts.
+
+    Args:
+        quota: the control group's file of microseconds of CPU time per period, e.g. "200000 100000".
+
+    Returns:
+        Cores of this rank, cores of the host's ranks together.
+    """
+    own = os.sched_getaffinity(0)
+    try:
+        together = own | os.sched_getaffinity(os.getppid())
+    except OSError:
+        together = own
+    try:
+        allowed_us, period_us = quota.read_text().split()
+        limit = max(1, int(allowed_us) // int(period_us))
+    except (OSError, ValueError):  # no control groups here, or "max"
+        limit = len(together)
+    return min(len(own), limit), min(len(together), limit)
+
+
+def gpu_memory_mb(index: int, driver: Any = None) -> int:
+    """Asks the CUDA driver for a GPU's whole memory, which TensorFlow does not tell.
+
+    Args:
+        index: of the GPU, in TensorFlow's order, which is the driver's.
+        driver: the loaded driver library; None: load it.
+
+    Returns:
+        MB.
+
+    Raises:
+        DeviceError: the driver does not answer.
+    """
+    device, size = ctypes.c_int(), ctypes.c_size_t()
+    try:
+        cuda = driver or ctypes.CDLL("libcuda.so.1")
+        failed = (
+            cuda.cuInit(0)
+            or cuda.cuDeviceGet(ctypes.byref(device), index)
+            or cuda.cuDeviceTotalMem_v2(ctypes.byref(size), device)
+        )
+    except (OSError, AttributeError) as error:
+        failed = error
+    if failed:
+        raise DeviceError(
+            f"device.memory_fraction: the CUDA driver does not tell the memory of GPU {index} ({failed}):"
+            f" give a limit in MB instead, with --device.memory-mb"
+        )
+    return size.value // 2**20

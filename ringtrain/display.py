@@ -1,0 +1,200 @@
+"""What the person who started the run sees: the plan, progress, the result."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import rich.progress
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+
+from ringtrain.config import Config, Numbers
+
+LAUNCHERS = ("horovodrun", "mpirun", "mpiexec", "orterun")
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "HOROVOD_RANK")
+SECONDS_BETWEEN_LINES = 10.0
+
+
+def console_for(rank: int) -> Console:
+    """Where a rank prints.
+
+    Args:
+        rank: all but rank 0 get a console that shows nothing.
+
+    Returns:
+        A console on the terminal itself where there is one, also under a launcher on this host; else on standard
+        output, for plain lines.
+    """
+    if rank != 0:
+        return Console(quiet=True)
+    terminal = terminal_of_launcher()
+    if terminal:
+        with contextlib.suppress(OSError):  # another user's terminal, or one outside of this container
+            stream = open(terminal, "w", encoding="utf-8")  # noqa: SIM115 - as long as the process lives
+            width = os.get_terminal_size(stream.fileno()).columns or 100  # some terminals do not know theirs
+            return Console(file=stream, force_terminal=True, width=width)
+    if launched_rank() is not None or not sys.stdout.isatty():
+        return Console(force_terminal=False, color_system=None, width=120)
+    return Console()
+
+
+def terminal_of_launcher(proc: Path = Path("/proc")) -> str:
+    """Finds the terminal that a launcher on this host writes to, to draw on it directly.
+
+    A launcher gives its ranks a pipe, or a terminal of its own making, and copies line by line with a prefix: no
+    progress bar survives that.
+
+    Args:
+        proc: the kernel's table of processes.
+
+    Returns:
+        E.g. "/dev/pts/3"; empty if there is no launcher among this process' ancestors, it runs in the background, or
+        its output goes to a file or pipe.
+    """
+    process, found = os.getpid(), ""
+    while process > 1:
+        try:
+            words = (proc / str(process) / "cmdline").read_bytes().split(b"\0")[:2]
+            status = (proc / str(process) / "stat").read_text().rpartition(")")[2].split()
+            parent, group, foreground = int(status[1]), int(status[2]), int(status[5])
+            if any(os.path.basename(word).decode() in LAUNCHERS for word in words):
+                output = os.readlink(proc / str(process) / "fd" / "1")
+                is_terminal = output.startswith(("/dev/pts/", "/dev/tty"))
+                found = output if is_terminal and group == foreground else ""
+        except OSError:
+            return ""
+        process = parent
+    return found
+
+
+def launched_rank(environ: Mapping[str, str] = os.environ) -> int | None:
+    """This process' rank as its launcher set it, known before Horovod is; None without a launcher."""
+    return next((int(environ[name]) for name in RANK_VARIABLES if name in environ), None)
+
+
+class Progress:
+    """Shows a run's progress: a bar where it can move, else a line per epoch and every ten seconds.
+
+    Args:
+        console: from console_for.
+        num_steps: of the whole run.
+        num_epochs: of the whole run.
+    """
+
+    def __init__(self, console: Console, num_steps: int, num_epochs: int) -> None:
+        self.console = console
+        self.num_epochs = num_epochs
+        self.bar = rich.progress.Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("steps  {task.fields[figures]}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+            expand=True,
+        )
+        self.task = self.bar.add_task("epoch 1", total=num_steps, figures="")
+        self.last_line_s = time.monotonic()
+
+    def __enter__(self) -> Progress:
+        self.bar.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.bar.stop()
+
+    def step(self, global_step: int, epoch: int, figures: str) -> None:
+        """Shows a step that is done.
+
+        Args:
+            global_step: steps done in this run.
+            epoch: from 0.
+            figures: e.g. "loss 0.1234".
+        """
+        description = f"epoch {epoch + 1}/{self.num_epochs}"
+        self.bar.update(self.task, completed=global_step, description=description, figures=figures)
+        if not self.console.is_terminal and time.monotonic() - self.last_line_s > SECONDS_BETWEEN_LINES:
+            self._line(f"{description}  step {global_step}/{self.bar.tasks[0].total}  {figures}")
+
+    def epoch(self, epoch: int, figures: str) -> None:
+        """Shows an epoch that is done, on a line that stays."""
+        self._line(f"epoch {epoch + 1:>{len(str(self.num_epochs))}}/{self.num_epochs}  {figures}")
+
+    def _line(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self.last_line_s = time.monotonic()
+
+
+def speed(images_per_s: float) -> str:
+    """E.g. "1,234 images/s"; a run of one step has none, because that step is left out."""
+    return f"{images_per_s:,.0f} images/s" if math.isfinite(images_per_s) else "too short to measure speed"
+
+
+def show_plan(console: Console, config: Config, numbers: Numbers, pinning: object, hosts: Sequence[str]) -> None:
+    """Shows what is about to be done, with every number that follows from the configuration.
+
+    Args:
+        console: from console_for.
+        config: the resolved configuration.
+        numbers: derived from it.
+        pinning: what rank 0 runs on.
+        hosts: each rank's.
+    """
+    n, optimizer = numbers, config.optimizer
+    per_host = ", ".join(f"{host}: {hosts.count(host)}" for host in dict.fromkeys(hosts))
+    scaled = f" = {optimizer.learning_rate:g} x {n.num_ranks}" if n.learning_rate != optimizer.learning_rate else ""
+    warm_up = f", reached after {n.warmup_steps:,} steps" if n.warmup_steps else ""
+    rest = f", {n.dropped_per_epoch} left over, others each time" if n.dropped_per_epoch else ""
+    rows = {
+        "ranks": f"{n.num_ranks} ({per_host}), rank 0 on {pinning}",
+        "data": f"{config.data.name}: {n.num_train:,} to train, {n.num_test:,} to test",
+        "model": config.model.name,
+        "global batch": f"{n.global_batch_size} = {n.batch_size} x {n.num_ranks}",
+        "steps": f"{n.num_steps:,} = {config.train.epochs} epochs x {n.steps_per_epoch:,}{rest}",
+        "shard": f"{n.steps_per_epoch * n.batch_size:,} samples an epoch on each rank",
+        "learning rate": f"{n.learning_rate:g}{scaled}{warm_up} ({optimizer.name})",
+        "seed": str(config.seed),
+    }
+    _show_rows(console, rows)
+
+
+def show_result(console: Console, folder: Path, summary: Mapping[str, Any], gradients: str) -> None:
+    """Shows what came out; the proof comes last.
+
+    Args:
+        console: from console_for.
+        folder: the run's.
+        summary: as in summary.json.
+        gradients: what check_averaging said.
+    """
+    rows = {
+        "test accuracy": f"{summary['test_accuracy']:.2%}",
+        "test loss": f"{summary['test_loss']:.4f}",
+        "speed": speed(summary["images_per_s"]),
+        "files": f"{folder}/",
+    }
+    console.print()
+    _show_rows(console, rows)
+    line = f"1 rank: nothing to compare, weights and optimizer {summary['checksum']}"
+    if summary["num_ranks"] > 1:
+        line = (
+            f"{summary['num_ranks']} ranks in step: gradients {gradients},"
+            f" weights and optimizer equal {summary['checksum']}"
+        )
+    console.print(line, highlight=False, markup=False, soft_wrap=True, style="bold")
+
+
+def _show_rows(console: Console, rows: Mapping[str, str]) -> None:
+    for name, value in rows.items():
+        console.print(f"{name:<14} {value}", highlight=False, markup=False, soft_wrap=True)
+    console.print()

@@ -1,0 +1,138 @@
+"""From a TOML file and the command line, which wins over it, to a Config; and from a Config back to TOML."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import tyro
+
+from ringtrain.config import Config, nearest, option_types, value_of
+from ringtrain.errors import ConfigError
+
+
+def read(argv: Sequence[str]) -> Config:
+    """Reads the command line and the TOML file that it names.
+
+    Args:
+        argv: e.g. ["--config", "configs/digits.toml", "--train.epochs", "3"].
+
+    Returns:
+        The command line over the file over the defaults.
+
+    Raises:
+        ConfigError: an unknown option or key, or a value of the wrong type or outside its range.
+        SystemExit: after --help.
+    """
+    file_option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    file_option.add_argument("--config", nargs="?", default="")
+    path = file_option.parse_known_args(argv)[0].config
+    from_file = read_toml(Path(path)) if path else Config()
+
+    def train(settings: Annotated[Config, tyro.conf.arg(name="")] = from_file, config: str = "") -> Config:
+        """Trains a model, on one rank or, under a launcher, on many.
+
+        Args:
+            config: TOML file with any of the options below; the command line wins over it
+        """
+        return settings
+
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            settings, unknown = tyro.cli(
+                train, args=list(argv), prog="python -m ringtrain.train", return_unknown_args=True
+            )
+    except SystemExit as end:
+        if end.code == 0:
+            raise
+        raise ConfigError(_first_sentence(complaint.getvalue())) from None
+    if unknown:
+        name = unknown[0].partition("=")[0]
+        if not name.startswith("--"):
+            raise ConfigError(f"command line: got {name!r}, expected options such as --train.epochs 3 (see --help)")
+        known = ["--help", "--config", *(f"--{option.replace('_', '-')}" for option in option_types())]
+        raise ConfigError(f"command line: unknown option {name}: {nearest(name.replace('_', '-'), known)} (see --help)")
+    return settings
+
+
+def read_toml(path: Path) -> Config:
+    """Reads a configuration file.
+
+    Args:
+        path: of a TOML file; each table is a section, each key an option.
+
+    Returns:
+        The file over the defaults.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key or a value in it is wrong; names the file and the key.
+    """
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {os.strerror(error.errno or 0)}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
+    sections = get_type_hints(Config)
+    options = option_types()
+    values: dict[str, Any] = {}
+    for section, table in tables.items():
+        if section not in sections:
+            raise ConfigError(f"{path}: unknown key {section}: {nearest(section, list(sections))}")
+        if section in options:
+            values[section] = _checked(path, section, table, options[section])
+            continue
+        if not isinstance(table, dict):
+            raise ConfigError(f"{path}: {section}: got {table!r}, expected a table: [{section}]")
+        for key, value in table.items():
+            option = f"{section}.{key}"
+            if option not in options:
+                raise ConfigError(f"{path}: unknown key {option}: {nearest(option, list(options))}")
+            table[key] = _checked(path, option, value, options[option])
+        values[section] = sections[section](**table)
+    try:
+        return Config(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def to_toml(config: Config) -> str:
+    """The whole configuration as TOML that read_toml turns into the same Config."""
+    lines: list[str] = []
+    section = ""
+    for option in option_types():
+        table, _, key = option.rpartition(".")
+        if table != section:
+            section = table
+            lines += ["", f"[{table}]"]
+        # JSON's strings, numbers and booleans are TOML's too
+        lines.append(f"{key} = {json.dumps(value_of(config, option), ensure_ascii=False)}")
+    return "\n".join(lines) + "\n"
+
+
+def _checked(path: Path, option: str, value: Any, kind: Any) -> Any:
+    """The value, if it has the option's type; an integer will do for a float, a boolean will not."""
+    if get_origin(kind) is Literal:
+        fits, expected = value in get_args(kind), "one of " + ", ".join(get_args(kind))
+    elif kind is float:
+        fits, expected = isinstance(value, int | float) and not isinstance(value, bool), "float"
+    else:
+        fits, expected = type(value) is kind, kind.__name__
+    if not fits:
+        raise ConfigError(f"{path}: {option}: got {value!r}, expected {expected}")
+    return float(value) if kind is float else value
+
+
+def _first_sentence(box: str) -> str:
+    """What tyro says in its box, as one line: the text between the frame and the first rule."""
+    text = re.split(r"─{4,}╮\s|│ ─{4,}|╰─", box + "╰─")[1]
+    return "command line: " + " ".join(text.replace("│", " ").split())

@@ -1,0 +1,86 @@
+"""Keeps TensorFlow's start-up chatter off the terminal, and everything else on it; all of it goes to the rank's log."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import IO
+
+MARK = b"\0ringtrain:"  # between what was written and what the watcher shall do
+END = b"end\n"
+CHATTER = re.compile(
+    rb"WARNING: All log messages before absl::InitializeLog"
+    rb"|[IWE]\d{4} \d\d:\d\d:[\d.]+ +\d+ \S+:\d+\] "  # absl: I0000 00:00:1795168715.773533  4855 port.cc:153]
+    rb"|\d{4}-\d\d-\d\d \d\d:\d\d:[\d.]+: [IWE] \S+:\d+\] "  # TensorFlow's own, before it took up absl
+    rb"|To enable the following instructions: "
+)
+
+
+def watch() -> None:
+    """Keeps TensorFlow's log lines off the terminal; everything else on standard error still reaches it.
+
+    C++ writes them to file descriptor 2 before any setting takes hold, so the descriptor becomes a pipe. A process of
+    its own reads it: what a rank says while it crashes is not lost. Call it before anything starts threads.
+    """
+    source, sink = os.pipe()
+    watcher = os.fork()
+    if watcher == 0:
+        os.close(sink)
+        _pass_on(source)
+        os._exit(0)
+    os.close(source)
+    os.dup2(sink, 2)
+    os.close(sink)
+
+    def finish() -> None:
+        sys.stderr.flush()
+        os.write(2, MARK + END)
+        os.waitpid(watcher, 0)
+
+    atexit.register(finish)
+
+
+def log_to(path: Path, first_line: str) -> None:
+    """From now on standard error is also kept in a file, with all that was written to it since watch.
+
+    Args:
+        path: of the file; its folder is made if it is missing.
+        first_line: what to put at the top.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(first_line + "\n", encoding="utf-8")
+    sys.stderr.flush()
+    os.write(2, MARK + os.fsencode(path.absolute()) + b"\n")
+
+
+def _pass_on(source: int) -> None:
+    """The watcher's whole life: until it is told to end, or no process is left that can write to the pipe."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing, 1)
+    log: IO[bytes] = io.BytesIO()  # until there is a file
+    with open(source, "rb") as lines:
+        for line in lines:
+            text, _, command = line.partition(MARK)
+            if text and not CHATTER.match(text):
+                os.write(2, text)
+            with contextlib.suppress(OSError):  # a full disk must not silence the terminal
+                log.write(text)
+            if command == END:
+                break
+            if command and isinstance(log, io.BytesIO):
+                with contextlib.suppress(OSError):
+                    so_far = log.getvalue()
+                    log = open(command[:-1], "ab", buffering=0)  # noqa: SIM115 - as long as the process lives
+                    log.write(so_far)

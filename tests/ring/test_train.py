@@ -1,0 +1,356 @@
+"""The training job under the real launcher: what it learns, writes, shows, and how it refuses."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import launching
+import numpy as np
+import pytest
+
+from ringtrain import settings
+from ringtrain.config import Config, DataConfig
+from ringtrain.data.sources import DEBIAN_FOLDER
+
+TRAIN = [sys.executable, "-m", "ringtrain.train"]
+TIMEOUT_S = 600  # far above what anything here takes: for machines with other work to do
+CONFIGS = launching.ROOT / "configs"
+SMALL = ["--data.name", "synthetic", "--data.num-samples", "408", "--data.image-size", "8", "--train.epochs", "2"]
+SUMMARY_KEYS = {
+    *("test_accuracy", "test_loss", "images_per_s", "num_ranks", "global_step", "in_sync", "checksum", "versions"),
+    *("hosts", "config", "numbers", "git_revision", "started", "fit_s", "check_s"),
+}
+
+
+def files_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def said(ended, stream: str = "stdout") -> list[str]:
+    """Lines that ranks wrote, without the launcher's prefix and without its own lines."""
+    lines = getattr(ended, stream).splitlines()
+    return [line.partition(f"<{stream}>:")[2] for line in lines if f"<{stream}>:" in line]
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """The main job, at two ranks, and the folder that it was given."""
+    folder = tmp_path_factory.mktemp("digits")
+    options = ["--config", CONFIGS / "digits.toml", "--run.directory", folder, "--run.name", "main"]
+    ended = launching.run(2, [*TRAIN, *options], timeout_s=TIMEOUT_S)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended, folder / "main"
+
+
+def test_digits_are_learned_and_the_summary_is_complete(digits):
+    _, folder = digits
+    summary = json.loads((folder / "summary.json").read_text())
+    assert set(summary) == SUMMARY_KEYS
+    assert summary["test_accuracy"] > 0.97
+    assert summary["num_ranks"] == 2 and len(summary["hosts"]) == 2
+    assert summary["in_sync"] is True and len(summary["checksum"]) == 16
+    assert summary["global_step"] == summary["numbers"]["num_steps"] == 30 * (1437 // 64)
+    assert summary["images_per_s"] > 0
+    assert {"ringtrain", "tensorflow", "keras", "horovod", "python"} <= set(summary["versions"])
+
+
+def test_files_are_where_they_are_promised(digits):
+    _, folder = digits
+    steps = 30 * (1437 // 64)
+    events = {name for name in files_in(folder) if name.startswith("tensorboard/events.out.tfevents.")}
+    assert len(events) == 1  # rank 0's alone
+    assert files_in(folder) - events == {
+        *("config.toml", "metrics.jsonl", "summary.json", "curves.png", f"checkpoints/{steps}.keras"),
+        *("logs/rank-0.log", "logs/rank-1.log"),
+    }
+    assert [path.name for path in folder.parent.iterdir()] == ["main"]
+    assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_configuration_in_the_folder_starts_the_same_run(digits):
+    _, folder = digits
+    config = settings.read_toml(folder / "config.toml")
+    assert config.run.name == "main"
+    assert config.model == settings.read_toml(CONFIGS / "digits.toml").model
+    assert "# global_batch_size = 64" in (folder / "config.toml").read_text().splitlines()
+
+
+def test_metrics_of_every_epoch_once(digits):
+    _, folder = digits
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert [record["epoch"] for record in records] == list(range(1, 31))
+    assert [record["global_step"] for record in records] == [22 * epoch for epoch in range(1, 31)]
+    assert records[-1]["test_accuracy"] == summary["test_accuracy"]
+    assert records[-1]["loss"] < records[0]["loss"]
+    assert all(record["images_per_s"] > 0 for record in records)
+
+
+def test_tensorboard_can_read_the_scalars(digits):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    _, folder = digits
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"tensors": 0})
+    events.Reload()
+    assert {"loss", "accuracy", "test_loss", "test_accuracy", "learning_rate", "images_per_s"} <= set(
+        events.Tags()["tensors"]
+    )
+    assert [event.step for event in events.Tensors("test_accuracy")] == [22 * epoch for epoch in range(1, 31)]
+
+
+def test_terminal_shows_the_proof_last_and_no_chatter(digits):
+    ended, folder = digits
+    lines = said(ended)
+    checksum = json.loads((folder / "summary.json").read_text())["checksum"]
+    assert lines[-1] == f"2 ranks in step: gradients averaged, weights and optimizer equal {checksum}"
+    assert any(line.startswith("test accuracy") and "%" in line for line in lines)
+    assert any(line.startswith("global batch") and "64 = 32 x 2" in line for line in lines)
+    assert any(line.startswith("files") and str(folder) in line for line in lines)
+    assert {line.partition("]")[0] for line in ended.stdout.splitlines() if line} == {"[1,0"}  # rank 0 alone speaks
+    assert said(ended, "stderr") == []
+    logs = [(folder / "logs" / f"rank-{rank}.log").read_text() for rank in range(2)]
+    assert all(f"rank {rank} of 2" in log and "oneDNN" in log for rank, log in enumerate(logs))
+
+
+def test_in_a_real_terminal_the_bar_moves_and_the_launcher_adds_no_prefix(tmp_path):
+    horovodrun = [launching.BIN / "horovodrun", "-np", "2", "-H", "localhost:2"]
+    line = shlex.join(map(str, [*horovodrun, *TRAIN, *SMALL, "--run.directory", tmp_path]))
+    ended = launching.run(0, ["script", "-qec", line, "/dev/null"], timeout_s=TIMEOUT_S)
+    assert ended.returncode == 0, ended.stdout
+    assert "[1,0]<stdout>" not in ended.stdout
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", ended.stdout)
+    assert shown != ended.stdout
+    assert re.search(r"epoch 2/2 ━+ +10/10 steps", shown)
+    assert "2 ranks in step: gradients averaged" in ended.stdout
+
+
+def test_checkpoint_is_a_plain_keras_model_with_the_accuracy_it_was_said_to_have(digits):
+    import keras
+
+    from ringtrain import data
+
+    _, folder = digits
+    summary = json.loads((folder / "summary.json").read_text())
+    model = keras.models.load_model(folder / "checkpoints" / f"{summary['global_step']}.keras")
+    assert type(model.optimizer) is keras.optimizers.Adam
+    assert int(model.optimizer.iterations) == summary["global_step"]
+    test = data.source(DataConfig(name="digits"))().test
+    loss, accuracy = model.evaluate(test.inputs, test.labels, verbose=0)
+    assert accuracy == pytest.approx(summary["test_accuracy"], abs=1e-6)
+    assert loss == pytest.approx(summary["test_loss"], abs=1e-5)
+
+
+def test_a_taken_name_is_refused_and_the_old_run_stays(digits):
+    _, folder = digits
+    before = {name: (folder / name).stat().st_mtime_ns for name in files_in(folder)}
+    options = ["--run.directory", folder.parent, "--run.name", "main"]
+    ended = launching.run(2, [*TRAIN, *SMALL, *options], timeout_s=TIMEOUT_S)
+    assert ended.returncode == 2
+    complaint = f"ringtrain: {folder}: exists already: choose another --run.name, or delete it"
+    assert said(ended, "stderr").count(complaint) == 1
+    assert {name: (folder / name).stat().st_mtime_ns for name in files_in(folder)} == before
+
+
+def test_one_rank_without_launcher(tmp_path):
+    ended = launching.run(0, [*TRAIN, *SMALL, "--run.directory", tmp_path], timeout_s=TIMEOUT_S)
+    assert ended.returncode == 0, ended.stderr
+    (folder,) = tmp_path.iterdir()
+    assert folder.name.startswith("synthetic-20")
+    summary = json.loads((folder / "summary.json").read_text())
+    last = ended.stdout.splitlines()[-1]
+    assert last == f"1 rank: nothing to compare, weights and optimizer {summary['checksum']}"
+    assert ended.stderr == ""
+    assert (folder / "logs" / "rank-0.log").exists() and summary["num_ranks"] == 1
+
+
+def test_two_ranks_over_gloo_learn_what_one_rank_with_the_big_batch_learns(tmp_path):
+    """The whole path: shards, averaged gradients, and evaluation of 51 samples, which two ranks cannot halve."""
+    common = [*TRAIN, *SMALL, "--optimizer.learning-rate-scaling", "none", "--run.directory", tmp_path]
+    two = [*common, "--train.batch-size", "16", "--run.name", "two"]
+    one = [*common, "--train.batch-size", "32", "--run.name", "one"]
+    ended = launching.run(2, two, timeout_s=TIMEOUT_S, launcher="gloo")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert launching.run(0, one, timeout_s=TIMEOUT_S).returncode == 0
+    records = [
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    ]
+    for alone, together in zip(*records, strict=True):
+        for metric in ("loss", "accuracy", "test_loss", "test_accuracy"):
+            assert together[metric] == pytest.approx(alone[metric], abs=2e-5), metric
+
+
+def test_own_model_and_data_of_the_example(tmp_path):
+    own = ["--model.name", "examples.own_model:model", "--data.name", "examples.own_model:data"]
+    options = ["--train.epochs", "15", "--train.warmup-epochs", "2", "--run.directory", tmp_path, "--run.name", "own"]
+    ended = launching.run(2, [*TRAIN, *own, *options], timeout_s=TIMEOUT_S)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    summary = json.loads((tmp_path / "own" / "summary.json").read_text())
+    assert summary["test_accuracy"] > 0.95 and summary["in_sync"] is True
+    rates = [
+        json.loads(line)["learning_rate"] for line in (tmp_path / "own" / "metrics.jsonl").read_text().splitlines()
+    ]
+    base = Config().optimizer.learning_rate
+    assert base < rates[0] < rates[1] == pytest.approx(2 * base) == pytest.approx(rates[-1])
+
+
+def test_fashion_mnist_cnn_over_88_percent_after_two_epochs(tmp_path):
+    if not (DEBIAN_FOLDER / "fashion-mnist").exists():
+        pytest.skip(f"Debian's package dataset-fashion-mnist is not installed: no {DEBIAN_FOLDER}/fashion-mnist")
+    options = ["--config", CONFIGS / "fashion_mnist.toml", "--run.directory", tmp_path, "--run.name", "fashion"]
+    ended = launching.run(2, [*TRAIN, *options], timeout_s=TIMEOUT_S)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    summary = json.loads((tmp_path / "fashion" / "summary.json").read_text())
+    assert summary["test_accuracy"] > 0.88
+    assert summary["config"]["train"]["epochs"] == 2 and summary["config"]["model"]["name"] == "cnn"
+
+
+# Bad input: one clear line, exit code 2, nothing written.
+
+
+def corrupt_mnist(folder: Path) -> Path:
+    """Four IDX files, one of them cut short."""
+    folder.mkdir()
+    for name, shape in (("train-images-idx3", (9, 4, 4)), ("train-labels-idx1", (9,)), ("t10k-images-idx3", (3, 4, 4))):
+        header = bytes([0, 0, 8, len(shape)]) + b"".join(size.to_bytes(4, "big") for size in shape)
+        (folder / f"{name}-ubyte").write_bytes(header + bytes(int(np.prod(shape))))
+    (folder / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(bytes([0, 0, 8, 1, 0, 0, 0, 3, 1])))
+    return folder
+
+
+BAD_INPUT = {
+    "unknown model": (
+        ["--model.name", "ccn"],
+        "model.name: got ccn, did you mean cnn? (or module:function for your own)",
+    ),
+    "unknown data": (["--data.name", "digit"], "data.name: got digit, did you mean digits? "),
+    "unknown option": (
+        ["--train.epoch", "3"],
+        "command line: unknown option --train.epoch: did you mean --train.epochs?",
+    ),
+    "wrong type": (["--train.epochs", "many"], "command line: Error parsing --train.epochs: invalid literal for int()"),
+    "unknown key": (
+        ["--config", "{folder}/bad.toml"],
+        "{folder}/bad.toml: unknown key train.epoch: did you mean train.epochs?",
+    ),
+    "no file": (["--config", "{folder}/none.toml"], "{folder}/none.toml: cannot be read: No such file or directory"),
+    "large batch": (["--train.batch-size", "2000"], "train.batch_size: 2000 on "),
+    "missing data": (
+        ["--data.name", "mnist", "--data.dir", "{folder}/none"],
+        "{folder}/none/train-images-idx3-ubyte: not found, nor the same with .gz",
+    ),
+    "corrupt data": (
+        ["--data.name", "mnist", "--data.dir", "{folder}/mnist"],
+        "{folder}/mnist/t10k-labels-idx1-ubyte.gz: truncated: got 9 bytes, expected 11",
+    ),
+    "unwritable": (["--run.directory", "{folder}/bad.toml/runs"], "{folder}/bad.toml/runs/digits-"),
+    "unwritable /proc": (["--run.directory", "/proc/runs"], "/proc/runs/digits-"),
+}
+
+
+def bad_input(folder: Path, case: str) -> tuple[list[str], str]:
+    (folder / "bad.toml").write_text("[train]\nepoch = 3\n")
+    corrupt_mnist(folder / "mnist")
+    options, message = BAD_INPUT[case]
+    return [option.format(folder=folder) for option in options], "ringtrain: " + message.format(folder=folder)
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_one_line_and_exit_code_2(case, tmp_path):
+    options, message = bad_input(tmp_path, case)
+    before = files_in(tmp_path)
+    ended = launching.run(0, [*TRAIN, *options], timeout_s=TIMEOUT_S, cwd=tmp_path)
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith(message)
+    assert ended.stdout == ""
+    assert files_in(tmp_path) == before and not (tmp_path / "runs").exists()
+
+
+def test_no_network_is_said_with_what_to_do(tmp_path):
+    nowhere = {"https_proxy": "http://127.0.0.1:9", "KERAS_HOME": str(tmp_path), "HOME": str(tmp_path)}
+    options = ["--data.name", "mnist", "--run.directory", tmp_path / "runs"]
+    ended = launching.run(2, [*TRAIN, *options], timeout_s=TIMEOUT_S, env=nowhere)
+    assert ended.returncode == 2
+    (line,) = (line for line in said(ended, "stderr") if line.strip())
+    assert line.startswith("ringtrain: mnist: not on this host, and not to be had from the network (")
+    assert "--data.dir" in line and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("case", ["unknown key", "large batch", "unwritable"])
+def test_bad_input_is_said_once_under_the_launcher(case, tmp_path):
+    options, message = bad_input(tmp_path, case)
+    before = files_in(tmp_path)
+    ended = launching.run(2, [*TRAIN, *options], timeout_s=TIMEOUT_S, cwd=tmp_path)
+    assert ended.returncode == 2
+    (line,) = (line for line in said(ended, "stderr") if line.strip())
+    assert line.startswith(message)
+    assert files_in(tmp_path) == before and not (tmp_path / "runs").exists()
+
+
+BY_RANK = """
+import os, sys
+rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+from ringtrain.train import main
+sys.exit(main({options!r}[rank] + ["--run.directory", {runs!r}]))
+"""
+
+
+def refused_by_rank(options: list[list[str]], runs: Path) -> str:
+    """Starts each rank with options of its own, and returns the one line with which the job is refused."""
+    program = BY_RANK.format(options=options, runs=str(runs))
+    ended = launching.run(2, [sys.executable, "-c", program], timeout_s=TIMEOUT_S)
+    assert ended.returncode == 2
+    assert not runs.exists()
+    (line,) = (line for line in said(ended, "stderr") if line.strip())
+    return line
+
+
+def test_what_only_one_rank_misses_ends_all_and_names_it(tmp_path):
+    good = corrupt_mnist(tmp_path / "good")
+    (good / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(bytes([0, 0, 8, 1, 0, 0, 0, 3, 1, 0, 2])))
+    options = [["--data.name", "mnist", "--data.dir", str(folder)] for folder in (good, tmp_path / "none")]
+    line = refused_by_rank(options, tmp_path / "runs")
+    where = f"ringtrain: rank 1 on {os.uname().nodename}: {tmp_path}/none/train-images-idx3-ubyte: not found"
+    assert line.startswith(where)
+
+
+def test_an_error_before_horovod_starts_on_rank_1_alone_is_said_by_rank_1(tmp_path):
+    options = [["--data.name", "synthetic"], ["--data.name", "synthetik"]]
+    assert refused_by_rank(options, tmp_path / "runs").startswith("ringtrain: data.name: got synthetik, did you mean")
+
+
+def test_ranks_with_other_data_are_refused_before_they_wait_for_each_other(tmp_path):
+    options = [["--data.name", "synthetic", "--data.num-samples", number] for number in ("400", "800")]
+    line = refused_by_rank(options, tmp_path / "runs")
+    assert line.startswith("ringtrain: rank 1 has data.num_samples 800, rank 0 has 400: ")
+
+
+WITHOUT = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == {name!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Missing())
+from ringtrain.train import main
+sys.exit(main([]))
+"""
+
+
+@pytest.mark.parametrize("name", ["horovod", "tensorflow"])
+def test_what_is_not_installed_is_said_with_how_to_get_it(name, tmp_path):
+    ended = launching.run(0, [sys.executable, "-c", WITHOUT.format(name=name)], timeout_s=TIMEOUT_S, cwd=tmp_path)
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert name in line and line.startswith("ringtrain: ")
+    assert "set-up" in line.lower() or "setup" in line.lower() or "install" in line.lower()
+    assert list(tmp_path.iterdir()) == []

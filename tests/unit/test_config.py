@@ -1,0 +1,130 @@
+"""The configuration: file, command line, errors in one line, derived numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ringtrain import settings
+from ringtrain.config import Config, TrainConfig, derive, option_types, value_of
+from ringtrain.errors import ConfigError
+
+
+def test_command_line_wins_over_file_wins_over_defaults(tmp_path):
+    file = tmp_path / "x.toml"
+    file.write_text("seed = 3\n[train]\nepochs = 5\nbatch_size = 7\n[optimizer]\nlearning_rate = 1\n")
+    config = settings.read(["--config", str(file), "--train.epochs", "9", "--device.share-gpus"])
+    assert (config.seed, config.train.epochs, config.train.batch_size) == (3, 9, 7)
+    assert config.optimizer.learning_rate == 1.0 and isinstance(config.optimizer.learning_rate, float)
+    assert config.device.share_gpus
+    assert config.model == Config().model
+
+
+def test_toml_gives_back_the_same_configuration(tmp_path):
+    config = settings.read(["--run.name", 'quo"te \\ é', "--optimizer.learning-rate", "3e-7", "--device.share-gpus"])
+    file = tmp_path / "config.toml"
+    file.write_text(settings.to_toml(config), encoding="utf-8")
+    assert settings.read_toml(file) == config
+    assert settings.read(["--config", str(file)]) == config
+
+
+BAD_FILES = {
+    "[train]\nepoch = 3": "unknown key train.epoch: did you mean train.epochs?",
+    "[trian]\nepochs = 3": "unknown key trian: did you mean train?",
+    "sede = 3": "unknown key sede: did you mean seed?",
+    "[train]\nepochs = 'many'": "train.epochs: got 'many', expected int",
+    "[train]\nepochs = true": "train.epochs: got True, expected int",
+    "[train]\nepochs = 1.5": "train.epochs: got 1.5, expected int",
+    "[optimizer]\nlearning_rate = '1'": "optimizer.learning_rate: got '1', expected float",
+    "[optimizer]\nlearning_rate = true": "optimizer.learning_rate: got True, expected float",
+    "[optimizer]\nname = 'sdg'": "optimizer.name: got 'sdg', expected one of sgd, adam, adamw",
+    "[optimizer]\nname = ['sgd']": "optimizer.name: got ['sgd'], expected one of",
+    "[device]\nshare_gpus = 1": "device.share_gpus: got 1, expected bool",
+    "train = 3": "train: got 3, expected a table: [train]",
+    "[train]\nepochs = 0": "train.epochs: got 0, expected 1 or more",
+    "[optimizer]\nlearning_rate = nan": "optimizer.learning_rate: got nan, expected a number above 0",
+    "[run]\nname = 'a/b'": "run.name: got a/b, expected a name, not a path",
+    "[device]\nmemory_mb = 5\nmemory_fraction = 0.5": "device.memory_fraction and device.memory_mb are both set",
+    "[train]\nepochs = 2\nwarmup_epochs = 3": "train.warmup_epochs: got 3, expected no more than train.epochs (2)",
+    "[train": "not TOML: ",
+}
+
+
+@pytest.mark.parametrize("text", BAD_FILES)
+def test_file_errors_name_file_and_key_in_one_line(tmp_path, text):
+    file = tmp_path / "x.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        settings.read(["--config", str(file)])
+    assert str(error.value).startswith(f"{file}: {BAD_FILES[text]}")
+    assert "\n" not in str(error.value)
+
+
+def test_unreadable_file(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        settings.read(["--config", str(tmp_path / "none.toml")])
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        settings.read(["--config", str(tmp_path)])
+    (tmp_path / "latin.toml").write_bytes(b'[run]\nname = "\xe9"')
+    with pytest.raises(ConfigError, match="not TOML"):
+        settings.read(["--config", str(tmp_path / "latin.toml")])
+
+
+BAD_LINES = {
+    "--train.epoch 3": "unknown option --train.epoch: did you mean --train.epochs?",
+    "--train.epoch=3": "unknown option --train.epoch: did you mean --train.epochs?",
+    "--train.batch_sise 3": "unknown option --train.batch_sise: did you mean --train.batch-size?",
+    "--confg x.toml": "unknown option --confg: did you mean --config?",
+    "configs/digits.toml": "got 'configs/digits.toml', expected options such as",
+    "--train.epochs many": "Error parsing --train.epochs: invalid literal for int() with base 10: 'many'",
+    "--train.epochs": "Missing value for argument '--train.epochs'",
+    "--config": "Missing value for argument '--config'",
+    "--optimizer.name sdg": "invalid choice 'sdg' for argument '--optimizer.name'",
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_command_line_errors_are_one_line(line, capfd):
+    with pytest.raises(ConfigError) as error:
+        settings.read(line.split())
+    assert str(error.value).startswith(f"command line: {BAD_LINES[line]}")
+    assert "\n" not in str(error.value) and "│" not in str(error.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_range_is_checked_on_the_command_line_too():
+    with pytest.raises(ConfigError, match=r"^train.epochs: got -3, expected 1 or more$"):
+        settings.read(["--train.epochs", "-3"])
+
+
+def test_help_names_every_option_and_every_option_has_a_rule_or_needs_none(capsys):
+    with pytest.raises(SystemExit) as end:
+        settings.read(["--help"])
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    for option in option_types():
+        assert f"--{option.replace('_', '-')}" in shown
+        value_of(Config(), option)
+
+
+def test_derived_numbers():
+    config = Config(train=TrainConfig(epochs=3, batch_size=32, warmup_epochs=2))
+    numbers = derive(config, num_ranks=2, num_train=1437, num_test=360)
+    assert numbers.global_batch_size == 64
+    assert (numbers.steps_per_epoch, numbers.num_steps, numbers.warmup_steps) == (22, 66, 44)
+    assert numbers.dropped_per_epoch == 1437 - 22 * 64
+    assert numbers.learning_rate == 2 * config.optimizer.learning_rate
+    unscaled = dataclasses.replace(config.optimizer, learning_rate_scaling="none")
+    config = dataclasses.replace(config, optimizer=unscaled)
+    assert derive(config, 2, 1437, 360).learning_rate == config.optimizer.learning_rate
+
+
+def test_global_batch_may_be_all_the_data_but_not_more():
+    assert derive(Config(train=TrainConfig(batch_size=50)), 2, 100, 10).steps_per_epoch == 1
+    with pytest.raises(ConfigError) as error:
+        derive(Config(train=TrainConfig(batch_size=51)), 2, 100, 10)
+    assert str(error.value) == (
+        "train.batch_size: 51 on 2 ranks makes a global batch of 102, but digits has 100 training samples:"
+        " expected 50 or less"
+    )

@@ -1,0 +1,204 @@
+"""Data sources, the IDX format, and the pipeline from arrays to batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import math
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ringtrain import data
+from ringtrain.config import DataConfig
+from ringtrain.data import idx
+from ringtrain.data.sources import DEBIAN_FOLDER, checked
+from ringtrain.errors import ConfigError, DataError
+
+NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+
+
+def encode(array: np.ndarray) -> bytes:
+    return bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+
+
+def write_idx(folder: Path, zipped: bool = False) -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(0)
+    arrays = {
+        NAMES[0]: draw.integers(0, 256, (20, 5, 4), np.uint8),
+        NAMES[1]: np.arange(20, dtype=np.uint8) % 10,
+        NAMES[2]: draw.integers(0, 256, (7, 5, 4), np.uint8),
+        NAMES[3]: np.arange(7, dtype=np.uint8) % 10,
+    }
+    for name, array in arrays.items():
+        content = encode(array)
+        (folder / f"{name}{'.gz' * zipped}").write_bytes(gzip.compress(content) if zipped else content)
+    return arrays
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+@pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
+def test_idx_files_are_read_zipped_or_not(tmp_path, name, zipped):
+    arrays = write_idx(tmp_path, zipped)
+    data_set = data.source(DataConfig(name=name, dir=str(tmp_path)))()
+    assert np.array_equal(data_set.train.inputs[..., 0], arrays[NAMES[0]])
+    assert np.array_equal(data_set.train.labels, arrays[NAMES[1]])
+    assert np.array_equal(data_set.test.inputs[..., 0], arrays[NAMES[2]])
+    assert (data_set.num_classes, data_set.input_shape) == (10, (5, 4, 1))
+
+
+whole = encode(np.zeros((20, 5, 4), np.uint8))
+BAD_CONTENT = {
+    "empty": (b"", "truncated: got 0 bytes, expected a header of 16 bytes"),
+    "cut": (whole[:-3], "truncated: got 413 bytes, expected 416"),
+    "long": (whole + b"x", "longer than it says: got 417 bytes, expected 416"),
+    "text": (b"<!DOCTYPE html><html>404 not found</html>", "got magic number 1008813135, expected 2051"),
+    "labels for images": (encode(np.zeros(20, np.uint8)), "got magic number 2049, expected 2051"),
+    "gzip cut": (gzip.compress(whole)[:-9], "broken gzip: "),
+    "gzip flipped": (gzip.compress(whole)[:-8] + b"\0\0\0\0\0\0\0\0", "broken gzip: "),
+    "gzip garbage": (b"\x1f\x8b" + b"garbage" * 9, "broken gzip: "),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONTENT)
+def test_corrupt_file_is_named_with_what_is_wrong(tmp_path, case):
+    content, message = BAD_CONTENT[case]
+    write_idx(tmp_path)
+    (tmp_path / NAMES[0]).write_bytes(content)
+    with pytest.raises(DataError) as error:
+        data.source(DataConfig(name="mnist", dir=str(tmp_path)))()
+    assert str(error.value).startswith(str(tmp_path / NAMES[0])) and message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("position", range(2, 16))
+def test_any_flipped_byte_of_the_header_is_noticed(tmp_path, position):
+    content = bytearray(whole)
+    content[position] ^= 1
+    (tmp_path / "x").write_bytes(content)
+    with pytest.raises(DataError):
+        idx.read(tmp_path / "x", 3)
+
+
+def test_missing_file_is_named(tmp_path):
+    write_idx(tmp_path)
+    (tmp_path / NAMES[3]).unlink()
+    with pytest.raises(DataError, match=rf"{tmp_path / NAMES[3]}: not found, nor the same with .gz"):
+        data.source(DataConfig(name="mnist", dir=str(tmp_path)))()
+    with pytest.raises(DataError, match="not found"):
+        data.source(DataConfig(name="mnist", dir=str(tmp_path / "nowhere")))()
+
+
+def test_folder_instead_of_file(tmp_path):
+    write_idx(tmp_path)
+    (tmp_path / NAMES[0]).unlink()
+    (tmp_path / NAMES[0]).mkdir()
+    with pytest.raises(DataError, match="cannot be read: Is a directory"):
+        data.source(DataConfig(name="mnist", dir=str(tmp_path)))()
+
+
+def test_as_many_labels_as_images(tmp_path):
+    write_idx(tmp_path)
+    (tmp_path / NAMES[1]).write_bytes(encode(np.zeros(19, np.uint8)))
+    with pytest.raises(DataError, match=r"inputs of shape \(20, 5, 4\) and labels of shape \(19,\)"):
+        data.source(DataConfig(name="mnist", dir=str(tmp_path)))()
+
+
+def test_digits_are_real_deterministic_and_split_evenly():
+    first, second = (data.source(DataConfig(name="digits"))() for _ in range(2))
+    assert (len(first.train), len(first.test), first.num_classes) == (1437, 360, 10)
+    assert np.array_equal(first.train.inputs, second.train.inputs)
+    assert np.bincount(first.test.labels).min() >= 34
+    assert first.train.inputs.dtype == np.float32 and first.train.inputs.max() == 1.0
+    together = {sample.tobytes() for sample in (*first.train.inputs, *first.test.inputs)}
+    assert len(together) == 1797  # no test image among the training images
+
+
+def test_synthetic_is_the_same_every_time_and_as_large_as_asked():
+    config = DataConfig(name="synthetic", num_samples=80, image_size=6)
+    first, second = (data.source(config)() for _ in range(2))
+    assert (len(first.train), len(first.test), first.input_shape) == (70, 10, (6, 6, 1))
+    assert np.array_equal(first.train.inputs, second.train.inputs)
+
+
+def test_fashion_mnist_of_debians_package():
+    if not (DEBIAN_FOLDER / "fashion-mnist").exists():
+        pytest.skip(f"Debian's package dataset-fashion-mnist is not installed: no {DEBIAN_FOLDER}/fashion-mnist")
+    data_set = data.source(DataConfig(name="fashion-mnist"))()
+    assert (len(data_set.train), len(data_set.test), data_set.input_shape) == (60000, 10000, (28, 28, 1))
+    assert np.bincount(data_set.test.labels).tolist() == [1000] * 10
+
+
+def test_names():
+    with pytest.raises(ConfigError, match=r"data.name: got digit, did you mean digits\?"):
+        data.source(DataConfig(name="digit"))
+    with pytest.raises(ConfigError, match="importing no_such_module failed: No module named 'no_such_module'"):
+        data.source(DataConfig(name="no_such_module:function"))
+    with pytest.raises(ConfigError, match=r"math has no function 'sine': did you mean sin"):
+        data.source(DataConfig(name="math:sine"))
+
+
+def own():
+    inputs = np.arange(12.0).reshape(6, 2)
+    return (inputs, np.array([[0], [1], [2]] * 2)), (inputs[:3], [0, 1, 2])
+
+
+def test_own_data(monkeypatch):
+    data_set = data.source(DataConfig(name=f"{__name__}:own"))()
+    assert (len(data_set.train), len(data_set.test), data_set.num_classes) == (6, 3, 3)
+    assert data_set.train.labels.tolist() == [0, 1, 2, 0, 1, 2]
+
+
+BAD_OWN = {
+    "labels as floats": ((np.zeros((4, 2)), np.zeros(4)), "labels of float64"),
+    "negative label": ((np.zeros((4, 2)), np.array([0, 1, -1, 0])), "from -1"),
+    "one-hot labels": ((np.zeros((4, 2)), np.zeros((4, 3), int)), r"labels of shape \(4, 3\)"),
+    "empty": ((np.zeros((0, 2)), np.zeros(0, int)), "at least one"),
+    "other shape": ((np.zeros((4, 3)), np.zeros(4, int)), "a test sample"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_OWN)
+def test_own_data_is_looked_at(case):
+    train, message = BAD_OWN[case]
+    with pytest.raises(DataError, match=message):
+        checked("mine:load", train, (np.zeros((4, 2)), np.zeros(4, int)))
+
+
+def numbered(num_samples: int, dtype: type) -> data.Samples:
+    """Samples whose input and label both say which sample they are."""
+    return data.Samples(np.arange(num_samples, dtype=dtype).reshape(-1, 1), np.arange(num_samples))
+
+
+def test_training_batches_are_the_shards_of_all_epochs():
+    batches = list(data.training_batches(numbered(23, np.float32), 3, rank=1, size=2, seed=5, epochs=2))
+    expected = np.concatenate([data.training_shard(23, 3, 1, 2, 5, epoch) for epoch in range(2)])
+    assert len(batches) == 2 * (23 // 6)
+    for (inputs, labels), numbers in zip(batches, expected, strict=True):
+        assert labels.numpy().tolist() == numbers.tolist()
+        assert inputs.numpy()[:, 0].tolist() == numbers.tolist()
+        assert inputs.dtype == "float32" and inputs.shape == (3, 1)
+
+
+def test_evaluation_batches_are_the_share_and_end_short():
+    numbers = data.evaluation_shard(10, 1, 2)
+    batches = list(data.evaluation_batches(numbered(10, np.float32), numbers, 3))
+    assert [labels.numpy().tolist() for _, labels in batches] == [[1, 3, 5], [7, 9]]
+
+
+def test_bytes_are_scaled_and_floats_are_not():
+    for dtype, expected in ((np.uint8, 1 / 255), (np.float32, 1.0), (np.float64, 1.0)):
+        ((inputs, _),) = data.evaluation_batches(numbered(2, dtype), np.array([1]), 1)
+        assert math.isclose(float(inputs[0, 0]), expected, rel_tol=1e-6)
+
+
+def test_autotune_is_off_because_it_makes_fit_wait():
+    batches = data.training_batches(numbered(8, np.float32), 2, 0, 1, 0, 1)
+    assert batches.options().autotune.enabled is False
+
+
+def test_data_sets_cannot_be_changed_by_accident():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        numbered(3, np.uint8).labels = np.zeros(3)

@@ -1,0 +1,94 @@
+"""Which device a rank gets, decided from lists of devices that are not there."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+
+from ringtrain.config import DeviceConfig
+from ringtrain.devices import Pinning, count_cores, gpu_memory_mb, plan
+from ringtrain.errors import DeviceError
+
+
+def decide(num_gpus, local_rank, local_size, own_cores=8, host_cores=8, **options):
+    gpus = [f"gpu {index}" for index in range(num_gpus)]
+    return plan(gpus, local_rank, local_size, DeviceConfig(**options), own_cores, host_cores, "host7")
+
+
+def test_one_gpu_per_local_rank():
+    assert [decide(4, rank, 4).gpu for rank in range(4)] == [0, 1, 2, 3]
+    assert [decide(4, rank, 2).gpu for rank in range(2)] == [0, 1]
+
+
+def test_more_ranks_than_gpus_is_an_error_naming_host_and_counts():
+    with pytest.raises(DeviceError, match=r"^host7: 3 ranks, but 2 GPUs: .*--device.share-gpus$"):
+        decide(2, 0, 3)
+    with pytest.raises(DeviceError, match=r"^host7: 2 ranks, but 1 GPU: "):
+        decide(1, 1, 2)
+
+
+def test_gpus_are_shared_evenly_if_asked_for():
+    assert [decide(2, rank, 4, share_gpus=True).gpu for rank in range(4)] == [0, 1, 0, 1]
+
+
+def test_memory_grows_unless_it_is_limited():
+    assert decide(1, 0, 1) == Pinning(gpu=0, memory_growth=True)
+    assert decide(1, 0, 1, memory_growth=False) == Pinning(gpu=0, memory_growth=False)
+    assert decide(1, 0, 1, memory_mb=500) == Pinning(gpu=0, memory_growth=False, memory_mb=500)
+    assert decide(1, 0, 1, memory_fraction=0.4) == Pinning(gpu=0, memory_growth=False, memory_fraction=0.4)
+
+
+@pytest.mark.parametrize(
+    ("own_cores", "host_cores", "local_size", "threads", "expected"),
+    [
+        (8, 8, 2, 0, 4),
+        (8, 8, 3, 0, 2),
+        (2, 2, 4, 0, 1),  # more ranks than cores
+        (1, 8, 2, 0, 1),  # bound to one core by the launcher
+        (16, 32, 4, 0, 8),  # bound to a socket
+        (8, 8, 2, 3, 3),  # asked for
+    ],
+)
+def test_cores_are_divided_where_there_is_no_gpu(own_cores, host_cores, local_size, threads, expected):
+    pinning = decide(0, 0, local_size, own_cores, host_cores, threads=threads)
+    assert pinning == Pinning(num_threads=expected)
+
+
+def test_pinning_reads_well():
+    assert str(Pinning(num_threads=1)) == "CPU, 1 thread"
+    assert str(Pinning(num_threads=4)) == "CPU, 4 threads"
+    assert str(Pinning(gpu=1, memory_growth=True)) == "GPU 1, memory as needed"
+    assert str(Pinning(gpu=1, memory_mb=500)) == "GPU 1, 500 MB"
+    assert str(Pinning(gpu=1, memory_fraction=0.25)) == "GPU 1, 25% of its memory"
+
+
+def test_a_containers_limit_counts(tmp_path):
+    quota = tmp_path / "cpu.max"
+    quota.write_text("100000 100000\n")
+    assert count_cores(quota) == (1, 1)
+    quota.write_text("50000 100000\n")
+    assert count_cores(quota) == (1, 1)
+    quota.write_text("max 100000\n")
+    assert count_cores(quota) == count_cores(tmp_path / "missing")
+
+
+class FakeDriver:
+    """The three functions of the CUDA driver that are called, for a host with one GPU of 80 GB."""
+
+    def cuInit(self, flags):
+        return 0
+
+    def cuDeviceGet(self, device, index):
+        ctypes.cast(device, ctypes.POINTER(ctypes.c_int))[0] = 7
+        return 0 if index == 0 else 101
+
+    def cuDeviceTotalMem_v2(self, size, device):
+        ctypes.cast(size, ctypes.POINTER(ctypes.c_size_t))[0] = 80 * 2**30 if device.value == 7 else 0
+        return 0
+
+
+def test_gpu_memory_comes_from_the_driver():
+    assert gpu_memory_mb(0, FakeDriver()) == 80 * 1024
+    with pytest.raises(DeviceError, match=r"memory of GPU 1 \(101\).*--device.memory-mb"):
+        gpu_memory_mb(1, FakeDriver())

@@ -1,0 +1,75 @@
+"""Where progress is drawn, decided from tables of processes that do not run."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ringtrain.display import Progress, launched_rank, terminal_of_launcher
+
+PTS = "/dev/pts/3"
+
+
+def process_table(root: Path, chain: list[tuple[list[str], str, bool]]) -> Path:
+    """Writes a /proc of this process' ancestors, nearest first.
+
+    Args:
+        root: folder to write to.
+        chain: command, standard output, and whether it is in the terminal's foreground.
+    """
+    numbers = [os.getpid(), *range(100, 100 + len(chain)), 1]
+    for number, parent, (command, output, foreground) in zip(
+        numbers[:-1], numbers[1:], [(["python"], "pipe:[1]", True), *chain], strict=True
+    ):
+        folder = root / str(number)
+        (folder / "fd").mkdir(parents=True)
+        (folder / "cmdline").write_bytes(b"\0".join(word.encode() for word in command) + b"\0")
+        (folder / "stat").write_text(f"{number} (a name) with) S {parent} 55 44 3 {55 if foreground else 66} 0 0")
+        (folder / "fd" / "1").symlink_to(output)
+    return root
+
+
+MPIRUN = (["/x/bin/mpirun", "-np", "2"], "pipe:[7]", True)
+SHELL = (["bash"], PTS, True)
+
+
+@pytest.mark.parametrize(
+    ("chain", "expected"),
+    [
+        ([MPIRUN, (["/x/python", "/x/bin/horovodrun", "-np", "2"], PTS, True), SHELL], PTS),
+        ([(["mpirun"], PTS, True), SHELL], PTS),
+        ([MPIRUN, (["/x/python", "/x/bin/horovodrun"], "pipe:[9]", True), SHELL], ""),  # | tee log
+        ([MPIRUN, (["/x/python", "/x/bin/horovodrun"], "/tmp/log", True), SHELL], ""),
+        ([MPIRUN, (["/x/python", "/x/bin/horovodrun"], PTS, False), SHELL], ""),  # in the background
+        ([(["orted", "--hnp"], "/dev/null", True)], ""),  # on another host than its launcher
+        ([SHELL], ""),  # no launcher
+    ],
+)
+def test_progress_is_drawn_where_the_launcher_writes_to_a_terminal(tmp_path, chain, expected):
+    assert terminal_of_launcher(process_table(tmp_path, chain)) == expected
+
+
+def test_no_process_table(tmp_path):
+    assert terminal_of_launcher(tmp_path / "none") == ""
+
+
+def test_rank_before_horovod_is_known_from_the_environment():
+    assert launched_rank({}) is None
+    assert launched_rank({"OMPI_COMM_WORLD_RANK": "3"}) == 3
+    assert launched_rank({"HOROVOD_RANK": "0"}) == 0
+
+
+def test_piped_progress_is_whole_lines():
+    output = io.StringIO()
+    with Progress(Console(file=output, width=40), num_steps=4, num_epochs=2) as progress:
+        for step in range(1, 5):
+            progress.step(step, (step - 1) // 2, "loss 1")
+            if step % 2 == 0:
+                progress.epoch(step // 2 - 1, "loss 1.0000  " + "and much more " * 5)
+    lines = output.getvalue().splitlines()
+    assert [line[:10] for line in lines] == ["epoch 1/2 ", "epoch 2/2 "]
+    assert "\x1b" not in output.getvalue()

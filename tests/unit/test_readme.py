@@ -1,0 +1,73 @@
+"""What the README and the recipes tell people to type exists and is accepted."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from ringtrain import settings
+from ringtrain.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+RECIPES = sorted((ROOT / "configs").glob("*.toml"))
+COMMAND = re.compile(r"python -m ringtrain\.train((?: +[^\s`|#)]+)*)")
+
+
+def commands(text: str) -> list[str]:
+    return [match.strip() for match in COMMAND.findall(text)]
+
+
+TOLD = {command for text in (README, *(recipe.read_text() for recipe in RECIPES)) for command in commands(text)}
+
+
+@pytest.mark.parametrize("command", sorted(TOLD - {"--help"}))
+def test_a_training_command_is_accepted(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    settings.read(shlex.split(command))
+
+
+def test_a_wrong_command_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    (command,) = commands("`horovodrun -np 2 python -m ringtrain.train --config configs/digits.toml --train.epoch 3`")
+    with pytest.raises(ConfigError):
+        settings.read(shlex.split(command))
+
+
+def test_every_recipe_names_its_own_file_and_what_it_reaches() -> None:
+    assert RECIPES
+    for recipe in RECIPES:
+        header = "".join(line for line in recipe.read_text().splitlines(True) if line.startswith("#"))
+        assert f"--config configs/{recipe.name}" in header
+        assert re.search(r"\d s of training.*\d % test accuracy", header, re.DOTALL), recipe
+
+
+def tree_of_readme() -> list[str]:
+    """Paths in the README's picture of the tree."""
+    picture = README.split("## The tree")[1].split("```")[1]
+    paths, folders = [], [""]
+    for line in filter(None, picture.splitlines()):
+        indent = (len(line) - len(line.lstrip())) // 2
+        names = re.split(r"\s{2,}", line.strip())[0]
+        folders = folders[: indent + 1]
+        paths.append(folders[-1] + names)
+        folders.append(folders[-1] + names if names.endswith("/") else folders[-1])
+    return paths
+
+
+def test_the_tree_is_as_the_readme_draws_it() -> None:
+    drawn = set(tree_of_readme())
+    missing = [path for path in drawn if not (ROOT / path).exists()]
+    assert not missing, f"drawn, but not there: {missing}"
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "ringtrain").rglob("*.py")}
+    covered = ("ringtrain/__init__.py", "ringtrain/data/")  # a folder drawn as one
+    undrawn = [path for path in modules - drawn if not path.startswith(covered)]
+    assert not undrawn, f"there, but not drawn: {undrawn}"
+
+
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"(?:`|^|MPI=\w+ )make ([a-z]+)", README, re.MULTILINE))))
+def test_a_make_target_exists(target: str) -> None:
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)

@@ -1,0 +1,69 @@
+"""The run's folder, and what is written to it."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+
+import pytest
+
+from ringtrain import tracking
+from ringtrain.errors import RunDirectoryError
+
+
+def test_default_name_says_what_and_when(monkeypatch):
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    assert tracking.default_name("digits", 1795169655) == "digits-20261120-101415"
+    assert tracking.default_name("my/module.x:load", 0) == "my-module.x-load-19700101-000000"
+
+
+def test_a_name_of_ones_own_is_taken_once(tmp_path):
+    folder = tracking.create_folder(tmp_path / "a" / "runs", "mine", number_if_taken=False)
+    assert folder == tmp_path / "a" / "runs" / "mine"
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "logs", "tensorboard"]
+    with pytest.raises(RunDirectoryError, match=r"mine: exists already: choose another --run.name, or delete it"):
+        tracking.create_folder(tmp_path / "a" / "runs", "mine", number_if_taken=False)
+
+
+def test_a_default_name_is_numbered_when_it_is_taken(tmp_path):
+    names = [tracking.create_folder(tmp_path, "digits-1", number_if_taken=True).name for _ in range(3)]
+    assert names == ["digits-1", "digits-1-2", "digits-1-3"]
+
+
+def test_an_empty_folder_may_be_used(tmp_path):
+    (tmp_path / "mine").mkdir()
+    assert tracking.create_folder(tmp_path, "mine", number_if_taken=False) == tmp_path / "mine"
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        RunDirectoryError, match=r"file/runs/mine: cannot be created: Not a directory: .*--run.directory"
+    ):
+        tracking.create_folder(tmp_path / "file" / "runs", "mine", number_if_taken=False)
+
+
+def test_summary_is_json_that_everybody_reads(tmp_path):
+    tracking.write_summary(tmp_path, {"images_per_s": math.nan, "numbers": {"x": math.inf}, "hosts": ["a"], "y": 1.5})
+    text = (tmp_path / "summary.json").read_text()
+    assert "NaN" not in text and "Infinity" not in text
+    assert json.loads(text) == {"images_per_s": None, "numbers": {"x": None}, "hosts": ["a"], "y": 1.5}
+
+
+def test_git_revision_of_branch_packed_branch_and_detached_head(tmp_path):
+    inner = tmp_path / "code" / "inner"
+    inner.mkdir(parents=True)
+    git = tmp_path / ".git"
+    (git / "refs" / "heads").mkdir(parents=True)
+    (git / "HEAD").write_text("ref: refs/heads/main\n")
+    assert tracking.git_revision(inner) is None  # before the first commit
+    (git / "packed-refs").write_text(
+        f"# pack-refs with: peeled\n{'1' * 40} refs/heads/other\n{'2' * 40} refs/heads/main\n"
+    )
+    assert tracking.git_revision(inner) == "2" * 40
+    (git / "refs" / "heads" / "main").write_text(f"{'3' * 40}\n")
+    assert tracking.git_revision(inner) == "3" * 40
+    (git / "HEAD").write_text(f"{'4' * 40}\n")
+    assert tracking.git_revision(inner) == "4" * 40
