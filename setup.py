@@ -34,7 +34,7 @@ setup(
         "gpu": ["tensorflow[and-cuda]==2.21.*"],
         # What a training run uses besides TensorFlow and Horovod, and what Horovod's own wheel asks for.
         "train": [
-            "keras>=3.12,<4",
+            "keras==3.15.*",
             "matplotlib>=3.8",
             "mpi4py>=4.1,<5",
             "scikit-learn>=1.4",

@@ -111,7 +111,7 @@ preflight() {
     local folder free
     MISSING=0
     [[ $(uname -sm) == "Linux x86_64" ]] || lacks "this is $(uname -sm): set-up knows Linux on x86_64 alone"
-    [[ $ROOT != *[[:space:]:]* ]] || lacks "'$ROOT' has a space or a colon in it, which MPI's compiler cannot take: move this folder"
+    [[ $ROOT != *[][:space:]:*?[]* ]] || lacks "'$ROOT' has a space, a colon or one of [ ] * ? in it, which compilers and shells cannot take: move this folder"
     [[ ! -e $VENV || -d $STATE ]] || lacks ".venv was not made by this script: move it away, or remove it with rm -r .venv"
     [[ $MPI == wheel || $MPI == system ]] || lacks "RINGTRAIN_MPI=$MPI: expected 'wheel' or 'system'"
     if [[ -z $PYTHON_VERSION ]]; then
@@ -250,7 +250,7 @@ build_settings() {
 }
 
 # As many compilers as there are cores, as long as each has the 2.3 GB that TensorFlow's headers can take.
-build_jobs() { awk -v cores="$(nproc)" '/^MemAvailable/ { n = int($2 / 2.3e6); print n < 1 ? 1 : n < cores ? n : cores }' /proc/meminfo; }
+build_jobs() { awk -v cores="$(env -u OMP_NUM_THREADS nproc)" '/^MemAvailable/ { n = int($2 / 2.3e6); print n < 1 ? 1 : n < cores ? n : cores }' /proc/meminfo; }
 
 build_horovod() {
     local folder build wheel
@@ -298,6 +298,8 @@ run() {
     if (($(env -u OMP_NUM_THREADS nproc) <= 3)); then
         export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-1}
     fi
+    # After Ctrl-C or SIGTERM ranks finish a step and save: mpirun would kill them after one second.
+    export OMPI_MCA_odls_base_sigkill_timeout=${OMPI_MCA_odls_base_sigkill_timeout:-30}
     # horovodrun looks for Horovod in processes of its own, which import TensorFlow: its greetings cannot be switched off.
     if [[ $1 == horovodrun ]]; then
         exec 2> >(without_greetings)

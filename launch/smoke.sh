@@ -6,4 +6,4 @@ set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 exec launch/setup.sh horovodrun -np 2 -H localhost:2 \
-    python -m ringtrain.train --config configs/digits.toml --run.name smoke --train.epochs 1 "$@"
+    python -m ringtrain.train --config configs/digits.toml --train.epochs 1 "$@"

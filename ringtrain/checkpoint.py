@@ -1,43 +1,216 @@
-"""Saves a model so that a file under its final name is always a whole one."""
+"""Checkpoints as folders that are whole or not there: checkpoints/step-00000440/{state,ranks}.npz and manifest.json.
+
+A folder is filled under another name, flushed to the disk, and renamed; its manifest, written last, holds a checksum of
+every file. What does not verify is never restored.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    import keras
+import numpy as np
+from numpy.typing import NDArray
+
+from ringtrain.errors import CheckpointError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+NAME = re.compile(r"step-(\d{8,})")
 
 
-def save(model: keras.Model, folder: Path, global_step: int) -> Path:
-    """Saves weights, optimizer and architecture as plain Keras; for rank 0 alone.
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that has been verified."""
+
+    folder: Path
+    manifest: Mapping[str, Any]
+
+    @property
+    def global_step(self) -> int:
+        """Steps that were done."""
+        return self.manifest["global_step"]
+
+    def arrays(self, name: str) -> dict[str, NDArray[Any]]:
+        """The arrays of one of its files, by name."""
+        with np.load(self.folder / f"{name}.npz", allow_pickle=False) as file:
+            return dict(file)
+
+
+def save(
+    folder: Path, global_step: int, files: Mapping[str, Mapping[str, NDArray[Any]]], facts: Mapping[str, Any]
+) -> Path:
+    """Writes a checkpoint; for rank 0 alone.
 
     Args:
-        model: compiled.
-        folder: that exists.
-        global_step: steps done, which names the file.
+        folder: that holds the run's checkpoints; it exists.
+        global_step: steps done.
+        files: name of each file, without its ending, to its arrays by name.
+        facts: what else the manifest shall say; plain values.
 
     Returns:
-        The file, e.g. checkpoints/440.keras.
+        The checkpoint's folder. One of the same step that verifies is kept as it is.
 
     Raises:
-        OSError: it cannot be written; the unfinished file is removed.
+        OSError: it could not be written; nothing of it remains.
     """
-    final, unfinished = folder / f"{global_step}.keras", folder / f".unfinished-{global_step}.keras"
+    final, unfinished = folder / f"step-{global_step:08d}", folder / f".unfinished-{global_step:08d}"
+    if final.exists():
+        with contextlib.suppress(CheckpointError):
+            return verify(final).folder
+        shutil.rmtree(final)
+    shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        model.save(unfinished)
+        unfinished.mkdir()
+        checksums = {}
+        for name, arrays in files.items():
+            path = unfinished / f"{name}.npz"
+            with open(path, "wb") as file:
+                np.savez(file, **dict(arrays))  # type: ignore[arg-type]
+                file.flush()
+                os.fsync(file.fileno())
+            checksums[path.name] = {"sha256": _sha256(path), "bytes": path.stat().st_size}
+        manifest = {"format": FORMAT, "global_step": global_step, **facts, "files": checksums}
+        with open(unfinished / MANIFEST, "w", encoding="utf-8") as text:
+            body = json.dumps(manifest, indent=1)
+            text.write(json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest()}) + "\n" + body)
+            text.flush()
+            os.fsync(text.fileno())
         _flush(unfinished)
-        os.replace(unfinished, final)
+        os.rename(unfinished, final)
         _flush(folder)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
     return final
 
 
-def _flush(path: Path) -> None:
-    """Waits until a file or folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+def verify(folder: Path) -> Checkpoint:
+    """Reads a checkpoint's manifest and compares every file with it.
+
+    Raises:
+        CheckpointError: something is missing, cut short or changed, or it was written by a newer ringtrain.
+    """
+    try:
+        head, _, body = (folder / MANIFEST).read_text(encoding="utf-8").partition("\n")
+        if json.loads(head)["sha256"] != hashlib.sha256(body.encode()).hexdigest():
+            raise CheckpointError(f"{folder / MANIFEST}: does not have the checksum it says")
+        manifest = json.loads(body)
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: no {MANIFEST}: not a checkpoint, or not a whole one") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / MANIFEST}: cannot be read: {error}") from error
+    if manifest["format"] > FORMAT:
+        raise CheckpointError(
+            f"{folder}: has format {manifest['format']}, this ringtrain reads up to {FORMAT}: use the newer ringtrain"
+        )
+    for name, expected in manifest["files"].items():
+        path = folder / name
+        try:
+            size, checksum = path.stat().st_size, _sha256(path)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        if size != expected["bytes"]:
+            raise CheckpointError(f"{path}: has {size} bytes, expected {expected['bytes']}")
+        if checksum != expected["sha256"]:
+            raise CheckpointError(f"{path}: does not have the checksum in {MANIFEST}: its content has changed")
+    return Checkpoint(folder, manifest)
+
+
+def saved_in(folder: Path) -> list[Path]:
+    """Folders of a run's checkpoints, the newest first, whole or not."""
+    found = [path for path in folder.glob("step-*") if NAME.fullmatch(path.name)] if folder.is_dir() else []
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+
+
+def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """Finds the newest checkpoint that verifies.
+
+    Args:
+        folder: that holds a run's checkpoints.
+
+    Returns:
+        The checkpoint, or None; and why newer ones were passed over.
+    """
+    refused: list[str] = []
+    for path in saved_in(folder):
+        try:
+            return verify(path), refused
+        except CheckpointError as error:
+            refused.append(str(error))
+    return None, refused
+
+
+def prune(folder: Path, keep: int, best_by: str) -> None:
+    """Removes older checkpoints.
+
+    Args:
+        folder: that holds a run's checkpoints.
+        keep: how many of the newest stay.
+        best_by: the metric whose highest checkpoint stays as well.
+    """
+    paths = saved_in(folder)
+    scores = {path: score for path in paths if (score := _score(path, best_by)) is not None}
+    best = max(scores, key=lambda path: scores[path], default=None)
+    for path in paths[keep:]:
+        if path != best:
+            # Under another name first: a folder that is half gone must not look like a checkpoint.
+            doomed = path.with_name(f".removed-{path.name}")
+            os.rename(path, doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def export(model: Any, folder: Path, saved_model: bool) -> None:
+    """Writes the trained model for use without ringtrain: model.keras, without the optimizer; for rank 0 alone.
+
+    Args:
+        model: a Keras model.
+        folder: of the run.
+        saved_model: write TensorFlow's SavedModel into saved_model/, too.
+
+    Raises:
+        OSError: it cannot be written; what was there before stays.
+    """
+    unfinished = folder / ".unfinished.keras"
+    compiled, model.compiled = model.compiled, False
+    try:
+        model.save(unfinished)
+        os.replace(unfinished, folder / "model.keras")
+    finally:
+        model.compiled = compiled
+        unfinished.unlink(missing_ok=True)
+    if saved_model:
+        model.export(str(folder / "saved_model"), verbose=False)
+
+
+def shapes_of(variables: Sequence[Any]) -> list[list[Any]]:
+    """What identifies a list of Keras variables: [name, shape, dtype] of each."""
+    return [[variable.path, list(variable.shape), str(variable.dtype)] for variable in variables]
+
+
+def _score(path: Path, metric: str) -> float | None:
+    try:
+        body = (path / MANIFEST).read_text(encoding="utf-8").partition("\n")[2]
+        return json.loads(body).get("metrics", {}).get(metric)
+    except (OSError, ValueError):
+        return None
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_type_hints
@@ -20,6 +21,11 @@ class RunConfig:
     """folder of this run; empty: the data set's name and the time"""
     directory: str = "runs"
     """folder that holds all runs"""
+    resume: str = "auto"
+    """auto: go on from the newest checkpoint in this run's folder, if there is one; must: there has to be one; never;
+    or the path of a run or checkpoint to go on from"""
+    init_from: str = ""
+    """checkpoint, run or .keras file to take initial weights from, and nothing else"""
 
 
 @dataclass(frozen=True)
@@ -27,13 +33,22 @@ class DataConfig:
     """What is learned."""
 
     name: str = "digits"
-    """digits, fashion-mnist, mnist, synthetic, or module:function for your own"""
+    """digits, fashion-mnist, mnist, cifar10, npz, image-folder, imagenet-tfrecords, synthetic, or module:function"""
     dir: str = ""
-    """folder with the IDX files of fashion-mnist or mnist; empty: Debian's folder, else Keras' download"""
+    """folder with the data's files (for cifar10 also its archive); empty: fashion-mnist and mnist look in Debian's
+    folder, else Keras downloads them"""
+    file: str = ""
+    """the file of npz; empty: the only one in dir"""
     num_samples: int = 4096
     """samples that synthetic makes, training and test together"""
-    image_size: int = 28
-    """height and width of synthetic's images, pixels"""
+    image_size: int = 0
+    """height and width, pixels, of synthetic's images (0: 28) and of those read from files (0: 224)"""
+    num_classes: int = 0
+    """labels go from 0 (ImageNet's from 1) to this number of them; 0: as many as the data says"""
+    augment: bool = True
+    """random crops and flips of images read from files when training, else their centres"""
+    on_error: Literal["fail", "skip"] = "fail"
+    """an image file or record that cannot be read ends training, or is left out and counted"""
 
 
 @dataclass(frozen=True)
@@ -41,21 +56,57 @@ class ModelConfig:
     """What learns it."""
 
     name: str = "mlp"
-    """mlp, cnn, or module:function for your own"""
+    """mlp, cnn, resnet20, resnet50, a name of keras.applications (mobilenet-v2), or module:function for your own"""
+    sync_batch_norm: bool = False
+    """batch normalization by the statistics of all ranks' batches together, not of each rank's own"""
+    label_smoothing: float = 0.0
+    """share of each label that is spread evenly over all classes"""
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     """How it is learned."""
 
-    name: Literal["sgd", "adam", "adamw"] = "adam"
+    name: Literal["sgd", "adam", "adamw", "lamb", "lars"] = "adam"
     """update rule"""
     learning_rate: float = 0.001
-    """learning rate of one rank"""
-    learning_rate_scaling: Literal["linear", "none"] = "linear"
-    """linear: learning rate times number of ranks; none: as it is"""
+    """learning rate for a global batch of reference_batch_size"""
+    learning_rate_scaling: Literal["linear", "sqrt", "none"] = "linear"
+    """linear: learning rate times global batch / reference_batch_size; sqrt: times its square root; none: as it is"""
+    reference_batch_size: int = 32
+    """samples per update that learning_rate is meant for"""
     momentum: float = 0.9
-    """momentum of sgd"""
+    """momentum of sgd and lars"""
+    nesterov: bool = False
+    """Nesterov's momentum, for sgd"""
+    weight_decay: float = 0.0
+    """pull of weights towards 0, except biases and batch norm: added to the gradient (sgd, lars), else decoupled"""
+    trust_coefficient: float = 0.001
+    """of lars: a layer's step, relative to the norm of its weights"""
+    clip_norm: float = 0.0
+    """longest that the averaged gradient of all weights together may be; longer ones are shortened; 0: any"""
+    accumulation_steps: int = 1
+    """steps whose gradients are averaged into one update, which makes the global batch so many times as large"""
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """How the learning rate changes: up to its full value over the warm-up, then by the rule of that name."""
+
+    name: Literal["constant", "steps", "cosine", "polynomial"] = "constant"
+    """what follows the warm-up"""
+    warmup_epochs: float = 0.0
+    """epochs over which the learning rate grows to its full value; may be a fraction; 0: none"""
+    warmup_start: float = 0.0
+    """share of the full learning rate at the first step; 0: what it was before scaling, if that is less"""
+    milestones: tuple[float, ...] = ()
+    """epochs, from the start of the run, at whose end steps multiplies the learning rate by factor"""
+    factor: float = 0.1
+    """of steps"""
+    end_factor: float = 0.0
+    """share of the full learning rate that cosine and polynomial come down to at the end of the run"""
+    power: float = 1.0
+    """of polynomial; 1: a straight line"""
 
 
 @dataclass(frozen=True)
@@ -66,8 +117,12 @@ class TrainConfig:
     """passes over the training data"""
     batch_size: int = 32
     """samples per step on each rank; the global batch is this times the number of ranks"""
-    warmup_epochs: int = 0
-    """epochs over which the learning rate grows to its full value, from that divided by the number of ranks; 0: none"""
+    precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = "float32"
+    """of computing; weights and sums are float32. mixed_float16 scales the loss, as gradients allow"""
+    jit: bool = False
+    """compile forward and backward pass with XLA; the allreduce stays outside"""
+    max_time_s: float = 0.0
+    """training stops, saves and ends after so many seconds; 0: no limit"""
     check_every_steps: int = 500
     """steps between two checks that all ranks hold the same weights (one more after the first step and at the end)"""
 
@@ -89,6 +144,28 @@ class DeviceConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """When the run's state is saved, and what is kept."""
+
+    every_epochs: int = 1
+    """epochs between two checkpoints; 0: none at the end of epochs. The end of the run is always saved"""
+    every_steps: int = 0
+    """steps between two checkpoints within an epoch; 0: none"""
+    keep: int = 3
+    """newest checkpoints that stay, besides the best"""
+    saved_model: bool = False
+    """also export the trained model as TensorFlow's SavedModel, beside model.keras"""
+
+
+@dataclass(frozen=True)
+class HealthConfig:
+    """How a run is ended."""
+
+    agree_every_steps: int = 10
+    """steps between two agreements of the ranks on whether to stop (a signal, the time limit, a loss that is NaN)"""
+
+
+@dataclass(frozen=True)
 class HvdConfig:
     """How gradients are combined over the ranks."""
 
@@ -96,6 +173,12 @@ class HvdConfig:
     """average of the ranks' gradients, or Adasum (arXiv 2006.02924)"""
     compression: Literal["none", "fp16"] = "none"
     """fp16: send gradients in half precision"""
+    fusion_mb: float = -1.0
+    """MB of gradients that are sent in one message; 0: each alone; -1: as Horovod has it (128), or its environment"""
+    cycle_time_ms: float = -1.0
+    """milliseconds for which ready gradients are collected; -1: as Horovod has it (1), or its environment"""
+    deterministic: bool = False
+    """add the ranks' gradients in the same order in every step and run, also with more than two ranks"""
 
 
 @dataclass(frozen=True)
@@ -108,9 +191,12 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     hvd: HvdConfig = field(default_factory=HvdConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
 
     def __post_init__(self) -> None:
         for name, (rule, holds) in RULES.items():
@@ -119,30 +205,74 @@ class Config:
                 raise ConfigError(f"{name}: got {value}, expected {rule}")
         if self.device.memory_fraction and self.device.memory_mb:
             raise ConfigError("device.memory_fraction and device.memory_mb are both set: keep one, set the other to 0")
-        if self.train.warmup_epochs > self.train.epochs:
+        if self.train.jit and self.model.sync_batch_norm:
             raise ConfigError(
-                f"train.warmup_epochs: got {self.train.warmup_epochs}, expected no more than train.epochs"
-                f" ({self.train.epochs})"
+                "train.jit and model.sync_batch_norm are both set: synchronized batch norm needs an allreduce in the"
+                " forward pass, for which XLA has no kernel: keep one"
             )
+        if self.hvd.deterministic and self.hvd.fusion_mb > 0:
+            raise ConfigError("hvd.deterministic and hvd.fusion_mb are both set: deterministic runs fuse nothing")
+        _check_schedule(self.schedule, self.train.epochs)
+
+
+def _check_schedule(schedule: ScheduleConfig, epochs: int) -> None:
+    warmup, milestones = schedule.warmup_epochs, schedule.milestones
+    if warmup > epochs:
+        raise ConfigError(f"schedule.warmup_epochs: got {warmup:g}, expected no more than train.epochs ({epochs})")
+    if schedule.name == "steps" and not milestones:
+        raise ConfigError("schedule.name: steps needs schedule.milestones: give epochs such as 30 60 80")
+    if milestones and milestones[0] < warmup:
+        raise ConfigError(
+            f"schedule.milestones: got {milestones[0]:g}, expected none within the warm-up (schedule.warmup_epochs"
+            f" {warmup:g})"
+        )
 
 
 _AT_LEAST_0 = ("0 or more", lambda value: value >= 0)
 _AT_LEAST_1 = ("1 or more", lambda value: value >= 1)
+_FINITE = ("a number from 0 on", lambda value: 0 <= value < float("inf"))
+_ABOVE_0 = ("a number above 0", lambda value: 0 < value < float("inf"))
+_SHARE = ("0 to 1", lambda value: 0 <= value <= 1)
 RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "seed": ("0 to 4294967295", lambda value: 0 <= value < 2**32),
     "run.name": ("a name, not a path", lambda value: "/" not in value and value not in (".", "..")),
     "data.num_samples": ("16 or more", lambda value: value >= 16),
-    "data.image_size": ("4 or more", lambda value: value >= 4),
-    "optimizer.learning_rate": ("a number above 0", lambda value: 0 < value < float("inf")),
+    "data.image_size": ("0, or 4 or more", lambda value: value == 0 or value >= 4),
+    "data.num_classes": _AT_LEAST_0,
+    "optimizer.learning_rate": _ABOVE_0,
+    "optimizer.reference_batch_size": _AT_LEAST_1,
     "optimizer.momentum": ("0 up to 1, 1 excluded", lambda value: 0 <= value < 1),
+    "optimizer.weight_decay": _FINITE,
+    "optimizer.trust_coefficient": _ABOVE_0,
+    "optimizer.clip_norm": _FINITE,
+    "optimizer.accumulation_steps": _AT_LEAST_1,
+    "schedule.warmup_epochs": _FINITE,
+    "schedule.warmup_start": _SHARE,
+    "schedule.milestones": (
+        "epochs above 0, each after the one before",
+        lambda value: all(0 < one < float("inf") for one in value) and list(value) == sorted(set(value)),
+    ),
+    "schedule.factor": _ABOVE_0,
+    "schedule.end_factor": _SHARE,
+    "schedule.power": _ABOVE_0,
+    "model.label_smoothing": ("0 up to 1, 1 excluded", lambda value: 0 <= value < 1),
     "train.epochs": _AT_LEAST_1,
     "train.batch_size": _AT_LEAST_1,
-    "train.warmup_epochs": _AT_LEAST_0,
     "train.check_every_steps": _AT_LEAST_1,
+    "train.max_time_s": _AT_LEAST_0,
+    "checkpoint.every_epochs": _AT_LEAST_0,
+    "checkpoint.every_steps": _AT_LEAST_0,
+    "checkpoint.keep": _AT_LEAST_1,
+    "health.agree_every_steps": _AT_LEAST_1,
     "device.memory_fraction": ("0 to 1", lambda value: 0 <= value <= 1),
     "device.memory_mb": _AT_LEAST_0,
     "device.threads": _AT_LEAST_0,
+    "hvd.fusion_mb": ("0 or more, or -1", lambda value: value == -1 or 0 <= value < float("inf")),
+    "hvd.cycle_time_ms": ("0 or more, or -1", lambda value: value == -1 or 0 <= value < float("inf")),
 }
+
+
+SCALINGS: dict[str, Callable[[float], float]] = {"linear": lambda k: k, "sqrt": math.sqrt, "none": lambda k: 1.0}
 
 
 @dataclass(frozen=True)
@@ -156,16 +286,24 @@ class Numbers:
     """test samples, each evaluated by one rank"""
     batch_size: int
     """samples per step on each rank"""
+    accumulation_steps: int
+    """steps per update of the weights"""
     global_batch_size: int
-    """samples per step on all ranks"""
+    """samples per update on all ranks"""
     steps_per_epoch: int
+    """batches that each rank trains in an epoch"""
     num_steps: int
-    """steps of the whole run"""
+    """of the whole run"""
     dropped_per_epoch: int
     """samples that do not fill a global batch; others in each epoch"""
     learning_rate: float
     """after scaling, at the end of warm-up"""
+    initial_learning_rate: float
+    """at step 0"""
     warmup_steps: int
+    """steps before the first one at the full learning rate"""
+    milestone_steps: tuple[int, ...]
+    """first steps after each of the schedule's milestones"""
 
 
 def derive(config: Config, num_ranks: int, num_train: int, num_test: int) -> Numbers:
@@ -178,33 +316,85 @@ def derive(config: Config, num_ranks: int, num_train: int, num_test: int) -> Num
         num_test: test samples.
 
     Returns:
-        The numbers. Linear scaling of the learning rate is that of Goyal et al. 2017 (arXiv 1706.02677), section 2.1.
+        The numbers. With k = global batch / reference batch, linear scaling of the learning rate multiplies by k (Goyal
+        et al. 2017, arXiv 1706.02677, section 2.1), sqrt by k ** 0.5 (Krizhevsky 2014, arXiv 1404.5997).
 
     Raises:
         ConfigError: the global batch is larger than the training data.
     """
-    batch_size = config.train.batch_size
-    global_batch_size = batch_size * num_ranks
+    optimizer, schedule = config.optimizer, config.schedule
+    batch_size, accumulated = config.train.batch_size, optimizer.accumulation_steps
+    global_batch_size = batch_size * num_ranks * accumulated
     if global_batch_size > num_train:
+        times = f", {accumulated} times accumulated," if accumulated > 1 else ""
         raise ConfigError(
-            f"train.batch_size: {batch_size} on {num_ranks} rank{'s' * (num_ranks != 1)} makes a global batch of"
+            f"train.batch_size: {batch_size} on {num_ranks} rank{'s' * (num_ranks != 1)}{times} makes a global batch of"
             f" {global_batch_size}, but {config.data.name} has {num_train} training samples:"
-            f" expected {max(1, num_train // num_ranks)} or less"
+            f" expected {max(1, num_train // (num_ranks * accumulated))} or less"
         )
-    steps_per_epoch = num_train // global_batch_size
-    linear = config.optimizer.learning_rate_scaling == "linear"
+    updates_per_epoch = num_train // global_batch_size
+    steps_per_epoch = updates_per_epoch * accumulated
+    scale = SCALINGS[optimizer.learning_rate_scaling](global_batch_size / optimizer.reference_batch_size)
+    learning_rate = optimizer.learning_rate * scale
+    unscaled = min(optimizer.learning_rate, learning_rate)
+    from_start = schedule.warmup_start * learning_rate if schedule.warmup_start else unscaled
+
+    def steps_of(epochs: float) -> int:
+        """The nearest step that begins an update."""
+        return round(epochs * updates_per_epoch) * accumulated
+
     return Numbers(
         num_ranks=num_ranks,
         num_train=num_train,
         num_test=num_test,
         batch_size=batch_size,
+        accumulation_steps=accumulated,
         global_batch_size=global_batch_size,
         steps_per_epoch=steps_per_epoch,
         num_steps=steps_per_epoch * config.train.epochs,
-        dropped_per_epoch=num_train - steps_per_epoch * global_batch_size,
-        learning_rate=config.optimizer.learning_rate * (num_ranks if linear else 1),
-        warmup_steps=steps_per_epoch * config.train.warmup_epochs,
+        dropped_per_epoch=num_train - updates_per_epoch * global_batch_size,
+        learning_rate=learning_rate,
+        initial_learning_rate=from_start if steps_of(schedule.warmup_epochs) else learning_rate,
+        warmup_steps=steps_of(schedule.warmup_epochs),
+        milestone_steps=tuple(steps_of(epochs) for epochs in schedule.milestones),
     )
+
+
+# Options that do nothing unless others are set: what they need, and whether they have it.
+NEEDS: dict[str, tuple[str, Callable[[Config], bool]]] = {
+    "optimizer.reference_batch_size": (
+        "optimizer.learning_rate_scaling linear or sqrt",
+        lambda config: config.optimizer.learning_rate_scaling != "none",
+    ),
+    "optimizer.momentum": ("optimizer.name sgd or lars", lambda config: config.optimizer.name in ("sgd", "lars")),
+    "optimizer.nesterov": (
+        "optimizer.name sgd and optimizer.momentum above 0",
+        lambda config: config.optimizer.name == "sgd" and config.optimizer.momentum > 0,
+    ),
+    "optimizer.trust_coefficient": ("optimizer.name lars", lambda config: config.optimizer.name == "lars"),
+    "schedule.warmup_start": ("schedule.warmup_epochs above 0", lambda config: config.schedule.warmup_epochs > 0),
+    "schedule.milestones": ("schedule.name steps", lambda config: config.schedule.name == "steps"),
+    "schedule.factor": ("schedule.name steps", lambda config: config.schedule.name == "steps"),
+    "schedule.end_factor": (
+        "schedule.name cosine or polynomial",
+        lambda config: config.schedule.name in ("cosine", "polynomial"),
+    ),
+    "schedule.power": ("schedule.name polynomial", lambda config: config.schedule.name == "polynomial"),
+}
+
+
+def without_effect(config: Config) -> list[str]:
+    """What was set and does nothing, a sentence each, e.g. "schedule.power has no effect: it needs ..."."""
+    defaults, found = Config(), []
+    for option, (need, has_it) in NEEDS.items():
+        if value_of(config, option) != value_of(defaults, option) and not has_it(config):
+            found.append(f"{option} has no effect: it needs {need}")
+    late = [f"{epoch:g}" for epoch in config.schedule.milestones if epoch >= config.train.epochs]
+    if config.schedule.name == "steps" and late:
+        found.append(f"schedule.milestones {' '.join(late)}: the run ends after epoch {config.train.epochs}")
+    if config.optimizer.name == "adamw" and not config.optimizer.weight_decay:
+        found.append("optimizer.name adamw without optimizer.weight_decay is adam")
+    return found
 
 
 def nearest(name: str, known: Collection[str]) -> str:
@@ -217,7 +407,8 @@ def nearest(name: str, known: Collection[str]) -> str:
     Returns:
         E.g. "did you mean mlp?", or "expected one of cnn, mlp" when nothing resembles it.
     """
-    similar = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    elsewhere = [one for one in known if "." in one and one.rpartition(".")[2] == name.rpartition(".")[2]]
+    similar = elsewhere if len(elsewhere) == 1 else difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean {similar[0]}?" if similar else f"expected one of {', '.join(sorted(known))}"
 
 
@@ -230,6 +421,13 @@ def option_types(section: type = Config, prefix: str = "") -> dict[str, Any]:
         else:
             types[prefix + name] = kind
     return types
+
+
+def changed_options(config: Config) -> dict[str, Any]:
+    """The options that are not left at their defaults, by dotted name."""
+    default = Config()
+    values = {option: value_of(config, option) for option in option_types()}
+    return {option: value for option, value in values.items() if value != value_of(default, option)}
 
 
 def value_of(config: Config, option: str) -> Any:

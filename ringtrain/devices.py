@@ -71,7 +71,8 @@ def plan(
     if local_size > len(gpus) and not options.share_gpus:
         raise DeviceError(
             f"{host}: {local_size} ranks, but {len(gpus)} GPU{'s' * (len(gpus) != 1)}: start no more ranks on this host"
-            f" than it has GPUs, or let them share with --device.share-gpus"
+            f" than it has GPUs, or let them share (also where a launcher shows each rank a GPU of its own alone) with"
+            f" --device.share-gpus"
         )
     limited = options.memory_mb > 0 or options.memory_fraction > 0
     return Pinning(

@@ -16,11 +16,19 @@ import rich.progress
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
-from ringtrain.config import Config, Numbers
+from ringtrain import schedules
+from ringtrain.config import Config, Numbers, changed_options, without_effect
 
 LAUNCHERS = ("horovodrun", "mpirun", "mpiexec", "orterun")
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "HOROVOD_RANK")
 SECONDS_BETWEEN_LINES = 10.0
+
+
+class SteadyConsole(Console):
+    """A console that leaves the cursor alone: a launcher may kill this process before it could show it again."""
+
+    def show_cursor(self, show: bool = True) -> bool:
+        return False
 
 
 def console_for(rank: int) -> Console:
@@ -34,16 +42,16 @@ def console_for(rank: int) -> Console:
         output, for plain lines.
     """
     if rank != 0:
-        return Console(quiet=True)
+        return SteadyConsole(quiet=True)
     terminal = terminal_of_launcher()
     if terminal:
         with contextlib.suppress(OSError):  # another user's terminal, or one outside of this container
             stream = open(terminal, "w", encoding="utf-8")  # noqa: SIM115 - as long as the process lives
             width = os.get_terminal_size(stream.fileno()).columns or 100  # some terminals do not know theirs
-            return Console(file=stream, force_terminal=True, width=width)
+            return SteadyConsole(file=stream, force_terminal=True, width=width)
     if launched_rank() is not None or not sys.stdout.isatty():
-        return Console(force_terminal=False, color_system=None, width=120)
-    return Console()
+        return SteadyConsole(force_terminal=False, color_system=None, width=120)
+    return SteadyConsole()
 
 
 def terminal_of_launcher(proc: Path = Path("/proc")) -> str:
@@ -99,7 +107,8 @@ class Progress:
             TextColumn("steps  {task.fields[figures]}"),
             TimeRemainingColumn(),
             console=console,
-            disable=not console.is_terminal,
+            disable=console.quiet or not console.is_terminal,
+            redirect_stderr=False,  # what is said there belongs into the rank's log as well
             transient=True,
             expand=True,
         )
@@ -152,20 +161,38 @@ def show_plan(console: Console, config: Config, numbers: Numbers, pinning: objec
     """
     n, optimizer = numbers, config.optimizer
     per_host = ", ".join(f"{host}: {hosts.count(host)}" for host in dict.fromkeys(hosts))
-    scaled = f" = {optimizer.learning_rate:g} x {n.num_ranks}" if n.learning_rate != optimizer.learning_rate else ""
-    warm_up = f", reached after {n.warmup_steps:,} steps" if n.warmup_steps else ""
+    factor = f"{n.global_batch_size} / {optimizer.reference_batch_size}"
+    scaling = {"linear": f" x {factor}", "sqrt": f" x sqrt({factor})", "none": ""}[optimizer.learning_rate_scaling]
+    scaled = f" = {optimizer.learning_rate:g}{scaling}" if n.learning_rate != optimizer.learning_rate else ""
+    accumulated = f" x {n.accumulation_steps} batches accumulated" if n.accumulation_steps > 1 else ""
     rest = f", {n.dropped_per_epoch} left over, others each time" if n.dropped_per_epoch else ""
     rows = {
         "ranks": f"{n.num_ranks} ({per_host}), rank 0 on {pinning}",
         "data": f"{config.data.name}: {n.num_train:,} to train, {n.num_test:,} to test",
         "model": config.model.name,
-        "global batch": f"{n.global_batch_size} = {n.batch_size} x {n.num_ranks}",
+        "global batch": f"{n.global_batch_size} = {n.batch_size} x {n.num_ranks}{accumulated}",
         "steps": f"{n.num_steps:,} = {config.train.epochs} epochs x {n.steps_per_epoch:,}{rest}",
         "shard": f"{n.steps_per_epoch * n.batch_size:,} samples an epoch on each rank",
-        "learning rate": f"{n.learning_rate:g}{scaled}{warm_up} ({optimizer.name})",
+        "learning rate": f"{n.learning_rate:g}{scaled} ({optimizer.name}, {config.schedule.name})",
+        **_table_of_rates(schedules.schedule_of(config, n), n.steps_per_epoch),
         "seed": str(config.seed),
+        "options": ", ".join(f"{name}={value}" for name, value in changed_options(config).items()) or "defaults",
+        **{"note" + " " * number: sentence for number, sentence in enumerate(without_effect(config))},
     }
     _show_rows(console, rows)
+
+
+def show_start(console: Console, start: Any) -> None:
+    """Shows where a run goes on, and which checkpoints were not fit for it.
+
+    Args:
+        console: from console_for.
+        start: from resume.restore.
+    """
+    for reason in start.refused:
+        console.print(f"passed over    {reason}", highlight=False, soft_wrap=True)
+    if start.source:
+        _show_rows(console, {"going on": f"after step {start.global_step:,}, from {start.source}"})
 
 
 def show_result(console: Console, folder: Path, summary: Mapping[str, Any], gradients: str) -> None:
@@ -177,10 +204,15 @@ def show_result(console: Console, folder: Path, summary: Mapping[str, Any], grad
         summary: as in summary.json.
         gradients: what check_averaging said.
     """
+    evaluated = summary["test_accuracy"] is not None
+    skipped = summary.get("skipped_samples", 0)
+    stopped = f"by {summary['stopped_by']}; the same command with the same --run.name goes on"
     rows = {
-        "test accuracy": f"{summary['test_accuracy']:.2%}",
-        "test loss": f"{summary['test_loss']:.4f}",
+        **({"stopped": f"after step {summary['global_step']:,}, {stopped}"} if summary["stopped_by"] else {}),
+        **({"test accuracy": f"{summary['test_accuracy']:.2%}"} if evaluated else {}),
+        **({"test loss": f"{summary['test_loss']:.4f}"} if evaluated else {}),
         "speed": speed(summary["images_per_s"]),
+        **({"skipped": f"{skipped:,} that could not be read, see {folder}/logs/"} if skipped else {}),
         "files": f"{folder}/",
     }
     console.print()
@@ -192,6 +224,17 @@ def show_result(console: Console, folder: Path, summary: Mapping[str, Any], grad
             f" weights and optimizer equal {summary['checksum']}"
         )
     console.print(line, highlight=False, markup=False, soft_wrap=True, style="bold")
+
+
+def _table_of_rates(schedule: schedules.Schedule, steps_per_epoch: int) -> dict[str, str]:
+    """A row for each corner of a schedule that is not constant."""
+    if schedule.is_constant:
+        return {}
+    rows = {}
+    for number, (step, name) in enumerate(schedules.corners(schedule), 1):
+        where = f"step {step:,}, epoch {step // steps_per_epoch + 1}"
+        rows[" " * number] = f"{where:<26} {float(schedule.rate(step)):<10.3g} {name}"
+    return rows
 
 
 def _show_rows(console: Console, rows: Mapping[str, str]) -> None:

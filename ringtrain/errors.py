@@ -5,6 +5,8 @@ RingtrainError              said as one line on the terminal, exit code 2; all e
 ├── DataError               a data file that is missing, truncated or not what its name promises
 ├── DeviceError             more ranks on a host than GPUs, a memory limit that cannot be set
 ├── RunDirectoryError       the run's folder cannot be made or written
+├── CheckpointError         a checkpoint that is damaged, of another model, or of a newer ringtrain
+├── NonFiniteLoss           a rank's loss became NaN or infinite
 ├── MissingDependency       a package or program that is not installed
 └── OutOfSync               the ranks' weights or optimizers differ, or gradients are not averaged
 """
@@ -28,6 +30,14 @@ class DeviceError(RingtrainError):
 
 class RunDirectoryError(RingtrainError):
     """The folder of the run cannot be created or written."""
+
+
+class CheckpointError(RingtrainError):
+    """A checkpoint cannot be restored."""
+
+
+class NonFiniteLoss(RingtrainError):
+    """Training went wrong: the loss is no number any more."""
 
 
 class MissingDependency(RingtrainError, ImportError):

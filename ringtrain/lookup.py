@@ -19,16 +19,21 @@ def find(option: str, name: str, known: Mapping[str, Callable[..., Any]]) -> Cal
         known: what ringtrain brings along.
 
     Returns:
-        The function.
+        The function. A user's module is imported when it is called, which is after devices are pinned: modules of
+        models and layers like to touch them.
 
     Raises:
-        ConfigError: nothing has that name, or the user's module cannot be imported.
+        ConfigError: nothing has that name; when called, the user's module cannot be imported.
     """
     if name in known:
         return known[name]
-    module_name, colon, function_name = name.partition(":")
-    if not colon:
+    if ":" not in name:
         raise ConfigError(f"{option}: got {name}, {nearest(name, known)} (or module:function for your own)")
+    return lambda *args, **kwargs: _imported(option, name)(*args, **kwargs)
+
+
+def _imported(option: str, name: str) -> Callable[..., Any]:
+    module_name, _, function_name = name.partition(":")
     try:
         module = importlib.import_module(module_name)
     except (ImportError, ValueError) as error:

@@ -124,12 +124,20 @@ def _checked(path: Path, option: str, value: Any, kind: Any) -> Any:
     if get_origin(kind) is Literal:
         fits, expected = value in get_args(kind), "one of " + ", ".join(get_args(kind))
     elif kind is float:
-        fits, expected = isinstance(value, int | float) and not isinstance(value, bool), "float"
+        fits, expected = _is_number(value), "float"
+    elif get_origin(kind) is tuple:  # of numbers
+        fits, expected = isinstance(value, list) and all(map(_is_number, value)), "a list of numbers"
     else:
         fits, expected = type(value) is kind, kind.__name__
     if not fits:
         raise ConfigError(f"{path}: {option}: got {value!r}, expected {expected}")
+    if isinstance(value, list):
+        return tuple(map(float, value))
     return float(value) if kind is float else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _first_sentence(box: str) -> str:

@@ -16,9 +16,11 @@ MARK = b"\0ringtrain:"  # between what was written and what the watcher shall do
 END = b"end\n"
 CHATTER = re.compile(
     rb"WARNING: All log messages before absl::InitializeLog"
-    rb"|[IWE]\d{4} \d\d:\d\d:[\d.]+ +\d+ \S+:\d+\] "  # absl: I0000 00:00:1795168715.773533  4855 port.cc:153]
-    rb"|\d{4}-\d\d-\d\d \d\d:\d\d:[\d.]+: [IWE] \S+:\d+\] "  # TensorFlow's own, before it took up absl
+    rb"|E\d{4} .*(Unable to register|failed call to cuInit)"
+    rb"|[IW]\d{4} \d\d:\d\d:[\d.]+ +\d+ \S+:\d+\] "  # absl: I0000 00:00:1795168715.773533  4855 port.cc:153]
+    rb"|\d{4}-\d\d-\d\d \d\d:\d\d:[\d.]+: [IW] \S+:\d+\] "  # TensorFlow's own, before it took up absl
     rb"|To enable the following instructions: "
+    rb"|Improper call to JPEG library|Corrupt JPEG data: |Premature end of JPEG file"  # without the file's name
 )
 
 
@@ -38,7 +40,11 @@ def watch() -> None:
     os.dup2(sink, 2)
     os.close(sink)
 
+    own = os.getpid()
+
     def finish() -> None:
+        if os.getpid() != own:
+            return  # a child that has inherited this
         sys.stderr.flush()
         os.write(2, MARK + END)
         os.waitpid(watcher, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import math
 import platform
@@ -15,8 +16,13 @@ import keras
 import tensorflow as tf
 
 import ringtrain
+from ringtrain.config import Numbers
 from ringtrain.display import Progress, speed
-from ringtrain.errors import RunDirectoryError
+from ringtrain.errors import MissingDependency, RunDirectoryError
+from ringtrain.optimizers import last_learning_rate
+from ringtrain.schedules import Schedule, curve
+
+METRICS = "metrics.jsonl"
 
 
 def default_name(data_name: str, now_s: float | None = None) -> str:
@@ -30,13 +36,14 @@ def default_name(data_name: str, now_s: float | None = None) -> str:
     return f"{stem}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now_s))}"
 
 
-def create_folder(parent: Path, name: str, number_if_taken: bool) -> Path:
+def create_folder(parent: Path, name: str, number_if_taken: bool, go_on: bool = False) -> Path:
     """Makes the folder of a run, and those inside it.
 
     Args:
         parent: the folder of all runs; made if it is missing.
         name: of the run.
         number_if_taken: take name-2, name-3, ... where there is one already; else that is an error.
+        go_on: a run's folder of that name is used again.
 
     Returns:
         The new folder.
@@ -47,18 +54,28 @@ def create_folder(parent: Path, name: str, number_if_taken: bool) -> Path:
     candidate, number = parent / name, 1
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        while candidate.exists() and (not candidate.is_dir() or any(candidate.iterdir())):
+        known = go_on and (candidate / "config.toml").is_file()
+        while not known and not _claimed(candidate):
             if not number_if_taken:
                 raise RunDirectoryError(f"{candidate}: exists already: choose another --run.name, or delete it")
             number += 1
             candidate = parent / f"{name}-{number}"
-        for folder in (candidate, candidate / "checkpoints", candidate / "tensorboard", candidate / "logs"):
+        for folder in (candidate / "checkpoints", candidate / "tensorboard", candidate / "logs"):
             folder.mkdir(exist_ok=True)
     except OSError as error:
         raise RunDirectoryError(
             f"{candidate}: cannot be created: {error.strerror}: choose another --run.directory"
         ) from error
     return candidate
+
+
+def _claimed(folder: Path) -> bool:
+    """Makes a folder, or takes one that is empty; of two runs that start at once only one gets a new one."""
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return folder.is_dir() and not any(folder.iterdir())
+    return True
 
 
 class Recorder(keras.callbacks.Callback):
@@ -70,23 +87,25 @@ class Recorder(keras.callbacks.Callback):
     Args:
         folder: the run's.
         progress: shows it.
-        global_batch_size: samples per step on all ranks.
+        numbers: of the run. An epoch that is broken off is not recorded.
+        global_step: steps done before; what the folder holds of later ones is forgotten.
     """
 
-    def __init__(self, folder: Path, progress: Progress, global_batch_size: int) -> None:
+    def __init__(self, folder: Path, progress: Progress, numbers: Numbers, global_step: int) -> None:
         super().__init__()
         self.folder = folder
         self.progress = progress
-        self.global_batch_size = global_batch_size
-        self.global_step = 0
+        self.images_per_step = numbers.batch_size * numbers.num_ranks
+        self.steps_per_epoch = numbers.steps_per_epoch
+        self.first_step = self.global_step = global_step
         self.timed_steps = 0
         self.timed_s = 0.0
-        self.epochs: list[dict[str, Any]] = []
+        self.epochs = _records_until(folder / METRICS, global_step)
 
     @property
     def images_per_s(self) -> float:
         """Samples that all ranks together trained per second, over the whole run."""
-        return self.timed_steps * self.global_batch_size / self.timed_s if self.timed_s else math.nan
+        return self.timed_steps * self.images_per_step / self.timed_s if self.timed_s else math.nan
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.summaries = tf.summary.create_file_writer(str(self.folder / "tensorboard"))
@@ -99,8 +118,8 @@ class Recorder(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.epoch_end_s = time.perf_counter()
         self.global_step += 1
-        if self.global_step == 1:
-            self.epoch_start_s, self.steps_before = self.epoch_end_s, 1
+        if self.global_step == self.first_step + 1:
+            self.epoch_start_s, self.steps_before = self.epoch_end_s, self.global_step
         figures = "  ".join(f"{name} {value:.4f}" for name, value in (logs or {}).items())
         self.progress.step(self.global_step, self.epoch, figures)
 
@@ -108,16 +127,19 @@ class Recorder(keras.callbacks.Callback):
         steps, seconds = self.global_step - self.steps_before, self.epoch_end_s - self.epoch_start_s
         self.timed_steps += steps
         self.timed_s += seconds
+        if self.global_step % self.steps_per_epoch:
+            return  # broken off
         record = {
             "epoch": epoch + 1,
             "global_step": self.global_step,
             "time_s": time.time(),
             **{name: float(value) for name, value in (logs or {}).items() if name != "lr"},
-            "learning_rate": float(self.model.optimizer.learning_rate),
-            "images_per_s": steps * self.global_batch_size / seconds if seconds else math.nan,
+            "learning_rate": last_learning_rate(self.model.optimizer),
+            **loss_scale_of(self.model.optimizer),
+            "images_per_s": steps * self.images_per_step / seconds if seconds else math.nan,
         }
         self.epochs.append(record)
-        with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
+        with open(self.folder / METRICS, "a", encoding="utf-8") as file:
             file.write(json.dumps(plain(record)) + "\n")
         with self.summaries.as_default():
             for name, value in record.items():
@@ -128,6 +150,28 @@ class Recorder(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         self.summaries.close()
+
+
+def _records_until(path: Path, global_step: int) -> list[dict[str, Any]]:
+    """Reads back an earlier process' records, and cuts the file where the run goes on."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # the last line of a process that was killed
+        if record["global_step"] <= global_step:
+            records.append(record)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return records
+
+
+def loss_scale_of(optimizer: Any) -> dict[str, float]:
+    """The present factor of mixed_float16's loss, under its name, where there is one."""
+    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    return {"loss_scale": float(optimizer.dynamic_scale)} if scaled else {}
 
 
 def figures_of(record: Mapping[str, Any]) -> str:
@@ -150,17 +194,26 @@ def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
 
 
-def draw_curves(folder: Path, epochs: Sequence[Mapping[str, Any]]) -> None:
-    """Draws curves.png: loss and accuracy over the epochs, in training and on the test data.
+def draw_curves(folder: Path, epochs: Sequence[Mapping[str, Any]], schedule: Schedule, steps_per_epoch: int) -> None:
+    """Draws curves.png: loss and accuracy over the epochs, in training and on the test data, and the learning rate.
 
     Args:
         folder: the run's.
         epochs: the records of a Recorder.
+        schedule: the learning rate as it was planned; those in the records are dots on it.
+        steps_per_epoch: of the run.
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3.5), layout="constrained")
-    for axes, metric in zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True):
+    figure = Figure(figsize=(13, 3.5), layout="constrained")
+    *panels, rates = figure.subplots(1, 3)
+    steps, planned = curve(schedule)
+    rates.plot(steps / steps_per_epoch, planned)
+    # A record says what the epoch's last step had, and step 0 is the first.
+    rates.plot([(r["global_step"] - 1) / steps_per_epoch for r in epochs], [r["learning_rate"] for r in epochs], ".")
+    rates.set(xlabel="epoch", ylabel="learning rate", ylim=(0, None))
+    rates.grid(alpha=0.3)
+    for axes, metric in zip(panels, ("loss", "accuracy"), strict=True):
         numbers = [record["epoch"] for record in epochs]
         axes.plot(numbers, [record[metric] for record in epochs], marker=".", label="training")
         axes.plot(numbers, [record[f"test_{metric}"] for record in epochs], marker=".", label="test")
@@ -169,6 +222,12 @@ def draw_curves(folder: Path, epochs: Sequence[Mapping[str, Any]]) -> None:
         axes.grid(alpha=0.3)
         axes.legend()
     figure.savefig(folder / "curves.png", dpi=120)
+
+
+def check_packages() -> None:
+    """Raises MissingDependency now, not after hours of training, where a package for the run's files is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MissingDependency("matplotlib draws curves.png and is not installed: pip install 'ringtrain[train]'")
 
 
 def versions() -> dict[str, str]:

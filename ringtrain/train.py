@@ -7,20 +7,26 @@ horovodrun -np 2 -H localhost:2 python -m ringtrain.train --config configs/digit
 from __future__ import annotations
 
 import dataclasses
+import math
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ringtrain import checkpoint, data, devices, display, models, settings, stderr
+from ringtrain import checkpoint, data, devices, display, models, schedules, settings, stderr
 from ringtrain.config import Config, Numbers, derive, option_types, value_of
 from ringtrain.errors import ConfigError, RingtrainError
 
 if TYPE_CHECKING:
     import keras
+    import numpy as np
     import tensorflow as tf
+    from numpy.typing import NDArray
+
+    from ringtrain import resume
 
 SECONDS_FOR_RANK_0 = 10.0
 
@@ -32,10 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the command line without the program's name; None: sys.argv.
 
     Returns:
-        0; or 2 after an error that a person can mend, which one rank says in one line.
+        0; 128 + the number of the signal that ended training; or 2 after an error that a person can mend, which one
+        rank says in one line.
     """
     try:
-        train(settings.read(sys.argv[1:] if argv is None else argv))
+        return train(settings.read(sys.argv[1:] if argv is None else argv))
     except RingtrainError as error:
         # What one rank met, every rank raises (hvd.run_together): rank 0 speaks for all, and launchers end the job with
         # the first rank that ends. A rank that is still there after this pause is alone with its error.
@@ -43,10 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             time.sleep(SECONDS_FOR_RANK_0)
         print(f"ringtrain: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
-def train(config: Config) -> None:
+def train(config: Config) -> int:
     """Trains, evaluates, proves that the ranks agree, and fills the run's folder.
 
     Every rank makes this walk and takes part in every collective; what rank 0 does alone contains none.
@@ -54,30 +60,39 @@ def train(config: Config) -> None:
     Args:
         config: the resolved configuration.
 
+    Returns:
+        The exit code: 0, or 128 + the number of the signal that ended training.
+
     Raises:
         RingtrainError: on every rank, whichever rank met it. Until training begins, nothing is written.
     """
     # Names first: a misspelt one is told at once. TensorFlow is loaded with hvd, and talks.
     stderr.watch()
     read_data, build_model = data.source(config.data), models.builder(config.model)
-    from ringtrain import hvd, tracking
+    from ringtrain import health, hvd, resume, tracking
 
+    hvd.configure(config.hvd)
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
+    hvd.check_op(config.hvd)
     # Before TensorFlow touches a device: it would take memory on the host's first GPU for every rank.
     pinning = hvd.run_together(lambda: devices.pin(hvd.local_rank(), hvd.local_size(), config.device))
 
     # Data: each rank trains its own part of every global batch, and evaluates its own test samples.
+    hvd.run_together(tracking.check_packages)
     data_set = hvd.run_together(read_data)
     numbers = hvd.run_together(lambda: derive(config, size, len(data_set.train), len(data_set.test)))
     refuse_differences(hvd.allgather_object((config, numbers), name="ringtrain_numbers"))
-    batches = data.training_batches(data_set.train, numbers.batch_size, rank, size, config.seed, config.train.epochs)
     own_tests = data.evaluation_shard(numbers.num_test, rank, size)
     test_batches = data.evaluation_batches(data_set.test, own_tests, numbers.batch_size)
 
-    # Model and optimizer: rank 0's on every rank, and kept equal by averaged gradients.
-    model = compiled_model(build_model, data_set, config, numbers.learning_rate)
-    hvd.broadcast_model(model, root_rank=0)
+    # Model and optimizer: rank 0's on every rank, out of the run's newest checkpoint if there is one, and kept equal by
+    # averaged gradients.
+    model = compiled_model(build_model, data_set, config, numbers)
+    start = resume.restore(model, *resume.source_of(config), config, numbers)
+    if config.run.init_from and not start.source:
+        resume.load_weights(model, Path(config.run.init_from))
+    hvd.check_in_sync(model)
     gradients = hvd.check_averaging(model.optimizer)
 
     # The run's folder: only now, when all that can be wrong with the configuration would have been found.
@@ -87,37 +102,68 @@ def train(config: Config) -> None:
     hosts = hvd.allgather_object(socket.gethostname(), name="ringtrain_hosts")
     console = display.console_for(rank)
     display.show_plan(console, config, numbers, pinning, hosts)
+    display.show_start(console, start)
 
-    # Training: every rank makes the same number of steps, so that no rank waits for one that has ended.
+    # Training: every rank makes the same number of steps and ends after the same one, so that none waits for another.
+    clock = resume.Clock(start.global_step, numbers.steps_per_epoch)
     check = hvd.callbacks.CheckInSyncCallback(config.train.check_every_steps)
-    warm_up = hvd.callbacks.LearningRateWarmupCallback(numbers.learning_rate, config.train.warmup_epochs)
-    with display.Progress(console, numbers.num_steps, config.train.epochs) as progress:
-        recorder = tracking.Recorder(folder, progress, numbers.global_batch_size)
-        started = time.time()
-        history = model.fit(
-            batches,
-            epochs=config.train.epochs,
-            steps_per_epoch=numbers.steps_per_epoch,
-            callbacks=[
-                *([warm_up] if config.train.warmup_epochs else []),
-                hvd.callbacks.MetricAverageCallback(),
-                evaluation(model, test_batches, len(own_tests)),
-                check,
-                *([recorder] if rank == 0 else []),
-            ],
-            shuffle=False,  # the shards are shuffled already, in the same way on every rank
-            verbose=0,
-        ).history
+    saver = resume.Saver(model, folder / "checkpoints", config, numbers, clock, start.metrics)
+    started = time.time()
+    with display.Progress(console, numbers.num_steps, config.train.epochs) as progress, health.Signals() as signals:
+        stop = health.StopTogether(
+            signals, config, start.global_step, numbers.steps_per_epoch, data_set.raise_unreadable
+        )
+        recorder = tracking.Recorder(folder, progress, numbers, start.global_step) if rank == 0 else None
+        callbacks = [
+            clock,
+            stop,
+            hvd.callbacks.MetricAverageCallback(),
+            evaluation(model, test_batches, own_tests, data_set, clock),
+            check,
+            *([recorder] if recorder else []),
+            saver,
+        ]
+        for part in resume.segments(start.global_step, numbers.steps_per_epoch, config.train.epochs):
+            if stop.stopped_by:
+                break
+            # The batches that are accumulated into one update are cut from one, the share of its global batch.
+            updates, steps = divmod(part.first_step, numbers.accumulation_steps)
+            batches = data.training_batches(
+                data_set.train,
+                numbers.batch_size * numbers.accumulation_steps,
+                rank,
+                size,
+                config.seed,
+                part.end_epoch,
+                updates,
+            )
+            if numbers.accumulation_steps > 1:
+                batches = batches.rebatch(numbers.batch_size).skip(steps)
+            model.fit(
+                batches,
+                initial_epoch=part.first_epoch,
+                epochs=part.end_epoch,
+                steps_per_epoch=part.num_steps,
+                callbacks=callbacks,
+                shuffle=False,  # the shards are shuffled already, in the same way on every rank
+                verbose=0,
+            )
+        hvd.average_moving_statistics(model)
+        saver.save()
 
-    # What came of it. The proof is the last check in fit: had ranks differed, none would have come this far.
+    # What came of it; and the proof once more, on what was saved.
+    skipped = set().union(*hvd.allgather_object(data_set.skipped, name="ringtrain_skipped"))
     summary = {
-        "test_accuracy": history["test_accuracy"][-1],
-        "test_loss": history["test_loss"][-1],
-        "images_per_s": recorder.images_per_s,
+        "test_accuracy": saver.metrics.get("test_accuracy"),
+        "test_loss": saver.metrics.get("test_loss"),
+        "images_per_s": recorder.images_per_s if recorder else math.nan,
         "num_ranks": size,
-        "global_step": recorder.global_step,
+        "global_step": clock.global_step,
+        "stopped_by": stop.reason,
+        "resumed_from": start.source,
+        "skipped_samples": len(skipped),
         "in_sync": True,
-        "checksum": check.checksum,
+        "checksum": hvd.check_in_sync(model),
         "check_s": check.seconds,
         "fit_s": time.time() - started,
         "started": started,
@@ -129,12 +175,15 @@ def train(config: Config) -> None:
     }
 
     def finish() -> None:
-        checkpoint.save(model, folder / "checkpoints", recorder.global_step)
-        tracking.draw_curves(folder, recorder.epochs)
-        tracking.write_summary(folder, summary)
+        if recorder:
+            checkpoint.export(model, folder, saved_model=config.checkpoint.saved_model)
+            schedule = schedules.schedule_of(config, numbers)
+            tracking.write_summary(folder, summary)
+            tracking.draw_curves(folder, recorder.epochs, schedule, numbers.steps_per_epoch)
 
-    hvd.run_together(finish if rank == 0 else lambda: None)
+    hvd.run_together(finish)
     display.show_result(console, folder, summary, gradients)
+    return stop.exit_code
 
 
 def refuse_differences(plans: Sequence[tuple[Config, Numbers]]) -> None:
@@ -159,40 +208,42 @@ def refuse_differences(plans: Sequence[tuple[Config, Numbers]]) -> None:
                 )
 
 
-def compiled_model(
-    build_model: models.Build, data_set: data.DataSet, config: Config, learning_rate: float
-) -> keras.Model:
+def compiled_model(build_model: models.Build, data_set: data.DataSet, config: Config, numbers: Numbers) -> keras.Model:
     """Makes the model and its distributed optimizer.
 
     Args:
         build_model: from models.builder.
         data_set: gives the shape of a sample and the number of classes.
         config: the resolved configuration.
-        learning_rate: already scaled.
+        numbers: derived from it.
 
     Returns:
         The model, with the same weights on every rank, and dropout of its own.
     """
     import keras
 
-    from ringtrain import hvd
+    from ringtrain import hvd, optimizers
 
+    keras.config.set_dtype_policy(config.train.precision)
     keras.utils.set_random_seed(config.seed)
     model = build_model(data_set.input_shape, data_set.num_classes)
+    if config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model):
+        raise ConfigError(f"model.sync_batch_norm: {config.model.name} has no BatchNormalization layers: leave it out")
     models.seed_by_rank(model, config.seed, hvd.rank())
-    options = config.optimizer
-    if options.name == "sgd":
-        optimizer = keras.optimizers.SGD(learning_rate, momentum=options.momentum)
-    else:
-        optimizer = {"adam": keras.optimizers.Adam, "adamw": keras.optimizers.AdamW}[options.name](learning_rate)
+    optimizer = optimizers.build(config, numbers, model)
+    if config.train.precision == "mixed_float16":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     optimizer = hvd.DistributedOptimizer(
         optimizer,
         op={"average": hvd.Average, "adasum": hvd.Adasum}[config.hvd.op],
         compression={"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}[config.hvd.compression],
+        deterministic=config.hvd.deterministic,
     )
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    loss = models.cross_entropy(config.model.label_smoothing)
     # XLA has no kernel for Horovod's allreduce; "auto" would turn it on where there is a GPU.
     model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=False)
+    if config.train.jit:
+        hvd.jit_gradients(model)
     return model
 
 
@@ -213,7 +264,12 @@ def agree_on_folder(config: Config, numbers: Numbers) -> Path:
 
     def make() -> Path:
         name = config.run.name or tracking.default_name(config.data.name)
-        folder = tracking.create_folder(Path(config.run.directory), name, number_if_taken=not config.run.name)
+        folder = tracking.create_folder(
+            Path(config.run.directory),
+            name,
+            number_if_taken=not config.run.name,
+            go_on=bool(config.run.name) and config.run.resume != "never",
+        )
         derived = "".join(f"# {name} = {value}\n" for name, value in dataclasses.asdict(numbers).items())
         (folder / "config.toml").write_text(f"# derived:\n{derived}\n{settings.to_toml(config)}", encoding="utf-8")
         return folder
@@ -222,13 +278,17 @@ def agree_on_folder(config: Config, numbers: Numbers) -> Path:
     return hvd.broadcast_object(made, root_rank=0, name="ringtrain_folder")
 
 
-def evaluation(model: keras.Model, batches: tf.data.Dataset, num_samples: int) -> keras.callbacks.Callback:
+def evaluation(
+    model: keras.Model, batches: tf.data.Dataset, own: NDArray[np.int64], data_set: data.DataSet, clock: resume.Clock
+) -> keras.callbacks.Callback:
     """A callback that adds test_loss and test_accuracy to each epoch's metrics, those of one process to rounding.
 
     Args:
         model: compiled.
         batches: this rank's share of the test samples.
-        num_samples: how many these are; may be 0.
+        own: their numbers; may be none.
+        data_set: knows which of them could not be read.
+        clock: says whether the epoch is whole; one that is broken off is not evaluated.
 
     Returns:
         The callback, to be used on every rank; the ranks' means are weighted by their samples.
@@ -239,10 +299,16 @@ def evaluation(model: keras.Model, batches: tf.data.Dataset, num_samples: int) -
     from ringtrain import hvd
 
     def evaluate(epoch: int, logs: dict[str, Any]) -> None:
+        if not clock.epoch_complete:
+            return
+        hvd.average_moving_statistics(model)
         means = {"loss": 0.0, "accuracy": 0.0}
-        if num_samples:
-            means = model.evaluate(batches, return_dict=True, verbose=0)
-        sums = np.array([means["loss"] * num_samples, means["accuracy"] * num_samples, num_samples], np.float64)
+        if data_set.test.num_readable(own):
+            with warnings.catch_warnings():  # where samples are skipped, Keras cannot know how many batches there are
+                warnings.filterwarnings("ignore", "Your input ran out of data")
+                means |= model.evaluate(batches, return_dict=True, verbose=0)
+        hvd.run_together(data_set.raise_unreadable)
+        sums = np.array([means["loss"], means["accuracy"], 1], np.float64) * data_set.test.num_readable(own)
         loss, accuracy, total = hvd.allreduce(sums, op=hvd.Sum, name="ringtrain_evaluation").numpy()
         logs |= {"test_loss": loss / total, "test_accuracy": accuracy / total}
 

@@ -6,14 +6,16 @@ from collections.abc import Callable
 
 from ringtrain.config import DataConfig
 from ringtrain.data.pipeline import evaluation_batches, training_batches
+from ringtrain.data.samples import DataSet, Samples, Split, checked
 from ringtrain.data.shard import evaluation_shard, training_shard
-from ringtrain.data.sources import DATASETS, DataSet, Samples, checked
+from ringtrain.data.sources import DATASETS
 from ringtrain.lookup import find
 
 __all__ = [
     "DATASETS",
     "DataSet",
     "Samples",
+    "Split",
     "evaluation_batches",
     "evaluation_shard",
     "source",
@@ -38,4 +40,9 @@ def source(config: DataConfig) -> Callable[[], DataSet]:
     found = find("data.name", config.name, DATASETS)
     if config.name in DATASETS:
         return lambda: found(config)
-    return lambda: checked(config.name, *found())
+
+    def own() -> DataSet:
+        train, test = found()
+        return checked(config.name, train, test, config.num_classes)
+
+    return own

@@ -2,46 +2,92 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 
-def epoch_order(num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The order in which all ranks together see the samples in one epoch.
+def left_out(num_samples: int, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The samples that an epoch does not train, since they do not fill a global batch.
+
+    They take turns: all samples stand in a circle, whose order the seed decides, and each epoch leaves out the next
+    few. So no sample is left out in two epochs running, and over any number of epochs from the first on, no sample
+    is left out more than once more often than another.
 
     Args:
         num_samples: training samples.
+        global_batch_size: samples per step on all ranks.
         seed: of the run.
         epoch: from 0.
 
     Returns:
-        A permutation of 0 ... num_samples - 1, int64: the same on every rank, another in every epoch.
+        Sample numbers, int64 [num_samples % global_batch_size].
     """
-    return np.random.default_rng([seed, epoch]).permutation(num_samples)
+    rest = num_samples % global_batch_size
+    circle = np.random.default_rng([seed, 0, 1]).permutation(num_samples)  # [seed, epoch] are the epochs' own orders
+    return circle[(epoch * rest + np.arange(rest)) % num_samples]
 
 
-def training_shard(num_samples: int, batch_size: int, rank: int, size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The samples that one rank trains in one epoch.
-
-    The epoch's order is cut into global batches, and each of these into one batch per rank: size ranks with batch_size
-    see the same global batches as one rank with size * batch_size. What does not fill a global batch is dropped, so
-    that every rank makes the same number of steps; another epoch's order drops others.
+def epoch_order(num_samples: int, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The order in which all ranks together see the samples in one epoch: a permutation without those left out.
 
     Args:
         num_samples: training samples.
-        batch_size: samples per step on this rank.
-        rank: 0 ... size - 1.
-        size: number of ranks.
+        global_batch_size: samples per step on all ranks.
         seed: of the run.
         epoch: from 0.
+
+    Returns:
+        Sample numbers, int64 [steps, global_batch_size], none twice: the same on every rank, other in every epoch.
+    """
+    order = np.random.default_rng([seed, epoch]).permutation(num_samples)
+    trained = np.ones(num_samples, bool)
+    trained[left_out(num_samples, global_batch_size, seed, epoch)] = False
+    return order[trained[order]].reshape(-1, global_batch_size)
+
+
+def file_order(samples_per_file: Sequence[int], global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The order of one epoch for samples that lie one behind the other in files: each rank reads few of the files.
+
+    The files are shuffled and laid end to end, those left out are taken away, and the line is cut into as many equal
+    lengths as a global batch has places. Each place takes the samples of its own length, shuffled, one per step.
+    Neighbouring places have neighbouring lengths: a rank reads whole files but for the first and the last of its
+    stretch, and where there are fewer files than ranks it reads a part of one.
+
+    Args:
+        samples_per_file: sample numbers count through the files in this order.
+        global_batch_size: samples per step on all ranks.
+        seed: of the run.
+        epoch: from 0.
+
+    Returns:
+        Sample numbers, int64 [steps, global_batch_size], as from epoch_order.
+    """
+    draw = np.random.default_rng([seed, epoch])
+    ends = np.cumsum(samples_per_file)
+    num_samples = int(ends[-1])
+    line = np.concatenate([np.arange(ends[k] - samples_per_file[k], ends[k]) for k in draw.permutation(len(ends))])
+    line = line[~np.isin(line, left_out(num_samples, global_batch_size, seed, epoch))]
+    return draw.permuted(line.reshape(global_batch_size, num_samples // global_batch_size), axis=1).T
+
+
+def training_shard(order: NDArray[np.int64], rank: int, size: int) -> NDArray[np.int64]:
+    """The samples that one rank trains in one epoch.
+
+    The order comes in global batches, and each of these is cut into one batch per rank: size ranks with batch_size see
+    the same global batches as one rank with size * batch_size, and all make the same number of steps.
+
+    Args:
+        order: of the epoch, sample numbers [steps, global batch size].
+        rank: 0 ... size - 1.
+        size: number of ranks, a divisor of the global batch size.
 
     Returns:
         Sample numbers, int64 [steps, batch_size]: row s is this rank's batch of step s.
     """
-    steps = num_samples // (size * batch_size)
-    order = epoch_order(num_samples, seed, epoch)
-    global_batches = order[: steps * size * batch_size].reshape(steps, size, batch_size)
-    return global_batches[:, rank]
+    batch_size = order.shape[1] // size
+    return order[:, rank * batch_size : (rank + 1) * batch_size]
 
 
 def evaluation_shard(num_samples: int, rank: int, size: int) -> NDArray[np.int64]:
@@ -53,6 +99,7 @@ def evaluation_shard(num_samples: int, rank: int, size: int) -> NDArray[np.int64
         size: number of ranks.
 
     Returns:
-        Sample numbers, int64; shares differ in length by one at most, and may be empty.
+        Sample numbers, int64, neighbours (a rank opens few files); shares differ in length by one at most, and may be
+        empty.
     """
-    return np.arange(rank, num_samples, size)
+    return np.array_split(np.arange(num_samples), size)[rank]

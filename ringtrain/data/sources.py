@@ -5,88 +5,23 @@ from __future__ import annotations
 import fcntl
 import functools
 import os
+import zipfile
+import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ringtrain.config import DataConfig
 from ringtrain.data import idx
+from ringtrain.data.cifar import cifar10
+from ringtrain.data.folder import image_folder
+from ringtrain.data.samples import DataSet, checked
+from ringtrain.data.tfrecords import imagenet_tfrecords
 from ringtrain.errors import DataError
 
 DEBIAN_FOLDER = Path("/usr/share/datasets")
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Inputs with their labels."""
-
-    inputs: NDArray[Any]
-    """[samples, ...]; bytes (uint8) are pixels and are trained as float32 from 0 to 1"""
-    labels: NDArray[np.int64]
-    """[samples], classes from 0"""
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-
-@dataclass(frozen=True)
-class DataSet:
-    """What a run learns, and what it is judged by."""
-
-    train: Samples
-    test: Samples
-
-    @property
-    def num_classes(self) -> int:
-        return int(max(self.train.labels.max(), self.test.labels.max())) + 1
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        """Shape of one sample."""
-        return self.train.inputs.shape[1:]
-
-
-def checked(name: str, train: tuple[Any, Any], test: tuple[Any, Any]) -> DataSet:
-    """Makes a DataSet of arrays, after a look at their shapes.
-
-    Args:
-        name: of the source, for messages.
-        train: inputs [samples, ...] and labels [samples] or [samples, 1].
-        test: the same.
-
-    Returns:
-        The data set; images without a channel, [samples, height, width], get one.
-
-    Raises:
-        DataError: inputs and labels do not fit together.
-    """
-    splits = []
-    for split, (inputs, labels) in (("training", train), ("test", test)):
-        inputs, labels = np.asarray(inputs), np.asarray(labels)
-        if labels.shape == (len(labels), 1):
-            labels = labels[:, 0]
-        if labels.ndim != 1 or len(labels) == 0 or len(inputs) != len(labels):
-            raise DataError(
-                f"{name}: {split} data: got inputs of shape {inputs.shape} and labels of shape {labels.shape},"
-                f" expected as many labels as inputs, and at least one"
-            )
-        if not np.issubdtype(labels.dtype, np.integer) or labels.min() < 0:
-            raise DataError(
-                f"{name}: {split} data: got labels of {labels.dtype} from {labels.min()}, expected classes 0, 1, ..."
-            )
-        if inputs.ndim == 3:
-            inputs = inputs[..., np.newaxis]
-        splits.append(Samples(inputs, labels.astype(np.int64)))
-    if splits[0].inputs.shape[1:] != splits[1].inputs.shape[1:]:
-        raise DataError(
-            f"{name}: a training sample has shape {splits[0].inputs.shape[1:]}, a test sample"
-            f" {splits[1].inputs.shape[1:]}: expected the same"
-        )
-    return DataSet(*splits)
 
 
 def digits(config: DataConfig) -> DataSet:
@@ -119,7 +54,7 @@ def mnist_like(config: DataConfig, keras_name: str) -> DataSet:
         images = idx.read(idx.find(folder, f"{part}-images-idx3-ubyte"), num_dimensions=3)
         return images, idx.read(idx.find(folder, f"{part}-labels-idx1-ubyte"), num_dimensions=1)
 
-    return checked(f"{config.name} in {folder}", split("train"), split("t10k"))
+    return checked(f"{config.name} in {folder}", split("train"), split("t10k"), num_classes=10)
 
 
 def _keras_download(config: DataConfig, keras_name: str) -> DataSet:
@@ -139,10 +74,43 @@ def _keras_download(config: DataConfig, keras_name: str) -> DataSet:
     return checked(config.name, train, test)
 
 
+def npz(config: DataConfig) -> DataSet:
+    """Arrays x_train, y_train, x_test, y_test in one file, as numpy.savez writes them.
+
+    Raises:
+        DataError: the file is missing or broken, lacks an array, or these do not fit together.
+    """
+    if not config.file and not config.dir:
+        raise DataError(f"{config.name}: give its file with --data.file, or its folder with --data.dir")
+    path = Path(config.dir, config.file) if config.file else _only_npz(Path(config.dir))
+    names = ("x_train", "y_train", "x_test", "y_test")
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            missing = [name for name in names if name not in arrays]
+            if missing:
+                raise DataError(f"{path}: holds {', '.join(arrays) or 'nothing'}, expected {', '.join(names)}")
+            train_x, train_y, test_x, test_y = (arrays[name] for name in names)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"{path}: not a file of arrays as numpy.savez writes it: {error}") from error
+    return checked(str(path), (train_x, train_y), (test_x, test_y), config.num_classes)
+
+
+def _only_npz(folder: Path) -> Path:
+    try:
+        found = sorted(path for path in folder.iterdir() if path.suffix == ".npz")
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be read: {error.strerror}") from error
+    if len(found) != 1:
+        raise DataError(f"{folder}: holds {len(found)} files that end in .npz: name one with --data.file")
+    return found[0]
+
+
 def synthetic(config: DataConfig) -> DataSet:
     """Ten random images, and noisy copies of them: the same on every call, learnable, of any size."""
     draw = np.random.default_rng(0)
-    size = config.image_size
+    size = config.image_size or 28
     prototypes = draw.random((10, size, size), np.float32)
     labels = np.arange(config.num_samples) % 10
     noise = draw.normal(0, 0.5, (config.num_samples, size, size)).astype(np.float32)
@@ -152,8 +120,12 @@ def synthetic(config: DataConfig) -> DataSet:
 
 
 DATASETS: dict[str, Callable[[DataConfig], DataSet]] = {
+    "cifar10": cifar10,
     "digits": digits,
     "fashion-mnist": functools.partial(mnist_like, keras_name="fashion_mnist"),
+    "image-folder": image_folder,
+    "imagenet-tfrecords": imagenet_tfrecords,
     "mnist": functools.partial(mnist_like, keras_name="mnist"),
+    "npz": npz,
     "synthetic": synthetic,
 }

@@ -2,7 +2,8 @@
 
 What Horovod 0.28.1 does right under Keras 3 is passed on (collectives, process sets, timeline, queries); what it does
 wrong or not at all is ringtrain's own: `DistributedOptimizer`, the callbacks, `load_model`, `elastic`, broadcasts of
-Keras variables. New are `broadcast_model`, `check_in_sync`, `check_averaging` and `run_together`.
+Keras variables, `SyncBatchNormalization`. New are `broadcast_model`, `check_in_sync`, `check_averaging`,
+`run_together`, `average_moving_statistics`, `synchronize_batch_norm`, `jit_gradients` and `configure`.
 """
 
 from ringtrain.errors import MissingDependency
@@ -63,6 +64,7 @@ from horovod.tensorflow import (
 )
 
 from ringtrain.hvd import callbacks, elastic
+from ringtrain.hvd.batch_norm import SyncBatchNormalization, average_moving_statistics, synchronize_batch_norm
 from ringtrain.hvd.collectives import (
     DistributedGradientTape,
     PartialDistributedGradientTape,
@@ -75,5 +77,7 @@ from ringtrain.hvd.collectives import (
     init,
     reducescatter,
 )
+from ringtrain.hvd.jit import jit_gradients
 from ringtrain.hvd.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
 from ringtrain.hvd.sync import broadcast_model, check_averaging, check_in_sync, run_together
+from ringtrain.hvd.tuning import check_op, configure

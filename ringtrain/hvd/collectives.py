@@ -137,7 +137,7 @@ def broadcast_variables(
         horovod.broadcast_variables(values, root_rank, process_set=process_set, inplace=True)
         return
 
-    @tf.function
+    @tf.function(autograph=False)
     def send() -> list[tf.Tensor]:
         return [
             _broadcast_bits(value, root_rank, f"HorovodBroadcast_{index}", process_set)

@@ -36,7 +36,7 @@ def _finite_on_all_ranks(check_finite: Any) -> Any:
 
     def finite_everywhere(self: Any, grads: Any) -> Any:
         finite = check_finite(self, grads)
-        reduction = getattr(self.inner_optimizer, "reduction", None)
+        reduction = getattr(innermost(self), "reduction", None)
         return finite if reduction is None else reduction.true_on_all_ranks(finite)
 
     finite_everywhere.before_ringtrain = check_finite  # type: ignore[attr-defined]

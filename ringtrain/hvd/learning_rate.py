@@ -7,6 +7,7 @@ from typing import Any
 
 import horovod.tensorflow as horovod
 import keras
+import numpy as np
 
 from ringtrain.hvd.keras_hooks import innermost
 
@@ -26,7 +27,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         staircase: Adjust at the start of an epoch, by a whole number of epochs; otherwise before every batch, by
             epoch + batch / steps_per_epoch.
         momentum_correction: Scale momentum with the learning rate (Goyal et al. 2017, arXiv 1706.02677, section 3),
-            for optimizers with `momentum`.
+            for SGD and RMSprop with `momentum`, whose velocities hold the rate.
         steps_per_epoch: Batches per epoch, where Keras does not know it.
     """
 
@@ -88,9 +89,10 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def _set(self, epoch: float) -> None:
         optimizer = innermost(self.model.optimizer)
-        old, new = float(optimizer.learning_rate), (self.initial_lr or 0.0) * self.multiplier(epoch)
+        old, new = float(optimizer.learning_rate), float(np.float32((self.initial_lr or 0.0) * self.multiplier(epoch)))
         optimizer.learning_rate = new
-        if self.momentum_correction and old > 0 and new != old and getattr(optimizer, "momentum", None):
+        holds_rate = isinstance(optimizer, keras.optimizers.SGD | keras.optimizers.RMSprop) and optimizer.momentum
+        if self.momentum_correction and holds_rate and old > 0 and new != old:
             # Velocities hold the old rate: v <- m v - lr g. Scaling them is scaling m for one step.
             for velocity in _velocities(optimizer):
                 velocity.assign(velocity * (new / old))

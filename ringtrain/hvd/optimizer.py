@@ -34,6 +34,7 @@ def DistributedOptimizer(
     groups: Any = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
+    deterministic: bool = False,
 ) -> keras.optimizers.Optimizer:
     """Makes an optimizer reduce its gradients over all ranks before it clips, decays and applies them.
 
@@ -58,6 +59,8 @@ def DistributedOptimizer(
             list are reduced alone.
         process_set: Ranks that reduce with each other.
         scale_local_gradients: Divide gradients of local variables (see `register_local_var`) by the number of ranks.
+        deterministic: Ringtrain's own. Send all dense gradients as one vector, so that with more than two ranks the
+            order of additions is the same in every step and run; set HOROVOD_FUSION_THRESHOLD=0 as well.
 
     Returns:
         `optimizer`, now with `register_local_var(variable)`, which leaves a variable's gradient to each rank.
@@ -93,6 +96,7 @@ def DistributedOptimizer(
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
         accumulated_scale=float(backward_passes_per_step) if sums_passes else 1.0,
+        deterministic=deterministic,
     )
     teach_keras()
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):

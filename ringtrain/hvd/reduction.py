@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,7 @@ class Reduction:
     process_set: ProcessSet
     scale_local_gradients: bool
     accumulated_scale: float = 1.0
+    deterministic: bool = False
     _graphs: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -48,6 +49,8 @@ class Reduction:
             raise ValueError(f"groups: got {self.groups!r}, expected a positive number or a list of lists of variables")
         if self.op == Adasum and self.groups is not None:
             raise ValueError("op=hvd.Adasum combines tensor by tensor: leave groups and num_groups out")
+        if self.deterministic and self.groups is not None:
+            raise ValueError("deterministic=True reduces all gradients as one: leave groups and num_groups out")
         if self.op == Adasum and horovod.is_initialized() and not horovod.mpi_enabled():
             raise ValueError("op=hvd.Adasum needs MPI, this run is over Gloo: use mpirun or horovodrun --mpi")
 
@@ -67,7 +70,7 @@ class Reduction:
         # In one graph Horovod negotiates and fuses all tensors together; eager ones would go one after the other.
         key = (tuple(id(tensor_of(variable)) for variable in variables), tuple(local))
         if key not in self._graphs:
-            self._graphs[key] = tf.function(lambda *tensors: self._reduce(tensors, variables, local))
+            self._graphs[key] = tf.function(lambda *tensors: self._reduce(tensors, variables, local), autograph=False)
         return self._graphs[key](*gradients)
 
     def settings(self) -> dict[str, Any]:
@@ -79,13 +82,14 @@ class Reduction:
             "gradient_predivide_factor": self.gradient_predivide_factor,
             "groups": [len(group) for group in self.groups] if isinstance(self.groups, list) else self.groups,
             "factor after accumulation": self.accumulated_scale,
+            "deterministic": self.deterministic,
         }
 
     def true_on_all_ranks(self, flag: Any) -> tf.Tensor:
         """Logical and of a scalar boolean tensor over the ranks."""
         if self._alone():
             return flag
-        name = f"HorovodAllreduce_{_unique_in_graph(self.name)}_finite"
+        name = f"HorovodAllreduce_{unique_in_graph(self.name)}_finite"
         with tf.device(self.device_dense):
             lowest = horovod.allreduce(
                 tf.cast(flag, tf.int32), op=Min, name=name, ignore_name_scope=True, process_set=self.process_set
@@ -93,10 +97,10 @@ class Reduction:
         return tf.cast(lowest, tf.bool)
 
     def _alone(self) -> bool:
-        return not _elastic() and self.process_set.size() == 1
+        return not elastic() and self.process_set.size() == 1
 
     def _reduce(self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[bool]) -> list[Any]:
-        prefix = _unique_in_graph(self.name)
+        prefix = unique_in_graph(self.name)
         reduced = list(gradients)
         dense = []
         for index, gradient in enumerate(gradients):
@@ -108,7 +112,7 @@ class Reduction:
                 reduced[index] = self._reduce_sparse(gradient)
             else:
                 dense.append(index)
-        for number, members in enumerate(self._split(dense, variables)):
+        for number, members in enumerate(self._split(dense, gradients, variables)):
             tensors = [tf.convert_to_tensor(gradients[index]) for index in members]
             results = self._reduce_dense(tensors, f"HorovodAllreduce_{prefix}_{number}")
             for index, result in zip(members, results, strict=True):
@@ -141,14 +145,19 @@ class Reduction:
             "name": name,
         }
         widened = [_widened(gradient) for gradient in gradients]
-        if self.groups is None:
+        if self._as_one():
+            results = _joined(widened, lambda flat: horovod.allreduce(flat, **options))
+        elif self.groups is None:
             results = [horovod.allreduce(gradient, **options) for gradient in widened]
         else:
             results = horovod.grouped_allreduce(widened, **options)
         return [tf.cast(result, gradient.dtype) for result, gradient in zip(results, gradients, strict=True)]
 
-    def _split(self, dense: list[int], variables: Sequence[Any]) -> list[list[int]]:
+    def _split(self, dense: list[int], gradients: Sequence[Any], variables: Sequence[Any]) -> list[list[int]]:
         """Places of dense gradients, in the groups that are reduced together."""
+        if self._as_one():
+            dtypes = dict.fromkeys(gradients[index].dtype for index in dense)
+            return [[index for index in dense if gradients[index].dtype == dtype] for dtype in dtypes]
         if self.groups is None:
             return [[index] for index in dense]
         if not isinstance(self.groups, list):
@@ -158,13 +167,16 @@ class Reduction:
         listed = [[place.pop(id(tensor_of(v))) for v in group if id(tensor_of(v)) in place] for group in self.groups]
         return [group for group in listed if group] + [[index] for index in place.values()]
 
+    def _as_one(self) -> bool:
+        return self.deterministic and self.op != Adasum
+
     def _num_ranks(self) -> Any:
-        if _elastic():
+        if elastic():
             return tf.cast(horovod.size_op(process_set_id=self.process_set.process_set_id), tf.float64)
         return self.process_set.size()
 
 
-def _elastic() -> bool:
+def elastic() -> bool:
     # An elastic run changes its size under a graph that is traced once.
     return os.environ.get("HOROVOD_ELASTIC", "0") not in ("", "0")
 
@@ -174,13 +186,24 @@ def _widened(tensor: tf.Tensor) -> tf.Tensor:
     return tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor
 
 
+def _joined(tensors: list[tf.Tensor], reduce: Callable[[tf.Tensor], tf.Tensor]) -> list[tf.Tensor]:
+    """Reduces tensors of one dtype as one vector.
+
+    The order in which the ranks' values of an element are added depends on its place in what is sent. Horovod puts
+    those tensors together that happen to be ready in the same cycle; here the place is always the same.
+    """
+    flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
+    parts = tf.split(reduce(flat), [tf.size(tensor) for tensor in tensors])
+    return [tf.reshape(part, tf.shape(tensor)) for part, tensor in zip(parts, tensors, strict=True)]
+
+
 def _scaled(gradient: Any, factor: Any) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(_scaled(gradient.values, factor), gradient.indices, gradient.dense_shape)
     return gradient * tf.cast(factor, gradient.dtype)
 
 
-def _unique_in_graph(name: str) -> str:
+def unique_in_graph(name: str) -> str:
     """`name`, numbered from its second use in one outermost graph on.
 
     Ranks match operations by name, so names must not depend on anything that may differ between ranks, as automatic

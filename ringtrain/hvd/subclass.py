@@ -6,6 +6,7 @@ they are clipped, decayed and applied. That method is private; tests/ring holds 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -30,16 +31,20 @@ def distribute(optimizer: Any, reduction: Reduction, backward_passes: int) -> An
     mixin = _DistributedMulti if isinstance(optimizer, keras.optimizers.MultiOptimizer) else _Distributed
     if backward_passes > 1:
         _accumulate(optimizer, backward_passes)
-    # The subclass bears its base's name, module and registration: saved, it is the plain optimizer.
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    body = {**names, "reduction": reduction, "_local_keys": set()}
-    subclass = type(base.__name__, (mixin, base), body)
-    registered = object_registration.get_registered_name(base)
-    if registered != base.__name__:
-        object_registration.GLOBAL_CUSTOM_NAMES[subclass] = registered
+    subclass = saved_as_its_base(mixin, base, {"reduction": reduction, "_local_keys": set()})
     # Not optimizer.__class__ = ...: Keras and TensorFlow would take it for an attribute to track.
     object.__setattr__(optimizer, "__class__", subclass)
     return optimizer
+
+
+def saved_as_its_base(mixin: type, base: type, attributes: Mapping[str, Any]) -> type:
+    """A subclass of `mixin` and `base` with base's name, module and registration: saved, it is a plain `base`."""
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    subclass = type(base.__name__, (mixin, base), {**names, **attributes})
+    registered = object_registration.get_registered_name(base)
+    if registered != base.__name__:
+        object_registration.GLOBAL_CUSTOM_NAMES[subclass] = registered
+    return subclass
 
 
 def _accumulate(optimizer: Any, backward_passes: int) -> None:

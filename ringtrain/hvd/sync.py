@@ -17,6 +17,7 @@ from horovod.tensorflow import global_process_set
 from horovod.tensorflow.mpi_ops import ProcessSet
 
 from ringtrain.errors import OutOfSync, RingtrainError
+from ringtrain.hvd.batch_norm import statistics_of_one_rank
 from ringtrain.hvd.collectives import broadcast_variables
 from ringtrain.hvd.keras_hooks import innermost, refuse_horovods_own
 from ringtrain.hvd.reduction import OP_WORDS
@@ -62,8 +63,8 @@ def check_in_sync(model: keras.Model, optimizer: Any = None) -> str:
     """Proves that weights and optimizer slots are equal, bit for bit, on all ranks.
 
     Each rank sends eight bytes; only where they differ do ranks exchange more to name the difference. Left out is what
-    may differ: seed generators, metrics, moving statistics of batch normalization (each rank's own), gradients that are
-    accumulated but not reduced yet, variables registered as local and their slots.
+    may differ: seed generators, metrics, moving statistics of batch normalization that is not synchronized (each rank's
+    own), gradients that are accumulated but not reduced yet, variables registered as local and their slots.
 
     Args:
         model: A built model.
@@ -165,18 +166,12 @@ def _require_same_settings(optimizer: Any, process_set: ProcessSet) -> None:
 
 
 def _checksums(model: keras.Model, optimizer: Any) -> Iterator[tuple[str, int]]:
-    left_out = {id(variable) for variable in (*_moving_statistics(model), *_local_variables(model, optimizer))}
+    left_out = {id(variable) for variable in (*statistics_of_one_rank(model), *_local_variables(model, optimizer))}
     for variable in (*model.weights, *(optimizer.variables if optimizer is not None else ())):
         if id(variable) not in left_out:
             array = np.ascontiguousarray(keras.ops.convert_to_numpy(variable))
             head = zlib.crc32(f"{array.dtype}{array.shape}".encode())
             yield variable.path, zlib.crc32(array.reshape(-1).view(np.uint8).data, head)
-
-
-def _moving_statistics(model: keras.Model) -> Iterator[Any]:
-    for layer in model._flatten_layers():
-        if isinstance(layer, keras.layers.BatchNormalization):
-            yield from layer.non_trainable_variables
 
 
 def _local_variables(model: keras.Model, optimizer: Any) -> Iterator[Any]:

@@ -1,44 +1,123 @@
-"""A checkpoint appears whole under its name, or not at all."""
+"""A checkpoint is whole under its name or not there, and what was damaged is never taken for one."""
 
 from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from ringtrain import checkpoint
+from ringtrain.errors import CheckpointError
+
+FILES = {
+    "state": {"00000": np.arange(12.0).reshape(3, 4), "00001": np.array(7)},
+    "ranks": {"0/00000": np.ones(2, "u4")},
+}
 
 
-def small_model() -> keras.Model:
+def saved(folder: Path, step: int = 17, **metrics: float) -> Path:
+    return checkpoint.save(folder, step, FILES, {"metrics": metrics, "num_ranks": 1})
+
+
+def test_what_is_saved_is_read_back(tmp_path):
+    path = saved(tmp_path, test_accuracy=0.5)
+    assert list(tmp_path.iterdir()) == [path] and path.name == "step-00000017"
+    found = checkpoint.verify(path)
+    assert found.global_step == 17 and found.manifest["metrics"] == {"test_accuracy": 0.5}
+    for name, arrays in FILES.items():
+        read = found.arrays(name)
+        assert list(read) == list(arrays)
+        assert all(np.array_equal(read[key], arrays[key]) and read[key].dtype == arrays[key].dtype for key in arrays)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(where=st.floats(0, 1, exclude_max=True), change=st.integers(1, 255), cut=st.booleans())
+def test_any_byte_flipped_or_cut_off_is_noticed(tmp_path, where: float, change: int, cut: bool):
+    path = next(iter(tmp_path.iterdir()), None) or saved(tmp_path)
+    files = sorted(file for file in path.iterdir())
+    number, place = divmod(int(where * sum(file.stat().st_size for file in files)), files[0].stat().st_size)
+    file = files[min(number, len(files) - 1)]
+    before = file.read_bytes()
+    place %= len(before)
+    after = before[:place] if cut else before[:place] + bytes([before[place] ^ change]) + before[place + 1 :]
+    file.write_bytes(after)
+    with pytest.raises(CheckpointError, match=file.name):
+        checkpoint.verify(path)
+    file.write_bytes(before)
+    checkpoint.verify(path)
+
+
+def test_a_file_that_is_missing_and_a_newer_format_are_named(tmp_path):
+    path = saved(tmp_path)
+    (path / "ranks.npz").unlink()
+    with pytest.raises(CheckpointError, match=r"ranks\.npz: cannot be read: No such file"):
+        checkpoint.verify(path)
+    with pytest.raises(CheckpointError, match="not a checkpoint, or not a whole one"):
+        checkpoint.verify(tmp_path)
+    newer = checkpoint.save(tmp_path, 18, FILES, {"format": checkpoint.FORMAT + 1})
+    with pytest.raises(CheckpointError, match="use the newer ringtrain"):
+        checkpoint.verify(newer)
+
+
+def test_the_newest_that_verifies_is_found_and_the_others_named(tmp_path):
+    paths = [saved(tmp_path, step) for step in (9, 10, 100)]
+    (paths[2] / "manifest.json").write_text("{}")
+    found, refused = checkpoint.newest(tmp_path)
+    assert found is not None and found.folder == paths[1]
+    assert len(refused) == 1 and "step-00000100" in refused[0]
+    assert checkpoint.newest(tmp_path / "nowhere") == (None, [])
+
+
+def test_the_newest_and_the_best_stay(tmp_path):
+    for step, accuracy in ((1, 0.1), (2, 0.9), (3, 0.2), (4, 0.3), (5, 0.4)):
+        saved(tmp_path, step, test_accuracy=accuracy)
+        checkpoint.prune(tmp_path, 2, "test_accuracy")
+    assert [path.name[-1] for path in checkpoint.saved_in(tmp_path)] == ["5", "4", "2"]
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_damaged_one_of_the_same_step_is_written_anew(tmp_path):
+    path = saved(tmp_path)
+    (path / "state.npz").write_bytes(b"")
+    checkpoint.verify(saved(tmp_path))
+    stamp = (path / "state.npz").stat().st_mtime_ns
+    assert saved(tmp_path) == path
+    assert (path / "state.npz").stat().st_mtime_ns == stamp, "a good one is left alone"
+
+
+def test_a_full_disk_leaves_the_older_checkpoint_and_nothing_else(tmp_path, monkeypatch):
+    older = saved(tmp_path, 1)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(OSError, match="No space left"):
+        saved(tmp_path, 2)
+    assert list(tmp_path.iterdir()) == [older]
+    checkpoint.verify(older)
+
+
+def test_the_exported_model_needs_no_ringtrain(tmp_path):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
     model.compile("adam", "mse")
     model.train_on_batch(np.ones((4, 2)), np.ones((4, 3)))
-    return model
-
-
-def test_saved_model_comes_back_with_its_optimizer(tmp_path):
-    model = small_model()
-    path = checkpoint.save(model, tmp_path, 17)
-    assert path == tmp_path / "17.keras" and list(tmp_path.iterdir()) == [path]
-    loaded = keras.models.load_model(path)
-    for ours, theirs in zip(model.optimizer.variables, loaded.optimizer.variables, strict=True):
-        assert np.array_equal(ours.numpy(), theirs.numpy())
-
-
-class Unsaveable(keras.layers.Layer):
-    """Fails in the middle of a save, as a full disk does."""
-
-    def call(self, inputs):
-        return inputs
-
-    def save_own_variables(self, store):
-        raise OSError(28, "No space left on device")
-
-
-def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
-    old = checkpoint.save(small_model(), tmp_path, 17).read_bytes()
-    model = keras.Sequential([keras.Input((2,)), Unsaveable()])
-    with pytest.raises(OSError, match="No space left"):
-        checkpoint.save(model, tmp_path, 17)
-    assert [path.name for path in tmp_path.iterdir()] == ["17.keras"]
-    assert (tmp_path / "17.keras").read_bytes() == old
+    checkpoint.export(model, tmp_path, saved_model=True)
+    assert model.compiled
+    program = (
+        "import json, sys; sys.modules['ringtrain'] = None; import keras, numpy as np, tensorflow as tf;"
+        f"x = np.ones((4, 2), 'float32'); a = keras.models.load_model({str(tmp_path / 'model.keras')!r});"
+        f"b = tf.saved_model.load({str(tmp_path / 'saved_model')!r});"
+        "print(json.dumps([a.predict(x, verbose=0).tolist(), b.serve(x).numpy().tolist()]))"
+    )
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
+    for outputs in json.loads(printed.stdout.splitlines()[-1]):
+        assert np.allclose(outputs, model.predict(np.ones((4, 2)), verbose=0), atol=1e-6)

@@ -7,7 +7,17 @@ import dataclasses
 import pytest
 
 from ringtrain import settings
-from ringtrain.config import Config, TrainConfig, derive, option_types, value_of
+from ringtrain.config import (
+    NEEDS,
+    Config,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainConfig,
+    derive,
+    option_types,
+    value_of,
+    without_effect,
+)
 from ringtrain.errors import ConfigError
 
 
@@ -22,7 +32,9 @@ def test_command_line_wins_over_file_wins_over_defaults(tmp_path):
 
 
 def test_toml_gives_back_the_same_configuration(tmp_path):
-    config = settings.read(["--run.name", 'quo"te \\ é', "--optimizer.learning-rate", "3e-7", "--device.share-gpus"])
+    options = ["--optimizer.learning-rate", "3e-7", "--schedule.milestones", "3", "4.5", "--device.share-gpus"]
+    config = settings.read(["--run.name", 'quo"te \\ é', *options])
+    assert config.schedule.milestones == (3.0, 4.5)
     file = tmp_path / "config.toml"
     file.write_text(settings.to_toml(config), encoding="utf-8")
     assert settings.read_toml(file) == config
@@ -38,7 +50,7 @@ BAD_FILES = {
     "[train]\nepochs = 1.5": "train.epochs: got 1.5, expected int",
     "[optimizer]\nlearning_rate = '1'": "optimizer.learning_rate: got '1', expected float",
     "[optimizer]\nlearning_rate = true": "optimizer.learning_rate: got True, expected float",
-    "[optimizer]\nname = 'sdg'": "optimizer.name: got 'sdg', expected one of sgd, adam, adamw",
+    "[optimizer]\nname = 'sdg'": "optimizer.name: got 'sdg', expected one of sgd, adam, adamw, lamb, lars",
     "[optimizer]\nname = ['sgd']": "optimizer.name: got ['sgd'], expected one of",
     "[device]\nshare_gpus = 1": "device.share_gpus: got 1, expected bool",
     "train = 3": "train: got 3, expected a table: [train]",
@@ -46,7 +58,38 @@ BAD_FILES = {
     "[optimizer]\nlearning_rate = nan": "optimizer.learning_rate: got nan, expected a number above 0",
     "[run]\nname = 'a/b'": "run.name: got a/b, expected a name, not a path",
     "[device]\nmemory_mb = 5\nmemory_fraction = 0.5": "device.memory_fraction and device.memory_mb are both set",
-    "[train]\nepochs = 2\nwarmup_epochs = 3": "train.warmup_epochs: got 3, expected no more than train.epochs (2)",
+    "[train]\nepochs = 2\n[schedule]\nwarmup_epochs = 2.5": (
+        "schedule.warmup_epochs: got 2.5, expected no more than train.epochs (2)"
+    ),
+    "[train]\nwarmup_epochs = 3": "unknown key train.warmup_epochs: did you mean schedule.warmup_epochs?",
+    "[schedule]\nname = 'step'": "schedule.name: got 'step', expected one of constant, steps, cosine, polynomial",
+    "[schedule]\nname = 'steps'": "schedule.name: steps needs schedule.milestones: give epochs such as 30 60 80",
+    "[schedule]\nmilestones = 3": "schedule.milestones: got 3, expected a list of numbers",
+    "[schedule]\nmilestones = [3, 'x']": "schedule.milestones: got [3, 'x'], expected a list of numbers",
+    "[schedule]\nmilestones = [3, true]": "schedule.milestones: got [3, True], expected a list of numbers",
+    "[schedule]\nmilestones = [6, 3]": "schedule.milestones: got (6.0, 3.0), expected epochs above 0, each after the",
+    "[schedule]\nmilestones = [3, 3]": "schedule.milestones: got (3.0, 3.0), expected epochs above 0, each after the",
+    "[schedule]\nmilestones = [0]": "schedule.milestones: got (0.0,), expected epochs above 0, each after the one",
+    "[schedule]\nname = 'steps'\nmilestones = [2]\nwarmup_epochs = 3": (
+        "schedule.milestones: got 2, expected none within the warm-up (schedule.warmup_epochs 3)"
+    ),
+    "[schedule]\nwarmup_epochs = -1": "schedule.warmup_epochs: got -1.0, expected a number from 0 on",
+    "[schedule]\nwarmup_epochs = inf": "schedule.warmup_epochs: got inf, expected a number from 0 on",
+    "[schedule]\nwarmup_start = 2": "schedule.warmup_start: got 2.0, expected 0 to 1",
+    "[model]\nlabel_smoothing = 1": "model.label_smoothing: got 1.0, expected 0 up to 1, 1 excluded",
+    "[train]\nprecision = 'float16'": "train.precision: got 'float16', expected one of float32, mixed_bfloat16",
+    "[train]\njit = true\n[model]\nsync_batch_norm = true": "train.jit and model.sync_batch_norm are both set: ",
+    "[hvd]\nfusion_mb = -2": "hvd.fusion_mb: got -2.0, expected 0 or more, or -1",
+    "[hvd]\ncycle_time_ms = inf": "hvd.cycle_time_ms: got inf, expected 0 or more, or -1",
+    "[hvd]\ndeterministic = true\nfusion_mb = 3": "hvd.deterministic and hvd.fusion_mb are both set: deterministic runs",
+    "[schedule]\nfactor = 0": "schedule.factor: got 0.0, expected a number above 0",
+    "[schedule]\nend_factor = -0.1": "schedule.end_factor: got -0.1, expected 0 to 1",
+    "[schedule]\npower = nan": "schedule.power: got nan, expected a number above 0",
+    "[optimizer]\nreference_batch_size = 0": "optimizer.reference_batch_size: got 0, expected 1 or more",
+    "[optimizer]\nweight_decay = -1": "optimizer.weight_decay: got -1.0, expected a number from 0 on",
+    "[optimizer]\nclip_norm = -1": "optimizer.clip_norm: got -1.0, expected a number from 0 on",
+    "[optimizer]\ntrust_coefficient = 0": "optimizer.trust_coefficient: got 0.0, expected a number above 0",
+    "[optimizer]\naccumulation_steps = 0": "optimizer.accumulation_steps: got 0, expected 1 or more",
     "[train": "not TOML: ",
 }
 
@@ -80,6 +123,8 @@ BAD_LINES = {
     "--train.epochs many": "Error parsing --train.epochs: invalid literal for int() with base 10: 'many'",
     "--train.epochs": "Missing value for argument '--train.epochs'",
     "--config": "Missing value for argument '--config'",
+    "--train.warmup-epochs 3": "unknown option --train.warmup-epochs: did you mean --schedule.warmup-epochs?",
+    "--schedule.milestones 3 x": "Error parsing --schedule.milestones",
     "--optimizer.name sdg": "invalid choice 'sdg' for argument '--optimizer.name'",
 }
 
@@ -109,15 +154,34 @@ def test_help_names_every_option_and_every_option_has_a_rule_or_needs_none(capsy
 
 
 def test_derived_numbers():
-    config = Config(train=TrainConfig(epochs=3, batch_size=32, warmup_epochs=2))
+    config = Config(train=TrainConfig(epochs=3, batch_size=32), schedule=ScheduleConfig(warmup_epochs=2))
     numbers = derive(config, num_ranks=2, num_train=1437, num_test=360)
     assert numbers.global_batch_size == 64
     assert (numbers.steps_per_epoch, numbers.num_steps, numbers.warmup_steps) == (22, 66, 44)
     assert numbers.dropped_per_epoch == 1437 - 22 * 64
     assert numbers.learning_rate == 2 * config.optimizer.learning_rate
-    unscaled = dataclasses.replace(config.optimizer, learning_rate_scaling="none")
-    config = dataclasses.replace(config, optimizer=unscaled)
-    assert derive(config, 2, 1437, 360).learning_rate == config.optimizer.learning_rate
+    for scaling, reference, factor in (("none", 32, 1), ("sqrt", 16, 2), ("linear", 16, 4), ("linear", 128, 0.5)):
+        optimizer = OptimizerConfig(learning_rate_scaling=scaling, reference_batch_size=reference)
+        other = derive(dataclasses.replace(config, optimizer=optimizer), 2, 1437, 360)
+        assert other.learning_rate == pytest.approx(factor * optimizer.learning_rate)
+        assert other.initial_learning_rate == pytest.approx(min(1, factor) * optimizer.learning_rate)
+
+
+def test_what_has_no_effect_is_said():
+    assert without_effect(Config()) == []
+    config = Config(
+        optimizer=OptimizerConfig(name="adamw", nesterov=True, trust_coefficient=0.1, learning_rate_scaling="none"),
+        schedule=ScheduleConfig(warmup_start=0.5, milestones=(3.0,), end_factor=0.5, power=2.0, factor=0.2),
+    )
+    config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, reference_batch_size=256))
+    assert [sentence.partition(" has no effect: it needs ")[0] for sentence in without_effect(config)] == [
+        *("optimizer.reference_batch_size", "optimizer.nesterov", "optimizer.trust_coefficient"),
+        *("schedule.warmup_start", "schedule.milestones", "schedule.factor", "schedule.end_factor", "schedule.power"),
+        "optimizer.name adamw without optimizer.weight_decay is adam",
+    ]
+    late = Config(train=TrainConfig(epochs=5), schedule=ScheduleConfig(name="steps", milestones=(3.0, 5.0, 7.5)))
+    assert without_effect(late) == ["schedule.milestones 5 7.5: the run ends after epoch 5"]
+    assert set(NEEDS) <= set(option_types())
 
 
 def test_global_batch_may_be_all_the_data_but_not_more():

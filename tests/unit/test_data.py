@@ -14,7 +14,9 @@ import pytest
 from ringtrain import data
 from ringtrain.config import DataConfig
 from ringtrain.data import idx
-from ringtrain.data.sources import DEBIAN_FOLDER, checked
+from ringtrain.data.samples import checked
+from ringtrain.data.shard import epoch_order
+from ringtrain.data.sources import DEBIAN_FOLDER
 from ringtrain.errors import ConfigError, DataError
 
 NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
@@ -135,9 +137,9 @@ def test_names():
     with pytest.raises(ConfigError, match=r"data.name: got digit, did you mean digits\?"):
         data.source(DataConfig(name="digit"))
     with pytest.raises(ConfigError, match="importing no_such_module failed: No module named 'no_such_module'"):
-        data.source(DataConfig(name="no_such_module:function"))
+        data.source(DataConfig(name="no_such_module:function"))()
     with pytest.raises(ConfigError, match=r"math has no function 'sine': did you mean sin"):
-        data.source(DataConfig(name="math:sine"))
+        data.source(DataConfig(name="math:sine"))()
 
 
 def own():
@@ -167,6 +169,96 @@ def test_own_data_is_looked_at(case):
         checked("mine:load", train, (np.zeros((4, 2)), np.zeros(4, int)))
 
 
+def with_value(value: float) -> np.ndarray:
+    inputs = np.zeros((4, 2))
+    inputs[2, 1] = value
+    return inputs
+
+
+BAD_NUMBERS = {
+    "NaN": (with_value(np.nan), np.zeros(4, int), "mine: training data: sample 2 holds NaN"),
+    "infinity": (with_value(-np.inf), np.zeros(4, int), "mine: training data: sample 2 holds an infinite value"),
+    "text": (np.array([["a"]] * 4), np.zeros(4, int), "mine: training data: got inputs of <U1, expected numbers"),
+    "label": (with_value(0), np.array([0, 1, 0, 3]), "mine: training data: sample 3 has label 3, expected 0 to 2"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_NUMBERS)
+def test_what_cannot_be_trained_is_named(case):
+    inputs, labels, message = BAD_NUMBERS[case]
+    with pytest.raises(DataError) as error:
+        checked("mine", (inputs, labels), (np.zeros((4, 2)), np.zeros(4, int)), num_classes=3)
+    assert str(error.value) == message
+
+
+def arrays(num: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.random.default_rng(num).integers(0, 256, (num, 4, 4, 3), np.uint8), np.arange(num) % 3
+
+
+def save_npz(path: Path, **changes) -> Path:
+    (x_train, y_train), (x_test, y_test) = arrays(9), arrays(3)
+    values = {"x_train": x_train, "y_train": y_train, "x_test": x_test, "y_test": y_test} | changes
+    np.savez_compressed(path, **{name: value for name, value in values.items() if value is not None})
+    return path
+
+
+def test_npz_by_file_by_folder_and_by_both(tmp_path):
+    path = save_npz(tmp_path / "mine.npz")
+    for place in ({"file": str(path)}, {"dir": str(tmp_path)}, {"dir": str(tmp_path), "file": "mine.npz"}):
+        data_set = data.source(DataConfig(name="npz", **place))()
+        assert np.array_equal(data_set.train.inputs, arrays(9)[0])
+        assert data_set.test.labels.tolist() == [0, 1, 2]
+        assert (data_set.num_classes, data_set.input_shape) == (3, (4, 4, 3))
+    assert data.source(DataConfig(name="npz", dir=str(tmp_path), num_classes=5))().num_classes == 5
+
+
+def pickled(path: Path) -> None:
+    save_npz(path, x_test=np.array([{}, {}, {}], dtype=object))
+
+
+BAD_NPZ = {
+    "none": (Path.unlink, "{path}: cannot be read: No such file or directory"),
+    "text": (lambda path: path.write_text("404 not found"), "{path}: not a file of arrays as numpy.savez writes it"),
+    "empty": (lambda path: path.write_bytes(b""), "{path}: not a file of arrays as numpy.savez writes it"),
+    "cut": (lambda path: path.write_bytes(path.read_bytes()[:-50]), "{path}: not a file of arrays"),
+    "flipped": (lambda path: flip(path, 100), "{path}: not a file of arrays"),
+    "objects": (pickled, "{path}: not a file of arrays"),
+    "one array": (lambda path: np.save(path.open("wb"), np.zeros(3)), "{path}: not a file of arrays"),
+    "no y_test": (
+        lambda path: save_npz(path, y_test=None),
+        "{path}: holds x_train, y_train, x_test, expected x_train, ",
+    ),
+    "label": (
+        lambda path: save_npz(path, y_train=np.arange(9)),
+        "{path}: training data: sample 8 has label 8, expected",
+    ),
+}
+
+
+def flip(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("case", BAD_NPZ)
+def test_broken_npz_is_named(tmp_path, case):
+    path = save_npz(tmp_path / "mine.npz")
+    spoil, message = BAD_NPZ[case]
+    spoil(path)
+    with pytest.raises(DataError) as error:
+        data.source(DataConfig(name="npz", file=str(path), num_classes=3))()
+    assert str(error.value).startswith(message.format(path=path)) and "\n" not in str(error.value)
+
+
+def test_npz_of_a_folder_has_to_be_the_only_one(tmp_path):
+    for number in (0, 2):
+        with pytest.raises(DataError, match=f"holds {number} files that end in .npz: name one with --data.file"):
+            data.source(DataConfig(name="npz", dir=str(tmp_path)))()
+        save_npz(tmp_path / "a.npz")
+        save_npz(tmp_path / "b.npz")
+
+
 def numbered(num_samples: int, dtype: type) -> data.Samples:
     """Samples whose input and label both say which sample they are."""
     return data.Samples(np.arange(num_samples, dtype=dtype).reshape(-1, 1), np.arange(num_samples))
@@ -174,7 +266,7 @@ def numbered(num_samples: int, dtype: type) -> data.Samples:
 
 def test_training_batches_are_the_shards_of_all_epochs():
     batches = list(data.training_batches(numbered(23, np.float32), 3, rank=1, size=2, seed=5, epochs=2))
-    expected = np.concatenate([data.training_shard(23, 3, 1, 2, 5, epoch) for epoch in range(2)])
+    expected = np.concatenate([data.training_shard(epoch_order(23, 6, 5, epoch), 1, 2) for epoch in range(2)])
     assert len(batches) == 2 * (23 // 6)
     for (inputs, labels), numbers in zip(batches, expected, strict=True):
         assert labels.numpy().tolist() == numbers.tolist()
@@ -182,10 +274,19 @@ def test_training_batches_are_the_shards_of_all_epochs():
         assert inputs.dtype == "float32" and inputs.shape == (3, 1)
 
 
+@pytest.mark.parametrize("first_step", range(7))
+def test_training_may_begin_at_any_step_of_the_run(first_step):
+    whole = list(data.training_batches(numbered(23, np.float32), 4, rank=1, size=2, seed=5, epochs=3))
+    rest = data.training_batches(numbered(23, np.float32), 4, rank=1, size=2, seed=5, epochs=3, first_step=first_step)
+    assert len(whole) == 6
+    labels = [[batch[1].numpy().tolist() for batch in batches] for batches in (whole[first_step:], rest)]
+    assert labels[0] == labels[1]
+
+
 def test_evaluation_batches_are_the_share_and_end_short():
     numbers = data.evaluation_shard(10, 1, 2)
     batches = list(data.evaluation_batches(numbered(10, np.float32), numbers, 3))
-    assert [labels.numpy().tolist() for _, labels in batches] == [[1, 3, 5], [7, 9]]
+    assert [labels.numpy().tolist() for _, labels in batches] == [[5, 6, 7], [8, 9]]
 
 
 def test_bytes_are_scaled_and_floats_are_not():

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ringtrain.display import Progress, launched_rank, terminal_of_launcher
+from ringtrain.config import Config, OptimizerConfig, ScheduleConfig, TrainConfig, derive
+from ringtrain.display import Progress, launched_rank, show_plan, terminal_of_launcher
 
 PTS = "/dev/pts/3"
 
@@ -73,3 +74,39 @@ def test_piped_progress_is_whole_lines():
     lines = output.getvalue().splitlines()
     assert [line[:10] for line in lines] == ["epoch 1/2 ", "epoch 2/2 "]
     assert "\x1b" not in output.getvalue()
+
+
+def shown_plan(config: Config) -> str:
+    output = io.StringIO()
+    numbers = derive(config, num_ranks=2, num_train=1437, num_test=360)
+    show_plan(Console(file=output, width=120), config, numbers, "CPU", ["here", "here"])
+    return output.getvalue()
+
+
+def test_plan_shows_the_rate_at_its_corners():
+    shown = shown_plan(
+        Config(
+            optimizer=OptimizerConfig(name="sgd", learning_rate=0.1, accumulation_steps=2, nesterov=True, momentum=0.0),
+            schedule=ScheduleConfig("steps", warmup_epochs=1.5, milestones=(3, 9)),
+            train=TrainConfig(epochs=6),
+        )
+    )
+    rows = [" ".join(line.split()) for line in shown.splitlines()]
+    table = rows.index("learning rate 0.4 = 0.1 x 128 / 32 (sgd, steps)")
+    assert "global batch 128 = 32 x 2 x 2 batches accumulated" in rows
+    assert rows[table + 1 : table + 5] == [
+        "step 0, epoch 1 0.1 first step",
+        "step 32, epoch 2 0.4 after the warm-up",
+        "step 66, epoch 4 0.04 milestone 1",
+        "step 131, epoch 6 0.04 last step",
+    ]
+    assert rows[-3:-1] == [
+        "note optimizer.nesterov has no effect: it needs optimizer.name sgd and optimizer.momentum above 0",
+        "note schedule.milestones 9: the run ends after epoch 6",
+    ]
+
+
+def test_plan_of_a_constant_rate_is_one_row():
+    shown = shown_plan(Config())
+    assert "learning rate  0.002 = 0.001 x 64 / 32 (adam, constant)\nseed " in shown
+    assert "note" not in shown

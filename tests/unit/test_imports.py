@@ -12,8 +12,8 @@ PACKAGE = ROOT / "ringtrain"
 
 # A room may import itself, and what is listed for it. The launch half: errors <- cluster. The training half, from left
 # to right: errors <- config <- leaves <- train. Both halves: <- lab <- cli.
-LEAVES = {"hvd", "devices", "data", "models", "schedules", "checkpoint", "tracking", "health"}
-TRAINING_HALF = {"config", "settings", "lookup", "stderr", "display", *LEAVES, "train"}
+LEAVES = {"hvd", "devices", "data", "models", "schedules", "optimizers", "checkpoint", "tracking", "health"}
+TRAINING_HALF = {"config", "settings", "lookup", "stderr", "display", *LEAVES, "resume", "train"}
 MAY_IMPORT = {
     "": set(),
     "errors": set(),
@@ -21,11 +21,14 @@ MAY_IMPORT = {
     "settings": {"errors", "config"},
     "lookup": {"errors", "config"},
     "stderr": set(),
-    "display": {"config"},
+    "display": {"config", "schedules"},
     **{leaf: {"errors", "config"} for leaf in LEAVES},
     "data": {"errors", "config", "lookup"},
     "models": {"errors", "config", "lookup"},
-    "tracking": {"errors", "config", "display", ""},
+    "optimizers": {"config", "schedules"},
+    "tracking": {"errors", "config", "schedules", "optimizers", "display", ""},
+    "health": {"errors", "config", "hvd"},
+    "resume": {"errors", "config", "checkpoint", "hvd"},
     "train": TRAINING_HALF | {"errors"},
     "cluster": {"errors", ""},
     "lab": TRAINING_HALF | {"errors", "cluster", ""},

@@ -13,6 +13,7 @@ from ringtrain.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+PAGES = sorted((ROOT / "docs").glob("*.md"))
 RECIPES = sorted((ROOT / "configs").glob("*.toml"))
 COMMAND = re.compile(r"python -m ringtrain\.train((?: +[^\s`|#)]+)*)")
 
@@ -21,13 +22,21 @@ def commands(text: str) -> list[str]:
     return [match.strip() for match in COMMAND.findall(text)]
 
 
-TOLD = {command for text in (README, *(recipe.read_text() for recipe in RECIPES)) for command in commands(text)}
+TEXTS = (README, *(path.read_text() for path in (*PAGES, *RECIPES)))
+TOLD = {command for text in TEXTS for command in commands(text)}
 
 
 @pytest.mark.parametrize("command", sorted(TOLD - {"--help"}))
 def test_a_training_command_is_accepted(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     settings.read(shlex.split(command))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_configuration_in_a_page_is_accepted(page: Path, tmp_path: Path) -> None:
+    for block in re.findall(r"^```toml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        (tmp_path / "block.toml").write_text(block + "\n[train]\nepochs = 90\n" * ("[train]" not in block))
+        settings.read_toml(tmp_path / "block.toml")
 
 
 def test_a_wrong_command_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +72,7 @@ def test_the_tree_is_as_the_readme_draws_it() -> None:
     missing = [path for path in drawn if not (ROOT / path).exists()]
     assert not missing, f"drawn, but not there: {missing}"
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "ringtrain").rglob("*.py")}
-    covered = ("ringtrain/__init__.py", "ringtrain/data/")  # a folder drawn as one
+    covered = ("ringtrain/__init__.py", "ringtrain/data/", "ringtrain/models/")  # folders drawn as one
     undrawn = [path for path in modules - drawn if not path.startswith(covered)]
     assert not undrawn, f"there, but not drawn: {undrawn}"
 

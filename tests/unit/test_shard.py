@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringtrain.data.shard import epoch_order, evaluation_shard, training_shard
+from ringtrain.data.shard import epoch_order, evaluation_shard, file_order, left_out, training_shard
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -14,7 +14,8 @@ SEEDS = st.integers(0, 2**32 - 1)
 @settings(deadline=None)
 @given(st.integers(1, 500), st.integers(1, 9), st.integers(1, 7), SEEDS, st.integers(0, 50))
 def test_no_sample_comes_twice_and_every_rank_makes_the_same_steps(num_samples, batch_size, size, seed, epoch):
-    shards = [training_shard(num_samples, batch_size, rank, size, seed, epoch) for rank in range(size)]
+    order = epoch_order(num_samples, batch_size * size, seed, epoch)
+    shards = [training_shard(order, rank, size) for rank in range(size)]
     steps = num_samples // (batch_size * size)
     assert {shard.shape for shard in shards} == {(steps, batch_size)}
     seen = np.concatenate([shard.ravel() for shard in shards])
@@ -26,19 +27,82 @@ def test_no_sample_comes_twice_and_every_rank_makes_the_same_steps(num_samples, 
 @settings(deadline=None)
 @given(st.integers(1, 500), st.integers(1, 9), st.integers(1, 7), SEEDS, st.integers(0, 50))
 def test_ranks_together_see_the_global_batches_of_one_rank(num_samples, batch_size, size, seed, epoch):
-    shards = [training_shard(num_samples, batch_size, rank, size, seed, epoch) for rank in range(size)]
-    alone = training_shard(num_samples, batch_size * size, 0, 1, seed, epoch)
+    order = epoch_order(num_samples, batch_size * size, seed, epoch)
+    shards = [training_shard(order, rank, size) for rank in range(size)]
+    alone = training_shard(order, 0, 1)
     assert np.array_equal(np.concatenate(shards, axis=1), alone)
 
 
 @settings(deadline=None)
+@given(st.integers(40, 500), st.integers(1, 20), SEEDS, st.integers(0, 50))
+def test_orders_differ_between_epochs_and_seeds_and_are_repeatable(num_samples, global_batch_size, seed, epoch):
+    order = epoch_order(num_samples, global_batch_size, seed, epoch)
+    assert np.array_equal(order, epoch_order(num_samples, global_batch_size, seed, epoch))
+    assert not np.array_equal(order, epoch_order(num_samples, global_batch_size, seed, epoch + 1))
+    assert not np.array_equal(order, epoch_order(num_samples, global_batch_size, seed ^ 1, epoch))
+
+
+@st.composite
+def samples_and_batch(draw):
+    global_batch_size = draw(st.integers(1, 60))
+    return draw(st.integers(global_batch_size, 500)), global_batch_size
+
+
+@settings(deadline=None)
+@given(samples_and_batch(), SEEDS, st.integers(1, 40))
+def test_samples_take_turns_at_being_left_out(sizes, seed, num_epochs):
+    num_samples, global_batch_size = sizes
+    times = np.zeros(num_samples, int)
+    before = np.array([], int)
+    for epoch in range(num_epochs):
+        trained = epoch_order(num_samples, global_batch_size, seed, epoch).ravel()
+        times[trained] += 1
+        assert np.all(np.isin(before, trained))  # what one epoch left out, the next one trains
+        before = np.setdiff1d(np.arange(num_samples), trained)
+        assert len(before) == num_samples % global_batch_size
+        assert np.array_equal(np.sort(left_out(num_samples, global_batch_size, seed, epoch)), before)
+        assert times.max() - times.min() <= 1
+
+
+@st.composite
+def files_and_batch(draw):
+    per_file = draw(st.lists(st.integers(0, 60), min_size=1, max_size=9).filter(sum))
+    size = draw(st.integers(1, min(7, sum(per_file))))
+    return per_file, draw(st.integers(1, sum(per_file) // size)), size
+
+
+@settings(deadline=None)
+@given(files_and_batch(), SEEDS, st.integers(1, 12))
+def test_samples_in_files_are_trained_as_often_as_any(files, seed, num_epochs):
+    per_file, batch_size, size = files
+    num_samples = sum(per_file)
+    times = np.zeros(num_samples, int)
+    for epoch in range(num_epochs):
+        order = file_order(per_file, batch_size * size, seed, epoch)
+        assert order.shape == (num_samples // (batch_size * size), batch_size * size)
+        assert len(np.unique(order)) == order.size
+        times[order.ravel()] += 1
+        assert times.max() - times.min() <= 1
+
+
+@settings(deadline=None)
+@given(files_and_batch(), SEEDS, st.integers(0, 50))
+def test_a_rank_reads_whole_files_but_for_the_ends_of_its_stretch(files, seed, epoch):
+    per_file, batch_size, size = files
+    file_of = np.repeat(np.arange(len(per_file)), per_file)
+    order = file_order(per_file, batch_size * size, seed, epoch)
+    opened = [len(np.unique(file_of[training_shard(order, rank, size)])) for rank in range(size)]
+    assert sum(opened) <= np.count_nonzero(per_file) + size - 1
+
+
+@settings(deadline=None)
 @given(st.integers(20, 500), SEEDS, st.integers(0, 50))
-def test_orders_differ_between_epochs_and_seeds_and_are_repeatable(num_samples, seed, epoch):
-    order = epoch_order(num_samples, seed, epoch)
-    assert np.array_equal(np.sort(order), np.arange(num_samples))
-    assert np.array_equal(order, epoch_order(num_samples, seed, epoch))
-    assert not np.array_equal(order, epoch_order(num_samples, seed, epoch + 1))
-    assert not np.array_equal(order, epoch_order(num_samples, seed ^ 1, epoch))
+def test_order_of_files_differs_between_epochs_and_seeds_and_is_repeatable(num_samples, seed, epoch):
+    per_file = [num_samples // 2, num_samples - num_samples // 2]
+    order = file_order(per_file, 4, seed, epoch)
+    assert np.array_equal(order, file_order(per_file, 4, seed, epoch))
+    assert not np.array_equal(order, file_order(per_file, 4, seed, epoch + 1))
+    assert not np.array_equal(order, file_order(per_file, 4, seed ^ 1, epoch))
 
 
 @settings(deadline=None)

@@ -10,6 +10,7 @@ import pytest
 
 from ringtrain import tracking
 from ringtrain.errors import RunDirectoryError
+from ringtrain.schedules import Schedule
 
 
 def test_default_name_says_what_and_when(monkeypatch):
@@ -67,3 +68,20 @@ def test_git_revision_of_branch_packed_branch_and_detached_head(tmp_path):
     assert tracking.git_revision(inner) == "3" * 40
     (git / "HEAD").write_text(f"{'4' * 40}\n")
     assert tracking.git_revision(inner) == "4" * 40
+
+
+def test_curves_show_the_planned_rate_and_the_recorded_ones(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: drawn.append(figure))
+    metrics = {"loss": 1.0, "accuracy": 0.5, "test_loss": 1.0, "test_accuracy": 0.5}
+    epochs = [{"epoch": n, "global_step": 10 * n, "learning_rate": 0.1 * n, **metrics} for n in (1, 2)]
+    tracking.draw_curves(tmp_path, epochs, Schedule("cosine", 0.4, 0.1, 5, 40), steps_per_epoch=10)
+    planned, recorded = next(axes for axes in drawn[0].axes if axes.get_ylabel() == "learning rate").lines
+    assert planned.get_xydata()[[0, 5, -1]].tolist() == [
+        pytest.approx([0, 0.1]),
+        pytest.approx([0.5, 0.4]),
+        pytest.approx([3.9, 0.2 * (1 + math.cos(math.pi * 34 / 35))]),
+    ]
+    assert recorded.get_xydata().tolist() == [[0.9, 0.1], [1.9, 0.2]]

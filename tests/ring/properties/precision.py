@@ -1,6 +1,13 @@
-"""mixed_float16: one rank's overflow is everybody's, however LossScaleOptimizer and DistributedOptimizer are nested."""
+"""Precision, XLA, and additions in one order.
+
+Under mixed_float16 one rank's overflow is everybody's, however LossScaleOptimizer and DistributedOptimizer are nested.
+"""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import keras
 import numpy as np
@@ -8,6 +15,8 @@ import small
 import tensorflow as tf
 
 import ringtrain.hvd as hvd
+from ringtrain.config import HvdConfig
+from ringtrain.errors import ConfigError, RingtrainError
 from ringtrain.hvd.keras_hooks import teach_keras
 
 OVERFLOWING_STEP = 3
@@ -67,6 +76,155 @@ def a_check_finite_of_ones_own_is_refused():
 
     message = small.raised(ValueError, lambda: hvd.DistributedOptimizer(Own(_sgd())))
     assert "LossScaleOptimizer(hvd.DistributedOptimizer" in message
+
+
+def mixed_bfloat16_trains_in_step():
+    model, batches = _convolutional("mixed_bfloat16"), _pictures()
+    x, y = batches[0]
+    before = float(np.square(model(x, training=True) - y).mean())
+    small.train(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9)), batches * 5)
+    assert model.layers[0].compute_dtype == "bfloat16" and model.layers[0].kernel.dtype == "float32"
+    assert float(np.square(model(x, training=True) - y).mean()) < before
+    hvd.check_in_sync(model)
+
+
+def jit_equals_no_jit():
+    """In float32 to 1e-4 after six steps: XLA adds up in another order. Loss scale and sparse gradients included."""
+    # XLA keeps intermediate results in more than 16 bits: near the largest float16, one may overflow without the other.
+    scaled = lambda sgd: keras.optimizers.LossScaleOptimizer(sgd, initial_scale=8.0)  # noqa: E731
+    for precision, wrap, tolerance in (("float32", small.plain, 1e-4), ("mixed_float16", scaled, 2e-2)):
+        models = [_convolutional(precision) for _ in range(2)]
+        hvd.jit_gradients(models[0])
+        losses = [[], []]
+        for model, seen in zip(models, losses, strict=True):
+            model.compile(hvd.DistributedOptimizer(wrap(_sgd())), "mse", metrics=["mae"], jit_compile=False)
+            for x, y in _pictures():
+                seen.append(model.train_on_batch(x, y))
+            hvd.check_in_sync(model)
+        assert np.allclose(*losses, rtol=tolerance, atol=tolerance), losses
+        assert small.distance(*models) < tolerance
+        assert small.distance(models[0], _convolutional(precision)) > 0
+    embeddings = [_embedding() for _ in range(2)]
+    hvd.jit_gradients(embeddings[0])
+    words = np.random.default_rng(hvd.rank()).integers(0, 20, (4, small.BATCH, 5))
+    for model in embeddings:
+        small.train(model, hvd.DistributedOptimizer(_sgd()), [(x, np.ones((small.BATCH, 2))) for x in words])
+    assert small.distance(*embeddings) < 1e-5
+
+
+def jit_equals_big_batch_under_fit():
+    x, y = (np.concatenate(part) for part in zip(*small.shares(6), strict=True))
+    reference = small.train(small.build(), _sgd(), small.global_batches(6))
+    model = small.build()
+    model.compile(hvd.DistributedOptimizer(_sgd()), "mse", jit_compile=False)
+    hvd.jit_gradients(model)
+    model.fit(x, y, batch_size=small.BATCH, shuffle=False, verbose=0)
+    assert small.distance(model, reference) < 1e-6
+
+
+def with_jit_the_gradients_are_compiled_and_the_allreduce_is_not():
+    model = small.build()
+    model.compile(hvd.DistributedOptimizer(_sgd()), "mse", jit_compile=False)
+    hvd.jit_gradients(model)
+    x, y = small.shares(1)[0]
+    model.train_on_batch(x, y)  # builds metrics and slots
+    graph = tf.function(lambda x, y: model.train_step((x, y))).get_concrete_function(tf.constant(x), tf.constant(y))
+    library = {function.signature.name: function for function in graph.graph.as_graph_def().library.function}
+    compiled = {name: function for name, function in library.items() if function.attr["_XlaMustCompile"].b}
+    assert len(compiled) == 1
+    inside = {node.op for function in compiled.values() for node in function.node_def}
+    everywhere = {node.op for function in library.values() for node in function.node_def}
+    everywhere |= {operation.type for operation in graph.graph.get_operations()}
+    assert "MatMul" in inside and "HorovodAllreduce" not in inside
+    assert "HorovodAllreduce" in everywhere
+
+
+def jit_is_refused_where_keras_refuses_it():
+    class Own(keras.Model):
+        def train_step(self, data):
+            return {}
+
+    model = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(name="norm")])
+    hvd.jit_gradients(model)
+    hvd.synchronize_batch_norm(model)
+    assert "layer norm (BatchNorm" in small.raised(RingtrainError, lambda: hvd.jit_gradients(model))
+    assert "Own has a train_step" in small.raised(RingtrainError, lambda: hvd.jit_gradients(Own()))
+
+
+def deterministic_equals_big_batch(deterministic=True):
+    """All gradients of a dtype travel as one vector; counted in rank 0's Horovod timeline."""
+    with TemporaryDirectory() as folder:
+        timeline = Path(folder) / "timeline.json"
+        model = small.build()
+        model.compile(hvd.DistributedOptimizer(_sgd(), deterministic=deterministic), "mse")
+        hvd.start_timeline(str(timeline))
+        for x, y in small.shares(5):
+            model.train_on_batch(x, y)
+        hvd.stop_timeline()
+        names = (
+            set(re.findall(r"HorovodAllreduce_DistributedSGD_\d", timeline.read_text())) if hvd.rank() == 0 else set()
+        )
+    assert len(names) == ((1 if deterministic else 4) if hvd.rank() == 0 else 0), names
+    assert small.distance(model, small.train(small.build(), _sgd(), small.global_batches(5))) < 1e-6
+
+
+def not_deterministic_equals_big_batch_too():
+    deterministic_equals_big_batch(deterministic=False)
+
+
+def deterministic_knows_several_dtypes_and_compression():
+    variables = [keras.Variable(np.zeros((2, 3)), dtype=dtype) for dtype in ("float32", "float64", "float32")]
+    gradients = [tf.cast(tf.fill((2, 3), index + hvd.rank()), v.dtype) for index, v in enumerate(variables)]
+    for compression in (hvd.Compression.none, hvd.Compression.fp16):
+        sgd = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), deterministic=True, compression=compression)
+        for variable in variables:
+            variable.assign(np.zeros((2, 3)))
+        sgd.apply(gradients, variables)
+        for index, variable in enumerate(variables):
+            assert np.allclose(variable.numpy(), -(index + (hvd.size() - 1) / 2))
+
+
+def deterministic_and_groups_exclude_each_other():
+    wrap = hvd.DistributedOptimizer
+    assert "leave groups" in small.raised(ValueError, lambda: wrap(_sgd(), deterministic=True, groups=2))
+
+
+def configure_sets_what_horovod_reads():
+    environ = {"HOROVOD_CYCLE_TIME": "7"}
+    configure = lambda **options: hvd.configure(HvdConfig(**options), environ)  # noqa: E731
+    configure()
+    assert environ == {"HOROVOD_CYCLE_TIME": "7"}
+    configure(fusion_mb=1.5, cycle_time_ms=0.5)
+    assert environ == {"HOROVOD_CYCLE_TIME": "0.5", "HOROVOD_FUSION_THRESHOLD": str(3 * 2**19)}
+    configure(deterministic=True)
+    assert environ["HOROVOD_FUSION_THRESHOLD"] == "0"
+    environ["HOROVOD_AUTOTUNE"] = "1"
+    assert "unset it" in small.raised(ConfigError, lambda: configure(deterministic=True))
+
+
+def _convolutional(precision):
+    keras.utils.set_random_seed(7)
+    options = {"dtype": precision}
+    layers = [
+        keras.layers.Conv2D(4, 3, **options),
+        keras.layers.BatchNormalization(**options),
+        keras.layers.MaxPooling2D(2, **options),
+        keras.layers.Flatten(**options),
+        keras.layers.Dense(2, dtype="float32"),
+    ]
+    return keras.Sequential([keras.Input((8, 8, 1)), *layers])
+
+
+def _pictures():
+    random = np.random.default_rng(hvd.rank())
+    pictures = random.normal(size=(6, small.BATCH, 8, 8, 1)).astype(np.float32)
+    return [(x, x.mean(axis=(1, 2)) * np.ones((1, 2), np.float32)) for x in pictures]
+
+
+def _embedding():
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Embedding(20, 4), keras.layers.Flatten(), keras.layers.Dense(2)]
+    return keras.Sequential([keras.Input((5,), dtype="int32"), *layers])
 
 
 def _overflow_is_everybodys(make, updates=NUM_STEPS - 1):

@@ -1,0 +1,163 @@
+"""CIFAR-10 as it is published: five batches to train and one to test, in the binary or the Python version.
+
+Both are described at https://www.cs.toronto.edu/~kriz/cifar.html. Binary: per picture one byte for the class and 3072
+for the pixels: red, green, blue, each row by row. Python: pickles of a dictionary with the same bytes as an array.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import tarfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringtrain.config import DataConfig
+from ringtrain.data.samples import DataSet, checked
+from ringtrain.errors import DataError
+
+NUM_CLASSES = 10
+NUM_PIXELS = 3 * 32 * 32
+BATCH = re.compile(r"(data_batch_\d+|test_batch)(\.bin)?")
+FOLDERS = ("", "cifar-10-batches-bin", "cifar-10-batches-py")
+ARCHIVES = ("cifar-10-binary.tar.gz", "cifar-10-python.tar.gz")
+Batch = tuple[NDArray[np.uint8], NDArray[np.int64]]
+
+
+def cifar10(config: DataConfig) -> DataSet:
+    """50000 training and 10000 test pictures of 32x32 pixels in colour, ten classes.
+
+    Looked for in data.dir: the files themselves, in the folder that the archive unpacks to, or in the archive, which
+    may also be named itself. There may be fewer batches than there were published.
+
+    Raises:
+        DataError: there are none, or one is broken.
+    """
+    if not config.dir:
+        raise DataError(f"{config.name}: give its folder or archive with --data.dir")
+    place = Path(config.dir)
+    try:
+        found = {name: (where, content) for name, where, content in _files(place)}
+    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        raise DataError(f"{place}: cannot be read: {reason}") from error
+    # never a mixture of both versions: that would train every picture twice
+    version = ".bin" if "test_batch.bin" in found else ""
+    names = sorted(name for name in found if BATCH.fullmatch(name).group(2) == (version or None))  # type: ignore[union-attr]
+    if f"test_batch{version}" not in names or len(names) < 2:
+        raise DataError(
+            f"{place}: holds no CIFAR-10, expected data_batch_1, ... and test_batch, with or without .bin, or"
+            f" {' or '.join(ARCHIVES)}"
+        )
+    batches = {name: _batch(*found[name], binary=bool(version)) for name in names}
+    test = batches.pop(f"test_batch{version}")
+    images, labels = zip(*batches.values(), strict=True)
+    return checked(str(place), (np.concatenate(images), np.concatenate(labels)), test, NUM_CLASSES)
+
+
+def _files(place: Path) -> Iterator[tuple[str, str, bytes]]:
+    """Name, place for messages, and content of every batch; an archive is read only where no files are."""
+    if place.is_file():
+        yield from _members(place)
+        return
+    for folder in (place / name for name in FOLDERS):
+        paths = [path for path in sorted(folder.iterdir()) if BATCH.fullmatch(path.name)] if folder.is_dir() else []
+        for path in paths:
+            yield path.name, str(path), path.read_bytes()
+        if paths:
+            return
+    for path in (place / name for name in ARCHIVES):
+        if path.exists():
+            yield from _members(path)
+            return
+
+
+def _members(archive: Path) -> Iterator[tuple[str, str, bytes]]:
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            name = Path(member.name).name
+            file = tar.extractfile(member) if member.isfile() and BATCH.fullmatch(name) else None
+            if file is not None:
+                yield name, f"{archive}: {member.name}", file.read()
+        while tar.fileobj and tar.fileobj.read(2**20):  # gzip's checksum stands at the very end
+            pass
+
+
+def _batch(where: str, content: bytes, binary: bool) -> Batch:
+    pixels, labels = _from_binary(where, content) if binary else _from_pickle(where, content)
+    if len(labels) == 0:
+        raise DataError(f"{where}: holds no picture")
+    if labels.max() >= NUM_CLASSES or labels.min() < 0:
+        number = int(np.argmax((labels >= NUM_CLASSES) | (labels < 0)))
+        raise DataError(f"{where}: picture {number} has label {labels[number]}, expected 0 to {NUM_CLASSES - 1}")
+    return pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels
+
+
+def _from_binary(where: str, content: bytes) -> Batch:
+    if not content or len(content) % (1 + NUM_PIXELS):
+        raise DataError(
+            f"{where}: got {len(content)} bytes, expected a multiple of {1 + NUM_PIXELS} (a label and 32x32 pixels in"
+            f" three colours): fetch the file again"
+        )
+    records = np.frombuffer(content, np.uint8).reshape(-1, 1 + NUM_PIXELS)
+    return records[:, 1:], records[:, 0].astype(np.int64)
+
+
+def _from_pickle(where: str, content: bytes) -> Batch:
+    try:
+        batch = _ArraysOnly(io.BytesIO(content), encoding="bytes").load()
+        pixels, labels = batch[b"data"], np.asarray(batch[b"labels"])
+        if not isinstance(pixels, np.ndarray):
+            raise TypeError(f"its data is a {type(pixels).__name__}")
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+    except Exception as error:  # a broken pickle may raise anything
+        raise DataError(
+            f"{where}: not a batch of CIFAR-10's Python version: {error!r}: fetch the file again"
+        ) from error
+    if (
+        pixels.dtype != np.uint8
+        or pixels.shape != (len(labels), NUM_PIXELS)
+        or (len(labels) and labels.dtype.kind != "i")
+    ):
+        raise DataError(
+            f"{where}: got data of {pixels.dtype} and shape {pixels.shape} with {len(labels)} labels of {labels.dtype},"
+            f" expected bytes of shape (pictures, {NUM_PIXELS}) and as many whole numbers"
+        )
+    return pixels, labels.astype(np.int64)
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """A pickle may call any function by name; this one may build arrays."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return ALLOWED[module, name]
+        except KeyError:
+            raise DataError(
+                f"the pickle asks for {module}.{name}, which no batch of CIFAR-10 needs: not loaded"
+            ) from None
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    """How Python 3 writes bytes into old pickles."""
+    if encoding != "latin1":
+        raise DataError(f"the pickle asks for the encoding {encoding}: not loaded")
+    return text.encode("latin1")
+
+
+_reconstruct = np.zeros(0).__reduce__()[0]  # NumPy keeps moving it
+ALLOWED = {
+    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "dtype"): np.dtype,
+    ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
+    ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
+    ("_codecs", "encode"): _encode,
+    ("__builtin__", "bytes"): bytes,  # an empty one
+}

@@ -1,0 +1,110 @@
+"""Pictures in folders: train/<class>/*.jpg, and val/ or test/ with the same classes."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ringtrain.config import DataConfig
+from ringtrain.data import shard
+from ringtrain.data.images import Images, Unreadable
+from ringtrain.data.samples import DataSet
+from ringtrain.errors import DataError
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+ENDINGS = (".jpg", ".jpeg", ".png")
+TEST_FOLDERS = ("val", "test")
+DEFAULT_SIZE = 224
+
+
+def image_folder(config: DataConfig) -> DataSet:
+    """Reads the names of the files; the pictures are read when they are trained, each by the rank that trains it.
+
+    Raises:
+        DataError: a folder is missing, empty, or cannot be read; the test has a class that training has not.
+    """
+    if not config.dir:
+        raise DataError(f"{config.name}: give its folder with --data.dir")
+    root = Path(config.dir)
+    classes = class_names(root / "train")
+    size = config.image_size or DEFAULT_SIZE
+
+    def split(folder: Path, augment: bool) -> Images:
+        files = [(path, label) for label, name in enumerate(classes) for path in pictures(folder / name)]
+        return _split(files, len(classes), size, augment, Unreadable(config.on_error == "skip"))
+
+    test = split(evaluation_folder(root, classes), augment=False)
+    return DataSet(split(root / "train", config.augment), test, len(classes), (size, size, 3))
+
+
+def class_names(folder: Path) -> list[str]:
+    """The folders inside a folder, sorted: the class of a picture is its folder's place among them.
+
+    Raises:
+        DataError: it cannot be read, or holds no folder.
+    """
+    names = sorted(path.name for path in _entries(folder) if path.is_dir())
+    if not names:
+        raise DataError(f"{folder}: holds no folders, expected one per class")
+    return names
+
+
+def evaluation_folder(root: Path, classes: list[str]) -> Path:
+    """The folder of the pictures for the test, with the same classes as training.
+
+    Raises:
+        DataError: there is none, or its classes are others.
+    """
+    for folder in (root / name for name in TEST_FOLDERS):
+        if folder.exists():
+            names = class_names(folder)
+            if names != classes:
+                odd = sorted(set(names) ^ set(classes))[0]
+                raise DataError(f"{folder}: expected the same classes as in {root / 'train'}: only one has {odd!r}")
+            return folder
+    raise DataError(f"{root}: holds neither {' nor '.join(TEST_FOLDERS)}, expected a folder of pictures for the test")
+
+
+def pictures(folder: Path) -> list[Path]:
+    """The picture files of a folder, sorted.
+
+    Raises:
+        DataError: it cannot be read, or there are none.
+    """
+    found = sorted(path for path in _entries(folder) if path.suffix.lower() in ENDINGS)
+    if not found:
+        raise DataError(f"{folder}: holds no pictures, expected files that end in {', '.join(ENDINGS)}")
+    return found
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return [path for path in folder.iterdir() if not path.name.startswith(".")]
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be read: {error.strerror}") from error
+
+
+def _split(files: list[tuple[Path, int]], num_classes: int, size: int, augment: bool, unreadable: Unreadable) -> Images:
+    import tensorflow as tf
+
+    with tf.device("CPU"):
+        paths = tf.constant([str(path) for path, _ in files])
+        labels = tf.constant([label for _, label in files], tf.int64)
+
+    def read(number: tf.Tensor) -> tf.data.Dataset:
+        file = tf.data.Dataset.from_tensors(number)
+        return file.map(lambda number: (tf.io.read_file(tf.gather(paths, number)), tf.gather(labels, number)))
+
+    return Images(
+        num_images=len(files),
+        read=read,
+        name_of=lambda number: str(files[number][0]),
+        order=functools.partial(shard.epoch_order, len(files)),
+        num_classes=num_classes,
+        size=size,
+        augment=augment,
+        unreadable=unreadable,
+    )

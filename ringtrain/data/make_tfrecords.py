@@ -1,0 +1,163 @@
+"""Makes TFRecords, as imagenet-tfrecords reads them, from a folder of pictures.
+
+python -m ringtrain.data.make_tfrecords --from pictures --to records --shards 8
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import numpy as np
+import tyro
+
+from ringtrain.data.folder import class_names, evaluation_folder, pictures
+from ringtrain.data.tfrecords import FIRST_LABEL, LABELS_FILE
+from ringtrain.errors import DataError, RingtrainError
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+
+@dataclass(frozen=True)
+class Options:
+    """Makes TFRecords from a folder of pictures: train/<class>/*.jpg and val/<class>/*.jpg (or test/)."""
+
+    source: Annotated[str, tyro.conf.arg(name="from")]
+    """folder of pictures"""
+    to: str
+    """folder of the records, to be made"""
+    shards: int = 16
+    """files for training; an eighth of them, but at least one, for validation"""
+    seed: int = 0
+    """of the order in which the pictures are written"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Makes the records.
+
+    Args:
+        argv: the command line without the program's name; None: sys.argv.
+
+    Returns:
+        0; or 2 after an error that a person can mend, said in one line.
+    """
+    options = tyro.cli(Options, args=argv, prog="python -m ringtrain.data.make_tfrecords")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    try:
+        counts = make(Path(options.source), Path(options.to), options.shards, options.seed)
+    except RingtrainError as error:
+        print(f"ringtrain: {error}", file=sys.stderr)
+        return 2
+    print("".join(f"{stem}: {count:,} pictures\n" for stem, count in counts.items()), end="")
+    return 0
+
+
+def make(source: Path, target: Path, num_shards: int, seed: int) -> dict[str, int]:
+    """Writes train-*-of-*, validation-*-of-* and labels.txt; all of them or none.
+
+    Args:
+        source: a folder as image-folder reads it.
+        target: folder to be made.
+        num_shards: files for training.
+        seed: of the order in which pictures are written: those of one class lie in a folder together, and are better
+            not trained together.
+
+    Returns:
+        Pictures per split.
+
+    Raises:
+        DataError: there is nothing to read or nowhere to write, or a picture is broken (it is named).
+    """
+    classes = class_names(source / "train")
+    folders = {"train": source / "train", "validation": evaluation_folder(source, classes)}
+    if num_shards < 1:
+        raise DataError(f"--shards: got {num_shards}, expected 1 or more")
+    if target.exists():
+        raise DataError(f"{target}: exists already: choose another folder with --to")
+    counts = {}
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        try:
+            for stem, folder in folders.items():
+                files = [(path, k) for k, name in enumerate(classes, FIRST_LABEL) for path in pictures(folder / name)]
+                files = [files[k] for k in np.random.default_rng(seed).permutation(len(files))]
+                shards = num_shards if stem == "train" else max(1, num_shards // 8)
+                if shards > len(files):
+                    raise DataError(f"{folder}: {len(files)} pictures for {shards} shards: expected no empty shard")
+                for shard, start, end in _cuts(len(files), shards):
+                    _write(unfinished / f"{stem}-{shard:05}-of-{shards:05}", files[start:end], classes)
+                counts[stem] = len(files)
+            (unfinished / LABELS_FILE).write_text("".join(f"{name}\n" for name in classes), encoding="utf-8")
+            unfinished.chmod(0o755)
+            unfinished.rename(target)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    except OSError as error:
+        raise DataError(f"{target}: cannot be written: {error.strerror}") from error
+    return counts
+
+
+def _cuts(num_files: int, shards: int) -> list[tuple[int, int, int]]:
+    """Each shard's number and its first and last (excluded) picture."""
+    ends = [num_files * k // shards for k in range(shards + 1)]
+    return [(k, ends[k], ends[k + 1]) for k in range(shards)]
+
+
+def _write(path: Path, files: Sequence[tuple[Path, int]], classes: Sequence[str]) -> None:
+    import tensorflow as tf
+
+    try:
+        with tf.io.TFRecordWriter(str(path)) as writer:
+            for file, label in files:
+                writer.write(_example(file, label, classes[label - FIRST_LABEL]).SerializeToString())
+    except tf.errors.OpError as error:
+        raise DataError(f"{path}: cannot be written: {error.message}") from error
+
+
+def _example(path: Path, label: int, name: str) -> tf.train.Example:
+    """A picture in the schema of ImageNet's TFRecords.
+
+    Raises:
+        DataError: it cannot be read or decoded.
+    """
+    import tensorflow as tf
+
+    try:
+        encoded = path.read_bytes()
+        height, width, _ = tf.io.decode_image(encoded, channels=3, expand_animations=False).shape
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    except tf.errors.InvalidArgumentError as error:
+        raise DataError(f"{path}: neither a whole JPEG nor a whole PNG picture: mend or remove it") from error
+
+    def text(value: bytes) -> tf.train.Feature:
+        return tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))
+
+    def number(value: int) -> tf.train.Feature:
+        return tf.train.Feature(int64_list=tf.train.Int64List(value=[value]))
+
+    features = {
+        "image/encoded": text(encoded),
+        "image/format": text(b"JPEG" if encoded[:2] == b"\xff\xd8" else b"PNG"),
+        "image/filename": text(os.fsencode(path.name)),
+        "image/height": number(height),
+        "image/width": number(width),
+        "image/colorspace": text(b"RGB"),
+        "image/channels": number(3),
+        "image/class/label": number(label),
+        "image/class/synset": text(os.fsencode(name)),
+        "image/class/text": text(os.fsencode(name)),
+    }
+    return tf.train.Example(features=tf.train.Features(feature=features))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

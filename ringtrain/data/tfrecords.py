@@ -1,0 +1,225 @@
+"""ImageNet as TFRecords: train-00000-of-01024 and so on, validation-00000-of-00128, an image and its class per record.
+
+A record is its length (uint64), a checksum of that, the bytes, a checksum of those:
+https://www.tensorflow.org/tutorials/load_data/tfrecord. The files are walked once, from length to length, to know
+where each record begins; from then on any record can be read without those before it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import struct
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringtrain.config import DataConfig
+from ringtrain.data import shard
+from ringtrain.data.folder import DEFAULT_SIZE
+from ringtrain.data.images import Images, Unreadable
+from ringtrain.data.samples import DataSet
+from ringtrain.errors import DataError
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+LABELS_FILE = "labels.txt"
+IMAGENET_CLASSES = 1000
+FIRST_LABEL = 1
+HEADER, FOOTER = 12, 4
+NUM_READERS = 16
+
+
+def imagenet_tfrecords(config: DataConfig) -> DataSet:
+    """Finds every record; pictures are read when they are trained, by the rank that trains them.
+
+    The classes are those of labels.txt beside the records, one per line (make_tfrecords writes it), else 1000.
+
+    Raises:
+        DataError: files are missing, empty or broken (broken ones are left out with data.on_error "skip").
+    """
+    if not config.dir:
+        raise DataError(f"{config.name}: give its folder with --data.dir")
+    folder = Path(config.dir)
+    num_classes = config.num_classes or _classes_in(folder) or IMAGENET_CLASSES
+    size = config.image_size or DEFAULT_SIZE
+
+    def split(stem: str, augment: bool) -> Images:
+        unreadable = Unreadable(config.on_error == "skip")
+        paths = shards(folder, stem)
+        with ThreadPoolExecutor(NUM_READERS) as readers:
+            starts = list(readers.map(functools.partial(record_starts, unreadable=unreadable), paths))
+        if not any(map(len, starts)):
+            raise DataError(f"{folder}: no record in any file {stem}-*")
+        return _split(paths, starts, num_classes, size, augment, unreadable)
+
+    return DataSet(split("train", config.augment), split("validation", False), num_classes, (size, size, 3))
+
+
+def shards(folder: Path, stem: str) -> list[Path]:
+    """The files of a split, in order.
+
+    Args:
+        folder: where they lie.
+        stem: "train" or "validation".
+
+    Raises:
+        DataError: there are none, or not as many as their names say.
+    """
+    try:
+        names = sorted(path.name for path in folder.iterdir())
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be read: {error.strerror}") from error
+    found = [name for name in names if re.fullmatch(rf"{stem}-\d+-of-\d+", name)]
+    if not found:
+        raise DataError(f"{folder}: holds no {stem}-00000-of-..., expected TFRecords under such names")
+    total = found[0].rpartition("-")[2]
+    expected = [f"{stem}-{number:0{len(total)}}-of-{total}" for number in range(int(total))]
+    odd = sorted(set(found) ^ set(expected))
+    if odd:
+        problem = "is missing" if odd[0] in expected else f"is not one of {total}"
+        raise DataError(f"{folder / odd[0]}: {problem}: expected {expected[0]} to {expected[-1]} and no others")
+    return [folder / name for name in found]
+
+
+def record_starts(path: Path, unreadable: Unreadable) -> NDArray[np.int64]:
+    """Where the records of a file begin, found by going from length to length.
+
+    Args:
+        path: of the file.
+        unreadable: told of what is broken.
+
+    Returns:
+        Positions in bytes, int64 [records], of those before the first that is broken.
+
+    Raises:
+        DataError: the file cannot be read, is empty or broken, unless that is to be skipped.
+    """
+    starts: list[int] = []
+    lengths_sums: list[bytes] = []
+    position = 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            while position < size:
+                header = os.pread(file.fileno(), HEADER, position)
+                starts.append(position)
+                lengths_sums.append(header)
+                if len(header) < HEADER:
+                    break
+                position += HEADER + int.from_bytes(header[:8], "little") + FOOTER
+    except OSError as error:
+        unreadable.found(str(path), f"cannot be read: {error.strerror}")
+        return np.array([], np.int64)
+    if not starts:
+        unreadable.found(str(path), "holds no record")
+    elif position != size:
+        wrong = [number for number, header in enumerate(lengths_sums) if not _length_fits(header)]
+        number = wrong[0] if wrong else len(starts) - 1
+        problem = "corrupt length, and so what follows cannot be found" if wrong else "the file ends within it"
+        unreadable.found(record_name(path, number), problem)
+        del starts[number:]
+    return np.array(starts, np.int64)
+
+
+def record_name(path: Path, number: int) -> str:
+    """How messages call a record; numbers count from 0."""
+    return f"{path}: record {number}"
+
+
+def _split(
+    paths: Sequence[Path],
+    starts: Sequence[NDArray[np.int64]],
+    num_classes: int,
+    size: int,
+    augment: bool,
+    unreadable: Unreadable,
+) -> Images:
+    import tensorflow as tf
+
+    per_file = [len(file) for file in starts]
+    first_in_file = np.cumsum([0, *per_file])
+    with tf.device("CPU"):
+        path_of_file = tf.constant([str(path) for path in paths])
+        file_of = tf.constant(np.repeat(np.arange(len(paths), dtype=np.int32), per_file))
+        start_of = tf.constant(np.concatenate(starts))
+
+    def read(number: tf.Tensor) -> tf.data.Dataset:
+        path = tf.gather(path_of_file, tf.gather(file_of, number))
+        return _record(path, tf.gather(start_of, number)).map(_encoded_and_class)
+
+    def name_of(number: int) -> str:
+        file = int(np.searchsorted(first_in_file, number, side="right")) - 1
+        return record_name(paths[file], number - int(first_in_file[file]))
+
+    return Images(
+        num_images=int(first_in_file[-1]),
+        read=read,
+        name_of=name_of,
+        order=functools.partial(shard.file_order, per_file),
+        num_classes=num_classes,
+        size=size,
+        augment=augment,
+        unreadable=unreadable,
+        first_label=FIRST_LABEL,
+    )
+
+
+def _record(path: tf.Tensor, start: tf.Tensor) -> tf.data.Dataset:
+    """The one record that begins at a position; tf.data.TFRecordDataset has no argument for that, its operation has."""
+    import tensorflow as tf
+
+    records = tf.raw_ops.TFRecordDatasetV2(
+        filenames=tf.reshape(path, [1]),
+        compression_type="",
+        buffer_size=tf.constant(0, tf.int64),  # read no more than the record
+        byte_offsets=tf.reshape(start, [1]),
+    )
+    return tf.data.experimental.from_variant(records, tf.TensorSpec([], tf.string)).take(1)
+
+
+def _encoded_and_class(record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    import tensorflow as tf
+
+    features = tf.io.parse_single_example(
+        record,
+        {
+            "image/encoded": tf.io.FixedLenFeature([], tf.string),
+            "image/class/label": tf.io.FixedLenFeature([], tf.int64),
+        },
+    )
+    return features["image/encoded"], features["image/class/label"] - FIRST_LABEL
+
+
+def _classes_in(folder: Path) -> int:
+    try:
+        return len((folder / LABELS_FILE).read_text(encoding="utf-8").splitlines())
+    except FileNotFoundError:
+        return 0
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{folder / LABELS_FILE}: cannot be read: {error}") from error
+
+
+def _length_fits(header: bytes) -> bool:
+    """Whether a record's length has the checksum that stands behind it: CRC-32C, rotated and shifted."""
+    if len(header) < HEADER:
+        return True  # it is short, which is another matter
+    sum_ = crc32c(header[:8])
+    masked = ((sum_ >> 15 | sum_ << 17) + 0xA282EAD8) & 0xFFFFFFFF
+    return masked == struct.unpack("<I", header[8:])[0]
+
+
+def crc32c(content: bytes) -> int:
+    """The checksum of RFC 3720, appendix B.4; slow, for a few bytes."""
+    remainder = 0xFFFFFFFF
+    for byte in content:
+        remainder ^= byte
+        for _ in range(8):
+            remainder = remainder >> 1 ^ (0x82F63B78 if remainder & 1 else 0)
+    return remainder ^ 0xFFFFFFFF

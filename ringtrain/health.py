@@ -1,0 +1,127 @@
+"""Ends a run on all ranks after the same step: signals, time limits, and a loss that is no number."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import keras
+import numpy as np
+
+from ringtrain import hvd
+from ringtrain.config import Config
+from ringtrain.errors import DataError, NonFiniteLoss
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+TIME_IS_UP = 1  # no signal that SIGNALS holds has this number
+
+
+class Signals:
+    """Remembers the first of SIGTERM, SIGINT and SIGUSR1; another SIGINT ends the process at once."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Signals:
+        self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.received:
+            os._exit(128 + number)
+        self.received = self.received or number
+
+
+class StopTogether(keras.callbacks.Callback):
+    """Lets any rank end training, and all of them after the same step.
+
+    Every so many steps the ranks tell each other, in one small allreduce, what they have met.
+
+    Args:
+        signals: this rank's.
+        config: of the run. The ranks also agree before every checkpoint: none is made of a loss that is no number.
+        global_step: steps done before.
+        steps_per_epoch: to name the batch of a loss that is no number.
+        raise_unreadable: raises the DataError of a sample that this rank could not read, if there is one.
+
+    Attributes:
+        stopped_by: 0 while nobody wants to stop, a signal's number, or TIME_IS_UP.
+    """
+
+    def __init__(
+        self,
+        signals: Signals,
+        config: Config,
+        global_step: int,
+        steps_per_epoch: int,
+        raise_unreadable: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__()
+        self.raise_unreadable = raise_unreadable
+        self.signals = signals
+        every_save = config.checkpoint.every_steps or steps_per_epoch
+        self.every_steps = {config.health.agree_every_steps, every_save, steps_per_epoch}
+        self.max_time_s = config.train.max_time_s
+        self.global_step = global_step
+        self.steps_per_epoch = steps_per_epoch
+        self.stopped_by = 0
+        self._begin_s = time.monotonic()
+        self._first_bad_step = 0
+
+    @property
+    def reason(self) -> str:
+        """Why training ended before its last step, for a person; empty if it did not."""
+        if self.stopped_by == TIME_IS_UP:
+            return "train.max_time_s"
+        return signal.Signals(self.stopped_by).name if self.stopped_by else ""
+
+    @property
+    def exit_code(self) -> int:
+        """0; after a signal 128 + its number."""
+        return 0 if self.stopped_by in (0, TIME_IS_UP) else 128 + self.stopped_by
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self.global_step += 1
+        if not self._first_bad_step and not math.isfinite(float((logs or {}).get("loss", 0.0))):
+            self._first_bad_step = self.global_step
+        if any(self.global_step % every == 0 for every in self.every_steps):
+            self._agree()
+
+    def _agree(self) -> None:
+        time_is_up = hvd.rank() == 0 and 0 < self.max_time_s < time.monotonic() - self._begin_s
+        own = np.array([self._first_bad_step > 0, self.signals.received, time_is_up, self._unreadable()], np.int32)
+        bad, number, time_is_up, unreadable = hvd.allreduce(own, op=hvd.Max, name="ringtrain_stop").numpy()
+        if unreadable:
+            hvd.run_together(self.raise_unreadable)
+        if bad:
+            self._raise_together()
+        if number or time_is_up:
+            self.stopped_by = int(number) or TIME_IS_UP
+            self.model.stop_training = True
+
+    def _unreadable(self) -> bool:
+        try:
+            self.raise_unreadable()
+        except DataError:
+            return True
+        return False
+
+    def _raise_together(self) -> None:
+        everybody = hvd.allgather_object((self._first_bad_step, socket.gethostname()), name="ringtrain_bad_loss")
+        step, rank, host = min((step, rank, host) for rank, (step, host) in enumerate(everybody) if step)
+        epoch, batch = divmod(step - 1, self.steps_per_epoch)
+        raise NonFiniteLoss(
+            f"the loss is no finite number on rank {rank} ({host}) from step {step} on (epoch {epoch + 1}, batch"
+            f" {batch + 1}): look at the learning rate and at that batch's data; the last checkpoint is from before"
+        )

@@ -1,0 +1,93 @@
+"""Models by name; each is a function of the shape of one sample and the number of classes, and returns logits."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ringtrain.config import ModelConfig
+from ringtrain.errors import ConfigError
+from ringtrain.lookup import find
+from ringtrain.models.applications import APPLICATIONS
+from ringtrain.models.loss import cross_entropy
+from ringtrain.models.resnet import resnet20, resnet50
+from ringtrain.models.small import cnn, mlp
+
+if TYPE_CHECKING:
+    import keras
+
+__all__ = ["MODELS", "Build", "builder", "cross_entropy", "seed_by_rank"]
+
+Build = Callable[[tuple[int, ...], int], "keras.Model"]
+
+MODELS: dict[str, Build] = {"mlp": mlp, "cnn": cnn, "resnet20": resnet20, "resnet50": resnet50}
+
+
+def builder(config: ModelConfig) -> Build:
+    """Finds the function that builds the configured model, without building it.
+
+    Args:
+        config: its name is a key of MODELS, a name of keras.applications (MobileNetV2, or mobilenet-v2), or
+            module:function of a function (input_shape, num_classes) that returns a Keras model from inputs, float32
+            [batch, *input_shape], to logits, [batch, num_classes].
+
+    Returns:
+        The function; it raises ConfigError when what it built gives other outputs.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    found = _found(config.name)
+
+    def build(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+        try:
+            model = found(input_shape, num_classes)
+            output_shape = tuple(model.compute_output_shape((None, *input_shape)))
+        except ValueError as error:
+            if ":" in config.name:
+                raise
+            reason = str(error).strip().partition("\n")[0]
+            message = f"model.name: {config.name} cannot take inputs of shape {input_shape}: {reason}"
+            raise ConfigError(message) from error
+        if not model.built:
+            model(np.zeros((1, *input_shape), np.float32))
+        if output_shape != (None, num_classes):
+            raise ConfigError(
+                f"model.name: {config.name} gives outputs of shape {output_shape}, expected one logit for each of"
+                f" {num_classes} classes: {(None, num_classes)}"
+            )
+        return model
+
+    return build
+
+
+def seed_by_rank(model: keras.Model, seed: int, rank: int) -> None:
+    """Gives this rank's dropout, noise and augmentation random numbers of their own.
+
+    Weights are made from the same seed on every rank, and so are Keras' seed generators: without this, all ranks would
+    drop the same units.
+
+    Args:
+        model: built, not yet compiled: all its variables but the weights are then states of seed generators.
+        seed: of the run.
+        rank: of this process.
+    """
+    weights = {id(variable) for variable in model.weights}
+    states = (variable for variable in model.variables if id(variable) not in weights)
+    for index, state in enumerate(states):
+        state.assign(np.random.default_rng([seed, rank, index]).integers(0, 2**31, state.shape))
+
+
+def _found(name: str) -> Build:
+    known: dict[str, Build] = {**APPLICATIONS, **MODELS}
+    plain = {_plain(other): other for other in known}  # MODELS last: resnet-50 is ours, ResNet50 Keras'
+    name = name if name in known else plain.get(_plain(name), name)
+    # Keras' forty names are named where one was probably meant.
+    return find("model.name", name, known if difflib.get_close_matches(name, known, cutoff=0.5) else MODELS)
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")

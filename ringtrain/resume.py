@@ -1,0 +1,332 @@
+"""Stopping and going on as if nothing had happened: a run's state, saved and restored on all ranks together.
+
+The state is rank 0's weights and optimizer, which the other ranks share, and what each rank has of its own: the states
+of its random seeds and its moving statistics of batch normalization. Where the run stands follows from the global step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+from numpy.typing import NDArray
+
+from ringtrain import checkpoint, hvd
+from ringtrain.config import Config, Numbers, option_types, value_of
+from ringtrain.errors import CheckpointError, ConfigError
+
+# What a run may change when it goes on. The rest decides what it learns; the global batch is compared as a whole.
+FREE = (
+    *("run.", "checkpoint.", "device.", "health."),
+    *("train.epochs", "train.batch_size", "train.max_time_s", "train.check_every_steps"),
+)
+BEST_BY = "test_accuracy"
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins."""
+
+    global_step: int = 0
+    source: str = ""
+    """the checkpoint; empty: from the beginning"""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """of the last whole epoch"""
+    refused: tuple[str, ...] = ()
+    """why newer checkpoints were passed over"""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A call of fit: a run that starts in the middle of an epoch needs one for the rest of it."""
+
+    first_epoch: int
+    end_epoch: int
+    num_steps: int
+    """per epoch"""
+    first_step: int
+    """the global step of its first batch, from 0"""
+
+
+def segments(global_step: int, steps_per_epoch: int, epochs: int) -> list[Segment]:
+    """Cuts what is left of a run into calls of fit.
+
+    Args:
+        global_step: steps done.
+        steps_per_epoch: of a whole epoch.
+        epochs: of the whole run.
+
+    Returns:
+        None, one or two of them.
+    """
+    epoch, step = divmod(global_step, steps_per_epoch)
+    cut = []
+    if step and epoch < epochs:
+        cut.append(Segment(epoch, epoch + 1, steps_per_epoch - step, global_step))
+        epoch += 1
+    if epoch < epochs:
+        cut.append(Segment(epoch, epochs, steps_per_epoch, epoch * steps_per_epoch))
+    return cut
+
+
+def source_of(config: Config) -> tuple[Path | None, bool]:
+    """Where to look for a checkpoint to go on from.
+
+    Args:
+        config: its run section says whether, and which.
+
+    Returns:
+        The folder, None for a run that begins anew; and whether it has to have one.
+
+    Raises:
+        ConfigError: a run without a name must go on.
+    """
+    resume, own = config.run.resume, Path(config.run.directory) / config.run.name
+    if resume == "must" and not config.run.name:
+        raise ConfigError("run.resume: got must, which needs the name of the run that goes on: give --run.name as well")
+    if resume in ("auto", "must"):
+        return (own if config.run.name else None), resume == "must"
+    return (None, False) if resume == "never" else (Path(resume), True)
+
+
+class Clock(keras.callbacks.Callback):
+    """Counts the run's steps; the first in the list of callbacks, for the others to look at.
+
+    Args:
+        global_step: steps done before.
+        steps_per_epoch: of a whole epoch.
+    """
+
+    def __init__(self, global_step: int, steps_per_epoch: int) -> None:
+        super().__init__()
+        self.global_step = global_step
+        self.steps_per_epoch = steps_per_epoch
+
+    @property
+    def epoch_complete(self) -> bool:
+        """Whether the last step was the last of its epoch."""
+        return self.global_step % self.steps_per_epoch == 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.global_step += 1
+
+
+class Saver(keras.callbacks.Callback):
+    """Saves the run's state every so many steps and epochs; for every rank, after whatever adds to an epoch's metrics.
+
+    Args:
+        model: compiled.
+        folder: that holds the run's checkpoints.
+        config: of the run; its checkpoint section says when.
+        numbers: of the run.
+        clock: counts the steps.
+        metrics: of the last whole epoch before.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        folder: Path,
+        config: Config,
+        numbers: Numbers,
+        clock: Clock,
+        metrics: Mapping[str, float],
+    ) -> None:
+        super().__init__()
+        self.set_model(model)  # a run that has nothing left to train never calls fit, which would
+        self.folder = folder
+        self.config = config
+        self.facts = {"config": dataclasses.asdict(config), "numbers": dataclasses.asdict(numbers)}
+        self.clock = clock
+        self.metrics = dict(metrics)
+        self.saved_step = -1
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        every = self.config.checkpoint.every_steps
+        if every and self.clock.global_step % every == 0 and not self.clock.epoch_complete:
+            self.save()
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        if self.clock.epoch_complete:
+            self.metrics = {name: float(value) for name, value in (logs or {}).items() if np.ndim(value) == 0}
+            every = self.config.checkpoint.every_epochs
+            if every and (epoch + 1) % every == 0:
+                self.save()
+
+    def save(self) -> None:
+        """Saves the present state, unless it is saved already. A collective: call it on every rank."""
+        if self.saved_step == self.clock.global_step:
+            return
+        own = hvd.allgather_object(_own_state(self.model), name="ringtrain_own_state")
+        hvd.run_together(lambda: self._write(own) if hvd.rank() == 0 else None)
+        self.saved_step = self.clock.global_step
+
+    def _write(self, own: list[dict[str, NDArray[Any]]]) -> None:
+        options = self.config.checkpoint
+        ranks = {f"{rank}/{name}": array for rank, arrays in enumerate(own) for name, array in arrays.items()}
+        facts = {
+            **self.facts,
+            "metrics": self.metrics,
+            "num_ranks": len(own),
+            "variables": checkpoint.shapes_of(_shared_variables(self.model)),
+        }
+        files = {"state": _shared_state(self.model), "ranks": ranks}
+        try:
+            checkpoint.save(self.folder, self.clock.global_step, files, facts)
+        except OSError as error:
+            where = f"{self.folder}/step-{self.clock.global_step:08d}"
+            raise CheckpointError(f"{where}: cannot be written: {os.strerror(error.errno or 0)}") from error
+        checkpoint.prune(self.folder, options.keep, BEST_BY)
+
+
+def restore(model: keras.Model, folder: Path | None, must: bool, config: Config, numbers: Numbers) -> Start:
+    """Gives every rank the state of the newest checkpoint that verifies, as rank 0 finds it.
+
+    Args:
+        model: compiled, the same on every rank.
+        folder: a run's folder, its checkpoints' folder, or one checkpoint; None: start at the beginning.
+        must: finding none is an error.
+        config: of the run that goes on.
+        numbers: of the run that goes on.
+
+    Returns:
+        Where the run stands, the same on every rank.
+
+    Raises:
+        CheckpointError: none verifies where there are some, or one must be there; or it is of another model.
+        ConfigError: the run that goes on is another one.
+    """
+    found, start = hvd.run_together(lambda: _find(folder, must) if hvd.rank() == 0 else (None, Start()))
+
+    def load() -> list[dict[str, NDArray[Any]]] | None:
+        if found is None:
+            return None
+        _require_same_run(found, config, numbers)
+        model.optimizer.build(model.trainable_variables)
+        _require_same_model(found, model)
+        _assign(_shared_variables(model), found.arrays("state"))
+        return _by_rank(found.arrays("ranks"), found.manifest["num_ranks"])
+
+    own = hvd.run_together(load)
+    start, own = hvd.broadcast_object((start, own), root_rank=0, name="ringtrain_start")
+    hvd.broadcast_model(model, root_rank=0)
+    if own is not None and len(own) == hvd.size():
+        _assign(_own_variables(model), own[hvd.rank()])
+    return start
+
+
+def load_weights(model: keras.Model, source: Path) -> None:
+    """Gives the model the weights of a checkpoint or of a `.keras` file, without optimizer, step or seeds."""
+    if source.suffix == ".keras":
+        try:
+            weights = keras.models.load_model(source, compile=False).get_weights()
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{source}: cannot be read as a Keras model: {error}") from error
+        if [w.shape for w in weights] != [tuple(v.shape) for v in model.weights]:
+            raise CheckpointError(f"{source}: a model with other weights than this one")
+        model.set_weights(weights)
+        return
+    found, _ = _find(source, must=True)
+    if found is not None:
+        _require_same_model(found, model, weights_only=True)
+        _assign(model.weights, found.arrays("state"))
+
+
+def _find(folder: Path | None, must: bool) -> tuple[checkpoint.Checkpoint | None, Start]:
+    if folder is None:
+        return None, Start()
+    found: checkpoint.Checkpoint | None
+    refused: list[str] = []
+    if (folder / checkpoint.MANIFEST).exists():
+        found = checkpoint.verify(folder)
+    else:
+        inner = folder / "checkpoints"
+        found, refused = checkpoint.newest(inner if inner.is_dir() else folder)
+    if found is None and refused:
+        raise CheckpointError(f"{folder}: no checkpoint verifies; {'; '.join(refused)}")
+    if found is None and must:
+        raise CheckpointError(f"{folder}: no checkpoint here")
+    if found is None:
+        return None, Start()
+    return found, Start(found.global_step, str(found.folder), found.manifest["metrics"], tuple(refused))
+
+
+def _require_same_run(found: checkpoint.Checkpoint, config: Config, numbers: Numbers) -> None:
+    saved = found.manifest
+    then, now = saved["numbers"]["global_batch_size"], numbers.global_batch_size
+    if then != now:
+        raise ConfigError(
+            f"{found.folder}: has a global batch of {then}, this run one of {now} = {numbers.batch_size} x"
+            f" {numbers.num_ranks}: set train.batch_size so that they are equal, or --run.resume never"
+        )
+    for option in option_types():
+        section, _, key = option.rpartition(".")
+        before = saved["config"].get(section, {}).get(key) if section else saved["config"].get(key)
+        wanted = json.loads(json.dumps(value_of(config, option)))  # as the manifest has it: tuples are lists
+        if not option.startswith(FREE) and before != wanted:
+            raise ConfigError(
+                f"{found.folder}: was made with {option} = {before!r}, this run has {wanted!r}: go on with the same, or"
+                f" give the run another --run.name"
+            )
+
+
+def _require_same_model(found: checkpoint.Checkpoint, model: keras.Model, weights_only: bool = False) -> None:
+    ours = checkpoint.shapes_of(model.weights if weights_only else _shared_variables(model))
+    theirs = found.manifest["variables"][: len(ours) if weights_only else None]
+    for (name, *own), (other_name, *other) in zip(ours, theirs, strict=False):
+        if own != other:
+            raise CheckpointError(
+                f"{found.folder}: of another model: {other_name} has shape {other[0]} and type {other[1]}, {name} here"
+                f" has {own[0]} and {own[1]}"
+            )
+    if len(ours) != len(theirs):
+        raise CheckpointError(f"{found.folder}: of another model: {len(theirs)} variables, expected {len(ours)}")
+
+
+def _shared_variables(model: keras.Model) -> list[Any]:
+    return [*model.weights, *model.optimizer.variables]
+
+
+def _own_variables(model: keras.Model) -> list[Any]:
+    """Seeds and moving statistics; accumulated gradients are part of the optimizer's variables, and differ too."""
+    known = {id(variable) for variable in (*model.weights, *model.metrics_variables)}
+    seeds = [variable for variable in model.variables if id(variable) not in known]
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    return [*seeds, *model.non_trainable_weights, *(getattr(optimizer, "_accumulated_gradients", None) or [])]
+
+
+def _shared_state(model: keras.Model) -> dict[str, NDArray[Any]]:
+    return {f"{index:05d}": _to_array(variable) for index, variable in enumerate(_shared_variables(model))}
+
+
+def _own_state(model: keras.Model) -> dict[str, NDArray[Any]]:
+    return {f"{index:05d}": _to_array(variable) for index, variable in enumerate(_own_variables(model))}
+
+
+def _by_rank(arrays: Mapping[str, NDArray[Any]], num_ranks: int) -> list[dict[str, NDArray[Any]]]:
+    own: list[dict[str, NDArray[Any]]] = [{} for _ in range(num_ranks)]
+    for name, array in arrays.items():
+        rank, _, place = name.partition("/")
+        own[int(rank)][place] = array
+    return own
+
+
+def _assign(variables: list[Any], arrays: Mapping[str, NDArray[Any]]) -> None:
+    for index, variable in enumerate(variables):
+        array = arrays[f"{index:05d}"]
+        if str(variable.dtype) == "bfloat16":
+            array = array.view(keras.ops.convert_to_numpy(variable).dtype)
+        variable.assign(array)
+
+
+def _to_array(variable: Any) -> NDArray[Any]:
+    array = np.asarray(keras.ops.convert_to_numpy(variable))
+    # NumPy's files do not know bfloat16.
+    return array.view(np.uint16) if str(variable.dtype) == "bfloat16" else array

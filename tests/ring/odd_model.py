@@ -1,0 +1,42 @@
+"""A model for tests: dropout, batch normalization, and on request a loss that is no number on one rank."""
+
+from __future__ import annotations
+
+import os
+
+import keras
+
+
+class NotANumberFrom(keras.layers.Layer):
+    """Multiplies by NaN from one call on, in training."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.first = first
+        self.calls = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False)
+
+    def call(self, inputs, training=False):
+        if not training:
+            return inputs
+        self.calls.assign_add(1)
+        return keras.ops.where(self.calls >= self.first, inputs * float("nan"), inputs)
+
+
+def dropping(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    """What a resumed run could get wrong: random numbers and moving statistics of each rank's own."""
+    layers = [keras.layers.Flatten(), keras.layers.Dense(32), keras.layers.BatchNormalization(), keras.layers.ReLU()]
+    return keras.Sequential(
+        [keras.Input(input_shape), *layers, keras.layers.Dropout(0.3), keras.layers.Dense(num_classes)]
+    )
+
+
+def wider(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    """Another model under another name."""
+    return keras.Sequential([keras.Input(input_shape), keras.layers.Flatten(), keras.layers.Dense(num_classes)])
+
+
+def nan_on_rank_1(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    """Its loss is NaN from step 8 on, on rank 1 alone."""
+    on_rank_1 = os.environ.get("OMPI_COMM_WORLD_RANK") == "1"
+    layers = [keras.layers.Flatten(), NotANumberFrom(8 if on_rank_1 else 10**6), keras.layers.Dense(num_classes)]
+    return keras.Sequential([keras.Input(input_shape), *layers])

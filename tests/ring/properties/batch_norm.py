@@ -1,0 +1,230 @@
+"""Synchronized batch normalization is that of the big batch; averaged moving statistics are one model's."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import keras
+import numpy as np
+import small
+import tensorflow as tf
+
+import ringtrain.hvd as hvd
+from ringtrain.errors import OutOfSync, RingtrainError
+
+TIGHT = 1e-6
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class Quiet(keras.layers.BatchNormalization):
+    """A user's own layer that leaves the computing to Keras."""
+
+
+class Loud(keras.layers.BatchNormalization):
+    """A user's own layer that does not."""
+
+    def call(self, inputs, training=None, mask=None):
+        return inputs
+
+
+class Subclassed(keras.Model):
+    """A model that Keras cannot clone."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.norm = keras.layers.Dense(4), keras.layers.BatchNormalization()
+
+    def call(self, inputs, training=None):
+        return self.norm(self.dense(inputs), training=training)
+
+
+def outputs_and_gradients_equal_big_batch(synchronize=hvd.synchronize_batch_norm):
+    for shape, layer in (
+        ((6,), lambda: _norm()),
+        ((4, 5, 3), lambda: _norm()),
+        ((4, 5, 3), lambda: _norm(axis=1)),
+        ((4, 3), lambda: _norm(center=False, scale=False)),
+    ):
+        x, weights = np.random.default_rng(1).normal(3.0, 2.0, (2, hvd.size() * small.BATCH, *shape))
+        reference = _forward_and_backward(layer(), x, weights)
+        model = keras.Sequential([keras.Input(shape, dtype="float64"), layer()])
+        synchronize(model)
+        ours = _forward_and_backward(model.layers[0], _share(x), _share(weights))
+        for name in ("outputs", "input gradients"):
+            assert np.allclose(ours[name], _share(reference[name]), atol=TIGHT), f"{name} apart"
+        for gradient, whole in zip(ours["variables"], reference["variables"], strict=True):
+            # Each rank's gradient is its part of the sum; the optimizer averages.
+            assert np.allclose(hvd.allreduce(gradient, op=hvd.Sum), whole, atol=TIGHT)
+        for ours_moving, whole in zip(ours["moving"], reference["moving"], strict=True):
+            assert np.allclose(ours_moving, whole, atol=TIGHT), "moving statistics apart"
+
+
+def training_equals_big_batch(synchronize=hvd.synchronize_batch_norm):
+    model, reference = (small.build(layers=(_norm(), keras.layers.Activation("tanh"), _norm())) for _ in range(2))
+    synchronize(model)
+    small.train(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)), small.shares(6))
+    small.train(reference, keras.optimizers.SGD(0.1, momentum=0.9), small.global_batches(6))
+    distance = small.distance(model, reference)
+    assert distance < TIGHT, f"{distance} apart"
+    assert small.spread(model) == 0
+    hvd.check_in_sync(model)
+
+
+def without_synchronization_they_differ():
+    for control in (outputs_and_gradients_equal_big_batch, training_equals_big_batch):
+        message = small.raised(AssertionError, lambda control=control: control(synchronize=lambda model: 0))
+        assert "apart" in message
+
+
+def ranks_may_have_batches_of_different_sizes():
+    x = np.random.default_rng(2).normal(size=(3 * hvd.size(), 5))
+    ends = [3 * hvd.size() if rank == hvd.size() - 1 else 2 * (rank + 1) for rank in range(hvd.size())]
+    own = slice(([0, *ends])[hvd.rank()], ends[hvd.rank()])
+    whole = np.asarray(_norm()(x, training=True))
+    assert np.allclose(hvd.SyncBatchNormalization(dtype="float64")(x[own], training=True), whole[own], atol=TIGHT)
+
+
+def masked_samples_do_not_count():
+    x = np.random.default_rng(2).normal(size=(small.BATCH * hvd.size(), 7, 5))
+    mask = np.random.default_rng(3).random((small.BATCH * hvd.size(), 7)) < 0.7
+    whole = np.asarray(_norm()(x, training=True, mask=tf.constant(mask)))
+    layer = hvd.SyncBatchNormalization(dtype="float64")
+    ours = layer(_share(x), training=True, mask=tf.constant(_share(mask)))
+    assert np.allclose(ours, _share(whole), atol=TIGHT)
+
+
+def a_large_mean_leaves_the_variance_its_digits():
+    x = np.random.default_rng(4).normal(1000.0, 0.1, (hvd.size() * 64, 2)).astype(np.float32)
+    layer = hvd.SyncBatchNormalization(momentum=0.0)
+    layer(x[hvd.rank() * 64 :][:64], training=True)
+    assert np.allclose(layer.moving_variance, x.astype(np.float64).var(axis=0), rtol=1e-3)
+
+
+def mixed_precision_trains_in_step():
+    for precision in ("mixed_bfloat16", "mixed_float16"):
+        keras.utils.set_random_seed(7)
+        layers = [keras.layers.Dense(8, dtype=precision), keras.layers.BatchNormalization(dtype=precision)]
+        model = keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(3, dtype=precision)])
+        assert hvd.synchronize_batch_norm(model) == 1
+        small.train(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), small.shares(4))
+        assert small.spread(model) == 0
+        assert np.ptp(model.layers[1].moving_mean) > 0
+        hvd.check_in_sync(model)
+
+
+def only_training_talks_to_other_ranks():
+    """Rank 0 evaluates by itself, and frozen layers are quiet in training too; else this would wait for ever."""
+    model = small.build(layers=(_norm(),))
+    hvd.synchronize_batch_norm(model)
+    x = small.shares(1)[0][0]
+    if hvd.rank() == 0:
+        model(x)
+        model.predict(x, verbose=0)
+        model.layers[1].trainable = False
+        model(x, training=True)
+
+
+def layers_may_have_other_names_on_other_ranks():
+    for _ in range(hvd.rank() + 1):
+        keras.layers.BatchNormalization()
+    training_equals_big_batch()
+
+
+def saved_it_is_the_plain_layer():
+    for norm in (hvd.SyncBatchNormalization(), keras.layers.BatchNormalization(), Quiet()):
+        model = small.build(layers=(norm,), dtype="float32")
+        hvd.synchronize_batch_norm(model)
+        small.train(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), small.shares(2))
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "model.keras"
+            model.save(path)
+            config = zipfile.ZipFile(path).read("config.json").decode()
+            loaded = keras.models.load_model(path)
+        assert "ringtrain" not in config and "Sync" not in config, config
+        assert type(loaded.layers[1]) is (Quiet if isinstance(norm, Quiet) else keras.layers.BatchNormalization)
+        x = small.shares(1)[0][0]
+        assert np.array_equal(np.asarray(loaded(x)), np.asarray(model(x)))
+
+
+def any_model_can_be_synchronized():
+    inner = keras.Sequential([keras.Input((6,)), keras.layers.Dense(6), keras.layers.BatchNormalization()])
+    inputs = keras.Input((6,))
+    outputs = keras.layers.BatchNormalization()(inner(inner(inputs)))
+    nested = keras.Model(inputs, outputs)
+    subclassed = Subclassed()
+    subclassed.build((None, 6))
+    unbuilt = keras.Sequential([keras.layers.Dense(3), Quiet()])
+    x = small.shares(1)[0][0].astype(np.float32)
+    for model, expected in ((nested, 2), (subclassed, 1), (unbuilt, 1), (small.build(), 0)):
+        before = [np.array(weight) for weight in model.get_weights()]
+        names = [layer.name for layer in model._flatten_layers()]
+        assert hvd.synchronize_batch_norm(model) == hvd.synchronize_batch_norm(model) == expected
+        assert all(np.array_equal(ours, theirs) for ours, theirs in zip(before, model.get_weights(), strict=True))
+        assert [layer.name for layer in model._flatten_layers()] == names
+        model(x, training=True)
+        moving = [v.numpy() for layer in hvd.batch_norm.batch_norm_layers(model) for v in layer.non_trainable_variables]
+        for ours in moving:
+            assert np.ptp(hvd.allgather(ours[None]).numpy(), axis=0).max() == 0
+    assert nested.layers[-1].supports_jit is False
+
+
+def a_call_of_ones_own_is_refused():
+    model = keras.Sequential([keras.Input((3,)), Loud()])
+    assert "Loud has a call of its own" in small.raised(RingtrainError, lambda: hvd.synchronize_batch_norm(model))
+
+
+def averaging_makes_moving_statistics_one_models():
+    model = small.build(layers=(_norm(), keras.layers.BatchNormalization()))
+    small.train(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), small.shares(3))
+    assert small.spread(model) > 1e-3
+    own = hvd.allgather_object([v.numpy() for v in model.non_trainable_variables])
+    trainable = [v.numpy() for v in model.trainable_variables]
+    hvd.average_moving_statistics(model)
+    assert small.spread(model) == 0
+    for variable, values in zip(model.non_trainable_variables, zip(*own, strict=True), strict=True):
+        assert np.allclose(variable.numpy(), np.mean(values, axis=0), rtol=1e-6)
+    assert all(np.array_equal(a, b.numpy()) for a, b in zip(trainable, model.trainable_variables, strict=True))
+    hvd.average_moving_statistics(small.build())
+
+
+def moving_statistics_have_to_agree_where_they_are_synchronized():
+    for synchronize in (True, False):
+        model = small.build(layers=(_norm(),))
+        if synchronize:
+            hvd.synchronize_batch_norm(model)
+        small.train(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), small.shares(2))
+        hvd.check_in_sync(model)
+        if hvd.rank() == 1:
+            model.layers[1].moving_mean.assign_add(np.ones(8))
+        if synchronize:
+            message = small.raised(OutOfSync, lambda model=model: hvd.check_in_sync(model))
+            assert "moving_mean" in message
+        else:
+            hvd.check_in_sync(model)
+
+
+def _share(array):
+    """This rank's rows."""
+    return array[hvd.rank() * small.BATCH :][: small.BATCH]
+
+
+def _norm(**options):
+    return keras.layers.BatchNormalization(dtype="float64", momentum=0.5, **options)
+
+
+def _forward_and_backward(layer, x, weights):
+    inputs = tf.constant(x)
+    with tf.GradientTape() as tape:
+        tape.watch(inputs)
+        outputs = layer(inputs, training=True)
+        # Weighed, and cubed: a plain sum of normalized values has no gradient.
+        loss = tf.reduce_sum(outputs**3 * weights)
+    gradients = tape.gradient(loss, [inputs, *(v.value for v in layer.trainable_variables)])
+    return {
+        "outputs": outputs.numpy(),
+        "input gradients": gradients[0].numpy(),
+        "variables": gradients[1:],
+        "moving": [v.numpy() for v in layer.non_trainable_variables],
+    }

@@ -1,0 +1,210 @@
+"""A run that is stopped, killed or damaged ends as if nothing had happened; under the real horovodrun, two ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from launching import run
+
+HERE = Path(__file__).parent
+EPOCHS = 4
+STEPS_PER_EPOCH = 22
+COMMON = ["--data.name", "digits", "--checkpoint.every-steps", "6", "--checkpoint.keep", "100", "--run.name", "run"]
+TRAIN = [sys.executable, "-m", "ringtrain.train", *COMMON, "--train.epochs", EPOCHS]
+
+
+def train(
+    folder: Path, *options: object, np: int = 2, model: str = "dropping", **launch
+) -> subprocess.CompletedProcess:
+    words = [*TRAIN, "--run.directory", folder, "--model.name", f"odd_model:{model}", *options]
+    return run(np, [str(word) for word in words], 240, env={"PYTHONPATH": str(HERE)}, **launch)
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "run" / "summary.json").read_text())
+
+
+def records(folder: Path) -> list[dict]:
+    """metrics.jsonl without what the clock decides."""
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in ("time_s", "images_per_s")} for line in lines]
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    return sorted((folder / "run" / "checkpoints").glob("step-*"))
+
+
+def cut_off(whole: Path, folder: Path, step: int) -> Path:
+    """The folder of a run that was killed some time after its checkpoint of a step."""
+    shutil.copytree(whole, folder)
+    for path in checkpoints(folder):
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+    (folder / "run" / "summary.json").unlink()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("whole")
+    finished = train(folder)
+    assert finished.returncode == 0, finished.stderr
+    num_steps = EPOCHS * STEPS_PER_EPOCH
+    saved = {*range(6, num_steps + 1, 6), *range(STEPS_PER_EPOCH, num_steps + 1, STEPS_PER_EPOCH)}
+    assert [path.name for path in checkpoints(folder)] == [f"step-{step:08d}" for step in sorted(saved)]
+    return folder
+
+
+@pytest.mark.parametrize("step", [STEPS_PER_EPOCH, STEPS_PER_EPOCH + 8])
+def test_a_killed_run_goes_on_bit_for_bit(whole: Path, tmp_path: Path, step: int) -> None:
+    """At the end of an epoch and in the middle of one: weights, slots, sample order, dropout, batch statistics."""
+    folder = cut_off(whole, tmp_path / "cut", step)
+    finished = train(folder)
+    assert finished.returncode == 0, finished.stderr
+    assert f"after step {int(checkpoints(cut_off(whole, tmp_path / 'again', step))[-1].name[5:])}," in finished.stdout
+    assert summary(folder)["checksum"] == summary(whole)["checksum"]
+    last, expected = (path / "run" / "checkpoints" / f"step-{EPOCHS * STEPS_PER_EPOCH:08d}" for path in (folder, whole))
+    files = {
+        path: json.loads((path / "manifest.json").read_text().partition("\n")[2])["files"] for path in (last, expected)
+    }
+    assert files[last] == files[expected], "the ranks' seeds and moving statistics as well"
+    if step == STEPS_PER_EPOCH:
+        assert records(folder) == records(whole)
+
+
+def test_another_seed_ends_elsewhere(whole: Path, tmp_path: Path) -> None:
+    """The negative control: were nothing compared, this would pass as well."""
+    finished = train(tmp_path, "--seed", 1)
+    assert finished.returncode == 0
+    assert summary(tmp_path)["checksum"] != summary(whole)["checksum"]
+
+
+def test_damaged_checkpoints_are_passed_over_by_name(whole: Path, tmp_path: Path) -> None:
+    folder = cut_off(whole, tmp_path / "cut", 3 * STEPS_PER_EPOCH)
+    *_, good, flipped, truncated, missing = checkpoints(folder)
+    data = bytearray((flipped / "state.npz").read_bytes())
+    data[len(data) // 2] ^= 1
+    (flipped / "state.npz").write_bytes(data)
+    os.truncate(truncated / "ranks.npz", 100)
+    (missing / "manifest.json").unlink()
+    finished = train(folder)
+    assert finished.returncode == 0, finished.stderr
+    for path in (flipped, truncated, missing):
+        assert path.name in finished.stdout
+    assert f"from {good}" in finished.stdout
+    assert summary(folder)["checksum"] == summary(whole)["checksum"]
+
+
+@pytest.mark.parametrize(("number", "rank"), [(signal.SIGTERM, 1), (signal.SIGUSR1, 0)])
+def test_a_signal_to_one_rank_saves_one_step_on_all(whole: Path, tmp_path: Path, number: int, rank: int) -> None:
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    ended = threading.Event()
+
+    def signal_rank() -> None:
+        while not ended.is_set():
+            if metrics.exists() and metrics.read_text().count("\n") >= 1:
+                for process in ranks_of(tmp_path, rank):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process, number)
+                return
+
+    watcher = threading.Thread(target=signal_rank)
+    watcher.start()
+    try:
+        stopped = train(tmp_path)
+    finally:
+        ended.set()
+        watcher.join()
+    assert stopped.returncode == 128 + number, stopped.stdout + stopped.stderr
+    assert f"by {signal.Signals(number).name}" in stopped.stdout
+    step = summary(tmp_path)["global_step"]
+    assert checkpoints(tmp_path)[-1].name == f"step-{step:08d}"
+    assert 0 < step < EPOCHS * STEPS_PER_EPOCH
+    again = train(tmp_path)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert summary(tmp_path)["checksum"] == summary(whole)["checksum"]
+
+
+def test_a_run_goes_on_on_another_number_of_ranks(whole: Path, tmp_path: Path) -> None:
+    folder = cut_off(whole, tmp_path / "cut", 2 * STEPS_PER_EPOCH)
+    other_batch = train(folder, np=1)
+    assert other_batch.returncode == 2
+    assert "global batch of 64, this run one of 32" in other_batch.stderr
+    finished = train(folder, "--train.batch-size", 64, np=1)
+    assert finished.returncode == 0, finished.stderr
+    assert summary(folder)["global_step"] == EPOCHS * STEPS_PER_EPOCH
+    assert abs(summary(folder)["test_accuracy"] - summary(whole)["test_accuracy"]) < 0.05
+
+
+def test_a_finished_run_has_nothing_left_to_do(whole: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(whole, tmp_path / "copy")
+    again = train(folder)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert summary(folder)["checksum"] == summary(whole)["checksum"]
+    assert summary(folder)["test_accuracy"] == summary(whole)["test_accuracy"]
+
+
+def test_a_time_limit_is_a_planned_stop(tmp_path: Path) -> None:
+    finished = train(tmp_path, "--train.max-time-s", "0.001")
+    assert finished.returncode == 0, finished.stderr
+    assert summary(tmp_path)["stopped_by"] == "train.max_time_s"
+    assert summary(tmp_path)["global_step"] < EPOCHS * STEPS_PER_EPOCH
+
+
+def test_nan_on_one_rank_ends_all_and_names_it(tmp_path: Path) -> None:
+    finished = train(tmp_path, model="nan_on_rank_1")
+    assert finished.returncode == 2
+    assert "on rank 1 " in finished.stderr
+    assert "from step 8 on (epoch 1, batch 8)" in finished.stderr
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000006"], "the one from before the NaN"
+
+
+def test_what_cannot_go_on_is_refused_in_one_line(whole: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(whole, tmp_path / "copy")
+    before = sorted(path.relative_to(folder) for path in folder.rglob("*"))
+    cases = [
+        (["--run.resume", "must", "--run.name", "none"], "no checkpoint here"),
+        (["--optimizer.learning-rate", "0.5"], "was made with optimizer.learning_rate = 0.001"),
+        (["--run.resume", tmp_path / "nowhere"], "no checkpoint here"),
+        (["--run.resume", "never"], "exists already"),
+    ]
+    for options, message in cases:
+        refused = train(folder, "--train.batch-size", 64, *options, np=0)
+        assert refused.returncode == 2, message
+        assert message in refused.stderr
+        assert len([line for line in refused.stderr.splitlines() if line.startswith("ringtrain:")]) == 1
+    other = train(folder, "--run.init-from", folder / "run", "--run.name", "other", np=0, model="wider")
+    assert other.returncode == 2
+    assert "of another model" in other.stderr
+    assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before, "something was written"
+
+
+def test_weights_alone_are_taken_over(whole: Path, tmp_path: Path) -> None:
+    for source in (whole / "run", whole / "run" / "model.keras"):
+        name = f"from-{source.name}"
+        begun = train(tmp_path, "--run.init-from", source, "--run.name", name, "--train.epochs", 1)
+        assert begun.returncode == 0, begun.stderr
+        first = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
+        assert first["test_accuracy"] > records(whole)[0]["test_accuracy"]
+        assert first["global_step"] == STEPS_PER_EPOCH
+
+
+def ranks_of(folder: Path, rank: int) -> list[int]:
+    """Processes of one rank of the job that writes into a folder."""
+    found = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            is_rank = f"OMPI_COMM_WORLD_RANK={rank}\0".encode() in environment.read_bytes()
+            if is_rank and str(folder).encode() in (environment.parent / "cmdline").read_bytes():
+                found.append(int(environment.parent.name))
+    return found
