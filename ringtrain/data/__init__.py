@@ -9,6 +9,7 @@ from ringtrain.data.pipeline import evaluation_batches, training_batches
 from ringtrain.data.samples import DataSet, Samples, Split, checked
 from ringtrain.data.shard import evaluation_shard, training_shard
 from ringtrain.data.sources import DATASETS
+from ringtrain.errors import DataError
 from ringtrain.lookup import find
 
 __all__ = [
@@ -38,11 +39,15 @@ def source(config: DataConfig) -> Callable[[], DataSet]:
         ConfigError: there is no such source.
     """
     found = find("data.name", config.name, DATASETS)
-    if config.name in DATASETS:
-        return lambda: found(config)
+
+    def ours() -> DataSet:
+        try:
+            return found(config)
+        except OSError as error:  # what a source has not met itself, such as a folder that may not be entered
+            raise DataError(f"{error.filename or config.name}: cannot be read: {error.strerror or error}") from error
 
     def own() -> DataSet:
         train, test = found()
         return checked(config.name, train, test, config.num_classes)
 
-    return own
+    return ours if config.name in DATASETS else own

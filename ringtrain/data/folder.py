@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ringtrain.config import DataConfig
 from ringtrain.data import shard
@@ -33,8 +36,8 @@ def image_folder(config: DataConfig) -> DataSet:
     size = config.image_size or DEFAULT_SIZE
 
     def split(folder: Path, augment: bool) -> Images:
-        files = [(path, label) for label, name in enumerate(classes) for path in pictures(folder / name)]
-        return _split(files, len(classes), size, augment, Unreadable(config.on_error == "skip"))
+        files = [[os.fsencode(path) for path in pictures(folder / name)] for name in classes]
+        return _split(files, size, augment, Unreadable(config.on_error == "skip"))
 
     test = split(evaluation_folder(root, classes), augment=False)
     return DataSet(split(root / "train", config.augment), test, len(classes), (size, size, 3))
@@ -87,23 +90,24 @@ def _entries(folder: Path) -> list[Path]:
         raise DataError(f"{folder}: cannot be read: {error.strerror}") from error
 
 
-def _split(files: list[tuple[Path, int]], num_classes: int, size: int, augment: bool, unreadable: Unreadable) -> Images:
+def _split(files: list[list[bytes]], size: int, augment: bool, unreadable: Unreadable) -> Images:
+    """Of the paths of each class."""
     import tensorflow as tf
 
     with tf.device("CPU"):
-        paths = tf.constant([str(path) for path, _ in files])
-        labels = tf.constant([label for _, label in files], tf.int64)
+        paths = tf.constant([path for of_class in files for path in of_class])
+        labels = tf.constant(np.repeat(np.arange(len(files)), [len(of_class) for of_class in files]))
 
     def read(number: tf.Tensor) -> tf.data.Dataset:
         file = tf.data.Dataset.from_tensors(number)
         return file.map(lambda number: (tf.io.read_file(tf.gather(paths, number)), tf.gather(labels, number)))
 
     return Images(
-        num_images=len(files),
+        num_images=len(paths),
         read=read,
-        name_of=lambda number: str(files[number][0]),
-        order=functools.partial(shard.epoch_order, len(files)),
-        num_classes=num_classes,
+        name_of=lambda number: os.fsdecode(paths[number].numpy()),
+        order=functools.partial(shard.epoch_order, len(paths)),
+        num_classes=len(files),
         size=size,
         augment=augment,
         unreadable=unreadable,

@@ -43,17 +43,18 @@ def builder(config: ModelConfig) -> Build:
     found = _found(config.name)
 
     def build(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+        import keras
+
         try:
             model = found(input_shape, num_classes)
-            output_shape = tuple(model.compute_output_shape((None, *input_shape)))
+            # The call builds what is not built yet, as a keras.Model subclass.
+            output_shape = tuple(model(keras.KerasTensor((None, *input_shape))).shape)
         except ValueError as error:
             if ":" in config.name:
                 raise
             reason = str(error).strip().partition("\n")[0]
             message = f"model.name: {config.name} cannot take inputs of shape {input_shape}: {reason}"
             raise ConfigError(message) from error
-        if not model.built:
-            model(np.zeros((1, *input_shape), np.float32))
         if output_shape != (None, num_classes):
             raise ConfigError(
                 f"model.name: {config.name} gives outputs of shape {output_shape}, expected one logit for each of"

@@ -26,7 +26,7 @@ def train(
     folder: Path, *options: object, np: int = 2, model: str = "dropping", **launch
 ) -> subprocess.CompletedProcess:
     words = [*TRAIN, "--run.directory", folder, "--model.name", f"odd_model:{model}", *options]
-    return run(np, [str(word) for word in words], 240, env={"PYTHONPATH": str(HERE)}, **launch)
+    return run(np, [str(word) for word in words], 600, env={"PYTHONPATH": str(HERE)}, **launch)
 
 
 def summary(folder: Path) -> dict:

@@ -81,7 +81,7 @@ BAD_FILES = {
     "[train]\njit = true\n[model]\nsync_batch_norm = true": "train.jit and model.sync_batch_norm are both set: ",
     "[hvd]\nfusion_mb = -2": "hvd.fusion_mb: got -2.0, expected 0 or more, or -1",
     "[hvd]\ncycle_time_ms = inf": "hvd.cycle_time_ms: got inf, expected 0 or more, or -1",
-    "[hvd]\ndeterministic = true\nfusion_mb = 3": "hvd.deterministic and hvd.fusion_mb are both set: deterministic runs",
+    "[hvd]\ndeterministic = true\nfusion_mb = 3": "hvd.deterministic and hvd.fusion_mb are both set: ",
     "[schedule]\nfactor = 0": "schedule.factor: got 0.0, expected a number above 0",
     "[schedule]\nend_factor = -0.1": "schedule.end_factor: got -0.1, expected 0 to 1",
     "[schedule]\npower = nan": "schedule.power: got nan, expected a number above 0",

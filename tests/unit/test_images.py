@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
 import shutil
 import struct
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -346,6 +348,59 @@ def test_what_is_missing_is_said(photographs, case):
 def test_a_source_that_needs_a_place_asks_for_it(name):
     with pytest.raises(DataError, match=rf"{name}: give its .* with --data.dir"):
         data.source(DataConfig(name=name))()
+
+
+@pytest.fixture
+def open_to_all(photographs):
+    """The photographs where another user can look at them; that user, if this process may become anyone."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        root = Path(shutil.copytree(photographs, Path(name) / "data"))
+        root.chmod(0o755)
+        yield root
+
+
+@contextlib.contextmanager
+def somebody():
+    """A user who may not do everything."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("image-folder", "."),
+        ("image-folder", "train"),
+        ("image-folder", "val"),
+        ("image-folder", "train/flower"),
+        ("imagenet-tfrecords", "."),
+        ("imagenet-tfrecords", "train-00001-of-00002"),
+        ("imagenet-tfrecords", "labels.txt"),
+        ("cifar10", "."),
+        ("npz", "."),
+    ],
+)
+def test_what_may_not_be_read_is_named(open_to_all, name, path):
+    (open_to_all / name).mkdir(exist_ok=True)
+    (open_to_all / name / path).chmod(0)
+    with somebody(), pytest.raises(DataError) as error:
+        load(open_to_all, name)
+    (open_to_all / name / path).chmod(0o755)
+    assert str(error.value).startswith(str(open_to_all / name / path)) and "Permission denied" in str(error.value)
+
+
+def test_a_picture_that_may_not_be_read_is_named(open_to_all):
+    path = open_to_all / "image-folder" / "train" / "temple" / "0003.jpg"
+    path.chmod(0)
+    with somebody(), pytest.raises(DataError) as error:
+        train_all(load(open_to_all, "image-folder"))
+    assert str(error.value).startswith(f"{path}: ") and "Permission denied" in str(error.value)
 
 
 # The tool that makes records.

@@ -206,3 +206,28 @@ def test_ranks_start_with_the_same_weights_but_drop_other_units():
     assert all(np.array_equal(a, b) for a, b in zip(*first, strict=True))
     assert np.array_equal(dropped_by(1), dropped_by(1))
     assert not np.array_equal(dropped_by(0), dropped_by(1))
+
+
+class Subclassed(keras.Model):
+    """A user's model that is no Sequential and not functional."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.flatten, self.dense = keras.layers.Flatten(), keras.layers.Dense(num_classes)
+
+    def call(self, inputs):
+        return self.dense(self.flatten(inputs))
+
+
+def subclassed(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    return Subclassed(num_classes)
+
+
+def test_a_subclassed_model_is_built():
+    model = build(f"{__name__}:subclassed")
+    assert model.built and [weight.shape for weight in model.weights] == [(784, 10), (10,)]
+
+
+def test_data_of_another_kind_is_refused_in_one_line():
+    with pytest.raises(ConfigError, match=r"^model.name: cnn cannot take inputs of shape \(7,\): [^\n]+$"):
+        build("cnn", (7,), 2)
