@@ -298,8 +298,9 @@ run() {
     if (($(env -u OMP_NUM_THREADS nproc) <= 3)); then
         export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-1}
     fi
-    # After Ctrl-C or SIGTERM ranks finish a step and save: mpirun would kill them after one second.
-    export OMPI_MCA_odls_base_sigkill_timeout=${OMPI_MCA_odls_base_sigkill_timeout:-30}
+    # After Ctrl-C or SIGTERM mpirun waits this many seconds (1 if nothing is said) before it tells its ranks, and as many
+    # again before it kills them: in the second time they finish a step and save.
+    export OMPI_MCA_odls_base_sigkill_timeout=${OMPI_MCA_odls_base_sigkill_timeout:-5}
     # horovodrun looks for Horovod in processes of its own, which import TensorFlow: its greetings cannot be switched off.
     if [[ $1 == horovodrun ]]; then
         exec 2> >(without_greetings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from ringtrain.data import make_tfrecords
 
 TRAIN = [sys.executable, "-m", "ringtrain.train"]
 TIMEOUT_S = 600
+PAGE = (launching.ROOT / "docs" / "data.md").read_text()
 SMALL = [
     "--data.image-size",
     "16",
@@ -69,11 +71,13 @@ def test_two_ranks_train_every_sample_as_often_and_evaluate_each_once(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    """The same crops of photographs as files of each source; the options that name them."""
+def place(tmp_path_factory):
+    """A folder in which the commands of docs/data.md can be run, made with the one that makes TFRecords."""
     root = tmp_path_factory.mktemp("sources")
-    pictures.write_folder(root / "folder", 35, 7)
-    make_tfrecords.make(root / "folder", root / "records", 3, seed=0)
+    pictures.write_folder(root / "pictures", 35, 7)
+    (tool,) = (shlex.split(line) for line in PAGE.splitlines() if line.startswith("python -m ringtrain.data.make"))
+    made = launching.run(0, [sys.executable, *tool[1:]], timeout_s=TIMEOUT_S, cwd=root)
+    assert made.returncode == 0 and made.stdout == "train: 35 pictures\nvalidation: 7 pictures\n", made.stderr
     draw = np.random.default_rng(0)
     arrays = {"x_train": draw.random((35, 4)), "y_train": np.arange(35) % 2}
     np.savez(root / "arrays.npz", **arrays, x_test=arrays["x_train"][:7], y_test=arrays["y_train"][:7])
@@ -82,12 +86,14 @@ def sources(tmp_path_factory):
         pixels = draw.integers(0, 256, (num, 3072), np.uint8)
         labels = (np.arange(num) % 10).astype(np.uint8)[:, np.newaxis]
         (root / "cifar" / name).write_bytes(np.concatenate([labels, pixels], axis=1).tobytes())
-    return {
-        "image-folder": ["--data.name", "image-folder", "--data.dir", root / "folder"],
-        "imagenet-tfrecords": ["--data.name", "imagenet-tfrecords", "--data.dir", root / "records"],
-        "npz": ["--data.name", "npz", "--data.file", root / "arrays.npz"],
-        "cifar10": ["--data.name", "cifar10", "--data.dir", root / "cifar"],
-    }
+    return root
+
+
+def command_for(name: str) -> list[str]:
+    """What docs/data.md says after the launcher's name and ranks, with options that make it short."""
+    (line,) = (line for line in PAGE.splitlines() if line.startswith("horovodrun ") and f"--data.name {name} " in line)
+    assert line.startswith("horovodrun -np 2 -H localhost:2 python ")
+    return [sys.executable, *shlex.split(line)[6:], *SMALL, "--optimizer.learning-rate-scaling", "none"]
 
 
 def metrics(folder: Path) -> list[dict]:
@@ -95,17 +101,17 @@ def metrics(folder: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize("name", ["image-folder", "imagenet-tfrecords", "npz", "cifar10"])
-def test_two_ranks_learn_from_each_source(sources, name, tmp_path):
+def test_two_ranks_learn_from_each_source(place, name, tmp_path):
     """What one rank with the big batch learns; with random crops and flips, where a source has them."""
-    common = [*TRAIN, *SMALL, *sources[name], "--optimizer.learning-rate-scaling", "none", "--run.directory", tmp_path]
-    ended = launching.run(2, [*common, "--run.name", "two"], timeout_s=TIMEOUT_S)
+    common = [*command_for(name), "--run.directory", tmp_path]
+    ended = launching.run(2, [*common, "--run.name", "two"], timeout_s=TIMEOUT_S, cwd=place)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "<stderr>" not in ended.stderr
     summary = json.loads((tmp_path / "two" / "summary.json").read_text())
     assert summary["global_step"] == 2 * (35 // 8) and summary["skipped_samples"] == 0 and summary["in_sync"] is True
     if name in ("npz", "cifar10"):
         return  # as every source in memory
-    alone = launching.run(0, [*common, "--run.name", "one", "--train.batch-size", "8"], timeout_s=TIMEOUT_S)
+    alone = launching.run(0, [*common, "--run.name", "one", "--train.batch-size", "8"], timeout_s=TIMEOUT_S, cwd=place)
     assert alone.returncode == 0 and alone.stderr == "", alone.stderr
     one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
     assert len(one) == len(two) == 2
