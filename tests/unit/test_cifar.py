@@ -88,17 +88,23 @@ def test_pickles_of_any_age(tmp_path, protocol):
 
 
 class Command:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
     def __reduce__(self):
-        return os.mkdir, ("/tmp/ringtrain-was-here",)
+        return os.mkdir, (str(self.folder),)
 
 
-@pytest.mark.parametrize("danger", [Command(), {b"data": Command()}, np.array([Command()], dtype=object), eval])
-def test_a_pickle_that_calls_something_is_not_loaded(tmp_path, danger):
+@pytest.mark.parametrize("how", ["alone", "in the batch", "in an array", "by name"])
+def test_a_pickle_that_calls_something_is_not_loaded(tmp_path, how):
     write(tmp_path, "py", "files")
+    command = Command(tmp_path / "was here")
+    in_array = np.array([command], dtype=object)
+    danger = {"alone": command, "in the batch": {b"data": command}, "in an array": in_array, "by name": eval}[how]
     (tmp_path / "data_batch_2").write_bytes(pickle.dumps(danger, 2))
     with pytest.raises(DataError, match=rf"{tmp_path}/data_batch_2: the pickle asks for .*: not loaded"):
         load(tmp_path)
-    assert not Path("/tmp/ringtrain-was-here").exists()
+    assert not (tmp_path / "was here").exists()
 
 
 def replaced(**changes) -> bytes:

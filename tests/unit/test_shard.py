@@ -105,6 +105,13 @@ def test_order_of_files_differs_between_epochs_and_seeds_and_is_repeatable(num_s
     assert not np.array_equal(order, file_order(per_file, 4, seed ^ 1, epoch))
 
 
+def test_files_are_shuffled_and_the_samples_within_a_rank_too():
+    orders = [file_order([10] * 6, 6, 0, epoch) for epoch in range(8)]  # as many places as files: each has one
+    assert all(np.array_equal(order // 10, np.tile(order[0] // 10, (10, 1))) for order in orders)
+    assert len({tuple(order[0] // 10) for order in orders}) == 8
+    assert not any(np.array_equal(np.sort(order[:, place]), order[:, place]) for order in orders for place in range(6))
+
+
 @settings(deadline=None)
 @given(st.integers(0, 500), st.integers(1, 7))
 def test_evaluation_covers_every_sample_once(num_samples, size):
