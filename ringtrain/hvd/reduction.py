@@ -109,7 +109,7 @@ class Reduction:
             elif self._alone():
                 continue
             elif isinstance(gradient, tf.IndexedSlices) and not self.sparse_as_dense:
-                reduced[index] = self._reduce_sparse(gradient)
+                reduced[index] = self._reduce_sparse(gradient, f"HorovodAllgather_{prefix}_{index}")
             else:
                 dense.append(index)
         for number, members in enumerate(self._split(dense, gradients, variables)):
@@ -121,17 +121,18 @@ class Reduction:
             reduced = [_scaled(gradient, self.accumulated_scale) for gradient in reduced]
         return reduced
 
-    def _reduce_sparse(self, gradient: tf.IndexedSlices) -> tf.IndexedSlices:
-        # Horovod gathers values and indices and, for Average, divides by the ranks: the factor of gradient_predivide
-        # would cancel out. It names the gathers itself, after the tensors.
-        values = _widened(gradient.values)
-        gathered = horovod.allreduce(
-            tf.IndexedSlices(values, gradient.indices, gradient.dense_shape),
-            device_sparse=self.device_sparse,
-            op=self.op,
-            process_set=self.process_set,
-        )
-        return tf.IndexedSlices(tf.cast(gathered.values, gradient.dtype), gathered.indices, gradient.dense_shape)
+    def _reduce_sparse(self, gradient: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
+        # As Horovod's allreduce does it, which names the gathers after their tensors: those names differ between ranks.
+        # The factors of gradient_predivide would cancel out.
+        if self.op == Adasum:
+            raise NotImplementedError("Adasum knows no sparse gradients: set sparse_as_dense=True")
+        options = {"ignore_name_scope": True, "process_set": self.process_set}
+        with tf.device(self.device_sparse):
+            values = horovod.allgather(_widened(gradient.values), name=f"{name}_values", **options)
+            indices = horovod.allgather(gradient.indices, name=f"{name}_indices", **options)
+            if self.op == Average:
+                values = values / tf.cast(self._num_ranks(), values.dtype)
+        return tf.IndexedSlices(tf.cast(values, gradient.dtype), indices, gradient.dense_shape)
 
     def _reduce_dense(self, gradients: list[tf.Tensor], name: str) -> list[tf.Tensor]:
         options = {

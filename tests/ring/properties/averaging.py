@@ -270,10 +270,17 @@ def ranks_may_name_their_layers_differently():
     """Horovod matches tensors by name: a rank that has built a model more must not wait for ever."""
     for _ in range(hvd.rank() + 1):
         keras.layers.Dense(1)
+        keras.Sequential([keras.layers.Embedding(2, 2)])
         keras.optimizers.SGD()
     model = small.train(small.build(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), small.shares(2))
     hvd.broadcast_model(model)
     assert hvd.check_in_sync(model)
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Embedding(20, 4), keras.layers.Flatten(), keras.layers.Dense(3)]
+    sparse = keras.Sequential([keras.Input((6,), dtype="int32"), *layers])
+    batches = [(np.full((small.BATCH, 6), hvd.rank()), y) for _, y in small.shares(2)]
+    small.train(sparse, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), batches)
+    assert hvd.check_in_sync(sparse)
 
 
 def two_optimizers_in_one_step_keep_apart():
