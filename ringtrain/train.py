@@ -69,7 +69,8 @@ def train(config: Config) -> int:
     # Names first: a misspelt one is told at once. TensorFlow is loaded with hvd, and talks.
     stderr.watch()
     read_data, build_model = data.source(config.data), models.builder(config.model)
-    from ringtrain import health, hvd, resume, tracking
+    import ringtrain.hvd as hvd  # the first: it says what is not installed
+    from ringtrain import health, resume, tracking
 
     hvd.configure(config.hvd)
     hvd.init()
