@@ -92,7 +92,8 @@ def train(config: Config) -> int:
     model = compiled_model(build_model, data_set, config, numbers)
     start = resume.restore(model, *resume.source_of(config), config, numbers)
     if config.run.init_from and not start.source:
-        resume.load_weights(model, Path(config.run.init_from))
+        hvd.run_together(lambda: resume.load_weights(model, Path(config.run.init_from)) if rank == 0 else None)
+        hvd.broadcast_model(model, root_rank=0)
     hvd.check_in_sync(model)
     gradients = hvd.check_averaging(model.optimizer)
 
