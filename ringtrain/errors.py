@@ -7,6 +7,9 @@ RingtrainError              said as one line on the terminal, exit code 2; all e
 ├── RunDirectoryError       the run's folder cannot be made or written
 ├── CheckpointError         a checkpoint that is damaged, of another model, or of a newer ringtrain
 ├── NonFiniteLoss           a rank's loss became NaN or infinite
+├── LaunchError             a hostfile or a job that cannot be launched, a launcher that is missing or unknown
+│   ├── HostsError          hosts that cannot be read or do not fit the job; names the file and the line
+│   └── PlacementError      ranks are not where the plan has them
 ├── MissingDependency       a package or program that is not installed
 └── OutOfSync               the ranks' weights or optimizers differ, or gradients are not averaged
 """
@@ -38,6 +41,18 @@ class CheckpointError(RingtrainError):
 
 class NonFiniteLoss(RingtrainError):
     """Training went wrong: the loss is no number any more."""
+
+
+class LaunchError(RingtrainError):
+    """The job cannot be launched, or not as planned."""
+
+
+class HostsError(LaunchError):
+    """Hosts cannot be read, or have no room for the job."""
+
+
+class PlacementError(LaunchError):
+    """Ranks do not run where the plan has them."""
 
 
 class MissingDependency(RingtrainError, ImportError):
