@@ -20,13 +20,18 @@ def lacking() -> str:
 
 
 @pytest.fixture
-def make_lab(lacking: str, request: pytest.FixtureRequest) -> Iterator[Callable[..., lab.Lab]]:
-    """Makes labs that end with the test; takes what lab.Lab takes."""
+def lab_possible(lacking: str, request: pytest.FixtureRequest) -> None:
+    """For tests that make their labs themselves: they skip, or fail, where there can be none."""
     if lacking and os.environ.get(REQUIRED):
         pytest.fail(f"{REQUIRED} is set, and this machine cannot have a lab of hosts: it lacks {lacking}")
     if lacking:
         skipped.append(request.node.nodeid)
         pytest.skip(f"a lab of hosts needs {lacking}")
+
+
+@pytest.fixture
+def make_lab(lab_possible: None) -> Iterator[Callable[..., lab.Lab]]:
+    """Makes labs that end with the test; takes what lab.Lab takes."""
     with ExitStack() as stack:
         yield lambda *args, **options: stack.enter_context(lab.Lab(*args, **options))
 

@@ -182,11 +182,13 @@ class Lab:
         whomever: a process cannot leave the namespace that it is recognized by.
         """
         own = {1, self._sshd_inside(host)}
-        return {
-            process: Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ").strip()
-            for process, inside in self._inside(host).items()
-            if inside not in own
-        }
+        found = {}
+        for process, inside in self._inside(host).items():
+            with contextlib.suppress(OSError):  # it ended while we looked
+                line = Path(f"/proc/{process}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
+                if line and inside not in own:  # one that is ending has no command line any more
+                    found[process] = line
+        return found
 
     def kill_processes(self, *hosts: str) -> None:
         """Kills what lives on some hosts, but not the hosts: their sshd goes on listening."""
