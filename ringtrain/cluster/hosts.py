@@ -1,15 +1,290 @@
-"""Hosts and their slots, from hostfiles of every format and from the command line."""
+"""Hosts and their slots, from hostfiles of every format and from the command line.
+
+One line of a hostfile names one host, in whichever format; lines of different formats may stand in one file:
+
+    host1 slots=4 max_slots=8     Open MPI, DeepSpeed
+    host2:4                       MPICH, Intel MPI, horovodrun
+    host3                         one slot each time that it is named, as PBS and LSF write it
+    [fe80::1]:4                   IPv6, with brackets wherever a number follows a colon
+
+A # begins a comment. The number of a host's slots is said once: the same host with a number again is an error. Its name
+alone, again, is one slot more, wherever in the file it stands. Open MPI 4.1 goes by the same two rules.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ringtrain.cluster.hostline import (
+    EXPECTED_HOST,
+    EXPECTED_NAME,
+    MAX_SLOTS,
+    Mention,
+    divide,
+    is_name,
+    parse_line,
+    shown,
+)
+from ringtrain.errors import HostsError
+
+MAX_BYTES = 16 * 2**20
+"""of a hostfile"""
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine that ranks run on."""
+    """A machine that ranks run on.
+
+    No name that a shell, ssh or a launcher could take for anything but a name gets past its constructor.
+    """
 
     name: str
     """as ssh knows it; may be an IPv6 address, without brackets"""
     slots: int = 1
     """ranks that it takes"""
+    max_slots: int = 0
+    """ranks that it takes where more ranks than slots are allowed; 0: no limit"""
+    indices: tuple[int, ...] = ()
+    """which of the machine's slots, that is, of its GPUs, these are, where a filter left out some before them; empty:
+    the first"""
+
+    def __post_init__(self) -> None:
+        """Refuses what is no name."""
+        if not is_name(self.name):
+            raise HostsError(f"got {shown(self.name)}, expected {EXPECTED_NAME}")
+
+    def __str__(self) -> str:
+        return f"[{self.name}]:{self.slots}" if ":" in self.name else f"{self.name}:{self.slots}"
+
+
+def read_hostfile(path: Path) -> tuple[Host, ...]:
+    """Reads a hostfile of any format.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        The hosts in the order of their first mention, each once.
+
+    Raises:
+        HostsError: it cannot be read, or a line is wrong; names the file and the line.
+    """
+    return parse_hostfile(read_text(path), _title(path))
+
+
+def parse_hostfile(text: str, source: str) -> tuple[Host, ...]:
+    """Reads the text of a hostfile.
+
+    Args:
+        text: lines as in this module's docstring.
+        source: the file's name, for messages.
+
+    Returns:
+        The hosts in the order of their first mention, each once.
+
+    Raises:
+        HostsError: a line is wrong, or there is none.
+    """
+    lines = ((number, line.partition("#")[0].strip()) for number, line in enumerate(text.split("\n"), start=1))
+    return collect((parse_line(line, f"{source}:{number}") for number, line in lines if line), source)
+
+
+def parse_hosts(text: str, source: str = "-H") -> tuple[Host, ...]:
+    """Reads hosts from the command line.
+
+    Args:
+        text: e.g. "host1:4,host2:4", "[fe80::1]:4" or "host1,host1" (two slots).
+        source: the option's name, for messages.
+
+    Returns:
+        The hosts in the order of their first mention, each once.
+
+    Raises:
+        HostsError: names the item that is wrong.
+    """
+    items = enumerate(text.split(","), start=1)
+    return collect((parse_line(item.strip(), f"{source}, item {number}") for number, item in items), source)
+
+
+def take(hosts: Sequence[Host], num_ranks: int, oversubscribe: bool = False) -> tuple[Host, ...]:
+    """Gives ranks their hosts: each host's slots are filled before the next host's.
+
+    Args:
+        hosts: that there are.
+        num_ranks: of the job.
+        oversubscribe: more ranks than slots are allowed. What exceeds the slots is dealt out evenly over all hosts, the
+            first hosts getting one more, as Open MPI does; max_slots stays the limit.
+
+    Returns:
+        The hosts that get ranks, with as many slots as they get ranks.
+
+    Raises:
+        HostsError: no rank, or too few slots.
+    """
+    if num_ranks < 1:
+        raise HostsError(f"got -np {num_ranks}, expected 1 rank or more")
+    num_slots = sum(host.slots for host in hosts)
+    if num_ranks > num_slots and not oversubscribe:
+        raise HostsError(
+            f"got -np {num_ranks}, but {_count(len(hosts), 'host')} with {_count(num_slots, 'slot')} in all"
+            f" ({_listed(hosts)}): ask for fewer ranks, name more hosts, or allow more ranks than slots with"
+            f" --oversubscribe"
+        )
+    limits = [host.max_slots or max(MAX_SLOTS, host.slots) for host in hosts]
+    if num_ranks > sum(limits):
+        raise HostsError(
+            f"got -np {num_ranks}, but {_count(len(hosts), 'host')} that take {_count(sum(limits), 'rank')} at most"
+            f" ({_listed(hosts)}): ask for fewer ranks, or raise max_slots (up to {MAX_SLOTS} for each host)"
+        )
+    used, left = [], num_ranks
+    for host in hosts:
+        used.append(min(host.slots, left))
+        left -= used[-1]
+    while left:
+        not_full = [place for place, limit in enumerate(limits) if used[place] < limit]
+        share, one_more = divmod(left, len(not_full))
+        for order, place in enumerate(not_full):
+            extra = min(share + (order < one_more), limits[place] - used[place])
+            used[place] += extra
+            left -= extra
+    return tuple(Host(host.name, n, 0, host.indices[:n]) for host, n in zip(hosts, used, strict=True) if n)
+
+
+def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> tuple[Host, ...]:
+    """Keeps some hosts, or some slots of them.
+
+    Args:
+        hosts: that there are.
+        include: what to keep: items divided by commas, each a host or a host with a slot's number or numbers from 0 on:
+            "host1,host2:0-1,host2:3" is all of host1 and the first, second and fourth slot of host2. Empty: everything.
+        exclude: what to leave out of it, written alike.
+
+    Returns:
+        What is left, in the order of hosts, each with the indices of its slots unless they are the first ones.
+
+    Raises:
+        HostsError: a host or slot that is not there, or nothing is left.
+    """
+    wanted = _named(hosts, include, "--include") if include else None
+    unwanted = _named(hosts, exclude, "--exclude") if exclude else {}
+    kept = []
+    for host in hosts:
+        slots = _indices(host)
+        if wanted is not None:
+            slots = [slot for slot in slots if slot in wanted.get(_key(host.name), ())]
+        if gone := unwanted.get(_key(host.name)):
+            slots = [slot for slot in slots if slot not in gone]
+        if slots:
+            is_start = list(slots) == list(range(len(slots)))
+            kept.append(replace(host, slots=len(slots), indices=() if is_start else tuple(slots)))
+    if not kept:
+        num_slots = sum(host.slots for host in hosts)
+        raise HostsError(
+            f"got --include {shown(include)} --exclude {shown(exclude)}, which leave none of"
+            f" {_count(num_slots, 'slot')} ({_listed(hosts)}): expected at least one"
+        )
+    return tuple(kept)
+
+
+def collect(mentions: Iterable[Mention], source: str) -> tuple[Host, ...]:
+    """Makes hosts of the places that name them.
+
+    Args:
+        mentions: in their order.
+        source: where they come from, for the message when there are none.
+
+    Returns:
+        The hosts in the order of their first mention, each once.
+
+    Raises:
+        HostsError: no mention, a number for a host that was there before, or too many slots.
+    """
+    found: dict[str, tuple[Mention, int]] = {}
+    for mention in mentions:
+        key = _key(mention.name)
+        first, before = found.get(key, (mention, 0))
+        if before and mention.slots is not None:
+            raise HostsError(
+                f"{mention.where}: got {mention.name} with {_count(mention.slots, 'slot')}, expected each host's slots"
+                f" once: it has {before} since {first.where}"
+            )
+        slots, limit = before + (mention.slots or 1), first.max_slots or MAX_SLOTS
+        if slots > limit:
+            raise HostsError(
+                f"{mention.where}: got {_count(slots, 'slot')} for {mention.name}, expected {limit} at most"
+            )
+        found[key] = first, slots
+    if not found:
+        raise HostsError(f"{source}: got no host, expected {EXPECTED_HOST} at least once")
+    return tuple(Host(first.name, slots, first.max_slots) for first, slots in found.values())
+
+
+def read_text(path: Path) -> str:
+    """Reads a small text file.
+
+    Raises:
+        HostsError: it is not there, cannot be read, is too large, or is no text.
+    """
+    try:
+        with open(path, "rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise HostsError(f"{_title(path)}: cannot be read: {reason}: expected a hostfile") from error
+    if len(content) > MAX_BYTES:
+        raise HostsError(f"{_title(path)}: got more than {MAX_BYTES:,} bytes, expected a hostfile")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise HostsError(f"{_title(path)}: got a binary file, expected a hostfile: text with a host per line")
+    return text
+
+
+def _named(hosts: Sequence[Host], text: str, option: str) -> dict[str, set[int]]:
+    """The slots that a filter names, by host."""
+    known = {_key(host.name): host for host in hosts}
+    named: dict[str, set[int]] = {}
+    for number, item in enumerate(text.split(","), start=1):
+        where = f"{option}, item {number}"
+        name, slots = divide(item.strip(), where)
+        host = known.get(_key(name))
+        if not host:
+            raise HostsError(f"{where}: got {name}, expected one of {_count(len(hosts), 'host')}: {_listed(hosts)}")
+        there = _indices(host)
+        if slots is None:
+            named[_key(name)] = set(there)
+            continue
+        match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", slots)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if first > last or first not in there or last not in there:
+            raise HostsError(
+                f"{where}: got slot {shown(slots)} of {name}, expected {there[0]} to {there[-1]}, or two that rise"
+            )
+        named.setdefault(_key(name), set()).update(slot for slot in there if first <= slot <= last)
+    return named
+
+
+def _indices(host: Host) -> Sequence[int]:
+    return host.indices or range(host.slots)
+
+
+def _key(name: str) -> str:
+    """What tells hosts apart: neither ssh nor the DNS knows upper case from lower."""
+    return name.lower()
+
+
+def _title(path: Path) -> str:
+    return str(path) if str(path).isprintable() else repr(str(path))
+
+
+def _listed(hosts: Sequence[Host]) -> str:
+    return ", ".join(map(str, hosts[:4])) + (", ..." if len(hosts) > 4 else "")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
