@@ -37,7 +37,7 @@ MAY_IMPORT = {
 }
 ONLY_IN = {
     "horovod": {"hvd"},
-    "subprocess": {"cluster/run.py", "cluster/doctor.py"},
+    "subprocess": {"cluster/run.py", "cluster/doctor.py", "cluster/probe.py"},
     "mpi4py": {"cluster/doctor.py"},
 }
 NO_TENSORFLOW_AT_IMPORT = {"", "errors", "config", "settings", "lookup", "stderr", "display", "devices", "data"}
