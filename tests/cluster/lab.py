@@ -205,6 +205,10 @@ class Lab:
 
     # What can happen to a host.
 
+    def export(self, **settings: str) -> None:
+        """Sets what every command over ssh finds in its environment, as a person does: in ~/.bashrc. $ is expanded."""
+        (self.home / ".bashrc").write_text("".join(f'export {name}="{value}"\n' for name, value in settings.items()))
+
     def limit(self, host: str, megabits_per_s: float | None) -> None:
         """Sets the rate of a host's link, the same in both directions; None: as fast as the machine is."""
         for place, interface in ((host, self.interfaces[host]), ("switch", host)):

@@ -1,0 +1,60 @@
+"""Training on several hosts by a bare horovodrun, as a person types it."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import lab
+import launching
+import pytest
+
+TIMEOUT_S = 900  # far above what anything here takes: many TensorFlows on few cores
+
+
+def make_open_mpi_found(hosts: lab.Lab) -> None:
+    """Does on all hosts what horovodrun over MPI needs, and does not do by itself.
+
+    mpirun looks for its helper, orted, on PATH, and both it and the ranks for the wheel's files below OPAL_PREFIX.
+    """
+    hosts.export(PATH=f"{launching.BIN}:$PATH", OPAL_PREFIX=sys.prefix)
+
+
+def nothing_lives(hosts: lab.Lab) -> bool:
+    return not any(hosts.processes(host) for host in hosts.names)
+
+
+def test_eight_ranks_on_two_hosts_learn_the_digits_in_step(two_hosts, tmp_path):
+    make_open_mpi_found(two_hosts)
+    train = ["python", "-m", "ringtrain.train", "--config", "configs/digits.toml"]
+    options = ["--run.directory", tmp_path, "--run.name", "main"]
+    argv = ["horovodrun", "-np", 8, "-H", "host1:4,host2:4", *train, *options]
+    ended = two_hosts.run("host1", argv, TIMEOUT_S)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    summary = json.loads((tmp_path / "main" / "summary.json").read_text())
+    assert summary["num_ranks"] == 8
+    assert summary["hosts"] == ["host1"] * 4 + ["host2"] * 4
+    assert summary["in_sync"] is True
+    assert f"8 ranks in step: gradients averaged, weights and optimizer equal {summary['checksum']}" in ended.stdout
+    assert summary["test_accuracy"] > 0.96  # 97 to 98 % with two ranks, and with eight
+    logs = [(tmp_path / "main" / "logs" / f"rank-{rank}.log").read_text().splitlines()[0] for rank in range(8)]
+    assert [f"rank {rank} of 8 on host{1 + rank // 4}" in line for rank, line in enumerate(logs)] == [True] * 8
+    lab.wait_for(lambda: nothing_lives(two_hosts), TIMEOUT_S, "nothing of the job lives")
+
+
+@pytest.mark.parametrize("launcher", ["mpi", "gloo"])
+def test_six_ranks_on_hosts_of_one_two_and_three_slots(make_lab, launcher, tmp_path):
+    hosts = make_lab(3)
+    flags = {"mpi": [], "gloo": ["--gloo"]}[launcher]
+    if launcher == "mpi":  # over Gloo, horovodrun hands its own PATH on
+        make_open_mpi_found(hosts)
+    say_places = ["python", "tests/cluster/say_places.py", tmp_path / "places.json"]
+    argv = ["horovodrun", "-np", 6, "-H", "host1:1,host2:2,host3:3", *flags, *say_places]
+    ended = hosts.run("host1", argv, TIMEOUT_S, env={"PYTHONPATH": str(launching.ROOT)})
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    slots = [("host1", 0, 1), ("host2", 0, 2), ("host2", 1, 2), ("host3", 0, 3), ("host3", 1, 3), ("host3", 2, 3)]
+    total = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert json.loads((tmp_path / "places.json").read_text()) == [
+        [host, rank, local_rank, local_size, 6, total] for rank, (host, local_rank, local_size) in enumerate(slots)
+    ]
+    lab.wait_for(lambda: nothing_lives(hosts), TIMEOUT_S, "nothing of the job lives")
