@@ -28,6 +28,7 @@ setup(
         "rich>=13",
         "tyro>=0.9",
     ],
+    entry_points={"console_scripts": ["ringtrain = ringtrain.cli:main"]},
     extras_require={
         # One of these two brings TensorFlow. Horovod has no extra: pip alone cannot build it, launch/setup.sh can.
         "cpu": ["tensorflow-cpu==2.21.*"],

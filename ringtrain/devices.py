@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from ringtrain.config import DeviceConfig
 from ringtrain.errors import DeviceError
@@ -145,6 +146,35 @@ def count_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> tuple[int, int]
     except (OSError, ValueError):  # no control groups here, or "max"
         limit = len(together)
     return min(len(own), limit), min(len(together), limit)
+
+
+def identity(pinning: Pinning, environ: Mapping[str, str] = os.environ, driver: Any = None) -> str:
+    """Names the device of a rank, so that two ranks of a host which use the same one give the same name.
+
+    Args:
+        pinning: what the rank may use.
+        environ: tells which GPUs it sees, where the driver does not tell more.
+        driver: the loaded driver library; None: load it.
+
+    Returns:
+        The GPU's UUID, else its place among the host's; empty for the CPU, which all ranks share.
+    """
+    if pinning.gpu is None:
+        return ""
+    device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    try:
+        cuda = driver or ctypes.CDLL("libcuda.so.1")
+        failed = (
+            cuda.cuInit(0)
+            or cuda.cuDeviceGet(ctypes.byref(device), pinning.gpu)
+            or cuda.cuDeviceGetUuid(ctypes.byref(uuid), device)
+        )
+    except (OSError, AttributeError) as error:
+        failed = error
+    if not failed:
+        return f"GPU-{UUID(bytes=bytes(uuid))}"
+    visible = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return f"GPU {visible[pinning.gpu] if pinning.gpu < len(visible) else pinning.gpu}"
 
 
 def gpu_memory_mb(index: int, driver: Any = None) -> int:

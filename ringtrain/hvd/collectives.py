@@ -18,6 +18,9 @@ import tensorflow as tf
 from horovod.tensorflow import Average, Compression, global_process_set
 from horovod.tensorflow.mpi_ops import ProcessSet
 
+from ringtrain.hvd.placement import check_own_seat
+from ringtrain.reports import report_uncaught
+
 LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "HOROVOD_SIZE")
 LOCAL_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "HOROVOD_LOCAL_SIZE")
 
@@ -29,10 +32,18 @@ def init(*args: Any, **kwargs: Any) -> None:
     """Starts Horovod; takes the arguments of `horovod.tensorflow.init`.
 
     Unlike Horovod's own, it works in a plain `python script.py` (one rank) with Open MPI from PyPI, and lets MPI yield
-    the processor while it waits when the ranks of this host fill its cores.
+    the processor while it waits when the ranks of this host fill its cores. It also makes sure that this rank is where
+    its launcher was told to put it, and `ringtrain launch` learns why the rank ends if it does by an exception.
+
+    Raises:
+        PlacementError: The rank is elsewhere, or its world has another size.
     """
     prepare_environment(os.environ, Path(sys.prefix), len(os.sched_getaffinity(0)))
     horovod.init(*args, **kwargs)
+    rank = horovod.rank()
+    report_uncaught(lambda: rank)
+    if not args and not kwargs.get("comm"):  # else a part of the launcher's world was asked for
+        check_own_seat()
 
 
 def prepare_environment(environ: MutableMapping[str, str], prefix: Path, num_cores: int) -> None:

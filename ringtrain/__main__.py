@@ -1,0 +1,5 @@
+"""`python -m ringtrain` is `ringtrain`."""
+
+from ringtrain.cli import main
+
+raise SystemExit(main())

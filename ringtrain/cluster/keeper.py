@@ -1,0 +1,122 @@
+"""A shell on each host of a job, over ssh: it looks at the host first, passes signals on, and ends what is left.
+
+It lives as long as the launcher speaks to it. When the launcher says so, is killed, or cannot be heard any more, it
+kills every process that has the job's id in its environment, whoever started it.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from ringtrain.reports import JOB
+
+SAYS = "ringtrain-keeper:"
+LEASE_S = 30
+"""a host that has not heard the launcher for so long ends its part of the job"""
+BEAT_S = 5
+ALIVE_S, ALIVE_COUNT = 3, 5
+"""ssh asks a silent host every so many seconds, and gives up after so many questions"""
+
+# Arguments: the job's id, the folder and program of the ranks, their PATH and PYTHONPATH, and whether the program is a
+# Python that shall have ringtrain. What a login shell may print as well does not begin with SAYS.
+SCRIPT = f"""
+trap '' HUP INT TERM PIPE
+job=$1 folder=$2 program=$3 path=$4 modules=$5 wants_ringtrain=$6
+mine() {{ grep -ls "{JOB}=$job" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3; }}
+sweep() {{
+    left=$(mine) round=0
+    while [ -n "$left" ] && [ $round -lt 60 ]; do
+        kill -s KILL $left 2>/dev/null
+        sleep 0.05
+        left=$(mine) round=$((round + 1))
+    done
+}}
+version=
+cd "$folder" 2>/dev/null
+if [ -n "$program" ] && [ -z "$(PATH=$path; command -v "$program")" ]; then
+    echo "{SAYS}lacks $(uname -n)"
+    exit
+elif [ -n "$wants_ringtrain" ]; then
+    version=$(PATH=$path; [ -z "$modules" ] || export PYTHONPATH="$modules"
+        "$program" -c "import ringtrain; print(ringtrain.__version__)" 2>/dev/null)
+    version=${{version:-none}}
+fi
+echo "{SAYS}ready $(uname -n) $version"
+while order=$(timeout -s KILL {LEASE_S} sh -c "IFS= read -r order && echo "'"$order"'); do
+    case $order in
+    end) break ;;
+    signal*)
+        set -- $order
+        name=$2
+        shift 2
+        for process; do
+            grep -qs "{JOB}=$job" "/proc/$process/environ" && kill -s "$name" "$process"
+        done ;;
+    esac
+done
+sweep
+echo "{SAYS}swept $left"
+"""
+
+
+def argv(
+    host: str, job: str, command: Sequence[str], folder: Path, path: str, modules: str, timeout_s: float, port: int = 0
+) -> list[str]:
+    """The command that starts a keeper.
+
+    Args:
+        host: to reach by ssh; empty: this one.
+        job: its id.
+        command: of the ranks; empty: there is nothing to look for.
+        folder: that they start in.
+        path: their PATH.
+        modules: their PYTHONPATH.
+        timeout_s: for ssh to connect.
+        port: of ssh; 0: as ssh has it configured.
+
+    Returns:
+        Words for subprocess.
+    """
+    program = command[0] if command else ""
+    is_python = os.path.basename(program).startswith("python")
+    wants_ringtrain = is_python and any(word.startswith("ringtrain.") for word in command[1:3])
+    words = ["sh", "-c", SCRIPT, "ringtrain-keeper", job, str(folder), program, path, modules, "1" * wants_ringtrain]
+    return [*ssh(timeout_s, port), "--", host, shlex.join(words)] if host else words
+
+
+def ssh(timeout_s: float, port: int = 0) -> list[str]:
+    """An ssh that never asks, and notices when its host is gone."""
+    options = {
+        "BatchMode": "yes",
+        "ConnectTimeout": str(max(1, int(timeout_s))),
+        "ServerAliveInterval": str(ALIVE_S),
+        "ServerAliveCountMax": str(ALIVE_COUNT),
+    }
+    return [
+        "ssh",
+        "-T",
+        *(f"-o{name}={value}" for name, value in options.items()),
+        *(["-p", str(port)] if port else []),
+    ]
+
+
+def is_here(host: str) -> bool:
+    """Whether a name means this machine: one of its addresses, or its own name."""
+    if host in ("localhost", socket.gethostname(), socket.gethostname().partition(".")[0]):
+        return True
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)  # the kernel lets nobody else's address be bound
+                return True
+        except OSError:
+            continue
+    return False

@@ -1,0 +1,473 @@
+"""Runs a plan and stays with it: the only place, beside the doctor, that starts processes.
+
+Every host of the job gets a keeper (keeper.py), this one as well. They look at their hosts before anything starts, hand
+on signals, and end what is left, also when this process is killed. Between them runs the launcher's command. What ranks
+report on standard error (ringtrain.reports) is taken out of the stream: where they are, and why they end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ringtrain.cluster import keeper, verdict
+from ringtrain.cluster.job import Job, Plan
+from ringtrain.errors import LaunchError, PlacementError
+from ringtrain.reports import JOB, PLAN, STARTER, Expected, Reader, difference
+
+TICK_S = 0.1
+SETTLE_S = 0.5  # after a rank in the wrong place: so that the others are in the table as well
+SWEEP_S = 5.0
+CONNECTING = 32  # ssh at a time
+ENDING = (signal.SIGTERM, signal.SIGHUP)  # whoever sends one of these will not come back to send another
+SIGNALS = (signal.SIGINT, signal.SIGUSR1, *ENDING)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How a job is watched."""
+
+    start_timeout_s: float = 60
+    """for every host to answer, and again for every rank to begin"""
+    grace_s: float = 8
+    """after SIGTERM or a closed terminal: for ranks to save and end"""
+    over_ssh: bool = True
+    """the hosts of the job can be reached by ssh, and are watched; else the launcher's own means must do"""
+
+
+def call(argv: Sequence[str], timeout_s: float, environ: Mapping[str, str] = os.environ) -> str:
+    """Runs a short command.
+
+    Args:
+        argv: the command, looked for on the environment's PATH.
+        timeout_s: after which it is given up.
+        environ: its environment.
+
+    Returns:
+        What it wrote, errors as well.
+
+    Raises:
+        LaunchError: it is not there, or does not end.
+    """
+    program = find(argv[0], environ)
+    try:
+        ended = subprocess.run(
+            [program, *argv[1:]],
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"{shlex.join(argv)}: {error}") from error
+    return ended.stdout
+
+
+def find(program: str, environ: Mapping[str, str] = os.environ) -> str:
+    """The path of a program.
+
+    Raises:
+        LaunchError: it is not installed here.
+    """
+    found = shutil.which(program, path=environ.get("PATH", ""))
+    if not found:
+        raise LaunchError(
+            f"no {program} on PATH: activate the environment (source .venv/bin/activate), load the MPI's module, or"
+            f" choose another --launcher"
+        )
+    return found
+
+
+def submit(plan: Plan, environ: Mapping[str, str] = os.environ) -> int:
+    """Writes a plan's files and runs its command, which hands the job to a scheduler and returns.
+
+    Returns:
+        The command's exit code.
+    """
+    program = find(plan.argv[0], environ)
+    write_files(plan)
+    return subprocess.run([program, *plan.argv[1:]], env={**environ, **plan.env}, check=False).returncode
+
+
+def write_files(plan: Plan) -> None:
+    """Writes the files that a plan's command reads.
+
+    Raises:
+        LaunchError: one cannot be written.
+    """
+    for name, text in plan.files.items():
+        try:
+            Path(name).parent.mkdir(parents=True, exist_ok=True)
+            Path(name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise LaunchError(f"{name}: cannot be written: {error.strerror}") from error
+
+
+def run(job: Job, planner: Callable[[Job], Plan], terms: Terms = Terms()) -> int:
+    """Runs a job on its hosts and waits for its end.
+
+    Args:
+        job: what to run where.
+        planner: makes the command of it.
+        terms: how it is watched.
+
+    Returns:
+        The exit code: of the rank that failed first, 128 + a signal's number, or 0. The cause has been said last.
+
+    Raises:
+        LaunchError: before anything has started: a host does not answer, or lacks the program. Afterwards: a host was
+            lost, or ranks did not begin.
+        PlacementError: ranks are not where the plan has them.
+    """
+    name = uuid.uuid4().hex
+    expected = Expected(job.num_ranks, tuple((host.name, host.slots) for host in job.hosts))
+    told = {JOB: name, PLAN: expected.to_json()}
+    environ = {**job.environment, **told}
+    plan = planner(replace(job, command=("sh", "-c", STARTER, "rank", *job.command), environment=environ))
+    program = find(plan.argv[0], environ)
+    with Watch(name, job, terms) as watch:
+        try:
+            watch.prepare()
+            write_files(plan)
+            code = watch.supervise([program, *plan.argv[1:]], {**environ, **plan.env}, expected)
+        except Stopped as stopped:
+            code = -stopped.number
+        finally:
+            watch.end()
+        # From here on nothing of the job lives, and nobody else writes.
+        return watch.conclude(code, os.path.basename(plan.argv[0]))
+
+
+class Stopped(Exception):
+    """A signal ends the job at once."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@dataclass
+class Keeper:
+    """A keeper's process, and what it has said."""
+
+    host: str
+    process: subprocess.Popen[bytes]
+    ready: bool = False
+    swept: bool = False
+    lines: deque[str] | Any = None
+
+    def tell(self, order: str) -> None:
+        """Sends a line; a keeper that is gone has swept already, or its host is lost."""
+        with contextlib.suppress(OSError):
+            os.write(self.process.stdin.fileno(), f"{order}\n".encode())  # type: ignore[union-attr]
+
+
+class Watch:
+    """Stays with one job from before its start until nothing of it is left. A context manager, of the main thread."""
+
+    def __init__(self, name: str, job: Job, terms: Terms) -> None:
+        self.name = name
+        self.job = job
+        self.terms = terms
+        self.reports = Reader(name)
+        self.tails: dict[int, deque[str]] = {}
+        self.said_by_launcher: deque[str] = deque(maxlen=200)
+        self.stopped_by = 0
+        self._received: list[int] = []
+        self._keepers: list[Keeper] = []
+        self._selector = selectors.DefaultSelector()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._unfinished = b""
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Watch:
+        self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        # A stopped launcher would not be heard by the keepers, and the job would end.
+        self._before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: object) -> None:
+        self._received.append(number)
+
+    # ---- before the start -----------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Reaches every host.
+
+        Raises:
+            LaunchError: names the hosts that do not answer, or lack the program, with what ssh said.
+        """
+        names = [host.name for host in self.job.hosts] if self.terms.over_ssh else []
+        here = [host for host in names if keeper.is_here(host)]
+        waiting = deque(["", *(host for host in names if host not in here)])
+        looks_here = bool(here) or not names
+        deadline = time.monotonic() + self.terms.start_timeout_s
+        while waiting or not all(each.ready for each in self._keepers):
+            while waiting and sum(not each.ready for each in self._keepers) < CONNECTING:
+                host = waiting.popleft()
+                self._start_keeper(host, look=bool(host) or looks_here)
+            self._poll()
+            if self._received:
+                self.stopped_by = self._received[0]
+                raise Stopped(self.stopped_by)
+            failed = [each for each in self._keepers if not each.ready and each.process.poll() is not None]
+            silent = [each for each in self._keepers if not each.ready] if time.monotonic() > deadline else []
+            if failed or silent:
+                self._poll()
+                raise LaunchError("; ".join(self._why(each) for each in failed or silent))
+        self._refuse_other_versions()
+
+    def _start_keeper(self, host: str, look: bool) -> None:
+        environ, job = self.job.environment, self.job
+        argv = keeper.argv(
+            host,
+            self.name,
+            job.command if look else (),
+            Path(job.working_directory or Path.cwd()),
+            environ.get("PATH", os.defpath),
+            environ.get("PYTHONPATH", ""),
+            self.terms.start_timeout_s,
+            job.ssh_port,
+        )
+        pipe = subprocess.PIPE
+        # Out of the terminal's reach: Ctrl-C and a closed terminal are for this process to hand on.
+        process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, start_new_session=True)
+        added = Keeper(host, process, lines=deque(maxlen=20))
+        self._keepers.append(added)
+        self._selector.register(process.stdout, selectors.EVENT_READ, added)  # type: ignore[arg-type]
+
+    def _why(self, lost: Keeper) -> str:
+        """What is wrong with a host that has not become ready, in a line."""
+        host = lost.host or "this host"
+        if any(line.startswith(f"{keeper.SAYS}lacks") for line in lost.lines):
+            return f"{host} has no {self.job.command[0]!r} on PATH={self.job.environment.get('PATH', '')}: install it"
+        said = [line for line in lost.lines if line and not line.startswith(("@", keeper.SAYS))]
+        return f"{host} does not answer: {said[-1] if said else f'no word in {self.terms.start_timeout_s:g} s'}"
+
+    def _refuse_other_versions(self) -> None:
+        versions = {
+            each.host or "this host": line.split()[2]
+            for each in self._keepers
+            for line in each.lines
+            if line.startswith(f"{keeper.SAYS}ready") and len(line.split()) > 2
+        }
+        for host, version in versions.items():
+            if version == "none":
+                raise LaunchError(
+                    f"{host}: its {self.job.command[0]} has no ringtrain: set it up there, or start from a folder and"
+                    f" with a PATH that all hosts share"
+                )
+            first, other = next(iter(versions.items()))
+            if version != other:
+                raise LaunchError(f"{host} has ringtrain {version}, {first} has {other}: install the same everywhere")
+
+    # ---- while it runs --------------------------------------------------------------------------------------------
+
+    def supervise(self, argv: Sequence[str], environ: Mapping[str, str], expected: Expected) -> int:
+        """Starts the launcher's command and stays with it.
+
+        Returns:
+            Its exit code, as subprocess has it.
+        """
+        # In a process group of its own: the terminal's Ctrl-C is for this process, which lets ranks save first.
+        process = self._process = subprocess.Popen(
+            argv, env=environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, process_group=0
+        )
+        stream: Any = process.stderr
+        os.set_blocking(stream.fileno(), False)
+        self._selector.register(stream, selectors.EVENT_READ, None)
+        began, beat, num_seats, wrong_since, end_at = time.monotonic(), 0.0, 0, 0.0, float("inf")
+        while process.poll() is None:
+            self._poll()
+            now = time.monotonic()
+            if now > beat:
+                self._tell("beat")
+                beat = now + keeper.BEAT_S
+            if self._received:
+                end_at = min(end_at, self._hand_on(self._received.pop(0)))
+            if now > end_at:
+                raise Stopped(self.stopped_by)
+            self._look_for_lost_hosts()
+            seats = self.reports.seats
+            if len(seats) > num_seats and not wrong_since:
+                num_seats = len(seats)
+                wrong_since = now if difference(expected, seats) else 0.0
+            if wrong_since and (now > wrong_since + SETTLE_S or len(seats) >= expected.size):
+                raise PlacementError(difference(expected, seats))
+            if len(seats) < expected.size and now > began + self.terms.start_timeout_s and not self.stopped_by:
+                raise LaunchError(self._who_did_not_begin(expected))
+        self._drain()
+        if difference(expected, self.reports.seats):
+            raise PlacementError(difference(expected, self.reports.seats))
+        return process.returncode
+
+    def _hand_on(self, number: int) -> float:
+        """Gives ranks a signal.
+
+        Returns:
+            When to end them; no time, unless the sender will not come back.
+        """
+        known = [seat for seat in self.reports.seats if seat.process]
+        if self.stopped_by or not known:
+            self.stopped_by = self.stopped_by or number
+            raise Stopped(self.stopped_by)
+        self.stopped_by = number
+        name = signal.Signals(number).name
+        limited = number in ENDING
+        then = f"killed in {self.terms.grace_s:g} s (--grace)" if limited else "once more ends them at once"
+        say(f"{name}: ranks may save and end; {then}")
+        # A terminal that closes is no reason for ranks to end differently than at SIGTERM.
+        passed = "TERM" if limited else name.removeprefix("SIG")
+        if self.terms.over_ssh:
+            by_host: dict[str, list[str]] = {}
+            for seat in known:
+                by_host.setdefault(self._planned_name(seat.rank), []).append(str(seat.process))
+            for each in self._keepers:
+                processes = by_host.get(each.host, [])
+                if processes:
+                    each.tell(f"signal {passed} {' '.join(processes)}")
+        elif self._process:
+            self._process.send_signal(signal.Signals[f"SIG{passed}"])
+        return time.monotonic() + self.terms.grace_s if limited else float("inf")
+
+    def _planned_name(self, rank: int) -> str:
+        """The name of the keeper for a rank's host."""
+        seats = [host.name for host in self.job.hosts for _ in range(host.slots)]
+        return "" if keeper.is_here(seats[rank]) else seats[rank]
+
+    def _look_for_lost_hosts(self) -> None:
+        for each in self._keepers:
+            if each.process.poll() is not None:
+                self._poll()
+                raise LaunchError(f"lost {each.host or 'the keeper of this host'} while it ran: {self._why(each)}")
+
+    def _who_did_not_begin(self, expected: Expected) -> str:
+        begun = {seat.rank for seat in self.reports.seats}
+        seats = expected.seats()
+        late = [rank for rank in range(expected.size) if rank not in begun]
+        hosts = list(dict.fromkeys(seats[rank][0] for rank in late))
+        return (
+            f"{len(late)} of {expected.size} ranks have not begun after {self.terms.start_timeout_s:g} s, on"
+            f" {', '.join(hosts[:10])}: look at what the launcher says above, or give more time with --start-timeout"
+        )
+
+    def _poll(self) -> None:
+        """Reads what there is to read; waits for it for a moment."""
+        for key, _ in self._selector.select(TICK_S):
+            data = os.read(key.fd, 65536)
+            if not data:
+                self._selector.unregister(key.fileobj)
+            elif key.data is None:
+                self._take(data)
+            else:
+                self._hear(key.data, data)
+
+    def _hear(self, speaker: Keeper, data: bytes) -> None:
+        for line in data.decode(errors="replace").splitlines():
+            speaker.lines.append(line.strip())
+            speaker.ready = speaker.ready or line.startswith(f"{keeper.SAYS}ready")
+            speaker.swept = speaker.swept or line.startswith(f"{keeper.SAYS}swept")
+
+    def _take(self, data: bytes) -> None:
+        """Passes on what is no report, line by line."""
+        *lines, self._unfinished = (self._unfinished + data).split(b"\n")
+        for raw in lines:
+            line = raw.decode(errors="replace")
+            if self.reports.take(line):
+                continue
+            write(raw + b"\n")
+            tagged = verdict.rank_of(line)
+            if tagged is None:
+                self.said_by_launcher.append(line)
+            else:
+                self.tails.setdefault(tagged[0], deque(maxlen=verdict.TAIL_LINES)).append(tagged[1])
+
+    def _drain(self) -> None:
+        """Reads what the launcher has written before its end; others may hold the pipe open."""
+        stream: Any = self._process and self._process.stderr
+        with contextlib.suppress(OSError):
+            while data := os.read(stream.fileno(), 65536):
+                self._take(data)
+        self._take(b"\n" * bool(self._unfinished))
+
+    # ---- the end --------------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Leaves nothing of the job on any host that answers; may be called again."""
+        if self._process and self._process.poll() is None and not self.terms.over_ssh:
+            self._process.terminate()  # a scheduler's launcher ends its ranks when it is told to
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(SWEEP_S)
+        self._tell("end")
+        deadline = time.monotonic() + SWEEP_S
+        while self._keepers and time.monotonic() < deadline:
+            if all(each.swept or each.process.poll() is not None for each in self._keepers):
+                break
+            self._poll()
+        for each in self._keepers:
+            each.process.kill()
+            each.process.wait()
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                self._selector.unregister(each.process.stdout)  # type: ignore[arg-type]
+            for pipe in filter(None, (each.process.stdin, each.process.stdout)):
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        self._keepers = []
+        if self._process and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        if self._process:
+            self._drain()
+
+    def conclude(self, returncode: int, launcher: str) -> int:
+        """Says why the job ended, last.
+
+        Returns:
+            The exit code.
+        """
+        decided = verdict.decide(returncode, self.reports, "\n".join(self.said_by_launcher), self.tails, launcher)
+        if self.stopped_by and decided.exit_code:
+            say(f"stopped by {signal.Signals(self.stopped_by).name}")
+            return 128 + self.stopped_by
+        if decided.text:
+            say(decided.text)
+        return decided.exit_code
+
+    def _tell(self, order: str) -> None:
+        for each in self._keepers:
+            each.tell(order)
+
+
+def say(text: str) -> None:
+    """One of the launcher's own lines."""
+    write(f"ringtrain: {text}\n".encode())
+
+
+def write(data: bytes) -> None:
+    """Writes to standard error, whose terminal may be closed by now."""
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
+        while data:
+            data = data[os.write(2, data) :]

@@ -1,0 +1,91 @@
+"""Why a job ended, in the words of the rank that ended first."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ringtrain.reports import Failure, Reader
+
+# How launchers tag what a rank writes: Open MPI 4 "[1,3]<stderr>:", 5 "[prterun-host1-99@1,3]<stderr>: ", Hydra "[3] ",
+# horovodrun over Gloo "[3]<stderr>:", srun "3: ".
+TAGGED = re.compile(r"(?:\[(?:[^][<>]*,)?(\d+)\](?:<std(?:err|out)>:? ?| )|(\d+): )(.*)")
+# What they say of the rank that ended first.
+KILLED = re.compile(r"process rank (\d+) with PID \d+ on node (\S+) exited on signal (\d+)")
+EXITED = re.compile(r"Process name: (?:\[.*,)?(\d+)\]?\s+Exit code: +(-?\d+)")
+TAIL_LINES = 20
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the launcher says last, and its exit code."""
+
+    exit_code: int
+    text: str = ""
+
+
+def rank_of(line: str) -> tuple[int, str] | None:
+    """The rank that wrote a line, and the line without the launcher's tag; None: the launcher itself."""
+    match = TAGGED.match(line)
+    return (int(match[1] or match[2]), match[3]) if match else None
+
+
+def decide(
+    returncode: int, reports: Reader, said_by_launcher: str, tails: Mapping[int, Sequence[str]], launcher: str
+) -> Verdict:
+    """Finds the first cause of a job's end.
+
+    Args:
+        returncode: of the launcher, as subprocess has it.
+        reports: of the ranks.
+        said_by_launcher: its own lines.
+        tails: the last lines that each rank wrote.
+        launcher: its name, for the message.
+
+    Returns:
+        The exit code of the rank that ended first, and why it did: its exception; else its signal or exit code and what
+        it wrote last. "Horovod has been shut down" is said where nobody knows better, with what it means.
+    """
+    code = returncode if returncode >= 0 else 128 - returncode
+    if code == 0:
+        return Verdict(0)
+    hosts = {seat.rank: seat.host for seat in reports.seats}
+    failure = reports.first_failure()
+    if failure and not failure.is_consequence:
+        return Verdict(failure.exit_code, _in_its_words(failure))
+    killed, exited = KILLED.search(said_by_launcher), EXITED.search(said_by_launcher)
+    if killed:
+        rank, number = int(killed[1]), int(killed[3])
+        return Verdict(128 + number, f"rank {rank} on {hosts.get(rank, killed[2])} was killed by {signal_name(number)}")
+    if exited and int(exited[1]) not in reports.failures:
+        rank, rank_code = int(exited[1]), int(exited[2])
+        rank_code = rank_code if rank_code >= 0 else 128 - rank_code
+        where = f"rank {rank} on {hosts[rank]}" if rank in hosts else f"rank {rank}"
+        if rank_code > 128 and rank_code - 128 in signal.valid_signals():
+            why = f"{where} was killed by {signal_name(rank_code - 128)}, or ended so"
+        else:
+            why = f"{where} was the first to end, with exit code {rank_code}"
+        tail = "\n".join(f"  {line}" for line in tails.get(rank, ()))
+        return Verdict(rank_code, f"{why}{'; its last lines:' * bool(tail)}\n{tail}".rstrip())
+    if failure:
+        return Verdict(
+            failure.exit_code,
+            f"{_in_its_words(failure)}\nthat is a consequence: another rank ended before and left no reason: it called"
+            f" exit, was killed, or its host was; look at its output and at the host's kernel log",
+        )
+    return Verdict(code, f"{launcher} ended with exit code {code}")
+
+
+def signal_name(number: int) -> str:
+    """E.g. "SIGKILL (signal 9)"."""
+    try:
+        return f"{signal.Signals(number).name} (signal {number})"
+    except ValueError:
+        return f"signal {number}"
+
+
+def _in_its_words(failure: Failure) -> str:
+    between = "\n" if "\n" in failure.text else " "
+    return f"rank {failure.rank} on {failure.host} failed first:{between}{failure.text}"

@@ -1,0 +1,298 @@
+"""What a job's launcher and its ranks tell each other: the plan in the environment, reports as lines on standard error.
+
+Standard library only. Both halves know this page and nothing else of each other.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import socket
+import sys
+import time
+import traceback
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import TracebackType
+
+JOB = "RINGTRAIN_JOB"
+"""variable with the job's id, which every process of the job inherits"""
+PLAN = "RINGTRAIN_PLAN"
+"""variable with the plan as JSON"""
+MARK = "ringtrain-report"
+PIECE_LETTERS = 600  # launchers cut longer lines in two
+MAX_PLAN_LETTERS = 100_000  # the kernel takes 131,072 per variable
+MAX_ROWS = 16
+CONSEQUENCE = re.compile(r"Horovod has been shut down|(UnknownError|HorovodInternalError)\b.*Horovod", re.DOTALL)
+TAG = re.compile(r"\[[^][<>]*\d\]<stderr>:? ?")  # a launcher's, also in the middle of a line that it took in two parts
+
+# Runs a rank's command, in the same process, after a line that says where: one write, so that no other rank's line
+# comes in between. Each dialect of MPI has its own names for the same three numbers.
+STARTER = (
+    f"printf '{MARK}:%s:seat:%s:%s:%s:%s:%s\\n' \"${JOB}\""
+    ' "${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-${HOROVOD_RANK:-${PMIX_RANK:-$SLURM_PROCID}}}}"'
+    ' "${OMPI_COMM_WORLD_SIZE:-${PMI_SIZE:-${HOROVOD_SIZE:-$SLURM_NTASKS}}}"'
+    ' "${OMPI_COMM_WORLD_LOCAL_RANK:-${MPI_LOCALRANKID:-${HOROVOD_LOCAL_RANK:-$SLURM_LOCALID}}}"'
+    ' $$ "$(uname -n)" >&2; exec "$@"'
+)
+
+
+# ---- where ranks are ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where one rank runs."""
+
+    rank: int
+    size: int
+    """ranks in its world"""
+    host: str
+    """as the host calls itself"""
+    local_rank: int = -1
+    """-1: not known"""
+    device: str = ""
+    """of which no two ranks of a host may have the same; empty: none of its own"""
+    process: int = 0
+    """its id on its host; 0: not known"""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Where all ranks shall run."""
+
+    size: int
+    hosts: tuple[tuple[str, int], ...] = ()
+    """name and slots, filled in this order; empty: anywhere"""
+    source: str = "ringtrain launch"
+    """who said so"""
+
+    def seats(self) -> list[tuple[str, int]]:
+        """Host and local rank of each rank; nothing if they may be anywhere."""
+        return [(name, local_rank) for name, slots in self.hosts for local_rank in range(slots)][: self.size]
+
+    def counts(self, rank: int) -> dict[str, int]:
+        """What a rank should find around it; without hosts only how many ranks there are."""
+        seats = self.seats()
+        if rank >= len(seats):
+            return {"ranks": self.size}
+        host, local_rank = seats[rank]
+        sizes = Counter(name for name, _ in seats)
+        return {
+            "ranks": self.size,
+            "local rank": local_rank,
+            "ranks on this host": sizes[host],
+            "hosts with such a rank": sum(size > local_rank for size in sizes.values()),
+        }
+
+    def to_json(self) -> str:
+        """The plan as text; without its hosts where they would be too long for the environment."""
+        text = json.dumps(asdict(self))
+        return text if len(text) < MAX_PLAN_LETTERS else json.dumps({"size": self.size, "source": self.source})
+
+    @classmethod
+    def from_json(cls, text: str) -> Expected:
+        """Reads what to_json wrote.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        try:
+            fields = json.loads(text)
+            hosts = tuple((str(name), int(slots)) for name, slots in fields.get("hosts", ()))
+            return cls(int(fields["size"]), hosts, str(fields.get("source", cls.source)))
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise ValueError(f"{PLAN}={text[:200]!r}: expected what ringtrain launch writes: unset it") from error
+
+
+def difference(expected: Expected, seats: Iterable[Seat]) -> str:
+    """Compares where ranks are with where they shall be.
+
+    Hosts may call themselves otherwise than the plan does, as long as each planned host is one host, and no two of them
+    are the same.
+
+    Args:
+        expected: the plan.
+        seats: of all ranks, or of those that are known yet.
+
+    Returns:
+        A table of what differs, with a line that says how to mend it; empty: nothing does.
+    """
+    planned = expected.seats()
+    by_name = {_short(name): name for name, _ in expected.hosts}
+    found_of: dict[str, str] = {}
+    planned_of: dict[str, str] = {}
+    taken: dict[tuple[str, str], int] = {}
+    seen: set[int] = set()
+    rows: list[tuple[str, str, str]] = []
+    seats = sorted(seats, key=lambda seat: seat.rank)
+    for seat in seats:
+        if seat.size != expected.size or seat.rank >= expected.size or seat.rank in seen:
+            rows.append((str(seat.rank), f"one of {expected.size}", f"{_ranks(seat.size)}, on {seat.host}"))
+            continue
+        seen.add(seat.rank)
+        if planned:
+            name, local_rank = planned[seat.rank]
+            named = by_name.get(_short(seat.host), name)
+            same = found_of.setdefault(name, seat.host) == seat.host
+            own = planned_of.setdefault(seat.host, name) == name
+            if not (same and own and named == name) or seat.local_rank not in (-1, local_rank):
+                local = f", local rank {seat.local_rank}" if seat.local_rank >= 0 else ""
+                rows.append((str(seat.rank), f"{name}, local rank {local_rank}", f"{seat.host}{local}"))
+        first = taken.setdefault((seat.host, seat.device), seat.rank)
+        if seat.device and first != seat.rank:
+            rows.append((str(seat.rank), "a GPU of its own", f"{seat.device}, which rank {first} has"))
+    if not rows:
+        return ""
+    lines = table(("rank", "planned", "found"), rows)
+    return f"ranks are not where {expected.source} has them\n{lines}\n{_advice(expected, seats)}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Rows in columns, as plain text; of many rows the first."""
+    shown = [head, *rows[:MAX_ROWS]]
+    widths = [max(len(row[column]) for row in shown) for column in range(len(head))]
+    lines = [
+        "  " + "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in shown
+    ]
+    if len(rows) > MAX_ROWS:
+        lines.append(f"  ... and {len(rows) - MAX_ROWS} more")
+    return "\n".join(lines)
+
+
+def _advice(expected: Expected, seats: Sequence[Seat]) -> str:
+    if expected.size > 1 and all(seat.size == 1 for seat in seats):
+        return "each process is alone: use the mpirun of the MPI that Horovod (or mpi4py) was built with"
+    if len(expected.hosts) > 1 and len({seat.host for seat in seats}) == 1:
+        return f"all run on {seats[0].host}: the launcher did not get the hosts, or their names mean one machine"
+    if any(seat.device for seat in seats):
+        return "give each rank of a host a GPU of its own (hvd.local_rank()), or let them share: --device.share-gpus"
+    return "look for settings of the launcher's own (a hostfile, OMPI_MCA_* or PRTE_MCA_*) that win over the plan"
+
+
+def _short(host: str) -> str:
+    numeric = host.replace(".", "").isdigit() or ":" in host
+    return host if numeric else host.partition(".")[0].lower()
+
+
+def _ranks(size: int) -> str:
+    return f"one of {size}" if size > 1 else "alone in its world"
+
+
+# ---- why a rank ended ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why one rank ended."""
+
+    rank: int
+    host: str
+    time_s: float
+    """since 1970, by its host's clock"""
+    kind: str
+    """of the exception"""
+    text: str
+    """one line, or the traceback"""
+    exit_code: int = 1
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether it only says that another rank has ended before."""
+        return bool(CONSEQUENCE.search(self.text))
+
+    def lines(self, job: str) -> list[str]:
+        """The failure as short lines for standard error."""
+        text = base64.b64encode(zlib.compress(json.dumps(asdict(self)).encode(), 9)).decode()
+        pieces = [text[start : start + PIECE_LETTERS] for start in range(0, len(text), PIECE_LETTERS)]
+        return [
+            f"{MARK}:{job}:failure:{self.rank}:{number}/{len(pieces)}:{piece}"
+            for number, piece in enumerate(pieces, start=1)
+        ]
+
+
+def report_failure(error: BaseException, rank: int, exit_code: int, with_traceback: bool) -> None:
+    """Tells the launcher why this rank ends; does nothing without a launcher that listens.
+
+    Args:
+        error: what ended it.
+        rank: its number.
+        exit_code: that it will end with.
+        with_traceback: for a bug; without it the message says everything.
+    """
+    job = os.environ.get(JOB)
+    if not job:
+        return
+    text = "".join(traceback.format_exception(error)) if with_traceback else f"{type(error).__name__}: {error}"
+    text = text if len(text) < 20_000 else f"{text[:10_000]}\n...\n{text[-10_000:]}"
+    failure = Failure(rank, socket.gethostname(), time.time(), type(error).__name__, text.rstrip(), exit_code)
+    sys.stderr.flush()
+    for _ in range(2):  # twice: in the output of many ranks a line may get torn
+        for line in failure.lines(job):
+            os.write(2, f"{line}\n".encode())
+            time.sleep(0.002)  # so that the launcher reads line by line
+
+
+def report_uncaught(rank: Callable[[], int], environ: Mapping[str, str] = os.environ) -> None:
+    """From now on an exception that nobody catches is also told to the launcher, if one listens."""
+    if JOB not in environ or getattr(sys.excepthook, "is_ringtrains", False):
+        return
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        if not issubclass(kind, KeyboardInterrupt):
+            report_failure(error.with_traceback(trace), rank(), 1, with_traceback=True)
+
+    hook.is_ringtrains = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
+
+
+# ---- what the launcher reads --------------------------------------------------------------------------------------
+
+
+class Reader:
+    """Takes the reports of one job out of what its ranks write.
+
+    Attributes:
+        seats: by rank and process.
+        failures: by rank; the first of each.
+    """
+
+    def __init__(self, job: str) -> None:
+        self.seats: list[Seat] = []
+        self.failures: dict[int, Failure] = {}
+        self._pieces: dict[int, dict[str, str]] = {}
+        self._mark = f"{MARK}:{job}:"
+
+    def take(self, line: str) -> bool:
+        """Reads a line, and says whether it was a report."""
+        if self._mark not in line:
+            return False
+        kind, _, rest = TAG.sub("", line).partition(self._mark)[2].strip().partition(":")
+        try:
+            if kind == "seat":
+                rank, size, local_rank, process, host = rest.split(":", 4)
+                self.seats.append(Seat(int(rank), int(size), host, int(local_rank or -1), process=int(process)))
+            elif kind == "failure":
+                self._take_piece(*rest.split(":", 2))
+        except (ValueError, TypeError, zlib.error):
+            pass  # torn
+        return True
+
+    def _take_piece(self, rank: str, number: str, text: str) -> None:
+        pieces = self._pieces.setdefault(int(rank), {})
+        pieces[number] = text
+        count = int(number.partition("/")[2])
+        wanted = [f"{index}/{count}" for index in range(1, count + 1)]
+        if all(name in pieces for name in wanted) and int(rank) not in self.failures:
+            data = base64.b64decode("".join(pieces[name] for name in wanted), validate=True)
+            self.failures[int(rank)] = Failure(**json.loads(zlib.decompress(data)))
+
+    def first_failure(self) -> Failure | None:
+        """The earliest; one that is only the consequence of another's end never wins over a cause."""
+        return min(self.failures.values(), key=lambda failure: (failure.is_consequence, failure.time_s), default=None)

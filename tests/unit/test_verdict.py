@@ -1,0 +1,81 @@
+"""The last word of a job: the first cause, and the exit code of the rank that had it."""
+
+from __future__ import annotations
+
+import pytest
+
+from ringtrain.cluster.verdict import decide, rank_of
+from ringtrain.reports import Failure, Reader, Seat
+
+SHUT_DOWN = "UnknownError: {{function_node __wrapped__HorovodAllreduce}} Horovod has been shut down. This was caused by"
+OPEN_MPI_KILLED = (
+    "-----\nmpirun noticed that process rank 1 with PID 0 on node host2 exited on signal 9 (Killed).\n-----"
+)
+OPEN_MPI_EXITED = (
+    "termination. The first process to do so was:\n\n  Process name: [[12481,1],1]\n  Exit code:    5\n-----"
+)
+PRRTE_EXITED = "The first process to do so was:\n\n   Process name: [prterun-host1-99@1,1]\n   Exit code:    5\n"
+HOROVODRUN_GLOO = "RuntimeError: Horovod detected ...\nProcess name: 1\nExit code: 5\n"
+
+
+def reader(*failures: tuple[int, float, str, int]) -> Reader:
+    reports = Reader("j")
+    reports.seats = [Seat(0, 2, "host1", 0), Seat(1, 2, "host2", 0)]
+    for rank, time_s, text, code in failures:
+        reports.failures[rank] = Failure(rank, f"host{rank + 1}", time_s, text.partition(":")[0], text, code)
+    return reports
+
+
+def test_a_job_that_ends_well_says_nothing() -> None:
+    assert decide(0, reader((0, 1.0, "ValueError: caught", 1)), "", {}, "mpirun").text == ""
+
+
+def test_the_first_cause_is_said_last_with_its_code() -> None:
+    reports = reader((0, 1.0, SHUT_DOWN, 1), (1, 2.0, "Traceback\nValueError: batch 3", 3))
+    decided = decide(1, reports, OPEN_MPI_EXITED, {}, "mpirun")
+    assert (decided.exit_code, decided.text) == (3, "rank 1 on host2 failed first:\nTraceback\nValueError: batch 3")
+
+
+@pytest.mark.parametrize("text", [OPEN_MPI_EXITED, PRRTE_EXITED, HOROVODRUN_GLOO])
+@pytest.mark.parametrize("others", [(), ((0, 1.0, SHUT_DOWN, 1),)])
+def test_a_rank_that_left_without_a_word_is_named_before_those_it_took_along(text: str, others: tuple) -> None:
+    decided = decide(1, reader(*others), text, {1: ["last", "words"]}, "mpirun")
+    assert decided.exit_code == 5
+    assert decided.text.splitlines() == [
+        "rank 1 on host2 was the first to end, with exit code 5; its last lines:",
+        "  last",
+        "  words",
+    ]
+
+
+def test_a_killed_rank_is_named_with_its_signal() -> None:
+    decided = decide(137, reader((0, 1.0, SHUT_DOWN, 1)), OPEN_MPI_KILLED, {}, "mpirun")
+    assert (decided.exit_code, decided.text) == (137, "rank 1 on host2 was killed by SIGKILL (signal 9)")
+
+
+def test_shut_down_is_never_the_last_word() -> None:
+    decided = decide(1, reader((0, 1.0, SHUT_DOWN, 1)), "", {}, "mpirun")
+    assert "Horovod has been shut down" not in decided.text.splitlines()[-1]
+    assert "another rank ended before" in decided.text
+
+
+def test_a_launcher_that_fails_by_itself() -> None:
+    assert decide(213, Reader("j"), "no slots", {}, "mpirun").text == "mpirun ended with exit code 213"
+    assert decide(-9, Reader("j"), "", {}, "mpirun").exit_code == 137
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("[1,12]<stderr>:hello [x]", (12, "hello [x]")),
+        ("[prterun-host1-4242@1,3]<stderr>: hello", (3, "hello")),
+        ("[3] hello", (3, "hello")),
+        ("[3]<stderr>:hello", (3, "hello")),
+        ("3: hello", (3, "hello")),
+        ("hello", None),
+        ("", None),
+        ("[host1:12345] *** Process received signal ***", None),
+    ],
+)
+def test_whose_line_it_is(line: str, found: tuple[int, str] | None) -> None:
+    assert rank_of(line) == found
