@@ -1,4 +1,4 @@
-"""Run on every rank: rank 0 writes to a file where each rank is, and what they had as the sum of their contributions."""
+"""Run on every rank: rank 0 writes to a file where each one is, and what they had as the sum of their contributions."""
 
 import json
 import socket
