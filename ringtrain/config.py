@@ -61,6 +61,8 @@ class ModelConfig:
     """batch normalization by the statistics of all ranks' batches together, not of each rank's own"""
     label_smoothing: float = 0.0
     """share of each label that is spread evenly over all classes"""
+    metrics: tuple[str, ...] = ()
+    """besides loss and accuracy: top-5, or module:function that returns a Keras metric"""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,10 @@ class ScheduleConfig:
     """share of the full learning rate that cosine and polynomial come down to at the end of the run"""
     power: float = 1.0
     """of polynomial; 1: a straight line"""
+    plateau_patience: int = 0
+    """epochs without a better train.monitor after which the learning rate is multiplied by plateau_factor; 0: never"""
+    plateau_factor: float = 0.1
+    """of plateau_patience"""
 
 
 @dataclass(frozen=True)
@@ -121,6 +127,14 @@ class TrainConfig:
     """of computing; weights and sums are float32. mixed_float16 scales the loss, as gradients allow"""
     jit: bool = False
     """compile forward and backward pass with XLA; the allreduce stays outside"""
+    patience: int = 0
+    """epochs without a better monitor after which training stops, on all ranks; 0: never"""
+    monitor: str = "test_loss"
+    """metric that patience and schedule.plateau_patience watch: test_accuracy, loss, ..."""
+    min_delta: float = 0.0
+    """a monitor is better if it is so by more than this"""
+    callbacks: tuple[str, ...] = ()
+    """Keras callbacks of your own, each module:function that returns one; on every rank, with all ranks' metrics"""
     max_time_s: float = 0.0
     """training stops, saves and ends after so many seconds; 0: no limit"""
     check_every_steps: int = 500
@@ -155,6 +169,16 @@ class CheckpointConfig:
     """newest checkpoints that stay, besides the best"""
     saved_model: bool = False
     """also export the trained model as TensorFlow's SavedModel, beside model.keras"""
+
+
+@dataclass(frozen=True)
+class TrackingConfig:
+    """What is written down besides the metrics of each epoch."""
+
+    every_steps: int = 100
+    """steps between two lines of steps.jsonl, with the gradient's norm, also to TensorBoard; 0: none"""
+    histograms: bool = False
+    """of all weights, to TensorBoard after each epoch"""
 
 
 @dataclass(frozen=True)
@@ -196,6 +220,7 @@ class Config:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     hvd: HvdConfig = field(default_factory=HvdConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
 
     def __post_init__(self) -> None:
@@ -255,11 +280,16 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "schedule.factor": _ABOVE_0,
     "schedule.end_factor": _SHARE,
     "schedule.power": _ABOVE_0,
+    "schedule.plateau_patience": _AT_LEAST_0,
+    "schedule.plateau_factor": ("above 0, below 1", lambda value: 0 < value < 1),
     "model.label_smoothing": ("0 up to 1, 1 excluded", lambda value: 0 <= value < 1),
     "train.epochs": _AT_LEAST_1,
     "train.batch_size": _AT_LEAST_1,
     "train.check_every_steps": _AT_LEAST_1,
     "train.max_time_s": _AT_LEAST_0,
+    "train.patience": _AT_LEAST_0,
+    "train.min_delta": _FINITE,
+    "tracking.every_steps": _AT_LEAST_0,
     "checkpoint.every_epochs": _AT_LEAST_0,
     "checkpoint.every_steps": _AT_LEAST_0,
     "checkpoint.keep": _AT_LEAST_1,
@@ -360,6 +390,10 @@ def derive(config: Config, num_ranks: int, num_train: int, num_test: int) -> Num
     )
 
 
+_PATIENCE = (
+    "train.patience or schedule.plateau_patience above 0",
+    lambda config: config.train.patience > 0 or config.schedule.plateau_patience > 0,
+)
 # Options that do nothing unless others are set: what they need, and whether they have it.
 NEEDS: dict[str, tuple[str, Callable[[Config], bool]]] = {
     "optimizer.reference_batch_size": (
@@ -380,6 +414,12 @@ NEEDS: dict[str, tuple[str, Callable[[Config], bool]]] = {
         lambda config: config.schedule.name in ("cosine", "polynomial"),
     ),
     "schedule.power": ("schedule.name polynomial", lambda config: config.schedule.name == "polynomial"),
+    "schedule.plateau_factor": (
+        "schedule.plateau_patience above 0",
+        lambda config: config.schedule.plateau_patience > 0,
+    ),
+    "train.monitor": _PATIENCE,
+    "train.min_delta": _PATIENCE,
 }
 
 

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from ringtrain import schedules
 from ringtrain.config import Config, Numbers, changed_options, without_effect
 
-LAUNCHERS = ("horovodrun", "mpirun", "mpiexec", "orterun")
+LAUNCHERS = ("ringtrain", "horovodrun", "mpirun", "mpiexec", "orterun")
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "HOROVOD_RANK")
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -70,7 +70,7 @@ def terminal_of_launcher(proc: Path = Path("/proc")) -> str:
     process, found = os.getpid(), ""
     while process > 1:
         try:
-            words = (proc / str(process) / "cmdline").read_bytes().split(b"\0")[:2]
+            words = (proc / str(process) / "cmdline").read_bytes().split(b"\0")[:3]
             status = (proc / str(process) / "stat").read_text().rpartition(")")[2].split()
             parent, group, foreground = int(status[1]), int(status[2]), int(status[5])
             if any(os.path.basename(word).decode() in LAUNCHERS for word in words):
@@ -207,6 +207,9 @@ def show_result(console: Console, folder: Path, summary: Mapping[str, Any], grad
     evaluated = summary["test_accuracy"] is not None
     skipped = summary.get("skipped_samples", 0)
     stopped = f"by {summary['stopped_by']}; the same command with the same --run.name goes on"
+    if summary["stopped_by"] == "train.patience":
+        watched = summary["config"]["train"]
+        stopped = f"{watched['patience']} epochs without a better {watched['monitor']}"
     rows = {
         **({"stopped": f"after step {summary['global_step']:,}, {stopped}"} if summary["stopped_by"] else {}),
         **({"test accuracy": f"{summary['test_accuracy']:.2%}"} if evaluated else {}),

@@ -1,4 +1,4 @@
-"""Ends a run on all ranks after the same step: signals, time limits, and a loss that is no number."""
+"""Ends a run on all ranks after the same step: signals, time limits, callbacks, and a loss that is no number."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ringtrain.config import Config
 from ringtrain.errors import DataError, NonFiniteLoss
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-TIME_IS_UP = 1  # no signal that SIGNALS holds has this number
+NAMES = {number.name: number for number in SIGNALS}
 
 
 class Signals:
@@ -46,7 +46,10 @@ class Signals:
 class StopTogether(keras.callbacks.Callback):
     """Lets any rank end training, and all of them after the same step.
 
-    Every so many steps the ranks tell each other, in one small allreduce, what they have met.
+    Every so many steps the ranks tell each other, in one small allreduce, what they have met. A callback of one rank
+    alone that sets `model.stop_training`, as Keras' EarlyStopping does, ends all ranks as well.
+
+    For every rank, after all callbacks that may want to stop and before those that save.
 
     Args:
         signals: this rank's.
@@ -56,7 +59,8 @@ class StopTogether(keras.callbacks.Callback):
         raise_unreadable: raises the DataError of a sample that this rank could not read, if there is one.
 
     Attributes:
-        stopped_by: 0 while nobody wants to stop, a signal's number, or TIME_IS_UP.
+        stopped_by: why training ended before its last step: a signal's name, "train.max_time_s", "train.patience" or
+            "a callback"; empty while nobody wants to stop.
     """
 
     def __init__(
@@ -75,39 +79,50 @@ class StopTogether(keras.callbacks.Callback):
         self.max_time_s = config.train.max_time_s
         self.global_step = global_step
         self.steps_per_epoch = steps_per_epoch
-        self.stopped_by = 0
+        self.stopped_by = ""
+        self._wanted = ""
         self._begin_s = time.monotonic()
         self._first_bad_step = 0
 
     @property
-    def reason(self) -> str:
-        """Why training ended before its last step, for a person; empty if it did not."""
-        if self.stopped_by == TIME_IS_UP:
-            return "train.max_time_s"
-        return signal.Signals(self.stopped_by).name if self.stopped_by else ""
-
-    @property
     def exit_code(self) -> int:
         """0; after a signal 128 + its number."""
-        return 0 if self.stopped_by in (0, TIME_IS_UP) else 128 + self.stopped_by
+        return 128 + NAMES[self.stopped_by] if self.stopped_by in NAMES else 0
+
+    def want(self, reason: str) -> None:
+        """Ends training at the ranks' next agreement, which there is after every epoch; one rank's wish is enough."""
+        self._wanted = self._wanted or reason
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self.global_step += 1
+        self._take_over()
         if not self._first_bad_step and not math.isfinite(float((logs or {}).get("loss", 0.0))):
             self._first_bad_step = self.global_step
         if any(self.global_step % every == 0 for every in self.every_steps):
             self._agree()
 
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._take_over()
+        self._agree()
+
+    def _take_over(self) -> None:
+        """Keras would end this rank at once, while the others wait for it."""
+        if self.model.stop_training and not self.stopped_by:
+            self.want("a callback")
+            self.model.stop_training = False
+
     def _agree(self) -> None:
         time_is_up = hvd.rank() == 0 and 0 < self.max_time_s < time.monotonic() - self._begin_s
-        own = np.array([self._first_bad_step > 0, self.signals.received, time_is_up, self._unreadable()], np.int32)
-        bad, number, time_is_up, unreadable = hvd.allreduce(own, op=hvd.Max, name="ringtrain_stop").numpy()
+        wishes = [self.signals.received, time_is_up, bool(self._wanted)]
+        own = np.array([self._first_bad_step > 0, self._unreadable(), *wishes], np.int32)
+        bad, unreadable, number, time_is_up, wanted = hvd.allreduce(own, op=hvd.Max, name="ringtrain_stop").numpy()
         if unreadable:
             hvd.run_together(self.raise_unreadable)
         if bad:
             self._raise_together()
-        if number or time_is_up:
-            self.stopped_by = int(number) or TIME_IS_UP
+        if not self.stopped_by and (number or time_is_up or wanted):
+            asked = "train.max_time_s" if time_is_up else self._wanted or "a callback"
+            self.stopped_by = signal.Signals(number).name if number else asked
             self.model.stop_training = True
 
     def _unreadable(self) -> bool:

@@ -27,6 +27,8 @@ def find(option: str, name: str, known: Mapping[str, Callable[..., Any]]) -> Cal
     """
     if name in known:
         return known[name]
+    if ":" not in name and not known:
+        raise ConfigError(f"{option}: got {name}, expected module:function")
     if ":" not in name:
         raise ConfigError(f"{option}: got {name}, {nearest(name, known)} (or module:function for your own)")
     return lambda *args, **kwargs: _imported(option, name)(*args, **kwargs)

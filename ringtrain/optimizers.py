@@ -19,18 +19,21 @@ class LearningRate(keras.optimizers.schedules.LearningRateSchedule):
     """A `Schedule` as Keras wants it: called with the number of steps that the optimizer has made.
 
     Args:
+        share: of the schedule's rate that is used; `set_share` changes it.
         numbers: fields of `Schedule`.
     """
 
-    def __init__(self, **numbers: Any) -> None:
+    def __init__(self, share: float = 1.0, **numbers: Any) -> None:
+        self.share = tf.Variable(share, trainable=False, dtype=tf.float64)
         self.schedule = Schedule(**{**numbers, "milestone_steps": tuple(numbers.get("milestone_steps", ()))})
 
     def __call__(self, step: Any) -> Any:
         # float32 would count no further than 2 ** 24.
-        return ops.cast(self.schedule.rate(ops.cast(step, "float64"), ops), keras.config.floatx())
+        return ops.cast(self.share * self.schedule.rate(ops.cast(step, "float64"), ops), keras.config.floatx())
 
     def get_config(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self.schedule), "milestone_steps": list(self.schedule.milestone_steps)}
+        numbers = {**dataclasses.asdict(self.schedule), "milestone_steps": list(self.schedule.milestone_steps)}
+        return {"share": float(self.share), **numbers}
 
 
 class _Momentum(keras.optimizers.Optimizer):
@@ -207,6 +210,21 @@ def build(config: Config, numbers: Numbers, model: keras.Model) -> keras.optimiz
     )
     optimizer.exclude_from_weight_decay([one for one in model.trainable_variables if not is_decayed(one)])
     return optimizer
+
+
+def set_share(optimizer: keras.optimizers.Optimizer, full_rate: float, share: float) -> None:
+    """Makes an optimizer go on with a part of its learning rate.
+
+    Args:
+        optimizer: made by `build`, perhaps inside of Keras' LossScaleOptimizer.
+        full_rate: the learning rate where it is a number.
+        share: 0 to 1, of the schedule's rate or of full_rate.
+    """
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if isinstance(optimizer._learning_rate, LearningRate):
+        optimizer._learning_rate.share.assign(share)
+    else:
+        optimizer.learning_rate = full_rate * share
 
 
 def last_learning_rate(optimizer: keras.optimizers.Optimizer) -> float:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ from ringtrain.errors import CheckpointError, ConfigError
 
 # What a run may change when it goes on. The rest decides what it learns; the global batch is compared as a whole.
 FREE = (
-    *("run.", "checkpoint.", "device.", "health."),
-    *("train.epochs", "train.batch_size", "train.max_time_s", "train.check_every_steps"),
+    *("run.", "checkpoint.", "device.", "health.", "tracking."),
+    *("train.epochs", "train.batch_size", "train.max_time_s", "train.check_every_steps", "train.patience"),
 )
 BEST_BY = "test_accuracy"
 
@@ -39,6 +40,8 @@ class Start:
     """the checkpoint; empty: from the beginning"""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """of the last whole epoch"""
+    monitored: tuple[float, ...] = ()
+    """values of train.monitor, one per whole epoch, if it was watched"""
     refused: tuple[str, ...] = ()
     """why newer checkpoints were passed over"""
 
@@ -128,6 +131,7 @@ class Saver(keras.callbacks.Callback):
         numbers: of the run.
         clock: counts the steps.
         metrics: of the last whole epoch before.
+        monitored: values of train.monitor; grows while training.
     """
 
     def __init__(
@@ -138,6 +142,7 @@ class Saver(keras.callbacks.Callback):
         numbers: Numbers,
         clock: Clock,
         metrics: Mapping[str, float],
+        monitored: Sequence[float] = (),
     ) -> None:
         super().__init__()
         self.set_model(model)  # a run that has nothing left to train never calls fit, which would
@@ -146,7 +151,9 @@ class Saver(keras.callbacks.Callback):
         self.facts = {"config": dataclasses.asdict(config), "numbers": dataclasses.asdict(numbers)}
         self.clock = clock
         self.metrics = dict(metrics)
+        self.monitored = monitored
         self.saved_step = -1
+        self.seconds = 0.0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         every = self.config.checkpoint.every_steps
@@ -164,9 +171,11 @@ class Saver(keras.callbacks.Callback):
         """Saves the present state, unless it is saved already. A collective: call it on every rank."""
         if self.saved_step == self.clock.global_step:
             return
+        begin_s = time.perf_counter()
         own = hvd.allgather_object(_own_state(self.model), name="ringtrain_own_state")
         hvd.run_together(lambda: self._write(own) if hvd.rank() == 0 else None)
         self.saved_step = self.clock.global_step
+        self.seconds += time.perf_counter() - begin_s
 
     def _write(self, own: list[dict[str, NDArray[Any]]]) -> None:
         options = self.config.checkpoint
@@ -174,6 +183,7 @@ class Saver(keras.callbacks.Callback):
         facts = {
             **self.facts,
             "metrics": self.metrics,
+            "monitored": list(self.monitored),
             "num_ranks": len(own),
             "variables": checkpoint.shapes_of(_shared_variables(self.model)),
         }
@@ -255,7 +265,9 @@ def _find(folder: Path | None, must: bool) -> tuple[checkpoint.Checkpoint | None
         raise CheckpointError(f"{folder}: no checkpoint here")
     if found is None:
         return None, Start()
-    return found, Start(found.global_step, str(found.folder), found.manifest["metrics"], tuple(refused))
+    saved = found.manifest
+    monitored = tuple(saved.get("monitored", ()))
+    return found, Start(found.global_step, str(found.folder), saved["metrics"], monitored, tuple(refused))
 
 
 def _require_same_run(found: checkpoint.Checkpoint, config: Config, numbers: Numbers) -> None:

@@ -13,16 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 import ringtrain
-from ringtrain.config import Numbers
+from ringtrain.config import Numbers, TrackingConfig
 from ringtrain.display import Progress, speed
 from ringtrain.errors import MissingDependency, RunDirectoryError
 from ringtrain.optimizers import last_learning_rate
 from ringtrain.schedules import Schedule, curve
 
 METRICS = "metrics.jsonl"
+STEPS = "steps.jsonl"
 
 
 def default_name(data_name: str, now_s: float | None = None) -> str:
@@ -89,18 +91,31 @@ class Recorder(keras.callbacks.Callback):
         progress: shows it.
         numbers: of the run. An epoch that is broken off is not recorded.
         global_step: steps done before; what the folder holds of later ones is forgotten.
+        options: what else is written down.
+        gradient_norm: of the last update, if it is tracked.
     """
 
-    def __init__(self, folder: Path, progress: Progress, numbers: Numbers, global_step: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        progress: Progress,
+        numbers: Numbers,
+        global_step: int,
+        options: TrackingConfig,
+        gradient_norm: tf.Variable | None = None,
+    ) -> None:
         super().__init__()
         self.folder = folder
         self.progress = progress
+        self.options = options
+        self.gradient_norm = gradient_norm
         self.images_per_step = numbers.batch_size * numbers.num_ranks
         self.steps_per_epoch = numbers.steps_per_epoch
         self.first_step = self.global_step = global_step
         self.timed_steps = 0
         self.timed_s = 0.0
         self.epochs = _records_until(folder / METRICS, global_step)
+        _records_until(folder / STEPS, global_step)
 
     @property
     def images_per_s(self) -> float:
@@ -120,8 +135,11 @@ class Recorder(keras.callbacks.Callback):
         self.global_step += 1
         if self.global_step == self.first_step + 1:
             self.epoch_start_s, self.steps_before = self.epoch_end_s, self.global_step
-        figures = "  ".join(f"{name} {value:.4f}" for name, value in (logs or {}).items())
+        figures = "  ".join(f"{name} {value:.4f}" for name, value in (logs or {}).items() if np.ndim(value) == 0)
         self.progress.step(self.global_step, self.epoch, figures)
+        every = self.options.every_steps
+        if every and self.global_step % every == 0:
+            self._record(STEPS, "steps/", self.epoch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         steps, seconds = self.global_step - self.steps_before, self.epoch_end_s - self.epoch_start_s
@@ -129,27 +147,37 @@ class Recorder(keras.callbacks.Callback):
         self.timed_s += seconds
         if self.global_step % self.steps_per_epoch:
             return  # broken off
+        self.epochs.append(self._record(METRICS, "", epoch, logs))
+        if self.options.histograms:
+            with self.summaries.as_default():
+                for weight in self.model.trainable_weights:
+                    tf.summary.histogram(weight.path, weight.value, step=self.global_step)
+        self.summaries.flush()
+        self.progress.epoch(epoch, figures_of(self.epochs[-1]))
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.summaries.close()
+
+    def _record(self, file_name: str, prefix: str, epoch: int, logs: Any) -> dict[str, Any]:
+        """Adds a line to a file, and its numbers to TensorBoard."""
+        steps, seconds = self.global_step - self.steps_before, self.epoch_end_s - self.epoch_start_s
         record = {
             "epoch": epoch + 1,
             "global_step": self.global_step,
             "time_s": time.time(),
-            **{name: float(value) for name, value in (logs or {}).items() if name != "lr"},
+            **{name: np.asarray(value).tolist() for name, value in (logs or {}).items() if name != "lr"},
             "learning_rate": last_learning_rate(self.model.optimizer),
             **loss_scale_of(self.model.optimizer),
+            **({} if self.gradient_norm is None else {"gradient_norm": float(self.gradient_norm)}),
             "images_per_s": steps * self.images_per_step / seconds if seconds else math.nan,
         }
-        self.epochs.append(record)
-        with open(self.folder / METRICS, "a", encoding="utf-8") as file:
+        with open(self.folder / file_name, "a", encoding="utf-8") as file:
             file.write(json.dumps(plain(record)) + "\n")
         with self.summaries.as_default():
             for name, value in record.items():
-                if name not in ("global_step", "time_s"):
-                    tf.summary.scalar(name, value, step=self.global_step)
-        self.summaries.flush()
-        self.progress.epoch(epoch, figures_of(record))
-
-    def on_train_end(self, logs: Any = None) -> None:
-        self.summaries.close()
+                if name not in ("global_step", "time_s") and np.ndim(value) == 0:
+                    tf.summary.scalar(prefix + name, value, step=self.global_step)
+        return record
 
 
 def _records_until(path: Path, global_step: int) -> list[dict[str, Any]]:

@@ -11,22 +11,16 @@ import math
 import socket
 import sys
 import time
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ringtrain import checkpoint, data, devices, display, models, schedules, settings, stderr
+from ringtrain import checkpoint, data, devices, display, lookup, models, reports, schedules, settings, stderr
 from ringtrain.config import Config, Numbers, derive, option_types, value_of
 from ringtrain.errors import ConfigError, RingtrainError
 
 if TYPE_CHECKING:
     import keras
-    import numpy as np
-    import tensorflow as tf
-    from numpy.typing import NDArray
-
-    from ringtrain import resume
 
 SECONDS_FOR_RANK_0 = 10.0
 
@@ -48,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # the first rank that ends. A rank that is still there after this pause is alone with its error.
         if display.launched_rank():
             time.sleep(SECONDS_FOR_RANK_0)
+        reports.report_failure(error, display.launched_rank() or 0, exit_code=2, with_traceback=False)
         print(f"ringtrain: {error}", file=sys.stderr)
         return 2
 
@@ -69,8 +64,9 @@ def train(config: Config) -> int:
     # Names first: a misspelt one is told at once. TensorFlow is loaded with hvd, and talks.
     stderr.watch()
     read_data, build_model = data.source(config.data), models.builder(config.model)
+    make_metrics, make_callbacks = models.metrics(config.model.metrics), own_callbacks(config)
     import ringtrain.hvd as hvd  # the first: it says what is not installed
-    from ringtrain import health, resume, tracking
+    from ringtrain import evaluation, health, plateau, resume, tracking
 
     hvd.configure(config.hvd)
     hvd.init()
@@ -78,6 +74,7 @@ def train(config: Config) -> int:
     hvd.check_op(config.hvd)
     # Before TensorFlow touches a device: it would take memory on the host's first GPU for every rank.
     pinning = hvd.run_together(lambda: devices.pin(hvd.local_rank(), hvd.local_size(), config.device))
+    hvd.check_placement("" if config.device.share_gpus else devices.identity(pinning))
 
     # Data: each rank trains its own part of every global batch, and evaluates its own test samples.
     hvd.run_together(tracking.check_packages)
@@ -89,7 +86,9 @@ def train(config: Config) -> int:
 
     # Model and optimizer: rank 0's on every rank, out of the run's newest checkpoint if there is one, and kept equal by
     # averaged gradients.
-    model = compiled_model(build_model, data_set, config, numbers)
+    model = compiled_model(build_model, make_metrics, data_set, config, numbers)
+    gradient_norm = hvd.track_gradient_norm(model.optimizer) if config.tracking.every_steps else None
+    users_callbacks = hvd.run_together(make_callbacks)
     start = resume.restore(model, *resume.source_of(config), config, numbers)
     if config.run.init_from and not start.source:
         hvd.run_together(lambda: resume.load_weights(model, Path(config.run.init_from)) if rank == 0 else None)
@@ -109,20 +108,27 @@ def train(config: Config) -> int:
     # Training: every rank makes the same number of steps and ends after the same one, so that none waits for another.
     clock = resume.Clock(start.global_step, numbers.steps_per_epoch)
     check = hvd.callbacks.CheckInSyncCallback(config.train.check_every_steps)
-    saver = resume.Saver(model, folder / "checkpoints", config, numbers, clock, start.metrics)
+    evaluate = evaluation.Evaluation(test_batches, own_tests, data_set, clock)
     started = time.time()
     with display.Progress(console, numbers.num_steps, config.train.epochs) as progress, health.Signals() as signals:
         stop = health.StopTogether(
             signals, config, start.global_step, numbers.steps_per_epoch, data_set.raise_unreadable
         )
-        recorder = tracking.Recorder(folder, progress, numbers, start.global_step) if rank == 0 else None
+        watch = plateau.Plateau(config, numbers, clock, stop, start.monitored)
+        saver = resume.Saver(model, folder / "checkpoints", config, numbers, clock, start.metrics, watch.values)
+        recorder = (
+            tracking.Recorder(folder, progress, numbers, start.global_step, config.tracking, gradient_norm)
+            if rank == 0
+            else None
+        )
         callbacks = [
             clock,
-            stop,
-            hvd.callbacks.MetricAverageCallback(),
-            evaluation(model, test_batches, own_tests, data_set, clock),
-            check,
+            evaluate,
+            *users_callbacks,
             *([recorder] if recorder else []),
+            watch,
+            stop,
+            check,
             saver,
         ]
         for part in resume.segments(start.global_step, numbers.steps_per_epoch, config.train.epochs):
@@ -158,15 +164,18 @@ def train(config: Config) -> int:
     summary = {
         "test_accuracy": saver.metrics.get("test_accuracy"),
         "test_loss": saver.metrics.get("test_loss"),
+        "metrics": saver.metrics,
         "images_per_s": recorder.images_per_s if recorder else math.nan,
         "num_ranks": size,
         "global_step": clock.global_step,
-        "stopped_by": stop.reason,
+        "stopped_by": stop.stopped_by,
         "resumed_from": start.source,
         "skipped_samples": len(skipped),
         "in_sync": True,
         "checksum": hvd.check_in_sync(model),
         "check_s": check.seconds,
+        "evaluate_s": evaluate.seconds,
+        "save_s": saver.seconds,
         "fit_s": time.time() - started,
         "started": started,
         "versions": tracking.versions(),
@@ -210,11 +219,43 @@ def refuse_differences(plans: Sequence[tuple[Config, Numbers]]) -> None:
                 )
 
 
-def compiled_model(build_model: models.Build, data_set: data.DataSet, config: Config, numbers: Numbers) -> keras.Model:
+def own_callbacks(config: Config) -> Callable[[], list[keras.callbacks.Callback]]:
+    """Finds the user's callbacks, without making them.
+
+    Args:
+        config: train.callbacks names functions or classes that need no arguments.
+
+    Returns:
+        A function that makes new ones; it raises ConfigError for what is no callback.
+    """
+    names = config.train.callbacks
+    found = [lookup.find("train.callbacks", name, {}) for name in names]
+
+    def make() -> list[keras.callbacks.Callback]:
+        import keras
+
+        made = [function() for function in found]
+        for name, callback in zip(names, made, strict=True):
+            if not isinstance(callback, keras.callbacks.Callback):
+                kind = type(callback).__name__
+                raise ConfigError(f"train.callbacks: {name} returned {kind}, expected a Keras callback")
+        return made
+
+    return make
+
+
+def compiled_model(
+    build_model: models.Build,
+    make_metrics: Callable[[], list[keras.metrics.Metric]],
+    data_set: data.DataSet,
+    config: Config,
+    numbers: Numbers,
+) -> keras.Model:
     """Makes the model and its distributed optimizer.
 
     Args:
         build_model: from models.builder.
+        make_metrics: from models.metrics.
         data_set: gives the shape of a sample and the number of classes.
         config: the resolved configuration.
         numbers: derived from it.
@@ -224,7 +265,7 @@ def compiled_model(build_model: models.Build, data_set: data.DataSet, config: Co
     """
     import keras
 
-    from ringtrain import hvd, optimizers
+    from ringtrain import hvd, optimizers, plateau
 
     keras.config.set_dtype_policy(config.train.precision)
     keras.utils.set_random_seed(config.seed)
@@ -241,9 +282,10 @@ def compiled_model(build_model: models.Build, data_set: data.DataSet, config: Co
         compression={"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}[config.hvd.compression],
         deterministic=config.hvd.deterministic,
     )
-    loss = models.cross_entropy(config.model.label_smoothing)
+    loss, metrics = models.cross_entropy(config.model.label_smoothing), make_metrics()
+    plateau.check_monitor(config.train.monitor, metrics)
     # XLA has no kernel for Horovod's allreduce; "auto" would turn it on where there is a GPU.
-    model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=False)
+    model.compile(optimizer, loss, metrics=["accuracy", *metrics], jit_compile=False)
     if config.train.jit:
         hvd.jit_gradients(model)
     return model
@@ -278,43 +320,6 @@ def agree_on_folder(config: Config, numbers: Numbers) -> Path:
 
     made = hvd.run_together(make if hvd.rank() == 0 else lambda: None)
     return hvd.broadcast_object(made, root_rank=0, name="ringtrain_folder")
-
-
-def evaluation(
-    model: keras.Model, batches: tf.data.Dataset, own: NDArray[np.int64], data_set: data.DataSet, clock: resume.Clock
-) -> keras.callbacks.Callback:
-    """A callback that adds test_loss and test_accuracy to each epoch's metrics, those of one process to rounding.
-
-    Args:
-        model: compiled.
-        batches: this rank's share of the test samples.
-        own: their numbers; may be none.
-        data_set: knows which of them could not be read.
-        clock: says whether the epoch is whole; one that is broken off is not evaluated.
-
-    Returns:
-        The callback, to be used on every rank; the ranks' means are weighted by their samples.
-    """
-    import keras
-    import numpy as np
-
-    from ringtrain import hvd
-
-    def evaluate(epoch: int, logs: dict[str, Any]) -> None:
-        if not clock.epoch_complete:
-            return
-        hvd.average_moving_statistics(model)
-        means = {"loss": 0.0, "accuracy": 0.0}
-        if data_set.test.num_readable(own):
-            with warnings.catch_warnings():  # where samples are skipped, Keras cannot know how many batches there are
-                warnings.filterwarnings("ignore", "Your input ran out of data")
-                means |= model.evaluate(batches, return_dict=True, verbose=0)
-        hvd.run_together(data_set.raise_unreadable)
-        sums = np.array([means["loss"], means["accuracy"], 1], np.float64) * data_set.test.num_readable(own)
-        loss, accuracy, total = hvd.allreduce(sums, op=hvd.Sum, name="ringtrain_evaluation").numpy()
-        logs |= {"test_loss": loss / total, "test_accuracy": accuracy / total}
-
-    return keras.callbacks.LambdaCallback(on_epoch_end=evaluate)
 
 
 if __name__ == "__main__":

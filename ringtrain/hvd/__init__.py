@@ -3,7 +3,8 @@
 What Horovod 0.28.1 does right under Keras 3 is passed on (collectives, process sets, timeline, queries); what it does
 wrong or not at all is ringtrain's own: `DistributedOptimizer`, the callbacks, `load_model`, `elastic`, broadcasts of
 Keras variables, `SyncBatchNormalization`. New are `broadcast_model`, `check_in_sync`, `check_averaging`,
-`run_together`, `average_moving_statistics`, `synchronize_batch_norm`, `jit_gradients` and `configure`.
+`check_placement`, `run_together`, `average_moving_statistics`, `synchronize_batch_norm`, `jit_gradients`,
+`track_gradient_norm` and `configure`.
 """
 
 from ringtrain.errors import MissingDependency
@@ -79,5 +80,7 @@ from ringtrain.hvd.collectives import (
 )
 from ringtrain.hvd.jit import jit_gradients
 from ringtrain.hvd.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
+from ringtrain.hvd.placement import check_placement
+from ringtrain.hvd.subclass import track_gradient_norm
 from ringtrain.hvd.sync import broadcast_model, check_averaging, check_in_sync, run_together
 from ringtrain.hvd.tuning import check_op, configure

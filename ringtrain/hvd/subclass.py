@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras.src.saving import object_registration
 
 from ringtrain.hvd.keras_hooks import distributed
@@ -37,6 +38,23 @@ def distribute(optimizer: Any, reduction: Reduction, backward_passes: int) -> An
     return optimizer
 
 
+def track_gradient_norm(optimizer: Any) -> tf.Variable:
+    """Makes a distributed optimizer note how long its gradients are.
+
+    Args:
+        optimizer: What `DistributedOptimizer` returned, before its first step.
+
+    Returns:
+        A float32 variable: the norm of all reduced gradients of the last update together, before they are clipped.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if not isinstance(inner, _Distributed):
+        raise TypeError(f"track_gradient_norm: got {type(inner).__name__}, expected a distributed optimizer")
+    # On the class, which is this optimizer's own: Keras would track a variable on the object, and save it.
+    type(inner).gradient_norm = tf.Variable(0.0, trainable=False)
+    return type(inner).gradient_norm
+
+
 def saved_as_its_base(mixin: type, base: type, attributes: Mapping[str, Any]) -> type:
     """A subclass of `mixin` and `base` with base's name, module and registration: saved, it is a plain `base`."""
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
@@ -62,6 +80,7 @@ class _Distributed(keras.optimizers.Optimizer):
     """Mixed into the class of a single optimizer; `reduction` is set on the subclass."""
 
     reduction: Reduction
+    gradient_norm: tf.Variable | None = None
     _local_keys: set[Any]
 
     def register_local_var(self, var: Any) -> None:
@@ -102,7 +121,10 @@ class _Distributed(keras.optimizers.Optimizer):
         self._reached.append("hook")
         variables = self._updated_variables
         local = [self.is_local(variable) for variable in variables]
-        return super()._clip_gradients(self.reduction(grads, variables, local))
+        reduced = self.reduction(grads, variables, local)
+        if self.gradient_norm is not None:
+            self.gradient_norm.assign(tf.linalg.global_norm(reduced))
+        return super()._clip_gradients(reduced)
 
 
 class _DistributedMulti(keras.optimizers.Optimizer):

@@ -13,13 +13,14 @@ from ringtrain.errors import ConfigError
 from ringtrain.lookup import find
 from ringtrain.models.applications import APPLICATIONS
 from ringtrain.models.loss import cross_entropy
+from ringtrain.models.metrics import metrics
 from ringtrain.models.resnet import resnet20, resnet50
 from ringtrain.models.small import cnn, mlp
 
 if TYPE_CHECKING:
     import keras
 
-__all__ = ["MODELS", "Build", "builder", "cross_entropy", "seed_by_rank"]
+__all__ = ["MODELS", "Build", "builder", "cross_entropy", "metrics", "seed_by_rank"]
 
 Build = Callable[[tuple[int, ...], int], "keras.Model"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -30,3 +31,17 @@ def test_the_same_command_gives_the_same_weights(deterministic, tmp_path):
     singly = checksum(tmp_path, "singly", *SINGLY, *options, *([] if deterministic else ["--hvd.fusion-mb", "0"]))
     together = checksum(tmp_path, "together", *TOGETHER, *options)
     assert (singly == together) is deterministic
+
+
+def test_a_run_that_goes_on_is_the_one_that_was_not_interrupted_bit_for_bit(tmp_path):
+    """In the middle of the second epoch: step 25 of 30, 15 in an epoch."""
+    options = ["--hvd.deterministic", "--checkpoint.every-steps", "5", "--checkpoint.keep", "100"]
+    whole = checksum(tmp_path, "whole", *options)
+    (tmp_path / "again").mkdir()
+    shutil.copytree(tmp_path / "whole", tmp_path / "again" / "whole")
+    for step in range(26, 41):
+        shutil.rmtree(tmp_path / "again" / "whole" / "checkpoints" / f"step-{step:08d}", ignore_errors=True)
+    (tmp_path / "again" / "whole" / "summary.json").unlink()
+    assert checksum(tmp_path / "again", "whole", *options) == whole
+    summary = json.loads((tmp_path / "again" / "whole" / "summary.json").read_text())
+    assert summary["resumed_from"].endswith("step-00000025")

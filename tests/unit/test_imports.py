@@ -13,24 +13,30 @@ PACKAGE = ROOT / "ringtrain"
 # A room may import itself, and what is listed for it. The launch half: errors <- cluster. The training half, from left
 # to right: errors <- config <- leaves <- train. Both halves: <- lab <- cli.
 LEAVES = {"hvd", "devices", "data", "models", "schedules", "optimizers", "checkpoint", "tracking", "health"}
-TRAINING_HALF = {"config", "settings", "lookup", "stderr", "display", *LEAVES, "resume", "train"}
+TRAINING_HALF = {"config", "settings", "lookup", "stderr", "display", *LEAVES, "evaluation", "resume", "plateau"}
+TRAINING_HALF |= {"train"}
 MAY_IMPORT = {
     "": set(),
     "errors": set(),
+    "reports": set(),
+    "told": {"reports"},
     "config": {"errors"},
     "settings": {"errors", "config"},
     "lookup": {"errors", "config"},
     "stderr": set(),
     "display": {"config", "schedules"},
     **{leaf: {"errors", "config"} for leaf in LEAVES},
+    "hvd": {"errors", "config", "reports", "told", ""},
     "data": {"errors", "config", "lookup"},
     "models": {"errors", "config", "lookup"},
     "optimizers": {"config", "schedules"},
     "tracking": {"errors", "config", "schedules", "optimizers", "display", ""},
     "health": {"errors", "config", "hvd"},
     "resume": {"errors", "config", "checkpoint", "hvd"},
-    "train": TRAINING_HALF | {"errors"},
-    "cluster": {"errors", ""},
+    "evaluation": {"hvd", "data", "resume"},
+    "plateau": {"errors", "config", "hvd", "optimizers", "health", "resume"},
+    "train": TRAINING_HALF | {"errors", "reports"},
+    "cluster": {"errors", "reports", ""},
     "lab": TRAINING_HALF | {"errors", "cluster", ""},
     "cli": TRAINING_HALF | {"errors", "cluster", "lab", ""},
     "__main__": {"cli"},
@@ -40,7 +46,19 @@ ONLY_IN = {
     "subprocess": {"cluster/run.py", "cluster/doctor.py", "cluster/probe.py"},
     "mpi4py": {"cluster/doctor.py"},
 }
-NO_TENSORFLOW_AT_IMPORT = {"", "errors", "config", "settings", "lookup", "stderr", "display", "devices", "data"}
+NO_TENSORFLOW_AT_IMPORT = {
+    "",
+    "errors",
+    "reports",
+    "told",
+    "config",
+    "settings",
+    "lookup",
+    "stderr",
+    "display",
+    "devices",
+    "data",
+}
 NO_TENSORFLOW_AT_IMPORT |= {"models", "checkpoint", "schedules", "train", "cluster", "cli"}
 
 

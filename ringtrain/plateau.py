@@ -1,0 +1,115 @@
+"""When a metric no longer gets better: a lower learning rate, or the end.
+
+Both are pure functions of the metric's values so far, one per epoch, which every checkpoint holds: a run that goes on
+decides what it would have decided.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import keras
+
+from ringtrain import hvd, optimizers
+from ringtrain.config import Config, Numbers, nearest
+from ringtrain.errors import ConfigError
+from ringtrain.health import StopTogether
+from ringtrain.resume import Clock
+
+
+def waits(values: Sequence[float], patience: int, lower_is_better: bool, min_delta: float) -> tuple[int, int]:
+    """Counts the epochs for which a metric has been waited for, as Keras' EarlyStopping and ReduceLROnPlateau do.
+
+    Args:
+        values: of the metric, one per epoch.
+        patience: epochs, from 1 on.
+        lower_is_better: as for a loss.
+        min_delta: a value is better if it is so by more than this.
+
+    Returns:
+        How often as many epochs as patience have passed without a better value, counting anew each time; and the epochs
+        since the last better value or the last count.
+    """
+    best, waited, reached = math.inf, 0, 0
+    for value in values:
+        signed = value if lower_is_better else -value
+        waited += 1
+        if signed < best - min_delta:
+            best, waited = signed, 0
+        elif waited >= patience:
+            waited, reached = 0, reached + 1
+    return reached, waited
+
+
+class Plateau(keras.callbacks.Callback):
+    """Watches train.monitor; for every rank, after `Evaluation` and before `StopTogether`.
+
+    Args:
+        config: of the run.
+        numbers: of the run.
+        clock: says whether an epoch is whole; one that is broken off does not count.
+        stop: told when it is time to end.
+        values: of the metric, of the epochs before.
+    """
+
+    def __init__(
+        self, config: Config, numbers: Numbers, clock: Clock, stop: StopTogether, values: Iterable[float]
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.full_rate = numbers.learning_rate
+        self.clock = clock
+        self.stop = stop
+        self.values = list(values)
+        if self._is_over():
+            stop.stopped_by = "train.patience"
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._set_rate()
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        if not self.clock.epoch_complete:
+            return
+        # One rank's value for all: they decide the same, whatever a callback has put into its own logs.
+        value = hvd.broadcast_object(float((logs or {})[self.config.train.monitor]), 0, name="ringtrain_monitor")
+        self.values.append(value)
+        self._set_rate()
+        if self._is_over():
+            self.stop.want("train.patience")
+
+    def _set_rate(self) -> None:
+        if self.config.schedule.plateau_patience:
+            times, _ = self._waits(self.config.schedule.plateau_patience)
+            share = self.config.schedule.plateau_factor**times
+            optimizers.set_share(self.model.optimizer, self.full_rate, share)
+
+    def _is_over(self) -> bool:
+        patience = self.config.train.patience
+        return bool(patience) and self._waits(patience)[0] > 0
+
+    def _waits(self, patience: int) -> tuple[int, int]:
+        train = self.config.train
+        return waits(self.values, patience, lower_is_better(train.monitor), train.min_delta)
+
+
+def lower_is_better(metric: str) -> bool:
+    """Whether a metric, by its name, is to fall: losses and errors are, all else is to grow."""
+    return "loss" in metric or "error" in metric
+
+
+def check_monitor(monitor: str, metrics: Sequence[keras.metrics.Metric]) -> None:
+    """Refuses to watch what there will not be.
+
+    Args:
+        monitor: train.monitor.
+        metrics: besides loss and accuracy.
+
+    Raises:
+        ConfigError: no metric has that name.
+    """
+    names = ["loss", "accuracy", *(metric.name for metric in metrics)]
+    known = [*names, *(f"test_{name}" for name in names)]
+    if monitor not in known:
+        raise ConfigError(f"train.monitor: got {monitor}, {nearest(monitor, known)}")

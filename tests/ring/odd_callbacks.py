@@ -1,0 +1,73 @@
+"""Callbacks and metrics as users write them, some of which do on one rank what the others do not."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import keras
+import numpy as np
+
+RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
+
+
+class StopsAfterSecondEpoch(keras.callbacks.Callback):
+    """Ends training, on rank 1 alone."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        if RANK == 1 and epoch == 1:
+            self.model.stop_training = True
+
+
+class StopsInTheMiddle(keras.callbacks.Callback):
+    """Ends training in the middle of the first epoch, on rank 0 alone."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if RANK == 0 and batch == 4:
+            self.model.stop_training = True
+
+
+class ChangesAWeight(keras.callbacks.Callback):
+    """Puts rank 1 out of step."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if RANK == 1 and batch == 6:
+            weight = self.model.trainable_weights[0]
+            weight.assign(weight * 1.001)
+
+
+class LocalMonitor(keras.callbacks.Callback):
+    """Gives each rank another value of test_loss: rank 0's never gets better, rank 1's always does."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs["test_loss"] = 1.0 if RANK == 0 else 1.0 / (epoch + 1)
+
+
+class WritesLogs(keras.callbacks.Callback):
+    """Leaves what it was given in the current folder, a file per rank."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        with open(f"rank-{RANK}.jsonl", "a") as file:
+            file.write(json.dumps({name: float(value) for name, value in logs.items()}, sort_keys=True) + "\n")
+
+
+class WorstRecall(keras.metrics.Metric):
+    """The recall of the class that has the lowest: no mean over samples, as accuracy is."""
+
+    def __init__(self, name="worst_recall"):
+        super().__init__(name=name)
+        self.confusion = self.add_weight(shape=(10, 10), initializer="zeros", name="confusion")
+
+    def update_state(self, labels, logits, sample_weight=None):
+        guesses = keras.ops.argmax(logits, axis=-1)
+        labels = keras.ops.reshape(keras.ops.cast(labels, "int32"), (-1,))
+        hot = keras.ops.one_hot(labels, 10), keras.ops.one_hot(guesses, 10)
+        self.confusion.assign_add(keras.ops.matmul(keras.ops.transpose(hot[0]), hot[1]))
+
+    def result(self):
+        total = keras.ops.maximum(keras.ops.sum(self.confusion, axis=1), 1.0)
+        return keras.ops.min(keras.ops.diagonal(self.confusion) / total)
+
+
+def no_callback():
+    return np.zeros(3)

@@ -1,0 +1,211 @@
+"""What ends a run or slows it down is a decision of all ranks; and what users add to a run sees all ranks' metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from launching import run
+
+HERE = Path(__file__).parent
+TRAIN = [sys.executable, "-m", "ringtrain.train", "--data.name", "digits", "--run.name", "run"]
+STEPS_PER_EPOCH = 22
+NEVER_BETTER = ["--train.min-delta", "1000"]  # than the first epoch
+
+
+def train(folder: Path, *options: object, np: int = 2, **launch) -> subprocess.CompletedProcess:
+    words = [*TRAIN, "--run.directory", folder, *options]
+    env = {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])}
+    return run(np, [str(word) for word in words], 600, env=env, **launch)
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "run" / "summary.json").read_text())
+
+
+def records(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (folder / "run" / name).read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("callback", "step"), [("StopsAfterSecondEpoch", 2 * STEPS_PER_EPOCH), ("StopsInTheMiddle", 10)]
+)
+def test_a_callback_that_stops_one_rank_stops_all_after_the_same_step(callback, step, tmp_path):
+    """Step 10 is the ranks' next agreement. Were the stop left to Keras, the other rank would wait for ever."""
+    ended = train(tmp_path, "--train.callbacks", f"odd_callbacks:{callback}", "--train.epochs", 5)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert summary(tmp_path)["stopped_by"] == "a callback"
+    assert summary(tmp_path)["global_step"] == step
+    assert summary(tmp_path)["in_sync"] is True
+    assert (tmp_path / "run" / "checkpoints" / f"step-{step:08d}").is_dir()
+
+
+def test_patience_ends_all_ranks_and_a_run_that_has_ended_so_stays_ended(tmp_path):
+    """The ranks see other values of the monitor: rank 1's gets better all the time."""
+    options = ["--train.patience", 2, "--train.epochs", 9, "--train.callbacks", "odd_callbacks:LocalMonitor"]
+    ended = train(tmp_path, *options)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "2 epochs without a better test_loss" in ended.stdout
+    assert summary(tmp_path)["stopped_by"] == "train.patience"
+    assert [record["epoch"] for record in records(tmp_path)] == [1, 2, 3]
+    checksum = summary(tmp_path)["checksum"]
+    again = train(tmp_path, *options)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert summary(tmp_path)["global_step"] == 3 * STEPS_PER_EPOCH
+    assert summary(tmp_path)["checksum"] == checksum
+
+
+@pytest.mark.parametrize("schedule", [[], ["--schedule.warmup-epochs", 1]])
+def test_on_a_plateau_the_learning_rate_falls_and_a_run_that_goes_on_does_the_same(schedule, tmp_path):
+    options = [*schedule, *NEVER_BETTER, "--schedule.plateau-patience", 1, "--schedule.plateau-factor", 0.5]
+    ended = train(tmp_path / "whole", *options, "--train.epochs", 4, "--optimizer.name", "sgd")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rates = [record["learning_rate"] for record in records(tmp_path / "whole")]
+    assert rates[2:] == pytest.approx([rates[1] / 2, rates[1] / 4])
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    for step in (3, 4):
+        shutil.rmtree(tmp_path / "cut" / "run" / "checkpoints" / f"step-{step * STEPS_PER_EPOCH:08d}", True)
+    again = train(tmp_path / "cut", *options, "--train.epochs", 4, "--optimizer.name", "sgd")
+    assert again.returncode == 0 and "after step 44," in again.stdout, again.stdout + again.stderr
+    assert summary(tmp_path / "cut")["checksum"] == summary(tmp_path / "whole")["checksum"]
+
+
+def test_metrics_of_two_ranks_are_those_of_one_process(tmp_path):
+    """Top-5, and a user's metric that is no mean over samples; in training as well as on 360 test samples."""
+    options = ["--model.metrics", "top-5", "odd_callbacks:WorstRecall", "--train.epochs", 2]
+    options += ["--train.callbacks", "odd_callbacks:WritesLogs", "--optimizer.learning-rate-scaling", "none"]
+    figures = {}
+    for name, np, batch in (("two", 2, 23), ("one", 0, 46)):
+        (tmp_path / name).mkdir()
+        ended = train(tmp_path / name, *options, "--train.batch-size", batch, np=np, cwd=tmp_path / name)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        figures[name] = records(tmp_path / name)
+    names = ["loss", "accuracy", "top_5", "worst_recall"]
+    for together, alone in zip(figures["two"], figures["one"], strict=True):
+        for metric in [*names, *(f"test_{name}" for name in names)]:
+            assert together[metric] == pytest.approx(alone[metric], abs=2e-5), metric
+    assert 0 < figures["one"][-1]["test_worst_recall"] < figures["one"][-1]["test_accuracy"] < 1
+    seen = [(tmp_path / "two" / f"rank-{rank}.jsonl").read_text() for rank in range(2)]
+    assert seen[0] == seen[1]
+    assert json.loads(seen[0].splitlines()[-1])["test_top_5"] == summary(tmp_path / "two")["metrics"]["test_top_5"]
+
+
+def test_steps_are_written_down_with_the_gradients_norm(tmp_path):
+    """Two ranks' averaged gradient is as long as that of one rank with the big batch; histograms on request."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    options = ["--tracking.every-steps", 8, "--tracking.histograms", "--train.epochs", 1]
+    options += ["--optimizer.learning-rate-scaling", "none", "--optimizer.clip-norm", 0.001]
+    norms = []
+    for name, np, batch in (("two", 2, 32), ("one", 0, 64)):
+        ended = train(tmp_path / name, *options, "--train.batch-size", batch, np=np)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        steps = records(tmp_path / name, "steps.jsonl")
+        assert [step["global_step"] for step in steps] == [8, 16]
+        norms.append([step["gradient_norm"] for step in steps])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    assert min(norms[0]) > 0.01, "before clipping"
+    events = EventAccumulator(str(tmp_path / "two" / "run" / "tensorboard"), size_guidance={"tensors": 0})
+    events.Reload()
+    assert {"steps/gradient_norm", "steps/loss", "gradient_norm"} <= set(events.Tags()["tensors"])
+    assert any(tag.endswith("/kernel") for tag in events.Tags()["tensors"])
+
+
+def test_a_rank_that_gets_out_of_step_ends_all_and_is_named(tmp_path):
+    ended = train(
+        tmp_path,
+        "--train.callbacks",
+        "odd_callbacks:ChangesAWeight",
+        "--train.check-every-steps",
+        5,
+        "--train.epochs",
+        9,
+    )
+    assert ended.returncode == 2
+    (line,) = [line for line in ended.stderr.splitlines() if "ringtrain:" in line]
+    assert "ranks out of step: rank 1 differs in" in line and "/kernel" in line
+    assert not (tmp_path / "run" / "summary.json").exists()
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+def test_what_cannot_be_watched_or_called_is_one_line(tmp_path):
+    cases = {
+        ("--train.monitor", "test_los"): "train.monitor: got test_los, did you mean test_loss?",
+        ("--train.callbacks", "early"): "train.callbacks: got early, expected module:function",
+        (
+            "--train.callbacks",
+            "odd_callbacks:no_callback",
+        ): "odd_callbacks:no_callback returned ndarray, expected a Keras",
+        ("--model.metrics", "top5"): "model.metrics: got top5, did you mean top-5?",
+        (
+            "--model.metrics",
+            "odd_callbacks:no_callback",
+        ): "odd_callbacks:no_callback returned ndarray, expected a Keras",
+    }
+    for number, (options, message) in enumerate(cases.items()):
+        refused = train(tmp_path / str(number), *options, np=0)
+        assert refused.returncode == 2, refused.stderr
+        (line,) = [line for line in refused.stderr.splitlines() if line.startswith("ringtrain:")]
+        assert message in line
+        assert not (tmp_path / str(number) / "run").exists()
+
+
+def test_a_full_disk_ends_the_run_in_one_line_and_the_checkpoint_before_stays(tmp_path):
+    if os.getuid():
+        pytest.skip("mounting a small disk needs root")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "none", disk], check=True)
+    try:
+        ended = train(disk, "--train.epochs", 9, "--checkpoint.keep", 100)
+        names = sorted(path.name for path in (disk / "run" / "checkpoints").iterdir())
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    (line,) = [line for line in ended.stderr.splitlines() if "ringtrain:" in line]
+    assert "No space left on device" in line and str(disk) in line
+    assert names and names[0] == f"step-{STEPS_PER_EPOCH:08d}"
+    assert all(name.startswith("step-") for name in names), "nothing half done is left"
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path):
+    """The first one waits for the ranks' agreement, which is a long epoch away here."""
+    ended = threading.Event()
+
+    def interrupt() -> None:
+        log, sent = tmp_path / "run" / "steps.jsonl", 0
+        while not ended.is_set() and sent < 2:
+            if log.exists() and log.read_text().count("\n") > 2 * sent:
+                os.kill(process_of(tmp_path), signal.SIGINT)
+                sent += 1
+
+    watcher = threading.Thread(target=interrupt)
+    watcher.start()
+    options = ["--data.num-samples", 400000, "--data.image-size", 4, "--health.agree-every-steps", 10**6]
+    try:
+        stopped = train(tmp_path, "--data.name", "synthetic", *options, "--tracking.every-steps", 10, np=0)
+    finally:
+        ended.set()
+        watcher.join()
+    assert stopped.returncode == 128 + signal.SIGINT
+    assert len(records(tmp_path, "steps.jsonl")) >= 2, "the first one let training go on"
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def process_of(folder: Path) -> int:
+    """The process that trains into a folder."""
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = command.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if str(folder).encode() in words and b"ringtrain.train" in words:
+            return int(command.parent.name)
+    raise ProcessLookupError(folder)
