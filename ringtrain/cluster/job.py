@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
 import shlex
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Literal
 
 from ringtrain.cluster.hosts import Host
+from ringtrain.errors import LaunchError
+
+NUM_HOSTS_LARGE = 64
+"""from here on a launcher starts hosts differently"""
+MAX_WORD_LETTERS = 32_000
+"""of one word of a command line that we make; the kernel takes 131,072"""
 
 
 @dataclass(frozen=True)
@@ -18,15 +28,15 @@ class Job:
     """program and arguments that every rank runs"""
     num_ranks: int
     hosts: tuple[Host, ...]
-    """with exactly as many slots used as there are ranks: see hosts.take"""
+    """with exactly as many slots used as there are ranks: see hosts.take; empty: the scheduler tells the launcher"""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """of the launching process; what of it reaches the ranks is decided by forwarded"""
+    """of the launching process; what of it reaches the ranks is decided by environment.forwarded"""
     forward: tuple[str, ...] = ()
     """names handed on besides the usual ones"""
     working_directory: str = ""
     """folder that ranks start in; empty: where the launcher stands"""
     bind: Literal["none", "core"] = "none"
-    """none: ranks may use all cores of their host; core: each has cores of its own"""
+    """none: ranks may use all cores of their host; core: each has cores of its own, one per thread"""
     network: Literal["tcp", "ucx"] = "tcp"
     """TCP, or InfiniBand and RoCE through UCX"""
     subnet: str = ""
@@ -41,6 +51,20 @@ class Job:
     """folder that keeps a log per rank; empty: none"""
     yield_when_idle: bool = False
     """MPI gives the processor away while it waits: for hosts whose ranks fill their cores"""
+    allow_root: bool = False
+    """the launching user is root, which Open MPI refuses to be without being told"""
+    files_folder: str = "/tmp"
+    """where a launcher's files go (hosts, scripts) if there is no folder for output"""
+
+    @property
+    def several_hosts(self) -> bool:
+        """Whether ranks are on more hosts than one, or may be."""
+        return len(self.hosts) != 1
+
+    @property
+    def cores_per_rank(self) -> int:
+        """Cores that a bound rank has."""
+        return self.threads_per_rank or 1
 
 
 @dataclass(frozen=True)
@@ -62,7 +86,7 @@ class Plan:
     env: Mapping[str, str] = field(default_factory=dict)
     """what the launcher's own environment gets besides what it has"""
     env_reasons: Mapping[str, str] = field(default_factory=dict)
-    """why, by name"""
+    """why, by name; a name that is not in env: why it is left as it is"""
     files: Mapping[str, str] = field(default_factory=dict)
     """files to be written before it starts: path and text"""
 
@@ -72,6 +96,99 @@ class Plan:
         return (*(word for flag in self.flags for word in flag.words), *self.command)
 
     def shell(self) -> str:
-        """The command as a line that can be pasted into a shell."""
+        """The command as a line that can be pasted into a shell; it writes its files first."""
+        writes = []
+        for path, text in self.files.items():
+            folder, lines = shlex.quote(str(PurePath(path).parent)), shlex.join(text.removesuffix("\n").split("\n"))
+            writes.append(f"mkdir -p -- {folder} && printf '%s\\n' {lines} >{shlex.quote(path)} &&")
         settings = [f"{name}={shlex.quote(value)}" for name, value in sorted(self.env.items())]
-        return " ".join([*settings, shlex.join(self.argv)])
+        return " ".join([*writes, *settings, shlex.join(self.argv)])
+
+
+def explain(plan: Plan) -> list[tuple[str, str]]:
+    """Every part of a plan with its reason.
+
+    Returns:
+        Rows of words and reason: files, environment, flags, the ranks' command.
+    """
+    rows = [
+        (f"file {path}", f"{text.count(chr(10))} lines, written before the start") for path, text in plan.files.items()
+    ]
+    for name, reason in plan.env_reasons.items():
+        rows.append((f"{name}={shlex.quote(plan.env[name])}" if name in plan.env else f"{name} as it is", reason))
+    rows += [(shlex.join(flag.words), flag.reason) for flag in plan.flags]
+    return [*rows, (shlex.join(plan.command), "what every rank runs")] if plan.command else rows
+
+
+def check(job: Job) -> None:
+    """Refuses what no launcher can run, or what it would take for something else.
+
+    Raises:
+        LaunchError: says which part of the job it is.
+    """
+    if not job.command or not job.command[0] or job.command[0].startswith("-"):
+        raise LaunchError(f"got the command {shlex.join(job.command)!r}, expected it to begin with a program's name")
+    if ":" in job.command:
+        raise LaunchError(
+            "got ':' as an argument of its own, which mpirun takes for the end of the command: put the command in a"
+            " script"
+        )
+    texts = (*job.command, job.working_directory, job.output, job.files_folder)
+    if any("\0" in text for text in texts):
+        raise LaunchError("got a zero byte in the command or a path, expected text")
+    if job.num_ranks < 1:
+        raise LaunchError(f"got -np {job.num_ranks}, expected at least 1")
+    num_slots = sum(host.slots for host in job.hosts)
+    if job.hosts and num_slots != job.num_ranks:
+        raise LaunchError(f"got {job.num_ranks} ranks and hosts with {num_slots} slots in use, expected as many")
+    if job.threads_per_rank < 0:
+        raise LaunchError(
+            f"got {job.threads_per_rank} threads per rank, expected 1 or more, or 0 for the ranks to decide"
+        )
+    if not 0 <= job.ssh_port < 65536:
+        raise LaunchError(f"got --ssh-port {job.ssh_port}, expected 1 to 65535, or 0 for what ssh has configured")
+    if job.subnet:
+        try:
+            ipaddress.ip_network(job.subnet, strict=False)
+        except ValueError as error:
+            raise LaunchError(f"got --subnet {job.subnet!r}, expected a network such as 10.1.0.0/16") from error
+
+
+def check_names(hosts: Iterable[Host], launcher: str, pattern: str = r"[A-Za-z0-9][A-Za-z0-9.-]*") -> None:
+    """Refuses hosts that a launcher cannot name.
+
+    Raises:
+        LaunchError: names the first.
+    """
+    allowed = re.compile(pattern)
+    for host in hosts:
+        if not allowed.fullmatch(host.name):
+            raise LaunchError(
+                f"{host.name}: {launcher} takes names of letters, digits, '.' and '-' only: give the host such a name"
+                f" in ~/.ssh/config or /etc/hosts"
+            )
+
+
+def file_path(job: Job, kind: str, text: str) -> str:
+    """A path for a file of the launcher: jobs that differ have different files, and a job has the same each time.
+
+    Args:
+        job: that it is for.
+        kind: the name's beginning and end, e.g. "hosts.txt".
+        text: what it will hold.
+    """
+    folder = PurePath(job.output or job.files_folder)
+    stem, _, suffix = kind.partition(".")
+    owner = job.environment.get("USER", "")
+    number = zlib.crc32(f"{owner} {text}".encode(errors="surrogateescape"))
+    return str(folder / f"ringtrain-{stem}-{number:08x}.{suffix}")
+
+
+def words(*flags: str | int, because: str) -> Flag:
+    """A flag of words, with its reason."""
+    return Flag(tuple(str(word) for word in flags), because)
+
+
+def named_hosts(hosts: Sequence[Host]) -> str:
+    """Hosts as -H wants them: host1:4,host2:2."""
+    return ",".join(f"{host.name}:{host.slots}" for host in hosts)

@@ -1,0 +1,99 @@
+"""What of the launching environment reaches the ranks, and what a job sets for them besides."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ringtrain.cluster.job import Job
+from ringtrain.errors import LaunchError
+
+USUAL = re.compile(
+    r"PATH|PYTHONPATH|LD_LIBRARY_PATH|VIRTUAL_ENV|(NCCL|HOROVOD|TF|XLA|OMP|KERAS|RINGTRAIN)_[A-Za-z0-9_]*"
+)
+# What programs on the launching host need for themselves: horovodrun, ssh, mpirun and schedulers' commands.
+OF_THE_LAUNCHER = re.compile(
+    r"HOME|USER|LOGNAME|SHELL|SHLVL|PWD|OLDPWD|_|TERM|TZ|TMPDIR|LANG|LANGUAGE|SSH_AUTH_SOCK|SSH_AGENT_PID"
+    r"|PYTHON(HOME|UNBUFFERED|FAULTHANDLER|WARNINGS)"
+    r"|(LC|XDG|OMPI|OPAL|ORTE|PRTE|PMIX|HYDRA|MPICH|MPIR|I_MPI|FI|UCX|SLURM|PBS|LSB|KUBERNETES)_[A-Za-z0-9_]*"
+)
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+SECRET = re.compile(
+    r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|PRIVATE|APIKEY|(^|_)(KEY|KEYS|PAT|AUTH|PWD|PASS|DSN|COOKIE)(_|$)",
+    re.IGNORECASE,
+)
+NOT_SECRET = ("PWD", "OLDPWD", "SSH_AUTH_SOCK")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A variable that a job sets, or deliberately leaves."""
+
+    name: str
+    value: str | None
+    """None: as it is"""
+    reason: str
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable's name says that its value is nobody's business."""
+    return name not in NOT_SECRET and SECRET.search(name) is not None
+
+
+def forwarded(job: Job) -> tuple[str, ...]:
+    """Names of the launching environment's variables that ranks get.
+
+    Raises:
+        LaunchError: a name asked for by --forward is no name, or is not set here.
+    """
+    for name in job.forward:
+        if not NAME.fullmatch(name):
+            raise LaunchError(
+                f"got --forward {name.partition('=')[0]!r}..., expected a variable's name, without a value"
+            )
+        if name not in job.environment:
+            raise LaunchError(f"got --forward {name}, which is not set here: export {name}=... first, or leave it out")
+    return tuple(sorted(name for name in job.environment if name in job.forward or USUAL.fullmatch(name)))
+
+
+def withheld(job: Job) -> tuple[str, ...]:
+    """Names that a launcher which hands on everything must not see."""
+    kept = {*forwarded(job)}
+    return tuple(sorted(name for name in job.environment if name not in kept and not OF_THE_LAUNCHER.fullmatch(name)))
+
+
+def settings(job: Job) -> list[Setting]:
+    """What a job sets for its ranks, whatever starts them."""
+    found = []
+    if job.threads_per_rank:
+        reason = "threads of a rank, as asked for (--threads)"
+        names = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+        found += [Setting(name, str(job.threads_per_rank), reason) for name in names]
+    for name in ("NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"):
+        if job.environment.get(name):
+            found.append(
+                Setting(name, None, f"set here: ranks get {job.environment[name]!r}, which every host must have")
+            )
+        elif job.subnet:
+            found.append(
+                Setting(
+                    name, None, f"knows interfaces by name only, and {job.subnet} is a subnet: it chooses for itself"
+                )
+            )
+    if job.several_hosts and not job.subnet and not job.environment.get("NCCL_SOCKET_IFNAME"):
+        reason = "NCCL must not choose an interface that no other host can reach"
+        found.append(Setting("NCCL_SOCKET_IFNAME", "^lo,docker", reason))
+    return found
+
+
+def as_mapping(found: Iterable[Setting]) -> tuple[dict[str, str], dict[str, str]]:
+    """Values and reasons, by name."""
+    listed = list(found)
+    values = {setting.name: setting.value for setting in listed if setting.value is not None}
+    return values, {setting.name: setting.reason for setting in listed}
+
+
+def names_for_ranks(job: Job, values: Mapping[str, str]) -> tuple[str, ...]:
+    """Every name that ranks get: of the launching environment and of what the job sets."""
+    return tuple(sorted({*forwarded(job), *values}))

@@ -1,0 +1,174 @@
+"""horovodrun's command line: over MPI, over Gloo, and elastic.
+
+horovodrun puts a command line together as text and gives it to a shell: what it would leave unquoted is quoted here, or
+refused. It hands on its whole environment: what ranks shall not see is taken out before it starts.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+
+from ringtrain.cluster import openmpi
+from ringtrain.cluster.environment import as_mapping, forwarded, is_secret, settings, withheld
+from ringtrain.cluster.job import (
+    MAX_WORD_LETTERS,
+    Flag,
+    Job,
+    Plan,
+    check,
+    check_names,
+    file_path,
+    named_hosts,
+    words,
+)
+from ringtrain.errors import LaunchError
+
+PLAIN_PATH = re.compile(r"[A-Za-z0-9_@%+=:,./-]*")
+HOST_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
+
+
+def plan(job: Job, gloo: bool = False, dialect: str = "openmpi4", start_timeout_s: int = 60) -> Plan:
+    """The command that starts a job by horovodrun.
+
+    Args:
+        job: what to run where; with its hosts.
+        gloo: without MPI.
+        dialect: of the mpirun that horovodrun will find, a key of mpi.DIALECTS; over Gloo it does not matter.
+        start_timeout_s: for horovodrun's own look at the hosts.
+
+    Raises:
+        LaunchError: horovodrun cannot run the job, or not as asked for.
+    """
+    _check(job)
+    if not gloo and dialect != "openmpi4":
+        raise LaunchError(
+            f"horovodrun over MPI speaks to Open MPI 4 only, and this is {dialect}: use --launcher horovodrun-gloo or"
+            f" mpirun"
+        )
+    listed = named_hosts(job.hosts)
+    if len(listed) > MAX_WORD_LETTERS:
+        raise LaunchError(f"{len(job.hosts)} hosts are too many for horovodrun's command line: use --launcher mpirun")
+    hosts = words(
+        "-H", listed, because="hosts, each with the ranks it takes; its reader of hostfiles knows one form only"
+    )
+    return _plan(job, gloo, [hosts], start_timeout_s, {})
+
+
+def elastic(job: Job, min_ranks: int, max_ranks: int, discovery: str = "", start_timeout_s: int = 60) -> Plan:
+    """The command that starts a job which goes on when hosts come and go; over Gloo.
+
+    Args:
+        job: what to run; num_ranks is how many must be there before it begins.
+        min_ranks: with fewer, it waits.
+        max_ranks: with more, the rest is left out.
+        discovery: program that prints a line host:slots for each host there is now; empty: a file with the job's hosts,
+            which can be edited while it runs.
+        start_timeout_s: for hosts to be found.
+
+    Raises:
+        LaunchError: horovodrun cannot run the job, or not as asked for.
+    """
+    _check(job)
+    if not 1 <= min_ranks <= job.num_ranks <= max_ranks:
+        raise LaunchError(
+            f"got {min_ranks} ranks at least, {job.num_ranks} to begin with and {max_ranks} at most, expected them in"
+            f" this order, from 1 on"
+        )
+    files = {}
+    asked = shlex.quote(discovery)
+    if not discovery:
+        text = "".join(f"{host.name}:{host.slots}\n" for host in job.hosts)
+        path = file_path(job, "discovery.txt", text)
+        files[path] = text
+        asked = shlex.join(["cat", path])
+    limits = [
+        words("--min-np", min_ranks, because="with fewer ranks it waits for hosts"),
+        words("--max-np", max_ranks, because="with more slots the rest is left out"),
+        words("--host-discovery-script", asked, because="asked every second which hosts there are"),
+    ]
+    return _plan(job, True, limits, start_timeout_s, files)
+
+
+def _check(job: Job) -> None:
+    check(job)
+    if not job.hosts:
+        raise LaunchError("horovodrun needs hosts: give --hostfile or -H")
+    check_names(job.hosts, "horovodrun", HOST_NAME)
+    if job.subnet:
+        raise LaunchError(
+            f"got --subnet {job.subnet}, but horovodrun chooses interfaces itself, by name: leave it out, or use"
+            f" --launcher mpirun"
+        )
+    if job.network == "ucx":
+        raise LaunchError("got --network ucx, but horovodrun has MPI and Gloo talk over TCP: use --launcher mpirun")
+
+
+def _plan(job: Job, gloo: bool, hosts: list[Flag], start_timeout_s: int, files: dict[str, str]) -> Plan:
+    if gloo:
+        _check_gloo(job)
+    values, reasons = as_mapping(settings(job))
+    # The probe of interfaces, with which horovodrun begins, has the last word.
+    values.pop("NCCL_SOCKET_IFNAME", None)
+    reasons["NCCL_SOCKET_IFNAME"] = "horovodrun finds the interfaces that all hosts can reach, and sets it"
+    found = [*_clean_start(job, gloo), words("horovodrun", because="Horovod's own launcher")]
+    found.append(words("-np", job.num_ranks, because="ranks in all"))
+    found += hosts
+    because = "Gloo, which needs no MPI" if gloo else "MPI starts the ranks and carries what they say"
+    found.append(words("--gloo" if gloo else "--mpi", because=because))
+    found.append(words("--disable-cache", because="looks at the hosts now: what it saw in the last hour may be wrong"))
+    found.append(words("--start-timeout", start_timeout_s, because="seconds for its look at the hosts"))
+    if job.ssh_port:
+        found.append(words("-p", job.ssh_port, because="port of every host's sshd"))
+    if job.output:
+        folder = job.output if gloo else shlex.quote(job.output)
+        found.append(words("--output-filename", folder, because="keeps a log per rank"))
+    if not gloo:
+        found += _mpi_arguments(job)
+    return Plan(tuple(found), job.command, values, reasons, files)
+
+
+def _check_gloo(job: Job) -> None:
+    """Refuses what would stand on a command line, or be a command, on the way to other hosts."""
+    secrets = [name for name in job.forward if is_secret(name)]
+    if secrets:
+        raise LaunchError(
+            f"got --forward {secrets[0]}, but over Gloo horovodrun writes values on command lines, where every user of"
+            f" the host can read them: use --launcher mpirun, or let ranks read a file"
+        )
+    folder = job.working_directory or job.environment.get("PWD", "")
+    if len(job.hosts) > 1 and not PLAIN_PATH.fullmatch(folder):
+        raise LaunchError(
+            f"{shlex.quote(folder)}: over Gloo, horovodrun gives this folder to other hosts' shells as it is: start in"
+            f" one without spaces and signs, or use --launcher mpirun"
+        )
+
+
+def _clean_start(job: Job, gloo: bool) -> Iterator[Flag]:
+    """What happens before horovodrun starts."""
+    hidden = sorted({*withheld(job), *(name for name in forwarded(job) if gloo and is_secret(name))})
+    if not hidden and not job.working_directory:
+        return
+    yield words("env", because="prepares horovodrun's start")
+    if job.working_directory:
+        yield words("-C", job.working_directory, because="ranks start in the folder that horovodrun stands in")
+    if hidden:
+        because = "horovodrun hands on its whole environment: without what ranks do not need, secrets above all"
+        yield Flag(tuple(word for name in hidden for word in ("-u", name)), because)
+
+
+def _mpi_arguments(job: Job) -> Iterator[Flag]:
+    """What horovodrun passes on to mpirun, through a shell."""
+    # With a port horovodrun gives options of ssh by itself, and mpirun takes them once only.
+    control = openmpi.control(job, openmpi.FOUR, ssh_options=not job.ssh_port)
+    own = [flag for flag in control if not flag.words[1].startswith(("plm_rsh_no_tree", "plm_rsh_num"))]
+    if job.oversubscribe:
+        own.append(words("--oversubscribe", because="more ranks than slots are allowed, as asked for"))
+    if own:
+        reasons = dict.fromkeys(flag.reason for flag in own)
+        text = shlex.join([word for flag in own for word in flag.words])
+        yield words(f"--mpi-args={text}", because=f"for mpirun: {'; '.join(reasons)}")
+    if job.bind == "core":
+        binding = shlex.join(["--bind-to", "core", "--map-by", f"slot:PE={job.cores_per_rank}"])
+        yield words(f"--binding-args={binding}", because=f"each rank has {job.cores_per_rank} cores of its own")
