@@ -46,7 +46,7 @@ class DataConfig:
     num_classes: int = 0
     """labels go from 0 (ImageNet's from 1) to this number of them; 0: as many as the data says"""
     augment: bool = True
-    """random crops and flips of images read from files when training, else their centres"""
+    """random crops and flips when training: of images read from files, else their centres, and of cifar10's"""
     on_error: Literal["fail", "skip"] = "fail"
     """an image file or record that cannot be read ends training, or is left out and counted"""
 

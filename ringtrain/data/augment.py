@@ -58,6 +58,32 @@ def picture(encoded: tf.Tensor, size: int, seed: tf.Tensor | None) -> tf.Tensor:
     return (image / 255 - tf.constant(MEAN)) / tf.constant(DEVIATION)
 
 
+def shifted(images: tf.Tensor, numbers: tf.Tensor, num_samples: int, padding: int, seed: tf.Tensor) -> tf.Tensor:
+    """Shifts pictures by up to some pixels, zeros coming in, and flips half of them, as He et al. 2015 do for CIFAR.
+
+    Source: arXiv 1512.03385, section 4.2.
+
+    Args:
+        images: [batch, height, width, channels].
+        numbers: int64 [batch], of the samples; together with the seed they decide, whatever batch a sample is in.
+        num_samples: numbers are below this.
+        padding: pixels.
+        seed: int64 [2].
+
+    Returns:
+        Shape and type of images.
+    """
+    import tensorflow as tf
+
+    height, width = images.shape[1:3]
+    draws = tf.gather(tf.random.stateless_uniform([num_samples, 3], seed), numbers)
+    top, left = (tf.cast(draws[:, axis] * (2 * padding + 1), tf.int32) for axis in (0, 1))
+    columns = tf.where(draws[:, 2:] < 0.5, tf.range(width), tf.range(width - 1, -1, -1)) + left[:, tf.newaxis]
+    rows = tf.range(height) + top[:, tf.newaxis]
+    padded = tf.pad(images, [[0, 0], [padding, padding], [padding, padding], [0, 0]])
+    return tf.gather(tf.gather(padded, rows, batch_dims=1), columns, axis=2, batch_dims=1)
+
+
 def _centre(shape: tf.Tensor) -> tf.Tensor:
     import tensorflow as tf
 

@@ -6,6 +6,7 @@ for the pixels: red, green, blue, each row by row. Python: pickles of a dictiona
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import pickle
 import re
@@ -23,6 +24,7 @@ from ringtrain.data.samples import DataSet, checked
 from ringtrain.errors import DataError
 
 NUM_CLASSES = 10
+PADDING = 4  # pixels: He et al. 2015, section 4.2
 NUM_PIXELS = 3 * 32 * 32
 BATCH = re.compile(r"(data_batch_\d+|test_batch)(\.bin)?")
 FOLDERS = ("", "cifar-10-batches-bin", "cifar-10-batches-py")
@@ -34,7 +36,7 @@ def cifar10(config: DataConfig) -> DataSet:
     """50000 training and 10000 test pictures of 32x32 pixels in colour, ten classes.
 
     Looked for in data.dir: the files themselves, in the folder that the archive unpacks to, or in the archive, which
-    may also be named itself. There may be fewer batches than there were published.
+    may also be named itself. There may be fewer batches than there were published. Training shifts and flips them.
 
     Raises:
         DataError: there are none, or one is broken.
@@ -58,7 +60,9 @@ def cifar10(config: DataConfig) -> DataSet:
     batches = {name: _batch(*found[name], binary=bool(version)) for name in names}
     test = batches.pop(f"test_batch{version}")
     images, labels = zip(*batches.values(), strict=True)
-    return checked(str(place), (np.concatenate(images), np.concatenate(labels)), test, NUM_CLASSES)
+    data_set = checked(str(place), (np.concatenate(images), np.concatenate(labels)), test, NUM_CLASSES)
+    train = dataclasses.replace(data_set.train, padding=PADDING if config.augment else 0)  # type: ignore[type-var]
+    return dataclasses.replace(data_set, train=train)
 
 
 def _files(place: Path) -> Iterator[tuple[str, str, bytes]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ringtrain.data import shard
+from ringtrain.data import augment, shard
 from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ class Samples:
     """[samples, ...]; bytes (uint8) are pixels and are trained as float32 from 0 to 1"""
     labels: NDArray[np.int64]
     """[samples], classes from 0"""
+    padding: int = 0
+    """pixels by which pictures are shifted at most, and flipped half of the time, in training; 0: left as they are"""
 
     @property
     def skipped(self) -> frozenset[str]:
@@ -93,6 +95,9 @@ class Samples:
 
         def batch_of(epoch: tf.Tensor, numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             chosen = tf.gather(inputs, numbers)
+            if seed is not None and self.padding:
+                draw = tf.stack([tf.constant(seed, tf.int64), epoch])
+                chosen = augment.shifted(chosen, numbers, len(self), self.padding, draw)
             scale = 1 / 255 if inputs.dtype == tf.uint8 else 1
             return tf.cast(chosen, tf.float32) * scale, tf.gather(labels, numbers)
 

@@ -20,6 +20,7 @@ from ringtrain import data
 from ringtrain.config import DataConfig
 from ringtrain.data import make_tfrecords, tfrecords
 from ringtrain.data.augment import picture
+from ringtrain.data.samples import Samples
 from ringtrain.errors import DataError
 
 SOURCES = ("image-folder", "imagenet-tfrecords")
@@ -449,3 +450,46 @@ def test_images_stay_where_they_are(photographs):
     """What a rank holds in memory is where the pictures are, not the pictures."""
     train = load(photographs, "image-folder").train
     assert not any(isinstance(value, np.ndarray | bytes) for value in dataclasses.asdict(train).values())
+
+
+def seen_in_training(samples: Samples, epoch: int) -> dict[int, np.ndarray]:
+    """Every sample as an epoch has it, by its label, which is its number here."""
+    batches = list(data.training_batches(samples, 4, 0, 1, 7, epoch + 1, first_step=2 * epoch))
+    return {
+        int(label): image for images, labels in batches for image, label in zip(images.numpy(), labels, strict=True)
+    }
+
+
+def test_pictures_in_memory_are_shifted_and_flipped_within_their_padding():
+    """Each is found again at one of 9 x 9 places, straight or mirrored; both kinds occur, and epochs differ."""
+    pixels = np.random.default_rng(0).integers(1, 256, (8, 6, 6, 3)).astype(np.uint8)
+    samples = Samples(pixels, np.arange(8), padding=4)
+    epochs = [seen_in_training(samples, epoch) for epoch in range(2)]
+    places = set()
+    for seen in epochs:
+        for number, image in seen.items():
+            padded = np.pad(pixels[number] / np.float32(255), [(4, 4), (4, 4), (0, 0)])
+            found = {
+                (top, left, flip)
+                for top in range(9)
+                for left in range(9)
+                for flip in (1, -1)
+                if np.allclose(padded[top : top + 6, left : left + 6][:, ::flip], image, atol=1e-6)
+            }
+            assert found
+            places |= found
+    assert {flip for _, _, flip in places} == {1, -1}
+    assert any(not np.array_equal(epochs[0][number], epochs[1][number]) for number in range(8))
+    again = seen_in_training(samples, 1)
+    assert all(np.array_equal(again[number], epochs[1][number]) for number in range(8))
+    (images, _) = next(iter(data.evaluation_batches(samples, np.arange(8), 8)))
+    assert np.allclose(images, pixels / 255)
+
+
+def test_a_shift_does_not_depend_on_the_ranks():
+    samples = Samples(np.random.default_rng(0).random((8, 6, 6, 1), np.float32), np.arange(8), padding=4)
+    alone = seen_in_training(samples, 0)
+    for rank in range(2):
+        for images, labels in data.training_batches(samples, 2, rank, 2, 7, 1):
+            for image, label in zip(images.numpy(), labels.numpy(), strict=True):
+                assert np.array_equal(image, alone[int(label)])
