@@ -29,13 +29,17 @@ PLAIN_PATH = re.compile(r"[A-Za-z0-9_@%+=:,./-]*")
 HOST_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 
 
-def plan(job: Job, gloo: bool = False, dialect: str = "openmpi4", start_timeout_s: int = 60) -> Plan:
+def plan(
+    job: Job, gloo: bool = False, dialect: str = "openmpi4", mpi_prefix: str = "", start_timeout_s: int = 60
+) -> Plan:
     """The command that starts a job by horovodrun.
 
     Args:
         job: what to run where; with its hosts.
         gloo: without MPI.
         dialect: of the mpirun that horovodrun will find, a key of mpi.DIALECTS; over Gloo it does not matter.
+        mpi_prefix: folder above mpirun's bin, by which Open MPI finds its own programs on other hosts; empty: a command
+            over ssh finds them on PATH there.
         start_timeout_s: for horovodrun's own look at the hosts.
 
     Raises:
@@ -53,7 +57,7 @@ def plan(job: Job, gloo: bool = False, dialect: str = "openmpi4", start_timeout_
     hosts = words(
         "-H", listed, because="hosts, each with the ranks it takes; its reader of hostfiles knows one form only"
     )
-    return _plan(job, gloo, [hosts], start_timeout_s, {})
+    return _plan(job, gloo, [hosts], start_timeout_s, {}, mpi_prefix)
 
 
 def elastic(job: Job, min_ranks: int, max_ranks: int, discovery: str = "", start_timeout_s: int = 60) -> Plan:
@@ -105,7 +109,9 @@ def _check(job: Job) -> None:
         raise LaunchError("got --network ucx, but horovodrun has MPI and Gloo talk over TCP: use --launcher mpirun")
 
 
-def _plan(job: Job, gloo: bool, hosts: list[Flag], start_timeout_s: int, files: dict[str, str]) -> Plan:
+def _plan(
+    job: Job, gloo: bool, hosts: list[Flag], start_timeout_s: int, files: dict[str, str], prefix: str = ""
+) -> Plan:
     if gloo:
         _check_gloo(job)
     values, reasons = as_mapping(settings(job))
@@ -125,7 +131,7 @@ def _plan(job: Job, gloo: bool, hosts: list[Flag], start_timeout_s: int, files: 
         folder = job.output if gloo else shlex.quote(job.output)
         found.append(words("--output-filename", folder, because="keeps a log per rank"))
     if not gloo:
-        found += _mpi_arguments(job)
+        found += _mpi_arguments(job, prefix)
     return Plan(tuple(found), job.command, values, reasons, files)
 
 
@@ -158,11 +164,13 @@ def _clean_start(job: Job, gloo: bool) -> Iterator[Flag]:
         yield Flag(tuple(word for name in hidden for word in ("-u", name)), because)
 
 
-def _mpi_arguments(job: Job) -> Iterator[Flag]:
+def _mpi_arguments(job: Job, prefix: str) -> Iterator[Flag]:
     """What horovodrun passes on to mpirun, through a shell."""
     # With a port horovodrun gives options of ssh by itself, and mpirun takes them once only.
     control = openmpi.control(job, openmpi.FOUR, ssh_options=not job.ssh_port)
     own = [flag for flag in control if not flag.words[1].startswith(("plm_rsh_no_tree", "plm_rsh_num"))]
+    if prefix:
+        own.append(words("--prefix", prefix, because="where Open MPI is, on other hosts too"))
     if job.oversubscribe:
         own.append(words("--oversubscribe", because="more ranks than slots are allowed, as asked for"))
     if own:

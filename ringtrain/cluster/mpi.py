@@ -85,7 +85,8 @@ def plan(job: Job, dialect: str, program: str = "mpirun", hostfile: str = "") ->
     Args:
         job: what to run where.
         dialect: a key of DIALECTS.
-        program: mpirun's name or path.
+        program: mpirun's path: Open MPI finds its own programs on other hosts by it. The name alone, only if a command
+            over ssh finds it on PATH there.
         hostfile: that lists the hosts already, in the dialect's form; else the job's own are named.
 
     Raises:

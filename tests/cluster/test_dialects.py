@@ -1,0 +1,234 @@
+"""Each dialect's line, run for real by that MPI's own mpirun on two hosts: who is where, with which variables."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lab
+import launching
+import mpis
+import pytest
+
+from ringtrain.cluster import horovodrun, mpi
+from ringtrain.cluster.hosts import Host
+from ringtrain.cluster.job import Job, Plan
+
+TIMEOUT_S = 120  # far above what anything here takes
+
+# Says in a file of its own where a rank is, and what reached it.
+PROBE = """
+import json, os, sys
+from mpi4py import MPI
+
+world = MPI.COMM_WORLD
+local = world.Split_type(MPI.COMM_TYPE_SHARED)
+seen = {
+    "rank": world.rank,
+    "size": world.size,
+    "local_rank": local.rank,
+    "host": os.uname().nodename,
+    "sum": world.allreduce(world.rank + 1),
+    "cores": len(os.sched_getaffinity(0)),
+    "arguments": sys.argv[2:],
+    "folder": os.getcwd(),
+    "environment": dict(os.environ),
+    "library": MPI.Get_library_version(),
+}
+with open(f"{sys.argv[1]}/{world.rank}.json", "w") as file:
+    json.dump(seen, file)
+print(f"out of {world.rank}", flush=True)
+print(f"err of {world.rank}", file=sys.stderr, flush=True)
+"""
+AWKWARD = (
+    "a b",
+    "it's",
+    'say "hi"',
+    "$HOME `id` $(id)",
+    "; touch /tmp/x &",
+    "two\nlines",
+    "",
+    "*",
+    "-np",
+    "9",
+    "\\",
+    "ü",
+    "%r",
+)
+LIBRARIES = {"openmpi4": "Open MPI v4.", "openmpi5": "Open MPI v5.", "mpich": "MPICH", "intel": "Intel(R) MPI"}
+ONE_HOST = (Host("localhost", 2),)
+TWO_HOSTS = (Host("host1", 1), Host("host2", 2))
+# Of the launching environment: the first two are handed on, one because it is asked for.
+SET = {"NCCL_DEBUG": "WARN", "MY_TOKEN": "sesame $x", "MY_OTHER": "stays here", "CUDA_VISIBLE_DEVICES": "3"}
+
+
+@pytest.fixture(params=mpi.DIALECTS)
+def dialect(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with spaces and signs, with the probe in it."""
+    folder = tmp_path / "it's a $folder"
+    (folder / "seen").mkdir(parents=True)
+    (folder / "probe.py").write_text(PROBE)
+    return folder
+
+
+def job_for(dialect: str, folder: Path, hosts: tuple[Host, ...]) -> Job:
+    bin_dir = mpis.bin_folder(dialect)
+    return Job(
+        command=(str(bin_dir / "python"), "../probe.py", str(folder / "seen"), *AWKWARD),
+        num_ranks=sum(host.slots for host in hosts),
+        hosts=hosts,
+        environment={"PATH": f"{bin_dir}{os.pathsep}{lab.SYSTEM_PATH}", "HOME": "/nonexistent", **SET},
+        forward=("MY_TOKEN",),
+        working_directory=str(folder / "seen"),
+        allow_root=os.geteuid() == 0,
+        files_folder=str(folder),
+    )
+
+
+def plan_for(job: Job, dialect: str) -> Plan:
+    return mpi.plan(job, dialect, program=str(mpis.bin_folder(dialect) / "mpirun"))
+
+
+def write_files(plan: Plan) -> None:
+    for path, text in plan.files.items():
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(text)
+
+
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    """What the ranks said, in their order."""
+    return sorted((json.loads(file.read_text()) for file in folder.glob("seen/*.json")), key=lambda seen: seen["rank"])
+
+
+def run_here(plan: Plan, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    write_files(plan)
+    # Nothing of the tests' own environment: MPI's variables of another run above all.
+    result = launching.run(
+        0, ["env", "-i", *[f"{k}={v}" for k, v in {**environment, **plan.env}.items()], *plan.argv], TIMEOUT_S
+    )
+    assert result.returncode == 0, f"{plan.shell()}\n{result.stdout}\n{result.stderr}"
+    return result
+
+
+def run_on(hosts: lab.Lab, plan: Plan, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    write_files(plan)
+    assignments = [f"{name}={value}" for name, value in {**environment, **plan.env, "HOME": str(hosts.home)}.items()]
+    result = hosts.run("host1", ["env", "-i", *assignments, *plan.argv], TIMEOUT_S)
+    assert result.returncode == 0, f"{plan.shell()}\n{result.stdout}\n{result.stderr}"
+    return result
+
+
+def test_a_version_text_names_its_own_dialect(dialect: str) -> None:
+    mpirun = mpis.bin_folder(dialect) / "mpirun"
+    path = f"{mpirun.parent}{os.pathsep}{os.environ['PATH']}"
+    result = launching.run(0, [mpirun, "--version"], TIMEOUT_S, env={"PATH": path})
+    assert mpi.identify(result.stdout) == dialect
+
+
+def test_two_ranks_on_this_host(dialect: str, folder: Path) -> None:
+    job = job_for(dialect, folder, ONE_HOST)
+    run_here(plan_for(job, dialect), job.environment)
+    seen = ranks(folder)
+    assert [(each["rank"], each["size"], each["local_rank"]) for each in seen] == [(0, 2, 0), (1, 2, 1)]
+    assert len({each["host"] for each in seen}) == 1
+    for each in seen:
+        assert LIBRARIES[dialect] in each["library"]
+        assert tuple(each["arguments"]) == AWKWARD
+        assert each["folder"] == job.working_directory
+        assert each["sum"] == 3
+        assert each["environment"]["NCCL_DEBUG"] == "WARN"
+        assert each["environment"]["MY_TOKEN"] == "sesame $x"
+
+
+def test_uneven_ranks_on_two_hosts(dialect: str, folder: Path, two_hosts: lab.Lab) -> None:
+    job = replace(
+        job_for(dialect, folder, TWO_HOSTS), threads_per_rank=1, output=str(folder / "logs"), yield_when_idle=True
+    )
+    result = run_on(two_hosts, plan_for(job, dialect), job.environment)
+    seen = ranks(folder)
+    assert [(each["rank"], each["host"], each["local_rank"]) for each in seen] == [
+        (0, "host1", 0),
+        (1, "host2", 0),
+        (2, "host2", 1),
+    ]
+    for each in seen:
+        assert each["size"] == 3
+        assert each["sum"] == 6
+        assert tuple(each["arguments"]) == AWKWARD
+        assert each["folder"] == job.working_directory
+        assert each["environment"]["NCCL_DEBUG"] == "WARN"
+        assert each["environment"]["MY_TOKEN"] == "sesame $x"
+        assert each["environment"]["OMP_NUM_THREADS"] == "1"
+        assert each["environment"]["PATH"].endswith(job.environment["PATH"])
+    for each in seen[1:]:  # on the other host
+        assert not {"MY_OTHER", "CUDA_VISIBLE_DEVICES"} & each["environment"].keys()
+    # What ranks write is shown with the rank's number, and kept.
+    tags = {"openmpi4": "[1,{}]<std{}>:", "openmpi5": "[1,{}]<std{}>: ", "mpich": "[{}] ", "intel": "[{}] "}
+    logs = folder / "logs" / "1" if dialect == "openmpi4" else folder / "logs"
+    for rank in range(3):
+        assert f"{tags[dialect].format(rank, 'out')}out of {rank}" in result.stdout.splitlines()
+        assert f"{tags[dialect].format(rank, 'err')}err of {rank}" in result.stderr.splitlines()
+        assert f"out of {rank}" in (logs / f"rank.{rank}" / "stdout").read_text()
+        assert f"err of {rank}" in (logs / f"rank.{rank}" / "stderr").read_text()
+
+
+def test_cores_of_its_own(dialect: str, folder: Path) -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two cores")
+    job = job_for(dialect, folder, ONE_HOST)
+    run_here(plan_for(job, dialect), job.environment)
+    assert {each["cores"] for each in ranks(folder)} == {len(os.sched_getaffinity(0))}
+    bound = replace(job, bind="core", threads_per_rank=1)
+    run_here(plan_for(bound, dialect), job.environment)
+    assert {each["cores"] for each in ranks(folder)} == {1}
+
+
+@pytest.mark.parametrize("dialect", ["openmpi4", "openmpi5"])
+def test_by_subnet(dialect: str, folder: Path, two_hosts: lab.Lab) -> None:
+    job = replace(job_for(dialect, folder, TWO_HOSTS), subnet=f"{lab.SUBNET}.0/24")
+    result = run_on(two_hosts, plan_for(job, dialect), job.environment)
+    assert len(ranks(folder)) == 3
+    assert "invalid value" not in result.stdout + result.stderr
+    # The other side of it: with a network that no host has, MPI says that it was told something wrong.
+    result = run_on(two_hosts, plan_for(replace(job, subnet="192.0.2.0/24"), dialect), job.environment)
+    assert "invalid value" in result.stdout + result.stderr
+
+
+def test_more_ranks_than_slots(dialect: str, folder: Path) -> None:
+    many = len(os.sched_getaffinity(0)) + 2
+    job = replace(job_for(dialect, folder, (Host("localhost", many),)), num_ranks=many, oversubscribe=True)
+    run_here(plan_for(job, dialect), job.environment)
+    assert len(ranks(folder)) == many
+
+
+@pytest.mark.parametrize("gloo", [False, True], ids=["mpi", "gloo"])
+def test_horovodrun_on_this_host(gloo: bool, folder: Path) -> None:
+    job = job_for("openmpi4", folder, ONE_HOST)
+    job = replace(job, output=str(folder / "logs"), yield_when_idle=True)
+    if gloo:  # each rank is a process that knows nothing of MPI
+        script = "import json, os, sys; e = dict(os.environ); r = int(e['HOROVOD_RANK']); json.dump(dict(rank=r,"
+        script += " size=int(e['HOROVOD_SIZE']), local_rank=int(e['HOROVOD_LOCAL_RANK']), arguments=sys.argv[2:],"
+        script += " folder=os.getcwd(), environment=e), open(f'{sys.argv[1]}/{r}.json', 'w'))"
+        command = (job.command[0], "-c", script, *job.command[2:])
+        job = replace(job, command=command, forward=())
+    plan = horovodrun.plan(job, gloo=gloo)
+    run_here(plan, job.environment)
+    seen = ranks(folder)
+    assert [(each["rank"], each["size"], each["local_rank"]) for each in seen] == [(0, 2, 0), (1, 2, 1)]
+    for each in seen:
+        assert tuple(each["arguments"]) == AWKWARD
+        assert each["folder"] == job.working_directory
+        assert each["environment"]["NCCL_DEBUG"] == "WARN"
+        assert "MY_OTHER" not in each["environment"]
+        assert ("MY_TOKEN" in each["environment"]) is not gloo
+    assert list((folder / "logs").rglob("rank.1/stdout"))
