@@ -216,14 +216,15 @@ def test_two_ranks_that_accumulate_learn_what_one_rank_with_the_big_batch_learns
 def test_own_model_and_data_of_the_example(tmp_path):
     own = ["--model.name", "examples.own_model:model", "--data.name", "examples.own_model:data"]
     options = ["--train.epochs", "15", "--schedule.warmup-epochs", "2"]
+    options += ["--train.callbacks", "examples.own_callbacks:WeightNorm"]
     folder = ["--run.directory", tmp_path, "--run.name", "own"]
     ended = launching.run(2, [*TRAIN, *own, *options, *folder], timeout_s=TIMEOUT_S)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     summary = json.loads((tmp_path / "own" / "summary.json").read_text())
     assert summary["test_accuracy"] > 0.95 and summary["in_sync"] is True
-    rates = [
-        json.loads(line)["learning_rate"] for line in (tmp_path / "own" / "metrics.jsonl").read_text().splitlines()
-    ]
+    records = [json.loads(line) for line in (tmp_path / "own" / "metrics.jsonl").read_text().splitlines()]
+    assert records[-1]["weight_norm"] > records[0]["weight_norm"] > 0
+    rates = [record["learning_rate"] for record in records]
     base = Config().optimizer.learning_rate
     assert base < rates[0] < rates[1] < rates[2] == pytest.approx(2 * base) == pytest.approx(rates[-1])
 
