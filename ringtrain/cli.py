@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from ringtrain.cluster.job import Job, Plan
 
 LAUNCHERS = ("mpirun", "horovodrun", "horovodrun-gloo", "srun", "sbatch", "mpijob")
+PROGRAMS = {"mpirun": "mpirun", "horovodrun": "horovodrun", "horovodrun-gloo": "horovodrun", "srun": "srun"}
+HANDED_OVER = ("sbatch", "mpijob")
+"""launchers that give the job to a scheduler and do not stay with it"""
 VERSION_TIMEOUT_S = 20.0
 
 
@@ -99,13 +102,25 @@ def parser() -> argparse.ArgumentParser:
 
     listed = commands.add_parser("hosts", parents=[where], help="print the hosts that a launch would use")
     listed.set_defaults(handler=hosts, name="hosts")
+
+    asked = commands.add_parser(
+        "doctor",
+        parents=[where],
+        description="Asks every host about itself and measures the links between hosts. Without hosts: those of the"
+        " scheduler's job, else this machine. Exit code: 0 all is well, 1 there are warnings, 2 something hurts.",
+        help="say what is wrong with hosts before ranks do",
+    )
+    asked.add_argument("--run-directory", default="runs", metavar="DIR", help="folder that holds all runs (runs)")
+    asked.add_argument("--code", default=".", metavar="DIR", help="folder of your code, the same on every host (.)")
+    asked.add_argument("--no-bandwidth", action="store_true", help="do not measure the links between hosts")
+    asked.add_argument("--timeout", type=float, default=10, metavar="S", help="for a host to answer (10)")
+    asked.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    asked.set_defaults(handler=doctor, name="doctor")
     return top
 
 
 def launch(options: argparse.Namespace) -> int:
     """Runs a job, or shows how it would be run."""
-    from dataclasses import replace
-
     from ringtrain.cluster import run
     from ringtrain.cluster.hosts import take
 
@@ -115,27 +130,36 @@ def launch(options: argparse.Namespace) -> int:
         if not getattr(options, name) > 0:
             option = name.replace("_", "-")
             raise LaunchError(f"got --{option} {getattr(options, name):g}, expected a number of seconds above 0")
-    found, _ = find_hosts(options, options.np)
+    found, _ = find_hosts(options)
     num_ranks = sum(host.slots for host in found) if options.np is None else options.np
     job = job_of(options, take(found, num_ranks, options.oversubscribe), num_ranks)
-    planner = planner_of(options.launcher, run.call)
+    planner = planner_of(options)
     if options.explain:
-        from ringtrain.cluster.explain import show
-
-        show(planner(job))
+        explain(planner(job))
         return 0
     if options.dry_run:
-        plan = planner(job)
-        for name, text in plan.files.items():
-            print(f"# {name}:\n{text}")
-        print(plan.shell())
+        print(planner(job).shell())
         return 0
-    if options.launcher in ("sbatch", "mpijob"):
+    if options.launcher in HANDED_OVER:
         return run.submit(planner(job))
-    if options.output:
-        job = replace(job, output=str(Path(options.output).absolute()))
-    terms = run.Terms(options.start_timeout, options.grace, over_ssh=options.launcher != "srun")
+    run.find(PROGRAMS[options.launcher])
+    terms = run.Terms(options.launcher, options.start_timeout, options.grace, over_ssh=options.launcher != "srun")
     return run.run(job, planner, terms)
+
+
+def explain(plan: Plan) -> None:
+    """Prints a plan as a table: every flag with its reason."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from ringtrain.cluster import job
+
+    table = Table("part", "reason", box=box.SIMPLE_HEAD)
+    for part, reason in job.explain(plan):
+        table.add_row(Text(part, overflow="fold"), Text(reason, overflow="fold"))
+    Console().print(table)
 
 
 def hosts(options: argparse.Namespace) -> int:
@@ -147,7 +171,23 @@ def hosts(options: argparse.Namespace) -> int:
     return 0
 
 
-def find_hosts(options: argparse.Namespace, num_ranks: int | None = None) -> tuple[tuple[Host, ...], str]:
+def doctor(options: argparse.Namespace) -> int:
+    """Examines hosts, and shows what was found."""
+    from ringtrain.cluster import doctor
+
+    found, _ = find_hosts(options)
+    wanted = doctor.Options(
+        run_directory=options.run_directory,
+        code=options.code,
+        bandwidth=not options.no_bandwidth,
+        timeout_s=options.timeout,
+        ssh_port=options.ssh_port,
+        subnet=options.subnet,
+    )
+    return doctor.main(found, wanted, options.json)
+
+
+def find_hosts(options: argparse.Namespace) -> tuple[tuple[Host, ...], str]:
     """The hosts that the command line names, else the scheduler, else this machine.
 
     Returns:
@@ -163,7 +203,9 @@ def find_hosts(options: argparse.Namespace, num_ranks: int | None = None) -> tup
     elif allocation := find(os.environ):
         found, source = allocation.hosts, f"{allocation.scheduler}: {allocation.source}"
     else:
-        found, source = (Host("localhost", slots_here()),), "this machine"
+        # A launcher that hands the job over takes this for a number of ranks, and asks for machines of its own.
+        elsewhere = getattr(options, "launcher", "") in HANDED_OVER
+        found, source = (Host("localhost", (elsewhere and options.np) or slots_here()),), "this machine"
     if options.include or options.exclude:
         found = select(found, options.include, options.exclude)
     return found, source
@@ -183,17 +225,8 @@ def job_of(options: argparse.Namespace, used: tuple[Host, ...], num_ranks: int) 
         used: hosts with as many slots as they get ranks.
         num_ranks: in all.
     """
-    import ipaddress
-
     from ringtrain.cluster.job import Job
 
-    if options.subnet:
-        try:
-            ipaddress.ip_network(options.subnet)
-        except ValueError as error:
-            raise LaunchError(
-                f"got --subnet {options.subnet}, expected a network such as 10.1.0.0/16: {error}"
-            ) from error
     return Job(
         command=tuple(options.command),
         num_ranks=num_ranks,
@@ -207,32 +240,31 @@ def job_of(options: argparse.Namespace, used: tuple[Host, ...], num_ranks: int) 
         ssh_port=options.ssh_port,
         threads_per_rank=options.threads,
         oversubscribe=options.oversubscribe,
-        output=options.output,
+        output=str(Path(options.output).absolute()) if options.output else "",
+        allow_root=os.geteuid() == 0,
         # Of the other hosts' cores we know nothing; hosts of a job are mostly alike.
         yield_when_idle=max(host.slots for host in used) >= len(os.sched_getaffinity(0)),
     )
 
 
-def planner_of(launcher: str, call: Callable[..., str]) -> Callable[[Job], Plan]:
-    """What makes the command of a job, for one launcher.
-
-    Args:
-        launcher: one of LAUNCHERS.
-        call: runs a short command, to ask mpirun what it is.
-    """
+def planner_of(options: argparse.Namespace) -> Callable[[Job], Plan]:
+    """What makes the command of a job, for the launcher that was chosen."""
     from functools import partial
 
-    from ringtrain.cluster import horovodrun, kubernetes, mpi, slurm
+    from ringtrain.cluster import horovodrun, kubernetes, mpi, run, slurm
 
-    if launcher == "mpirun":
-        return partial(mpi.plan, dialect=mpi.identify(call(["mpirun", "--version"], VERSION_TIMEOUT_S)))
-    return {
-        "horovodrun": horovodrun.plan,
-        "horovodrun-gloo": partial(horovodrun.plan, gloo=True),
-        "srun": slurm.srun,
-        "sbatch": slurm.sbatch,
-        "mpijob": kubernetes.plan,
-    }[launcher]
+    def dialect() -> str:
+        return mpi.identify(run.call(["mpirun", "--version"], VERSION_TIMEOUT_S))
+
+    timeout_s = max(1, int(options.start_timeout))
+    if options.launcher == "mpirun":
+        return partial(mpi.plan, dialect=dialect())
+    if options.launcher == "horovodrun":
+        return partial(horovodrun.plan, dialect=dialect(), start_timeout_s=timeout_s)
+    if options.launcher == "horovodrun-gloo":
+        return partial(horovodrun.plan, gloo=True, start_timeout_s=timeout_s)
+    others: dict[str, Callable[[Job], Plan]] = {"srun": slurm.srun, "sbatch": slurm.sbatch, "mpijob": kubernetes.plan}
+    return others[options.launcher]
 
 
 if __name__ == "__main__":

@@ -27,9 +27,18 @@ SCRIPT = f"""
 trap '' HUP INT TERM PIPE
 job=$1 folder=$2 program=$3 path=$4 modules=$5 wants_ringtrain=$6
 mine() {{ grep -ls "{JOB}=$job" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3; }}
+daemons() {{
+    for process in $left; do
+        parent=$(sed -n "s/^PPid:[[:space:]]*//p" "/proc/$process/status" 2>/dev/null)
+        case $(cat "/proc/$parent/comm" 2>/dev/null) in
+        orted | prted | hydra_pmi_proxy) echo "$parent" ;;
+        esac
+    done | sort -u
+}}
 sweep() {{
     left=$(mine) round=0
-    while [ -n "$left" ] && [ $round -lt 60 ]; do
+    left="$left $(daemons)"
+    while [ -n "${{left# }}" ] && [ $round -lt 60 ]; do
         kill -s KILL $left 2>/dev/null
         sleep 0.05
         left=$(mine) round=$((round + 1))

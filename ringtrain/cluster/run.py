@@ -40,6 +40,8 @@ SIGNALS = (signal.SIGINT, signal.SIGUSR1, *ENDING)
 class Terms:
     """How a job is watched."""
 
+    launcher: str = "mpirun"
+    """its name, for messages"""
     start_timeout_s: float = 60
     """for every host to answer, and again for every rank to begin"""
     grace_s: float = 8
@@ -152,7 +154,7 @@ def run(job: Job, planner: Callable[[Job], Plan], terms: Terms = Terms()) -> int
         finally:
             watch.end()
         # From here on nothing of the job lives, and nobody else writes.
-        return watch.conclude(code, os.path.basename(plan.argv[0]))
+        return watch.conclude(code, terms.launcher)
 
 
 class Stopped(Exception):

@@ -15,6 +15,7 @@ TAGGED = re.compile(r"(?:\[(?:[^][<>]*,)?(\d+)\](?:<std(?:err|out)>:? ?| )|(\d+)
 # What they say of the rank that ended first.
 KILLED = re.compile(r"process rank (\d+) with PID \d+ on node (\S+) exited on signal (\d+)")
 EXITED = re.compile(r"Process name: (?:\[.*,)?(\d+)\]?\s+Exit code: +(-?\d+)")
+LOST = re.compile(r"Remote daemon: .* on node (\S+)")
 TAIL_LINES = 20
 
 
@@ -75,6 +76,13 @@ def decide(
             f"{_in_its_words(failure)}\nthat is a consequence: another rank ended before and left no reason: it called"
             f" exit, was killed, or its host was; look at its output and at the host's kernel log",
         )
+    lost = LOST.search(said_by_launcher)
+    if lost:
+        return Verdict(
+            code, f"{launcher} lost its daemon on {lost[1]}: the host or its network failed, or it was killed"
+        )
+    if returncode < 0:
+        return Verdict(code, f"{launcher} was killed by {signal_name(-returncode)}")
     return Verdict(code, f"{launcher} ended with exit code {code}")
 
 
