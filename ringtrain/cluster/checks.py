@@ -53,6 +53,7 @@ def ssh(probe: Probe, scene: Scene) -> Cell:
         "could not resolve": ("no address", "echo ADDRESS {host} | sudo tee -a /etc/hosts"),
         "timed out": ("no answer", f"ssh -v{port} {{host}} true  # is it on, and does a firewall let port 22 through?"),
     }
+    answers["python3: not found"] = ("no Python", "ssh -t {host} sudo apt-get install python3")
     said = probe.error.lower()
     usual = ("no", f"ssh -v{port} {{host}} true")
     value, mend = next((answer for words, answer in answers.items() if words in said), usual)
@@ -310,18 +311,25 @@ def names(probe: Probe, facts: Facts, scene: Scene) -> Cell:
 
 
 def subnet(probe: Probe, facts: Facts, scene: Scene) -> Cell:
+    if facts["addresses"] is None:
+        return Cell("", "unknown")
+    own = ", ".join(str(interface.network) for interface in _interfaces(facts)) or "none"
+    look = "ip -br address  # is the host's cluster interface up?"
+    if scene.subnet:
+        inside = [i.ip for i in _interfaces(facts) if i.ip in ipaddress.ip_network(scene.subnet, strict=False)]
+        text = f"no address in {scene.subnet}, as --subnet asks for; this host is in {own}"
+        return Cell(str(inside[0])) if inside else Cell("none", "hurts", text, look)
     if len(scene.answers) == 1:
         return Cell("alone")
     shared_ones = shared_subnets(scene)
     if shared_ones:
         return Cell(str(shared_ones[0]))
     covering = covering_subnet(scene)
-    own = ", ".join(str(interface.network) for interface in _interfaces(facts)) or "none"
     if covering is not None:
         text = f"no subnet has all hosts in it; the smallest that covers their addresses is {covering}"
         return Cell(str(covering), "warns", text, f"ringtrain launch --subnet {covering}", "here")
     text = f"no subnet has all hosts in it; this host is in {own}"
-    return Cell("none", "hurts", text, "ip -br address  # is the host's cluster interface up?")
+    return Cell("none", "hurts", text, look)
 
 
 def shared_subnets(scene: Scene) -> list[Network]:
@@ -331,11 +339,12 @@ def shared_subnets(scene: Scene) -> list[Network]:
     that the hosts' names mean; then the fastest.
     """
     seen: dict[Network, list[tuple[str, int]]] = {}
-    for facts in scene.answers:
+    told = [facts for facts in scene.answers if facts["addresses"] is not None]
+    for facts in told:
         for interface in _interfaces(facts):
             speed = next(s for _, a, s in facts["addresses"] if a == str(interface))
             seen.setdefault(interface.network, []).append((str(interface.ip), speed or 0))
-    everywhere = [net for net, own in seen.items() if len({address for address, _ in own}) == len(scene.answers)]
+    everywhere = [net for net, own in seen.items() if len({address for address, _ in own}) == len(told)]
     named = [ipaddress.ip_address(address) for p in scene.probes for address in _known_as(p, scene)]
     return sorted(
         everywhere,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
+import re
 import secrets
 import shlex
 import signal
@@ -19,15 +21,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from ringtrain.cluster import checks, links
+from ringtrain.cluster import checks, links, mpi, run
 from ringtrain.cluster.findings import LEVELS, Probe, Scene, gather
 from ringtrain.cluster.hosts import Host
+from ringtrain.cluster.job import Job
 from ringtrain.cluster.report import Report, plain_or_terminal, show
+from ringtrain.errors import LaunchError
 
 NUM_CONNECTIONS = 32  # at once
 NUM_CLOCK_READINGS = 5  # the fastest counts
+NUM_ROUND_TRIPS = 200
+SUBNETS = ("openmpi4", "openmpi5")  # dialects that choose interfaces by subnet
 PROGRAM = Path(__file__).with_name("probe.py")
 # Says that there is a shell; then the Python that ranks are started with, or else any, reads its program.
 SHELL = 'echo "$1"; if [ -x "$2" ]; then exec "$2" -c "$3" "$1"; fi; exec python3 -c "$3" "$1"'
@@ -82,7 +89,11 @@ def examine(hosts: Sequence[Host], options: Options, environ: Mapping[str, str] 
 
     Returns:
         What was found; whatever is wrong with a host is in it.
+
+    Raises:
+        LaunchError: an option that cannot be meant.
     """
+    check(options)
     start_s = time.monotonic()
     wanted = hosts or (Host("localhost"),)
     question = {
@@ -103,17 +114,33 @@ def examine(hosts: Sequence[Host], options: Options, environ: Mapping[str, str] 
     here = at_home.facts or {}
     if not hosts and here:
         probes = (replace(at_home, host=Host("localhost", len(here["gpus"] or ()) or here["cores"] or 1)),)
-    scene = Scene(probes, here, options.python, options.ssh_port)
+    scene = Scene(probes, here, options.python, options.ssh_port, options.subnet)
     table = checks.judge(scene)
     findings = gather(table, probes)
     subnet = options.subnet or next(map(str, checks.shared_subnets(scene)), "")
     ring = None
     if options.bandwidth and len(scene.answers) > 1:
         answering = [probe.host.name for probe in probes if probe.facts is not None]
-        ring = measure(answering, (here.get("mpirun") or {}).get("program", "mpirun"), subnet, options)
+        ring = measure(answering, here.get("mpirun") or {"program": "mpirun", "said": ""}, subnet, options, environ)
         findings += links.judge(ring)
     findings.sort(key=lambda finding: -LEVELS.index(finding.level))
     return Report(scene, table, tuple(findings), subnet, ring, time.monotonic() - start_s)
+
+
+def check(options: Options) -> None:
+    """Refuses what cannot be meant.
+
+    Raises:
+        LaunchError: says what was received, and what was expected.
+    """
+    if not 0 < options.timeout_s < threading.TIMEOUT_MAX:
+        raise LaunchError(f"got --timeout {options.timeout_s:g}, expected a number of seconds above 0")
+    if not os.path.isdir(options.code):
+        raise LaunchError(f"got --code {options.code!r}, expected the folder of your code")
+    try:
+        ipaddress.ip_network(options.subnet or "::/0", strict=False)
+    except ValueError as error:
+        raise LaunchError(f"got --subnet {options.subnet!r}, expected a network such as 10.1.0.0/16") from error
 
 
 # ---- one host ----------------------------------------------------------------------------------------------------
@@ -288,33 +315,48 @@ def is_here(name: str) -> bool:
 # ---- the ring ----------------------------------------------------------------------------------------------------
 
 
-def measure(names: Sequence[str], mpirun: str, subnet: str, options: Options) -> links.Ring:
-    """Measures each link of a ring of hosts, one rank on each, started by mpirun as training is.
+def measure(
+    names: Sequence[str], mpirun: Mapping[str, Any], subnet: str, options: Options, environ: Mapping[str, str]
+) -> links.Ring:
+    """Measures each link of a ring of hosts, one rank on each, started as training is.
 
     Args:
         names: of the hosts, two or more.
-        mpirun: the program.
+        mpirun: {"program", "said"} of this machine.
         subnet: that ranks talk over; empty: any.
         options: with the time that a host has to start in.
+        environ: of the launching process.
     """
-    command = [options.python, "-m", "ringtrain.cluster.doctor", "ring", f"{min(0.5, 20 / len(names)):.3f}"]
-    argv = [mpirun, "--allow-run-as-root", "-np", str(len(names)), "--host", ",".join(f"{n}:1" for n in names)]
-    argv += ["--map-by", "node", "--bind-to", "none", "-x", "PATH", "-x", "PYTHONPATH"]
-    argv += ["--mca", "mpi_yield_when_idle", "1"]  # a rank that waits takes no core from one that is measured
-    for parameter in ("btl_tcp_if_include", "oob_tcp_if_include") if subnet else ():
-        argv += ["--mca", parameter, subnet]
+    seconds = min(0.5, 20 / len(names))  # for each link
     limit_s = 3 * options.timeout_s + 2 * len(names)
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as said:
+        job = Job(
+            command=(options.python, "-m", "ringtrain.cluster.doctor", "ring", f"{seconds:.3f}"),
+            num_ranks=len(names),
+            hosts=tuple(Host(name) for name in names),
+            environment=environ,
+            working_directory=os.getcwd(),
+            subnet=subnet,
+            ssh_port=options.ssh_port,
+            yield_when_idle=True,  # a rank that waits for its turn takes no core from those that are measured
+            allow_root=os.geteuid() == 0,
+            files_folder=folder,
+        )
         try:
+            dialect = mpi.identify(mpirun["said"])
+            named = job if dialect in SUBNETS else replace(job, subnet="")
+            plan = mpi.plan(named, dialect, mpirun["program"])
+            run.write_files(plan)
             process = subprocess.Popen(
-                [*argv, *command],
+                plan.argv,
+                env={**environ, **plan.env},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=said,
                 start_new_session=True,
             )
-        except OSError as error:
-            return links.Ring(error=f"{argv[0]}: {error.strerror}")
+        except (LaunchError, OSError) as error:
+            return links.read(names, [], str(error))
         try:
             output = process.communicate(timeout=limit_s)[0].decode(errors="replace")
             why = f"mpirun ended with {process.returncode}"
@@ -323,11 +365,9 @@ def measure(names: Sequence[str], mpirun: str, subnet: str, options: Options) ->
         finally:
             end(process)
         said.seek(0)
-        last = [line for line in said.read().decode(errors="replace").splitlines() if line.strip(" -")][-3:]
-    for line in output.splitlines():
-        if line.startswith('{"ring"'):
-            return links.read(names, json.loads(line)["ring"], "")
-    return links.read(names, None, "; ".join([why, *last]))
+        why += f": {links.essence(said.read().decode(errors='replace'))}"
+    measured = [json.loads(found) for found in re.findall(r'\{"ring": (\[.*?\])\}', output)]
+    return links.read(names, measured, why)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -340,7 +380,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def ring(seconds: float) -> None:
-    """Each rank measures the way to the next, one after the other; rank 0 prints a line of JSON.
+    """Each rank measures the way to the next, one after the other; rank 0 prints a line of JSON for each, and one more.
 
     Args:
         seconds: to spend on each link.
@@ -350,33 +390,30 @@ def ring(seconds: float) -> None:
     comm = MPI.COMM_WORLD
     rank, size = comm.Get_rank(), comm.Get_size()
     following, previous = (rank + 1) % size, (rank - 1) % size
-    hosts = comm.gather(socket.gethostname())
-    own: list[float] = []
+    own: list[Any] = []
     for source in range(size):
         comm.Barrier()
         if rank == source:
-            own = [latency_us(comm, following), mb_per_s(comm, following, seconds)]
+            own = [socket.gethostname(), latency_us(comm, following), mb_per_s(comm, following, seconds)]
         elif previous == source:
             answer(comm, previous)
-    figures = comm.gather(own)
-    mb, allreduce_s = allreduce(comm, seconds)
-    if rank == 0:
-        measured = {"hosts": hosts, "links": figures, "allreduce": [mb, allreduce_s]}
-        print(json.dumps({"ring": measured}), flush=True)
+    lines = [*(comm.gather(own) or ()), allreduce(comm, seconds)]
+    for line in lines if rank == 0 else ():  # short ones: launchers divide long lines
+        print(json.dumps({"ring": line}), flush=True)
 
 
 ECHO, DATA, ACKNOWLEDGE, END = range(4)  # tags
 
 
-def latency_us(comm: Any, target: int, rounds: int = 200) -> float:
-    """Half the time that a byte takes to another rank and back."""
-    byte = bytearray(1)
-    for round_ in range(rounds + 20):
-        if round_ == 20:  # the first ones open connections
-            start_s = time.perf_counter()
+def latency_us(comm: Any, target: int) -> float:
+    """Half the time that a byte takes to another rank and back, as it mostly is."""
+    byte, round_trips_s = bytearray(1), []
+    for _ in range(NUM_ROUND_TRIPS):
+        start_s = time.perf_counter()
         comm.Send(byte, target, ECHO)
         comm.Recv(byte, target, ECHO)
-    return (time.perf_counter() - start_s) / rounds / 2 * 1e6
+        round_trips_s.append(time.perf_counter() - start_s)
+    return median(round_trips_s) / 2 * 1e6
 
 
 def mb_per_s(comm: Any, target: int, seconds: float) -> float:
@@ -407,7 +444,7 @@ def answer(comm: Any, source: int) -> None:
             comm.Send(memoryview(buffer)[:1], source, status.Get_tag())
 
 
-def allreduce(comm: Any, seconds: float) -> tuple[float, float]:
+def allreduce(comm: Any, seconds: float) -> list[float]:
     """Sums ever more floats over all ranks until it takes long enough: MB, and the seconds of the slowest rank."""
     from mpi4py import MPI
 
@@ -420,7 +457,7 @@ def allreduce(comm: Any, seconds: float) -> tuple[float, float]:
         comm.Allreduce([own, MPI.FLOAT], [total, MPI.FLOAT])
         took_s = comm.allreduce(time.perf_counter() - start_s, MPI.MAX)
         if took_s > seconds / 2 or num_bytes >= 2**26:
-            return num_bytes / 1e6, took_s
+            return [num_bytes / 1e6, took_s]
         num_bytes *= 2
 
 

