@@ -60,6 +60,14 @@ def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None
         time.sleep(0.02)
 
 
+class Command(subprocess.Popen[str]):
+    """A command on a host. Leaving its with block kills it: a test that fails in there does not wait for it."""
+
+    def __exit__(self, *failure: Any) -> None:
+        self.kill()
+        super().__exit__(*failure)
+
+
 class Lab:
     """Hosts named host1, host2, ...; see the module. A context manager."""
 
@@ -155,7 +163,7 @@ class Lab:
         env: Mapping[str, str] | None = None,
         cwd: Path = launching.ROOT,
         **options: Any,
-    ) -> subprocess.Popen[str]:
+    ) -> Command:
         """Starts a command on a host, in a session of its own. For the arguments see run.
 
         Args:
@@ -167,7 +175,7 @@ class Lab:
         path = f"{launching.BIN}{os.pathsep}{SYSTEM_PATH}"
         full_env = os.environ | {"PATH": path, "HOME": str(self.home)} | dict(env or {})
         enter = ["nsenter", f"--target={self._first[host]}", *NAMESPACES, "--no-fork", "--"]
-        return subprocess.Popen(
+        return Command(
             [*enter, *INSIDE, str(cwd), *map(str, argv)],
             env=full_env,
             text=True,

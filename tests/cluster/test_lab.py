@@ -162,7 +162,6 @@ def test_nothing_comes_through_a_cut_link_until_it_is_restored(two_hosts):
         os.set_blocking(counting.stdout.fileno(), True)
         assert os.read(counting.stdout.fileno(), 65536)
         assert ssh(two_hosts, "host2", "true").returncode == 0
-        counting.kill()
 
 
 def test_sshd_can_be_stopped_and_started(two_hosts):
