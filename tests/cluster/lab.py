@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -313,27 +314,29 @@ class Lab:
 
     def _furnish(self, name: str) -> None:
         """Gives a host its name, its files and its link to the switch."""
-        self._at(name, "hostname", name)
-        self._at(name, "mount", "-t", "proc", "proc", "/proc")
-        # Its own network interfaces in /sys, but the machine's control groups.
-        groups = self.folder / "cgroup"
+        interface, groups = self.interfaces[name], self.folder / "cgroup"
         groups.mkdir(exist_ok=True)
-        self._at(name, "mount", "--rbind", "/sys/fs/cgroup", str(groups))
-        self._at(name, "mount", "-t", "sysfs", "sysfs", "/sys")
-        self._at(name, "mount", "--rbind", str(groups), "/sys/fs/cgroup")
-        self._at(name, "umount", "--recursive", "--lazy", str(groups))
-        self._at(name, "mount", "-t", "tmpfs", "tmpfs", "/run")
-        self._at(name, "mkdir", "/run/sshd")
-        self._at(name, "mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
-        for file in ("hosts", "passwd", "shadow"):
-            self.bind(name, self.folder / file, f"/etc/{file}")
-        interface = self.interfaces[name]
-        peer = ["peer", "name", interface, "netns", str(self._first[name])]
-        self._ip("switch", "link", "add", name, "type", "veth", *peer)
+        self._ip(
+            "switch", "link", "add", name, "type", "veth", "peer", "name", interface, "netns", str(self._first[name])
+        )
         self._ip("switch", "link", "set", name, "master", "bridge", "up")
-        self._ip(name, "address", "add", f"{self.address(name)}/24", "dev", interface)
-        self._ip(name, "link", "set", interface, "up")
-        self._ip(name, "link", "set", "lo", "up")
+        commands = [
+            ["hostname", name],
+            ["mount", "-t", "proc", "proc", "/proc"],
+            ["mount", "-t", "tmpfs", "tmpfs", "/run"],
+            ["mkdir", "/run/sshd"],
+            ["mount", "-t", "tmpfs", "tmpfs", "/dev/shm"],
+            *(["mount", "--bind", self.folder / file, f"/etc/{file}"] for file in ("hosts", "passwd", "shadow")),
+            # Its own network interfaces in /sys, but the machine's control groups.
+            ["mount", "--rbind", "/sys/fs/cgroup", groups],
+            ["mount", "-t", "sysfs", "sysfs", "/sys"],
+            ["mount", "--rbind", groups, "/sys/fs/cgroup"],
+            ["umount", "--recursive", "--lazy", groups],
+            ["ip", "address", "add", f"{self.address(name)}/24", "dev", interface],
+            ["ip", "link", "set", interface, "up"],
+            ["ip", "link", "set", "lo", "up"],
+        ]
+        self._at(name, "sh", "-ec", "\n".join(shlex.join(map(str, command)) for command in commands))
 
     def _ip(self, place: str, *argv: str) -> None:
         # From outside the host's processes: ip link names another namespace by a process id of this machine.

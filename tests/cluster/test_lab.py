@@ -214,8 +214,9 @@ def test_two_labs_at_once_and_nothing_is_left_of_either(lab_possible):
     assert (ssh_folder.exists() and sorted(ssh_folder.iterdir())) == keys_before
 
 
-def test_a_lab_goes_when_its_owner_is_killed_and_its_folder_with_the_next_one(make_lab):
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+def test_a_lab_goes_when_its_owner_is_killed_and_its_folder_with_the_next_one(make_lab, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # where no other lab of this machine cleans up
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, env=env) as owner:
         folder, *first = owner.stdout.readline().split()
         used = set().union(*map(namespaces, map(int, first)))
