@@ -58,10 +58,9 @@ def train(study, way, seed):
 
 def table(study, results):
     """A row per way: the last epoch's test accuracy, median and range over the seeds, as Markdown."""
-    rows = [
-        f"| {study.epochs} epochs | global batch | learning rate | test accuracy, median of {study.seeds} | from | to |",
-        "|---|---|---|---|---|---|",
-    ]
+    median = f"test accuracy: median of {study.seeds}"
+    head = f"| {study.epochs} epochs | global batch | learning rate | {median} | from | to |"
+    rows = [head, "|---|---|---|---|---|---|"]
     for way, runs in results.items():
         batch = study.small_batch if way == "small batch" else study.large_batch
         last = [run[-1]["test_accuracy"] if len(run) == study.epochs else math.nan for run in runs]

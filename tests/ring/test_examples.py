@@ -1,4 +1,4 @@
-"""The old Horovod scripts in examples/ train after their one-line change, and not without it."""
+"""The old Horovod scripts in examples/ train after their one-line change, and not without it; the study runs."""
 
 from __future__ import annotations
 
@@ -179,3 +179,22 @@ def test_negative_control_horovods_own_optimizer_diverges(tmp_path: Path) -> Non
     assert finished.returncode == 0, finished.stderr[-5000:]
     assert len(reports) == NUM_RANKS
     assert reports[0]["weights"] != reports[1]["weights"]
+
+
+def test_the_large_batch_study_trains_four_ways_and_draws_them(tmp_path):
+    """On digits, where it takes a minute; a second call finds everything done and says the same."""
+    study = [sys.executable, ROOT / "examples" / "large_batch.py", "--config", ROOT / "configs" / "digits.toml"]
+    study += ["--small-batch", 32, "--large-batch", 512, "--epochs", 2, "--seeds", 1, "--output", tmp_path]
+    first = run(0, study, LIMIT_S)
+    assert first.returncode == 0, first.stdout + first.stderr
+    rows = (tmp_path / "large-batch.md").read_text().splitlines()
+    assert [row.split("|")[1].strip() for row in rows[2:]] == [
+        *("small batch", "large, scaled and warmed up", "large, scaled, no warm-up", "large, unscaled")
+    ]
+    assert [row.split("|")[2].strip() for row in rows[2:]] == ["32", "512", "512", "512"]
+    assert [float(row.split("|")[3]) for row in rows[2:]] == [0.001, 0.016, 0.016, 0.001]
+    assert all("%" in row for row in rows[2:])
+    assert (tmp_path / "large-batch.png").read_bytes()[:4] == b"\x89PNG"
+    again = run(0, study, LIMIT_S)
+    assert again.stdout.splitlines()[-len(rows) - 2 : -2] == rows
+    assert len(again.stdout.splitlines()) < len(first.stdout.splitlines())
