@@ -53,6 +53,7 @@ def ssh(probe: Probe, scene: Scene) -> Cell:
         "could not resolve": ("no address", "echo ADDRESS {host} | sudo tee -a /etc/hosts"),
         "timed out": ("no answer", f"ssh -v{port} {{host}} true  # is it on, and does a firewall let port 22 through?"),
     }
+    answers["ssh: no such file"] = ("no ssh", "sudo apt-get install openssh-client")
     answers["python3: not found"] = ("no Python", "ssh -t {host} sudo apt-get install python3")
     said = probe.error.lower()
     usual = ("no", f"ssh -v{port} {{host}} true")
@@ -305,7 +306,7 @@ def names(probe: Probe, facts: Facts, scene: Scene) -> Cell:
     if found.get("") is None:
         return Cell(value, "warns", f"it does not know its own name, {own}", _rename(own, _address(probe, scene)))
     if any(_is_loopback(address) for address in found[""]):
-        text = f"its own name, {own}, means {value} there: Gloo would tell other hosts to connect to themselves"
+        text = f"its own name, {own}, means {value} there: whoever is told it, by Gloo say, connects to itself"
         return Cell(value, "warns", text, _rename(own, _address(probe, scene)))
     return Cell(value)
 

@@ -31,7 +31,6 @@ from ringtrain.cluster.job import Job
 from ringtrain.cluster.report import Report, plain_or_terminal, show
 from ringtrain.errors import LaunchError
 
-NUM_CONNECTIONS = 32  # at once
 NUM_CLOCK_READINGS = 5  # the fastest counts
 NUM_ROUND_TRIPS = 200
 SUBNETS = ("openmpi4", "openmpi5")  # dialects that choose interfaces by subnet
@@ -53,6 +52,8 @@ class Options:
     """measure the links between hosts"""
     timeout_s: float = 10.0
     """until a host has to answer"""
+    num_connections: int = 32
+    """at once, two or more"""
     ssh_port: int = 0
     """0: as ssh has it configured"""
     subnet: str = ""
@@ -76,6 +77,8 @@ def main(hosts: Sequence[Host], options: Options, as_json: bool = False) -> int:
     Returns:
         Exit code: 0 all is well, 1 there are warnings, 2 something hurts.
     """
+    if sys.stderr.isatty() and len(hosts) > 1:
+        print(f"asking {len(hosts)} hosts, each has {options.timeout_s:g} s to answer ...", file=sys.stderr)
     return show(examine(hosts, options), plain_or_terminal(), as_json)
 
 
@@ -106,7 +109,7 @@ def examine(hosts: Sequence[Host], options: Options, environ: Mapping[str, str] 
         "names": [host.name for host in wanted] if len(wanted) > 1 else [],
     }
     trace = Trace(len(wanted))
-    with ThreadPoolExecutor(min(NUM_CONNECTIONS, len(wanted) + 1)) as pool:
+    with ThreadPoolExecutor(min(options.num_connections, len(wanted) + 1)) as pool:
         elsewhere = not any(is_here(host.name) for host in wanted)
         alone = pool.submit(visit, Host("localhost"), question, options, Trace(0)) if elsewhere else None
         probes = tuple(pool.map(lambda host: visit(host, question, options, trace), wanted))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -77,6 +78,20 @@ def test_hosts_that_are_well_and_the_table_that_says_so(make_lab, job):
     assert "all hosts are in 10.77.0.0/24: ringtrain launch --subnet 10.77.0.0/24" in table.stdout
     assert "\x1b" not in table.stdout
     lab.wait_for(lambda: nothing_left(hosts, job), TIMEOUT_S, "nothing of the doctor lives")
+
+
+def test_the_commands_of_the_page(two_hosts, job):
+    shutil.copytree(launching.ROOT / "hostfiles", job / "hostfiles")
+    page = (launching.ROOT / "docs" / "doctor.md").read_text()
+    commands = re.findall(r"^ringtrain doctor.*$", page, re.MULTILINE)
+    assert len(commands) == 4
+    for command in commands:
+        words = command.replace("ringtrain", f"{sys.executable} -m ringtrain", 1)
+        ended = two_hosts.run("host1", ["sh", "-c", words], TIMEOUT_S, env={"PYTHONPATH": str(job)}, cwd=job)
+        assert ended.returncode in (0, 1), ended.stdout + ended.stderr  # 1: eight ranks on few cores
+        assert ended.stderr == ""
+        assert ("host1 -> host2" in ended.stdout) == ("--hostfile" in command)
+    assert len(json.loads((job / "doctor.json").read_text())["ring"]["links"]) == 2
 
 
 def test_the_slow_link_is_named(make_lab, job):

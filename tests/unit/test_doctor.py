@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -17,9 +18,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from ringtrain import cli
 from ringtrain.cluster import checks, doctor, links, probe, report
 from ringtrain.cluster.findings import Cell, Probe, Scene, gather
 from ringtrain.cluster.hosts import Host
+from ringtrain.errors import LaunchError
 
 ROOT = Path(__file__).parents[2]
 PYTHON = "/env/bin/python"
@@ -257,6 +260,7 @@ SSH = [
     ),
     ("connect to host host2 port 22: Connection refused", "refused", "systemctl start ssh"),
     ("Could not resolve hostname host2: Name or service not known", "no address", "tee -a /etc/hosts"),
+    ("ssh: No such file or directory", "no ssh", "apt-get install openssh-client"),
     ("timed out: no answer in 10 s", "no answer", "ssh -v host2 true"),
     ("sh: 1: exec: python3: not found", "no Python", "ssh -t host2 sudo apt-get install python3"),
     ("kex_exchange_identification: read: Connection reset by peer", "no", "ssh -v host2 true"),
@@ -330,6 +334,28 @@ def test_what_hosts_have_in_common_is_said_once_with_a_line_for_all() -> None:
     assert there.startswith("ssh -t host3 'sudo mount -o remount")
 
 
+# ---- its page ----------------------------------------------------------------------------------------------------
+
+PAGE = (ROOT / "docs" / "doctor.md").read_text()
+
+
+def test_the_page_says_what_each_check_means() -> None:
+    explained = set(re.findall(r"\*\*([^*]+)\*\*", PAGE.split("## What each check means")[1]))
+    assert explained == {"ssh", *checks.CHECKS}
+
+
+def test_the_page_knows_the_options() -> None:
+    parser = cli.parser()
+    commands = re.findall(r"^ringtrain (doctor.*?)(?: +[#>].*)?$", PAGE, re.MULTILINE)
+    assert len(commands) == 4
+    for command in commands:
+        parser.parse_args(shlex.split(command))
+    told = set(re.findall(r"--[a-z-]+", PAGE.split("## What each check means")[0].split("| option |")[1]))
+    doctors = parser.parse_args(["doctor"])
+    own = {f"--{name.replace('_', '-')}" for name in vars(doctors)} - {"--handler", "--name", "--hosts", "--json"}
+    assert own <= told
+
+
 # ---- subnets -----------------------------------------------------------------------------------------------------
 
 
@@ -359,6 +385,13 @@ def test_of_two_shared_subnets_the_one_that_names_mean_comes_first_then_the_fast
         *hosts, speeds={"10.2.0.1/24": 100_000, "10.2.0.2/24": 100_000, "10.1.0.1/24": 1000, "10.1.0.2/24": 1000}
     )
     assert str(checks.shared_subnets(faster)[0]) == "10.2.0.0/24"
+
+
+def test_a_subnet_that_was_asked_for_must_have_every_host_in_it() -> None:
+    scene = scene_with(set_fact("addresses", ALONE_NET))
+    cells = checks.judge(Scene(scene.probes, scene.here, PYTHON, subnet="10.1.0.0/16"))["subnet"]
+    assert [cell.value for cell in cells] == ["10.1.0.1", "none", "10.1.0.3"]
+    assert [cell.level for cell in cells] == ["well", "hurts", "well"]
 
 
 def test_ipv6_alone_is_enough() -> None:
@@ -475,7 +508,8 @@ def test_the_exit_code_and_the_last_line_say_how_bad_it_is(
 
 
 def test_the_table_has_a_row_per_host_and_a_column_per_check() -> None:
-    _, text = shown(report_of(scene_with(set_fact("cores", 2)), ring_of(10, 10, 10)))
+    _, text = shown(report_of(scene_with(all_of(set_fact("cores", 2), set_fact("shm_mb", 64))), ring_of(10, 10, 10)))
+    assert text.index("!! host2: /dev/shm") < text.index("! host2: cores"), "the worst first"
     header, *rows = text.splitlines()[:4]
     assert re.split(r"\s{2,}", header.strip()) == ["host", "ssh", *checks.CHECKS]
     assert [row.split()[0] for row in rows] == ["host1", "host2", "host3"]
@@ -601,6 +635,20 @@ def test_alone_it_checks_this_machine(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (doctor.Options(timeout_s=0), "got --timeout 0, expected a number of seconds above 0"),
+        (doctor.Options(timeout_s=float("nan")), "got --timeout nan, expected"),
+        (doctor.Options(code="no/such/folder"), "got --code 'no/such/folder', expected the folder of your code"),
+        (doctor.Options(subnet="10.1.0.0/99"), "got --subnet '10.1.0.0/99', expected a network such as"),
+    ],
+)
+def test_an_option_that_cannot_be_meant_is_refused(options: doctor.Options, said: str) -> None:
+    with pytest.raises(LaunchError, match=re.escape(said)):
+        doctor.examine((), options)
+
+
 def test_a_silent_host_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ssh = tmp_path / "ssh"
     ssh.write_text("#!/bin/sh\nexec sleep 1000\n")
@@ -612,15 +660,32 @@ def test_a_silent_host_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert found.scene.probes[1].facts is not None
 
 
-def test_what_a_login_shell_says_first_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ssh = tmp_path / "ssh"  # the last word is what the host's shell gets
-    ssh.write_text('#!/bin/sh\necho Welcome to host2; echo {}; shift $(($# - 1)); exec sh -c "$1"\n')
+@pytest.fixture
+def noisy_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ssh that goes nowhere: every host is this machine. Its login shell says things of its own."""
+    ssh = tmp_path / "bin" / "ssh"  # the last word is what the host's shell gets
+    ssh.parent.mkdir()
+    ssh.write_text('#!/bin/sh\necho Welcome; echo {}; shift $(($# - 1)); exec sh -c "$1"\n')
     ssh.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    found = doctor.examine([Host("far.example")], doctor.Options(python=sys.executable, bandwidth=False))
+    monkeypatch.setenv("PATH", f"{ssh.parent}{os.pathsep}{os.environ['PATH']}")
+
+
+@pytest.mark.usefixtures("noisy_ssh")
+def test_what_a_login_shell_says_first_does_no_harm() -> None:
+    found = doctor.examine([Host("far.example")], doctor.Options(bandwidth=False))
     assert found.scene.probes[0].facts is not None
     assert found.table["ssh"][0].value.endswith(" ms")
     assert found.table["Python"][0] == Cell(".".join(map(str, sys.version_info[:3])))
+
+
+@pytest.mark.usefixtures("noisy_ssh")
+def test_more_hosts_than_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    hosts = [Host(f"192.0.2.{number}") for number in range(1, 6)]
+    found = doctor.examine(hosts, doctor.Options(timeout_s=60, bandwidth=False, num_connections=2))
+    assert [probe.error for probe in found.scene.probes] == [""] * len(hosts)
+    assert [cell.value for cell in found.table["shared"]] == ["yes"] * len(hosts)
+    assert [path.name for path in tmp_path.iterdir()] == ["bin"]
 
 
 def test_the_python_of_the_ranks_that_is_not_there_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
