@@ -319,10 +319,13 @@ class Watch:
             if wrong_since and (now > wrong_since + SETTLE_S or len(seats) >= expected.size):
                 raise PlacementError(difference(expected, seats))
             if len(seats) < expected.size and now > began + self.terms.start_timeout_s and not self.stopped_by:
-                raise LaunchError(self._who_did_not_begin(expected))
+                time_s = f"after {self.terms.start_timeout_s:g} s"
+                raise LaunchError(f"{self._who_did_not_begin(expected, time_s)}, or give more time: --start-timeout")
         self._drain()
-        if difference(expected, self.reports.seats):
-            raise PlacementError(difference(expected, self.reports.seats))
+        if wrong := difference(expected, self.reports.seats):
+            raise PlacementError(wrong)
+        if not process.returncode and len(self.reports.seats) < expected.size:
+            raise PlacementError(self._who_did_not_begin(expected, f"although {self.terms.launcher} has ended well"))
         return process.returncode
 
     def _hand_on(self, number: int) -> float:
@@ -365,14 +368,14 @@ class Watch:
                 self._poll()
                 raise LaunchError(f"lost {each.host or 'the keeper of this host'} while it ran: {self._why(each)}")
 
-    def _who_did_not_begin(self, expected: Expected) -> str:
+    def _who_did_not_begin(self, expected: Expected, when: str) -> str:
         begun = {seat.rank for seat in self.reports.seats}
         seats = expected.seats()
         late = [rank for rank in range(expected.size) if rank not in begun]
         hosts = list(dict.fromkeys(seats[rank][0] for rank in late))
         return (
-            f"{len(late)} of {expected.size} ranks have not begun after {self.terms.start_timeout_s:g} s, on"
-            f" {', '.join(hosts[:10])}: look at what the launcher says above, or give more time with --start-timeout"
+            f"{len(late)} of {expected.size} ranks have not begun {when}, on {', '.join(hosts[:10])}: look at what"
+            f" {self.terms.launcher} says above"
         )
 
     def _poll(self) -> None:

@@ -1,0 +1,338 @@
+"""`ringtrain launch` on this host with its real launchers: last words, exit codes, places, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import launching
+import pytest
+
+TIMEOUT_S = 300  # far above what anything here takes: for machines with other work to do
+LEFT_S = 10  # what the launch promises
+MARK = "RINGTRAIN_TEST"
+RANK = "${OMPI_COMM_WORLD_RANK:-$HOROVOD_RANK}"
+SAVING = """
+import pathlib, signal, sys, time
+def save(number, frame):
+    pathlib.Path(sys.argv[1], f"saved-{number}").touch()
+    sys.exit(128 + number)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, save)
+print("begun", flush=True)
+time.sleep(600)
+"""
+DEAF = "trap '' INT TERM HUP USR1; echo begun; while :; do sleep 600; done"
+
+
+class Launch:
+    """A started launch, and everything that it has started, known by a variable in the environment."""
+
+    def __init__(self, *words: str | Path, env: dict[str, str] | None = None, **options) -> None:
+        self.mark = uuid.uuid4().hex
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self.process = subprocess.Popen(
+            [str(word) for word in words],
+            env=environment(env) | {MARK: self.mark},
+            text=True,
+            cwd=launching.ROOT,
+            start_new_session=True,
+            **(pipes | options),
+        )
+
+    def alive(self) -> dict[int, str]:
+        """Every process of it: id and command line."""
+        found = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if f"{MARK}={self.mark}".encode() in (process / "environ").read_bytes():
+                    found[int(process.name)] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return found
+
+    def wait_for_ranks(self, number: int = 2) -> None:
+        """Waits until so many ranks have said that they have begun."""
+        assert self.process.stdout is not None
+        begun = 0
+        while begun < number:
+            line = self.process.stdout.readline()
+            assert line, self.process.communicate()[1]
+            begun += line.count("begun")
+
+    def end(self) -> tuple[int, str]:
+        """Waits for its end, and gives its exit code and standard error."""
+        try:
+            _, stderr = self.process.communicate(timeout=TIMEOUT_S)
+        finally:
+            if self.process.poll() is None:
+                self.process.kill()
+        return self.process.returncode, stderr
+
+    def left(self) -> dict[int, str]:
+        """What is still alive when the promised time is over."""
+        end = time.monotonic() + LEFT_S
+        while self.alive() and time.monotonic() < end:
+            time.sleep(0.05)
+        return self.alive()
+
+
+def environment(env: dict[str, str] | None = None) -> dict[str, str]:
+    path = [str(launching.ROOT), os.environ.get("PYTHONPATH", "")]
+    added = {
+        "PATH": f"{launching.BIN}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+    }
+    return os.environ | added | (env or {})
+
+
+@pytest.fixture
+def launch() -> Iterator[Callable[..., Launch]]:
+    """Starts launches, and takes away what a failing test leaves."""
+    started: list[Launch] = []
+
+    def start(*words: str | Path, **options) -> Launch:
+        started.append(Launch(*words, **options))
+        return started[-1]
+
+    yield start
+    for one in started:
+        while alive := one.alive():
+            for process in alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+        one.process.communicate()
+
+
+def ringtrain(*words: str | Path, launcher: str = "mpirun") -> list[str | Path]:
+    """`ringtrain launch` with two ranks of a command on this host."""
+    start = [sys.executable, "-m", "ringtrain", "launch", "--launcher", launcher, "-H", "localhost:2"]
+    end = ["--", *words] if "--" not in words else words
+    return [*start, *end]
+
+
+def shell(script: str) -> list[str]:
+    return ["sh", "-c", script]
+
+
+def python(script: str, *words: str | Path) -> list[str | Path]:
+    return [sys.executable, "-c", script, *words]
+
+
+# ---- how it ends --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun", "horovodrun-gloo"])
+def test_every_launcher_runs_the_command_as_it_was_typed(launch, launcher: str, tmp_path: Path) -> None:
+    odd = "a b'$(touch c)\\ \"*"
+    script = f'printf "%s\\n" "$1" >"{tmp_path}/{RANK}"; echo hello >&2'
+    code, stderr = launch(*ringtrain(*shell(script), "sh", odd, launcher=launcher)).end()
+    assert code == 0, stderr
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": f"{odd}\n", "1": f"{odd}\n"}
+    assert stderr.count("hello") == 2
+    assert "ringtrain-report" not in stderr
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun-gloo"])
+def test_a_rank_that_leaves_is_named_last_with_its_code_and_words(launch, launcher: str) -> None:
+    script = f'[ {RANK} = 1 ] || exec sleep 600; echo "why it left" >&2; exit 5'
+    started = launch(*ringtrain(*shell(script), launcher=launcher))
+    code, stderr = started.end()
+    assert code == 5
+    *_, before, last = stderr.splitlines()
+    assert re.fullmatch(r"ringtrain: rank 1 on \S+ was the first to end, with exit code 5; its last lines:", before)
+    assert last == "  why it left"
+    assert started.left() == {}
+
+
+def test_a_killed_rank_is_named_with_its_signal(launch) -> None:
+    started = launch(*ringtrain(*shell(f"[ {RANK} = 1 ] || exec sleep 600; kill -9 $$")))
+    code, stderr = started.end()
+    assert code == 137
+    assert re.search(r"^ringtrain: rank 1 on \S+ was killed by SIGKILL \(signal 9\)\n\Z", stderr, re.MULTILINE)
+    assert started.left() == {}
+
+
+FAILING = """
+import ringtrain.hvd as hvd
+hvd.init()
+if hvd.rank() == 1:
+    raise ValueError("batch 3 is bad")
+for _ in range(10_000):
+    hvd.allreduce([1.0], name="step")
+"""
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun-gloo"])
+def test_the_first_failure_is_the_last_word(launch, launcher: str) -> None:
+    code, stderr = launch(*ringtrain(*python(FAILING), launcher=launcher)).end()
+    assert code == 1
+    last_word = stderr.rpartition("\nringtrain: ")[2].splitlines()
+    assert re.fullmatch(r"rank 1 on \S+ failed first:", last_word[0])
+    assert last_word[1] == "Traceback (most recent call last):"
+    assert last_word[-1] == "ValueError: batch 3 is bad"
+    assert "ringtrain-report" not in stderr
+
+
+def test_without_our_launcher_the_last_word_is_another(launch) -> None:
+    """The negative control: what users of mpirun see last."""
+    code, stderr = launch(
+        *["mpirun", "--allow-run-as-root", "-np", "2", "-H", "localhost:2", "--tag-output"], *python(FAILING)
+    ).end()
+    assert code == 1
+    assert "ValueError: batch 3 is bad" in stderr
+    assert "ValueError" not in stderr.splitlines()[-1]
+    assert "ringtrain-report" not in stderr
+
+
+def test_an_error_for_a_person_is_one_line_and_exit_code_2(launch, tmp_path: Path) -> None:
+    words = ["-m", "ringtrain.train", "--data.name", "npz", "--data.dir", tmp_path, "--run.directory", tmp_path]
+    code, stderr = launch(*ringtrain(sys.executable, *words)).end()
+    assert code == 2
+    assert re.match(r"ringtrain: rank \d on \S+ failed first: DataError: ", stderr.splitlines()[-1])
+
+
+# ---- signals, and what is left ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number"),
+    [
+        ("mpirun", signal.SIGINT),
+        ("mpirun", signal.SIGTERM),
+        ("mpirun", signal.SIGUSR1),
+        ("horovodrun", signal.SIGUSR1),
+        ("horovodrun-gloo", signal.SIGUSR1),
+    ],
+)
+def test_ranks_may_save_at_the_first_signal(launch, tmp_path: Path, launcher: str, number: signal.Signals) -> None:
+    started = launch(*ringtrain(*python(SAVING, tmp_path), launcher=launcher))
+    started.wait_for_ranks()
+    started.process.send_signal(number)
+    code, stderr = started.end()
+    assert code == 128 + number, stderr
+    assert stderr.splitlines()[-1] == f"ringtrain: stopped by {number.name}"
+    assert [path.name for path in tmp_path.iterdir()] == [f"saved-{number}"]
+    assert started.left() == {}
+
+
+def test_the_second_signal_ends_at_once(launch) -> None:
+    started = launch(*ringtrain(*shell(DEAF)))
+    started.wait_for_ranks()
+    started.process.send_signal(signal.SIGINT)
+    assert started.process.stderr is not None
+    assert "once more ends them at once" in started.process.stderr.readline()
+    started.process.send_signal(signal.SIGINT)
+    assert started.end()[0] == 128 + signal.SIGINT
+    assert started.left() == {}
+
+
+def test_after_sigterm_ranks_that_do_not_end_are_ended(launch) -> None:
+    started = launch(*ringtrain("--grace", "1", "--", *shell(DEAF)))
+    started.wait_for_ranks()
+    started.process.send_signal(signal.SIGTERM)
+    assert started.end()[0] == 128 + signal.SIGTERM
+    assert started.left() == {}
+
+
+def test_a_closed_terminal_ends_the_job(launch) -> None:
+    terminal, inside = pty.openpty()
+    words = ringtrain(*shell("echo begun; exec sleep 600"))
+    # The command becomes the session's leader, to whom the kernel tells that the terminal has gone.
+    setsid = shutil.which("setsid")
+    assert setsid
+    started = launch(setsid, "--ctty", *words, stdin=inside, stdout=inside, stderr=inside)
+    os.close(inside)
+    seen = b""
+    while seen.count(b"begun") < 2:
+        seen += os.read(terminal, 4096)
+    os.close(terminal)
+    started.process.wait(TIMEOUT_S)
+    assert started.left() == {}
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun", "horovodrun-gloo"])
+def test_a_killed_launcher_leaves_nothing(launch, launcher: str) -> None:
+    started = launch(*ringtrain(*shell(DEAF), launcher=launcher))
+    started.wait_for_ranks()
+    started.process.kill()
+    assert started.left() == {}
+
+
+def test_a_killed_mpirun_leaves_ranks(launch) -> None:
+    """The negative control: without keepers they would be found."""
+    started = launch("mpirun", "--allow-run-as-root", "-np", "2", "-H", "localhost:2", *shell(DEAF))
+    started.wait_for_ranks()
+    started.process.kill()
+    started.process.wait()
+    assert len(started.alive()) >= 2
+
+
+def test_what_a_rank_leaves_running_is_ended(launch) -> None:
+    started = launch(*ringtrain(*shell("setsid sleep 600 >/dev/null 2>&1 </dev/null &")))
+    assert started.end()[0] == 0
+    assert started.left() == {}
+
+
+# ---- places -------------------------------------------------------------------------------------------------------
+
+
+def liar(folder: Path, instead: str) -> dict[str, str]:
+    """An mpirun that starts something else than it was told."""
+    real = launching.BIN / "mpirun"
+    script = folder / "mpirun"
+    script.write_text(f'#!/bin/bash\n[ "$1" != --version ] || exec {real} --version\n{instead}\n')
+    script.chmod(0o755)
+    return {"PATH": f"{folder}{os.pathsep}{launching.BIN}{os.pathsep}{os.environ['PATH']}"}
+
+
+def test_a_launcher_that_starts_fewer_ranks_is_found_out(launch, tmp_path: Path) -> None:
+    started = launch(
+        *ringtrain(*shell("sleep 600")), env=liar(tmp_path, f'exec {launching.BIN}/mpirun "${{@:1:1}}" 1 "${{@:3}}"')
+    )
+    code, stderr = started.end()
+    assert code == 2, stderr
+    assert "ringtrain: ranks are not where ringtrain launch has them" in stderr
+    assert re.search(r"0 +one of 2 +alone in its world", stderr)
+    assert started.left() == {}
+
+
+def test_a_launcher_that_starts_nothing_is_named_in_time(launch, tmp_path: Path) -> None:
+    words = ringtrain("--start-timeout", "1", "--", *shell("sleep 600"))
+    started = launch(*words, env=liar(tmp_path, "exec sleep 600"))
+    code, stderr = started.end()
+    assert code == 2
+    assert "2 of 2 ranks have not begun after 1 s, on localhost" in stderr
+    assert started.left() == {}
+
+
+def test_a_launcher_that_ends_well_without_ranks_has_not_done_well(launch, tmp_path: Path) -> None:
+    code, stderr = launch(*ringtrain(*shell("sleep 600")), env=liar(tmp_path, "exit 0")).end()
+    assert code == 2
+    assert "2 of 2 ranks have not begun although mpirun has ended well, on localhost" in stderr
+
+
+def test_under_bare_horovodrun_ranks_compare_with_what_it_was_told(launch) -> None:
+    """Two names of one machine: to horovodrun two hosts, to its ranks one."""
+    told = ["horovodrun", "-np", "2", "-H", "localhost:1,127.0.0.1:1"]
+    code, stderr = launch(*told, *python("import ringtrain.hvd as hvd; hvd.init()")).end()
+    assert code != 0
+    said = re.sub(r"\[1,\d\]<stderr>:", "", stderr)
+    assert re.search(r"PlacementError: ranks are not where `mpirun .*-H localhost:1,127.0.0.1:1 .*` has them", said)
+    assert re.search(r"ranks on this host +1 +2", said)
+
+
+def test_a_rank_that_is_alone_says_so_before_any_collective(launch) -> None:
+    env = {"RINGTRAIN_PLAN": '{"size": 2, "hosts": [["localhost", 2]]}'}
+    code, stderr = launch(*python("import ringtrain.hvd as hvd; hvd.init()"), env=env).end()
+    assert code == 1
+    assert re.search(r"PlacementError: .*\n.*\n +ranks +2 +1\n", stderr)
+    assert "each process is alone: use the mpirun of the MPI that Horovod" in stderr
