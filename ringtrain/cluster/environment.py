@@ -12,9 +12,9 @@ from ringtrain.errors import LaunchError
 USUAL = re.compile(
     r"PATH|PYTHONPATH|LD_LIBRARY_PATH|VIRTUAL_ENV|(NCCL|HOROVOD|TF|XLA|OMP|KERAS|RINGTRAIN)_[A-Za-z0-9_]*"
 )
-# What programs on the launching host need for themselves: horovodrun, ssh, mpirun and schedulers' commands.
+# What the launching host needs for itself: horovodrun, ssh, mpirun, schedulers' commands, and its own ranks.
 OF_THE_LAUNCHER = re.compile(
-    r"HOME|USER|LOGNAME|SHELL|SHLVL|PWD|OLDPWD|_|TERM|TZ|TMPDIR|LANG|LANGUAGE|SSH_AUTH_SOCK|SSH_AGENT_PID"
+    r"HOME|USER|LOGNAME|SHELL|SHLVL|PWD|OLDPWD|_|TERM|TZ|TMPDIR|LANG|LANGUAGE|SSH_AUTH_SOCK|SSH_AGENT_PID|CUDA_VISIBLE_DEVICES"
     r"|PYTHON(HOME|UNBUFFERED|FAULTHANDLER|WARNINGS)"
     r"|(LC|XDG|OMPI|OPAL|ORTE|PRTE|PMIX|HYDRA|MPICH|MPIR|I_MPI|FI|UCX|SLURM|PBS|LSB|KUBERNETES)_[A-Za-z0-9_]*"
 )

@@ -60,7 +60,9 @@ def plan(
     return _plan(job, gloo, [hosts], start_timeout_s, {}, mpi_prefix)
 
 
-def elastic(job: Job, min_ranks: int, max_ranks: int, discovery: str = "", start_timeout_s: int = 60) -> Plan:
+def elastic(
+    job: Job, min_ranks: int, max_ranks: int, discovery: str = "", interface: str = "", start_timeout_s: int = 60
+) -> Plan:
     """The command that starts a job which goes on when hosts come and go; over Gloo.
 
     Args:
@@ -69,6 +71,8 @@ def elastic(job: Job, min_ranks: int, max_ranks: int, discovery: str = "", start
         max_ranks: with more, the rest is left out.
         discovery: program that prints a line host:slots for each host there is now; empty: a file with the job's hosts,
             which can be edited while it runs.
+        interface: name of the network interface that ranks talk over, on all hosts; empty: horovodrun looks for it as
+            soon as there are two hosts, and never begins on one.
         start_timeout_s: for hosts to be found.
 
     Raises:
@@ -79,6 +83,11 @@ def elastic(job: Job, min_ranks: int, max_ranks: int, discovery: str = "", start
         raise LaunchError(
             f"got {min_ranks} ranks at least, {job.num_ranks} to begin with and {max_ranks} at most, expected them in"
             f" this order, from 1 on"
+        )
+    if len(job.hosts) < 2 and not (discovery or interface):
+        raise LaunchError(
+            "got one host: an elastic horovodrun waits for a second one to find the interface between them: name more"
+            " hosts, or the interface (lo, if it stays at this host)"
         )
     files = {}
     asked = shlex.quote(discovery)
@@ -92,6 +101,8 @@ def elastic(job: Job, min_ranks: int, max_ranks: int, discovery: str = "", start
         words("--max-np", max_ranks, because="with more slots the rest is left out"),
         words("--host-discovery-script", asked, because="asked every second which hosts there are"),
     ]
+    if interface:
+        limits.append(words("--network-interfaces", interface, because="not looked for, as asked for"))
     return _plan(job, True, limits, start_timeout_s, files)
 
 

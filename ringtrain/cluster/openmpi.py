@@ -22,7 +22,7 @@ SSH_OPTIONS = (
     *("-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
     *("-o", "ServerAliveInterval=4", "-o", "ServerAliveCountMax=2"),
 )
-WHY_SSH = "ssh never asks, and gives up on a host after 10 s"
+WHY_SSH = "ssh never asks, gives up on a host after 10 s, and on one that has vanished after 8 s"
 EXCLUDED_NETWORKS = "127.0.0.0/8,docker0"
 
 

@@ -28,6 +28,8 @@ class Batch:
     """as Slurm writes it, e.g. 1-00:00:00; empty: the partition's"""
     partition: str = ""
     account: str = ""
+    num_nodes: int = 0
+    """that Slurm chooses, each for as many ranks; 0: any number, or the job's hosts"""
     gpus_per_node: int = 0
     notice_s: int = 120
     """before the time limit, for ranks to save"""
@@ -45,7 +47,7 @@ def srun(job: Job, mpi: str = "pmix") -> Plan:
     """
     check(job)
     check_names(job.hosts, "srun", HOST_NAME)
-    values, reasons = as_mapping([*settings(job), *_settings(job)])
+    values, reasons = as_mapping([*settings(job), *_settings(job, mpi)])
     files: dict[str, str] = {}
     found = [
         words("srun", because="starts ranks in this allocation"),
@@ -68,6 +70,10 @@ def srun(job: Job, mpi: str = "pmix") -> Plan:
         found.append(words("--chdir", job.working_directory, because="ranks start in this folder, on every host"))
     if job.environment:
         found.append(_export(job, values, "variables that ranks get, by name: no value is on the command line"))
+    else:
+        found.append(
+            words("--export=ALL", because="what is set here; else ranks get what sbatch was told, and no more")
+        )
     if job.output:
         found.append(logged(job.output, "SLURM_PROCID", "each rank copies its output to DIR/rank.N/stdout and stderr"))
     return Plan(tuple(found), job.command, values, reasons, files)
@@ -89,6 +95,10 @@ def sbatch(job: Job, batch: Batch = Batch()) -> Plan:
     if len({host.slots for host in hosts}) > 1:
         raise LaunchError(
             "sbatch gives each host as many ranks: choose hosts with the same slots, or use --launcher srun"
+        )
+    if batch.num_nodes and (hosts or job.num_ranks % batch.num_nodes):
+        raise LaunchError(
+            f"got {job.num_ranks} ranks on {batch.num_nodes} nodes, expected a multiple, and no hosts named"
         )
     script = _script(replace(job, hosts=hosts), batch)
     path = file_path(job, "job.sbatch", script)
@@ -126,8 +136,11 @@ def _placement(job: Job, values: dict[str, str], reasons: dict[str, str], files:
     yield words("--distribution=block", because="ranks fill a host before the next")
 
 
-def _settings(job: Job) -> Iterator[Setting]:
+def _settings(job: Job, mpi: str) -> Iterator[Setting]:
     """What Open MPI is told by the environment, there being no mpirun to tell."""
+    if mpi.startswith("pmix"):
+        because = "Slurm's PMIx offers munge as well, which Open MPI from PyPI lacks, and says so on every rank"
+        yield Setting("PMIX_MCA_psec", "^munge", because)
     if job.network == "ucx":
         yield Setting("OMPI_MCA_pml", "ucx", "InfiniBand or RoCE, through UCX (--network ucx)")
     else:
@@ -162,15 +175,19 @@ def _script(job: Job, batch: Batch) -> str:
     lines += [
         "",
         "launcher= signalled=",
-        'pass_on() { signalled=$1; [[ -z $launcher ]] || kill -s "$1" "$launcher"; }',
-        "trap 'pass_on USR1' USR1",
-        "trap 'pass_on TERM' TERM",
+        "pass_on() {",
+        "    signalled=yes",
+        '    [[ -z $launcher ]] || kill -s USR1 "$launcher"  # at SIGTERM srun would kill the ranks',
+        "}",
+        "trap pass_on USR1 TERM",
         '"${launch[@]}" &',
         "launcher=$!",
         'while kill -0 "$launcher" 2>/dev/null; do wait "$launcher"; done  # a signal ends wait, not the launcher',
         'wait "$launcher"',
         "code=$?",
-        f"if [[ -n $signalled ]] && (({codes})); then",
+        "# Not after scancel or the time limit itself: Slurm is ending the job then.",
+        'state() { squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T; }',
+        f"if [[ -n $signalled ]] && (({codes})) && [[ $(state) == RUNNING ]]; then",
         '    scontrol requeue "$SLURM_JOB_ID"',
         "fi",
         'exit "$code"',
@@ -180,16 +197,16 @@ def _script(job: Job, batch: Batch) -> str:
 
 def _header(job: Job, batch: Batch) -> Iterator[str]:
     """What the script asks Slurm for. A value that could be more than a value is refused."""
-    num_hosts = len(job.hosts)
+    num_nodes = len(job.hosts) or batch.num_nodes
     asked: dict[str, str | int] = {
         "job-name": batch.name,
         "partition": batch.partition,
         "account": batch.account,
         "time": batch.time_limit,
-        "nodes": num_hosts,
+        "nodes": num_nodes,
         "nodelist": ",".join(host.name for host in job.hosts),
         "ntasks": job.num_ranks,
-        "ntasks-per-node": job.hosts[0].slots if job.hosts else 0,
+        "ntasks-per-node": job.num_ranks // num_nodes if num_nodes else 0,
         "cpus-per-task": job.threads_per_rank,
         "gpus-per-node": batch.gpus_per_node,
         "signal": f"B:USR1@{batch.notice_s}",
@@ -201,6 +218,8 @@ def _header(job: Job, batch: Batch) -> Iterator[str]:
         if value:
             yield f"#SBATCH --{option}={value}"
     yield "#SBATCH --requeue"
+    if not batch.gpus_per_node:
+        yield "# On GPUs, one for each rank of a node, also: --gpus-per-node=4"
 
 
 def _in_line(text: str) -> str:

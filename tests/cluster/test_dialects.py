@@ -211,18 +211,23 @@ def test_more_ranks_than_slots(dialect: str, folder: Path) -> None:
     assert len(ranks(folder)) == many
 
 
+# Under Gloo a rank is a process that knows nothing of MPI.
+GLOO_PROBE = """
+import json, os, sys
+seen = {name: int(os.environ[f"HOROVOD_{name.upper()}"]) for name in ("rank", "size", "local_rank")}
+seen |= {"host": os.uname().nodename, "arguments": sys.argv[2:], "folder": os.getcwd(), "environment": dict(os.environ)}
+with open(f"{sys.argv[1]}/{seen['rank']}.json", "w") as file:
+    json.dump(seen, file)
+"""
+
+
 @pytest.mark.parametrize("gloo", [False, True], ids=["mpi", "gloo"])
 def test_horovodrun_on_this_host(gloo: bool, folder: Path) -> None:
-    job = job_for("openmpi4", folder, ONE_HOST)
-    job = replace(job, output=str(folder / "logs"), yield_when_idle=True)
-    if gloo:  # each rank is a process that knows nothing of MPI
-        script = "import json, os, sys; e = dict(os.environ); r = int(e['HOROVOD_RANK']); json.dump(dict(rank=r,"
-        script += " size=int(e['HOROVOD_SIZE']), local_rank=int(e['HOROVOD_LOCAL_RANK']), arguments=sys.argv[2:],"
-        script += " folder=os.getcwd(), environment=e), open(f'{sys.argv[1]}/{r}.json', 'w'))"
-        command = (job.command[0], "-c", script, *job.command[2:])
-        job = replace(job, command=command, forward=())
-    plan = horovodrun.plan(job, gloo=gloo)
-    run_here(plan, job.environment)
+    job = replace(job_for("openmpi4", folder, ONE_HOST), output=str(folder / "logs"), yield_when_idle=True)
+    if gloo:
+        (folder / "probe.py").write_text(GLOO_PROBE)
+        job = replace(job, forward=())
+    run_here(horovodrun.plan(job, gloo=gloo), job.environment)
     seen = ranks(folder)
     assert [(each["rank"], each["size"], each["local_rank"]) for each in seen] == [(0, 2, 0), (1, 2, 1)]
     for each in seen:
@@ -232,3 +237,39 @@ def test_horovodrun_on_this_host(gloo: bool, folder: Path) -> None:
         assert "MY_OTHER" not in each["environment"]
         assert ("MY_TOKEN" in each["environment"]) is not gloo
     assert list((folder / "logs").rglob("rank.1/stdout"))
+
+
+@pytest.mark.parametrize("gloo", [False, True], ids=["mpi", "gloo"])
+def test_horovodrun_on_two_hosts(gloo: bool, tmp_path: Path, two_hosts: lab.Lab) -> None:
+    (tmp_path / "seen").mkdir()
+    (tmp_path / "probe.py").write_text(GLOO_PROBE if gloo else PROBE)
+    job = replace(job_for("openmpi4", tmp_path, TWO_HOSTS), threads_per_rank=1)
+    job = replace(job, forward=("MY_OTHER",)) if gloo else job
+    prefix = str(launching.BIN.parent)
+    run_on(two_hosts, horovodrun.plan(job, gloo=gloo, mpi_prefix=prefix), job.environment)
+    seen = ranks(tmp_path)
+    placed = [(each["rank"], each["host"], each["local_rank"]) for each in seen]
+    assert placed == [(0, "host1", 0), (1, "host2", 0), (2, "host2", 1)]
+    for each in seen:
+        assert tuple(each["arguments"]) == AWKWARD
+        assert each["folder"] == job.working_directory
+        assert each["environment"]["OMP_NUM_THREADS"] == "1"
+        assert ("MY_TOKEN" in each["environment"]) is not gloo
+        assert ("MY_OTHER" in each["environment"]) is gloo
+
+
+ELASTIC_PROBE = """
+import sys
+import horovod.tensorflow as hvd
+
+hvd.init()
+open(f"{sys.argv[1]}/{hvd.rank()}of{hvd.size()}", "w").close()
+"""
+
+
+def test_elastic_horovodrun_asks_for_hosts(tmp_path: Path) -> None:
+    (tmp_path / "seen").mkdir()
+    (tmp_path / "probe.py").write_text(ELASTIC_PROBE)
+    job = job_for("openmpi4", tmp_path, ONE_HOST)
+    run_here(horovodrun.elastic(replace(job, forward=()), 2, 2, interface="lo"), job.environment)
+    assert sorted(file.name for file in (tmp_path / "seen").iterdir()) == ["0of2", "1of2"]

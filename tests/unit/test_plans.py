@@ -1,0 +1,502 @@
+"""Plans: what each launcher is told, as tests/golden has it; what is never on a command line; what becomes of words.
+
+After a change that is meant: python tests/planning.py, and look at what git diff says.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import planning
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from planning import COMMAND, ENVIRONMENT, GOLDEN, JOBS, PLANNERS, TWO_HOSTS, VALUE
+
+from ringtrain.cluster import environment, horovodrun, kubernetes, mpi, slurm
+from ringtrain.cluster.hosts import Host
+from ringtrain.cluster.job import Job, Plan, explain
+from ringtrain.errors import LaunchError
+
+TIMEOUT_S = 60
+VERSIONS = {
+    "openmpi4": "mpirun (Open MPI) 4.1.8\n\nReport bugs to http://www.open-mpi.org/community/help/\n",
+    "openmpi5": "mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/\n",
+    "mpich": "HYDRA build details:\n    Version:                                 5.0.2\n    Release Date: today\n",
+    "intel": "Intel(R) MPI Library for Linux* OS, Version 2021.18.1 Build 20260626 (id: b44796a)\nCopyright ...\n",
+}
+WORD = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
+WORDS = st.lists(WORD.filter(lambda word: word != ":"), max_size=4).map(tuple)
+QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def text_of(plan: Plan) -> str:
+    return "\n".join([*plan.argv, plan.shell(), *map("\n".join, explain(plan)), *plan.files.values()])
+
+
+# ---- the golden files ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launcher", PLANNERS)
+def test_a_plan_is_what_its_golden_file_says(launcher: str) -> None:
+    assert planning.described(launcher) == (GOLDEN / f"{launcher}.txt").read_text()
+
+
+def test_there_is_a_golden_file_for_each_launcher_and_no_other() -> None:
+    assert {file.name for file in GOLDEN.iterdir()} == {f"{launcher}.txt" for launcher in PLANNERS}
+
+
+@pytest.mark.parametrize("path", planning.examples(), ids=lambda path: path.name)
+def test_an_example_is_what_its_planner_prints(path: Path) -> None:
+    assert path.read_text() == planning.examples()[path]
+
+
+# ---- which MPI ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dialect", mpi.DIALECTS)
+def test_a_dialect_is_known_by_its_version(dialect: str) -> None:
+    assert mpi.identify(VERSIONS[dialect]) == dialect
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["mpirun (Open MPI) 3.1.6\n\nReport", "mpirun (IBM Spectrum MPI) 10.4\nmore", "mpirun (Open MPI) 50.1", "", "\n"],
+)
+def test_another_mpi_is_refused_by_its_first_line(text: str) -> None:
+    with pytest.raises(LaunchError, match=re.escape(repr(text.strip().partition("\n")[0]))) as error:
+        mpi.identify(text)
+    assert "\n" not in str(error.value)
+
+
+# ---- the environment ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launcher", PLANNERS)
+@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
+def test_no_value_of_the_environment_is_in_a_plan(launcher: str, job: Job) -> None:
+    try:
+        plan = PLANNERS[launcher](job)
+    except LaunchError as error:
+        assert VALUE not in str(error)
+        return
+    if launcher.startswith("mpijob"):  # Kubernetes takes values from the manifest: those that are no secret
+        values = re.compile(rf'- name: "NCCL_DEBUG"\n +value: "{VALUE}"')
+        plan = replace(plan, files={path: values.sub("", text) for path, text in plan.files.items()})
+    assert VALUE not in text_of(plan)
+
+
+@pytest.mark.parametrize("dialect", mpi.DIALECTS)
+def test_names_on_the_list_are_handed_on_and_no_others(dialect: str) -> None:
+    job = replace(TWO_HOSTS, environment={**ENVIRONMENT, "XLA_FLAGS": "", "KERAS_BACKEND": "", "TFX": "", "OMPI_X": ""})
+    flags = mpi.plan(job, dialect).argv
+    names = {word for word in re.split("[ ,]", " ".join(flags)) if word in job.environment}
+    wanted = {"PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "NCCL_DEBUG", "TF_API_KEY", "XLA_FLAGS"}
+    assert names == wanted | {"KERAS_BACKEND"}
+    asked = mpi.plan(replace(job, forward=("HF_TOKEN",)), dialect).argv
+    assert "HF_TOKEN" in re.split("[ ,]", " ".join(asked))
+
+
+@pytest.mark.parametrize(
+    "name", ["HF_TOKEN", "aws_secret_access_key", "MYSQL_PASSWORD", "GITHUB_PAT", "API_KEYS", "DB_PWD"]
+)
+def test_a_secret_is_known_by_its_name(name: str) -> None:
+    assert environment.is_secret(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["PATH", "PWD", "SSH_AUTH_SOCK", "KERAS_HOME", "TF_CPP_MIN_LOG_LEVEL", "MONKEY", "PATTERN"]
+)
+def test_other_names_are_no_secrets(name: str) -> None:
+    assert not environment.is_secret(name)
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN=sesame", "a b", "", "NOT_SET", "x;id"])
+def test_a_name_that_cannot_be_forwarded(name: str) -> None:
+    with pytest.raises(LaunchError, match="--forward") as error:
+        mpi.plan(replace(TWO_HOSTS, forward=(name,)), "openmpi4")
+    assert "sesame" not in str(error.value)
+
+
+def test_horovodrun_sees_nothing_that_it_would_hand_on() -> None:
+    job = replace(TWO_HOSTS, environment={**ENVIRONMENT, "bad;name": "x", "SSH_AUTH_SOCK": "s", "SLURM_JOB_ID": "1"})
+    for gloo in (False, True):
+        (flag,) = [flag for flag in horovodrun.plan(job, gloo=gloo).flags if "-u" in flag.words]
+        hidden = set(flag.words) - {"-u"}
+        secret = {"TF_API_KEY"} if gloo else set()  # its values go on command lines
+        assert hidden == {"AWS_SECRET_ACCESS_KEY", "EDITOR", "HF_TOKEN", "bad;name"} | secret
+
+
+# ---- what is refused ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"command": ()}, "command"),
+        ({"command": ("--help",)}, "begin with a program"),
+        ({"command": ("",)}, "begin with a program"),
+        ({"command": ("python", ":", "id")}, "':' as an argument"),
+        ({"command": ("python", "a\0b")}, "zero byte"),
+        ({"num_ranks": 0, "hosts": ()}, "-np 0"),
+        ({"num_ranks": 7}, "7 ranks and hosts with 8 slots"),
+        ({"threads_per_rank": -1}, "-1 threads"),
+        ({"ssh_port": 70000}, "--ssh-port 70000"),
+        ({"subnet": "eth0"}, "'eth0'"),
+        ({"subnet": "10.1.0.0/16; id"}, "10.1.0.0/16; id"),
+        ({"hosts": (Host("fe80::1", 8),)}, "fe80::1"),
+    ],
+)
+@pytest.mark.parametrize("launcher", [name for name in PLANNERS if not name.startswith("mpijob")])
+def test_what_cannot_be_launched(launcher: str, change: Mapping[str, Any], said: str) -> None:
+    with pytest.raises(LaunchError, match=re.escape(said)) as error:
+        PLANNERS[launcher](replace(TWO_HOSTS, **change))
+    assert "\n" not in str(error.value)
+
+
+def test_what_only_one_launcher_refuses() -> None:
+    for refused, said in (
+        (lambda: horovodrun.plan(TWO_HOSTS, dialect="openmpi5"), "Open MPI 4 only"),
+        (lambda: horovodrun.plan(replace(TWO_HOSTS, forward=("HF_TOKEN",)), gloo=True), "HF_TOKEN"),
+        (lambda: horovodrun.plan(replace(TWO_HOSTS, working_directory="/a b"), gloo=True), "'/a b'"),
+        (lambda: horovodrun.elastic(TWO_HOSTS, 9, 10), "9 ranks at least"),
+        (lambda: horovodrun.elastic(JOBS["one host"], 1, 2), "one host"),
+        (lambda: mpi.plan(replace(TWO_HOSTS, output="/a:b"), "openmpi4"), "/a:b"),
+        (lambda: mpi.plan(replace(TWO_HOSTS, subnet="10.0.0.0/8"), "mpich"), "by name only"),
+        (lambda: slurm.sbatch(JOBS["uneven hosts"]), "same slots"),
+        (lambda: slurm.sbatch(TWO_HOSTS, slurm.Batch(partition="gpu\nid")), "--partition"),
+        (lambda: slurm.sbatch(TWO_HOSTS, slurm.Batch(num_nodes=2)), "2 nodes"),
+        (lambda: kubernetes.plan(JOBS["uneven hosts"]), "same slots"),
+        (lambda: kubernetes.plan(TWO_HOSTS, kubernetes.Cluster(name="Bad: name")), "'Bad: name'"),
+    ):
+        with pytest.raises(LaunchError, match=re.escape(said)):
+            refused()
+
+
+# ---- lines that are pasted ----------------------------------------------------------------------------------------
+
+# Stands for a launcher: writes what it got; srun waits for a signal if it is told to.
+TELLTALE = f"""#!{sys.executable} -S
+import json, os, signal, sys
+told = {{"argv": sys.argv, "environment": dict(os.environ)}}
+file = os.path.join(os.path.dirname(sys.argv[0]), os.path.basename(sys.argv[0]) + ".json")
+numbers = json.loads(os.environ.get("WAIT_FOR", "[]")) if file.endswith("srun.json") else []
+for number in numbers:
+    signal.signal(number, lambda number, frame: os._exit(int(os.environ.get("CODE", 128 + number))))
+with open(file + ".part", "w") as out:
+    json.dump(told, out)
+os.rename(file + ".part", file)
+if numbers:
+    print("ready", flush=True)
+    while True:
+        signal.pause()
+sys.exit(int(os.environ.get("CODE", 0)))
+"""
+
+
+LAUNCHERS = ("mpirun", "horovodrun", "srun", "sbatch", "scontrol", "kubectl")
+
+
+@pytest.fixture
+def launchers(tmp_path: Path) -> Path:
+    """A folder for PATH, with a telltale in place of each launcher."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in LAUNCHERS:
+        (folder / name).write_text(TELLTALE)
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def bash(text: str, launchers: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Pastes text into a bash."""
+    return subprocess.run(
+        ["bash", "--norc", "--noprofile"],
+        input=text + "\n",
+        env={"PATH": f"{launchers}:/usr/bin:/bin", **env},
+        cwd=launchers.parent,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def pasted(plan: Plan, launchers: Path) -> None:
+    """Pastes a plan's line, and checks that its launcher got the plan."""
+    result = bash(plan.shell(), launchers)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    program = next(word for word in plan.argv if word in LAUNCHERS)
+    told = json.loads((launchers / f"{program}.json").read_text())
+    assert told["argv"][1:] == list(plan.argv[plan.argv.index(program) + 1 :])
+    assert {name: told["environment"].get(name) for name in plan.env} == plan.env
+    assert {path: Path(path).read_bytes().decode() for path in plan.files} == plan.files
+
+
+ACCEPTED = [
+    (launcher, name)
+    for launcher, text in {launcher: planning.described(launcher) for launcher in PLANNERS}.items()
+    for name in re.findall(r"^=+ (.*)\n(?!refused)", text, re.MULTILINE)
+    if "logs" not in name  # of which the folder would be at the disk's root
+]
+
+
+@pytest.mark.parametrize(("launcher", "name"), ACCEPTED)
+def test_a_pasted_line_is_the_plan(launcher: str, name: str, launchers: Path) -> None:
+    job = replace(JOBS[name], files_folder=str(launchers.parent / "its 'own' $folder"))
+    pasted(PLANNERS[launcher](job), launchers)
+
+
+@QUICK
+@given(arguments=WORDS, folder=WORD.filter(lambda word: "/" not in word and word not in ("", ".", "..")))
+def test_no_argument_and_no_path_becomes_a_command(launchers: Path, arguments: tuple[str, ...], folder: str) -> None:
+    if len(folder.encode()) > 200:
+        return
+    job = replace(TWO_HOSTS, command=("python", *arguments), files_folder=str(launchers.parent / folder))
+    for plan in (mpi.plan(job, "intel"), horovodrun.plan(replace(job, working_directory=str(launchers)))):
+        assert tuple(shlex.split(shlex.join(plan.argv))) == plan.argv
+        pasted(plan, launchers)
+
+
+def test_a_badly_quoted_line_would_be_noticed(launchers: Path) -> None:
+    class Careless(Plan):
+        def shell(self) -> str:
+            return " ".join(self.argv)
+
+    plan = mpi.plan(JOBS["awkward words"], "openmpi4")
+    with pytest.raises(AssertionError):
+        pasted(Careless(plan.flags, plan.command), launchers)
+
+
+@pytest.mark.parametrize("launcher", ["mpirun-openmpi4", "mpirun-openmpi5", "mpirun-mpich", "mpirun-intel", "srun"])
+def test_ten_thousand_hosts_fit_on_a_command_line(launcher: str, launchers: Path) -> None:
+    hosts = tuple(Host(f"node{number:05d}.cluster.example.org", 8) for number in range(10_000))
+    job = replace(TWO_HOSTS, hosts=hosts, num_ranks=80_000, files_folder=str(launchers.parent))
+    plan = PLANNERS[launcher](job)
+    for path, text in plan.files.items():
+        Path(path).write_text(text)
+        assert all(host.name in text for host in hosts[::1000])
+    subprocess.run(plan.argv, env={"PATH": f"{launchers}:/usr/bin:/bin", **plan.env}, check=True, timeout=TIMEOUT_S)
+
+
+def test_every_word_of_a_plan_has_a_reason() -> None:
+    for planner in PLANNERS.values():
+        plan = planner(TWO_HOSTS)
+        rows = explain(plan)
+        assert all(reason.strip() for _, reason in rows)
+        told = [word for words, _ in rows for word in shlex.split(words)]
+        assert [word for word in plan.argv if word not in told] == []
+        assert {name for name in plan.env if not any(words.startswith(f"{name}=") for words, _ in rows)} == set()
+
+
+# ---- Slurm's script -----------------------------------------------------------------------------------------------
+
+
+def script_of(job: Job) -> str:
+    (script,) = slurm.sbatch(job).files.values()
+    return script
+
+
+@QUICK
+@given(arguments=WORDS, output=WORD)
+def test_the_script_starts_what_it_was_told(launchers: Path, arguments: tuple[str, ...], output: str) -> None:
+    job = replace(TWO_HOSTS, command=("python", *arguments), output=output)
+    script = script_of(job)
+    for check in (["bash", "-n"], ["bash", "--norc"]):
+        result = subprocess.run(
+            check,
+            input=script,
+            env={"PATH": f"{launchers}:/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        assert (result.returncode, result.stderr) == (0, "")
+    told = json.loads((launchers / "srun.json").read_text())["argv"]
+    assert tuple(told[-len(job.command) :]) == job.command
+    assert not output or output in told
+    assert not (launchers / "scontrol.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "state", "requeued"),
+    [
+        (signal.SIGUSR1, 138, "RUNNING", True),
+        (signal.SIGTERM, 143, "RUNNING", True),
+        (signal.SIGTERM, 143, "COMPLETING", False),  # scancel
+        (signal.SIGUSR1, 1, "RUNNING", False),
+        (None, 138, "RUNNING", False),
+        (None, 0, "RUNNING", False),
+    ],
+)
+def test_a_job_that_saved_because_it_was_told_to_runs_again(
+    number: signal.Signals | None, code: int, state: str, requeued: bool, launchers: Path
+) -> None:
+    (launchers / "squeue").write_text(f"#!/bin/sh\necho {state}\n")
+    (launchers / "squeue").chmod(0o755)
+    env = {"PATH": f"{launchers}:/usr/bin:/bin", "CODE": str(code), "SLURM_JOB_ID": "77"}
+    env |= {"WAIT_FOR": json.dumps([signal.SIGUSR1, signal.SIGTERM])} if number else {}
+    script = launchers.parent / "job.sbatch"
+    script.write_text(script_of(TWO_HOSTS))
+    pipe = subprocess.PIPE
+    with subprocess.Popen(["bash", script], env=env, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            if number:
+                assert process.stdout and process.stdout.readline() == "ready\n"
+                process.send_signal(number)
+            _, stderr = process.communicate(timeout=TIMEOUT_S)
+        finally:
+            process.kill()
+    assert stderr == ""
+    # scontrol's own telltale ends with CODE too, which is not the script's concern.
+    assert process.returncode == code
+    told = launchers / "scontrol.json"
+    assert told.exists() is requeued
+    assert not requeued or json.loads(told.read_text())["argv"][1:] == ["requeue", "77"]
+
+
+# ---- Kubernetes' manifest -----------------------------------------------------------------------------------------
+
+# The fields of an MPIJob v2beta1 that we use, and those beside them: a type, a set of values, or what is inside.
+CONTAINER = {
+    "name!": str,
+    "image!": str,
+    "imagePullPolicy": {"Always", "IfNotPresent", "Never"},
+    "command": [str],
+    "args": [str],
+    "workingDir": str,
+    "env": [{"name!": str, "value": str, "valueFrom": {"secretKeyRef": {"name!": str, "key!": str, "optional": bool}}}],
+    "readinessProbe": {"tcpSocket": {"port!": int}, "initialDelaySeconds": int, "periodSeconds": int},
+    "resources": {"limits": {"nvidia.com/gpu": int, "cpu": str, "memory": str}, "requests": dict},
+    "volumeMounts": [{"name!": str, "mountPath!": str, "readOnly": bool}],
+    "securityContext": dict,
+}
+VOLUME = {"name!": str, "emptyDir": {"medium": {"", "Memory"}, "sizeLimit": str}, "persistentVolumeClaim": dict}
+REPLICA = {
+    "replicas": int,
+    "restartPolicy": {"Always", "OnFailure", "Never", "ExitCode"},
+    "template!": {"metadata": dict, "spec!": {"containers!": [CONTAINER], "volumes": [VOLUME], "nodeSelector": dict}},
+}
+MPI_JOB = {
+    "apiVersion!": {"kubeflow.org/v2beta1"},
+    "kind!": {"MPIJob"},
+    "metadata!": {"name!": str, "namespace": str, "labels": dict, "annotations": dict},
+    "spec!": {
+        "slotsPerWorker": int,
+        "runLauncherAsWorker": bool,
+        "mpiImplementation": {"OpenMPI", "Intel", "MPICH"},
+        "sshAuthMountPath": str,
+        "launcherCreationPolicy": {"AtStartup", "WaitForWorkersReady"},
+        "runPolicy": {
+            "cleanPodPolicy": {"", "All", "Running", "None"},
+            "ttlSecondsAfterFinished": int,
+            "activeDeadlineSeconds": int,
+            "backoffLimit": int,
+            "suspend": bool,
+            "managedBy": str,
+            "schedulingPolicy": dict,
+        },
+        "mpiReplicaSpecs!": {"Launcher!": REPLICA, "Worker": REPLICA},
+    },
+}
+
+
+def faults(value: Any, schema: Any, where: str = "") -> list[str]:
+    """What in a manifest is not as the schema has it."""
+    if isinstance(schema, set):
+        return [] if value in schema else [f"{where}: {value!r}"]
+    if isinstance(schema, type):
+        return [] if type(value) is schema else [f"{where}: {value!r}"]
+    if isinstance(schema, list):
+        if not isinstance(value, list):
+            return [f"{where}: no list"]
+        return [fault for number, each in enumerate(value) for fault in faults(each, schema[0], f"{where}[{number}]")]
+    if not isinstance(value, dict):
+        return [f"{where}: no mapping"]
+    known = {key.removesuffix("!"): inside for key, inside in schema.items()}
+    found = [f"{where}.{key[:-1]}: missing" for key in schema if key.endswith("!") and key[:-1] not in value]
+    for key, inside in value.items():
+        found += faults(inside, known[key], f"{where}.{key}") if key in known else [f"{where}.{key}: unknown"]
+    return found
+
+
+def parsed(job: Job, cluster: kubernetes.Cluster = kubernetes.Cluster()) -> Any:  # noqa: B008 - it is frozen
+    (text,) = kubernetes.plan(job, cluster).files.values()
+    return yaml.safe_load(text)
+
+
+@pytest.mark.parametrize("dialect", mpi.DIALECTS)
+@pytest.mark.parametrize("name", [name for name in planning.OF_MANIFESTS if "uneven" not in name])
+def test_a_manifest_is_an_mpi_job(dialect: str, name: str) -> None:
+    cluster = kubernetes.Cluster(dialect=dialect, gpus_per_worker=4, namespace="team-a")
+    manifest = parsed(JOBS[name], cluster)
+    assert faults(manifest, MPI_JOB) == []
+    # Text and values are the same thing.
+    values = kubernetes.manifest(JOBS[name], cluster)
+    (launcher,) = values["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"]
+    launcher["command"] = [word for words in launcher["command"] for word in words]
+    assert manifest == values
+    spec = manifest["spec"]
+    assert spec["slotsPerWorker"] * spec["mpiReplicaSpecs"]["Worker"]["replicas"] == JOBS[name].num_ranks
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda job: job["spec"].pop("mpiReplicaSpecs"),
+        lambda job: job["spec"].update(slotsPerWorker="4"),
+        lambda job: job["spec"].update(mpiImplementation="openmpi"),
+        lambda job: job["spec"]["mpiReplicaSpecs"]["Launcher"].update(image="x"),
+        lambda job: job.update(apiVersion="kubeflow.org/v1"),
+    ],
+)
+def test_a_wrong_manifest_would_be_noticed(wrong: Any) -> None:
+    manifest = parsed(TWO_HOSTS)
+    wrong(manifest)
+    assert len(faults(manifest, MPI_JOB)) == 1
+
+
+def expanded(word: str, values: Mapping[str, str]) -> str:
+    """What Kubernetes makes of a word of a command: $(NAME) is a value, $$ is $."""
+    found = re.sub(r"\$\$|\$\((\w+)\)", lambda m: "$" if m[0] == "$$" else values.get(m[1], m[0]), word)
+    return found
+
+
+@QUICK
+@given(arguments=WORDS)
+def test_kubernetes_starts_what_it_was_told(arguments: tuple[str, ...]) -> None:
+    arguments = (*arguments, "$(PATH)", "$$", "$", "$(NCCL_DEBUG", "\x7f\x85\u2028\ufeff\U0001f600\ud7ff")
+    job = replace(TWO_HOSTS, command=("python", *arguments), environment={"NCCL_DEBUG": "".join(arguments)})
+    manifest = parsed(job)
+    (launcher,) = manifest["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"]
+    values = {"PATH": "wrong", "NCCL_DEBUG": "wrong"}
+    assert tuple(expanded(word, values) for word in launcher["command"][-len(job.command) :]) == job.command
+    (value,) = [each["value"] for each in launcher["env"] if each["name"] == "NCCL_DEBUG"]
+    assert expanded(value, values) == "".join(arguments)
+
+
+def test_a_secret_is_in_the_manifest_by_reference() -> None:
+    manifest = parsed(replace(TWO_HOSTS, forward=("HF_TOKEN",)))
+    (launcher,) = manifest["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"]
+    (found,) = [each for each in launcher["env"] if each["name"] == "HF_TOKEN"]
+    assert found == {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "ringtrain", "key": "HF_TOKEN"}}}
+    words = launcher["command"]
+    assert words[words.index("HF_TOKEN") - 1] == "-x"
+
+
+def test_the_example_runs_the_recipe() -> None:
+    for path, text in planning.examples().items():
+        words = yaml.safe_load(text) if path.suffix == ".yaml" else text
+        assert all(word in str(words) for word in COMMAND)
