@@ -282,7 +282,8 @@ def _require_same_run(found: checkpoint.Checkpoint, config: Config, numbers: Num
         section, _, key = option.rpartition(".")
         before = saved["config"].get(section, {}).get(key) if section else saved["config"].get(key)
         wanted = json.loads(json.dumps(value_of(config, option)))  # as the manifest has it: tuples are lists
-        if not option.startswith(FREE) and before != wanted:
+        shapes_rates = option == "train.epochs" and config.schedule.name in ("cosine", "polynomial")
+        if (shapes_rates or not option.startswith(FREE)) and before != wanted:
             raise ConfigError(
                 f"{found.folder}: was made with {option} = {before!r}, this run has {wanted!r}: go on with the same, or"
                 f" give the run another --run.name"

@@ -175,6 +175,7 @@ def test_what_cannot_go_on_is_refused_in_one_line(whole: Path, tmp_path: Path) -
     cases = [
         (["--run.resume", "must", "--run.name", "none"], "no checkpoint here"),
         (["--optimizer.learning-rate", "0.5"], "was made with optimizer.learning_rate = 0.001"),
+        (["--schedule.name", "cosine"], "was made with schedule.name = 'constant'"),
         (["--run.resume", tmp_path / "nowhere"], "no checkpoint here"),
         (["--run.resume", "never"], "exists already"),
     ]
@@ -187,6 +188,17 @@ def test_what_cannot_go_on_is_refused_in_one_line(whole: Path, tmp_path: Path) -
     assert other.returncode == 2
     assert "of another model" in other.stderr
     assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before, "something was written"
+
+
+def test_a_run_goes_on_for_longer_unless_its_learning_rate_would_have_been_another(tmp_path: Path) -> None:
+    small = ["--train.epochs", 2, "--train.batch-size", 64]
+    for schedule, code in (("constant", 0), ("cosine", 2)):
+        rule = ["--schedule.name", schedule]
+        assert train(tmp_path / schedule, *small, *rule, np=0).returncode == 0
+        longer = train(tmp_path / schedule, *small, *rule, "--train.epochs", 3, np=0)
+        assert longer.returncode == code, longer.stderr
+        assert ("was made with train.epochs = 2, this run has 3" in longer.stderr) is (code == 2)
+        assert summary(tmp_path / schedule)["global_step"] == (3 - code // 2) * STEPS_PER_EPOCH
 
 
 def test_weights_alone_are_taken_over(whole: Path, tmp_path: Path) -> None:
