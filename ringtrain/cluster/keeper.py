@@ -18,6 +18,8 @@ SAYS = "ringtrain-keeper:"
 LEASE_S = 30
 """a host that has not heard the launcher for so long ends its part of the job"""
 BEAT_S = 5
+PATIENCE = 40
+"""rounds of 0.05 s in which launchers, whose ranks have been killed, may end by themselves and remove their files"""
 ALIVE_S, ALIVE_COUNT = 3, 5
 """ssh asks a silent host every so many seconds, and gives up after so many questions"""
 
@@ -28,7 +30,7 @@ trap '' HUP INT TERM PIPE
 job=$1 folder=$2 program=$3 path=$4 modules=$5 wants_ringtrain=$6
 mine() {{ grep -ls "{JOB}=$job" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3; }}
 daemons() {{
-    for process in $left; do
+    for process in $(mine); do
         parent=$(sed -n "s/^PPid:[[:space:]]*//p" "/proc/$process/status" 2>/dev/null)
         case $(cat "/proc/$parent/comm" 2>/dev/null) in
         orted | prted | hydra_pmi_proxy) echo "$parent" ;;
@@ -36,12 +38,23 @@ daemons() {{
     done | sort -u
 }}
 sweep() {{
-    left=$(mine) round=0
-    left="$left $(daemons)"
-    while [ -n "${{left# }}" ] && [ $round -lt 60 ]; do
-        kill -s KILL $left 2>/dev/null
+    others=$(daemons) round=0
+    while :; do
+        first= then=
+        for process in $(mine) $others; do
+            name=
+            {{ read -r name <"/proc/$process/comm"; }} 2>/dev/null
+            case $name in
+            "") ;;
+            mpirun | mpiexec* | orterun | prterun | orted | prted | hydra_* | srun | ssh) then="$then $process" ;;
+            *) first="$first $process" ;;
+            esac
+        done
+        [ -n "$first$then" ] && [ $round -lt {2 * PATIENCE} ] || break
+        [ $round -lt {PATIENCE} ] || first="$first $then"
+        kill -s KILL $first 2>/dev/null
         sleep 0.05
-        left=$(mine) round=$((round + 1))
+        round=$((round + 1))
     done
 }}
 version=
@@ -68,7 +81,7 @@ while order=$(timeout -s KILL {LEASE_S} sh -c "IFS= read -r order && echo "'"$or
     esac
 done
 sweep
-echo "{SAYS}swept $left"
+echo "{SAYS}swept$first"
 """
 
 

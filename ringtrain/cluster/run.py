@@ -30,7 +30,7 @@ from ringtrain.reports import JOB, PLAN, STARTER, Expected, Reader, difference
 
 TICK_S = 0.1
 SETTLE_S = 0.5  # after a rank in the wrong place: so that the others are in the table as well
-SWEEP_S = 5.0
+SWEEP_S = 7.0
 CONNECTING = 32  # ssh at a time
 ENDING = (signal.SIGTERM, signal.SIGHUP)  # whoever sends one of these will not come back to send another
 SIGNALS = (signal.SIGINT, signal.SIGUSR1, *ENDING)

@@ -86,7 +86,8 @@ def find_rank(hosts: lab.Lab, host: str) -> int:
 
 def interrupt_twice(started: Started) -> None:
     started.process.send_signal(signal.SIGINT)
-    assert "once more ends them at once" in started.process.stderr.readline()
+    while "once more ends them at once" not in (line := started.process.stderr.readline()):
+        assert line
     started.process.send_signal(signal.SIGINT)
 
 
