@@ -1,0 +1,224 @@
+"""The command `ringtrain`: what it refuses in one line, what it prints, and that it starts at once. Starts no ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from ringtrain import cli
+
+ROOT = Path(__file__).parents[2]
+OPEN_MPI_4 = "mpirun (Open MPI) 4.1.8"
+
+
+@pytest.fixture
+def bin_dir(tmp_path: Path) -> Path:
+    """A folder for PATH with an mpirun that says it is Open MPI 4, and notes every other start."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    fake(folder / "mpirun", OPEN_MPI_4)
+    return folder
+
+
+def fake(program: Path, version: str) -> None:
+    program.write_text(f'#!/bin/sh\n[ "$1" = --version ] || echo started >>"$0.started"\necho "{version}"\n')
+    program.chmod(0o755)
+
+
+def ringtrain(
+    *words: str | Path, bin_dir: Path, env: Mapping[str, str] | None = None, cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ringtrain", *map(str, words)],
+        env={"PATH": f"{bin_dir}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), **(env or {})},
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def binary(folder: Path) -> Path:
+    (folder / "binary").write_bytes(bytes(range(256)))
+    return folder / "binary"
+
+
+def empty(folder: Path) -> Path:
+    (folder / "empty").touch()
+    return folder / "empty"
+
+
+BAD = {
+    "missing hostfile": (["--hostfile", "missing.txt", "--", "true"], "missing.txt"),
+    "empty hostfile": (["--hostfile", empty, "--", "true"], "empty: "),
+    "hostfile that is a folder": (["--hostfile", "/etc", "--", "true"], "/etc: "),
+    "binary hostfile": (["--hostfile", binary, "--", "true"], "binary"),
+    "no ranks": (["-np", "0", "--", "true"], "got -np 0, expected 1 rank or more"),
+    "more ranks than slots": (["-H", "localhost:2", "-np", "3", "--", "true"], "got -np 3, but 1 host with 2 slots"),
+    "words for a number": (["-np", "two", "--", "true"], "invalid int value: 'two'"),
+    "no command": (["-np", "1"], "got no command to run"),
+    "no command after --": (["-np", "1", "--"], "got no command to run"),
+    "hosts twice": (["--hostfile", "x", "-H", "y", "--", "true"], "not allowed with argument"),
+    "a host that is an option": (["-H", "-oProxyCommand=touch x", "--", "true"], "expected"),
+    "a host that is a command": (["-H", "a;touch x:2", "--", "true"], "expected"),
+    "an option that is none": (["--nonsense", "--", "true"], "unrecognized arguments: --nonsense"),
+    "another launcher": (["--launcher", "mpiexec", "--", "true"], "invalid choice: 'mpiexec'"),
+    "a subnet that is none": (["--subnet", "ten", "--", "true"], "--subnet"),
+    "no time to start": (["--start-timeout", "0", "--", "true"], "got --start-timeout 0, expected"),
+    "a program that is not there": (["--", "no-such-program"], "this host has no 'no-such-program' on PATH="),
+    "a variable that is not set": (["--forward", "NOT_SET", "--", "true"], "--forward NOT_SET"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_and_nothing_starts(name: str, bin_dir: Path, tmp_path: Path) -> None:
+    words, said = BAD[name]
+    words = [str(word(tmp_path)) if callable(word) else word for word in words]
+    ended = ringtrain("launch", *words, bin_dir=bin_dir)
+    assert ended.returncode == 2, ended.stderr
+    assert said in ended.stderr
+    assert re.fullmatch("ringtrain: [^\n]+\n", ended.stderr)
+    assert ended.stdout == ""
+    assert [path.name for path in bin_dir.iterdir()] == ["mpirun"]
+
+
+def test_good_input_starts_mpirun(bin_dir: Path) -> None:
+    """The control of the test above; this mpirun starts no ranks, which is found out."""
+    ended = ringtrain("launch", "-H", "localhost:2", "--", "true", bin_dir=bin_dir)
+    assert ended.returncode == 2
+    assert "2 of 2 ranks have not begun although mpirun has ended well" in ended.stderr
+    assert (bin_dir / "mpirun.started").exists()
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        (None, "no mpirun on PATH"),
+        ("Our Own MPI 1.0", "mpirun --version says 'Our Own MPI 1.0'"),
+        ("", "mpirun --version says ''"),
+    ],
+)
+def test_an_mpirun_that_is_missing_or_unknown(bin_dir: Path, version: str | None, said: str) -> None:
+    if version is None:
+        (bin_dir / "mpirun").unlink()
+    else:
+        fake(bin_dir / "mpirun", version)
+    ended = ringtrain("launch", "-np", "1", "--", "true", bin_dir=bin_dir, env={"PATH": str(bin_dir)})
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"ringtrain: {said}")
+    assert len(ended.stderr.splitlines()) == 1
+
+
+def test_no_command_line_is_no_traceback_either(bin_dir: Path) -> None:
+    for words in ([], ["nonsense"], ["hosts", "--", "true"], ["hosts", "--hostfile"]):
+        ended = ringtrain(*words, bin_dir=bin_dir)
+        assert ended.returncode == 2
+        assert re.fullmatch("ringtrain: [^\n]+\n", ended.stderr), ended.stderr
+
+
+def test_hosts_are_printed_as_they_can_be_given(bin_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("# ours\nhost1 slots=4\nhost2 slots=2\nhost3:1\n")
+    ended = ringtrain("hosts", "--hostfile", tmp_path / "hosts", "--exclude", "host3", bin_dir=bin_dir)
+    assert (ended.returncode, ended.stdout) == (0, "host1:4\nhost2:2\n")
+    again = ringtrain("hosts", "-H", ",".join(ended.stdout.split()), bin_dir=bin_dir)
+    assert again.stdout == ended.stdout
+
+
+def test_without_hosts_the_schedulers_count_then_this_machines(bin_dir: Path) -> None:
+    slurm = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "host[1-2]", "SLURM_TASKS_PER_NODE": "3,1"}
+    assert ringtrain("hosts", bin_dir=bin_dir, env=slurm).stdout == "host1:3\nhost2:1\n"
+    assert re.fullmatch(r"localhost:\d+\n", ringtrain("hosts", bin_dir=bin_dir).stdout)
+
+
+def test_a_dry_run_prints_a_line_that_can_be_pasted(bin_dir: Path, tmp_path: Path) -> None:
+    words = ["python", "-c", "print('a b', \"$HOME\", `ls`)", "*"]
+    ended = ringtrain("launch", "-H", "host1:2,host2:2", "--dry-run", "--", *words, bin_dir=bin_dir)
+    assert ended.returncode == 0
+    assert not (bin_dir / "mpirun.started").exists()
+    (line,) = ended.stdout.splitlines()
+    show = 'mpirun() { printf "%s\\n" "$@"; }\n'
+    pasted = subprocess.run(["bash", "-c", show + line], capture_output=True, text=True, check=True).stdout
+    assert pasted.splitlines()[-4:] == words
+    assert "host1:2,host2:2" in pasted.splitlines()
+
+
+def test_explain_gives_every_flag_a_reason(bin_dir: Path) -> None:
+    ended = ringtrain("launch", "-H", "host1:2,host2:2", "--explain", "--", "true", bin_dir=bin_dir)
+    assert ended.returncode == 0
+    line = ringtrain("launch", "-H", "host1:2,host2:2", "--dry-run", "--", "true", bin_dir=bin_dir).stdout
+    rows = [row.split("  ") for row in ended.stdout.splitlines()]
+    for flag in re.findall(r" (--?[a-z][a-z-]*) ", line):
+        assert any(row[1:] and flag in " ".join(row) for row in rows), flag
+    assert "ranks in all" in ended.stdout
+
+
+def test_it_starts_in_milliseconds_without_the_heavy_libraries(bin_dir: Path) -> None:
+    names = "('tensorflow', 'keras', 'horovod', 'numpy', 'rich', 'ringtrain.cluster.run', 'subprocess')"
+    script = f"import sys, ringtrain.cli as c; c.parser(); print([n for n in {names} if n in sys.modules])"
+    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ended.stdout == "[]\n"
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    said = capsys.readouterr().out
+    assert all(name in said for name in ("launch", "hosts", "doctor"))
+
+
+# ---- launch/ ------------------------------------------------------------------------------------------------------
+
+THIN = {"mpirun.sh": "mpirun", "horovodrun.sh": "horovodrun"}
+
+
+@pytest.mark.parametrize("name", [*THIN, "launch.py"])
+def test_scripts_are_thin(name: str) -> None:
+    """They choose nothing: no host, no flag of an MPI."""
+    text = (ROOT / "launch" / name).read_text()
+    code = [line for line in text.splitlines() if line and not line.startswith(("#", '"""'))]
+    assert len(code) <= 6
+    assert "launch" in code[-1]
+    assert not re.search(r"-np|-H |--mca|-x |OMPI_", "\n".join(code))
+
+
+@pytest.mark.parametrize("name", THIN)
+def test_scripts_say_what_ringtrain_launch_says(name: str, tmp_path: Path, bin_dir: Path) -> None:
+    """In a folder whose set-up has nothing to do."""
+    folder = tmp_path / "clone"
+    (folder / "launch").mkdir(parents=True)
+    script = folder / "launch" / name
+    script.write_bytes((ROOT / "launch" / name).read_bytes())
+    script.chmod(0o755)
+    setup = folder / "launch" / "setup.sh"
+    setup.write_text('#!/bin/sh\nexec "$@"\n')
+    setup.chmod(0o755)
+    (bin_dir / "python").symlink_to(sys.executable)
+    (tmp_path / "hosts").write_text("host1 slots=2\nhost2 slots=2\n")
+    words = [str(tmp_path / "hosts"), "-np", "3", "--dry-run", "--", "python", "x y.py"]
+    env = {"PATH": f"{bin_dir}:/usr/bin:/bin", "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    fake(bin_dir / "horovodrun", "0.28.1")
+    said = subprocess.run([script, *words], env=env, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert said.returncode == 0, said.stderr
+    expected = ringtrain(
+        *["launch", "--launcher", THIN[name], "--hostfile", *words], bin_dir=bin_dir, cwd=tmp_path, env=env
+    )
+    assert said.stdout == expected.stdout != ""
+
+
+def test_launch_py_needs_no_installation(tmp_path: Path, bin_dir: Path) -> None:
+    words = ["-H", "host1:2", "--dry-run", "--", "true"]
+    env = {"PATH": f"{bin_dir}:/usr/bin:/bin"}
+    argv = [sys.executable, ROOT / "launch" / "launch.py", *words]
+    said = subprocess.run(argv, env=env, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert said.returncode == 0, said.stderr
+    assert said.stdout == ringtrain(
+        "launch", *words, bin_dir=bin_dir, cwd=tmp_path, env={"PATH": env["PATH"]}
+    ).stdout.replace(" -x PYTHONPATH", "")
