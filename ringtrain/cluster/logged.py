@@ -5,9 +5,11 @@ from __future__ import annotations
 from ringtrain.cluster.job import Flag, words
 
 # Runs a rank's command, in the same process, and keeps a copy of its output; $0: the folder, $1: the rank's variable.
+# Launchers signal all processes of a rank: the copying ones stay until the rank itself has ended.
 SCRIPT = (
     'folder=$0/rank.${!1}; shift; mkdir -p -- "$folder" || exit;'
-    ' exec > >(exec tee -- "$folder/stdout") 2> >(exec tee -- "$folder/stderr" >&2); exec "$@"'
+    " keep() { trap '' HUP INT QUIT TERM USR1 USR2; exec tee -- \"$1\"; };"
+    ' exec > >(keep "$folder/stdout") 2> >(keep "$folder/stderr" >&2); exec "$@"'
 )
 
 
