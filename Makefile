@@ -1,6 +1,6 @@
 # What CI runs is what people run. Each target first sets up what is missing in .venv (seconds, once it is there).
 
-.PHONY: setup train smoke test lint
+.PHONY: setup train smoke test lint image
 
 setup:
 	launch/setup.sh
@@ -16,3 +16,6 @@ test:
 
 lint:
 	launch/setup.sh ruff check . && launch/setup.sh ruff format --check . && launch/setup.sh mypy ringtrain
+
+image:
+	tests/cluster/image.sh

