@@ -354,7 +354,7 @@ class Watch:
                 if processes:
                     each.tell(f"signal {passed} {' '.join(processes)}")
         elif self._process:
-            self._process.send_signal(signal.Signals[f"SIG{passed}"])
+            self._process.send_signal(signal.SIGUSR1)  # which srun hands on; at others it ends the ranks itself
         return time.monotonic() + self.terms.grace_s if limited else float("inf")
 
     def _planned_name(self, rank: int) -> str:
