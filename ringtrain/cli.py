@@ -44,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RingtrainError as error:
         print(f"ringtrain: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 128 + 2  # as shells have it for SIGINT; nothing runs that would have to be told
 
 
 class Parser(argparse.ArgumentParser):

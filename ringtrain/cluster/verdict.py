@@ -13,8 +13,13 @@ from ringtrain.reports import Failure, Reader
 # horovodrun over Gloo "[3]<stderr>:", srun "3: ".
 TAGGED = re.compile(r"(?:\[(?:[^][<>]*,)?(\d+)\](?:<std(?:err|out)>:? ?| )|(\d+): )(.*)")
 # What they say of the rank that ended first.
-KILLED = re.compile(r"process rank (\d+) with PID \d+ on node (\S+) exited on signal (\d+)")
+KILLED = re.compile(r"process rank (\d+) with PID \d+ on node (\S+) exited on\s+signal (\d+)")
 EXITED = re.compile(r"Process name: (?:\[.*,)?(\d+)\]?\s+Exit code: +(-?\d+)")
+# Hydra knows processes, not ranks; MPICH writes a signal as if it were an exit code, and says so below.
+HYDRA = re.compile(
+    r"PID (\d+) RUNNING AT (\S+)\n=\s+(?:EXIT CODE|KILLED BY SIGNAL): (\d+)(?:.*?EXIT STRING: [^\n]*\(signal (\d+)\))?",
+    re.DOTALL,
+)
 LOST = re.compile(r"Remote daemon: .* on node (\S+)")
 TAIL_LINES = 20
 
@@ -57,6 +62,8 @@ def decide(
     if failure and not failure.is_consequence:
         return Verdict(failure.exit_code, _in_its_words(failure))
     killed, exited = KILLED.search(said_by_launcher), EXITED.search(said_by_launcher)
+    if ended := HYDRA.search(said_by_launcher):
+        return _by_hydra(ended, code, reports, failure)
     if killed:
         rank, number = int(killed[1]), int(killed[3])
         return Verdict(128 + number, f"rank {rank} on {hosts.get(rank, killed[2])} was killed by {signal_name(number)}")
@@ -84,6 +91,17 @@ def decide(
     if returncode < 0:
         return Verdict(code, f"{launcher} was killed by {signal_name(-returncode)}")
     return Verdict(code, f"{launcher} ended with exit code {code}")
+
+
+def _by_hydra(ended: re.Match[str], code: int, reports: Reader, consequence: Failure | None) -> Verdict:
+    process, host, number = int(ended[1]), ended[2], int(ended[3])
+    rank = next((f"rank {seat.rank} on {seat.host}" for seat in reports.seats if seat.process == process), "")
+    who = rank or f"process {process} on {host}"
+    if "KILLED BY SIGNAL" in ended[0] or ended[4]:
+        number = int(ended[4] or number)
+        return Verdict(128 + number, f"{who} was killed by {signal_name(number)}")
+    said = f"; it said:\n{consequence.text}" if consequence else ""
+    return Verdict(number or code, f"{who} was the first to end, with exit code {number}{said}")
 
 
 def signal_name(number: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pty
 import re
@@ -337,3 +338,22 @@ def test_a_rank_that_is_alone_says_so_before_any_collective(launch) -> None:
     assert code == 1
     assert re.search(r"PlacementError: .*\n.*\n +ranks +2 +1\n", stderr)
     assert "each process is alone: use the mpirun of the MPI that Horovod" in stderr
+
+
+# ---- the trainer --------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_lets_the_trainer_save(launch, tmp_path: Path) -> None:
+    options = ["--data.name", "digits", "--train.epochs", "2000", "--run.directory", tmp_path, "--run.name", "run"]
+    started = launch(*ringtrain(sys.executable, "-m", "ringtrain.train", *options))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text()):
+        assert started.process.poll() is None, started.end()
+        time.sleep(0.05)
+    started.process.send_signal(signal.SIGINT)
+    code, stderr = started.end()
+    assert code == 128 + signal.SIGINT, stderr
+    assert stderr.splitlines()[-1] == "ringtrain: stopped by SIGINT"
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped_by"] == "SIGINT"
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert started.left() == {}

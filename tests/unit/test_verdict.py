@@ -14,13 +14,20 @@ OPEN_MPI_KILLED = (
 OPEN_MPI_EXITED = (
     "termination. The first process to do so was:\n\n  Process name: [[12481,1],1]\n  Exit code:    5\n-----"
 )
+PRRTE_KILLED = OPEN_MPI_KILLED.replace("mpirun", "prterun").replace("exited on signal", "exited on\nsignal")
+MPICH_KILLED = (
+    "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n=   PID 77 RUNNING AT host2\n=   EXIT CODE: 9\n"
+    "=   CLEANING UP\n=====\nYOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)\n"
+)
+INTEL_KILLED = "=   RANK 1 PID 77 RUNNING AT host2\n=   KILLED BY SIGNAL: 9 (Killed)\n"
+MPICH_EXITED = "=   PID 77 RUNNING AT host2\n=   EXIT CODE: 5\n=   CLEANING UP\n====\n"
 PRRTE_EXITED = "The first process to do so was:\n\n   Process name: [prterun-host1-99@1,1]\n   Exit code:    5\n"
 HOROVODRUN_GLOO = "RuntimeError: Horovod detected ...\nProcess name: 1\nExit code: 5\n"
 
 
 def reader(*failures: tuple[int, float, str, int]) -> Reader:
     reports = Reader("j")
-    reports.seats = [Seat(0, 2, "host1", 0), Seat(1, 2, "host2", 0)]
+    reports.seats = [Seat(0, 2, "host1", 0, process=76), Seat(1, 2, "host2", 0, process=77)]
     for rank, time_s, text, code in failures:
         reports.failures[rank] = Failure(rank, f"host{rank + 1}", time_s, text.partition(":")[0], text, code)
     return reports
@@ -48,9 +55,17 @@ def test_a_rank_that_left_without_a_word_is_named_before_those_it_took_along(tex
     ]
 
 
-def test_a_killed_rank_is_named_with_its_signal() -> None:
-    decided = decide(137, reader((0, 1.0, SHUT_DOWN, 1)), OPEN_MPI_KILLED, {}, "mpirun")
+@pytest.mark.parametrize("said", [OPEN_MPI_KILLED, PRRTE_KILLED, MPICH_KILLED, INTEL_KILLED])
+def test_a_killed_rank_is_named_with_its_signal(said: str) -> None:
+    decided = decide(9, reader((0, 1.0, SHUT_DOWN, 1)), said, {}, "mpirun")
     assert (decided.exit_code, decided.text) == (137, "rank 1 on host2 was killed by SIGKILL (signal 9)")
+
+
+def test_hydra_names_a_process_and_we_its_rank() -> None:
+    decided = decide(5, reader(), MPICH_EXITED, {}, "mpirun")
+    assert (decided.exit_code, decided.text) == (5, "rank 1 on host2 was the first to end, with exit code 5")
+    strange = decide(5, Reader("j"), MPICH_EXITED, {}, "mpirun")
+    assert strange.text == "process 77 on host2 was the first to end, with exit code 5"
 
 
 def test_shut_down_is_never_the_last_word() -> None:
