@@ -122,7 +122,10 @@ def run_here(plan: Plan, environment: Mapping[str, str]) -> subprocess.Completed
 
 def run_on(hosts: lab.Lab, plan: Plan, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     write_files(plan)
-    assignments = [f"{name}={value}" for name, value in {**environment, **plan.env, "HOME": str(hosts.home)}.items()]
+    # Hosts of the lab count processes from 1 and share /tmp, where a killed daemon's folder, named by its number, would
+    # stop the next one of that number.
+    own = {"HOME": str(hosts.home), "PRTE_MCA_prte_tmpdir_base": str(hosts.home)}
+    assignments = [f"{name}={value}" for name, value in {**environment, **plan.env, **own}.items()]
     result = hosts.run("host1", ["env", "-i", *assignments, *plan.argv], TIMEOUT_S)
     assert result.returncode == 0, f"{plan.shell()}\n{result.stdout}\n{result.stderr}"
     return result
