@@ -11,6 +11,7 @@ FROM debian:bookworm-slim AS system
 # everybody who has this image; launch/sshd.sh takes the cluster's own.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates openssh-client openssh-server python3 \
+    && apt-get clean \
     && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_*
 WORKDIR /opt/ringtrain
 
