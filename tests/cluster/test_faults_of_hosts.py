@@ -153,6 +153,27 @@ def test_a_bare_mpirun_leaves_ranks_when_it_is_killed(two_hosts: lab.Lab) -> Non
         nothing_is_left(two_hosts)
 
 
+@pytest.mark.parametrize("launcher", ["horovodrun", "horovodrun-gloo"])
+def test_a_killed_launch_by_horovodrun_leaves_nothing(two_hosts: lab.Lab, launcher: str) -> None:
+    started = Started(two_hosts, [*LAUNCH, "--launcher", launcher, "--", *DEAF])
+    kill_launcher(started)
+    started.end()
+    nothing_is_left(two_hosts)
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun-gloo"])
+def test_ranks_of_both_hosts_may_save(two_hosts: lab.Lab, tmp_path: Path, launcher: str) -> None:
+    rank = "${OMPI_COMM_WORLD_RANK:-$HOROVOD_RANK}"
+    script = f"trap 'touch {tmp_path}/{rank}; exit 143' TERM; sleep 600 & wait"
+    started = Started(two_hosts, [*LAUNCH, "--launcher", launcher, "--", "sh", "-c", script])
+    started.process.send_signal(signal.SIGTERM)
+    code, stderr = started.end()
+    assert code == 143
+    assert stderr.splitlines()[-1] == "ringtrain: stopped by SIGTERM"
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1", "2", "3"}
+    nothing_is_left(two_hosts)
+
+
 def test_a_cut_link_ends_the_job_and_names_the_host(two_hosts: lab.Lab) -> None:
     started = Started(two_hosts, [*LAUNCH, "--", *DEAF])
     two_hosts.cut("host2")

@@ -7,7 +7,7 @@ import ctypes
 import pytest
 
 from ringtrain.config import DeviceConfig
-from ringtrain.devices import Pinning, count_cores, gpu_memory_mb, plan
+from ringtrain.devices import Pinning, count_cores, gpu_memory_mb, identity, plan
 from ringtrain.errors import DeviceError
 
 
@@ -74,7 +74,7 @@ def test_a_containers_limit_counts(tmp_path):
 
 
 class FakeDriver:
-    """The three functions of the CUDA driver that are called, for a host with one GPU of 80 GB."""
+    """The functions of the CUDA driver that are called, for a host with one GPU of 80 GB."""
 
     def cuInit(self, flags):
         return 0
@@ -82,6 +82,10 @@ class FakeDriver:
     def cuDeviceGet(self, device, index):
         ctypes.cast(device, ctypes.POINTER(ctypes.c_int))[0] = 7
         return 0 if index == 0 else 101
+
+    def cuDeviceGetUuid(self, uuid, device):
+        ctypes.memmove(uuid, bytes(range(16)), 16)
+        return 0
 
     def cuDeviceTotalMem_v2(self, size, device):
         ctypes.cast(size, ctypes.POINTER(ctypes.c_size_t))[0] = 80 * 2**30 if device.value == 7 else 0
@@ -92,3 +96,10 @@ def test_gpu_memory_comes_from_the_driver():
     assert gpu_memory_mb(0, FakeDriver()) == 80 * 1024
     with pytest.raises(DeviceError, match=r"memory of GPU 1 \(101\).*--device.memory-mb"):
         gpu_memory_mb(1, FakeDriver())
+
+
+def test_a_gpu_is_known_by_its_uuid_else_by_its_place_on_the_host():
+    assert identity(Pinning(gpu=0), {}, FakeDriver()) == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
+    assert identity(Pinning(gpu=1), {}, FakeDriver()) == "GPU 1"
+    assert identity(Pinning(gpu=1), {"CUDA_VISIBLE_DEVICES": "2,GPU-abc"}, FakeDriver()) == "GPU GPU-abc"
+    assert identity(Pinning(num_threads=2)) == ""

@@ -43,6 +43,8 @@ SHELL = (["bash"], PTS, True)
     [
         ([MPIRUN, (["/x/python", "/x/bin/horovodrun", "-np", "2"], PTS, True), SHELL], PTS),
         ([(["mpirun"], PTS, True), SHELL], PTS),
+        ([(["mpirun"], PTS, False), (["/x/python", "/x/bin/ringtrain", "launch"], PTS, True), SHELL], PTS),
+        ([(["mpirun"], PTS, False), (["python", "-m", "ringtrain", "launch"], PTS, True), SHELL], PTS),
         ([MPIRUN, (["/x/python", "/x/bin/horovodrun"], "pipe:[9]", True), SHELL], ""),  # | tee log
         ([MPIRUN, (["/x/python", "/x/bin/horovodrun"], "/tmp/log", True), SHELL], ""),
         ([MPIRUN, (["/x/python", "/x/bin/horovodrun"], PTS, False), SHELL], ""),  # in the background

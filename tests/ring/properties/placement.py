@@ -19,7 +19,7 @@ def ranks_in_their_places_pass():
 
 
 def two_ranks_on_one_gpu_are_named_on_every_rank():
-    message = small.raised(PlacementError, lambda: hvd.check_placement(f"GPU-{min(hvd.rank(), 1) * 7 % 7}"))
+    message = small.raised(PlacementError, lambda: hvd.check_placement("GPU-0"))
     assert "GPU-0, which rank 0 has" in message
     assert "--device.share-gpus" in message
 
