@@ -121,8 +121,11 @@ def _slurm(environment: Mapping[str, str], _: Path) -> tuple[tuple[Host, ...], s
             raise HostsError(f"{where}: got {shown(item)}, expected tasks of each node such as 4(x2),3")
         tasks += [parse_number(match[1], where)] * int(match[2] or 1)
     if len(tasks) != len(names):
+        # srun tells its steps about themselves: what the others of the allocation were given is not known there.
+        step = f"this is a step of srun on {len(tasks)} of them: start it outside of srun, or"
         raise HostsError(
-            f"{where}: got tasks of {len(tasks)} nodes, expected {len(names)} as in SLURM_JOB_NODELIST: {MEND}"
+            f"{where}: got tasks of {len(tasks)} nodes, expected {len(names)} as in SLURM_JOB_NODELIST:"
+            f" {f'{step} ' if 'SLURM_STEP_NODELIST' in environment else ''}{MEND}"
         )
     mentions = (Mention("SLURM_JOB_NODELIST", name, slots) for name, slots in zip(names, tasks, strict=True))
     return collect(mentions, "SLURM_JOB_NODELIST"), "SLURM_JOB_NODELIST and SLURM_TASKS_PER_NODE"

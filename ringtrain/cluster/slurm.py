@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from ringtrain.cluster.environment import Setting, as_mapping, names_for_ranks, settings
 from ringtrain.cluster.job import MAX_WORD_LETTERS, Flag, Job, Plan, check, check_names, file_path, words
-from ringtrain.cluster.logged import logged
+from ringtrain.cluster.logged import WAITING_SCRIPT, logged
 from ringtrain.errors import LaunchError
 
 HOST_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
@@ -75,7 +75,8 @@ def srun(job: Job, mpi: str = "pmix") -> Plan:
             words("--export=ALL", because="what is set here; else ranks get what sbatch was told, and no more")
         )
     if job.output:
-        found.append(logged(job.output, "SLURM_PROCID", "each rank copies its output to DIR/rank.N/stdout and stderr"))
+        because = "each rank copies its output to DIR/rank.N/stdout and stderr"
+        found.append(logged(job.output, "SLURM_PROCID", because, WAITING_SCRIPT))
     return Plan(tuple(found), job.command, values, reasons, files)
 
 

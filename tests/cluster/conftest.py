@@ -8,9 +8,11 @@ from contextlib import ExitStack
 
 import lab
 import pytest
+import slurm_lab
 
 REQUIRED = "RINGTRAIN_REQUIRE_LAB"
-skipped: list[str] = []
+skipped: dict[str, str] = {}
+"""tests, and what they would need"""
 
 
 @pytest.fixture(scope="session")
@@ -22,11 +24,16 @@ def lacking() -> str:
 @pytest.fixture
 def lab_possible(lacking: str, request: pytest.FixtureRequest) -> None:
     """For tests that make their labs themselves: they skip, or fail, where there can be none."""
+    refuse_or_skip("a lab of hosts", lacking, request)
+
+
+def refuse_or_skip(what: str, lacking: str, request: pytest.FixtureRequest) -> None:
+    """Ends a test that lacks something: as a failure where it was said that nothing may be lacking."""
     if lacking and os.environ.get(REQUIRED):
-        pytest.fail(f"{REQUIRED} is set, and this machine cannot have a lab of hosts: it lacks {lacking}")
+        pytest.fail(f"{REQUIRED} is set, and this machine cannot have {what}: it lacks {lacking}")
     if lacking:
-        skipped.append(request.node.nodeid)
-        pytest.skip(f"a lab of hosts needs {lacking}")
+        skipped[request.node.nodeid] = lacking
+        pytest.skip(f"{what} needs {lacking}")
 
 
 @pytest.fixture
@@ -42,10 +49,19 @@ def two_hosts(make_lab: Callable[..., lab.Lab]) -> lab.Lab:
     return make_lab(2)
 
 
+@pytest.fixture
+def slurm(lab_possible: None, request: pytest.FixtureRequest) -> Iterator[slurm_lab.Slurm]:
+    """A Slurm cluster of host1 and host2."""
+    refuse_or_skip("Slurm", slurm_lab.missing(), request)
+    with lab.Lab(2) as hosts, slurm_lab.Slurm(hosts) as cluster:
+        yield cluster
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if skipped:
         terminalreporter.write_line(
-            f"NOT TESTED ON SEVERAL HOSTS: {len(skipped)} tests were skipped, since this machine lacks {lab.missing()}",
+            f"NOT TESTED ON SEVERAL HOSTS: {len(skipped)} tests were skipped, since this machine lacks"
+            f" {'; '.join(sorted(set(skipped.values())))}",
             red=True,
             bold=True,
         )
