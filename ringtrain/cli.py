@@ -135,6 +135,12 @@ def launch(options: argparse.Namespace) -> int:
     found, _ = find_hosts(options)
     num_ranks = sum(host.slots for host in found) if options.np is None else options.np
     job = job_of(options, take(found, num_ranks, options.oversubscribe), num_ranks)
+    if any(host.indices for host in job.hosts) and (options.dry_run or options.launcher in HANDED_OVER):
+        chosen = next(host for host in job.hosts if host.indices)
+        raise LaunchError(
+            f"{chosen.name}: slots that are not its first ones (--include, --exclude) are given to ranks by ringtrain"
+            f" launch itself, as it runs: leave out --dry-run, and take mpirun, horovodrun or srun"
+        )
     planner = planner_of(options)
     if options.explain:
         explain(planner(job))

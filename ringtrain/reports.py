@@ -30,11 +30,13 @@ MAX_ROWS = 16
 CONSEQUENCE = re.compile(r"Horovod has been shut down|(UnknownError|HorovodInternalError)\b.*Horovod", re.DOTALL)
 TAG = re.compile(r"\[[^][<>]*\d\]<stderr>:? ?")  # a launcher's, also in the middle of a line that it took in two parts
 
+# A rank's number, in the words of a shell: each launcher has its own name for it.
+OWN_RANK = "${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-${HOROVOD_RANK:-${PMIX_RANK:-$SLURM_PROCID}}}}"
 # Runs a rank's command, in the same process, after a line that says where: one write, so that no other rank's line
 # comes in between. Each dialect of MPI has its own names for the same three numbers.
 STARTER = (
     f"printf '{MARK}:%s:seat:%s:%s:%s:%s:%s\\n' \"${JOB}\""
-    ' "${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-${HOROVOD_RANK:-${PMIX_RANK:-$SLURM_PROCID}}}}"'
+    f' "{OWN_RANK}"'
     ' "${OMPI_COMM_WORLD_SIZE:-${PMI_SIZE:-${HOROVOD_SIZE:-$SLURM_NTASKS}}}"'
     ' "${OMPI_COMM_WORLD_LOCAL_RANK:-${MPI_LOCALRANKID:-${HOROVOD_LOCAL_RANK:-$SLURM_LOCALID}}}"'
     ' $$ "$(uname -n)" >&2; exec "$@"'

@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections import deque
@@ -24,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain.cluster import keeper, verdict
+from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.job import Job, Plan
 from ringtrain.errors import LaunchError, PlacementError
-from ringtrain.reports import JOB, PLAN, STARTER, Expected, Reader, difference
+from ringtrain.reports import JOB, OWN_RANK, PLAN, STARTER, Expected, Reader, difference
 
 TICK_S = 0.1
 SETTLE_S = 0.5  # after a rank in the wrong place: so that the others are in the table as well
@@ -142,7 +144,7 @@ def run(job: Job, planner: Callable[[Job], Plan], terms: Terms = Terms()) -> int
     expected = Expected(job.num_ranks, tuple((host.name, host.slots) for host in job.hosts))
     told = {JOB: name, PLAN: expected.to_json()}
     environ = {**job.environment, **told}
-    plan = planner(replace(job, command=("sh", "-c", STARTER, "rank", *job.command), environment=environ))
+    plan = planner(replace(job, command=("sh", "-c", starter(job.hosts), "rank", *job.command), environment=environ))
     program = find(plan.argv[0], environ)
     with Watch(name, job, terms) as watch:
         try:
@@ -155,6 +157,21 @@ def run(job: Job, planner: Callable[[Job], Plan], terms: Terms = Terms()) -> int
             watch.end()
         # From here on nothing of the job lives, and nobody else writes.
         return watch.conclude(code, terms.launcher)
+
+
+def starter(hosts: Sequence[Host]) -> str:
+    """What starts a rank's command: a shell's words, which show a rank the GPUs of its host's slots, and no others.
+
+    Args:
+        hosts: in the order of ranks. Those whose slots are not their first ones name them by indices.
+    """
+    cases, first = [], 0
+    for host in hosts:
+        if host.indices:
+            ranks = "|".join(str(rank) for rank in range(first, first + host.slots))
+            cases.append(f"{ranks}) export CUDA_VISIBLE_DEVICES={','.join(map(str, host.indices))} ;;")
+        first += host.slots
+    return f'case "{OWN_RANK}" in {" ".join(cases)} esac; {STARTER}' if cases else STARTER
 
 
 class Stopped(Exception):
@@ -198,17 +215,25 @@ class Watch:
         self._process: subprocess.Popen[bytes] | None = None
         self._unfinished = b""
         self._before: dict[int, Any] = {}
+        self._over = threading.Event()
+        self._beats = threading.Thread(target=self._keep_alive, daemon=True)
 
     def __enter__(self) -> Watch:
         self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
         # A stopped launcher would not be heard by the keepers, and the job would end.
         self._before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+        self._beats.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.end()
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def _keep_alive(self) -> None:
+        """Lets the keepers hear us, also while this process waits for somebody to read what it writes (Ctrl-S, a pager)."""
+        while not self._over.wait(keeper.BEAT_S):
+            self._tell("beat")
 
     def _receive(self, number: int, frame: object) -> None:
         self._received.append(number)
@@ -300,13 +325,10 @@ class Watch:
         stream: Any = process.stderr
         os.set_blocking(stream.fileno(), False)
         self._selector.register(stream, selectors.EVENT_READ, None)
-        began, beat, num_seats, wrong_since, end_at = time.monotonic(), 0.0, 0, 0.0, float("inf")
+        began, num_seats, wrong_since, end_at = time.monotonic(), 0, 0.0, float("inf")
         while process.poll() is None:
             self._poll()
             now = time.monotonic()
-            if now > beat:
-                self._tell("beat")
-                beat = now + keeper.BEAT_S
             if self._received:
                 end_at = min(end_at, self._hand_on(self._received.pop(0)))
             if now > end_at:
@@ -346,9 +368,12 @@ class Watch:
         # A terminal that closes is no reason for ranks to end differently than at SIGTERM.
         passed = "TERM" if limited else name.removeprefix("SIG")
         if self.terms.over_ssh:
+            names = [host.name for host in self.job.hosts for _ in range(host.slots)]
+            keepers = {each.host for each in self._keepers}
             by_host: dict[str, list[str]] = {}
             for seat in known:
-                by_host.setdefault(self._planned_name(seat.rank), []).append(str(seat.process))
+                name = names[seat.rank]
+                by_host.setdefault(name if name in keepers else "", []).append(str(seat.process))
             for each in self._keepers:
                 processes = by_host.get(each.host, [])
                 if processes:
@@ -356,11 +381,6 @@ class Watch:
         elif self._process:
             self._process.send_signal(signal.SIGUSR1)  # which srun hands on; at others it ends the ranks itself
         return time.monotonic() + self.terms.grace_s if limited else float("inf")
-
-    def _planned_name(self, rank: int) -> str:
-        """The name of the keeper for a rank's host."""
-        seats = [host.name for host in self.job.hosts for _ in range(host.slots)]
-        return "" if keeper.is_here(seats[rank]) else seats[rank]
 
     def _look_for_lost_hosts(self) -> None:
         for each in self._keepers:
@@ -425,6 +445,9 @@ class Watch:
             self._process.terminate()  # a scheduler's launcher ends its ranks when it is told to
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(SWEEP_S)
+        self._over.set()
+        if self._beats.is_alive():
+            self._beats.join()
         self._tell("end")
         deadline = time.monotonic() + SWEEP_S
         while self._keepers and time.monotonic() < deadline:
@@ -461,7 +484,7 @@ class Watch:
         return decided.exit_code
 
     def _tell(self, order: str) -> None:
-        for each in self._keepers:
+        for each in list(self._keepers):
             each.tell(order)
 
 

@@ -19,6 +19,8 @@ from pathlib import Path
 import launching
 import pytest
 
+from ringtrain.cluster.keeper import BEAT_S, LEASE_S
+
 TIMEOUT_S = 300  # far above what anything here takes: for machines with other work to do
 LEFT_S = 10  # what the launch promises
 MARK = "RINGTRAIN_TEST"
@@ -140,6 +142,15 @@ def test_every_launcher_runs_the_command_as_it_was_typed(launch, launcher: str, 
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": f"{odd}\n", "1": f"{odd}\n"}
     assert stderr.count("hello") == 2
     assert "ringtrain-report" not in stderr
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun", "horovodrun-gloo"])
+def test_ranks_see_the_gpus_of_the_slots_that_were_chosen(launch, launcher: str, tmp_path: Path) -> None:
+    script = f'echo "$CUDA_VISIBLE_DEVICES" >"{tmp_path}/{RANK}"'
+    start = [sys.executable, "-m", "ringtrain", "launch", "--launcher", launcher, "-H", "localhost:4"]
+    code, stderr = launch(*start, "--include", "localhost:1,localhost:3", "--", *shell(script)).end()
+    assert code == 0, stderr
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "1,3\n", "1": "1,3\n"}
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun-gloo"])
@@ -267,6 +278,17 @@ def test_a_killed_launcher_leaves_nothing(launch, launcher: str) -> None:
     started.wait_for_ranks()
     started.process.kill()
     assert started.left() == {}
+
+
+def test_output_that_nobody_reads_does_not_end_the_job(launch) -> None:
+    """As after Ctrl-S, or in a pager: longer than keepers wait for a word."""
+    script = f"[ {RANK} = 0 ] || exit 0; yes | head -c 1000000 >&2; echo enough >&2"
+    started = launch(*ringtrain(*shell(script)))
+    time.sleep(LEASE_S + BEAT_S)  # nothing shows that a time has passed in which nothing happens
+    assert len(started.alive()) > 3
+    code, stderr = started.end()
+    assert code == 0
+    assert "enough" in stderr
 
 
 def test_a_killed_mpirun_leaves_ranks(launch) -> None:

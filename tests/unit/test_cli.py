@@ -222,3 +222,11 @@ def test_launch_py_needs_no_installation(tmp_path: Path, bin_dir: Path) -> None:
     assert said.stdout == ringtrain(
         "launch", *words, bin_dir=bin_dir, cwd=tmp_path, env={"PATH": env["PATH"]}
     ).stdout.replace(" -x PYTHONPATH", "")
+
+
+def test_slots_by_number_are_refused_where_ranks_would_not_hear_of_them(bin_dir: Path) -> None:
+    for words in (["--dry-run"], ["--launcher", "sbatch"]):
+        ended = ringtrain("launch", "-H", "host1:4", "--include", "host1:2-3", *words, "--", "true", bin_dir=bin_dir)
+        assert ended.returncode == 2
+        (line,) = ended.stderr.splitlines()
+        assert line.startswith("ringtrain: host1: slots that are not its first ones")
