@@ -11,7 +11,7 @@ from pathlib import Path
 from ringtrain.reports import PLAN, Expected
 
 LAUNCHERS = ("horovodrun", "mpirun", "mpiexec", "orterun", "prterun", "mpiexec.hydra")
-WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "HOROVOD_SIZE")
+WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "HOROVOD_SIZE", "SLURM_STEP_NUM_TASKS")
 NUM_WORDS = ("-np", "--np", "-n", "--n", "-c", "--num-proc")
 HOST_WORDS = ("-H", "--host", "-host", "-hosts", "--hosts")
 FILE_WORDS = ("-hostfile", "--hostfile", "-machinefile", "--machinefile", "-f")

@@ -231,7 +231,7 @@ class Watch:
             signal.signal(number, handler)
 
     def _keep_alive(self) -> None:
-        """Lets the keepers hear us, also while this process waits for somebody to read what it writes (Ctrl-S, a pager)."""
+        """Lets the keepers hear us, also while nobody reads what this process writes (Ctrl-S, a pager)."""
         while not self._over.wait(keeper.BEAT_S):
             self._tell("beat")
 

@@ -84,4 +84,5 @@ def test_the_plan_wins_over_the_command_line_and_that_over_the_environment(tmp_p
     # A command line that cannot be ours (a launcher inside a launcher's rank) is not believed.
     other = expectation({"OMPI_COMM_WORLD_SIZE": "3"}, last, tmp_path)
     assert other == Expected(3, source="the launcher")
+    assert expectation({"SLURM_STEP_NUM_TASKS": "4"}, 1, tmp_path) == Expected(4, source="the launcher")
     assert expectation({}, 1, tmp_path) is None
