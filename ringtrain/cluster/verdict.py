@@ -22,6 +22,7 @@ HYDRA = re.compile(
 )
 LOST = re.compile(r"Remote daemon: .* on node (\S+)")
 TAIL_LINES = 20
+MAX_SPEAKERS = 8
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,13 @@ def decide(
         )
     if returncode < 0:
         return Verdict(code, f"{launcher} was killed by {signal_name(-returncode)}")
+    # Open MPI 4 keeps it to itself now and then, when the rank was on another host.
+    spoken = [(f"rank {rank} on {hosts[rank]}", tail[-1]) for rank, tail in tails.items() if tail and rank in hosts]
+    if spoken:
+        lines = "\n".join(f"  {who}: {line}" for who, line in spoken[-MAX_SPEAKERS:])
+        return Verdict(
+            code, f"a rank ended with exit code {code}, {launcher} does not say which; last errors:\n{lines}"
+        )
     return Verdict(code, f"{launcher} ended with exit code {code}")
 
 

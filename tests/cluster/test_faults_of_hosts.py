@@ -189,8 +189,14 @@ def test_a_rank_of_another_host_is_named_with_its_last_words(two_hosts: lab.Lab)
     code, stderr = run(two_hosts, *LAUNCH, "--", *RANK_2_LEAVES)
     assert code == 5
     *_, before, last = stderr.splitlines()
-    assert before == "ringtrain: rank 2 on host2 was the first to end, with exit code 5; its last lines:"
-    assert last == "  why it left"
+    # Open MPI 4 says who was first in nine of ten cases.
+    assert (before, last) in (
+        ("ringtrain: rank 2 on host2 was the first to end, with exit code 5; its last lines:", "  why it left"),
+        (
+            "ringtrain: a rank ended with exit code 5, mpirun does not say which; last errors:",
+            "  rank 2 on host2: why it left",
+        ),
+    )
     nothing_is_left(two_hosts)
 
 

@@ -74,6 +74,15 @@ def test_shut_down_is_never_the_last_word() -> None:
     assert "another rank ended before" in decided.text
 
 
+def test_where_nobody_says_who_was_first_the_last_errors_are_shown() -> None:
+    decided = decide(5, reader(), "", {1: ["some", "words"]}, "mpirun")
+    assert decided.exit_code == 5
+    assert decided.text.splitlines() == [
+        "a rank ended with exit code 5, mpirun does not say which; last errors:",
+        "  rank 1 on host2: words",
+    ]
+
+
 def test_a_launcher_that_fails_by_itself() -> None:
     assert decide(213, Reader("j"), "no slots", {}, "mpirun").text == "mpirun ended with exit code 213"
     assert decide(-9, Reader("j"), "", {}, "mpirun").exit_code == 137
