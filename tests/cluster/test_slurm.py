@@ -80,7 +80,7 @@ def test_a_job_trains_saves_when_it_is_told_to_comes_back_and_finishes(slurm, tm
     train = ["python", "-m", "ringtrain.train", "--config", "configs/digits.toml", "--train.epochs", "40"]
     run = ["--run.directory", str(tmp_path), "--run.name", "main", "--health.agree-every-steps", "1"]
     job = submitted(slurm, tmp_path, ["-H", "host1:2,host2:2"], [*train, *run])
-    wait_for_words(tmp_path, "epoch 2/40  loss")
+    wait_for_words(tmp_path, "epoch  2/40  loss")
     assert slurm.run(["scancel", "--batch", "--signal=USR1", job]).returncode == 0
     slurm.wait(job, ["PENDING"], TIMEOUT_S)
     first = json.loads((tmp_path / "main" / "summary.json").read_text())
