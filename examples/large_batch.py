@@ -11,6 +11,7 @@ that an interrupted study goes on.
 import argparse
 import json
 import math
+import shlex
 import statistics
 import subprocess
 from pathlib import Path
@@ -40,18 +41,22 @@ def train(study, way, seed):
     """One training; returns the epochs' records, fewer than were asked for when the loss became NaN."""
     folder = study.output / f"{way.replace(', ', '-').replace(' ', '-')}-{seed}"
     batch = study.small_batch if way == "small batch" else study.large_batch
-    if not (folder / "done").exists():
-        command = f"horovodrun -np {study.num_ranks} -H localhost:{study.num_ranks} python -m ringtrain.train".split()
-        command += ["--config", study.config, "--seed", str(seed), "--train.epochs", str(study.epochs)]
-        command += ["--optimizer.reference-batch-size", str(study.small_batch)]
-        command += ["--train.batch-size", str(batch // study.num_ranks), *WAYS[way]]
-        command += ["--run.directory", str(study.output), "--run.name", folder.name, "--run.resume", "auto"]
+    done = folder / "done"
+    command = f"horovodrun -np {study.num_ranks} -H localhost:{study.num_ranks} python -m ringtrain.train".split()
+    command += ["--config", study.config, "--seed", str(seed), "--train.epochs", str(study.epochs)]
+    command += ["--optimizer.reference-batch-size", str(study.small_batch)]
+    command += ["--train.batch-size", str(batch // study.num_ranks), *WAYS[way]]
+    command += ["--run.directory", str(study.output), "--run.name", folder.name]
+    line = shlex.join(command)
+    if done.exists() and done.read_text() != line:
+        raise SystemExit(f"{folder}: was trained by another command: choose another --output")
+    if not done.exists():
         print(f"{way}, seed {seed}", flush=True)
         ended = subprocess.run(command, capture_output=True, text=True)
         diverged = "no finite number" in ended.stdout + ended.stderr
         if ended.returncode and not diverged:
-            raise SystemExit(f"{' '.join(command)}\n{ended.stdout}{ended.stderr}")
-        (folder / "done").touch()
+            raise SystemExit(f"{line}\n{ended.stdout}{ended.stderr}")
+        done.write_text(line)
     lines = (folder / "metrics.jsonl").read_text().splitlines() if (folder / "metrics.jsonl").exists() else []
     return [json.loads(line) for line in lines]
 
@@ -96,6 +101,9 @@ def draw(study, results):
 
 def main():
     study = options()
+    if study.small_batch % study.num_ranks or study.large_batch % study.num_ranks:
+        batches = f"{study.small_batch} and {study.large_batch}"
+        raise SystemExit(f"got batches of {batches}, which {study.num_ranks} ranks cannot share evenly")
     study.output.mkdir(parents=True, exist_ok=True)
     results = {way: [] for way in WAYS}
     for seed in range(study.seeds):  # way after way within a seed, so that an early look has something of each

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,11 @@ class Checkpoint:
 
 
 def save(
-    folder: Path, global_step: int, files: Mapping[str, Mapping[str, NDArray[Any]]], facts: Mapping[str, Any]
+    folder: Path,
+    global_step: int,
+    files: Mapping[str, Mapping[str, NDArray[Any]]],
+    facts: Mapping[str, Any],
+    after_file: Callable[[str], None] = lambda name: None,
 ) -> Path:
     """Writes a checkpoint; for rank 0 alone.
 
@@ -55,6 +60,7 @@ def save(
         global_step: steps done.
         files: name of each file, without its ending, to its arrays by name.
         facts: what else the manifest shall say; plain values.
+        after_file: called with the name of each file that is written, while the checkpoint is not yet whole.
 
     Returns:
         The checkpoint's folder. One of the same step that verifies is kept as it is.
@@ -78,6 +84,7 @@ def save(
                 file.flush()
                 os.fsync(file.fileno())
             checksums[path.name] = {"sha256": _sha256(path), "bytes": path.stat().st_size}
+            after_file(name)
         manifest = {"format": FORMAT, "global_step": global_step, **facts, "files": checksums}
         with open(unfinished / MANIFEST, "w", encoding="utf-8") as text:
             body = json.dumps(manifest, indent=1)
@@ -159,13 +166,30 @@ def prune(folder: Path, keep: int, best_by: str) -> None:
     """
     paths = saved_in(folder)
     scores = {path: score for path in paths if (score := _score(path, best_by)) is not None}
-    best = max(scores, key=lambda path: scores[path], default=None)
+    # The oldest of equals: within an epoch, a checkpoint still has the metrics of the epoch before.
+    best = max(reversed(paths), key=lambda path: scores.get(path, -math.inf), default=None) if scores else None
     for path in paths[keep:]:
         if path != best:
-            # Under another name first: a folder that is half gone must not look like a checkpoint.
-            doomed = path.with_name(f".removed-{path.name}")
-            os.rename(path, doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            _remove(path)
+
+
+def remove_after(folder: Path, global_step: int) -> None:
+    """Removes checkpoints of later steps: those of a run that goes on from here, damaged or given up.
+
+    Args:
+        folder: that holds a run's checkpoints.
+        global_step: that the run goes on from.
+    """
+    for path in saved_in(folder):
+        if int(path.name.removeprefix("step-")) > global_step:
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    # Under another name first: a folder that is half gone must not look like a checkpoint.
+    doomed = path.with_name(f".removed-{path.name}")
+    os.rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def export(model: Any, folder: Path, saved_model: bool) -> None:

@@ -211,6 +211,8 @@ class Config:
 
     seed: int = 0
     """of initial weights, sample order and dropout"""
+    chaos: str = ""
+    """a fault to try out, e.g. "rank=1 step=20 mode=sigkill"; see docs/faults.md"""
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -394,8 +396,25 @@ _PATIENCE = (
     "train.patience or schedule.plateau_patience above 0",
     lambda config: config.train.patience > 0 or config.schedule.plateau_patience > 0,
 )
+
+
+def _of_sources(*names: str) -> tuple[str, Callable[[Config], bool]]:
+    """For options of some data sources; a user's own source may look at any."""
+    return f"data.name {' or '.join(names)}", lambda config: config.data.name in names or ":" in config.data.name
+
+
 # Options that do nothing unless others are set: what they need, and whether they have it.
 NEEDS: dict[str, tuple[str, Callable[[Config], bool]]] = {
+    "data.dir": (
+        "data.name other than digits or synthetic",
+        lambda config: config.data.name not in ("digits", "synthetic"),
+    ),
+    "data.file": _of_sources("npz"),
+    "data.num_samples": _of_sources("synthetic"),
+    "data.image_size": _of_sources("synthetic", "image-folder", "imagenet-tfrecords"),
+    "data.num_classes": _of_sources("npz", "imagenet-tfrecords"),
+    "data.augment": _of_sources("cifar10", "image-folder", "imagenet-tfrecords"),
+    "data.on_error": _of_sources("image-folder", "imagenet-tfrecords"),
     "optimizer.reference_batch_size": (
         "optimizer.learning_rate_scaling linear or sqrt",
         lambda config: config.optimizer.learning_rate_scaling != "none",

@@ -182,17 +182,19 @@ def show_plan(console: Console, config: Config, numbers: Numbers, pinning: objec
     _show_rows(console, rows)
 
 
-def show_start(console: Console, start: Any) -> None:
+def show_start(console: Console, config: Config, start: Any) -> None:
     """Shows where a run goes on, and which checkpoints were not fit for it.
 
     Args:
         console: from console_for.
+        config: the resolved configuration.
         start: from resume.restore.
     """
     for reason in start.refused:
         console.print(f"passed over    {reason}", highlight=False, soft_wrap=True)
     if start.source:
-        _show_rows(console, {"going on": f"after step {start.global_step:,}, from {start.source}"})
+        unused = " (run.init_from has no effect)" if config.run.init_from else ""
+        _show_rows(console, {"going on": f"after step {start.global_step:,}, from {start.source}{unused}"})
 
 
 def show_result(console: Console, folder: Path, summary: Mapping[str, Any], gradients: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringtrain import hvd
+from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -44,10 +44,10 @@ class Evaluation(keras.callbacks.Callback):
         self.seconds = 0.0
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if not self.clock.epoch_complete:
+            return  # what this rank's metrics hold is saved with the rest, to go on with
         logs = {} if logs is None else logs
         logs |= over_all_ranks(self.model, 1)
-        if not self.clock.epoch_complete:
-            return
         begin_s = time.perf_counter()
         hvd.average_moving_statistics(self.model)
         num_own = self.data_set.test.num_readable(self.own)
@@ -72,18 +72,20 @@ def over_all_ranks(model: keras.Model, num_own: int) -> dict[str, Any]:
         num_own: samples that this rank has seen, or any number that is 0 if it has seen none.
 
     Returns:
-        Name and value, a float, or an array where the metric gives several; NaN where no rank has seen a sample.
+        Name and value, a float, or an array where the metric gives several.
+
+    Raises:
+        DataError: on every rank: none of them has seen a sample.
     """
     variables = model.metrics_variables
     parts = [np.asarray(keras.ops.convert_to_numpy(variable), np.float64) for variable in variables]
     flat = np.concatenate([*(part.reshape(-1) for part in parts), [num_own]])
     *sums, total = hvd.allreduce(flat, op=hvd.Sum, name="ringtrain_metrics").numpy()
+    if not total:
+        raise DataError("none of the samples could be read: those that were skipped are named in the run's logs/")
     start = 0
     for variable, part in zip(variables, parts, strict=True):
         variable.assign(np.reshape(sums[start : start + part.size], part.shape))
         start += part.size
     values = {name: keras.ops.convert_to_numpy(value) for name, value in model.get_metrics_result().items()}
-    return {
-        name: (float(value) if total else math.nan) if np.ndim(value) == 0 else np.asarray(value)
-        for name, value in values.items()
-    }
+    return {name: float(value) if np.ndim(value) == 0 else np.asarray(value) for name, value in values.items()}

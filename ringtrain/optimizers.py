@@ -198,8 +198,8 @@ def build(config: Config, numbers: Numbers, model: keras.Model) -> keras.optimiz
         model: built; its biases and normalization are left out of weight decay.
 
     Returns:
-        The optimizer. Its learning rate is a `LearningRate`; or a number where it never changes, so that callbacks may
-        set it and a saved model needs ringtrain for nothing.
+        The optimizer. Its learning rate is a `LearningRate`; or a number where the schedule is constant, so that
+        callbacks may set it and a saved model needs ringtrain for nothing.
     """
     options, schedule = config.optimizer, schedule_of(config, numbers)
     optimizer = OPTIMIZERS[options.name](

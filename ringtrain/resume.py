@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from ringtrain import checkpoint, hvd
 from ringtrain.config import Config, Numbers, option_types, value_of
-from ringtrain.errors import CheckpointError, ConfigError
+from ringtrain.errors import CheckpointError, ConfigError, NonFiniteLoss
 
 # What a run may change when it goes on. The rest decides what it learns; the global batch is compared as a whole.
 FREE = (
-    *("run.", "checkpoint.", "device.", "health.", "tracking."),
+    *("run.", "checkpoint.", "device.", "health.", "tracking.", "chaos", "data.dir", "data.file"),
     *("train.epochs", "train.batch_size", "train.max_time_s", "train.check_every_steps", "train.patience"),
 )
 BEST_BY = "test_accuracy"
@@ -42,6 +42,8 @@ class Start:
     """of the last whole epoch"""
     monitored: tuple[float, ...] = ()
     """values of train.monitor, one per whole epoch, if it was watched"""
+    metrics_state: tuple[NDArray[Any], ...] = ()
+    """of this rank, in the middle of an epoch: what its metrics have seen"""
     refused: tuple[str, ...] = ()
     """why newer checkpoints were passed over"""
 
@@ -103,14 +105,15 @@ class Clock(keras.callbacks.Callback):
     """Counts the run's steps; the first in the list of callbacks, for the others to look at.
 
     Args:
-        global_step: steps done before.
+        start: where the run begins.
         steps_per_epoch: of a whole epoch.
     """
 
-    def __init__(self, global_step: int, steps_per_epoch: int) -> None:
+    def __init__(self, start: Start, steps_per_epoch: int) -> None:
         super().__init__()
-        self.global_step = global_step
+        self.global_step = start.global_step
         self.steps_per_epoch = steps_per_epoch
+        self.metrics_state = start.metrics_state
 
     @property
     def epoch_complete(self) -> bool:
@@ -119,6 +122,10 @@ class Clock(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.global_step += 1
+        # Metrics are sums, which Keras has begun anew and makes with the first batch: here the rest of them is added.
+        for variable, array in zip(self.model.metrics_variables, self.metrics_state, strict=bool(self.metrics_state)):
+            variable.assign_add(array)
+        self.metrics_state = ()
 
 
 class Saver(keras.callbacks.Callback):
@@ -128,10 +135,11 @@ class Saver(keras.callbacks.Callback):
         model: compiled.
         folder: that holds the run's checkpoints.
         config: of the run; its checkpoint section says when.
-        numbers: of the run.
+        facts: what else a checkpoint is to say: numbers, versions; plain values.
         clock: counts the steps.
         metrics: of the last whole epoch before.
         monitored: values of train.monitor; grows while training.
+        while_saving: called on rank 0 with the global step, in the middle of every save.
     """
 
     def __init__(
@@ -139,19 +147,21 @@ class Saver(keras.callbacks.Callback):
         model: keras.Model,
         folder: Path,
         config: Config,
-        numbers: Numbers,
+        facts: Mapping[str, Any],
         clock: Clock,
         metrics: Mapping[str, float],
         monitored: Sequence[float] = (),
+        while_saving: Callable[[int], None] = lambda global_step: None,
     ) -> None:
         super().__init__()
         self.set_model(model)  # a run that has nothing left to train never calls fit, which would
         self.folder = folder
         self.config = config
-        self.facts = {"config": dataclasses.asdict(config), "numbers": dataclasses.asdict(numbers)}
+        self.facts = {"config": dataclasses.asdict(config), **facts}
         self.clock = clock
         self.metrics = dict(metrics)
         self.monitored = monitored
+        self.while_saving = while_saving
         self.saved_step = -1
         self.seconds = 0.0
 
@@ -172,10 +182,16 @@ class Saver(keras.callbacks.Callback):
         if self.saved_step == self.clock.global_step:
             return
         begin_s = time.perf_counter()
-        own = hvd.allgather_object(_own_state(self.model), name="ringtrain_own_state")
+        own = hvd.allgather_object(self._own_state(), name="ringtrain_own_state")
         hvd.run_together(lambda: self._write(own) if hvd.rank() == 0 else None)
         self.saved_step = self.clock.global_step
         self.seconds += time.perf_counter() - begin_s
+
+    def _own_state(self) -> dict[str, NDArray[Any]]:
+        own = _arrays_of(_own_variables(self.model))
+        if self.clock.epoch_complete:
+            return own
+        return own | {f"metrics-{name}": array for name, array in _arrays_of(self.model.metrics_variables).items()}
 
     def _write(self, own: list[dict[str, NDArray[Any]]]) -> None:
         options = self.config.checkpoint
@@ -187,9 +203,16 @@ class Saver(keras.callbacks.Callback):
             "num_ranks": len(own),
             "variables": checkpoint.shapes_of(_shared_variables(self.model)),
         }
-        files = {"state": _shared_state(self.model), "ranks": ranks}
+        files = {"state": _shared_state(self.model, own), "ranks": ranks}
+        broken = [v.path for v in self.model.weights if not np.isfinite(_as_float(v)).all()]
+        if broken:
+            raise NonFiniteLoss(
+                f"after step {self.clock.global_step} {broken[0]} is no finite number any more: look at the learning"
+                f" rate; the last checkpoint is from before"
+            )
         try:
-            checkpoint.save(self.folder, self.clock.global_step, files, facts)
+            step = self.clock.global_step
+            checkpoint.save(self.folder, step, files, facts, lambda name: self.while_saving(step))
         except OSError as error:
             where = f"{self.folder}/step-{self.clock.global_step:08d}"
             raise CheckpointError(f"{where}: cannot be written: {os.strerror(error.errno or 0)}") from error
@@ -221,15 +244,18 @@ def restore(model: keras.Model, folder: Path | None, must: bool, config: Config,
         _require_same_run(found, config, numbers)
         model.optimizer.build(model.trainable_variables)
         _require_same_model(found, model)
+        _require_whole_update(found, numbers)
         _assign(_shared_variables(model), found.arrays("state"))
         return _by_rank(found.arrays("ranks"), found.manifest["num_ranks"])
 
     own = hvd.run_together(load)
     start, own = hvd.broadcast_object((start, own), root_rank=0, name="ringtrain_start")
     hvd.broadcast_model(model, root_rank=0)
-    if own is not None and len(own) == hvd.size():
+    if own is None:
+        return start
+    if len(own) == hvd.size():
         _assign(_own_variables(model), own[hvd.rank()])
-    return start
+    return dataclasses.replace(start, metrics_state=tuple(_metrics_state(own, hvd.rank(), hvd.size())))
 
 
 def load_weights(model: keras.Model, source: Path) -> None:
@@ -267,7 +293,7 @@ def _find(folder: Path | None, must: bool) -> tuple[checkpoint.Checkpoint | None
         return None, Start()
     saved = found.manifest
     monitored = tuple(saved.get("monitored", ()))
-    return found, Start(found.global_step, str(found.folder), saved["metrics"], monitored, tuple(refused))
+    return found, Start(found.global_step, str(found.folder), saved["metrics"], monitored, refused=tuple(refused))
 
 
 def _require_same_run(found: checkpoint.Checkpoint, config: Config, numbers: Numbers) -> None:
@@ -280,14 +306,25 @@ def _require_same_run(found: checkpoint.Checkpoint, config: Config, numbers: Num
         )
     for option in option_types():
         section, _, key = option.rpartition(".")
-        before = saved["config"].get(section, {}).get(key) if section else saved["config"].get(key)
-        wanted = json.loads(json.dumps(value_of(config, option)))  # as the manifest has it: tuples are lists
+        # As the manifest has them: tuples are lists. A checkpoint from before there was an option had its default.
+        default, wanted = (json.loads(json.dumps(value_of(one, option))) for one in (Config(), config))
+        before = (saved["config"].get(section, {}) if section else saved["config"]).get(key, default)
         shapes_rates = option == "train.epochs" and config.schedule.name in ("cosine", "polynomial")
         if (shapes_rates or not option.startswith(FREE)) and before != wanted:
             raise ConfigError(
                 f"{found.folder}: was made with {option} = {before!r}, this run has {wanted!r}: go on with the same, or"
                 f" give the run another --run.name"
             )
+
+
+def _require_whole_update(found: checkpoint.Checkpoint, numbers: Numbers) -> None:
+    """Within an update, each rank holds gradients of samples that another number of ranks would deal out otherwise."""
+    then, accumulated = found.manifest["num_ranks"], numbers.accumulation_steps
+    if then != numbers.num_ranks and found.global_step % accumulated:
+        raise ConfigError(
+            f"{found.folder}: was made by {then} ranks between two updates (step {found.global_step}, optimizer"
+            f".accumulation_steps {accumulated}): go on with {then} ranks, or from a checkpoint of an epoch's end"
+        )
 
 
 def _require_same_model(found: checkpoint.Checkpoint, model: keras.Model, weights_only: bool = False) -> None:
@@ -315,12 +352,32 @@ def _own_variables(model: keras.Model) -> list[Any]:
     return [*seeds, *model.non_trainable_weights, *(getattr(optimizer, "_accumulated_gradients", None) or [])]
 
 
-def _shared_state(model: keras.Model) -> dict[str, NDArray[Any]]:
-    return {f"{index:05d}": _to_array(variable) for index, variable in enumerate(_shared_variables(model))}
+def _shared_state(model: keras.Model, own: list[dict[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
+    """Rank 0's weights and optimizer; of moving statistics, which differ within an epoch, the means over the ranks."""
+    state = _arrays_of(_shared_variables(model))
+    places = {id(variable): f"{index:05d}" for index, variable in enumerate(_own_variables(model))}
+    averaged = {id(variable) for variable in hvd.moving_statistics(model)}
+    for index, variable in enumerate(model.weights):
+        if id(variable) in averaged:
+            arrays = [rank[places[id(variable)]] for rank in own]
+            state[f"{index:05d}"] = np.mean(arrays, axis=0, dtype=np.float64).astype(arrays[0].dtype)
+    return state
 
 
-def _own_state(model: keras.Model) -> dict[str, NDArray[Any]]:
-    return {f"{index:05d}": _to_array(variable) for index, variable in enumerate(_own_variables(model))}
+def _metrics_state(own: list[dict[str, NDArray[Any]]], rank: int, size: int) -> list[NDArray[Any]]:
+    """What a rank's metrics go on with; with another number of ranks, rank 0's with everybody's."""
+    by_rank = [[array for name, array in sorted(arrays.items()) if name.startswith("metrics-")] for arrays in own]
+    if len(own) == size:
+        return by_rank[rank]
+    return [np.sum(arrays, axis=0) * (rank == 0) for arrays in zip(*by_rank, strict=True)]
+
+
+def _arrays_of(variables: list[Any]) -> dict[str, NDArray[Any]]:
+    return {f"{index:05d}": _to_array(variable) for index, variable in enumerate(variables)}
+
+
+def _as_float(variable: Any) -> NDArray[np.float32]:
+    return np.asarray(keras.ops.convert_to_numpy(variable)).astype(np.float32)
 
 
 def _by_rank(arrays: Mapping[str, NDArray[Any]], num_ranks: int) -> list[dict[str, NDArray[Any]]]:

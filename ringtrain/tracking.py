@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
 import math
+import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +129,7 @@ class Recorder(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.epoch = epoch
-        self.epoch_start_s = self.epoch_end_s = time.perf_counter()
+        self.epoch_begin_s = self.epoch_start_s = self.epoch_end_s = time.perf_counter()
         self.steps_before = self.global_step
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -139,7 +141,8 @@ class Recorder(keras.callbacks.Callback):
         self.progress.step(self.global_step, self.epoch, figures)
         every = self.options.every_steps
         if every and self.global_step % every == 0:
-            self._record(STEPS, "steps/", self.epoch, logs)
+            with self._disk_may_be_full():
+                self._record(STEPS, "steps/", self.epoch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         steps, seconds = self.global_step - self.steps_before, self.epoch_end_s - self.epoch_start_s
@@ -147,18 +150,31 @@ class Recorder(keras.callbacks.Callback):
         self.timed_s += seconds
         if self.global_step % self.steps_per_epoch:
             return  # broken off
-        self.epochs.append(self._record(METRICS, "", epoch, logs))
-        if self.options.histograms:
-            with self.summaries.as_default():
-                for weight in self.model.trainable_weights:
-                    tf.summary.histogram(weight.path, weight.value, step=self.global_step)
-        self.summaries.flush()
+        train_s, evaluate_s = self.epoch_end_s - self.epoch_begin_s, time.perf_counter() - self.epoch_end_s
+        with self._disk_may_be_full():
+            record = self._record(METRICS, "", epoch, logs, train_s=train_s, evaluate_s=evaluate_s)
+            if self.options.histograms:
+                with self.summaries.as_default():
+                    for weight in self.model.trainable_weights:
+                        tf.summary.histogram(weight.path, weight.value, step=self.global_step)
+            self.summaries.flush()
+        self.epochs.append(record)
         self.progress.epoch(epoch, figures_of(self.epochs[-1]))
 
     def on_train_end(self, logs: Any = None) -> None:
-        self.summaries.close()
+        with self._disk_may_be_full():
+            self.summaries.close()
 
-    def _record(self, file_name: str, prefix: str, epoch: int, logs: Any) -> dict[str, Any]:
+    @contextlib.contextmanager
+    def _disk_may_be_full(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunDirectoryError(f"{self.folder}: cannot be written: {error.strerror}") from error
+        except tf.errors.OpError as error:  # TensorBoard's files
+            raise RunDirectoryError(f"{self.folder}: cannot be written: {error.message}") from error
+
+    def _record(self, file_name: str, prefix: str, epoch: int, logs: Any, **more: float) -> dict[str, Any]:
         """Adds a line to a file, and its numbers to TensorBoard."""
         steps, seconds = self.global_step - self.steps_before, self.epoch_end_s - self.epoch_start_s
         record = {
@@ -170,6 +186,7 @@ class Recorder(keras.callbacks.Callback):
             **loss_scale_of(self.model.optimizer),
             **({} if self.gradient_norm is None else {"gradient_norm": float(self.gradient_norm)}),
             "images_per_s": steps * self.images_per_step / seconds if seconds else math.nan,
+            **more,
         }
         with open(self.folder / file_name, "a", encoding="utf-8") as file:
             file.write(json.dumps(plain(record)) + "\n")
@@ -192,7 +209,9 @@ def _records_until(path: Path, global_step: int) -> list[dict[str, Any]]:
             continue  # the last line of a process that was killed
         if record["global_step"] <= global_step:
             records.append(record)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    os.replace(unfinished, path)
     return records
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ringtrain import checkpoint, data, devices, display, lookup, models, reports, schedules, settings, stderr
+from ringtrain import chaos, checkpoint, data, devices, display, lookup, models, reports, schedules, settings, stderr
 from ringtrain.config import Config, Numbers, derive, option_types, value_of
 from ringtrain.errors import ConfigError, RingtrainError
 
@@ -63,6 +63,7 @@ def train(config: Config) -> int:
     """
     # Names first: a misspelt one is told at once. TensorFlow is loaded with hvd, and talks.
     stderr.watch()
+    faults = chaos.parse(config.chaos)
     read_data, build_model = data.source(config.data), models.builder(config.model)
     make_metrics, make_callbacks = models.metrics(config.model.metrics), own_callbacks(config)
     import ringtrain.hvd as hvd  # the first: it says what is not installed
@@ -98,15 +99,18 @@ def train(config: Config) -> int:
 
     # The run's folder: only now, when all that can be wrong with the configuration would have been found.
     folder = agree_on_folder(config, numbers)
+    if rank == 0 and start.source:
+        checkpoint.remove_after(folder / "checkpoints", start.global_step)
     log = folder / "logs" / f"rank-{rank}.log"
     hvd.run_together(lambda: stderr.log_to(log, f"rank {rank} of {size} on {socket.gethostname()}: {pinning}"))
     hosts = hvd.allgather_object(socket.gethostname(), name="ringtrain_hosts")
     console = display.console_for(rank)
     display.show_plan(console, config, numbers, pinning, hosts)
-    display.show_start(console, start)
+    display.show_start(console, config, start)
 
     # Training: every rank makes the same number of steps and ends after the same one, so that none waits for another.
-    clock = resume.Clock(start.global_step, numbers.steps_per_epoch)
+    clock = resume.Clock(start, numbers.steps_per_epoch)
+    facts = {"numbers": dataclasses.asdict(numbers), "versions": tracking.versions()}
     check = hvd.callbacks.CheckInSyncCallback(config.train.check_every_steps)
     evaluate = evaluation.Evaluation(test_batches, own_tests, data_set, clock)
     started = time.time()
@@ -115,7 +119,17 @@ def train(config: Config) -> int:
             signals, config, start.global_step, numbers.steps_per_epoch, data_set.raise_unreadable
         )
         watch = plateau.Plateau(config, numbers, clock, stop, start.monitored)
-        saver = resume.Saver(model, folder / "checkpoints", config, numbers, clock, start.metrics, watch.values)
+        saboteur = chaos.Saboteur(faults, rank, numbers.num_steps, numbers.steps_per_epoch, folder)
+        saver = resume.Saver(
+            model,
+            folder / "checkpoints",
+            config,
+            facts,
+            clock,
+            start.metrics,
+            watch.values,
+            saboteur.while_saving,
+        )
         recorder = (
             tracking.Recorder(folder, progress, numbers, start.global_step, config.tracking, gradient_norm)
             if rank == 0
@@ -130,6 +144,7 @@ def train(config: Config) -> int:
             stop,
             check,
             saver,
+            *([chaos.callback(saboteur, clock)] if faults else []),
         ]
         for part in resume.segments(start.global_step, numbers.steps_per_epoch, config.train.epochs):
             if stop.stopped_by:
@@ -156,8 +171,8 @@ def train(config: Config) -> int:
                 shuffle=False,  # the shards are shuffled already, in the same way on every rank
                 verbose=0,
             )
-        hvd.average_moving_statistics(model)
         saver.save()
+        hvd.average_moving_statistics(model)  # not before: a run that was stopped goes on with each rank's own
 
     # What came of it; and the proof once more, on what was saved.
     skipped = set().union(*hvd.allgather_object(data_set.skipped, name="ringtrain_skipped"))
@@ -178,10 +193,9 @@ def train(config: Config) -> int:
         "save_s": saver.seconds,
         "fit_s": time.time() - started,
         "started": started,
-        "versions": tracking.versions(),
         "hosts": hosts,
         "git_revision": tracking.git_revision(Path.cwd()),
-        "numbers": dataclasses.asdict(numbers),
+        **facts,
         "config": dataclasses.asdict(config),
     }
 

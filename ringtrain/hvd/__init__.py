@@ -3,8 +3,8 @@
 What Horovod 0.28.1 does right under Keras 3 is passed on (collectives, process sets, timeline, queries); what it does
 wrong or not at all is ringtrain's own: `DistributedOptimizer`, the callbacks, `load_model`, `elastic`, broadcasts of
 Keras variables, `SyncBatchNormalization`. New are `broadcast_model`, `check_in_sync`, `check_averaging`,
-`check_placement`, `run_together`, `average_moving_statistics`, `synchronize_batch_norm`, `jit_gradients`,
-`track_gradient_norm` and `configure`.
+`check_placement`, `run_together`, `average_moving_statistics`, `moving_statistics`, `synchronize_batch_norm`,
+`jit_gradients`, `track_gradient_norm` and `configure`.
 """
 
 from ringtrain.errors import MissingDependency
@@ -65,7 +65,12 @@ from horovod.tensorflow import (
 )
 
 from ringtrain.hvd import callbacks, elastic
-from ringtrain.hvd.batch_norm import SyncBatchNormalization, average_moving_statistics, synchronize_batch_norm
+from ringtrain.hvd.batch_norm import (
+    SyncBatchNormalization,
+    average_moving_statistics,
+    moving_statistics,
+    synchronize_batch_norm,
+)
 from ringtrain.hvd.collectives import (
     DistributedGradientTape,
     PartialDistributedGradientTape,

@@ -31,7 +31,7 @@ def average_moving_statistics(model: keras.Model) -> None:
     Args:
         model: A built model; without batch normalization nothing happens.
     """
-    variables = [variable for layer in batch_norm_layers(model) for variable in layer.non_trainable_variables]
+    variables = moving_statistics(model)
     if not variables or horovod.size() == 1:
         return
     own = [np.asarray(keras.ops.convert_to_numpy(variable), np.float64) for variable in variables]
@@ -41,6 +41,11 @@ def average_moving_statistics(model: keras.Model) -> None:
     ends = np.cumsum([values.size for values in own])
     for variable, values, mean in zip(variables, own, np.split(sums / horovod.size(), ends[:-1]), strict=True):
         variable.assign(mean.reshape(values.shape))
+
+
+def moving_statistics(model: keras.Model) -> list[Any]:
+    """The moving means and variances of a model's batch normalization: variables that are each rank's own."""
+    return [variable for layer in batch_norm_layers(model) for variable in layer.non_trainable_variables]
 
 
 def synchronize_batch_norm(model: keras.Model) -> int:

@@ -123,7 +123,9 @@ class _Distributed(keras.optimizers.Optimizer):
         local = [self.is_local(variable) for variable in variables]
         reduced = self.reduction(grads, variables, local)
         if self.gradient_norm is not None:
-            self.gradient_norm.assign(tf.linalg.global_norm(reduced))
+            # Dense: a sparse gradient may have several parts for one row. In float32: layers may differ in type.
+            dense = [tf.cast(tf.convert_to_tensor(gradient), tf.float32) for gradient in reduced]
+            self.gradient_norm.assign(tf.linalg.global_norm(dense))
         return super()._clip_gradients(reduced)
 
 

@@ -15,11 +15,14 @@ TRAIN = [sys.executable, "-m", "ringtrain.train", *DATA, "--train.epochs", "2", 
 # Every gradient is sent as soon as it is there, or all wait for the last.
 SINGLY, TOGETHER = ["--hvd.cycle-time-ms", "0.1"], ["--hvd.cycle-time-ms", "60"]
 
+GOES_ON = ["--hvd.deterministic", "--model.name", "odd_model:dropping", "--checkpoint.every-steps", "5"]
+GOES_ON += ["--checkpoint.keep", "100"]
+
 
 def checksum(folder: Path, name: str, *options: str) -> str:
     """Of weights and optimizer, after a short run on three ranks."""
     command = [*TRAIN, "--run.directory", folder, "--run.name", name, *options]
-    ended = launching.run(3, command, timeout_s=600)
+    ended = launching.run(3, command, timeout_s=600, env={"PYTHONPATH": str(Path(__file__).parent)})
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return json.loads((folder / name / "summary.json").read_text())["checksum"]
 
@@ -33,15 +36,25 @@ def test_the_same_command_gives_the_same_weights(deterministic, tmp_path):
     assert (singly == together) is deterministic
 
 
-def test_a_run_that_goes_on_is_the_one_that_was_not_interrupted_bit_for_bit(tmp_path):
-    """In the middle of the second epoch: step 25 of 30, 15 in an epoch."""
-    options = ["--hvd.deterministic", "--checkpoint.every-steps", "5", "--checkpoint.keep", "100"]
-    whole = checksum(tmp_path, "whole", *options)
-    (tmp_path / "again").mkdir()
-    shutil.copytree(tmp_path / "whole", tmp_path / "again" / "whole")
-    for step in range(26, 41):
-        shutil.rmtree(tmp_path / "again" / "whole" / "checkpoints" / f"step-{step:08d}", ignore_errors=True)
-    (tmp_path / "again" / "whole" / "summary.json").unlink()
-    assert checksum(tmp_path / "again", "whole", *options) == whole
-    summary = json.loads((tmp_path / "again" / "whole" / "summary.json").read_text())
-    assert summary["resumed_from"].endswith("step-00000025")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of 28 steps, 14 in an epoch, that nothing happened to; its model has dropout and batch normalization."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, checksum(folder, "run", *GOES_ON)
+
+
+@pytest.mark.parametrize("step", [10, 14, 20])
+def test_a_run_that_goes_on_is_the_one_that_was_not_interrupted_bit_for_bit(step, whole, tmp_path):
+    """In the middle of an epoch and at its end; weights, slots, seeds and moving statistics of all three ranks."""
+    folder, expected = whole
+    shutil.copytree(folder / "run", tmp_path / "run")
+    for path in (tmp_path / "run" / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+    (tmp_path / "run" / "summary.json").unlink()
+    assert checksum(tmp_path, "run", *GOES_ON) == expected
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["resumed_from"].endswith(f"step-{step:08d}")
+    for name in ("state.npz", "ranks.npz"):
+        last = Path("run", "checkpoints", "step-00000028", name)
+        assert (tmp_path / last).read_bytes() == (folder / last).read_bytes(), name

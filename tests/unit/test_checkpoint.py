@@ -84,6 +84,27 @@ def test_the_newest_and_the_best_stay(tmp_path):
     assert len(list(tmp_path.iterdir())) == 3
 
 
+def test_of_equals_the_oldest_is_the_best(tmp_path):
+    """Within an epoch a checkpoint has the metrics of the epoch before, which was another model's."""
+    for step, accuracy in ((22, 0.9), (28, 0.9), (34, 0.9), (44, 0.5), (50, 0.5), (66, 0.6)):
+        saved(tmp_path, step, test_accuracy=accuracy)
+        checkpoint.prune(tmp_path, 1, "test_accuracy")
+    assert [path.name[-2:] for path in checkpoint.saved_in(tmp_path)] == ["66", "22"]
+
+
+def test_a_run_that_goes_on_from_an_older_one_is_not_left_with_damaged_ones(tmp_path):
+    for step in (22, 44, 66, 88):
+        path = saved(tmp_path, step)
+        if step > 22:
+            (path / "state.npz").write_bytes(b"")
+    found, _ = checkpoint.newest(tmp_path)
+    checkpoint.remove_after(tmp_path, found.global_step)
+    saved(tmp_path, 28)
+    checkpoint.prune(tmp_path, 3, "test_accuracy")
+    assert [path.name[-2:] for path in checkpoint.saved_in(tmp_path)] == ["28", "22"]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_a_damaged_one_of_the_same_step_is_written_anew(tmp_path):
     path = saved(tmp_path)
     (path / "state.npz").write_bytes(b"")

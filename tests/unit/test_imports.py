@@ -14,7 +14,7 @@ PACKAGE = ROOT / "ringtrain"
 # to right: errors <- config <- leaves <- train. Both halves: <- lab <- cli.
 LEAVES = {"hvd", "devices", "data", "models", "schedules", "optimizers", "checkpoint", "tracking", "health"}
 TRAINING_HALF = {"config", "settings", "lookup", "stderr", "display", *LEAVES, "evaluation", "resume", "plateau"}
-TRAINING_HALF |= {"train"}
+TRAINING_HALF |= {"chaos", "train"}
 MAY_IMPORT = {
     "": set(),
     "errors": set(),
@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "settings": {"errors", "config"},
     "lookup": {"errors", "config"},
     "stderr": set(),
+    "chaos": {"errors", "config"},
     "display": {"config", "schedules"},
     **{leaf: {"errors", "config"} for leaf in LEAVES},
     "hvd": {"errors", "config", "reports", "told", ""},
@@ -33,7 +34,7 @@ MAY_IMPORT = {
     "tracking": {"errors", "config", "schedules", "optimizers", "display", ""},
     "health": {"errors", "config", "hvd"},
     "resume": {"errors", "config", "checkpoint", "hvd"},
-    "evaluation": {"hvd", "data", "resume"},
+    "evaluation": {"errors", "hvd", "data", "resume"},
     "plateau": {"errors", "config", "hvd", "optimizers", "health", "resume"},
     "train": TRAINING_HALF | {"errors", "reports"},
     "cluster": {"errors", "reports", ""},

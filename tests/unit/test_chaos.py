@@ -1,0 +1,79 @@
+"""Faults are read rightly, happen to the right rank after the right step, and once in the life of a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from ringtrain.chaos import ChaosError, Fault, Saboteur, parse
+from ringtrain.errors import ConfigError
+
+
+def test_faults_as_they_are_typed():
+    assert parse("") == ()
+    assert parse("rank=1 step=20 mode=kill") == (Fault("sigkill", rank=1, step=20),)
+    assert parse("mode=SIGTERM epoch=2, mode=slow seconds=0.5 rank=3 step=1") == (
+        Fault("sigterm", epoch=2),
+        Fault("slow", rank=3, step=1, seconds=0.5),
+    )
+    assert parse("mode=exit during=save seed=4") == (Fault("exit", during="save", seed=4),)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("rank=1 step=20", "got mode=, expected one of"),
+        ("rank=1 mode=kil", "got mode=kil, "),
+        ("ranc=1 mode=kill", "got 'ranc=1', did you mean rank?"),
+        ("rank=one mode=kill", "got rank=one, expected a number"),
+        ("rank=-1 mode=kill", "got rank=-1, expected 0 or more"),
+        ("step=1 epoch=1 mode=kill", "step and epoch are both given"),
+        ("rank=1 during=save mode=kill", "during=save needs rank=0"),
+        ("during=lunch mode=kill", "got during=lunch"),
+        ("kill", "got 'kill'"),
+    ],
+)
+def test_what_is_no_fault_is_said(text, said):
+    with pytest.raises(ConfigError, match=r"^chaos: ") as caught:
+        parse(text)
+    assert said in str(caught.value)
+
+
+def happens_at(faults, rank, folder, steps=60) -> list[int]:
+    """Steps after which mode=exception happens on a rank of a run of 60 steps, 20 in an epoch."""
+    (folder / "logs").mkdir(exist_ok=True)
+    saboteur = Saboteur(faults, rank, 60, 20, folder)
+    found = []
+    for step in range(1, steps + 1):
+        try:
+            saboteur.after_step(step, None)
+        except ChaosError:
+            found.append(step)
+    return found
+
+
+def test_a_fault_happens_to_its_rank_once_in_the_life_of_a_run(tmp_path):
+    faults = parse("rank=1 step=7 mode=exception, rank=1 epoch=2 mode=exception")
+    assert happens_at(faults, 0, tmp_path) == []
+    assert happens_at(faults, 1, tmp_path, steps=10) == [7]
+    assert happens_at(faults, 1, tmp_path) == [40]  # started again
+    assert happens_at(faults, 1, tmp_path) == []
+
+
+def test_a_random_step_follows_from_the_seed(tmp_path):
+    steps = []
+    for seed in range(20):
+        (tmp_path / str(seed)).mkdir()
+        steps += happens_at(parse(f"mode=exception seed={seed}"), 0, tmp_path / str(seed))
+    assert len(steps) == 20 and len(set(steps)) > 5
+    (tmp_path / "again").mkdir()
+    assert happens_at(parse("mode=exception seed=3"), 0, tmp_path / "again") == [steps[3]]
+
+
+def test_during_a_save_means_in_the_middle_of_the_next_one(tmp_path):
+    (tmp_path / "logs").mkdir()
+    saboteur = Saboteur(parse("step=7 mode=exception during=save"), 0, 60, 20, tmp_path)
+    saboteur.after_step(7, None)
+    saboteur.while_saving(6)
+    with pytest.raises(ChaosError):
+        saboteur.while_saving(8)
+    saboteur.while_saving(9)
