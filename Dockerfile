@@ -37,7 +37,7 @@ FROM system
 
 RUN useradd --create-home --uid 1000 --shell /bin/bash ringtrain \
     && install -d -o ringtrain -g ringtrain runs \
-    # All containers of a cluster have one key, which is also that of their hosts (launch/sshd.sh): no other is believed.
+    # All containers of a cluster have one key, which is also their hosts' (launch/sshd.sh): no other is believed.
     && printf '%s\n' 'Host *' '    Port 2222' '    KnownHostsCommand /bin/sed "s/^/* /" %d/.ssh/id_rsa.pub' \
         >/etc/ssh/ssh_config.d/ringtrain.conf
 COPY --from=environment /opt/ringtrain/.venv .venv

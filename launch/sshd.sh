@@ -15,8 +15,8 @@ KEY=$HOME/.ssh/id_rsa
 
 if [[ ! -r $KEY ]]; then
     if [[ ! -r /keys/id_rsa || ! -r /keys/id_rsa.pub ]]; then
-        echo "sshd.sh: user $(id -u) can read neither $KEY nor /keys/id_rsa and /keys/id_rsa.pub: mount the cluster's keys" \
-            "with -v \$PWD/keys:/keys:ro, owned by that user" >&2
+        echo "sshd.sh: user $(id -u) can read neither $KEY nor /keys/id_rsa and /keys/id_rsa.pub: mount the cluster's" \
+            "keys with -v \$PWD/keys:/keys:ro, owned by that user" >&2
         exit 2
     fi
     install -d -m 700 "$HOME/.ssh"

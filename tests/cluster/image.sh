@@ -5,8 +5,8 @@
 #   make image              TensorFlow for CPUs
 #   make image GPU=1        with CUDA and NCCL; imported and run without a driver
 #
-# The base image is made by debootstrap, in place of the one on Docker Hub. Needs root and the network; packages that are
-# missing are installed. All that is made is in one folder of TMPDIR, which goes at the end.
+# The base image is made by debootstrap, in place of the one on Docker Hub. Needs root and the network; packages that
+# are missing are installed. All that is made is in one folder of TMPDIR (leave it 25 GB), which goes at the end.
 
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.."
@@ -22,17 +22,18 @@ main() {
     SCRATCH=$(mktemp -d --tmpdir ringtrain-image-XXXXXX)
     trap clean_up EXIT
     timed "$BASE by debootstrap" make_base
-    timed "$IMAGE by buildah, GPU=$GPU" store build --isolation chroot --pull-never --build-arg GPU="$GPU" --tag "$IMAGE" .
+    timed "$IMAGE by buildah, GPU=$GPU" \
+        store build --isolation chroot --pull-never --build-arg GPU="$GPU" --tag "$IMAGE" .
     CONTAINER=$(store from --pull-never "$IMAGE")
     FILES=$(store mount "$CONTAINER")
     nothing_to_build_with
+    say "size: $(size_mb "$FILES") MB, of which $(size_mb "$FILES/opt/ringtrain/.venv") MB are the environment"
     timed "Horovod has what it should" inside python -c "
 import horovod.tensorflow as hvd
 assert hvd.mpi_built() and hvd.gloo_built() and bool(hvd.nccl_built()) == bool($GPU), 'not built as asked for'
 print('MPI, Gloo, NCCL', hvd.nccl_built() or 'not', 'built')"
     timed "smoke test" inside launch/smoke.sh
     timed "four ranks on two hosts" python3 tests/cluster/image_hosts.py "$FILES"
-    say "size: $(du -sm "$FILES" | cut -f 1) MB, of which $(du -sm "$FILES/opt/ringtrain/.venv" | cut -f 1) MB are the environment"
 }
 
 tools() {
@@ -64,6 +65,8 @@ make_base() {
     store commit --rm "$container" "$BASE"
     rm "$SCRATCH/base.tar"
 }
+
+size_mb() { du -sm "$1" | cut -f 1; }
 
 nothing_to_build_with() {
     local found
