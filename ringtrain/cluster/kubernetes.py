@@ -21,7 +21,7 @@ OF_THIS_MACHINE = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the cluster is asked for besides the job."""
+    """What the cluster is asked for besides the job; user, keys and sshd are those of ringtrain's own image."""
 
     image: str = "ringtrain"
     name: str = "ringtrain"
@@ -34,10 +34,12 @@ class Cluster:
     """size limit of /dev/shm, which NCCL and MPI use between ranks of a worker"""
     secret: str = "ringtrain"
     """name of the Secret that holds the values of forwarded names that look like secrets"""
-    ssh_home: str = "/root/.ssh"
-    """where the image's user has its keys; another than root's: mpirun is not told that it is root"""
-    sshd: tuple[str, ...] = ("/usr/sbin/sshd", "-De")
+    ssh_home: str = "/home/ringtrain/.ssh"
+    """where the image's user has its keys; another than /root/.ssh: mpirun is not told that it is root"""
+    sshd: tuple[str, ...] = ("/opt/ringtrain/launch/sshd.sh",)
     """what a worker runs"""
+    ssh_port: int = 2222
+    """where it listens, and the image's ssh calls"""
 
 
 class Commented(tuple[str, ...]):
@@ -87,7 +89,7 @@ def manifest(job: Job, cluster: Cluster) -> dict[str, Any]:
     launch = mpi.plan(replace(inner, environment={**kept, "PATH": ""}), cluster.dialect, hostfile=HOSTFILE)
     image = {"image": cluster.image, "imagePullPolicy": "IfNotPresent"}
     limits = {"resources": {"limits": {"nvidia.com/gpu": cluster.gpus_per_worker}}} if cluster.gpus_per_worker else {}
-    probe = {"tcpSocket": {"port": job.ssh_port or 22}, "initialDelaySeconds": 1, "periodSeconds": 2}
+    probe = {"tcpSocket": {"port": job.ssh_port or cluster.ssh_port}, "initialDelaySeconds": 1, "periodSeconds": 2}
     shared = {"name": "shared-memory", "mountPath": "/dev/shm"}
     worker = {"name": "worker", **image, "command": list(cluster.sshd), "readinessProbe": probe, **limits}
     volume = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": cluster.shared_memory}}
