@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,7 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise LaunchError(f"got a command after --, which ringtrain {options.name} does not run: leave it out")
         options.command = command
         return options.handler(options)
-    except RingtrainError as error:
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads on, as `head` does not
+        return 128 + signal.SIGPIPE
+    except (RingtrainError, OSError) as error:
         print(f"ringtrain: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -134,14 +138,15 @@ def launch(options: argparse.Namespace) -> int:
             raise LaunchError(f"got --{option} {getattr(options, name):g}, expected a number of seconds above 0")
     found, _ = find_hosts(options)
     num_ranks = sum(host.slots for host in found) if options.np is None else options.np
-    job = job_of(options, take(found, num_ranks, options.oversubscribe), num_ranks)
+    planner, dialect = planner_of(options)
+    used = take(found, num_ranks, options.oversubscribe)
+    job = job_of(options, launching_host_first(used) if dialect == "openmpi4" else used, num_ranks)
     if any(host.indices for host in job.hosts) and (options.dry_run or options.launcher in HANDED_OVER):
         chosen = next(host for host in job.hosts if host.indices)
         raise LaunchError(
             f"{chosen.name}: slots that are not its first ones (--include, --exclude) are given to ranks by ringtrain"
             f" launch itself, as it runs: leave out --dry-run, and take mpirun, horovodrun or srun"
         )
-    planner = planner_of(options)
     if options.explain:
         explain(planner(job))
         return 0
@@ -149,7 +154,7 @@ def launch(options: argparse.Namespace) -> int:
         print(planner(job).shell())
         return 0
     if options.launcher in HANDED_OVER:
-        return run.submit(planner(job))
+        return run.submit(planner(job), job.files_folder)
     run.find(PROGRAMS[options.launcher])
     terms = run.Terms(options.launcher, options.start_timeout, options.grace, over_ssh=options.launcher != "srun")
     return run.run(job, planner, terms)
@@ -250,29 +255,40 @@ def job_of(options: argparse.Namespace, used: tuple[Host, ...], num_ranks: int) 
         oversubscribe=options.oversubscribe,
         output=str(Path(options.output).absolute()) if options.output else "",
         allow_root=os.geteuid() == 0,
+        files_folder=os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/ringtrain-{os.geteuid()}",
         # Of the other hosts' cores we know nothing; hosts of a job are mostly alike.
         yield_when_idle=max(host.slots for host in used) >= len(os.sched_getaffinity(0)),
     )
 
 
-def planner_of(options: argparse.Namespace) -> Callable[[Job], Plan]:
-    """What makes the command of a job, for the launcher that was chosen."""
+def launching_host_first(hosts: tuple[Host, ...]) -> tuple[Host, ...]:
+    """Hosts in the order in which Open MPI 4 fills them: this one first, wherever it was named."""
+    from ringtrain.cluster.keeper import is_here
+
+    here = next((host for host in hosts[1:] if is_here(host.name)), None) if len(hosts) > 1 else None
+    return hosts if here is None or is_here(hosts[0].name) else (here, *(host for host in hosts if host != here))
+
+
+def planner_of(options: argparse.Namespace) -> tuple[Callable[[Job], Plan], str]:
+    """What makes the command of a job, for the launcher that was chosen.
+
+    Returns:
+        A function, and the dialect of mpirun, empty where none is used.
+    """
     from functools import partial
 
     from ringtrain.cluster import horovodrun, kubernetes, mpi, run, slurm
 
-    def dialect() -> str:
-        return mpi.identify(run.call(["mpirun", "--version"], VERSION_TIMEOUT_S))
-
     timeout_s = max(1, int(options.start_timeout))
-    if options.launcher == "mpirun":
-        return partial(mpi.plan, dialect=dialect())
-    if options.launcher == "horovodrun":
-        return partial(horovodrun.plan, dialect=dialect(), start_timeout_s=timeout_s)
+    if options.launcher in ("mpirun", "horovodrun"):
+        dialect = mpi.identify(run.call(["mpirun", "--version"], VERSION_TIMEOUT_S))
+        if options.launcher == "mpirun":
+            return partial(mpi.plan, dialect=dialect), dialect
+        return partial(horovodrun.plan, dialect=dialect, start_timeout_s=timeout_s), dialect
     if options.launcher == "horovodrun-gloo":
-        return partial(horovodrun.plan, gloo=True, start_timeout_s=timeout_s)
+        return partial(horovodrun.plan, gloo=True, start_timeout_s=timeout_s), ""
     others: dict[str, Callable[[Job], Plan]] = {"srun": slurm.srun, "sbatch": slurm.sbatch, "mpijob": kubernetes.plan}
-    return others[options.launcher]
+    return others[options.launcher], ""
 
 
 if __name__ == "__main__":

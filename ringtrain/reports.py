@@ -125,7 +125,8 @@ def difference(expected: Expected, seats: Iterable[Seat]) -> str:
         A table of what differs, with a line that says how to mend it; empty: nothing does.
     """
     planned = expected.seats()
-    by_name = {_short(name): name for name, _ in expected.hosts}
+    short = Counter(_short(name) for name, _ in expected.hosts)
+    by_name = {_short(name): name for name, _ in expected.hosts if short[_short(name)] == 1}
     found_of: dict[str, str] = {}
     planned_of: dict[str, str] = {}
     taken: dict[tuple[str, str], int] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ NO_VALUE = (
 )
 # Words that let ranks be dealt out otherwise than slot by slot: then only their number can be compared.
 OTHER_ORDER = re.compile(
-    r"-?-(map-by|rankfile|rf|N|npernode|ppn|pernode|bynode|npersocket|oversubscribe|app|rank-by|rr)\b|:$"
+    r"rmaps_|-?-(map-by|rankfile|rf|N|npernode|ppn|pernode|bynode|npersocket|oversubscribe|app|rank-by|rr)\b|:$"
 )
 
 
@@ -48,7 +49,11 @@ def expectation(environ: Mapping[str, str], process: int = 0, proc: Path = Path(
     if PLAN in environ:
         return Expected.from_json(environ[PLAN])
     size = next((int(environ[name]) for name in WORLD_SIZES if environ.get(name, "").isdigit()), 0)
-    told = told_on_command_line(launcher_among_ancestors(process or os.getpid(), proc), read_lines)
+    told = told_on_command_line(
+        launcher_among_ancestors(process or os.getpid(), proc), read_lines, socket.gethostname()
+    )
+    if told and any(name.startswith(("OMPI_MCA_rmaps_", "PRTE_MCA_rmaps_")) for name in environ):
+        told = replace(told, hosts=())
     if told and (not size or told.size in (0, size)):
         return replace(told, size=told.size or size) if told.size or size else None
     return Expected(size, source="the launcher") if size else None
@@ -69,12 +74,15 @@ def launcher_among_ancestors(process: int, proc: Path = Path("/proc")) -> list[s
     return []
 
 
-def told_on_command_line(words: Sequence[str], read: Callable[[str], Sequence[str]]) -> Expected | None:
+def told_on_command_line(
+    words: Sequence[str], read: Callable[[str], Sequence[str]], own_name: str = ""
+) -> Expected | None:
     """Reads ranks and hosts off a launcher's command line.
 
     Args:
         words: its command line; empty: there is none.
         read: gives the lines of a hostfile; none if it cannot be read.
+        own_name: of this host, on which the launcher runs.
 
     Returns:
         Hosts only where it is sure that slots are filled one after the other; size 0 where it is not said.
@@ -100,6 +108,8 @@ def told_on_command_line(words: Sequence[str], read: Callable[[str], Sequence[st
     known = [(host, slots) for host, slots in hosts if slots]
     sure = ordered and size and len(known) == len(hosts) and len(dict(known)) == len(known)
     sure = sure and sum(slots for _, slots in known) >= size
+    # Open MPI 4 begins with the launching host, wherever that is named; 5 and Hydra do not.
+    sure = sure and not any(host.partition(".")[0] == own_name.partition(".")[0] for host, _ in known[1:])
     return Expected(size, tuple(known) if sure else (), source=f"`{shown}`")
 
 

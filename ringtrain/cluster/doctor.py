@@ -28,6 +28,7 @@ from ringtrain.cluster import checks, links, mpi, run
 from ringtrain.cluster.findings import LEVELS, Probe, Scene, gather
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.job import Job
+from ringtrain.cluster.keeper import is_here
 from ringtrain.cluster.report import Report, plain_or_terminal, show
 from ringtrain.errors import LaunchError
 
@@ -114,8 +115,9 @@ def examine(hosts: Sequence[Host], options: Options, environ: Mapping[str, str] 
         alone = pool.submit(visit, Host("localhost"), question, options, Trace(0)) if elsewhere else None
         probes = tuple(pool.map(lambda host: visit(host, question, options, trace), wanted))
     at_home = alone.result() if alone else next(probe for probe in probes if is_here(probe.host.name))
-    here = at_home.facts or {}
-    if not hosts and here:
+    # What the others are compared with; where this machine does not answer in time, the first that does.
+    here = at_home.facts or next((probe.facts for probe in probes if probe.facts), {})
+    if not hosts and at_home.facts:
         probes = (replace(at_home, host=Host("localhost", len(here["gpus"] or ()) or here["cores"] or 1)),)
     scene = Scene(probes, here, options.python, options.ssh_port, options.subnet)
     table = checks.judge(scene)
@@ -309,12 +311,6 @@ class Trace:
         return True if left else None
 
 
-def is_here(name: str) -> bool:
-    """Whether a host is this machine, which needs no ssh: launchers see it like this, too."""
-    own = socket.gethostname()
-    return name.lower() in ("localhost", "127.0.0.1", "::1", own.lower(), own.lower().partition(".")[0])
-
-
 # ---- the ring ----------------------------------------------------------------------------------------------------
 
 
@@ -330,6 +326,9 @@ def measure(
         options: with the time that a host has to start in.
         environ: of the launching process.
     """
+    names = sorted(
+        names, key=lambda name: not is_here(name)
+    )  # as Open MPI 4 places ranks, in whatever order it is told
     seconds = min(0.5, 20 / len(names))  # for each link
     limit_s = 3 * options.timeout_s + 2 * len(names)
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as said:
@@ -349,7 +348,7 @@ def measure(
             dialect = mpi.identify(mpirun["said"])
             named = job if dialect in SUBNETS else replace(job, subnet="")
             plan = mpi.plan(named, dialect, mpirun["program"])
-            run.write_files(plan)
+            run.write_files(plan, folder)
             process = subprocess.Popen(
                 plan.argv,
                 env={**environ, **plan.env},

@@ -6,6 +6,7 @@ kills every process that has the job's id in its environment, whoever started it
 
 from __future__ import annotations
 
+import base64
 import os
 import shlex
 import socket
@@ -18,8 +19,8 @@ SAYS = "ringtrain-keeper:"
 LEASE_S = 30
 """a host that has not heard the launcher for so long ends its part of the job"""
 BEAT_S = 5
-PATIENCE = 40
-"""rounds of 0.05 s in which launchers, whose ranks have been killed, may end by themselves and remove their files"""
+PATIENCE_S = 2
+"""for launchers whose ranks have been killed to end by themselves and remove their files"""
 ALIVE_S, ALIVE_COUNT = 3, 5
 """ssh asks a silent host every so many seconds, and gives up after so many questions"""
 
@@ -38,7 +39,7 @@ daemons() {{
     done | sort -u
 }}
 sweep() {{
-    others=$(daemons) round=0
+    others=$(daemons) began=$(date +%s)
     while :; do
         first= then=
         for process in $(mine) $others; do
@@ -50,16 +51,19 @@ sweep() {{
             *) first="$first $process" ;;
             esac
         done
-        [ -n "$first$then" ] && [ $round -lt {2 * PATIENCE} ] || break
-        [ $round -lt {PATIENCE} ] || first="$first $then"
+        waited=$(($(date +%s) - began))
+        [ -n "$first$then" ] && [ $waited -lt {3 * PATIENCE_S} ] || break
+        [ $waited -lt {PATIENCE_S} ] || first="$first $then"
         kill -s KILL $first 2>/dev/null
         sleep 0.05
-        round=$((round + 1))
     done
 }}
-version=
-cd "$folder" 2>/dev/null
-if [ -n "$program" ] && [ -z "$(PATH=$path; command -v "$program")" ]; then
+version= missing=
+cd "$folder" 2>/dev/null || missing=$program
+if [ -n "$missing" ]; then
+    echo "{SAYS}lacks-folder $(uname -n)"
+    exit
+elif [ -n "$program" ] && [ -z "$(PATH=$path; command -v "$program")" ]; then
     echo "{SAYS}lacks $(uname -n)"
     exit
 elif [ -n "$wants_ringtrain" ]; then
@@ -107,7 +111,11 @@ def argv(
     is_python = os.path.basename(program).startswith("python")
     wants_ringtrain = is_python and any(word.startswith("ringtrain.") for word in command[1:3])
     words = ["sh", "-c", SCRIPT, "ringtrain-keeper", job, str(folder), program, path, modules, "1" * wants_ringtrain]
-    return [*ssh(timeout_s, port), "--", host, shlex.join(words)] if host else words
+    if not host:
+        return words
+    # In one line, which every login shell understands, csh as well.
+    script = f'eval "$(echo {base64.b64encode(SCRIPT.encode()).decode()} | base64 -d)"'
+    return [*ssh(timeout_s, port), "--", host, shlex.join([*words[:2], script, *words[3:]])]
 
 
 def ssh(timeout_s: float, port: int = 0) -> list[str]:
@@ -137,8 +145,10 @@ def is_here(host: str) -> bool:
     for family, kind, protocol, _, address in found:
         try:
             with socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)  # the kernel lets nobody else's address be bound
-                return True
+                # Sends nothing; the kernel tells from where it would: to an address of one's own, from that address.
+                probe.connect((address[0], 9, *address[2:]))
+                if probe.getsockname()[0] == address[0] or str(address[0]).startswith("127."):
+                    return True
         except OSError:
             continue
     return False

@@ -37,7 +37,7 @@ class Cluster:
     ssh_home: str = "/home/ringtrain/.ssh"
     """where the image's user has its keys; another than /root/.ssh: mpirun is not told that it is root"""
     sshd: tuple[str, ...] = ("/opt/ringtrain/launch/sshd.sh",)
-    """what a worker runs"""
+    """what a worker runs; a port that the job wants is its last argument"""
     ssh_port: int = 2222
     """where it listens, and the image's ssh calls"""
 
@@ -91,7 +91,13 @@ def manifest(job: Job, cluster: Cluster) -> dict[str, Any]:
     limits = {"resources": {"limits": {"nvidia.com/gpu": cluster.gpus_per_worker}}} if cluster.gpus_per_worker else {}
     probe = {"tcpSocket": {"port": job.ssh_port or cluster.ssh_port}, "initialDelaySeconds": 1, "periodSeconds": 2}
     shared = {"name": "shared-memory", "mountPath": "/dev/shm"}
-    worker = {"name": "worker", **image, "command": list(cluster.sshd), "readinessProbe": probe, **limits}
+    worker = {
+        "name": "worker",
+        **image,
+        "command": [*cluster.sshd, *([str(job.ssh_port)] if job.ssh_port else [])],
+        "readinessProbe": probe,
+        **limits,
+    }
     volume = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": cluster.shared_memory}}
     launcher = {
         "name": "launcher",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import selectors
 import shlex
 import shutil
@@ -19,7 +20,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -99,29 +100,59 @@ def find(program: str, environ: Mapping[str, str] = os.environ) -> str:
     return found
 
 
-def submit(plan: Plan, environ: Mapping[str, str] = os.environ) -> int:
+def submit(plan: Plan, own_folder: str, environ: Mapping[str, str] = os.environ) -> int:
     """Writes a plan's files and runs its command, which hands the job to a scheduler and returns.
+
+    Args:
+        plan: of a launcher that copies what it needs.
+        own_folder: for files that are to go again; it is made if it is missing.
+        environ: of the command.
 
     Returns:
         The command's exit code.
     """
     program = find(plan.argv[0], environ)
-    write_files(plan)
-    return subprocess.run([program, *plan.argv[1:]], env={**environ, **plan.env}, check=False).returncode
+    with written_files(plan, own_folder):
+        return subprocess.run([program, *plan.argv[1:]], env={**environ, **plan.env}, check=False).returncode
 
 
-def write_files(plan: Plan) -> None:
+def write_files(plan: Plan, own_folder: str) -> list[Path]:
     """Writes the files that a plan's command reads.
 
+    Args:
+        plan: that names them.
+        own_folder: for those that are to go again; it is made if it is missing.
+
+    Returns:
+        The files in own_folder.
+
     Raises:
-        LaunchError: one cannot be written.
+        LaunchError: one cannot be written, or others could change it: own_folder must be this user's alone.
     """
-    for name, text in plan.files.items():
+    own = []
+    for path, text in ((Path(name), text) for name, text in plan.files.items()):
         try:
-            Path(name).parent.mkdir(parents=True, exist_ok=True)
-            Path(name).write_text(text, encoding="utf-8")
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if path.parent == Path(own_folder):
+                seen = os.lstat(own_folder)
+                if seen.st_uid != os.geteuid() or seen.st_mode & 0o022:
+                    raise LaunchError(f"{own_folder}: others may write there: remove it, or set XDG_RUNTIME_DIR")
+                own.append(path)
+            path.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise LaunchError(f"{name}: cannot be written: {error.strerror}") from error
+            raise LaunchError(f"{path}: cannot be written: {error.strerror}") from error
+    return own
+
+
+@contextlib.contextmanager
+def written_files(plan: Plan, own_folder: str) -> Iterator[None]:
+    """Writes the files that a plan's command reads, and removes those in own_folder afterwards; see write_files."""
+    own = write_files(plan, own_folder)
+    try:
+        yield
+    finally:
+        for path in own:
+            path.unlink(missing_ok=True)
 
 
 def run(job: Job, planner: Callable[[Job], Plan], terms: Terms = Terms()) -> int:
@@ -146,10 +177,9 @@ def run(job: Job, planner: Callable[[Job], Plan], terms: Terms = Terms()) -> int
     environ = {**job.environment, **told}
     plan = planner(replace(job, command=("sh", "-c", starter(job.hosts), "rank", *job.command), environment=environ))
     program = find(plan.argv[0], environ)
-    with Watch(name, job, terms) as watch:
+    with Watch(name, job, terms) as watch, written_files(plan, job.files_folder):
         try:
             watch.prepare()
-            write_files(plan)
             code = watch.supervise([program, *plan.argv[1:]], {**environ, **plan.env}, expected)
         except Stopped as stopped:
             code = -stopped.number
@@ -219,7 +249,9 @@ class Watch:
         self._beats = threading.Thread(target=self._keep_alive, daemon=True)
 
     def __enter__(self) -> Watch:
-        self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        # What nohup has set stays: the job outlives its terminal then.
+        heard = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._receive) for number in heard}
         # A stopped launcher would not be heard by the keepers, and the job would end.
         self._before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         self._beats.start()
@@ -246,6 +278,8 @@ class Watch:
         Raises:
             LaunchError: names the hosts that do not answer, or lack the program, with what ssh said.
         """
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))  # a keeper takes two
         names = [host.name for host in self.job.hosts] if self.terms.over_ssh else []
         here = [host for host in names if keeper.is_here(host)]
         waiting = deque(["", *(host for host in names if host not in here)])
@@ -279,8 +313,11 @@ class Watch:
             job.ssh_port,
         )
         pipe = subprocess.PIPE
-        # Out of the terminal's reach: Ctrl-C and a closed terminal are for this process to hand on.
-        process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            # Out of the terminal's reach: Ctrl-C and a closed terminal are for this process to hand on.
+            process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, start_new_session=True)
+        except OSError as error:
+            raise LaunchError(f"{host or 'this host'}: {argv[0]} cannot be started here: {error.strerror}") from error
         added = Keeper(host, process, lines=deque(maxlen=20))
         self._keepers.append(added)
         self._selector.register(process.stdout, selectors.EVENT_READ, added)  # type: ignore[arg-type]
@@ -289,6 +326,8 @@ class Watch:
         """What is wrong with a host that has not become ready, in a line."""
         host = lost.host or "this host"
         if any(line.startswith(f"{keeper.SAYS}lacks") for line in lost.lines):
+            if any("lacks-folder" in line for line in lost.lines):
+                return f"{host} has no folder {self.job.working_directory}, where ranks start: make it the same there"
             return f"{host} has no {self.job.command[0]!r} on PATH={self.job.environment.get('PATH', '')}: install it"
         said = [line for line in lost.lines if line and not line.startswith(("@", keeper.SAYS))]
         return f"{host} does not answer: {said[-1] if said else f'no word in {self.terms.start_timeout_s:g} s'}"

@@ -319,3 +319,26 @@ def test_open_mpi_5_that_got_its_hosts_passes(two_hosts: lab.Lab, tmp_path: Path
     code, stderr = run(two_hosts, *LAUNCH, "--oversubscribe", "--", "true", env=env)
     assert code == 0, stderr
     nothing_is_left(two_hosts)
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun", "horovodrun-gloo"])
+def test_hosts_may_be_named_in_any_order(two_hosts: lab.Lab, launcher: str) -> None:
+    """Open MPI 4 begins with the launching host, wherever it is named; that is no wrong place."""
+    words = ["python", "-m", "ringtrain", "launch", "--launcher", launcher, "-H", "host2:2,host1:1", "--", "true"]
+    ended = two_hosts.run("host1", words, TIMEOUT_S, env=environment())
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_the_launching_host_may_be_none_of_the_jobs(make_lab: Callable[[int], lab.Lab]) -> None:
+    hosts = make_lab(3)
+    ended = hosts.run("host3", [*LAUNCH, "--", "hostname"], TIMEOUT_S, env=environment())
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(re.findall(r"host\d$", ended.stdout, re.MULTILINE)) == ["host1", "host1", "host2", "host2"]
+
+
+def test_a_bare_horovodrun_may_name_hosts_in_any_order(two_hosts: lab.Lab) -> None:
+    program = ["python", "-c", "import ringtrain.hvd as hvd; hvd.init(); hvd.check_placement(); print('placed')"]
+    words = ["horovodrun", "-np", "2", "-H", "host2:1,host1:1", *program]
+    ended = two_hosts.run("host1", words, TIMEOUT_S, env=environment())
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count("placed") == 2

@@ -272,6 +272,16 @@ def test_a_closed_terminal_ends_the_job(launch) -> None:
     assert started.left() == {}
 
 
+def test_nohup_lets_a_job_outlive_its_terminal(launch, tmp_path: Path) -> None:
+    go_on = tmp_path / "go-on"
+    started = launch("nohup", *ringtrain(*shell(f"echo begun; while [ ! -e '{go_on}' ]; do sleep 0.05; done")))
+    started.wait_for_ranks()
+    started.process.send_signal(signal.SIGHUP)
+    go_on.touch()
+    code, stderr = started.end()
+    assert code == 0, stderr
+
+
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun", "horovodrun-gloo"])
 def test_a_killed_launcher_leaves_nothing(launch, launcher: str) -> None:
     started = launch(*ringtrain(*shell(DEAF), launcher=launcher))

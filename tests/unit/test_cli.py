@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,6 +14,9 @@ from pathlib import Path
 import pytest
 
 from ringtrain import cli
+from ringtrain.cluster import keeper, run
+from ringtrain.cluster.job import Plan
+from ringtrain.errors import LaunchError
 
 ROOT = Path(__file__).parents[2]
 OPEN_MPI_4 = "mpirun (Open MPI) 4.1.8"
@@ -230,3 +235,48 @@ def test_slots_by_number_are_refused_where_ranks_would_not_hear_of_them(bin_dir:
         assert ended.returncode == 2
         (line,) = ended.stderr.splitlines()
         assert line.startswith("ringtrain: host1: slots that are not its first ones")
+
+
+def test_without_an_ssh_client_other_hosts_are_refused_in_one_line(bin_dir: Path) -> None:
+    (bin_dir / "sh").symlink_to("/bin/sh")
+    env = {"PATH": str(bin_dir)}
+    ended = ringtrain("launch", "-H", "localhost:1,192.0.2.1:1", "--", "sh", "-c", "true", bin_dir=bin_dir, env=env)
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+    assert ended.stderr.startswith("ringtrain: 192.0.2.1: ssh cannot be started here")
+    assert not (bin_dir / "mpirun.started").exists()
+
+
+def test_output_that_is_cut_off_is_no_error(bin_dir: Path) -> None:
+    hosts = ",".join(f"host{number}:4" for number in range(20_000))
+    (bin_dir / "hosts").write_text(hosts.replace(",", "\n"))
+    script = f"'{sys.executable}' -m ringtrain hosts --hostfile '{bin_dir}/hosts' | head -1"
+    ended = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.stdout == "host0:4\n"
+    assert "Traceback" not in ended.stderr
+
+
+def test_files_of_a_launch_are_this_users_alone_and_go_again(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    plan = Plan((), ("true",), files={str(own / "hosts.txt"): "host1\n", str(tmp_path / "kept" / "x"): "y"})
+    with run.written_files(plan, str(own)):
+        assert (own / "hosts.txt").read_text() == "host1\n"
+        assert own.stat().st_mode & 0o077 == 0
+    assert not (own / "hosts.txt").exists() and (tmp_path / "kept" / "x").exists()
+    own.chmod(0o777)
+    with pytest.raises(LaunchError, match="others may write there"):
+        run.write_files(plan, str(own))
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash", "tcsh"])
+def test_a_keeper_for_another_host_is_one_line_for_its_login_shell(shell: str, tmp_path: Path) -> None:
+    """csh takes no line breaks within quotes. Where tcsh is not installed, the line has to have none."""
+    *_, line = keeper.argv("host1", "job", ["sh"], tmp_path, "/usr/bin:/bin", "", 10)
+    assert "\n" not in line
+    if shutil.which(shell):
+        ended = subprocess.run([shell, "-c", line], input="end\n", capture_output=True, text=True, check=False)
+        assert f"{keeper.SAYS}ready" in ended.stdout and f"{keeper.SAYS}swept" in ended.stdout, ended.stderr
+
+
+def test_a_host_is_here_by_name_or_address_and_no_other_is() -> None:
+    assert all(keeper.is_here(name) for name in ("localhost", "127.0.0.1", "127.0.1.1", "::1", socket.gethostname()))
+    assert not any(keeper.is_here(name) for name in ("192.0.2.1", "2001:db8::1", "no-such-host.invalid"))

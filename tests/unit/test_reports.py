@@ -204,3 +204,11 @@ def test_nothing_is_said_without_a_launcher_that_listens(capfd: pytest.CaptureFi
     monkeypatch.setenv(JOB, "j")
     reports.report_failure(ValueError("x"), 0, 1, with_traceback=True)
     assert capfd.readouterr().err.startswith("ringtrain-report:j:failure:0:1/1:")
+
+
+def test_hosts_of_one_short_name_in_two_domains_are_two_hosts() -> None:
+    expected = Expected(2, (("node1.rack1", 1), ("node1.rack2", 1)))
+    seats = [Seat(0, 2, "node1.rack1", 0), Seat(1, 2, "node1.rack2", 0)]
+    assert difference(expected, seats) == ""
+    assert "one of 2" not in difference(expected, [seats[0], Seat(1, 2, "node1.rack1", 1)])
+    assert difference(expected, [seats[0], Seat(1, 2, "node1.rack1", 1)]) != ""

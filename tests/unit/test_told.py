@@ -42,6 +42,7 @@ def test_ranks_and_hosts(line: str) -> None:
         ("mpirun -np 8 -H host1:4,host2:4 --map-by node python x.py", 8),  # dealt out otherwise
         ("mpirun -np 8 -H host1:4,host2:4 --map-by ppr:4:node python x.py", 8),
         ("mpirun -np 8 -H host1:4,host2:4 -rf ranks python x.py", 8),
+        ("mpirun --mca rmaps_base_mapping_policy node -np 8 -H host1:4,host2:4 python x.py", 8),
         ("mpirun -np 8 -H host1,host2 --oversubscribe python x.py", 8),
         ("mpirun -np 8 -H host1:4,host1:4 python x.py", 8),  # a name twice
         ("mpirun -np 8 -H host1:2,host2:4 python x.py", 8),  # fewer slots than ranks: the launcher knows why
@@ -86,3 +87,20 @@ def test_the_plan_wins_over_the_command_line_and_that_over_the_environment(tmp_p
     assert other == Expected(3, source="the launcher")
     assert expectation({"SLURM_STEP_NUM_TASKS": "4"}, 1, tmp_path) == Expected(4, source="the launcher")
     assert expectation({}, 1, tmp_path) is None
+
+
+def test_open_mpi_begins_with_the_launching_host_wherever_it_is_named() -> None:
+    words = shlex.split("mpirun -np 8 -H host2:4,host1:4 python x.py")
+    for own_name, hosts in (("host1", ()), ("host1.cluster", ()), ("host2", None), ("login", None)):
+        expected = told_on_command_line(words, lambda path: [], own_name)
+        assert expected is not None and expected.size == 8
+        assert expected.hosts == ((("host2", 4), ("host1", 4)) if hosts is None else hosts)
+
+
+@pytest.mark.parametrize("name", ["OMPI_MCA_rmaps_base_mapping_policy", "PRTE_MCA_rmaps_default_mapping_policy"])
+def test_a_mapping_policy_in_the_environment_makes_places_unsure(name: str, tmp_path: Path) -> None:
+    last = process_table(tmp_path, "mpirun -np 8 -H host2:4,host3:4 python x.py", "python x.py")
+    environ = {"OMPI_COMM_WORLD_SIZE": "8"}
+    sure, unsure = (expectation(one, last, tmp_path) for one in (environ, {**environ, name: "node"}))
+    assert sure is not None and unsure is not None
+    assert (len(sure.hosts), unsure.hosts, unsure.size) == (2, (), 8)
