@@ -70,7 +70,8 @@ def log_to(path: Path, first_line: str) -> None:
 
 def _pass_on(source: int) -> None:
     """The watcher's whole life: until it is told to end, or no process is left that can write to the pipe."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    # srun signals all processes of a rank; the rank itself may save before it ends, and has something to say then.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)

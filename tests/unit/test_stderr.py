@@ -66,3 +66,9 @@ def test_the_log_keeps_everything_from_the_start(tmp_path):
     )
     assert watched(body) == (0, "before\nafter")
     assert log.read_bytes() == b"rank 0\n" + NOISE[1] + b"before\nafter"
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"])
+def test_a_signal_to_all_processes_of_a_rank_does_not_silence_one_that_goes_on(name):
+    heard = f"signal.signal(signal.{name}, lambda *_: None); os.killpg(0, signal.{name})"
+    assert watched(f"{heard}; print('saved', file=sys.stderr)") == (0, "saved\n")
