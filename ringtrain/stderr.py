@@ -24,6 +24,10 @@ CHATTER = re.compile(
 )
 
 
+# srun signals all processes of a rank; the rank itself may save before it ends, and has something to say then.
+DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+
 def watch() -> None:
     """Keeps TensorFlow's log lines off the terminal; everything else on standard error still reaches it.
 
@@ -31,11 +35,16 @@ def watch() -> None:
     its own reads it: what a rank says while it crashes is not lost. Call it before anything starts threads.
     """
     source, sink = os.pipe()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, DEAF_TO)  # until the watcher is deaf to them
     watcher = os.fork()
     if watcher == 0:
+        for number in DEAF_TO:
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(sink)
         _pass_on(source)
         os._exit(0)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     os.close(source)
     os.dup2(sink, 2)
     os.close(sink)
@@ -70,9 +79,6 @@ def log_to(path: Path, first_line: str) -> None:
 
 def _pass_on(source: int) -> None:
     """The watcher's whole life: until it is told to end, or no process is left that can write to the pipe."""
-    # srun signals all processes of a rank; the rank itself may save before it ends, and has something to say then.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
