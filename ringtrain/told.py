@@ -52,7 +52,8 @@ def expectation(environ: Mapping[str, str], process: int = 0, proc: Path = Path(
     told = told_on_command_line(
         launcher_among_ancestors(process or os.getpid(), proc), read_lines, socket.gethostname()
     )
-    if told and any(name.startswith(("OMPI_MCA_rmaps_", "PRTE_MCA_rmaps_")) for name in environ):
+    policies = [value for name, value in environ.items() if name.startswith(("OMPI_MCA_rmaps_", "PRTE_MCA_rmaps_"))]
+    if told and any(value != "slot" for value in policies):  # which mpirun itself sets for `-map-by slot`
         told = replace(told, hosts=())
     if told and (not size or told.size in (0, size)):
         return replace(told, size=told.size or size) if told.size or size else None

@@ -34,6 +34,7 @@ from ringtrain.reports import JOB, OWN_RANK, PLAN, STARTER, Expected, Reader, di
 TICK_S = 0.1
 SETTLE_S = 0.5  # after a rank in the wrong place: so that the others are in the table as well
 SWEEP_S = 7.0
+LOST_S = 30.0
 CONNECTING = 32  # ssh at a time
 ENDING = (signal.SIGTERM, signal.SIGHUP)  # whoever sends one of these will not come back to send another
 SIGNALS = (signal.SIGINT, signal.SIGUSR1, *ENDING)
@@ -220,6 +221,8 @@ class Keeper:
     process: subprocess.Popen[bytes]
     ready: bool = False
     swept: bool = False
+    closed: bool = False
+    """it has ended, and all that it said is read"""
     lines: deque[str] | Any = None
 
     def tell(self, order: str) -> None:
@@ -239,6 +242,7 @@ class Watch:
         self.tails: dict[int, deque[str]] = {}
         self.said_by_launcher: deque[str] = deque(maxlen=200)
         self.stopped_by = 0
+        self.silent: list[str] = []
         self._received: list[int] = []
         self._keepers: list[Keeper] = []
         self._selector = selectors.DefaultSelector()
@@ -443,6 +447,8 @@ class Watch:
             data = os.read(key.fd, 65536)
             if not data:
                 self._selector.unregister(key.fileobj)
+                if key.data is not None:
+                    key.data.closed = True
             elif key.data is None:
                 self._take(data)
             else:
@@ -488,11 +494,12 @@ class Watch:
         if self._beats.is_alive():
             self._beats.join()
         self._tell("end")
-        deadline = time.monotonic() + SWEEP_S
-        while self._keepers and time.monotonic() < deadline:
-            if all(each.swept or each.process.poll() is not None for each in self._keepers):
-                break
+        # A job that has ended well is called lost only when ssh has given its host up, or all patience is over.
+        ended_well = self._process is not None and self._process.poll() == 0
+        deadline = time.monotonic() + (LOST_S if ended_well else SWEEP_S)
+        while time.monotonic() < deadline and not all(each.swept or each.closed for each in self._keepers):
             self._poll()
+        self.silent += [each.host for each in self._keepers if each.host and each.ready and not each.swept]
         for each in self._keepers:
             each.process.kill()
             each.process.wait()
@@ -514,7 +521,8 @@ class Watch:
         Returns:
             The exit code.
         """
-        decided = verdict.decide(returncode, self.reports, "\n".join(self.said_by_launcher), self.tails, launcher)
+        words = "\n".join(self.said_by_launcher)
+        decided = verdict.decide(returncode, self.reports, words, self.tails, launcher, self.silent)
         if self.stopped_by and decided.exit_code:
             say(f"stopped by {signal.Signals(self.stopped_by).name}")
             return 128 + self.stopped_by

@@ -40,7 +40,12 @@ def rank_of(line: str) -> tuple[int, str] | None:
 
 
 def decide(
-    returncode: int, reports: Reader, said_by_launcher: str, tails: Mapping[int, Sequence[str]], launcher: str
+    returncode: int,
+    reports: Reader,
+    said_by_launcher: str,
+    tails: Mapping[int, Sequence[str]],
+    launcher: str,
+    silent: Sequence[str] = (),
 ) -> Verdict:
     """Finds the first cause of a job's end.
 
@@ -50,13 +55,14 @@ def decide(
         said_by_launcher: its own lines.
         tails: the last lines that each rank wrote.
         launcher: its name, for the message.
+        silent: hosts that did not answer any more when the job was over. Open MPI 5 ends with 0 then.
 
     Returns:
         The exit code of the rank that ended first, and why it did: its exception; else its signal or exit code and what
         it wrote last. "Horovod has been shut down" is said where nobody knows better, with what it means.
     """
     code = returncode if returncode >= 0 else 128 - returncode
-    if code == 0:
+    if code == 0 and not silent:
         return Verdict(0)
     hosts = {seat.rank: seat.host for seat in reports.seats}
     failure = reports.first_failure()
@@ -78,6 +84,9 @@ def decide(
             why = f"{where} was the first to end, with exit code {rank_code}"
         tail = "\n".join(f"  {line}" for line in tails.get(rank, ()))
         return Verdict(rank_code, f"{why}{'; its last lines:' * bool(tail)}\n{tail}".rstrip())
+    if silent:
+        lost_hosts = ", ".join(silent)
+        return Verdict(2, f"lost {lost_hosts} while it ran: no answer from there; the host or its network failed")
     if failure:
         return Verdict(
             failure.exit_code,

@@ -185,6 +185,28 @@ def test_a_cut_link_ends_the_job_and_names_the_host(two_hosts: lab.Lab) -> None:
     lab.wait_for(lambda: started.num_ranks() == 0, TIMEOUT_S, "no rank lives on the host that was cut off")
 
 
+def test_a_link_cut_in_the_middle_of_training_ends_the_job_names_the_host_and_keeps_what_was_saved(
+    two_hosts: lab.Lab, tmp_path: Path
+) -> None:
+    train = ["python", "-m", "ringtrain.train", "--config", "configs/digits.toml", "--train.epochs", "5000"]
+    options = ["--run.directory", str(tmp_path), "--run.name", "run"]
+    launch = ["python", "-m", "ringtrain", "launch", "-H", "host1:1,host2:1", "--", *train, *options]
+    process = two_hosts.start("host1", launch, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with process:
+        lab.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 1, TIMEOUT_S, "two epochs")
+        two_hosts.cut("host2")
+        _, stderr = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 2, stderr
+    assert stderr.splitlines()[-1].startswith("ringtrain: lost host2 while it ran"), stderr
+    nothing_is_left(two_hosts, "host1")
+    two_hosts.restore("host2")
+    lab.wait_for(lambda: not two_hosts.processes("host2"), TIMEOUT_S, "the part that was cut off has ended by itself")
+    again = two_hosts.run("host1", [*launch, "--train.max-time-s", "0.001"], TIMEOUT_S, env=environment())
+    assert again.returncode == 0, again.stderr
+    assert "going on" in again.stdout and "2 ranks in step" in again.stdout
+
+
 def test_a_rank_of_another_host_is_named_with_its_last_words(two_hosts: lab.Lab) -> None:
     code, stderr = run(two_hosts, *LAUNCH, "--", *RANK_2_LEAVES)
     assert code == 5

@@ -179,15 +179,12 @@ def test_a_ranks_exit_code_comes_back_through_srun(slurm):
 def test_open_mpi_from_pypi_finds_its_ranks_by_pmix_alone(slurm):
     assert {"pmix", "pmi2"} <= set(slurm.run(["srun", "--mpi=list"]).stdout.split())
     wanted = Job(("python", "-c", PLACES), 2, (Host("host1", 1), Host("host2", 1)))
-    for mpi, words in {
-        "pmix": "places ('host1', 0, 0, 1) ('host2', 1, 0, 1)",
-        "pmi2": "built with SLURM's PMI",
-    }.items():
+    for mpi, starts in {"pmix": True, "pmi2": False}.items():
         plan = planner.srun(wanted, mpi)
-        env = {**plan.env, "OPAL_PREFIX": str(launching.BIN.parent)}  # for the text of Open MPI's complaint
-        ended = slurm.run(plan.argv, env=env)
-        assert (ended.returncode == 0) is (mpi == "pmix"), ended.stdout + ended.stderr
-        assert words in ended.stdout + ended.stderr
+        ended = slurm.run(plan.argv, env=plan.env)
+        assert (ended.returncode == 0) is starts, ended.stdout + ended.stderr
+        # What Open MPI says of pmi2 may be cut off: srun ends the other rank, and with it what it was about to write.
+        assert ("places ('host1', 0, 0, 1) ('host2', 1, 0, 1)" in ended.stdout) is starts
 
 
 def test_the_hosts_of_an_allocation_are_found(slurm):

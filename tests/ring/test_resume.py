@@ -148,6 +148,19 @@ def test_a_run_goes_on_on_another_number_of_ranks(whole: Path, tmp_path: Path) -
     assert abs(summary(folder)["test_accuracy"] - summary(whole)["test_accuracy"]) < 0.05
 
 
+def test_on_another_number_of_ranks_the_rest_of_an_epoch_is_the_same_samples(tmp_path: Path) -> None:
+    """One rank goes on where two stopped in the middle of an epoch: its metrics are those of all 64 x 22 samples."""
+    options = ["--model.name", "mlp", "--train.epochs", 2]
+    assert train(tmp_path / "whole", *options).returncode == 0
+    folder = cut_off(tmp_path / "whole", tmp_path / "cut", STEPS_PER_EPOCH + 8)
+    finished = train(folder, *options, "--train.batch-size", 64, np=1)
+    assert finished.returncode == 0, finished.stderr
+    assert f"after step {STEPS_PER_EPOCH + 8}," in finished.stdout
+    for metric in ("loss", "accuracy", "test_loss", "test_accuracy"):
+        values = [records(one)[-1][metric] for one in (folder, tmp_path / "whole")]
+        assert values[0] == pytest.approx(values[1], abs=2e-5), metric
+
+
 def test_a_finished_run_has_nothing_left_to_do(whole: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(whole, tmp_path / "copy")
     again = train(folder)

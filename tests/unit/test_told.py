@@ -101,6 +101,6 @@ def test_open_mpi_begins_with_the_launching_host_wherever_it_is_named() -> None:
 def test_a_mapping_policy_in_the_environment_makes_places_unsure(name: str, tmp_path: Path) -> None:
     last = process_table(tmp_path, "mpirun -np 8 -H host2:4,host3:4 python x.py", "python x.py")
     environ = {"OMPI_COMM_WORLD_SIZE": "8"}
-    sure, unsure = (expectation(one, last, tmp_path) for one in (environ, {**environ, name: "node"}))
+    sure, unsure = (expectation({**environ, name: policy}, last, tmp_path) for policy in ("slot", "node"))
     assert sure is not None and unsure is not None
     assert (len(sure.hosts), unsure.hosts, unsure.size) == (2, (), 8)

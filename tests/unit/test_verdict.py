@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ringtrain.cluster.verdict import decide, rank_of
+from ringtrain.cluster.verdict import Verdict, decide, rank_of
 from ringtrain.reports import Failure, Reader, Seat
 
 SHUT_DOWN = "UnknownError: {{function_node __wrapped__HorovodAllreduce}} Horovod has been shut down. This was caused by"
@@ -103,3 +103,10 @@ def test_a_launcher_that_fails_by_itself() -> None:
 )
 def test_whose_line_it_is(line: str, found: tuple[int, str] | None) -> None:
     assert rank_of(line) == found
+
+
+def test_a_host_that_is_silent_at_the_end_is_the_cause_where_no_rank_has_another() -> None:
+    said = "lost host2 while it ran: no answer from there; the host or its network failed"
+    for code in (0, 255):  # Open MPI 5 calls it a success
+        assert decide(code, Reader("job"), "", {}, "mpirun", ["host2"]) == Verdict(2, said)
+    assert decide(0, Reader("job"), "", {}, "mpirun") == Verdict(0)
