@@ -19,8 +19,8 @@ from ringtrain.health import StopTogether
 from ringtrain.resume import Clock
 
 
-def waits(values: Sequence[float], patience: int, lower_is_better: bool, min_delta: float) -> tuple[int, int]:
-    """Counts the epochs for which a metric has been waited for, as Keras' EarlyStopping and ReduceLROnPlateau do.
+def plateaus(values: Sequence[float], patience: int, lower_is_better: bool, min_delta: float) -> int:
+    """Counts how often a metric was waited for in vain, as Keras' EarlyStopping and ReduceLROnPlateau do.
 
     Args:
         values: of the metric, one per epoch.
@@ -29,8 +29,7 @@ def waits(values: Sequence[float], patience: int, lower_is_better: bool, min_del
         min_delta: a value is better if it is so by more than this.
 
     Returns:
-        How often as many epochs as patience have passed without a better value, counting anew each time; and the epochs
-        since the last better value or the last count.
+        How often as many epochs as patience have passed without a better value, counting anew each time.
     """
     best, waited, reached = math.inf, 0, 0
     for value in values:
@@ -40,7 +39,7 @@ def waits(values: Sequence[float], patience: int, lower_is_better: bool, min_del
             best, waited = signed, 0
         elif waited >= patience:
             waited, reached = 0, reached + 1
-    return reached, waited
+    return reached
 
 
 class Plateau(keras.callbacks.Callback):
@@ -81,17 +80,16 @@ class Plateau(keras.callbacks.Callback):
 
     def _set_rate(self) -> None:
         if self.config.schedule.plateau_patience:
-            times, _ = self._waits(self.config.schedule.plateau_patience)
-            share = self.config.schedule.plateau_factor**times
+            share = self.config.schedule.plateau_factor ** self._plateaus(self.config.schedule.plateau_patience)
             optimizers.set_share(self.model.optimizer, self.full_rate, share)
 
     def _is_over(self) -> bool:
         patience = self.config.train.patience
-        return bool(patience) and self._waits(patience)[0] > 0
+        return bool(patience) and self._plateaus(patience) > 0
 
-    def _waits(self, patience: int) -> tuple[int, int]:
+    def _plateaus(self, patience: int) -> int:
         train = self.config.train
-        return waits(self.values, patience, lower_is_better(train.monitor), train.min_delta)
+        return plateaus(self.values, patience, lower_is_better(train.monitor), train.min_delta)
 
 
 def lower_is_better(metric: str) -> bool:
