@@ -14,7 +14,7 @@ cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.."
 GPU=${GPU:-0}
 BASE=docker.io/library/debian:bookworm-slim
 IMAGE=localhost/ringtrain
-MIRROR=${MIRROR:-http://deb.debian.org/debian}
+MIRROR=${MIRROR:-}         # of Debian; empty: as debootstrap has it
 
 main() {
     ((EUID == 0)) || { say "needs root: debootstrap and buildah make files of several owners"; exit 2; }
@@ -51,7 +51,7 @@ tools() {
 # proxy that has one, pip would not get out of the build otherwise.
 make_base() {
     local root=$SCRATCH/base container own
-    debootstrap --variant=minbase bookworm "$root" "$MIRROR"
+    debootstrap --variant=minbase bookworm "$root" ${MIRROR:+"$MIRROR"}
     rm -rf "$root"/var/cache/apt/*.bin "$root"/var/cache/apt/archives/*.deb "$root"/var/lib/apt/lists/* \
         "$root"/usr/share/{doc,info,locale,man}/*
     for own in /usr/local/share/ca-certificates/*.crt; do
