@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ringtrain.cluster import checks, links, mpi, run
+from ringtrain.cluster import checks, keeper, links, mpi, run
 from ringtrain.cluster.findings import LEVELS, Probe, Scene, gather
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.job import Job
@@ -174,9 +174,7 @@ class Session:
         words = ["sh", "-c", SHELL, "sh", self.mark, options.python, START]
         remote = not is_here(name)
         if remote:
-            port = ["-p", str(options.ssh_port)] if options.ssh_port else []
-            wait = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(1, round(options.timeout_s))}"]
-            words = ["ssh", "-T", *wait, *port, "--", name, shlex.join(words)]
+            words = [*keeper.ssh(options.timeout_s, options.ssh_port), "--", name, shlex.join(words)]
         start_s = time.monotonic()
         try:
             self.process = subprocess.Popen(
