@@ -41,7 +41,7 @@ JOBS = {
         TWO_HOSTS, allow_root=True, ssh_port=2222, threads_per_rank=4, bind="core"
     ),
     "a secret, logs, more ranks than slots": replace(
-        TWO_HOSTS, forward=("HF_TOKEN",), output="/logs/run 1", working_directory="/work/it's here", oversubscribe=True
+        TWO_HOSTS, forward=("HF_TOKEN",), output="/logs/run 1", working_directory="/data/it's here", oversubscribe=True
     ),
     "64 hosts": replace(TWO_HOSTS, num_ranks=64, hosts=tuple(Host(f"n{number:02d}") for number in range(64))),
     "awkward words": replace(TWO_HOSTS, command=("python", "a b.py", "it's", '"', "$HOME", "`id`", "two\nlines", "ü")),
