@@ -165,6 +165,8 @@ class CheckpointConfig:
     """epochs between two checkpoints; 0: none at the end of epochs. The end of the run is always saved"""
     every_steps: int = 0
     """steps between two checkpoints within an epoch; 0: none"""
+    every_minutes: float = 0.0
+    """minutes between two checkpoints, to the next agreement of the ranks (health.agree_every_steps); 0: none"""
     keep: int = 3
     """newest checkpoints that stay, besides the best"""
     saved_model: bool = False
@@ -183,10 +185,26 @@ class TrackingConfig:
 
 @dataclass(frozen=True)
 class HealthConfig:
-    """How a run is ended."""
+    """How a run is watched and ended."""
 
     agree_every_steps: int = 10
     """steps between two agreements of the ranks on whether to stop (a signal, the time limit, a loss that is NaN)"""
+    stall_timeout: float = 300.0
+    """seconds without any progress, and 20 times the median step, after which the rank that keeps the others waiting is
+    named and the job ends; 0: never"""
+    straggler_factor: float = 1.5
+    """a rank that needs so many times the median rank's time for 50 steps is named while training; 0: none"""
+
+
+@dataclass(frozen=True)
+class ElasticConfig:
+    """What a change of the number of ranks does, under ringtrain launch --elastic."""
+
+    keep: Literal["global-batch", "per-rank-batch"] = "global-batch"
+    """global-batch: the ranks share it anew, the learning rate stays; per-rank-batch: global batch and learning rate
+    change with the number of ranks, by optimizer.learning_rate_scaling"""
+    commit_every_steps: int = 10
+    """steps between two commits, which a failure goes back to, and at which new hosts are taken in"""
 
 
 @dataclass(frozen=True)
@@ -224,6 +242,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
 
     def __post_init__(self) -> None:
         for name, (rule, holds) in RULES.items():
@@ -294,8 +313,12 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "tracking.every_steps": _AT_LEAST_0,
     "checkpoint.every_epochs": _AT_LEAST_0,
     "checkpoint.every_steps": _AT_LEAST_0,
+    "checkpoint.every_minutes": _FINITE,
     "checkpoint.keep": _AT_LEAST_1,
     "health.agree_every_steps": _AT_LEAST_1,
+    "health.stall_timeout": _FINITE,
+    "health.straggler_factor": ("0, or a number above 1", lambda value: value == 0 or 1 < value < float("inf")),
+    "elastic.commit_every_steps": _AT_LEAST_1,
     "device.memory_fraction": ("0 to 1", lambda value: 0 <= value <= 1),
     "device.memory_mb": _AT_LEAST_0,
     "device.threads": _AT_LEAST_0,

@@ -7,6 +7,7 @@ RingtrainError              said as one line on the terminal, exit code 2; all e
 ├── RunDirectoryError       the run's folder cannot be made or written
 ├── CheckpointError         a checkpoint that is damaged, of another model, or of a newer ringtrain
 ├── NonFiniteLoss           a rank's loss became NaN or infinite
+├── Stalled                 a rank keeps all others waiting; exit code 75
 ├── LaunchError             a hostfile or a job that cannot be launched, a launcher that is missing or unknown
 │   ├── HostsError          hosts that cannot be read or do not fit the job; names the file and the line
 │   └── PlacementError      ranks are not where the plan has them
@@ -41,6 +42,13 @@ class CheckpointError(RingtrainError):
 
 class NonFiniteLoss(RingtrainError):
     """Training went wrong: the loss is no number any more."""
+
+
+class Stalled(RingtrainError):
+    """A rank has made no progress for too long, and the others wait for it."""
+
+    EXIT_CODE = 75
+    """of the job, which may be started again"""
 
 
 class LaunchError(RingtrainError):

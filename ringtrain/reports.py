@@ -6,6 +6,7 @@ Standard library only. Both halves know this page and nothing else of each other
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import re
@@ -23,6 +24,11 @@ JOB = "RINGTRAIN_JOB"
 """variable with the job's id, which every process of the job inherits"""
 PLAN = "RINGTRAIN_PLAN"
 """variable with the plan as JSON"""
+ATTEMPT = "RINGTRAIN_ATTEMPT"
+"""variable with what came of earlier starts of the job, as JSON"""
+BOXES = "/dev/shm/ringtrain"
+"""how the names of ranks' boxes begin; the job's id and the rank follow"""
+BOX_LETTERS = 80
 MARK = "ringtrain-report"
 PIECE_LETTERS = 600  # launchers cut longer lines in two
 MAX_PLAN_LETTERS = 100_000  # the kernel takes 131,072 per variable
@@ -253,6 +259,68 @@ def report_uncaught(rank: Callable[[], int], environ: Mapping[str, str] = os.env
 
     hook.is_ringtrains = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+# ---- where a rank stands ------------------------------------------------------------------------------------------
+
+
+class Box:
+    """Says which step a rank is at, in a line that is there also when the process has been killed.
+
+    In memory that the host keeps after the process' end: the launcher's keeper reads it, and removes it. Without a
+    launcher that listens, it is nowhere.
+
+    Args:
+        rank: of this process.
+        environ: says for which job.
+    """
+
+    def __init__(self, rank: int, environ: Mapping[str, str] = os.environ) -> None:
+        self._descriptor = -1
+        with contextlib.suppress(OSError):
+            if environ.get(JOB):
+                name = f"{BOXES}-{environ[JOB]}-{rank}"
+                self._descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+
+    def put(self, global_step: int, phase: str) -> None:
+        """Says where this rank stands now.
+
+        Args:
+            global_step: steps done.
+            phase: a word.
+        """
+        if self._descriptor >= 0:
+            os.pwrite(self._descriptor, f"{global_step} {phase}".ljust(BOX_LETTERS - 1).encode() + b"\n", 0)
+
+
+# ---- what an earlier start left -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """How often a job has been started, and what came of it."""
+
+    number: int = 0
+    """starts before this one"""
+    causes: tuple[str, ...] = ()
+    """why each of them ended, a line each"""
+    run_name: str = ""
+    """that the first start gave its run; empty: none was known yet"""
+    num_ranks: int = 0
+    """of the first start; 0: as many as now"""
+
+    def to_json(self) -> str:
+        """The attempt as text for the environment."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Attempt:
+        """What the launcher says; without one, or by another program's word: a first start."""
+        try:
+            fields = json.loads(environ.get(ATTEMPT, "{}"))
+            return cls(**{**fields, "causes": tuple(fields.get("causes", ()))})
+        except (TypeError, ValueError, AttributeError):
+            return cls()
 
 
 # ---- what the launcher reads --------------------------------------------------------------------------------------

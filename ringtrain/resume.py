@@ -25,7 +25,7 @@ from ringtrain.errors import CheckpointError, ConfigError, NonFiniteLoss
 
 # What a run may change when it goes on. The rest decides what it learns; the global batch is compared as a whole.
 FREE = (
-    *("run.", "checkpoint.", "device.", "health.", "tracking.", "chaos", "data.dir", "data.file"),
+    *("run.", "checkpoint.", "device.", "health.", "elastic.", "tracking.", "chaos", "data.dir", "data.file"),
     *("train.epochs", "train.batch_size", "train.max_time_s", "train.check_every_steps", "train.patience"),
 )
 BEST_BY = "test_accuracy"

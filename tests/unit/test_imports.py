@@ -14,12 +14,13 @@ PACKAGE = ROOT / "ringtrain"
 # to right: errors <- config <- leaves <- train. Both halves: <- lab <- cli.
 LEAVES = {"hvd", "devices", "data", "models", "schedules", "optimizers", "checkpoint", "tracking", "health"}
 TRAINING_HALF = {"config", "settings", "lookup", "stderr", "display", *LEAVES, "evaluation", "resume", "plateau"}
-TRAINING_HALF |= {"chaos", "train"}
+TRAINING_HALF |= {"chaos", "journal", "train"}
 MAY_IMPORT = {
     "": set(),
     "errors": set(),
     "reports": set(),
     "told": {"reports"},
+    "journal": set(),
     "config": {"errors"},
     "settings": {"errors", "config"},
     "lookup": {"errors", "config"},
@@ -52,6 +53,7 @@ NO_TENSORFLOW_AT_IMPORT = {
     "errors",
     "reports",
     "told",
+    "journal",
     "config",
     "settings",
     "lookup",
