@@ -1,6 +1,6 @@
 # What CI runs is what people run. Each target first sets up what is missing in .venv (seconds, once it is there).
 
-.PHONY: setup train smoke test lint image
+.PHONY: setup train smoke test chaos lint image
 
 setup:
 	launch/setup.sh
@@ -13,6 +13,9 @@ smoke:
 
 test:
 	launch/setup.sh python -m pytest tests
+
+chaos:
+	RINGTRAIN_CHAOS=full launch/setup.sh python -m pytest tests/faults
 
 lint:
 	launch/setup.sh ruff check . && launch/setup.sh ruff format --check . && launch/setup.sh mypy ringtrain

@@ -6,6 +6,7 @@ again gets further.
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -20,7 +21,10 @@ from ringtrain.errors import ConfigError
 if TYPE_CHECKING:
     import keras
 
-MODES = ("exception", "exit", "sigterm", "sigkill", "sigstop", "slow", "nan")
+    from ringtrain.journal import Journal
+
+AT_A_SAVE = ("disk-full", "corrupt-checkpoint")
+MODES = ("exception", "exit", "sigterm", "sigkill", "sigstop", "slow", "nan", *AT_A_SAVE)
 KEYS = ("rank", "step", "epoch", "mode", "during", "seed", "seconds")
 FORM = 'expected "rank=1 step=20 mode=sigkill"'
 
@@ -40,7 +44,7 @@ class Fault:
     epoch: int = 0
     """counted from 1, after whose last step it happens; 0: step decides"""
     during: str = ""
-    """save: not then, but while the next checkpoint is being written, which rank 0 does"""
+    """save: not then, but while the next checkpoint is being written, which rank 0 does; disk-full has no other time"""
     seed: int = 0
     seconds: float = 0.2
     """of slow: pause in every step from then on"""
@@ -80,9 +84,12 @@ def _fault(text: str) -> Fault:
         raise ConfigError(f"chaos: got during={values['during']}, expected during=save")
     if "step" in values and "epoch" in values:
         raise ConfigError("chaos: step and epoch are both given: keep one")
-    fault = Fault(mode=mode.lower(), during=values.get("during", ""), **numbers)
-    if fault.during and (fault.rank or fault.mode in ("slow", "nan")):
-        raise ConfigError("chaos: during=save needs rank=0, which writes checkpoints, and a mode that ends or stops it")
+    during = "save" if mode.lower() == "disk-full" else values.get("during", "")
+    fault = Fault(mode=mode.lower(), during=during, **numbers)
+    if fault.during and fault.mode in ("slow", "nan", "corrupt-checkpoint"):
+        raise ConfigError("chaos: during=save needs a mode that ends or stops the rank, or disk-full")
+    if fault.rank and (fault.during or fault.mode in AT_A_SAVE):
+        raise ConfigError(f"chaos: got rank={fault.rank}, expected rank=0, which writes checkpoints")
     return fault
 
 
@@ -95,11 +102,20 @@ class Saboteur:
         num_steps: of the run, for faults at a random step.
         steps_per_epoch: for faults at the end of an epoch.
         folder: of the run, where it is noted what has happened.
+        journal: of this rank.
     """
 
     def __init__(
-        self, faults: tuple[Fault, ...], rank: int, num_steps: int, steps_per_epoch: int, folder: Path
+        self,
+        faults: tuple[Fault, ...],
+        rank: int,
+        num_steps: int,
+        steps_per_epoch: int,
+        folder: Path,
+        journal: Journal,
     ) -> None:
+        self.journal = journal
+        self.checkpoints = folder / "checkpoints"
         self.notes = folder / "logs" / f"chaos-{rank}.log"
         happened = self.notes.read_text().splitlines() if self.notes.exists() else []
         self.waiting = {
@@ -112,18 +128,20 @@ class Saboteur:
     def after_step(self, global_step: int, model: keras.Model) -> None:
         """Lets happen what is due after a step."""
         for name, (step, fault) in list(self.waiting.items()):
-            if global_step >= step and not fault.during:
-                self._happen(name, fault, model)
+            due = global_step >= step and not fault.during
+            if due and (fault.mode != "corrupt-checkpoint" or any(self.checkpoints.glob("step-*"))):
+                self._happen(name, fault, global_step, model)
         time.sleep(self.pause_s)
 
     def while_saving(self, global_step: int) -> None:
         """Lets happen what is due while the checkpoint of a step is written."""
         for name, (step, fault) in list(self.waiting.items()):
             if global_step >= step and fault.during:
-                self._happen(name, fault, None)
+                self._happen(name, fault, global_step, None)
 
-    def _happen(self, name: str, fault: Fault, model: keras.Model | None) -> None:
+    def _happen(self, name: str, fault: Fault, global_step: int, model: keras.Model | None) -> None:
         del self.waiting[name]
+        self.journal.write("fault", global_step=global_step, mode=fault.mode, during=fault.during)
         with open(self.notes, "a", encoding="utf-8") as file:
             file.write(f"{name}\n")
             file.flush()
@@ -132,6 +150,10 @@ class Saboteur:
             raise ChaosError(f"a fault as ordered: {fault}")
         if fault.mode == "exit":
             os._exit(1)
+        if fault.mode == "disk-full":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if fault.mode == "corrupt-checkpoint":
+            return corrupt(max(self.checkpoints.glob("step-*")) / "state.npz")
         if fault.mode == "slow":
             self.pause_s = fault.seconds
         elif fault.mode == "nan" and model is not None:
@@ -139,6 +161,15 @@ class Saboteur:
             weight.assign(weight * float("nan"))
         else:
             os.kill(os.getpid(), getattr(signal, fault.mode.upper()))
+
+
+def corrupt(path: Path) -> None:
+    """Flips a bit in the middle of a file."""
+    with open(path, "r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
 
 
 def callback(saboteur: Saboteur, clock: Any) -> keras.callbacks.Callback:

@@ -13,6 +13,7 @@ import math
 import os
 import re
 import shutil
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from ringtrain.errors import CheckpointError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+UNFINISHED = ".unfinished-"
 NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -68,7 +70,8 @@ def save(
     Raises:
         OSError: it could not be written; nothing of it remains.
     """
-    final, unfinished = folder / f"step-{global_step:08d}", folder / f".unfinished-{global_step:08d}"
+    final = folder / f"step-{global_step:08d}"
+    unfinished = folder / f"{UNFINISHED}{global_step:08d}-{socket.gethostname()}-{os.getpid()}"  # nobody else's
     if final.exists():
         with contextlib.suppress(CheckpointError):
             return verify(final).folder
@@ -174,7 +177,7 @@ def prune(folder: Path, keep: int, best_by: str) -> None:
 
 
 def remove_after(folder: Path, global_step: int) -> None:
-    """Removes checkpoints of later steps: those of a run that goes on from here, damaged or given up.
+    """Removes checkpoints of later steps, damaged or given up, and what was left half written; as a run goes on.
 
     Args:
         folder: that holds a run's checkpoints.
@@ -183,6 +186,8 @@ def remove_after(folder: Path, global_step: int) -> None:
     for path in saved_in(folder):
         if int(path.name.removeprefix("step-")) > global_step:
             _remove(path)
+    for path in folder.glob(f"{UNFINISHED}*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove(path: Path) -> None:

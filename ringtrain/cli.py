@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from ringtrain.cluster.hosts import Host
     from ringtrain.cluster.job import Job, Plan
+    from ringtrain.cluster.restart import Policy
 
 LAUNCHERS = ("mpirun", "horovodrun", "horovodrun-gloo", "srun", "sbatch", "mpijob")
 PROGRAMS = {"mpirun": "mpirun", "horovodrun": "horovodrun", "horovodrun-gloo": "horovodrun", "srun": "srun"}
@@ -101,6 +102,18 @@ def parser() -> argparse.ArgumentParser:
         metavar="S",
         help="after SIGTERM, for ranks to save before they are killed (8)",
     )
+    again = told.add_argument_group("when the job fails")
+    again.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start it again so often, from its newest checkpoint (0)",
+    )
+    again.add_argument("--restart-on", default="", metavar="REGEX", help="also if the cause has this in it")
+    again.add_argument("--give-up-on", default="", metavar="REGEX", help="not if the cause has this in it")
+    again.add_argument("--keep-hosts", action="store_true", help="never leave out a host that has failed twice")
+    again.add_argument("--min-np", type=int, default=1, metavar="N", help="go on with fewer ranks, down to N (1)")
     shown = told.add_mutually_exclusive_group()
     shown.add_argument("--dry-run", action="store_true", help="print the command instead, to be pasted")
     shown.add_argument("--explain", action="store_true", help="print every flag of it with its reason instead")
@@ -127,7 +140,7 @@ def parser() -> argparse.ArgumentParser:
 
 def launch(options: argparse.Namespace) -> int:
     """Runs a job, or shows how it would be run."""
-    from ringtrain.cluster import run
+    from ringtrain.cluster import restart, run
     from ringtrain.cluster.hosts import take
 
     if not options.command:
@@ -139,8 +152,13 @@ def launch(options: argparse.Namespace) -> int:
     found, _ = find_hosts(options)
     num_ranks = sum(host.slots for host in found) if options.np is None else options.np
     planner, dialect = planner_of(options)
-    used = take(found, num_ranks, options.oversubscribe)
-    job = job_of(options, launching_host_first(used) if dialect == "openmpi4" else used, num_ranks)
+
+    def job_on(hosts: Sequence[Host], ranks: int) -> Job:
+        used = take(hosts, ranks, options.oversubscribe)
+        return job_of(options, launching_host_first(used) if dialect == "openmpi4" else used, ranks)
+
+    policy = policy_of(options, num_ranks)
+    job = job_on(found, num_ranks)
     if any(host.indices for host in job.hosts) and (options.dry_run or options.launcher in HANDED_OVER):
         chosen = next(host for host in job.hosts if host.indices)
         raise LaunchError(
@@ -157,7 +175,28 @@ def launch(options: argparse.Namespace) -> int:
         return run.submit(planner(job), job.files_folder)
     run.find(PROGRAMS[options.launcher])
     terms = run.Terms(options.launcher, options.start_timeout, options.grace, over_ssh=options.launcher != "srun")
-    return run.run(job, planner, terms)
+    return restart.run_again(found, num_ranks, options.oversubscribe, job_on, planner, policy, terms)
+
+
+def policy_of(options: argparse.Namespace, num_ranks: int) -> Policy:
+    """When the command line wants a failed job to be started again.
+
+    Raises:
+        LaunchError: never, since the launcher does not stay with the job; or with numbers that cannot be.
+    """
+    from ringtrain.cluster.restart import Policy
+
+    if options.max_restarts < 0:
+        raise LaunchError(f"got --max-restarts {options.max_restarts}, expected 0 or more")
+    if not 1 <= options.min_np <= num_ranks:
+        raise LaunchError(f"got --min-np {options.min_np}, expected 1 to {num_ranks}, the number of ranks")
+    if options.max_restarts and options.launcher in HANDED_OVER:
+        raise LaunchError(
+            f"got --max-restarts with --launcher {options.launcher}, which hands the job over and does not stay with"
+            f" it: leave it out; Slurm's --requeue and Kubernetes' backoffLimit do the same there"
+        )
+    wanted = options.restart_on, options.give_up_on
+    return Policy(options.max_restarts, *wanted, keep_hosts=options.keep_hosts, min_ranks=options.min_np)
 
 
 def explain(plan: Plan) -> None:

@@ -182,14 +182,17 @@ def show_plan(console: Console, config: Config, numbers: Numbers, pinning: objec
     _show_rows(console, rows)
 
 
-def show_start(console: Console, config: Config, start: Any) -> None:
+def show_start(console: Console, config: Config, start: Any, causes: Sequence[str]) -> None:
     """Shows where a run goes on, and which checkpoints were not fit for it.
 
     Args:
         console: from console_for.
         config: the resolved configuration.
         start: from resume.restore.
+        causes: why earlier starts of the job ended.
     """
+    for number, cause in enumerate(causes, 1):
+        console.print(f"start {number} ended  {cause}", highlight=False, markup=False, soft_wrap=True)
     for reason in start.refused:
         console.print(f"passed over    {reason}", highlight=False, soft_wrap=True)
     if start.source:
@@ -208,6 +211,7 @@ def show_result(console: Console, folder: Path, summary: Mapping[str, Any], grad
     """
     evaluated = summary["test_accuracy"] is not None
     skipped = summary.get("skipped_samples", 0)
+    failed, restarts = summary["saves"]["failed"], summary["restarts"]
     stopped = f"by {summary['stopped_by']}; the same command with the same --run.name goes on"
     if summary["stopped_by"] == "train.patience":
         watched = summary["config"]["train"]
@@ -217,6 +221,8 @@ def show_result(console: Console, folder: Path, summary: Mapping[str, Any], grad
         **({"test accuracy": f"{summary['test_accuracy']:.2%}"} if evaluated else {}),
         **({"test loss": f"{summary['test_loss']:.4f}"} if evaluated else {}),
         "speed": speed(summary["images_per_s"]),
+        **({"not saved": "; ".join(one["error"] for one in failed)} if failed else {}),
+        **({"restarts": f"{restarts}, the reasons are in summary.json"} if restarts else {}),
         **({"skipped": f"{skipped:,} that could not be read, see {folder}/logs/"} if skipped else {}),
         "files": f"{folder}/",
     }

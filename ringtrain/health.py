@@ -59,6 +59,7 @@ class StopTogether(keras.callbacks.Callback):
         raise_unreadable: raises the DataError of a sample that this rank could not read, if there is one.
 
     Attributes:
+        save_is_due: whether the ranks have just agreed that checkpoint.every_minutes is over; the same on every rank.
         stopped_by: why training ended before its last step: a signal's name, "train.max_time_s", "train.patience" or
             "a callback"; empty while nobody wants to stop.
     """
@@ -79,9 +80,11 @@ class StopTogether(keras.callbacks.Callback):
         self.max_time_s = config.train.max_time_s
         self.global_step = global_step
         self.steps_per_epoch = steps_per_epoch
+        self.every_save_s = 60 * config.checkpoint.every_minutes
+        self.save_is_due = False
         self.stopped_by = ""
         self._wanted = ""
-        self._begin_s = time.monotonic()
+        self._begin_s = self._saved_s = time.monotonic()
         self._first_bad_step = 0
 
     @property
@@ -95,6 +98,7 @@ class StopTogether(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self.global_step += 1
+        self.save_is_due = False
         self._take_over()
         if not self._first_bad_step and not math.isfinite(float((logs or {}).get("loss", 0.0))):
             self._first_bad_step = self.global_step
@@ -112,10 +116,16 @@ class StopTogether(keras.callbacks.Callback):
             self.model.stop_training = False
 
     def _agree(self) -> None:
-        time_is_up = hvd.rank() == 0 and 0 < self.max_time_s < time.monotonic() - self._begin_s
-        wishes = [self.signals.received, time_is_up, bool(self._wanted)]
+        now_s = time.monotonic()
+        time_is_up = hvd.rank() == 0 and 0 < self.max_time_s < now_s - self._begin_s
+        save = hvd.rank() == 0 and 0 < self.every_save_s < now_s - self._saved_s
+        wishes = [self.signals.received, time_is_up, bool(self._wanted), save]
         own = np.array([self._first_bad_step > 0, self._unreadable(), *wishes], np.int32)
-        bad, unreadable, number, time_is_up, wanted = hvd.allreduce(own, op=hvd.Max, name="ringtrain_stop").numpy()
+        bad, unreadable, number, time_is_up, wanted, save = hvd.allreduce(
+            own, op=hvd.Max, name="ringtrain_stop"
+        ).numpy()
+        if save:
+            self.save_is_due, self._saved_s = True, now_s
         if unreadable:
             hvd.run_together(self.raise_unreadable)
         if bad:

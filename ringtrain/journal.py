@@ -11,7 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-EVENTS = ("start", "commit", "save", "signal", "stall", "straggler", "failure", "resize", "end")
+# "training": the first step after a start is done; "fault": one that was ordered by --chaos.
+EVENTS = (
+    *("start", "training", "commit", "save", "resize", "end"),
+    *("signal", "stall", "straggler", "fault", "failure"),
+)
 
 
 class Journal:

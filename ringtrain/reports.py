@@ -293,6 +293,21 @@ class Box:
             os.pwrite(self._descriptor, f"{global_step} {phase}".ljust(BOX_LETTERS - 1).encode() + b"\n", 0)
 
 
+def report_run(name: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Tells the launcher what the run is called, so that it can be given to the next start; by rank 0.
+
+    Args:
+        name: of the run.
+        environ: says for which job.
+    """
+    if environ.get(JOB):
+        text = base64.b64encode(name.encode()).decode()
+        sys.stderr.flush()
+        for _ in range(2):  # as failures
+            os.write(2, f"{MARK}:{environ[JOB]}:run:{text}:\n".encode())
+            time.sleep(0.002)
+
+
 # ---- what an earlier start left -----------------------------------------------------------------------------------
 
 
@@ -332,11 +347,13 @@ class Reader:
     Attributes:
         seats: by rank and process.
         failures: by rank; the first of each.
+        run_name: of the run, empty until rank 0 has said it.
     """
 
     def __init__(self, job: str) -> None:
         self.seats: list[Seat] = []
         self.failures: dict[int, Failure] = {}
+        self.run_name = ""
         self._pieces: dict[int, dict[str, str]] = {}
         self._mark = f"{MARK}:{job}:"
 
@@ -349,6 +366,8 @@ class Reader:
             if kind == "seat":
                 rank, size, local_rank, process, host = rest.split(":", 4)
                 self.seats.append(Seat(int(rank), int(size), host, int(local_rank or -1), process=int(process)))
+            elif kind == "run" and rest.endswith(":"):
+                self.run_name = base64.b64decode(rest[:-1], validate=True).decode()
             elif kind == "failure":
                 self._take_piece(*rest.split(":", 2))
         except (ValueError, TypeError, zlib.error):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from numpy.typing import NDArray
 from ringtrain import checkpoint, hvd
 from ringtrain.config import Config, Numbers, option_types, value_of
 from ringtrain.errors import CheckpointError, ConfigError, NonFiniteLoss
+from ringtrain.journal import Journal
+from ringtrain.reports import Attempt, Box
 
 # What a run may change when it goes on. The rest decides what it learns; the global batch is compared as a whole.
 FREE = (
@@ -81,6 +84,41 @@ def segments(global_step: int, steps_per_epoch: int, epochs: int) -> list[Segmen
     return cut
 
 
+def started_again(config: Config, attempt: Attempt) -> Config:
+    """The configuration of a run that the launcher has started again: it goes on in its own folder.
+
+    Args:
+        config: as it was given.
+        attempt: what the launcher says.
+    """
+    name = config.run.name or attempt.run_name
+    own = Path(config.run.directory) / name / "checkpoints"
+    resume = "auto" if attempt.number and name and checkpoint.saved_in(own) else config.run.resume
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, name=name, resume=resume))
+
+
+def same_global_batch(config: Config, attempt: Attempt, size: int) -> Config:
+    """The configuration with which other ranks than at the first start make up the same global batch.
+
+    Args:
+        config: of the run.
+        attempt: says how many ranks there were.
+        size: ranks now.
+
+    Raises:
+        ConfigError: it cannot be shared out evenly.
+    """
+    then, batch_size = attempt.num_ranks, config.train.batch_size
+    if not attempt.number or then in (0, size):
+        return config
+    if then * batch_size % size:
+        raise ConfigError(
+            f"train.batch_size: the run began with {then} x {batch_size} samples per step, which {size} ranks cannot"
+            f" share out evenly: start it with a number of ranks that divides them"
+        )
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=then * batch_size // size))
+
+
 def source_of(config: Config) -> tuple[Path | None, bool]:
     """Where to look for a checkpoint to go on from.
 
@@ -107,10 +145,16 @@ class Clock(keras.callbacks.Callback):
     Args:
         start: where the run begins.
         steps_per_epoch: of a whole epoch.
+        box: to be kept up to date.
+        journal: of this rank.
     """
 
-    def __init__(self, start: Start, steps_per_epoch: int) -> None:
+    def __init__(self, start: Start, steps_per_epoch: int, box: Box, journal: Journal) -> None:
         super().__init__()
+        self.box = box
+        self.journal = journal
+        self.begun = False
+        box.put(start.global_step, "")
         self.global_step = start.global_step
         self.steps_per_epoch = steps_per_epoch
         self.metrics_state = start.metrics_state
@@ -122,6 +166,10 @@ class Clock(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.global_step += 1
+        self.box.put(self.global_step, "")
+        if not self.begun:
+            self.begun = True
+            self.journal.write("training", global_step=self.global_step)
         # Metrics are sums, which Keras has begun anew and makes with the first batch: here the rest of them is added.
         for variable, array in zip(self.model.metrics_variables, self.metrics_state, strict=bool(self.metrics_state)):
             variable.assign_add(array)
@@ -129,7 +177,11 @@ class Clock(keras.callbacks.Callback):
 
 
 class Saver(keras.callbacks.Callback):
-    """Saves the run's state every so many steps and epochs; for every rank, after whatever adds to an epoch's metrics.
+    """Saves the run's state every so many steps, epochs and minutes.
+
+    The training thread copies the state; another one of rank 0 writes it. A checkpoint that cannot be written, as on a
+    full disk, is left out; only the last one has to be there. For every rank, after whatever adds to an epoch's
+    metrics, and after what agrees on time.
 
     Args:
         model: compiled.
@@ -138,8 +190,13 @@ class Saver(keras.callbacks.Callback):
         facts: what else a checkpoint is to say: numbers, versions; plain values.
         clock: counts the steps.
         metrics: of the last whole epoch before.
+        journal: of this rank, for every save.
         monitored: values of train.monitor; grows while training.
+        is_due: whether the ranks have agreed on saving now; the same on every rank.
         while_saving: called on rank 0 with the global step, in the middle of every save.
+
+    Attributes:
+        saves: what has become of all saves so far, for the summary.
     """
 
     def __init__(
@@ -150,7 +207,9 @@ class Saver(keras.callbacks.Callback):
         facts: Mapping[str, Any],
         clock: Clock,
         metrics: Mapping[str, float],
+        journal: Journal,
         monitored: Sequence[float] = (),
+        is_due: Callable[[], bool] = lambda: False,
         while_saving: Callable[[int], None] = lambda global_step: None,
     ) -> None:
         super().__init__()
@@ -160,32 +219,75 @@ class Saver(keras.callbacks.Callback):
         self.facts = {"config": dataclasses.asdict(config), **facts}
         self.clock = clock
         self.metrics = dict(metrics)
+        self.journal = journal
         self.monitored = monitored
+        self.is_due = is_due
         self.while_saving = while_saving
         self.saved_step = -1
-        self.seconds = 0.0
+        self.saves: dict[str, Any] = {"count": 0, "stall_s": 0.0, "longest_stall_s": 0.0, "write_s": 0.0, "failed": []}
+        self._writer: threading.Thread | None = None
+        self._error: BaseException | None = None
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._error:
+            raise self._error
         every = self.config.checkpoint.every_steps
-        if every and self.clock.global_step % every == 0 and not self.clock.epoch_complete:
+        due = self.is_due() or (every and self.clock.global_step % every == 0)
+        if due and not self.clock.epoch_complete:  # then the metrics of the epoch are still to come
             self.save()
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         if self.clock.epoch_complete:
             self.metrics = {name: float(value) for name, value in (logs or {}).items() if np.ndim(value) == 0}
             every = self.config.checkpoint.every_epochs
-            if every and (epoch + 1) % every == 0:
+            if self.is_due() or (every and (epoch + 1) % every == 0):
                 self.save()
 
     def save(self) -> None:
-        """Saves the present state, unless it is saved already. A collective: call it on every rank."""
-        if self.saved_step == self.clock.global_step:
+        """Begins to save the present state, unless it is saved already. A collective: call it on every rank.
+
+        Raises:
+            NonFiniteLoss: on every rank: a weight is no finite number. The checkpoint before stays the newest.
+        """
+        step = self.clock.global_step
+        if self.saved_step == step:
             return
         begin_s = time.perf_counter()
+        self._wait()  # for the one before: states do not pile up in memory
         own = hvd.allgather_object(self._own_state(), name="ringtrain_own_state")
-        hvd.run_together(lambda: self._write(own) if hvd.rank() == 0 else None)
-        self.saved_step = self.clock.global_step
-        self.seconds += time.perf_counter() - begin_s
+        state = hvd.run_together(lambda: self._copy(own) if hvd.rank() == 0 else None)
+        if state is not None:
+            self._writer = threading.Thread(target=self._write, args=(step, *state), name="ringtrain-saver")
+            self._writer.start()
+        self.saved_step = step
+        stall_s = time.perf_counter() - begin_s
+        self.saves["count"] += 1
+        self.saves["stall_s"] += stall_s
+        self.saves["longest_stall_s"] = max(stall_s, self.saves["longest_stall_s"])
+        self.journal.write("save", global_step=step, stall_s=stall_s)
+
+    def finish(self) -> None:
+        """Saves the present state and waits until it is on the disk. A collective: call it on every rank.
+
+        Raises:
+            NonFiniteLoss: as save.
+            CheckpointError: on every rank: it could not be written.
+        """
+        self.save()
+        hvd.run_together(self._finish)
+
+    def _finish(self) -> None:
+        self._wait()
+        failed = self.saves["failed"]
+        if failed and failed[-1]["global_step"] == self.saved_step:
+            raise CheckpointError(f"{failed[-1]['error']}; what was saved before stays")
+
+    def _wait(self) -> None:
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+        if self._error:
+            raise self._error
 
     def _own_state(self) -> dict[str, NDArray[Any]]:
         own = _arrays_of(_own_variables(self.model))
@@ -193,8 +295,7 @@ class Saver(keras.callbacks.Callback):
             return own
         return own | {f"metrics-{name}": array for name, array in _arrays_of(self.model.metrics_variables).items()}
 
-    def _write(self, own: list[dict[str, NDArray[Any]]]) -> None:
-        options = self.config.checkpoint
+    def _copy(self, own: list[dict[str, NDArray[Any]]]) -> tuple[dict[str, Any], dict[str, Any]]:
         ranks = {f"{rank}/{name}": array for rank, arrays in enumerate(own) for name, array in arrays.items()}
         facts = {
             **self.facts,
@@ -203,20 +304,28 @@ class Saver(keras.callbacks.Callback):
             "num_ranks": len(own),
             "variables": checkpoint.shapes_of(_shared_variables(self.model)),
         }
-        files = {"state": _shared_state(self.model, own), "ranks": ranks}
-        broken = [v.path for v in self.model.weights if not np.isfinite(_as_float(v)).all()]
-        if broken:
-            raise NonFiniteLoss(
-                f"after step {self.clock.global_step} {broken[0]} is no finite number any more: look at the learning"
-                f" rate; the last checkpoint is from before"
-            )
+        state = _shared_state(self.model, own)
+        for variable, array in zip(self.model.weights, state.values(), strict=False):
+            if not np.isfinite(_as_float(variable, array)).all():
+                raise NonFiniteLoss(
+                    f"after step {self.clock.global_step} {variable.path} is no finite number any more: look at the"
+                    f" learning rate; the last checkpoint is from before"
+                )
+        return {"state": state, "ranks": ranks}, facts
+
+    def _write(self, step: int, files: dict[str, Any], facts: dict[str, Any]) -> None:
+        """In a thread of its own, on rank 0."""
+        begin_s = time.perf_counter()
         try:
-            step = self.clock.global_step
             checkpoint.save(self.folder, step, files, facts, lambda name: self.while_saving(step))
+            checkpoint.prune(self.folder, self.config.checkpoint.keep, BEST_BY)
         except OSError as error:
-            where = f"{self.folder}/step-{self.clock.global_step:08d}"
-            raise CheckpointError(f"{where}: cannot be written: {os.strerror(error.errno or 0)}") from error
-        checkpoint.prune(self.folder, options.keep, BEST_BY)
+            text = f"{self.folder}/step-{step:08d}: cannot be written: {error.strerror}"
+            self.saves["failed"].append({"global_step": step, "error": text})
+            print(f"ringtrain: {text}; training goes on", file=sys.stderr, flush=True)
+        except BaseException as error:  # a bug: the training thread ends with it
+            self._error = error
+        self.saves["write_s"] += time.perf_counter() - begin_s
 
 
 def restore(model: keras.Model, folder: Path | None, must: bool, config: Config, numbers: Numbers) -> Start:
@@ -376,8 +485,11 @@ def _arrays_of(variables: list[Any]) -> dict[str, NDArray[Any]]:
     return {f"{index:05d}": _to_array(variable) for index, variable in enumerate(variables)}
 
 
-def _as_float(variable: Any) -> NDArray[np.float32]:
-    return np.asarray(keras.ops.convert_to_numpy(variable)).astype(np.float32)
+def _as_float(variable: Any, array: NDArray[Any]) -> NDArray[Any]:
+    """What `_to_array` made of a variable, as numbers."""
+    if str(variable.dtype) == "bfloat16":
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    return array
 
 
 def _by_rank(arrays: Mapping[str, NDArray[Any]], num_ranks: int) -> list[dict[str, NDArray[Any]]]:
@@ -397,6 +509,6 @@ def _assign(variables: list[Any], arrays: Mapping[str, NDArray[Any]]) -> None:
 
 
 def _to_array(variable: Any) -> NDArray[Any]:
-    array = np.asarray(keras.ops.convert_to_numpy(variable))
+    array = np.array(keras.ops.convert_to_numpy(variable))  # a copy: training goes on while it is written
     # NumPy's files do not know bfloat16.
     return array.view(np.uint16) if str(variable.dtype) == "bfloat16" else array

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import platform
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -116,6 +117,8 @@ class Recorder(keras.callbacks.Callback):
         self.first_step = self.global_step = global_step
         self.timed_steps = 0
         self.timed_s = 0.0
+        self.complained = False
+        self.unwritten: dict[str, list[str]] = {}
         self.epochs = _records_until(folder / METRICS, global_step)
         _records_until(folder / STEPS, global_step)
 
@@ -141,8 +144,7 @@ class Recorder(keras.callbacks.Callback):
         self.progress.step(self.global_step, self.epoch, figures)
         every = self.options.every_steps
         if every and self.global_step % every == 0:
-            with self._disk_may_be_full():
-                self._record(STEPS, "steps/", self.epoch, logs)
+            self._record(STEPS, "steps/", self.epoch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         steps, seconds = self.global_step - self.steps_before, self.epoch_end_s - self.epoch_start_s
@@ -151,28 +153,50 @@ class Recorder(keras.callbacks.Callback):
         if self.global_step % self.steps_per_epoch:
             return  # broken off
         train_s, evaluate_s = self.epoch_end_s - self.epoch_begin_s, time.perf_counter() - self.epoch_end_s
+        self.epochs.append(self._record(METRICS, "", epoch, logs, train_s=train_s, evaluate_s=evaluate_s))
         with self._disk_may_be_full():
-            record = self._record(METRICS, "", epoch, logs, train_s=train_s, evaluate_s=evaluate_s)
             if self.options.histograms:
                 with self.summaries.as_default():
                     for weight in self.model.trainable_weights:
                         tf.summary.histogram(weight.path, weight.value, step=self.global_step)
             self.summaries.flush()
-        self.epochs.append(record)
         self.progress.epoch(epoch, figures_of(self.epochs[-1]))
 
     def on_train_end(self, logs: Any = None) -> None:
         with self._disk_may_be_full():
+            self._append(METRICS)
+            self._append(STEPS)
             self.summaries.close()
 
     @contextlib.contextmanager
     def _disk_may_be_full(self) -> Iterator[None]:
+        """Records wait in memory then; training goes on."""
         try:
             yield
         except OSError as error:
-            raise RunDirectoryError(f"{self.folder}: cannot be written: {error.strerror}") from error
+            self._complain(error.strerror or str(error))
         except tf.errors.OpError as error:  # TensorBoard's files
-            raise RunDirectoryError(f"{self.folder}: cannot be written: {error.message}") from error
+            self._complain(error.message)
+
+    def _complain(self, why: str) -> None:
+        if not self.complained:
+            print(f"ringtrain: {self.folder}: cannot be written: {why}; training goes on", file=sys.stderr, flush=True)
+        self.complained = True
+
+    def _append(self, file_name: str, *lines: str) -> None:
+        """Adds lines to a file, with those that found no room before."""
+        waiting = self.unwritten.setdefault(file_name, [])
+        waiting += lines
+        path = self.folder / file_name
+        size = path.stat().st_size if path.exists() else 0
+        try:
+            with open(path, "a", encoding="utf-8") as file:
+                file.writelines(f"{line}\n" for line in waiting)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.truncate(path, size)
+            raise
+        waiting.clear()
 
     def _record(self, file_name: str, prefix: str, epoch: int, logs: Any, **more: float) -> dict[str, Any]:
         """Adds a line to a file, and its numbers to TensorBoard."""
@@ -188,9 +212,9 @@ class Recorder(keras.callbacks.Callback):
             "images_per_s": steps * self.images_per_step / seconds if seconds else math.nan,
             **more,
         }
-        with open(self.folder / file_name, "a", encoding="utf-8") as file:
-            file.write(json.dumps(plain(record)) + "\n")
-        with self.summaries.as_default():
+        with self._disk_may_be_full():
+            self._append(file_name, json.dumps(plain(record)))
+        with self._disk_may_be_full(), self.summaries.as_default():
             for name, value in record.items():
                 if name not in ("global_step", "time_s") and np.ndim(value) == 0:
                     tf.summary.scalar(prefix + name, value, step=self.global_step)

@@ -15,7 +15,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ringtrain import chaos, checkpoint, data, devices, display, lookup, models, reports, schedules, settings, stderr
+from ringtrain import (
+    chaos,
+    checkpoint,
+    data,
+    devices,
+    display,
+    journal,
+    lookup,
+    models,
+    reports,
+    schedules,
+    settings,
+    stderr,
+)
 from ringtrain.config import Config, Numbers, derive, option_types, value_of
 from ringtrain.errors import ConfigError, RingtrainError
 
@@ -63,6 +76,7 @@ def train(config: Config) -> int:
     """
     # Names first: a misspelt one is told at once. TensorFlow is loaded with hvd, and talks.
     stderr.watch()
+    attempt = reports.Attempt.from_environment()
     faults = chaos.parse(config.chaos)
     read_data, build_model = data.source(config.data), models.builder(config.model)
     make_metrics, make_callbacks = models.metrics(config.model.metrics), own_callbacks(config)
@@ -75,10 +89,12 @@ def train(config: Config) -> int:
     hvd.check_op(config.hvd)
     # Before TensorFlow touches a device: it would take memory on the host's first GPU for every rank.
     pinning = hvd.run_together(lambda: devices.pin(hvd.local_rank(), hvd.local_size(), config.device))
+    box = reports.Box(rank)
     hvd.check_placement("" if config.device.share_gpus else devices.identity(pinning))
 
     # Data: each rank trains its own part of every global batch, and evaluates its own test samples.
     hvd.run_together(tracking.check_packages)
+    config = resume.started_again(resume.same_global_batch(config, attempt, size), attempt)
     data_set = hvd.run_together(read_data)
     numbers = hvd.run_together(lambda: derive(config, size, len(data_set.train), len(data_set.test)))
     refuse_differences(hvd.allgather_object((config, numbers), name="ringtrain_numbers"))
@@ -98,7 +114,9 @@ def train(config: Config) -> int:
     gradients = hvd.check_averaging(model.optimizer)
 
     # The run's folder: only now, when all that can be wrong with the configuration would have been found.
-    folder = agree_on_folder(config, numbers)
+    folder = agree_on_folder(config, numbers, attempt)
+    if rank == 0:
+        reports.report_run(folder.name)
     if rank == 0 and start.source:
         checkpoint.remove_after(folder / "checkpoints", start.global_step)
     log = folder / "logs" / f"rank-{rank}.log"
@@ -106,10 +124,12 @@ def train(config: Config) -> int:
     hosts = hvd.allgather_object(socket.gethostname(), name="ringtrain_hosts")
     console = display.console_for(rank)
     display.show_plan(console, config, numbers, pinning, hosts)
-    display.show_start(console, config, start)
+    display.show_start(console, config, start, attempt.causes)
 
     # Training: every rank makes the same number of steps and ends after the same one, so that none waits for another.
-    clock = resume.Clock(start, numbers.steps_per_epoch)
+    own_journal = journal.Journal(folder, rank, size, attempt.number)
+    clock = resume.Clock(start, numbers.steps_per_epoch, box, own_journal)
+    own_journal.write("start", global_step=start.global_step, resumed_from=start.source, hosts=hosts)
     facts = {"numbers": dataclasses.asdict(numbers), "versions": tracking.versions()}
     check = hvd.callbacks.CheckInSyncCallback(config.train.check_every_steps)
     evaluate = evaluation.Evaluation(test_batches, own_tests, data_set, clock)
@@ -119,7 +139,7 @@ def train(config: Config) -> int:
             signals, config, start.global_step, numbers.steps_per_epoch, data_set.raise_unreadable
         )
         watch = plateau.Plateau(config, numbers, clock, stop, start.monitored)
-        saboteur = chaos.Saboteur(faults, rank, numbers.num_steps, numbers.steps_per_epoch, folder)
+        saboteur = chaos.Saboteur(faults, rank, numbers.num_steps, numbers.steps_per_epoch, folder, own_journal)
         saver = resume.Saver(
             model,
             folder / "checkpoints",
@@ -127,7 +147,9 @@ def train(config: Config) -> int:
             facts,
             clock,
             start.metrics,
+            own_journal,
             watch.values,
+            lambda: stop.save_is_due,
             saboteur.while_saving,
         )
         recorder = (
@@ -171,7 +193,7 @@ def train(config: Config) -> int:
                 shuffle=False,  # the shards are shuffled already, in the same way on every rank
                 verbose=0,
             )
-        saver.save()
+        saver.finish()
         hvd.average_moving_statistics(model)  # not before: a run that was stopped goes on with each rank's own
 
     # What came of it; and the proof once more, on what was saved.
@@ -185,12 +207,14 @@ def train(config: Config) -> int:
         "global_step": clock.global_step,
         "stopped_by": stop.stopped_by,
         "resumed_from": start.source,
+        "restarts": attempt.number,
+        "restart_causes": attempt.causes,
         "skipped_samples": len(skipped),
         "in_sync": True,
         "checksum": hvd.check_in_sync(model),
         "check_s": check.seconds,
         "evaluate_s": evaluate.seconds,
-        "save_s": saver.seconds,
+        "saves": saver.saves,
         "fit_s": time.time() - started,
         "started": started,
         "hosts": hosts,
@@ -208,6 +232,7 @@ def train(config: Config) -> int:
 
     hvd.run_together(finish)
     display.show_result(console, folder, summary, gradients)
+    own_journal.write("end", global_step=clock.global_step, stopped_by=stop.stopped_by, exit_code=stop.exit_code)
     return stop.exit_code
 
 
@@ -305,12 +330,13 @@ def compiled_model(
     return model
 
 
-def agree_on_folder(config: Config, numbers: Numbers) -> Path:
+def agree_on_folder(config: Config, numbers: Numbers, attempt: reports.Attempt) -> Path:
     """Lets rank 0 make the run's folder, and tells it to every rank.
 
     Args:
         config: the resolved configuration, to be kept there.
         numbers: the same.
+        attempt: a start that is not the first goes on in the folder of the first.
 
     Returns:
         The folder.
@@ -326,7 +352,7 @@ def agree_on_folder(config: Config, numbers: Numbers) -> Path:
             Path(config.run.directory),
             name,
             number_if_taken=not config.run.name,
-            go_on=bool(config.run.name) and config.run.resume != "never",
+            go_on=bool(config.run.name) and (config.run.resume != "never" or attempt.run_name == config.run.name),
         )
         derived = "".join(f"# {name} = {value}\n" for name, value in dataclasses.asdict(numbers).items())
         (folder / "config.toml").write_text(f"# derived:\n{derived}\n{settings.to_toml(config)}", encoding="utf-8")

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from ringtrain.reports import JOB
+from ringtrain.reports import BOX_LETTERS, BOXES, JOB
 
 SAYS = "ringtrain-keeper:"
 LEASE_S = 30
@@ -58,6 +58,15 @@ sweep() {{
         sleep 0.05
     done
 }}
+boxes() {{
+    for box in {BOXES}-"$job"-*; do
+        [ -f "$box" ] || continue
+        echo "{SAYS}box ${{box##*-}} $(head -c {BOX_LETTERS} "$box")"
+        rm -f "$box"
+    done
+}}
+killed_for_memory() {{ sed -n "s/^oom_kill //p" /proc/vmstat 2>/dev/null; }}
+before=$(killed_for_memory)
 version= missing=
 cd "$folder" 2>/dev/null || missing=$program
 if [ -n "$missing" ]; then
@@ -85,6 +94,8 @@ while order=$(timeout -s KILL {LEASE_S} sh -c "IFS= read -r order && echo "'"$or
     esac
 done
 sweep
+boxes
+[ "$(killed_for_memory)" = "$before" ] || echo "{SAYS}memory"
 echo "{SAYS}swept$first"
 """
 

@@ -38,6 +38,7 @@ LOST_S = 30.0
 CONNECTING = 32  # ssh at a time
 ENDING = (signal.SIGTERM, signal.SIGHUP)  # whoever sends one of these will not come back to send another
 SIGNALS = (signal.SIGINT, signal.SIGUSR1, *ENDING)
+HOST_LOST = "a lost host"
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,63 @@ class Terms:
     """its name, for messages"""
     start_timeout_s: float = 60
     """for every host to answer, and again for every rank to begin"""
+    answer_timeout_s: float = float("inf")
+    """for every host to answer, where that is less"""
     grace_s: float = 8
     """after SIGTERM or a closed terminal: for ranks to save and end"""
     over_ssh: bool = True
     """the hosts of the job can be reached by ssh, and are watched; else the launcher's own means must do"""
+
+
+class HostsLost(LaunchError):
+    """Hosts do not answer, or not any more."""
+
+    def __init__(self, hosts: Sequence[str], text: str) -> None:
+        super().__init__(text)
+        self.hosts = tuple(hosts)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a job ended."""
+
+    exit_code: int
+    """of the rank that failed first, 128 + a signal's number, or 0"""
+    text: str = ""
+    """why"""
+    kind: str = ""
+    """HOST_LOST, the exception of the rank that failed first, or empty"""
+    rank: int = -1
+    """that failed first; -1: not known"""
+    hosts: tuple[str, ...] = ()
+    """that it failed on, as the job names them"""
+    global_step: int = -1
+    """of that rank, else the furthest of any; -1: not known"""
+    phase: str = ""
+    """what that rank was doing"""
+    run_name: str = ""
+    stopped: bool = False
+    """by a signal to the launcher"""
+    out_of_memory: bool = False
+    """the kernel has killed processes of that host meanwhile, for want of memory"""
+
+    @property
+    def where(self) -> tuple[int, int, str]:
+        """What is the same when it fails at the same place again."""
+        return self.rank, self.global_step, self.text.splitlines()[-1] if self.text else ""
+
+    @property
+    def where_in_words(self) -> str:
+        """E.g. "step 20, save"."""
+        step = f"step {self.global_step}" if self.global_step >= 0 else "before its first step"
+        return ", ".join(filter(None, [step, self.phase]))
+
+    @property
+    def in_a_line(self) -> str:
+        """The cause without a traceback."""
+        first, *rest = self.text.splitlines() or [f"exit code {self.exit_code}"]
+        said = f"{first} {rest[-1].strip()}" if rest and first.endswith(":") else first
+        return f"{said} ({self.where_in_words})" if self.rank >= 0 or self.global_step >= 0 else said
 
 
 def call(argv: Sequence[str], timeout_s: float, environ: Mapping[str, str] = os.environ) -> str:
@@ -156,7 +210,7 @@ def written_files(plan: Plan, own_folder: str) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def run(job: Job, planner: Callable[[Job], Plan], terms: Terms = Terms()) -> int:
+def run(job: Job, planner: Callable[[Job], Plan], terms: Terms = Terms()) -> Ending:
     """Runs a job on its hosts and waits for its end.
 
     Args:
@@ -165,11 +219,11 @@ def run(job: Job, planner: Callable[[Job], Plan], terms: Terms = Terms()) -> int
         terms: how it is watched.
 
     Returns:
-        The exit code: of the rank that failed first, 128 + a signal's number, or 0. The cause has been said last.
+        How it ended. The cause has been said last.
 
     Raises:
-        LaunchError: before anything has started: a host does not answer, or lacks the program. Afterwards: a host was
-            lost, or ranks did not begin.
+        HostsLost: before anything has started: hosts do not answer.
+        LaunchError: a host lacks the program; ranks did not begin.
         PlacementError: ranks are not where the plan has them.
     """
     name = uuid.uuid4().hex
@@ -179,15 +233,19 @@ def run(job: Job, planner: Callable[[Job], Plan], terms: Terms = Terms()) -> int
     plan = planner(replace(job, command=("sh", "-c", starter(job.hosts), "rank", *job.command), environment=environ))
     program = find(plan.argv[0], environ)
     with Watch(name, job, terms) as watch, written_files(plan, job.files_folder):
+        code, lost = 0, None
         try:
             watch.prepare()
-            code = watch.supervise([program, *plan.argv[1:]], {**environ, **plan.env}, expected)
+            try:
+                code = watch.supervise([program, *plan.argv[1:]], {**environ, **plan.env}, expected)
+            except HostsLost as error:
+                lost = error
         except Stopped as stopped:
             code = -stopped.number
         finally:
             watch.end()
         # From here on nothing of the job lives, and nobody else writes.
-        return watch.conclude(code, terms.launcher)
+        return watch.conclude(code, terms.launcher, expected, lost)
 
 
 def starter(hosts: Sequence[Host]) -> str:
@@ -243,6 +301,8 @@ class Watch:
         self.said_by_launcher: deque[str] = deque(maxlen=200)
         self.stopped_by = 0
         self.silent: list[str] = []
+        self.boxes: dict[int, tuple[int, str]] = {}
+        self.out_of_memory: set[str] = set()
         self._received: list[int] = []
         self._keepers: list[Keeper] = []
         self._selector = selectors.DefaultSelector()
@@ -288,7 +348,8 @@ class Watch:
         here = [host for host in names if keeper.is_here(host)]
         waiting = deque(["", *(host for host in names if host not in here)])
         looks_here = bool(here) or not names
-        deadline = time.monotonic() + self.terms.start_timeout_s
+        patience_s = min(self.terms.start_timeout_s, self.terms.answer_timeout_s)
+        deadline = time.monotonic() + patience_s
         while waiting or not all(each.ready for each in self._keepers):
             while waiting and sum(not each.ready for each in self._keepers) < CONNECTING:
                 host = waiting.popleft()
@@ -301,7 +362,10 @@ class Watch:
             silent = [each for each in self._keepers if not each.ready] if time.monotonic() > deadline else []
             if failed or silent:
                 self._poll()
-                raise LaunchError("; ".join(self._why(each) for each in failed or silent))
+                why = "; ".join(self._why(each) for each in failed or silent)
+                if any(f"{keeper.SAYS}lacks" in line for each in failed for line in each.lines):
+                    raise LaunchError(why)
+                raise HostsLost([each.host for each in failed or silent], why)
         self._refuse_other_versions()
 
     def _start_keeper(self, host: str, look: bool) -> None:
@@ -429,7 +493,8 @@ class Watch:
         for each in self._keepers:
             if each.process.poll() is not None:
                 self._poll()
-                raise LaunchError(f"lost {each.host or 'the keeper of this host'} while it ran: {self._why(each)}")
+                what = each.host or "the keeper of this host"
+                raise HostsLost([each.host], f"lost {what} while it ran: {self._why(each)}")
 
     def _who_did_not_begin(self, expected: Expected, when: str) -> str:
         begun = {seat.rank for seat in self.reports.seats}
@@ -459,6 +524,12 @@ class Watch:
             speaker.lines.append(line.strip())
             speaker.ready = speaker.ready or line.startswith(f"{keeper.SAYS}ready")
             speaker.swept = speaker.swept or line.startswith(f"{keeper.SAYS}swept")
+            if line.startswith(f"{keeper.SAYS}box "):
+                _, rank, step, phase = [*line.split(maxsplit=3), "", "", ""][:4]
+                with contextlib.suppress(ValueError):
+                    self.boxes[int(rank)] = int(step), phase.strip()
+            if line.startswith(f"{keeper.SAYS}memory"):
+                self.out_of_memory.add(speaker.host)
 
     def _take(self, data: bytes) -> None:
         """Passes on what is no report, line by line."""
@@ -515,20 +586,46 @@ class Watch:
         if self._process:
             self._drain()
 
-    def conclude(self, returncode: int, launcher: str) -> int:
+    def conclude(self, returncode: int, launcher: str, expected: Expected, lost: HostsLost | None = None) -> Ending:
         """Says why the job ended, last.
 
-        Returns:
-            The exit code.
+        Args:
+            returncode: of the launcher, as subprocess has it.
+            launcher: its name.
+            expected: where ranks were.
+            lost: the hosts that the job was ended for.
         """
         words = "\n".join(self.said_by_launcher)
         decided = verdict.decide(returncode, self.reports, words, self.tails, launcher, self.silent)
-        if self.stopped_by and decided.exit_code:
-            say(f"stopped by {signal.Signals(self.stopped_by).name}")
-            return 128 + self.stopped_by
-        if decided.text:
-            say(decided.text)
-        return decided.exit_code
+        if lost is not None:
+            decided = verdict.Verdict(2, str(lost))
+        elif self.stopped_by and decided.exit_code:
+            decided = verdict.Verdict(128 + self.stopped_by, f"stopped by {signal.Signals(self.stopped_by).name}")
+        lost_hosts = lost.hosts if lost else tuple(self.silent) if decided.rank < 0 else ()
+        seats = expected.seats()
+        hosts = lost_hosts or ((seats[decided.rank][0],) if 0 <= decided.rank < len(seats) else ())
+        furthest = max(self.boxes.values(), default=(-1, ""))
+        step, phase = self.boxes.get(decided.rank, (furthest[0], ""))
+        here = {
+            host for host in hosts if host in self.out_of_memory or ("" in self.out_of_memory and keeper.is_here(host))
+        }
+        out_of_memory = bool(here) and decided.exit_code == 128 + signal.SIGKILL
+        memory = "; its host's kernel kills processes for want of memory" * out_of_memory
+        ending = Ending(
+            decided.exit_code,
+            decided.text + memory,
+            HOST_LOST if lost_hosts else decided.kind,
+            decided.rank,
+            hosts,
+            step,
+            phase,
+            self.reports.run_name,
+            bool(self.stopped_by),
+            out_of_memory,
+        )
+        if ending.text:
+            say(ending.text)
+        return ending
 
     def _tell(self, order: str) -> None:
         for each in list(self._keepers):

@@ -31,6 +31,10 @@ class Verdict:
 
     exit_code: int
     text: str = ""
+    rank: int = -1
+    """that ended first; -1: not known"""
+    kind: str = ""
+    """of its exception, if it has reported one"""
 
 
 def rank_of(line: str) -> tuple[int, str] | None:
@@ -67,13 +71,14 @@ def decide(
     hosts = {seat.rank: seat.host for seat in reports.seats}
     failure = reports.first_failure()
     if failure and not failure.is_consequence:
-        return Verdict(failure.exit_code, _in_its_words(failure))
+        return Verdict(failure.exit_code, _in_its_words(failure), failure.rank, failure.kind)
     killed, exited = KILLED.search(said_by_launcher), EXITED.search(said_by_launcher)
     if ended := HYDRA.search(said_by_launcher):
         return _by_hydra(ended, code, reports, failure)
     if killed:
         rank, number = int(killed[1]), int(killed[3])
-        return Verdict(128 + number, f"rank {rank} on {hosts.get(rank, killed[2])} was killed by {signal_name(number)}")
+        where = hosts.get(rank, killed[2])
+        return Verdict(128 + number, f"rank {rank} on {where} was killed by {signal_name(number)}", rank)
     if exited and int(exited[1]) not in reports.failures:
         rank, rank_code = int(exited[1]), int(exited[2])
         rank_code = rank_code if rank_code >= 0 else 128 - rank_code
@@ -83,7 +88,7 @@ def decide(
         else:
             why = f"{where} was the first to end, with exit code {rank_code}"
         tail = "\n".join(f"  {line}" for line in tails.get(rank, ()))
-        return Verdict(rank_code, f"{why}{'; its last lines:' * bool(tail)}\n{tail}".rstrip())
+        return Verdict(rank_code, f"{why}{'; its last lines:' * bool(tail)}\n{tail}".rstrip(), rank)
     if silent:
         lost_hosts = ", ".join(silent)
         return Verdict(2, f"lost {lost_hosts} while it ran: no answer from there; the host or its network failed")
@@ -112,13 +117,14 @@ def decide(
 
 def _by_hydra(ended: re.Match[str], code: int, reports: Reader, consequence: Failure | None) -> Verdict:
     process, host, number = int(ended[1]), ended[2], int(ended[3])
-    rank = next((f"rank {seat.rank} on {seat.host}" for seat in reports.seats if seat.process == process), "")
-    who = rank or f"process {process} on {host}"
+    seat = next((seat for seat in reports.seats if seat.process == process), None)
+    who = f"rank {seat.rank} on {seat.host}" if seat else f"process {process} on {host}"
+    rank = seat.rank if seat else -1
     if "KILLED BY SIGNAL" in ended[0] or ended[4]:
         number = int(ended[4] or number)
-        return Verdict(128 + number, f"{who} was killed by {signal_name(number)}")
+        return Verdict(128 + number, f"{who} was killed by {signal_name(number)}", rank)
     said = f"; it said:\n{consequence.text}" if consequence else ""
-    return Verdict(number or code, f"{who} was the first to end, with exit code {number}{said}")
+    return Verdict(number or code, f"{who} was the first to end, with exit code {number}{said}", rank)
 
 
 def signal_name(number: int) -> str:

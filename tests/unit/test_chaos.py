@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from ringtrain.chaos import ChaosError, Fault, Saboteur, parse
 from ringtrain.errors import ConfigError
+from ringtrain.journal import Journal, read
 
 
 def test_faults_as_they_are_typed():
@@ -27,7 +30,9 @@ def test_faults_as_they_are_typed():
         ("rank=one mode=kill", "got rank=one, expected a number"),
         ("rank=-1 mode=kill", "got rank=-1, expected 0 or more"),
         ("step=1 epoch=1 mode=kill", "step and epoch are both given"),
-        ("rank=1 during=save mode=kill", "during=save needs rank=0"),
+        ("rank=1 during=save mode=kill", "got rank=1, expected rank=0"),
+        ("rank=1 mode=disk-full", "got rank=1, expected rank=0"),
+        ("during=save mode=nan", "during=save needs a mode"),
         ("during=lunch mode=kill", "got during=lunch"),
         ("kill", "got 'kill'"),
     ],
@@ -41,7 +46,7 @@ def test_what_is_no_fault_is_said(text, said):
 def happens_at(faults, rank, folder, steps=60) -> list[int]:
     """Steps after which mode=exception happens on a rank of a run of 60 steps, 20 in an epoch."""
     (folder / "logs").mkdir(exist_ok=True)
-    saboteur = Saboteur(faults, rank, 60, 20, folder)
+    saboteur = Saboteur(faults, rank, 60, 20, folder, Journal(folder, rank, 2))
     found = []
     for step in range(1, steps + 1):
         try:
@@ -71,9 +76,32 @@ def test_a_random_step_follows_from_the_seed(tmp_path):
 
 def test_during_a_save_means_in_the_middle_of_the_next_one(tmp_path):
     (tmp_path / "logs").mkdir()
-    saboteur = Saboteur(parse("step=7 mode=exception during=save"), 0, 60, 20, tmp_path)
+    saboteur = Saboteur(parse("step=7 mode=exception during=save"), 0, 60, 20, tmp_path, Journal(tmp_path, 0, 1))
     saboteur.after_step(7, None)
     saboteur.while_saving(6)
     with pytest.raises(ChaosError):
         saboteur.while_saving(8)
     saboteur.while_saving(9)
+
+
+def test_a_full_disk_is_met_in_the_middle_of_the_next_save(tmp_path):
+    saboteur = Saboteur(parse("step=7 mode=disk-full"), 0, 60, 20, tmp_path, Journal(tmp_path, 0, 1))
+    saboteur.after_step(7, None)
+    with pytest.raises(OSError, match="No space left"):
+        saboteur.while_saving(12)
+    saboteur.while_saving(18)
+
+
+def test_the_newest_checkpoint_is_corrupted_as_soon_as_there_is_one(tmp_path):
+    def state(step: int) -> Path:
+        return tmp_path / "checkpoints" / f"step-{step:08d}" / "state.npz"
+
+    saboteur = Saboteur(parse("step=7 mode=corrupt-checkpoint"), 0, 60, 20, tmp_path, Journal(tmp_path, 0, 1))
+    saboteur.after_step(8, None)
+    for step in (6, 12):
+        state(step).parent.mkdir(parents=True)
+        state(step).write_bytes(bytes(100))
+    saboteur.after_step(12, None)
+    assert state(6).read_bytes() == bytes(100)
+    assert state(12).read_bytes() == bytes(50) + b"\1" + bytes(49)
+    assert [event["mode"] for event in read(tmp_path)] == ["corrupt-checkpoint"]

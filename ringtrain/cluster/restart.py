@@ -1,0 +1,210 @@
+"""Starts a failed job again, from its newest checkpoint, on the hosts that still answer."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from ringtrain.cluster import run
+from ringtrain.cluster.hosts import Host
+from ringtrain.cluster.job import Job, Plan
+from ringtrain.cluster.keeper import LEASE_S
+from ringtrain.cluster.run import Ending, HostsLost, Terms
+from ringtrain.errors import LaunchError
+from ringtrain.reports import ATTEMPT, Attempt
+
+FAILURES_OF_A_HOST = 2  # after which it is left out
+ANSWER_S = 20.0  # for a host to answer before the job goes on without it
+ASKED_TO_STOP = (129, 130, 138, 143)  # 128 + SIGHUP, SIGINT, SIGUSR1, SIGTERM: the job has saved and ended
+NOT_FOUND = (126, 127)
+NO_MEMORY = re.compile(
+    r"ResourceExhausted|MemoryError|out of memory|OUT_OF_MEMORY|\bOOM\b|std::bad_alloc", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """When a job is started again."""
+
+    max_restarts: int = 0
+    restart_on: str = ""
+    """expression; a cause that it is found in is tried again, whatever it is"""
+    give_up_on: str = ""
+    """expression; a cause that it is found in is never tried again"""
+    keep_hosts: bool = False
+    """no host is left out for having failed"""
+    min_ranks: int = 1
+    """with fewer the job does not go on"""
+    first_delay_s: float = 1.0
+    """before the first restart; twice as long before the next, until the job has made steps that are new"""
+    longest_delay_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name, text in (("restart-on", self.restart_on), ("give-up-on", self.give_up_on)):
+            try:
+                re.compile(text)
+            except re.error as error:
+                raise LaunchError(f"got --{name} {text!r}, expected a regular expression: {error}") from None
+
+
+@dataclass
+class History:
+    """What came of a job's starts so far."""
+
+    endings: list[Ending] = field(default_factory=list)
+    failures: Counter[str] = field(default_factory=Counter)
+    """by host"""
+
+    def add(self, ending: Ending) -> None:
+        """Remembers an ending."""
+        self.endings.append(ending)
+        self.failures.update(ending.hosts)
+
+    def delay_s(self, policy: Policy) -> float:
+        """How long to wait before the next start."""
+        steps = [ending.global_step for ending in self.endings]
+        in_vain = 0
+        while in_vain + 1 < len(steps) and steps[-1 - in_vain] <= max(steps[: -1 - in_vain]):
+            in_vain += 1
+        return min(policy.first_delay_s * 2**in_vain, policy.longest_delay_s)
+
+
+def why_not(ending: Ending, before: Sequence[Ending], policy: Policy) -> str:
+    """Why a job is not started again.
+
+    Args:
+        ending: its last one.
+        before: those before that.
+        policy: its user's.
+
+    Returns:
+        A reason; empty: it is started again.
+    """
+    if ending.stopped:
+        return "it was stopped"
+    if len(before) >= policy.max_restarts:
+        return f"it was started again {policy.max_restarts} times already" if policy.max_restarts else "not asked for"
+    if policy.give_up_on and re.search(policy.give_up_on, ending.text):
+        return f"--give-up-on {policy.give_up_on!r} is in the cause"
+    if policy.restart_on and re.search(policy.restart_on, ending.text):
+        return ""
+    if ending.exit_code in ASKED_TO_STOP:
+        return "a rank was asked to stop, and all have"
+    if ending.out_of_memory or NO_MEMORY.search(ending.text):
+        return "memory was not enough, and would not be the next time: look at batch and model size"
+    if ending.kind == "NonFiniteLoss":
+        return "the same loss would be no number again"
+    if ending.kind != run.HOST_LOST and ending.exit_code == 2:
+        return "what is wrong stays wrong until somebody mends it"
+    if ending.exit_code in NOT_FOUND:
+        return "the command cannot be run"
+    last = before[-1] if before else None
+    if last and ending.where == last.where and ending.kind != run.HOST_LOST:
+        return f"it failed at the same step twice ({ending.where_in_words})"
+    return ""
+
+
+def remaining(hosts: Sequence[Host], failures: Counter[str], policy: Policy, silent: Iterable[str] = ()) -> list[Host]:
+    """The hosts that a job may be started on again.
+
+    Args:
+        hosts: all that it may use.
+        failures: how many of its failures began at each host.
+        policy: its user's.
+        silent: hosts that do not answer.
+
+    Returns:
+        Those that are left, in their order; where too few slots would be left for the policy, hosts that have failed
+        stay.
+    """
+    answering = [host for host in hosts if host.name not in silent]
+    good = [host for host in answering if policy.keep_hosts or failures[host.name] < FAILURES_OF_A_HOST]
+    return good if sum(host.slots for host in good) >= max(1, policy.min_ranks) else answering
+
+
+def ranks_on(slots: int, num_ranks: int, min_ranks: int = 1) -> int:
+    """How many ranks a job goes on with.
+
+    Args:
+        slots: that there are.
+        num_ranks: that it began with.
+        min_ranks: fewest.
+
+    Returns:
+        num_ranks; with fewer slots the largest divisor that fits, so that its global batch can be shared out as evenly
+        as before; 0: it cannot go on.
+    """
+    fitting = (n for n in range(min(slots, num_ranks), min_ranks - 1, -1) if n and num_ranks % n == 0)
+    return next(fitting, 0)
+
+
+def run_again(
+    hosts: Sequence[Host],
+    num_ranks: int,
+    oversubscribe: bool,
+    job_on: Callable[[Sequence[Host], int], Job],
+    planner: Callable[[Job], Plan],
+    policy: Policy,
+    terms: Terms,
+) -> int:
+    """Runs a job, and runs it again when it fails, as the policy says.
+
+    Args:
+        hosts: all that it may use.
+        num_ranks: of its first start.
+        oversubscribe: more ranks than slots are allowed.
+        job_on: makes the job of hosts and a number of ranks.
+        planner: makes the command of a job.
+        policy: when to start it again.
+        terms: how it is watched.
+
+    Returns:
+        The exit code of its last start.
+
+    Raises:
+        LaunchError, PlacementError: as run.run; at the first start also for hosts that do not answer.
+    """
+    history, silent = History(), set[str]()
+    attempt, name = Attempt(num_ranks=num_ranks), ""
+    while True:
+        used = remaining(hosts, history.failures, policy, silent) if history.endings else list(hosts)
+        slots = sum(host.slots for host in used)
+        now = num_ranks if oversubscribe and used else ranks_on(slots, num_ranks, policy.min_ranks)
+        if history.endings and not now:
+            run.say(f"{slots} slots are left on hosts that answer, too few to go on with; no restart")
+            return history.endings[-1].exit_code
+        job = job_on(used, now if history.endings else num_ranks)
+        try:
+            ending = run.run(replace(job, environment={**job.environment, ATTEMPT: attempt.to_json()}), planner, terms)
+        except HostsLost as lost:
+            if not history.endings or not set(lost.hosts) - silent:
+                raise
+            run.say(f"{lost}; goes on without")
+            silent |= set(lost.hosts)
+            continue
+        if not ending.exit_code:
+            if history.endings:
+                run.say(f"complete; started again {_times(len(history.endings))}")
+            return 0
+        reason = why_not(ending, history.endings, policy)
+        history.add(ending)
+        if reason:
+            if policy.max_restarts and not ending.stopped:
+                run.say(f"not started again: {reason}")
+            return ending.exit_code
+        silent, name = set(), ending.run_name or name
+        causes = tuple(one.in_a_line for one in history.endings)
+        attempt = Attempt(len(causes), causes, name, num_ranks)
+        delay_s = history.delay_s(policy)
+        if ending.kind == run.HOST_LOST and job.hosts[0].name in ending.hosts:
+            delay_s = max(delay_s, LEASE_S)  # so that rank 0 does not write there any more
+        run.say(f"restart {len(causes)} of {policy.max_restarts} in {delay_s:g} s, after: {ending.in_a_line}")
+        terms = replace(terms, answer_timeout_s=ANSWER_S)
+        time.sleep(delay_s)
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"

@@ -1,0 +1,69 @@
+"""A job on several hosts that is started again: on a host in reserve, and on fewer hosts than before."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import lab
+import launching
+import pytest
+
+TIMEOUT_S = 300
+DIGITS = ["--data.name", "digits", "--train.epochs", "2", "--checkpoint.every-steps", "6", "--run.name", "run"]
+
+
+def launch(folder: Path, hosts: str, *options: str, chaos: str = "") -> list[str]:
+    train = ["python", "-m", "ringtrain.train", *DIGITS, "--run.directory", str(folder), "--chaos", chaos]
+    return ["python", "-m", "ringtrain", "launch", "-H", hosts, "-np", "2", *options, "--", *train]
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "run" / "summary.json").read_text())
+
+
+def test_a_host_in_reserve_takes_the_place_of_one_that_is_lost(make_lab, tmp_path: Path) -> None:
+    """While training, rank 1's host is cut off; the job goes on with host3 and ends as one that nothing happened to."""
+    hosts = make_lab(3)
+    environment = {"PYTHONPATH": str(launching.ROOT)}
+    reference = hosts.run("host1", launch(tmp_path / "whole", "host1:1,host2:1"), TIMEOUT_S, env=environment)
+    assert reference.returncode == 0, reference.stderr
+    words = launch(
+        tmp_path, "host1:1,host2:1,host3:1", "--max-restarts", "2", chaos="rank=0 step=9 mode=slow seconds=1"
+    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with hosts.start("host1", words, env=environment, **pipes) as process:
+        saved = tmp_path / "run" / "checkpoints" / "step-00000006"
+        lab.wait_for(saved.exists, TIMEOUT_S, "the first checkpoint")
+        hosts.cut("host2")
+        stdout, stderr = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, stdout + stderr
+    assert "restart 1 of 2 in 1 s, after: lost host2 while it ran" in stderr
+    assert summary(tmp_path)["hosts"] == ["host1", "host3"]
+    assert summary(tmp_path)["checksum"] == summary(tmp_path / "whole")["checksum"]
+    assert summary(tmp_path)["restarts"] == 1
+    assert not hosts.processes("host1") and not hosts.processes("host3")
+    hosts.restore("host2")
+    lab.wait_for(lambda: not hosts.processes("host2"), TIMEOUT_S, "the part that was cut off has ended by itself")
+
+
+@pytest.mark.parametrize(("keep", "ranks"), [((), 1), (("--keep-hosts",), 2)])
+def test_a_host_that_failed_twice_is_left_out(two_hosts: lab.Lab, tmp_path: Path, keep, ranks: int) -> None:
+    """One rank goes on with the global batch of two."""
+    words = launch(
+        tmp_path,
+        "host1:1,host2:1",
+        "--max-restarts",
+        "3",
+        *keep,
+        chaos="rank=1 step=9 mode=kill, rank=1 step=15 mode=kill",
+    )
+    ended = two_hosts.run("host1", words, TIMEOUT_S, env={"PYTHONPATH": str(launching.ROOT)})
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    result = summary(tmp_path)
+    assert (result["restarts"], result["num_ranks"]) == (2, ranks)
+    assert result["numbers"]["global_batch_size"] == 64 and result["global_step"] == 44
+    assert [cause.partition(" (signal")[0] for cause in result["restart_causes"]] == [
+        "rank 1 on host2 was killed by SIGKILL"
+    ] * 2

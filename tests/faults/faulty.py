@@ -1,0 +1,48 @@
+"""Short runs under ringtrain launch that are made to fail, and what is left of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from launching import BIN, ROOT, run
+
+from ringtrain import checkpoint
+
+OPTIONS = ["--data.name", "digits", "--train.epochs", "2", "--checkpoint.every-steps", "6", "--run.name", "run"]
+NUM_STEPS = 44
+
+
+def train(folder: Path, chaos: str, *launch: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """Trains into folder/run on two ranks of this host."""
+    words = [BIN / "ringtrain", "launch", "-H", "localhost:2", *launch, "--", "python", "-m", "ringtrain.train"]
+    command = [*words, *OPTIONS, *options, "--run.directory", folder, "--chaos", chaos]
+    ended = run(0, command, 1200, env={"PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}"})
+    assert not left_of(folder), f"still there: {left_of(folder)}"
+    assert not list(Path("/dev/shm").glob("ringtrain-*")), "boxes are left"
+    return ended
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "run" / "summary.json").read_text())
+
+
+def final_files(folder: Path) -> Any:
+    """Checksums of the last checkpoint's files: weights, optimizer, and what each rank has of its own."""
+    return checkpoint.verify(folder / "run" / "checkpoints" / f"step-{NUM_STEPS:08d}").manifest["files"]
+
+
+def left_of(folder: Path) -> list[str]:
+    """Processes that train into a folder."""
+    found = []
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = command.read_bytes().split(b"\0")
+        except OSError:
+            continue  # it ended while we looked
+        if str(folder).encode() in words and b"ringtrain.train" in words:
+            found.append(command.parent.name)
+    return found

@@ -1,0 +1,109 @@
+"""Killed anywhere, a job goes on by itself and ends as the run that nothing happened to, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from faulty import NUM_STEPS, final_files, summary, train
+
+from ringtrain import journal
+
+KILLS_PER_RUN = 5
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    ended = train(folder, "")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert summary(folder)["restarts"] == 0
+    return folder
+
+
+def drawn(draw: random.Random, num_kills: int) -> str:
+    """Kills at different steps of one run, each of any rank, a quarter of them of rank 0 while it saves."""
+    kills = []
+    for step in sorted(draw.sample(range(1, NUM_STEPS), num_kills)):
+        saving = draw.random() < 0.25
+        kills.append(f"rank={0 if saving else draw.randrange(2)} step={step} mode=kill{' during=save' * saving}")
+    return ", ".join(kills)
+
+
+def test_random_kills_change_nothing(undisturbed: Path, tmp_path: Path, count, tally) -> None:
+    draw = random.Random(20)
+    wanted, restarts, repeated, while_saving = count(6, 100), 0, 0, 0
+    for number in range(-(-wanted // KILLS_PER_RUN)):
+        num_kills = min(KILLS_PER_RUN, wanted - number * KILLS_PER_RUN)
+        folder, chaos = tmp_path / str(number), drawn(draw, num_kills)
+        ended = train(folder, chaos, "--max-restarts", str(num_kills))
+        assert ended.returncode == 0, f"{chaos}\n{ended.stdout}{ended.stderr}"
+        assert final_files(folder) == final_files(undisturbed), chaos
+        assert summary(folder)["checksum"] == summary(undisturbed)["checksum"], chaos
+        events = [event for event in journal.read(folder / "run") if event["event"] in ("fault", "start")]
+        faults = [event for event in events if event["event"] == "fault"]
+        assert len(faults) == num_kills == summary(folder)["restarts"] == len(summary(folder)["restart_causes"]), chaos
+        begun = {event["run_start"]: event["global_step"] for event in events if event["event"] == "start"}
+        repeated += sum(fault["global_step"] - begun[fault["run_start"] + 1] for fault in faults)
+        while_saving += sum(fault["during"] == "save" for fault in faults)
+        restarts += len(faults)
+    tally(
+        f"{wanted} kills at random ({while_saving} of rank 0 inside a save), with restarts",
+        f"{restarts} restarts, {repeated} steps repeated, every run ended, all weights as undisturbed, bit for bit",
+    )
+
+
+def test_a_bug_a_corrupt_checkpoint_and_a_full_disk_in_one_run(undisturbed: Path, tmp_path: Path, tally) -> None:
+    """The save at step 12 finds no room, that of 18 is damaged afterwards, and each rank ends once for a reason."""
+    chaos = "step=7 mode=disk-full, step=20 mode=corrupt-checkpoint, rank=1 step=21 mode=exception, step=30 mode=exit"
+    ended = train(tmp_path, chaos, "--max-restarts", "3")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "step-00000012: cannot be written: No space left on device; training goes on" in ended.stderr
+    assert "passed over" in ended.stdout and "after step 6, from " in ended.stdout
+    assert final_files(tmp_path) == final_files(undisturbed)
+    first, second = summary(tmp_path)["restart_causes"]
+    assert "rank 1 on " in first and "ChaosError" in first and "(step 21" in first
+    assert "rank 0 on " in second and "exit code 1" in second and "(step 30" in second
+    tally("a full disk, a corrupt checkpoint, a bug and an exit in one run", "as undisturbed, bit for bit")
+
+
+def test_a_full_disk_is_in_the_summary(undisturbed: Path, tmp_path: Path) -> None:
+    ended = train(tmp_path, "step=7 mode=disk-full")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (failed,) = summary(tmp_path)["saves"]["failed"]
+    assert failed["global_step"] == 12 and "No space left on device" in failed["error"]
+    assert final_files(tmp_path) == final_files(undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("chaos", "code", "said"),
+    [
+        ("rank=1 step=20 mode=nan", 2, "not started again: the same loss would be no number again"),
+        ("rank=1 step=20 mode=sigterm", 143, "not started again: a rank was asked to stop"),
+    ],
+)
+def test_what_would_happen_again_or_was_asked_for_is_not_tried_again(
+    undisturbed: Path, tmp_path: Path, chaos: str, code: int, said: str
+) -> None:
+    ended = train(tmp_path, chaos, "--max-restarts", "3")
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    assert said in ended.stderr.splitlines()[-1]
+    again = train(tmp_path, chaos)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert final_files(tmp_path) == final_files(undisturbed)
+
+
+def test_the_same_step_twice_ends_it(tmp_path: Path) -> None:
+    """A bug that a restart does not heal: the model's second call for training fails, at each start after step 6."""
+    ended = train(tmp_path, "", "--max-restarts", "5", options=("--train.callbacks", "bad_luck:at_step_9"))
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert "not started again: it failed at the same step twice (step 9" in ended.stderr.splitlines()[-1]
+    assert ended.stderr.count("restart 1 of 5") == 1 and "restart 2" not in ended.stderr
+
+
+def test_a_run_without_a_name_keeps_the_one_it_was_given(tmp_path: Path) -> None:
+    ended = train(tmp_path, "rank=1 step=9 mode=kill", "--max-restarts", "1", options=("--run.name", ""))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (run,) = tmp_path.iterdir()
+    assert run.name.startswith("digits-2") and "after step 6, from " in ended.stdout

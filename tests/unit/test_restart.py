@@ -1,0 +1,120 @@
+"""Which endings are worth another start, on which hosts, with how many ranks and after what time."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringtrain.cluster.hosts import Host
+from ringtrain.cluster.restart import History, Policy, ranks_on, remaining, why_not
+from ringtrain.cluster.run import HOST_LOST, Ending
+from ringtrain.errors import LaunchError
+from ringtrain.reports import Attempt
+
+KILLED = Ending(137, "rank 1 on host2 was killed by SIGKILL (signal 9)", rank=1, hosts=("host2",), global_step=20)
+THREE = Policy(3)
+
+
+@pytest.mark.parametrize(
+    ("ending", "reason"),
+    [
+        (KILLED, ""),
+        (Ending(1, "rank 0 on host1 failed first:\nTraceback\n  ...\nKeyError: 3", "KeyError", 0), ""),
+        (Ending(75, "rank 1 keeps the others waiting", "Stalled", 0), ""),
+        (Ending(2, "lost host2 while it ran", HOST_LOST, hosts=("host2",)), ""),
+        (Ending(2, "rank 0 on host1 failed first: ConfigError: ...", "ConfigError", 0), "stays wrong"),
+        (Ending(2, "... NonFiniteLoss: the loss is no finite number", "NonFiniteLoss", 1), "no number again"),
+        (
+            Ending(1, "ResourceExhaustedError: OOM when allocating", "ResourceExhaustedError", 0),
+            "memory was not enough",
+        ),
+        (Ending(137, "rank 0 was killed", rank=0, out_of_memory=True), "memory was not enough"),
+        (Ending(143, "rank 0 was killed by SIGTERM", rank=0), "asked to stop"),
+        (Ending(127, "sh: training: not found", rank=0), "cannot be run"),
+        (Ending(143, "stopped by SIGTERM", stopped=True), "it was stopped"),
+    ],
+)
+def test_what_is_tried_again(ending, reason):
+    assert (reason in why_not(ending, [], THREE)) and bool(why_not(ending, [], THREE)) is bool(reason)
+
+
+def test_as_often_as_allowed():
+    endings = [Ending(137, "killed", rank=1, global_step=step) for step in (1, 2, 3)]
+    assert why_not(KILLED, endings[:2], THREE) == ""
+    assert "3 times already" in why_not(KILLED, endings, THREE)
+    assert why_not(KILLED, [], Policy()) == "not asked for"
+
+
+def test_the_same_rank_at_the_same_step_for_the_same_reason_twice():
+    assert "same step twice (step 20)" in why_not(KILLED, [KILLED], THREE)
+    others = [
+        Ending(137, KILLED.text, rank=1, hosts=("host2",), global_step=21),
+        Ending(137, KILLED.text, rank=0, hosts=("host2",), global_step=20),
+        Ending(1, "another cause", rank=1, hosts=("host2",), global_step=20),
+    ]
+    for other in others:
+        assert why_not(KILLED, [other], THREE) == ""
+        assert why_not(KILLED, [KILLED, other], THREE) == "", "only the last one counts"
+    lost = Ending(2, "lost host2", HOST_LOST, hosts=("host2",))
+    assert why_not(lost, [lost], THREE) == "", "a host that goes twice is left out instead"
+
+
+def test_a_user_knows_better():
+    bug = Ending(2, "rank 0 failed first: DataError: the file server is away", "DataError", 0)
+    assert why_not(bug, [bug], Policy(3, restart_on="file server")) == ""
+    assert "--give-up-on" in why_not(KILLED, [], Policy(3, give_up_on="SIGKILL"))
+    assert "--give-up-on" in why_not(KILLED, [], Policy(3, restart_on="SIGKILL", give_up_on="SIGKILL"))
+    with pytest.raises(LaunchError, match=r"got --give-up-on '\(', expected a regular expression"):
+        Policy(give_up_on="(")
+
+
+HOSTS = [Host("host1", 4), Host("host2", 4), Host("host3", 4)]
+
+
+def names(hosts):
+    return [host.name for host in hosts]
+
+
+def test_a_host_that_failed_twice_is_left_out():
+    failures = Counter(host1=1, host2=2)
+    assert names(remaining(HOSTS, failures, Policy())) == ["host1", "host3"]
+    assert names(remaining(HOSTS, failures, Policy(keep_hosts=True))) == ["host1", "host2", "host3"]
+    assert names(remaining(HOSTS, failures, Policy(min_ranks=9))) == ["host1", "host2", "host3"]
+    assert names(remaining(HOSTS, failures, Policy(), silent=["host3"])) == ["host1"]
+    assert names(remaining(HOSTS[:1], Counter(host1=7), Policy())) == ["host1"], "there is no other"
+
+
+@given(st.integers(0, 64), st.integers(1, 64), st.integers(1, 64))
+def test_fewer_ranks_share_the_global_batch_evenly(slots, num_ranks, min_ranks):
+    ranks = ranks_on(slots, num_ranks, min_ranks)
+    if ranks:
+        assert min_ranks <= ranks <= min(slots, num_ranks) and num_ranks % ranks == 0
+    else:
+        assert not [n for n in range(min_ranks, min(slots, num_ranks) + 1) if num_ranks % n == 0]
+    assert num_ranks > slots or num_ranks < min_ranks or ranks == num_ranks
+
+
+def test_waits_longer_and_longer_until_there_are_new_steps():
+    history, waits = History(), []
+    for step in (-1, -1, 20, 20, 18, 30, 31, 31, *[31] * 9):
+        history.add(Ending(137, "killed", global_step=step))
+        waits.append(history.delay_s(Policy()))
+    assert waits == [1, 2, 1, 2, 4, 1, 1, 2, 4, 8, 16, 32, 60, 60, 60, 60, 60]
+
+
+def test_an_attempt_is_read_as_it_was_written():
+    attempt = Attempt(2, ("killed (step 20)", "lost host2"), "digits-1", 4)
+    assert Attempt.from_environment({"RINGTRAIN_ATTEMPT": attempt.to_json()}) == attempt
+    for text in ("", "{", "[1]", '{"other": 1}', "3"):
+        assert Attempt.from_environment({"RINGTRAIN_ATTEMPT": text}) == Attempt()
+    assert Attempt.from_environment({}) == Attempt()
+
+
+def test_a_cause_in_a_line():
+    text = "rank 1 on host2 failed first:\nTraceback (most recent call last):\n  ...\nKeyError: 3"
+    ending = Ending(1, text, "KeyError", 1, ("host2",), 20, "save")
+    assert ending.in_a_line == "rank 1 on host2 failed first: KeyError: 3 (step 20, save)"
+    assert Ending(9).in_a_line == "exit code 9"
