@@ -188,7 +188,7 @@ def policy_of(options: argparse.Namespace, num_ranks: int) -> Policy:
 
     if options.max_restarts < 0:
         raise LaunchError(f"got --max-restarts {options.max_restarts}, expected 0 or more")
-    if not 1 <= options.min_np <= num_ranks:
+    if not 1 <= options.min_np <= max(1, num_ranks):
         raise LaunchError(f"got --min-np {options.min_np}, expected 1 to {num_ranks}, the number of ranks")
     if options.max_restarts and options.launcher in HANDED_OVER:
         raise LaunchError(

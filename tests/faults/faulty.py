@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -19,20 +20,27 @@ NUM_STEPS = 44
 def train(folder: Path, chaos: str, *launch: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     """Trains into folder/run on two ranks of this host."""
     words = [BIN / "ringtrain", "launch", "-H", "localhost:2", *launch, "--", "python", "-m", "ringtrain.train"]
+    before = boxes_left()
     command = [*words, *OPTIONS, *options, "--run.directory", folder, "--chaos", chaos]
     ended = run(0, command, 1200, env={"PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}"})
     assert not left_of(folder), f"still there: {left_of(folder)}"
-    assert not list(Path("/dev/shm").glob("ringtrain-*")), "boxes are left"
+    assert not {*boxes_left()} - {*before}, "boxes of jobs that do not live any more"
     return ended
 
 
+def run_in(folder: Path) -> Path:
+    """The only run that a folder holds."""
+    (found,) = folder.iterdir()
+    return found
+
+
 def summary(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "run" / "summary.json").read_text())
+    return json.loads((run_in(folder) / "summary.json").read_text())
 
 
 def final_files(folder: Path) -> Any:
     """Checksums of the last checkpoint's files: weights, optimizer, and what each rank has of its own."""
-    return checkpoint.verify(folder / "run" / "checkpoints" / f"step-{NUM_STEPS:08d}").manifest["files"]
+    return checkpoint.verify(run_in(folder) / "checkpoints" / f"step-{NUM_STEPS:08d}").manifest["files"]
 
 
 def left_of(folder: Path) -> list[str]:
@@ -46,3 +54,13 @@ def left_of(folder: Path) -> list[str]:
         if str(folder).encode() in words and b"ringtrain.train" in words:
             found.append(command.parent.name)
     return found
+
+
+def boxes_left() -> list[Path]:
+    """Boxes in shared memory whose job has no process."""
+    environments = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            environments.append(environment.read_bytes())
+    boxes = Path("/dev/shm").glob("ringtrain-*-*")
+    return [box for box in boxes if not any(box.name.split("-")[1].encode() in one for one in environments)]
