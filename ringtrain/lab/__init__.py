@@ -1,0 +1,1 @@
+"""Measuring, comparing and predicting training."""
