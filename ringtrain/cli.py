@@ -1,4 +1,4 @@
-"""The command `ringtrain`: launch, hosts, doctor. What a command needs is imported when it runs."""
+"""The command `ringtrain`: launch, hosts, doctor, predict. What a command needs is imported when it runs."""
 
 from __future__ import annotations
 
@@ -135,7 +135,56 @@ def parser() -> argparse.ArgumentParser:
     asked.add_argument("--timeout", type=float, default=10, metavar="S", help="for a host to answer (10)")
     asked.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     asked.set_defaults(handler=doctor, name="doctor")
+    _add_predict(commands)
     return top
+
+
+def _add_predict(commands: argparse._SubParsersAction[Parser]) -> None:
+    """The options of predict; those that are left out have the defaults of lab.cases.Case and lab.outlook.Wanted."""
+    told = commands.add_parser(
+        "predict",
+        argument_default=argparse.SUPPRESS,
+        description="Predicts images/s at any number of ranks from one process' step and a network; or says what would"
+        " reach an efficiency. See docs/predict.md.",
+        help="say how fast training would be on more ranks",
+    )
+    step = told.add_argument_group("one process' step")
+    step.add_argument("--profile", metavar="FILE", help="as bench train writes it")
+    step.add_argument("--model", metavar="NAME", help="instead: resnet50, resnet101, inceptionv3 or vgg16")
+    step.add_argument("--model-images-per-s", type=float, metavar="X", help="of that model on one device")
+    step.add_argument("--model-batch", type=int, metavar="N", help="with this batch (64)")
+    step.add_argument("--batch", type=int, metavar="N", help="predict for another batch per rank")
+    step.add_argument("--jitter", type=float, metavar="X", help="standard deviation of a step's time, as a share of it")
+    where = told.add_argument_group("where")
+    where.add_argument(
+        "--link", metavar="RATE", help="of a host: 25Gbps, 1.4GB/s, or the file of doctor --json (25Gbps)"
+    )
+    where.add_argument("--latency-us", type=float, metavar="X", help="of that, one way (25)")
+    where.add_argument("--local-link", metavar="RATE", help="between two ranks of a host (10GB/s)")
+    where.add_argument("--local-latency-us", type=float, metavar="X", help="of that, one way (5)")
+    where.add_argument("--ranks-per-host", type=int, metavar="N", help="ranks of a host (1)")
+    where.add_argument("--cores-per-host", type=float, metavar="X", help="that ranks compute on; else each has a GPU")
+    where.add_argument("--calibrate-ranks", type=int, metavar="N", help="a measured point on one host: so many ranks")
+    where.add_argument("--calibrate-images-per-s", type=float, metavar="X", help="were so fast, all together")
+    how = told.add_argument_group("how")
+    how.add_argument("--transport", metavar="NAME", help="nccl-tcp, nccl-rdma, mpi, mpi-rdma or gloo (nccl-tcp)")
+    how.add_argument("--algorithm", metavar="NAME", help="ring or hierarchical, for --reach and the parts (ring)")
+    how.add_argument("--compression", metavar="NAME", help="none or fp16 (none)")
+    how.add_argument("--accumulation", type=int, metavar="N", help="steps per update (1)")
+    how.add_argument("--fusion-mb", type=float, metavar="X", help="Horovod's fusion buffer (128)")
+    how.add_argument("--cycle-ms", type=float, metavar="X", help="Horovod's cycle time (1)")
+    how.add_argument("--servers", type=int, metavar="N", help="also with so many parameter servers")
+    shown = told.add_argument_group("what")
+    shown.add_argument(
+        "--ranks", metavar="LIST", help="numbers of ranks: 1,2,4, or ..128 for the powers of two (..128)"
+    )
+    shown.add_argument(
+        "--reach", type=float, metavar="X", help="what reaches this efficiency on the most of these ranks?"
+    )
+    shown.add_argument("--measured", metavar="FILE", help="measured points, to see predictions beside them")
+    shown.add_argument("--json", dest="as_json", action="store_true", help="print JSON instead of tables")
+    shown.add_argument("--plot", metavar="FILE", help="draw images/s over ranks as PNG")
+    told.set_defaults(handler=predict, name="predict")
 
 
 def launch(options: argparse.Namespace) -> int:
@@ -237,6 +286,15 @@ def doctor(options: argparse.Namespace) -> int:
         subnet=options.subnet,
     )
     return doctor.main(found, wanted, options.json)
+
+
+def predict(options: argparse.Namespace) -> int:
+    """Predicts, and shows it."""
+    from ringtrain.lab import outlook
+
+    given = {name: value for name, value in vars(options).items() if name not in ("handler", "name", "command")}
+    shown = {name: given.pop(name) for name in ("ranks", "reach", "measured", "as_json", "plot") if name in given}
+    return outlook.main(given, outlook.Wanted(**shown))
 
 
 def find_hosts(options: argparse.Namespace) -> tuple[tuple[Host, ...], str]:

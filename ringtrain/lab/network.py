@@ -67,7 +67,7 @@ class Cluster:
     ranks_per_host: int
     transport: Transport
     cores_per_host: float = 0.0
-    """cores that the ranks of a host compute on, one thread each; 0: every rank has a device of its own, such as a GPU"""
+    """cores that the ranks of a host compute on, one thread each; 0: every rank has a device of its own"""
 
     def num_hosts(self, num_ranks: int) -> int:
         """Hosts are filled one after the other."""
@@ -94,7 +94,7 @@ class Cluster:
 
 
 def sent_gb(num_bytes: float, num_ranks: int) -> float:
-    """What each rank of a ring sends: 2 (N - 1) messages of 1/N (Patarasuk and Yuan 2009), which no allreduce undercuts.
+    """What each rank of a ring sends: 2 (N - 1) messages of 1/N (Patarasuk and Yuan 2009). None needs less.
 
     Args:
         num_bytes: to be reduced.
@@ -200,5 +200,5 @@ def read_link(text: str, latency_s: float) -> Link:
         return Link(slowest["mb_per_s"] / 1e3, slowest["latency_us"] / 1e6, measured=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{text}: {type(error).__name__}: {error}: expected what ringtrain doctor --json prints of two hosts or more"
+            f"{text}: {type(error).__name__}: {error}: expected what ringtrain doctor --json says of two hosts"
         ) from None

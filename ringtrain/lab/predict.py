@@ -93,7 +93,7 @@ def predict(profile: Profile, cluster: Cluster, setting: Setting) -> Prediction:
 
 @dataclass
 class _Played:
-    """A step so far: the slowest rank's computing, which is slower while an allreduce is under way, and what was sent."""
+    """A step so far: the slowest rank's computing, slower while an allreduce is under way, and what was sent."""
 
     now_s: float = 0.0
     progress_s: float = 0.0
@@ -327,7 +327,6 @@ def reach(profile: Profile, cluster: Cluster, setting: Setting, efficiency: floa
         "as it is": setting,
         f"algorithm: {other.algorithm}": other,
         "compression: fp16": fp16,
-        "fp16, and cycles of 5 ms": replace(fp16, cycle_time_ms=5.0),
     }
     ways = []
     for change, changed in named.items():

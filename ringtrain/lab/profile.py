@@ -1,4 +1,4 @@
-"""One process' training step, as a prediction starts from it: how long it computes, and when which gradient is ready."""
+"""One process' training step: how long it computes, and when which gradient is ready."""
 
 from __future__ import annotations
 
@@ -106,9 +106,7 @@ class Profile:
             return self.spread * math.sqrt(num_steps) * expected_maximum(num_ranks)
         ordered, known = sorted(self.step_s), min(num_ranks, len(self.step_s))
         shares = [(place / len(ordered)) ** known for place in range(len(ordered) + 1)]
-        highest = sum(
-            value * (upper - lower) for value, lower, upper in zip(ordered, shares, shares[1:], strict=False)
-        )
+        highest = sum(value * (upper - lower) for value, lower, upper in zip(ordered, shares, shares[1:], strict=False))
         beyond = expected_maximum(num_ranks) / expected_maximum(known) if num_ranks > known else 1.0
         return max(0.0, highest - fmean(ordered)) * beyond
 
@@ -133,14 +131,16 @@ class Profile:
             return cls.from_values(values)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(
-                f"{source}: {type(error).__name__}: {error}: expected a JSON object with name, batch_size, compute_s and"
-                f" gradients, a list of {{bytes, ready_s}}, as bench train writes it"
+                f"{source}: {type(error).__name__}: {error}: expected a JSON object with name, batch_size, compute_s"
+                f" and gradients, a list of {{bytes, ready_s}}, as bench train writes it"
             ) from None
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Profile:
         """The same from a parsed object; raises what a dictionary of other contents does."""
-        gradients = tuple(Gradient(int(g["bytes"]), float(g["ready_s"]), g.get("name", "")) for g in values["gradients"])
+        gradients = tuple(
+            Gradient(int(g["bytes"]), float(g["ready_s"]), g.get("name", "")) for g in values["gradients"]
+        )
         return cls(
             name=str(values["name"]),
             batch_size=int(values["batch_size"]),
@@ -207,7 +207,7 @@ MODELS: dict[str, tuple[float, list[Layer]]] = {
 FORWARD_SHARE = 1 / 3
 """of computing: backward does the forward's work twice, for inputs and for weights"""
 JITTER = 0.02
-"""of the known models: what two GPUs on one node lost (0.6 and 3.4 %) is 0.56 standard deviations; see docs/predict.md"""
+"""of the known models: what two GPUs on one node lost (0.6 and 3.4 %) is 0.56 of it (docs/predict.md)"""
 
 
 def known(model: str, images_per_s: float, batch_size: int, jitter: float = JITTER) -> Profile:

@@ -1,0 +1,373 @@
+"""Predictions: what must hold for any model and network, and how far published tables are met. No horovod, no network."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from ringtrain import cli
+from ringtrain.errors import ConfigError
+from ringtrain.lab import cases, network
+from ringtrain.lab.network import TRANSPORTS, Cluster, Link
+from ringtrain.lab.predict import Setting, calibrated, parameter_servers, predict, reach
+from ringtrain.lab.profile import Gradient, Profile, expected_maximum, known
+
+ROOT = Path(__file__).parents[2]
+PUBLISHED = ROOT / "docs" / "scaling.json"
+
+sizes = st.integers(4, 400_000_000)
+shares = st.floats(0.0, 1.0)
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> Profile:
+    compute_s = draw(st.floats(1e-3, 2.0))
+    gradients = draw(st.lists(st.tuples(sizes, shares), min_size=1, max_size=30))
+    return Profile(
+        "any",
+        draw(st.integers(1, 512)),
+        compute_s,
+        tuple(Gradient(num, share * compute_s) for num, share in gradients),
+        update_s=draw(st.floats(0, 0.1)),
+        jitter=draw(st.floats(0, 0.2)),
+        step_s=tuple(draw(st.lists(st.floats(1e-3, 2.0), max_size=20))),
+    )
+
+
+links = st.builds(Link, st.floats(1e-3, 100), st.floats(0, 1e-3), st.booleans())
+clusters = st.builds(
+    Cluster, links, links, st.integers(1, 16), st.sampled_from(list(TRANSPORTS.values())), st.sampled_from([0, 1, 2, 64])
+)
+jobs = st.builds(
+    Setting,
+    st.integers(1, 4096),
+    st.sampled_from(["ring", "hierarchical"]),
+    st.sampled_from(["none", "fp16"]),
+    st.integers(1, 8),
+    st.sampled_from([0.0, 1.0, 64.0, 128.0]),
+    st.floats(0.1, 50),
+)
+
+
+@given(profiles(), clusters, jobs)
+def test_whatever_runs_is_no_faster_than_ranks_that_do_not_communicate(step, cluster, job):
+    found = predict(step, cluster, job)
+    assert 0 < found.efficiency <= 1
+    alone = step.images_per_s if job.accumulation_steps == 1 else found.images_per_s
+    if job.accumulation_steps == 1:
+        assert found.images_per_s == pytest.approx(
+            found.efficiency * alone * job.num_ranks / cluster.crowding(job.num_ranks), rel=1e-6
+        )
+    parts = found.compute_s + found.waiting_s + found.exposed_s + found.update_s
+    assert found.images_per_s * parts == pytest.approx(job.num_ranks * job.accumulation_steps * step.batch_size)
+    assert 0 < parameter_servers(step, cluster, job, 3).efficiency <= 1
+
+
+@given(profiles(), clusters, jobs)
+def test_one_rank_is_as_fast_as_its_profile(step, cluster, job):
+    found = predict(step, cluster, replace(job, num_ranks=1, accumulation_steps=1))
+    assert found.images_per_s == pytest.approx(step.images_per_s)
+    assert (found.efficiency, found.sent_gb, found.num_allreduces) == (pytest.approx(1), 0, 0)
+
+
+@given(profiles(), clusters, jobs)
+def test_every_byte_is_sent_as_often_as_a_ring_sends_it(step, cluster, job):
+    found = predict(step, cluster, job)
+    share = 0.5 if job.compression == "fp16" else 1
+    n = job.num_ranks
+    assert found.sent_gb == pytest.approx(2 * (n - 1) / n * share * step.total_bytes / 1e9)
+
+
+@given(profiles(), clusters, jobs)
+def test_hierarchical_is_the_ring_on_one_host(step, cluster, job):
+    assume(cluster.num_hosts(job.num_ranks) == 1)
+    assert predict(step, cluster, replace(job, algorithm="hierarchical")) == predict(
+        step, cluster, replace(job, algorithm="ring")
+    )
+
+
+@given(sizes, clusters, st.integers(2, 4096), st.floats(1, 100), st.sampled_from(list(network.ALGORITHMS)))
+def test_an_allreduce_takes_no_longer_over_a_better_link(num_bytes, cluster, num_ranks, factor, algorithm):
+    took = network.ALGORITHMS[algorithm](cluster, num_bytes, num_ranks)[0]
+    faster = replace(cluster, link=replace(cluster.link, gb_per_s=cluster.link.gb_per_s * factor))
+    nearer = replace(cluster, link=replace(cluster.link, latency_s=cluster.link.latency_s / factor))
+    for better in (faster, nearer):
+        assert network.ALGORITHMS[algorithm](better, num_bytes, num_ranks)[0] <= took * (1 + 1e-9)
+    assert network.ALGORITHMS[algorithm](cluster, num_bytes / 2, num_ranks)[0] <= took
+
+
+@settings(max_examples=300)
+@given(profiles(), clusters, jobs, st.floats(1, 100), st.sampled_from(["rate", "latency", "fp16"]))
+def test_a_job_is_slower_over_a_better_link_only_by_allreduces_that_are_not_fused(step, cluster, job, factor, better):
+    """What is done earlier finds less to fuse: each further allreduce may cost its latency and a cycle."""
+    job = replace(job, compression="none")
+    before = predict(step, cluster, job)
+    where, how = cluster, job
+    if better == "rate":
+        where = replace(cluster, link=replace(cluster.link, gb_per_s=cluster.link.gb_per_s * factor))
+    elif better == "latency":
+        where = replace(cluster, link=replace(cluster.link, latency_s=cluster.link.latency_s / factor))
+    else:
+        how = replace(job, compression="fp16")
+    after = predict(step, where, how)
+    latency_s = network.ALGORITHMS[how.algorithm](where, 0, how.num_ranks)[0] if how.num_ranks > 1 else 0
+    cycle_s = max(how.cycle_time_ms / 1e3, network.negotiation_s(cluster, how.num_ranks))
+    further = max(0, after.num_allreduces - before.num_allreduces)
+    assert after.step_s <= before.step_s * (1 + 1e-9) + (1 + further) * (latency_s + 2 * cycle_s)
+
+
+@given(profiles(), clusters, st.integers(2, 4096))
+def test_fp16_is_never_slower_where_the_link_is_the_limit(step, cluster, num_ranks):
+    job = Setting(num_ranks, accumulation_steps=1)
+    plain = predict(step, cluster, job)
+    assume(plain.num_allreduces == 1 or plain.communication_s > 3 * plain.compute_s)
+    assert predict(step, cluster, replace(job, compression="fp16")).step_s <= plain.step_s
+
+
+@given(profiles())
+def test_more_ranks_wait_longer_for_the_slowest(step):
+    waits = [step.waiting_s(num) for num in (1, 2, 3, 8, 19, 20, 21, 64, 4096)]
+    assert waits[0] == pytest.approx(0, abs=1e-12)
+    assert all(later >= earlier - 1e-12 for earlier, later in zip(waits, waits[1:], strict=False))
+
+
+def test_the_slowest_of_measured_steps():
+    step = Profile("a", 1, 1.0, (Gradient(4, 1.0),), step_s=(1.0, 1.0, 1.0, 2.0))
+    assert step.waiting_s(2) == pytest.approx(2 - (3 / 4) ** 2 - 1.25)  # both of two draws avoid the slow one
+    assert expected_maximum(2) == pytest.approx(0.5642, abs=0.03)
+    assert expected_maximum(100) == pytest.approx(2.508, abs=0.02)
+
+
+def test_an_allreduce_takes_what_the_formula_says():
+    cluster = Cluster(Link(1.0, 1e-5, measured=True), Link(1e9, 0.0), 1, TRANSPORTS["nccl-rdma"])
+    assert network.ring(cluster, 1e9, 4)[0] == pytest.approx(2 * 3 * 1e-5 + 2 * 3 / 4)
+    step = Profile("a", 1, 1.0, (Gradient(10**9, 1.0),))
+    found = predict(step, cluster, Setting(4, cycle_time_ms=0.001))
+    assert found.step_s == pytest.approx(1 + 6e-5 + 1.5, rel=1e-3)  # ready at the very end: nothing is hidden
+    early = replace(step, gradients=(Gradient(10**9, 0.0),), compute_s=3.0)
+    assert predict(early, replace(cluster, transport=replace(cluster.transport, slowdown=0.0)), Setting(4)).exposed_s == 0
+
+
+def test_communication_on_full_cores_is_paid_for_by_computing():
+    step = Profile("a", 64, 0.051, (Gradient(13_000_000, 0.02),))
+    free = Cluster(Link(1, 0), Link(10, 0), 2, TRANSPORTS["mpi"])
+    assert predict(step, free, Setting(2)).exposed_s == pytest.approx(0, abs=1e-9)
+    busy = predict(step, replace(free, cores_per_host=2), Setting(2))
+    assert busy.exposed_s == pytest.approx(13e6 / 1e9 * 0.48, rel=1e-3)
+    assert predict(step, replace(free, cores_per_host=1), Setting(2)).compute_s == pytest.approx(0.102)
+
+
+def test_4096_ranks_in_under_a_second():
+    step, cluster = known("resnet50", 349, 64), cases.Case(model="resnet50", ranks_per_host=8).cluster
+    started = time.process_time()
+    found = predict(step, cluster(step), Setting(4096))
+    assert found.num_hosts == 512
+    assert time.process_time() - started < 1
+
+
+# Published tables
+
+
+@pytest.fixture(scope="module")
+def published() -> list[cases.Point]:
+    return cases.read_points(PUBLISHED)
+
+
+def of(points: list[cases.Point], setup: str) -> dict[int, cases.Point]:
+    return {point.num_ranks: point for point in points if point.setup == setup}
+
+
+def test_ring_points_are_within_15_percent(published):
+    rings = [point for point in published if "servers" not in point.setup and not point.fitted]
+    assert len(rings) == 21
+    assert [f"{p.setup} {p.num_ranks}: {p.error:+.1%}" for p in rings if abs(p.error) > 0.15] == []
+
+
+@pytest.mark.parametrize("model", ["Inception V3,", "ResNet-101,", "VGG-16,"])
+def test_set_ups_are_in_the_order_that_was_measured(published, model):
+    sixteen = [point for point in published if point.setup.startswith(model) and point.num_ranks == 16]
+    assert len(sixteen) == 4
+    by_truth = sorted(sixteen, key=lambda point: point.measured)
+    assert by_truth == sorted(sixteen, key=lambda point: point.prediction.images_per_s)
+
+
+def test_the_plateau_between_one_host_and_two_is_there_on_tcp_alone(published):
+    tcp, infiniband = (of(published, f"ResNet-50, Azure, {name}") for name in ("TCP", "InfiniBand"))
+    assert tcp[8].prediction.images_per_s == pytest.approx(tcp[4].prediction.images_per_s, rel=0.1)
+    assert tcp[16].prediction.images_per_s > 1.7 * tcp[8].prediction.images_per_s
+    assert infiniband[8].prediction.images_per_s > 1.6 * infiniband[4].prediction.images_per_s
+
+
+def test_the_servers_knee_is_where_it_was(published):
+    predicted = {n: p.prediction.images_per_s for n, p in of(published, "Inception V3, K80, 6 parameter servers").items()}
+    assert predicted[32] > 1.7 * predicted[16]  # measured: 1.91 times
+    assert predicted[64] < 1.3 * predicted[32]  # 1.21
+    assert predicted[128] < 1.1 * predicted[64]  # 1.08
+
+
+def test_misses_are_said_as_they_are(published):
+    page = (ROOT / "docs" / "predict.md").read_text()
+    for point in published:
+        if not point.fitted:
+            assert f"{point.error * 100:+.1f} %" in page, f"{point.setup} {point.num_ranks} is off by {point.error:+.1%}"
+
+
+# Backwards, and one host's point
+
+
+def test_what_reaches_an_efficiency_does():
+    step, case = known("resnet50", 349, 64), cases.Case(model="resnet50", ranks_per_host=4, transport="mpi", jitter=0)
+    cluster, job = case.cluster(step), Setting(64, cycle_time_ms=5)
+    ways = {way.change: way for way in reach(step, cluster, job, 0.8)}
+    assert ways["as it is"].needed == "" and ways["as it is"].efficiency < 0.8
+    batch = int(ways["batch per rank"].needed)
+    assert predict(step.with_batch(batch), cluster, job).efficiency >= 0.8
+    assert predict(step.with_batch(round(batch * 0.9)), cluster, job).efficiency < 0.8
+    assert all(way.efficiency >= 0.8 for way in ways.values() if way.needed)
+    assert all(way.efficiency < 0.8 for way in ways.values() if not way.needed)
+    with pytest.raises(ConfigError, match=r"got 90, .* such as 0.9"):
+        reach(step, cluster, job, 90)
+
+
+def test_a_measured_host_is_met():
+    step, case = known("resnet50", 349, 64), cases.Case(model="resnet50", ranks_per_host=4, transport="mpi")
+    cluster = calibrated(step, case.cluster(step), Setting(4), 1200)
+    assert predict(step, cluster, Setting(4)).images_per_s == pytest.approx(1200, rel=0.01)
+    with pytest.raises(ConfigError, match="2 to 4"):
+        calibrated(step, cluster, Setting(8), 1200)
+
+
+# Files and the command
+
+
+def test_a_profile_comes_back_as_it_was_written():
+    step = Profile("a", 2, 0.5, (Gradient(8, 0.5, "late"), Gradient(4, 0.25)), 0.01, 0.02, (0.4, 0.6))
+    assert Profile.from_json(step.to_json()) == step
+    assert [gradient.bytes for gradient in step.gradients] == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"compute_s": -1}, "no negative"),
+        ({"gradients": []}, "expected gradients"),
+        ({"gradients": [{"bytes": 4, "ready_s": 2.0}]}, "is ready after 2 s, expected it within"),
+        ({"gradients": [{"bytes": 4}]}, "KeyError: 'ready_s'"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"batch_size": "many"}, "expected a JSON object with name"),
+    ],
+)
+def test_a_profile_that_cannot_be_is_refused(change, said):
+    whole = {"name": "a", "batch_size": 1, "compute_s": 1.0, "gradients": [{"bytes": 4, "ready_s": 0.5}]}
+    assert Profile.from_json(json.dumps(whole)).total_bytes == 4
+    with pytest.raises(ConfigError, match=said):
+        Profile.from_json(json.dumps(whole | change))
+
+
+@pytest.mark.parametrize(
+    ("text", "gb_per_s"),
+    [("25Gbps", 3.125), ("100Mbps", 0.0125), ("1.4GB/s", 1.4), ("1 Gbit/s", 0.125), ("300MB/s", 0.3), ("10Gb/s", 1.25)],
+)
+def test_rates(text, gb_per_s):
+    assert network.parse_rate(text) == pytest.approx(gb_per_s)
+
+
+@pytest.mark.parametrize("text", ["25", "0Gbps", "fast", "-1Gbps", "", "Gbps"])
+def test_what_is_no_rate_is_refused(text):
+    with pytest.raises(ConfigError, match="such as 25Gbps"):
+        network.parse_rate(text)
+
+
+def test_a_link_as_doctor_has_measured_it(tmp_path):
+    fast = {"source": "a", "target": "b", "latency_us": 40.0, "mb_per_s": 1400.0}
+    links = [fast, {**fast, "latency_us": 70.0, "mb_per_s": 12.0}]
+    (tmp_path / "doctor.json").write_text(json.dumps({"ring": {"links": links}}))
+    assert network.read_link(str(tmp_path / "doctor.json"), 1.0) == Link(0.012, 7e-5, measured=True)
+    (tmp_path / "none.json").write_text(json.dumps({"ring": None}))
+    with pytest.raises(ConfigError, match="doctor --json"):
+        network.read_link(str(tmp_path / "none.json"), 1.0)
+
+
+def test_ranks_in_words():
+    assert cases.parse_ranks("4,1,2") == [1, 2, 4]
+    assert cases.parse_ranks("..6") == [1, 2, 4, 6]
+    for text in ("", "0", "a", "..1,2"):
+        with pytest.raises(ConfigError, match="--ranks"):
+            cases.parse_ranks(text)
+
+
+@pytest.mark.parametrize(
+    ("point", "said"),
+    [
+        ({"setup": "a", "ranks": 2}, "no 'images_per_s'"),
+        ({"setup": "a", "ranks": 2, "images_per_s": 1, "transprt": "mpi"}, "did you mean transport"),
+        ({"setup": "a", "ranks": 2, "images_per_s": 1, "transport": "tcp"}, "nccl-tcp"),
+        ({"setup": "a", "ranks": 2, "images_per_s": 1, "link": 25}, "link: got 25, expected a str"),
+        ({"setup": "a", "ranks": 2, "images_per_s": 0}, "got 0 images/s at 2 ranks"),
+        (7, "not a mapping"),
+    ],
+)
+def test_a_file_of_points_that_cannot_be_is_refused(point, said, tmp_path):
+    content = {"defaults": {"model": "vgg16", "model_images_per_s": 100}, "points": [point]}
+    (tmp_path / "points.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"points.json: point 1.*" + said):
+        cases.read_points(tmp_path / "points.json")
+
+
+def test_points_with_a_profile_beside_the_file(tmp_path, capsys):
+    (tmp_path / "step.json").write_text(Profile("cnn", 64, 0.05, (Gradient(13_000_000, 0.02),)).to_json())
+    point = {"setup": "two", "profile": "step.json", "transport": "mpi", "cores_per_host": 2, "ranks_per_host": 2}
+    content = {"points": [{**point, "measured": {"1": 1280, "2": 2300}}]}
+    (tmp_path / "points.json").write_text(json.dumps(content))
+    assert cli.main(["predict", "--measured", str(tmp_path / "points.json"), "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert (first["fitted"], first["error"]) == (True, pytest.approx(0))
+    assert second["prediction"]["images_per_s"] == pytest.approx(2280, rel=0.02)
+
+
+RESNET = ["predict", "--model", "resnet50", "--model-images-per-s", "349", "--ranks-per-host", "4"]
+
+
+def test_the_command_prints_tables_json_and_draws(tmp_path, capsys):
+    assert cli.main([*RESNET, "--ranks", "1,4096", "--servers", "2", "--plot", str(tmp_path / "plot.png")]) == 0
+    said = capsys.readouterr().out
+    assert "349 (100.0%)" in said and "4096" in said and "2 parameter servers" in said and "\x1b" not in said
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert cli.main([*RESNET, "--ranks", "2", "--json"]) == 0
+    assert {found["kind"] for found in json.loads(capsys.readouterr().out)} == {"ring", "hierarchical"}
+    assert cli.main([*RESNET, "--ranks", "128", "--reach", "0.9"]) == 0
+    assert "batch per rank" in capsys.readouterr().out
+    assert cli.main([*RESNET, "--ranks", "128", "--reach", "0.9999"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "resnet5"], "did you mean resnet50"),
+        ([], "either profile"),
+        (["--model", "vgg16"], "got 0 images/s"),
+        (["--profile", "/nowhere.json"], "/nowhere.json"),
+        ([*RESNET[1:], "--reach", "2"], "--reach: got 2"),
+        ([*RESNET[1:], "--measured", "x.json"], "leave other options"),
+        (["--measured", "/nowhere.json"], "/nowhere.json"),
+        ([*RESNET[1:], "--cycle-ms", "0"], "more than 0"),
+    ],
+)
+def test_the_command_refuses_in_one_line(words, said, capsys):
+    assert cli.main(["predict", *words]) == 2
+    errors = capsys.readouterr().err
+    assert said in errors and errors.count("\n") == 1
+
+
+def test_it_starts_without_tensorflow_numpy_and_matplotlib():
+    program = f"import sys; from ringtrain import cli; cli.main({RESNET}); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not {"tensorflow", "keras", "numpy", "matplotlib"} & set(done.stdout.split())
