@@ -1,7 +1,8 @@
-"""Predictions: what must hold for any model and network, and how far published tables are met. No horovod, no network."""
+"""Predictions: what must hold for any model and network, and how far published tables are met."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -130,17 +131,19 @@ def test_a_job_is_slower_over_a_better_link_only_by_allreduces_that_are_not_fuse
 
 @given(profiles(), clusters, st.integers(2, 4096))
 def test_fp16_is_never_slower_where_the_link_is_the_limit(step, cluster, num_ranks):
-    job = Setting(num_ranks, accumulation_steps=1)
+    slow = Link(1e-5, 0.0)
+    cluster, job = replace(cluster, link=slow, local_link=slow), Setting(num_ranks)
     plain = predict(step, cluster, job)
-    assume(plain.num_allreduces == 1 or plain.communication_s > 3 * plain.compute_s)
-    assert predict(step, cluster, replace(job, compression="fp16")).step_s <= plain.step_s
+    assume(plain.communication_s > 4 * (plain.compute_s + plain.waiting_s + 1e-3 * len(step.gradients)))
+    halved = predict(step, cluster, replace(job, compression="fp16"))
+    assert halved.step_s < plain.step_s
 
 
 @given(profiles())
 def test_more_ranks_wait_longer_for_the_slowest(step):
     waits = [step.waiting_s(num) for num in (1, 2, 3, 8, 19, 20, 21, 64, 4096)]
     assert waits[0] == pytest.approx(0, abs=1e-12)
-    assert all(later >= earlier - 1e-12 for earlier, later in zip(waits, waits[1:], strict=False))
+    assert all(later >= earlier - 1e-12 for earlier, later in itertools.pairwise(waits))
 
 
 def test_the_slowest_of_measured_steps():
