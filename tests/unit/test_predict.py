@@ -153,6 +153,13 @@ def test_the_slowest_of_measured_steps():
     assert expected_maximum(100) == pytest.approx(2.508, abs=0.02)
 
 
+def test_another_batch_changes_computing_alone():
+    step = Profile("a", 2, 0.4, (Gradient(8, 0.1), Gradient(4, 0.4)), 0.05, step_s=(0.3, 0.5)).with_batch(6)
+    assert (step.batch_size, step.update_s) == (6, 0.05)
+    assert (step.compute_s, step.spread) == (pytest.approx(1.2), pytest.approx(0.3))
+    assert [gradient.ready_s for gradient in step.gradients] == pytest.approx([0.3, 1.2])
+
+
 def test_an_allreduce_takes_what_the_formula_says():
     cluster = Cluster(Link(1.0, 1e-5, measured=True), Link(1e9, 0.0), 1, TRANSPORTS["nccl-rdma"])
     assert network.ring(cluster, 1e9, 4)[0] == pytest.approx(2 * 3 * 1e-5 + 2 * 3 / 4)
