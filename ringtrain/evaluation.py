@@ -43,6 +43,7 @@ class Evaluation(keras.callbacks.Callback):
         self.clock = clock
         self.seconds = 0.0
 
+    @hvd.during("evaluate")
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if not self.clock.epoch_complete:
             return  # what this rank's metrics hold is saved with the rest, to go on with
@@ -54,12 +55,19 @@ class Evaluation(keras.callbacks.Callback):
         if num_own:
             with warnings.catch_warnings():  # where samples are skipped, Keras cannot know how many batches there are
                 warnings.filterwarnings("ignore", "Your input ran out of data")
-                self.model.evaluate(self.batches, verbose=0)
+                self.model.evaluate(self.batches, verbose=0, callbacks=[_Advance()])
         else:
             self.model.reset_metrics()
         hvd.run_together(self.data_set.raise_unreadable)
         logs |= {f"test_{name}": value for name, value in over_all_ranks(self.model, num_own).items()}
         self.seconds += time.perf_counter() - begin_s
+
+
+class _Advance(keras.callbacks.Callback):
+    """Each evaluated batch shows that something goes on."""
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        hvd.marks.PLACE.advance()
 
 
 def over_all_ranks(model: keras.Model, num_own: int) -> dict[str, Any]:
@@ -80,7 +88,8 @@ def over_all_ranks(model: keras.Model, num_own: int) -> dict[str, Any]:
     variables = model.metrics_variables
     parts = [np.asarray(keras.ops.convert_to_numpy(variable), np.float64) for variable in variables]
     flat = np.concatenate([*(part.reshape(-1) for part in parts), [num_own]])
-    *sums, total = hvd.allreduce(flat, op=hvd.Sum, name="ringtrain_metrics").numpy()
+    with hvd.during("reduce"):
+        *sums, total = hvd.allreduce(flat, op=hvd.Sum, name="ringtrain_metrics").numpy()
     if not total:
         raise DataError("none of the samples could be read: those that were skipped are named in the run's logs/")
     start = 0

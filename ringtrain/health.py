@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from ringtrain import hvd
+from ringtrain import hvd, journal
 from ringtrain.config import Config
 from ringtrain.errors import DataError, NonFiniteLoss
 
@@ -41,6 +41,7 @@ class Signals:
         if number == signal.SIGINT and self.received:
             os._exit(128 + number)
         self.received = self.received or number
+        journal.note("signal", signal=signal.Signals(number).name)
 
 
 class StopTogether(keras.callbacks.Callback):
@@ -115,6 +116,7 @@ class StopTogether(keras.callbacks.Callback):
             self.want("a callback")
             self.model.stop_training = False
 
+    @hvd.during("reduce")
     def _agree(self) -> None:
         now_s = time.monotonic()
         time_is_up = hvd.rank() == 0 and 0 < self.max_time_s < now_s - self._begin_s

@@ -18,6 +18,31 @@ EVENTS = (
 )
 
 
+_own: list[Journal] = []
+
+
+def begin(own: Journal, **facts: Any) -> None:
+    """Makes a journal this process', for `note`, with a start as its first event.
+
+    Args:
+        own: to write to from now on.
+        facts: of the start.
+    """
+    _own[:] = [own]
+    note("start", **facts)
+
+
+def note(event: str, **facts: Any) -> None:
+    """Writes an event into this process' journal, if there is one.
+
+    Args:
+        event: one of EVENTS.
+        facts: plain values.
+    """
+    for journal in _own:
+        journal.write(event, **facts)
+
+
 class Journal:
     """Writes one rank's events. A line is there as soon as its event has happened, also if the process is killed then.
 
@@ -26,12 +51,13 @@ class Journal:
         rank: of this process; of two processes that had a rank one after the other, both write into its file.
         size: ranks in all.
         run_start: how often the run had been started again.
+        start_s: when rank 0 began, the same on all ranks: which start an event belongs to.
     """
 
-    def __init__(self, folder: Path, rank: int, size: int, run_start: int = 0) -> None:
+    def __init__(self, folder: Path, rank: int, size: int, run_start: int = 0, start_s: float = 0.0) -> None:
         self.path = path_of(folder, rank)
         self.about = {"rank": rank, "size": size, "host": socket.gethostname(), "process": os.getpid()}
-        self.run_start = run_start
+        self.starts = {"run_start": run_start, "start_s": start_s}
 
     def write(self, event: str, **facts: Any) -> None:
         """Adds an event.
@@ -42,7 +68,7 @@ class Journal:
         """
         if event not in EVENTS:
             raise ValueError(f"got {event!r}, expected one of {', '.join(EVENTS)}")
-        line = {"time_s": time.time(), "event": event, **self.about, "run_start": self.run_start, **facts}
+        line = {"time_s": time.time(), "event": event, **self.about, **self.starts, **facts}
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

@@ -243,6 +243,7 @@ class Saver(keras.callbacks.Callback):
             if self.is_due() or (every and (epoch + 1) % every == 0):
                 self.save()
 
+    @hvd.during("save")
     def save(self) -> None:
         """Begins to save the present state, unless it is saved already. A collective: call it on every rank.
 
@@ -254,7 +255,9 @@ class Saver(keras.callbacks.Callback):
             return
         begin_s = time.perf_counter()
         self._wait()  # for the one before: states do not pile up in memory
-        own = hvd.allgather_object(self._own_state(), name="ringtrain_own_state")
+        own_state = self._own_state()
+        with hvd.during("reduce"):
+            own = hvd.allgather_object(own_state, name="ringtrain_own_state")
         state = hvd.run_together(lambda: self._copy(own) if hvd.rank() == 0 else None)
         if state is not None:
             self._writer = threading.Thread(target=self._write, args=(step, *state), name="ringtrain-saver")

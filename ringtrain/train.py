@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return train(settings.read(sys.argv[1:] if argv is None else argv))
     except RingtrainError as error:
+        journal.note("failure", kind=type(error).__name__, text=str(error), exit_code=2)
         # What one rank met, every rank raises (hvd.run_together): rank 0 speaks for all, and launchers end the job with
         # the first rank that ends. A rank that is still there after this pause is alone with its error.
         if display.launched_rank():
@@ -58,6 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         reports.report_failure(error, display.launched_rank() or 0, exit_code=2, with_traceback=False)
         print(f"ringtrain: {error}", file=sys.stderr)
         return 2
+    except Exception as error:
+        journal.note("failure", kind=type(error).__name__, text=str(error), exit_code=1)
+        raise
 
 
 def train(config: Config) -> int:
@@ -81,7 +85,7 @@ def train(config: Config) -> int:
     read_data, build_model = data.source(config.data), models.builder(config.model)
     make_metrics, make_callbacks = models.metrics(config.model.metrics), own_callbacks(config)
     import ringtrain.hvd as hvd  # the first: it says what is not installed
-    from ringtrain import evaluation, health, plateau, resume, tracking
+    from ringtrain import evaluation, health, heartbeat, plateau, resume, tracking
 
     hvd.configure(config.hvd)
     hvd.init()
@@ -122,19 +126,27 @@ def train(config: Config) -> int:
     log = folder / "logs" / f"rank-{rank}.log"
     hvd.run_together(lambda: stderr.log_to(log, f"rank {rank} of {size} on {socket.gethostname()}: {pinning}"))
     hosts = hvd.allgather_object(socket.gethostname(), name="ringtrain_hosts")
+    start_s = hvd.broadcast_object(time.time(), root_rank=0, name="ringtrain_start_s")
+    own_journal = journal.Journal(folder, rank, size, attempt.number, start_s)
+    facts = {"numbers": dataclasses.asdict(numbers), "versions": tracking.versions()}
+    began = {"global_step": start.global_step, "resumed_from": start.source, "hosts": hosts}
+    journal.begin(own_journal, **began, versions=facts["versions"])
     console = display.console_for(rank)
     display.show_plan(console, config, numbers, pinning, hosts)
     display.show_start(console, config, start, attempt.causes)
 
     # Training: every rank makes the same number of steps and ends after the same one, so that none waits for another.
-    own_journal = journal.Journal(folder, rank, size, attempt.number)
     clock = resume.Clock(start, numbers.steps_per_epoch, box, own_journal)
-    own_journal.write("start", global_step=start.global_step, resumed_from=start.source, hosts=hosts)
-    facts = {"numbers": dataclasses.asdict(numbers), "versions": tracking.versions()}
+    pulse = heartbeat.Pulse(hvd.marks.PLACE, clock)
+    hvd.marks.PLACE.watch(model)
     check = hvd.callbacks.CheckInSyncCallback(config.train.check_every_steps)
     evaluate = evaluation.Evaluation(test_batches, own_tests, data_set, clock)
     started = time.time()
-    with display.Progress(console, numbers.num_steps, config.train.epochs) as progress, health.Signals() as signals:
+    with (
+        display.Progress(console, numbers.num_steps, config.train.epochs) as progress,
+        health.Signals() as signals,
+        heartbeat.Monitor(pulse, config.health) as monitor,
+    ):
         stop = health.StopTogether(
             signals, config, start.global_step, numbers.steps_per_epoch, data_set.raise_unreadable
         )
@@ -159,6 +171,7 @@ def train(config: Config) -> int:
         )
         callbacks = [
             clock,
+            pulse,
             evaluate,
             *users_callbacks,
             *([recorder] if recorder else []),
@@ -197,6 +210,7 @@ def train(config: Config) -> int:
         hvd.average_moving_statistics(model)  # not before: a run that was stopped goes on with each rank's own
 
     # What came of it; and the proof once more, on what was saved.
+    ranks = hvd.allgather_object(monitor.own_times(), name="ringtrain_times")
     skipped = set().union(*hvd.allgather_object(data_set.skipped, name="ringtrain_skipped"))
     summary = {
         "test_accuracy": saver.metrics.get("test_accuracy"),
@@ -218,6 +232,7 @@ def train(config: Config) -> int:
         "fit_s": time.time() - started,
         "started": started,
         "hosts": hosts,
+        "ranks": ranks,
         "git_revision": tracking.git_revision(Path.cwd()),
         **facts,
         "config": dataclasses.asdict(config),

@@ -4,7 +4,7 @@ What Horovod 0.28.1 does right under Keras 3 is passed on (collectives, process 
 wrong or not at all is ringtrain's own: `DistributedOptimizer`, the callbacks, `load_model`, `elastic`, broadcasts of
 Keras variables, `SyncBatchNormalization`. New are `broadcast_model`, `check_in_sync`, `check_averaging`,
 `check_placement`, `run_together`, `average_moving_statistics`, `moving_statistics`, `synchronize_batch_norm`,
-`jit_gradients`, `track_gradient_norm` and `configure`.
+`jit_gradients`, `track_gradient_norm`, `during`, `marks` and `configure`.
 """
 
 from ringtrain.errors import MissingDependency
@@ -64,7 +64,7 @@ from horovod.tensorflow import (
     stop_timeline,
 )
 
-from ringtrain.hvd import callbacks, elastic
+from ringtrain.hvd import callbacks, elastic, marks
 from ringtrain.hvd.batch_norm import (
     SyncBatchNormalization,
     average_moving_statistics,
@@ -84,6 +84,7 @@ from ringtrain.hvd.collectives import (
     reducescatter,
 )
 from ringtrain.hvd.jit import jit_gradients
+from ringtrain.hvd.marks import during
 from ringtrain.hvd.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
 from ringtrain.hvd.placement import check_placement
 from ringtrain.hvd.subclass import track_gradient_norm

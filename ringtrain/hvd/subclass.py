@@ -14,6 +14,7 @@ import tensorflow as tf
 from keras.src.saving import object_registration
 
 from ringtrain.hvd.keras_hooks import distributed
+from ringtrain.hvd.marks import PLACE
 from ringtrain.hvd.reduction import Reduction
 
 
@@ -122,6 +123,7 @@ class _Distributed(keras.optimizers.Optimizer):
         variables = self._updated_variables
         local = [self.is_local(variable) for variable in variables]
         reduced = self.reduction(grads, variables, local)
+        PLACE.note("reduced", reduced)
         if self.gradient_norm is not None:
             # Dense: a sparse gradient may have several parts for one row. In float32: layers may differ in type.
             dense = [tf.cast(tf.convert_to_tensor(gradient), tf.float32) for gradient in reduced]

@@ -20,6 +20,7 @@ from ringtrain.errors import OutOfSync, RingtrainError
 from ringtrain.hvd.batch_norm import statistics_of_one_rank
 from ringtrain.hvd.collectives import broadcast_variables
 from ringtrain.hvd.keras_hooks import innermost, refuse_horovods_own
+from ringtrain.hvd.marks import during
 from ringtrain.hvd.reduction import OP_WORDS
 
 T = TypeVar("T")
@@ -83,7 +84,8 @@ def check_in_sync(model: keras.Model, optimizer: Any = None) -> str:
     names, checksums = zip(*_checksums(model, optimizer), strict=True)
     digest = hashlib.sha256(np.array(checksums, np.uint32).tobytes()).digest()[:8]
     own = tf.constant(np.frombuffer(digest, np.int64))
-    everybody = horovod.allgather(own, name="ringtrain_check_in_sync", process_set=process_set).numpy()
+    with during("reduce"):
+        everybody = horovod.allgather(own, name="ringtrain_check_in_sync", process_set=process_set).numpy()
     if len(set(everybody.tolist())) > 1:
         details = horovod.allgather_object((names, checksums), name="ringtrain_out_of_sync", process_set=process_set)
         raise OutOfSync(_difference(process_set, everybody.tolist(), details))
@@ -136,7 +138,8 @@ def run_together(action: Callable[[], T]) -> T:
         failure = error
     kind = type(failure) if isinstance(failure, RingtrainError) else RingtrainError
     report = None if failure is None else (kind, str(failure), socket.gethostname())
-    reports = horovod.allgather_object(report, name="ringtrain_run_together")
+    with during("reduce"):
+        reports = horovod.allgather_object(report, name="ringtrain_run_together")
     for rank, other in enumerate(reports):
         if other is not None:
             error_class, message, host = other

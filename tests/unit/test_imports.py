@@ -14,13 +14,17 @@ PACKAGE = ROOT / "ringtrain"
 # to right: errors <- config <- leaves <- train. Both halves: <- lab <- cli.
 LEAVES = {"hvd", "devices", "data", "models", "schedules", "optimizers", "checkpoint", "tracking", "health"}
 TRAINING_HALF = {"config", "settings", "lookup", "stderr", "display", *LEAVES, "evaluation", "resume", "plateau"}
-TRAINING_HALF |= {"chaos", "journal", "train"}
+TRAINING_HALF |= {"chaos", "journal", "beats", "suspects", "heartbeat", "train"}
 MAY_IMPORT = {
     "": set(),
     "errors": set(),
     "reports": set(),
     "told": {"reports"},
     "journal": set(),
+    "beats": set(),
+    "suspects": set(),
+    "heartbeat": {"errors", "config", "reports", "hvd", "journal", "beats", "suspects"},
+    "post_mortem": {"errors", "reports", "journal"},
     "config": {"errors"},
     "settings": {"errors", "config"},
     "lookup": {"errors", "config"},
@@ -33,14 +37,14 @@ MAY_IMPORT = {
     "models": {"errors", "config", "lookup"},
     "optimizers": {"config", "schedules"},
     "tracking": {"errors", "config", "schedules", "optimizers", "display", ""},
-    "health": {"errors", "config", "hvd"},
+    "health": {"errors", "config", "hvd", "journal"},
     "resume": {"errors", "config", "checkpoint", "hvd", "journal", "reports"},
     "evaluation": {"errors", "hvd", "data", "resume"},
     "plateau": {"errors", "config", "hvd", "optimizers", "health", "resume"},
     "train": TRAINING_HALF | {"errors", "reports"},
     "cluster": {"errors", "reports", ""},
     "lab": TRAINING_HALF | {"errors", "cluster", ""},
-    "cli": TRAINING_HALF | {"errors", "cluster", "lab", ""},
+    "cli": TRAINING_HALF | {"errors", "cluster", "lab", "post_mortem", ""},
     "__main__": {"cli"},
 }
 ONLY_IN = {
@@ -54,6 +58,9 @@ NO_TENSORFLOW_AT_IMPORT = {
     "reports",
     "told",
     "journal",
+    "beats",
+    "suspects",
+    "post_mortem",
     "config",
     "settings",
     "lookup",

@@ -1,0 +1,116 @@
+"""Where this process stands, for another thread to read: in a part of a step, in evaluation, or waiting for the others.
+
+A step is one graph, into which Python cannot look. Three of its moments are noted inside of it, by nodes that nothing
+else waits for: the batch is there, the gradients are there, everybody's gradients are there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+MOMENTS = ("input", "computed", "reduced")
+GRAPH = "step"
+"""the phase that is told apart by the moments"""
+
+
+class Place:
+    """What this process is doing. Its main thread writes, others read.
+
+    Attributes:
+        phase: start, step, callbacks, evaluate, save, or reduce where it waits for the other ranks.
+        changes: counts phases, evaluated batches: whatever shows that something goes on.
+        waited_s: seconds in reduce so far, outside of the steps' graphs.
+        on_change: called after each change of phase.
+    """
+
+    def __init__(self) -> None:
+        self.phase = "start"
+        self.changes = 0
+        self.waited_s = 0.0
+        self.on_change: Callable[[], None] = lambda: None
+        self._moments: list[tf.Variable] = []
+
+    def enter(self, phase: str) -> None:
+        """Says what the process does from now on."""
+        self.phase = phase
+        self.advance()
+        self.on_change()
+
+    def advance(self) -> None:
+        """Says that something goes on."""
+        self.changes += 1
+
+    def moments(self) -> tuple[float, float, float]:
+        """When the last batch, its gradients and everybody's were there; seconds since 1970, 0: not yet."""
+        if not self._moments:
+            return 0.0, 0.0, 0.0
+        read = tf.raw_ops.ReadVariableOp  # a tenth of the time of Variable.numpy
+        first, second, third = (float(read(resource=v.handle, dtype=tf.float64)) for v in self._moments)
+        return first, second, third
+
+    def note(self, moment: str, tensors: Any) -> None:
+        """Adds nodes to the graph that note when tensors are there; without `watch`, none.
+
+        Args:
+            moment: one of MOMENTS.
+            tensors: in any structure.
+        """
+        if not self._moments:
+            return
+        flat = [tensor for tensor in tf.nest.flatten(tensors, expand_composites=True) if tf.is_tensor(tensor)]
+        with tf.control_dependencies(flat):
+            # A GPU's kernels are only under way when the graph goes on: a copy of theirs waits for them.
+            last = [tf.reshape(flat[0], [-1])[:1]] if flat and tf.config.list_logical_devices("GPU") else []
+        with tf.device("CPU:0"):
+            with tf.control_dependencies([*flat, *(tf.identity(tensor) for tensor in last)]):
+                now_s = tf.timestamp()
+            self._moments[MOMENTS.index(moment)].assign(now_s)
+
+    def watch(self, model: keras.Model) -> None:
+        """Has the steps of a model noted.
+
+        Args:
+            model: compiled with a distributed optimizer, before its first step.
+        """
+        with tf.device("CPU:0"):
+            self._moments = [tf.Variable(0.0, trainable=False, dtype=tf.float64) for _ in MOMENTS]
+        train_step, apply = model.train_step, model.optimizer.apply
+
+        def noting_train_step(data: Any) -> Any:
+            self.note("input", data)
+            return train_step(data)
+
+        def noting_apply(grads: Any, trainable_variables: Any = None) -> None:
+            self.note("computed", [gradient for gradient in grads if gradient is not None])
+            apply(grads, trainable_variables=trainable_variables)
+
+        # Not model.train_step = ...: Keras would track what is set, and save it.
+        object.__setattr__(model, "train_step", noting_train_step)
+        object.__setattr__(model.optimizer, "apply", noting_apply)
+
+
+PLACE = Place()
+"""of this process"""
+
+
+@contextlib.contextmanager
+def during(phase: str) -> Iterator[None]:
+    """Says what the process does in a block, or, as a decorator, in a function.
+
+    Args:
+        phase: evaluate, save, or reduce for waiting.
+    """
+    before, begin_s = PLACE.phase, time.perf_counter()
+    PLACE.enter(phase)
+    try:
+        yield
+    finally:
+        if phase == "reduce" != before:
+            PLACE.waited_s += time.perf_counter() - begin_s
+        PLACE.enter(before)
