@@ -115,9 +115,10 @@ class Monitor:
         self.rows: dict[int, Row] = {}
         self._slate, self._box = beats.Slate(), reports.Box(self.rank)
         self._wire = beats.Wire(secrets.token_hex(16), listens=self.rank == 0 and self.size > 1)
-        own = (self.host, beats.own_addresses(), self._wire.port, self._wire.token)
-        host, addresses, self._port, self._wire.token = hvd.broadcast_object(own, root_rank=0, name="ringtrain_beats")
-        self._addresses = ["127.0.0.1", *addresses] if host == self.host else addresses
+        own = Row(self.rank, self.host, os.getpid(), self._slate.descriptor)
+        told = (own, beats.own_addresses(), self._wire.port, self._wire.token)
+        self._rank_0, addresses, self._port, self._wire.token = hvd.broadcast_object(told, 0, name="ringtrain_beats")
+        self._addresses = ["127.0.0.1", *addresses] if self._rank_0.host == self.host else addresses
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ringtrain-heartbeat", daemon=True)
         self._seen: Any = None
@@ -166,12 +167,13 @@ class Monitor:
     def _listen(self) -> None:
         """Rank 0's thread: hears all, decides."""
         last_s = time.monotonic()
+        self.rows[0] = self._rank_0
         while not self._leaving.is_set():
             ask = self._asked_s is not None
             silent = [row for row in self.rows.values() if row.is_silent]
             culprits = suspects.keeping_waiting(self.rows.values()) if ask else []
             message = {
-                "row": dataclasses.asdict(self.rows[0]) if self.rows else None,
+                "row": dataclasses.asdict(self.rows[0]),
                 "silent": [[row.rank, row.host, row.process, row.slate] for row in silent],
                 "stacks_of": [row.rank for row in culprits],
             }
@@ -195,23 +197,23 @@ class Monitor:
     def _call(self) -> None:
         """Any other rank's thread: tells rank 0, does what it says, and watches rank 0."""
         last_s = time.monotonic()
-        was_connected = done = False
-        complained = False
+        done = complained = False
         rank_0_silent_s = 0.0
         while not self._leaving.is_set() and not done:
             if not self._wire.is_connected:
                 beat = {"row": dataclasses.asdict(self._own_row(0.0))}
-                if not self._wire.connect(self._addresses, self._port, beat) and not complained:
+                if self._wire.connect(self._addresses, self._port, beat):
+                    self.rows.setdefault(0, self._rank_0)
+                elif not self.rows and not complained:
                     complained = True
                     where = ", ".join(self._addresses)
                     self.say(
                         f"rank {self.rank} on {self.host} cannot reach rank 0 at {where}, port {self._port}: training"
                         f" goes on, but nobody notices where this rank stands"
                     )
-                if not self._wire.is_connected and not was_connected:
+                if not self.rows:
                     self._leaving.wait(RECONNECT_S)
                     continue
-                was_connected = True
             beat = {"row": dataclasses.asdict(self._own_row(0.0, self._wants_stacks))}
             heard = self._wire.exchange(beat, BEAT_S)
             now_s = time.monotonic()
@@ -284,7 +286,8 @@ class Monitor:
             self._warned, self._asked_s = False, None
         if not self._warned and idle_s > suspects.warning_s(rows, self.config.stall_timeout):
             culprits = suspects.keeping_waiting(rows)
-            if suspects.waiting(rows, culprits):
+            late = idle_s > suspects.warning_s(rows, self.config.stall_timeout) + ANSWERS_S
+            if suspects.waiting(rows, culprits) and (late or all(suspects.is_located(row, rows) for row in culprits)):
                 self._warned = True
                 names = "; ".join(suspects.sentence(row, rows) for row in culprits[:3])
                 self.say(f"{names}{suspects.waiting(rows, culprits)}")
@@ -294,8 +297,7 @@ class Monitor:
             return
         culprits = suspects.keeping_waiting(rows)
         answered = all(
-            row.stacks or row.is_done or (row.is_silent and any(str(row.rank) in one.saw for one in rows))
-            for row in culprits or [self.rows[0]]
+            row.stacks if not row.is_silent else suspects.is_located(row, rows) for row in culprits or [self.rows[0]]
         )
         if answered or time.monotonic() - self._asked_s > ANSWERS_S:
             self._speak(rows, culprits)

@@ -104,7 +104,8 @@ def limit_s(rows: Collection[Row], timeout_s: float) -> float:
         rows: of all ranks.
         timeout_s: as the user has it.
     """
-    if any(row.own_steps < 2 for row in rows if not row.is_done):
+    # What one has done, all have; of a rank that is stopped it may not be known yet.
+    if max(row.own_steps for row in rows) < 2:
         return max(timeout_s, FIRST_STEPS_S)
     return max(timeout_s, TIMES_MEDIAN * max(row.times.step_s for row in rows))
 
@@ -132,6 +133,11 @@ def keeping_waiting(rows: Collection[Row]) -> list[Row]:
     least = min((_progress(row) for row in working), default=None)
     others = min((row.step for row in rows), default=0)
     return [row for row in working if _progress(row) == least and row.step <= others]
+
+
+def is_located(row: Row, rows: Collection[Row]) -> bool:
+    """Whether a rank answers, or another one has seen it."""
+    return not row.is_silent or any(str(row.rank) in one.saw for one in rows)
 
 
 def located(row: Row, rows: Collection[Row]) -> Row:
@@ -168,15 +174,17 @@ def sentence(row: Row, rows: Collection[Row]) -> str:
         return f"rank {row.rank} on {row.host} has left training after step {row.step}"
     at = located(row, rows) if row.is_silent else row
     phase = {"step": "input, compute or reduce"}.get(at.phase, at.phase)
-    said = (
-        f"rank {row.rank} on {row.host} has made no progress for {row.idle_s + row.silent_s:.0f} s: at step {at.step},"
-        f" in {phase}"
-    )
+    idle_s = row.idle_s + row.silent_s
+    said = f"rank {row.rank} on {row.host} has made no progress for {idle_s:.0f} s: at step {at.step}"
     if not row.is_silent:
-        return said
+        return f"{said}, in {phase}"
     seen = next((one.saw[str(row.rank)] for one in rows if str(row.rank) in one.saw), None)
     if seen is None:
-        return f"{said}; it does not answer: its host, or the network to it, may be down, or its process stopped"
+        return (
+            f"{said}, last heard of in {phase} of step {row.step}; it does not answer: its host, or the network to it,"
+            f" may be down, or its process stopped"
+        )
+    said = f"{said}, in {phase}"
     why = STATES.get(seen["state"], "its process runs, but no Python in it does: look for C code that keeps the lock")
     return f"{said}; it does not answer: {why}"
 
