@@ -1,4 +1,4 @@
-"""The command `ringtrain`: launch, hosts, doctor, predict. What a command needs is imported when it runs."""
+"""The command `ringtrain`: launch, hosts, doctor, predict, report. What a command needs is imported when it runs."""
 
 from __future__ import annotations
 
@@ -136,6 +136,11 @@ def parser() -> argparse.ArgumentParser:
     asked.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     asked.set_defaults(handler=doctor, name="doctor")
     _add_predict(commands)
+
+    after = commands.add_parser("report", help="say what happened to a run")
+    after.add_argument("run", metavar="RUN", help="folder of the run, e.g. runs/digits")
+    after.add_argument("--post-mortem", action="store_true", help="all ranks' journals in one table, with a verdict")
+    after.set_defaults(handler=report, name="report")
     return top
 
 
@@ -295,6 +300,16 @@ def predict(options: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(options).items() if name not in ("handler", "name", "command")}
     shown = {name: given.pop(name) for name in ("ranks", "reach", "measured", "as_json", "plot") if name in given}
     return outlook.main(given, outlook.Wanted(**shown))
+
+
+def report(options: argparse.Namespace) -> int:
+    """Shows what happened to a run."""
+    if not options.post_mortem:
+        raise LaunchError(f"got no kind of report: ringtrain report {options.run} --post-mortem")
+    from ringtrain import post_mortem
+
+    post_mortem.show(Path(options.run))
+    return 0
 
 
 def find_hosts(options: argparse.Namespace) -> tuple[tuple[Host, ...], str]:

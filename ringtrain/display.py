@@ -237,6 +237,29 @@ def show_result(console: Console, folder: Path, summary: Mapping[str, Any], grad
     console.print(line, highlight=False, markup=False, soft_wrap=True, style="bold")
 
 
+def show_ranks(console: Console, ranks: Sequence[Mapping[str, Any]], slow: Sequence[int]) -> None:
+    """Shows where each rank's time went, if one of them was slow.
+
+    Args:
+        console: from console_for.
+        ranks: of summary.json; medians of a step.
+        slow: those that were.
+    """
+    if not slow:
+        return
+    console.print()
+    parts = ("step", "input", "compute", "callbacks", "wait")
+    _line_of(console, "rank", ["host", *(f"{part} ms" for part in parts)])
+    for one in ranks:
+        figures = [f"{1000 * one[f'{part}_s']:.1f}" for part in parts]
+        _line_of(console, f"{one['rank']}{' slow' * (one['rank'] in slow)}", [one["host"], *figures])
+
+
+def _line_of(console: Console, first: str, cells: Sequence[str]) -> None:
+    text = f"{first:<14} {cells[0]:<16}" + "".join(f"{cell:>13}" for cell in cells[1:])
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
 def _table_of_rates(schedule: schedules.Schedule, steps_per_epoch: int) -> dict[str, str]:
     """A row for each corner of a schedule that is not constant."""
     if schedule.is_constant:

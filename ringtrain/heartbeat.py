@@ -334,6 +334,18 @@ class Monitor:
         journal.note("stall", global_step=step, phase=phase, text=text, of_ranks=culprits)
 
 
+def slow_ranks(ranks: Sequence[dict[str, Any]], config: HealthConfig) -> list[int]:
+    """Which of the ranks were slow at the end.
+
+    Args:
+        ranks: each rank's `Monitor.own_times`.
+        config: says what slow means.
+    """
+    names = [field.name for field in dataclasses.fields(Times)]
+    rows = [Row(one["rank"], one["host"], times=Times(**{name: one[name] for name in names})) for one in ranks]
+    return [row.rank for row, _, _ in suspects.stragglers(rows, config.straggler_factor)]
+
+
 def stacks(own_thread: int | None = None) -> str:
     """What the threads of this process are doing in Python: the main one, and others that do not just wait for work.
 

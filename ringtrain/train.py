@@ -246,6 +246,7 @@ def train(config: Config) -> int:
             tracking.draw_curves(folder, recorder.epochs, schedule, numbers.steps_per_epoch)
 
     hvd.run_together(finish)
+    display.show_ranks(console, ranks, heartbeat.slow_ranks(ranks, config.health))
     display.show_result(console, folder, summary, gradients)
     own_journal.write("end", global_step=clock.global_step, stopped_by=stop.stopped_by, exit_code=stop.exit_code)
     return stop.exit_code

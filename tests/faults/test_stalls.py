@@ -1,0 +1,102 @@
+"""A rank that keeps the others waiting, or is slow, gets a name; under the real launchers, two ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from launching import ROOT, run
+
+from ringtrain import cli, journal
+
+HERE = Path(__file__).parent
+HOST = socket.gethostname()
+STEP = 20
+STALLED = 75
+TRAIN = [sys.executable, "-m", "ringtrain.train", "--data.name", "digits", "--run.name", "run"]
+LAUNCH = [sys.executable, "-m", "ringtrain", "launch", "-np", "2", "--"]
+
+
+def train(folder: Path, *options: object, epochs: int = 2, launcher: tuple[str, ...] = (), np: int = 2):
+    words = [*launcher, *TRAIN, "--train.epochs", epochs, "--run.directory", folder, *options]
+    return run(0 if launcher else np, [str(word) for word in words], 300, env={"PYTHONPATH": f"{HERE}:{ROOT}"})
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "run" / "summary.json").read_text())
+
+
+def left_over(folder: Path) -> list[str]:
+    """Processes that still have the run's folder on their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if str(folder) in words and "ringtrain" in words:
+            found.append(words)
+    return found
+
+
+@pytest.mark.parametrize(("rank", "launcher"), [(1, "ringtrain"), (0, "horovodrun")])
+def test_a_rank_that_is_stopped_is_named(rank: int, launcher: str, tmp_path: Path, capsys) -> None:
+    options = ["--chaos", f"rank={rank} step={STEP} mode=sigstop", "--health.stall-timeout", 5]
+    stalled = train(tmp_path, *options, launcher=tuple(LAUNCH) if launcher == "ringtrain" else ())
+    assert stalled.returncode == STALLED, stalled.stdout + stalled.stderr
+    said = f"rank {rank} on {HOST} has made no progress for "
+    where = f"at step {STEP}, in callbacks; it does not answer: its process is stopped"
+    assert re.search(rf"{said}\d+ s: {where}.*; rank {1 - rank} waits for it", stalled.stderr)
+    if launcher == "ringtrain":
+        last = stalled.stderr.rstrip().splitlines()[-1]
+        assert last.startswith(f"ringtrain: rank 0 on {HOST} failed first: Stalled: {said}")
+    assert left_over(tmp_path) == []
+    (event,) = [event for event in journal.read(tmp_path / "run") if event["event"] == "stall"]
+    assert (event["rank"], event["of_ranks"], event["phase"]) == (1 - rank, [rank], "reduce")
+    capsys.readouterr()
+    assert cli.main(["report", str(tmp_path / "run"), "--post-mortem"]) == 0
+    told = capsys.readouterr().out
+    assert "started once" in told
+    assert f"stalled at step {STEP}: rank {rank} on {HOST}" in " ".join(told.split())
+
+
+def test_the_stack_of_a_rank_that_hangs_names_the_function(tmp_path: Path) -> None:
+    hanging = ["--train.callbacks", "hanging:Hanging", "--health.stall-timeout", 5]
+    stalled = train(tmp_path, *hanging, launcher=tuple(LAUNCH))
+    assert stalled.returncode == STALLED, stalled.stdout + stalled.stderr
+    said = rf"rank 1 on {HOST} has made no progress for \d+ s: at step {STEP}, in callbacks; rank 0 waits for it"
+    report = stalled.stderr[stalled.stderr.rindex("failed first") :]
+    assert re.search(said, report)
+    assert "in wait_for_a_file_that_never_comes" in report
+    assert left_over(tmp_path) == []
+    events = [event for event in journal.read(tmp_path / "run") if event["event"] == "stall"]
+    assert {event["rank"] for event in events} == {0, 1}, "in every rank's journal"
+
+
+def test_a_slow_rank_is_named_while_training_and_nobody_else(tmp_path: Path) -> None:
+    slow = train(tmp_path, "--chaos", "rank=1 step=5 mode=slow seconds=0.05", epochs=6)
+    assert slow.returncode == 0, slow.stderr
+    lines = [line for line in slow.stderr.splitlines() if " is slow" in line]
+    assert len(lines) == 1, slow.stderr
+    assert re.search(rf"rank 1 on {HOST} is slow: .* callbacks 5\d\.\d ms", lines[0])
+    at_rank_0, at_rank_1 = summary(tmp_path)["ranks"]
+    assert at_rank_1["callbacks_s"] > 0.05 > at_rank_0["callbacks_s"]
+    assert at_rank_0["wait_s"] > 0.04 > at_rank_1["wait_s"], "the time of the one that waits is not its own"
+    (event,) = [event for event in journal.read(tmp_path / "run") if event["event"] == "straggler"]
+    assert (event["of_rank"], event["part"]) == (1, "callbacks")
+    assert "slow" in slow.stdout[slow.stdout.rindex("epoch 6/6") :], "a table at the end"
+
+
+def test_an_undisturbed_run_names_nobody_and_learns_what_one_without_a_monitor_does(tmp_path: Path) -> None:
+    watched = train(tmp_path / "watched", epochs=6)
+    unwatched = train(tmp_path / "unwatched", "--health.stall-timeout", 0, "--health.straggler-factor", 0, epochs=6)
+    assert watched.returncode == unwatched.returncode == 0, watched.stderr + unwatched.stderr
+    assert "progress" not in watched.stderr
+    assert "slow" not in watched.stderr + watched.stdout
+    assert summary(tmp_path / "watched")["checksum"] == summary(tmp_path / "unwatched")["checksum"]
+    events = [event["event"] for event in journal.read(tmp_path / "watched" / "run")]
+    assert sorted(events) == ["end", "end", *["save"] * 6, "start", "start"]
