@@ -23,7 +23,7 @@ import keras
 
 from ringtrain import beats, hvd, journal, reports, suspects
 from ringtrain.config import HealthConfig
-from ringtrain.errors import Stalled
+from ringtrain.errors import RingtrainError, Stalled
 from ringtrain.suspects import Row, Times
 
 BEAT_S = 1.0
@@ -113,8 +113,9 @@ class Monitor:
         self.rank, self.size, self.host = hvd.rank(), hvd.size(), socket.gethostname()
         self.slow: dict[int, str] = {}
         self.rows: dict[int, Row] = {}
-        self._slate, self._box = beats.Slate(), reports.Box(self.rank)
-        self._wire = beats.Wire(secrets.token_hex(16), listens=self.rank == 0 and self.size > 1)
+        self._slate, self._box = beats.Slate(), pulse.clock.box
+        self._is_wanted = bool(config.stall_timeout or config.straggler_factor)
+        self._wire = beats.Wire(secrets.token_hex(16), self._is_wanted and self.rank == 0 and self.size > 1)
         own = Row(self.rank, self.host, os.getpid(), self._slate.descriptor)
         told = (own, beats.own_addresses(), self._wire.port, self._wire.token)
         self._rank_0, addresses, self._port, self._wire.token = hvd.broadcast_object(told, 0, name="ringtrain_beats")
@@ -130,11 +131,14 @@ class Monitor:
 
     def __enter__(self) -> Monitor:
         self.pulse.place.on_change = self._put
-        if self.config.stall_timeout or self.config.straggler_factor:
+        if self._is_wanted:
             self._thread.start()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, Exception):
+            code = 2 if isinstance(error, RingtrainError) else 1
+            journal.note_failure(error, code, global_step=self.pulse.clock.global_step)
         self._leaving.set()
         self._wire.wake()
         if self._thread.is_alive():
@@ -249,8 +253,6 @@ class Monitor:
     def _own_row(self, passed_s: float, with_stacks: bool = False) -> Row:
         if passed_s:
             self._note_progress(passed_s)
-        phase = self.pulse.phase()
-        self._box.put(self.pulse.clock.global_step, phase)
         here = [row for row in self._strange if row.host == self.host]
         return Row(
             rank=self.rank,
@@ -259,7 +261,7 @@ class Monitor:
             slate=self._slate.descriptor,
             step=self.pulse.clock.global_step,
             own_steps=self.pulse.own_steps,
-            phase=phase,
+            phase=self.pulse.phase(),
             idle_s=self._idle_s,
             times=Times.of(list(self.pulse.window)),
             stacks=stacks(self._thread.ident) if with_stacks else "",

@@ -17,8 +17,8 @@ EVENTS = (
     *("signal", "stall", "straggler", "fault", "failure"),
 )
 
-
 _own: list[Journal] = []
+_failures: list[BaseException] = []
 
 
 def begin(own: Journal, **facts: Any) -> None:
@@ -41,6 +41,19 @@ def note(event: str, **facts: Any) -> None:
     """
     for journal in _own:
         journal.write(event, **facts)
+
+
+def note_failure(error: BaseException, exit_code: int, **facts: Any) -> None:
+    """Writes why this process ends, once.
+
+    Args:
+        error: what ends it.
+        exit_code: that it will end with.
+        facts: plain values.
+    """
+    if error not in _failures:
+        _failures.append(error)
+        note("failure", kind=type(error).__name__, text=str(error), exit_code=exit_code, **facts)
 
 
 class Journal:

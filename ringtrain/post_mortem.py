@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from ringtrain.reports import CONSEQUENCE
 
 Event = Mapping[str, Any]
 ABOUT = ("time_s", "event", "rank", "size", "host", "process", "run_start", "start_s", "global_step")
+WIDTH = 160
+"""letters, where the output is no terminal"""
 PLANNED = ("train.max_time_s", "SIGTERM", "SIGINT", "SIGUSR1")
 """ways to stop a run before it is complete"""
 
@@ -34,7 +37,7 @@ def show(folder: Path) -> None:
     events = journal.read(folder) if folder.is_dir() else []
     if not events:
         raise RunDirectoryError(f"{folder}: no journals in {folder}/logs: give the folder of a run, e.g. runs/digits")
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
     for line in verdict(events):
         console.print(line, highlight=False, markup=False, style="bold")
     table = Table("time", "rank", "host", "event", "facts", box=box.SIMPLE_HEAD)
@@ -80,7 +83,7 @@ def in_words(event: Event) -> str:
 def _start(event: Event) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in event.get("versions", {}).items())
     source = event.get("resumed_from")
-    return f"{f'from {source}' if source else 'from the beginning'} ({versions})"
+    return f"{f'from {source}' if source else 'from the beginning'}{f' ({versions})' if versions else ''}"
 
 
 def _end(event: Event) -> str:
@@ -118,9 +121,7 @@ def _outcome(group: Sequence[Event]) -> str:
     since = f"from step {begun}: " if begun else ""
     failed = [event for event in group if event["event"] in ("failure", "stall")]
     # Where another rank ended first, Horovod says no more than that.
-    failed.sort(
-        key=lambda event: (bool(CONSEQUENCE.search(f"{event.get('kind')}: {event.get('text')}")), event["time_s"])
-    )
+    failed.sort(key=lambda event: (_is_consequence(event), event["time_s"]))
     last_step = max(event.get("global_step", 0) for event in group)
     if failed:
         first = failed[0]
@@ -132,7 +133,8 @@ def _outcome(group: Sequence[Event]) -> str:
     ends = [event for event in group if event["event"] == "end"]
     if not ends:
         return f"{since}broken off without a word after step {last_step} or later: killed, or its host was"
-    by = ends[0].get("stopped_by")
-    return (
-        f"{since}ended after step {last_step}{f', stopped by {by}' if by else ''}, exit code {ends[0].get('exit_code')}"
-    )
+    return f"{since}ended after step {last_step}, {_end(ends[0])}"
+
+
+def _is_consequence(event: Event) -> bool:
+    return bool(CONSEQUENCE.search(f"{event.get('kind')}: {event.get('text')}"))

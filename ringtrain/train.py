@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return train(settings.read(sys.argv[1:] if argv is None else argv))
     except RingtrainError as error:
-        journal.note("failure", kind=type(error).__name__, text=str(error), exit_code=2)
+        journal.note_failure(error, exit_code=2)
         # What one rank met, every rank raises (hvd.run_together): rank 0 speaks for all, and launchers end the job with
         # the first rank that ends. A rank that is still there after this pause is alone with its error.
         if display.launched_rank():
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ringtrain: {error}", file=sys.stderr)
         return 2
     except Exception as error:
-        journal.note("failure", kind=type(error).__name__, text=str(error), exit_code=1)
+        journal.note_failure(error, exit_code=1)
         raise
 
 

@@ -1,7 +1,7 @@
 """Where this process stands, for another thread to read: in a part of a step, in evaluation, or waiting for the others.
 
-A step is one graph, into which Python cannot look. Three of its moments are noted inside of it, by nodes that nothing
-else waits for: the batch is there, the gradients are there, everybody's gradients are there.
+A step is one graph, into which Python cannot look. Three of its moments are noted inside of it, by nodes that hardly
+anything else waits for: the batch is there, the gradients are there, everybody's gradients are there.
 """
 
 from __future__ import annotations
@@ -54,15 +54,18 @@ class Place:
         first, second, third = (float(read(resource=v.handle, dtype=tf.float64)) for v in self._moments)
         return first, second, third
 
-    def note(self, moment: str, tensors: Any) -> None:
+    def note(self, moment: str, tensors: Any) -> list[Any]:
         """Adds nodes to the graph that note when tensors are there; without `watch`, none.
 
         Args:
             moment: one of MOMENTS.
             tensors: in any structure.
+
+        Returns:
+            The last of these nodes.
         """
         if not self._moments:
-            return
+            return []
         flat = [tensor for tensor in tf.nest.flatten(tensors, expand_composites=True) if tf.is_tensor(tensor)]
         with tf.control_dependencies(flat):
             # A GPU's kernels are only under way when the graph goes on: a copy of theirs waits for them.
@@ -70,7 +73,8 @@ class Place:
         with tf.device("CPU:0"):
             with tf.control_dependencies([*flat, *(tf.identity(tensor) for tensor in last)]):
                 now_s = tf.timestamp()
-            self._moments[MOMENTS.index(moment)].assign(now_s)
+            noted = self._moments[MOMENTS.index(moment)].assign(now_s, read_value=False)
+        return [] if noted is None else [noted]
 
     def watch(self, model: keras.Model) -> None:
         """Has the steps of a model noted.
@@ -83,7 +87,9 @@ class Place:
         train_step, apply = model.train_step, model.optimizer.apply
 
         def noting_train_step(data: Any) -> Any:
-            self.note("input", data)
+            # Here the step does wait: a single thread might else come to the note after the forward pass.
+            with tf.control_dependencies(self.note("input", data)):
+                data = tf.nest.map_structure(lambda part: tf.identity(part) if tf.is_tensor(part) else part, data)
             return train_step(data)
 
         def noting_apply(grads: Any, trainable_variables: Any = None) -> None:

@@ -1,0 +1,75 @@
+"""Beats over real sockets: who knows the token is heard, nobody else; a slate is read while its process is stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from ringtrain import beats
+
+SHOWS_A_SLATE = (
+    "import sys; from ringtrain.beats import Slate; slate = Slate(); slate.put(20, 'save')\n"
+    "print(slate.descriptor, flush=True); sys.stdin.read()"
+)
+
+
+@pytest.fixture
+def hub():
+    wire = beats.Wire("secret", listens=True)
+    yield wire
+    wire.close()
+
+
+def test_both_sides_hear_each_other(hub: beats.Wire) -> None:
+    caller = beats.Wire("secret")
+    heard: list[dict] = []
+    answers = threading.Thread(target=lambda: [heard.extend(hub.exchange({"n": n}, 0.2)) for n in range(5)])
+    answers.start()
+    assert caller.connect(["127.0.0.1"], hub.port, {"first": 1})
+    answers.join()
+    assert heard[0] == {"first": 1}, "without the token"
+    hub.exchange({"last": 1}, 0.0)
+    assert caller.exchange({}, 0.2)[-1] == {"last": 1}
+    caller.close()
+
+
+@pytest.mark.parametrize(
+    "line", [b"GET / HTTP/1.1\r\n", b'{"token": "guess"}\n', b"[]\n", b"\xff\n", b"x" * (2 * beats.MAX_LINE_BYTES)]
+)
+def test_who_does_not_know_the_token_is_not_heard_and_told_nothing(hub: beats.Wire, line: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", hub.port), 5) as stranger:
+        stranger.settimeout(5)
+        hub.exchange({"secrets": 1}, 0.1)
+        try:
+            stranger.sendall(line)
+            heard = hub.exchange({"secrets": 2}, 0.2)
+            assert stranger.recv(1000) == b"", "it was hung up on"
+        except ConnectionError:
+            heard = []
+        assert heard == []
+
+
+def test_a_caller_does_not_take_another_program_for_rank_0() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        assert not beats.Wire("secret").connect(["127.0.0.1"], other.getsockname()[1], {})
+
+
+def test_an_exchange_is_woken(hub: beats.Wire) -> None:
+    hub.wake()
+    assert hub.exchange({}, 3600) == []
+
+
+def test_a_stopped_process_is_seen_with_what_is_on_its_slate() -> None:
+    with subprocess.Popen([sys.executable, "-c", SHOWS_A_SLATE], stdin=-1, stdout=-1, text=True) as process:
+        descriptor = int(process.stdout.readline())
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        assert beats.look_at(process.pid, descriptor) == {"state": "T", "step": 20, "phase": "save"}
+        process.kill()
+    assert beats.look_at(process.pid, descriptor) == {"state": ""}
