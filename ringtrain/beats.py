@@ -43,6 +43,7 @@ class Wire:
         self._selector = selectors.DefaultSelector()
         self._bell, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ)
+        self._line = b""
         self._listener: socket.socket | None = None
         if listens:
             both = socket.has_dualstack_ipv6()
@@ -94,7 +95,7 @@ class Wire:
         Returns:
             What has come, in its order.
         """
-        line = json.dumps({"token": self.token, **message}).encode() + b"\n"
+        line = self._line = json.dumps({"token": self.token, **message}).encode() + b"\n"
         for connection in list(self._connections.values()):
             # One that called has to say the token first; one that was called has to hear it.
             if not connection.to_send and (connection.knows_token or not self._listener):
@@ -171,8 +172,11 @@ class Wire:
             if message is None:
                 self._close(connection)
                 return messages
-            connection.knows_token = True
             messages.append(message)
+            if not connection.knows_token and self._listener and self._line:
+                connection.to_send = self._line  # who calls wants to know at once that it is the right one
+                self._send(connection)
+            connection.knows_token = True
         if not data or len(connection.received) > MAX_LINE_BYTES:
             self._close(connection)
         return messages

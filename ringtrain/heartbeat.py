@@ -32,6 +32,8 @@ ANSWERS_S = 3.0
 SPEAKER_FIRST_S = 5.0
 """after which the ranks that do not speak end: the launcher shall take the speaker's words"""
 RECONNECT_S = 10.0
+FIRST_CALL_S = 5.0
+"""that training waits at most for the first one"""
 STACK_LINES = 40
 IDLE_THREADS = ("threading.py", "queue.py", "selectors.py", "concurrent/futures/thread.py", "multiprocessing/pool.py")
 
@@ -120,7 +122,7 @@ class Monitor:
         told = (own, beats.own_addresses(), self._wire.port, self._wire.token)
         self._rank_0, addresses, self._port, self._wire.token = hvd.broadcast_object(told, 0, name="ringtrain_beats")
         self._addresses = ["127.0.0.1", *addresses] if self._rank_0.host == self.host else addresses
-        self._leaving = threading.Event()
+        self._leaving, self._called = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="ringtrain-heartbeat", daemon=True)
         self._seen: Any = None
         self._idle_s = 0.0
@@ -133,6 +135,8 @@ class Monitor:
         self.pulse.place.on_change = self._put
         if self._is_wanted:
             self._thread.start()
+            # A rank that stops at once shall be missed.
+            self._called.wait(FIRST_CALL_S if self.rank else 0.0)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -215,6 +219,7 @@ class Monitor:
                         f"rank {self.rank} on {self.host} cannot reach rank 0 at {where}, port {self._port}: training"
                         f" goes on, but nobody notices where this rank stands"
                     )
+                self._called.set()
                 if not self.rows:
                     self._leaving.wait(RECONNECT_S)
                     continue

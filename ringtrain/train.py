@@ -21,6 +21,7 @@ from ringtrain import (
     data,
     devices,
     display,
+    fingerprint,
     journal,
     lookup,
     models,
@@ -95,6 +96,9 @@ def train(config: Config) -> int:
     pinning = hvd.run_together(lambda: devices.pin(hvd.local_rank(), hvd.local_size(), config.device))
     box = reports.Box(rank)
     hvd.check_placement("" if config.device.share_gpus else devices.identity(pinning))
+    host = socket.gethostname()
+    code = hvd.run_together(lambda: fingerprint.of_code(config, tracking.versions()))
+    fingerprint.refuse(hvd.allgather_object((host, code), name="ringtrain_code"))
 
     # Data: each rank trains its own part of every global batch, and evaluates its own test samples.
     hvd.run_together(tracking.check_packages)
@@ -102,6 +106,8 @@ def train(config: Config) -> int:
     data_set = hvd.run_together(read_data)
     numbers = hvd.run_together(lambda: derive(config, size, len(data_set.train), len(data_set.test)))
     refuse_differences(hvd.allgather_object((config, numbers), name="ringtrain_numbers"))
+    checksums = hvd.run_together(lambda: data.checksums(data_set))
+    fingerprint.refuse(hvd.allgather_object((host, checksums), name="ringtrain_data"))
     own_tests = data.evaluation_shard(numbers.num_test, rank, size)
     test_batches = data.evaluation_batches(data_set.test, own_tests, numbers.batch_size)
 
@@ -124,8 +130,8 @@ def train(config: Config) -> int:
     if rank == 0 and start.source:
         checkpoint.remove_after(folder / "checkpoints", start.global_step)
     log = folder / "logs" / f"rank-{rank}.log"
-    hvd.run_together(lambda: stderr.log_to(log, f"rank {rank} of {size} on {socket.gethostname()}: {pinning}"))
-    hosts = hvd.allgather_object(socket.gethostname(), name="ringtrain_hosts")
+    hvd.run_together(lambda: stderr.log_to(log, f"rank {rank} of {size} on {host}: {pinning}"))
+    hosts = hvd.allgather_object(host, name="ringtrain_hosts")
     start_s = hvd.broadcast_object(time.time(), root_rank=0, name="ringtrain_start_s")
     own_journal = journal.Journal(folder, rank, size, attempt.number, start_s)
     facts = {"numbers": dataclasses.asdict(numbers), "versions": tracking.versions()}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ringtrain.config import DataConfig
 from ringtrain.data.pipeline import evaluation_batches, training_batches
+from ringtrain.data.sampled import checksums
 from ringtrain.data.samples import DataSet, Samples, Split, checked
 from ringtrain.data.shard import evaluation_shard, training_shard
 from ringtrain.data.sources import DATASETS
@@ -17,6 +18,7 @@ __all__ = [
     "DataSet",
     "Samples",
     "Split",
+    "checksums",
     "evaluation_batches",
     "evaluation_shard",
     "source",

@@ -361,6 +361,38 @@ def test_ranks_with_other_data_are_refused_before_they_wait_for_each_other(tmp_p
     assert line.startswith("ringtrain: rank 1 has data.num_samples 800, rank 0 has 400: ")
 
 
+UNLIKE = """
+import os
+import numpy as np
+
+def data():
+    inputs = np.full((400, 4), os.environ["OMPI_COMM_WORLD_RANK"] == "1", np.float32)
+    labels = np.arange(400) % 2
+    return (inputs, labels), (inputs, labels)
+"""
+FROM_FOLDERS = """
+import os, sys
+sys.path.insert(0, {folders!r}[int(os.environ["OMPI_COMM_WORLD_RANK"])])
+from ringtrain.train import main
+sys.exit(main({options!r}))
+"""
+
+
+def test_ranks_with_other_code_or_samples_are_refused(tmp_path):
+    for rank, text in enumerate(("", "# changed\n")):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "unlike.py").write_text(UNLIKE + text)
+    options = ["--data.name", "unlike:data"]
+    for folders, what in ((("0", "1"), "module unlike"), (("0", "0"), "training data")):
+        program = FROM_FOLDERS.format(folders=[str(tmp_path / folder) for folder in folders], options=options)
+        ended = launching.run(2, [sys.executable, "-c", program], timeout_s=TIMEOUT_S, cwd=tmp_path)
+        assert ended.returncode == 2, ended.stderr
+        host = os.uname().nodename
+        line = f"ringtrain: rank 1 on {host} has another {what} than rank 0 on {host}: "
+        assert [text for text in said(ended, "stderr") if text.startswith(line)], ended.stderr
+        assert not (tmp_path / "runs").exists()
+
+
 WITHOUT = """
 import sys
 

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "ringtrain"
 # to right: errors <- config <- leaves <- train. Both halves: <- lab <- cli.
 LEAVES = {"hvd", "devices", "data", "models", "schedules", "optimizers", "checkpoint", "tracking", "health"}
 TRAINING_HALF = {"config", "settings", "lookup", "stderr", "display", *LEAVES, "evaluation", "resume", "plateau"}
-TRAINING_HALF |= {"chaos", "journal", "beats", "suspects", "heartbeat", "train"}
+TRAINING_HALF |= {"chaos", "journal", "beats", "suspects", "heartbeat", "fingerprint", "train"}
 MAY_IMPORT = {
     "": set(),
     "errors": set(),
@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "told": {"reports"},
     "journal": set(),
     "beats": set(),
+    "fingerprint": {"errors", "config"},
     "suspects": set(),
     "heartbeat": {"errors", "config", "reports", "hvd", "journal", "beats", "suspects"},
     "post_mortem": {"errors", "reports", "journal"},
