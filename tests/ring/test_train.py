@@ -383,7 +383,7 @@ def test_ranks_with_other_code_or_samples_are_refused(tmp_path):
         (tmp_path / str(rank)).mkdir()
         (tmp_path / str(rank) / "unlike.py").write_text(UNLIKE + text)
     options = ["--data.name", "unlike:data"]
-    for folders, what in ((("0", "1"), "module unlike"), (("0", "0"), "training data")):
+    for folders, what in ((("0", "1"), "module unlike"), (("0", "0"), "test data")):
         program = FROM_FOLDERS.format(folders=[str(tmp_path / folder) for folder in folders], options=options)
         ended = launching.run(2, [sys.executable, "-c", program], timeout_s=TIMEOUT_S, cwd=tmp_path)
         assert ended.returncode == 2, ended.stderr
