@@ -41,7 +41,8 @@ def show(folder: Path) -> None:
     for line in verdict(events):
         console.print(line, highlight=False, markup=False, style="bold")
     table = Table("time", "rank", "host", "event", "facts", box=box.SIMPLE_HEAD)
-    for event in events:
+    shown = [event for event in events if event["event"] != "save" or not event.get("rank")]  # all ranks save at once
+    for event in shown:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time_s"]))
         cells = [when, event.get("rank", "?"), event.get("host", "?"), event["event"], in_words(event)]
         table.add_row(*(Text(str(cell), overflow="fold") for cell in cells))
@@ -100,7 +101,7 @@ WORDS: dict[str, Callable[[Event], str]] = {
     "start": _start,
     "end": _end,
     "straggler": _straggler,
-    "save": lambda event: f"checkpoint; training waited {event.get('stall_s')} s",
+    "save": lambda event: f"checkpoint; training waited {float(event.get('stall_s') or 0):.3f} s",
     "signal": lambda event: str(event.get("signal")),
     "stall": lambda event: f"in {event.get('phase')}: {_first_line(event)}",
     "failure": lambda event: f"{event.get('kind')}: {_first_line(event)}",

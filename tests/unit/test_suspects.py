@@ -30,7 +30,7 @@ def times(own_ms: float, part: str = "compute", num_steps: int = 50) -> Times:
 
 
 CASES = {
-    "a rank whose beats have stopped": ([row(0), row(1, "input", silent_s=9.0), row(2, "compute")], [1]),
+    "a rank whose beats have stopped": ([row(0), row(1, silent_s=9.0), row(2, "compute")], [1]),
     "one that has left": ([row(0), row(1, "compute"), row(2, "compute", is_done=True)], [2]),
     "one in input, others in reduce": ([row(0), row(1, "input"), row(2)], [1]),
     "rank 0 itself": ([row(0, "save"), row(1), row(2)], [0]),
