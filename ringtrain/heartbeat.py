@@ -327,7 +327,8 @@ class Monitor:
             self._wire.exchange({"row": None, "end": {"text": text, "culprits": [r.rank for r in culprits]}}, 0.2)
         error = Stalled(text)
         self.say(text)
-        reports.report_failure(error, self.rank, exit_code=Stalled.EXIT_CODE, with_traceback=False)
+        of = culprits[0] if culprits else self._own_row(0.0)
+        reports.report_failure(error, of.rank, exit_code=Stalled.EXIT_CODE, with_traceback=False, host=of.host)
         time.sleep(0.2)  # what was said is still on its way through this rank's log
         os._exit(Stalled.EXIT_CODE)
 

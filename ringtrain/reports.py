@@ -224,21 +224,22 @@ class Failure:
         ]
 
 
-def report_failure(error: BaseException, rank: int, exit_code: int, with_traceback: bool) -> None:
-    """Tells the launcher why this rank ends; does nothing without a launcher that listens.
+def report_failure(error: BaseException, rank: int, exit_code: int, with_traceback: bool, host: str = "") -> None:
+    """Tells the launcher why a rank ends; does nothing without a launcher that listens.
 
     Args:
         error: what ended it.
-        rank: its number.
+        rank: its number; this process', unless it speaks for one that cannot.
         exit_code: that it will end with.
         with_traceback: for a bug; without it the message says everything.
+        host: of the rank; empty: this one.
     """
     job = os.environ.get(JOB)
     if not job:
         return
     text = "".join(traceback.format_exception(error)) if with_traceback else f"{type(error).__name__}: {error}"
     text = text if len(text) < 20_000 else f"{text[:10_000]}\n...\n{text[-10_000:]}"
-    failure = Failure(rank, socket.gethostname(), time.time(), type(error).__name__, text.rstrip(), exit_code)
+    failure = Failure(rank, host or socket.gethostname(), time.time(), type(error).__name__, text.rstrip(), exit_code)
     sys.stderr.flush()
     for _ in range(2):  # twice: in the output of many ranks a line may get torn
         for line in failure.lines(job):

@@ -53,7 +53,7 @@ def test_a_rank_that_is_stopped_is_named(rank: int, launcher: str, tmp_path: Pat
     assert re.search(rf"{said}\d+ s: {where}.*; rank {1 - rank} waits for it", stalled.stderr)
     if launcher == "ringtrain":
         last = stalled.stderr.rstrip().splitlines()[-1]
-        assert last.startswith(f"ringtrain: rank 0 on {HOST} failed first: Stalled: {said}")
+        assert last.startswith(f"ringtrain: rank 1 on {HOST} failed first: Stalled: {said}")
     assert left_over(tmp_path) == []
     events = [event for event in journal.read(tmp_path / "run") if event["event"] == "stall"]
     assert (events[0]["rank"], events[0]["phase"]) == (1 - rank, "reduce")
