@@ -212,6 +212,11 @@ def build(config: Config, numbers: Numbers, model: keras.Model) -> keras.optimiz
     return optimizer
 
 
+def set_rate(optimizer: keras.optimizers.Optimizer, rate: float) -> None:
+    """Sets the learning rate of an optimizer whose rate is a number, perhaps inside of Keras' LossScaleOptimizer."""
+    getattr(optimizer, "inner_optimizer", optimizer).learning_rate = rate
+
+
 def set_share(optimizer: keras.optimizers.Optimizer, full_rate: float, share: float) -> None:
     """Makes an optimizer go on with a part of its learning rate.
 

@@ -78,10 +78,15 @@ class Plateau(keras.callbacks.Callback):
         if self._is_over():
             self.stop.want("train.patience")
 
+    @property
+    def share(self) -> float:
+        """What is left of the learning rate."""
+        patience = self.config.schedule.plateau_patience
+        return self.config.schedule.plateau_factor ** self._plateaus(patience) if patience else 1.0
+
     def _set_rate(self) -> None:
         if self.config.schedule.plateau_patience:
-            share = self.config.schedule.plateau_factor ** self._plateaus(self.config.schedule.plateau_patience)
-            optimizers.set_share(self.model.optimizer, self.full_rate, share)
+            optimizers.set_share(self.model.optimizer, self.full_rate, self.share)
 
     def _is_over(self) -> bool:
         patience = self.config.train.patience

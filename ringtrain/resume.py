@@ -370,6 +370,12 @@ def restore(model: keras.Model, folder: Path | None, must: bool, config: Config,
     return dataclasses.replace(start, metrics_state=tuple(_metrics_state(own, hvd.rank(), hvd.size())))
 
 
+def manifest_of(folder: Path | None) -> Mapping[str, Any]:
+    """What the checkpoint that `restore` would find says of itself; nothing where there is none."""
+    found, _ = _find(folder, must=False)
+    return found.manifest if found else {}
+
+
 def load_weights(model: keras.Model, source: Path) -> None:
     """Gives the model the weights of a checkpoint or of a `.keras` file, without optimizer, step or seeds."""
     if source.suffix == ".keras":

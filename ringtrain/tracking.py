@@ -93,7 +93,7 @@ class Recorder(keras.callbacks.Callback):
         folder: the run's.
         progress: shows it.
         numbers: of the run. An epoch that is broken off is not recorded.
-        global_step: steps done before; what the folder holds of later ones is forgotten.
+        clock: counts the steps; what the folder holds of later ones than it begins with is forgotten.
         options: what else is written down.
         gradient_norm: of the last update, if it is tracked.
     """
@@ -103,7 +103,7 @@ class Recorder(keras.callbacks.Callback):
         folder: Path,
         progress: Progress,
         numbers: Numbers,
-        global_step: int,
+        clock: Any,
         options: TrackingConfig,
         gradient_norm: tf.Variable | None = None,
     ) -> None:
@@ -113,14 +113,14 @@ class Recorder(keras.callbacks.Callback):
         self.options = options
         self.gradient_norm = gradient_norm
         self.images_per_step = numbers.batch_size * numbers.num_ranks
-        self.steps_per_epoch = numbers.steps_per_epoch
-        self.first_step = self.global_step = global_step
+        self.clock = clock
+        self.first_step = self.global_step = clock.global_step
         self.timed_steps = 0
         self.timed_s = 0.0
         self.complained = False
         self.unwritten: dict[str, list[str]] = {}
-        self.epochs = _records_until(folder / METRICS, global_step)
-        _records_until(folder / STEPS, global_step)
+        self.epochs = _records_until(folder / METRICS, self.first_step)
+        _records_until(folder / STEPS, self.first_step)
 
     @property
     def images_per_s(self) -> float:
@@ -150,7 +150,7 @@ class Recorder(keras.callbacks.Callback):
         steps, seconds = self.global_step - self.steps_before, self.epoch_end_s - self.epoch_start_s
         self.timed_steps += steps
         self.timed_s += seconds
-        if self.global_step % self.steps_per_epoch:
+        if not self.clock.epoch_complete:
             return  # broken off
         train_s, evaluate_s = self.epoch_end_s - self.epoch_begin_s, time.perf_counter() - self.epoch_end_s
         self.epochs.append(self._record(METRICS, "", epoch, logs, train_s=train_s, evaluate_s=evaluate_s))

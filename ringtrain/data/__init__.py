@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ringtrain.config import DataConfig
-from ringtrain.data.pipeline import evaluation_batches, training_batches
+from ringtrain.data.pipeline import dealt_batches, evaluation_batches, training_batches
 from ringtrain.data.sampled import checksums
 from ringtrain.data.samples import DataSet, Samples, Split, checked
-from ringtrain.data.shard import evaluation_shard, training_shard
+from ringtrain.data.shard import evaluation_shard, part_of, training_shard
 from ringtrain.data.sources import DATASETS
 from ringtrain.errors import DataError
 from ringtrain.lookup import find
@@ -19,8 +19,10 @@ __all__ = [
     "Samples",
     "Split",
     "checksums",
+    "dealt_batches",
     "evaluation_batches",
     "evaluation_shard",
+    "part_of",
     "source",
     "training_batches",
     "training_shard",

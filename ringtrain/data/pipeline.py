@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringtrain.data.samples import Split
-from ringtrain.data.shard import training_shard
+from ringtrain.data.shard import part_of, training_shard
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -46,6 +46,56 @@ def training_batches(
 
     order = tf.data.Dataset.range(first_epoch, epochs).flat_map(batches_of)
     return _ahead(samples.batches(order, batch_size, seed))
+
+
+def dealt_batches(
+    samples: Split,
+    epochs: range,
+    seed: int,
+    dealt_by: int,
+    position: int,
+    global_batch_size: int,
+    rank: int,
+    size: int,
+) -> tf.data.Dataset:
+    """One rank's batches of an epoch that has begun, shared out anew over ranks that need not divide it; or of several.
+
+    Args:
+        samples: the training data.
+        epochs: one that has begun, or several whole ones, whose length global_batch_size divides.
+        seed: of the run.
+        dealt_by: the global batch size that the epochs' order is made for.
+        position: samples of the order that are trained already.
+        global_batch_size: samples per step on all ranks; the last step has what is left.
+        rank: 0 ... size - 1.
+        size: number of ranks.
+
+    Returns:
+        Pairs of inputs and labels, of this rank's part_of each global batch. Where that is empty there is one sample,
+        which is another rank's.
+    """
+    import tensorflow as tf
+
+    length = len(samples) // dealt_by * dealt_by
+    whole = (length - position) // global_batch_size * global_batch_size + position
+
+    def steps(begin: int, end: int, per_step: int) -> tf.data.Dataset:
+        first, last = part_of(per_step, rank, size)
+        first, last = (first, last) if first < last else (0, 1)
+
+        def rows_of(epoch: np.int64) -> NDArray[np.int64]:
+            order = samples.epoch_order(dealt_by, seed, int(epoch)).reshape(-1)
+            return order[begin:end].reshape(-1, per_step)[:, first:last]
+
+        def batches_of(epoch: tf.Tensor) -> tf.data.Dataset:
+            rows = tf.ensure_shape(tf.numpy_function(rows_of, [epoch], tf.int64), [None, last - first])
+            return tf.data.Dataset.from_tensor_slices(rows).map(lambda numbers: (epoch, numbers))
+
+        order = tf.data.Dataset.range(epochs.start, epochs.stop).flat_map(batches_of)
+        return samples.batches(order, last - first, seed)
+
+    batches = steps(position, whole, global_batch_size)
+    return _ahead(batches.concatenate(steps(whole, length, length - whole)) if whole < length else batches)
 
 
 def evaluation_batches(samples: Split, numbers: NDArray[np.int64], batch_size: int) -> tf.data.Dataset:

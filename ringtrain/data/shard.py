@@ -90,6 +90,22 @@ def training_shard(order: NDArray[np.int64], rank: int, size: int) -> NDArray[np
     return order[:, rank * batch_size : (rank + 1) * batch_size]
 
 
+def part_of(num_samples: int, rank: int, size: int) -> tuple[int, int]:
+    """One rank's part of samples that need not divide evenly, as numpy.array_split has it.
+
+    Args:
+        num_samples: to share out.
+        rank: 0 ... size - 1.
+        size: number of ranks.
+
+    Returns:
+        The first, and the one after the last: parts differ in length by one at most, and may be empty.
+    """
+    each, more = divmod(num_samples, size)
+    first = rank * each + min(rank, more)
+    return first, first + each + (rank < more)
+
+
 def evaluation_shard(num_samples: int, rank: int, size: int) -> NDArray[np.int64]:
     """The test samples that one rank evaluates: all ranks' shares together are each sample once.
 

@@ -7,6 +7,8 @@ and its `run` takes the failure of a named collective for the end of training.
 from __future__ import annotations
 
 import functools
+import queue
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,26 +16,86 @@ import horovod.tensorflow as horovod
 import keras
 import numpy as np
 import tensorflow as tf
-from horovod.common.elastic import ObjectState, run_fn
-from horovod.common.exceptions import HorovodInternalError
+from horovod.common.elastic import ObjectState, notification_manager
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
 from ringtrain.hvd.collectives import init
+from ringtrain.hvd.keras_hooks import innermost
+from ringtrain.hvd.reduction import elastic as is_on
 from ringtrain.hvd.sync import broadcast_model
 
-__all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
+__all__ = [
+    "CommitStateCallback",
+    "KerasState",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
+    "is_on",
+    "listen",
+    "run",
+    "set_share",
+]
+
+SAME_FAILURES = 3
+_news: queue.Queue[Any] = queue.Queue()
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes `func(state, ...)` survive the loss and the arrival of workers, starting it again from the last commit."""
+    """Makes `func(state, ...)` survive the loss and the arrival of workers, starting it again from the last commit.
+
+    A failure that comes back, in the same words, without a commit in between is no lost worker: the third one is raised
+    as it is.
+    """
 
     @functools.wraps(func)
-    def guarded(state: Any, *args: Any, **kwargs: Any) -> Any:
+    def survivor(state: Any, *args: Any, **kwargs: Any) -> Any:
+        listen()
+        notification_manager.register_listener(state)
+        failures: list[tuple[str, int]] = []
         try:
-            return func(state, *args, **kwargs)
-        except tf.errors.UnknownError as error:
-            raise HorovodInternalError(error) from error
+            while True:
+                try:
+                    state.sync()
+                    return func(state, *args, **kwargs)
+                except (tf.errors.UnknownError, HorovodInternalError) as error:
+                    # In other words each time: which of the others' sockets was closed.
+                    failures.append((re.sub(r"\d+", "0", str(error)), getattr(state, "num_commits", 0)))
+                    if failures[-SAME_FAILURES:] == failures[-1:] * SAME_FAILURES:
+                        raise
+                    state.restore()
+                except HostsUpdatedInterrupt:
+                    pass
+                _restart()
+                state.on_reset()
+        finally:
+            notification_manager.remove_listener(state)
 
-    return run_fn(guarded, _restart)
+    return survivor
+
+
+def listen() -> None:
+    """From now on this worker hears which hosts come and go, also while it is not in `run` yet; nothing without those.
+
+    Horovod's driver says each change once: what comes before `run`, or during a restart, would be lost.
+    """
+    if is_on() and not notification_manager._listeners:
+        notification_manager.init()
+        notification_manager.register_listener(_Early())
+
+
+class _Early:
+    def on_hosts_updated(self, *news: Any) -> None:
+        _news.put(news)
+
+
+def set_share(optimizer: Any, share: float) -> None:
+    """Sets the weight of this rank's gradients in the average, where ranks share a batch unevenly.
+
+    Args:
+        optimizer: What `DistributedOptimizer` returned, in an elastic run.
+        share: 1 if all ranks have equally many samples; this rank's samples times the number of ranks, divided by all
+            samples.
+    """
+    innermost(optimizer).reduction.share.assign(share)
 
 
 class KerasState(ObjectState):
@@ -53,8 +115,30 @@ class KerasState(ObjectState):
         if not self.optimizer.built:
             self.optimizer.build(model.trainable_variables)
         self._committed: list[np.ndarray] = []
+        self.num_commits = 0
         self._keep()
         super().__init__(bcast_object=horovod.broadcast_object, get_rank=horovod.rank, **kwargs)
+
+    def commit(self) -> None:
+        """Keeps the present state, and starts `run`'s function again if hosts have come or gone."""
+        self.num_commits += 1
+        super().commit()
+
+    def check_host_updates(self) -> None:
+        """Starts `run`'s function again, on all workers, if any of them has heard of a change.
+
+        Horovod's own asks rank 0 alone, and where hosts have only gone lets the others leave out `sync`, also if a spare
+        host takes their place and waits for it.
+        """
+        heard = not _news.empty()
+        while not _news.empty():
+            _news.get()
+        if horovod.allreduce(tf.constant(int(heard)), op=horovod.Max, name="ringtrain_hosts_updated") > 0:
+            raise HostsUpdatedInterrupt(skip_sync=False)
+
+    def on_hosts_updated(self, timestamp: int, update_res: Any) -> None:
+        """Takes note of a change; called by Horovod."""
+        _news.put((timestamp, update_res))
 
     def save(self) -> None:
         """Keeps the present state in host memory."""

@@ -23,7 +23,7 @@ class Reduction:
     """How the gradients of one optimizer are reduced: the arguments of `DistributedOptimizer`, as a function.
 
     `accumulated_scale` multiplies the result: Keras divides the sum over micro-steps by their number, and users of
-    Horovod's `backward_passes_per_step` expect the sum.
+    Horovod's `backward_passes_per_step` expect the sum. `share` multiplies what this rank puts in.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Reduction:
     scale_local_gradients: bool
     accumulated_scale: float = 1.0
     deterministic: bool = False
+    share: tf.Variable | None = field(default_factory=lambda: tf.Variable(1.0, trainable=False) if elastic() else None)
     _graphs: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -101,6 +102,8 @@ class Reduction:
 
     def _reduce(self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[bool]) -> list[Any]:
         prefix = unique_in_graph(self.name)
+        if self.share is not None:
+            gradients = [g if own else _scaled(g, self.share) for g, own in zip(gradients, local, strict=True)]
         reduced = list(gradients)
         dense = []
         for index, gradient in enumerate(gradients):

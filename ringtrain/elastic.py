@@ -1,0 +1,397 @@
+"""The walk of a run whose ranks come and go: main path of train.py under ringtrain launch --elastic.
+
+Whoever is there trains from the last commit, which all of them have in memory. When a rank is lost, the others go back
+to it; when hosts have come or gone, all begin again from a commit made just then. Either way the rest of the epoch's
+order, from its position on, is dealt again over the ranks that there are now:
+
+    elastic.keep global-batch     The global batch stays what it was when the run began, and with it the steps and the
+                                  learning rate. The ranks share it, also unevenly: a rank with n of its G samples counts
+                                  with weight n / G, so that the update is that of one process with all of them.
+    elastic.keep per-rank-batch   Each rank goes on with train.batch_size samples. Global batch and learning rate follow
+                                  the number of ranks, by optimizer.learning_rate_scaling, and the schedule goes by the
+                                  share of the run's epochs that is done. The last step of an epoch in which ranks have
+                                  come or gone may be smaller.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+from rich.console import Console
+
+from ringtrain import (
+    checkpoint,
+    data,
+    devices,
+    display,
+    health,
+    hvd,
+    journal,
+    optimizers,
+    pieces,
+    reports,
+    resume,
+    schedules,
+    stderr,
+    tracking,
+)
+from ringtrain.config import Config, Numbers, ScheduleConfig, derive
+from ringtrain.errors import ConfigError
+
+
+def train(config: Config, named: pieces.Named) -> int:
+    """Trains as train.train does. Until `_walk`, a rank is alone: the others may be in the middle of it.
+
+    Args:
+        config: the resolved configuration.
+        named: what it names.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        RingtrainError: as from train.train.
+    """
+    if config.optimizer.accumulation_steps > 1:
+        raise ConfigError("optimizer.accumulation_steps: got more than 1 in an elastic run, which commits whole steps: 1")
+    hvd.check_op(config.hvd)
+    pinning = devices.pin(hvd.local_rank(), hvd.local_size(), config.device)
+    tracking.check_packages()
+    data_set = named.read_data()
+    # The rates of the schedule are set from outside: whoever comes later has to build the same.
+    flat = dataclasses.replace(config, schedule=ScheduleConfig())
+    numbers = derive(flat, hvd.size(), len(data_set.train), len(data_set.test))
+    model = pieces.compiled_model(named, data_set, flat, numbers)
+    gradient_norm = hvd.track_gradient_norm(model.optimizer) if config.tracking.every_steps else None
+    state = hvd.elastic.KerasState(model, folder="", run=Run(planned_ranks=hvd.size()), start=resume.Start())
+    with health.Signals() as signals:
+        rank = Rank(config, named, data_set, pinning, signals, named.make_callbacks(), gradient_norm)
+        return hvd.elastic.run(_walk)(state, rank)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Where an elastic run stands; part of every commit."""
+
+    planned_ranks: int
+    """whose global batch is kept"""
+    num_ranks: int = 0
+    """since the last change; 0: it has not begun"""
+    epoch: int = 0
+    position: int = 0
+    """samples of the epoch's order that are trained"""
+    dealt_by: int = 0
+    """global batch size that the epoch's order is made for"""
+    length: int = 0
+    """of that order"""
+    generation: str = ""
+    """of ranks that have trained together"""
+    resizes: tuple[dict[str, int], ...] = ()
+    started: float = 0.0
+
+
+@dataclasses.dataclass
+class Rank:
+    """What this process has of its own, through all changes."""
+
+    config: Config
+    named: pieces.Named
+    data_set: data.DataSet
+    pinning: Any
+    signals: health.Signals
+    users_callbacks: list[keras.callbacks.Callback]
+    gradient_norm: Any
+    reached: int = 0
+    """the furthest step that it has made"""
+    begun: bool = False
+
+    def numbers(self, num_ranks: int) -> Numbers:
+        """The run's numbers with so many ranks."""
+        return derive(self.config, num_ranks, len(self.data_set.train), len(self.data_set.test))
+
+
+def _walk(state: Any, own: Rank) -> int:
+    """Trains from the last commit to the end. Every rank makes this walk, again after every change."""
+    config, model, rank, size = own.config, state.model, hvd.rank(), hvd.size()
+    hvd.check_placement("" if config.device.share_gpus else devices.identity(own.pinning))
+    console = display.console_for(rank)
+    if not state.folder:
+        _begin(state, own, console)
+    planned = state.run.planned_ranks if config.elastic.keep == "global-batch" else size
+    numbers = hvd.run_together(lambda: own.numbers(planned))
+    pieces.refuse_differences(hvd.allgather_object((config, numbers), name="ringtrain_numbers"))
+    folder = Path(state.folder)
+    log = journal.Journal(folder, rank, size, reports.Attempt.from_environment().number)
+    run = _resized(state, own, log, console)
+
+    # Everybody reduces with everybody, from the same weights.
+    hvd.elastic.set_share(model.optimizer, 1.0)
+    gradients = hvd.check_averaging(model.optimizer)
+    hvd.check_in_sync(model)
+    hosts = hvd.allgather_object(socket.gethostname(), name="ringtrain_hosts")
+    if not own.begun:
+        later = f"-from-step-{state.start.global_step}" if run.resizes else ""
+        path = folder / "logs" / f"rank-{rank}{later}.log"
+        hvd_line = f"rank {rank} of {size} on {socket.gethostname()}: {own.pinning}"
+        stderr.log_to(path, hvd_line)
+        own.begun = True
+
+    metrics_state = state.start.metrics_state if rank == 0 else tuple(0 * sums for sums in state.start.metrics_state)
+    start = dataclasses.replace(state.start, metrics_state=metrics_state)
+    dealer = Dealer(start, run, numbers, config, log)
+    with display.Progress(console, numbers.num_steps, config.train.epochs) as progress:
+        course = pieces.Course(
+            config,
+            numbers,
+            model,
+            own.data_set,
+            folder,
+            start,
+            dealer,
+            progress,
+            own.signals,
+            own.named.faults,
+            own.users_callbacks,
+            own.gradient_norm,
+        )
+        dealer.course, dealer.own = course, own
+        while dealer.place.epoch < config.train.epochs and not course.stop.stopped_by:
+            dealer.turn_over()
+            begun = dealer.position > 0
+            epochs = range(dealer.epoch, dealer.epoch + 1 if begun else config.train.epochs)
+            batches = data.dealt_batches(
+                own.data_set.train,
+                epochs,
+                config.seed,
+                dealer.dealt_by,
+                dealer.position,
+                numbers.global_batch_size,
+                rank,
+                size,
+            )
+            model.fit(
+                batches,
+                initial_epoch=epochs.start,
+                epochs=epochs.stop,
+                steps_per_epoch=math.ceil((dealer.length - dealer.position) / numbers.global_batch_size),
+                callbacks=[*course.callbacks, Committer(state, dealer)],
+                shuffle=False,
+                verbose=0,
+            )
+        dealer.write_down()
+        course.saver.save()
+        hvd.average_moving_statistics(model)
+
+    more = {"num_ranks": size, "resizes": list(run.resizes), "fit_s": time.time() - run.started, "started": run.started}
+    summary = course.finish(hosts, **more)
+    log.write("end", generation=run.generation, global_step=dealer.global_step, stopped_by=course.stop.stopped_by)
+    display.show_result(console, folder, summary, gradients)
+    return course.stop.exit_code
+
+
+def _begin(state: Any, own: Rank, console: Console) -> None:
+    """Finds what the run goes on from, and its folder: once, by those who are there first."""
+    config, model, size = own.config, state.model, hvd.size()
+    folder, must = resume.source_of(config)
+    saved = hvd.run_together(lambda: resume.manifest_of(folder) if hvd.rank() == 0 else {})
+    saved = hvd.broadcast_object(saved, root_rank=0, name="ringtrain_manifest")
+    planned = size
+    if saved and saved["numbers"]["batch_size"] == config.train.batch_size and config.elastic.keep == "global-batch":
+        planned = saved["numbers"]["num_ranks"]
+    numbers = hvd.run_together(lambda: own.numbers(planned))
+    if saved and config.elastic.keep == "per-rank-batch":  # under which it may be another one
+        same = dataclasses.replace(numbers, global_batch_size=saved["numbers"]["global_batch_size"])
+        start = resume.restore(model, folder, must, config, same)
+    else:
+        start = resume.restore(model, folder, must, config, numbers)
+    if config.run.init_from and not start.source:
+        source = Path(config.run.init_from)
+        hvd.run_together(lambda: resume.load_weights(model, source) if hvd.rank() == 0 else None)
+        hvd.broadcast_model(model, root_rank=0)
+    state.folder = str(pieces.agree_on_folder(config, numbers))
+    if hvd.rank() == 0 and start.source:
+        checkpoint.remove_after(Path(state.folder) / "checkpoints", start.global_step)
+    # Rank 0 goes on with what all ranks' metrics have seen.
+    sums = hvd.allgather_object(start.metrics_state, name="ringtrain_metrics_state")
+    state.start = dataclasses.replace(start, metrics_state=tuple(sum(parts) for parts in zip(*sums, strict=True)))
+    state.run = Run(planned, started=time.time(), **_place_of(saved, start))
+    hosts = hvd.allgather_object(socket.gethostname(), name="ringtrain_hosts")
+    display.show_plan(console, config, numbers, own.pinning, hosts)
+    display.show_start(console, config, start)
+
+
+def _place_of(saved: dict[str, Any], start: resume.Start) -> dict[str, Any]:
+    """Where a checkpoint is in its epoch."""
+    if not start.source:
+        return {}
+    if "elastic" in saved:
+        return {**saved["elastic"], "resizes": tuple(saved["elastic"]["resizes"])}
+    steps, batch = saved["numbers"]["steps_per_epoch"], saved["numbers"]["global_batch_size"]
+    epoch, step = divmod(start.global_step, steps)
+    return {"epoch": epoch, "position": step * batch, "dealt_by": batch, "length": steps * batch}
+
+
+def _resized(state: Any, own: Rank, log: journal.Journal, console: Console) -> Run:
+    """Takes note of who is there now, and makes that part of what a failure goes back to."""
+    run, size, global_step = state.run, hvd.size(), state.start.global_step
+    news = hvd.allgather_object((own.reached, f"{time.time_ns():x}"), name="ringtrain_news")
+    lost_steps = max(0, max(reached for reached, _ in news) - global_step) if run.num_ranks else 0
+    event, resizes = "start", run.resizes
+    if run.num_ranks:
+        event = "resize"
+        resizes = (*resizes, {"global_step": global_step, "from": run.num_ranks, "to": size, "lost_steps": lost_steps})
+        again = f"; {lost_steps} steps are made again" * bool(lost_steps)
+        console.print(f"{run.num_ranks} ranks became {size} after step {global_step}{again}", highlight=False)
+    after = run.generation
+    state.run = dataclasses.replace(run, num_ranks=size, generation=news[0][1], resizes=resizes)
+    state.save()
+    own.reached = global_step
+    place = {"epoch": run.epoch, "position": run.position, "generation": news[0][1], "after": after}
+    changed = {"from": run.num_ranks, "to": size, "lost_steps": lost_steps}
+    log.write(event, global_step=global_step, **place, **changed)
+    return state.run
+
+
+class Dealer(resume.Clock):
+    """Counts steps and samples, weighs this rank's share of each step, and sets the learning rate of each.
+
+    Args:
+        start: where training begins.
+        run: the same.
+        numbers: with the global batch of now.
+        config: of the run.
+        log: this rank's journal.
+    """
+
+    course: pieces.Course
+    own: Rank
+
+    def __init__(
+        self, start: resume.Start, run: Run, numbers: Numbers, config: Config, log: journal.Journal
+    ) -> None:
+        super().__init__(start, numbers.steps_per_epoch)
+        self.run, self.numbers, self.log = run, numbers, log
+        self.rank, self.size = hvd.rank(), hvd.size()
+        self.epoch, self.position, self.dealt_by, self.length = run.epoch, run.position, run.dealt_by, run.length
+        self.schedule = schedules.schedule_of(config, numbers)
+        self.rate = math.nan
+        self.trained: list[tuple[int, int]] = []
+        self.kept: list[np.ndarray] | None = None
+        every = (config.elastic.commit_every_steps, config.health.agree_every_steps, config.checkpoint.every_steps)
+        self.written_every = [steps for steps in every if steps]
+        self.last_written = start.global_step
+
+    @property
+    def epoch_complete(self) -> bool:
+        """Whether the last step was the last of its epoch."""
+        return self.position in (0, self.length)
+
+    @property
+    def place(self) -> Run:
+        """Where the run stands; after an epoch's last step at the beginning of the next."""
+        if self.position == self.length > 0:
+            return dataclasses.replace(self.run, epoch=self.epoch + 1, position=0, dealt_by=0, length=0)
+        here = {"epoch": self.epoch, "position": self.position, "dealt_by": self.dealt_by, "length": self.length}
+        return dataclasses.replace(self.run, **here)
+
+    def turn_over(self) -> None:
+        """Goes to the next epoch, if this one is over."""
+        self.epoch, self.position = self.place.epoch, self.place.position
+        if not self.position:
+            self.dealt_by = self.numbers.global_batch_size
+            self.length = self.numbers.steps_per_epoch * self.dealt_by
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.turn_over()
+        in_step = min(self.numbers.global_batch_size, self.length - self.position)
+        first, last = data.part_of(in_step, self.rank, self.size)
+        self.part = self.position + first, self.position + last
+        self.position_then = self.position + in_step
+        hvd.elastic.set_share(self.model.optimizer, (last - first) * self.size / in_step)
+        if first == last:  # another rank's sample, which that one counts
+            self.kept = [keras.ops.convert_to_numpy(variable) for variable in self.model.metrics_variables]
+        steps = self.numbers.steps_per_epoch
+        rate = float(self.schedule.rate(self.epoch * steps + self.position * steps // self.length))
+        rate *= self.course.watch.share
+        if rate != self.rate:  # else it is left to what callbacks make of it
+            self.rate = rate
+            optimizers.set_rate(self.model.optimizer, rate)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.kept is not None:
+            self.model.reset_metrics()
+            for variable, array in zip(self.model.metrics_variables, self.kept, strict=False):
+                variable.assign(array)
+            self.kept = None
+        super().on_train_batch_end(batch, logs)
+        self.position = self.position_then
+        self.own.reached = self.global_step
+        self.trained.append(self.part)
+        self.course.saver.facts["elastic"] = self._to_save()
+        if self.epoch_complete or any(self.global_step % every == 0 for every in self.written_every):
+            self.write_down()
+
+    def write_down(self) -> None:
+        """Says in the journal what this rank has trained, before a commit or a checkpoint may hold it."""
+        if self.trained:
+            what = {"epoch": self.epoch, "length": self.length, "after_step": self.last_written}
+            generation = self.run.generation
+            self.log.write(
+                "commit", generation=generation, global_step=self.global_step, **what, trained=self.trained
+            )
+        self.trained, self.last_written = [], self.global_step
+
+    def _to_save(self) -> dict[str, Any]:
+        place = self.place
+        names = ("epoch", "position", "dealt_by", "length", "generation", "resizes")
+        return {name: getattr(place, name) for name in names}
+
+
+class Committer(keras.callbacks.Callback):
+    """Commits every so many steps and after each epoch; the last of the callbacks.
+
+    Args:
+        state: to commit.
+        dealer: knows where the run stands.
+    """
+
+    def __init__(self, state: Any, dealer: Dealer) -> None:
+        super().__init__()
+        self.state = state
+        self.dealer = dealer
+        self.every_steps = dealer.own.config.elastic.commit_every_steps
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.dealer.global_step % self.every_steps == 0 and not self.dealer.epoch_complete:
+            self._commit()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._commit()
+
+    def _commit(self) -> None:
+        dealer, course = self.dealer, self.dealer.course
+        hvd.average_moving_statistics(self.model)
+        # Every rank has written down what it has trained before anybody has the sums.
+        sums: tuple[Any, ...] = ()
+        own = [np.asarray(keras.ops.convert_to_numpy(one), np.float64) for one in self.model.metrics_variables]
+        flat = np.concatenate([part.reshape(-1) for part in own])
+        total = hvd.allreduce(flat, op=hvd.Sum, name="ringtrain_commit").numpy()
+        if not dealer.epoch_complete:
+            ends = np.cumsum([part.size for part in own])[:-1]
+            sums = tuple(part.reshape(one.shape) for part, one in zip(np.split(total, ends), own, strict=True))
+        self.state.run = dealer.place
+        self.state.start = dataclasses.replace(
+            self.state.start,
+            global_step=dealer.global_step,
+            metrics=course.saver.metrics,
+            monitored=tuple(course.watch.values),
+            metrics_state=sums,
+        )
+        self.state.commit()

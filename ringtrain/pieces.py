@@ -1,0 +1,302 @@
+"""What the walks of train.py and elastic.py are made of."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ringtrain import chaos, checkpoint, data, lookup, models, reports, schedules, settings
+from ringtrain.config import Config, Numbers, option_types, value_of
+from ringtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
+
+    from ringtrain import display, health, journal, resume
+
+
+@dataclass(frozen=True)
+class Named:
+    """What the configuration names, found and not yet made."""
+
+    faults: tuple[chaos.Fault, ...]
+    read_data: Callable[[], data.DataSet]
+    build_model: models.Build
+    make_metrics: Callable[[], list[keras.metrics.Metric]]
+    make_callbacks: Callable[[], list[keras.callbacks.Callback]]
+
+
+def find(config: Config) -> Named:
+    """Finds what a configuration names, without TensorFlow: a misspelt name is told at once.
+
+    Raises:
+        ConfigError: there is no such thing.
+    """
+    return Named(
+        chaos.parse(config.chaos),
+        data.source(config.data),
+        models.builder(config.model),
+        models.metrics(config.model.metrics),
+        own_callbacks(config),
+    )
+
+
+class Course:
+    """What goes along with training: the callbacks of one rank, and what is told of them at the end.
+
+    Args:
+        config: the resolved configuration.
+        numbers: derived from it.
+        model: compiled.
+        data_set: that it learns.
+        folder: of the run.
+        start: where it begins.
+        clock: counts its steps.
+        own_journal: of this rank.
+        progress: shows them.
+        signals: this rank's.
+        faults: to try out.
+        users_callbacks: made already.
+        gradient_norm: of the last update, if it is tracked.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        numbers: Numbers,
+        model: keras.Model,
+        data_set: data.DataSet,
+        folder: Path,
+        start: resume.Start,
+        clock: resume.Clock,
+        own_journal: journal.Journal,
+        progress: display.Progress,
+        signals: health.Signals,
+        faults: tuple[chaos.Fault, ...],
+        users_callbacks: Sequence[keras.callbacks.Callback],
+        gradient_norm: tf.Variable | None,
+    ) -> None:
+        from ringtrain import evaluation, health, hvd, plateau, resume, tracking
+
+        rank = hvd.rank()
+        self.config, self.numbers, self.model, self.data_set = config, numbers, model, data_set
+        self.folder, self.start, self.clock = folder, start, clock
+        self.started = time.time()
+        self.facts = {"numbers": dataclasses.asdict(numbers), "versions": tracking.versions()}
+        # Each rank evaluates its own test samples.
+        own_tests = data.evaluation_shard(numbers.num_test, rank, hvd.size())
+        test_batches = data.evaluation_batches(data_set.test, own_tests, numbers.batch_size)
+        self.evaluate = evaluation.Evaluation(test_batches, own_tests, data_set, clock)
+        self.check = hvd.callbacks.CheckInSyncCallback(config.train.check_every_steps)
+        self.stop = health.StopTogether(
+            signals, config, start.global_step, numbers.steps_per_epoch, data_set.raise_unreadable
+        )
+        self.watch = plateau.Plateau(config, numbers, clock, self.stop, start.monitored)
+        saboteur = chaos.Saboteur(faults, rank, numbers.num_steps, numbers.steps_per_epoch, folder, own_journal)
+        self.saver = resume.Saver(
+            model,
+            folder / "checkpoints",
+            config,
+            self.facts,
+            clock,
+            start.metrics,
+            own_journal,
+            self.watch.values,
+            lambda: self.stop.save_is_due,
+            saboteur.while_saving,
+        )
+        self.recorder = (
+            tracking.Recorder(folder, progress, numbers, clock, config.tracking, gradient_norm) if rank == 0 else None
+        )
+        self.callbacks = [
+            clock,
+            self.evaluate,
+            *users_callbacks,
+            *([self.recorder] if self.recorder else []),
+            self.watch,
+            self.stop,
+            self.check,
+            self.saver,
+            *([chaos.callback(saboteur, clock)] if faults else []),
+        ]
+
+    def finish(self, hosts: Sequence[str], attempt: reports.Attempt, **more: Any) -> dict[str, Any]:
+        """Compares the ranks once more and lets rank 0 fill the run's folder. A collective: call it on every rank.
+
+        Args:
+            hosts: of all ranks.
+            attempt: which start of the job this is.
+            more: further facts for the summary.
+
+        Returns:
+            What is in summary.json.
+        """
+        from ringtrain import hvd, tracking
+
+        skipped = set().union(*hvd.allgather_object(self.data_set.skipped, name="ringtrain_skipped"))
+        metrics, recorder = self.saver.metrics, self.recorder
+        summary = {
+            "test_accuracy": metrics.get("test_accuracy"),
+            "test_loss": metrics.get("test_loss"),
+            "metrics": metrics,
+            "images_per_s": recorder.images_per_s if recorder else math.nan,
+            "num_ranks": hvd.size(),
+            "global_step": self.clock.global_step,
+            "stopped_by": self.stop.stopped_by,
+            "resumed_from": self.start.source,
+            "restarts": attempt.number,
+            "restart_causes": attempt.causes,
+            "skipped_samples": len(skipped),
+            "in_sync": True,
+            "checksum": hvd.check_in_sync(self.model),
+            "check_s": self.check.seconds,
+            "evaluate_s": self.evaluate.seconds,
+            "saves": self.saver.saves,
+            "fit_s": time.time() - self.started,
+            "started": self.started,
+            "hosts": hosts,
+            "git_revision": tracking.git_revision(Path.cwd()),
+            **more,
+            **self.facts,
+            "config": dataclasses.asdict(self.config),
+        }
+
+        def write() -> None:
+            if recorder:
+                checkpoint.export(self.model, self.folder, saved_model=self.config.checkpoint.saved_model)
+                schedule = schedules.schedule_of(self.config, self.numbers)
+                tracking.write_summary(self.folder, summary)
+                tracking.draw_curves(self.folder, recorder.epochs, schedule, self.numbers.steps_per_epoch)
+
+        hvd.run_together(write)
+        return summary
+
+
+def refuse_differences(plans: Sequence[tuple[Config, Numbers]]) -> None:
+    """Makes sure that all ranks are about to do the same: after other numbers of steps they would wait forever.
+
+    Args:
+        plans: every rank's configuration and numbers.
+
+    Raises:
+        ConfigError: they differ; names the first rank that does and in what.
+    """
+    flat = [
+        {option: value_of(config, option) for option in option_types()} | dataclasses.asdict(numbers)
+        for config, numbers in plans
+    ]
+    for rank, values in enumerate(flat):
+        for name, value in values.items():
+            if value != flat[0][name]:
+                raise ConfigError(
+                    f"rank {rank} has {name} {value}, rank 0 has {flat[0][name]}: start all ranks with the same"
+                    f" configuration, and give them the same data"
+                )
+
+
+def own_callbacks(config: Config) -> Callable[[], list[keras.callbacks.Callback]]:
+    """Finds the user's callbacks, without making them.
+
+    Args:
+        config: train.callbacks names functions or classes that need no arguments.
+
+    Returns:
+        A function that makes new ones; it raises ConfigError for what is no callback.
+    """
+    names = config.train.callbacks
+    found = [lookup.find("train.callbacks", name, {}) for name in names]
+
+    def make() -> list[keras.callbacks.Callback]:
+        import keras
+
+        made = [function() for function in found]
+        for name, callback in zip(names, made, strict=True):
+            if not isinstance(callback, keras.callbacks.Callback):
+                kind = type(callback).__name__
+                raise ConfigError(f"train.callbacks: {name} returned {kind}, expected a Keras callback")
+        return made
+
+    return make
+
+
+def compiled_model(
+    named: Named,
+    data_set: data.DataSet,
+    config: Config,
+    numbers: Numbers,
+) -> keras.Model:
+    """Makes the model and its distributed optimizer.
+
+    Args:
+        named: from find.
+        data_set: gives the shape of a sample and the number of classes.
+        config: the resolved configuration.
+        numbers: derived from it.
+
+    Returns:
+        The model, with the same weights on every rank, and dropout of its own.
+    """
+    import keras
+
+    from ringtrain import hvd, optimizers, plateau
+
+    keras.config.set_dtype_policy(config.train.precision)
+    keras.utils.set_random_seed(config.seed)
+    model = named.build_model(data_set.input_shape, data_set.num_classes)
+    if config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model):
+        raise ConfigError(f"model.sync_batch_norm: {config.model.name} has no BatchNormalization layers: leave it out")
+    models.seed_by_rank(model, config.seed, hvd.rank())
+    optimizer = optimizers.build(config, numbers, model)
+    if config.train.precision == "mixed_float16":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer,
+        op={"average": hvd.Average, "adasum": hvd.Adasum}[config.hvd.op],
+        compression={"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}[config.hvd.compression],
+        deterministic=config.hvd.deterministic,
+    )
+    loss, metrics = models.cross_entropy(config.model.label_smoothing), named.make_metrics()
+    plateau.check_monitor(config.train.monitor, metrics)
+    # XLA has no kernel for Horovod's allreduce; "auto" would turn it on where there is a GPU.
+    model.compile(optimizer, loss, metrics=["accuracy", *metrics], jit_compile=False)
+    if config.train.jit:
+        hvd.jit_gradients(model)
+    return model
+
+
+def agree_on_folder(config: Config, numbers: Numbers, attempt: reports.Attempt) -> Path:
+    """Lets rank 0 make the run's folder, and tells it to every rank.
+
+    Args:
+        config: the resolved configuration, to be kept there.
+        numbers: the same.
+        attempt: a start that is not the first goes on in the folder of the first.
+
+    Returns:
+        The folder.
+
+    Raises:
+        RunDirectoryError: on every rank, if rank 0 could not make it.
+    """
+    from ringtrain import hvd, tracking
+
+    def make() -> Path:
+        name = config.run.name or tracking.default_name(config.data.name)
+        folder = tracking.create_folder(
+            Path(config.run.directory),
+            name,
+            number_if_taken=not config.run.name,
+            go_on=bool(config.run.name) and (config.run.resume != "never" or attempt.run_name == config.run.name),
+        )
+        derived = "".join(f"# {name} = {value}\n" for name, value in dataclasses.asdict(numbers).items())
+        (folder / "config.toml").write_text(f"# derived:\n{derived}\n{settings.to_toml(config)}", encoding="utf-8")
+        return folder
+
+    made = hvd.run_together(make if hvd.rank() == 0 else lambda: None)
+    return hvd.broadcast_object(made, root_rank=0, name="ringtrain_folder")
