@@ -7,7 +7,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,81 @@ def _events_of(path: Path) -> Iterator[dict[str, Any]]:
             event = json.loads(line)
             if isinstance(event, dict) and "time_s" in event and "event" in event:
                 yield event
+
+
+# ---- which samples were trained -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What the journals of all ranks say an elastic run has trained, by the commits that it went on from."""
+
+    epochs: Mapping[int, int]
+    """samples of each epoch, from 0, that were trained once"""
+    breaches: tuple[str, ...]
+    """what is missing, doubled or contradicts itself; empty: every epoch is whole, each of its samples trained once"""
+    undone: int = 0
+    """samples that were trained and then undone, by going back to the last commit"""
+
+
+def ledger(events: Sequence[Mapping[str, Any]], num_epochs: int) -> Ledger:
+    """Proves that each place of every epoch's order was trained exactly once, or says where not.
+
+    Ranks that train together are a generation; each begins where the commit stands that it goes on from, whichever
+    ranks had made it. What a rank says of later steps of the generation before is undone and does not count.
+
+    Args:
+        events: of all ranks, from read.
+        num_epochs: that the run has.
+    """
+    begun = {e["generation"]: e for e in events if e["event"] in ("start", "resize") and "generation" in e}
+    ends = [event for event in events if event["event"] == "end" and "generation" in event]
+    if not ends:
+        return Ledger({}, ("no rank has written its end",))
+    breaches: list[str] = []
+    chain, upto, name = [], ends[-1]["global_step"], ends[-1]["generation"]
+    while name:
+        if name not in begun:
+            return Ledger({}, (f"nobody has written how generation {name} began",))
+        chain.append((begun[name], upto))
+        upto, name = begun[name]["global_step"], begun[name]["after"]
+    epoch, position, undone, trained = 0, 0, 0, dict.fromkeys(range(num_epochs), 0)
+    for first, last_step in reversed(chain):
+        where = f"generation {first['generation']} begins with step {first['global_step']}"
+        if (epoch, position) != (first["epoch"], first["position"]):
+            breaches.append(f"{where} in epoch {first['epoch']} at {first['position']}, not in {epoch} at {position}")
+        steps, later = _steps_of(first, last_step, events)
+        undone += later
+        for step in range(first["global_step"] + 1, last_step + 1):
+            said = steps.get(step, {})
+            if len(said) != first["to"]:
+                breaches.append(f"step {step}: {len(said)} of {first['to']} ranks have written what they trained")
+            for its_epoch, length, begin, end in sorted(said.values(), key=lambda part: part[2:]):
+                if (its_epoch, begin) != (epoch, position) and begin < end:
+                    breaches.append(f"step {step}: trained {begin} of epoch {its_epoch}, not {position} of {epoch}")
+                position += end - begin
+            trained[epoch] = position
+            if said and position >= length:
+                epoch, position = epoch + 1, 0
+    if (epoch, position) != (num_epochs, 0):
+        breaches.append(f"it ends in epoch {epoch} at {position}, not after epoch {num_epochs - 1}")
+    return Ledger(trained, tuple(breaches), undone)
+
+
+def _steps_of(
+    first: Mapping[str, Any], last_step: int, events: Sequence[Mapping[str, Any]]
+) -> tuple[dict[int, dict[int, tuple[int, ...]]], int]:
+    """What each rank of a generation has trained in each step up to the last that counts, and how much did not count."""
+    steps: dict[int, dict[int, tuple[int, ...]]] = {}
+    undone = 0
+    for event in events:
+        if event["event"] != "commit" or event.get("generation") != first["generation"]:
+            continue
+        for step, (begin, end) in enumerate(event["trained"], event["after_step"] + 1):
+            if step > last_step:
+                undone += end - begin
+            else:
+                # A rank that says two things of one step says too much.
+                key = event["rank"] if event["rank"] not in steps.setdefault(step, {}) else -1 - len(steps[step])
+                steps[step][key] = (event["epoch"], event["length"], begin, end)
+    return steps, undone

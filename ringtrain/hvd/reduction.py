@@ -12,9 +12,11 @@ import horovod.tensorflow as horovod
 import tensorflow as tf
 from horovod.tensorflow import Adasum, Average, Min, Sum
 from horovod.tensorflow.mpi_ops import ProcessSet
+from tensorflow.python.ops import control_flow_v2_func_graphs as func_graphs
 
 from ringtrain.hvd.collectives import tensor_of
 
+BRANCHES = (func_graphs.CondBranchFuncGraph, func_graphs.WhileCondFuncGraph, func_graphs.WhileBodyFuncGraph)
 OP_WORDS = {Average: "averaged", Sum: "summed", Adasum: "combined by Adasum"}
 
 
@@ -217,6 +219,10 @@ def unique_in_graph(name: str) -> str:
         return name
     graph = tf.compat.v1.get_default_graph()
     while getattr(graph, "outer_graph", None) is not None and getattr(graph.outer_graph, "building_function", False):
+        # Keras' first step traces an inner function twice. A worker that joined has made its first step later than
+        # others: in an elastic run each function numbers its own.
+        if elastic() and not isinstance(graph, BRANCHES):
+            break
         graph = graph.outer_graph
     if not hasattr(graph, "ringtrain_names"):
         graph.ringtrain_names = Counter()
