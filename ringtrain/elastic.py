@@ -5,8 +5,8 @@ to it; when hosts have come or gone, all begin again from a commit made just the
 order, from its position on, is dealt again over the ranks that there are now:
 
     elastic.keep global-batch     The global batch stays what it was when the run began, and with it the steps and the
-                                  learning rate. The ranks share it, also unevenly: a rank with n of its G samples counts
-                                  with weight n / G, so that the update is that of one process with all of them.
+                                  learning rate. The ranks share it, also unevenly: a rank with n of its G samples
+                                  counts with weight n / G, so that the update is that of one process with all of them.
     elastic.keep per-rank-batch   Each rank goes on with train.batch_size samples. Global batch and learning rate follow
                                   the number of ranks, by optimizer.learning_rate_scaling, and the schedule goes by the
                                   share of the run's epochs that is done. The last step of an epoch in which ranks have
@@ -60,7 +60,9 @@ def train(config: Config, named: pieces.Named) -> int:
         RingtrainError: as from train.train.
     """
     if config.optimizer.accumulation_steps > 1:
-        raise ConfigError("optimizer.accumulation_steps: got more than 1 in an elastic run, which commits whole steps: 1")
+        raise ConfigError(
+            "optimizer.accumulation_steps: got more than 1 in an elastic run, which commits whole steps: 1"
+        )
     hvd.check_op(config.hvd)
     pinning = devices.pin(hvd.local_rank(), hvd.local_size(), config.device)
     tracking.check_packages()
@@ -273,9 +275,7 @@ class Dealer(resume.Clock):
     course: pieces.Course
     own: Rank
 
-    def __init__(
-        self, start: resume.Start, run: Run, numbers: Numbers, config: Config, log: journal.Journal
-    ) -> None:
+    def __init__(self, start: resume.Start, run: Run, numbers: Numbers, config: Config, log: journal.Journal) -> None:
         super().__init__(start, numbers.steps_per_epoch)
         self.run, self.numbers, self.log = run, numbers, log
         self.rank, self.size = hvd.rank(), hvd.size()
@@ -298,8 +298,8 @@ class Dealer(resume.Clock):
         """Where the run stands; after an epoch's last step at the beginning of the next."""
         if self.position == self.length > 0:
             return dataclasses.replace(self.run, epoch=self.epoch + 1, position=0, dealt_by=0, length=0)
-        here = {"epoch": self.epoch, "position": self.position, "dealt_by": self.dealt_by, "length": self.length}
-        return dataclasses.replace(self.run, **here)
+        epoch, position, dealt_by, length = self.epoch, self.position, self.dealt_by, self.length
+        return dataclasses.replace(self.run, epoch=epoch, position=position, dealt_by=dealt_by, length=length)
 
     def turn_over(self) -> None:
         """Goes to the next epoch, if this one is over."""
@@ -343,9 +343,7 @@ class Dealer(resume.Clock):
         if self.trained:
             what = {"epoch": self.epoch, "length": self.length, "after_step": self.last_written}
             generation = self.run.generation
-            self.log.write(
-                "commit", generation=generation, global_step=self.global_step, **what, trained=self.trained
-            )
+            self.log.write("commit", generation=generation, global_step=self.global_step, **what, trained=self.trained)
         self.trained, self.last_written = [], self.global_step
 
     def _to_save(self) -> dict[str, Any]:

@@ -170,12 +170,12 @@ def ledger(events: Sequence[Mapping[str, Any]], num_epochs: int) -> Ledger:
             said = steps.get(step, {})
             if len(said) != first["to"]:
                 breaches.append(f"step {step}: {len(said)} of {first['to']} ranks have written what they trained")
-            for its_epoch, length, begin, end in sorted(said.values(), key=lambda part: part[2:]):
+            for its_epoch, _, begin, end in sorted(said.values(), key=lambda part: part[2:]):
                 if (its_epoch, begin) != (epoch, position) and begin < end:
                     breaches.append(f"step {step}: trained {begin} of epoch {its_epoch}, not {position} of {epoch}")
                 position += end - begin
             trained[epoch] = position
-            if said and position >= length:
+            if any(position >= length for _, length, _, _ in said.values()):
                 epoch, position = epoch + 1, 0
     if (epoch, position) != (num_epochs, 0):
         breaches.append(f"it ends in epoch {epoch} at {position}, not after epoch {num_epochs - 1}")
@@ -185,7 +185,7 @@ def ledger(events: Sequence[Mapping[str, Any]], num_epochs: int) -> Ledger:
 def _steps_of(
     first: Mapping[str, Any], last_step: int, events: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[int, dict[int, tuple[int, ...]]], int]:
-    """What each rank of a generation has trained in each step up to the last that counts, and how much did not count."""
+    """What each rank of a generation has trained, by step up to the last that counts; and how much did not count."""
     steps: dict[int, dict[int, tuple[int, ...]]] = {}
     undone = 0
     for event in events:

@@ -127,8 +127,8 @@ class KerasState(ObjectState):
     def check_host_updates(self) -> None:
         """Starts `run`'s function again, on all workers, if any of them has heard of a change.
 
-        Horovod's own asks rank 0 alone, and where hosts have only gone lets the others leave out `sync`, also if a spare
-        host takes their place and waits for it.
+        Horovod's own asks rank 0 alone, and where hosts have only gone lets the others leave out `sync`, also if a
+        spare host takes their place and waits for it.
         """
         heard = not _news.empty()
         while not _news.empty():

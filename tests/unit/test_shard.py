@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringtrain.data.shard import epoch_order, evaluation_shard, file_order, left_out, training_shard
+from ringtrain.data import Samples, dealt_batches
+from ringtrain.data.shard import epoch_order, evaluation_shard, file_order, left_out, part_of, training_shard
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -119,3 +120,45 @@ def test_evaluation_covers_every_sample_once(num_samples, size):
     assert np.array_equal(np.sort(np.concatenate(shards)), np.arange(num_samples))
     lengths = [len(shard) for shard in shards]
     assert max(lengths) - min(lengths) <= 1
+
+
+@settings(deadline=None)
+@given(st.integers(0, 500), st.integers(1, 9))
+def test_parts_of_ranks_are_those_of_array_split(num_samples, size):
+    parts = [np.arange(*part_of(num_samples, rank, size)) for rank in range(size)]
+    for part, expected in zip(parts, np.array_split(np.arange(num_samples), size), strict=True):
+        assert np.array_equal(part, expected)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_the_rest_of_an_epoch_is_dealt_once(data):
+    """After a change of the number of ranks, of the global batch or of both; the last step may be short."""
+    num_samples, dealt_by = data.draw(st.integers(20, 60)), data.draw(st.integers(1, 12))
+    size, batch = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 12))
+    order = epoch_order(num_samples, dealt_by, 3, 1).reshape(-1)
+    position = data.draw(st.integers(0, len(order)))
+    samples = Samples(np.arange(num_samples, dtype=np.float32)[:, None], np.arange(num_samples))
+    ranks = [
+        [labels.numpy() for _, labels in dealt_batches(samples, range(1, 2), 3, dealt_by, position, batch, rank, size)]
+        for rank in range(size)
+    ]
+    begin = position
+    for step in range(-(-(len(order) - position) // batch)):
+        in_step = min(batch, len(order) - begin)
+        for rank, batches in enumerate(ranks):
+            first, last = part_of(in_step, rank, size)
+            expected = order[begin + first : begin + last] if first < last else order[begin : begin + 1]
+            assert np.array_equal(batches[step], expected)
+        begin += in_step
+    assert begin == len(order)
+    assert {len(batches) for batches in ranks} == {-(-(len(order) - position) // batch)}
+
+
+def test_whole_epochs_follow_each_other():
+    samples = Samples(np.arange(20, dtype=np.float32)[:, None], np.arange(20))
+    batches = [dealt_batches(samples, range(2, 4), 3, 6, 0, 6, rank, 4) for rank in range(4)]
+    dealt = np.concatenate(
+        [np.concatenate(step) for step in zip(*([labels for _, labels in own] for own in batches), strict=True)]
+    )
+    assert np.array_equal(dealt, np.concatenate([epoch_order(20, 6, 3, epoch).reshape(-1) for epoch in (2, 3)]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -73,6 +74,39 @@ def clipping_decay_and_averages_come_after_the_reduction():
         _equals_big_batch(lambda options=options: keras.optimizers.SGD(0.1, momentum=0.9, **options))
     _equals_big_batch(lambda: keras.optimizers.Adam(0.01, use_ema=True, ema_overwrite_frequency=2))
     _equals_big_batch(lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)))
+
+
+def uneven_shares_equal_big_batch():
+    """As in elastic runs: of a sample less than would be even, and of one sample, which one rank has."""
+    os.environ["HOROVOD_ELASTIC"] = "1"
+    try:
+        for make in (
+            lambda: keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.5),
+            lambda: keras.optimizers.Adam(0.01),
+        ):
+            weighted, unweighted = (_train_unevenly(make(), weighted) for weighted in (True, False))
+            batches = small.global_batches(3)
+            reference = small.train(
+                small.build(), make(), [(x[:-1], y[:-1]) for x, y in batches] + [(x[:1], y[:1]) for x, y in batches]
+            )
+            _close(weighted, reference)
+            assert small.distance(unweighted, reference) > 1e-4
+    finally:
+        del os.environ["HOROVOD_ELASTIC"]
+
+
+def _train_unevenly(optimizer, weighted):
+    optimizer, size = hvd.DistributedOptimizer(optimizer), hvd.size()
+    model = small.build()
+    model.compile(optimizer, "mse")
+    for num_samples in (4 * size - 1, 1):
+        for x, y in small.global_batches(3):
+            own = np.array_split(np.arange(num_samples), size)[hvd.rank()]
+            if weighted:
+                hvd.elastic.set_share(optimizer, len(own) * size / num_samples)
+            own = own if len(own) else np.arange(1)
+            model.train_on_batch(x[own], y[own])
+    return model
 
 
 def multi_optimizer_equals_big_batch():
