@@ -46,12 +46,13 @@ from ringtrain.config import Config, Numbers, ScheduleConfig, derive
 from ringtrain.errors import ConfigError
 
 
-def train(config: Config, named: pieces.Named) -> int:
+def train(config: Config, named: pieces.Named, attempt: reports.Attempt) -> int:
     """Trains as train.train does. Until `_walk`, a rank is alone: the others may be in the middle of it.
 
     Args:
         config: the resolved configuration.
         named: what it names.
+        attempt: which start of the job this is.
 
     Returns:
         The exit code.
@@ -66,6 +67,7 @@ def train(config: Config, named: pieces.Named) -> int:
     hvd.check_op(config.hvd)
     pinning = devices.pin(hvd.local_rank(), hvd.local_size(), config.device)
     tracking.check_packages()
+    config = resume.started_again(config, attempt)
     data_set = named.read_data()
     # The rates of the schedule are set from outside: whoever comes later has to build the same.
     flat = dataclasses.replace(config, schedule=ScheduleConfig())
@@ -74,7 +76,7 @@ def train(config: Config, named: pieces.Named) -> int:
     gradient_norm = hvd.track_gradient_norm(model.optimizer) if config.tracking.every_steps else None
     state = hvd.elastic.KerasState(model, folder="", run=Run(planned_ranks=hvd.size()), start=resume.Start())
     with health.Signals() as signals:
-        rank = Rank(config, named, data_set, pinning, signals, named.make_callbacks(), gradient_norm)
+        rank = Rank(config, named, attempt, data_set, pinning, signals, named.make_callbacks(), gradient_norm)
         return hvd.elastic.run(_walk)(state, rank)
 
 
@@ -105,6 +107,7 @@ class Rank:
 
     config: Config
     named: pieces.Named
+    attempt: reports.Attempt
     data_set: data.DataSet
     pinning: Any
     signals: health.Signals
@@ -130,7 +133,7 @@ def _walk(state: Any, own: Rank) -> int:
     numbers = hvd.run_together(lambda: own.numbers(planned))
     pieces.refuse_differences(hvd.allgather_object((config, numbers), name="ringtrain_numbers"))
     folder = Path(state.folder)
-    log = journal.Journal(folder, rank, size, reports.Attempt.from_environment().number)
+    log = journal.Journal(folder, rank, size, own.attempt.number)
     run = _resized(state, own, log, console)
 
     # Everybody reduces with everybody, from the same weights.
@@ -147,7 +150,7 @@ def _walk(state: Any, own: Rank) -> int:
 
     metrics_state = state.start.metrics_state if rank == 0 else tuple(0 * sums for sums in state.start.metrics_state)
     start = dataclasses.replace(state.start, metrics_state=metrics_state)
-    dealer = Dealer(start, run, numbers, config, log)
+    dealer = Dealer(start, run, numbers, config, log, reports.Box(rank))
     with display.Progress(console, numbers.num_steps, config.train.epochs) as progress:
         course = pieces.Course(
             config,
@@ -157,6 +160,7 @@ def _walk(state: Any, own: Rank) -> int:
             folder,
             start,
             dealer,
+            log,
             progress,
             own.signals,
             own.named.faults,
@@ -178,23 +182,31 @@ def _walk(state: Any, own: Rank) -> int:
                 rank,
                 size,
             )
-            model.fit(
-                batches,
-                initial_epoch=epochs.start,
-                epochs=epochs.stop,
-                steps_per_epoch=math.ceil((dealer.length - dealer.position) / numbers.global_batch_size),
-                callbacks=[*course.callbacks, Committer(state, dealer)],
-                shuffle=False,
-                verbose=0,
-            )
+            try:
+                model.fit(
+                    batches,
+                    initial_epoch=epochs.start,
+                    epochs=epochs.stop,
+                    steps_per_epoch=math.ceil((dealer.length - dealer.position) / numbers.global_batch_size),
+                    callbacks=[*course.callbacks, Committer(state, dealer)],
+                    shuffle=False,
+                    verbose=0,
+                )
+            finally:
+                course.saver.wait()  # after a failure: before another rank, or this one again, saves the same step
         dealer.write_down()
-        course.saver.save()
+        course.saver.finish()
         hvd.average_moving_statistics(model)
 
     more = {"num_ranks": size, "resizes": list(run.resizes), "fit_s": time.time() - run.started, "started": run.started}
-    summary = course.finish(hosts, **more)
-    log.write("end", generation=run.generation, global_step=dealer.global_step, stopped_by=course.stop.stopped_by)
+    summary = course.finish(hosts, own.attempt, **more)
     display.show_result(console, folder, summary, gradients)
+    facts = {
+        "global_step": dealer.global_step,
+        "stopped_by": course.stop.stopped_by,
+        "exit_code": course.stop.exit_code,
+    }
+    log.write("end", generation=run.generation, **facts)
     return course.stop.exit_code
 
 
@@ -217,7 +229,9 @@ def _begin(state: Any, own: Rank, console: Console) -> None:
         source = Path(config.run.init_from)
         hvd.run_together(lambda: resume.load_weights(model, source) if hvd.rank() == 0 else None)
         hvd.broadcast_model(model, root_rank=0)
-    state.folder = str(pieces.agree_on_folder(config, numbers))
+    state.folder = str(pieces.agree_on_folder(config, numbers, own.attempt))
+    if hvd.rank() == 0:
+        reports.report_run(Path(state.folder).name)
     if hvd.rank() == 0 and start.source:
         checkpoint.remove_after(Path(state.folder) / "checkpoints", start.global_step)
     # Rank 0 goes on with what all ranks' metrics have seen.
@@ -226,7 +240,7 @@ def _begin(state: Any, own: Rank, console: Console) -> None:
     state.run = Run(planned, started=time.time(), **_place_of(saved, start))
     hosts = hvd.allgather_object(socket.gethostname(), name="ringtrain_hosts")
     display.show_plan(console, config, numbers, own.pinning, hosts)
-    display.show_start(console, config, start)
+    display.show_start(console, config, start, own.attempt.causes)
 
 
 def _place_of(saved: dict[str, Any], start: resume.Start) -> dict[str, Any]:
@@ -270,13 +284,22 @@ class Dealer(resume.Clock):
         numbers: with the global batch of now.
         config: of the run.
         log: this rank's journal.
+        box: of this rank.
     """
 
     course: pieces.Course
     own: Rank
 
-    def __init__(self, start: resume.Start, run: Run, numbers: Numbers, config: Config, log: journal.Journal) -> None:
-        super().__init__(start, numbers.steps_per_epoch)
+    def __init__(
+        self,
+        start: resume.Start,
+        run: Run,
+        numbers: Numbers,
+        config: Config,
+        log: journal.Journal,
+        box: reports.Box,
+    ) -> None:
+        super().__init__(start, numbers.steps_per_epoch, box, log)
         self.run, self.numbers, self.log = run, numbers, log
         self.rank, self.size = hvd.rank(), hvd.size()
         self.epoch, self.position, self.dealt_by, self.length = run.epoch, run.position, run.dealt_by, run.length

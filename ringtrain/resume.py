@@ -254,7 +254,7 @@ class Saver(keras.callbacks.Callback):
         if self.saved_step == step:
             return
         begin_s = time.perf_counter()
-        self._wait()  # for the one before: states do not pile up in memory
+        self.wait()  # for the one before: states do not pile up in memory
         own_state = self._own_state()
         with hvd.during("reduce"):
             own = hvd.allgather_object(own_state, name="ringtrain_own_state")
@@ -280,12 +280,13 @@ class Saver(keras.callbacks.Callback):
         hvd.run_together(self._finish)
 
     def _finish(self) -> None:
-        self._wait()
+        self.wait()
         failed = self.saves["failed"]
         if failed and failed[-1]["global_step"] == self.saved_step:
             raise CheckpointError(f"{failed[-1]['error']}; what was saved before stays")
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Waits until what it has begun to save is on the disk, or has failed."""
         if self._writer is not None:
             self._writer.join()
             self._writer = None
