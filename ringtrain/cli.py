@@ -114,6 +114,19 @@ def parser() -> argparse.ArgumentParser:
     again.add_argument("--give-up-on", default="", metavar="REGEX", help="not if the cause has this in it")
     again.add_argument("--keep-hosts", action="store_true", help="never leave out a host that has failed twice")
     again.add_argument("--min-np", type=int, default=1, metavar="N", help="go on with fewer ranks, down to N (1)")
+    changing = told.add_argument_group("hosts that come and go (docs/elastic.md)")
+    changing.add_argument("--elastic", action="store_true", help="go on with the hosts that there are, over Gloo")
+    changing.add_argument("--max-np", type=int, metavar="N", help="ranks at most; else as many as slots at the start")
+    changing.add_argument("--host-discovery", default="", metavar="PROGRAM", help="prints the hosts of now: host:slots")
+    changing.add_argument("--network-interface", default="", metavar="NAME", help="of all hosts; else it is looked for")
+    changing.add_argument(
+        "--blacklist-cooldown",
+        type=int,
+        nargs=2,
+        default=(15, 600),
+        metavar=("S", "MAX"),
+        help="a host whose rank has failed may come back after about twice S, longer each time (15 600); 0 0: never",
+    )
     shown = told.add_mutually_exclusive_group()
     shown.add_argument("--dry-run", action="store_true", help="print the command instead, to be pasted")
     shown.add_argument("--explain", action="store_true", help="print every flag of it with its reason instead")
@@ -203,6 +216,8 @@ def launch(options: argparse.Namespace) -> int:
         if not getattr(options, name) > 0:
             option = name.replace("_", "-")
             raise LaunchError(f"got --{option} {getattr(options, name):g}, expected a number of seconds above 0")
+    if options.elastic:
+        return launch_elastic(options)
     found, _ = find_hosts(options)
     num_ranks = sum(host.slots for host in found) if options.np is None else options.np
     planner, dialect = planner_of(options)
@@ -230,6 +245,57 @@ def launch(options: argparse.Namespace) -> int:
     run.find(PROGRAMS[options.launcher])
     terms = run.Terms(options.launcher, options.start_timeout, options.grace, over_ssh=options.launcher != "srun")
     return restart.run_again(found, num_ranks, options.oversubscribe, job_on, planner, policy, terms)
+
+
+def launch_elastic(options: argparse.Namespace) -> int:
+    """Runs a job whose hosts come and go, or shows how it would be run."""
+    from ringtrain.cluster import elastic, horovodrun, restart, run
+    from ringtrain.cluster.hosts import take
+
+    if options.launcher not in ("mpirun", "horovodrun-gloo"):
+        raise LaunchError(
+            f"got --launcher {options.launcher} with --elastic, which runs horovodrun over Gloo: leave it out"
+        )
+    found = find_hosts(options)[0] if not options.host_discovery else elastic.discovery(options.host_discovery, ())()
+    if any(host.indices for host in found):
+        raise LaunchError(
+            "slots that are not a host's first ones (--include, --exclude) have no place in an elastic job"
+        )
+    num_ranks = options.min_np if options.np is None else options.np
+    max_ranks = options.max_np or max(num_ranks, sum(host.slots for host in found))
+    shown = options.explain or options.dry_run
+
+    def job_on(hosts: Sequence[Host], ranks: int) -> Job:
+        return job_of(options, take(hosts, ranks), ranks)
+
+    def planner(job: Job) -> Plan:
+        return horovodrun.elastic(
+            job,
+            options.min_np,
+            max_ranks,
+            # What runs is shown the hosts that answer, see cluster/elastic.py.
+            options.host_discovery if shown else "",
+            options.network_interface,
+            max(1, int(options.start_timeout)),
+            tuple(options.blacklist_cooldown),
+        )
+
+    policy = policy_of(options, num_ranks)
+    if options.explain:
+        explain(planner(job_on(found, num_ranks)))
+        return 0
+    if options.dry_run:
+        print(planner(job_on(found, num_ranks)).shell())
+        return 0
+    run.find("horovodrun")
+    discover = elastic.discovery(options.host_discovery, found)
+    terms = run.Terms(
+        "horovodrun",
+        options.start_timeout,
+        grace_s=options.grace,
+        watcher=lambda name, job, terms: elastic.ElasticWatch(name, job, terms, discover),
+    )
+    return restart.run_again(found, num_ranks, False, job_on, planner, policy, terms)
 
 
 def policy_of(options: argparse.Namespace, num_ranks: int) -> Policy:

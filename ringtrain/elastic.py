@@ -264,7 +264,8 @@ def _resized(state: Any, own: Rank, log: journal.Journal, console: Console) -> R
         event = "resize"
         resizes = (*resizes, {"global_step": global_step, "from": run.num_ranks, "to": size, "lost_steps": lost_steps})
         again = f"; {lost_steps} steps are made again" * bool(lost_steps)
-        console.print(f"{run.num_ranks} ranks became {size} after step {global_step}{again}", highlight=False)
+        ranks = "1 rank" if run.num_ranks == 1 else f"{run.num_ranks} ranks"
+        console.print(f"{ranks} became {size} after step {global_step}{again}", highlight=False)
     after = run.generation
     state.run = dataclasses.replace(run, num_ranks=size, generation=news[0][1], resizes=resizes)
     state.save()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ringtrain.cluster import openmpi
 from ringtrain.cluster.environment import as_mapping, forwarded, is_secret, settings, withheld
@@ -24,8 +25,10 @@ from ringtrain.cluster.job import (
     words,
 )
 from ringtrain.errors import LaunchError
+from ringtrain.reports import JOB
 
 PLAIN_PATH = re.compile(r"[A-Za-z0-9_@%+=:,./-]*")
+GLOO_TIMEOUT, GLOO_TIMEOUT_S = "HOROVOD_GLOO_TIMEOUT_SECONDS", 60
 HOST_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 
 
@@ -61,7 +64,13 @@ def plan(
 
 
 def elastic(
-    job: Job, min_ranks: int, max_ranks: int, discovery: str = "", interface: str = "", start_timeout_s: int = 60
+    job: Job,
+    min_ranks: int,
+    max_ranks: int,
+    discovery: str = "",
+    interface: str = "",
+    start_timeout_s: int = 60,
+    cooldown_s: tuple[int, int] = (0, 0),
 ) -> Plan:
     """The command that starts a job which goes on when hosts come and go; over Gloo.
 
@@ -74,6 +83,8 @@ def elastic(
         interface: name of the network interface that ranks talk over, on all hosts; empty: horovodrun looks for it as
             soon as there are two hosts, and never begins on one.
         start_timeout_s: for hosts to be found.
+        cooldown_s: for how long a host is left out after one of its ranks has failed: twice to three times the first
+            number, doubled each time, up to the second; zeros: for good.
 
     Raises:
         LaunchError: horovodrun cannot run the job, or not as asked for.
@@ -93,7 +104,7 @@ def elastic(
     asked = shlex.quote(discovery)
     if not discovery:
         text = "".join(f"{host.name}:{host.slots}\n" for host in job.hosts)
-        path = file_path(job, "discovery.txt", text)
+        path = file_path(job, "discovery.txt", text + job.environment.get(JOB, ""))  # changes while the job runs
         files[path] = text
         asked = shlex.join(["cat", path])
     limits = [
@@ -103,7 +114,15 @@ def elastic(
     ]
     if interface:
         limits.append(words("--network-interfaces", interface, because="not looked for, as asked for"))
-    return _plan(job, True, limits, start_timeout_s, files)
+    if any(cooldown_s):
+        because = "seconds, shortest and longest, after which a host whose rank has failed may come back"
+        limits.append(words("--blacklist-cooldown-range", *cooldown_s, because=because))
+    made = _plan(job, True, limits, start_timeout_s, files)
+    if GLOO_TIMEOUT in job.environment:
+        return made
+    because = "for ranks of a host that has just come to load TensorFlow, while the others wait"
+    env, reasons = {**made.env, GLOO_TIMEOUT: str(GLOO_TIMEOUT_S)}, {**made.env_reasons, GLOO_TIMEOUT: because}
+    return replace(made, env=env, env_reasons=reasons)
 
 
 def _check(job: Job) -> None:

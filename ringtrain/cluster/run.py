@@ -29,7 +29,7 @@ from ringtrain.cluster import keeper, verdict
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.job import Job, Plan
 from ringtrain.errors import LaunchError, PlacementError
-from ringtrain.reports import JOB, OWN_RANK, PLAN, STARTER, Expected, Reader, difference
+from ringtrain.reports import JOB, OWN_RANK, PLAN, STARTER, Expected, Reader, Seat, difference
 
 TICK_S = 0.1
 SETTLE_S = 0.5  # after a rank in the wrong place: so that the others are in the table as well
@@ -55,6 +55,8 @@ class Terms:
     """after SIGTERM or a closed terminal: for ranks to save and end"""
     over_ssh: bool = True
     """the hosts of the job can be reached by ssh, and are watched; else the launcher's own means must do"""
+    watcher: Callable[[str, Job, Terms], Watch] | None = None
+    """makes what stays with the job; None: Watch"""
 
 
 class HostsLost(LaunchError):
@@ -108,13 +110,17 @@ class Ending:
         return f"{said} ({self.where_in_words})" if self.rank >= 0 or self.global_step >= 0 else said
 
 
-def call(argv: Sequence[str], timeout_s: float, environ: Mapping[str, str] = os.environ) -> str:
+def call(
+    argv: Sequence[str], timeout_s: float, environ: Mapping[str, str] = os.environ, only_good: bool = False
+) -> str:
     """Runs a short command.
 
     Args:
         argv: the command, looked for on the environment's PATH.
         timeout_s: after which it is given up.
         environ: its environment.
+        only_good: what it writes to standard error is left where it is, and ending with another code than 0 is an
+            error.
 
     Returns:
         What it wrote, errors as well.
@@ -129,7 +135,7 @@ def call(argv: Sequence[str], timeout_s: float, environ: Mapping[str, str] = os.
             env=dict(environ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=None if only_good else subprocess.STDOUT,
             text=True,
             errors="replace",
             timeout=timeout_s,
@@ -137,6 +143,8 @@ def call(argv: Sequence[str], timeout_s: float, environ: Mapping[str, str] = os.
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"{shlex.join(argv)}: {error}") from error
+    if only_good and ended.returncode:
+        raise LaunchError(f"{shlex.join(argv)}: ended with {ended.returncode}")
     return ended.stdout
 
 
@@ -232,7 +240,8 @@ def run(job: Job, planner: Callable[[Job], Plan], terms: Terms = Terms()) -> End
     environ = {**job.environment, **told}
     plan = planner(replace(job, command=("sh", "-c", starter(job.hosts), "rank", *job.command), environment=environ))
     program = find(plan.argv[0], environ)
-    with Watch(name, job, terms) as watch, written_files(plan, job.files_folder):
+    with (terms.watcher or Watch)(name, job, terms) as watch, written_files(plan, job.files_folder):
+        watch.planned(plan)
         code, lost = 0, None
         try:
             watch.prepare()
@@ -308,6 +317,7 @@ class Watch:
         self._selector = selectors.DefaultSelector()
         self._process: subprocess.Popen[bytes] | None = None
         self._unfinished = b""
+        self._num_seats, self._wrong_since = 0, 0.0
         self._before: dict[int, Any] = {}
         self._over = threading.Event()
         self._beats = threading.Thread(target=self._keep_alive, daemon=True)
@@ -336,14 +346,16 @@ class Watch:
 
     # ---- before the start -----------------------------------------------------------------------------------------
 
+    def planned(self, plan: Plan) -> None:
+        """Hears what is about to run."""
+
     def prepare(self) -> None:
         """Reaches every host.
 
         Raises:
             LaunchError: names the hosts that do not answer, or lack the program, with what ssh said.
         """
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))  # a keeper takes two
+        self._raise_limits()
         names = [host.name for host in self.job.hosts] if self.terms.over_ssh else []
         here = [host for host in names if keeper.is_here(host)]
         waiting = deque(["", *(host for host in names if host not in here)])
@@ -368,7 +380,11 @@ class Watch:
                 raise HostsLost([each.host for each in failed or silent], why)
         self._refuse_other_versions()
 
-    def _start_keeper(self, host: str, look: bool) -> None:
+    def _raise_limits(self) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))  # a keeper takes two
+
+    def _start_keeper(self, host: str, look: bool) -> Keeper:
         environ, job = self.job.environment, self.job
         argv = keeper.argv(
             host,
@@ -389,6 +405,7 @@ class Watch:
         added = Keeper(host, process, lines=deque(maxlen=20))
         self._keepers.append(added)
         self._selector.register(process.stdout, selectors.EVENT_READ, added)  # type: ignore[arg-type]
+        return added
 
     def _why(self, lost: Keeper) -> str:
         """What is wrong with a host that has not become ready, in a line."""
@@ -432,7 +449,7 @@ class Watch:
         stream: Any = process.stderr
         os.set_blocking(stream.fileno(), False)
         self._selector.register(stream, selectors.EVENT_READ, None)
-        began, num_seats, wrong_since, end_at = time.monotonic(), 0, 0.0, float("inf")
+        began, end_at = time.monotonic(), float("inf")
         while process.poll() is None:
             self._poll()
             now = time.monotonic()
@@ -441,21 +458,29 @@ class Watch:
             if now > end_at:
                 raise Stopped(self.stopped_by)
             self._look_for_lost_hosts()
-            seats = self.reports.seats
-            if len(seats) > num_seats and not wrong_since:
-                num_seats = len(seats)
-                wrong_since = now if difference(expected, seats) else 0.0
-            if wrong_since and (now > wrong_since + SETTLE_S or len(seats) >= expected.size):
-                raise PlacementError(difference(expected, seats))
-            if len(seats) < expected.size and now > began + self.terms.start_timeout_s and not self.stopped_by:
-                time_s = f"after {self.terms.start_timeout_s:g} s"
-                raise LaunchError(f"{self._who_did_not_begin(expected, time_s)}, or give more time: --start-timeout")
+            self._look_at(expected, began)
         self._drain()
+        self._look_back_at(expected, process.returncode)
+        return process.returncode
+
+    def _look_at(self, expected: Expected, began_s: float) -> None:
+        """Compares where ranks are with where they shall be, while they begin."""
+        seats, now = self.reports.seats, time.monotonic()
+        if len(seats) > self._num_seats and not self._wrong_since:
+            self._num_seats = len(seats)
+            self._wrong_since = now if difference(expected, seats) else 0.0
+        if self._wrong_since and (now > self._wrong_since + SETTLE_S or len(seats) >= expected.size):
+            raise PlacementError(difference(expected, seats))
+        if len(seats) < expected.size and now > began_s + self.terms.start_timeout_s and not self.stopped_by:
+            time_s = f"after {self.terms.start_timeout_s:g} s"
+            raise LaunchError(f"{self._who_did_not_begin(expected, time_s)}, or give more time: --start-timeout")
+
+    def _look_back_at(self, expected: Expected, returncode: int) -> None:
+        """The same, when the launcher has ended."""
         if wrong := difference(expected, self.reports.seats):
             raise PlacementError(wrong)
-        if not process.returncode and len(self.reports.seats) < expected.size:
+        if not returncode and len(self.reports.seats) < expected.size:
             raise PlacementError(self._who_did_not_begin(expected, f"although {self.terms.launcher} has ended well"))
-        return process.returncode
 
     def _hand_on(self, number: int) -> float:
         """Gives ranks a signal.
@@ -475,12 +500,9 @@ class Watch:
         # A terminal that closes is no reason for ranks to end differently than at SIGTERM.
         passed = "TERM" if limited else name.removeprefix("SIG")
         if self.terms.over_ssh:
-            names = [host.name for host in self.job.hosts for _ in range(host.slots)]
-            keepers = {each.host for each in self._keepers}
             by_host: dict[str, list[str]] = {}
             for seat in known:
-                name = names[seat.rank]
-                by_host.setdefault(name if name in keepers else "", []).append(str(seat.process))
+                by_host.setdefault(self._keeper_of(seat), []).append(str(seat.process))
             for each in self._keepers:
                 processes = by_host.get(each.host, [])
                 if processes:
@@ -488,6 +510,11 @@ class Watch:
         elif self._process:
             self._process.send_signal(signal.SIGUSR1)  # which srun hands on; at others it ends the ranks itself
         return time.monotonic() + self.terms.grace_s if limited else float("inf")
+
+    def _keeper_of(self, seat: Seat) -> str:
+        """The host of the keeper that can reach a rank's process; empty: the one of this machine."""
+        names = [host.name for host in self.job.hosts for _ in range(host.slots)]
+        return names[seat.rank] if names[seat.rank] in {each.host for each in self._keepers} else ""
 
     def _look_for_lost_hosts(self) -> None:
         for each in self._keepers:
@@ -572,19 +599,22 @@ class Watch:
             self._poll()
         self.silent += [each.host for each in self._keepers if each.host and each.ready and not each.swept]
         for each in self._keepers:
-            each.process.kill()
-            each.process.wait()
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                self._selector.unregister(each.process.stdout)  # type: ignore[arg-type]
-            for pipe in filter(None, (each.process.stdin, each.process.stdout)):
-                with contextlib.suppress(OSError):
-                    pipe.close()
+            self._let_go(each)
         self._keepers = []
         if self._process and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
         if self._process:
             self._drain()
+
+    def _let_go(self, each: Keeper) -> None:
+        each.process.kill()
+        each.process.wait()
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            self._selector.unregister(each.process.stdout)  # type: ignore[arg-type]
+        for pipe in filter(None, (each.process.stdin, each.process.stdout)):
+            with contextlib.suppress(OSError):
+                pipe.close()
 
     def conclude(self, returncode: int, launcher: str, expected: Expected, lost: HostsLost | None = None) -> Ending:
         """Says why the job ended, last.
