@@ -14,7 +14,7 @@ PACKAGE = ROOT / "ringtrain"
 # to right: errors <- config <- leaves <- train. Both halves: <- lab <- cli.
 LEAVES = {"hvd", "devices", "data", "models", "schedules", "optimizers", "checkpoint", "tracking", "health"}
 TRAINING_HALF = {"config", "settings", "lookup", "stderr", "display", *LEAVES, "evaluation", "resume", "plateau"}
-TRAINING_HALF |= {"chaos", "journal", "beats", "suspects", "heartbeat", "fingerprint", "train"}
+TRAINING_HALF |= {"chaos", "journal", "beats", "suspects", "heartbeat", "fingerprint", "pieces", "elastic", "train"}
 MAY_IMPORT = {
     "": set(),
     "errors": set(),
@@ -42,6 +42,8 @@ MAY_IMPORT = {
     "resume": {"errors", "config", "checkpoint", "hvd", "journal", "reports"},
     "evaluation": {"errors", "hvd", "data", "resume"},
     "plateau": {"errors", "config", "hvd", "optimizers", "health", "resume"},
+    "pieces": TRAINING_HALF - {"train", "elastic"} | {"errors", "reports"},
+    "elastic": TRAINING_HALF - {"train"} | {"errors", "reports"},
     "train": TRAINING_HALF | {"errors", "reports"},
     "cluster": {"errors", "reports", ""},
     "lab": TRAINING_HALF | {"errors", "cluster", ""},
@@ -70,7 +72,7 @@ NO_TENSORFLOW_AT_IMPORT = {
     "devices",
     "data",
 }
-NO_TENSORFLOW_AT_IMPORT |= {"models", "checkpoint", "schedules", "train", "cluster", "cli"}
+NO_TENSORFLOW_AT_IMPORT |= {"models", "checkpoint", "schedules", "pieces", "train", "cluster", "cli"}
 
 
 def room_of(module: str) -> str:
