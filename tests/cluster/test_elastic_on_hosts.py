@@ -1,0 +1,64 @@
+"""`ringtrain launch --elastic` on three hosts: one falls off the network, another one comes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lab
+import launching
+
+from ringtrain import journal
+
+TIMEOUT_S = 300.0
+EPOCHS = 30
+# What the ranks' collectives wait for a host that does not answer; over a real network more.
+ENVIRONMENT = {"PYTHONPATH": str(launching.ROOT), "HOROVOD_GLOO_TIMEOUT_SECONDS": "10"}
+
+
+def test_a_host_is_cut_off_and_another_one_takes_its_place(make_lab: Callable[..., lab.Lab], tmp_path: Path) -> None:
+    """Nobody is told of the host's end: ranks wait for it in the middle of a step. Nothing is left on any host."""
+    listed, run = tmp_path / "hosts", tmp_path / "run"
+    listed.write_text("host1:1\nhost2:1\n")
+    hosts = make_lab(3)
+    launch = ["ringtrain", "launch", "--elastic", "--host-discovery", f"cat {listed}", "-np", "2", "--max-np", "2"]
+    train = ["python", "-m", "ringtrain.train", "--data.name", "digits", "--train.epochs", EPOCHS]
+    slow = "rank=0 step=1 mode=slow seconds=0.05"
+    command = [*launch, "--", *train, "--run.name", "run", "--run.directory", tmp_path, "--chaos", slow]
+
+    def events(kind: str, host: str = "") -> list[dict[str, Any]]:
+        found = journal.read(run) if run.is_dir() else []
+        return [event for event in found if event["event"] == kind and event["host"].startswith(host)]
+
+    output = tmp_path / "output"
+    with output.open("w") as file:
+        streams = {"stdout": file, "stderr": subprocess.STDOUT}
+        launched = hosts.start("host1", list(map(str, command)), env=os.environ | ENVIRONMENT, **streams)
+        with launched:
+            lab.wait_for(lambda: bool(events("commit", "host2")), TIMEOUT_S, "host2 trains")
+            hosts.cut("host2")
+            lab.wait_for(lambda: bool(events("resize", "host1")), TIMEOUT_S, "host1 goes on alone")
+            listed.write_text("host1:1\nhost3:1\n")
+            lab.wait_for(lambda: bool(events("commit", "host3")), TIMEOUT_S, "host3 trains")
+            launched.wait(TIMEOUT_S)
+    said = output.read_text()
+    assert launched.returncode == 0, said
+    assert "lost host2" in said
+
+    found = journal.ledger(journal.read(run), EPOCHS)
+    assert not found.breaches, found.breaches
+    assert found.epochs == dict.fromkeys(range(EPOCHS), 1408)
+    summary = json.loads((run / "summary.json").read_text())
+    assert [(change["from"], change["to"]) for change in summary["resizes"]] == [(2, 1), (1, 2)]
+    assert sorted(summary["hosts"]) == ["host1", "host3"]
+
+    def alive() -> list[str]:
+        # On host2 sshd still waits for a word over the cut network; all else has ended, since it heard nothing.
+        lines = [line for host in hosts.names for line in hosts.processes(host).values()]
+        return [line for line in lines if not line.startswith("sshd")]
+
+    lab.wait_for(lambda: not alive(), TIMEOUT_S, "nothing of the job lives")

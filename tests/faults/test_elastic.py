@@ -1,0 +1,200 @@
+"""Ranks come and go while a run goes on: it ends well, and every sample was trained once in each epoch.
+
+Two names of this machine stand for two hosts: Horovod's driver knows hosts by name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty import left_of
+from holding import HOLD
+from launching import BIN, ROOT, run
+
+from ringtrain import journal
+
+sys.path.append(str(ROOT / "tests" / "cluster"))
+from lab import wait_for
+
+TIMEOUT_S = 300.0
+ONE, BOTH = "localhost:1\n", "localhost:1\n127.0.0.1:1\n"
+TRAIN = ["--data.name", "digits", "--train.batch-size", "51", "--run.name", "run"]
+PATHS = os.pathsep.join(map(str, (ROOT, Path(__file__).parent)))
+
+
+class Elastic:
+    """A launch into folder/run that takes its time until `finish`."""
+
+    def __init__(self, folder: Path, hosts: str, *options: str) -> None:
+        self.folder = folder
+        self.hosts, self.held = folder / "hosts", folder / "hold"
+        self.hosts.write_text(hosts)
+        self.held.touch()
+        launch = [BIN / "ringtrain", "launch", "--elastic", "--max-np", "2", "--network-interface", "lo"]
+        launch += ["--host-discovery", f"cat {self.hosts}", "--blacklist-cooldown", "1", "3", "--forward", HOLD]
+        command = [*launch, "--", "python", "-m", "ringtrain.train", *TRAIN, *options]
+        command += ["--run.directory", folder, "--train.callbacks", "holding:Holding"]
+        environ = os.environ | {"PYTHONPATH": PATHS, HOLD: str(self.held)}
+        self.output = folder / "output"
+        with self.output.open("a") as output:
+            self.process = subprocess.Popen(
+                list(map(str, command)), stdout=output, stderr=subprocess.STDOUT, env=environ, start_new_session=True
+            )
+
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        return [event for event in journal.read(self.folder / "run") if event["event"] in kinds]
+
+    def wait_for(self, condition: Callable[[], Any], what: str) -> None:
+        wait_for(
+            lambda: condition() or self.process.poll() is not None, TIMEOUT_S, f"{what}\n{self.output.read_text()}"
+        )
+        assert self.process.poll() is None, self.output.read_text()
+
+    def wait_for_ranks(self, num_changes: int) -> None:
+        """Until there were so many changes, and something was committed since."""
+
+        def committed() -> bool:
+            changes = {event["generation"]: event["time_s"] for event in self.events("resize")}
+            commits = self.events("commit")
+            return len(changes) == num_changes and any(e["generation"] == list(changes)[-1] for e in commits)
+
+        self.wait_for(committed, f"change {num_changes} of ranks")
+
+    def wait_for_commits(self, count: int) -> None:
+        self.wait_for(lambda: len(self.events("commit")) >= count, "commits")
+
+    def process_of(self, rank: int) -> int:
+        return [event for event in self.events("start", "resize") if event["rank"] == rank][-1]["process"]
+
+    def finish(self, code: int = 0) -> str:
+        self.held.unlink(missing_ok=True)
+        try:
+            self.process.wait(TIMEOUT_S)
+        finally:
+            self.process.kill()
+        output = self.output.read_text()
+        assert self.process.returncode == code, output
+        assert not left_of(self.folder), "ranks are left"
+        return output
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.folder / "run" / "summary.json").read_text())
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Elastic]]:
+    started: list[Elastic] = []
+
+    def begin(*options: str) -> Elastic:
+        started.append(Elastic(tmp_path, *options))
+        return started[-1]
+
+    yield begin
+    for one in started:
+        if one.process.poll() is None:
+            one.process.terminate()  # it ends its ranks
+            one.process.wait(TIMEOUT_S)
+
+
+def proven(elastic: Elastic, num_epochs: int) -> journal.Ledger:
+    found = journal.ledger(journal.read(elastic.folder / "run"), num_epochs)
+    assert not found.breaches, found.breaches
+    return found
+
+
+def test_ranks_come_and_go_and_nothing_is_different(start: Callable[..., Elastic], tmp_path: Path) -> None:
+    """A host comes, its rank is killed and comes again, rank 0 is killed and comes again, a host goes.
+
+    The global batch of 51 stays, which two ranks share unevenly: weights are, up to rounding, those of one process.
+    """
+    epochs = 20
+    elastic = start(ONE, "--train.epochs", str(epochs), "--chaos", "rank=1 step=1 mode=kill")
+    elastic.wait_for_commits(2)
+    elastic.hosts.write_text(BOTH)
+    elastic.wait_for_ranks(3)  # rank 1 came, was killed, and came again
+    os.kill(elastic.process_of(0), signal.SIGKILL)
+    elastic.wait_for_ranks(5)
+    elastic.hosts.write_text("127.0.0.1:1\n")
+    elastic.wait_for_ranks(6)
+    output = elastic.finish()
+
+    assert proven(elastic, epochs).epochs == dict.fromkeys(range(epochs), 1428)
+    summary = elastic.summary()
+    assert [(change["from"], change["to"]) for change in summary["resizes"]] == [(1, 2), (2, 1)] * 3, output
+    assert summary["num_ranks"] == 1
+    assert summary["global_step"] == epochs * 28
+
+    alone = tmp_path / "alone"
+    ended = run(
+        0, [sys.executable, "-m", "ringtrain.train", *TRAIN, "--train.epochs", epochs, "--run.directory", alone], 300
+    )
+    assert ended.returncode == 0, ended.stderr
+    undisturbed = json.loads((alone / "run" / "summary.json").read_text())
+    assert summary["metrics"] == pytest.approx(undisturbed["metrics"], rel=1e-3)
+
+
+def test_the_per_rank_batch_stays_through_a_change_and_a_stop(start: Callable[..., Elastic]) -> None:
+    """From one rank to two, which is told to stop in the middle of an epoch, and goes on with one."""
+    epochs = 6
+    options = ("--train.epochs", str(epochs), "--elastic.keep", "per-rank-batch", "--schedule.name", "cosine")
+    elastic = start(ONE, *options)
+    elastic.wait_for_commits(1)
+    elastic.hosts.write_text(BOTH)
+    elastic.wait_for_ranks(1)
+    elastic.process.send_signal(signal.SIGTERM)
+    elastic.finish(code=143)
+    again = start(ONE, *options)
+    again.finish()
+
+    found = proven(again, epochs)
+    assert set(found.epochs.values()) == {1428}  # 1437 less what fills no batch, of 51 or of 102
+    rates = [json.loads(line) for line in (again.folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["epoch"] for record in rates] == list(range(1, epochs + 1))
+    assert rates[-1]["learning_rate"] == pytest.approx(
+        0, abs=1e-5
+    )  # the schedule ends with the run, whatever its steps
+    assert again.summary()["resizes"] == elastic.summary()["resizes"]
+    assert again.summary()["global_step"] < epochs * 28
+
+
+FAILING = """
+import keras, sys, tensorflow as tf
+import ringtrain.hvd as hvd
+hvd.init()
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+tries = 0
+
+@hvd.elastic.run
+def train(state):
+    global tries
+    tries += 1
+    if sys.argv[1] == "commits":
+        state.commit()
+    if tries < 6:
+        raise tf.errors.UnknownError(None, None, f"socket {tries} of this host is broken")
+
+try:
+    train(hvd.elastic.KerasState(model))
+finally:
+    print("tried", tries)
+"""
+
+
+def test_a_failure_that_stays_is_no_lost_worker() -> None:
+    """The third of the same kind ends the job, unless something was committed in between."""
+    alone = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+    ended = run(0, [sys.executable, "-c", FAILING, "nothing"], TIMEOUT_S, env=alone)
+    assert ended.returncode == 1
+    assert "tried 3\n" in ended.stdout
+    assert "socket 3 of this host is broken" in ended.stderr
+    ended = run(0, [sys.executable, "-c", FAILING, "commits"], TIMEOUT_S, env=alone)
+    assert (ended.returncode, ended.stdout) == (0, "tried 6\n"), ended.stderr
