@@ -15,20 +15,22 @@ import launching
 from ringtrain import journal
 
 TIMEOUT_S = 300.0
-EPOCHS = 30
+EPOCHS = 10
+PATHS = os.pathsep.join(map(str, (launching.ROOT, launching.ROOT / "tests" / "faults")))  # there is holding.py
 # What the ranks' collectives wait for a host that does not answer; over a real network more.
-ENVIRONMENT = {"PYTHONPATH": str(launching.ROOT), "HOROVOD_GLOO_TIMEOUT_SECONDS": "10"}
+ENVIRONMENT = {"PYTHONPATH": PATHS, "HOROVOD_GLOO_TIMEOUT_SECONDS": "10"}
 
 
 def test_a_host_is_cut_off_and_another_one_takes_its_place(make_lab: Callable[..., lab.Lab], tmp_path: Path) -> None:
     """Nobody is told of the host's end: ranks wait for it in the middle of a step. Nothing is left on any host."""
-    listed, run = tmp_path / "hosts", tmp_path / "run"
+    listed, run, held = tmp_path / "hosts", tmp_path / "run", tmp_path / "hold"
     listed.write_text("host1:1\nhost2:1\n")
+    held.touch()
     hosts = make_lab(3)
     launch = ["ringtrain", "launch", "--elastic", "--host-discovery", f"cat {listed}", "-np", "2", "--max-np", "2"]
     train = ["python", "-m", "ringtrain.train", "--data.name", "digits", "--train.epochs", EPOCHS]
-    slow = "rank=0 step=1 mode=slow seconds=0.05"
-    command = [*launch, "--", *train, "--run.name", "run", "--run.directory", tmp_path, "--chaos", slow]
+    options = ["--run.name", "run", "--run.directory", tmp_path, "--train.callbacks", "holding:Holding"]
+    command = [*launch, "--forward", "RINGTRAIN_TEST_HOLD", "--", *train, *options]
 
     def events(kind: str, host: str = "") -> list[dict[str, Any]]:
         found = journal.read(run) if run.is_dir() else []
@@ -37,13 +39,16 @@ def test_a_host_is_cut_off_and_another_one_takes_its_place(make_lab: Callable[..
     output = tmp_path / "output"
     with output.open("w") as file:
         streams = {"stdout": file, "stderr": subprocess.STDOUT}
-        launched = hosts.start("host1", list(map(str, command)), env=os.environ | ENVIRONMENT, **streams)
+        launched = hosts.start(
+            "host1", list(map(str, command)), env=ENVIRONMENT | {"RINGTRAIN_TEST_HOLD": str(held)}, **streams
+        )
         with launched:
             lab.wait_for(lambda: bool(events("commit", "host2")), TIMEOUT_S, "host2 trains")
             hosts.cut("host2")
             lab.wait_for(lambda: bool(events("resize", "host1")), TIMEOUT_S, "host1 goes on alone")
             listed.write_text("host1:1\nhost3:1\n")
             lab.wait_for(lambda: bool(events("commit", "host3")), TIMEOUT_S, "host3 trains")
+            held.unlink()
             launched.wait(TIMEOUT_S)
     said = output.read_text()
     assert launched.returncode == 0, said
