@@ -6,7 +6,9 @@ All of them are collectives: every rank of the process set has to call them, in 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import sys
 from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
@@ -24,6 +26,8 @@ from ringtrain.reports import report_uncaught
 LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "HOROVOD_SIZE")
 LOCAL_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "HOROVOD_LOCAL_SIZE")
 
+_opened: set[tuple[int, str]] = set()
+
 # Types that Horovod's broadcast lacks travel as integers of the same width.
 _BROADCAST_AS = {tf.bfloat16: tf.uint16, tf.uint32: tf.int32, tf.uint64: tf.int64}
 
@@ -39,11 +43,36 @@ def init(*args: Any, **kwargs: Any) -> None:
         PlacementError: The rank is elsewhere, or its world has another size.
     """
     prepare_environment(os.environ, Path(sys.prefix), len(os.sched_getaffinity(0)))
+    before = _sockets()
     horovod.init(*args, **kwargs)
+    _opened.update(_sockets() - before)
     rank = horovod.rank()
     report_uncaught(lambda: rank)
     if not args and not kwargs.get("comm"):  # else a part of the launcher's world was asked for
         check_own_seat()
+
+
+def hang_up() -> None:
+    """Closes the connections that `init` has made, after `shutdown`.
+
+    Over Gloo, Horovod leaves them open: when one worker of several is lost and another has noticed it, the rest would
+    wait for that one until Gloo's time is up.
+    """
+    for descriptor, _ in _opened & _sockets():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+    _opened.clear()
+
+
+def _sockets() -> set[tuple[int, str]]:
+    """This process' sockets: descriptors, each with what tells it from a later one of the same number."""
+    found = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            target = os.readlink(path)
+            if target.startswith("socket:"):
+                found.add((int(path.name), target))
+    return found
 
 
 def prepare_environment(environ: MutableMapping[str, str], prefix: Path, num_cores: int) -> None:

@@ -19,7 +19,7 @@ import tensorflow as tf
 from horovod.common.elastic import ObjectState, notification_manager
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
-from ringtrain.hvd.collectives import init
+from ringtrain.hvd.collectives import hang_up, init
 from ringtrain.hvd.keras_hooks import innermost
 from ringtrain.hvd.reduction import elastic as is_on
 from ringtrain.hvd.sync import broadcast_model
@@ -217,4 +217,5 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):
 
 def _restart() -> None:
     horovod.shutdown()
+    hang_up()
     init()
