@@ -260,6 +260,8 @@ def _resized(state: Any, own: Rank, log: journal.Journal, console: Console) -> R
     news = hvd.allgather_object((own.reached, f"{time.time_ns():x}"), name="ringtrain_news")
     lost_steps = max(0, max(reached for reached, _ in news) - global_step) if run.num_ranks else 0
     event, resizes = "start", run.resizes
+    if run.num_ranks and hvd.rank() == 0:
+        reports.report_recovery()
     if run.num_ranks:
         event = "resize"
         resizes = (*resizes, {"global_step": global_step, "from": run.num_ranks, "to": size, "lost_steps": lost_steps})

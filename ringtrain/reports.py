@@ -294,6 +294,17 @@ class Box:
             os.pwrite(self._descriptor, f"{global_step} {phase}".ljust(BOX_LETTERS - 1).encode() + b"\n", 0)
 
 
+def report_recovery(environ: Mapping[str, str] = os.environ) -> None:
+    """Tells the launcher that the ranks go on, so that what was reported before is no reason for their end any more.
+
+    Args:
+        environ: says for which job.
+    """
+    if environ.get(JOB):
+        sys.stderr.flush()
+        os.write(2, f"{MARK}:{environ[JOB]}:recovery:\n".encode())
+
+
 def report_run(name: str, environ: Mapping[str, str] = os.environ) -> None:
     """Tells the launcher what the run is called, so that it can be given to the next start; by rank 0.
 
@@ -367,6 +378,9 @@ class Reader:
             if kind == "seat":
                 rank, size, local_rank, process, host = rest.split(":", 4)
                 self.seats.append(Seat(int(rank), int(size), host, int(local_rank or -1), process=int(process)))
+            elif kind == "recovery":
+                self.failures.clear()
+                self._pieces.clear()
             elif kind == "run" and rest.endswith(":"):
                 self.run_name = base64.b64decode(rest[:-1], validate=True).decode()
             elif kind == "failure":

@@ -15,6 +15,7 @@ TAGGED = re.compile(r"(?:\[(?:[^][<>]*,)?(\d+)\](?:<std(?:err|out)>:? ?| )|(\d+)
 # What they say of the rank that ended first.
 KILLED = re.compile(r"process rank (\d+) with PID \d+ on node (\S+) exited on\s+signal (\d+)")
 EXITED = re.compile(r"Process name: (?:\[.*,)?(\d+)\]?\s+Exit code: +(-?\d+)")
+EXITED_ELASTIC = re.compile(r"Process name: (\S+)\[\d+\]\s+Exit code: +(\d+)")
 # Hydra knows processes, not ranks; MPICH writes a signal as if it were an exit code, and says so below.
 HYDRA = re.compile(
     r"PID (\d+) RUNNING AT (\S+)\n=\s+(?:EXIT CODE|KILLED BY SIGNAL): (\d+)(?:.*?EXIT STRING: [^\n]*\(signal (\d+)\))?",
@@ -89,6 +90,13 @@ def decide(
             why = f"{where} was the first to end, with exit code {rank_code}"
         tail = "\n".join(f"  {line}" for line in tails.get(rank, ()))
         return Verdict(rank_code, f"{why}{'; its last lines:' * bool(tail)}\n{tail}".rstrip(), rank)
+    if ended_elastic := EXITED_ELASTIC.search(said_by_launcher):
+        rank_code = int(ended_elastic[2])
+        number = rank_code - 128
+        how = f"was killed by {signal_name(number)}, or ended so" if number in signal.valid_signals() else ""
+        how = how or f"was the first to end, with exit code {rank_code}"
+        said = f"; it said:\n{failure.text}" if failure else ""
+        return Verdict(rank_code, f"of the last ranks, one on {ended_elastic[1]} {how}{said}")
     if silent:
         lost_hosts = ", ".join(silent)
         return Verdict(2, f"lost {lost_hosts} while it ran: no answer from there; the host or its network failed")

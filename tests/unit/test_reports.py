@@ -197,6 +197,18 @@ def test_the_earliest_cause_wins_and_a_consequence_never() -> None:
     assert first is not None and first.text == "ValueError: first"
 
 
+def test_what_ranks_have_recovered_from_is_no_cause_any_more(capfd: pytest.CaptureFixture) -> None:
+    reader = Reader("j")
+    for line in failure(1, 1.0).lines("j"):
+        reader.take(line)
+    report_recovery({"RINGTRAIN_JOB": "j"})
+    assert reader.take(capfd.readouterr().err)
+    assert reader.first_failure() is None
+    for line in failure(1, 2.0, "OSError: gone").lines("j"):
+        reader.take(line)
+    assert reader.first_failure() == failure(1, 2.0, "OSError: gone")
+
+
 def test_nothing_is_said_without_a_launcher_that_listens(capfd: pytest.CaptureFixture, monkeypatch) -> None:
     monkeypatch.delenv(JOB, raising=False)
     reports.report_failure(ValueError("x"), 0, 1, with_traceback=True)

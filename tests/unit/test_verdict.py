@@ -68,6 +68,15 @@ def test_hydra_names_a_process_and_we_its_rank() -> None:
     assert strange.text == "process 77 on host2 was the first to end, with exit code 5"
 
 
+def test_of_an_elastic_job_the_host_is_named() -> None:
+    said = "The first process to do so was:\nProcess name: host2[0]\nExit code: {}\n"
+    killed = decide(1, reader(), said.format(137), {}, "horovodrun")
+    why = "of the last ranks, one on host2 was killed by SIGKILL (signal 9), or ended so"
+    assert (killed.exit_code, killed.text) == (137, why)
+    left = decide(1, reader(), said.format(5), {}, "horovodrun")
+    assert (left.exit_code, left.text) == (5, "of the last ranks, one on host2 was the first to end, with exit code 5")
+
+
 def test_shut_down_is_never_the_last_word() -> None:
     decided = decide(1, reader((0, 1.0, SHUT_DOWN, 1)), "", {}, "mpirun")
     assert "Horovod has been shut down" not in decided.text.splitlines()[-1]
