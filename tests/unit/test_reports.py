@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from ringtrain import reports
-from ringtrain.reports import JOB, STARTER, Expected, Failure, Reader, Seat, difference
+from ringtrain.reports import JOB, STARTER, Expected, Failure, Reader, Seat, difference, report_recovery
 
 TWO_HOSTS = Expected(8, (("host1", 4), ("host2", 4)))
 
