@@ -31,6 +31,7 @@ from ringtrain import (
     data,
     devices,
     display,
+    fingerprint,
     health,
     hvd,
     journal,
@@ -76,7 +77,8 @@ def train(config: Config, named: pieces.Named, attempt: reports.Attempt) -> int:
     gradient_norm = hvd.track_gradient_norm(model.optimizer) if config.tracking.every_steps else None
     state = hvd.elastic.KerasState(model, folder="", run=Run(planned_ranks=hvd.size()), start=resume.Start())
     with health.Signals() as signals:
-        rank = Rank(config, named, attempt, data_set, pinning, signals, named.make_callbacks(), gradient_norm)
+        prints = fingerprint.of_code(config, tracking.versions()) | data.checksums(data_set)
+        rank = Rank(config, named, attempt, prints, data_set, pinning, signals, named.make_callbacks(), gradient_norm)
         return hvd.elastic.run(_walk)(state, rank)
 
 
@@ -108,6 +110,8 @@ class Rank:
     config: Config
     named: pieces.Named
     attempt: reports.Attempt
+    prints: dict[str, str]
+    """of its code and data"""
     data_set: data.DataSet
     pinning: Any
     signals: health.Signals
@@ -126,6 +130,7 @@ def _walk(state: Any, own: Rank) -> int:
     """Trains from the last commit to the end. Every rank makes this walk, again after every change."""
     config, model, rank, size = own.config, state.model, hvd.rank(), hvd.size()
     hvd.check_placement("" if config.device.share_gpus else devices.identity(own.pinning))
+    fingerprint.refuse(hvd.allgather_object((socket.gethostname(), own.prints), name="ringtrain_prints"))
     console = display.console_for(rank)
     if not state.folder:
         _begin(state, own, console)
@@ -274,7 +279,7 @@ def _resized(state: Any, own: Rank, log: journal.Journal, console: Console) -> R
     own.reached = global_step
     place = {"epoch": run.epoch, "position": run.position, "generation": news[0][1], "after": after}
     changed = {"from": run.num_ranks, "to": size, "lost_steps": lost_steps}
-    log.write(event, global_step=global_step, **place, **changed)
+    journal.begin(log, event, global_step=global_step, **place, **changed)
     return state.run
 
 

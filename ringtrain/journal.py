@@ -22,15 +22,16 @@ _own: list[Journal] = []
 _failures: list[BaseException] = []
 
 
-def begin(own: Journal, **facts: Any) -> None:
+def begin(own: Journal, event: str = "start", **facts: Any) -> None:
     """Makes a journal this process', for `note`, with a start as its first event.
 
     Args:
         own: to write to from now on.
+        event: start, or resize for a rank that goes on.
         facts: of the start.
     """
     _own[:] = [own]
-    note("start", **facts)
+    note(event, **facts)
 
 
 def note(event: str, **facts: Any) -> None:

@@ -64,6 +64,7 @@ class Course:
         faults: to try out.
         users_callbacks: made already.
         gradient_norm: of the last update, if it is tracked.
+        pulse: follows this rank's steps, where its health is watched.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Course:
         faults: tuple[chaos.Fault, ...],
         users_callbacks: Sequence[keras.callbacks.Callback],
         gradient_norm: tf.Variable | None,
+        pulse: keras.callbacks.Callback | None = None,
     ) -> None:
         from ringtrain import evaluation, health, hvd, plateau, resume, tracking
 
@@ -116,6 +118,7 @@ class Course:
         )
         self.callbacks = [
             clock,
+            *([pulse] if pulse else []),
             self.evaluate,
             *users_callbacks,
             *([self.recorder] if self.recorder else []),
