@@ -12,6 +12,10 @@ from pathlib import Path
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).parents[1]
+MPIRUN = [
+    *(["--allow-run-as-root"] if os.geteuid() == 0 else []),
+    *("--tag-output", "--bind-to", "none", "--map-by", "slot", "--mca", "pml", "ob1", "--mca", "btl", "^openib"),
+]
 
 
 def run(
@@ -19,17 +23,18 @@ def run(
     argv: Sequence[str | Path],
     timeout_s: float,
     env: Mapping[str, str] | None = None,
-    launcher: str = "mpi",
+    launcher: str = "mpirun",
     cwd: Path = ROOT,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program on np ranks of this host under horovodrun and waits for it.
+    """Runs a program on np ranks of this host and waits for it.
 
     Args:
         np: number of ranks; 0 starts the program itself, without a launcher.
         argv: the program and its arguments, e.g. [sys.executable, "-m", "ringtrain.train"].
         timeout_s: after this many seconds everything the launch started is killed and the test fails.
         env: added to (and winning over) this process' environment.
-        launcher: "mpi" or "gloo".
+        launcher: "mpirun", told what horovodrun tells it (which takes seconds to find that out); "mpi" or "gloo" for
+            horovodrun itself.
         cwd: folder to start in.
 
     Returns:
@@ -38,9 +43,13 @@ def run(
     Raises:
         TimeoutError: with the output so far.
     """
-    flags = {"mpi": [], "gloo": ["--gloo"]}[launcher]
-    horovodrun = [BIN / "horovodrun", "-np", np, "-H", f"localhost:{np}", *flags]
-    command = [str(word) for word in [*(horovodrun if np else []), *argv]]
+    flags: dict[str, list[str | Path]] = {
+        "mpirun": [BIN / "mpirun", *MPIRUN],
+        "mpi": [BIN / "horovodrun"],
+        "gloo": [BIN / "horovodrun", "--gloo"],
+    }
+    start = [*flags[launcher], "-np", np, "-H", f"localhost:{np}"]
+    command = [str(word) for word in [*(start if np else []), *argv]]
     full_env = os.environ | {
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),

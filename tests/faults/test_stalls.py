@@ -23,7 +23,8 @@ LAUNCH = [sys.executable, "-m", "ringtrain", "launch", "-np", "2", "--"]
 
 def train(folder: Path, *options: object, epochs: int = 2, launcher: tuple[str, ...] = (), np: int = 2):
     words = [*launcher, *TRAIN, "--train.epochs", epochs, "--run.directory", folder, *options]
-    return run(0 if launcher else np, [str(word) for word in words], 300, env={"PYTHONPATH": f"{HERE}:{ROOT}"})
+    environment = {"PYTHONPATH": f"{HERE}:{ROOT}"}
+    return run(0 if launcher else np, [str(word) for word in words], 300, environment, launcher="mpi")
 
 
 def summary(folder: Path) -> dict:

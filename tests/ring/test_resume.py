@@ -1,4 +1,4 @@
-"""A run that is stopped, killed or damaged ends as if nothing had happened; under the real horovodrun, two ranks."""
+"""A run that is stopped, killed or damaged ends as if nothing had happened; under the real mpirun, two ranks."""
 
 from __future__ import annotations
 
@@ -106,8 +106,14 @@ def test_damaged_checkpoints_are_passed_over_by_name(whole: Path, tmp_path: Path
     assert summary(folder)["checksum"] == summary(whole)["checksum"]
 
 
-@pytest.mark.parametrize(("number", "rank"), [(signal.SIGTERM, 1), (signal.SIGTERM, 0), (signal.SIGUSR1, 0)])
-def test_a_signal_to_one_rank_saves_one_step_on_all(whole: Path, tmp_path: Path, number: int, rank: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "rank", "launcher"),
+    [(signal.SIGTERM, 1, "mpi"), (signal.SIGTERM, 0, "mpirun"), (signal.SIGUSR1, 0, "mpirun")],
+)
+def test_a_signal_to_one_rank_saves_one_step_on_all(
+    whole: Path, tmp_path: Path, number: int, rank: int, launcher: str
+) -> None:
+    """Under mpirun, and under horovodrun."""
     metrics = tmp_path / "run" / "metrics.jsonl"
     ended = threading.Event()
 
@@ -122,7 +128,7 @@ def test_a_signal_to_one_rank_saves_one_step_on_all(whole: Path, tmp_path: Path,
     watcher = threading.Thread(target=signal_rank)
     watcher.start()
     try:
-        stopped = train(tmp_path)
+        stopped = train(tmp_path, launcher=launcher)
     finally:
         ended.set()
         watcher.join()

@@ -104,7 +104,7 @@ def metrics(folder: Path) -> list[dict]:
 def test_two_ranks_learn_from_each_source(place, name, tmp_path):
     """What one rank with the big batch learns; with random crops and flips, where a source has them."""
     common = [*command_for(name), "--run.directory", tmp_path]
-    ended = launching.run(2, [*common, "--run.name", "two"], timeout_s=TIMEOUT_S, cwd=place)
+    ended = launching.run(2, [*common, "--run.name", "two"], timeout_s=TIMEOUT_S, cwd=place, launcher="mpi")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "<stderr>" not in ended.stderr
     summary = json.loads((tmp_path / "two" / "summary.json").read_text())

@@ -44,7 +44,7 @@ def digits(tmp_path_factory):
     """The main job, at two ranks, and the folder that it was given."""
     folder = tmp_path_factory.mktemp("digits")
     options = ["--config", CONFIGS / "digits.toml", "--run.directory", folder, "--run.name", "main"]
-    ended = launching.run(2, [*TRAIN, *options], timeout_s=TIMEOUT_S)
+    ended = launching.run(2, [*TRAIN, *options], timeout_s=TIMEOUT_S, launcher="mpi")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended, folder / "main"
 
