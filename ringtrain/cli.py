@@ -24,6 +24,11 @@ PROGRAMS = {"mpirun": "mpirun", "horovodrun": "horovodrun", "horovodrun-gloo": "
 HANDED_OVER = ("sbatch", "mpijob")
 """launchers that give the job to a scheduler and do not stay with it"""
 VERSION_TIMEOUT_S = 20.0
+BENCHES = {
+    "train": ("turns", "steps", "out", "profile"),
+    "allreduce": ("turns", "sizes", "out"),
+}
+"""what can be measured, and the options that it is given"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, command = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     try:
         options = parser().parse_args(own)
-        if command and options.handler is not launch:
+        if command and options.handler not in (launch, bench):
             raise LaunchError(f"got a command after --, which ringtrain {options.name} does not run: leave it out")
         options.command = command
         return options.handler(options)
@@ -75,13 +80,7 @@ def parser() -> argparse.ArgumentParser:
     where.add_argument("--ssh-port", type=int, default=0, metavar="PORT", help="else as ssh itself has it configured")
     where.add_argument("--subnet", default="", metavar="CIDR", help="network that ranks talk over, e.g. 10.1.0.0/16")
 
-    told = commands.add_parser(
-        "launch",
-        parents=[where],
-        usage="ringtrain launch [options] -- COMMAND ...",
-        description="Runs COMMAND as many ranks. Without hosts: those of the scheduler's job, else this machine.",
-        help="run a command as many ranks",
-    )
+    told = Parser(add_help=False)
     told.add_argument("-np", type=int, metavar="N", help="ranks; else as many as there are slots")
     told.add_argument("--launcher", choices=LAUNCHERS, default="mpirun", help="what starts them (mpirun)")
     told.add_argument("--bind", choices=("none", "core"), default="none", help="cores of its own for each rank (none)")
@@ -130,7 +129,30 @@ def parser() -> argparse.ArgumentParser:
     shown = told.add_mutually_exclusive_group()
     shown.add_argument("--dry-run", action="store_true", help="print the command instead, to be pasted")
     shown.add_argument("--explain", action="store_true", help="print every flag of it with its reason instead")
-    told.set_defaults(handler=launch, name="launch")
+    launched = commands.add_parser(
+        "launch",
+        parents=[where, told],
+        usage="ringtrain launch [options] -- COMMAND ...",
+        description="Runs COMMAND as many ranks. Without hosts: those of the scheduler's job, else this machine.",
+        help="run a command as many ranks",
+    )
+    launched.set_defaults(handler=launch, name="launch")
+
+    timed = commands.add_parser(
+        "bench",
+        parents=[where, told],
+        usage="ringtrain bench {train,allreduce} [options] [-- options of ringtrain.train]",
+        description="Measures, in turns: train: images/s, what a step's time goes into, ring efficiency. allreduce:"
+        " latency and bandwidth of every allreduce there is. Runs as ringtrain launch does.",
+        help="measure training and allreduce",
+    )
+    timed.add_argument("what", choices=tuple(BENCHES), help="what to measure")
+    timed.add_argument("--turns", type=int, default=7, metavar="N", help="measurements of each kind (7)")
+    timed.add_argument("--steps", type=int, default=40, metavar="N", help="train: steps of a measurement (40)")
+    timed.add_argument("--sizes", default="", metavar="LIST", help="allreduce: bytes; else 1 KiB to 256 MiB")
+    timed.add_argument("--out", default="", metavar="FILE", help="write the results as JSON")
+    timed.add_argument("--profile", default="", metavar="FILE", help="train: for ringtrain predict --profile FILE")
+    timed.set_defaults(handler=bench, name="bench")
 
     listed = commands.add_parser("hosts", parents=[where], help="print the hosts that a launch would use")
     listed.set_defaults(handler=hosts, name="hosts")
@@ -245,6 +267,20 @@ def launch(options: argparse.Namespace) -> int:
     run.find(PROGRAMS[options.launcher])
     terms = run.Terms(options.launcher, options.start_timeout, options.grace, over_ssh=options.launcher != "srun")
     return restart.run_again(found, num_ranks, options.oversubscribe, job_on, planner, policy, terms)
+
+
+def bench(options: argparse.Namespace) -> int:
+    """Launches what measures."""
+    for name in ("turns", "steps"):
+        if getattr(options, name) < 1:
+            raise LaunchError(f"got --{name} {getattr(options, name)}, expected 1 or more")
+    told = {name: str(getattr(options, name)) for name in BENCHES[options.what] if getattr(options, name)}
+    words = [word for name, value in told.items() for word in (f"--{name}", value)]
+    if options.command and options.what != "train":
+        raise LaunchError(f"got options of ringtrain.train after --, which bench {options.what} has no use for")
+    own = ["--", *options.command] if options.what == "train" else []
+    options.command = ["python", "-m", "ringtrain.lab.bench", options.what, *words, *own]
+    return launch(options)
 
 
 def launch_elastic(options: argparse.Namespace) -> int:

@@ -51,9 +51,9 @@ MAY_IMPORT = {
     "__main__": {"cli"},
 }
 ONLY_IN = {
-    "horovod": {"hvd"},
+    "horovod": {"hvd", "lab/allreduce.py"},
     "subprocess": {"cluster/run.py", "cluster/doctor.py", "cluster/probe.py"},
-    "mpi4py": {"cluster/doctor.py"},
+    "mpi4py": {"cluster/doctor.py", "lab/allreduce.py"},
 }
 NO_TENSORFLOW_AT_IMPORT = {
     "",

@@ -1,0 +1,212 @@
+"""bench train: images per second, what a step's time goes into, and ring efficiency, measured in turns.
+
+    ringtrain bench train -np 2 --out speed.json -- --model.name cnn --data.name synthetic
+
+Ring efficiency is the throughput of N ranks that train one model over that of the same N processes, on the same cores,
+each of which trains a model of its own without talking: blocks of steps of both kinds take turns within one start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ringtrain import data, devices, hvd, models, optimizers, pieces, settings
+from ringtrain.config import Config, derive
+from ringtrain.lab import figures
+from ringtrain.lab.profile import Gradient, Profile
+
+WARM_STEPS = 3  # of each block
+PROFILE_WARM_STEPS = 120  # after which TensorFlow has learned that a note of the time costs nothing, and is not put off
+PARTS = ("input", "forward-backward", "waiting", "update")
+
+
+def measure(config: Config, num_steps: int, turns: int) -> dict[str, Any]:
+    """Times blocks of steps on all ranks. A collective.
+
+    Args:
+        config: of the training that is measured.
+        num_steps: of a block, besides those that warm up.
+        turns: blocks of each kind.
+
+    Returns:
+        On every rank: images per second of all ranks together, for the ring and for processes alone, per turn; their
+        ratio; seconds of a step and of its parts, on this rank.
+    """
+    named = pieces.find(config)
+    data_set = named.read_data()
+    numbers = derive(config, hvd.size(), len(data_set.train), len(data_set.test))
+    ring = pieces.compiled_model(named, data_set, config, numbers)
+    hvd.broadcast_model(ring, root_rank=0)
+    alone = named.build_model(data_set.input_shape, data_set.num_classes)
+    loss, metrics = models.cross_entropy(config.model.label_smoothing), named.make_metrics()
+    alone.compile(optimizers.build(config, numbers, alone), loss, metrics=["accuracy", *metrics], jit_compile=False)
+    hvd.marks.PLACE.watch(ring)
+    epochs = 10**6 // numbers.steps_per_epoch + 1
+    batches = data.training_batches(
+        data_set.train, config.train.batch_size, hvd.rank(), hvd.size(), config.seed, epochs
+    )
+    kinds: dict[str, tuple[keras.Model, list[float], Stopwatch]] = {
+        "ring": (ring, [], Stopwatch(hvd.marks.PLACE)),
+        "alone": (alone, [], Stopwatch(None)),
+    }
+    for turn in range(turns + 1):  # the first makes the graphs
+        for model, images_per_s, watch in kinds.values():
+            hvd.allreduce([0.0], name="ringtrain_bench_barrier")
+            model.fit(
+                batches, steps_per_epoch=WARM_STEPS + num_steps, epochs=1, callbacks=[watch], shuffle=False, verbose=0
+            )
+            own = config.train.batch_size * num_steps / watch.block_s
+            if turn:
+                images_per_s.append(sum(hvd.allgather_object(own, name="ringtrain_bench")))
+            else:
+                watch.forget()
+    _, together, watch = kinds["ring"]
+    return {
+        "model": config.model.name,
+        "data": config.data.name,
+        "batch_size": config.train.batch_size,
+        "num_ranks": hvd.size(),
+        "images_per_s": figures.Spread.of(together),
+        "images_per_s_alone": figures.Spread.of(kinds["alone"][1]),
+        "ring_efficiency": figures.ratios(together, kinds["alone"][1]),
+        "step_s": figures.Spread.of(watch.steps),
+        "parts_s": {part: figures.Spread.of(watch.parts[part]) for part in PARTS},
+        "step_alone_s": figures.Spread.of(kinds["alone"][2].steps),
+        "profile": profile_of(config, alone, batches, num_steps) if hvd.rank() == 0 else None,
+    }
+
+
+def profile_of(config: Config, model: keras.Model, batches: Any, num_steps: int) -> Profile:
+    """Notes when each gradient of a process alone is ready, while the other ranks rest.
+
+    Args:
+        config: of the training.
+        model: compiled, and not distributed.
+        batches: of training samples.
+        num_steps: to measure.
+    """
+    variables = model.trainable_variables
+
+    @tf.function
+    def step(x: Any, y: Any) -> Any:
+        with tf.control_dependencies([x, y]):
+            begin_s = tf.timestamp()
+        with tf.control_dependencies([begin_s]):
+            x = tf.identity(x)
+        with tf.GradientTape() as tape:
+            loss = model.compute_loss(x=x, y=y, y_pred=model(x, training=True))
+        gradients = tape.gradient(loss, [variable.value for variable in variables])
+        ready_s = []
+        for gradient in gradients:
+            with tf.control_dependencies([gradient]):
+                ready_s.append(tf.timestamp())
+        with tf.control_dependencies(ready_s):  # a lone thread might else come to them after the update
+            model.optimizer.apply([tf.identity(gradient) for gradient in gradients], variables)
+        return tf.stack([begin_s, *ready_s])
+
+    rows, steps = [], []
+    for x, y in batches.take(PROFILE_WARM_STEPS + num_steps):
+        moments = step(x, y).numpy()
+        steps.append(time.time() - moments[0])
+        rows.append(moments[1:] - moments[0])
+    ready = np.median(np.array(rows[PROFILE_WARM_STEPS:]), axis=0)
+    computed = [float(row.max()) for row in rows[PROFILE_WARM_STEPS:]]
+    compute_s = float(np.mean(computed))
+    gradients = [
+        Gradient(4 * int(np.prod(variable.shape)), min(float(at), compute_s), variable.path)
+        for variable, at in zip(variables, ready, strict=True)
+    ]
+    update_s = max(0.0, float(np.mean(steps[PROFILE_WARM_STEPS:])) - compute_s)
+    name, batch_size = config.model.name, config.train.batch_size
+    return Profile(name, batch_size, compute_s, tuple(gradients), update_s, step_s=tuple(computed))
+
+
+class Stopwatch(keras.callbacks.Callback):
+    """Times the steps of blocks, those that warm up left out.
+
+    Args:
+        place: notes the moments within a step; None: it has none.
+    """
+
+    def __init__(self, place: hvd.marks.Place | None) -> None:
+        super().__init__()
+        self.place = place
+        self.block_s = 0.0
+        self.forget()
+
+    def forget(self) -> None:
+        """Begins anew."""
+        self.steps: list[float] = []
+        self.parts: dict[str, list[float]] = {part: [] for part in PARTS}
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.number = 0
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.begin_s = time.time()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        end_s = time.time()
+        self.number += 1
+        if self.number <= WARM_STEPS:
+            self.block_begin_s = self.before_s = end_s
+            return
+        self.block_s = end_s - self.block_begin_s
+        self.steps.append(end_s - self.before_s)
+        self.before_s = end_s
+        if self.place is not None:
+            edges = (self.begin_s, *self.place.moments(), end_s)
+            for part, (first_s, last_s) in zip(PARTS, itertools.pairwise(edges), strict=True):
+                self.parts[part].append(max(0.0, last_s - first_s))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures on all ranks; rank 0 shows and writes."""
+    words = list(argv)
+    own, told = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    parser = argparse.ArgumentParser(prog="bench train", description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=40, help="of a block")
+    parser.add_argument("--turns", type=int, default=7, help="blocks of each kind")
+    parser.add_argument("--out", default="", help="JSON file of the results")
+    parser.add_argument("--profile", default="", help="JSON file for ringtrain predict --profile")
+    options = parser.parse_args(own)
+    config = settings.read(told)
+    hvd.configure(config.hvd)
+    hvd.init()
+    devices.pin(hvd.local_rank(), hvd.local_size(), config.device)
+    found = measure(config, options.steps, options.turns)
+    if hvd.rank() == 0:
+        show(found)
+        profile = found.pop("profile")
+        if options.profile:
+            Path(options.profile).write_text(profile.to_json() + "\n", encoding="utf-8")
+        if options.out:
+            figures.write(Path(options.out), "train", {"steps": options.steps, "turns": options.turns}, found)
+    return 0
+
+
+def show(found: dict[str, Any]) -> None:
+    """Prints what was measured."""
+    rows = [
+        ["images/s, all ranks", found["images_per_s"].text(",.0f")],
+        ["images/s, as many processes alone", found["images_per_s_alone"].text(",.0f")],
+        ["ring efficiency", found["ring_efficiency"].text(".3f")],
+        ["step, ms", _ms(found["step_s"])],
+        *([f"  {part}, ms", _ms(found["parts_s"][part])] for part in PARTS),
+        ["step of a process alone, ms", _ms(found["step_alone_s"])],
+    ]
+    title = f"{found['model']}, {found['data']}, batch {found['batch_size']} on each of {found['num_ranks']} ranks"
+    figures.show(title, ("", "median (p10 to p90)"), rows)
+
+
+def _ms(spread: figures.Spread) -> str:
+    return figures.Spread(1e3 * spread.median, 1e3 * spread.p10, 1e3 * spread.p90, spread.repeats).text()

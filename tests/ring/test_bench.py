@@ -1,0 +1,60 @@
+"""ringtrain bench, a few steps of it: that it works, not how fast."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from launching import BIN, run
+
+from ringtrain.lab import profile
+
+LAUNCH = ["-H", "localhost:2", "--turns", 2]
+
+
+def bench(*words: object):
+    ended = run(0, [BIN / "ringtrain", "bench", *map(str, words)], 600)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended
+
+
+def test_train_measures_two_ways_in_turns_and_profiles_a_step(tmp_path):
+    out, gradients = tmp_path / "train.json", tmp_path / "profile.json"
+    small = ["--data.name", "synthetic", "--data.num-samples", 512, "--data.image-size", 8, "--model.name", "mlp"]
+    files = ["--out", out, "--profile", gradients]
+    ended = bench("train", *LAUNCH, "--steps", 5, *files, "--", *small, "--train.batch-size", 16)
+    assert "ring efficiency" in ended.stdout and "mlp, synthetic, batch 16 on each of 2 ranks" in ended.stdout
+    results = json.loads(out.read_text())["results"]
+    assert results["num_ranks"] == 2 and results["ring_efficiency"]["repeats"] == 2
+    parts = sum(part["median"] for part in results["parts_s"].values())
+    assert 0 < parts < 2 * results["step_s"]["median"]
+    found = profile.read(gradients)
+    assert [(g.name, g.bytes) for g in found.gradients if "output" in g.name or g.bytes > 1000]
+    assert found.total_bytes == 4 * (8 * 8 * 100 + 100 + 100 * 10 + 10)
+    predicted = run(0, [BIN / "ringtrain", "predict", "--profile", gradients, "--link", "1Gbps", "--ranks", "1,2"], 60)
+    assert predicted.returncode == 0, predicted.stderr
+
+
+def test_allreduce_compares_what_there_is(tmp_path):
+    out = tmp_path / "allreduce.json"
+    ended = bench("allreduce", *LAUNCH, "--sizes", "1024,1048576", "--out", out)
+    assert "1 MiB" in ended.stdout
+    results = json.loads(out.read_text())["results"]
+    methods = {one["method"] for one in results}
+    assert methods == {"Horovod over MPI", "MPI_Allreduce", "ring in NumPy", "memory copy"}
+    for one in results:
+        assert one["seconds"]["p10"] > 0
+        ring = 1 if one["method"] == "memory copy" else 2 * (2 - 1) / 2
+        assert one["gb_per_s"] == pytest.approx(ring * one["bytes"] / one["seconds"]["median"] / 1e9)
+
+
+def test_bad_input_is_one_line():
+    for words, said in (
+        (["train", "--turns", "0"], "got --turns 0, expected 1 or more"),
+        (["allreduce", "--", "--model.name", "cnn"], "got options of ringtrain.train after --"),
+        (["launch"], "invalid choice"),
+    ):
+        ended = run(0, [BIN / "ringtrain", "bench", *words], 60)
+        assert ended.returncode == 2
+        (line,) = ended.stderr.splitlines()
+        assert said in line
