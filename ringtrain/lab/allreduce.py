@@ -32,7 +32,6 @@ def methods(comm: Any) -> dict[str, Callable[[np.ndarray], Callable[[], Any]]]:
 
     from ringtrain import hvd
 
-    hvd.init()
     built = "NCCL" if hvd.nccl_built() else os.environ.get("HOROVOD_CPU_OPERATIONS", "mpi").upper()
 
     def by_horovod(array: np.ndarray) -> Callable[[], Any]:
@@ -109,6 +108,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--out", default="")
     options = parser.parse_args(argv)
+    from ringtrain import hvd
+
+    hvd.init()  # before mpi4py, which would end MPI under Horovod's thread when the process ends
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
