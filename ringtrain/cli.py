@@ -26,7 +26,6 @@ HANDED_OVER = ("sbatch", "mpijob")
 VERSION_TIMEOUT_S = 20.0
 BENCHES = {
     "train": ("turns", "steps", "out", "profile"),
-    "allreduce": ("turns", "sizes", "out"),
 }
 """what can be measured, and the options that it is given"""
 
@@ -141,17 +140,16 @@ def parser() -> argparse.ArgumentParser:
     timed = commands.add_parser(
         "bench",
         parents=[where, told],
-        usage="ringtrain bench {train,allreduce} [options] [-- options of ringtrain.train]",
-        description="Measures, in turns: train: images/s, what a step's time goes into, ring efficiency. allreduce:"
-        " latency and bandwidth of every allreduce there is. Runs as ringtrain launch does.",
-        help="measure training and allreduce",
+        usage="ringtrain bench train [options] [-- options of ringtrain.train]",
+        description="Measures, in turns, images/s, what a step's time goes into, and ring efficiency. Runs as ringtrain"
+        " launch does.",
+        help="measure training",
     )
     timed.add_argument("what", choices=tuple(BENCHES), help="what to measure")
     timed.add_argument("--turns", type=int, default=7, metavar="N", help="measurements of each kind (7)")
-    timed.add_argument("--steps", type=int, default=40, metavar="N", help="train: steps of a measurement (40)")
-    timed.add_argument("--sizes", default="", metavar="LIST", help="allreduce: bytes; else 1 KiB to 256 MiB")
+    timed.add_argument("--steps", type=int, default=40, metavar="N", help="steps of a measurement (40)")
     timed.add_argument("--out", default="", metavar="FILE", help="write the results as JSON")
-    timed.add_argument("--profile", default="", metavar="FILE", help="train: for ringtrain predict --profile FILE")
+    timed.add_argument("--profile", default="", metavar="FILE", help="for ringtrain predict --profile FILE")
     timed.set_defaults(handler=bench, name="bench")
 
     listed = commands.add_parser("hosts", parents=[where], help="print the hosts that a launch would use")
@@ -276,10 +274,7 @@ def bench(options: argparse.Namespace) -> int:
             raise LaunchError(f"got --{name} {getattr(options, name)}, expected 1 or more")
     told = {name: str(getattr(options, name)) for name in BENCHES[options.what] if getattr(options, name)}
     words = [word for name, value in told.items() for word in (f"--{name}", value)]
-    if options.command and options.what != "train":
-        raise LaunchError(f"got options of ringtrain.train after --, which bench {options.what} has no use for")
-    own = ["--", *options.command] if options.what == "train" else []
-    options.command = ["python", "-m", "ringtrain.lab.bench", options.what, *words, *own]
+    options.command = ["python", "-m", "ringtrain.lab.bench", options.what, *words, "--", *options.command]
     return launch(options)
 
 

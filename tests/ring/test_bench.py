@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
-from launching import BIN, run
+from launching import BIN, ROOT, run
 
 from ringtrain.lab import profile
 
@@ -35,23 +36,21 @@ def test_train_measures_two_ways_in_turns_and_profiles_a_step(tmp_path):
     assert predicted.returncode == 0, predicted.stderr
 
 
-def test_allreduce_compares_what_there_is(tmp_path):
-    out = tmp_path / "allreduce.json"
-    ended = bench("allreduce", *LAUNCH, "--sizes", "1024,1048576", "--out", out)
-    assert "1 MiB" in ended.stdout
-    results = json.loads(out.read_text())["results"]
-    methods = {one["method"] for one in results}
-    assert methods == {"Horovod over MPI", "MPI_Allreduce", "ring in NumPy", "memory copy"}
-    for one in results:
-        assert one["seconds"]["p10"] > 0
-        ring = 1 if one["method"] == "memory copy" else 2 * (2 - 1) / 2
-        assert one["gb_per_s"] == pytest.approx(ring * one["bytes"] / one["seconds"]["median"] / 1e9)
+@pytest.mark.parametrize("np", [2, 3, 5])
+def test_the_ring_in_numpy_is_the_sum_with_the_same_bits_everywhere(np):
+    """With the negative control: a lost message is noticed."""
+    ended = run(
+        np,
+        [sys.executable, ROOT / "tests" / "ring" / "adding_by_hand.py"],
+        120,
+        {"OMPI_MCA_rmaps_base_oversubscribe": "1"},
+    )
+    assert "ring True, broken False" in ended.stdout, ended.stdout + ended.stderr
 
 
 def test_bad_input_is_one_line():
     for words, said in (
         (["train", "--turns", "0"], "got --turns 0, expected 1 or more"),
-        (["allreduce", "--", "--model.name", "cnn"], "got options of ringtrain.train after --"),
         (["launch"], "invalid choice"),
     ):
         ended = run(0, [BIN / "ringtrain", "bench", *words], 60)

@@ -51,9 +51,9 @@ MAY_IMPORT = {
     "__main__": {"cli"},
 }
 ONLY_IN = {
-    "horovod": {"hvd", "lab/allreduce.py"},
+    "horovod": {"hvd"},
     "subprocess": {"cluster/run.py", "cluster/doctor.py", "cluster/probe.py"},
-    "mpi4py": {"cluster/doctor.py", "lab/allreduce.py"},
+    "mpi4py": {"cluster/doctor.py"},
 }
 NO_TENSORFLOW_AT_IMPORT = {
     "",
