@@ -60,7 +60,7 @@ class Terms:
 
 
 class HostsLost(LaunchError):
-    """Hosts do not answer, or not any more."""
+    """Hosts do not answer, or not any more, or their ranks do not begin."""
 
     def __init__(self, hosts: Sequence[str], text: str) -> None:
         super().__init__(text)
@@ -88,6 +88,8 @@ class Ending:
     run_name: str = ""
     stopped: bool = False
     """by a signal to the launcher"""
+    unswept: tuple[str, ...] = ()
+    """hosts where something of it may still live, for as long as keepers are patient"""
     out_of_memory: bool = False
     """the kernel has killed processes of that host meanwhile, for want of memory"""
 
@@ -231,7 +233,7 @@ def run(job: Job, planner: Callable[[Job], Plan], terms: Terms = Terms()) -> End
 
     Raises:
         HostsLost: before anything has started: hosts do not answer.
-        LaunchError: a host lacks the program; ranks did not begin.
+        LaunchError: a host lacks the program.
         PlacementError: ranks are not where the plan has them.
     """
     name = uuid.uuid4().hex
@@ -472,15 +474,16 @@ class Watch:
         if self._wrong_since and (now > self._wrong_since + SETTLE_S or len(seats) >= expected.size):
             raise PlacementError(difference(expected, seats))
         if len(seats) < expected.size and now > began_s + self.terms.start_timeout_s and not self.stopped_by:
-            time_s = f"after {self.terms.start_timeout_s:g} s"
-            raise LaunchError(f"{self._who_did_not_begin(expected, time_s)}, or give more time: --start-timeout")
+            hosts, why = self._who_did_not_begin(expected, f"after {self.terms.start_timeout_s:g} s")
+            raise HostsLost(hosts, f"{why}, or give more time: --start-timeout")
 
     def _look_back_at(self, expected: Expected, returncode: int) -> None:
         """The same, when the launcher has ended."""
         if wrong := difference(expected, self.reports.seats):
             raise PlacementError(wrong)
         if not returncode and len(self.reports.seats) < expected.size:
-            raise PlacementError(self._who_did_not_begin(expected, f"although {self.terms.launcher} has ended well"))
+            _, why = self._who_did_not_begin(expected, f"although {self.terms.launcher} has ended well")
+            raise PlacementError(why)
 
     def _hand_on(self, number: int) -> float:
         """Gives ranks a signal.
@@ -523,12 +526,13 @@ class Watch:
                 what = each.host or "the keeper of this host"
                 raise HostsLost([each.host], f"lost {what} while it ran: {self._why(each)}")
 
-    def _who_did_not_begin(self, expected: Expected, when: str) -> str:
+    def _who_did_not_begin(self, expected: Expected, when: str) -> tuple[list[str], str]:
+        """The hosts of late ranks, and a sentence."""
         begun = {seat.rank for seat in self.reports.seats}
         seats = expected.seats()
         late = [rank for rank in range(expected.size) if rank not in begun]
         hosts = list(dict.fromkeys(seats[rank][0] for rank in late))
-        return (
+        return hosts, (
             f"{len(late)} of {expected.size} ranks have not begun {when}, on {', '.join(hosts[:10])}: look at what"
             f" {self.terms.launcher} says above"
         )
@@ -651,6 +655,7 @@ class Watch:
             phase,
             self.reports.run_name,
             bool(self.stopped_by),
+            tuple(self.silent),
             out_of_memory,
         )
         if ending.text:

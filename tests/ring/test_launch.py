@@ -340,11 +340,12 @@ def test_a_launcher_that_starts_fewer_ranks_is_found_out(launch, tmp_path: Path)
 
 
 def test_a_launcher_that_starts_nothing_is_named_in_time(launch, tmp_path: Path) -> None:
-    words = ringtrain("--start-timeout", "1", "--", *shell("sleep 600"))
+    words = ringtrain("--start-timeout", "1", "--max-restarts", "1", "--", *shell("sleep 600"))
     started = launch(*words, env=liar(tmp_path, "exec sleep 600"))
     code, stderr = started.end()
     assert code == 2
-    assert "2 of 2 ranks have not begun after 1 s, on localhost" in stderr
+    assert stderr.count("2 of 2 ranks have not begun after 1 s, on localhost") == 3, "twice, and as the restart's cause"
+    assert "restart 1 of 1 in 1 s" in stderr
     assert started.left() == {}
 
 
