@@ -176,6 +176,29 @@ def test_a_ranks_exit_code_comes_back_through_srun(slurm):
     assert ended.returncode == 5, ended.stderr
 
 
+def test_training_under_srun_goes_on_as_if_nothing_had_happened(slurm, tmp_path):
+    """After SIGTERM to a rank, by the same command again; after SIGKILL, by itself. Two ranks: any sum is the same."""
+
+    def train(name: str, chaos: str, *options: str) -> subprocess.CompletedProcess[str]:
+        job = ["--data.name", "digits", "--train.epochs", "2", "--checkpoint.every-steps", "6", "--run.name", name]
+        words = ["python", "-m", "ringtrain.train", *job, "--run.directory", str(tmp_path), "--chaos", chaos]
+        launch = [*RINGTRAIN, "launch", "--launcher", "srun", *options, "--", *words]
+        return slurm.run(["salloc", "--nodes=2", "--ntasks-per-node=1", *launch], TIMEOUT_S)
+
+    def checksum(name: str) -> str:
+        return json.loads((tmp_path / name / "summary.json").read_text())["checksum"]
+
+    assert train("whole", "").returncode == 0
+    stopped = train("stopped", "rank=1 step=9 mode=sigterm")
+    assert stopped.returncode == 143, stopped.stdout + stopped.stderr
+    assert "stopped        after step 10, by SIGTERM" in stopped.stdout
+    assert train("stopped", "rank=1 step=9 mode=sigterm").returncode == 0
+    killed = train("killed", "rank=1 step=21 mode=kill", "--max-restarts", "1")
+    assert killed.returncode == 0, killed.stdout + killed.stderr
+    assert "restart 1 of 1 in 1 s, after: " in killed.stderr and "(step 21" in killed.stderr
+    assert checksum("stopped") == checksum("killed") == checksum("whole")
+
+
 def test_open_mpi_from_pypi_finds_its_ranks_by_pmix_alone(slurm):
     assert {"pmix", "pmi2"} <= set(slurm.run(["srun", "--mpi=list"]).stdout.split())
     wanted = Job(("python", "-c", PLACES), 2, (Host("host1", 1), Host("host2", 1)))

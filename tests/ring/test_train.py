@@ -25,7 +25,7 @@ SMALL = ["--data.name", "synthetic", "--data.num-samples", "408", "--data.image-
 SUMMARY_KEYS = {
     *("test_accuracy", "test_loss", "images_per_s", "num_ranks", "global_step", "in_sync", "checksum", "versions"),
     *("hosts", "config", "numbers", "git_revision", "started", "fit_s", "check_s", "stopped_by", "resumed_from"),
-    *("skipped_samples", "metrics", "evaluate_s", "saves", "restarts", "restart_causes"),
+    *("skipped_samples", "metrics", "evaluate_s", "saves", "restarts", "restart_causes", "ranks"),
 }
 
 
@@ -73,7 +73,7 @@ def test_files_are_where_they_are_promised(digits):
     assert checkpoints == {f"checkpoints/{n}/{f}" for n in kept for f in ("state.npz", "ranks.npz", "manifest.json")}
     assert files_in(folder) - events - checkpoints == {
         *("config.toml", "metrics.jsonl", "steps.jsonl", "summary.json", "curves.png", "model.keras"),
-        *("logs/rank-0.log", "logs/rank-1.log"),
+        *("logs/rank-0.log", "logs/rank-1.log", "logs/journal-0.jsonl", "logs/journal-1.jsonl"),
     }
     assert [path.name for path in folder.parent.iterdir()] == ["main"]
     assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
