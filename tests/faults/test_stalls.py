@@ -58,7 +58,7 @@ def test_a_rank_that_is_stopped_is_named(rank: int, launcher: str, tmp_path: Pat
     assert left_over(tmp_path) == []
     events = [event for event in journal.read(tmp_path / "run") if event["event"] == "stall"]
     assert (events[0]["rank"], events[0]["phase"]) == (1 - rank, "reduce")
-    assert [event["of_ranks"] for event in events] == [[rank]] * len(events), "the other's, if mpirun has woken it"
+    assert events[0]["of_ranks"] == [rank]  # if mpirun wakes the other, it may find that this one has left
     capsys.readouterr()
     assert cli.main(["report", str(tmp_path / "run"), "--post-mortem"]) == 0
     told = capsys.readouterr().out
