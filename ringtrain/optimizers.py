@@ -229,7 +229,7 @@ def set_share(optimizer: keras.optimizers.Optimizer, full_rate: float, share: fl
     if isinstance(optimizer._learning_rate, LearningRate):
         optimizer._learning_rate.share.assign(share)
     else:
-        optimizer.learning_rate = full_rate * share
+        set_rate(optimizer, full_rate * share)
 
 
 def last_learning_rate(optimizer: keras.optimizers.Optimizer) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,7 +32,6 @@ def training_batches(
     Returns:
         Pairs of inputs, float32 [batch_size, ...], and labels, int64 [batch_size].
     """
-    import tensorflow as tf
 
     steps_per_epoch = max(1, len(samples) // (batch_size * size))
     first_epoch, step_in_epoch = divmod(first_step, steps_per_epoch)
@@ -40,11 +40,7 @@ def training_batches(
         order = samples.epoch_order(batch_size * size, seed, int(epoch))
         return training_shard(order, rank, size)[step_in_epoch if epoch == first_epoch else 0 :]
 
-    def batches_of(epoch: tf.Tensor) -> tf.data.Dataset:
-        rows = tf.ensure_shape(tf.numpy_function(shard_of, [epoch], tf.int64), [None, batch_size])
-        return tf.data.Dataset.from_tensor_slices(rows).map(lambda numbers: (epoch, numbers))
-
-    order = tf.data.Dataset.range(first_epoch, epochs).flat_map(batches_of)
+    order = _in_order(range(first_epoch, epochs), shard_of, batch_size)
     return _ahead(samples.batches(order, batch_size, seed))
 
 
@@ -74,7 +70,6 @@ def dealt_batches(
         Pairs of inputs and labels, of this rank's part_of each global batch. Where that is empty there is one sample,
         which is another rank's.
     """
-    import tensorflow as tf
 
     length = len(samples) // dealt_by * dealt_by
     whole = (length - position) // global_batch_size * global_batch_size + position
@@ -87,12 +82,7 @@ def dealt_batches(
             order = samples.epoch_order(dealt_by, seed, int(epoch)).reshape(-1)
             return order[begin:end].reshape(-1, per_step)[:, first:last]
 
-        def batches_of(epoch: tf.Tensor) -> tf.data.Dataset:
-            rows = tf.ensure_shape(tf.numpy_function(rows_of, [epoch], tf.int64), [None, last - first])
-            return tf.data.Dataset.from_tensor_slices(rows).map(lambda numbers: (epoch, numbers))
-
-        order = tf.data.Dataset.range(epochs.start, epochs.stop).flat_map(batches_of)
-        return samples.batches(order, last - first, seed)
+        return samples.batches(_in_order(epochs, rows_of, last - first), last - first, seed)
 
     batches = steps(position, whole, global_batch_size)
     return _ahead(batches.concatenate(steps(whole, length, length - whole)) if whole < length else batches)
@@ -114,6 +104,17 @@ def evaluation_batches(samples: Split, numbers: NDArray[np.int64], batch_size: i
     order = tf.data.Dataset.from_tensor_slices(numbers).batch(batch_size)
     order = order.map(lambda batch: (tf.constant(0, tf.int64), batch))
     return _ahead(samples.batches(order, batch_size, seed=None))
+
+
+def _in_order(epochs: range, rows_of: Callable[[np.int64], NDArray[np.int64]], batch_size: int) -> tf.data.Dataset:
+    """Pairs of an epoch and a batch's sample numbers, from a function that gives an epoch's batches as rows."""
+    import tensorflow as tf
+
+    def batches_of(epoch: tf.Tensor) -> tf.data.Dataset:
+        rows = tf.ensure_shape(tf.numpy_function(rows_of, [epoch], tf.int64), [None, batch_size])
+        return tf.data.Dataset.from_tensor_slices(rows).map(lambda numbers: (epoch, numbers))
+
+    return tf.data.Dataset.range(epochs.start, epochs.stop).flat_map(batches_of)
 
 
 def _ahead(batches: tf.data.Dataset) -> tf.data.Dataset:

@@ -118,4 +118,4 @@ def evaluation_shard(num_samples: int, rank: int, size: int) -> NDArray[np.int64
         Sample numbers, int64, neighbours (a rank opens few files); shares differ in length by one at most, and may be
         empty.
     """
-    return np.array_split(np.arange(num_samples), size)[rank]
+    return np.arange(*part_of(num_samples, rank, size))
