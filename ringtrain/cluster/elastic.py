@@ -20,7 +20,8 @@ from ringtrain.cluster import keeper
 from ringtrain.cluster.hosts import Host, parse_hosts
 from ringtrain.cluster.job import Job, Plan
 from ringtrain.cluster.keeper import LEASE_S
-from ringtrain.cluster.run import Ending, HostsLost, Keeper, Stopped, Terms, Watch, call, say
+from ringtrain.cluster.run import HostsLost, Keeper, Stopped, Terms, Watch, call, say
+from ringtrain.cluster.verdict import Ending
 from ringtrain.errors import LaunchError
 from ringtrain.reports import JOB, Expected, Seat
 

@@ -12,7 +12,8 @@ from ringtrain.cluster import run
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.job import Job, Plan
 from ringtrain.cluster.keeper import LEASE_S
-from ringtrain.cluster.run import Ending, HostsLost, Terms
+from ringtrain.cluster.run import HostsLost, Terms
+from ringtrain.cluster.verdict import HOST_LOST, Ending
 from ringtrain.errors import LaunchError
 from ringtrain.reports import ATTEMPT, Attempt
 
@@ -97,12 +98,12 @@ def why_not(ending: Ending, before: Sequence[Ending], policy: Policy) -> str:
         return "memory was not enough, and would not be the next time: look at batch and model size"
     if ending.kind == "NonFiniteLoss":
         return "the same loss would be no number again"
-    if ending.kind != run.HOST_LOST and ending.exit_code == 2:
+    if ending.kind != HOST_LOST and ending.exit_code == 2:
         return "what is wrong stays wrong until somebody mends it"
     if ending.exit_code in NOT_FOUND:
         return "the command cannot be run"
     last = before[-1] if before else None
-    if last and ending.where == last.where and ending.kind != run.HOST_LOST:
+    if last and ending.where == last.where and ending.kind != HOST_LOST:
         return f"it failed at the same step twice ({ending.where_in_words})"
     return ""
 
@@ -122,7 +123,7 @@ def remaining(hosts: Sequence[Host], failures: Counter[str], policy: Policy, sil
     """
     answering = [host for host in hosts if host.name not in silent]
     good = [host for host in answering if policy.keep_hosts or failures[host.name] < FAILURES_OF_A_HOST]
-    return good if sum(host.slots for host in good) >= max(1, policy.min_ranks) else answering
+    return good if _slots(good) >= max(1, policy.min_ranks) else answering
 
 
 def ranks_on(slots: int, num_ranks: int, min_ranks: int = 1) -> int:
@@ -167,24 +168,28 @@ def run_again(
     Raises:
         LaunchError, PlacementError: as run.run; at the first start also for hosts that do not answer.
     """
-    history, silent = History(), set[str]()
-    attempt, name = Attempt(num_ranks=num_ranks), ""
+    history, silent, attempt = History(), set[str](), Attempt(num_ranks=num_ranks)
+
+    def left() -> tuple[list[Host], int]:
+        """The hosts that the next start may use, and its ranks; 0: they are too few."""
+        found = remaining(hosts, history.failures, policy, silent)
+        enough = oversubscribe and found
+        return found, num_ranks if enough else ranks_on(_slots(found), num_ranks, policy.min_ranks)
+
+    used, now = list(hosts), num_ranks
     while True:
-        used = remaining(hosts, history.failures, policy, silent) if history.endings else list(hosts)
-        slots = sum(host.slots for host in used)
-        now = num_ranks if oversubscribe and used else ranks_on(slots, num_ranks, policy.min_ranks)
-        if history.endings and not now:
-            run.say(f"{slots} slots are left on hosts that answer, too few to go on with; no restart")
-            return history.endings[-1].exit_code
-        job = job_on(used, now if history.endings else num_ranks)
+        job = job_on(used, now)
         try:
             ending = run.run(replace(job, environment={**job.environment, ATTEMPT: attempt.to_json()}), planner, terms)
         except HostsLost as lost:
-            if not history.endings or not set(lost.hosts) - silent:
+            if not history.endings or not {*lost.hosts} <= {host.name for host in used}:
                 raise
-            run.say(f"{lost}; goes on without")
-            silent |= set(lost.hosts)
-            continue
+            silent |= {*lost.hosts}
+            used, now = left()
+            run.say(f"{lost}{'; goes on without' * bool(now)}")
+            if now:
+                continue
+            ending = Ending(2, str(lost), HOST_LOST, hosts=lost.hosts)  # they may come back
         if not ending.exit_code:
             if history.endings:
                 run.say(f"complete; started again {_times(len(history.endings))}")
@@ -195,15 +200,27 @@ def run_again(
             if policy.max_restarts and not ending.stopped:
                 run.say(f"not started again: {reason}")
             return ending.exit_code
-        silent, name = set(), ending.run_name or name
+        # What is lost is asked again only if it is needed.
+        silent = {*ending.hosts} if ending.kind == HOST_LOST else set()
+        used, now = left()
+        if now < num_ranks:
+            silent = set()
+            used, now = left()
+        if not now:
+            run.say(f"not started again: {_slots(used)} slots are too few for --min-np {policy.min_ranks}")
+            return ending.exit_code
         causes = tuple(one.in_a_line for one in history.endings)
-        attempt = Attempt(len(causes), causes, name, num_ranks)
+        attempt = Attempt(len(causes), causes, ending.run_name or attempt.run_name, num_ranks)
         delay_s = history.delay_s(policy)
         if job.hosts[0].name in ending.unswept:
             delay_s = max(delay_s, LEASE_S)  # so that rank 0 does not write there any more
         run.say(f"restart {len(causes)} of {policy.max_restarts} in {delay_s:g} s, after: {ending.in_a_line}")
         terms = replace(terms, answer_timeout_s=ANSWER_S)
         time.sleep(delay_s)
+
+
+def _slots(hosts: Iterable[Host]) -> int:
+    return sum(host.slots for host in hosts)
 
 
 def _times(count: int) -> str:

@@ -38,7 +38,6 @@ LOST_S = 30.0
 CONNECTING = 32  # ssh at a time
 ENDING = (signal.SIGTERM, signal.SIGHUP)  # whoever sends one of these will not come back to send another
 SIGNALS = (signal.SIGINT, signal.SIGUSR1, *ENDING)
-HOST_LOST = "a lost host"
 
 
 @dataclass(frozen=True)
@@ -65,51 +64,6 @@ class HostsLost(LaunchError):
     def __init__(self, hosts: Sequence[str], text: str) -> None:
         super().__init__(text)
         self.hosts = tuple(hosts)
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How a job ended."""
-
-    exit_code: int
-    """of the rank that failed first, 128 + a signal's number, or 0"""
-    text: str = ""
-    """why"""
-    kind: str = ""
-    """HOST_LOST, the exception of the rank that failed first, or empty"""
-    rank: int = -1
-    """that failed first; -1: not known"""
-    hosts: tuple[str, ...] = ()
-    """that it failed on, as the job names them"""
-    global_step: int = -1
-    """of that rank, else the furthest of any; -1: not known"""
-    phase: str = ""
-    """what that rank was doing"""
-    run_name: str = ""
-    stopped: bool = False
-    """by a signal to the launcher"""
-    unswept: tuple[str, ...] = ()
-    """hosts where something of it may still live, for as long as keepers are patient"""
-    out_of_memory: bool = False
-    """the kernel has killed processes of that host meanwhile, for want of memory"""
-
-    @property
-    def where(self) -> tuple[int, int, str]:
-        """What is the same when it fails at the same place again."""
-        return self.rank, self.global_step, self.text.splitlines()[-1] if self.text else ""
-
-    @property
-    def where_in_words(self) -> str:
-        """E.g. "step 20, save"."""
-        step = f"step {self.global_step}" if self.global_step >= 0 else "before its first step"
-        return ", ".join(filter(None, [step, self.phase]))
-
-    @property
-    def in_a_line(self) -> str:
-        """The cause without a traceback."""
-        first, *rest = self.text.splitlines() or [f"exit code {self.exit_code}"]
-        said = f"{first} {rest[-1].strip()}" if rest and first.endswith(":") else first
-        return f"{said} ({self.where_in_words})" if self.rank >= 0 or self.global_step >= 0 else said
 
 
 def call(
@@ -220,7 +174,7 @@ def written_files(plan: Plan, own_folder: str) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def run(job: Job, planner: Callable[[Job], Plan], terms: Terms = Terms()) -> Ending:
+def run(job: Job, planner: Callable[[Job], Plan], terms: Terms = Terms()) -> verdict.Ending:
     """Runs a job on its hosts and waits for its end.
 
     Args:
@@ -620,7 +574,9 @@ class Watch:
             with contextlib.suppress(OSError):
                 pipe.close()
 
-    def conclude(self, returncode: int, launcher: str, expected: Expected, lost: HostsLost | None = None) -> Ending:
+    def conclude(
+        self, returncode: int, launcher: str, expected: Expected, lost: HostsLost | None = None
+    ) -> verdict.Ending:
         """Says why the job ended, last.
 
         Args:
@@ -645,10 +601,10 @@ class Watch:
         }
         out_of_memory = bool(here) and decided.exit_code == 128 + signal.SIGKILL
         memory = "; its host's kernel kills processes for want of memory" * out_of_memory
-        ending = Ending(
+        ending = verdict.Ending(
             decided.exit_code,
             decided.text + memory,
-            HOST_LOST if lost_hosts else decided.kind,
+            verdict.HOST_LOST if lost_hosts else decided.kind,
             decided.rank,
             hosts,
             step,

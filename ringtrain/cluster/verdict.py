@@ -23,6 +23,7 @@ HYDRA = re.compile(
 )
 LOST = re.compile(r"Remote daemon: .* on node (\S+)")
 TAIL_LINES = 20
+HOST_LOST = "a lost host"
 MAX_SPEAKERS = 8
 
 
@@ -36,6 +37,51 @@ class Verdict:
     """that ended first; -1: not known"""
     kind: str = ""
     """of its exception, if it has reported one"""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a job ended."""
+
+    exit_code: int
+    """of the rank that failed first, 128 + a signal's number, or 0"""
+    text: str = ""
+    """why"""
+    kind: str = ""
+    """HOST_LOST, the exception of the rank that failed first, or empty"""
+    rank: int = -1
+    """that failed first; -1: not known"""
+    hosts: tuple[str, ...] = ()
+    """that it failed on, as the job names them"""
+    global_step: int = -1
+    """of that rank, else the furthest of any; -1: not known"""
+    phase: str = ""
+    """what that rank was doing"""
+    run_name: str = ""
+    stopped: bool = False
+    """by a signal to the launcher"""
+    unswept: tuple[str, ...] = ()
+    """hosts where something of it may still live, for as long as keepers are patient"""
+    out_of_memory: bool = False
+    """the kernel has killed processes of that host meanwhile, for want of memory"""
+
+    @property
+    def where(self) -> tuple[int, int, str]:
+        """What is the same when it fails at the same place again."""
+        return self.rank, self.global_step, self.text.splitlines()[-1] if self.text else ""
+
+    @property
+    def where_in_words(self) -> str:
+        """E.g. "step 20, save"."""
+        step = f"step {self.global_step}" if self.global_step >= 0 else "before its first step"
+        return ", ".join(filter(None, [step, self.phase]))
+
+    @property
+    def in_a_line(self) -> str:
+        """The cause without a traceback."""
+        first, *rest = self.text.splitlines() or [f"exit code {self.exit_code}"]
+        said = f"{first} {rest[-1].strip()}" if rest and first.endswith(":") else first
+        return f"{said} ({self.where_in_words})" if self.rank >= 0 or self.global_step >= 0 else said
 
 
 def rank_of(line: str) -> tuple[int, str] | None:

@@ -30,7 +30,7 @@ def test_a_host_in_reserve_takes_the_place_of_one_that_is_lost(make_lab, tmp_pat
     reference = hosts.run("host1", launch(tmp_path / "whole", "host1:1,host2:1"), TIMEOUT_S, env=environment)
     assert reference.returncode == 0, reference.stderr
     words = launch(
-        tmp_path, "host1:1,host2:1,host3:1", "--max-restarts", "2", chaos="rank=0 step=9 mode=slow seconds=1"
+        tmp_path, "host1:1,host2:1,host3:1", "--max-restarts", "2", chaos="rank=0 step=9 mode=slow seconds=0.25"
     )
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with hosts.start("host1", words, env=environment, **pipes) as process:

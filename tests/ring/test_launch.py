@@ -349,6 +349,31 @@ def test_a_launcher_that_starts_nothing_is_named_in_time(launch, tmp_path: Path)
     assert started.left() == {}
 
 
+def test_a_host_that_does_not_answer_for_a_while_is_waited_for(launch, tmp_path: Path) -> None:
+    """The only host there is fails its job, does not answer the restart, and answers the next one."""
+    down, once = tmp_path / "down", tmp_path / "once"
+    ssh = tmp_path / "ssh"
+    # In place of another machine: ssh that runs the command here, or, once, cannot connect.
+    ssh.write_text(f"""#!/bin/sh
+[ ! -e {down} ] || {{ rm {down}; echo "ssh: connect to host far: No route to host" >&2; exit 255; }}
+while [ "$1" != far ]; do shift; done; shift; eval "$@"
+""")
+    ssh.chmod(0o755)
+    fails_once = f"[ -e {once} ] || {{ touch {once} {down}; exit 9; }}"
+    mpirun = (
+        'while [ "$1" != sh ]; do shift; done; export OMPI_COMM_WORLD_{RANK,LOCAL_RANK}=0 OMPI_COMM_WORLD_SIZE=1; "$@"'
+    )
+    words = [launching.BIN / "ringtrain", "launch", "-H", "far:1", "--max-restarts", "3", "--", *shell(fails_once)]
+    started = launch(*words, env=liar(tmp_path, mpirun))
+    code, stderr = started.end()
+    assert code == 0, stderr
+    assert "restart 1 of 3 in 1 s" in stderr
+    assert "far does not answer: ssh: connect to host far: No route to host" in stderr
+    assert "restart 2 of 3 in 2 s" in stderr
+    assert stderr.splitlines()[-1] == "ringtrain: complete; started again 2 times"
+    assert started.left() == {}
+
+
 def test_a_launcher_that_ends_well_without_ranks_has_not_done_well(launch, tmp_path: Path) -> None:
     code, stderr = launch(*ringtrain(*shell("sleep 600")), env=liar(tmp_path, "exit 0")).end()
     assert code == 2

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.restart import History, Policy, ranks_on, remaining, why_not
-from ringtrain.cluster.run import HOST_LOST, Ending
+from ringtrain.cluster.verdict import HOST_LOST, Ending
 from ringtrain.errors import LaunchError
 from ringtrain.reports import Attempt
 
