@@ -195,12 +195,11 @@ def test_the_first_failure_is_the_last_word(launch, launcher: str) -> None:
 
 
 def test_without_our_launcher_the_last_word_is_another(launch) -> None:
-    """The negative control: what users of mpirun see last."""
+    """The negative control: what users of mpirun see last; on a busy machine it may even lose what a rank said."""
     code, stderr = launch(
         *["mpirun", "--allow-run-as-root", "-np", "2", "-H", "localhost:2", "--tag-output"], *python(FAILING)
     ).end()
     assert code == 1
-    assert "ValueError: batch 3 is bad" in stderr
     assert "ValueError" not in stderr.splitlines()[-1]
     assert "ringtrain-report" not in stderr
 
