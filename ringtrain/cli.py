@@ -24,10 +24,6 @@ PROGRAMS = {"mpirun": "mpirun", "horovodrun": "horovodrun", "horovodrun-gloo": "
 HANDED_OVER = ("sbatch", "mpijob")
 """launchers that give the job to a scheduler and do not stay with it"""
 VERSION_TIMEOUT_S = 20.0
-BENCHES = {
-    "train": ("turns", "steps", "out", "profile"),
-}
-"""what can be measured, and the options that it is given"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,9 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, command = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     try:
         options = parser().parse_args(own)
-        if command and options.handler not in (launch, bench):
+        if command and options.name not in ("launch", "bench"):
             raise LaunchError(f"got a command after --, which ringtrain {options.name} does not run: leave it out")
-        options.command = command
+        options.command, options.environ = command, {}
         return options.handler(options)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads on, as `head` does not
@@ -137,20 +133,9 @@ def parser() -> argparse.ArgumentParser:
     )
     launched.set_defaults(handler=launch, name="launch")
 
-    timed = commands.add_parser(
-        "bench",
-        parents=[where, told],
-        usage="ringtrain bench train [options] [-- options of ringtrain.train]",
-        description="Measures, in turns, images/s, what a step's time goes into, and ring efficiency. Runs as ringtrain"
-        " launch does.",
-        help="measure training",
-    )
-    timed.add_argument("what", choices=tuple(BENCHES), help="what to measure")
-    timed.add_argument("--turns", type=int, default=7, metavar="N", help="measurements of each kind (7)")
-    timed.add_argument("--steps", type=int, default=40, metavar="N", help="steps of a measurement (40)")
-    timed.add_argument("--out", default="", metavar="FILE", help="write the results as JSON")
-    timed.add_argument("--profile", default="", metavar="FILE", help="for ringtrain predict --profile FILE")
-    timed.set_defaults(handler=bench, name="bench")
+    from ringtrain.lab import commands as lab
+
+    lab.add_bench(commands, (where, told), launch)
 
     listed = commands.add_parser("hosts", parents=[where], help="print the hosts that a launch would use")
     listed.set_defaults(handler=hosts, name="hosts")
@@ -168,61 +153,13 @@ def parser() -> argparse.ArgumentParser:
     asked.add_argument("--timeout", type=float, default=10, metavar="S", help="for a host to answer (10)")
     asked.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     asked.set_defaults(handler=doctor, name="doctor")
-    _add_predict(commands)
+    lab.add_predict(commands)
 
     after = commands.add_parser("report", help="say what happened to a run")
     after.add_argument("run", metavar="RUN", help="folder of the run, e.g. runs/digits")
     after.add_argument("--post-mortem", action="store_true", help="all ranks' journals in one table, with a verdict")
     after.set_defaults(handler=report, name="report")
     return top
-
-
-def _add_predict(commands: argparse._SubParsersAction[Parser]) -> None:
-    """The options of predict; those that are left out have the defaults of lab.cases.Case and lab.outlook.Wanted."""
-    told = commands.add_parser(
-        "predict",
-        argument_default=argparse.SUPPRESS,
-        description="Predicts images/s at any number of ranks from one process' step and a network; or says what would"
-        " reach an efficiency. See docs/predict.md.",
-        help="say how fast training would be on more ranks",
-    )
-    step = told.add_argument_group("one process' step")
-    step.add_argument("--profile", metavar="FILE", help="as bench train writes it")
-    step.add_argument("--model", metavar="NAME", help="instead: resnet50, resnet101, inceptionv3 or vgg16")
-    step.add_argument("--model-images-per-s", type=float, metavar="X", help="of that model on one device")
-    step.add_argument("--model-batch", type=int, metavar="N", help="with this batch (64)")
-    step.add_argument("--batch", type=int, metavar="N", help="predict for another batch per rank")
-    step.add_argument("--jitter", type=float, metavar="X", help="standard deviation of a step's time, as a share of it")
-    where = told.add_argument_group("where")
-    where.add_argument(
-        "--link", metavar="RATE", help="of a host: 25Gbps, 1.4GB/s, or the file of doctor --json (25Gbps)"
-    )
-    where.add_argument("--latency-us", type=float, metavar="X", help="of that, one way (25)")
-    where.add_argument("--local-link", metavar="RATE", help="between two ranks of a host (10GB/s)")
-    where.add_argument("--local-latency-us", type=float, metavar="X", help="of that, one way (5)")
-    where.add_argument("--ranks-per-host", type=int, metavar="N", help="ranks of a host (1)")
-    where.add_argument("--cores-per-host", type=float, metavar="X", help="that ranks compute on; else each has a GPU")
-    where.add_argument("--calibrate-ranks", type=int, metavar="N", help="a measured point on one host: so many ranks")
-    where.add_argument("--calibrate-images-per-s", type=float, metavar="X", help="were so fast, all together")
-    how = told.add_argument_group("how")
-    how.add_argument("--transport", metavar="NAME", help="nccl-tcp, nccl-rdma, mpi, mpi-rdma or gloo (nccl-tcp)")
-    how.add_argument("--algorithm", metavar="NAME", help="ring or hierarchical, for --reach and the parts (ring)")
-    how.add_argument("--compression", metavar="NAME", help="none or fp16 (none)")
-    how.add_argument("--accumulation", type=int, metavar="N", help="steps per update (1)")
-    how.add_argument("--fusion-mb", type=float, metavar="X", help="Horovod's fusion buffer (128)")
-    how.add_argument("--cycle-ms", type=float, metavar="X", help="Horovod's cycle time (1)")
-    how.add_argument("--servers", type=int, metavar="N", help="also with so many parameter servers")
-    shown = told.add_argument_group("what")
-    shown.add_argument(
-        "--ranks", metavar="LIST", help="numbers of ranks: 1,2,4, or ..128 for the powers of two (..128)"
-    )
-    shown.add_argument(
-        "--reach", type=float, metavar="X", help="what reaches this efficiency on the most of these ranks?"
-    )
-    shown.add_argument("--measured", metavar="FILE", help="measured points, to see predictions beside them")
-    shown.add_argument("--json", dest="as_json", action="store_true", help="print JSON instead of tables")
-    shown.add_argument("--plot", metavar="FILE", help="draw images/s over ranks as PNG")
-    told.set_defaults(handler=predict, name="predict")
 
 
 def launch(options: argparse.Namespace) -> int:
@@ -265,17 +202,6 @@ def launch(options: argparse.Namespace) -> int:
     run.find(PROGRAMS[options.launcher])
     terms = run.Terms(options.launcher, options.start_timeout, options.grace, over_ssh=options.launcher != "srun")
     return restart.run_again(found, num_ranks, options.oversubscribe, job_on, planner, policy, terms)
-
-
-def bench(options: argparse.Namespace) -> int:
-    """Launches what measures."""
-    for name in ("turns", "steps"):
-        if getattr(options, name) < 1:
-            raise LaunchError(f"got --{name} {getattr(options, name)}, expected 1 or more")
-    told = {name: str(getattr(options, name)) for name in BENCHES[options.what] if getattr(options, name)}
-    words = [word for name, value in told.items() for word in (f"--{name}", value)]
-    options.command = ["python", "-m", "ringtrain.lab.bench", options.what, *words, "--", *options.command]
-    return launch(options)
 
 
 def launch_elastic(options: argparse.Namespace) -> int:
@@ -390,15 +316,6 @@ def doctor(options: argparse.Namespace) -> int:
     return doctor.main(found, wanted, options.json)
 
 
-def predict(options: argparse.Namespace) -> int:
-    """Predicts, and shows it."""
-    from ringtrain.lab import outlook
-
-    given = {name: value for name, value in vars(options).items() if name not in ("handler", "name", "command")}
-    shown = {name: given.pop(name) for name in ("ranks", "reach", "measured", "as_json", "plot") if name in given}
-    return outlook.main(given, outlook.Wanted(**shown))
-
-
 def report(options: argparse.Namespace) -> int:
     """Shows what happened to a run."""
     if not options.post_mortem:
@@ -453,8 +370,8 @@ def job_of(options: argparse.Namespace, used: tuple[Host, ...], num_ranks: int) 
         command=tuple(options.command),
         num_ranks=num_ranks,
         hosts=used,
-        environment=dict(os.environ),
-        forward=tuple(options.forward),
+        environment={**os.environ, **options.environ},
+        forward=(*options.forward, *options.environ),
         working_directory=str(Path.cwd()),
         bind=options.bind,
         network=options.network,

@@ -1,26 +1,28 @@
-"""What `ringtrain bench` starts on every rank: python -m ringtrain.lab.bench train --turns 7."""
+"""What `ringtrain bench` starts on every rank: python -m ringtrain.lab.bench train --turns 7 --out FILE."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 
 from ringtrain import stderr
 from ringtrain.errors import RingtrainError
 
+PARTS = {"train": "speed"}
+"""what can be started, and the module of ringtrain.lab whose main(words) does it"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one measurement.
 
     Args:
-        argv: train, and its options; None: sys.argv.
+        argv: a name of PARTS, and its options; None: sys.argv.
     """
-    _, *options = sys.argv[1:] if argv is None else argv
+    name, *words = sys.argv[1:] if argv is None else argv
     stderr.watch()  # before TensorFlow is loaded, which talks
     try:
-        from ringtrain.lab import speed
-
-        return speed.main(options)
+        return importlib.import_module(f"ringtrain.lab.{PARTS[name]}").main(words)
     except RingtrainError as error:
         print(f"ringtrain: {error}", file=sys.stderr)
         return 2

@@ -36,6 +36,10 @@ class Spread:
         p10, median, p90 = np.percentile(np.asarray(values, float), [10, 50, 90])
         return cls(float(median), float(p10), float(p90), len(values))
 
+    def times(self, factor: float) -> Spread:
+        """The same in another unit."""
+        return Spread(factor * self.median, factor * self.p10, factor * self.p90, self.repeats)
+
     def text(self, form: str = ".2f") -> str:
         """E.g. "1.23 (1.20 to 1.31)"."""
         return f"{self.median:{form}} ({self.p10:{form}} to {self.p90:{form}})"
@@ -49,6 +53,12 @@ def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> Spread
         denominators: one per turn.
     """
     return Spread.of([first / second for first, second in zip(numerators, denominators, strict=True)])
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A bench's own words, and those behind -- for ringtrain.train."""
+    words = list(words)
+    return (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
 
 
 def machine() -> dict[str, Any]:

@@ -170,14 +170,12 @@ class Stopwatch(keras.callbacks.Callback):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures on all ranks; rank 0 shows and writes."""
-    words = list(argv)
-    own, told = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    """Measures on all ranks; rank 0 writes."""
+    own, told = figures.split(argv)
     parser = argparse.ArgumentParser(prog="bench train", description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=40, help="of a block")
     parser.add_argument("--turns", type=int, default=7, help="blocks of each kind")
-    parser.add_argument("--out", default="", help="JSON file of the results")
-    parser.add_argument("--profile", default="", help="JSON file for ringtrain predict --profile")
+    parser.add_argument("--out", required=True, help="JSON file of the results")
     options = parser.parse_args(own)
     config = settings.read(told)
     hvd.configure(config.hvd)
@@ -185,28 +183,5 @@ def main(argv: Sequence[str]) -> int:
     devices.pin(hvd.local_rank(), hvd.local_size(), config.device)
     found = measure(config, options.steps, options.turns)
     if hvd.rank() == 0:
-        show(found)
-        profile = found.pop("profile")
-        if options.profile:
-            Path(options.profile).write_text(profile.to_json() + "\n", encoding="utf-8")
-        if options.out:
-            figures.write(Path(options.out), "train", {"steps": options.steps, "turns": options.turns}, found)
+        figures.write(Path(options.out), "train", {"steps": options.steps, "turns": options.turns}, found)
     return 0
-
-
-def show(found: dict[str, Any]) -> None:
-    """Prints what was measured."""
-    rows = [
-        ["images/s, all ranks", found["images_per_s"].text(",.0f")],
-        ["images/s, as many processes alone", found["images_per_s_alone"].text(",.0f")],
-        ["ring efficiency", found["ring_efficiency"].text(".3f")],
-        ["step, ms", _ms(found["step_s"])],
-        *([f"  {part}, ms", _ms(found["parts_s"][part])] for part in PARTS),
-        ["step of a process alone, ms", _ms(found["step_alone_s"])],
-    ]
-    title = f"{found['model']}, {found['data']}, batch {found['batch_size']} on each of {found['num_ranks']} ranks"
-    figures.show(title, ("", "median (p10 to p90)"), rows)
-
-
-def _ms(spread: figures.Spread) -> str:
-    return figures.Spread(1e3 * spread.median, 1e3 * spread.p10, 1e3 * spread.p90, spread.repeats).text()

@@ -1,0 +1,161 @@
+"""The commands bench and predict: their options, and what they start. What a command needs is imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ringtrain.errors import LaunchError
+
+Option = tuple[str, dict[str, Any]]
+"""a flag, and what argparse wants to know of it"""
+
+OUT: Option = ("--out", {"default": "", "metavar": "FILE", "help": "write the results as JSON"})
+PLOT: Option = ("--plot", {"default": "", "metavar": "FILE", "help": "draw them as PNG"})
+
+
+def turns(number: int) -> Option:
+    """How often each of the things compared is measured."""
+    return "--turns", {
+        "type": int,
+        "default": number,
+        "metavar": "N",
+        "help": f"measurements of each kind, in turns ({number})",
+    }
+
+
+def count(flag: str, number: int, text: str) -> Option:
+    """A number that is at least 1."""
+    return flag, {"type": int, "default": number, "metavar": "N", "help": f"{text} ({number})"}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A kind of measurement."""
+
+    module: str
+    """of ringtrain.lab, whose main(options, start) measures, shows and writes; it does not import TensorFlow"""
+    help: str
+    options: tuple[Option, ...]
+    """besides those of launch"""
+
+
+BENCHES = {
+    "train": Bench(
+        "scaling",
+        "images/s, what a step's time goes into, ring efficiency",
+        (
+            turns(7),
+            count("--steps", 40, "steps of a measurement"),
+            OUT,
+            ("--profile", {"default": "", "metavar": "FILE", "help": "for ringtrain predict --profile FILE"}),
+        ),
+    ),
+}
+
+
+def add_bench(
+    commands: argparse._SubParsersAction[Any],
+    parents: Sequence[argparse.ArgumentParser],
+    launch: Callable[[argparse.Namespace], int],
+) -> None:
+    """Adds `ringtrain bench KIND`.
+
+    Args:
+        commands: of the command line.
+        parents: the options of launch.
+        launch: its handler.
+    """
+    timed = commands.add_parser("bench", help="measure training and what it is made of")
+    kinds = timed.add_subparsers(title="kinds", metavar="KIND", required=True, parser_class=type(timed))
+    for name, bench in BENCHES.items():
+        told = kinds.add_parser(
+            name,
+            parents=list(parents),
+            usage=f"ringtrain bench {name} [options] [-- options of ringtrain.train]",
+            description=f"Measures, in turns: {bench.help}. Starts ranks as ringtrain launch does.",
+            help=bench.help,
+        )
+        for flag, meaning in bench.options:
+            told.add_argument(flag, **meaning)
+        told.set_defaults(handler=lambda options: measure(options, launch), name="bench", kind=name)
+
+
+def measure(options: argparse.Namespace, launch: Callable[[argparse.Namespace], int]) -> int:
+    """Runs one bench.
+
+    Raises:
+        LaunchError: numbers that cannot be, or options of launch that show and do not run.
+    """
+    bench = BENCHES[options.kind]
+    for flag, meaning in bench.options:
+        value = getattr(options, flag.removeprefix("--").replace("-", "_"))
+        if meaning.get("type") is int and value < 1:
+            raise LaunchError(f"got {flag} {value}, expected 1 or more")
+    if options.dry_run or options.explain or options.elastic:
+        raise LaunchError("bench runs what it measures: leave out --dry-run, --explain and --elastic")
+    from ringtrain.lab.starts import starter
+
+    return importlib.import_module(f"ringtrain.lab.{bench.module}").main(options, starter(options, launch))
+
+
+def add_predict(commands: argparse._SubParsersAction[Any]) -> None:
+    """The options of predict; those that are left out have the defaults of lab.cases.Case and lab.outlook.Wanted."""
+    told = commands.add_parser(
+        "predict",
+        argument_default=argparse.SUPPRESS,
+        description="Predicts images/s at any number of ranks from one process' step and a network; or says what would"
+        " reach an efficiency. See docs/predict.md.",
+        help="say how fast training would be on more ranks",
+    )
+    step = told.add_argument_group("one process' step")
+    step.add_argument("--profile", metavar="FILE", help="as bench train writes it")
+    step.add_argument("--model", metavar="NAME", help="instead: resnet50, resnet101, inceptionv3 or vgg16")
+    step.add_argument("--model-images-per-s", type=float, metavar="X", help="of that model on one device")
+    step.add_argument("--model-batch", type=int, metavar="N", help="with this batch (64)")
+    step.add_argument("--batch", type=int, metavar="N", help="predict for another batch per rank")
+    step.add_argument("--jitter", type=float, metavar="X", help="standard deviation of a step's time, as a share of it")
+    where = told.add_argument_group("where")
+    where.add_argument(
+        "--link", metavar="RATE", help="of a host: 25Gbps, 1.4GB/s, or the file of doctor --json (25Gbps)"
+    )
+    where.add_argument("--latency-us", type=float, metavar="X", help="of that, one way (25)")
+    where.add_argument("--local-link", metavar="RATE", help="between two ranks of a host (10GB/s)")
+    where.add_argument("--local-latency-us", type=float, metavar="X", help="of that, one way (5)")
+    where.add_argument("--ranks-per-host", type=int, metavar="N", help="ranks of a host (1)")
+    where.add_argument("--cores-per-host", type=float, metavar="X", help="that ranks compute on; else each has a GPU")
+    where.add_argument("--calibrate-ranks", type=int, metavar="N", help="a measured point on one host: so many ranks")
+    where.add_argument("--calibrate-images-per-s", type=float, metavar="X", help="were so fast, all together")
+    how = told.add_argument_group("how")
+    how.add_argument("--transport", metavar="NAME", help="nccl-tcp, nccl-rdma, mpi, mpi-rdma or gloo (nccl-tcp)")
+    how.add_argument("--algorithm", metavar="NAME", help="ring or hierarchical, for --reach and the parts (ring)")
+    how.add_argument("--compression", metavar="NAME", help="none or fp16 (none)")
+    how.add_argument("--accumulation", type=int, metavar="N", help="steps per update (1)")
+    how.add_argument("--fusion-mb", type=float, metavar="X", help="Horovod's fusion buffer (128)")
+    how.add_argument("--cycle-ms", type=float, metavar="X", help="Horovod's cycle time (1)")
+    how.add_argument("--servers", type=int, metavar="N", help="also with so many parameter servers")
+    shown = told.add_argument_group("what")
+    shown.add_argument(
+        "--ranks", metavar="LIST", help="numbers of ranks: 1,2,4, or ..128 for the powers of two (..128)"
+    )
+    shown.add_argument(
+        "--reach", type=float, metavar="X", help="what reaches this efficiency on the most of these ranks?"
+    )
+    shown.add_argument("--measured", metavar="FILE", help="measured points, to see predictions beside them")
+    shown.add_argument("--json", dest="as_json", action="store_true", help="print JSON instead of tables")
+    shown.add_argument("--plot", metavar="FILE", help="draw images/s over ranks as PNG")
+    told.set_defaults(handler=predict, name="predict")
+
+
+def predict(options: argparse.Namespace) -> int:
+    """Predicts, and shows it."""
+    from ringtrain.lab import outlook
+
+    given = {
+        name: value for name, value in vars(options).items() if name not in ("handler", "name", "command", "environ")
+    }
+    shown = {name: given.pop(name) for name in ("ranks", "reach", "measured", "as_json", "plot") if name in given}
+    return outlook.main(given, outlook.Wanted(**shown))
