@@ -154,11 +154,7 @@ def parser() -> argparse.ArgumentParser:
     asked.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     asked.set_defaults(handler=doctor, name="doctor")
     lab.add_predict(commands)
-
-    after = commands.add_parser("report", help="say what happened to a run")
-    after.add_argument("run", metavar="RUN", help="folder of the run, e.g. runs/digits")
-    after.add_argument("--post-mortem", action="store_true", help="all ranks' journals in one table, with a verdict")
-    after.set_defaults(handler=report, name="report")
+    lab.add_report(commands)
     return top
 
 
@@ -314,16 +310,6 @@ def doctor(options: argparse.Namespace) -> int:
         subnet=options.subnet,
     )
     return doctor.main(found, wanted, options.json)
-
-
-def report(options: argparse.Namespace) -> int:
-    """Shows what happened to a run."""
-    if not options.post_mortem:
-        raise LaunchError(f"got no kind of report: ringtrain report {options.run} --post-mortem")
-    from ringtrain import post_mortem
-
-    post_mortem.show(Path(options.run))
-    return 0
 
 
 def find_hosts(options: argparse.Namespace) -> tuple[tuple[Host, ...], str]:

@@ -1,4 +1,4 @@
-"""The commands bench and predict: their options, and what they start. What a command needs is imported when it runs."""
+"""The commands bench, predict and report: options, and what they start. What one needs is imported when it runs."""
 
 from __future__ import annotations
 
@@ -159,3 +159,27 @@ def predict(options: argparse.Namespace) -> int:
     }
     shown = {name: given.pop(name) for name in ("ranks", "reach", "measured", "as_json", "plot") if name in given}
     return outlook.main(given, outlook.Wanted(**shown))
+
+
+def add_report(commands: argparse._SubParsersAction[Any]) -> None:
+    """The options of report."""
+    told = commands.add_parser(
+        "report",
+        description="Writes one HTML page, which needs nothing else, about a run, or about several side by side. See"
+        " docs/tracking.md.",
+        help="say what came of a run, or what happened to it",
+    )
+    told.add_argument(
+        "run", nargs="+", metavar="RUN", help="folder of a run, e.g. runs/digits, or a file that bench --out wrote"
+    )
+    told.add_argument("--out", default="", metavar="FILE", help="write it there (report.html in the first folder)")
+    told.add_argument("--markdown", action="store_true", help="print its tables as Markdown instead")
+    told.add_argument("--post-mortem", action="store_true", help="all ranks' journals in one table, with a verdict")
+    told.set_defaults(handler=report, name="report")
+
+
+def report(options: argparse.Namespace) -> int:
+    """Tells about runs."""
+    from ringtrain.lab import report
+
+    return report.main(options)

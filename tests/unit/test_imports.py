@@ -46,8 +46,8 @@ MAY_IMPORT = {
     "elastic": TRAINING_HALF - {"train"} | {"errors", "reports"},
     "train": TRAINING_HALF | {"errors", "reports"},
     "cluster": {"errors", "reports", ""},
-    "lab": TRAINING_HALF | {"errors", "cluster", ""},
-    "cli": TRAINING_HALF | {"errors", "cluster", "lab", "post_mortem", ""},
+    "lab": TRAINING_HALF | {"errors", "cluster", "post_mortem", ""},
+    "cli": TRAINING_HALF | {"errors", "cluster", "lab", ""},
     "__main__": {"cli"},
 }
 ONLY_IN = {

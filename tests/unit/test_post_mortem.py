@@ -61,8 +61,8 @@ def test_no_journals_are_an_error_of_one_line(tmp_path: Path, capsys: pytest.Cap
     for words in (["report", str(tmp_path), "--post-mortem"], ["report", str(tmp_path / "none"), "--post-mortem"]):
         assert cli.main(words) == 2
         assert "no journals in" in capsys.readouterr().err
-    assert cli.main(["report", str(tmp_path)]) == 2
-    assert "--post-mortem" in capsys.readouterr().err
+    assert cli.main(["report", str(tmp_path), str(tmp_path), "--post-mortem"]) == 2
+    assert "got 2 runs, --post-mortem is about one" in capsys.readouterr().err
 
 
 def test_it_starts_without_tensorflow(tmp_path: Path) -> None:

@@ -1,0 +1,189 @@
+"""ringtrain report: the page and the Markdown of runs that are whole, broken off or hardly begun."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from ringtrain import cli, journal, settings
+from ringtrain.config import Config, DataConfig, OptimizerConfig
+from ringtrain.lab import charts, figures
+
+VOID = {"meta", "br"}
+NASTY = "<script>alert('a')</script> & | *b*"
+
+
+class Outline(HTMLParser):
+    """Reads a page, and notes tags that are closed in the wrong order or not at all."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.wrong: list[str] = []
+        self.seen: list[str] = []
+        self.text: list[str] = []
+        self.feed(text)
+        self.wrong += self.open
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.seen.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list) -> None:
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open.pop() != tag:
+            self.wrong.append(f"/{tag}")
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def make_run(folder: Path, rate: float = 0.001, epochs: int = 3, whole: bool = True) -> Path:
+    """A run of two ranks, started twice."""
+    (folder / "logs").mkdir(parents=True)
+    config = Config(data=DataConfig(name=NASTY), optimizer=OptimizerConfig(learning_rate=rate))
+    (folder / "config.toml").write_text(f"# steps_per_epoch = 10\n# num_ranks = 2\n\n{settings.to_toml(config)}")
+    records = [
+        {
+            **{"epoch": epoch, "global_step": 10 * epoch, "loss": 2.0 / 10**epoch, "accuracy": 0.5 + epoch / 20},
+            **{"test_loss": 1 / epoch, "test_accuracy": 0.625 if epoch == 2 else 0.5, "evaluate_s": 0.5},
+            **{"learning_rate": rate, "images_per_s": 1234.5 * epoch, "time_s": 1000.0 + epoch},
+        }
+        for epoch in range(1, epochs + 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    steps = [{"epoch": 1, "global_step": 5, "loss": 3.0, "learning_rate": rate, "images_per_s": None}]
+    (folder / "steps.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in steps) + '{"torn')
+    for rank in (0, 1):
+        first, second = (journal.Journal(folder, rank, 2, start, start) for start in (0, 1))
+        first.write("start", global_step=0, versions={"keras": "3.15.1"})
+        second.write("start", global_step=10, resumed_from="step-10")
+        second.write("end", global_step=10 * epochs, stopped_by="", exit_code=0)
+    straggler = {"of_rank": 1, "of_host": "far", "times": 2.5, "part": "input", "global_step": 12}
+    journal.Journal(folder, 0, 2, 1, 1).write("straggler", **straggler)
+    if whole:
+        totals = {"step_s": 3.0, "input_s": 0.3, "compute_s": 1.5, "callbacks_s": 0.2, "wait_s": 1.0, "num_steps": 100}
+        ranks = [{"rank": rank, "host": "near", "step_s": 0.03, "totals": totals, "num_steps": 50} for rank in (0, 1)]
+        summary = {"images_per_s": 2000.0, "num_ranks": 2, "restarts": 1, "restart_causes": [NASTY], "ranks": ranks}
+        summary |= {"started": 9e9, "fit_s": 9.0, "versions": {"keras": "3.15.1"}, "in_sync": True, "checksum": "abc"}
+        (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def page_of(*words: object) -> Outline:
+    assert cli.main(["report", *map(str, words)]) == 0
+    out = Path(words[0]) / "report.html"
+    text = out.read_text()
+    assert not re.search(r"https?:|\bsrc=|@import|url\(|\bNaN\b|\bnan\b|None", text)
+    outline = Outline(text)
+    assert outline.wrong == [] and "script" not in outline.seen
+    return outline
+
+
+def test_the_parser_would_notice_what_is_not_closed() -> None:
+    assert Outline("<p><b>x</p></b>").wrong and Outline("<p>").wrong and not Outline("<p><br><i>x</i></p>").wrong
+
+
+def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = make_run(tmp_path / "<i>run & co")
+    seen = page_of(folder)
+    assert capsys.readouterr().out == f"{folder / 'report.html'}\n"
+    text = "\n".join(seen.text)
+    assert seen.seen.count("figure") == 5 and "i" not in seen.seen
+    for said in (
+        *("<i>run & co", NASTY, "started 2 times, complete", "62.50 % (epoch 2)", "2,000 images/s"),
+        *("start 2", "loss, logarithmic", "accuracy, %", "3.00 ms", "15.00 ms", "mean step, ms", "3.15.1", "epoch"),
+        *("started again, or ranks came or went", "far", "2.5", "equal, abc", "tracking.every_steps"),
+    ):
+        assert said in text, said
+    assert "optimizer.learning_rate" in text.split("all options")[1]  # at its default, so it is told there only
+    assert "optimizer.learning_rate" not in text.split("all options")[0]
+
+
+def test_runs_side_by_side_show_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folders = [make_run(tmp_path / "a" / "run", 0.001), make_run(tmp_path / "b" / "run", 0.5, epochs=2, whole=False)]
+    text = "\n".join(page_of(*folders).text)
+    configuration = text.split("Configuration")[1].split("all options that are the same")[0]
+    assert re.findall(r"\w+\.\w+_\w+", configuration) == ["optimizer.learning_rate"]
+    assert str(folders[1]) in text and "no summary.json: the run still goes on" in text
+    capsys.readouterr()
+    assert cli.main(["report", *map(str, folders), "--markdown"]) == 0
+    told = capsys.readouterr().out
+    assert "| optimizer.learning\\_rate | 0.001 | 0.5 |" in told and "| steps | 30 | 20 |" in told
+    tables = [block.splitlines() for block in told.split("\n\n") if block.startswith("|")]
+    assert len(tables) > 6
+    for table in tables:
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1, table
+    assert "<script" not in told
+
+
+def test_a_run_that_has_hardly_begun(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = tmp_path / "new"
+    folder.mkdir()
+    (folder / "config.toml").write_text("seed = 0\n[data]\nname = 'digits'\n[gone]\nwith = 'another version'\n")
+    seen = page_of(folder)
+    text = "\n".join(seen.text)
+    for file in ("metrics.jsonl: no epoch", "steps.jsonl", "summary.json", "journals"):
+        assert f"no {file}" in text
+    assert "figure" not in seen.seen and "another version" in text
+    (folder / "metrics.jsonl").write_text('{"global_step": 1, "epo')
+    (folder / "summary.json").write_text("{")
+    (folder / "config.toml").write_text("torn = '")
+    page_of(folder)
+    record = {"epoch": 1, "global_step": 5, "loss": 3.0, "images_per_s": 9.0}
+    (folder / "steps.jsonl").write_text(json.dumps(record))
+    assert page_of(folder).seen.count("figure") == 2
+    capsys.readouterr()
+
+
+def test_what_benches_wrote(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    spread = figures.Spread.of([0.001, 0.002, 0.003])
+    ranks = [{"num_ranks": number, "images_per_s": figures.Spread.of([100.0 * number])} for number in (1, 2, 4)]
+    peers = {"ringtrain": {"images_per_s": 10.0}, NASTY: {"images_per_s": 5.5}, "other": {"error": "does not\nrun"}}
+    results = {"step_s": spread, "parts_s": {"input": spread}, "scaling": ranks, "peers": peers, "list": [1, 2, 3]}
+    figures.write(tmp_path / "speed.json", "train", {}, results)
+    run = make_run(tmp_path / "run")
+    seen = page_of(run, tmp_path / "speed.json")
+    text = "\n".join(seen.text)
+    assert "bench train: speed.json" in text and "2 ms (1.2 to 2.8)" in text and seen.seen.count("figure") == 7
+    assert NASTY in text and "does not\nrun" in text
+    assert cli.main(["report", str(tmp_path / "speed.json"), "--out", str(tmp_path / "own.html")]) == 0
+    assert Outline((tmp_path / "own.html").read_text()).wrong == []
+    (tmp_path / "other.json").write_text("[]")
+    (tmp_path / "empty").mkdir()
+    capsys.readouterr()
+    for words, said in (
+        (["other.json"], "expected a file that ringtrain bench --out wrote"),
+        (["none.json"], "cannot be read"),
+        (["empty"], "nothing of a run in it"),
+        (["run", "--out", "none/x.html"], "cannot be written"),
+    ):
+        assert cli.main(["report", *(word if word[0] == "-" else str(tmp_path / word) for word in words)]) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 1), (0.3, 97), (1e-7, 3e-7), (5, 5), (0, 0), (-3, -3), (1e5, 1.2e5), (-1, 1e4)]
+)
+def test_ticks_are_few_and_hold_all(low: float, high: float) -> None:
+    found = charts.ticks(low, high)
+    assert 2 <= len(found) <= 8 and found[0] <= low and found[-1] >= high - 1e-12 and found == sorted({*found})
+
+
+def test_it_starts_without_tensorflow(tmp_path: Path) -> None:
+    code = (
+        "import sys; from ringtrain import cli; cli.main(sys.argv[1:]);"
+        "raise SystemExit(bool({'tensorflow', 'keras', 'numpy'} & {*sys.modules}))"
+    )
+    words = [sys.executable, "-c", code, "report", str(make_run(tmp_path / "run"))]
+    finished = subprocess.run(words, capture_output=True, text=True)
+    assert finished.returncode == 0 and (tmp_path / "run" / "report.html").exists(), finished.stderr
