@@ -131,6 +131,12 @@ def parser() -> argparse.ArgumentParser:
         description="Runs COMMAND as many ranks. Without hosts: those of the scheduler's job, else this machine.",
         help="run a command as many ranks",
     )
+    launched.add_argument(
+        "--timeline",
+        default="",
+        metavar="FILE",
+        help="timelines of all ranks in one file, for Perfetto (docs/tracking.md)",
+    )
     launched.set_defaults(handler=launch, name="launch")
 
     from ringtrain.lab import commands as lab
@@ -169,6 +175,8 @@ def launch(options: argparse.Namespace) -> int:
         if not getattr(options, name) > 0:
             option = name.replace("_", "-")
             raise LaunchError(f"got --{option} {getattr(options, name):g}, expected a number of seconds above 0")
+    if getattr(options, "timeline", ""):
+        options.environ["HOROVOD_TIMELINE"] = str(Path(options.timeline).absolute())
     if options.elastic:
         return launch_elastic(options)
     found, _ = find_hosts(options)

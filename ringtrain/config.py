@@ -181,6 +181,8 @@ class TrackingConfig:
     """steps between two lines of steps.jsonl, with the gradient's norm, also to TensorBoard; 0: none"""
     histograms: bool = False
     """of all weights, to TensorBoard after each epoch"""
+    timeline_steps: int = 0
+    """steps of which every rank's timeline is drawn, into timeline.json; 0: none"""
 
 
 @dataclass(frozen=True)
@@ -311,6 +313,7 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "train.patience": _AT_LEAST_0,
     "train.min_delta": _FINITE,
     "tracking.every_steps": _AT_LEAST_0,
+    "tracking.timeline_steps": _AT_LEAST_0,
     "checkpoint.every_epochs": _AT_LEAST_0,
     "checkpoint.every_steps": _AT_LEAST_0,
     "checkpoint.every_minutes": _FINITE,

@@ -44,6 +44,9 @@ class Pulse(keras.callbacks.Callback):
     Args:
         place: of this process; its moments are noted in the steps' graphs.
         clock: counts the run's steps.
+
+    Attributes:
+        trace: called after each step with its number, and when it began, the three moments of it were, and it ended.
     """
 
     def __init__(self, place: hvd.marks.Place, clock: Any) -> None:
@@ -54,6 +57,7 @@ class Pulse(keras.callbacks.Callback):
         self.begin_s = 0.0
         self.window: deque[tuple[float, float, float, float]] = deque(maxlen=suspects.WINDOW_STEPS)
         self.totals: list[float] = [0.0] * 4
+        self.trace: Callable[[int, Sequence[float]], None] = lambda global_step, edges_s: None
         self._returned_s = 0.0
         self._waited_s = 0.0
 
@@ -80,6 +84,7 @@ class Pulse(keras.callbacks.Callback):
             max(0.0, wait_s + waited_between_s),
         )
         self._returned_s, self._waited_s = end_s, waited_s
+        self.trace(self.clock.global_step, (self.begin_s, there_s, computed_s, reduced_s, end_s))
         if self.own_steps > 1:  # in the first one the graph is made
             self.window.append(step)
             self.totals = [total + seconds for total, seconds in zip(self.totals, step, strict=True)]

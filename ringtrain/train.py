@@ -64,10 +64,11 @@ def train(config: Config) -> int:
     attempt = reports.Attempt.from_environment()
     named = pieces.find(config)
     import ringtrain.hvd as hvd  # the first: it says what is not installed
-    from ringtrain import elastic, health, heartbeat, resume, tracking
+    from ringtrain import elastic, health, heartbeat, resume, timeline, tracking
 
     hvd.configure(config.hvd)
     hvd.elastic.listen()
+    config, timeline_file = (config, "") if hvd.elastic.is_on() else timeline.wanted(config)
     hvd.init()
     if hvd.elastic.is_on():  # ranks come and go: another walk, of the same pieces
         return elastic.train(config, named, attempt)
@@ -122,7 +123,9 @@ def train(config: Config) -> int:
     # Training: every rank makes the same number of steps and ends after the same one, so that none waits for another.
     clock = resume.Clock(start, numbers.steps_per_epoch, box, own_journal)
     pulse = heartbeat.Pulse(hvd.marks.PLACE, clock)
-    hvd.marks.PLACE.watch(model)
+    hvd.marks.PLACE.watch(model, each_gradient=config.tracking.timeline_steps > 0)
+    drawn = timeline.Timeline(folder, config.tracking, timeline_file) if config.tracking.timeline_steps else None
+    pulse.trace = drawn.step if drawn else pulse.trace
     with (
         display.Progress(console, numbers.num_steps, config.train.epochs) as progress,
         health.Signals() as signals,
@@ -173,6 +176,8 @@ def train(config: Config) -> int:
         hvd.average_moving_statistics(model)  # not before: a run that was stopped goes on with each rank's own
 
     # What came of it; and the proof once more, on what was saved.
+    if drawn:
+        drawn.close()
     ranks = hvd.allgather_object(monitor.own_times(), name="ringtrain_times")
     summary = course.finish(hosts, attempt, ranks=ranks)
     display.show_ranks(console, ranks, heartbeat.slow_ranks(ranks, config.health))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -27,6 +27,7 @@ class Place:
         changes: counts phases, evaluated batches: whatever shows that something goes on.
         waited_s: seconds in reduce so far, outside of the steps' graphs.
         on_change: called after each change of phase.
+        gradients: names of the weights whose gradients are noted each by itself; empty: none.
     """
 
     def __init__(self) -> None:
@@ -34,7 +35,10 @@ class Place:
         self.changes = 0
         self.waited_s = 0.0
         self.on_change: Callable[[], None] = lambda: None
+        self.gradients: list[str] = []
         self._moments: list[tf.Variable] = []
+        self._each: dict[str, tf.Variable] = {}
+        self._read_clock: Any = None
 
     def enter(self, phase: str) -> None:
         """Says what the process does from now on."""
@@ -76,14 +80,49 @@ class Place:
             noted = self._moments[MOMENTS.index(moment)].assign(now_s, read_value=False)
         return [] if noted is None else [noted]
 
-    def watch(self, model: keras.Model) -> None:
+    def note_each(self, moment: str, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
+        """Adds nodes that note when each gradient is there; unless `watch` was told so, none.
+
+        Args:
+            moment: computed or reduced.
+            variables: that the gradients are for.
+            gradients: in the same order.
+        """
+        for variable, gradient in zip(variables, gradients, strict=True) if self._each else ():
+            if gradient is None or variable.path not in self.gradients:
+                continue
+            values = tf.nest.flatten(gradient, expand_composites=True)[0]
+            first = tf.cast(tf.reshape(values, [-1])[:1], tf.float32)
+            place = self.gradients.index(variable.path)
+            with tf.device("CPU:0"):
+                # TensorFlow lets a graph's clocks be read in the order of the program: not those in a call without
+                # effects, as it takes this one for.
+                (now_s,) = tf.raw_ops.PartitionedCall(args=[first], Tout=[tf.float64], f=self._read_clock)
+                handle = self._each[moment].handle
+                tf.raw_ops.ResourceScatterUpdate(resource=handle, indices=[place], updates=[now_s])
+
+    def each(self) -> tuple[list[float], list[float]]:
+        """When each of `gradients` was there, and when everybody's was; seconds since 1970, 0: not yet."""
+        if not self._each:
+            return [], []
+        return self._each["computed"].numpy().tolist(), self._each["reduced"].numpy().tolist()
+
+    def watch(self, model: keras.Model, each_gradient: bool = False) -> None:
         """Has the steps of a model noted.
 
         Args:
             model: compiled with a distributed optimizer, before its first step.
+            each_gradient: note each gradient by itself as well.
         """
         with tf.device("CPU:0"):
             self._moments = [tf.Variable(0.0, trainable=False, dtype=tf.float64) for _ in MOMENTS]
+            if each_gradient:
+                self._read_clock = tf.function(_read_clock, autograph=False).get_concrete_function(
+                    tf.TensorSpec([None], tf.float32)
+                )
+                self.gradients = [variable.path for variable in model.trainable_variables]
+                zeros = [0.0] * len(self.gradients)
+                self._each = {moment: tf.Variable(zeros, trainable=False, dtype=tf.float64) for moment in MOMENTS[1:]}
         train_step, apply = model.train_step, model.optimizer.apply
 
         def noting_train_step(data: Any) -> Any:
@@ -99,6 +138,11 @@ class Place:
         # Not model.train_step = ...: Keras would track what is set, and save it.
         object.__setattr__(model, "train_step", noting_train_step)
         object.__setattr__(model.optimizer, "apply", noting_apply)
+
+
+def _read_clock(there: tf.Tensor) -> tf.Tensor:
+    with tf.control_dependencies([there]):
+        return tf.timestamp()
 
 
 PLACE = Place()

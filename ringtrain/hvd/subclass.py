@@ -122,8 +122,10 @@ class _Distributed(keras.optimizers.Optimizer):
         self._reached.append("hook")
         variables = self._updated_variables
         local = [self.is_local(variable) for variable in variables]
+        PLACE.note_each("computed", variables, grads)
         reduced = self.reduction(grads, variables, local)
         PLACE.note("reduced", reduced)
+        PLACE.note_each("reduced", variables, reduced)
         if self.gradient_norm is not None:
             # Dense: a sparse gradient may have several parts for one row. In float32: layers may differ in type.
             dense = [tf.cast(tf.convert_to_tensor(gradient), tf.float32) for gradient in reduced]

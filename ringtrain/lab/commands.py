@@ -175,6 +175,9 @@ def add_report(commands: argparse._SubParsersAction[Any]) -> None:
     told.add_argument("--out", default="", metavar="FILE", help="write it there (report.html in the first folder)")
     told.add_argument("--markdown", action="store_true", help="print its tables as Markdown instead")
     told.add_argument("--post-mortem", action="store_true", help="all ranks' journals in one table, with a verdict")
+    told.add_argument(
+        "--timeline", default="", metavar="FILE", help="merge what the ranks of a run that was killed left"
+    )
     told.set_defaults(handler=report, name="report")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ringtrain import post_mortem
+from ringtrain import post_mortem, trace
 from ringtrain.errors import LaunchError, RunDirectoryError
 from ringtrain.lab import measured, page, runs
 from ringtrain.lab.charts import Bars, Chart, Line, number
@@ -33,10 +33,15 @@ def main(options: argparse.Namespace) -> int:
         options: of the command line.
     """
     paths = [Path(word) for word in options.run]
+    for wanted in ("post_mortem", "timeline"):
+        if getattr(options, wanted) and len(paths) != 1:
+            raise LaunchError(f"got {len(paths)} runs, --{wanted.replace('_', '-')} is about one")
     if options.post_mortem:
-        if len(paths) != 1:
-            raise LaunchError(f"got {len(paths)} runs, --post-mortem is about one")
         post_mortem.show(paths[0])
+        return 0
+    if options.timeline:
+        num_ranks = trace.merge(paths[0] / trace.PARTS, Path(options.timeline))
+        print(f"{options.timeline}: {num_ranks} ranks; open it in https://ui.perfetto.dev")
         return 0
     read = [runs.read(path) for path in paths if path.is_dir() or path.suffix != ".json"]
     benches = [measured.read(path) for path in paths if not path.is_dir() and path.suffix == ".json"]

@@ -14,12 +14,26 @@ PACKAGE = ROOT / "ringtrain"
 # to right: errors <- config <- leaves <- train. Both halves: <- lab <- cli.
 LEAVES = {"hvd", "devices", "data", "models", "schedules", "optimizers", "checkpoint", "tracking", "health"}
 TRAINING_HALF = {"config", "settings", "lookup", "stderr", "display", *LEAVES, "evaluation", "resume", "plateau"}
-TRAINING_HALF |= {"chaos", "journal", "beats", "suspects", "heartbeat", "fingerprint", "pieces", "elastic", "train"}
+TRAINING_HALF |= {
+    "trace",
+    "timeline",
+    "chaos",
+    "journal",
+    "beats",
+    "suspects",
+    "heartbeat",
+    "fingerprint",
+    "pieces",
+    "elastic",
+    "train",
+}
 MAY_IMPORT = {
     "": set(),
     "errors": set(),
     "reports": set(),
     "told": {"reports"},
+    "trace": {"errors"},
+    "timeline": {"errors", "config", "hvd", "trace"},
     "journal": set(),
     "beats": set(),
     "fingerprint": {"errors", "config"},
@@ -60,6 +74,7 @@ NO_TENSORFLOW_AT_IMPORT = {
     "errors",
     "reports",
     "told",
+    "trace",
     "journal",
     "beats",
     "suspects",
