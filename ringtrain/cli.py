@@ -86,6 +86,7 @@ def parser() -> argparse.ArgumentParser:
     )
     told.add_argument("--oversubscribe", action="store_true", help="allow more ranks than slots")
     told.add_argument("--output", default="", metavar="DIR", help="keep a log per rank")
+    told.add_argument("--timeline", default="", metavar="FILE", help="timelines of all ranks in one file, for Perfetto")
     told.add_argument(
         "--start-timeout", type=float, default=60, metavar="S", help="for hosts to answer and ranks to begin (60)"
     )
@@ -131,12 +132,6 @@ def parser() -> argparse.ArgumentParser:
         description="Runs COMMAND as many ranks. Without hosts: those of the scheduler's job, else this machine.",
         help="run a command as many ranks",
     )
-    launched.add_argument(
-        "--timeline",
-        default="",
-        metavar="FILE",
-        help="timelines of all ranks in one file, for Perfetto (docs/tracking.md)",
-    )
     launched.set_defaults(handler=launch, name="launch")
 
     from ringtrain.lab import commands as lab
@@ -175,8 +170,6 @@ def launch(options: argparse.Namespace) -> int:
         if not getattr(options, name) > 0:
             option = name.replace("_", "-")
             raise LaunchError(f"got --{option} {getattr(options, name):g}, expected a number of seconds above 0")
-    if getattr(options, "timeline", ""):
-        options.environ["HOROVOD_TIMELINE"] = str(Path(options.timeline).absolute())
     if options.elastic:
         return launch_elastic(options)
     found, _ = find_hosts(options)
@@ -374,6 +367,7 @@ def job_of(options: argparse.Namespace, used: tuple[Host, ...], num_ranks: int) 
         threads_per_rank=options.threads,
         oversubscribe=options.oversubscribe,
         output=str(Path(options.output).absolute()) if options.output else "",
+        timeline=str(Path(options.timeline).absolute()) if options.timeline else "",
         allow_root=os.geteuid() == 0,
         files_folder=os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/ringtrain-{os.geteuid()}",
         # Of the other hosts' cores we know nothing; hosts of a job are mostly alike.

@@ -52,9 +52,9 @@ def merge(folder: Path, out: Path) -> int:
     first_s = min((event["ts"] for event in events if "ts" in event), default=0.0)
     for event in events:
         if "ts" in event:
-            event["ts"] = round((event["ts"] - first_s) * 1e6, 1)
-            if "dur" in event:
-                event["dur"] = round(event["dur"] * 1e6, 1)
+            # Whole microseconds, of begins and ends: viewers drop what begins before the event before it has ended.
+            begin_us, end_us = (round((event["ts"] + after_s - first_s) * 1e6) for after_s in (0, event.get("dur", 0)))
+            event |= {"ts": begin_us} | ({"dur": end_us - begin_us} if "dur" in event else {})
     events.sort(key=lambda event: event.get("ts", -1.0))
     unfinished = out.with_name(f"{out.name}.unfinished")
     try:

@@ -70,6 +70,8 @@ def settings(job: Job) -> list[Setting]:
         reason = "threads of a rank, as asked for (--threads)"
         names = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
         found += [Setting(name, str(job.threads_per_rank), reason) for name in names]
+    if job.timeline:
+        found.append(Setting("HOROVOD_TIMELINE", job.timeline, "timelines of all ranks go there (--timeline)"))
     for name in ("NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"):
         if job.environment.get(name):
             found.append(

@@ -49,6 +49,8 @@ class Job:
     """more ranks than slots are allowed"""
     output: str = ""
     """folder that keeps a log per rank; empty: none"""
+    timeline: str = ""
+    """file for the timelines of all ranks; empty: none"""
     yield_when_idle: bool = False
     """MPI gives the processor away while it waits: for hosts whose ranks fill their cores"""
     allow_root: bool = False

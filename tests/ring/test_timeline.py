@@ -49,6 +49,13 @@ def test_both_ranks_are_in_one_file(tmp_path: Path) -> None:
     times = [e["ts"] for e in events if "ts" in e]
     assert times == sorted(times) and times[0] == 0
 
+    # Viewers drop what begins on a track before the event before it has ended.
+    ends: dict[tuple[int, int], float] = {}
+    for event in (e for e in events if e.get("cat") == "ringtrain"):
+        track = event["pid"], event["tid"]
+        assert event["ts"] >= ends.get(track, 0)
+        ends[track] = event["ts"] + event["dur"]
+
     # Rank 0's Horovod, with what is on its tracks opened and closed.
     own = [e for e in events if e.get("cat") == "horovod"]
     assert {e["pid"] for e in own} == {0} and {"ALLREDUCE", "MPI_ALLREDUCE"} <= {e.get("name") for e in own}

@@ -165,6 +165,15 @@ def test_explain_gives_every_flag_a_reason(bin_dir: Path) -> None:
     assert "ranks in all" in ended.stdout
 
 
+def test_a_timeline_reaches_the_ranks_with_the_line_that_is_pasted(bin_dir: Path) -> None:
+    for launcher in ("mpirun", "horovodrun", "srun"):
+        words = ["-H", "host1:2,host2:2", "--launcher", launcher, "--timeline", "drawn.json", "--", "true"]
+        line = ringtrain("launch", "--dry-run", *words, bin_dir=bin_dir).stdout
+        assert re.search(r"HOROVOD_TIMELINE=/\S*/drawn.json ", line), line
+        assert "HOROVOD_TIMELINE" in line.split(launcher, 1)[1] or launcher == "horovodrun"  # which hands on all
+    assert "HOROVOD_TIMELINE" not in ringtrain("launch", "--dry-run", "--", "true", bin_dir=bin_dir).stdout
+
+
 def test_it_starts_in_milliseconds_without_the_heavy_libraries(bin_dir: Path) -> None:
     names = "('tensorflow', 'keras', 'horovod', 'numpy', 'rich', 'ringtrain.cluster.run', 'subprocess')"
     script = f"import sys, ringtrain.cli as c; c.parser(); print([n for n in {names} if n in sys.modules])"
