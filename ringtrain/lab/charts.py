@@ -63,10 +63,11 @@ def number(value: float) -> str:
 def draw(chart: Chart) -> str:
     """A chart of lines as a figure with its legend."""
     lines = [line for line in chart.lines if any(_is_finite(y) for _, y in line.points)]
-    xs = [x for line in lines for x, _ in line.points] + [x for x, _ in chart.marks]
+    xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points if y is not None and _is_finite(y)]
     if not ys:
         return ""
+    marks = [(x, colour) for x, colour in chart.marks if x <= max(xs)]
     is_log = min(ys) > 0 and max(ys) / min(ys) > 100 and not chart.from_zero
     y_ticks = _decades(min(ys), max(ys)) if is_log else ticks(0.0 if chart.from_zero else min(ys), max(ys))
     x_ticks = ticks(0.0, max(xs))
@@ -89,7 +90,7 @@ def draw(chart: Chart) -> str:
         drawn.append(f"{number(tick)}</text>")
     middle = (LEFT + WIDTH - RIGHT) / 2
     drawn.append(f'<text x="{middle:g}" y="{HEIGHT - 4:g}" text-anchor="middle">{escape(chart.x)}</text>')
-    for x, colour in chart.marks:
+    for x, colour in marks:
         drawn.append(f'<path class="mark c{colour % COLOURS}" d="M{across(x):.1f} {TOP:g}V{HEIGHT - BOTTOM:g}"/>')
     for line in lines:
         path, pen = [], "M"
@@ -104,7 +105,7 @@ def draw(chart: Chart) -> str:
     drawn.append("</svg>")
     named = [(line.name, _class(line)) for line in lines if not (chart.dashes and line.dashed)]
     named += [(chart.dashes, "line dashed")] if chart.dashes else []
-    named += [(chart.marked, "mark")] if chart.marks else []
+    named += [(chart.marked, "mark")] if marks else []
     keys = "".join(
         f'<span><svg viewBox="0 0 26 8"><path class="{style}" d="M1 4H25"/></svg>{escape(name)}</span>'
         for name, style in named

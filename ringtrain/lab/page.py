@@ -29,7 +29,7 @@ figcaption { font-weight: 600; margin-bottom: 4px; }
 figure > svg { width: 100%; height: auto; display: block; }
 svg text { font-size: 11px; fill: var(--soft); } svg path { fill: none; }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 14px; font-size: 13px; color: var(--soft); margin: 6px 0 0; }
-.legend svg { height: 8px; width: 26px; margin-right: 5px; }
+.legend svg { height: 8px; width: auto; margin-right: 5px; }
 .grid { stroke: var(--line); } .line { stroke-width: 2; stroke: var(--c, var(--soft)); stroke-linejoin: round;
  stroke-linecap: round; } .dashed { stroke-dasharray: 5 4; stroke-linecap: butt; }
 .mark { stroke: var(--c, var(--soft)); stroke-width: 1.5; stroke-dasharray: 2 3; } .fill { fill: var(--c); }

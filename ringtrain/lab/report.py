@@ -39,7 +39,7 @@ def main(options: argparse.Namespace) -> int:
         return 0
     read = [runs.read(path) for path in paths if path.is_dir() or path.suffix != ".json"]
     benches = [measured.read(path) for path in paths if not path.is_dir() and path.suffix == ".json"]
-    title = " and ".join([*names_of(read), *(["measurements"] if benches else [])])
+    title = ", ".join([*names_of(read), *(["measurements"] if benches else [])])
     told = [*(sections(read) if read else []), *benches]
     if options.markdown:
         print(page.markdown(title, told), end="")
