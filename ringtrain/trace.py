@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -100,13 +101,15 @@ def _of_rank(about: Mapping[str, Any], steps: list[Any]) -> Iterator[Event]:
 def _of_horovod(path: Path) -> Iterator[Event]:
     """Rank 0's own timeline, in which each tensor is a process, as tracks of rank 0."""
     start_s = 0.0
+    opened: Counter[int] = Counter()
     for event in _objects(path):
         own, args = event.get("pid", -1), event.get("args", {})
         if event.get("ph") == "M":
             start_s = args.get("start_time_since_epoch_in_micros", 0) / 1e6 or start_s
             if event["name"] == "process_name" and args.get("name"):
                 yield from _track(0, HOROVODS + own, f"Horovod: {args['name']}")
-        elif "ts" in event:
+        elif "ts" in event and (event["ph"] != "E" or opened[own]):  # what had begun before has an end only
+            opened[own] += {"B": 1, "E": -1}.get(event["ph"], 0)
             yield {**event, "pid": 0, "tid": HOROVODS + own, "ts": start_s + event["ts"] / 1e6, "cat": "horovod"}
 
 

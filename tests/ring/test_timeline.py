@@ -56,14 +56,13 @@ def test_both_ranks_are_in_one_file(tmp_path: Path) -> None:
         assert event["ts"] >= ends.get(track, 0)
         ends[track] = event["ts"] + event["dur"]
 
-    # Rank 0's Horovod, with what is on its tracks opened and closed.
+    # Rank 0's Horovod, without ends of what had begun before.
     own = [e for e in events if e.get("cat") == "horovod"]
     assert {e["pid"] for e in own} == {0} and {"ALLREDUCE", "MPI_ALLREDUCE"} <= {e.get("name") for e in own}
     depth: dict[int, int] = defaultdict(int)
     for event in own:
         depth[event["tid"]] += {"B": 1, "E": -1}.get(event["ph"], 0)
         assert depth[event["tid"]] >= 0
-    assert not any(depth.values())
 
     # Every step of every rank with its phases in their order; and the same allreduce on both at the same time.
     whole = spans(events, "steps")
