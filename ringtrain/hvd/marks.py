@@ -7,6 +7,7 @@ anything else waits for: the batch is there, the gradients are there, everybody'
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -38,7 +39,6 @@ class Place:
         self.gradients: list[str] = []
         self._moments: list[tf.Variable] = []
         self._each: dict[str, tf.Variable] = {}
-        self._read_clock: Any = None
 
     def enter(self, phase: str) -> None:
         """Says what the process does from now on."""
@@ -91,13 +91,8 @@ class Place:
         for variable, gradient in zip(variables, gradients, strict=True) if self._each else ():
             if gradient is None or variable.path not in self.gradients:
                 continue
-            values = tf.nest.flatten(gradient, expand_composites=True)[0]
-            first = tf.cast(tf.reshape(values, [-1])[:1], tf.float32)
-            place = self.gradients.index(variable.path)
+            place, now_s = self.gradients.index(variable.path), clock_after(gradient)
             with tf.device("CPU:0"):
-                # TensorFlow lets a graph's clocks be read in the order of the program: not those in a call without
-                # effects, as it takes this one for.
-                (now_s,) = tf.raw_ops.PartitionedCall(args=[first], Tout=[tf.float64], f=self._read_clock)
                 handle = self._each[moment].handle
                 tf.raw_ops.ResourceScatterUpdate(resource=handle, indices=[place], updates=[now_s])
 
@@ -117,9 +112,6 @@ class Place:
         with tf.device("CPU:0"):
             self._moments = [tf.Variable(0.0, trainable=False, dtype=tf.float64) for _ in MOMENTS]
             if each_gradient:
-                self._read_clock = tf.function(_read_clock, autograph=False).get_concrete_function(
-                    tf.TensorSpec([None], tf.float32)
-                )
                 self.gradients = [variable.path for variable in model.trainable_variables]
                 zeros = [0.0] * len(self.gradients)
                 self._each = {moment: tf.Variable(zeros, trainable=False, dtype=tf.float64) for moment in MOMENTS[1:]}
@@ -140,9 +132,29 @@ class Place:
         object.__setattr__(model.optimizer, "apply", noting_apply)
 
 
-def _read_clock(there: tf.Tensor) -> tf.Tensor:
-    with tf.control_dependencies([there]):
-        return tf.timestamp()
+def clock_after(tensor: Any) -> tf.Tensor:
+    """When a tensor is there, in a graph: seconds since 1970, float64.
+
+    TensorFlow reads a graph's clocks in the order of the program, the first gradient's before the last one's: not those
+    in a call without effects, as it takes this one for.
+
+    Args:
+        tensor: or IndexedSlices.
+    """
+    first = tf.cast(tf.reshape(tf.nest.flatten(tensor, expand_composites=True)[0], [-1])[:1], tf.float32)
+    with tf.device("CPU:0"):
+        (now_s,) = tf.raw_ops.PartitionedCall(args=[first], Tout=[tf.float64], f=_clock_reader())
+    return now_s
+
+
+@functools.cache
+def _clock_reader() -> Any:
+    def read(there: tf.Tensor) -> tf.Tensor:
+        with tf.control_dependencies([there]):
+            return tf.timestamp()
+
+    with tf.init_scope():
+        return tf.function(read, autograph=False).get_concrete_function(tf.TensorSpec([None], tf.float32))
 
 
 PLACE = Place()

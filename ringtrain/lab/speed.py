@@ -105,10 +105,7 @@ def profile_of(config: Config, model: keras.Model, batches: Any, num_steps: int)
         with tf.GradientTape() as tape:
             loss = model.compute_loss(x=x, y=y, y_pred=model(x, training=True))
         gradients = tape.gradient(loss, [variable.value for variable in variables])
-        ready_s = []
-        for gradient in gradients:
-            with tf.control_dependencies([gradient]):
-                ready_s.append(tf.timestamp())
+        ready_s = [hvd.marks.clock_after(gradient) for gradient in gradients]
         with tf.control_dependencies(ready_s):  # a lone thread might else come to them after the update
             model.optimizer.apply([tf.identity(gradient) for gradient in gradients], variables)
         return tf.stack([begin_s, *ready_s])
