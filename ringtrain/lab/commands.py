@@ -54,6 +54,17 @@ BENCHES = {
             ("--profile", {"default": "", "metavar": "FILE", "help": "for ringtrain predict --profile FILE"}),
         ),
     ),
+    "peers": Bench(
+        "peers",
+        "the same training by ringtrain, by hand, by TensorFlow's strategies and PyTorch, on this host",
+        (
+            turns(5),
+            count("--steps", 60, "steps of a measurement"),
+            ("--peers", {"default": "", "metavar": "LIST", "help": "some of them: ringtrain,by-hand,mirrored (all)"}),
+            count("--limit", 120, "seconds that one start may take"),
+            OUT,
+        ),
+    ),
 }
 
 

@@ -1,0 +1,177 @@
+"""bench peers: the same training by ringtrain and by everything else that could do it, in turns, one start each."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import socket
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ringtrain.errors import LaunchError
+from ringtrain.lab import figures
+from ringtrain.lab.peer import WARM_STEPS
+from ringtrain.lab.starts import Start
+
+COMMON = (
+    *("--model.name", "cnn", "--data.name", "synthetic", "--train.batch-size", "64", "--device.threads", "1"),
+    *("--optimizer.name", "sgd", "--optimizer.learning-rate", "0.01"),
+)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A way to train."""
+
+    title: str
+    run: str
+    """module:function of ringtrain.lab.strategies; empty: ringtrain.train"""
+    processes: str = "per worker"
+    """per worker; one; servers: one more than workers"""
+    alone: bool = False
+    """one worker"""
+
+    def ranks(self, workers: int) -> int:
+        """Processes to start."""
+        return {"per worker": workers, "one": 1, "servers": workers + 1}[self.processes]
+
+
+PEERS = {
+    "ringtrain": Peer("ringtrain.train", ""),
+    "by-hand": Peer("Horovod, GradientTape by hand", "by_hand:run"),
+    "mirrored": Peer("MirroredStrategy, own loop", "synchronous:mirrored", "one"),
+    "multi-worker": Peer("MultiWorkerMirrored, own loop", "synchronous:multi_worker"),
+    "multi-worker-fit": Peer("MultiWorkerMirrored, fit", "synchronous:multi_worker_fit"),
+    "servers": Peer("ParameterServer, async, own loop", "parameter_servers:run", "servers"),
+    "servers-fit": Peer("ParameterServer, fit", "parameter_servers:run_fit", "servers"),
+    "torch": Peer("PyTorch DDP, Gloo", "torch_ddp:run"),
+    "ringtrain-alone": Peer("ringtrain.train, one process", "", alone=True),
+    "fit-alone": Peer("Keras' fit, one process", "by_fit:alone", alone=True),
+}
+OVER = {"ringtrain-alone": "fit-alone"}
+"""what is compared with something else than ringtrain on all workers"""
+
+
+def main(options: argparse.Namespace, start: Start) -> int:
+    """Measures, shows and writes.
+
+    Args:
+        options: of bench peers.
+        start: runs lab/peer.py on ranks.
+
+    Raises:
+        LaunchError: a peer that there is not.
+    """
+    names = options.peers.split(",") if options.peers else list(PEERS)
+    strangers = [name for name in names if name not in PEERS]
+    if strangers:
+        raise LaunchError(f"got --peers {strangers[0]}, expected some of {','.join(PEERS)}")
+    workers = options.np or 2
+    options.oversubscribe = True  # for the parameter server, which mostly waits
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for _ in range(options.turns):
+        for name, before in runs.items():
+            if not (before and before[-1].get("error")):
+                before.append(train_once(PEERS[name], workers, options, start))
+    found = {name: summary(name, runs, workers) for name in names}
+    show(found, workers, options)
+    if options.out:
+        told = {"steps": options.steps, "turns": options.turns, "workers": workers, "command": [*COMMON, *options.command]}
+        figures.write(Path(options.out), "peers", told, found)
+    return 0
+
+
+def train_once(peer: Peer, workers: int, options: argparse.Namespace, start: Start) -> dict[str, Any]:
+    """One start.
+
+    Returns:
+        images_per_s, losses, checksums of all copies of the weights; or the error that came first.
+    """
+    workers = 1 if peer.alone else workers
+    ranks = peer.ranks(workers)
+    with tempfile.TemporaryDirectory(prefix="ringtrain-peers-") as folder:
+        words = ["peer", "--run", peer.run, "--workers", str(workers), "--ranks", str(ranks)]
+        words += ["--ports", ",".join(map(str, free_ports(workers + 2))), "--steps", str(options.steps)]
+        words += ["--limit", str(options.limit), "--folder", folder, "--", *COMMON, *options.command]
+        failure = ""
+        try:
+            start(words, ranks)
+        except LaunchError as error:
+            failure = str(error)
+        said = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).glob("rank-*.json"))]
+    errors = sorted((one["time_s"], one["error"]) for one in said if "error" in one)
+    if errors or failure:
+        return {"error": errors[0][1] if errors else failure}
+    # Asynchronous steps are a worker's each; then there are as many times more of them.
+    ends_s, images = said[0]["ends_s"], said[0]["images_per_end"]
+    timed_s = ends_s[len(ends_s) * WARM_STEPS // (WARM_STEPS + options.steps) - 1 :]
+    return {
+        "images_per_s": images * (len(timed_s) - 1) / (timed_s[-1] - timed_s[0]),
+        "losses": said[0]["losses"],
+        "checksums": [checksum for one in said for checksum in one["checksums"]],
+    }
+
+
+def free_ports(number: int) -> list[int]:
+    """Ports of this host that nobody listens on just now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for one in sockets:
+            one.bind(("localhost", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def summary(name: str, runs: dict[str, list[dict[str, Any]]], workers: int) -> dict[str, Any]:
+    """What came of a peer's runs.
+
+    Args:
+        name: of the peer.
+        runs: of all peers.
+        workers: of those that are not alone.
+    """
+    peer, own = PEERS[name], runs[name]
+    told = {"title": peer.title, "workers": 1 if peer.alone else workers}
+    if own[-1].get("error"):
+        return {**told, "error": own[-1]["error"]}
+    other = OVER.get(name, "" if peer.alone else "ringtrain")
+    images_per_s = [one["images_per_s"] for one in own]
+    others = [one.get("images_per_s") for one in runs.get(other, [])]
+    comparable = other != name and len(others) == len(own) and None not in others
+    return {
+        **told,
+        "images_per_s": figures.Spread.of(images_per_s),
+        "over": other if comparable else "",
+        "ratio": figures.ratios(images_per_s, others) if comparable else None,
+        "losses": own[-1]["losses"],
+        "checksums": own[-1]["checksums"],
+        "equal": all(len(set(one["checksums"])) == 1 for one in own) if len(own[-1]["checksums"]) > 1 else None,
+    }
+
+
+def show(found: dict[str, dict[str, Any]], workers: int, options: argparse.Namespace) -> None:
+    """Prints what was measured, and why what does not run does not."""
+    rows = []
+    for name, one in found.items():
+        if one.get("error"):
+            rows.append([one["title"], "does not run", "", "", ""])
+            continue
+        ratio = f"{one['ratio'].text()} {one['over']}" if one["over"] else ""
+        equal = {True: "equal", False: "DIFFERENT", None: "one copy"}[one["equal"]]
+        losses = f"{one['losses'][0]:.3f} to {one['losses'][-1]:.3f}"
+        rows.append([one["title"], one["images_per_s"].text(",.0f"), ratio, losses, equal])
+    title = f"{workers} workers of one thread, {' '.join([*COMMON, *options.command])}"
+    figures.show(title, ("", "images/s, all workers", "times", "loss", "weights"), rows)
+    for one in found.values():
+        if one.get("error"):
+            print(f"{one['title']} does not run: {last_line(one['error'])}")
+
+
+def last_line(error: str) -> str:
+    """The last line of an error, with its kind, which stands in the first."""
+    lines = error.strip().splitlines()
+    kind = lines[0].partition(":")[0]
+    return lines[-1] if lines[-1].startswith(kind) else f"{kind}: {lines[-1].strip()}"
