@@ -46,6 +46,7 @@ setup(
             "pyyaml",
             "setuptools<81",  # horovodrun imports distutils, which Python 3.12 and later have from setuptools alone
         ],
+        "torch": ["torch>=2.6"],  # a row of ringtrain bench peers
         "dev": ["hypothesis>=6.100", "mypy>=1.13", "pytest>=8", "ruff>=0.8"],
     },
     classifiers=[

@@ -11,10 +11,9 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ringtrain import display, pieces, settings
 from ringtrain.config import Config, derive
@@ -47,14 +46,19 @@ def main(argv: Sequence[str]) -> int:
         config = _enough(settings.read(told), options)
         found = _ringtrain(config, options) if not options.run else _strategy(config, options, rank)
     except BaseException as error:
-        lines = traceback.format_exception_only(error)
-        end.now({"error": "".join(lines).strip()})
+        end.now({"error": in_a_line(error)})
     end.write(dataclasses.asdict(found))
     while rank == 0 and len(list(options.folder.glob("rank-*.json"))) < options.ranks:
         time.sleep(0.1)  # others may want to talk to rank 0 until they have ended
     if "horovod" in sys.modules:
         return 0  # MPI wants to be told
     end.now({})
+
+
+def in_a_line(error: BaseException) -> str:
+    """The kind of an error, and the first and the last line of what it says."""
+    lines = [line[:200] for line in str(error).strip().splitlines()] or [""]
+    return f"{type(error).__name__}: {' ... '.join([lines[0], *lines[1:][-1:]])}"
 
 
 class End:
@@ -78,7 +82,7 @@ class End:
             unfinished.write_text(json.dumps({"time_s": time.time(), **found}), encoding="utf-8")
             unfinished.replace(self.path)
 
-    def now(self, found: dict[str, Any]) -> Any:
+    def now(self, found: dict[str, Any]) -> NoReturn:
         """Writes, and ends here: servers of TensorFlow's may never let a process end by itself."""
         self.write(found)
         sys.stdout.flush()

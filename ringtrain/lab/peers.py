@@ -7,7 +7,6 @@ import contextlib
 import json
 import socket
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +51,7 @@ PEERS = {
     "ringtrain-alone": Peer("ringtrain.train, one process", "", alone=True),
     "fit-alone": Peer("Keras' fit, one process", "by_fit:alone", alone=True),
 }
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "1"}  # its servers print their settings
 OVER = {"ringtrain-alone": "fit-alone"}
 """what is compared with something else than ringtrain on all workers"""
 
@@ -80,7 +80,12 @@ def main(options: argparse.Namespace, start: Start) -> int:
     found = {name: summary(name, runs, workers) for name in names}
     show(found, workers, options)
     if options.out:
-        told = {"steps": options.steps, "turns": options.turns, "workers": workers, "command": [*COMMON, *options.command]}
+        told = {
+            "steps": options.steps,
+            "turns": options.turns,
+            "workers": workers,
+            "command": [*COMMON, *options.command],
+        }
         figures.write(Path(options.out), "peers", told, found)
     return 0
 
@@ -99,7 +104,7 @@ def train_once(peer: Peer, workers: int, options: argparse.Namespace, start: Sta
         words += ["--limit", str(options.limit), "--folder", folder, "--", *COMMON, *options.command]
         failure = ""
         try:
-            start(words, ranks)
+            start(words, ranks, QUIET)
         except LaunchError as error:
             failure = str(error)
         said = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).glob("rank-*.json"))]
@@ -134,44 +139,41 @@ def summary(name: str, runs: dict[str, list[dict[str, Any]]], workers: int) -> d
         workers: of those that are not alone.
     """
     peer, own = PEERS[name], runs[name]
-    told = {"title": peer.title, "workers": 1 if peer.alone else workers}
-    if own[-1].get("error"):
+    told: dict[str, Any] = {"title": peer.title, "workers": 1 if peer.alone else workers}
+    if "error" in own[-1]:
         return {**told, "error": own[-1]["error"]}
-    other = OVER.get(name, "" if peer.alone else "ringtrain")
-    images_per_s = [one["images_per_s"] for one in own]
-    others = [one.get("images_per_s") for one in runs.get(other, [])]
-    comparable = other != name and len(others) == len(own) and None not in others
-    return {
-        **told,
-        "images_per_s": figures.Spread.of(images_per_s),
-        "over": other if comparable else "",
-        "ratio": figures.ratios(images_per_s, others) if comparable else None,
+    told |= {
+        "images_per_s": figures.Spread.of([one["images_per_s"] for one in own]),
         "losses": own[-1]["losses"],
         "checksums": own[-1]["checksums"],
-        "equal": all(len(set(one["checksums"])) == 1 for one in own) if len(own[-1]["checksums"]) > 1 else None,
+        "equal": all(len(set(one["checksums"])) == 1 for one in own),
     }
+    other = OVER.get(name, "" if peer.alone or name == "ringtrain" else "ringtrain")
+    others = runs.get(other, [{"error": ""}])
+    if "error" not in others[-1]:
+        told["over"] = other
+        told["ratio"] = figures.ratios(*([one["images_per_s"] for one in each] for each in (own, others)))
+        told["same_weights"] = own[-1]["checksums"][0] == others[-1]["checksums"][0]
+    return told
 
 
 def show(found: dict[str, dict[str, Any]], workers: int, options: argparse.Namespace) -> None:
     """Prints what was measured, and why what does not run does not."""
-    rows = []
-    for name, one in found.items():
-        if one.get("error"):
+    rows, notes = [], []
+    for one in found.values():
+        if "error" in one:
             rows.append([one["title"], "does not run", "", "", ""])
+            notes.append(f"{one['title']} does not run: {one['error']}")
             continue
-        ratio = f"{one['ratio'].text()} {one['over']}" if one["over"] else ""
-        equal = {True: "equal", False: "DIFFERENT", None: "one copy"}[one["equal"]]
+        ratio = one["ratio"].text() if "ratio" in one else ""
+        if one.get("over", "ringtrain") != "ringtrain":
+            notes.append(f"{one['title']}: {ratio} of {PEERS[one['over']].title}")
+            ratio = ""
+        equal = "DIFFERENT" if not one["equal"] else "equal" if len(one["checksums"]) > 1 else "one copy"
+        if one.get("same_weights"):
+            equal += f", as {one['over']}'s"
         losses = f"{one['losses'][0]:.3f} to {one['losses'][-1]:.3f}"
         rows.append([one["title"], one["images_per_s"].text(",.0f"), ratio, losses, equal])
-    title = f"{workers} workers of one thread, {' '.join([*COMMON, *options.command])}"
-    figures.show(title, ("", "images/s, all workers", "times", "loss", "weights"), rows)
-    for one in found.values():
-        if one.get("error"):
-            print(f"{one['title']} does not run: {last_line(one['error'])}")
-
-
-def last_line(error: str) -> str:
-    """The last line of an error, with its kind, which stands in the first."""
-    lines = error.strip().splitlines()
-    kind = lines[0].partition(":")[0]
-    return lines[-1] if lines[-1].startswith(kind) else f"{kind}: {lines[-1].strip()}"
+    title = f"{workers} workers of one thread: {' '.join([*COMMON, *options.command])}"
+    figures.show(title, ("", "images/s, all workers", "of ringtrain's", "loss", "weights"), rows)
+    print("\n".join(notes))

@@ -1,4 +1,4 @@
-"""TensorFlow's ParameterServerStrategy: weights on a server, workers that update them without waiting for each other."""
+"""TensorFlow's ParameterServerStrategy: weights on a server, and workers that update them when they are ready."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def run(training: Training) -> Trained:
 
     @tf.function(autograph=False)
     def step(batches: Any) -> Any:
-        x, y = next(batches)
+        return strategy.run(on_a_worker, args=next(batches))  # Keras' optimizers want to be run by their strategy
+
+    def on_a_worker(x: Any, y: Any) -> Any:
         with tf.GradientTape() as tape:
             loss = loss_of(y, model(x, training=True))
         optimizer.apply(tape.gradient(loss, [variable.value for variable in variables]), variables)
@@ -46,7 +48,9 @@ def run(training: Training) -> Trained:
 def run_fit(training: Training) -> Trained:
     """The same by Keras' fit."""
     cluster = _cluster(training)
-    return _serve(training, cluster) if training.rank else fit(training, _coordinated(cluster), training.batches(range(1)))
+    return (
+        _serve(training, cluster) if training.rank else fit(training, _coordinated(cluster), training.batches(range(1)))
+    )
 
 
 def _cluster(training: Training) -> tf.train.ClusterSpec:

@@ -44,7 +44,7 @@ def _ring_of(training: Training) -> tf.distribute.Strategy:
 
 
 def _distributed(training: Training, strategy: tf.distribute.Strategy, workers: range) -> Any:
-    """Batches of the workers in this process; without end, or strategies would agree in each step whether there is one."""
+    """Batches of the workers in this process; without end, or each step would first agree on whether there is one."""
     return strategy.distribute_datasets_from_function(lambda context: training.batches(workers))
 
 
@@ -61,10 +61,10 @@ def loop(training: Training, strategy: tf.distribute.Strategy, workers: range) -
 
     def on_each_worker(x: Any, y: Any) -> Any:
         with tf.GradientTape() as tape:
-            loss = loss_of(y, model(x, training=True))
-            share = loss / training.num_workers  # Keras' optimizers add up gradients over a strategy's workers
+            # Keras knows the strategy: its losses are this worker's share of the mean, its optimizers add up gradients.
+            share = loss_of(y, model(x, training=True))
         optimizer.apply(tape.gradient(share, [variable.value for variable in variables]), variables)
-        return loss
+        return share * training.num_workers
 
     @tf.function(autograph=False)
     def step(x: Any, y: Any) -> Any:

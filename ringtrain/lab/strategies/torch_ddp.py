@@ -27,11 +27,12 @@ def run(training: Training) -> Trained:
     model = MODELS[config.model.name](height, width, channels, training.data_set.num_classes)
     parallel = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), numbers.learning_rate, config.optimizer.momentum)
-    inputs, labels = map(torch.from_numpy, training.samples(range(training.rank, training.rank + 1)))
-    batches = zip(inputs.split(numbers.batch_size), labels.split(numbers.batch_size), strict=True)
+    images, labels = training.samples(range(training.rank, training.rank + 1))
+    inputs = torch.from_numpy(images.transpose(0, 3, 1, 2).copy())  # channels first, as PyTorch has them
+    batches = zip(inputs.split(numbers.batch_size), torch.from_numpy(labels).split(numbers.batch_size), strict=True)
     trained = Trained(numbers.batch_size * training.num_workers)
     for x, y in batches:
-        loss = nn.functional.cross_entropy(parallel(x.permute(0, 3, 1, 2).contiguous()), y)
+        loss = nn.functional.cross_entropy(parallel(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

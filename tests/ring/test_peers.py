@@ -1,0 +1,33 @@
+"""ringtrain bench peers, a few steps of it: that it works and compares the same training, not how fast."""
+
+from __future__ import annotations
+
+import json
+
+from launching import BIN, run
+
+SMALL = ["--model.name", "mlp", "--data.image-size", "8", "--train.batch-size", "16"]
+
+
+def peers(names: str, *words: object):
+    told = ["-H", "localhost:2", "--turns", 1, "--steps", 3, "--peers", names, *words, "--", *SMALL]
+    ended = run(0, [BIN / "ringtrain", "bench", "peers", *map(str, told)], 300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended
+
+
+def test_peers_train_the_same_and_one_that_does_not_run_is_a_row(tmp_path):
+    ended = peers("ringtrain,mirrored,multi-worker-fit", "--out", tmp_path / "peers.json")
+    found = json.loads((tmp_path / "peers.json").read_text())["results"]
+    ours, theirs, broken = found.values()
+    for one in (ours, theirs):
+        assert one["equal"] and len(one["checksums"]) == 2 and one["images_per_s"]["median"] > 0
+        assert len(one["losses"]) == 13 and one["losses"][-1] < one["losses"][0]
+    # The same samples, weights and updates; only the order of additions within one could differ.
+    assert max(abs(a - b) for a, b in zip(ours["losses"], theirs["losses"], strict=True)) < 1e-4
+    assert theirs["over"] == "ringtrain" and theirs["ratio"]["repeats"] == 1
+    assert broken["error"].startswith("ValueError: ") and broken["error"] in ended.stdout.replace("\n", "")
+
+
+def test_a_peer_that_takes_too_long_is_ended_and_is_a_row():
+    assert "does not run: TimeoutError: no end within 1 s" in peers("mirrored", "--limit", 1).stdout
