@@ -6,7 +6,7 @@ import json
 
 from launching import BIN, run
 
-SMALL = ["--model.name", "mlp", "--data.image-size", "8", "--train.batch-size", "16"]
+SMALL = ["--model.name", "mlp", "--train.batch-size", "16"]
 
 
 def peers(names: str, *words: object):
