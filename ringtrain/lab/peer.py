@@ -45,6 +45,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = _enough(settings.read(told), options)
         found = _ringtrain(config, options) if not options.run else _strategy(config, options, rank)
+    except KeyboardInterrupt:
+        os._exit(128 + signal.SIGINT)  # no failure of the peer's
     except BaseException as error:
         end.now({"error": in_a_line(error)})
     end.write(dataclasses.asdict(found))

@@ -7,10 +7,12 @@ import contextlib
 import json
 import socket
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ringtrain.cluster.restart import ASKED_TO_STOP
 from ringtrain.errors import LaunchError
 from ringtrain.lab import figures
 from ringtrain.lab.peer import WARM_STEPS
@@ -75,8 +77,8 @@ def main(options: argparse.Namespace, start: Start) -> int:
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for _ in range(options.turns):
         for name, before in runs.items():
-            if not (before and before[-1].get("error")):
-                before.append(train_once(PEERS[name], workers, options, start))
+            never = before and not worked(before)  # nor will it the next time
+            before.append(before[-1] if never else train_once(PEERS[name], workers, options, start))
     found = {name: summary(name, runs, workers) for name in names}
     show(found, workers, options)
     if options.out:
@@ -95,6 +97,9 @@ def train_once(peer: Peer, workers: int, options: argparse.Namespace, start: Sta
 
     Returns:
         images_per_s, losses, checksums of all copies of the weights; or the error that came first.
+
+    Raises:
+        LaunchError: the whole bench was asked to stop.
     """
     workers = 1 if peer.alone else workers
     ranks = peer.ranks(workers)
@@ -107,6 +112,8 @@ def train_once(peer: Peer, workers: int, options: argparse.Namespace, start: Sta
             start(words, ranks, QUIET)
         except LaunchError as error:
             failure = str(error)
+            if any(f"ended with {code} " in failure for code in ASKED_TO_STOP):
+                raise
         said = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).glob("rank-*.json"))]
     errors = sorted((one["time_s"], one["error"]) for one in said if "error" in one)
     if errors or failure:
@@ -140,21 +147,28 @@ def summary(name: str, runs: dict[str, list[dict[str, Any]]], workers: int) -> d
     """
     peer, own = PEERS[name], runs[name]
     told: dict[str, Any] = {"title": peer.title, "workers": 1 if peer.alone else workers}
-    if "error" in own[-1]:
-        return {**told, "error": own[-1]["error"]}
+    good, failed = worked(own), [one["error"] for one in own if "error" in one]
+    if not good:
+        return {**told, "error": failed[0]}
     told |= {
-        "images_per_s": figures.Spread.of([one["images_per_s"] for one in own]),
-        "losses": own[-1]["losses"],
-        "checksums": own[-1]["checksums"],
-        "equal": all(len(set(one["checksums"])) == 1 for one in own),
+        "failed": failed,
+        "images_per_s": figures.Spread.of([one["images_per_s"] for one in good]),
+        "losses": good[-1]["losses"],
+        "checksums": good[-1]["checksums"],
+        "equal": all(len(set(one["checksums"])) == 1 for one in good),
     }
     other = OVER.get(name, "" if peer.alone or name == "ringtrain" else "ringtrain")
-    others = runs.get(other, [{"error": ""}])
-    if "error" not in others[-1]:
+    pairs = [pair for pair in zip(own, runs.get(other, ()), strict=False) if len(worked(pair)) == 2]
+    if pairs:
         told["over"] = other
-        told["ratio"] = figures.ratios(*([one["images_per_s"] for one in each] for each in (own, others)))
-        told["same_weights"] = own[-1]["checksums"][0] == others[-1]["checksums"][0]
+        told["ratio"] = figures.ratios(*([one["images_per_s"] for one in each] for each in zip(*pairs, strict=True)))
+        told["same_weights"] = all(one["checksums"][0] == another["checksums"][0] for one, another in pairs)
     return told
+
+
+def worked(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those runs that ended well."""
+    return [one for one in runs if "error" not in one]
 
 
 def show(found: dict[str, dict[str, Any]], workers: int, options: argparse.Namespace) -> None:
@@ -165,6 +179,7 @@ def show(found: dict[str, dict[str, Any]], workers: int, options: argparse.Names
             rows.append([one["title"], "does not run", "", "", ""])
             notes.append(f"{one['title']} does not run: {one['error']}")
             continue
+        notes += [f"{one['title']}, one start of several: {error}" for error in one["failed"]]
         ratio = one["ratio"].text() if "ratio" in one else ""
         if one.get("over", "ringtrain") != "ringtrain":
             notes.append(f"{one['title']}: {ratio} of {PEERS[one['over']].title}")
