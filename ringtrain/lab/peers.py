@@ -190,5 +190,5 @@ def show(found: dict[str, dict[str, Any]], workers: int, options: argparse.Names
         losses = f"{one['losses'][0]:.3f} to {one['losses'][-1]:.3f}"
         rows.append([one["title"], one["images_per_s"].text(",.0f"), ratio, losses, equal])
     title = f"{workers} workers of one thread: {' '.join([*COMMON, *options.command])}"
-    figures.show(title, ("", "images/s, all workers", "of ringtrain's", "loss", "weights"), rows)
+    figures.show(title, ("", "images/s", "of ringtrain's", "loss", "weights"), rows)
     print("\n".join(notes))
