@@ -25,6 +25,10 @@ def run(training: Training) -> Trained:
     distributed.init_process_group("gloo", address, rank=training.rank, world_size=training.num_workers)
     height, width, channels = training.data_set.input_shape
     model = MODELS[config.model.name](height, width, channels, training.data_set.num_classes)
+    for layer in model:
+        if hasattr(layer, "weight"):  # drawn as Keras does it
+            nn.init.xavier_uniform_(layer.weight)
+            nn.init.zeros_(layer.bias)
     parallel = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), numbers.learning_rate, config.optimizer.momentum)
     images, labels = training.samples(range(training.rank, training.rank + 1))
