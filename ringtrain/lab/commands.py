@@ -65,6 +65,32 @@ BENCHES = {
             OUT,
         ),
     ),
+    "allreduce": Bench(
+        "bandwidth",
+        "latency and bandwidth of Horovod's allreduce, MPI's own, a ring in NumPy, and what the machine gives",
+        (
+            (
+                "--sizes",
+                {
+                    "default": "1KiB..256MiB",
+                    "metavar": "LIST",
+                    "help": "1KiB,64MiB, or a range in steps of four (1KiB..256MiB)",
+                },
+            ),
+            (
+                "--libraries",
+                {
+                    "default": "mpi,horovod-mpi,horovod-gloo",
+                    "metavar": "LIST",
+                    "help": "that take turns (mpi,horovod-mpi,horovod-gloo)",
+                },
+            ),
+            turns(3),
+            count("--repeats", 5, "measurements within a turn, which is a start of its own"),
+            OUT,
+            PLOT,
+        ),
+    ),
 }
 
 

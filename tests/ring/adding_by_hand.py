@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from mpi4py import MPI
 
-from ringtrain.lab import ring
+from ringtrain.errors import OutOfSync
+from ringtrain.lab import ring, sums
 
 SHAPES = ((), (1,), (2,), (7,), (3, 5), (1000,), (64, 1025))
 COMM = MPI.COMM_WORLD
@@ -40,7 +41,17 @@ def is_the_sum(comm) -> bool:
     return all(COMM.allgather(right))
 
 
+def is_refused() -> bool:
+    """Whether bench allreduce does not time a broken ring, on any rank."""
+    lossy = {"lossy": lambda array: lambda: ring.allreduce(array, LosesTheLastMessage())}
+    try:
+        sums.measure(lossy, [4096], 1, COMM.Get_rank(), COMM.allgather)
+    except OutOfSync:
+        return all(COMM.allgather(True))
+    return False
+
+
 if __name__ == "__main__":
-    good, broken = is_the_sum(COMM), is_the_sum(LosesTheLastMessage())
+    good, broken, refused = is_the_sum(COMM), is_the_sum(LosesTheLastMessage()), is_refused()
     if COMM.Get_rank() == 0:
-        print(f"ring {good}, broken {broken}")
+        print(f"ring {good}, broken {broken}, refused by bench {refused}")

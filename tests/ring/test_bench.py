@@ -36,22 +36,41 @@ def test_train_measures_two_ways_in_turns_and_profiles_a_step(tmp_path):
     assert predicted.returncode == 0, predicted.stderr
 
 
+def test_allreduce_measures_every_library_and_checks_its_sums(tmp_path):
+    out, picture = tmp_path / "allreduce.json", tmp_path / "allreduce.png"
+    few = ["--sizes", "1KiB,256KiB", "--turns", 1, "--repeats", 2]
+    ended = bench("allreduce", "-H", "localhost:2", *few, "--out", out, "--plot", picture)
+    results = json.loads(out.read_text())["results"]
+    methods = ["MPI_Allreduce", "ring in NumPy", "memory copy"]
+    methods += ["Horovod over MPI", "calling TensorFlow", "Horovod over Gloo", "calling TensorFlow"]
+    assert [one["method"] for one in results] == 2 * list(dict.fromkeys(methods))
+    assert [one["bytes"] for one in results] == 6 * [2**10] + 6 * [2**18]
+    assert all(method in ended.stdout for method in methods) and "256 KiB" in ended.stdout
+    by_method = {one["method"]: one for one in results}
+    assert by_method["MPI_Allreduce"]["speed"]["median"] == 1 and by_method["memory copy"]["speed"] is None
+    horovod = by_method["Horovod over Gloo"]
+    assert horovod["bus_gb_per_s"]["p90"] == pytest.approx(2**18 / horovod["seconds"]["p10"] / 1e9, rel=0.5)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize("np", [2, 3, 5])
 def test_the_ring_in_numpy_is_the_sum_with_the_same_bits_everywhere(np):
-    """With the negative control: a lost message is noticed."""
+    """With the negative control: a lost message is noticed, by bench allreduce as well."""
     ended = run(
         np,
         [sys.executable, ROOT / "tests" / "ring" / "adding_by_hand.py"],
         120,
         {"OMPI_MCA_rmaps_base_oversubscribe": "1"},
     )
-    assert "ring True, broken False" in ended.stdout, ended.stdout + ended.stderr
+    assert "ring True, broken False, refused by bench True" in ended.stdout, ended.stdout + ended.stderr
 
 
 def test_bad_input_is_one_line():
     for words, said in (
         (["train", "--turns", "0"], "got --turns 0, expected 1 or more"),
         (["launch"], "invalid choice"),
+        (["allreduce", "--sizes", "1kB"], "got --sizes 1kB, expected sizes such as"),
+        (["allreduce", "--libraries", "nccl"], "got --libraries nccl, expected some of mpi,horovod-mpi,horovod-gloo"),
     ):
         ended = run(0, [BIN / "ringtrain", "bench", *words], 60)
         assert ended.returncode == 2

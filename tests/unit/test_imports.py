@@ -67,7 +67,7 @@ MAY_IMPORT = {
 ONLY_IN = {
     "horovod": {"hvd", "lab/strategies/by_hand.py"},  # Horovod without ringtrain, to compare with
     "subprocess": {"cluster/run.py", "cluster/doctor.py", "cluster/probe.py"},
-    "mpi4py": {"cluster/doctor.py"},
+    "mpi4py": {"cluster/doctor.py", "lab/sums.py"},
 }
 NO_TENSORFLOW_AT_IMPORT = {
     "",
