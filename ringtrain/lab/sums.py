@@ -125,8 +125,10 @@ def by_mpi(comm: Any) -> dict[str, Way]:
     def readable(array: Array) -> Call:
         return lambda: ring.allreduce(array, comm)
 
-    several_hosts = len(set(comm.allgather(MPI.Get_processor_name()))) > 1
-    return {MPI_ALLREDUCE: library, RING: readable, COPY: copy} | ({LINK: link} if several_hosts else {})
+    ways: dict[str, Way] = {MPI_ALLREDUCE: library, RING: readable, COPY: copy}
+    if len(set(comm.allgather(MPI.Get_processor_name()))) > 1:
+        ways[LINK] = link
+    return ways
 
 
 def by_horovod() -> dict[str, Way]:
