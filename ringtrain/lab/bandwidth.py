@@ -131,17 +131,26 @@ def show(found: Sequence[Mapping[str, Any]], num_ranks: int, repeats: str) -> No
         [
             size_text(one["bytes"]),
             one["method"],
-            one["seconds"].times(1e6).text(",.0f" if one["seconds"].median > 1e-4 else ".1f"),
-            "" if one["method"] == NOTHING else one["bus_gb_per_s"].text(".2f" if one["bytes"] >= 2**20 else ".3f"),
+            _time_text(one["seconds"]),
+            "" if one["method"] == NOTHING else _rate_text(one["bus_gb_per_s"].times(1e3)),
             one["speed"].text() if one["speed"] else "",
             f"{one['wire_bytes'] / one['bytes']:.2f}" if one["method"] not in (COPY, NOTHING) else "",
         ]
         for one in found
     ]
-    head = ["size", "method", "microseconds (p10 to p90)", "bus GB/s", "speed / MPI_Allreduce", "on the wire / size"]
+    head = ["size", "method", "time (p10 to p90)", "bus MB/s", "speed / MPI", "wire / size"]
     if LINK not in {one["method"] for one in found}:
         head, rows = head[:-1], [row[:-1] for row in rows]
     figures.show(f"allreduce, {num_ranks} ranks, {repeats}", head, rows)
+
+
+def _time_text(seconds: figures.Spread) -> str:
+    unit, factor = ("s", 1) if seconds.median >= 1 else ("ms", 1e3) if seconds.median >= 1e-3 else ("us", 1e6)
+    return f"{seconds.times(factor).text('.1f')} {unit}"
+
+
+def _rate_text(rate: figures.Spread) -> str:
+    return rate.text(",.0f" if rate.median >= 10 else ".2f")
 
 
 def draw(found: Sequence[Mapping[str, Any]], num_ranks: int, path: Path) -> None:
