@@ -35,9 +35,10 @@ _BROADCAST_AS = {tf.bfloat16: tf.uint16, tf.uint32: tf.int32, tf.uint64: tf.int6
 def init(*args: Any, **kwargs: Any) -> None:
     """Starts Horovod; takes the arguments of `horovod.tensorflow.init`.
 
-    Unlike Horovod's own, it works in a plain `python script.py` (one rank) with Open MPI from PyPI, and lets MPI yield
-    the processor while it waits when the ranks of this host fill its cores. It also makes sure that this rank is where
-    its launcher was told to put it, and `ringtrain launch` learns why the rank ends if it does by an exception.
+    Unlike Horovod's own, it works in a plain `python script.py` (one rank) with Open MPI from PyPI, lets MPI yield the
+    processor while it waits when the ranks of this host fill its cores, and has it use several connections between
+    hosts. It also makes sure that this rank is where its launcher was told to put it, and `ringtrain launch` learns why
+    the rank ends if it does by an exception.
 
     Raises:
         PlacementError: The rank is elsewhere, or its world has another size.
@@ -90,6 +91,8 @@ def prepare_environment(environ: MutableMapping[str, str], prefix: Path, num_cor
     if local_size > 1 and num_cores <= local_size:
         # Open MPI polls while it waits, on cores that the other ranks need for computing.
         environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    # Large messages that cross on one TCP connection get half of the link.
+    environ.setdefault("OMPI_MCA_btl_tcp_links", "4")
 
 
 def tensor_of(value: Any) -> Any:
