@@ -22,6 +22,19 @@ _own: list[Journal] = []
 _failures: list[BaseException] = []
 
 
+class Stages:
+    """When a start reached what: the moments of its journal's first event, in seconds since 1970, in their order."""
+
+    def __init__(self) -> None:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        self.moments = {"process": time.time() - age_s, "python": time.time()}
+
+    def done(self, name: str) -> None:
+        """Notes that something is behind it."""
+        self.moments[name] = time.time()
+
+
 def begin(own: Journal, event: str = "start", **facts: Any) -> None:
     """Makes a journal this process', for `note`, with a start as its first event.
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ringtrain import checkpoint, data, devices, display, fingerprint, journal, pieces, reports, settings, stderr
+from ringtrain import checkpoint, data, devices, display, fingerprint, journal, lean, pieces, reports, settings, stderr
 from ringtrain.config import Config, derive
 from ringtrain.errors import RingtrainError
 
@@ -29,8 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; 128 + the number of the signal that ended training; or 2 after an error that a person can mend, which one
         rank says in one line.
     """
+    stages = journal.Stages()
     try:
-        return train(settings.read(sys.argv[1:] if argv is None else argv))
+        return train(settings.read(sys.argv[1:] if argv is None else argv), stages)
     except RingtrainError as error:
         journal.note_failure(error, exit_code=2)
         # What one rank met, every rank raises (hvd.run_together): rank 0 speaks for all, and launchers end the job with
@@ -45,13 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise
 
 
-def train(config: Config) -> int:
+def train(config: Config, stages: journal.Stages) -> int:
     """Trains, evaluates, proves that the ranks agree, and fills the run's folder.
 
     Every rank makes this walk and takes part in every collective; what rank 0 does alone contains none.
 
     Args:
         config: the resolved configuration.
+        stages: of this start; those up to training are noted.
 
     Returns:
         The exit code: 0, or 128 + the number of the signal that ended training.
@@ -61,15 +63,18 @@ def train(config: Config) -> int:
     """
     # Names first: a misspelt one is told at once. TensorFlow is loaded with hvd, and talks.
     stderr.watch()
+    lean.start()
     attempt = reports.Attempt.from_environment()
     named = pieces.find(config)
     import ringtrain.hvd as hvd  # the first: it says what is not installed
     from ringtrain import elastic, health, heartbeat, resume, timeline, tracking
 
+    stages.done("libraries")
     hvd.configure(config.hvd)
     hvd.elastic.listen()
     config, timeline_file = (config, "") if hvd.elastic.is_on() else timeline.wanted(config)
     hvd.init()
+    stages.done("init")
     if hvd.elastic.is_on():  # ranks come and go: another walk, of the same pieces
         return elastic.train(config, named, attempt)
     rank, size = hvd.rank(), hvd.size()
@@ -81,6 +86,7 @@ def train(config: Config) -> int:
     host = socket.gethostname()
     code = hvd.run_together(lambda: fingerprint.of_code(config, tracking.versions()))
     fingerprint.refuse(hvd.allgather_object((host, code), name="ringtrain_code"))
+    stages.done("checks")
 
     # Data: each rank trains its own part of every global batch, and evaluates its own test samples.
     hvd.run_together(tracking.check_packages)
@@ -90,10 +96,12 @@ def train(config: Config) -> int:
     pieces.refuse_differences(hvd.allgather_object((config, numbers), name="ringtrain_numbers"))
     checksums = hvd.run_together(lambda: data.checksums(data_set))
     fingerprint.refuse(hvd.allgather_object((host, checksums), name="ringtrain_data"))
+    stages.done("data")
 
     # Model and optimizer: rank 0's on every rank, out of the run's newest checkpoint if there is one, and kept equal by
     # averaged gradients.
     model = pieces.compiled_model(named, data_set, config, numbers)
+    stages.done("model")
     gradient_norm = hvd.track_gradient_norm(model.optimizer) if config.tracking.every_steps else None
     users_callbacks = hvd.run_together(named.make_callbacks)
     start = resume.restore(model, *resume.source_of(config), config, numbers)
@@ -102,6 +110,7 @@ def train(config: Config) -> int:
         hvd.broadcast_model(model, root_rank=0)
     hvd.check_in_sync(model)
     gradients = hvd.check_averaging(model.optimizer)
+    stages.done("agreement")
 
     # The run's folder: only now, when all that can be wrong with the configuration would have been found.
     folder = pieces.agree_on_folder(config, numbers, attempt)
@@ -114,7 +123,7 @@ def train(config: Config) -> int:
     hosts = hvd.allgather_object(host, name="ringtrain_hosts")
     start_s = hvd.broadcast_object(time.time(), root_rank=0, name="ringtrain_start_s")
     own_journal = journal.Journal(folder, rank, size, attempt.number, start_s)
-    began = {"global_step": start.global_step, "resumed_from": start.source, "hosts": hosts}
+    began = {"global_step": start.global_step, "resumed_from": start.source, "hosts": hosts, "stages": stages.moments}
     journal.begin(own_journal, **began, versions=tracking.versions())
     console = display.console_for(rank)
     display.show_plan(console, config, numbers, pinning, hosts)
