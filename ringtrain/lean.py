@@ -1,4 +1,4 @@
-"""What Keras loads for other uses than training is loaded when it is used: scikit-learn and matplotlib, a second's work.
+"""What Keras loads for other uses than training is loaded when it is used: scikit-learn, matplotlib, a second's work.
 
 Standard library only. Modules of importlib.util.LazyLoader would not do: whoever walks through sys.modules, as
 TensorFlow's autograph does, wakes them all.

@@ -179,9 +179,9 @@ class Clock(keras.callbacks.Callback):
 class Saver(keras.callbacks.Callback):
     """Saves the run's state every so many steps, epochs and minutes.
 
-    The training thread copies the state; another one of rank 0 writes it. A checkpoint that cannot be written, as on a
-    full disk, is left out; only the last one has to be there. For every rank, after whatever adds to an epoch's
-    metrics, and after what agrees on time.
+    The training thread holds on to the state as it is; another one of rank 0 copies and writes it. A checkpoint that
+    cannot be written, as on a full disk, is left out; only the last one has to be there. For every rank, after whatever
+    adds to an epoch's metrics, and after what agrees on time.
 
     Args:
         model: compiled.
@@ -255,11 +255,16 @@ class Saver(keras.callbacks.Callback):
             return
         begin_s = time.perf_counter()
         self.wait()  # for the one before: states do not pile up in memory
-        own_state = self._own_state()
+        own_state = self._own_state(), self._not_finite()
         with hvd.during("reduce"):
-            own = hvd.allgather_object(own_state, name="ringtrain_own_state")
-        state = hvd.run_together(lambda: self._copy(own) if hvd.rank() == 0 else None)
-        if state is not None:
+            gathered = hvd.allgather_object(own_state, name="ringtrain_own_state")
+        if worst := next((path for _, path in gathered if path), ""):
+            raise NonFiniteLoss(
+                f"after step {step} {worst} is no finite number any more: look at the learning rate; the last"
+                f" checkpoint is from before"
+            )
+        if hvd.rank() == 0:
+            state = self._state([own for own, _ in gathered])
             self._writer = threading.Thread(target=self._write, args=(step, *state), name="ringtrain-saver")
             self._writer.start()
         self.saved_step = step
@@ -299,7 +304,12 @@ class Saver(keras.callbacks.Callback):
             return own
         return own | {f"metrics-{name}": array for name, array in _arrays_of(self.model.metrics_variables).items()}
 
-    def _copy(self, own: list[dict[str, NDArray[Any]]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _not_finite(self) -> str:
+        """The path of a weight that holds a number that is none; empty: they are all good."""
+        found = (variable.path for variable in self.model.weights if not _is_finite(variable))
+        return next(found, "")
+
+    def _state(self, own: list[dict[str, NDArray[Any]]]) -> tuple[dict[str, Any], dict[str, Any]]:
         ranks = {f"{rank}/{name}": array for rank, arrays in enumerate(own) for name, array in arrays.items()}
         facts = {
             **self.facts,
@@ -308,19 +318,15 @@ class Saver(keras.callbacks.Callback):
             "num_ranks": len(own),
             "variables": checkpoint.shapes_of(_shared_variables(self.model)),
         }
-        state = _shared_state(self.model, own)
-        for variable, array in zip(self.model.weights, state.values(), strict=False):
-            if not np.isfinite(_as_float(variable, array)).all():
-                raise NonFiniteLoss(
-                    f"after step {self.clock.global_step} {variable.path} is no finite number any more: look at the"
-                    f" learning rate; the last checkpoint is from before"
-                )
-        return {"state": state, "ranks": ranks}, facts
+        return {"state": _shared_state(self.model, own), "ranks": ranks}, facts
 
     def _write(self, step: int, files: dict[str, Any], facts: dict[str, Any]) -> None:
         """In a thread of its own, on rank 0."""
         begin_s = time.perf_counter()
         try:
+            state = files["state"]
+            for name, value in state.items():  # soon, before the next update of weights would have to copy them itself
+                state[name] = _storable(value)
             checkpoint.save(self.folder, step, files, facts, lambda name: self.while_saving(step))
             checkpoint.prune(self.folder, self.config.checkpoint.keep, BEST_BY)
         except OSError as error:
@@ -471,9 +477,9 @@ def _own_variables(model: keras.Model) -> list[Any]:
     return [*seeds, *model.non_trainable_weights, *(getattr(optimizer, "_accumulated_gradients", None) or [])]
 
 
-def _shared_state(model: keras.Model, own: list[dict[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
+def _shared_state(model: keras.Model, own: list[dict[str, NDArray[Any]]]) -> dict[str, Any]:
     """Rank 0's weights and optimizer; of moving statistics, which differ within an epoch, the means over the ranks."""
-    state = _arrays_of(_shared_variables(model))
+    state = {f"{index:05d}": _held(variable) for index, variable in enumerate(_shared_variables(model))}
     places = {id(variable): f"{index:05d}" for index, variable in enumerate(_own_variables(model))}
     averaged = {id(variable) for variable in hvd.moving_statistics(model)}
     for index, variable in enumerate(model.weights):
@@ -495,11 +501,12 @@ def _arrays_of(variables: list[Any]) -> dict[str, NDArray[Any]]:
     return {f"{index:05d}": _to_array(variable) for index, variable in enumerate(variables)}
 
 
-def _as_float(variable: Any, array: NDArray[Any]) -> NDArray[Any]:
-    """What `_to_array` made of a variable, as numbers."""
+def _is_finite(variable: Any) -> bool:
+    array = np.asarray(variable.value.read_value())
     if str(variable.dtype) == "bfloat16":
-        return (array.astype(np.uint32) << 16).view(np.float32)
-    return array
+        array = array.astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.isfinite(array.sum()) or np.isfinite(array).all())  # a sum is quick, and may overflow
 
 
 def _by_rank(arrays: Mapping[str, NDArray[Any]], num_ranks: int) -> list[dict[str, NDArray[Any]]]:
@@ -518,7 +525,17 @@ def _assign(variables: list[Any], arrays: Mapping[str, NDArray[Any]]) -> None:
         variable.assign(array)
 
 
+def _held(variable: Any) -> Any:
+    """The value as it is now: a variable that changes while somebody holds its tensor gets memory of its own."""
+    tensor = variable.value.read_value()
+    return tensor if "CPU" in tensor.device else _storable(tensor)  # a GPU's memory is dear
+
+
 def _to_array(variable: Any) -> NDArray[Any]:
-    array = np.array(keras.ops.convert_to_numpy(variable))  # a copy: training goes on while it is written
+    return _storable(keras.ops.convert_to_numpy(variable))
+
+
+def _storable(value: Any) -> NDArray[Any]:
+    array = np.array(value)  # a copy: training goes on while it is written
     # NumPy's files do not know bfloat16.
-    return array.view(np.uint16) if str(variable.dtype) == "bfloat16" else array
+    return array.view(np.uint16) if array.dtype.name == "bfloat16" else array

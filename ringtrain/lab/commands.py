@@ -91,6 +91,12 @@ BENCHES = {
             PLOT,
         ),
     ),
+    "startup": Bench("startup", "from the command to the first step, by stages", (turns(5), OUT)),
+    "checkpoint": Bench(
+        "tables",
+        "how long training stands still for a save, beside writing the same bytes",
+        (turns(9), count("--steps", 20, "steps between two saves"), OUT),
+    ),
 }
 
 
