@@ -152,7 +152,7 @@ def _split(
 
     def read(number: tf.Tensor) -> tf.data.Dataset:
         path = tf.gather(path_of_file, tf.gather(file_of, number))
-        return _record(path, tf.gather(start_of, number)).map(_encoded_and_class)
+        return _record(path, tf.gather(start_of, number)).map(encoded_and_class)
 
     def name_of(number: int) -> str:
         file = int(np.searchsorted(first_in_file, number, side="right")) - 1
@@ -184,7 +184,8 @@ def _record(path: tf.Tensor, start: tf.Tensor) -> tf.data.Dataset:
     return tf.data.experimental.from_variant(records, tf.TensorSpec([], tf.string)).take(1)
 
 
-def _encoded_and_class(record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+def encoded_and_class(record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """The encoded picture, string [], and the class, int64 [] from 0, of a record, string []."""
     import tensorflow as tf
 
     features = tf.io.parse_single_example(

@@ -97,6 +97,16 @@ BENCHES = {
         "how long training stands still for a save, beside writing the same bytes",
         (turns(9), count("--steps", 20, "steps between two saves"), OUT),
     ),
+    "input": Bench(
+        "tables",
+        "samples/s of the input pipeline, beside reading and decoding without it",
+        (
+            turns(7),
+            count("--batches", 20, "batches of a measurement"),
+            ("--rank-images-per-s", {"type": float, "default": 0, "metavar": "X", "help": "that a rank trains"}),
+            OUT,
+        ),
+    ),
 }
 
 
