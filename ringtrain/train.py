@@ -46,14 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise
 
 
-def train(config: Config, stages: journal.Stages) -> int:
+def train(config: Config, stages: journal.Stages | None = None) -> int:
     """Trains, evaluates, proves that the ranks agree, and fills the run's folder.
 
     Every rank makes this walk and takes part in every collective; what rank 0 does alone contains none.
 
     Args:
         config: the resolved configuration.
-        stages: of this start; those up to training are noted.
+        stages: of this start, to be noted.
 
     Returns:
         The exit code: 0, or 128 + the number of the signal that ended training.
@@ -64,6 +64,7 @@ def train(config: Config, stages: journal.Stages) -> int:
     # Names first: a misspelt one is told at once. TensorFlow is loaded with hvd, and talks.
     stderr.watch()
     lean.start()
+    stages = stages or journal.Stages()
     attempt = reports.Attempt.from_environment()
     named = pieces.find(config)
     import ringtrain.hvd as hvd  # the first: it says what is not installed

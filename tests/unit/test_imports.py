@@ -62,7 +62,7 @@ MAY_IMPORT = {
     "elastic": TRAINING_HALF - {"train"} | {"errors", "reports"},
     "train": TRAINING_HALF | {"errors", "reports"},
     "cluster": {"errors", "reports", ""},
-    "lab": TRAINING_HALF | {"errors", "cluster", "post_mortem", ""},
+    "lab": TRAINING_HALF | {"errors", "reports", "cluster", "post_mortem", ""},
     "cli": TRAINING_HALF | {"errors", "cluster", "lab", ""},
     "__main__": {"cli"},
 }
