@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, command = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     try:
         options = parser().parse_args(own)
-        if command and options.name not in ("launch", "bench"):
+        if command and options.name not in ("launch", "bench", "tune"):
             raise LaunchError(f"got a command after --, which ringtrain {options.name} does not run: leave it out")
         options.command, options.environ = command, {}
         return options.handler(options)
@@ -137,6 +137,7 @@ def parser() -> argparse.ArgumentParser:
     from ringtrain.lab import commands as lab
 
     lab.add_bench(commands, (where, told), launch)
+    lab.add_tune(commands, (where, told), launch)
 
     listed = commands.add_parser("hosts", parents=[where], help="print the hosts that a launch would use")
     listed.set_defaults(handler=hosts, name="hosts")
@@ -353,11 +354,15 @@ def job_of(options: argparse.Namespace, used: tuple[Host, ...], num_ranks: int) 
     """
     from ringtrain.cluster.job import Job
 
+    environment = {**os.environ, **options.environ}
+    # Of the other hosts' cores we know nothing; hosts of a job are mostly alike.
+    full = max(host.slots for host in used) >= len(os.sched_getaffinity(0))
+    wanted = environment.get("OMPI_MCA_mpi_yield_when_idle")
     return Job(
         command=tuple(options.command),
         num_ranks=num_ranks,
         hosts=used,
-        environment={**os.environ, **options.environ},
+        environment=environment,
         forward=(*options.forward, *options.environ),
         working_directory=str(Path.cwd()),
         bind=options.bind,
@@ -370,8 +375,7 @@ def job_of(options: argparse.Namespace, used: tuple[Host, ...], num_ranks: int) 
         timeline=str(Path(options.timeline).absolute()) if options.timeline else "",
         allow_root=os.geteuid() == 0,
         files_folder=os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/ringtrain-{os.geteuid()}",
-        # Of the other hosts' cores we know nothing; hosts of a job are mostly alike.
-        yield_when_idle=max(host.slots for host in used) >= len(os.sched_getaffinity(0)),
+        yield_when_idle=full if wanted is None else wanted == "1",
     )
 
 

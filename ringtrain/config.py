@@ -221,6 +221,8 @@ class HvdConfig:
     """MB of gradients that are sent in one message; 0: each alone; -1: as Horovod has it (128), or its environment"""
     cycle_time_ms: float = -1.0
     """milliseconds for which ready gradients are collected; -1: as Horovod has it (1), or its environment"""
+    groups: int = 0
+    """groups of gradients, each of which is sent when all of it is ready; 0: each gradient as soon as it is"""
     deterministic: bool = False
     """add the ranks' gradients in the same order in every step and run, also with more than two ranks"""
 
@@ -260,6 +262,10 @@ class Config:
             )
         if self.hvd.deterministic and self.hvd.fusion_mb > 0:
             raise ConfigError("hvd.deterministic and hvd.fusion_mb are both set: deterministic runs fuse nothing")
+        if self.hvd.groups and self.hvd.deterministic:
+            raise ConfigError("hvd.deterministic and hvd.groups are both set: deterministic runs send all as one")
+        if self.hvd.groups and self.hvd.op == "adasum":
+            raise ConfigError("hvd.op adasum and hvd.groups are both set: Adasum combines tensor by tensor")
         _check_schedule(self.schedule, self.train.epochs)
 
 
@@ -326,6 +332,7 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "device.memory_mb": _AT_LEAST_0,
     "device.threads": _AT_LEAST_0,
     "hvd.fusion_mb": ("0 or more, or -1", lambda value: value == -1 or 0 <= value < float("inf")),
+    "hvd.groups": _AT_LEAST_0,
     "hvd.cycle_time_ms": ("0 or more, or -1", lambda value: value == -1 or 0 <= value < float("inf")),
 }
 

@@ -262,6 +262,7 @@ def compiled_model(
         optimizer,
         op={"average": hvd.Average, "adasum": hvd.Adasum}[config.hvd.op],
         compression={"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}[config.hvd.compression],
+        groups=config.hvd.groups or None,
         deterministic=config.hvd.deterministic,
     )
     loss, metrics = models.cross_entropy(config.model.label_smoothing), named.make_metrics()

@@ -1,4 +1,4 @@
-"""The commands bench, predict and report: options, and what they start. What one needs is imported when it runs."""
+"""The commands bench, tune, predict and report: options, and what they start, which is imported when it runs."""
 
 from __future__ import annotations
 
@@ -148,11 +148,69 @@ def measure(options: argparse.Namespace, launch: Callable[[argparse.Namespace], 
         value = getattr(options, flag.removeprefix("--").replace("-", "_"))
         if meaning.get("type") is int and value < 1:
             raise LaunchError(f"got {flag} {value}, expected 1 or more")
+    return start_module(bench.module, options, launch)
+
+
+def start_module(module: str, options: argparse.Namespace, launch: Callable[[argparse.Namespace], int]) -> int:
+    """Runs what measures by starting ranks.
+
+    Args:
+        module: of ringtrain.lab.
+        options: of its command.
+        launch: the handler of launch.
+
+    Raises:
+        LaunchError: options of launch that show and do not run.
+    """
     if options.dry_run or options.explain or options.elastic:
-        raise LaunchError("bench runs what it measures: leave out --dry-run, --explain and --elastic")
+        raise LaunchError(f"{options.name} runs what it measures: leave out --dry-run, --explain and --elastic")
     from ringtrain.lab.starts import starter
 
-    return importlib.import_module(f"ringtrain.lab.{bench.module}").main(options, starter(options, launch))
+    return importlib.import_module(f"ringtrain.lab.{module}").main(options, starter(options, launch))
+
+
+def add_tune(
+    commands: argparse._SubParsersAction[Any],
+    parents: Sequence[argparse.ArgumentParser],
+    launch: Callable[[argparse.Namespace], int],
+) -> None:
+    """Adds `ringtrain tune`; the arguments are those of add_bench."""
+    told = commands.add_parser(
+        "tune",
+        parents=list(parents),
+        usage="ringtrain tune [options] [-- options of ringtrain.train]",
+        description="Tries settings of a training in short runs, measured in turns, and writes a TOML with those that"
+        " made it faster. Starts ranks as ringtrain launch does. See docs/tuning.md.",
+        help="find the settings with which training is fastest here",
+    )
+    told.add_argument("--budget", default="5m", metavar="TIME", help="at most so long: 90s, 5m, 1h (5m)")
+    told.add_argument(
+        "--out", default="", metavar="FILE", help="write the settings as TOML, for ringtrain.train --config"
+    )
+    told.add_argument(
+        "--allow-compression", action="store_true", help="keep 16-bit gradients if they are faster: numbers change"
+    )
+
+    def handler(options: argparse.Namespace) -> int:
+        options.launch_words = [word for parent in parents for word in words_of(parent, options)]
+        return start_module("tune", options, launch)
+
+    told.set_defaults(handler=handler, name="tune")
+
+
+def words_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
+    """The words of a command line that give options which are not at their defaults."""
+    words: list[str] = []
+    for action in parser._actions:
+        value = getattr(options, action.dest, action.default)
+        if value == action.default:
+            continue
+        flag = action.option_strings[-1]
+        if isinstance(action, argparse._AppendAction):
+            words += [word for one in value for word in (flag, str(one))]
+        else:
+            words += [flag, *([] if action.nargs == 0 else map(str, value) if action.nargs else [str(value)])]
+    return words
 
 
 def add_predict(commands: argparse._SubParsersAction[Any]) -> None:

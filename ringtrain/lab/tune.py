@@ -1,0 +1,452 @@
+"""ringtrain tune: which settings make a training faster here, measured; and the TOML that has them.
+
+    ringtrain tune -H localhost:2 --out tuned.toml -- --model.name cnn --data.name synthetic --train.batch-size 64
+
+Lever by lever, from the one that mostly gains most: what is best so far and the lever's candidates are measured in
+turns (A B A B ...), and a candidate takes the place of the best only if the ratios of these turns leave no doubt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ringtrain import settings
+from ringtrain.config import Config, value_of
+from ringtrain.errors import LaunchError
+from ringtrain.lab import figures
+from ringtrain.lab.starts import Start
+
+WITHIN_A_START = ("hvd.groups", "hvd.compression")
+YIELDING = "OMPI_MCA_mpi_yield_when_idle"
+HIERARCHICAL = "HOROVOD_HIERARCHICAL_ALLREDUCE"
+OWN_TURNS = 3  # where each measurement is a start of its own
+TURNS_WITHIN = 5
+SMALLEST_GAIN = 1.02
+BLOCK_S = 2.0
+BLOCK_WITHIN_S = 1.0
+SHORTEST_BLOCK_STEPS = 3  # one of them warms up
+GRAPH_S = 1.5  # to make that of a further variant
+AUTOTUNE_S = 20.0
+MARGIN = 1.15  # a start may take so many times the longest one before
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A way to train: what is changed of the command line."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """of ringtrain.train, by dotted name"""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """of the ranks"""
+    launcher: str = ""
+    """of ringtrain launch; empty: the command line's"""
+
+    def over(self, other: Choice) -> Choice:
+        """This one's changes on top of another's."""
+        return Choice(
+            {**other.options, **self.options}, {**other.environ, **self.environ}, self.launcher or other.launcher
+        )
+
+    @property
+    def needs_start(self) -> bool:
+        """Whether it cannot be compared with another within one start."""
+        return bool(self.launcher or self.environ or set(self.options) - {*WITHIN_A_START})
+
+    def text(self) -> str:
+        """E.g. "hvd.groups=4"."""
+        told = [f"{name}={value}" for name, value in {**self.options, **self.environ}.items()]
+        return " ".join([*([f"--launcher {self.launcher}"] if self.launcher else []), *told]) or "as it was"
+
+    def words(self) -> list[str]:
+        """Of ringtrain.train's command line."""
+        return [f"--{name.replace('_', '-')}={value}" for name, value in self.options.items()]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What decides which settings are worth trying; the first start tells."""
+
+    num_ranks: int
+    ranks_per_host: int
+    num_gradients: int
+    gradient_mb: float
+    threads: int
+    """of a rank; 0: it computes on a GPU"""
+    nccl: bool
+    yields: bool | None
+    """whether Open MPI's waiting ranks give their cores away; None: it is not Open MPI that they talk over"""
+
+
+@dataclass(frozen=True)
+class Lever:
+    """One thing that can be set in several ways."""
+
+    name: str
+    candidates: tuple[Choice, ...]
+    keep: bool = True
+    """False: measured, and never kept"""
+    autotuned: bool = False
+    """Horovod's autotuner gives another candidate"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a candidate did."""
+
+    lever: str
+    choice: Choice
+    ratios: tuple[float, ...]
+    """images/s over those of the best so far, per turn"""
+    verdict: str
+    """kept, or why not"""
+
+
+class BudgetOver(Exception):
+    """There is no time for another start."""
+
+
+def next_lever(name: str, facts: Facts, config: Config, launcher: str, allow_compression: bool) -> Lever:
+    """What is worth trying of a lever.
+
+    Args:
+        name: one of order().
+        facts: of the best so far.
+        config: of the best so far.
+        launcher: the same.
+        allow_compression: whether numbers may change.
+    """
+    several_hosts = facts.num_ranks > facts.ranks_per_host
+    fixed = config.hvd.deterministic or config.hvd.op == "adasum"
+    if name == "controller":
+        others = {"mpirun": "horovodrun-gloo", "horovodrun": "horovodrun-gloo", "horovodrun-gloo": "mpirun"}
+        other = "" if config.hvd.op == "adasum" else others.get(launcher, "")
+        return Lever(name, (Choice(launcher=other),) if other else ())
+    if name == "yielding":
+        turned = {True: "0", False: "1"}.get(facts.yields) if facts.yields is not None else None
+        return Lever(name, (Choice(environ={YIELDING: turned}),) if turned else ())
+    if name == "threads":
+        numbers = {1, facts.threads // 2, facts.threads * 2} - {0, facts.threads}
+        return Lever(name, tuple(Choice({"device.threads": n}) for n in sorted(numbers)) if facts.threads else ())
+    if name == "groups":
+        numbers = {n for n in (1, 2, 4, 8) if n < facts.num_gradients} - {config.hvd.groups}
+        return Lever(name, () if fixed else tuple(Choice({"hvd.groups": n}) for n in sorted(numbers)))
+    if name == "fusion and cycle":
+        slower = Choice({"hvd.cycle_time_ms": 5.0})
+        return Lever(name, (slower,), autotuned=not config.hvd.deterministic)
+    if name == "hierarchical":
+        # Horovod 0.28.1 has it for NCCL only: its CPU operations never ask for the setting.
+        useful = facts.nccl and not facts.threads and several_hosts and facts.ranks_per_host > 1
+        return Lever(name, (Choice(environ={HIERARCHICAL: "1"}),) if useful else ())
+    if name == "compression":
+        tried = config.hvd.compression == "none"
+        return Lever(name, (Choice({"hvd.compression": "fp16"}),) if tried else (), keep=allow_compression)
+    raise KeyError(name)
+
+
+def order(facts: Facts, allow_compression: bool) -> list[str]:
+    """Levers, from the one that mostly gains most; what is only measured comes last.
+
+    Args:
+        facts: between hosts the bytes decide, on one host the cores.
+        allow_compression: whether numbers may change.
+    """
+    if facts.num_ranks > facts.ranks_per_host:
+        names = ["controller", "hierarchical", "groups", "fusion and cycle", "threads", "yielding"]
+    else:
+        names = ["yielding", "controller", "threads", "groups", "fusion and cycle"]
+    first = allow_compression and facts.num_ranks > facts.ranks_per_host
+    return ["compression", *names] if first else [*names, "compression"]
+
+
+def is_better(ratios: Sequence[float]) -> bool:
+    """Whether a candidate is faster without doubt: in the median by 2 %, and not slower in hardly any turn (p10).
+
+    Args:
+        ratios: images/s over those of the best so far, per turn; of two turns or fewer nothing can be said.
+    """
+    if len(ratios) < OWN_TURNS:
+        return False
+    spread = figures.Spread.of(ratios)
+    return spread.median >= SMALLEST_GAIN and spread.p10 > 1
+
+
+class Budget:
+    """Seconds that are left.
+
+    Args:
+        seconds: in all.
+        now: the clock.
+    """
+
+    def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
+        self.now, self.seconds, self.begin_s, self.longest_s = now, seconds, now(), 0.0
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds since the beginning."""
+        return self.now() - self.begin_s
+
+    def start(self, extra_s: float) -> Callable[[], None]:
+        """Begins a start, which ends with a call of what it returns.
+
+        Args:
+            extra_s: that it takes besides what every start takes.
+
+        Raises:
+            BudgetOver: it would hardly end in time.
+        """
+        if self.longest_s * MARGIN + extra_s > self.seconds - self.spent_s:
+            raise BudgetOver
+        begun_s = self.now()
+
+        def end() -> None:
+            self.longest_s = max(self.longest_s, self.now() - begun_s - extra_s)
+
+        return end
+
+
+Run = Callable[[Choice, Sequence[Choice], int], list[list[float]]]
+"""images/s in one start, per variant and turn: what the start itself is like, its variants, turns"""
+
+
+def compare(lever: Lever, best: Choice, run: Run) -> list[Outcome]:
+    """Measures a lever's candidates against the best so far.
+
+    Args:
+        lever: with one candidate or more.
+        best: so far.
+        run: measures.
+
+    Returns:
+        An outcome per candidate; at most one of them is kept.
+    """
+    candidates = list(lever.candidates)
+    ratios: list[list[float]] = [[] for _ in candidates]
+    failed: dict[int, str] = {}
+    over = False
+    try:
+        if any(choice.needs_start for choice in candidates):
+            alive = list(range(len(candidates)))
+            for turn in range(OWN_TURNS):
+                if not alive:
+                    break
+                ((own,),) = run(best, [Choice()], 1)
+                for number in list(alive):
+                    try:
+                        ((other,),) = run(candidates[number].over(best), [Choice()], 1)
+                    except LaunchError as error:
+                        failed[number] = f"failed: {error}"
+                        alive.remove(number)
+                        continue
+                    ratios[number].append(other / own)
+                    if turn and max(ratios[number]) < 1:  # slower twice: not worth a third start
+                        alive.remove(number)
+        else:
+            own_s, *others = run(best, [Choice(), *candidates], TURNS_WITHIN)
+            ratios = [[b / a for a, b in zip(own_s, other, strict=True)] for other in others]
+    except BudgetOver:
+        over = True
+    except LaunchError as error:
+        failed |= dict.fromkeys(range(len(candidates)), f"failed: {error}")
+    better = [number for number, found in enumerate(ratios) if number not in failed and is_better(found)]
+    winner = max(better, key=lambda number: figures.Spread.of(ratios[number]).median, default=-1)
+    outcomes = []
+    for number, (choice, found) in enumerate(zip(candidates, ratios, strict=True)):
+        verdict = "another is better" if number in better else "no gain for sure"
+        if number == winner:
+            verdict = "kept" if lever.keep else "not kept: it changes numbers; --allow-compression keeps it"
+        if over and len(found) < OWN_TURNS:
+            verdict = "not decided: the time is up"
+        outcomes.append(Outcome(lever.name, choice, tuple(found), failed.get(number, verdict)))
+    return outcomes
+
+
+class Trials:
+    """Measures by starting ranks, within the budget.
+
+    Args:
+        start: starts them.
+        told: options of ringtrain.train.
+        budget: that is kept.
+        say: shows what is under way.
+    """
+
+    def __init__(self, start: Start, told: Sequence[str], budget: Budget, say: Callable[[str], None]) -> None:
+        self.start, self.told, self.budget, self.say = start, list(told), budget, say
+        self.step_s = 0.0
+        self.facts: dict[str, Facts] = {}
+
+    def run(self, choice: Choice, variants: Sequence[Choice], turns: int) -> list[list[float]]:
+        """Images per second, per variant and turn; see Run."""
+        several = len(variants) > 1
+        block_s = BLOCK_WITHIN_S if several else BLOCK_S
+        tried = [",".join(word.removeprefix("--") for word in variant.words()) or "as-is" for variant in variants]
+        words = [word for text in tried for word in ("--variant", text)]
+        # A start's own time holds one block of one variant; on slow links a block is as long as its fewest steps.
+        each_s = GRAPH_S + SHORTEST_BLOCK_STEPS * self.step_s + turns * max(block_s, SHORTEST_BLOCK_STEPS * self.step_s)
+        found = self._start(
+            choice,
+            ", ".join(variant.text() for variant in variants) if several else choice.text(),
+            [*words, "--turns", str(turns), "--block-s", str(block_s)],
+            len(variants) * each_s if several else 0.0,
+        )
+        self.step_s = self.step_s or found["step_s"]
+        return found["images_per_s"]
+
+    def autotuned(self, best: Choice) -> Choice | None:
+        """Fusion and cycle time as Horovod's autotuner finds them best; None: it found none in its time."""
+        free = Choice({"hvd.fusion_mb": -1, "hvd.cycle_time_ms": -1}).over(best)
+        words = ["--variant", "as-is", "--autotune-s", str(AUTOTUNE_S)]
+        found = self._start(free, "Horovod's autotuner", words, 1.5 * AUTOTUNE_S)["autotuned"]
+        return Choice({f"hvd.{name}": round(value, 2) for name, value in found.items()}) if found else None
+
+    def _start(self, choice: Choice, shown: str, words: Sequence[str], extra_s: float) -> dict[str, Any]:
+        ended = self.budget.start(extra_s)
+        self.say(shown)
+        left_s = max(1, int(self.budget.seconds - self.budget.spent_s))
+        part = ["tune", *words, "--limit-s", str(left_s), "--", *self.told, *choice.words()]
+        found = self.start(part, 0, choice.environ, choice.launcher)
+        ended()
+        self.facts[choice.text()] = Facts(**found["facts"])
+        return found
+
+
+def search(trials: Trials, allow_compression: bool, launcher: str, say: Callable[[Outcome], None]) -> Choice:
+    """Tries lever after lever, and keeps what gains.
+
+    Args:
+        trials: measure.
+        allow_compression: whether numbers may change.
+        launcher: of the command line.
+        say: hears of every candidate.
+
+    Returns:
+        What is best.
+
+    Raises:
+        LaunchError: training does not run as it is, or there is no time for a first start.
+    """
+    best = Choice()
+    try:
+        trials.run(best, [best], 1)
+    except BudgetOver:
+        raise LaunchError("there was no time for a single start: give a larger --budget") from None
+    facts = trials.facts[best.text()]
+    for name in order(facts, allow_compression):
+        facts = trials.facts.get(best.text(), facts)  # those that differ within one start share them
+        config = settings.read([*trials.told, *best.words()])
+        lever = next_lever(name, facts, config, best.launcher or launcher, allow_compression)
+        if lever.autotuned:
+            try:
+                found = trials.autotuned(best)
+            except (BudgetOver, LaunchError):
+                found = None
+            lever = Lever(name, (*lever.candidates, *([found] if found else [])))
+        outcomes = compare(lever, best, trials.run) if lever.candidates else []
+        for outcome in outcomes:
+            say(outcome)
+            if outcome.verdict == "kept":
+                best = outcome.choice.over(best)
+    return best
+
+
+def toml(best: Choice, told: Sequence[str], line: str, outcomes: Sequence[Outcome]) -> str:
+    """A file for ringtrain.train --config: the whole configuration; at its head, what no TOML can hold.
+
+    Args:
+        best: what was found.
+        told: the options of ringtrain.train that it is for.
+        line: to launch it with.
+        outcomes: of all candidates.
+    """
+    measured = [f"# {' | '.join(row)}" for row in rows(outcomes)]
+    head = ["# Made by ringtrain tune. Launch it so:", f"#   {line}", "# Measured, as ratios of images/s:", *measured]
+    return "\n".join(head) + "\n" + settings.to_toml(settings.read([*told, *best.words()]))
+
+
+def rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
+    """Lever, candidate, ratio and verdict of each."""
+    return [
+        [
+            one.lever,
+            one.choice.text(),
+            figures.Spread.of(one.ratios).text(".3f") if one.ratios else "",
+            str(len(one.ratios)),
+            " ".join(one.verdict.split()),
+        ]
+        for one in outcomes
+    ]
+
+
+def launch_line(best: Choice, words: Sequence[str], path: str) -> str:
+    """The command that trains with what was found.
+
+    Args:
+        best: what was found.
+        words: options of ringtrain launch that were given.
+        path: of the TOML file.
+    """
+    exported = [f"{name}={shlex.quote(value)}" for name, value in best.environ.items()]
+    launcher = ["--launcher", best.launcher] if best.launcher else []
+    forwarded = [word for name in best.environ for word in ("--forward", name)]
+    train = ["python", "-m", "ringtrain.train", "--config", path]
+    return " ".join([*exported, shlex.join(["ringtrain", "launch", *words, *launcher, *forwarded, "--", *train])])
+
+
+def seconds_of(text: str) -> float:
+    """Seconds of "300", "300s", "5m" or "1h".
+
+    Raises:
+        LaunchError: it is none of these, or not above 0.
+    """
+    number, factor = (text[:-1], {"s": 1, "m": 60, "h": 3600}[text[-1]]) if text[-1:] in ("s", "m", "h") else (text, 1)
+    try:
+        seconds = float(number) * factor
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise LaunchError(f"got --budget {text}, expected a time such as 90s, 5m or 1h")
+    return seconds
+
+
+def main(options: argparse.Namespace, start: Start) -> int:
+    """Measures, shows and writes."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    budget = Budget(seconds_of(options.budget))
+    settings.read(options.command)  # a mistake in it is told before anything starts
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("tune"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("of {task.fields[most]}  {task.description}"),
+    )
+    outcomes: list[Outcome] = []
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("", total=budget.seconds, most=options.budget)
+
+        def say(what: str) -> None:
+            bar.update(task, completed=min(budget.spent_s, budget.seconds), description=what)
+            if not console.is_terminal:
+                print(f"tune: {budget.spent_s:.0f} s of {budget.seconds:.0f} s: {what}", file=console.file, flush=True)
+
+        trials = Trials(start, options.command, budget, say)
+        best = search(trials, options.allow_compression, options.launcher, outcomes.append)
+    title = f"images/s over those of the best so far, median (p10 to p90), in {budget.spent_s:.0f} s"
+    figures.show(title, ("lever", "candidate", "ratio", "turns", "verdict"), rows(outcomes))
+    line = launch_line(best, options.launch_words, options.out or "tuned.toml")
+    text = toml(best, options.command, line, outcomes)
+    if options.out:
+        Path(options.out).write_text(text, encoding="utf-8")
+    changed = {name: value_of(settings.read([*options.command, *best.words()]), name) for name in best.options}
+    print("changed: " + (" ".join(f"{name}={value}" for name, value in changed.items()) or "nothing in the TOML"))
+    print(line)
+    return 0
