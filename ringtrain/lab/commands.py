@@ -183,6 +183,7 @@ def add_tune(
         " made it faster. Starts ranks as ringtrain launch does. See docs/tuning.md.",
         help="find the settings with which training is fastest here",
     )
+    told.add_argument("--only", default="", metavar="LIST", help="levers to try, e.g. groups,threads; else all")
     told.add_argument("--budget", default="5m", metavar="TIME", help="at most so long: 90s, 5m, 1h (5m)")
     told.add_argument(
         "--out", default="", metavar="FILE", help="write the settings as TOML, for ringtrain.train --config"

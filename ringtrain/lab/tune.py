@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain import settings
-from ringtrain.config import Config, value_of
+from ringtrain.config import Config, nearest, value_of
 from ringtrain.errors import LaunchError
 from ringtrain.lab import figures
 from ringtrain.lab.starts import Start
@@ -28,6 +28,7 @@ HIERARCHICAL = "HOROVOD_HIERARCHICAL_ALLREDUCE"
 OWN_TURNS = 3  # where each measurement is a start of its own
 TURNS_WITHIN = 5
 SMALLEST_GAIN = 1.02
+LEVERS = ("controller", "yielding", "threads", "groups", "fusion", "hierarchical", "compression")
 BLOCK_S = 2.0
 BLOCK_WITHIN_S = 1.0
 SHORTEST_BLOCK_STEPS = 3  # one of them warms up
@@ -136,7 +137,7 @@ def next_lever(name: str, facts: Facts, config: Config, launcher: str, allow_com
     if name == "groups":
         numbers = {n for n in (1, 2, 4, 8) if n < facts.num_gradients} - {config.hvd.groups}
         return Lever(name, () if fixed else tuple(Choice({"hvd.groups": n}) for n in sorted(numbers)))
-    if name == "fusion and cycle":
+    if name == "fusion":
         slower = Choice({"hvd.cycle_time_ms": 5.0})
         return Lever(name, (slower,), autotuned=not config.hvd.deterministic)
     if name == "hierarchical":
@@ -157,9 +158,9 @@ def order(facts: Facts, allow_compression: bool) -> list[str]:
         allow_compression: whether numbers may change.
     """
     if facts.num_ranks > facts.ranks_per_host:
-        names = ["controller", "hierarchical", "groups", "fusion and cycle", "threads", "yielding"]
+        names = ["controller", "hierarchical", "groups", "fusion", "threads", "yielding"]
     else:
-        names = ["yielding", "controller", "threads", "groups", "fusion and cycle"]
+        names = ["yielding", "controller", "threads", "groups", "fusion"]
     first = allow_compression and facts.num_ranks > facts.ranks_per_host
     return ["compression", *names] if first else [*names, "compression"]
 
@@ -311,13 +312,20 @@ class Trials:
         self.say(shown)
         left_s = max(1, int(self.budget.seconds - self.budget.spent_s))
         part = ["tune", *words, "--limit-s", str(left_s), "--", *self.told, *choice.words()]
-        found = self.start(part, 0, choice.environ, choice.launcher)
+        try:
+            found = self.start(part, 0, choice.environ, choice.launcher)
+        except LaunchError:
+            if self.budget.spent_s + 1 >= self.budget.seconds:  # its ranks have ended themselves
+                raise BudgetOver from None
+            raise
         ended()
         self.facts[choice.text()] = Facts(**found["facts"])
         return found
 
 
-def search(trials: Trials, allow_compression: bool, launcher: str, say: Callable[[Outcome], None]) -> Choice:
+def search(
+    trials: Trials, allow_compression: bool, launcher: str, say: Callable[[Outcome], None], only: Sequence[str] = ()
+) -> Choice:
     """Tries lever after lever, and keeps what gains.
 
     Args:
@@ -325,6 +333,7 @@ def search(trials: Trials, allow_compression: bool, launcher: str, say: Callable
         allow_compression: whether numbers may change.
         launcher: of the command line.
         say: hears of every candidate.
+        only: levers to try; none: all.
 
     Returns:
         What is best.
@@ -336,9 +345,11 @@ def search(trials: Trials, allow_compression: bool, launcher: str, say: Callable
     try:
         trials.run(best, [best], 1)
     except BudgetOver:
-        raise LaunchError("there was no time for a single start: give a larger --budget") from None
+        raise LaunchError(f"not one start ended in {trials.budget.seconds:g} s: give a larger --budget") from None
     facts = trials.facts[best.text()]
     for name in order(facts, allow_compression):
+        if only and name not in only:
+            continue
         facts = trials.facts.get(best.text(), facts)  # those that differ within one start share them
         config = settings.read([*trials.told, *best.words()])
         lever = next_lever(name, facts, config, best.launcher or launcher, allow_compression)
@@ -421,6 +432,10 @@ def main(options: argparse.Namespace, start: Start) -> int:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     budget = Budget(seconds_of(options.budget))
+    only = [name for name in options.only.split(",") if name]
+    for name in only:
+        if name not in LEVERS:
+            raise LaunchError(f"got --only {name}: {nearest(name, LEVERS)}")
     settings.read(options.command)  # a mistake in it is told before anything starts
     console = Console(stderr=True)
     columns = (
@@ -439,7 +454,7 @@ def main(options: argparse.Namespace, start: Start) -> int:
                 print(f"tune: {budget.spent_s:.0f} s of {budget.seconds:.0f} s: {what}", file=console.file, flush=True)
 
         trials = Trials(start, options.command, budget, say)
-        best = search(trials, options.allow_compression, options.launcher, outcomes.append)
+        best = search(trials, options.allow_compression, options.launcher, outcomes.append, only)
     title = f"images/s over those of the best so far, median (p10 to p90), in {budget.spent_s:.0f} s"
     figures.show(title, ("lever", "candidate", "ratio", "turns", "verdict"), rows(outcomes))
     line = launch_line(best, options.launch_words, options.out or "tuned.toml")
