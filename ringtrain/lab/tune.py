@@ -249,7 +249,11 @@ def compare(lever: Lever, best: Choice, run: Run) -> list[Outcome]:
                     if turn and max(ratios[number]) < 1:  # slower twice: not worth a third start
                         alive.remove(number)
         else:
-            own_s, *others = run(best, [Choice(), *candidates], TURNS_WITHIN)
+            variants = [Choice(), *candidates]
+            try:
+                own_s, *others = run(best, variants, TURNS_WITHIN)
+            except BudgetOver:
+                own_s, *others = run(best, variants, OWN_TURNS)
             ratios = [[b / a for a, b in zip(own_s, other, strict=True)] for other in others]
     except BudgetOver:
         over = True
@@ -297,7 +301,7 @@ class Trials:
             [*words, "--turns", str(turns), "--block-s", str(block_s)],
             len(variants) * each_s if several else 0.0,
         )
-        self.step_s = self.step_s or found["step_s"]
+        self.step_s = found["step_s"]
         return found["images_per_s"]
 
     def autotuned(self, best: Choice) -> Choice | None:

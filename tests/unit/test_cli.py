@@ -51,6 +51,12 @@ def ringtrain(
     )
 
 
+def test_ranks_that_fill_a_host_yield_unless_the_environment_says_otherwise(bin_dir):
+    words = ["launch", "-H", "localhost:512", "--dry-run", "--", "true"]
+    for env, yields in (({}, True), ({"OMPI_MCA_mpi_yield_when_idle": "0"}, False)):
+        assert ("mpi_yield_when_idle 1" in ringtrain(*words, bin_dir=bin_dir, env=env).stdout) is yields
+
+
 def binary(folder: Path) -> Path:
     (folder / "binary").write_bytes(bytes(range(256)))
     return folder / "binary"
