@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -55,6 +56,8 @@ def starter(options: argparse.Namespace, launch: Callable[[argparse.Namespace], 
                 "launcher": launcher or options.launcher,
             }
             code = launch(argparse.Namespace(**{**vars(options), **changed}))
+            if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):  # a person wants no further starts
+                raise SystemExit(code)
             if code or not out.exists():
                 raise LaunchError(f"bench {words[0]} ended with {code} on its ranks, see above")
             return json.loads(out.read_text(encoding="utf-8"))["results"]

@@ -160,7 +160,7 @@ def order(facts: Facts, allow_compression: bool) -> list[str]:
     if facts.num_ranks > facts.ranks_per_host:
         names = ["controller", "hierarchical", "groups", "fusion", "threads", "yielding"]
     else:
-        names = ["yielding", "controller", "threads", "groups", "fusion"]
+        names = ["groups", "threads", "controller", "fusion", "yielding"]
     first = allow_compression and facts.num_ranks > facts.ranks_per_host
     return ["compression", *names] if first else [*names, "compression"]
 
