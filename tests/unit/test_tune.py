@@ -9,8 +9,8 @@ import pytest
 from ringtrain import settings
 from ringtrain.config import Config
 from ringtrain.errors import ConfigError, LaunchError
-from ringtrain.lab import commands, tune
-from ringtrain.lab.tune import BudgetOver, Choice, Facts, Lever
+from ringtrain.lab import commands, levers, tune
+from ringtrain.lab.levers import BudgetOver, Choice, Facts, Lever
 
 ONE_HOST = Facts(2, 2, 8, 12.5, threads=1, nccl=False, yields=True)
 TWO_HOSTS = Facts(2, 1, 8, 12.5, threads=2, nccl=False, yields=False)
@@ -18,18 +18,18 @@ GPUS = Facts(8, 4, 161, 98.0, threads=0, nccl=True, yields=False)
 
 
 def tried(name, facts, told=(), launcher="mpirun"):
-    lever = tune.next_lever(name, facts, settings.read(list(told)), launcher, allow_compression=False)
+    lever = levers.next_lever(name, facts, settings.read(list(told)), launcher, allow_compression=False)
     return [choice.text() for choice in lever.candidates]
 
 
 def test_what_gains_most_is_tried_first_and_what_changes_numbers_only_where_that_is_allowed():
-    assert tune.order(ONE_HOST, False)[0] == "groups" and tune.order(ONE_HOST, False)[-1] == "compression"
-    assert tune.order(TWO_HOSTS, False)[0] == "controller" and tune.order(TWO_HOSTS, False)[-1] == "compression"
-    assert tune.order(TWO_HOSTS, True)[:2] == ["compression", "controller"]
-    assert "hierarchical" not in tune.order(ONE_HOST, True)
-    assert {*tune.order(TWO_HOSTS, True)} == {*tune.LEVERS} > {*tune.order(ONE_HOST, True)}
-    assert not tune.next_lever("compression", ONE_HOST, Config(), "mpirun", allow_compression=False).keep
-    assert tune.next_lever("compression", ONE_HOST, Config(), "mpirun", allow_compression=True).keep
+    assert levers.order(ONE_HOST, False)[0] == "groups" and levers.order(ONE_HOST, False)[-1] == "compression"
+    assert levers.order(TWO_HOSTS, False)[0] == "controller" and levers.order(TWO_HOSTS, False)[-1] == "compression"
+    assert levers.order(TWO_HOSTS, True)[:2] == ["compression", "controller"]
+    assert "hierarchical" not in levers.order(ONE_HOST, True)
+    assert {*levers.order(TWO_HOSTS, True)} == {*levers.LEVERS} > {*levers.order(ONE_HOST, True)}
+    assert not levers.next_lever("compression", ONE_HOST, Config(), "mpirun", allow_compression=False).keep
+    assert levers.next_lever("compression", ONE_HOST, Config(), "mpirun", allow_compression=True).keep
 
 
 @pytest.mark.parametrize(
@@ -61,9 +61,9 @@ def test_nothing_is_tried_that_the_configuration_or_the_launcher_excludes():
     assert tried("controller", ONE_HOST, launcher="srun") == []
     assert tried("controller", ONE_HOST, launcher="horovodrun-gloo") == ["--launcher mpirun"]
     assert tried("compression", ONE_HOST, ["--hvd.compression", "fp16"]) == []
-    for name in tune.order(GPUS, True):
+    for name in levers.order(GPUS, True):
         for facts in (ONE_HOST, TWO_HOSTS, GPUS):
-            lever = tune.next_lever(name, facts, Config(), "mpirun", True)
+            lever = levers.next_lever(name, facts, Config(), "mpirun", True)
             for choice in lever.candidates:
                 settings.read(choice.words())  # nothing that is refused
 
@@ -80,7 +80,7 @@ def test_nothing_is_tried_that_the_configuration_or_the_launcher_excludes():
     ],
 )
 def test_what_is_kept_given_ratios(ratios, better):
-    assert tune.is_better(ratios) is better
+    assert levers.is_better(ratios) is better
 
 
 class Speeds:
@@ -106,7 +106,7 @@ class Speeds:
 def test_candidates_that_need_a_start_are_measured_in_turns_and_a_slower_one_is_given_up():
     run = Speeds(threads_1=0.8, threads_4=1.2)
     lever = Lever("threads", (Choice({"device.threads": 1}), Choice({"device.threads": 4})))
-    first, second = tune.compare(lever, Choice({"hvd.groups": 2}), run)
+    first, second = levers.compare(lever, Choice({"hvd.groups": 2}), run)
     own = "hvd.groups=2"
     both = [own, f"{own} device.threads=1", f"{own} device.threads=4"]
     assert [text for text, _, _ in run.starts] == [*both, *both, own, f"{own} device.threads=4"]
@@ -116,22 +116,22 @@ def test_candidates_that_need_a_start_are_measured_in_turns_and_a_slower_one_is_
 
 def test_candidates_of_one_start_are_compared_in_it_and_the_best_is_kept():
     run = Speeds(groups_1=1.1, groups_2=1.2, groups_4=0.9)
-    lever = tune.next_lever("groups", ONE_HOST, Config(), "mpirun", False)
-    outcomes = tune.compare(lever, Choice(), run)
+    lever = levers.next_lever("groups", ONE_HOST, Config(), "mpirun", False)
+    outcomes = levers.compare(lever, Choice(), run)
     assert len(run.starts) == 1 and run.starts[0][1] == ["as it was", "hvd.groups=1", "hvd.groups=2", "hvd.groups=4"]
     assert [one.verdict for one in outcomes] == ["another is better", "kept", "no gain for sure"]
 
 
 def test_compression_is_measured_and_not_kept_unless_it_is_allowed():
     for allowed, verdict in ((True, "kept"), (False, "not kept: it changes numbers; --allow-compression keeps it")):
-        lever = tune.next_lever("compression", TWO_HOSTS, Config(), "mpirun", allowed)
-        (outcome,) = tune.compare(lever, Choice(), Speeds(fp16=1.9))
+        lever = levers.next_lever("compression", TWO_HOSTS, Config(), "mpirun", allowed)
+        (outcome,) = levers.compare(lever, Choice(), Speeds(fp16=1.9))
         assert outcome.verdict == verdict
 
 
 def test_what_fails_is_left_out_and_what_has_no_time_is_not_decided():
     lever = Lever("controller", (Choice(launcher="horovodrun-gloo"),))
-    (outcome,) = tune.compare(lever, Choice(), Speeds(gloo="fails"))
+    (outcome,) = levers.compare(lever, Choice(), Speeds(gloo="fails"))
     assert outcome.verdict == "failed: it ended"
 
     def run(choice, variants, turns):
@@ -141,7 +141,7 @@ def test_what_fails_is_left_out_and_what_has_no_time_is_not_decided():
         return [[200.0 if choice.launcher else 100.0]]
 
     run.starts = []
-    (outcome,) = tune.compare(lever, Choice(), run)
+    (outcome,) = levers.compare(lever, Choice(), run)
     assert (outcome.ratios, outcome.verdict) == ((2.0, 2.0), "not decided: the time is up")
 
 
@@ -189,13 +189,13 @@ def test_the_search_keeps_what_gains_within_its_budget():
 
 def test_the_toml_is_read_as_what_was_found_and_a_refused_value_cannot_come_out(tmp_path):
     best = Choice({"hvd.groups": 4, "hvd.cycle_time_ms": 2.5}, {"A": "b c"}, "horovodrun-gloo")
-    line = tune.launch_line(best, ["--hosts", "a:2"], "tuned.toml")
+    line = tune.launch_line(best, ["--hosts", "a:2"], ["--config", "tuned.toml"])
     assert line == (
         "A='b c' ringtrain launch --hosts a:2 --launcher horovodrun-gloo --forward A --"
         " python -m ringtrain.train --config tuned.toml"
     )
     told = ["--model.name", "cnn", "--hvd.groups", "2"]
-    outcome = tune.Outcome("groups", best, (1.1, 1.2, 1.3), "failed: in\ntwo lines")
+    outcome = levers.Outcome("groups", best, (1.1, 1.2, 1.3), "failed: in\ntwo lines")
     file = tmp_path / "tuned.toml"
     file.write_text(tune.toml(best, told, line, [outcome]))
     assert line in file.read_text() and "1.200 (1.120 to 1.280)" in file.read_text()
