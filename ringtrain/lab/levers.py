@@ -58,7 +58,6 @@ class Facts:
     num_ranks: int
     ranks_per_host: int
     num_gradients: int
-    gradient_mb: float
     threads: int
     """of a rank; 0: it computes on a GPU"""
     nccl: bool

@@ -116,15 +116,13 @@ def autotune(variant: Variant, seconds: float, log: Path) -> dict[str, float]:
 
 def facts(variant: Variant, config: Config) -> dict[str, Any]:
     """What decides which settings are worth trying."""
-    shapes = [weight.shape for weight in variant.model.trainable_variables]
     pinning = devices.plan((), hvd.local_rank(), hvd.local_size(), config.device, *devices.count_cores(), "")
     yields = os.environ.get(YIELDING) == "1"
     open_mpi = hvd.mpi_enabled() and "OMPI_COMM_WORLD_SIZE" in os.environ
     return {
         "num_ranks": hvd.size(),
         "ranks_per_host": hvd.local_size(),
-        "num_gradients": len(shapes),
-        "gradient_mb": 4 * sum(int(np.prod(shape)) for shape in shapes) / 2**20,
+        "num_gradients": len(variant.model.trainable_variables),
         "threads": 0 if keras.distribution.list_devices("gpu") else pinning.num_threads,
         "nccl": bool(hvd.nccl_built()) and hvd.mpi_enabled(),
         "yields": yields if open_mpi else None,
