@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from ringtrain import settings
+from ringtrain import cli, settings
 from ringtrain.config import Config
 from ringtrain.errors import ConfigError, LaunchError
 from ringtrain.lab import commands, levers, tune
@@ -228,3 +228,18 @@ def test_budgets(text, seconds):
 def test_bad_budgets(text):
     with pytest.raises(LaunchError, match="--budget"):
         tune.seconds_of(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--only", "grups"], "got --only grups: did you mean groups?"),
+        (["--budget", "soon"], "got --budget soon, expected a time such as 90s"),
+        (["--dry-run"], "tune runs what it measures: leave out --dry-run"),
+        (["--", "--train.epoch", "3"], "did you mean --train.epochs?"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_starts(words, said, capsys):
+    assert cli.main(["tune", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
