@@ -176,7 +176,6 @@ def compare(lever: Lever, best: Choice, run: Run) -> list[Outcome]:
     candidates = list(lever.candidates)
     ratios: list[list[float]] = [[] for _ in candidates]
     failed: dict[int, str] = {}
-    over = False
     try:
         if any(choice.needs_start for choice in candidates):
             alive = list(range(len(candidates)))
@@ -202,7 +201,7 @@ def compare(lever: Lever, best: Choice, run: Run) -> list[Outcome]:
                 own_s, *others = run(best, variants, OWN_TURNS)
             ratios = [[b / a for a, b in zip(own_s, other, strict=True)] for other in others]
     except BudgetOver:
-        over = True
+        pass  # what was measured before counts
     except LaunchError as error:
         failed |= dict.fromkeys(range(len(candidates)), f"failed: {error}")
     better = [number for number, found in enumerate(ratios) if number not in failed and is_better(found)]
@@ -212,7 +211,7 @@ def compare(lever: Lever, best: Choice, run: Run) -> list[Outcome]:
         verdict = "another is better" if number in better else "no gain for sure"
         if number == winner:
             verdict = "kept" if lever.keep else "not kept: it changes numbers; --allow-compression keeps it"
-        if over and len(found) < OWN_TURNS:
+        if len(found) < OWN_TURNS and not (len(found) > 1 and max(found) < 1):
             verdict = "not decided: the time is up"
         outcomes.append(Outcome(lever.name, choice, tuple(found), failed.get(number, verdict)))
     return outcomes

@@ -72,13 +72,14 @@ class Variant:
         return float(hvd.allreduce([step_s], op=hvd.Max, name="ringtrain_trial")[0])
 
 
-def measure(variants: Sequence[Variant], block_s: float, turns: int) -> dict[str, Any]:
+def measure(variants: Sequence[Variant], block_s: float, turns: int, end_s: float) -> dict[str, Any]:
     """Images per second of all ranks, per variant and turn; and seconds of a step of the first. A collective.
 
     Args:
         variants: one or more.
         block_s: seconds that a block of steps takes, about.
         turns: blocks of each.
+        end_s: by time.perf_counter(): no turn is begun that would end later on rank 0, but the first.
     """
     steps = []
     for variant in variants:
@@ -86,9 +87,13 @@ def measure(variants: Sequence[Variant], block_s: float, turns: int) -> dict[str
         steps.append(min(500, max(2, math.ceil(block_s / step_s))))
     speeds: list[list[float]] = [[] for _ in variants]
     for _ in range(turns):
+        begin_s = time.perf_counter()
         for variant, num_steps, found in zip(variants, steps, speeds, strict=True):
             step_s = variant.block(num_steps, min(MAX_WARM_STEPS, max(1, num_steps // 4)))
             found.append(variant.batch_size * hvd.size() / step_s)
+        over = 2 * time.perf_counter() - begin_s > end_s
+        if hvd.broadcast_object(over, root_rank=0, name="ringtrain_trial_over"):
+            break
     first = variants[0]
     return {"images_per_s": speeds, "step_s": first.batch_size * hvd.size() / float(np.median(speeds[0]))}
 
@@ -146,6 +151,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--limit-s", type=int, default=600, help="after so many the rank is ended")
     parser.add_argument("--out", required=True, help="JSON file of the results")
     options = parser.parse_args(own)
+    end_s = time.perf_counter() + 0.9 * options.limit_s
     signal.alarm(options.limit_s)  # a setting with which ranks hang must not take the whole budget
     configs = configs_of(told, options.variant)
     with tempfile.TemporaryDirectory(prefix="ringtrain-tune-") as folder:
@@ -162,7 +168,7 @@ def main(argv: Sequence[str]) -> int:
         if options.autotune_s:
             found["autotuned"] = autotune(variants[0], options.autotune_s, log)
         else:
-            found |= measure(variants, options.block_s, options.turns)
+            found |= measure(variants, options.block_s, options.turns, end_s)
     if hvd.rank() == 0:
         figures.write(Path(options.out), "tune", {}, found)
     return 0

@@ -28,6 +28,7 @@ BLOCK_WITHIN_S = 1.0
 SHORTEST_BLOCK_STEPS = 3  # one of them warms up
 GRAPH_S = 1.5  # to make that of a further variant
 AUTOTUNE_S = 20.0
+FOR_RANKS = 0.9  # of what is left; the launcher needs some for itself
 MARGIN = 1.15  # a start may take so many times the longest one before
 
 
@@ -108,12 +109,13 @@ class Trials:
     def _start(self, choice: Choice, shown: str, words: Sequence[str], extra_s: float) -> dict[str, Any]:
         ended = self.budget.start(extra_s)
         self.say(shown)
-        left_s = max(1, int(self.budget.seconds - self.budget.spent_s))
-        part = ["tune", *words, "--limit-s", str(left_s), "--", *self.told, *choice.words()]
+        begin_s = self.budget.spent_s
+        limit_s = max(1, int(FOR_RANKS * (self.budget.seconds - begin_s)))
+        part = ["tune", *words, "--limit-s", str(limit_s), "--", *self.told, *choice.words()]
         try:
             found = self.start(part, 0, choice.environ, choice.launcher)
         except LaunchError:
-            if self.budget.spent_s + 1 >= self.budget.seconds:  # its ranks have ended themselves
+            if self.budget.spent_s - begin_s >= limit_s:  # its ranks have ended themselves
                 raise BudgetOver from None
             raise
         ended()
