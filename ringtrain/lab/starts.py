@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from ringtrain.cluster.restart import ASKED_TO_STOP
 from ringtrain.errors import LaunchError
 from ringtrain.lab import figures
 
@@ -56,7 +56,7 @@ def starter(options: argparse.Namespace, launch: Callable[[argparse.Namespace], 
                 "launcher": launcher or options.launcher,
             }
             code = launch(argparse.Namespace(**{**vars(options), **changed}))
-            if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):  # a person wants no further starts
+            if code in ASKED_TO_STOP:  # and so are the starts that would follow
                 raise SystemExit(code)
             if code or not out.exists():
                 raise LaunchError(f"bench {words[0]} ended with {code} on its ranks, see above")
