@@ -9,7 +9,14 @@ from collections.abc import Sequence
 from ringtrain import stderr
 from ringtrain.errors import RingtrainError
 
-PARTS = {"train": "speed", "peer": "peer", "allreduce": "sums", "checkpoint": "saving", "input": "feeding", "tune": "trials"}
+PARTS = {
+    "train": "speed",
+    "peer": "peer",
+    "allreduce": "sums",
+    "checkpoint": "saving",
+    "input": "feeding",
+    "tune": "trials",
+}
 """what can be started, and the module of ringtrain.lab whose main(words) does it"""
 
 
