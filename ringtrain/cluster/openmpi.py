@@ -24,7 +24,7 @@ SSH_OPTIONS = (
 )
 WHY_SSH = "ssh never asks, gives up on a host after 10 s, and on one that has vanished after 8 s"
 EXCLUDED_NETWORKS = "127.0.0.0/8,docker0"
-TCP_LINKS = 4
+TCP_PIECE_BYTES = 262144
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,10 @@ def network(job: Job, dialect: Words) -> Iterator[Flag]:
         because = "interfaces that each host has for itself alone lead to no other host"
         yield words("--mca", "btl_tcp_if_exclude", EXCLUDED_NETWORKS, because=because)
     if job.several_hosts:
-        because = "connections between two ranks: over one, large messages that cross get half of the link"
-        yield words("--mca", "btl_tcp_links", TCP_LINKS, because=because)
+        because = (
+            "large messages go in pieces: whole, two that cross wait for each other, at half the speed of the link"
+        )
+        yield words("--mca", "btl_tcp_rdma_pipeline_frag_size", TCP_PIECE_BYTES, because=because)
 
 
 def control(job: Job, dialect: Words, ssh_options: bool = True) -> Iterator[Flag]:

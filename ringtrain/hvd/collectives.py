@@ -37,7 +37,7 @@ def init(*args: Any, **kwargs: Any) -> None:
     """Starts Horovod; takes the arguments of `horovod.tensorflow.init`.
 
     Unlike Horovod's own, it works in a plain `python script.py` (one rank) with Open MPI from PyPI, lets MPI yield the
-    processor while it waits when the ranks of this host fill its cores, and has it use several connections between
+    processor while it waits when the ranks of this host fill its cores, and has it send large messages in pieces between
     hosts. It also makes sure that this rank is where its launcher was told to put it, and `ringtrain launch` learns why
     the rank ends if it does by an exception.
 
@@ -93,8 +93,8 @@ def prepare_environment(environ: MutableMapping[str, str], prefix: Path, num_cor
     if local_size > 1 and num_cores <= local_size:
         # Open MPI polls while it waits, on cores that the other ranks need for computing.
         environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-    # Large messages that cross on one TCP connection get half of the link.
-    environ.setdefault("OMPI_MCA_btl_tcp_links", "4")
+    # Whole large messages that cross on a TCP connection wait for each other, and get half of the link.
+    environ.setdefault("OMPI_MCA_btl_tcp_rdma_pipeline_frag_size", "262144")
     if not nccl:
         # Tensors that travel together are copied into a buffer and out of it: by processors, that pays for small ones.
         environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(FUSION_BYTES))
