@@ -37,9 +37,9 @@ def init(*args: Any, **kwargs: Any) -> None:
     """Starts Horovod; takes the arguments of `horovod.tensorflow.init`.
 
     Unlike Horovod's own, it works in a plain `python script.py` (one rank) with Open MPI from PyPI, lets MPI yield the
-    processor while it waits when the ranks of this host fill its cores, and has it send large messages in pieces between
-    hosts. It also makes sure that this rank is where its launcher was told to put it, and `ringtrain launch` learns why
-    the rank ends if it does by an exception.
+    processor while it waits when the ranks of this host fill its cores, and send large messages between hosts in
+    pieces. It also makes sure that this rank is where its launcher was told to put it, and `ringtrain launch` learns
+    why the rank ends if it does by an exception.
 
     Raises:
         PlacementError: The rank is elsewhere, or its world has another size.
