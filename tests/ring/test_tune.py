@@ -7,22 +7,19 @@ import re
 
 from launching import BIN, run
 
-BUDGET_S = 40
+BUDGET_S = 150  # far above what this takes
 
 
 def test_tune_ends_within_its_budget_and_its_toml_trains(tmp_path):
-    """Candidates that share a start and such that need their own; with a small budget the latter are not decided."""
     small = ["--data.name", "synthetic", "--data.num-samples", 512, "--data.image-size", 8, "--model.name", "mlp"]
     train = [*small, "--train.batch-size", 16, "--run.directory", tmp_path / "runs", "--run.name", "tuned"]
-    only = ["--only", "groups,controller", "--budget", f"{BUDGET_S}s"]
+    only = ["--only", "groups", "--budget", f"{BUDGET_S}s"]
     argv = [BIN / "ringtrain", "tune", "-H", "localhost:2", *only, "--out", tmp_path / "tuned.toml", "--", *train]
     ended = run(0, [str(word) for word in argv], 300)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert f"of {BUDGET_S} s: as it was" in ended.stderr
-    for candidate in ("hvd.groups=1", "hvd.groups=2", "--launcher horovodrun-gloo"):
-        assert re.search(
-            rf"^ *(groups|controller) +{re.escape(candidate)} .*(kept|sure|better|time is up)", ended.stdout, re.M
-        )
+    for candidate in ("hvd.groups=1", "hvd.groups=2"):
+        assert re.search(rf"^ *groups +{candidate} .*(kept|sure|better)", ended.stdout, re.M)
     line = ended.stdout.splitlines()[-1]
     assert re.search(r"ringtrain launch --hosts localhost:2 .*-- python -m ringtrain.train --config ", line)
     assert f"#   {line}" in (tmp_path / "tuned.toml").read_text().splitlines()[:5]
