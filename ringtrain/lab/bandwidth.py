@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ringtrain.errors import LaunchError, MissingDependency
-from ringtrain.lab import figures
+from ringtrain.errors import LaunchError
+from ringtrain.lab import figures, picture
 from ringtrain.lab.starts import Start
 from ringtrain.lab.sums import COPY, LINK, MPI_ALLREDUCE, NO_SUM, NOTHING
 
@@ -164,14 +164,7 @@ def draw(found: Sequence[Mapping[str, Any]], num_ranks: int, path: Path) -> None
     Raises:
         MissingDependency: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingDependency("--plot needs matplotlib: pip install matplotlib") from None
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot(xscale="log", yscale="log", xlabel="size", ylabel="bus bandwidth, GB/s")
-    axes.set_title(f"allreduce, {num_ranks} ranks", fontsize=9)
+    axes, write_png = picture.canvas(f"allreduce, {num_ranks} ranks", "size", "bus bandwidth, GB/s")
     for method in dict.fromkeys(one["method"] for one in found if one["method"] != NOTHING):
         own = [one for one in found if one["method"] == method]
         x, speed = [one["bytes"] for one in own], [one["bus_gb_per_s"] for one in own]
@@ -180,5 +173,4 @@ def draw(found: Sequence[Mapping[str, Any]], num_ranks: int, path: Path) -> None
     every = sorted({one["bytes"] for one in found})
     axes.set_xticks(every, labels=[size_text(size) for size in every], rotation=45, fontsize=8)
     axes.minorticks_off()
-    axes.legend(fontsize=8)
-    FigureCanvasAgg(figure).print_png(path)
+    write_png(path)

@@ -50,7 +50,9 @@ BENCHES = {
         (
             turns(7),
             count("--steps", 40, "steps of a measurement"),
+            ("--ranks", {"default": "", "metavar": "LIST", "help": "numbers of ranks to compare: 1,2,4 (-np alone)"}),
             OUT,
+            PLOT,
             ("--profile", {"default": "", "metavar": "FILE", "help": "for ringtrain predict --profile FILE"}),
         ),
     ),

@@ -13,8 +13,8 @@ from rich import box
 from rich.table import Table
 
 from ringtrain.cluster.report import plain_or_terminal
-from ringtrain.errors import ConfigError, MissingDependency
-from ringtrain.lab import cases
+from ringtrain.errors import ConfigError
+from ringtrain.lab import cases, picture
 from ringtrain.lab.cases import Case, Point
 from ringtrain.lab.predict import Prediction, Way, parameter_servers, predict, reach
 
@@ -90,14 +90,7 @@ def draw(path: Path, lines: Mapping[str, Sequence[Prediction]], title: str) -> N
     Raises:
         MissingDependency: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingDependency("--plot needs matplotlib: pip install matplotlib") from None
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot(xscale="log", yscale="log", xlabel="ranks", ylabel="images/s")
-    axes.set_title(title, fontsize=9)
+    axes, write_png = picture.canvas(title, "ranks", "images/s")
     first = next(iter(lines.values()))
     free = [p.images_per_s / p.efficiency for p in first]
     axes.plot([p.num_ranks for p in first], free, color="0.6", linestyle="--", label="without communication")
@@ -105,8 +98,7 @@ def draw(path: Path, lines: Mapping[str, Sequence[Prediction]], title: str) -> N
         axes.plot([p.num_ranks for p in predictions], [p.images_per_s for p in predictions], marker=".", label=kind)
     axes.set_xticks([p.num_ranks for p in first], labels=[str(p.num_ranks) for p in first])
     axes.minorticks_off()
-    axes.legend()
-    FigureCanvasAgg(figure).print_png(path)
+    write_png(path)
 
 
 def _show(tables: Sequence[Table], values: object, as_json: bool) -> None:

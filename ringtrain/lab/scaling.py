@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ringtrain.lab import figures
+from ringtrain.lab import cases, figures, picture
 from ringtrain.lab.starts import Start
+
+SPREADS = {"images_per_s": ",.0f", "images_per_s_alone": ",.0f", "ring_efficiency": ".3f"}
+"""columns of the scaling table, and how they are printed"""
 
 
 def main(options: argparse.Namespace, start: Start) -> int:
@@ -19,14 +23,47 @@ def main(options: argparse.Namespace, start: Start) -> int:
         start: runs lab/speed.py on ranks.
     """
     words = ["train", "--steps", str(options.steps), "--turns", str(options.turns), "--", *options.command]
-    found = start(words, 0)
-    profile = found.pop("profile")
-    show(found)
+    measured = [start(words, num) for num in (cases.parse_ranks(options.ranks) if options.ranks else [0])]
+    profiles = [found.pop("profile") for found in measured]
+    for found in measured:
+        show(found)
+    table = [{name: found[name] for name in ("num_ranks", *SPREADS)} for found in measured]
+    if len(table) > 1:
+        head = ("ranks", "images/s", "as many alone", "ring efficiency")
+        cells = [[figures.Spread(**one[name]).text(form) for name, form in SPREADS.items()] for one in table]
+        rows = [[str(one["num_ranks"]), *row] for one, row in zip(table, cells, strict=True)]
+        figures.show("scaling", head, rows)
+    if options.plot:
+        draw(table, f"{measured[0]['model']}, batch {measured[0]['batch_size']} on each rank", Path(options.plot))
     if options.profile:
-        Path(options.profile).write_text(json.dumps(profile) + "\n", encoding="utf-8")
+        Path(options.profile).write_text(json.dumps(profiles[0]) + "\n", encoding="utf-8")
     if options.out:
-        figures.write(Path(options.out), "train", {"steps": options.steps, "turns": options.turns}, found)
+        told = {"steps": options.steps, "turns": options.turns}
+        figures.write(Path(options.out), "train", told, {**measured[-1], "scaling": table})
     return 0
+
+
+def draw(table: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
+    """Draws images/s over ranks.
+
+    Args:
+        table: a row per number of ranks.
+        title: of the picture.
+        path: of the PNG.
+
+    Raises:
+        MissingDependency: matplotlib is not installed.
+    """
+    axes, write_png = picture.canvas(title, "ranks", "images/s", log=False)
+    num_ranks = [one["num_ranks"] for one in table]
+    for name, label, line in (("images_per_s_alone", "as many processes alone", "--"), ("images_per_s", "ring", "-")):
+        spreads = [figures.Spread(**one[name]) for one in table]
+        middle = [one.median for one in spreads]
+        off = [[one.median - one.p10 for one in spreads], [one.p90 - one.median for one in spreads]]
+        axes.errorbar(num_ranks, middle, yerr=off, fmt=f"o{line}", capsize=3, label=label)
+    axes.set_xticks(num_ranks)
+    axes.set_ylim(bottom=0)
+    write_png(path)
 
 
 def show(found: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from launching import BIN, ROOT, run
 from ringtrain.lab import profile
 
 LAUNCH = ["-H", "localhost:2", "--turns", 2]
+PNG = b"\x89PNG"
 
 
 def bench(*words: object):
@@ -22,11 +23,14 @@ def bench(*words: object):
 def test_train_measures_two_ways_in_turns_and_profiles_a_step(tmp_path):
     out, gradients = tmp_path / "train.json", tmp_path / "profile.json"
     small = ["--data.name", "synthetic", "--data.num-samples", 512, "--data.image-size", 8, "--model.name", "mlp"]
-    files = ["--out", out, "--profile", gradients]
-    ended = bench("train", *LAUNCH, "--steps", 5, *files, "--", *small, "--train.batch-size", 16)
+    files = ["--out", out, "--profile", gradients, "--plot", tmp_path / "scaling.png"]
+    ended = bench("train", *LAUNCH, "--ranks", "1,2", "--steps", 5, *files, "--", *small, "--train.batch-size", 16)
     assert "ring efficiency" in ended.stdout and "mlp, synthetic, batch 16 on each of 2 ranks" in ended.stdout
     results = json.loads(out.read_text())["results"]
     assert results["num_ranks"] == 2 and results["ring_efficiency"]["repeats"] == 2
+    assert [row["num_ranks"] for row in results["scaling"]] == [1, 2]
+    assert results["scaling"][1]["images_per_s"] == results["images_per_s"]
+    assert (tmp_path / "scaling.png").read_bytes().startswith(PNG)
     parts = sum(part["median"] for part in results["parts_s"].values())
     assert 0 < parts < 2 * results["step_s"]["median"]
     found = profile.read(gradients)
@@ -50,7 +54,7 @@ def test_allreduce_measures_every_library_and_checks_its_sums(tmp_path):
     assert by_method["MPI_Allreduce"]["speed"]["median"] == 1 and by_method["memory copy"]["speed"] is None
     horovod = by_method["Horovod over Gloo"]
     assert horovod["bus_gb_per_s"]["p90"] == pytest.approx(2**18 / horovod["seconds"]["p10"] / 1e9, rel=0.5)
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.read_bytes().startswith(PNG)
 
 
 @pytest.mark.parametrize("np", [2, 3, 5])
