@@ -86,7 +86,9 @@ def parser() -> argparse.ArgumentParser:
     )
     told.add_argument("--oversubscribe", action="store_true", help="allow more ranks than slots")
     told.add_argument("--output", default="", metavar="DIR", help="keep a log per rank")
-    told.add_argument("--timeline", default="", metavar="FILE", help="timelines of all ranks in one file, for Perfetto")
+    told.add_argument(
+        "--timeline", default="", metavar="FILE", help="timelines of all ranks of ringtrain.train, for Perfetto"
+    )
     told.add_argument(
         "--start-timeout", type=float, default=60, metavar="S", help="for hosts to answer and ranks to begin (60)"
     )
@@ -211,6 +213,8 @@ def launch_elastic(options: argparse.Namespace) -> int:
         raise LaunchError(
             f"got --launcher {options.launcher} with --elastic, which runs horovodrun over Gloo: leave it out"
         )
+    if options.timeline:
+        raise LaunchError("got --timeline with --elastic, whose ranks come and go: leave it out")
     found = find_hosts(options)[0] if not options.host_discovery else elastic.discovery(options.host_discovery, ())()
     if any(host.indices for host in found):
         raise LaunchError(

@@ -218,7 +218,8 @@ class HvdConfig:
     compression: Literal["none", "fp16"] = "none"
     """fp16: send gradients in half precision"""
     fusion_mb: float = -1.0
-    """MB of gradients that are sent in one message; 0: each alone; -1: as Horovod has it (128), or its environment"""
+    """MB of gradients that are sent in one message; 0: each alone; -1: 4 without GPUs, else Horovod's 128, or as its
+    environment has it"""
     cycle_time_ms: float = -1.0
     """milliseconds for which ready gradients are collected; -1: as Horovod has it (1), or its environment"""
     groups: int = 0

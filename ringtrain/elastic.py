@@ -65,6 +65,8 @@ def train(config: Config, named: pieces.Named, attempt: reports.Attempt) -> int:
         raise ConfigError(
             "optimizer.accumulation_steps: got more than 1 in an elastic run, which commits whole steps: 1"
         )
+    if config.tracking.timeline_steps:
+        raise ConfigError("tracking.timeline_steps: got more than 0 in an elastic run, whose ranks come and go: 0")
     hvd.check_op(config.hvd)
     pinning = devices.pin(hvd.local_rank(), hvd.local_size(), config.device)
     tracking.check_packages()

@@ -33,7 +33,11 @@ class Finder:
 def _put_off(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
     def load(name: str) -> Any:
         module.__dict__.pop("__getattr__", None)
-        execute(module)
+        try:
+            execute(module)
+        except BaseException:
+            module.__dict__["__getattr__"] = load  # to say it again
+            raise
         return getattr(module, name)
 
     module.__dict__["__getattr__"] = load

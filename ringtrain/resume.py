@@ -18,6 +18,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from numpy.typing import NDArray
 
 from ringtrain import checkpoint, hvd
@@ -502,7 +503,10 @@ def _arrays_of(variables: list[Any]) -> dict[str, NDArray[Any]]:
 
 
 def _is_finite(variable: Any) -> bool:
-    array = np.asarray(variable.value.read_value())
+    tensor = variable.value.read_value()
+    if "CPU" not in tensor.device:
+        return bool(tf.reduce_all(tf.math.is_finite(tensor)))
+    array = np.asarray(tensor)
     if str(variable.dtype) == "bfloat16":
         array = array.astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):

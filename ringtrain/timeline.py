@@ -101,7 +101,7 @@ class Timeline:
         if self.rank == 0:
             try:
                 trace.merge(self.parts, self.out)
-            except RunDirectoryError as error:  # the run itself is none the worse for it
+            except (RunDirectoryError, OSError) as error:  # the run itself is none the worse for it
                 print(f"ringtrain: no timeline: {error}", file=sys.stderr)
         return self.out
 
@@ -116,6 +116,7 @@ class Timeline:
     def _open(self) -> TextIO:
         path = self.parts / f"rank-{self.rank}.jsonl"
         try:
+            self.parts.mkdir(parents=True, exist_ok=True)  # a host may have a disk of its own
             return open(path, "w", encoding="utf-8")
         except OSError as error:
             raise RunDirectoryError(f"{path}: cannot be written: {error.strerror}") from error

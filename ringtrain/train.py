@@ -186,14 +186,14 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
         hvd.average_moving_statistics(model)  # not before: a run that was stopped goes on with each rank's own
 
     # What came of it; and the proof once more, on what was saved.
-    if drawn:
-        drawn.close()
     ranks = hvd.allgather_object(monitor.own_times(), name="ringtrain_times")
     summary = course.finish(hosts, attempt, ranks=ranks)
     display.show_ranks(console, ranks, heartbeat.slow_ranks(ranks, config.health))
     display.show_result(console, folder, summary, gradients)
     stopped_by, exit_code = course.stop.stopped_by, course.stop.exit_code
     own_journal.write("end", global_step=clock.global_step, stopped_by=stopped_by, exit_code=exit_code)
+    if drawn:
+        drawn.close()  # last: with many ranks and steps it takes a while
     return exit_code
 
 

@@ -24,7 +24,7 @@ SSH_OPTIONS = (
 )
 WHY_SSH = "ssh never asks, gives up on a host after 10 s, and on one that has vanished after 8 s"
 EXCLUDED_NETWORKS = "127.0.0.0/8,docker0"
-TCP_PIECE_BYTES = 262144
+TCP_PIECES, TCP_PIECE_BYTES = "btl_tcp_rdma_pipeline_frag_size", 262144
 
 
 @dataclass(frozen=True)
@@ -150,11 +150,9 @@ def network(job: Job, dialect: Words) -> Iterator[Flag]:
     elif job.several_hosts:
         because = "interfaces that each host has for itself alone lead to no other host"
         yield words("--mca", "btl_tcp_if_exclude", EXCLUDED_NETWORKS, because=because)
-    if job.several_hosts:
-        because = (
-            "large messages go in pieces: whole, two that cross wait for each other, at half the speed of the link"
-        )
-        yield words("--mca", "btl_tcp_rdma_pipeline_frag_size", TCP_PIECE_BYTES, because=because)
+    if job.several_hosts and f"OMPI_MCA_{TCP_PIECES}" not in job.environment:
+        because = "large messages go in pieces: whole ones that cross wait for each other, at half the link's rate"
+        yield words("--mca", TCP_PIECES, TCP_PIECE_BYTES, because=because)
 
 
 def control(job: Job, dialect: Words, ssh_options: bool = True) -> Iterator[Flag]:

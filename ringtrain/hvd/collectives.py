@@ -78,7 +78,7 @@ def _sockets() -> set[tuple[int, str]]:
 
 
 def prepare_environment(environ: MutableMapping[str, str], prefix: Path, num_cores: int, nccl: bool) -> None:
-    """Sets what Open MPI and Horovod read when they start, where the user has not set it.
+    """Sets what Open MPI and Horovod read when they start, where the environment has not set it.
 
     Args:
         environ: The environment to change, usually `os.environ`.
@@ -95,7 +95,7 @@ def prepare_environment(environ: MutableMapping[str, str], prefix: Path, num_cor
         environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     # Whole large messages that cross on a TCP connection wait for each other, and get half of the link.
     environ.setdefault("OMPI_MCA_btl_tcp_rdma_pipeline_frag_size", "262144")
-    if not nccl:
+    if not nccl and environ.get("HOROVOD_AUTOTUNE", "0") in ("", "0"):  # which leaves alone what is set
         # Tensors that travel together are copied into a buffer and out of it: by processors, that pays for small ones.
         environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(FUSION_BYTES))
 

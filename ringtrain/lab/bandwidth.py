@@ -81,11 +81,11 @@ def main(options: argparse.Namespace, start: Start) -> int:
             num_ranks = found["num_ranks"]
     found = summary(measured, num_ranks)
     show(found, num_ranks, f"{options.turns} turns of {options.repeats}")
-    if options.plot:
-        draw(found, num_ranks, Path(options.plot))
     if options.out:
         told = {"turns": options.turns, "repeats": options.repeats, "num_ranks": num_ranks}
         figures.write(Path(options.out), "allreduce", told, found)
+    if options.plot:
+        draw(found, num_ranks, Path(options.plot))
     return 0
 
 

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -96,7 +97,14 @@ def write(path: Path, name: str, options: Mapping[str, Any], results: Any) -> No
         results: plain values and dataclasses.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    record = {"bench": name, "time_s": time.time(), "machine": machine(), "options": dict(options), "results": results}
+    record = {
+        "bench": name,
+        "time_s": time.time(),
+        "machine": machine(),
+        "command": sys.argv[1:],
+        "options": dict(options),
+        "results": results,
+    }
     path.write_text(json.dumps(record, indent=1, default=asdict) + "\n", encoding="utf-8")
 
 
@@ -109,7 +117,7 @@ def show(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None
 
     # A launcher gives its ranks a terminal of its own making: lines must stay as they are.
     console = Console(width=120, force_terminal=False, color_system=None)
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for number, name in enumerate(head):
         table.add_column(name, justify="left" if number == 0 else "right")
     for row in rows:

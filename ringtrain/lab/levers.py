@@ -208,7 +208,7 @@ def compare(lever: Lever, best: Choice, run: Run) -> list[Outcome]:
     winner = max(better, key=lambda number: figures.Spread.of(ratios[number]).median, default=-1)
     outcomes = []
     for number, (choice, found) in enumerate(zip(candidates, ratios, strict=True)):
-        verdict = "another is better" if number in better else "no gain for sure"
+        verdict = "another is better" if number in better else "gain not certain"
         if number == winner:
             verdict = "kept" if lever.keep else "not kept: it changes numbers; --allow-compression keeps it"
         if len(found) < OWN_TURNS and not (len(found) > 1 and max(found) < 1):

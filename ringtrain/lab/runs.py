@@ -69,7 +69,8 @@ def read(folder: Path) -> Run:
         )
     summary, options, numbers = {}, {}, {}
     with contextlib.suppress(ValueError):
-        summary = json.loads(kept.get("summary.json", "{}"))
+        read = json.loads(kept.get("summary.json", "{}"))
+        summary = read if isinstance(read, dict) else {}
     text = kept.get("config.toml", "")
     with contextlib.suppress(tomllib.TOMLDecodeError):
         options = _flat(tomllib.loads(text))
@@ -93,7 +94,7 @@ def read(folder: Path) -> Run:
         folder.resolve().name,
         _records(kept.get("metrics.jsonl", "")),
         _records(kept.get("steps.jsonl", "")),
-        summary if isinstance(summary, dict) else {},
+        summary,
         options,
         numbers | (summary.get("numbers") or {}),
         events,

@@ -29,17 +29,17 @@ def main(options: argparse.Namespace, start: Start) -> int:
         show(found)
     table = [{name: found[name] for name in ("num_ranks", *SPREADS)} for found in measured]
     if len(table) > 1:
-        head = ("ranks", "images/s", "as many alone", "ring efficiency")
+        head = ("ranks", "images/s", "as many, not talking", "ring efficiency")
         cells = [[figures.Spread(**one[name]).text(form) for name, form in SPREADS.items()] for one in table]
         rows = [[str(one["num_ranks"]), *row] for one, row in zip(table, cells, strict=True)]
         figures.show("scaling", head, rows)
-    if options.plot:
-        draw(table, f"{measured[0]['model']}, batch {measured[0]['batch_size']} on each rank", Path(options.plot))
     if options.profile:
         Path(options.profile).write_text(json.dumps(profiles[0]) + "\n", encoding="utf-8")
     if options.out:
         told = {"steps": options.steps, "turns": options.turns}
         figures.write(Path(options.out), "train", told, {**measured[-1], "scaling": table})
+    if options.plot:
+        draw(table, f"{measured[0]['model']}, batch {measured[0]['batch_size']} on each rank", Path(options.plot))
     return 0
 
 

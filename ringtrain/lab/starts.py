@@ -58,7 +58,12 @@ def starter(options: argparse.Namespace, launch: Callable[[argparse.Namespace], 
             code = launch(argparse.Namespace(**{**vars(options), **changed}))
             if code in ASKED_TO_STOP:  # and so are the starts that would follow
                 raise SystemExit(code)
-            if code or not out.exists():
+            if not code and not out.exists():
+                raise LaunchError(
+                    f"{folder} on rank 0's host is not this one: start from that host, or set TMPDIR to a"
+                    f" folder that both see"
+                )
+            if code:
                 raise LaunchError(f"bench {words[0]} ended with {code} on its ranks, see above")
             return json.loads(out.read_text(encoding="utf-8"))["results"]
 

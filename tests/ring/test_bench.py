@@ -42,7 +42,7 @@ def test_train_measures_two_ways_in_turns_and_profiles_a_step(tmp_path):
 
 def test_allreduce_measures_every_library_and_checks_its_sums(tmp_path):
     out, picture = tmp_path / "allreduce.json", tmp_path / "allreduce.png"
-    few = ["--sizes", "1KiB,256KiB", "--turns", 1, "--repeats", 2]
+    few = ["--sizes", "1KiB,256KiB", "--turns", 1, "--repeats", 1]
     ended = bench("allreduce", "-H", "localhost:2", *few, "--out", out, "--plot", picture)
     results = json.loads(out.read_text())["results"]
     methods = ["MPI_Allreduce", "ring in NumPy", "memory copy"]
@@ -53,7 +53,7 @@ def test_allreduce_measures_every_library_and_checks_its_sums(tmp_path):
     by_method = {one["method"]: one for one in results}
     assert by_method["MPI_Allreduce"]["speed"]["median"] == 1 and by_method["memory copy"]["speed"] is None
     horovod = by_method["Horovod over Gloo"]
-    assert horovod["bus_gb_per_s"]["p90"] == pytest.approx(2**18 / horovod["seconds"]["p10"] / 1e9, rel=0.5)
+    assert horovod["bus_gb_per_s"]["p90"] == pytest.approx(2**18 / horovod["seconds"]["p10"] / 1e9)
     assert picture.read_bytes().startswith(PNG)
 
 

@@ -30,4 +30,4 @@ def test_peers_train_the_same_and_one_that_does_not_run_is_a_row(tmp_path):
 
 
 def test_a_peer_that_takes_too_long_is_ended_and_is_a_row():
-    assert "does not run: TimeoutError: no end within 1 s" in peers("mirrored", "--limit", 1).stdout
+    assert "does not run: TimeoutError: no end within 1 s" in peers("mirrored", "--limit", 1, "--steps", 10**6).stdout
