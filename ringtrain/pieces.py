@@ -233,6 +233,7 @@ def compiled_model(
     data_set: data.DataSet,
     config: Config,
     numbers: Numbers,
+    distributed: bool = True,
 ) -> keras.Model:
     """Makes the model and its distributed optimizer.
 
@@ -241,6 +242,7 @@ def compiled_model(
         data_set: gives the shape of a sample and the number of classes.
         config: the resolved configuration.
         numbers: derived from it.
+        distributed: or, to compare with, with an optimizer that talks to nobody.
 
     Returns:
         The model, with the same weights on every rank, and dropout of its own.
@@ -258,13 +260,14 @@ def compiled_model(
     optimizer = optimizers.build(config, numbers, model)
     if config.train.precision == "mixed_float16":
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
-    optimizer = hvd.DistributedOptimizer(
-        optimizer,
-        op={"average": hvd.Average, "adasum": hvd.Adasum}[config.hvd.op],
-        compression={"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}[config.hvd.compression],
-        groups=config.hvd.groups or None,
-        deterministic=config.hvd.deterministic,
-    )
+    if distributed:
+        optimizer = hvd.DistributedOptimizer(
+            optimizer,
+            op={"average": hvd.Average, "adasum": hvd.Adasum}[config.hvd.op],
+            compression={"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}[config.hvd.compression],
+            groups=config.hvd.groups or None,
+            deterministic=config.hvd.deterministic,
+        )
     loss, metrics = models.cross_entropy(config.model.label_smoothing), named.make_metrics()
     plateau.check_monitor(config.train.monitor, metrics)
     # XLA has no kernel for Horovod's allreduce; "auto" would turn it on where there is a GPU.

@@ -67,6 +67,8 @@ def main(options: argparse.Namespace, start: Start) -> int:
         options: of bench allreduce.
         start: runs lab/sums.py on ranks.
     """
+    if options.command:
+        raise LaunchError(f"got {options.command[0]} after --, but bench allreduce trains nothing: leave it out")
     wanted = sizes(options.sizes)
     libraries = options.libraries.split(",")
     if unknown := [name for name in libraries if name not in STARTS]:

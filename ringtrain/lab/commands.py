@@ -136,10 +136,14 @@ def add_bench(
         )
         for flag, meaning in bench.options:
             told.add_argument(flag, **meaning)
-        told.set_defaults(handler=lambda options: measure(options, launch), name="bench", kind=name)
+        told.set_defaults(handler=lambda options: measure(options, parents, launch), name="bench", kind=name)
 
 
-def measure(options: argparse.Namespace, launch: Callable[[argparse.Namespace], int]) -> int:
+def measure(
+    options: argparse.Namespace,
+    parents: Sequence[argparse.ArgumentParser],
+    launch: Callable[[argparse.Namespace], int],
+) -> int:
     """Runs one bench.
 
     Raises:
@@ -150,16 +154,22 @@ def measure(options: argparse.Namespace, launch: Callable[[argparse.Namespace], 
         value = getattr(options, flag.removeprefix("--").replace("-", "_"))
         if meaning.get("type") is int and value < 1:
             raise LaunchError(f"got {flag} {value}, expected 1 or more")
-    return start_module(bench.module, options, launch)
+    return start_module(bench.module, options, parents, launch)
 
 
-def start_module(module: str, options: argparse.Namespace, launch: Callable[[argparse.Namespace], int]) -> int:
+def start_module(
+    module: str,
+    options: argparse.Namespace,
+    parents: Sequence[argparse.ArgumentParser],
+    launch: Callable[[argparse.Namespace], int],
+) -> int:
     """Runs what measures by starting ranks.
 
     Args:
         module: of ringtrain.lab.
-        options: of its command.
-        launch: the handler of launch.
+        options: of its command; launch_words is added, those of launch that were given.
+        parents: the options of launch.
+        launch: its handler.
 
     Raises:
         LaunchError: options of launch that show and do not run.
@@ -168,6 +178,7 @@ def start_module(module: str, options: argparse.Namespace, launch: Callable[[arg
         raise LaunchError(f"{options.name} runs what it measures: leave out --dry-run, --explain and --elastic")
     from ringtrain.lab.starts import starter
 
+    options.launch_words = [word for parent in parents for word in words_of(parent, options)]
     return importlib.import_module(f"ringtrain.lab.{module}").main(options, starter(options, launch))
 
 
@@ -194,11 +205,7 @@ def add_tune(
         "--allow-compression", action="store_true", help="keep 16-bit gradients if they are faster: numbers change"
     )
 
-    def handler(options: argparse.Namespace) -> int:
-        options.launch_words = [word for parent in parents for word in words_of(parent, options)]
-        return start_module("tune", options, launch)
-
-    told.set_defaults(handler=handler, name="tune")
+    told.set_defaults(handler=lambda options: start_module("tune", options, parents, launch), name="tune")
 
 
 def words_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:

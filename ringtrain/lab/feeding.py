@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ringtrain import data, devices, hvd, settings
+from ringtrain import data, hvd, settings
 from ringtrain.config import Config
 from ringtrain.data import augment, make_tfrecords, tfrecords
 from ringtrain.errors import DataError
-from ringtrain.lab import figures
+from ringtrain.lab import figures, ranks
 
 WARM_BATCHES = 2
 NUM_PICTURES = 256
@@ -145,9 +145,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", required=True, help="JSON file of the results")
     options = parser.parse_args(own)
     config = settings.read(told)
-    hvd.configure(config.hvd)
-    hvd.init()
-    devices.pin(hvd.local_rank(), hvd.local_size(), config.device)
+    ranks.begin(config)
     found: dict[str, Any] = {}
     rows = []
     with tempfile.TemporaryDirectory(prefix="ringtrain-input-") as folder:

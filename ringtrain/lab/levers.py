@@ -110,7 +110,7 @@ def next_lever(name: str, facts: Facts, config: Config, launcher: str, allow_com
         other = "" if config.hvd.op == "adasum" else others.get(launcher, "")
         return Lever(name, (Choice(launcher=other),) if other else ())
     if name == "yielding":
-        turned = {True: "0", False: "1"}.get(facts.yields) if facts.yields is not None else None
+        turned = {True: "0", False: "1", None: None}[facts.yields]
         return Lever(name, (Choice(environ={YIELDING: turned}),) if turned else ())
     if name == "threads":
         numbers = {1, facts.threads // 2, facts.threads * 2} - {0, facts.threads}

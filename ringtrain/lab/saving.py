@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ringtrain import checkpoint, data, devices, hvd, journal, pieces, reports, resume, settings
-from ringtrain.config import Config, derive
-from ringtrain.lab import figures
+from ringtrain import checkpoint, hvd, journal, reports, resume, settings
+from ringtrain.config import Config
+from ringtrain.lab import figures, ranks
 
 
 def measure(config: Config, num_steps: int, turns: int, folder: Path) -> dict[str, Any]:
@@ -36,20 +36,15 @@ def measure(config: Config, num_steps: int, turns: int, folder: Path) -> dict[st
         On rank 0: seconds of its training thread per save, of the thread that writes, and of plain writing; bytes; the
         first of these as a share of the third. Elsewhere nothing.
     """
-    named = pieces.find(config)
-    data_set = named.read_data()
-    numbers = derive(config, hvd.size(), len(data_set.train), len(data_set.test))
-    model = pieces.compiled_model(named, data_set, config, numbers)
+    training = ranks.Training.of(config)
+    model, batches = training.model(), training.batches()
     model.optimizer.build(model.trainable_variables)
     hvd.broadcast_model(model, root_rank=0)
     rank = hvd.rank()
     own_journal = journal.Journal(folder, rank, hvd.size())
     clock = resume.Clock(resume.Start(), 10**9, reports.Box(rank), own_journal)  # the epoch does not end
-    facts = {"numbers": dataclasses.asdict(numbers)}
+    facts = {"numbers": dataclasses.asdict(training.numbers)}
     saver = TimedSaver(model, folder, config, facts, clock, {}, own_journal)
-    batches = data.training_batches(
-        data_set.train, config.train.batch_size, rank, hvd.size(), config.seed, 10**6 // numbers.steps_per_epoch + 1
-    )
     stalls, writes, plain, num_bytes = [], [], [], 0
     for _ in range(turns + 1):
         before_s = saver.saves["write_s"]
@@ -70,7 +65,7 @@ def measure(config: Config, num_steps: int, turns: int, folder: Path) -> dict[st
         ["training stands still, ms", stall_s.times(1e3).text()],
         ["plain write and fsync of the same bytes, ms", plain_s.times(1e3).text()],
         ["stands still / plain write", ratio.text(".3f")],
-        ["writing beside training, ms", figures.Spread.of(writes[1:]).times(1e3).text()],
+        ["writing in the background, ms", figures.Spread.of(writes[1:]).times(1e3).text()],
     ]
     title = f"{config.model.name}, {num_bytes / 1e6:.1f} MB, {hvd.size()} ranks, a save every {num_steps} steps"
     return {
@@ -127,9 +122,7 @@ def main(argv: Sequence[str]) -> int:
     given = settings.read(told)
     every = dataclasses.replace(given.checkpoint, every_steps=options.steps, every_epochs=0)
     config = dataclasses.replace(given, checkpoint=every)
-    hvd.configure(config.hvd)
-    hvd.init()
-    devices.pin(hvd.local_rank(), hvd.local_size(), config.device)
+    ranks.begin(config)
 
     def make() -> Path:
         Path(config.run.directory).mkdir(parents=True, exist_ok=True)

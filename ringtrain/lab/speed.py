@@ -19,14 +19,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ringtrain import data, devices, hvd, models, optimizers, pieces, settings
-from ringtrain.config import Config, derive
-from ringtrain.lab import figures
+from ringtrain import hvd, settings
+from ringtrain.config import Config
+from ringtrain.lab import figures, ranks
 from ringtrain.lab.profile import Gradient, Profile
+from ringtrain.trace import PHASES
 
 WARM_STEPS = 3  # of each block
 PROFILE_WARM_STEPS = 120  # after which TensorFlow has learned that a note of the time costs nothing, and is not put off
-PARTS = ("input", "forward-backward", "waiting", "update")
 
 
 def measure(config: Config, num_steps: int, turns: int) -> dict[str, Any]:
@@ -41,19 +41,10 @@ def measure(config: Config, num_steps: int, turns: int) -> dict[str, Any]:
         On every rank: images per second of all ranks together, for the ring and for processes alone, per turn; their
         ratio; seconds of a step and of its parts, on this rank.
     """
-    named = pieces.find(config)
-    data_set = named.read_data()
-    numbers = derive(config, hvd.size(), len(data_set.train), len(data_set.test))
-    ring = pieces.compiled_model(named, data_set, config, numbers)
+    training = ranks.Training.of(config)
+    ring, alone, batches = training.model(), training.model(distributed=False), training.batches()
     hvd.broadcast_model(ring, root_rank=0)
-    alone = named.build_model(data_set.input_shape, data_set.num_classes)
-    loss, metrics = models.cross_entropy(config.model.label_smoothing), named.make_metrics()
-    alone.compile(optimizers.build(config, numbers, alone), loss, metrics=["accuracy", *metrics], jit_compile=False)
     hvd.marks.PLACE.watch(ring)
-    epochs = 10**6 // numbers.steps_per_epoch + 1
-    batches = data.training_batches(
-        data_set.train, config.train.batch_size, hvd.rank(), hvd.size(), config.seed, epochs
-    )
     kinds: dict[str, tuple[keras.Model, list[float], Stopwatch]] = {
         "ring": (ring, [], Stopwatch(hvd.marks.PLACE)),
         "alone": (alone, [], Stopwatch(None)),
@@ -79,7 +70,7 @@ def measure(config: Config, num_steps: int, turns: int) -> dict[str, Any]:
         "images_per_s_alone": figures.Spread.of(kinds["alone"][1]),
         "ring_efficiency": figures.ratios(together, kinds["alone"][1]),
         "step_s": figures.Spread.of(watch.steps),
-        "parts_s": {part: figures.Spread.of(watch.parts[part]) for part in PARTS},
+        "parts_s": {part: figures.Spread.of(watch.parts[part]) for part in PHASES},
         "step_alone_s": figures.Spread.of(kinds["alone"][2].steps),
         "profile": profile_of(config, alone, batches, num_steps) if hvd.rank() == 0 else None,
     }
@@ -143,7 +134,7 @@ class Stopwatch(keras.callbacks.Callback):
     def forget(self) -> None:
         """Begins anew."""
         self.steps: list[float] = []
-        self.parts: dict[str, list[float]] = {part: [] for part in PARTS}
+        self.parts: dict[str, list[float]] = {part: [] for part in PHASES}
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.number = 0
@@ -162,7 +153,7 @@ class Stopwatch(keras.callbacks.Callback):
         self.before_s = end_s
         if self.place is not None:
             edges = (self.begin_s, *self.place.moments(), end_s)
-            for part, (first_s, last_s) in zip(PARTS, itertools.pairwise(edges), strict=True):
+            for part, (first_s, last_s) in zip(PHASES, itertools.pairwise(edges), strict=True):
                 self.parts[part].append(max(0.0, last_s - first_s))
 
 
@@ -175,9 +166,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", required=True, help="JSON file of the results")
     options = parser.parse_args(own)
     config = settings.read(told)
-    hvd.configure(config.hvd)
-    hvd.init()
-    devices.pin(hvd.local_rank(), hvd.local_size(), config.device)
+    ranks.begin(config)
     found = measure(config, options.steps, options.turns)
     if hvd.rank() == 0:
         figures.write(Path(options.out), "train", {"steps": options.steps, "turns": options.turns}, found)

@@ -69,7 +69,7 @@ def main(options: argparse.Namespace, start: Start) -> int:
     plain: list[dict[str, float]] = []
     for _ in range(options.turns):
         for launcher in launchers:
-            turn, num_ranks = launched(flags(options, launcher), told)
+            turn, num_ranks = launched([*options.launch_words, "--launcher", launcher], told)
             stages[launcher].append(turn)
         plain.append(imported(num_ranks, model))
     built_s = [turn["built"] for turn in plain]
@@ -91,13 +91,6 @@ def main(options: argparse.Namespace, start: Start) -> int:
 def first_step_s(stages: Mapping[str, float]) -> float:
     """Seconds from the command to the end of the first step."""
     return sum(stages[name] for name in SAID)
-
-
-def flags(options: argparse.Namespace, launcher: str) -> list[str]:
-    """The command line's own words on where ranks run."""
-    given = {"-np": options.np, "-H": options.hosts, "--hostfile": options.hostfile, "--launcher": launcher}
-    words = [word for flag, value in given.items() if value for word in (flag, str(value))]
-    return [*words, *(["--oversubscribe"] if options.oversubscribe else [])]
 
 
 def launched(words: Sequence[str], told: Sequence[str]) -> tuple[dict[str, float], int]:

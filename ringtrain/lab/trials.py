@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import os
 import signal
@@ -15,12 +16,12 @@ from typing import Any
 import keras
 import numpy as np
 
-from ringtrain import data, devices, hvd, pieces, settings
-from ringtrain.config import Config, derive
-from ringtrain.lab import figures
+from ringtrain import devices, hvd, settings
+from ringtrain.config import Config
+from ringtrain.lab import figures, ranks
+from ringtrain.lab.levers import YIELDING
 
 FIRST_STEPS = 3  # make the graph, and say how long a step takes
-YIELDING = "OMPI_MCA_mpi_yield_when_idle"
 MAX_WARM_STEPS = 3  # of each block
 AUTOTUNE = {  # Horovod's own samples ten steps five times over for each point: a trial would take minutes
     "HOROVOD_AUTOTUNE": "1",
@@ -44,19 +45,12 @@ class Variant:
     """A model that is trained in one way.
 
     Args:
-        named: what the configuration names.
-        data_set: what it learns.
-        config: the way.
+        training: in that way. Ways differ in how gradients travel only.
     """
 
-    def __init__(self, named: pieces.Named, data_set: data.DataSet, config: Config) -> None:
-        numbers = derive(config, hvd.size(), len(data_set.train), len(data_set.test))
-        self.model = pieces.compiled_model(named, data_set, config, numbers)
-        self.batch_size = config.train.batch_size
-        epochs = 10**6 // numbers.steps_per_epoch + 1
-        self.batches = data.training_batches(
-            data_set.train, self.batch_size, hvd.rank(), hvd.size(), config.seed, epochs
-        )
+    def __init__(self, training: ranks.Training) -> None:
+        self.model, self.batches = training.model(), training.batches()
+        self.batch_size = training.config.train.batch_size
 
     def block(self, num_steps: int, warm_steps: int) -> float:
         """Seconds per step, the longest of all ranks. A collective.
@@ -158,12 +152,9 @@ def main(argv: Sequence[str]) -> int:
         log = Path(folder, "autotune.csv")
         if options.autotune_s:
             os.environ.update(AUTOTUNE, HOROVOD_AUTOTUNE_LOG=str(log))
-        hvd.configure(configs[0].hvd)
-        hvd.init()
-        devices.pin(hvd.local_rank(), hvd.local_size(), configs[0].device)
-        named = pieces.find(configs[0])
-        data_set = named.read_data()
-        variants = [Variant(named, data_set, config) for config in configs]
+        ranks.begin(configs[0])
+        training = ranks.Training.of(configs[0])
+        variants = [Variant(dataclasses.replace(training, config=config)) for config in configs]
         found: dict[str, Any] = {"facts": facts(variants[0], configs[0])}
         if options.autotune_s:
             found["autotuned"] = autotune(variants[0], options.autotune_s, log)

@@ -1,0 +1,45 @@
+"""What the parts of benches begin with, on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from ringtrain import data, devices, hvd, pieces
+from ringtrain.config import Config, Numbers, derive
+
+
+def begin(config: Config) -> None:
+    """Starts Horovod, and takes this rank's device."""
+    hvd.configure(config.hvd)
+    hvd.init()
+    devices.pin(hvd.local_rank(), hvd.local_size(), config.device)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a configuration trains, and never ends to."""
+
+    config: Config
+    named: pieces.Named
+    data_set: data.DataSet
+    numbers: Numbers
+
+    @classmethod
+    def of(cls, config: Config) -> Training:
+        """Reads the data."""
+        named = pieces.find(config)
+        data_set = named.read_data()
+        return cls(config, named, data_set, derive(config, hvd.size(), len(data_set.train), len(data_set.test)))
+
+    def model(self, distributed: bool = True) -> keras.Model:
+        """A model of its own; see pieces.compiled_model."""
+        return pieces.compiled_model(self.named, self.data_set, self.config, self.numbers, distributed)
+
+    def batches(self) -> Any:
+        """This rank's, epoch after epoch: more than anybody trains."""
+        epochs = 10**6 // self.numbers.steps_per_epoch + 1
+        batch_size = self.config.train.batch_size
+        return data.training_batches(self.data_set.train, batch_size, hvd.rank(), hvd.size(), self.config.seed, epochs)
