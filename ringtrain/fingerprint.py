@@ -66,3 +66,31 @@ def _path_of(module: str) -> Path | None:
     except (ImportError, ValueError, AttributeError):
         return None  # that is said where it is imported
     return Path(spec.origin) if spec and spec.origin and spec.has_location else None
+
+
+def git_revision(start: Path) -> str | None:
+    """The commit that a folder's work tree stands on.
+
+    Args:
+        start: a folder in the work tree.
+
+    Returns:
+        Its hash; None outside of a work tree and before its first commit.
+    """
+    for folder in (start, *start.parents):
+        git = folder / ".git"
+        if git.is_dir():
+            break
+    else:
+        return None
+    try:
+        head = (git / "HEAD").read_text().strip()
+        if not head.startswith("ref: "):
+            return head
+        branch = head.removeprefix("ref: ")
+        if (git / branch).exists():
+            return (git / branch).read_text().strip()
+        packed = (git / "packed-refs").read_text().splitlines()
+        return next((line.split()[0] for line in packed if line.endswith(f" {branch}")), None)
+    except OSError:
+        return None

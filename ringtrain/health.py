@@ -123,9 +123,9 @@ class StopTogether(keras.callbacks.Callback):
         save = hvd.rank() == 0 and 0 < self.every_save_s < now_s - self._saved_s
         wishes = [self.signals.received, time_is_up, bool(self._wanted), save]
         own = np.array([self._first_bad_step > 0, self._unreadable(), *wishes], np.int32)
-        bad, unreadable, number, time_is_up, wanted, save = hvd.allreduce(
-            own, op=hvd.Max, name="ringtrain_stop"
-        ).numpy()
+        if hvd.size() > 1:
+            own = hvd.allreduce(own, op=hvd.Max, name="ringtrain_stop").numpy()
+        bad, unreadable, number, time_is_up, wanted, save = own
         if save:
             self.save_is_due, self._saved_s = True, now_s
         if unreadable:

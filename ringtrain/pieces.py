@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ringtrain import chaos, checkpoint, data, lookup, models, reports, schedules, settings
+from ringtrain import chaos, checkpoint, data, fingerprint, lookup, models, reports, schedules, settings
 from ringtrain.config import Config, Numbers, option_types, value_of
 from ringtrain.errors import ConfigError
 
@@ -164,7 +164,7 @@ class Course:
             "fit_s": time.time() - self.started,
             "started": self.started,
             "hosts": hosts,
-            "git_revision": tracking.git_revision(Path.cwd()),
+            "git_revision": fingerprint.git_revision(Path.cwd()),
             **more,
             **self.facts,
             "config": dataclasses.asdict(self.config),

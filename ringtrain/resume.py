@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -226,12 +227,18 @@ class Saver(keras.callbacks.Callback):
         self.while_saving = while_saving
         self.saved_step = -1
         self.saves: dict[str, Any] = {"count": 0, "stall_s": 0.0, "longest_stall_s": 0.0, "write_s": 0.0, "failed": []}
-        self._writer: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._floating = [weight for weight in model.weights if keras.backend.is_float_dtype(weight.dtype)]
+        self._sum_of_weights = tf.function(
+            lambda: tf.add_n([tf.cast(tf.reduce_sum(weight.value), tf.float32) for weight in self._floating]),
+            autograph=False,
+        )
+        # Not a new thread for each: that one would go first, and the training thread wait for it.
+        self._writer = ThreadPoolExecutor(1, "ringtrain-saver")
+        self._written: Future[None] | None = None
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._error:
-            raise self._error
+        if self._written and self._written.done():
+            self.wait()  # raises what went wrong
         every = self.config.checkpoint.every_steps
         due = self.is_due() or (every and self.clock.global_step % every == 0)
         if due and not self.clock.epoch_complete:  # then the metrics of the epoch are still to come
@@ -264,16 +271,15 @@ class Saver(keras.callbacks.Callback):
                 f"after step {step} {worst} is no finite number any more: look at the learning rate; the last"
                 f" checkpoint is from before"
             )
-        if hvd.rank() == 0:
-            state = self._state([own for own, _ in gathered])
-            self._writer = threading.Thread(target=self._write, args=(step, *state), name="ringtrain-saver")
-            self._writer.start()
+        state = self._state([own for own, _ in gathered]) if hvd.rank() == 0 else None
         self.saved_step = step
         stall_s = time.perf_counter() - begin_s
         self.saves["count"] += 1
         self.saves["stall_s"] += stall_s
         self.saves["longest_stall_s"] = max(stall_s, self.saves["longest_stall_s"])
         self.journal.write("save", global_step=step, stall_s=stall_s)
+        if state:  # last: from here on the writer wants a core, and there may be none to spare
+            self._written = self._writer.submit(self._write, step, *state)
 
     def finish(self) -> None:
         """Saves the present state and waits until it is on the disk. A collective: call it on every rank.
@@ -293,11 +299,9 @@ class Saver(keras.callbacks.Callback):
 
     def wait(self) -> None:
         """Waits until what it has begun to save is on the disk, or has failed."""
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
-        if self._error:
-            raise self._error
+        if self._written is not None:
+            written, self._written = self._written, None
+            written.result()
 
     def _own_state(self) -> dict[str, NDArray[Any]]:
         own = _arrays_of(_own_variables(self.model))
@@ -307,8 +311,11 @@ class Saver(keras.callbacks.Callback):
 
     def _not_finite(self) -> str:
         """The path of a weight that holds a number that is none; empty: they are all good."""
-        found = (variable.path for variable in self.model.weights if not _is_finite(variable))
-        return next(found, "")
+        # A sum is quick, and no finite number where there is one that is none; it may overflow without one.
+        if math.isfinite(float(self._sum_of_weights())):
+            return ""
+        bad = (weight.path for weight in self._floating if not tf.reduce_all(tf.math.is_finite(weight.value)))
+        return next(bad, "")
 
     def _state(self, own: list[dict[str, NDArray[Any]]]) -> tuple[dict[str, Any], dict[str, Any]]:
         ranks = {f"{rank}/{name}": array for rank, arrays in enumerate(own) for name, array in arrays.items()}
@@ -334,8 +341,6 @@ class Saver(keras.callbacks.Callback):
             text = f"{self.folder}/step-{step:08d}: cannot be written: {error.strerror}"
             self.saves["failed"].append({"global_step": step, "error": text})
             print(f"ringtrain: {text}; training goes on", file=sys.stderr, flush=True)
-        except BaseException as error:  # a bug: the training thread ends with it
-            self._error = error
         self.saves["write_s"] += time.perf_counter() - begin_s
 
 
@@ -500,17 +505,6 @@ def _metrics_state(own: list[dict[str, NDArray[Any]]], rank: int, size: int) -> 
 
 def _arrays_of(variables: list[Any]) -> dict[str, NDArray[Any]]:
     return {f"{index:05d}": _to_array(variable) for index, variable in enumerate(variables)}
-
-
-def _is_finite(variable: Any) -> bool:
-    tensor = variable.value.read_value()
-    if "CPU" not in tensor.device:
-        return bool(tf.reduce_all(tf.math.is_finite(tensor)))
-    array = np.asarray(tensor)
-    if str(variable.dtype) == "bfloat16":
-        array = array.astype(np.float32)
-    with np.errstate(over="ignore", invalid="ignore"):
-        return bool(np.isfinite(array.sum()) or np.isfinite(array).all())  # a sum is quick, and may overflow
 
 
 def _by_rank(arrays: Mapping[str, NDArray[Any]], num_ranks: int) -> list[dict[str, NDArray[Any]]]:

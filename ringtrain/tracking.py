@@ -313,34 +313,6 @@ def versions() -> dict[str, str]:
     }
 
 
-def git_revision(start: Path) -> str | None:
-    """The commit that a folder's work tree stands on.
-
-    Args:
-        start: a folder in the work tree.
-
-    Returns:
-        Its hash; None outside of a work tree and before its first commit.
-    """
-    for folder in (start, *start.parents):
-        git = folder / ".git"
-        if git.is_dir():
-            break
-    else:
-        return None
-    try:
-        head = (git / "HEAD").read_text().strip()
-        if not head.startswith("ref: "):
-            return head
-        branch = head.removeprefix("ref: ")
-        if (git / branch).exists():
-            return (git / branch).read_text().strip()
-        packed = (git / "packed-refs").read_text().splitlines()
-        return next((line.split()[0] for line in packed if line.endswith(f" {branch}")), None)
-    except OSError:
-        return None
-
-
 def plain(value: Any) -> Any:
     """The value as JSON can say it: numbers that are not finite become None."""
     if isinstance(value, Mapping):

@@ -7,6 +7,7 @@ All of them are collectives: every rank of the process set has to call them, in 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import socket
 import sys
@@ -14,8 +15,10 @@ from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import horovod.tensorflow as horovod
 import keras
+import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import Average, Compression, global_process_set
 from horovod.tensorflow.mpi_ops import ProcessSet
@@ -149,6 +152,24 @@ def grouped_allreduce(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> list
 def allgather(value: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> tf.Tensor:
     """Concatenates the ranks' values along the first dimension, in the order of ranks."""
     return horovod.allgather(tensor_of(value), name=name, process_set=process_set)
+
+
+def allgather_object(
+    obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Every rank's object, in the order of ranks; in one message, where Horovod's own sends the lengths before.
+
+    Args:
+        obj: What cloudpickle can pickle.
+        session: Of TensorFlow 1.
+        name: Of the operation; by default after the object's type, which then has to be the same on every rank.
+        process_set: Ranks that take part.
+    """
+    if not tf.executing_eagerly():
+        return horovod.allgather_object(obj, session=session, name=name, process_set=process_set)
+    own = np.frombuffer(cloudpickle.dumps(obj), np.uint8)
+    stream = io.BytesIO(horovod.allgather(own, name=name or type(obj).__name__, process_set=process_set).numpy())
+    return [cloudpickle.load(stream) for _ in range(process_set.size())]  # each knows where it ends
 
 
 def broadcast(

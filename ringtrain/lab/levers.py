@@ -119,8 +119,8 @@ def next_lever(name: str, facts: Facts, config: Config, launcher: str, allow_com
         numbers = {n for n in (1, 2, 4, 8) if n < facts.num_gradients} - {config.hvd.groups}
         return Lever(name, () if fixed else tuple(Choice({"hvd.groups": n}) for n in sorted(numbers)))
     if name == "fusion":
-        slower = Choice({"hvd.cycle_time_ms": 5.0})
-        return Lever(name, (slower,), autotuned=not config.hvd.deterministic)
+        smaller = () if fixed or config.hvd.fusion_mb == 1 else (Choice({"hvd.fusion_mb": 1.0}),)
+        return Lever(name, (*smaller, Choice({"hvd.cycle_time_ms": 5.0})), autotuned=not config.hvd.deterministic)
     if name == "hierarchical":
         # Horovod 0.28.1 has it for NCCL only: its CPU operations never ask for the setting.
         useful = facts.nccl and not facts.threads and several_hosts and facts.ranks_per_host > 1

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -61,9 +61,10 @@ def main(values: Mapping[str, Any], wanted: Wanted) -> int:
         title = f"{wanted.reach:.0%} at {ranks[-1]} ranks: what reaches it, all else being as it is"
         _show([_ways(ways, title)], [dataclasses.asdict(way) for way in ways], wanted.as_json)
         return 0 if any(way.needed for way in ways) else 1
-    algorithms: tuple[Literal["ring", "hierarchical"], ...] = ("ring", "hierarchical")
+    names: list[Any] = ["ring", "hierarchical", *(["halving"] if case.transport == "mpi" else []), case.algorithm]
     lines: dict[str, list[Prediction]] = {
-        a: [predict(step, cluster, replace(case.setting(num), algorithm=a)) for num in ranks] for a in algorithms
+        name: [predict(step, cluster, replace(case.setting(num), algorithm=name)) for num in ranks]
+        for name in dict.fromkeys(names)
     }
     if case.servers:
         name = f"{case.servers} parameter server{'s' * (case.servers > 1)}"

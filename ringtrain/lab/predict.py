@@ -15,6 +15,7 @@ from ringtrain.errors import ConfigError
 from ringtrain.lab.network import ALGORITHMS, TCP, TRANSPORTS, Cluster, negotiation_s, sent_gb
 from ringtrain.lab.profile import Profile
 
+Algorithm = Literal["ring", "hierarchical", "halving"]
 BITS = {"none": 32, "fp16": 16}
 FASTEST_GB_PER_S = 1e5
 LARGEST_FACTOR = 1024
@@ -25,7 +26,7 @@ class Setting:
     """How a job runs, apart from where."""
 
     num_ranks: int
-    algorithm: Literal["ring", "hierarchical"] = "ring"
+    algorithm: Algorithm = "ring"
     compression: Literal["none", "fp16"] = "none"
     accumulation_steps: int = 1
     fusion_mb: float = 128.0

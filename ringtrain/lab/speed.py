@@ -72,18 +72,19 @@ def measure(config: Config, num_steps: int, turns: int) -> dict[str, Any]:
         "step_s": figures.Spread.of(watch.steps),
         "parts_s": {part: figures.Spread.of(watch.parts[part]) for part in PHASES},
         "step_alone_s": figures.Spread.of(kinds["alone"][2].steps),
-        "profile": profile_of(config, alone, batches, num_steps) if hvd.rank() == 0 else None,
+        "profile": profile_of(config, alone, batches, num_steps, float(np.mean(kinds["alone"][2].steps))),
     }
 
 
-def profile_of(config: Config, model: keras.Model, batches: Any, num_steps: int) -> Profile:
-    """Notes when each gradient of a process alone is ready, while the other ranks rest.
+def profile_of(config: Config, model: keras.Model, batches: Any, num_steps: int, step_s: float) -> Profile:
+    """Notes when each gradient of this process is ready, while all ranks compute and none talks. A collective.
 
     Args:
         config: of the training.
         model: compiled, and not distributed.
         batches: of training samples.
         num_steps: to measure.
+        step_s: mean time of a step of fit; what it takes besides the gradients is the update's.
     """
     variables = model.trainable_variables
 
@@ -101,10 +102,10 @@ def profile_of(config: Config, model: keras.Model, batches: Any, num_steps: int)
             model.optimizer.apply([tf.identity(gradient) for gradient in gradients], variables)
         return tf.stack([begin_s, *ready_s])
 
-    rows, steps = [], []
+    rows = []
+    hvd.allreduce([0.0], name="ringtrain_bench_profile")
     for x, y in batches.take(PROFILE_WARM_STEPS + num_steps):
         moments = step(x, y).numpy()
-        steps.append(time.time() - moments[0])
         rows.append(moments[1:] - moments[0])
     ready = np.median(np.array(rows[PROFILE_WARM_STEPS:]), axis=0)
     computed = [float(row.max()) for row in rows[PROFILE_WARM_STEPS:]]
@@ -113,8 +114,8 @@ def profile_of(config: Config, model: keras.Model, batches: Any, num_steps: int)
         Gradient(4 * int(np.prod(variable.shape)), min(float(at), compute_s), variable.path)
         for variable, at in zip(variables, ready, strict=True)
     ]
-    update_s = max(0.0, float(np.mean(steps[PROFILE_WARM_STEPS:])) - compute_s)
     name, batch_size = config.model.name, config.train.batch_size
+    update_s = max(0.0, step_s - compute_s)
     return Profile(name, batch_size, compute_s, tuple(gradients), update_s, step_s=tuple(computed))
 
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 from launching import BIN, ROOT, run
 
+from ringtrain import fingerprint
 from ringtrain.lab import profile
 
 LAUNCH = ["-H", "localhost:2", "--turns", 2]
@@ -26,7 +27,9 @@ def test_train_measures_two_ways_in_turns_and_profiles_a_step(tmp_path):
     files = ["--out", out, "--profile", gradients, "--plot", tmp_path / "scaling.png"]
     ended = bench("train", *LAUNCH, "--ranks", "1,2", "--steps", 5, *files, "--", *small, "--train.batch-size", 16)
     assert "ring efficiency" in ended.stdout and "mlp, synthetic, batch 16 on each of 2 ranks" in ended.stdout
-    results = json.loads(out.read_text())["results"]
+    record = json.loads(out.read_text())
+    assert record["git_revision"] == fingerprint.git_revision(ROOT) and record["machine"]["versions"]["keras"]
+    results = record["results"]
     assert results["num_ranks"] == 2 and results["ring_efficiency"]["repeats"] == 2
     assert [row["num_ranks"] for row in results["scaling"]] == [1, 2]
     assert results["scaling"][1]["images_per_s"] == results["images_per_s"]

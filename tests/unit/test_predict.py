@@ -54,7 +54,7 @@ clusters = st.builds(
 jobs = st.builds(
     Setting,
     st.integers(1, 4096),
-    st.sampled_from(["ring", "hierarchical"]),
+    st.sampled_from(["ring", "hierarchical", "halving"]),
     st.sampled_from(["none", "fp16"]),
     st.integers(1, 8),
     st.sampled_from([0.0, 1.0, 64.0, 128.0]),
