@@ -16,9 +16,8 @@ from ringtrain.errors import ConfigError
 
 if TYPE_CHECKING:
     import keras
-    import tensorflow as tf
 
-    from ringtrain import display, health, journal, resume
+    from ringtrain import display, health, hvd, journal, resume
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class Course:
         signals: health.Signals,
         faults: tuple[chaos.Fault, ...],
         users_callbacks: Sequence[keras.callbacks.Callback],
-        gradient_norm: tf.Variable | None,
+        gradient_norm: hvd.GradientNorm | None,
         pulse: keras.callbacks.Callback | None = None,
     ) -> None:
         from ringtrain import evaluation, health, hvd, plateau, resume, tracking

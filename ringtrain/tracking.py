@@ -95,7 +95,7 @@ class Recorder(keras.callbacks.Callback):
         numbers: of the run. An epoch that is broken off is not recorded.
         clock: counts the steps; what the folder holds of later ones than it begins with is forgotten.
         options: what else is written down.
-        gradient_norm: of the last update, if it is tracked.
+        gradient_norm: of the last update, if it is tracked. It is computed for steps that are written down.
     """
 
     def __init__(
@@ -105,13 +105,14 @@ class Recorder(keras.callbacks.Callback):
         numbers: Numbers,
         clock: Any,
         options: TrackingConfig,
-        gradient_norm: tf.Variable | None = None,
+        gradient_norm: Any = None,
     ) -> None:
         super().__init__()
         self.folder = folder
         self.progress = progress
         self.options = options
         self.gradient_norm = gradient_norm
+        self.accumulation_steps = numbers.accumulation_steps
         self.images_per_step = numbers.batch_size * numbers.num_ranks
         self.clock = clock
         self.first_step = self.global_step = clock.global_step
@@ -134,6 +135,12 @@ class Recorder(keras.callbacks.Callback):
         self.epoch = epoch
         self.epoch_begin_s = self.epoch_start_s = self.epoch_end_s = time.perf_counter()
         self.steps_before = self.global_step
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self.gradient_norm is not None:
+            # Of the last update before a line is written, of steps.jsonl or at the epoch's end.
+            until_lines = -(self.global_step + 1) % self.options.every_steps, self.params["steps"] - 1 - batch
+            self.gradient_norm.want(min(until_lines) < self.accumulation_steps)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.epoch_end_s = time.perf_counter()

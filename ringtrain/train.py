@@ -124,8 +124,14 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
     hosts = hvd.allgather_object(host, name="ringtrain_hosts")
     start_s = hvd.broadcast_object(time.time(), root_rank=0, name="ringtrain_start_s")
     own_journal = journal.Journal(folder, rank, size, attempt.number, start_s)
-    began = {"global_step": start.global_step, "resumed_from": start.source, "hosts": hosts, "stages": stages.moments}
-    journal.begin(own_journal, **began, versions=tracking.versions())
+    journal.begin(
+        own_journal,
+        global_step=start.global_step,
+        resumed_from=start.source,
+        hosts=hosts,
+        stages=stages.moments,
+        versions=tracking.versions(),
+    )
     console = display.console_for(rank)
     display.show_plan(console, config, numbers, pinning, hosts)
     display.show_start(console, config, start, attempt.causes)

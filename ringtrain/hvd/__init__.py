@@ -87,6 +87,6 @@ from ringtrain.hvd.jit import jit_gradients
 from ringtrain.hvd.marks import during
 from ringtrain.hvd.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
 from ringtrain.hvd.placement import check_placement
-from ringtrain.hvd.subclass import track_gradient_norm
+from ringtrain.hvd.subclass import GradientNorm, track_gradient_norm
 from ringtrain.hvd.sync import broadcast_model, check_averaging, check_in_sync, run_together
 from ringtrain.hvd.tuning import check_op, configure

@@ -39,21 +39,55 @@ def distribute(optimizer: Any, reduction: Reduction, backward_passes: int) -> An
     return optimizer
 
 
-def track_gradient_norm(optimizer: Any) -> tf.Variable:
+class GradientNorm:
+    """How long the reduced gradients of an update were, all of them together, before they were clipped.
+
+    Attributes:
+        wanted: Whether updates note it: it is one more pass over all gradients. At first they do not.
+    """
+
+    def __init__(self) -> None:
+        self._value = tf.Variable(0.0, trainable=False)
+        with tf.device("CPU:0"):  # where the graph decides
+            self._wanted = tf.Variable(False, trainable=False)
+        self.wanted = False
+
+    def __float__(self) -> float:
+        """Of the last update that noted it."""
+        return float(self._value)
+
+    def want(self, wanted: bool) -> None:
+        """Has the updates from now on note it, or not."""
+        if wanted != self.wanted:
+            self.wanted = wanted
+            self._wanted.assign(wanted)
+
+    def note(self, gradients: Any) -> None:
+        """Adds to an update's graph what notes it."""
+
+        def norm() -> tf.Tensor:
+            # Dense: a sparse gradient may have several parts for one row. In float32: layers may differ in type.
+            dense = [tf.cast(tf.convert_to_tensor(gradient), tf.float32) for gradient in gradients]
+            return tf.linalg.global_norm(dense)
+
+        self._value.assign(tf.cond(self._wanted, norm, self._value.read_value))
+
+
+def track_gradient_norm(optimizer: Any) -> GradientNorm:
     """Makes a distributed optimizer note how long its gradients are.
 
     Args:
         optimizer: What `DistributedOptimizer` returned, before its first step.
 
     Returns:
-        A float32 variable: the norm of all reduced gradients of the last update together, before they are clipped.
+        What `float` gives the norm of, after `want(True)` and an update.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if not isinstance(inner, _Distributed):
         raise TypeError(f"track_gradient_norm: got {type(inner).__name__}, expected a distributed optimizer")
     # On the class, which is this optimizer's own: Keras would track a variable on the object, and save it.
-    type(inner).gradient_norm = tf.Variable(0.0, trainable=False)
-    return type(inner).gradient_norm
+    type(inner).gradient_norm = norm = GradientNorm()
+    return norm
 
 
 def saved_as_its_base(mixin: type, base: type, attributes: Mapping[str, Any]) -> type:
@@ -81,7 +115,7 @@ class _Distributed(keras.optimizers.Optimizer):
     """Mixed into the class of a single optimizer; `reduction` is set on the subclass."""
 
     reduction: Reduction
-    gradient_norm: tf.Variable | None = None
+    gradient_norm: GradientNorm | None = None
     _local_keys: set[Any]
 
     def register_local_var(self, var: Any) -> None:
@@ -127,9 +161,7 @@ class _Distributed(keras.optimizers.Optimizer):
         PLACE.note("reduced", reduced)
         PLACE.note_each("reduced", variables, reduced)
         if self.gradient_norm is not None:
-            # Dense: a sparse gradient may have several parts for one row. In float32: layers may differ in type.
-            dense = [tf.cast(tf.convert_to_tensor(gradient), tf.float32) for gradient in reduced]
-            self.gradient_norm.assign(tf.linalg.global_norm(dense))
+            self.gradient_norm.note(reduced)
         return super()._clip_gradients(reduced)
 
 
