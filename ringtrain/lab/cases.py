@@ -41,7 +41,7 @@ class Case:
     batch: int = 0
     """per rank; 0: the profile's"""
     link: str = "25Gbps"
-    """of each host, or the path of what doctor --json printed"""
+    """of each host, or the path of what doctor --json printed or bench allreduce --out wrote"""
     latency_us: float = 25.0
     local_link: str = "10GB/s"
     """between two ranks of a host"""
@@ -112,10 +112,15 @@ class Case:
             self.cycle_ms,
         )
 
-    def cluster(self, step: Profile) -> Cluster:
-        """Where it runs, calibrated where a point for that was given."""
+    def cluster(self, step: Profile, folder: Path = Path()) -> Cluster:
+        """Where it runs, calibrated where a point for that was given.
+
+        Args:
+            step: one process'.
+            folder: that the path of a link is relative to.
+        """
         made = Cluster(
-            network.read_link(self.link, self.latency_us / 1e6),
+            network.read_link(self.link, self.latency_us / 1e6, folder),
             Link(network.parse_rate(self.local_link), self.local_latency_us / 1e6),
             self.ranks_per_host,
             TRANSPORTS[self.transport],
@@ -179,7 +184,7 @@ def _points(values: dict[str, Any], folder: Path) -> list[Point]:
     measured = values.pop("measured", None) or {values.pop("ranks"): values.pop("images_per_s")}
     case = Case.of(values)
     step = case.read_profile(folder)
-    cluster = case.cluster(step)
+    cluster = case.cluster(step, folder)
     points = []
     for ranks, images_per_s in measured.items():
         if not float(images_per_s) > 0:

@@ -241,7 +241,7 @@ def add_predict(commands: argparse._SubParsersAction[Any]) -> None:
     step.add_argument("--jitter", type=float, metavar="X", help="standard deviation of a step's time, as a share of it")
     where = told.add_argument_group("where")
     where.add_argument(
-        "--link", metavar="RATE", help="of a host: 25Gbps, 1.4GB/s, or the file of doctor --json (25Gbps)"
+        "--link", metavar="RATE", help="of a host: 25Gbps, 1.4GB/s, or what doctor or bench allreduce wrote (25Gbps)"
     )
     where.add_argument("--latency-us", type=float, metavar="X", help="of that, one way (25)")
     where.add_argument("--local-link", metavar="RATE", help="between two ranks of a host (10GB/s)")

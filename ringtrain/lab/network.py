@@ -207,23 +207,31 @@ def parse_rate(text: str) -> float:
     return float(match[1]) * FACTORS[match[2].lower()] / (1 if match[3] == "B/s" else 8)
 
 
-def read_link(text: str, latency_s: float) -> Link:
-    """A link of a rate, or as `ringtrain doctor --json` has measured it.
+def read_link(text: str, latency_s: float, folder: Path = Path()) -> Link:
+    """A link of a rate, or as `ringtrain doctor --json` or `ringtrain bench allreduce --out` has measured it.
 
     Args:
-        text: a rate, or the path of doctor's JSON: then of its slowest link, with that one's latency.
+        text: a rate, or the path of such a JSON file. Of doctor's links it is the slowest; of allreduces between hosts,
+            what the busiest host sent per second in the largest, receiving as much, and the smallest one's time.
         latency_s: of a rate.
+        folder: that the path is relative to.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: it is none of these.
     """
     if not text.endswith(".json"):
         return Link(parse_rate(text), latency_s)
     try:
-        links = json.loads(Path(text).read_text(encoding="utf-8"))["ring"]["links"]
-        slowest = min(links, key=lambda link: link["mb_per_s"])
+        found = json.loads((folder / text).read_text(encoding="utf-8"))
+        if found.get("bench") == "allreduce":
+            sums = [one for one in found["results"] if one["method"] == "MPI_Allreduce" and one["wire_bytes"]]
+            smallest, *_, largest = sorted(sums, key=lambda one: float(one["bytes"]))
+            rate = largest["wire_bytes"] / 1e9 / largest["seconds"]["median"]
+            return Link(rate, smallest["seconds"]["median"] / math.log2(found["options"]["num_ranks"]), measured=True)
+        slowest = min(found["ring"]["links"], key=lambda link: float(link["mb_per_s"]))
         return Link(slowest["mb_per_s"] / 1e3, slowest["latency_us"] / 1e6, measured=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{text}: {type(error).__name__}: {error}: expected what ringtrain doctor --json says of two hosts"
+            f"{text}: {type(error).__name__}: {error}: expected what ringtrain doctor --json says of two hosts, or"
+            f" bench allreduce --out of two sizes between hosts, MPI_Allreduce among its methods"
         ) from None

@@ -315,6 +315,21 @@ def test_a_link_as_doctor_has_measured_it(tmp_path):
         network.read_link(str(tmp_path / "none.json"), 1.0)
 
 
+def test_a_link_as_an_allreduce_has_measured_it(tmp_path):
+    def measured(num_bytes, seconds, method="MPI_Allreduce"):
+        return {"method": method, "bytes": num_bytes, "wire_bytes": 1.5 * num_bytes, "seconds": {"median": seconds}}
+
+    results = [measured(4e6, 0.5), measured(1024, 8e-5), measured(2e7, 0.1, "Horovod"), measured(1.2e7, 0.2)]
+    record = {"bench": "allreduce", "options": {"num_ranks": 4}, "results": results}
+    (tmp_path / "allreduce.json").write_text(json.dumps(record))
+    assert network.read_link("allreduce.json", 1.0, tmp_path) == Link(pytest.approx(0.09), 4e-5, measured=True)
+    for one in results:
+        one["wire_bytes"] = 0  # on one host
+    (tmp_path / "one-host.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match="bench allreduce --out of two sizes between hosts"):
+        network.read_link("one-host.json", 1.0, tmp_path)
+
+
 def test_ranks_in_words():
     assert cases.parse_ranks("4,1,2") == [1, 2, 4]
     assert cases.parse_ranks("..6") == [1, 2, 4, 6]
