@@ -1,4 +1,4 @@
-"""The command `ringtrain`: launch, hosts, doctor, predict, report. What a command needs is imported when it runs."""
+"""The command `ringtrain`: launching, measuring, showing. What a command needs is imported when it runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, command = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     try:
         options = parser().parse_args(own)
-        if command and options.name not in ("launch", "bench", "tune"):
+        if command and options.name not in ("launch", "bench", "tune", "sweep"):
             raise LaunchError(f"got a command after --, which ringtrain {options.name} does not run: leave it out")
         options.command, options.environ = command, {}
         return options.handler(options)
@@ -140,6 +140,7 @@ def parser() -> argparse.ArgumentParser:
 
     lab.add_bench(commands, (where, told), launch)
     lab.add_tune(commands, (where, told), launch)
+    lab.add_sweep(commands, (where, told), launch, find_hosts)
 
     listed = commands.add_parser("hosts", parents=[where], help="print the hosts that a launch would use")
     listed.set_defaults(handler=hosts, name="hosts")

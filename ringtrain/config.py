@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import functools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_type_hints
 
@@ -526,3 +526,26 @@ def changed_options(config: Config) -> dict[str, Any]:
 def value_of(config: Config, option: str) -> Any:
     """The value of a dotted option, e.g. value_of(config, "train.epochs")."""
     return functools.reduce(getattr, option.split("."), config)
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """The configuration with other values.
+
+    Args:
+        config: the one to begin with.
+        values: by dotted option, e.g. {"train.epochs": 3}.
+
+    Raises:
+        ConfigError: a value outside its range, or values that do not fit together.
+    """
+    sections: dict[str, dict[str, Any]] = {}
+    for option, value in values.items():
+        section, _, key = option.rpartition(".")
+        sections.setdefault(section, {})[key] = value
+    changed = {name: dataclasses.replace(getattr(config, name), **own) for name, own in sections.items() if name}
+    return dataclasses.replace(config, **changed, **sections.get("", {}))
+
+
+def lower_is_better(metric: str) -> bool:
+    """Whether a metric, by its name, is to fall: losses and errors are, all else is to grow."""
+    return "loss" in metric or "error" in metric

@@ -13,6 +13,7 @@ from uuid import UUID
 
 from ringtrain.config import DeviceConfig
 from ringtrain.errors import DeviceError
+from ringtrain.reports import HOST_SLOTS
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,14 @@ def plan(
     )
 
 
-def pin(local_rank: int, local_size: int, options: DeviceConfig) -> Pinning:
+def pin(local_rank: int, local_size: int, options: DeviceConfig, environ: Mapping[str, str] = os.environ) -> Pinning:
     """Tells TensorFlow what this rank may use; call it before anything touches a device.
 
     Args:
         local_rank: this rank's number on its host.
         local_size: ranks on this host.
         options: the configuration's section.
+        environ: says whether other jobs have slots of this host: then cores are divided by all of them.
 
     Returns:
         What was decided.
@@ -102,6 +104,8 @@ def pin(local_rank: int, local_size: int, options: DeviceConfig) -> Pinning:
 
     gpus = tf.config.list_physical_devices("GPU")
     own_cores, host_cores = count_cores()
+    if slots := int(environ.get(HOST_SLOTS, 0)):
+        host_cores = host_cores * local_size // max(slots, local_size)
     try:
         pinning = plan(gpus, local_rank, local_size, options, own_cores, host_cores, socket.gethostname())
         if pinning.gpu is None:

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 
 from ringtrain import schedules
 from ringtrain.config import Config, Numbers, changed_options, without_effect
+from ringtrain.reports import HOST_SLOTS
 
 LAUNCHERS = ("ringtrain", "horovodrun", "mpirun", "mpiexec", "orterun")
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "HOROVOD_RANK")
@@ -43,7 +44,7 @@ def console_for(rank: int) -> Console:
     """
     if rank != 0:
         return SteadyConsole(quiet=True)
-    terminal = terminal_of_launcher()
+    terminal = "" if HOST_SLOTS in os.environ else terminal_of_launcher()
     if terminal:
         with contextlib.suppress(OSError):  # another user's terminal, or one outside of this container
             stream = open(terminal, "w", encoding="utf-8")  # noqa: SIM115 - as long as the process lives

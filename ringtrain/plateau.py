@@ -13,7 +13,7 @@ from typing import Any
 import keras
 
 from ringtrain import hvd, optimizers
-from ringtrain.config import Config, Numbers, nearest
+from ringtrain.config import Config, Numbers, lower_is_better, nearest
 from ringtrain.errors import ConfigError
 from ringtrain.health import StopTogether
 from ringtrain.resume import Clock
@@ -95,11 +95,6 @@ class Plateau(keras.callbacks.Callback):
     def _plateaus(self, patience: int) -> int:
         train = self.config.train
         return plateaus(self.values, patience, lower_is_better(train.monitor), train.min_delta)
-
-
-def lower_is_better(metric: str) -> bool:
-    """Whether a metric, by its name, is to fall: losses and errors are, all else is to grow."""
-    return "loss" in metric or "error" in metric
 
 
 def check_monitor(monitor: str, metrics: Sequence[keras.metrics.Metric]) -> None:

@@ -89,7 +89,7 @@ def read_toml(path: Path) -> Config:
         if section not in sections:
             raise ConfigError(f"{path}: unknown key {section}: {nearest(section, list(sections))}")
         if section in options:
-            values[section] = _checked(path, section, table, options[section])
+            values[section] = checked(path, section, table, options[section])
             continue
         if not isinstance(table, dict):
             raise ConfigError(f"{path}: {section}: got {table!r}, expected a table: [{section}]")
@@ -97,7 +97,7 @@ def read_toml(path: Path) -> Config:
             option = f"{section}.{key}"
             if option not in options:
                 raise ConfigError(f"{path}: unknown key {option}: {nearest(option, list(options))}")
-            table[key] = _checked(path, option, value, options[option])
+            table[key] = checked(path, option, value, options[option])
         values[section] = sections[section](**table)
     try:
         return Config(**values)
@@ -119,20 +119,32 @@ def to_toml(config: Config) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _checked(path: Path, option: str, value: Any, kind: Any) -> Any:
-    """The value, if it has the option's type; an integer will do for a float, a boolean will not."""
+def checked(path: Path, option: str, value: Any, kind: Any) -> Any:
+    """The value, if it has the option's type; an integer will do for a float, a boolean will not.
+
+    Args:
+        path: of the file that it stands in.
+        option: its dotted name.
+        value: as TOML gives it.
+        kind: the option's type, of option_types.
+
+    Raises:
+        ConfigError: it has another type.
+    """
     if get_origin(kind) is Literal:
         fits, expected = value in get_args(kind), "one of " + ", ".join(get_args(kind))
     elif kind is float:
         fits, expected = _is_number(value), "float"
-    elif get_origin(kind) is tuple:  # of numbers
+    elif get_origin(kind) is tuple and get_args(kind)[0] is str:
+        fits, expected = isinstance(value, list) and all(isinstance(one, str) for one in value), "a list of words"
+    elif get_origin(kind) is tuple:
         fits, expected = isinstance(value, list) and all(map(_is_number, value)), "a list of numbers"
     else:
         fits, expected = type(value) is kind, kind.__name__
     if not fits:
         raise ConfigError(f"{path}: {option}: got {value!r}, expected {expected}")
     if isinstance(value, list):
-        return tuple(map(float, value))
+        return tuple(map(get_args(kind)[0], value))
     return float(value) if kind is float else value
 
 

@@ -8,6 +8,7 @@ report on standard error (ringtrain.reports) is taken out of the stream: where t
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
 import selectors
@@ -38,6 +39,7 @@ LOST_S = 30.0
 CONNECTING = 32  # ssh at a time
 ENDING = (signal.SIGTERM, signal.SIGHUP)  # whoever sends one of these will not come back to send another
 SIGNALS = (signal.SIGINT, signal.SIGUSR1, *ENDING)
+PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,36 @@ def find(program: str, environ: Mapping[str, str] = os.environ) -> str:
             f" choose another --launcher"
         )
     return found
+
+
+def start_beside(argv: Sequence[str], environ: Mapping[str, str], log: Path, held: int) -> subprocess.Popen[bytes]:
+    """Starts a command that runs beside this process, and is sent SIGTERM when this process ends, however it ends.
+
+    Args:
+        argv: the command.
+        environ: its environment.
+        log: file that gets what it writes, at its end.
+        held: a file descriptor that it keeps open as long as it lives: a lock is free when it is gone.
+    """
+    libc, this = ctypes.CDLL(None), os.getpid()
+
+    def bind() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != this:  # it had ended before
+            os._exit(1)
+
+    with open(log, "ab") as file:
+        # In a process group of its own: the terminal's Ctrl-C is for this process alone.
+        return subprocess.Popen(
+            argv,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+            pass_fds=(held,),
+            preexec_fn=bind,
+        )
 
 
 def submit(plan: Plan, own_folder: str, environ: Mapping[str, str] = os.environ) -> int:

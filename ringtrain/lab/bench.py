@@ -16,6 +16,7 @@ PARTS = {
     "checkpoint": "saving",
     "input": "feeding",
     "tune": "trials",
+    "ensemble": "ensemble",
 }
 """what can be started, and the module of ringtrain.lab whose main(words) does it"""
 

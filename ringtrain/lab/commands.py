@@ -1,4 +1,4 @@
-"""The commands bench, tune, predict and report: options, and what they start, which is imported when it runs."""
+"""The commands bench, tune, sweep, predict and report: options, and what they start, which is imported when it runs."""
 
 from __future__ import annotations
 
@@ -206,6 +206,48 @@ def add_tune(
     )
 
     told.set_defaults(handler=lambda options: start_module("tune", options, parents, launch), name="tune")
+
+
+def add_sweep(
+    commands: argparse._SubParsersAction[Any],
+    parents: Sequence[argparse.ArgumentParser],
+    launch: Callable[[argparse.Namespace], int],
+    find_hosts: Callable[[argparse.Namespace], tuple[Sequence[Any], str]],
+) -> None:
+    """Adds `ringtrain sweep`; the first arguments are those of add_bench.
+
+    Args:
+        find_hosts: those that the command line names, and where they come from.
+    """
+    told = commands.add_parser(
+        "sweep",
+        parents=list(parents),
+        usage="ringtrain sweep --space FILE [options] [-- options of ringtrain.train]",
+        description="Trains with many values of some options, as many trials at once as there are slots, and says which"
+        " are best by train.monitor; the same command goes on after an interruption. See docs/sweep.md.",
+        help="try many values of some options, side by side",
+    )
+    told.add_argument("--space", required=True, metavar="FILE", help="TOML with the values of each option to try")
+    told.add_argument("--trials", type=int, default=0, metavar="N", help="in all (20; of a grid all)")
+    told.add_argument(
+        "--sampler",
+        choices=("grid", "random", "tpe"),
+        default="tpe",
+        help="all combinations, any, or those that promise most (tpe)",
+    )
+    told.add_argument("--prune", choices=("asha", "none"), default="none", help="end trials that fall behind (none)")
+    told.add_argument("--ranks-per-trial", type=int, default=1, metavar="R", help="of each trial's ring (1)")
+    told.add_argument(
+        "--ensemble", type=int, default=0, metavar="K", help="also evaluate the averaged prediction of the best K"
+    )
+
+    def sweep(options: argparse.Namespace) -> int:
+        options.found_hosts, _ = find_hosts(options)
+        nowhere = argparse.Namespace(**{**vars(options), "hostfile": None, "hosts": None, "include": "", "exclude": ""})
+        options.trial_words = [word for parent in parents for word in words_of(parent, nowhere)]
+        return start_module("sweep", options, parents, launch)
+
+    told.set_defaults(handler=sweep, name="sweep")
 
 
 def words_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
