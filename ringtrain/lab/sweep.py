@@ -21,7 +21,7 @@ from ringtrain.config import Config, lower_is_better, option_types, value_of, wi
 from ringtrain.errors import HostsError, LaunchError, RunDirectoryError
 from ringtrain.lab import beside, figures, space, swept
 from ringtrain.lab.starts import Start
-from ringtrain.lab.study import Study, Trial
+from ringtrain.lab.study import FILE, Study, Trial
 
 DEFAULT_TRIALS = 20
 REPORTED = 3
@@ -94,6 +94,10 @@ def claim(folder: Path, options: argparse.Namespace, base: Config, found: space.
         unfinished = path.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(own, indent=1) + "\n", encoding="utf-8")
         unfinished.replace(path)
+    if not (folder / FILE).exists() and any(folder.glob("trial-*")):
+        raise LaunchError(
+            f"{folder}: holds trials without {FILE}, which says what was done: delete it, or give another --run.name"
+        )
     known = json.loads(path.read_text(encoding="utf-8"))
     for name in {**known, **own}:
         if known.get(name) != own.get(name):

@@ -378,7 +378,7 @@ def test_gpus_are_remembered_and_make_the_environment_anew(folder: Path, bin_dir
         marker = folder / ".venv" / "of-the-run-before"
         result = set_up(folder, bin_dir, env=env)
         assert result.returncode == 0, result.stderr
-        calls.append((marker.exists(), re.findall(r"\[(\w+),train,dev\]", pip_log.read_text())))
+        calls.append((marker.exists(), re.findall(r"\[(\w+),train,sweep,dev\]", pip_log.read_text())))
         marker.touch()
         pip_log.write_text("")
     assert calls == [(False, ["cpu"]), (False, ["gpu"]), (True, []), (False, ["cpu"])]

@@ -1,0 +1,122 @@
+"""ringtrain sweep: side by side, killed, gone on with, pruned; with tiny trainings, each under the real launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from launching import BIN, ROOT, run
+
+from ringtrain import journal, settings
+from ringtrain.lab import beside
+
+EPOCHS = 40
+PNG = b"\x89PNG"
+TIMEOUT_S = 600  # far above what anything here takes
+
+
+def command(folder: Path, space: str, *words: object, epochs: int = EPOCHS) -> list[str]:
+    (folder / "space.toml").write_text(space)
+    own = ["--space", folder / "space.toml", "--sampler", "grid", *words]
+    train = ["--run.directory", folder, "--run.name", "swept", "--train.epochs", epochs, "--train.batch-size", 16]
+    return [str(word) for word in [BIN / "ringtrain", "sweep", *own, "--", *train]]
+
+
+def epochs_of(run: Path) -> list[int]:
+    return [epoch for epoch, _ in beside.epochs_of(run / "metrics.jsonl", "test_loss")]
+
+
+def starts_of(run: Path) -> list[dict]:
+    return [event for event in journal.read(run) if event["event"] == "start"]
+
+
+def kill_when_both_train(argv: list[str], runs: list[Path]) -> str:
+    """Starts a sweep, and kills it with SIGKILL as soon as each run has a checkpoint and none is complete."""
+    env = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env) as sweep:
+        try:
+            deadline = time.monotonic() + TIMEOUT_S
+            while not all(list(run.glob("checkpoints/step-*")) for run in runs):
+                assert sweep.poll() is None and time.monotonic() < deadline, sweep.communicate()[1]
+                time.sleep(0.01)
+        finally:
+            sweep.kill()
+            _, said = sweep.communicate()
+    return said
+
+
+def test_two_at_once_killed_and_gone_on_with_none_is_lost_and_none_done_twice(tmp_path):
+    """One of the four fails. At the end the best two are averaged."""
+    folder = tmp_path / "swept"
+    runs = [folder / f"trial-{number:04d}" for number in range(4)]
+    space = '"train.batch-size" = [16, 32, 100000, 64]\n'
+    argv = command(tmp_path, space, "-H", "localhost:2")
+    said = kill_when_both_train(argv, runs[:2])
+    assert (
+        "trial 0: train.batch_size=16 on localhost:0" in said and "trial 1: train.batch_size=32 on localhost:1" in said
+    )
+    for one in runs[:2]:
+        assert 0 < len(epochs_of(one)) < EPOCHS
+
+    (first, second), ended = runs[:2], run(0, [*argv[:2], "--ensemble", "2", *argv[2:]], TIMEOUT_S)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for one in (first, second):  # both, and at the same time
+        then, again = starts_of(one)
+        assert again["resumed_from"] and again["global_step"] > 0 and not then["resumed_from"]
+        assert "CPU, 1 thread" in (one / "logs" / "rank-0.log").read_text() or len(os.sched_getaffinity(0)) > 3
+    times = [[event["time_s"] for event in journal.read(one)] for one in (first, second)]
+    assert max(min(each) for each in times) < min(max(each) for each in times)
+    for one in (first, second, runs[3]):
+        assert epochs_of(one) == [*range(1, EPOCHS + 1)]
+    assert len(starts_of(runs[3])) == 1 and not runs[2].exists()
+
+    record = json.loads((folder / "results.json").read_text())["results"]
+    assert [one["state"] for one in record["trials"]] == ["complete", "complete", "failed", "complete"]
+    assert "train.batch_size: 100000 on 1 rank makes a global batch of 100000" in record["trials"][2]["facts"]["reason"]
+    summaries = {one.name: json.loads((one / "summary.json").read_text()) for one in (first, second, runs[3])}
+    losses = {name: one["test_loss"] for name, one in summaries.items()}
+    best = min(losses, key=lambda name: losses[name])
+    assert record["direction"] == "minimize" and f"trial-{record['best']:04d}" == best
+    assert f"ringtrain report {folder / best} " in ended.stdout
+    config = settings.read_toml(folder / "best.toml")
+    assert config.train.batch_size == summaries[best]["config"]["train"]["batch_size"] and not config.run.name
+    for picture in ("objective.png", "train.batch_size.png"):
+        assert (folder / picture).read_bytes().startswith(PNG)
+
+    singles, averaged = record["ensemble"]["models"], record["ensemble"]["averaged"]
+    assert [Path(one["run"]).name for one in singles] == sorted(losses, key=lambda name: losses[name])[:2]
+    for one in singles:  # each alone is as its own run has it; one process adds in another order
+        assert one["accuracy"] == pytest.approx(summaries[Path(one["run"]).name]["test_accuracy"], abs=1e-9)
+        assert one["loss"] == pytest.approx(losses[Path(one["run"]).name], rel=1e-4)
+    # Cross-entropy is convex: the average of probabilities is never worse than the average of the models.
+    assert averaged["loss"] <= sum(one["loss"] for one in singles) / 2 + 1e-12
+    assert "all averaged" in ended.stdout
+
+    known = [path.read_bytes() for path in sorted(folder.glob("trial-*/logs/journal-*.jsonl"))]
+    again = run(0, argv, TIMEOUT_S)
+    assert again.returncode == 0 and "trial 0:" not in again.stderr, again.stderr
+    assert [path.read_bytes() for path in sorted(folder.glob("trial-*/logs/journal-*.jsonl"))] == known
+    other = run(0, command(tmp_path, space.replace("64", "65"), "-H", "localhost:2"), TIMEOUT_S)
+    assert other.returncode == 2 and "holds a sweep whose space of train.batch_size is" in other.stderr
+    (folder / "optuna.db").unlink()  # without which nobody knows what was done
+    lost = run(0, command(tmp_path, space, "-H", "localhost:2"), TIMEOUT_S)
+    assert lost.returncode == 2 and "without optuna.db" in lost.stderr
+
+
+def test_asha_ends_a_trial_that_falls_behind_by_the_launchers_own_way(tmp_path):
+    """On one slot, so that the better one is there to compare with."""
+    space = '"optimizer.learning-rate" = [0.01, 1e-9]\n'
+    ended = run(0, command(tmp_path, space, "-H", "localhost:1", "--prune", "asha"), TIMEOUT_S)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    good, bad = json.loads((tmp_path / "swept" / "results.json").read_text())["results"]["trials"]
+    assert (good["state"], good["epochs"], bad["state"]) == ("complete", EPOCHS, "pruned")
+    assert bad["facts"]["stopped_at"] < EPOCHS and bad["value"] > good["value"]
+    run_of_bad = tmp_path / "swept" / "trial-0001"
+    summary = json.loads((run_of_bad / "summary.json").read_text())
+    assert summary["stopped_by"] == "SIGTERM" and summary["in_sync"]  # it has saved, and ended with its proof
+    assert signal.SIGTERM.name in (tmp_path / "swept" / "starts" / "trial-0001.log").read_text()
