@@ -25,7 +25,6 @@ from ringtrain.cluster.job import (
     words,
 )
 from ringtrain.errors import LaunchError
-from ringtrain.reports import JOB
 
 PLAIN_PATH = re.compile(r"[A-Za-z0-9_@%+=:,./-]*")
 GLOO_TIMEOUT, GLOO_TIMEOUT_S = "HOROVOD_GLOO_TIMEOUT_SECONDS", 60
@@ -104,7 +103,7 @@ def elastic(
     asked = shlex.quote(discovery)
     if not discovery:
         text = "".join(f"{host.name}:{host.slots}\n" for host in job.hosts)
-        path = file_path(job, "discovery.txt", text + job.environment.get(JOB, ""))  # changes while the job runs
+        path = file_path(job, "discovery.txt", text)  # changes while the job runs
         files[path] = text
         asked = shlex.join(["cat", path])
     limits = [

@@ -13,6 +13,7 @@ from typing import Literal
 
 from ringtrain.cluster.hosts import Host
 from ringtrain.errors import LaunchError
+from ringtrain.reports import JOB
 
 NUM_HOSTS_LARGE = 64
 """from here on a launcher starts hosts differently"""
@@ -172,7 +173,7 @@ def check_names(hosts: Iterable[Host], launcher: str, pattern: str = r"[A-Za-z0-
 
 
 def file_path(job: Job, kind: str, text: str) -> str:
-    """A path for a file of the launcher: jobs that differ have different files, and a job has the same each time.
+    """A path for a file of the launcher: jobs that run have their own, since each takes its files away at its end.
 
     Args:
         job: that it is for.
@@ -182,7 +183,7 @@ def file_path(job: Job, kind: str, text: str) -> str:
     folder = PurePath(job.output or job.files_folder)
     stem, _, suffix = kind.partition(".")
     owner = job.environment.get("USER", "")
-    number = zlib.crc32(f"{owner} {text}".encode(errors="surrogateescape"))
+    number = zlib.crc32(f"{owner} {text}{job.environment.get(JOB, '')}".encode(errors="surrogateescape"))
     return str(folder / f"ringtrain-{stem}-{number:08x}.{suffix}")
 
 

@@ -255,7 +255,10 @@ def starter(hosts: Sequence[Host]) -> str:
     for host in hosts:
         if host.indices:
             ranks = "|".join(str(rank) for rank in range(first, first + host.slots))
-            cases.append(f"{ranks}) export CUDA_VISIBLE_DEVICES={','.join(map(str, host.indices))} ;;")
+            # Of those that the host's environment shows, if it does.
+            shown = f"${{CUDA_VISIBLE_DEVICES-{','.join(map(str, range(max(host.indices) + 1)))}}}"
+            places = ",".join(str(index + 1) for index in host.indices)
+            cases.append(f'{ranks}) export CUDA_VISIBLE_DEVICES="$(echo "{shown}" | cut -d, -f{places})" ;;')
         first += host.slots
     return f'case "{OWN_RANK}" in {" ".join(cases)} esac; {STARTER}' if cases else STARTER
 
