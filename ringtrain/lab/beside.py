@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from ringtrain.cluster import run
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.restart import ASKED_TO_STOP
 from ringtrain.config import Config, with_values
-from ringtrain.errors import ConfigError, LaunchError
+from ringtrain.errors import ConfigError
+from ringtrain.lab import slots
 from ringtrain.lab.study import Study
 from ringtrain.lab.swept import Shown
 from ringtrain.reports import HOST_SLOTS
@@ -30,48 +31,6 @@ POLL_S = 0.1
 SETTLE_S = 1.0  # what ends a trial from outside mostly means this process as well, which hears of it a moment later
 YIELDING = "OMPI_MCA_mpi_yield_when_idle"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-Place = Mapping[str, tuple[int, ...]]
-"""slots by host"""
-
-
-def allot(free: Mapping[str, Collection[int]], num_ranks: int) -> Place:
-    """Slots for a trial: of one host where it fits, the fullest of these; else of as few hosts as it takes.
-
-    Args:
-        free: slots that nobody has, by host.
-        num_ranks: of the trial.
-
-    Returns:
-        Nothing, if there are too few.
-    """
-    fitting = [name for name, slots in free.items() if len(slots) >= num_ranks]
-    if fitting:
-        name = min(fitting, key=lambda name: len(free[name]))
-        return {name: tuple(sorted(free[name])[:num_ranks])}
-    place, left = {}, num_ranks
-    for name, slots in sorted(free.items(), key=lambda one: -len(one[1])):
-        if left and slots:
-            place[name] = tuple(sorted(slots)[:left])
-            left -= len(place[name])
-    return {} if left else place
-
-
-def words_of(place: Place, hosts: Sequence[Host]) -> list[str]:
-    """A place as options of ringtrain launch.
-
-    Args:
-        place: of a trial.
-        hosts: that its slots are of.
-    """
-    used = [Host(host.name, max(slots_of(host)) + 1) for host in hosts if host.name in place]
-    chosen = [f"{str(host).rpartition(':')[0]}:{slot}" for host in used for slot in place[host.name]]
-    return ["-H", ",".join(map(str, used)), "--include", ",".join(chosen)]
-
-
-def slots_of(host: Host) -> Sequence[int]:
-    """Numbers of a host's slots."""
-    return host.indices or range(host.slots)
 
 
 @dataclass
@@ -82,7 +41,7 @@ class Running:
     """Optuna's"""
     values: Mapping[str, Any]
     config: Config
-    place: Place
+    place: slots.Place
     process: Any
     log: Path
     began_s: float = field(default_factory=time.monotonic)
@@ -102,7 +61,7 @@ class Running:
     @property
     def where(self) -> str:
         """E.g. "host1:0,1"."""
-        return " ".join(f"{host}:{','.join(map(str, slots))}" for host, slots in self.place.items())
+        return slots.in_words(self.place)
 
 
 class Sweep:
@@ -131,8 +90,9 @@ class Sweep:
         shown: Shown,
     ) -> None:
         self.folder, self.study, self.base, self.most, self.num_ranks = folder, study, base, most, num_ranks
-        self.hosts, self.launch_words, self.shown = hosts, launch_words, shown
-        self.free = {host.name: set(slots_of(host)) for host in hosts}
+        self.hosts, self.shown = hosts, shown
+        self.launch = [sys.executable, "-m", "ringtrain", "launch", *launch_words]
+        self.free = {host.name: set(slots.numbers(host)) for host in hosts}
         self.running: list[Running] = []
         self.waiting = study.interrupted()
         self.no_more = False
@@ -171,7 +131,7 @@ class Sweep:
 
     def _begin_another(self) -> bool:
         """Starts as many trials as there are slots for. Says whether there may be more to start."""
-        while not self.no_more and (place := allot(self.free, self.num_ranks)):
+        while not self.no_more and (place := slots.allot(self.free, self.num_ranks)):
             trial = self.waiting.pop(0) if self.waiting else self.study.next(self.most)
             if trial is None:
                 self.no_more = True
@@ -181,7 +141,7 @@ class Sweep:
                 break
         return not self.no_more
 
-    def _begin(self, trial: Any, place: Place) -> bool:
+    def _begin(self, trial: Any, place: slots.Place) -> bool:
         """Starts a trial, or finds that there is nothing to start."""
         name = f"trial-{trial.number:04d}"
         starts = self.folder / "starts"
@@ -213,17 +173,24 @@ class Sweep:
             toml = starts / f"{name}.toml"
             toml.write_text(settings.to_toml(config), encoding="utf-8")
             train = ["python", "-m", "ringtrain.train", "--config", str(toml)]
-            launch = [sys.executable, "-m", "ringtrain", "launch", *self.launch_words, *words_of(place, self.hosts)]
+            launch = [
+                sys.executable,
+                "-m",
+                "ringtrain",
+                "launch",
+                *self.launch_words,
+                *slots.words_of(place, self.hosts),
+            ]
             one.process = run.start_beside([*launch, "--", *train], self._environ(place), log, lock)
-        for host, slots in place.items():
-            self.free[host] -= {*slots}
+        for host, taken in place.items():
+            self.free[host] -= {*taken}
         self.running.append(one)
         if self.stopped_by:  # just now
             one.process.send_signal(signal.SIGTERM)
         self.shown.began(one)
         return True
 
-    def _environ(self, place: Place) -> dict[str, str]:
+    def _environ(self, place: slots.Place) -> dict[str, str]:
         most = max(host.slots for host in self.hosts if host.name in place)
         # Ranks of several trials fill a host together.
         full = {YIELDING: "1"} if most >= len(os.sched_getaffinity(0)) else {}
@@ -255,8 +222,8 @@ class Sweep:
     def _end(self, one: Running, code: int) -> None:
         """Frees a trial's slots, and tells what came of it."""
         self.running.remove(one)
-        for host, slots in one.place.items():
-            self.free[host] |= {*slots}
+        for host, taken in one.place.items():
+            self.free[host] |= {*taken}
         if (code < 0 or code in ASKED_TO_STOP) and not one.stopped_at:
             time.sleep(0 if self.stopped_by else SETTLE_S)
             if self.stopped_by:
@@ -326,26 +293,3 @@ def reason_of(log: Path, code: int) -> str:
     lines = [line.strip() for line in said[2].split("\n") if line.strip()] or [f"exit code {code}"]
     first = lines[0] if said[1] else lines[-1]
     return f"{first} {lines[-1]}" if first.endswith(":") and len(lines) > 1 else first
-
-
-def refuse(options: Any) -> None:
-    """Refuses what trials side by side cannot have.
-
-    Args:
-        options: of ringtrain launch, among others.
-
-    Raises:
-        LaunchError: names it.
-    """
-    for name, why in {
-        "np": "a trial's ranks are --ranks-per-trial",
-        "output": "each trial keeps its logs in its folder",
-        "timeline": "all trials would write that file: give --tracking.timeline-steps after --",
-        "oversubscribe": "trials take the slots that there are",
-    }.items():
-        if getattr(options, name):
-            raise LaunchError(f"got {'-' if name == 'np' else '--'}{name}: {why}: leave it out")
-    if options.bind != "none":
-        raise LaunchError("got --bind core: each trial would bind its ranks to a host's first cores: leave it out")
-    if options.launcher not in ("mpirun", "horovodrun", "horovodrun-gloo"):
-        raise LaunchError(f"got --launcher {options.launcher}, expected mpirun, horovodrun or horovodrun-gloo")

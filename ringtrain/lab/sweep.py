@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ringtrain import settings
+from ringtrain import pieces, settings
 from ringtrain.config import Config, lower_is_better, option_types, value_of, with_values
 from ringtrain.errors import HostsError, LaunchError, RunDirectoryError
 from ringtrain.lab import beside, figures, space, swept
@@ -24,6 +24,8 @@ from ringtrain.lab.starts import Start
 from ringtrain.lab.study import FILE, Study, Trial
 
 DEFAULT_TRIALS = 20
+NAMES = {"data.name", "model.name", "model.metrics", "train.callbacks"}
+"""options that name something"""
 REPORTED = 3
 """of the best, that the hint at the end compares"""
 
@@ -45,11 +47,15 @@ def main(options: argparse.Namespace, start: Start) -> int:
         if getattr(options, name) < least:
             flag = name.replace("_", "-")
             raise LaunchError(f"got --{flag} {getattr(options, name)}, expected {max(1, least)} or more")
-    beside.refuse(options)
+    refuse(options)
     base, path = settings.read(options.command), Path(options.space)
     if base.run.resume != "auto":
         raise LaunchError("got run.resume: trials go on by themselves: leave it out; run.init_from gives weights")
-    found = space.read(path)
+    found, began_s = space.read(path), time.monotonic()
+    pieces.find(base)  # a misspelt name is told at once
+    for option in NAMES & found.keys():
+        for value in found[option].points() or ():
+            pieces.find(with_values(base, {option: value}))
     points = space.grid(path, found) if options.sampler == "grid" else []
     most = min(options.trials or len(points), len(points)) if points else options.trials or DEFAULT_TRIALS
     hosts, num_ranks = options.found_hosts, options.ranks_per_trial
@@ -66,7 +72,7 @@ def main(options: argparse.Namespace, start: Start) -> int:
             raise RunDirectoryError(f"{folder}: another ringtrain sweep works there: wait, or give another --run.name")
         claim(folder, options, base, found)
         study = Study(folder, found, options.sampler, options.prune, minimize, base.seed, points)
-        before, began_s = {one.number for one in study.trials() if one.state != "running"}, time.monotonic()
+        before = {one.number for one in study.trials() if one.state != "running"}
         with swept.Shown(study, most, monitor) as shown:
             aim = "lowest" if minimize else "highest"
             shown.say(f"{most} trials in {folder}, for the {aim} {monitor} of the last epoch")
@@ -78,6 +84,29 @@ def main(options: argparse.Namespace, start: Start) -> int:
                 return 128 + sweep.stopped_by
         wall_s, new = time.monotonic() - began_s, [one for one in study.trials() if one.number not in before]
         return conclude(folder, study, base, options, found, speed_of(new, wall_s, num_slots // num_ranks), start)
+
+
+def refuse(options: argparse.Namespace) -> None:
+    """Refuses what trials side by side cannot have.
+
+    Args:
+        options: of ringtrain launch, among others.
+
+    Raises:
+        LaunchError: names it.
+    """
+    for name, why in {
+        "np": "a trial's ranks are --ranks-per-trial",
+        "output": "each trial keeps its logs in its folder",
+        "timeline": "all trials would write that file: give --tracking.timeline-steps after --",
+        "oversubscribe": "trials take the slots that there are",
+    }.items():
+        if getattr(options, name):
+            raise LaunchError(f"got {'-' if name == 'np' else '--'}{name}: {why}: leave it out")
+    if options.bind != "none":
+        raise LaunchError("got --bind core: each trial would bind its ranks to a host's first cores: leave it out")
+    if options.launcher not in ("mpirun", "horovodrun", "horovodrun-gloo"):
+        raise LaunchError(f"got --launcher {options.launcher}, expected mpirun, horovodrun or horovodrun-gloo")
 
 
 def claim(folder: Path, options: argparse.Namespace, base: Config, found: space.Space) -> None:

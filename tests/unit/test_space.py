@@ -12,7 +12,7 @@ from ringtrain import cli, settings
 from ringtrain.cluster.hosts import parse_hosts, select
 from ringtrain.config import Config, with_values
 from ringtrain.errors import ConfigError, MissingDependency
-from ringtrain.lab import beside, space
+from ringtrain.lab import slots, space
 from ringtrain.lab.space import Choice, Range
 from ringtrain.lab.study import Study
 
@@ -98,6 +98,7 @@ def test_the_command_says_it_in_one_line_before_anything_starts(tmp_path, monkey
         (["--launcher", "srun"], "got --launcher srun, expected mpirun, horovodrun or horovodrun-gloo"),
         (["--dry-run"], "sweep runs what it measures"),
         (["--", "--run.resume", "must"], "got run.resume: trials go on by themselves"),
+        (["--", "--model.name", "mpl"], "model.name: got mpl, did you mean mlp?"),
         (["--", "--train.epoch", "3"], "unknown option --train.epoch: did you mean --train.epochs?"),
     ):
         assert cli.main([*told, *words]) == 2
@@ -124,17 +125,17 @@ def test_a_grid_is_every_combination_in_order(tmp_path):
 
 def test_a_trial_is_on_one_host_where_it_fits():
     free = {"a": {0, 1, 2, 3}, "b": {1, 2}, "c": set()}
-    assert beside.allot(free, 2) == {"b": (1, 2)}
-    assert beside.allot(free, 3) == {"a": (0, 1, 2)}
-    assert beside.allot(free, 5) == {"a": (0, 1, 2, 3), "b": (1,)}
-    assert beside.allot(free, 7) == {} and beside.allot({"a": set()}, 1) == {}
+    assert slots.allot(free, 2) == {"b": (1, 2)}
+    assert slots.allot(free, 3) == {"a": (0, 1, 2)}
+    assert slots.allot(free, 5) == {"a": (0, 1, 2, 3), "b": (1,)}
+    assert slots.allot(free, 7) == {} and slots.allot({"a": set()}, 1) == {}
 
 
 def test_a_place_is_told_to_launch_so_that_it_takes_these_slots():
     """Which are GPUs: see cluster.run.starter."""
     hosts = select(parse_hosts("a:4,b:2,[fe80::1]:3"), exclude="a:0")
     place = {"a": (1, 3), "fe80::1": (2,)}
-    _, listed, _, included = beside.words_of(place, hosts)
+    _, listed, _, included = slots.words_of(place, hosts)
     found = select(parse_hosts(listed), included)
     assert {host.name: tuple(host.indices) for host in found} == place
     assert {host.name: host.slots for host in found} == {"a": 2, "fe80::1": 1}
