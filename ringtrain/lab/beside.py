@@ -173,15 +173,8 @@ class Sweep:
             toml = starts / f"{name}.toml"
             toml.write_text(settings.to_toml(config), encoding="utf-8")
             train = ["python", "-m", "ringtrain.train", "--config", str(toml)]
-            launch = [
-                sys.executable,
-                "-m",
-                "ringtrain",
-                "launch",
-                *self.launch_words,
-                *slots.words_of(place, self.hosts),
-            ]
-            one.process = run.start_beside([*launch, "--", *train], self._environ(place), log, lock)
+            argv = [*self.launch, *slots.words_of(place, self.hosts), "--", *train]
+            one.process = run.start_beside(argv, self._environ(place), log, lock)
         for host, taken in place.items():
             self.free[host] -= {*taken}
         self.running.append(one)

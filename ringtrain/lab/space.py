@@ -97,9 +97,7 @@ def read(path: Path) -> Space:
                 raise ConfigError(f"{path}: {key}: is the same for all trials of a sweep: give it after --")
             if option in found:
                 raise ConfigError(f"{path}: {key}: stands there twice")
-            found[option] = (
-                _choice(path, option, one, types) if isinstance(one, list) else _range(path, option, one, types)
-            )
+            found[option] = (_choice if isinstance(one, list) else _range)(path, option, one, types[option])
     if not found:
         raise ConfigError(f'{path}: got no option, expected e.g. "optimizer.learning-rate" = [0.001, 0.01]')
     return found

@@ -111,9 +111,9 @@ def test_a_grid_is_every_combination_in_order(tmp_path):
     found = read(
         tmp_path,
         """
-        train.batch-size = {low = 16, high = 70, step = 16}
-        optimizer.momentum = {low = 0.1, high = 0.3, step = 0.1}
-        train.epochs = {low = 2, high = 3}
+        "train.batch-size" = {low = 16, high = 70, step = 16}
+        "optimizer.momentum" = {low = 0.1, high = 0.3, step = 0.1}
+        "train.epochs" = {low = 2, high = 3}
         """,
     )
     points = space.grid(tmp_path, found)
