@@ -224,7 +224,7 @@ class Sweep:
         self._judge(one, code)
 
     def _judge(self, one: Running, code: int) -> None:
-        facts = {"seconds": round(one.seconds, 3), "where": one.where}
+        facts: dict[str, Any] = {"seconds": round(one.seconds, 3), "where": one.where}
         if code and one.stopped_at:
             self._finish(one.trial, one.values, "pruned", **facts)
         elif code:

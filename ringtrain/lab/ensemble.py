@@ -29,13 +29,12 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--out", required=True)
     options = parser.parse_args(figures.split(words)[0])
     ranks.begin(settings.read_toml(Path(options.run[0], "config.toml")))
-    found: list[NDArray[np.float64]] = []
-    labels: NDArray[np.int64] | None = None
-    for run in options.run:
+    labels, first = predict(Path(options.run[0]))
+    found = [first]
+    for run in options.run[1:]:
         own, probabilities = predict(Path(run))
-        if labels is not None and not np.array_equal(own, labels):
+        if not np.array_equal(own, labels):
             raise LaunchError(f"{run}: was tested on other samples than {options.run[0]}: an ensemble needs the same")
-        labels = own
         found.append(probabilities)
     named = dict(zip([*map(str, options.run), "all averaged"], [*found, np.mean(found, axis=0)], strict=True))
     scores = {name: score(labels, probabilities) for name, probabilities in named.items()}
@@ -76,13 +75,13 @@ def predict(run: Path) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     return np.concatenate(labels), np.concatenate(probabilities)
 
 
-def score(labels: NDArray[np.int64] | None, probabilities: NDArray[np.float64]) -> dict[str, float]:
+def score(labels: NDArray[np.int64], probabilities: NDArray[np.float64]) -> dict[str, float]:
     """Accuracy and cross-entropy.
 
     Args:
         labels: [n].
         probabilities: [n, classes].
     """
-    of_the_label = np.take_along_axis(probabilities, np.reshape(labels, (-1, 1)), axis=-1)
+    of_the_label = np.take_along_axis(probabilities, labels[:, None], axis=-1)
     accuracy = np.mean(np.argmax(probabilities, axis=-1) == labels)
     return {"accuracy": float(accuracy), "loss": float(-np.mean(np.log(np.maximum(of_the_label, 1e-300))))}

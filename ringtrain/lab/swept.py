@@ -149,7 +149,8 @@ def draw(folder: Path, trials: Sequence[Trial], monitor: str, minimize: bool, sp
             places = [texts[number(value)] for value in at] if texts else at
             axes.plot(places, [each.value for each in shown], mark, label=f"{state} ({len(shown)})")
         if not one:
-            pick, best = min if minimize else max, []
+            pick = min if minimize else max
+            best: list[Any] = []
             for each in complete:
                 best.append(pick([*best[-1:], each.value]))
             axes.step([each.number for each in complete], best, where="post", label="best so far")

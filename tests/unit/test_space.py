@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from ringtrain.errors import ConfigError, MissingDependency
 from ringtrain.lab import slots, space
 from ringtrain.lab.space import Choice, Range
 from ringtrain.lab.study import Study
+
+ROOT = Path(__file__).parents[2]
 
 
 def read(folder: Path, text: str) -> space.Space:
@@ -105,6 +108,14 @@ def test_the_command_says_it_in_one_line_before_anything_starts(tmp_path, monkey
         (line,) = capsys.readouterr().err.splitlines()
         assert said in line
     assert [path.name for path in tmp_path.iterdir()] == ["space.toml"]
+
+
+def test_the_process_that_sweeps_has_no_tensorflow(tmp_path):
+    script = (
+        "import sys, ringtrain.lab.sweep; print([n for n in ('tensorflow', 'keras', 'horovod') if n in sys.modules])"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ended.stdout == "[]\n"
 
 
 def test_a_grid_is_every_combination_in_order(tmp_path):
