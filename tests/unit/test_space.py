@@ -110,7 +110,7 @@ def test_the_command_says_it_in_one_line_before_anything_starts(tmp_path, monkey
     assert [path.name for path in tmp_path.iterdir()] == ["space.toml"]
 
 
-def test_the_process_that_sweeps_has_no_tensorflow(tmp_path):
+def test_the_process_that_sweeps_has_no_tensorflow():
     script = (
         "import sys, ringtrain.lab.sweep; print([n for n in ('tensorflow', 'keras', 'horovod') if n in sys.modules])"
     )
