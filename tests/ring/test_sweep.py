@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -99,7 +100,7 @@ def test_two_at_once_killed_and_gone_on_with_none_is_lost_and_none_done_twice(tm
 
     known = [path.read_bytes() for path in sorted(folder.glob("trial-*/logs/journal-*.jsonl"))]
     again = run(0, argv, TIMEOUT_S)
-    assert again.returncode == 0 and "trial 0:" not in again.stderr, again.stderr
+    assert again.returncode == 0 and not re.search(r"trial \d", again.stderr), again.stderr
     assert [path.read_bytes() for path in sorted(folder.glob("trial-*/logs/journal-*.jsonl"))] == known
     other = run(0, command(tmp_path, space.replace("64", "65"), "-H", "localhost:2"), TIMEOUT_S)
     assert other.returncode == 2 and "holds a sweep whose space of train.batch_size is" in other.stderr
