@@ -174,7 +174,18 @@ def study(folder: Path, sampler: str = "random", prune: str = "none", points=(),
 
 
 @pytest.mark.parametrize("sampler", ["random", "tpe"])
-def test_a_sweep_that_goes_on_draws_anew_and_keeps_what_was_running(sampler, tmp_path):
+def test_a_sweep_that_goes_on_draws_what_it_has_not_drawn(sampler, tmp_path):
+    drawn = []
+    for most in (3, 6):
+        one = study(tmp_path, sampler)
+        while trial := one.next(most):
+            drawn.append(one.values(trial)["optimizer.momentum"])
+            one.finish(trial, "complete", 1.0)
+    assert len(drawn) == len({*drawn}) == 6
+
+
+@pytest.mark.parametrize("sampler", ["random", "tpe"])
+def test_a_sweep_that_goes_on_keeps_what_was_running(sampler, tmp_path):
     first = study(tmp_path, sampler)
     trials = [first.next(9) for _ in range(3)]
     values = [first.values(trial) for trial in trials]
@@ -186,12 +197,10 @@ def test_a_sweep_that_goes_on_draws_anew_and_keeps_what_was_running(sampler, tmp
     assert [again.values(trial) for trial in again.interrupted()[:2]] == values[1:]
     completed = again.values(again.interrupted()[2])
     assert completed.keys() == SPACE.keys() and completed["optimizer.momentum"] == momentum
-    values += [again.values(again.next(9)) for _ in range(3)]
-    assert len({one["optimizer.momentum"] for one in values}) == 6
     assert all(one["train.batch_size"] in (16, 32, 48, 64) for one in values)
-    assert [one.values for one in again.trials()[:3]] == values[:3]
-    assert [one.state for one in again.trials()] == ["complete", *6 * ["running"]]
-    assert again.next(7) is None
+    assert [one.values for one in again.trials()] == [*values, completed]
+    assert [one.state for one in again.trials()] == ["complete", *3 * ["running"]]
+    assert again.next(4) is None
 
 
 def test_a_grid_is_done_once_whenever_it_is_interrupted(tmp_path):
