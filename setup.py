@@ -47,6 +47,7 @@ setup(
             "setuptools<81",  # horovodrun imports distutils, which Python 3.12 and later have from setuptools alone
         ],
         "sweep": ["optuna>=4.2,<6"],  # ringtrain sweep
+        "spark": ["pyspark>=4,<5"],  # and Java 17; 490 MB
         "torch": ["torch>=2.6"],  # a row of ringtrain bench peers
         "dev": ["hypothesis>=6.100", "mypy>=1.13", "pytest>=8", "ruff>=0.8"],
     },

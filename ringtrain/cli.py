@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from ringtrain.cluster.job import Job, Plan
     from ringtrain.cluster.restart import Policy
 
-LAUNCHERS = ("mpirun", "horovodrun", "horovodrun-gloo", "srun", "sbatch", "mpijob")
+LAUNCHERS = ("mpirun", "horovodrun", "horovodrun-gloo", "srun", "sbatch", "mpijob", "spark")
 PROGRAMS = {"mpirun": "mpirun", "horovodrun": "horovodrun", "horovodrun-gloo": "horovodrun", "srun": "srun"}
 HANDED_OVER = ("sbatch", "mpijob")
 """launchers that give the job to a scheduler and do not stay with it"""
 VERSION_TIMEOUT_S = 20.0
+SPARK_START_S = 60.0
+"""for Spark itself to begin, before it is asked for slots"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,6 +101,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="S",
         help="after SIGTERM, for ranks to save before they are killed (8)",
     )
+    spark = told.add_argument_group("with --launcher spark (docs/spark.md)")
+    spark.add_argument("--master", default="", metavar="URL", help="e.g. local[2]; else as spark-defaults.conf has it")
+    spark.add_argument(
+        "--spark-conf", action="append", default=[], metavar="NAME=VALUE", help="a setting of Spark; may be repeated"
+    )
     again = told.add_argument_group("when the job fails")
     again.add_argument(
         "--max-restarts",
@@ -167,6 +174,7 @@ def launch(options: argparse.Namespace) -> int:
     """Runs a job, or shows how it would be run."""
     from ringtrain.cluster import restart, run
     from ringtrain.cluster.hosts import take
+    from ringtrain.cluster.spark.session import check_installed
 
     if not options.command:
         raise LaunchError("got no command to run: ringtrain launch [options] -- python -m ringtrain.train ...")
@@ -200,8 +208,14 @@ def launch(options: argparse.Namespace) -> int:
         return 0
     if options.launcher in HANDED_OVER:
         return run.submit(planner(job), job.files_folder)
-    run.find(PROGRAMS[options.launcher])
-    terms = run.Terms(options.launcher, options.start_timeout, options.grace, over_ssh=options.launcher != "srun")
+    start_timeout_s = options.start_timeout
+    if options.launcher == "spark":
+        check_installed()
+        start_timeout_s += SPARK_START_S
+    else:
+        run.find(PROGRAMS[options.launcher])
+    over_ssh = options.launcher not in ("srun", "spark")
+    terms = run.Terms(options.launcher, start_timeout_s, options.grace, over_ssh=over_ssh)
     return restart.run_again(found, num_ranks, options.oversubscribe, job_on, planner, policy, terms)
 
 
@@ -328,6 +342,8 @@ def find_hosts(options: argparse.Namespace) -> tuple[tuple[Host, ...], str]:
     from ringtrain.cluster.hosts import Host, parse_hosts, read_hostfile, select
     from ringtrain.cluster.scheduler import find
 
+    if getattr(options, "launcher", "") == "spark":
+        return (Host("spark", spark_slots(options)),), "Spark"
     if options.hostfile is not None:
         found, source = read_hostfile(Path(options.hostfile)), options.hostfile
     elif options.hosts is not None:
@@ -349,6 +365,24 @@ def slots_here(gpus: Path = Path("/proc/driver/nvidia/gpus")) -> int:
     return num_gpus or len(os.sched_getaffinity(0))
 
 
+def spark_slots(options: argparse.Namespace) -> int:
+    """Slots that Spark is to find: as many as ranks are asked for, else as a master of this machine has.
+
+    Raises:
+        LaunchError: hosts are named, which are Spark's to choose; or nothing says how many.
+    """
+    from ringtrain.cluster.spark.session import local_slots
+
+    if options.hostfile or options.hosts or options.include or options.exclude:
+        raise LaunchError("got hosts with --launcher spark, which has executors instead: leave them out, say --master")
+    slots = local_slots(options.master) if options.np is None else options.np
+    if slots is None:
+        raise LaunchError("got no -np: with --launcher spark, how many slots there are is known only to Spark: give it")
+    if slots < 1:
+        raise LaunchError(f"got -np {slots}, expected 1 rank or more")
+    return slots
+
+
 def job_of(options: argparse.Namespace, used: tuple[Host, ...], num_ranks: int) -> Job:
     """What the command line asks for.
 
@@ -366,7 +400,7 @@ def job_of(options: argparse.Namespace, used: tuple[Host, ...], num_ranks: int) 
     return Job(
         command=tuple(options.command),
         num_ranks=num_ranks,
-        hosts=used,
+        hosts=() if options.launcher == "spark" else used,
         environment=environment,
         forward=(*options.forward, *options.environ),
         working_directory=str(Path.cwd()),
@@ -401,6 +435,7 @@ def planner_of(options: argparse.Namespace) -> tuple[Callable[[Job], Plan], str]
     from functools import partial
 
     from ringtrain.cluster import horovodrun, kubernetes, mpi, run, slurm
+    from ringtrain.cluster.spark import plan as spark
 
     timeout_s = max(1, int(options.start_timeout))
     if options.launcher in ("mpirun", "horovodrun"):
@@ -410,6 +445,9 @@ def planner_of(options: argparse.Namespace) -> tuple[Callable[[Job], Plan], str]
         return partial(horovodrun.plan, dialect=dialect, start_timeout_s=timeout_s), dialect
     if options.launcher == "horovodrun-gloo":
         return partial(horovodrun.plan, gloo=True, start_timeout_s=timeout_s), ""
+    if options.launcher == "spark":
+        settings = {"master": options.master, "spark_settings": options.spark_conf}
+        return partial(spark.plan, start_timeout_s=options.start_timeout, **settings), ""
     others: dict[str, Callable[[Job], Plan]] = {"srun": slurm.srun, "sbatch": slurm.sbatch, "mpijob": kubernetes.plan}
     return others[options.launcher], ""
 

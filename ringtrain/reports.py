@@ -362,12 +362,14 @@ class Reader:
         seats: by rank and process.
         failures: by rank; the first of each.
         run_name: of the run, empty until rank 0 has said it.
+        boxes: step and phase of ranks that have ended, where their launcher says so.
     """
 
     def __init__(self, job: str) -> None:
         self.seats: list[Seat] = []
         self.failures: dict[int, Failure] = {}
         self.run_name = ""
+        self.boxes: dict[int, tuple[int, str]] = {}
         self._pieces: dict[int, dict[str, str]] = {}
         self._mark = f"{MARK}:{job}:"
 
@@ -385,6 +387,9 @@ class Reader:
                 self._pieces.clear()
             elif kind == "run" and rest.endswith(":"):
                 self.run_name = base64.b64decode(rest[:-1], validate=True).decode()
+            elif kind == "box":
+                rank, step, phase = rest.split(":", 2)
+                self.boxes[int(rank)] = int(step), phase.strip()
             elif kind == "failure":
                 self._take_piece(*rest.split(":", 2))
         except (ValueError, TypeError, zlib.error):

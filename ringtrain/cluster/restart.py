@@ -212,7 +212,7 @@ def run_again(
         causes = tuple(one.in_a_line for one in history.endings)
         attempt = Attempt(len(causes), causes, ending.run_name or attempt.run_name, num_ranks)
         delay_s = history.delay_s(policy)
-        if job.hosts[0].name in ending.unswept:
+        if job.hosts and job.hosts[0].name in ending.unswept:
             delay_s = max(delay_s, LEASE_S)  # so that rank 0 does not write there any more
         run.say(f"restart {len(causes)} of {policy.max_restarts} in {delay_s:g} s, after: {ending.in_a_line}")
         terms = replace(terms, answer_timeout_s=ANSWER_S)

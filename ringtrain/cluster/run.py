@@ -520,9 +520,10 @@ class Watch:
         begun = {seat.rank for seat in self.reports.seats}
         seats = expected.seats()
         late = [rank for rank in range(expected.size) if rank not in begun]
-        hosts = list(dict.fromkeys(seats[rank][0] for rank in late))
+        hosts = list(dict.fromkeys(seats[rank][0] for rank in late)) if seats else []
+        where = f", on {', '.join(hosts[:10])}" if hosts else ""
         return hosts, (
-            f"{len(late)} of {expected.size} ranks have not begun {when}, on {', '.join(hosts[:10])}: look at what"
+            f"{len(late)} of {expected.size} ranks have not begun {when}{where}: look at what"
             f" {self.terms.launcher} says above"
         )
 
@@ -629,8 +630,9 @@ class Watch:
         lost_hosts = lost.hosts if lost else tuple(self.silent) if decided.rank < 0 else ()
         seats = expected.seats()
         hosts = lost_hosts or ((seats[decided.rank][0],) if 0 <= decided.rank < len(seats) else ())
-        furthest = max(self.boxes.values(), default=(-1, ""))
-        step, phase = self.boxes.get(decided.rank, (furthest[0], ""))
+        boxes = self.reports.boxes | self.boxes
+        furthest = max(boxes.values(), default=(-1, ""))
+        step, phase = boxes.get(decided.rank, (furthest[0], ""))
         here = {
             host for host in hosts if host in self.out_of_memory or ("" in self.out_of_memory and keeper.is_here(host))
         }

@@ -166,7 +166,8 @@ def decide(
         return Verdict(
             code, f"a rank ended with exit code {code}, {launcher} does not say which; last errors:\n{lines}"
         )
-    return Verdict(code, f"{launcher} ended with exit code {code}")
+    has_said_why = any(line.startswith("ringtrain: ") for line in said_by_launcher.splitlines())  # one of our own
+    return Verdict(code, "" if has_said_why else f"{launcher} ended with exit code {code}")
 
 
 def _by_hydra(ended: re.Match[str], code: int, reports: Reader, consequence: Failure | None) -> Verdict:

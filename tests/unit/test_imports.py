@@ -69,8 +69,10 @@ MAY_IMPORT = {
 }
 ONLY_IN = {
     "horovod": {"hvd", "lab/strategies/by_hand.py"},  # Horovod without ringtrain, to compare with
-    "subprocess": {"cluster/run.py", "cluster/doctor.py", "cluster/probe.py"},
+    "subprocess": {"cluster/run.py", "cluster/doctor.py", "cluster/probe.py", "cluster/spark/seat.py"},
     "mpi4py": {"cluster/doctor.py", "lab/sums.py"},
+    "pyspark": {"cluster/spark/session.py", "cluster/spark/trials.py", "cluster/spark/trial.py"}
+    | {"cluster/spark/driver.py", "cluster/spark/seat.py"},
 }
 NO_TENSORFLOW_AT_IMPORT = {
     "",

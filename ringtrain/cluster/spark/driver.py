@@ -1,0 +1,274 @@
+"""Runs a command as ranks on Spark's executors: what `ringtrain launch --launcher spark` starts and watches.
+
+    python -m ringtrain.cluster.spark.driver --master 'local[2]' --num-ranks 2 -- python -m ringtrain.train
+
+Spark gets a job with a task for each rank. The tasks (seat.py) call back; when as many have called as there are ranks,
+each is told its rank and runs the command. What ranks write comes back over the same connections, and goes to standard
+output and standard error, each line with the rank; signals go the other way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import queue
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
+from typing import TYPE_CHECKING, Any
+
+from ringtrain.cluster.spark import places, seat
+from ringtrain.cluster.spark.plan import check_slots
+from ringtrain.cluster.spark.rendezvous import Store
+from ringtrain.cluster.spark.session import local_slots, reason, start
+from ringtrain.errors import LaunchError, RingtrainError
+from ringtrain.reports import BOXES, JOB, MARK
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+
+GRACE_S = 5.0
+"""for ranks to end after one has failed, or after SIGTERM"""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one job.
+
+    Args:
+        argv: the command line without the program's name; None: sys.argv.
+
+    Returns:
+        The exit code of the rank that failed first, 128 + n if it was killed by signal n; 0 if none failed; 2 after an
+        error that a person can mend, which is said in one line.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    own, command = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    options = parser().parse_args(own)
+    try:
+        if not command:
+            raise LaunchError("got no command to run: expected it after --")
+        check_slots(options.num_ranks, options.master)
+        named = [setting.partition("=") for setting in options.set]
+        defaults = {
+            "spark.cores.max": str(options.num_ranks),  # a standalone cluster would give all that it has
+            "spark.executor.instances": str(options.num_ranks),
+            "spark.speculation": "false",
+            "spark.task.maxFailures": "1",  # a lost rank ends the job, which may then be started again as a whole
+            "spark.ui.enabled": "false",
+            "spark.ui.showConsoleProgress": "false",
+        }
+        spark = start(options.master, {name: value for name, _, value in named}, defaults)
+        try:
+            check_slots(options.num_ranks, spark.sparkContext.master)
+            return Job(spark.sparkContext, options, command, os.environ).run()
+        finally:
+            spark.sparkContext.cancelAllJobs()
+            spark.stop()
+    except RingtrainError as error:
+        print(f"ringtrain: {error}", file=sys.stderr)
+        return 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="ringtrain.cluster.spark.driver", description=__doc__.partition("\n")[0])
+    made.add_argument("--num-ranks", type=int, required=True, metavar="N")
+    made.add_argument("--master", default="", metavar="URL", help="else what spark-defaults.conf says, else local[*]")
+    made.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of Spark")
+    made.add_argument("--start-timeout", type=float, default=60, metavar="S", help="for the slots to be there (60)")
+    made.add_argument("--folder", default="", metavar="DIR", help="for ranks to start in, where it is there")
+    made.add_argument("--export", default="", metavar="NAMES", help="variables that ranks get: NAME,NAME")
+    return made
+
+
+class Job:
+    """One job's ranks, from the call of their tasks to their end.
+
+    Args:
+        context: of Spark.
+        options: of the command line.
+        command: of the ranks.
+        environ: that what ranks get is taken from.
+    """
+
+    def __init__(
+        self, context: SparkContext, options: argparse.Namespace, command: Sequence[str], environ: Mapping[str, str]
+    ) -> None:
+        self.context, self.options, self.command = context, options, list(command)
+        self.environ = {name: environ[name] for name in options.export.split(",") if name in environ}
+        self.heard: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        self.ranks: dict[Connection, int] = {}
+        """of those that have not ended"""
+        self.exit_code, self.last_signal = 0, 0
+        self.deadline: float | None = None
+        """for ranks to end"""
+
+    def run(self) -> int:
+        """Waits for slots, runs the ranks in them, and waits for their end.
+
+        Returns:
+            The exit code; see main.
+
+        Raises:
+            LaunchError: there are too few slots, or executors cannot run the tasks.
+        """
+        conf = self.context.getConf()
+        here = listens_on = "127.0.0.1"
+        if local_slots(self.context.master) is None:
+            here = conf.get("spark.driver.host")
+            listens_on = conf.get("spark.driver.bindAddress", here)
+        key = secrets.token_bytes(32)
+        for number in SIGNALS:
+            signal.signal(number, lambda received, _: self.heard.put((None, received)))
+        store = Store(listens_on)
+        try:
+            with Listener((listens_on, 0), family="AF_INET", backlog=1024) as listener:
+                threading.Thread(target=self._listen, args=(listener, key), daemon=True).start()
+                threading.Thread(target=self._hold, args=((here, listener.address[1]), key), daemon=True).start()
+                callers = self._wait_for_slots()
+                meeting = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": here, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(store.port)}
+                self._place(callers, meeting)
+                return self._follow()
+        finally:
+            store.close()
+
+    # ---- what runs beside ------------------------------------------------------------------------------------------
+
+    def _hold(self, address: tuple[str, int], key: bytes) -> None:
+        """Runs Spark's job, as long as it takes."""
+        from pyspark import cloudpickle
+
+        cloudpickle.register_pickle_by_value(seat)  # executors need no ringtrain to say what they lack
+        try:
+            slots = self.context.parallelize(range(self.options.num_ranks), self.options.num_ranks)
+            slots.mapPartitionsWithIndex(seat.task(address, key)).collect()
+        except Exception as error:
+            self.heard.put((None, error))
+
+    def _listen(self, listener: Listener, key: bytes) -> None:
+        with contextlib.suppress(OSError):  # it is closed when the job is over
+            while True:
+                threading.Thread(target=self._hear, args=(listener.accept(), key), daemon=True).start()
+
+    def _hear(self, connection: Connection, key: bytes) -> None:
+        """Reads what one task says; nobody who does not know the key is heard."""
+        try:
+            deliver_challenge(connection, key)
+            answer_challenge(connection, key)
+            while True:
+                self.heard.put((connection, connection.recv()))
+        except (EOFError, OSError, AuthenticationError):
+            self.heard.put((connection, None))
+
+    # ---- the walk --------------------------------------------------------------------------------------------------
+
+    def _wait_for_slots(self) -> dict[Connection, places.Caller]:
+        """As many tasks as ranks are wanted."""
+        callers: dict[Connection, places.Caller] = {}
+        num_ranks, timeout_s = self.options.num_ranks, self.options.start_timeout
+        deadline = time.monotonic() + timeout_s
+        while len(callers) < num_ranks:
+            try:
+                connection, message = self.heard.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise LaunchError(
+                    f"got {len(callers)} of {num_ranks} slots from Spark at {self.context.master} in {timeout_s:g} s,"
+                    f" expected one for each rank: ask for fewer ranks (-np), free or add executors, or give more time"
+                    f" (--start-timeout)"
+                ) from None
+            if isinstance(message, Exception):
+                raise LaunchError(f"Spark's executors cannot run ranks: {reason(message)}")
+            if connection is None:
+                raise LaunchError(f"stopped by {signal.Signals(message).name} before ranks had begun")
+            if message is None:
+                callers.pop(connection, None)
+            else:
+                callers[connection] = places.Caller(message["index"], message["host"], tuple(message["gpus"]))
+        return callers
+
+    def _place(self, callers: Mapping[Connection, places.Caller], rendezvous: Mapping[str, str]) -> None:
+        """Tells every task its rank, which begins to run."""
+        connections = {caller: connection for connection, caller in callers.items()}
+        for rank, (caller, environ) in enumerate(places.seats([*callers.values()])):
+            connection = connections[caller]
+            self.ranks[connection] = rank
+            connection.send(
+                {
+                    "command": self.command,
+                    "environ": {**self.environ, **rendezvous, **environ},
+                    "folder": self.options.folder,
+                    "box": f"{BOXES}-{self.environ.get(JOB, '')}-{rank}",
+                }
+            )
+
+    def _follow(self) -> int:
+        """Passes on what ranks write and what they are to hear, until all have ended."""
+        while self.ranks:
+            try:
+                timeout_s = None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+                connection, message = self.heard.get(timeout=timeout_s)
+            except queue.Empty:
+                if self.last_signal == signal.SIGKILL:
+                    self._ended_with(1, f"{len(self.ranks)} ranks are out of reach")
+                    break
+                self._signal(signal.SIGKILL, GRACE_S)
+                continue
+            if connection is None and isinstance(message, Exception):
+                self._ended_with(1, f"Spark's job has failed: {reason(message)}")
+            elif connection is None:
+                # Told to end once more, they are killed.
+                number = signal.SIGKILL if self.last_signal else message
+                self._signal(number, None if number in (signal.SIGINT, signal.SIGUSR1) else GRACE_S)
+            elif connection not in self.ranks:
+                connection.close()  # of a task that Spark has started once too often
+            elif message and "line" in message:
+                tag = f"[{self.ranks[connection]}]<{'stdout' if message['stream'] == 1 else 'stderr'}>:"
+                write(message["stream"], tag.encode() + message["line"].rstrip(b"\n") + b"\n")
+            else:
+                self._end(self.ranks.pop(connection), message)
+        return self.exit_code
+
+    def _end(self, rank: int, message: dict[str, Any] | None) -> None:
+        """Hears that a rank has ended, or its connection."""
+        if message is None:
+            self._ended_with(1, f"lost rank {rank}: its executor has ended, or its host or the network failed")
+            return
+        if message["step"]:
+            step, _, phase = message["step"].partition(" ")
+            write(2, f"{MARK}:{self.environ.get(JOB, '')}:box:{rank}:{step}:{phase}\n".encode())
+        code = message["ended"] if message["ended"] >= 0 else 128 - message["ended"]
+        if code:
+            self._ended_with(code, f"the first rank to end was\nProcess name: {rank}\nExit code: {code}")
+
+    def _ended_with(self, code: int, why: str) -> None:
+        """Keeps the first failure, and ends the other ranks; those that were told to end already may be saving."""
+        if not self.exit_code:
+            self.exit_code = code
+            write(2, f"spark: {why}\n".encode())
+            if not self.last_signal:
+                self._signal(signal.SIGTERM, GRACE_S)
+
+    def _signal(self, number: int, grace_s: float | None) -> None:
+        self.last_signal = number
+        self.deadline = None if grace_s is None else time.monotonic() + grace_s
+        for connection in self.ranks:
+            with contextlib.suppress(OSError):
+                connection.send(number)
+
+
+def write(stream: int, data: bytes) -> None:
+    """Writes lines whole, to standard output or standard error, which somebody may have closed."""
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(stream, data) :]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

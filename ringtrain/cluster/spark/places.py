@@ -1,0 +1,52 @@
+"""Which of Spark's tasks becomes which rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Caller:
+    """A task that waits to be told what to run."""
+
+    index: int
+    """of the task"""
+    host: str
+    """as it calls itself"""
+    gpus: tuple[str, ...] = ()
+    """addresses that Spark has given the task"""
+
+
+def seats(callers: Sequence[Caller]) -> list[tuple[Caller, dict[str, str]]]:
+    """Deals out ranks, host by host.
+
+    Args:
+        callers: one for each rank, in any order.
+
+    Returns:
+        By rank: the task that becomes it, and the variables by which Horovod over Gloo knows its place. All ranks of a
+        host see the GPUs of all of them, one for each in the order of local ranks.
+    """
+    by_host: dict[str, list[Caller]] = {}
+    for caller in sorted(callers, key=lambda each: each.index):
+        by_host.setdefault(caller.host, []).append(caller)
+    dealt = [(caller, local_rank) for group in by_host.values() for local_rank, caller in enumerate(group)]
+    found = []
+    for rank, (caller, local_rank) in enumerate(dealt):
+        group = by_host[caller.host]
+        cross = [host for host, others in by_host.items() if len(others) > local_rank]
+        numbers = {
+            "RANK": rank,
+            "SIZE": len(dealt),
+            "LOCAL_RANK": local_rank,
+            "LOCAL_SIZE": len(group),
+            "CROSS_RANK": cross.index(caller.host),
+            "CROSS_SIZE": len(cross),
+        }
+        environ = {f"HOROVOD_{name}": str(number) for name, number in numbers.items()}
+        environ |= {"HOROVOD_HOSTNAME": caller.host, "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+        if all(each.gpus for each in group):
+            environ["CUDA_VISIBLE_DEVICES"] = ",".join(each.gpus[0] for each in group)
+        found.append((caller, environ))
+    return found

@@ -1,0 +1,113 @@
+"""A Spark session, or one line that says why there is none. Only functions import pyspark: it may not be there."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ringtrain.errors import LaunchError, MissingDependency
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+JAVA = "Java 17 or newer (apt-get install default-jre-headless)"
+LOCAL = re.compile(r"local(?:\[(\d+|\*)(?:, *\d+)?\])?")
+LOCAL_CLUSTER = re.compile(r"local-cluster\[ *(\d+) *, *(\d+) *, *\d+ *\]")
+OTHER_PYTHON = re.compile(r"different version:? (\d\S*) than that in driver:? (\d[\d.]*\d)")
+NO_PYTHON = re.compile(r'Cannot run program "([^"]+)"')
+PYTHON_ERROR = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)\b:? ?.*", re.MULTILINE)
+JAVA_ERROR = re.compile(r"(?:\w+\.)+\w*(?:Exception|Error): ([^\n]+)")
+MAX_REASON_LETTERS = 400
+
+
+def check_installed(environ: Mapping[str, str] = os.environ) -> None:
+    """Refuses a machine that Spark cannot start on.
+
+    Args:
+        environ: says where Java is.
+
+    Raises:
+        MissingDependency: pyspark or Java is not there; says what to install.
+    """
+    if importlib.util.find_spec("pyspark") is None:
+        raise MissingDependency(f"no pyspark in {sys.executable}: pip install 'ringtrain[spark]', and {JAVA}")
+    home = environ.get("JAVA_HOME", "")
+    if home and not os.access(Path(home, "bin", "java"), os.X_OK):
+        raise MissingDependency(f"got JAVA_HOME={home}, which has no bin/java: unset it, or point it to {JAVA}")
+    if not home and not shutil.which("java", path=environ.get("PATH", "")):
+        raise MissingDependency(f"no java on PATH, which Spark runs on, and no JAVA_HOME: install {JAVA}")
+
+
+def local_slots(master: str) -> int | None:
+    """Tasks that run at a time on a master of this machine alone; None: another one.
+
+    Args:
+        master: as Spark writes it, e.g. "local[2]".
+    """
+    if match := LOCAL.fullmatch(master):
+        return len(os.sched_getaffinity(0)) if match[1] == "*" else int(match[1] or 1)
+    match = LOCAL_CLUSTER.fullmatch(master)
+    return int(match[1]) * int(match[2]) if match else None
+
+
+def start(
+    master: str = "", settings: Mapping[str, str] | None = None, defaults: Mapping[str, str] | None = None
+) -> SparkSession:
+    """Starts Spark, with the driver in this process and executors that run this Python.
+
+    Args:
+        master: e.g. "local[2]" or "spark://host:7077"; empty: what spark-defaults.conf says, else "local[*]".
+        settings: of Spark, by name.
+        defaults: the same, where neither settings nor spark-defaults.conf say otherwise.
+
+    Returns:
+        The session; the one that there is already, if there is one.
+
+    Raises:
+        MissingDependency: pyspark or Java is not there.
+        LaunchError: Spark does not start.
+    """
+    check_installed()
+    from pyspark import SparkConf, SparkContext
+    from pyspark.sql import SparkSession
+
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    try:
+        SparkContext._ensure_initialized()  # starts Java, which alone can read spark-defaults.conf
+        conf = SparkConf()
+        for name, value in (settings or {}).items():
+            conf.set(name, value)
+        for name, value in (defaults or {}).items():
+            conf.setIfMissing(name, value)
+        if master:
+            conf.setMaster(master)
+        return SparkSession.builder.config(conf=conf).getOrCreate()
+    except Exception as error:
+        if "JAVA_GATEWAY_EXITED" in str(error):
+            raise LaunchError(f"Java ended before Spark had begun, see above: Spark needs {JAVA}") from error
+        raise LaunchError(f"Spark does not start on {master or 'its default master'}: {reason(error)}") from error
+
+
+def reason(error: BaseException) -> str:
+    """What is wrong, out of the pages that Spark says of it, in a line.
+
+    Args:
+        error: raised by pyspark.
+    """
+    text = str(error)
+    if found := OTHER_PYTHON.search(text):
+        return (
+            f"executors run Python {found[1]}, the driver {found[2]}: give both the same, by PYSPARK_PYTHON for the"
+            f" executors (now {os.environ.get('PYSPARK_PYTHON', 'not set')})"
+        )
+    if found := NO_PYTHON.search(text):
+        return f"a host of the executors cannot start Python as {found[1]}: set PYSPARK_PYTHON to where it is there"
+    remote = text.partition("Traceback (most recent call last)")[2].partition("\n\n")[0]
+    lines = PYTHON_ERROR.findall(remote) or JAVA_ERROR.findall(text) or text.split("\n")
+    return " ".join(lines[-1 if remote else 0].split())[:MAX_REASON_LETTERS] or type(error).__name__

@@ -1,0 +1,70 @@
+"""One run of a function, in a process of its own. Sent to executors whole: standard library only."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+
+
+def run(payload: bytes) -> dict[str, Any]:
+    """Runs a function in a forked process and waits for it.
+
+    The executor's Python serves one task after the other: what a run has loaded, TensorFlow with its GPUs above all,
+    would stay there for the next one.
+
+    Args:
+        payload: a function and its arguments by name, pickled; empty: nothing is run.
+
+    Returns:
+        The fields of a Row besides the arguments, the result pickled.
+    """
+    from pyspark import TaskContext
+
+    found = TaskContext.get().resources().get("gpu")
+    gpus = tuple(found.addresses) if found else ()
+    told = {"result": b"", "error": "", "message": "", "traceback": "", "host": socket.gethostname(), "gpus": gpus}
+    if not payload:
+        return told
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    began_s = time.monotonic()
+    process = multiprocessing.get_context("fork").Process(target=_run_apart, args=(payload, gpus, sender))
+    process.start()
+    sender.close()  # so that the end of the process is the end of the pipe
+    try:
+        told |= receiver.recv()
+    except EOFError:
+        process.join()
+        code = process.exitcode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"called exit({code})"
+        told |= {"error": "ProcessDied", "message": f"its process {how} before it returned"}
+    process.join()
+    return told | {"seconds": time.monotonic() - began_s}
+
+
+def _run_apart(payload: bytes, gpus: tuple[str, ...], sender: Connection) -> None:
+    """What the process does."""
+    from pyspark import cloudpickle
+
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # Spark kills its Python when it cancels a task
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    try:
+        function, arguments = pickle.loads(payload)
+        result = function(**arguments)
+        try:
+            sender.send({"result": cloudpickle.dumps(result)})
+        except Exception as error:
+            raise TypeError(f"the result cannot be sent back: {error}") from error
+    except (Exception, SystemExit) as error:
+        text = traceback.format_exc()
+        sender.send({"error": type(error).__name__, "message": str(error), "traceback": text})
