@@ -104,6 +104,9 @@ def parser() -> argparse.ArgumentParser:
     spark = told.add_argument_group("with --launcher spark (docs/spark.md)")
     spark.add_argument("--master", default="", metavar="URL", help="e.g. local[2]; else as spark-defaults.conf has it")
     spark.add_argument(
+        "--spark-data", default="", metavar="MODULE:FUNCTION", help="gives DataFrames for --data.name spark of ranks"
+    )
+    spark.add_argument(
         "--spark-conf", action="append", default=[], metavar="NAME=VALUE", help="a setting of Spark; may be repeated"
     )
     again = told.add_argument_group("when the job fails")
@@ -446,7 +449,7 @@ def planner_of(options: argparse.Namespace) -> tuple[Callable[[Job], Plan], str]
     if options.launcher == "horovodrun-gloo":
         return partial(horovodrun.plan, gloo=True, start_timeout_s=timeout_s), ""
     if options.launcher == "spark":
-        settings = {"master": options.master, "spark_settings": options.spark_conf}
+        settings = {"master": options.master, "spark_settings": options.spark_conf, "data": options.spark_data}
         return partial(spark.plan, start_timeout_s=options.start_timeout, **settings), ""
     others: dict[str, Callable[[Job], Plan]] = {"srun": slurm.srun, "sbatch": slurm.sbatch, "mpijob": kubernetes.plan}
     return others[options.launcher], ""

@@ -33,7 +33,7 @@ class DataConfig:
     """What is learned."""
 
     name: str = "digits"
-    """digits, fashion-mnist, mnist, cifar10, npz, image-folder, imagenet-tfrecords, synthetic, or module:function"""
+    """digits, fashion-mnist, mnist, cifar10, npz, image-folder, imagenet-tfrecords, synthetic, spark, module:function"""
     dir: str = ""
     """folder with the data's files (for cifar10 also its archive); empty: fashion-mnist and mnist look in Debian's
     folder, else Keras downloads them"""
@@ -440,8 +440,8 @@ def _of_sources(*names: str) -> tuple[str, Callable[[Config], bool]]:
 # Options that do nothing unless others are set: what they need, and whether they have it.
 NEEDS: dict[str, tuple[str, Callable[[Config], bool]]] = {
     "data.dir": (
-        "data.name other than digits or synthetic",
-        lambda config: config.data.name not in ("digits", "synthetic"),
+        "data.name other than digits, spark or synthetic",
+        lambda config: config.data.name not in ("digits", "spark", "synthetic"),
     ),
     "data.file": _of_sources("npz"),
     "data.num_samples": _of_sources("synthetic"),

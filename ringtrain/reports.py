@@ -28,6 +28,8 @@ ATTEMPT = "RINGTRAIN_ATTEMPT"
 """variable with what came of earlier starts of the job, as JSON"""
 HOST_SLOTS = "RINGTRAIN_HOST_SLOTS"
 """variable with the slots of a host that several jobs share, each on some of them; none of them has the terminal"""
+FEED = "RINGTRAIN_FEED"
+"""variable of a rank that is fed its samples: a pipe's descriptor, rank, size, numbers of samples and of classes"""
 BOXES = "/dev/shm/ringtrain"
 """how the names of ranks' boxes begin; the job's id and the rank follow"""
 BOX_LETTERS = 80

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ringtrain.config import DataConfig
 from ringtrain.data import idx
 from ringtrain.data.cifar import cifar10
+from ringtrain.data.fed import spark
 from ringtrain.data.folder import image_folder
 from ringtrain.data.samples import DataSet, checked
 from ringtrain.data.tfrecords import imagenet_tfrecords
@@ -127,5 +128,6 @@ DATASETS: dict[str, Callable[[DataConfig], DataSet]] = {
     "imagenet-tfrecords": imagenet_tfrecords,
     "mnist": functools.partial(mnist_like, keras_name="mnist"),
     "npz": npz,
+    "spark": spark,
     "synthetic": synthetic,
 }

@@ -51,7 +51,7 @@ MAY_IMPORT = {
     **{leaf: {"errors", "config"} for leaf in LEAVES},
     "devices": {"errors", "config", "reports"},
     "hvd": {"errors", "config", "reports", "told", ""},
-    "data": {"errors", "config", "lookup"},
+    "data": {"errors", "config", "lookup", "reports"},
     "models": {"errors", "config", "lookup"},
     "optimizers": {"config", "schedules"},
     "tracking": {"errors", "config", "schedules", "optimizers", "display", ""},
@@ -71,8 +71,7 @@ ONLY_IN = {
     "horovod": {"hvd", "lab/strategies/by_hand.py"},  # Horovod without ringtrain, to compare with
     "subprocess": {"cluster/run.py", "cluster/doctor.py", "cluster/probe.py", "cluster/spark/seat.py"},
     "mpi4py": {"cluster/doctor.py", "lab/sums.py"},
-    "pyspark": {"cluster/spark/session.py", "cluster/spark/trials.py", "cluster/spark/trial.py"}
-    | {"cluster/spark/driver.py", "cluster/spark/seat.py"},
+    "pyspark": {f"cluster/spark/{name}.py" for name in ("session", "trials", "trial", "driver", "seat", "feed")},
 }
 NO_TENSORFLOW_AT_IMPORT = {
     "",
@@ -149,7 +148,7 @@ def breaches(path: str, source: str) -> list[str]:
             if top in ONLY_IN and not {room, path} & ONLY_IN[top]:
                 found.append(f"{path}:{node.lineno}: imports {top}")
             early = node not in inside_functions and node not in typing_only
-            if early and top in ("tensorflow", "keras") and room in NO_TENSORFLOW_AT_IMPORT:
+            if early and top in ("tensorflow", "keras", "pyspark") and room in NO_TENSORFLOW_AT_IMPORT:
                 found.append(f"{path}:{node.lineno}: {top} before the configuration is read")
     return found
 
@@ -166,6 +165,7 @@ FORBIDDEN = {
     "import subprocess": "hvd/sync.py",
     "def f():\n    from subprocess import run": "data/idx.py",
     "from ringtrain.cluster import job": "train.py",
+    "def f():\n    import pyspark": "cluster/run.py",
     "from ringtrain import train": "hvd/__init__.py",
     "from ringtrain.hvd import rank": "devices.py",
     "import ringtrain.tracking": "checkpoint.py",
@@ -175,6 +175,7 @@ FORBIDDEN = {
     "assert True": "models.py",
     "import tensorflow as tf": "devices.py",
     "import keras": "train.py",
+    "from pyspark import RDD": "cluster/spark/feed.py",
     "x = 1": "unheard_of.py",
 }
 

@@ -111,3 +111,12 @@ def test_the_reason_is_the_line_that_says_it() -> None:
     )
     assert reason(Exception(text)) == "ModuleNotFoundError: No module named 'mine'"
     assert reason(Exception("x\n: java.net.UnknownHostException: nowhere\n\tat y")) == "nowhere"
+
+
+def test_tasks_with_rows_of_their_own_keep_their_numbers() -> None:
+    found = seats([Caller(2, "a"), Caller(1, "b"), Caller(0, "a")], by_index=True)
+    assert [(caller.index, environ["HOROVOD_RANK"], environ["HOROVOD_LOCAL_RANK"]) for caller, environ in found] == [
+        (0, "0", "0"),
+        (1, "1", "0"),
+        (2, "2", "1"),
+    ]

@@ -23,15 +23,15 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from typing import TYPE_CHECKING, Any
 
-from ringtrain.cluster.spark import places, seat
+from ringtrain.cluster.spark import feed, places, seat
 from ringtrain.cluster.spark.plan import check_slots
 from ringtrain.cluster.spark.rendezvous import Store
 from ringtrain.cluster.spark.session import local_slots, reason, start
 from ringtrain.errors import LaunchError, RingtrainError
-from ringtrain.reports import BOXES, JOB, MARK
+from ringtrain.reports import BOXES, FEED, JOB, MARK
 
 if TYPE_CHECKING:
-    from pyspark import SparkContext
+    from pyspark import RDD
 
 GRACE_S = 5.0
 """for ranks to end after one has failed, or after SIGTERM"""
@@ -67,7 +67,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         spark = start(options.master, {name: value for name, _, value in named}, defaults)
         try:
             check_slots(options.num_ranks, spark.sparkContext.master)
-            return Job(spark.sparkContext, options, command, os.environ).run()
+            from pyspark import cloudpickle
+
+            for module in (seat, feed):
+                cloudpickle.register_pickle_by_value(module)  # executors need no ringtrain to say what they lack
+            slots = spark.sparkContext.parallelize(range(options.num_ranks), options.num_ranks)
+            fed = ""
+            if options.data:
+                slots, fed = feed.shares(spark, options.data, options.num_ranks)
+            return Job(slots, fed, options, command, os.environ).run()
         finally:
             spark.sparkContext.cancelAllJobs()
             spark.stop()
@@ -82,6 +90,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--num-ranks", type=int, required=True, metavar="N")
     made.add_argument("--master", default="", metavar="URL", help="else what spark-defaults.conf says, else local[*]")
     made.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of Spark")
+    made.add_argument("--data", default="", metavar="MODULE:FUNCTION", help="gives rows to be fed to ranks")
     made.add_argument("--start-timeout", type=float, default=60, metavar="S", help="for the slots to be there (60)")
     made.add_argument("--folder", default="", metavar="DIR", help="for ranks to start in, where it is there")
     made.add_argument("--export", default="", metavar="NAMES", help="variables that ranks get: NAME,NAME")
@@ -92,16 +101,18 @@ class Job:
     """One job's ranks, from the call of their tasks to their end.
 
     Args:
-        context: of Spark.
+        slots: rows with a part for each rank.
+        fed: numbers of rows, if they are to be fed to ranks; see feed.shares.
         options: of the command line.
         command: of the ranks.
         environ: that what ranks get is taken from.
     """
 
     def __init__(
-        self, context: SparkContext, options: argparse.Namespace, command: Sequence[str], environ: Mapping[str, str]
+        self, slots: RDD, fed: str, options: argparse.Namespace, command: Sequence[str], environ: Mapping[str, str]
     ) -> None:
-        self.context, self.options, self.command = context, options, list(command)
+        self.slots, self.fed, self.options, self.command = slots, fed, options, list(command)
+        self.context = slots.context
         self.environ = {name: environ[name] for name in options.export.split(",") if name in environ}
         self.heard: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         self.ranks: dict[Connection, int] = {}
@@ -143,12 +154,8 @@ class Job:
 
     def _hold(self, address: tuple[str, int], key: bytes) -> None:
         """Runs Spark's job, as long as it takes."""
-        from pyspark import cloudpickle
-
-        cloudpickle.register_pickle_by_value(seat)  # executors need no ringtrain to say what they lack
         try:
-            slots = self.context.parallelize(range(self.options.num_ranks), self.options.num_ranks)
-            slots.mapPartitionsWithIndex(seat.task(address, key)).collect()
+            self.slots.mapPartitionsWithIndex(seat.task(address, key)).collect()
         except Exception as error:
             self.heard.put((None, error))
 
@@ -196,14 +203,17 @@ class Job:
     def _place(self, callers: Mapping[Connection, places.Caller], rendezvous: Mapping[str, str]) -> None:
         """Tells every task its rank, which begins to run."""
         connections = {caller: connection for connection, caller in callers.items()}
-        for rank, (caller, environ) in enumerate(places.seats([*callers.values()])):
+        for rank, (caller, environ) in enumerate(places.seats([*callers.values()], bool(self.fed))):
             connection = connections[caller]
+            if self.fed:
+                environ[FEED] = f"{rank} {len(callers)} {self.fed}"
             self.ranks[connection] = rank
             connection.send(
                 {
                     "command": self.command,
                     "environ": {**self.environ, **rendezvous, **environ},
                     "folder": self.options.folder,
+                    "fed": FEED if self.fed else "",
                     "box": f"{BOXES}-{self.environ.get(JOB, '')}-{rank}",
                 }
             )

@@ -18,11 +18,12 @@ class Caller:
     """addresses that Spark has given the task"""
 
 
-def seats(callers: Sequence[Caller]) -> list[tuple[Caller, dict[str, str]]]:
+def seats(callers: Sequence[Caller], by_index: bool = False) -> list[tuple[Caller, dict[str, str]]]:
     """Deals out ranks, host by host.
 
     Args:
         callers: one for each rank, in any order.
+        by_index: ranks are the tasks' numbers instead, for tasks that have rows of their own.
 
     Returns:
         By rank: the task that becomes it, and the variables by which Horovod over Gloo knows its place. All ranks of a
@@ -32,6 +33,8 @@ def seats(callers: Sequence[Caller]) -> list[tuple[Caller, dict[str, str]]]:
     for caller in sorted(callers, key=lambda each: each.index):
         by_host.setdefault(caller.host, []).append(caller)
     dealt = [(caller, local_rank) for group in by_host.values() for local_rank, caller in enumerate(group)]
+    if by_index:
+        dealt.sort(key=lambda seat: seat[0].index)
     found = []
     for rank, (caller, local_rank) in enumerate(dealt):
         group = by_host[caller.host]

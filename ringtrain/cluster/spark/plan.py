@@ -12,13 +12,16 @@ from ringtrain.cluster.spark.session import local_slots
 from ringtrain.errors import LaunchError
 
 
-def plan(job: Job, master: str = "", spark_settings: Sequence[str] = (), start_timeout_s: float = 60) -> Plan:
+def plan(
+    job: Job, master: str = "", spark_settings: Sequence[str] = (), data: str = "", start_timeout_s: float = 60
+) -> Plan:
     """The command that starts a job by Spark.
 
     Args:
         job: what to run; without hosts, which Spark chooses.
         master: of Spark; empty: what spark-defaults.conf says, else this machine.
         spark_settings: NAME=VALUE each.
+        data: module:function that gives rows to be fed to the ranks; empty: none.
         start_timeout_s: for as many slots as ranks to be there, once Spark has begun.
 
     Raises:
@@ -35,6 +38,8 @@ def plan(job: Job, master: str = "", spark_settings: Sequence[str] = (), start_t
     if master:
         found.append(words("--master", master, because="where Spark runs, as asked for"))
     found += [words("--set", setting, because="a setting of Spark, as asked for") for setting in spark_settings]
+    if data:
+        found.append(words("--data", data, because="gives rows, which ranks get shared out, as asked for"))
     found.append(words("--start-timeout", f"{start_timeout_s:g}", because="seconds for the slots to be there"))
     if job.working_directory:
         found.append(words("--folder", job.working_directory, because="ranks start in it, on executors that have it"))

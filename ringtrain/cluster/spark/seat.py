@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import pickle
 import signal
 import socket
 import struct
@@ -35,7 +36,7 @@ def task(address: tuple[str, int], key: bytes) -> Callable[[int, Iterable[Any]],
         A function for mapPartitionsWithIndex.
     """
 
-    def sit(index: int, _: Iterable[Any]) -> Iterator[None]:
+    def sit(index: int, rows: Iterable[Any]) -> Iterator[None]:
         from pyspark import TaskContext
 
         found = TaskContext.get().resources().get("gpu")
@@ -44,21 +45,31 @@ def task(address: tuple[str, int], key: bytes) -> Callable[[int, Iterable[Any]],
             connection.send({"index": index, "host": socket.gethostname(), "gpus": gpus})
             # The driver closes the connection where it wants nothing: a task that Spark has started once too often.
             with contextlib.suppress(EOFError, ConnectionError):
-                run(connection, **connection.recv())
+                run(connection, rows, **connection.recv())
         yield from ()
 
     return sit
 
 
-def run(connection: Connection, command: list[str], environ: dict[str, str], folder: str, box: str) -> None:
+def run(
+    connection: Connection,
+    rows: Iterable[Any],
+    command: list[str],
+    environ: dict[str, str],
+    folder: str,
+    box: str,
+    fed: str,
+) -> None:
     """Runs a rank's command to its end, or until the driver is gone.
 
     Args:
         connection: to the driver: what the rank writes and its exit code go there, signals come from there.
+        rows: samples to feed to the rank.
         command: of the rank. A `python` in it is the executor's.
         environ: that it gets besides the executor's own.
         folder: to start in, if it is there.
         box: file that says which step the rank is at, or was.
+        fed: variable that tells the rank which descriptor its samples come from; empty: there are none.
     """
     lock = threading.Lock()
 
@@ -69,10 +80,14 @@ def run(connection: Connection, command: list[str], environ: dict[str, str], fol
     if folder and not os.path.isdir(folder):
         folder, missing = os.getcwd(), folder
         tell(stream=2, line=f"{socket.gethostname()} has no folder {missing}: the rank starts in {folder}\n".encode())
+    reading, writing = os.pipe() if fed else (-1, -1)
+    if fed:
+        environ[fed] = f"{reading} {environ[fed]}"
     try:
         process = subprocess.Popen(
             command,
             env=_environment(environ, _interface(_own_address(connection))),
+            pass_fds=(reading,) if fed else (),
             cwd=folder or None,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -85,6 +100,13 @@ def run(connection: Connection, command: list[str], environ: dict[str, str], fol
         tell(ended=NOT_STARTED, step="")
         return
 
+    def feed() -> None:
+        # A pipe is short: Spark waits while the rank is slower.
+        with contextlib.suppress(BrokenPipeError), os.fdopen(writing, "wb") as pipe:
+            for row in rows:
+                pickle.dump(row, pipe)
+            pickle.dump(None, pipe)
+
     def pass_on(number: int, stream: Any) -> None:
         for line in stream:
             tell(stream=number, line=line)
@@ -92,7 +114,9 @@ def run(connection: Connection, command: list[str], environ: dict[str, str], fol
     def obey() -> None:
         try:
             while True:
-                os.kill(process.pid, connection.recv())
+                number = connection.recv()
+                if process.returncode is None:
+                    os.kill(process.pid, number)
         except (EOFError, OSError):
             _kill(process.pid)
 
@@ -100,6 +124,9 @@ def run(connection: Connection, command: list[str], environ: dict[str, str], fol
     readers = [threading.Thread(target=pass_on, args=stream, daemon=True) for stream in streams]
     for thread in (*readers, threading.Thread(target=obey, daemon=True)):
         thread.start()
+    if fed:
+        os.close(reading)
+        threading.Thread(target=feed, daemon=True).start()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # its number stays taken, and so its group's
     for reader in readers:
         reader.join(PIPE_S)
