@@ -33,7 +33,8 @@ class DataConfig:
     """What is learned."""
 
     name: str = "digits"
-    """digits, fashion-mnist, mnist, cifar10, npz, image-folder, imagenet-tfrecords, synthetic, spark, module:function"""
+    """digits, fashion-mnist, mnist, cifar10, npz, image-folder, imagenet-tfrecords, synthetic, spark, or
+    module:function"""
     dir: str = ""
     """folder with the data's files (for cifar10 also its archive); empty: fashion-mnist and mnist look in Debian's
     folder, else Keras downloads them"""
