@@ -20,6 +20,8 @@ from ringtrain.reports import FEED
 if TYPE_CHECKING:
     import tensorflow as tf
 
+SPLITS = ("training", "test")
+
 
 @dataclass(frozen=True)
 class Share:
@@ -100,6 +102,12 @@ def spark(config: DataConfig, environ: Mapping[str, str] = os.environ) -> DataSe
         raise DataError(f"{config.name}: the rows broke off: look for Spark's error above ({error})") from error
     except ValueError as error:
         raise DataError(f"{config.name}: rows are not alike: {error}") from error
+    for split, (own, total) in enumerate(zip(labels, totals, strict=True)):
+        if missing := int((own < 0).sum()):
+            raise DataError(
+                f"{config.name}: {missing} of {len(own)} rows of rank {rank} did not come, of {total} {SPLITS[split]}"
+                f" rows: --spark-data has to give the same rows each time that Spark asks for them: cache or store them"
+            )
     train, test = zip(inputs, labels, strict=True)
     made = checked(config.name, train, test, num_classes)
     shared = [Share(samples, total, rank, size) for samples, total in zip((made.train, made.test), totals, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -46,20 +47,34 @@ def last_line(ended: subprocess.CompletedProcess[str]) -> str:
     return ended.stderr.rstrip().rpartition("\n")[2]
 
 
-def test_trains_on_a_cluster(cluster: standalone.Cluster, tmp_path: Path) -> None:
+ROWS = """
+def digits(spark):
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    rows = [((image / 16).tolist(), int(label)) for image, label in zip(images, labels)]
+    frames = [spark.createDataFrame(part, "pixels array<float>, label long") for part in (rows[:1501], rows[1501:])]
+    return frames[0].repartition(3), frames[1]
+"""
+
+
+def test_trains_on_rows_of_a_data_frame_on_a_cluster(cluster: standalone.Cluster, tmp_path: Path) -> None:
     """A GPU for each rank as well, which here is but an address: TensorFlow finds none, and computes on the CPU."""
+    (tmp_path / "rows.py").write_text(ROWS)
     gpus = ["spark.executor.resource.gpu.amount=1", "spark.task.resource.gpu.amount=1", "spark.executor.cores=1"]
     settings = [word for setting in (*gpus, "spark.executor.memory=512m") for word in ("--spark-conf", setting)]
     tell = 'echo "rank $HOROVOD_RANK sees $CUDA_VISIBLE_DEVICES, $(pwd)"; unset CUDA_VISIBLE_DEVICES; exec "$@"'
-    train = ["python", "-m", "ringtrain.train", "--config", str(ROOT / "configs/digits.toml"), "--train.epochs", "1"]
+    train = ["python", "-m", "ringtrain.train", "--data.name", "spark", "--train.epochs", "20"]
     ended = launch(
-        *("--master", cluster.master, "-np", "2", "--output", tmp_path / "logs", *settings, "--"),
-        *("sh", "-c", tell, "sh", *train, "--run.name", "on-spark"),
+        *("--master", cluster.master, "-np", "2", "--spark-data", "rows:digits", *settings),
+        *("--output", tmp_path / "logs", "--", "sh", "-c", tell, "sh", *train, "--run.name", "on-spark"),
         cwd=tmp_path,
     )
     assert ended.returncode == 0, ended.stderr
     assert "2 ranks in step: gradients averaged" in ended.stdout
-    assert (tmp_path / "runs" / "on-spark" / "summary.json").exists()
+    summary = json.loads((tmp_path / "runs" / "on-spark" / "summary.json").read_text())
+    assert (summary["numbers"]["num_train"], summary["numbers"]["num_test"]) == (1501, 296)
+    assert summary["test_accuracy"] > 0.85
     for rank in (0, 1):
         logged = (tmp_path / "logs" / f"rank.{rank}" / "stdout").read_text()
         assert re.search(rf"rank {rank} sees (5,7|7,5), {tmp_path}\n", logged)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
 
 
-class Store(ThreadingHTTPServer):
+class Store(ThreadingTCPServer):  # HTTPServer would ask for its host's full name, which can take a while
     """GET, PUT and DELETE of /scope/key, from the moment it is made until close.
 
     A rank deletes its key when it is connected to all others of the scope. They may not be: a scope goes when every key

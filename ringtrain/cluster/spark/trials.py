@@ -97,9 +97,10 @@ def launch(
             raise LaunchError(f"Spark's executors cannot run {_name(map_fun)}: {reason(error)}") from error
         return list(pool.map(row, runs, payloads))
     except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
         context.cancelJobGroup(group)
         raise
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def combinations(args_dict: Mapping[str, Sequence[Any]], how: str = "grid") -> list[dict[str, Any]]:
