@@ -62,9 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             "spark.speculation": "false",
             "spark.task.maxFailures": "1",  # a lost rank ends the job, which may then be started again as a whole
             "spark.ui.enabled": "false",
-            "spark.ui.showConsoleProgress": "false",
         }
-        spark = start(options.master, {name: value for name, _, value in named}, defaults)
+        settings = {"spark.ui.showConsoleProgress": "false", **{name: value for name, _, value in named}}
+        spark = start(options.master, settings, defaults)
         try:
             check_slots(options.num_ranks, spark.sparkContext.master)
             from pyspark import cloudpickle

@@ -118,7 +118,8 @@ def run(
                 if process.returncode is None:
                     os.kill(process.pid, number)
         except (EOFError, OSError):
-            _kill(process.pid)
+            if process.returncode is None:
+                _kill(process.pid)
 
     streams = ((1, process.stdout), (2, process.stderr))
     readers = [threading.Thread(target=pass_on, args=stream, daemon=True) for stream in streams]
@@ -136,6 +137,8 @@ def run(
         step = said.read().strip()
         os.unlink(box)
     tell(ended=process.wait(), step=step)
+    with contextlib.suppress(OSError), _socket_of(connection) as same:
+        same.shutdown(socket.SHUT_RDWR)  # so that nobody waits on it: the executor's Python may live on
 
 
 def _environment(told: dict[str, str], interface: str) -> dict[str, str]:
@@ -149,8 +152,12 @@ def _environment(told: dict[str, str], interface: str) -> dict[str, str]:
     return {**own, **told, **{name: value for name, value in joined.items() if value}}
 
 
+def _socket_of(connection: Connection) -> socket.socket:
+    return socket.socket(fileno=os.dup(connection.fileno()))
+
+
 def _own_address(connection: Connection) -> str:
-    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+    with _socket_of(connection) as same:
         return str(same.getsockname()[0])
 
 
