@@ -36,7 +36,7 @@ def shares(spark: SparkSession, name: str, num_ranks: int) -> tuple[RDD, str]:
         made = getattr(importlib.import_module(module), function)(spark)
     except (ImportError, AttributeError, ValueError) as error:
         raise LaunchError(f"got --spark-data {name}, expected module:function: {error}") from error
-    if not isinstance(made, tuple) or len(made) != 2 or not all(hasattr(each, "rdd") or _is_rdd(each) for each in made):
+    if not isinstance(made, tuple) or len(made) != 2 or not all(_is_rdd(each) or hasattr(each, "rdd") for each in made):
         raise LaunchError(f"--spark-data {name} returned {type(made).__name__}, expected DataFrames: (training, test)")
     parts, lengths, num_classes = [], [], 0
     for split, data in enumerate(made):
@@ -58,7 +58,9 @@ def shares(spark: SparkSession, name: str, num_ranks: int) -> tuple[RDD, str]:
 
 
 def _is_rdd(data: Any) -> bool:
-    return hasattr(data, "zipWithIndex")
+    from pyspark import RDD
+
+    return isinstance(data, RDD)
 
 
 def _dealer(split: int, num_ranks: int) -> Any:
