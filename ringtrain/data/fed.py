@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ringtrain.config import DataConfig
 from ringtrain.data import shard
-from ringtrain.data.samples import DataSet, Samples, checked
+from ringtrain.data.samples import DataSet, Split, checked
 from ringtrain.errors import DataError
 from ringtrain.reports import FEED
 
@@ -30,7 +30,7 @@ class Share:
     Numbers count through the parts, rank after rank, each as long as shard.part_of has it.
     """
 
-    samples: Samples
+    samples: Split
     """this rank's part"""
     total: int
     """samples of all ranks"""

@@ -50,7 +50,7 @@ def test_every_sample_belongs_to_one_rank_and_is_trained_once_in_equal_steps() -
         assert (len(each.train), len(each.test), each.num_classes) == (NUM_TRAIN, NUM_TEST, 5)
         batches = list(data.training_batches(each.train, batch_size, rank, SIZE, seed=1, epochs=2))
         assert [inputs.shape for inputs, _ in batches] == [(batch_size, 2)] * 2 * (NUM_TRAIN // (batch_size * SIZE))
-        assert all((inputs.numpy()[:, 0] % 5 == labels).all() for inputs, labels in batches)
+        assert all((inputs.numpy()[:, 0] % 5 == labels.numpy()).all() for inputs, labels in batches)
         seen.append([inputs.numpy()[:, 0] for inputs, _ in batches])
     steps = len(seen[0]) // 2
     for epoch in (slice(0, steps), slice(steps, None)):
