@@ -8,6 +8,8 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +36,20 @@ def start(*words: str | Path, cwd: Path = ROOT, **env: str) -> subprocess.Popen[
     )
 
 
-def launch(*words: str | Path, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
-    process = start(*words, cwd=cwd, **env)
-    try:
-        stdout, stderr = process.communicate(timeout=TIMEOUT_S)
-    finally:
-        standalone.kill(process)
-    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+@dataclass(frozen=True)
+class Job:
+    """A launch that has been started."""
 
+    process: subprocess.Popen[str]
+    folder: Path
 
-def last_line(ended: subprocess.CompletedProcess[str]) -> str:
-    return ended.stderr.rstrip().rpartition("\n")[2]
+    def end(self) -> tuple[int, str, str]:
+        """Waits for its end: exit code, standard output and standard error."""
+        try:
+            stdout, stderr = self.process.communicate(timeout=TIMEOUT_S)
+        finally:
+            standalone.kill(self.process)
+        return self.process.returncode, stdout, stderr
 
 
 ROWS = """
@@ -65,58 +70,62 @@ def test_trains_on_rows_of_a_data_frame_on_a_cluster(cluster: standalone.Cluster
     settings = [word for setting in (*gpus, "spark.executor.memory=512m") for word in ("--spark-conf", setting)]
     tell = 'echo "rank $HOROVOD_RANK sees $CUDA_VISIBLE_DEVICES, $(pwd)"; unset CUDA_VISIBLE_DEVICES; exec "$@"'
     train = ["python", "-m", "ringtrain.train", "--data.name", "spark", "--train.epochs", "20"]
-    ended = launch(
+    started = start(
         *("--master", cluster.master, "-np", "2", "--spark-data", "rows:digits", *settings),
         *("--output", tmp_path / "logs", "--", "sh", "-c", tell, "sh", *train, "--run.name", "on-spark"),
         cwd=tmp_path,
     )
-    assert ended.returncode == 0, ended.stderr
-    assert "2 ranks in step: gradients averaged" in ended.stdout
+    code, stdout, stderr = Job(started, tmp_path).end()
+    assert code == 0, stderr
+    assert "2 ranks in step: gradients averaged" in stdout
     summary = json.loads((tmp_path / "runs" / "on-spark" / "summary.json").read_text())
     assert (summary["numbers"]["num_train"], summary["numbers"]["num_test"]) == (1501, 296)
     assert summary["test_accuracy"] > 0.85
     for rank in (0, 1):
         logged = (tmp_path / "logs" / f"rank.{rank}" / "stdout").read_text()
         assert re.search(rf"rank {rank} sees (5,7|7,5), {tmp_path}\n", logged)
-        assert f"[{rank}]<stdout>:rank {rank} sees" in ended.stdout
+        assert f"[{rank}]<stdout>:rank {rank} sees" in stdout
 
 
-def test_the_first_failure_ends_the_job_with_its_exit_code_and_is_said_last(tmp_path: Path) -> None:
-    mark = f"{tmp_path.name}-sleeper"
-    ended = launch(
-        *("--master", "local[2]", "-np", "2", "--", "sh", "-c"),
-        f'if [ "$HOROVOD_RANK" = 1 ]; then echo why >&2; exit 3; fi; sh -c "sleep 600" {mark}; true',
-    )
-    assert ended.returncode == 3, ended.stderr
-    assert re.search(
-        r"ringtrain: rank 1 on \S+ was the first to end, with exit code 3; its last lines:\n  why\n$", ended.stderr
-    )
-    assert not standalone.alive(mark)
+@pytest.fixture(scope="module")
+def jobs(cluster: standalone.Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]]:
+    """Jobs that need Spark to start, which takes its time: all at once."""
+    folder = tmp_path_factory.mktemp("jobs")
+    fails = f'if [ "$HOROVOD_RANK" = 1 ]; then echo why >&2; exit 3; fi; sh -c "sleep 600" {folder}/sleeper; true'
+    saves = f'trap "touch {folder}/saved-$HOROVOD_RANK; exit 138" USR1; touch {folder}/there-$HOROVOD_RANK'
+    local = ["--master", "local[2]", "-np", "2", "--", "sh", "-c"]
+    waits = ["--master", cluster.master, "-np", "3", "--start-timeout", "5", "--", "true"]
+    words = {"fails": [*local, fails], "saves": [*local, f"{saves}; while :; do sleep 0.05; done"], "waits": waits}
+    started = {name: Job(start(*each), folder) for name, each in words.items()}
+    yield started
+    for job in started.values():
+        standalone.kill(job.process)
 
 
-def test_sigterm_lets_ranks_save(tmp_path: Path) -> None:
-    there, saved = tmp_path / "there", tmp_path / "saved"
-    wait = (
-        f'trap "touch {saved}-$HOROVOD_RANK; exit 138" USR1; touch {there}-$HOROVOD_RANK; while :; do sleep 0.05; done'
-    )
-    process = start("--master", "local[2]", "-np", "2", "--", "sh", "-c", wait)
-    try:
-        standalone.wait_for(lambda: len([*tmp_path.glob("there-*")]) == 2, TIMEOUT_S, "both ranks run")
-        process.send_signal(signal.SIGTERM)
-        _, stderr = process.communicate(timeout=TIMEOUT_S)
-    finally:
-        standalone.kill(process)
-    assert process.returncode == 128 + signal.SIGTERM, stderr
+def test_the_first_failure_ends_the_job_with_its_exit_code_and_is_said_last(jobs: dict[str, Job]) -> None:
+    code, _, stderr = jobs["fails"].end()
+    assert code == 3, stderr
+    said = r"ringtrain: rank 1 on \S+ was the first to end, with exit code 3; its last lines:\n  why\n$"
+    assert re.search(said, stderr)
+    assert not standalone.alive(f"{jobs['fails'].folder}/sleeper")
+
+
+def test_sigterm_lets_ranks_save(jobs: dict[str, Job]) -> None:
+    job = jobs["saves"]
+    standalone.wait_for(lambda: len([*job.folder.glob("there-*")]) == 2, TIMEOUT_S, "both ranks run")
+    job.process.send_signal(signal.SIGTERM)
+    code, _, stderr = job.end()
+    assert code == 128 + signal.SIGTERM, stderr
     assert stderr.rstrip().endswith("ringtrain: stopped by SIGTERM")
-    assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
-    assert not standalone.alive(str(there))
+    assert sorted(path.name for path in job.folder.glob("saved-*")) == ["saved-0", "saved-1"]
+    assert not standalone.alive(f"{job.folder}/there")
 
 
-def test_slots_that_do_not_come_are_told_in_time(cluster: standalone.Cluster) -> None:
-    ended = launch("--master", cluster.master, "-np", "3", "--start-timeout", "5", "--", "true")
-    assert ended.returncode == 2
-    said = f"ringtrain: got 2 of 3 slots from Spark at {cluster.master} in 5 s, expected one for each rank"
-    assert last_line(ended).startswith(said), ended.stderr
+def test_slots_that_do_not_come_are_told_in_time(cluster: standalone.Cluster, jobs: dict[str, Job]) -> None:
+    code, _, stderr = jobs["waits"].end()
+    assert code == 2
+    said = rf"ringtrain: got [012] of 3 slots from Spark at {cluster.master} in 5 s, expected one for each rank.*\n$"
+    assert re.search(said, stderr), stderr
 
 
 def no_java(folder: Path) -> dict[str, str]:
@@ -150,7 +159,7 @@ BAD: dict[str, tuple[list[str], Any, str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_one_line_before_spark_starts(name: str, tmp_path: Path) -> None:
     words, lacks, said = BAD[name]
-    ended = launch(*words, "--", "true", **(lacks(tmp_path) if lacks else {}))
-    assert ended.returncode == 2
-    assert said in ended.stderr
-    assert re.fullmatch("ringtrain: [^\n]+\n", ended.stderr), ended.stderr
+    code, _, stderr = Job(start(*words, "--", "true", **(lacks(tmp_path) if lacks else {})), tmp_path).end()
+    assert code == 2
+    assert said in stderr
+    assert re.fullmatch("ringtrain: [^\n]+\n", stderr), stderr
