@@ -177,7 +177,6 @@ def launch(options: argparse.Namespace) -> int:
     """Runs a job, or shows how it would be run."""
     from ringtrain.cluster import restart, run
     from ringtrain.cluster.hosts import take
-    from ringtrain.cluster.spark.session import check_installed
 
     if not options.command:
         raise LaunchError("got no command to run: ringtrain launch [options] -- python -m ringtrain.train ...")
@@ -213,6 +212,8 @@ def launch(options: argparse.Namespace) -> int:
         return run.submit(planner(job), job.files_folder)
     start_timeout_s = options.start_timeout
     if options.launcher == "spark":
+        from ringtrain.cluster.spark.session import check_installed
+
         check_installed()
         start_timeout_s += SPARK_START_S
     else:
@@ -438,8 +439,11 @@ def planner_of(options: argparse.Namespace) -> tuple[Callable[[Job], Plan], str]
     from functools import partial
 
     from ringtrain.cluster import horovodrun, kubernetes, mpi, run, slurm
-    from ringtrain.cluster.spark import plan as spark
 
+    for name in ("master", "spark_conf", "spark_data"):
+        if getattr(options, name) and options.launcher != "spark":
+            option = name.replace("_", "-")
+            raise LaunchError(f"got --{option} with --launcher {options.launcher}, expected --launcher spark")
     timeout_s = max(1, int(options.start_timeout))
     if options.launcher in ("mpirun", "horovodrun"):
         dialect = mpi.identify(run.call(["mpirun", "--version"], VERSION_TIMEOUT_S))
@@ -449,6 +453,8 @@ def planner_of(options: argparse.Namespace) -> tuple[Callable[[Job], Plan], str]
     if options.launcher == "horovodrun-gloo":
         return partial(horovodrun.plan, gloo=True, start_timeout_s=timeout_s), ""
     if options.launcher == "spark":
+        from ringtrain.cluster.spark import plan as spark
+
         settings = {"master": options.master, "spark_settings": options.spark_conf, "data": options.spark_data}
         return partial(spark.plan, start_timeout_s=options.start_timeout, **settings), ""
     others: dict[str, Callable[[Job], Plan]] = {"srun": slurm.srun, "sbatch": slurm.sbatch, "mpijob": kubernetes.plan}

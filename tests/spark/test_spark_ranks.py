@@ -149,6 +149,11 @@ BAD: dict[str, tuple[list[str], Any, str]] = {
     "no ranks": (["--master", "local[2]", "-np", "0"], None, "got -np 0, expected 1 rank or more"),
     "hosts": (["-H", "localhost:2", "-np", "2"], None, "got hosts with --launcher spark"),
     "a setting that is none": (["-np", "1", "--spark-conf", "cores=2"], None, "got --spark-conf 'cores=2', expected"),
+    "another launcher": (
+        ["--launcher", "horovodrun-gloo", "--master", "local[2]"],
+        None,
+        "got --master with --launcher horovodrun-gloo, expected --launcher spark",
+    ),
     "a subnet": (["-np", "1", "--subnet", "10.0.0.0/8"], None, "got --subnet, but Spark places its ranks"),
     "no Java": (["--master", "local[1]", "-np", "1"], no_java, "no java on PATH"),
     "no Java at JAVA_HOME": (["--master", "local[1]", "-np", "1"], lambda _: {"JAVA_HOME": "/no"}, "got JAVA_HOME=/no"),

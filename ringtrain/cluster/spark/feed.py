@@ -73,6 +73,8 @@ def _sample(row: Any) -> tuple[Any, int]:
 
     if hasattr(row, "asDict"):
         fields = row.asDict()
+        if "label" not in fields:
+            raise ValueError(f"got columns {', '.join(fields)}, expected one that is called label")
         label = fields.pop("label")
         values = [value.toArray() if hasattr(value, "toArray") else value for value in fields.values()]
         row = values[0] if len(values) == 1 else values, label

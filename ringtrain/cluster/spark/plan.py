@@ -67,6 +67,7 @@ def check_slots(num_ranks: int, master: str) -> None:
 
 def _check(job: Job, master: str, spark_settings: Sequence[str]) -> None:
     unlike = {"--subnet": job.subnet, "--network ucx": job.network == "ucx", "--bind core": job.bind == "core"}
+    unlike |= {"--oversubscribe": job.oversubscribe, "--ssh-port": job.ssh_port}
     for option in (option for option, given in unlike.items() if given):
         raise LaunchError(f"got {option}, but Spark places its ranks, and they talk by Gloo over TCP: leave it out")
     for setting in spark_settings:

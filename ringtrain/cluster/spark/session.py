@@ -106,6 +106,8 @@ def reason(error: BaseException) -> str:
             f"executors run Python {found[1]}, the driver {found[2]}: give both the same, by PYSPARK_PYTHON for the"
             f" executors (now {os.environ.get('PYSPARK_PYTHON', 'not set')})"
         )
+    if "stopped SparkContext" in text:  # how Spark ends after a minute of asking for its master
+        return "the master does not answer"
     if found := NO_PYTHON.search(text):
         return f"a host of the executors cannot start Python as {found[1]}: set PYSPARK_PYTHON to where it is there"
     remote = text.partition("Traceback (most recent call last)")[2].partition("\n\n")[0]
