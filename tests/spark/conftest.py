@@ -16,37 +16,22 @@ skipped: dict[str, str] = {}
 """tests, and what they would need"""
 
 
-@pytest.fixture(scope="session")
-def lacking() -> str:
-    """What this machine lacks for Spark; empty: nothing."""
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Ends a test where Spark is lacking: as a failure where it was said that nothing may be lacking."""
     try:
         check_installed()
     except MissingDependency as error:
-        return str(error)
-    return ""
-
-
-@pytest.fixture(autouse=True)
-def spark_installed(lacking: str, request: pytest.FixtureRequest) -> None:
-    """Ends a test that lacks Spark: as a failure where it was said that nothing may be lacking."""
-    if lacking and "without_spark" not in request.keywords:
         if os.environ.get(REQUIRED):
-            pytest.fail(f"{REQUIRED} is set, and this machine has no Spark: {lacking}")
-        skipped[request.node.nodeid] = lacking
-        pytest.skip(lacking)
+            pytest.fail(f"{REQUIRED} is set, and this machine has no Spark: {error}", pytrace=False)
+        skipped[item.nodeid] = str(error)
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")
-def cluster(lacking: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[standalone.Cluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[standalone.Cluster]:
     """A master and a worker with two slots and two GPUs that are nothing but addresses."""
-    if lacking:
-        pytest.skip(lacking)
     with standalone.Cluster(tmp_path_factory.mktemp("spark"), slots=2, gpus=("5", "7")) as made:
         yield made
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "without_spark: needs neither pyspark nor Java")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
