@@ -211,6 +211,23 @@ class ElasticConfig:
 
 
 @dataclass(frozen=True)
+class StrategyConfig:
+    """What adds up gradients, and who runs a step."""
+
+    name: Literal["ring", "mpi-ring", "towers", "multi-worker"] = "ring"
+    """ring: Horovod; mpi-ring: the readable ring, without Horovod; towers: several copies of the model in one process;
+    multi-worker: TensorFlow's collectives between the ranks"""
+    towers: int = 0
+    """copies of the model of towers, each on a device of its own; 0: one per GPU, without GPUs 2"""
+    reduction: Literal["one-device", "all"] = "one-device"
+    """towers' gradients are added up on the controller, or by all devices together"""
+    controller: str = "cpu:0"
+    """device that adds up towers' gradients: cpu:0, gpu:0, gpu:1, ..."""
+    communication: Literal["auto", "ring", "nccl"] = "auto"
+    """of multi-worker: TensorFlow's ring, NCCL between GPUs, or as it decides"""
+
+
+@dataclass(frozen=True)
 class HvdConfig:
     """How gradients are combined over the ranks."""
 
@@ -244,6 +261,7 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
     hvd: HvdConfig = field(default_factory=HvdConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
@@ -333,6 +351,11 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "device.memory_fraction": ("0 to 1", lambda value: 0 <= value <= 1),
     "device.memory_mb": _AT_LEAST_0,
     "device.threads": _AT_LEAST_0,
+    "strategy.towers": _AT_LEAST_0,
+    "strategy.controller": (
+        "cpu:0, gpu:0, gpu:1, ...",
+        lambda value: value == "cpu:0" or (value[:4] == "gpu:" and value[4:].isdecimal()),
+    ),
     "hvd.fusion_mb": ("0 or more, or -1", lambda value: value == -1 or 0 <= value < float("inf")),
     "hvd.groups": _AT_LEAST_0,
     "hvd.cycle_time_ms": ("0 or more, or -1", lambda value: value == -1 or 0 <= value < float("inf")),
@@ -438,6 +461,8 @@ def _of_sources(*names: str) -> tuple[str, Callable[[Config], bool]]:
     return f"data.name {' or '.join(names)}", lambda config: config.data.name in names or ":" in config.data.name
 
 
+_TOWERS = ("strategy.name towers", lambda config: config.strategy.name == "towers")
+
 # Options that do nothing unless others are set: what they need, and whether they have it.
 NEEDS: dict[str, tuple[str, Callable[[Config], bool]]] = {
     "data.dir": (
@@ -471,6 +496,16 @@ NEEDS: dict[str, tuple[str, Callable[[Config], bool]]] = {
     "schedule.plateau_factor": (
         "schedule.plateau_patience above 0",
         lambda config: config.schedule.plateau_patience > 0,
+    ),
+    "strategy.towers": _TOWERS,
+    "strategy.reduction": _TOWERS,
+    "strategy.controller": (
+        "strategy.name towers and strategy.reduction one-device",
+        lambda config: config.strategy.name == "towers" and config.strategy.reduction == "one-device",
+    ),
+    "strategy.communication": (
+        "strategy.name multi-worker",
+        lambda config: config.strategy.name == "multi-worker",
     ),
     "train.monitor": _PATIENCE,
     "train.min_delta": _PATIENCE,

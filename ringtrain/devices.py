@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -29,16 +30,19 @@ class Pinning:
     """0: no such limit"""
     num_threads: int = 0
     """CPU threads; 0: TensorFlow decides"""
+    towers: int = 1
+    """copies of the model in this process, on this GPU (or CPU) and those after it"""
 
     def __str__(self) -> str:
+        several = f"{self.towers} times " * (self.towers > 1)
         if self.gpu is None:
-            return f"CPU, {self.num_threads} thread{'s' * (self.num_threads != 1)}"
+            return f"{several}CPU, {self.num_threads} thread{'s' * (self.num_threads != 1)}"
         memory = "memory as needed" if self.memory_growth else "all its memory"
         if self.memory_mb:
             memory = f"{self.memory_mb} MB"
         elif self.memory_fraction:
             memory = f"{self.memory_fraction:.0%} of its memory"
-        return f"GPU {self.gpu}, {memory}"
+        return f"{several}GPU, {memory}" if several else f"GPU {self.gpu}, {memory}"
 
 
 def plan(
@@ -112,20 +116,57 @@ def pin(local_rank: int, local_size: int, options: DeviceConfig, environ: Mappin
             tf.config.threading.set_intra_op_parallelism_threads(pinning.num_threads)
             tf.config.threading.set_inter_op_parallelism_threads(pinning.num_threads)
             return pinning
-        gpu = gpus[pinning.gpu]
-        tf.config.set_visible_devices(gpu, "GPU")
-        memory_mb = pinning.memory_mb
-        if pinning.memory_fraction:
-            memory_mb = int(pinning.memory_fraction * gpu_memory_mb(pinning.gpu))
-        if memory_mb:
-            limit = tf.config.LogicalDeviceConfiguration(memory_limit=memory_mb)
-            tf.config.set_logical_device_configuration(gpu, [limit])
-        else:
-            tf.config.experimental.set_memory_growth(gpu, pinning.memory_growth)
+        tf.config.set_visible_devices(gpus[pinning.gpu], "GPU")
+        _limit_memory(gpus[pinning.gpu], pinning.gpu, pinning)
     except DeviceError:
         tf.config.set_visible_devices([], "GPU")
         raise
     return pinning
+
+
+def spread(towers: int, options: DeviceConfig) -> Pinning:
+    """Gives one process a device per copy of the model: the host's first GPUs; without GPUs, logical CPUs.
+
+    Args:
+        towers: copies of the model.
+        options: the configuration's section; its threads are those of each copy.
+
+    Returns:
+        What was decided for the first of them, and holds for all.
+
+    Raises:
+        DeviceError: more copies than GPUs.
+    """
+    import tensorflow as tf
+
+    gpus = tf.config.list_physical_devices("GPU")
+    own_cores, host_cores = count_cores()
+    host = socket.gethostname()
+    unshared = dataclasses.replace(options, share_gpus=False)
+    pinning = dataclasses.replace(plan(gpus, 0, towers, unshared, own_cores, host_cores, host), towers=towers)
+    if pinning.gpu is None:
+        (cpu,) = tf.config.list_physical_devices("CPU")
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * towers)
+        tf.config.threading.set_intra_op_parallelism_threads(pinning.num_threads)
+        tf.config.threading.set_inter_op_parallelism_threads(pinning.num_threads * towers)
+        return pinning
+    tf.config.set_visible_devices(gpus[:towers], "GPU")
+    for index, gpu in enumerate(gpus[:towers]):
+        _limit_memory(gpu, index, pinning)
+    return pinning
+
+
+def _limit_memory(gpu: Any, index: int, pinning: Pinning) -> None:
+    import tensorflow as tf
+
+    memory_mb = pinning.memory_mb
+    if pinning.memory_fraction:
+        memory_mb = int(pinning.memory_fraction * gpu_memory_mb(index))
+    if memory_mb:
+        limit = tf.config.LogicalDeviceConfiguration(memory_limit=memory_mb)
+        tf.config.set_logical_device_configuration(gpu, [limit])
+    else:
+        tf.config.experimental.set_memory_growth(gpu, pinning.memory_growth)
 
 
 def count_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> tuple[int, int]:

@@ -170,6 +170,7 @@ def show_plan(console: Console, config: Config, numbers: Numbers, pinning: objec
     rows = {
         "ranks": f"{n.num_ranks} ({per_host}), rank 0 on {pinning}",
         "data": f"{config.data.name}: {n.num_train:,} to train, {n.num_test:,} to test",
+        **({"strategy": config.strategy.name} if config.strategy.name != "ring" else {}),
         "model": config.model.name,
         "global batch": f"{n.global_batch_size} = {n.batch_size} x {n.num_ranks}{accumulated}",
         "steps": f"{n.num_steps:,} = {config.train.epochs} epochs x {n.steps_per_epoch:,}{rest}",
@@ -231,8 +232,9 @@ def show_result(console: Console, folder: Path, summary: Mapping[str, Any], grad
     _show_rows(console, rows)
     line = f"1 rank: nothing to compare, weights and optimizer {summary['checksum']}"
     if summary["num_ranks"] > 1:
+        copies = "towers" if summary["config"]["strategy"]["name"] == "towers" else "ranks"
         line = (
-            f"{summary['num_ranks']} ranks in step: gradients {gradients},"
+            f"{summary['num_ranks']} {copies} in step: gradients {gradients},"
             f" weights and optimizer equal {summary['checksum']}"
         )
     console.print(line, highlight=False, markup=False, soft_wrap=True, style="bold")

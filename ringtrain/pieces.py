@@ -10,7 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ringtrain import chaos, checkpoint, data, fingerprint, lookup, models, reports, schedules, settings
+from ringtrain import (
+    chaos,
+    checkpoint,
+    data,
+    fingerprint,
+    lookup,
+    models,
+    reports,
+    schedules,
+    settings,
+    strategies,
+)
 from ringtrain.config import Config, Numbers, option_types, value_of
 from ringtrain.errors import ConfigError
 
@@ -18,6 +29,7 @@ if TYPE_CHECKING:
     import keras
 
     from ringtrain import display, health, hvd, journal, resume
+    from ringtrain.strategies.ring import Ring
 
 
 @dataclass(frozen=True)
@@ -148,7 +160,7 @@ class Course:
             "test_loss": metrics.get("test_loss"),
             "metrics": metrics,
             "images_per_s": recorder.images_per_s if recorder else math.nan,
-            "num_ranks": hvd.size(),
+            "num_ranks": self.numbers.num_ranks,
             "global_step": self.clock.global_step,
             "stopped_by": self.stop.stopped_by,
             "resumed_from": self.start.source,
@@ -233,6 +245,7 @@ def compiled_model(
     config: Config,
     numbers: Numbers,
     distributed: bool = True,
+    strategy: Ring | None = None,
 ) -> keras.Model:
     """Makes the model and its distributed optimizer.
 
@@ -242,6 +255,7 @@ def compiled_model(
         config: the resolved configuration.
         numbers: derived from it.
         distributed: or, to compare with, with an optimizer that talks to nobody.
+        strategy: that will train it; None: the configured one, if that needs nothing made before.
 
     Returns:
         The model, with the same weights on every rank, and dropout of its own.
@@ -250,29 +264,26 @@ def compiled_model(
 
     from ringtrain import hvd, optimizers, plateau
 
+    strategy = strategy or strategies.make(config)
     keras.config.set_dtype_policy(config.train.precision)
     keras.utils.set_random_seed(config.seed)
-    model = named.build_model(data_set.input_shape, data_set.num_classes)
+    with strategy.scope():
+        model = named.build_model(data_set.input_shape, data_set.num_classes)
+        optimizer = optimizers.build(config, numbers, model)
     if config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model):
         raise ConfigError(f"model.sync_batch_norm: {config.model.name} has no BatchNormalization layers: leave it out")
     models.seed_by_rank(model, config.seed, hvd.rank())
-    optimizer = optimizers.build(config, numbers, model)
     if config.train.precision == "mixed_float16":
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     if distributed:
-        optimizer = hvd.DistributedOptimizer(
-            optimizer,
-            op={"average": hvd.Average, "adasum": hvd.Adasum}[config.hvd.op],
-            compression={"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}[config.hvd.compression],
-            groups=config.hvd.groups or None,
-            deterministic=config.hvd.deterministic,
-        )
+        optimizer = strategy.distribute(optimizer)
     loss, metrics = models.cross_entropy(config.model.label_smoothing), named.make_metrics()
     plateau.check_monitor(config.train.monitor, metrics)
     # XLA has no kernel for Horovod's allreduce; "auto" would turn it on where there is a GPU.
     model.compile(optimizer, loss, metrics=["accuracy", *metrics], jit_compile=False)
     if config.train.jit:
         hvd.jit_gradients(model)
+    strategy.make_ready(model, data_set.input_shape, data_set.num_classes)
     return model
 
 

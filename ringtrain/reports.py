@@ -30,6 +30,8 @@ HOST_SLOTS = "RINGTRAIN_HOST_SLOTS"
 """variable with the slots of a host that several jobs share, each on some of them; none of them has the terminal"""
 FEED = "RINGTRAIN_FEED"
 """variable of a rank that is fed its samples: a pipe's descriptor, rank, size, numbers of samples and of classes"""
+COLLECTIVES = "RINGTRAIN_COLLECTIVES"
+"""variable with what ranks talk to each other by: mpi4py, else Horovod"""
 BOXES = "/dev/shm/ringtrain"
 """how the names of ranks' boxes begin; the job's id and the rank follow"""
 BOX_LETTERS = 80
@@ -198,6 +200,8 @@ def _ranks(size: int) -> str:
 
 # ---- why a rank ended ---------------------------------------------------------------------------------------------
 
+_failures: list[BaseException] = []
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -238,6 +242,7 @@ def report_failure(error: BaseException, rank: int, exit_code: int, with_traceba
         with_traceback: for a bug; without it the message says everything.
         host: of the rank; empty: this one.
     """
+    _failures.append(error)
     job = os.environ.get(JOB)
     if not job:
         return
@@ -249,6 +254,11 @@ def report_failure(error: BaseException, rank: int, exit_code: int, with_traceba
         for line in failure.lines(job):
             os.write(2, f"{line}\n".encode())
             time.sleep(0.002)  # so that the launcher reads line by line
+
+
+def ended_well() -> bool:
+    """Whether this process has met nothing so far that ends it: no failure was reported, no exception left uncaught."""
+    return not _failures and getattr(sys, "last_value", None) is None
 
 
 def report_uncaught(rank: Callable[[], int], environ: Mapping[str, str] = os.environ) -> None:

@@ -31,6 +31,7 @@ from ringtrain.reports import Attempt, Box
 # What a run may change when it goes on. The rest decides what it learns; the global batch is compared as a whole.
 FREE = (
     *("run.", "checkpoint.", "device.", "health.", "elastic.", "tracking.", "chaos", "data.dir", "data.file"),
+    "strategy.",
     *("train.epochs", "train.batch_size", "train.max_time_s", "train.check_every_steps", "train.patience"),
 )
 BEST_BY = "test_accuracy"
@@ -266,12 +267,13 @@ class Saver(keras.callbacks.Callback):
         own_state = self._own_state(), self._not_finite()
         with hvd.during("reduce"):
             gathered = hvd.allgather_object(own_state, name="ringtrain_own_state")
+        own = [one for states, _ in gathered for one in states]
         if worst := next((path for _, path in gathered if path), ""):
             raise NonFiniteLoss(
                 f"after step {step} {worst} is no finite number any more: look at the learning rate; the last"
                 f" checkpoint is from before"
             )
-        state = self._state([own for own, _ in gathered]) if hvd.rank() == 0 else None
+        state = self._state(own) if hvd.rank() == 0 else None
         self.saved_step = step
         stall_s = time.perf_counter() - begin_s
         self.saves["count"] += 1
@@ -303,11 +305,17 @@ class Saver(keras.callbacks.Callback):
             written, self._written = self._written, None
             written.result()
 
-    def _own_state(self) -> dict[str, NDArray[Any]]:
-        own = _arrays_of(_own_variables(self.model))
+    def _own_state(self) -> list[dict[str, NDArray[Any]]]:
+        """Of each copy of the model in this process; their metrics are the first one's."""
+        variables = _own_variables(self.model)
+        own = [_arrays_of(variables, copy) for copy in range(hvd.num_copies(self.model))]
         if self.clock.epoch_complete:
             return own
-        return own | {f"metrics-{name}": array for name, array in _arrays_of(self.model.metrics_variables).items()}
+        seen = _arrays_of(self.model.metrics_variables)
+        return [
+            state | {f"metrics-{name}": array if copy == 0 else 0 * array for name, array in seen.items()}
+            for copy, state in enumerate(own)
+        ]
 
     def _not_finite(self) -> str:
         """The path of a weight that holds a number that is none; empty: they are all good."""
@@ -378,9 +386,11 @@ def restore(model: keras.Model, folder: Path | None, must: bool, config: Config,
     hvd.broadcast_model(model, root_rank=0)
     if own is None:
         return start
-    if len(own) == hvd.size():
-        _assign(_own_variables(model), own[hvd.rank()])
-    return dataclasses.replace(start, metrics_state=tuple(_metrics_state(own, hvd.rank(), hvd.size())))
+    copies = hvd.num_copies(model)
+    if len(own) == hvd.size() * copies:
+        for copy in range(copies):
+            _assign(_own_variables(model), own[hvd.rank() * copies + copy], copy)
+    return dataclasses.replace(start, metrics_state=tuple(_metrics_state(own, hvd.rank(), hvd.size(), copies)))
 
 
 def manifest_of(folder: Path | None) -> Mapping[str, Any]:
@@ -495,16 +505,16 @@ def _shared_state(model: keras.Model, own: list[dict[str, NDArray[Any]]]) -> dic
     return state
 
 
-def _metrics_state(own: list[dict[str, NDArray[Any]]], rank: int, size: int) -> list[NDArray[Any]]:
-    """What a rank's metrics go on with; with another number of ranks, rank 0's with everybody's."""
+def _metrics_state(own: list[dict[str, NDArray[Any]]], rank: int, size: int, copies: int = 1) -> list[NDArray[Any]]:
+    """What a rank's metrics go on with, all its copies'; with another number of ranks, rank 0's with everybody's."""
     by_rank = [[array for name, array in sorted(arrays.items()) if name.startswith("metrics-")] for arrays in own]
-    if len(own) == size:
-        return by_rank[rank]
-    return [np.sum(arrays, axis=0) * (rank == 0) for arrays in zip(*by_rank, strict=True)]
+    same = len(own) == size * copies
+    mine = by_rank[rank * copies : (rank + 1) * copies] if same else by_rank
+    return [np.sum(arrays, axis=0) * (same or rank == 0) for arrays in zip(*mine, strict=True)]
 
 
-def _arrays_of(variables: list[Any]) -> dict[str, NDArray[Any]]:
-    return {f"{index:05d}": _to_array(variable) for index, variable in enumerate(variables)}
+def _arrays_of(variables: list[Any], copy: int = 0) -> dict[str, NDArray[Any]]:
+    return {f"{index:05d}": _storable(hvd.copies_of(one)[copy].numpy()) for index, one in enumerate(variables)}
 
 
 def _by_rank(arrays: Mapping[str, NDArray[Any]], num_ranks: int) -> list[dict[str, NDArray[Any]]]:
@@ -515,22 +525,19 @@ def _by_rank(arrays: Mapping[str, NDArray[Any]], num_ranks: int) -> list[dict[st
     return own
 
 
-def _assign(variables: list[Any], arrays: Mapping[str, NDArray[Any]]) -> None:
+def _assign(variables: list[Any], arrays: Mapping[str, NDArray[Any]], copy: int | None = None) -> None:
+    """Sets variables, in all copies of the model or in one."""
     for index, variable in enumerate(variables):
         array = arrays[f"{index:05d}"]
         if str(variable.dtype) == "bfloat16":
             array = array.view(keras.ops.convert_to_numpy(variable).dtype)
-        variable.assign(array)
+        (variable if copy is None else hvd.copies_of(variable)[copy]).assign(array)
 
 
 def _held(variable: Any) -> Any:
     """The value as it is now: a variable that changes while somebody holds its tensor gets memory of its own."""
-    tensor = variable.value.read_value()
+    tensor = hvd.copies_of(variable)[0].read_value()
     return tensor if "CPU" in tensor.device else _storable(tensor)  # a GPU's memory is dear
-
-
-def _to_array(variable: Any) -> NDArray[Any]:
-    return _storable(keras.ops.convert_to_numpy(variable))
 
 
 def _storable(value: Any) -> NDArray[Any]:

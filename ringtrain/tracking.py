@@ -24,6 +24,7 @@ from ringtrain.config import Numbers, TrackingConfig
 from ringtrain.display import Progress, speed
 from ringtrain.errors import MissingDependency, RunDirectoryError
 from ringtrain.optimizers import last_learning_rate
+from ringtrain.reports import COLLECTIVES
 from ringtrain.schedules import Schedule, curve
 
 METRICS = "metrics.jsonl"
@@ -309,13 +310,14 @@ def check_packages() -> None:
 
 
 def versions() -> dict[str, str]:
-    """What this process runs on."""
+    """What this process runs on; of Horovod and mpi4py, what its ranks talk by."""
+    by = "mpi4py" if os.environ.get(COLLECTIVES) == "mpi4py" else "horovod"
     return {
         "ringtrain": ringtrain.__version__,
         "python": platform.python_version(),
         "tensorflow": tf.__version__,
         "keras": keras.__version__,
-        "horovod": importlib.metadata.version("horovod"),
+        by: importlib.metadata.version(by),
         "numpy": importlib.metadata.version("numpy"),
     }
 

@@ -12,7 +12,20 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ringtrain import checkpoint, data, devices, display, fingerprint, journal, lean, pieces, reports, settings, stderr
+from ringtrain import (
+    checkpoint,
+    data,
+    devices,
+    display,
+    fingerprint,
+    journal,
+    lean,
+    pieces,
+    reports,
+    settings,
+    stderr,
+    strategies,
+)
 from ringtrain.config import Config, derive
 from ringtrain.errors import RingtrainError
 
@@ -67,6 +80,7 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
     stages = stages or journal.Stages()
     attempt = reports.Attempt.from_environment()
     named = pieces.find(config)
+    strategies.prepare(config)
     import ringtrain.hvd as hvd  # the first: it says what is not installed
     from ringtrain import elastic, health, heartbeat, resume, timeline, tracking
 
@@ -81,7 +95,8 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
     rank, size = hvd.rank(), hvd.size()
     hvd.check_op(config.hvd)
     # Before TensorFlow touches a device: it would take memory on the host's first GPU for every rank.
-    pinning = hvd.run_together(lambda: devices.pin(hvd.local_rank(), hvd.local_size(), config.device))
+    strategy = strategies.make(config)
+    pinning = strategy.begin()
     box = reports.Box(rank)
     hvd.check_placement("" if config.device.share_gpus else devices.identity(pinning))
     host = socket.gethostname()
@@ -93,7 +108,7 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
     hvd.run_together(tracking.check_packages)
     config = resume.started_again(resume.same_global_batch(config, attempt, size), attempt)
     data_set = hvd.run_together(named.read_data)
-    numbers = hvd.run_together(lambda: derive(config, size, len(data_set.train), len(data_set.test)))
+    numbers = hvd.run_together(lambda: derive(config, size * strategy.copies, len(data_set.train), len(data_set.test)))
     pieces.refuse_differences(hvd.allgather_object((config, numbers), name="ringtrain_numbers"))
     checksums = hvd.run_together(lambda: data.checksums(data_set))
     fingerprint.refuse(hvd.allgather_object((host, checksums), name="ringtrain_data"))
@@ -101,7 +116,7 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
 
     # Model and optimizer: rank 0's on every rank, out of the run's newest checkpoint if there is one, and kept equal by
     # averaged gradients.
-    model = pieces.compiled_model(named, data_set, config, numbers)
+    model = pieces.compiled_model(named, data_set, config, numbers, strategy=strategy)
     stages.done("model")
     gradient_norm = hvd.track_gradient_norm(model.optimizer) if config.tracking.every_steps else None
     users_callbacks = hvd.run_together(named.make_callbacks)
@@ -166,34 +181,28 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
         for part in resume.segments(start.global_step, numbers.steps_per_epoch, config.train.epochs):
             if course.stop.stopped_by:
                 break
-            # The batches that are accumulated into one update are cut from one, the share of its global batch.
+            # The batches that are accumulated into one update, or trained by several copies of the model, are cut from
+            # one, the share of its global batch.
             updates, steps = divmod(part.first_step, numbers.accumulation_steps)
+            batches_per_update = numbers.accumulation_steps * strategy.copies
             batches = data.training_batches(
                 data_set.train,
-                numbers.batch_size * numbers.accumulation_steps,
+                numbers.batch_size * batches_per_update,
                 rank,
                 size,
                 config.seed,
                 part.end_epoch,
                 updates,
             )
-            if numbers.accumulation_steps > 1:
-                batches = batches.rebatch(numbers.batch_size).skip(steps)
-            model.fit(
-                batches,
-                initial_epoch=part.first_epoch,
-                epochs=part.end_epoch,
-                steps_per_epoch=part.num_steps,
-                callbacks=course.callbacks,
-                shuffle=False,  # the shards are shuffled already, in the same way on every rank
-                verbose=0,
-            )
+            if batches_per_update > 1:
+                batches = batches.rebatch(numbers.batch_size, drop_remainder=True).skip(steps * strategy.copies)
+            strategy.fit(model, batches, part, course.callbacks)
         course.saver.finish()
         hvd.average_moving_statistics(model)  # not before: a run that was stopped goes on with each rank's own
 
     # What came of it; and the proof once more, on what was saved.
     ranks = hvd.allgather_object(monitor.own_times(), name="ringtrain_times")
-    summary = course.finish(hosts, attempt, ranks=ranks)
+    summary = course.finish(hosts, attempt, ranks=ranks, strategy=strategy.about)
     display.show_ranks(console, ranks, heartbeat.slow_ranks(ranks, config.health))
     display.show_result(console, folder, summary, gradients)
     stopped_by, exit_code = course.stop.stopped_by, course.stop.exit_code

@@ -4,14 +4,16 @@ What Horovod 0.28.1 does right under Keras 3 is passed on (collectives, process 
 wrong or not at all is ringtrain's own: `DistributedOptimizer`, the callbacks, `load_model`, `elastic`, broadcasts of
 Keras variables, `SyncBatchNormalization`. New are `broadcast_model`, `check_in_sync`, `check_averaging`,
 `check_placement`, `run_together`, `average_moving_statistics`, `moving_statistics`, `synchronize_batch_norm`,
-`jit_gradients`, `track_gradient_norm`, `during`, `marks` and `configure`.
+`jit_gradients`, `track_gradient_norm`, `during`, `marks`, `copies_of`, `num_copies` and `configure`. All that training
+needs works without Horovod as well, see `engine.py`.
 """
 
 from ringtrain.errors import MissingDependency
 
 try:
-    import horovod.tensorflow
     import keras
+
+    from ringtrain.hvd import engine
 except ImportError as error:
     raise MissingDependency(
         f"ringtrain.hvd needs TensorFlow and Horovod built for it ({error}): run launch/setup.sh, or see "
@@ -23,7 +25,29 @@ if keras.backend.backend() != "tensorflow":
         f"Keras runs on {keras.backend.backend()!r}, but Horovod is built for TensorFlow: set KERAS_BACKEND=tensorflow"
     )
 
-from horovod.tensorflow import (
+from ringtrain.hvd import callbacks, elastic, marks
+from ringtrain.hvd.batch_norm import (
+    SyncBatchNormalization,
+    average_moving_statistics,
+    moving_statistics,
+    synchronize_batch_norm,
+)
+from ringtrain.hvd.collectives import (
+    DistributedGradientTape,
+    PartialDistributedGradientTape,
+    allgather,
+    allgather_object,
+    allreduce,
+    alltoall,
+    broadcast,
+    broadcast_variables,
+    copies_of,
+    grouped_allreduce,
+    init,
+    num_copies,
+    reducescatter,
+)
+from ringtrain.hvd.engine import (
     Adasum,
     Average,
     Compression,
@@ -61,27 +85,6 @@ from horovod.tensorflow import (
     size,
     start_timeline,
     stop_timeline,
-)
-
-from ringtrain.hvd import callbacks, elastic, marks
-from ringtrain.hvd.batch_norm import (
-    SyncBatchNormalization,
-    average_moving_statistics,
-    moving_statistics,
-    synchronize_batch_norm,
-)
-from ringtrain.hvd.collectives import (
-    DistributedGradientTape,
-    PartialDistributedGradientTape,
-    allgather,
-    allgather_object,
-    allreduce,
-    alltoall,
-    broadcast,
-    broadcast_variables,
-    grouped_allreduce,
-    init,
-    reducescatter,
 )
 from ringtrain.hvd.jit import jit_gradients
 from ringtrain.hvd.marks import during

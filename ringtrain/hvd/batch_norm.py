@@ -11,13 +11,13 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-import horovod.tensorflow as horovod
 import keras
 import numpy as np
 import tensorflow as tf
-from horovod.tensorflow import Sum
 
 from ringtrain.errors import RingtrainError
+from ringtrain.hvd.collectives import copies_of, num_copies
+from ringtrain.hvd.engine import Sum, horovod
 from ringtrain.hvd.reduction import elastic, unique_in_graph
 from ringtrain.hvd.subclass import saved_as_its_base
 
@@ -32,14 +32,15 @@ def average_moving_statistics(model: keras.Model) -> None:
         model: A built model; without batch normalization nothing happens.
     """
     variables = moving_statistics(model)
-    if not variables or horovod.size() == 1:
+    num_models = horovod.size() * num_copies(model)
+    if not variables or num_models == 1:
         return
-    own = [np.asarray(keras.ops.convert_to_numpy(variable), np.float64) for variable in variables]
+    own = [np.sum([copy.numpy() for copy in copies_of(one)], axis=0, dtype=np.float64) for one in variables]
     # In float64, so that the order of additions does not show after rounding, whatever the number of ranks.
     flat = tf.constant(np.concatenate([values.reshape(-1) for values in own]))
     sums = horovod.allreduce(flat, op=Sum, name="ringtrain_moving_statistics").numpy()
     ends = np.cumsum([values.size for values in own])
-    for variable, values, mean in zip(variables, own, np.split(sums / horovod.size(), ends[:-1]), strict=True):
+    for variable, values, mean in zip(variables, own, np.split(sums / num_models, ends[:-1]), strict=True):
         variable.assign(mean.reshape(values.shape))
 
 

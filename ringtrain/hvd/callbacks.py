@@ -6,12 +6,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import horovod.tensorflow as horovod
 import keras
 import numpy as np
 import tensorflow as tf
-from horovod.tensorflow import Sum
 
+from ringtrain.hvd.engine import Sum, horovod
 from ringtrain.hvd.learning_rate import LearningRateScheduleCallback, LearningRateWarmupCallback
 from ringtrain.hvd.sync import broadcast_model, check_in_sync
 

@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import horovod.tensorflow as horovod
 import keras
 import numpy as np
 import tensorflow as tf
-from horovod.tensorflow import Average, Compression, global_process_set
-from horovod.tensorflow.mpi_ops import ProcessSet
 
+from ringtrain.hvd.engine import Average, Compression, ProcessSet, global_process_set, horovod
 from ringtrain.hvd.placement import check_own_seat
 from ringtrain.reports import report_uncaught
 
@@ -110,6 +108,17 @@ def tensor_of(value: Any) -> Any:
     if isinstance(value, tf.Tensor | tf.Variable | tf.IndexedSlices):
         return value
     return tf.convert_to_tensor(value)
+
+
+def copies_of(variable: Any) -> tuple[Any, ...]:
+    """TensorFlow's variables behind a variable: one, or under a strategy of TensorFlow's one per copy of the model."""
+    value = tensor_of(variable)
+    return tuple(value.values) if isinstance(value, tf.distribute.DistributedValues) else (value,)
+
+
+def num_copies(model: keras.Model) -> int:
+    """Copies of a model in this process."""
+    return max((len(copies_of(variable)) for variable in model.weights[:1]), default=1)
 
 
 def allreduce(

@@ -12,14 +12,18 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import horovod.tensorflow as horovod
 import keras
 import numpy as np
 import tensorflow as tf
-from horovod.common.elastic import ObjectState, notification_manager
-from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
 from ringtrain.hvd.collectives import hang_up, init
+from ringtrain.hvd.engine import (
+    HorovodInternalError,
+    HostsUpdatedInterrupt,
+    ObjectState,
+    horovod,
+    notification_manager,
+)
 from ringtrain.hvd.keras_hooks import innermost
 from ringtrain.hvd.reduction import elastic as is_on
 from ringtrain.hvd.sync import broadcast_model

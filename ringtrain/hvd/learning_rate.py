@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import horovod.tensorflow as horovod
 import keras
 import numpy as np
 
+from ringtrain.hvd.engine import horovod
 from ringtrain.hvd.keras_hooks import innermost
 
 

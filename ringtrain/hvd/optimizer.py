@@ -10,10 +10,9 @@ import re
 from typing import Any
 
 import keras
-from horovod.tensorflow import Adasum, Average, Compression, global_process_set
-from horovod.tensorflow.mpi_ops import ProcessSet
 
 from ringtrain.hvd.collectives import layer_variables
+from ringtrain.hvd.engine import Adasum, Average, Compression, ProcessSet, global_process_set
 from ringtrain.hvd.keras_hooks import distributed, innermost, refuse_horovods_own, teach_keras
 from ringtrain.hvd.reduction import Reduction
 from ringtrain.hvd.subclass import distribute

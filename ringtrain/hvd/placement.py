@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import socket
 
-import horovod.tensorflow as horovod
-
 import ringtrain
 from ringtrain.errors import PlacementError
+from ringtrain.hvd.engine import horovod
 from ringtrain.reports import Expected, Seat, difference, table
 from ringtrain.told import expectation
 

@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import horovod.tensorflow as horovod
 import tensorflow as tf
-from horovod.tensorflow import Adasum, Average, Min, Sum
-from horovod.tensorflow.mpi_ops import ProcessSet
+from numpy.typing import NDArray
 from tensorflow.python.ops import control_flow_v2_func_graphs as func_graphs
 
 from ringtrain.hvd.collectives import tensor_of
+from ringtrain.hvd.engine import Adasum, Average, Min, ProcessSet, Sum, horovod
 
 BRANCHES = (func_graphs.CondBranchFuncGraph, func_graphs.WhileCondFuncGraph, func_graphs.WhileBodyFuncGraph)
 OP_WORDS = {Average: "averaged", Sum: "summed", Adasum: "combined by Adasum"}
@@ -87,6 +86,13 @@ class Reduction:
             "factor after accumulation": self.accumulated_scale,
             "deterministic": self.deterministic,
         }
+
+    def trial(self) -> NDArray[Any]:
+        """What becomes of vectors with an entry per rank, of which each sets its own: Adasum adds orthogonal ones."""
+        num_ranks = self.process_set.size()
+        probe = tf.Variable(tf.zeros(num_ranks), name="probe")
+        (result,) = self([tf.one_hot(self.process_set.rank(), num_ranks)], [probe], [False])
+        return result.numpy()  # type: ignore[no-any-return]
 
     def true_on_all_ranks(self, flag: Any) -> tf.Tensor:
         """Logical and of a scalar boolean tensor over the ranks."""

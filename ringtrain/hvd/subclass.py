@@ -164,6 +164,9 @@ class _Distributed(keras.optimizers.Optimizer):
             self.gradient_norm.note(reduced)
         return super()._clip_gradients(reduced)
 
+    def _all_reduce_sum_gradients(self, grads_and_vars: Any) -> Any:
+        return grads_and_vars  # Keras would add up those of a strategy of TensorFlow's here, after it has clipped them
+
 
 class _DistributedMulti(keras.optimizers.Optimizer):
     """Mixed into `MultiOptimizer`, which hands its gradients to others: those are made distributed."""

@@ -9,16 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-import horovod.tensorflow as horovod
 import keras
 import numpy as np
 import tensorflow as tf
-from horovod.tensorflow import global_process_set
-from horovod.tensorflow.mpi_ops import ProcessSet
 
 from ringtrain.errors import OutOfSync, RingtrainError
 from ringtrain.hvd.batch_norm import statistics_of_one_rank
-from ringtrain.hvd.collectives import allgather_object, broadcast_variables
+from ringtrain.hvd.collectives import allgather_object, broadcast_variables, copies_of, num_copies
+from ringtrain.hvd.engine import ProcessSet, global_process_set, horovod
 from ringtrain.hvd.keras_hooks import innermost, refuse_horovods_own
 from ringtrain.hvd.marks import during
 from ringtrain.hvd.reduction import OP_WORDS
@@ -63,9 +61,10 @@ def broadcast_model(
 def check_in_sync(model: keras.Model, optimizer: Any = None) -> str:
     """Proves that weights and optimizer slots are equal, bit for bit, on all ranks.
 
-    Each rank sends eight bytes; only where they differ do ranks exchange more to name the difference. Left out is what
-    may differ: seed generators, metrics, moving statistics of batch normalization that is not synchronized (each rank's
-    own), gradients that are accumulated but not reduced yet, variables registered as local and their slots.
+    Each rank sends eight bytes per copy of the model that it has; only where they differ do ranks exchange more to name
+    the difference. Left out is what may differ: seed generators, metrics, moving statistics of batch normalization that
+    is not synchronized (each copy's own), gradients that are accumulated but not reduced yet, variables registered as
+    local and their slots.
 
     Args:
         model: A built model.
@@ -81,15 +80,15 @@ def check_in_sync(model: keras.Model, optimizer: Any = None) -> str:
     refuse_horovods_own(optimizer)
     reduction = getattr(innermost(optimizer), "reduction", None)
     process_set = global_process_set if reduction is None else reduction.process_set
-    names, checksums = zip(*_checksums(model, optimizer), strict=True)
-    digest = hashlib.sha256(np.array(checksums, np.uint32).tobytes()).digest()[:8]
-    own = tf.constant(np.frombuffer(digest, np.int64))
+    own = [tuple(zip(*_checksums(model, optimizer, copy), strict=True)) for copy in range(num_copies(model))]
+    digests = [hashlib.sha256(np.array(checksums, np.uint32).tobytes()).digest()[:8] for _, checksums in own]
+    flat = tf.constant(np.frombuffer(b"".join(digests), np.int64))
     with during("reduce"):
-        everybody = horovod.allgather(own, name="ringtrain_check_in_sync", process_set=process_set).numpy()
+        everybody = horovod.allgather(flat, name="ringtrain_check_in_sync", process_set=process_set).numpy()
     if len(set(everybody.tolist())) > 1:
-        details = allgather_object((names, checksums), name="ringtrain_out_of_sync", process_set=process_set)
-        raise OutOfSync(_difference(process_set, everybody.tolist(), details))
-    return digest.hex()
+        details = allgather_object(own, name="ringtrain_out_of_sync", process_set=process_set)
+        raise OutOfSync(_difference(process_set, everybody.tolist(), [one for each in details for one in each]))
+    return digests[0].hex()
 
 
 def check_averaging(optimizer: Any) -> str:
@@ -107,14 +106,11 @@ def check_averaging(optimizer: Any) -> str:
     reduction = getattr(innermost(optimizer), "reduction", None)
     if reduction is None:
         raise OutOfSync(f"{type(optimizer).__name__} reduces no gradients: wrap it in hvd.DistributedOptimizer")
-    num_ranks = reduction.process_set.size()
-    position = reduction.process_set.rank()
-    # A vector with one entry per rank, in which each sets its own: orthogonal, so that Adasum adds them up.
-    probe = tf.Variable(tf.zeros(num_ranks), name="probe")
-    (result,) = reduction([tf.one_hot(position, num_ranks)], [probe], [False])
+    found = reduction.trial()
+    num_ranks = found.shape[-1]
     expected = reduction.accumulated_scale / (num_ranks if OP_WORDS[reduction.op] == "averaged" else 1)
-    if not np.allclose(result.numpy(), expected, rtol=1e-3):
-        raise OutOfSync(f"the reduction of {num_ranks} ranks gave {result.numpy()}, expected {expected} everywhere")
+    if not np.allclose(found, expected, rtol=1e-3):
+        raise OutOfSync(f"the reduction of {num_ranks} ranks gave {found}, expected {expected} everywhere")
     return OP_WORDS[reduction.op]
 
 
@@ -168,11 +164,11 @@ def _require_same_settings(optimizer: Any, process_set: ProcessSet) -> None:
             )
 
 
-def _checksums(model: keras.Model, optimizer: Any) -> Iterator[tuple[str, int]]:
+def _checksums(model: keras.Model, optimizer: Any, copy: int) -> Iterator[tuple[str, int]]:
     left_out = {id(variable) for variable in (*statistics_of_one_rank(model), *_local_variables(model, optimizer))}
     for variable in (*model.weights, *(optimizer.variables if optimizer is not None else ())):
         if id(variable) not in left_out:
-            array = np.ascontiguousarray(keras.ops.convert_to_numpy(variable))
+            array = np.ascontiguousarray(copies_of(variable)[copy].numpy())
             head = zlib.crc32(f"{array.dtype}{array.shape}".encode())
             yield variable.path, zlib.crc32(array.reshape(-1).view(np.uint8).data, head)
 

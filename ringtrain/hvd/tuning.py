@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import MutableMapping
 
-import horovod.tensorflow as horovod
-
 from ringtrain.config import HvdConfig
 from ringtrain.errors import ConfigError
+from ringtrain.hvd.engine import horovod
 
 
 def configure(options: HvdConfig, environ: MutableMapping[str, str] | None = None) -> None:

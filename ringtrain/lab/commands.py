@@ -62,7 +62,7 @@ BENCHES = {
         (
             turns(5),
             count("--steps", 60, "steps of a measurement"),
-            ("--peers", {"default": "", "metavar": "LIST", "help": "some of them: ringtrain,by-hand,mirrored (all)"}),
+            ("--peers", {"default": "", "metavar": "LIST", "help": "some of them: ringtrain,by-hand,towers (all)"}),
             count("--limit", 120, "seconds that one start may take"),
             OUT,
         ),

@@ -35,17 +35,27 @@ class Peer:
     """per worker; one; servers: one more than workers"""
     alone: bool = False
     """one worker"""
+    strategy: str = ""
+    """of ringtrain.train; empty: ring"""
 
     def ranks(self, workers: int) -> int:
         """Processes to start."""
         return {"per worker": workers, "one": 1, "servers": workers + 1}[self.processes]
 
+    def options(self, workers: int) -> list[str]:
+        """Of ringtrain.train, besides those that all peers have."""
+        towers = ["--strategy.towers", str(workers)] if self.strategy == "towers" else []
+        return ["--strategy.name", self.strategy, *towers] if self.strategy else []
+
 
 PEERS = {
     "ringtrain": Peer("ringtrain.train", ""),
     "by-hand": Peer("Horovod, GradientTape by hand", "by_hand:run"),
-    "mirrored": Peer("MirroredStrategy, own loop", "synchronous:mirrored", "one"),
-    "multi-worker": Peer("MultiWorkerMirrored, own loop", "synchronous:multi_worker"),
+    "mpi-ring": Peer("ringtrain.train, mpi-ring", "", strategy="mpi-ring"),
+    "towers": Peer("ringtrain.train, towers", "", "one", strategy="towers"),
+    "towers-by-hand": Peer("MirroredStrategy by hand", "synchronous:mirrored", "one"),
+    "multi-worker": Peer("ringtrain.train, multi-worker", "", strategy="multi-worker"),
+    "multi-worker-by-hand": Peer("MultiWorkerMirrored by hand", "synchronous:multi_worker"),
     "multi-worker-fit": Peer("MultiWorkerMirrored, fit", "synchronous:multi_worker_fit"),
     "servers": Peer("ParameterServer, async, own loop", "parameter_servers:run", "servers"),
     "servers-fit": Peer("ParameterServer, fit", "parameter_servers:run_fit", "servers"),
@@ -54,7 +64,7 @@ PEERS = {
     "fit-alone": Peer("Keras' fit, one process", "by_fit:alone", alone=True),
 }
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "1"}  # its servers print their settings
-OVER = {"ringtrain-alone": "fit-alone"}
+OVER = {"ringtrain-alone": "fit-alone", "towers": "towers-by-hand", "multi-worker": "multi-worker-by-hand"}
 """what is compared with something else than ringtrain on all workers"""
 
 
@@ -103,7 +113,8 @@ def train_once(peer: Peer, workers: int, options: argparse.Namespace, start: Sta
     with tempfile.TemporaryDirectory(prefix="ringtrain-peers-") as folder:
         words = ["peer", "--run", peer.run, "--workers", str(workers), "--ranks", str(ranks)]
         words += ["--ports", ",".join(map(str, free_ports(workers + 2))), "--steps", str(options.steps)]
-        words += ["--limit", str(options.limit), "--folder", folder, "--", *COMMON, *options.command]
+        words += ["--limit", str(options.limit), "--folder", folder]
+        words += ["--", *COMMON, *peer.options(workers), *options.command]
         failure = ""
         try:
             start(words, ranks, QUIET)

@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from ringtrain import ring
 from ringtrain.config import DeviceConfig
 from ringtrain.errors import OutOfSync
-from ringtrain.lab import figures, ring
+from ringtrain.lab import figures
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 Call = Callable[[], Any]

@@ -70,7 +70,7 @@ def seed_by_rank(model: keras.Model, seed: int, rank: int) -> None:
     """Gives this rank's dropout, noise and augmentation random numbers of their own.
 
     Weights are made from the same seed on every rank, and so are Keras' seed generators: without this, all ranks would
-    drop the same units.
+    drop the same units. Of several copies of the model in one process, each counts as a rank.
 
     Args:
         model: built, not yet compiled: all its variables but the weights are then states of seed generators.
@@ -80,7 +80,10 @@ def seed_by_rank(model: keras.Model, seed: int, rank: int) -> None:
     weights = {id(variable) for variable in model.weights}
     states = (variable for variable in model.variables if id(variable) not in weights)
     for index, state in enumerate(states):
-        state.assign(np.random.default_rng([seed, rank, index]).integers(0, 2**31, state.shape))
+        copies = getattr(state.value, "values", None) or [state]
+        for copy, one in enumerate(copies):
+            number = rank * len(copies) + copy
+            one.assign(np.random.default_rng([seed, number, index]).integers(0, 2**31, state.shape))
 
 
 def _found(name: str) -> Build:

@@ -1,0 +1,24 @@
+"""Where the names come from that ringtrain.hvd takes from Horovod: from Horovod, or from mpi4py without it.
+
+`RINGTRAIN_COLLECTIVES=mpi4py`, set before ringtrain.hvd is imported, asks for the second: `by_mpi.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ringtrain.reports import COLLECTIVES
+
+if os.environ.get(COLLECTIVES) == "mpi4py":
+    from ringtrain.hvd import by_mpi as horovod
+else:
+    import horovod.tensorflow as horovod
+    from horovod.common.elastic import ObjectState as ObjectState
+    from horovod.common.elastic import notification_manager as notification_manager
+    from horovod.common.exceptions import HorovodInternalError as HorovodInternalError
+    from horovod.common.exceptions import HostsUpdatedInterrupt as HostsUpdatedInterrupt
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(horovod, name)

@@ -1,0 +1,68 @@
+"""Ways to train the same job: what adds up gradients, and who runs a step. The rest of the walk is the same for all.
+
+No TensorFlow here: what a strategy cannot do is said before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING, Any
+
+from ringtrain.config import Config, value_of
+from ringtrain.errors import ConfigError
+from ringtrain.reports import COLLECTIVES
+
+if TYPE_CHECKING:
+    from ringtrain.strategies.ring import Ring
+
+_HOROVODS = ("hvd.op", "hvd.compression", "hvd.fusion_mb", "hvd.cycle_time_ms", "hvd.groups", "tracking.timeline_steps")
+_TENSORFLOWS = (
+    *(*_HOROVODS, "hvd.deterministic", "optimizer.accumulation_steps", "model.sync_batch_norm", "train.jit"),
+    *("checkpoint.saved_model", "train.precision mixed_float16"),
+)
+REFUSED = {"ring": (), "mpi-ring": _HOROVODS, "towers": _TENSORFLOWS, "multi-worker": _TENSORFLOWS}
+"""options that a strategy cannot have; those with a word behind them, that value alone"""
+HOROVODS_VARIABLES = {
+    "HOROVOD_ELASTIC": "ranks that come and go",
+    "HOROVOD_TIMELINE": "a timeline",
+    "HOROVOD_AUTOTUNE": "autotuning",
+}
+
+
+def prepare(config: Config, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Refuses what a strategy cannot do, and says what ranks are to talk by; before ringtrain.hvd is loaded.
+
+    Args:
+        config: the resolved configuration.
+        environ: to read and change.
+
+    Raises:
+        ConfigError: names the option or the variable.
+    """
+    name, defaults = config.strategy.name, Config()
+    if name == "ring":
+        environ.pop(COLLECTIVES, None)
+        return
+    for refused in REFUSED[name]:
+        option, _, value = refused.partition(" ")
+        found = value_of(config, option)
+        if str(found) == value or (not value and found != value_of(defaults, option)):
+            raise ConfigError(f"strategy.name: {name} has no {option} {found}: leave it out, or train with ring")
+    for variable, what in HOROVODS_VARIABLES.items():
+        if environ.get(variable, "0") not in ("", "0"):
+            raise ConfigError(f"strategy.name: {name} has no {what} ({variable}): leave it out, or train with ring")
+    environ[COLLECTIVES] = "mpi4py"
+
+
+def make(config: Config) -> Ring:
+    """The configured strategy, after `prepare`."""
+    from ringtrain.strategies.ring import Ring
+
+    kinds: dict[str, Any] = {"ring": Ring, "mpi-ring": Ring}
+    if config.strategy.name not in kinds:
+        from ringtrain.strategies.mirrored import MultiWorker, Towers
+
+        kinds |= {"towers": Towers, "multi-worker": MultiWorker}
+    strategy: Ring = kinds[config.strategy.name](config)
+    return strategy

@@ -1,0 +1,211 @@
+"""TensorFlow's strategies that keep a copy of the weights per device, and add up gradients in every step.
+
+Theirs are the variables of the model and the optimizer; metrics are the process' own. Keras' fit does not run under all
+of them: a step is a call of the model's own train_step on each copy, in a loop that calls callbacks as fit does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.losses.loss import scale_loss_for_distribution
+from numpy.typing import NDArray
+
+from ringtrain import beats, devices, hvd
+from ringtrain.errors import ConfigError, DeviceError, LaunchError
+from ringtrain.hvd.subclass import distribute
+from ringtrain.resume import Segment
+from ringtrain.strategies.ring import Ring
+
+CONNECT_S = 3.0
+
+
+class Summed:
+    """Adds up the gradients of all copies where hvd's Reduction adds up the ranks': before they are clipped.
+
+    Keras divides the loss of each copy by their number, so that the sum is the mean.
+
+    Args:
+        strategy: TensorFlow's.
+    """
+
+    op = hvd.Average
+    accumulated_scale = 1.0
+    process_set = hvd.global_process_set
+
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        self.strategy = strategy
+
+    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[bool]) -> list[Any]:
+        """On each copy: everybody's."""
+        total = tf.distribute.ReduceOp.SUM
+        return list(tf.distribute.get_replica_context().all_reduce(total, list(gradients)))
+
+    def trial(self) -> NDArray[Any]:
+        """What becomes of vectors with an entry per copy, of which each sets its own; one result per copy here."""
+        number = self.strategy.num_replicas_in_sync
+
+        def on_each_copy() -> Any:
+            own = tf.one_hot(tf.distribute.get_replica_context().replica_id_in_sync_group, number)
+            return self([scale_loss_for_distribution(own)], [], [])[0]
+
+        results = tf.function(lambda: self.strategy.run(on_each_copy), autograph=False)()
+        return np.stack([one.numpy() for one in self.strategy.experimental_local_results(results)])
+
+    def settings(self) -> dict[str, Any]:
+        """What has to be the same on every rank."""
+        return {"op": "averaged", "by": type(self.strategy).__name__}
+
+
+class Mirrored(Ring):
+    """What towers and multi-worker share: TensorFlow's strategy is there after `begin`."""
+
+    strategy: tf.distribute.Strategy
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """As Ring's."""
+        scope: contextlib.AbstractContextManager[Any] = self.strategy.scope()
+        return scope
+
+    def distribute(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+        """As Ring's."""
+        summed: Any = Summed(self.strategy)
+        distributed: keras.optimizers.Optimizer = distribute(optimizer, summed, 1)
+        return distributed
+
+    def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
+        """Makes the variables that Keras would else make within the first step, each where it belongs."""
+        with self.strategy.scope():
+            model.optimizer.build(model.trainable_variables)
+        # Metrics are this process': made by a step they would be the strategy's, which adds them up when they are read.
+        model.compute_metrics(
+            tf.zeros([1, *input_shape]), tf.zeros([1], tf.int64), tf.zeros([1, num_classes]), sample_weight=None
+        )
+        model.reset_metrics()
+        object.__setattr__(model, "_distribute_strategy", None)  # evaluate is for one copy, outside of the strategy
+
+    def fit(
+        self, model: keras.Model, batches: Any, part: Segment, callbacks: Sequence[keras.callbacks.Callback]
+    ) -> None:
+        """As Ring's."""
+        local, fed = self.strategy.experimental_local_results, self.feed(batches)
+
+        @tf.function(autograph=False)
+        def step(data: Any) -> Any:
+            logs = self.strategy.run(model.train_step, args=(data,))
+            return {name: local(value)[-1] for name, value in logs.items()}  # the last copy's are of all
+
+        called = keras.callbacks.CallbackList(
+            list(callbacks), model=model, epochs=part.end_epoch, steps=part.num_steps, verbose=0
+        )
+        model.stop_training = False
+        called.on_train_begin()
+        for epoch in range(part.first_epoch, part.end_epoch):
+            model.reset_metrics()
+            called.on_epoch_begin(epoch)
+            for number in range(part.num_steps):
+                called.on_train_batch_begin(number)
+                called.on_train_batch_end(number, step(next(fed)))
+                if model.stop_training:
+                    break
+            called.on_epoch_end(epoch, dict(model.get_metrics_result()))
+            if model.stop_training:
+                break
+        called.on_train_end()
+
+    def feed(self, batches: Any) -> Iterator[Any]:
+        """What each step is called with."""
+        return iter(batches)
+
+
+class Towers(Mirrored):
+    """In-graph replication: one process, a copy of the model on each device, no messages."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        options, gpus = config.strategy, len(tf.config.list_physical_devices("GPU"))
+        self.copies = options.towers or gpus or 2
+
+    def begin(self) -> devices.Pinning:
+        """As Ring's."""
+        options, ranks = self.config.strategy, hvd.size()
+        if ranks > 1:
+            raise ConfigError(
+                f"strategy.name: towers is one process, this run has {ranks} ranks: start it without a launcher or with"
+                f" -np 1, and say --strategy.towers {ranks}; or train with multi-worker"
+            )
+        pinning = devices.spread(self.copies, self.config.device)
+        kind = "CPU" if pinning.gpu is None else "GPU"
+        num_gpus = self.copies if kind == "GPU" else 0
+        if options.controller != "cpu:0" and int(options.controller[4:]) >= num_gpus:
+            raise DeviceError(
+                f"strategy.controller: got {options.controller}, this run has {num_gpus} GPUs: take cpu:0"
+            )
+        # All devices together: by NCCL, or, without GPUs, by a ring of TensorFlow's, which any number of them can form.
+        adding = tf.distribute.NcclAllReduce() if num_gpus else None
+        if options.reduction == "one-device":
+            adding = tf.distribute.ReductionToOneDevice(f"/{options.controller}")
+        self.strategy = tf.distribute.MirroredStrategy([f"{kind}:{index}" for index in range(self.copies)], adding)
+        self.about["copies"] = self.copies
+        return pinning
+
+    def feed(self, batches: Any) -> Iterator[Any]:
+        """A batch per copy; without end, or each step would first ask each copy whether there is one."""
+        return iter(self.strategy.distribute_datasets_from_function(lambda context: batches.repeat()))
+
+
+class MultiWorker(Mirrored):
+    """A process per rank, and collectives of TensorFlow's own between them, over gRPC or NCCL."""
+
+    def begin(self) -> devices.Pinning:
+        """As Ring's; ranks find each other's addresses by themselves."""
+        pinning = super().begin()
+        named = self.config.strategy.communication
+        if named == "nccl" and pinning.gpu is None:
+            raise DeviceError("strategy.communication: got nccl, this run has no GPU: expected ring or auto")
+        task = {"type": "worker", "index": hvd.rank()}
+        self.about["workers"] = addresses()
+        os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": self.about["workers"]}, "task": task})
+        over = tf.distribute.experimental.CommunicationImplementation[named.upper()]
+        options = tf.distribute.experimental.CommunicationOptions(implementation=over)
+        self.strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+        return pinning
+
+
+def addresses() -> list[str]:
+    """host:port of every rank, where its server will listen, as the others can reach it. A collective.
+
+    Raises:
+        LaunchError: on every rank: one cannot be reached from another host.
+    """
+    with socket.create_server(("", 0), backlog=hvd.size()) as listener:
+        own = (socket.gethostname(), beats.own_addresses(), listener.getsockname()[1])
+        everybody = hvd.allgather_object(own, name="ringtrain_addresses")
+        hosts = [host for host, _, _ in everybody]
+        if len(set(hosts)) == 1:
+            return [f"127.0.0.1:{port}" for _, _, port in everybody]
+        # Each rank is called from another host: by rank 0, or, those of its host, by the first one of another.
+        first_elsewhere = next(rank for rank, host in enumerate(hosts) if host != hosts[0])
+        called_by = [first_elsewhere if host == hosts[0] else 0 for host in hosts]
+        called = {rank: everybody[rank] for rank, caller in enumerate(called_by) if caller == hvd.rank()}
+        found = hvd.run_together(lambda: [(rank, _answering(rank, *one)) for rank, one in called.items()])
+        places = dict(place for each in hvd.allgather_object(found, name="ringtrain_places") for place in each)
+        return [places[rank] for rank in range(hvd.size())]
+
+
+def _answering(rank: int, host: str, candidates: Sequence[str], port: int) -> str:
+    for address in candidates:
+        with contextlib.suppress(OSError), socket.create_connection((address, port), CONNECT_S):
+            return f"{address}:{port}"
+    raise LaunchError(
+        f"rank {rank} on {host} cannot be reached from {socket.gethostname()} at {', '.join(candidates)}, port {port}:"
+        f" multi-worker needs free ports between all hosts"
+    )

@@ -1,0 +1,85 @@
+"""A process per rank with one copy of the model, Keras' own fit, and a ring between them: Horovod's, or mpi4py's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from ringtrain import devices, hvd
+from ringtrain.config import Config
+from ringtrain.errors import ConfigError
+from ringtrain.resume import Segment
+
+
+class Ring:
+    """Strategies ring and mpi-ring, and what the others begin with.
+
+    Args:
+        config: the resolved configuration.
+
+    Attributes:
+        copies: of the model in this process.
+        about: what summary.json says of the strategy besides its options.
+    """
+
+    copies = 1
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        loaded = "mpi4py" if hvd.engine.horovod.__name__.endswith("by_mpi") else "Horovod"
+        if loaded != ("Horovod" if config.strategy.name == "ring" else "mpi4py"):
+            raise ConfigError(
+                f"strategy.name: got {config.strategy.name} in a process whose ranks talk by {loaded}: only"
+                f" ringtrain.train, started by itself, has other strategies than ring"
+            )
+        self.about: dict[str, Any] = {"ranks_talk_by": loaded}
+
+    def begin(self) -> devices.Pinning:
+        """Takes this rank's devices. A collective, before TensorFlow touches one.
+
+        Raises:
+            RingtrainError: on every rank: the devices are not as wanted, or the ranks not as many.
+        """
+        return hvd.run_together(lambda: devices.pin(hvd.local_rank(), hvd.local_size(), self.config.device))
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Where the model and its optimizer have to be made."""
+        return contextlib.nullcontext()
+
+    def distribute(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+        """Makes an optimizer average its gradients over all copies of the model."""
+        options = self.config.hvd
+        return hvd.DistributedOptimizer(
+            optimizer,
+            op={"average": hvd.Average, "adasum": hvd.Adasum}[options.op],
+            compression=getattr(hvd.Compression, options.compression),
+            groups=options.groups or None,
+            deterministic=options.deterministic or self.config.strategy.name == "mpi-ring",
+        )
+
+    def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
+        """What has to be made of a compiled model before its first step, if anything."""
+
+    def fit(
+        self, model: keras.Model, batches: Any, part: Segment, callbacks: Sequence[keras.callbacks.Callback]
+    ) -> None:
+        """Trains.
+
+        Args:
+            model: compiled.
+            batches: this process', for each of its copies one after the other.
+            part: of the run.
+            callbacks: Keras'.
+        """
+        model.fit(
+            batches,
+            initial_epoch=part.first_epoch,
+            epochs=part.end_epoch,
+            steps_per_epoch=part.num_steps,
+            callbacks=list(callbacks),
+            shuffle=False,  # the shards are shuffled already, in the same way on every rank
+            verbose=0,
+        )

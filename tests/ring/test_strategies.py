@@ -1,0 +1,189 @@
+"""The same job under every strategy: equal weights, equal checkpoints, the same files; what one cannot do is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from launching import run
+
+from ringtrain import strategies
+from ringtrain.config import Config, HvdConfig, OptimizerConfig, StrategyConfig, TrainConfig
+from ringtrain.errors import ConfigError
+
+HERE = Path(__file__).parent
+STEPS, EPOCHS = 22, 2
+OPTIONS = ["--data.name", "digits", "--model.name", "odd_model:dropping", "--optimizer.clip-norm", "0.5"]
+OPTIONS += ["--train.epochs", str(EPOCHS), "--checkpoint.every-steps", "6", "--checkpoint.keep", "99"]
+LIMIT_S = 600
+WITHOUT_HOROVOD = """
+import sys
+
+sys.modules["horovod"] = None  # to import it raises ModuleNotFoundError
+from ringtrain.train import main
+sys.exit(main())
+"""
+RANKS = {"ring": 2, "mpi-ring": 2, "towers": 0, "multi-worker": 2}
+"""processes under mpirun; 0: one, without"""
+OTHERS = list(RANKS)[1:]
+
+
+def train(folder: Path, strategy: str, *options: object, np: int | None = None):
+    words = [*OPTIONS, "--strategy.name", strategy, "--run.name", "run", "--run.directory", folder, *options]
+    program = ["-m", "ringtrain.train"] if strategy == "ring" else ["-c", WITHOUT_HOROVOD]
+    command = [str(word) for word in (sys.executable, *program, *words)]
+    return run(RANKS[strategy] if np is None else np, command, LIMIT_S, {"PYTHONPATH": str(HERE)})
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "run" / "summary.json").read_text())
+
+
+def saved(folder: Path, step: int) -> dict:
+    """Checksums of a checkpoint's files: weights and optimizer; each copy's random seeds and moving statistics."""
+    manifest = folder / "run" / "checkpoints" / f"step-{step:08d}" / "manifest.json"
+    return json.loads(manifest.read_text().partition("\n")[2])["files"]
+
+
+def files(folder: Path) -> set[str]:
+    """Without the names that have a time in them, and without the logs of the other ranks, which towers do not have."""
+    names = {str(path.relative_to(folder)) for path in (folder / "run").rglob("*") if path.is_file()}
+    return {name for name in names if "tfevents" not in name and "-1." not in name}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The job under every strategy."""
+    folders = {}
+    for strategy in RANKS:
+        folders[strategy] = tmp_path_factory.mktemp(strategy)
+        ended = train(folders[strategy], strategy)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        copies = "towers" if strategy == "towers" else "ranks"
+        assert f"2 {copies} in step: gradients averaged, weights and optimizer equal" in ended.stdout
+    return folders
+
+
+@pytest.mark.parametrize("strategy", OTHERS)
+def test_a_strategy_ends_with_the_rings_weights_bit_for_bit_and_its_files(runs: dict[str, Path], strategy: str) -> None:
+    """Without Horovod: dropout, batch normalization, clipping, Adam, and what is evaluated and saved."""
+    ring, other = summary(runs["ring"]), summary(runs[strategy])
+    assert other["checksum"] == ring["checksum"]
+    assert saved(runs[strategy], EPOCHS * STEPS) == saved(runs["ring"], EPOCHS * STEPS)
+    assert files(runs[strategy]) == files(runs["ring"])
+    assert set(other) == set(ring) and other["num_ranks"] == ring["num_ranks"] == 2
+    assert other["metrics"] == pytest.approx(ring["metrics"], abs=1e-6)
+    assert other["strategy"]["ranks_talk_by"] == "mpi4py" and "horovod" not in other["versions"]
+
+
+@pytest.mark.parametrize(("strategy", "before"), zip(OTHERS, [*OTHERS[1:], "ring"], strict=True))
+def test_a_strategy_goes_on_in_an_epoch_where_another_one_was(
+    runs: dict[str, Path], tmp_path: Path, strategy: str, before: str
+) -> None:
+    folder = tmp_path / "cut"
+    shutil.copytree(runs[before], folder)
+    for path in (folder / "run" / "checkpoints").iterdir():
+        if int(path.name[5:]) > 30:
+            shutil.rmtree(path)
+    ended = train(folder, strategy)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "after step 30," in ended.stdout
+    assert summary(folder)["checksum"] == summary(runs["ring"])["checksum"]
+    assert saved(folder, EPOCHS * STEPS) == saved(runs["ring"], EPOCHS * STEPS)
+    assert summary(folder)["metrics"] == pytest.approx(summary(runs["ring"])["metrics"], abs=1e-6)
+
+
+def test_another_seed_ends_elsewhere(runs: dict[str, Path], tmp_path: Path) -> None:
+    """The negative control; and three towers without a controller."""
+    options = ["--seed", 1, "--strategy.towers", 3, "--strategy.reduction", "all", "--train.epochs", 1]
+    ended = train(tmp_path, "towers", *options)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "3 towers in step" in ended.stdout
+    assert summary(tmp_path)["checksum"] != summary(runs["ring"])["checksum"]
+
+
+PROPERTIES = [
+    *("averaging.sgd_with_momentum_equals_big_batch", "averaging.accumulation_equals_big_batch"),
+    *("averaging.without_the_wrapper_they_differ", "averaging.sparse_gradients_equal_big_batch"),
+    *("precision.only_one_rank_overflows", "precision.deterministic_equals_big_batch"),
+    *("batch_norm.training_equals_big_batch", "agreeing.a_disturbed_weight_is_named"),
+    *("agreeing.broadcast_variables_takes_all_kinds", "agreeing.ranks_fail_together_or_not_at_all"),
+]
+
+
+def test_what_the_ring_promises_holds_without_horovod_on_three_ranks(tmp_path: Path) -> None:
+    """Properties of tests/ring/properties: to 1e-6 of one process with the whole batch, and their negative control."""
+    command = [sys.executable, HERE / "run_properties.py", tmp_path, *PROPERTIES]
+    ended = run(3, command, LIMIT_S, {"RINGTRAIN_COLLECTIVES": "mpi4py", "OMPI_MCA_rmaps_base_oversubscribe": "1"})
+    for rank in range(3):
+        for name in PROPERTIES:
+            assert (tmp_path / str(rank) / name).read_text() == "", ended.stdout + ended.stderr
+
+
+BROKEN = """
+import sys
+from ringtrain import pieces, strategies
+
+def make(config, make=strategies.make):
+    from ringtrain.strategies.mirrored import Summed
+    Summed.__call__ = lambda self, gradients, variables, local: gradients
+    if "blind" in sys.argv:
+        Summed.trial = lambda self: __import__("numpy").full([2, 2], 0.5)
+        sys.argv.remove("blind")
+    return make(config)
+
+strategies.make = make
+from ringtrain.train import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("blind", "said"),
+    [([], "the reduction of 2 ranks gave"), (["blind"], "ranks out of step: rank 1 differs in ")],
+)
+def test_gradients_that_are_not_added_up_are_noticed(tmp_path: Path, blind: list[str], said: str) -> None:
+    """Before the first step, by the reduction itself; were that blind, after it, by the weights."""
+    words = [*OPTIONS, "--strategy.name", "towers", "--run.directory", str(tmp_path), *blind]
+    ended = run(0, [sys.executable, "-c", BROKEN, *words], LIMIT_S, {"PYTHONPATH": str(HERE)})
+    assert ended.returncode == 2 and said in ended.stderr, ended.stderr
+
+
+def test_a_start_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
+    started = ["--strategy.name", "towers", "--run.directory", str(tmp_path / "runs")]
+    ended = run(2, [sys.executable, "-m", "ringtrain.train", *started], LIMIT_S)
+    assert ended.returncode == 2
+    assert ended.stderr.count("strategy.name: towers is one process, this run has 2 ranks: start it without") == 1
+    over_gloo = {"HOROVOD_SIZE": "2", "HOROVOD_RANK": "0"}
+    started[1] = "mpi-ring"
+    ended = run(0, [sys.executable, "-m", "ringtrain.train", *started], LIMIT_S, over_gloo)
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("ringtrain: 2 ranks were started over Gloo, MPI knows of 1, and other strategies")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_a_strategy_cannot_do_is_refused_by_name() -> None:
+    def refusal(name: str, environ: dict[str, str] | None = None, **sections: object) -> str:
+        with pytest.raises(ConfigError) as caught:
+            strategies.prepare(Config(strategy=StrategyConfig(name), **sections), {} if environ is None else environ)
+        return str(caught.value)
+
+    assert refusal("mpi-ring", hvd=HvdConfig(compression="fp16")) == (
+        "strategy.name: mpi-ring has no hvd.compression fp16: leave it out, or train with ring"
+    )
+    for name in ("towers", "multi-worker"):
+        assert "no optimizer.accumulation_steps 4:" in refusal(name, optimizer=OptimizerConfig(accumulation_steps=4))
+        assert "no train.precision mixed_float16:" in refusal(name, train=TrainConfig(precision="mixed_float16"))
+        assert "no train.jit True:" in refusal(name, train=TrainConfig(jit=True))
+    assert "has no ranks that come and go (HOROVOD_ELASTIC):" in refusal("towers", {"HOROVOD_ELASTIC": "1"})
+    environ = {}
+    strategies.prepare(
+        Config(strategy=StrategyConfig("towers"), train=TrainConfig(precision="mixed_bfloat16")), environ
+    )
+    assert environ == {"RINGTRAIN_COLLECTIVES": "mpi4py"}
+    strategies.prepare(Config(), environ)
+    assert environ == {}
