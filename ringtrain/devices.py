@@ -139,11 +139,10 @@ def spread(towers: int, options: DeviceConfig) -> Pinning:
     """
     import tensorflow as tf
 
-    gpus = tf.config.list_physical_devices("GPU")
-    own_cores, host_cores = count_cores()
-    host = socket.gethostname()
-    unshared = dataclasses.replace(options, share_gpus=False)
-    pinning = dataclasses.replace(plan(gpus, 0, towers, unshared, own_cores, host_cores, host), towers=towers)
+    gpus, host = tf.config.list_physical_devices("GPU"), socket.gethostname()
+    if gpus and towers > len(gpus):
+        raise DeviceError(f"strategy.towers: got {towers}, {host} has {len(gpus)} GPUs: expected no more than that")
+    pinning = dataclasses.replace(plan(gpus, 0, towers, options, *count_cores(), host), towers=towers)
     if pinning.gpu is None:
         (cpu,) = tf.config.list_physical_devices("CPU")
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * towers)

@@ -167,10 +167,13 @@ def show_plan(console: Console, config: Config, numbers: Numbers, pinning: objec
     scaled = f" = {optimizer.learning_rate:g}{scaling}" if n.learning_rate != optimizer.learning_rate else ""
     accumulated = f" x {n.accumulation_steps} batches accumulated" if n.accumulation_steps > 1 else ""
     rest = f", {n.dropped_per_epoch} left over, others each time" if n.dropped_per_epoch else ""
+    placed = {"ranks": f"{n.num_ranks} ({per_host}), rank 0 on {pinning}"}
+    if config.strategy.name == "towers":
+        placed = {"towers": f"{n.num_ranks} in one process on {hosts[0]}: {pinning}"}
     rows = {
-        "ranks": f"{n.num_ranks} ({per_host}), rank 0 on {pinning}",
+        **placed,
         "data": f"{config.data.name}: {n.num_train:,} to train, {n.num_test:,} to test",
-        **({"strategy": config.strategy.name} if config.strategy.name != "ring" else {}),
+        **({"strategy": config.strategy.name} if config.strategy.name not in ("ring", "towers") else {}),
         "model": config.model.name,
         "global batch": f"{n.global_batch_size} = {n.batch_size} x {n.num_ranks}{accumulated}",
         "steps": f"{n.num_steps:,} = {config.train.epochs} epochs x {n.steps_per_epoch:,}{rest}",

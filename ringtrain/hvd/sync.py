@@ -110,7 +110,7 @@ def check_averaging(optimizer: Any) -> str:
     num_ranks = found.shape[-1]
     expected = reduction.accumulated_scale / (num_ranks if OP_WORDS[reduction.op] == "averaged" else 1)
     if not np.allclose(found, expected, rtol=1e-3):
-        raise OutOfSync(f"the reduction of {num_ranks} ranks gave {found}, expected {expected} everywhere")
+        raise OutOfSync(f"the reduction of {num_ranks} ranks gave {found.tolist()}, expected {expected} everywhere")
     return OP_WORDS[reduction.op]
 
 

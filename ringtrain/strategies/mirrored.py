@@ -11,7 +11,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -22,8 +22,10 @@ from numpy.typing import NDArray
 from ringtrain import beats, devices, hvd
 from ringtrain.errors import ConfigError, DeviceError, LaunchError
 from ringtrain.hvd.subclass import distribute
-from ringtrain.resume import Segment
 from ringtrain.strategies.ring import Ring
+
+if TYPE_CHECKING:
+    from ringtrain.resume import Segment
 
 CONNECT_S = 3.0
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
 from ringtrain import devices, hvd
 from ringtrain.config import Config
 from ringtrain.errors import ConfigError
-from ringtrain.resume import Segment
+
+if TYPE_CHECKING:
+    from ringtrain.resume import Segment
 
 
 class Ring:

@@ -1,4 +1,4 @@
-"""The same job under every strategy: equal weights, equal checkpoints, the same files; what one cannot do is refused."""
+"""The same job under every strategy: equal weights, checkpoints and files; what one cannot do is refused by name."""
 
 from __future__ import annotations
 
