@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras import ops
 
@@ -241,5 +242,5 @@ def last_learning_rate(optimizer: keras.optimizers.Optimizer) -> float:
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     schedule = optimizer._learning_rate
     if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
-        return float(schedule(max(0, int(optimizer._iterations) - 1)))
-    return float(optimizer.learning_rate)
+        return float(schedule(max(0, int(optimizer._iterations.numpy()) - 1)))
+    return float(np.asarray(optimizer.learning_rate))
