@@ -86,12 +86,17 @@ def init(*args: Any, **kwargs: Any) -> None:
 
     Raises:
         MissingDependency: mpi4py is not there.
-        LaunchError: MPI knows nothing of the ranks that the launcher has started.
+        LaunchError: the launcher has started the ranks without MPI.
     """
     if _worlds:
         return
     if args or kwargs:
         raise MissingDependency("hvd.init: only Horovod starts a part of the ranks: leave out arguments")
+    if "HOROVOD_RANK" in os.environ:
+        raise LaunchError(
+            "these ranks were started over Gloo, and other strategies than ring need MPI: start them with ringtrain"
+            " launch, mpirun or horovodrun --mpi"
+        )
     try:
         # MPI's end is a meeting of all ranks: one that has failed would wait there for the others, and they for it.
         import mpi4py
@@ -102,12 +107,6 @@ def init(*args: Any, **kwargs: Any) -> None:
         raise MissingDependency(f"mpi4py is not installed ({error}): pip install 'ringtrain[train]'") from error
     atexit.register(lambda: MPI.Finalize() if ended_well() else None)
     comm = MPI.COMM_WORLD
-    started = int(os.environ.get("HOROVOD_SIZE", comm.size))
-    if started != comm.size:
-        raise LaunchError(
-            f"{started} ranks were started over Gloo, MPI knows of {comm.size}, and other strategies than ring"
-            f" need it: start them with ringtrain launch, mpirun or horovodrun --mpi"
-        )
     host = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
     _worlds.append(World(MPI, comm, host, comm.Split(host.rank, comm.rank)))
 

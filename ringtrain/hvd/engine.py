@@ -6,18 +6,18 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ringtrain.reports import COLLECTIVES
 
-if os.environ.get(COLLECTIVES) == "mpi4py":
-    from ringtrain.hvd import by_mpi as horovod
-else:
+if TYPE_CHECKING or os.environ.get(COLLECTIVES) != "mpi4py":
     import horovod.tensorflow as horovod
     from horovod.common.elastic import ObjectState as ObjectState
     from horovod.common.elastic import notification_manager as notification_manager
     from horovod.common.exceptions import HorovodInternalError as HorovodInternalError
     from horovod.common.exceptions import HostsUpdatedInterrupt as HostsUpdatedInterrupt
+else:
+    from ringtrain.hvd import by_mpi as horovod
 
 
 def __getattr__(name: str) -> Any:

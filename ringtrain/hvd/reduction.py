@@ -92,7 +92,7 @@ class Reduction:
         num_ranks = self.process_set.size()
         probe = tf.Variable(tf.zeros(num_ranks), name="probe")
         (result,) = self([tf.one_hot(self.process_set.rank(), num_ranks)], [probe], [False])
-        return result.numpy()  # type: ignore[no-any-return]
+        return result.numpy()
 
     def true_on_all_ranks(self, flag: Any) -> tf.Tensor:
         """Logical and of a scalar boolean tensor over the ranks."""
