@@ -20,6 +20,7 @@ CHATTER = re.compile(
     rb"|[IW]\d{4} \d\d:\d\d:[\d.]+ +\d+ \S+:\d+\] "  # absl: I0000 00:00:1795168715.773533  4855 port.cc:153]
     rb"|\d{4}-\d\d-\d\d \d\d:\d\d:[\d.]+: [IW] \S+:\d+\] "  # TensorFlow's own, before it took up absl
     rb"|To enable the following instructions: "
+    rb"|/job:worker/replica:\d+/task:\d+\s*$"  # the second line of a message about workers that are waited for
     rb"|Improper call to JPEG library|Corrupt JPEG data: |Premature end of JPEG file"  # without the file's name
 )
 

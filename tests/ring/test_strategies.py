@@ -62,6 +62,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         folders[strategy] = tmp_path_factory.mktemp(strategy)
         ended = train(folders[strategy], strategy)
         assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert "<stderr>" not in ended.stdout and ended.stderr == "", ended.stderr
         copies = "towers" if strategy == "towers" else "ranks"
         assert f"2 {copies} in step: gradients averaged, weights and optimizer equal" in ended.stdout
     return folders

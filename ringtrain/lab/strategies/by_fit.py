@@ -30,7 +30,8 @@ class Watch(keras.callbacks.Callback):
         self.sum = so_far
 
     def on_train_end(self, logs: Any = None) -> None:
-        self.trained.checksums = [checksum(self.model.trainable_variables)]
+        copies = [getattr(weight.value, "values", (weight.value,)) for weight in self.model.trainable_variables]
+        self.trained.checksums = [checksum(copy) for copy in zip(*copies, strict=True)]
 
 
 def alone(training: Training) -> Trained:
