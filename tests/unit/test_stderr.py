@@ -17,6 +17,7 @@ NOISE = [
     b"W1120 10:15:11.773533    4855 local_rendezvous.cc:404] Local rendezvous is aborting\n",
     b"2026-11-20 10:15:11.773533: I tensorflow/core/platform/cpu_feature_guard.cc:210] This binary\n",
     b"To enable the following instructions: AVX2 AVX512F, in other operations, rebuild\n",
+    b"/job:worker/replica:0/task:0\n",
 ]
 SIGNAL = [
     b"F0000 00:00:1795168715.773533    4855 tensor.cc:12] Check failed\n",
