@@ -20,7 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ringtrain.hvd.engine import Average, Compression, ProcessSet, global_process_set, horovod
+from ringtrain.hvd.engine import WITH_HOROVOD, Average, Compression, ProcessSet, global_process_set, horovod
 from ringtrain.hvd.placement import check_own_seat
 from ringtrain.reports import report_uncaught
 
@@ -174,7 +174,7 @@ def allgather_object(
         name: Of the operation; by default after the object's type, which then has to be the same on every rank.
         process_set: Ranks that take part.
     """
-    if not tf.executing_eagerly():
+    if not tf.executing_eagerly() or not WITH_HOROVOD:
         return horovod.allgather_object(obj, session=session, name=name, process_set=process_set)
     own = np.frombuffer(cloudpickle.dumps(obj), np.uint8)
     stream = io.BytesIO(horovod.allgather(own, name=name or type(obj).__name__, process_set=process_set).numpy())

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from ringtrain.reports import COLLECTIVES
 
-if TYPE_CHECKING or os.environ.get(COLLECTIVES) != "mpi4py":
+WITH_HOROVOD = os.environ.get(COLLECTIVES) != "mpi4py"
+
+if TYPE_CHECKING or WITH_HOROVOD:
     import horovod.tensorflow as horovod
     from horovod.common.elastic import ObjectState as ObjectState
     from horovod.common.elastic import notification_manager as notification_manager

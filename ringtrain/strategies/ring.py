@@ -31,7 +31,7 @@ class Ring:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        loaded = "mpi4py" if hvd.engine.horovod.__name__.endswith("by_mpi") else "Horovod"
+        loaded = "Horovod" if hvd.engine.WITH_HOROVOD else "mpi4py"
         if loaded != ("Horovod" if config.strategy.name == "ring" else "mpi4py"):
             raise ConfigError(
                 f"strategy.name: got {config.strategy.name} in a process whose ranks talk by {loaded}: only"
