@@ -68,7 +68,7 @@ class Place:
         Returns:
             The last of these nodes.
         """
-        if not self._moments:
+        if not self._moments or _in_a_further_tower():
             return []
         flat = [tensor for tensor in tf.nest.flatten(tensors, expand_composites=True) if tf.is_tensor(tensor)]
         with tf.control_dependencies(flat):
@@ -130,6 +130,18 @@ class Place:
         # Not model.train_step = ...: Keras would track what is set, and save it.
         object.__setattr__(model, "train_step", noting_train_step)
         object.__setattr__(model.optimizer, "apply", noting_apply)
+
+
+def _in_a_further_tower() -> bool:
+    """Whether this is the graph of another copy of the model in one process than the first.
+
+    TensorFlow reads a graph's clocks in the order of the program: the second tower would begin where the first has its
+    gradients.
+    """
+    if not isinstance(tf.distribute.get_strategy(), tf.distribute.MirroredStrategy):
+        return False
+    context = tf.distribute.get_replica_context()
+    return context is not None and int(tf.get_static_value(context.replica_id_in_sync_group)) > 0
 
 
 def clock_after(tensor: Any) -> tf.Tensor:
