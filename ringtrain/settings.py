@@ -64,6 +64,23 @@ def read(argv: Sequence[str]) -> Config:
     return settings
 
 
+def tables_of(path: Path) -> dict[str, Any]:
+    """What a TOML file says.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        ConfigError: it cannot be read, or is no TOML; names it.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {os.strerror(error.errno or 0)}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
+
+
 def read_toml(path: Path) -> Config:
     """Reads a configuration file.
 
@@ -76,13 +93,7 @@ def read_toml(path: Path) -> Config:
     Raises:
         ConfigError: the file cannot be read, or a key or a value in it is wrong; names the file and the key.
     """
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {os.strerror(error.errno or 0)}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from error
-    sections = get_type_hints(Config)
+    tables, sections = tables_of(path), get_type_hints(Config)
     options = option_types()
     values: dict[str, Any] = {}
     for section, table in tables.items():

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +20,7 @@ from typing import Any, get_type_hints
 
 from ringtrain.config import RULES, Config, nearest, option_types
 from ringtrain.errors import ConfigError
-from ringtrain.settings import checked
+from ringtrain.settings import checked, tables_of
 
 OF_THE_SWEEP = ("run.", "train.monitor")
 """options that say which trial is which, and what trials are compared by"""
@@ -79,15 +77,9 @@ def read(path: Path) -> Space:
     Raises:
         ConfigError: the file cannot be read, or a key or a value in it is wrong; names the file and the key.
     """
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {os.strerror(error.errno or 0)}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from error
     sections, types = get_type_hints(Config), option_types()
     found: dict[str, Choice | Range] = {}
-    for name, value in tables.items():
+    for name, value in tables_of(path).items():
         nested = isinstance(value, dict) and name in sections and name not in types
         for key, one in ({f"{name}.{key}": inner for key, inner in value.items()} if nested else {name: value}).items():
             option = key.replace("-", "_")
