@@ -232,6 +232,7 @@ def launch_elastic(options: argparse.Namespace) -> int:
         raise LaunchError(
             f"got --launcher {options.launcher} with --elastic, which runs horovodrun over Gloo: leave it out"
         )
+    refuse_options_of_spark(options)
     if options.timeline:
         raise LaunchError("got --timeline with --elastic, whose ranks come and go: leave it out")
     found = find_hosts(options)[0] if not options.host_discovery else elastic.discovery(options.host_discovery, ())()
@@ -369,6 +370,14 @@ def slots_here(gpus: Path = Path("/proc/driver/nvidia/gpus")) -> int:
     return num_gpus or len(os.sched_getaffinity(0))
 
 
+def refuse_options_of_spark(options: argparse.Namespace) -> None:
+    """Raises LaunchError for options that only Spark has, where another launcher is to start the ranks."""
+    for name in ("master", "spark_conf", "spark_data"):
+        if getattr(options, name) and options.launcher != "spark":
+            option = name.replace("_", "-")
+            raise LaunchError(f"got --{option} with --launcher {options.launcher}, expected --launcher spark")
+
+
 def spark_slots(options: argparse.Namespace) -> int:
     """Slots that Spark is to find: as many as ranks are asked for, else as a master of this machine has.
 
@@ -440,10 +449,7 @@ def planner_of(options: argparse.Namespace) -> tuple[Callable[[Job], Plan], str]
 
     from ringtrain.cluster import horovodrun, kubernetes, mpi, run, slurm
 
-    for name in ("master", "spark_conf", "spark_data"):
-        if getattr(options, name) and options.launcher != "spark":
-            option = name.replace("_", "-")
-            raise LaunchError(f"got --{option} with --launcher {options.launcher}, expected --launcher spark")
+    refuse_options_of_spark(options)
     timeout_s = max(1, int(options.start_timeout))
     if options.launcher in ("mpirun", "horovodrun"):
         dialect = mpi.identify(run.call(["mpirun", "--version"], VERSION_TIMEOUT_S))
