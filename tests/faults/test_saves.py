@@ -56,7 +56,7 @@ def kill_in_saves(folder: Path, times: int, way: str, seed: int = 7) -> tuple[in
         How many of the kills left a checkpoint half written; and what was found wrong afterwards.
     """
     draw, last, broken_off, wrong = random.Random(seed), 0, 0, []
-    for _ in range(times):
+    for number in range(times):
         words = [sys.executable, "-c", PROGRAM, str(folder), str(last), way]
         with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
             lines = process.stdout
@@ -65,7 +65,11 @@ def kill_in_saves(folder: Path, times: int, way: str, seed: int = 7) -> tuple[in
             begin_s = time.perf_counter()
             last = int(lines.readline())
             one_save_s = time.perf_counter() - begin_s
-            time.sleep(draw.uniform(0, one_save_s))  # anywhere within the next one
+            begin_s = time.perf_counter()
+            while number % 2 and not list(folder.glob(f"{checkpoint.UNFINISHED}*")):  # surely while it writes
+                if time.perf_counter() > begin_s + 5 * one_save_s:
+                    break  # the careless writer has no such folder
+            time.sleep(draw.uniform(0, one_save_s / (4 if number % 2 else 1)))  # else anywhere within the next one
             process.send_signal(signal.SIGKILL)
             last = int([last, *lines.read().split()][-1])
         halves = list(folder.glob(f"{checkpoint.UNFINISHED}*"))
