@@ -99,6 +99,14 @@ def test_hierarchical_is_the_ring_on_one_host(step, cluster, job):
     )
 
 
+def test_halving_sends_less_between_hosts_than_a_ring():
+    """Twelve MiB of two ranks on each of two hosts left a host 1.00 times by halving, 1.53 times by a ring."""
+    wire = network.Transport(1.0, 0.0, 0.0, 0.0, blocking=True)
+    where = network.Cluster(Link(0.125, 0.0), Link(1e9, 0.0), 2, wire)
+    took = {name: network.ALGORITHMS[name](where, 12.5e6, 4)[0] for name in ("halving", "ring", "hierarchical")}
+    assert took == pytest.approx({"halving": 0.1, "ring": 0.15, "hierarchical": 0.1}, rel=1e-6)
+
+
 @given(sizes, clusters, st.integers(2, 4096), st.floats(1, 100), st.sampled_from(list(network.ALGORITHMS)))
 def test_an_allreduce_takes_no_longer_over_a_better_link(num_bytes, cluster, num_ranks, factor, algorithm):
     took = network.ALGORITHMS[algorithm](cluster, num_bytes, num_ranks)[0]
