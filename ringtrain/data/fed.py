@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ringtrain.config import DataConfig
 from ringtrain.data import shard
-from ringtrain.data.samples import DataSet, Split, checked
+from ringtrain.data.samples import DataSet, InMemory, Split, checked
 from ringtrain.errors import DataError
 from ringtrain.reports import FEED
 
@@ -24,7 +24,7 @@ SPLITS = ("training", "test")
 
 
 @dataclass(frozen=True)
-class Share:
+class Share(InMemory):
     """A split of which this rank has its own part alone, in memory.
 
     Numbers count through the parts, rank after rank, each as long as shard.part_of has it.
@@ -38,22 +38,8 @@ class Share:
     size: int
     """ranks"""
 
-    @property
-    def skipped(self) -> frozenset[str]:
-        """See Split: what is in memory has been read."""
-        return frozenset()
-
-    @property
-    def error(self) -> DataError | None:
-        """See Split."""
-        return None
-
     def __len__(self) -> int:
         return self.total
-
-    def num_readable(self, numbers: NDArray[np.int64]) -> int:
-        """See Split."""
-        return len(numbers)
 
     def epoch_order(self, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
         """See Split: each rank's columns are samples of its own part."""

@@ -54,8 +54,26 @@ class Split(Protocol):
         ...
 
 
+class InMemory:
+    """A Split, or a part of one, whose samples have all been read."""
+
+    @property
+    def skipped(self) -> frozenset[str]:
+        """See Split."""
+        return frozenset()
+
+    @property
+    def error(self) -> DataError | None:
+        """See Split."""
+        return None
+
+    def num_readable(self, numbers: NDArray[np.int64]) -> int:
+        """See Split."""
+        return len(numbers)
+
+
 @dataclass(frozen=True)
-class Samples:
+class Samples(InMemory):
     """Inputs with their labels, in memory."""
 
     inputs: NDArray[Any]
@@ -65,22 +83,8 @@ class Samples:
     padding: int = 0
     """pixels by which pictures are shifted at most, and flipped half of the time, in training; 0: left as they are"""
 
-    @property
-    def skipped(self) -> frozenset[str]:
-        """See Split: what is in memory has been read."""
-        return frozenset()
-
-    @property
-    def error(self) -> DataError | None:
-        """See Split."""
-        return None
-
     def __len__(self) -> int:
         return len(self.labels)
-
-    def num_readable(self, numbers: NDArray[np.int64]) -> int:
-        """See Split."""
-        return len(numbers)
 
     def epoch_order(self, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
         """See Split."""

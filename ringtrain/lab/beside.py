@@ -23,13 +23,13 @@ from ringtrain.cluster.restart import ASKED_TO_STOP
 from ringtrain.config import Config, with_values
 from ringtrain.errors import ConfigError
 from ringtrain.lab import slots
+from ringtrain.lab.levers import YIELDING
 from ringtrain.lab.study import Study
 from ringtrain.lab.swept import Shown
 from ringtrain.reports import HOST_SLOTS
 
 POLL_S = 0.1
 SETTLE_S = 1.0  # what ends a trial from outside mostly means this process as well, which hears of it a moment later
-YIELDING = "OMPI_MCA_mpi_yield_when_idle"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
