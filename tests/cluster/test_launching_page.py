@@ -22,7 +22,7 @@ SLURM = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "host[1-2]", "SLURM_TASKS_PE
 
 
 def test_the_page_has_a_command_for_every_kind_of_cluster() -> None:
-    assert len(COMMANDS) == 11
+    assert len(COMMANDS) == 12
     assert WHOLE in COMMANDS
     for word in ("sbatch", "srun", "mpijob", "horovodrun-gloo", "hosts", "doctor", "--explain", "--dry-run"):
         assert any(word in command for command in COMMANDS), word

@@ -81,11 +81,6 @@ def test_both_ranks_are_in_one_file(tmp_path: Path) -> None:
     assert len(gradients) == 4
     for track in gradients:
         assert overlapping(events, track) > 0.8, track
-    # A gradient of the last layer is there before one of the first, in whatever order they are noted.
-    first, last = (spans(events, next(t for t in gradients if t.endswith(end))) for end in FIRST_AND_LAST)
-    earlier = [last[key][0] < first[key][0] for key in first if key in last]
-    assert sum(earlier) > len(earlier) / 2
-
     # Clocks that are apart are noticed: the same parts, one of them ten seconds off.
     parts = tmp_path / "run" / trace.PARTS
     assert overlapping(merged(tmp_path / "run", tmp_path / "again.json"), min(gradients)) > 0.8
@@ -103,6 +98,3 @@ def test_both_ranks_are_in_one_file(tmp_path: Path) -> None:
     (parts / "rank-0.jsonl").write_text("")
     own_part.unlink()
     assert cli.main(["report", str(tmp_path / "run"), "--timeline", str(out)]) == 2
-
-
-FIRST_AND_LAST = ("dense/kernel", "dense_1/kernel")
