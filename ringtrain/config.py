@@ -214,9 +214,10 @@ class ElasticConfig:
 class StrategyConfig:
     """What adds up gradients, and who runs a step."""
 
-    name: Literal["ring", "mpi-ring", "towers", "multi-worker"] = "ring"
+    name: Literal["ring", "mpi-ring", "towers", "multi-worker", "ps-async", "ps-sync"] = "ring"
     """ring: Horovod; mpi-ring: the readable ring, without Horovod; towers: several copies of the model in one process;
-    multi-worker: TensorFlow's collectives between the ranks"""
+    multi-worker: TensorFlow's collectives between the ranks; ps-async, ps-sync: weights on parameter servers, which each
+    worker updates by itself, or all together"""
     towers: int = 0
     """copies of the model of towers, each on a device of its own; 0: one per GPU, without GPUs 2"""
     reduction: Literal["one-device", "all"] = "one-device"
@@ -225,6 +226,12 @@ class StrategyConfig:
     """device that adds up towers' gradients: cpu:0, gpu:0, gpu:1, ..."""
     communication: Literal["auto", "ring", "nccl"] = "auto"
     """of multi-worker: TensorFlow's ring, NCCL between GPUs, or as it decides"""
+    servers: int = 1
+    """ranks that are parameter servers, the first of them the chief too; ringtrain launch --ps says it as well"""
+    variables: Literal["round-robin", "by-size"] = "round-robin"
+    """spreads variables over the servers: one after the other, or each to the one that holds the fewest bytes"""
+    backup_workers: int = 0
+    """of ps-sync: each step takes the gradients of all workers but so many, and drops those that come late"""
 
 
 @dataclass(frozen=True)
@@ -352,6 +359,8 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "device.memory_mb": _AT_LEAST_0,
     "device.threads": _AT_LEAST_0,
     "strategy.towers": _AT_LEAST_0,
+    "strategy.servers": _AT_LEAST_1,
+    "strategy.backup_workers": _AT_LEAST_0,
     "strategy.controller": (
         "cpu:0, gpu:0, gpu:1, ...",
         lambda value: value == "cpu:0" or (value[:4] == "gpu:" and value[4:].isdecimal()),
@@ -461,6 +470,7 @@ def _of_sources(*names: str) -> tuple[str, Callable[[Config], bool]]:
     return f"data.name {' or '.join(names)}", lambda config: config.data.name in names or ":" in config.data.name
 
 
+_SERVERS = ("strategy.name ps-async or ps-sync", lambda config: config.strategy.name in ("ps-async", "ps-sync"))
 _TOWERS = ("strategy.name towers", lambda config: config.strategy.name == "towers")
 
 # Options that do nothing unless others are set: what they need, and whether they have it.
@@ -507,6 +517,9 @@ NEEDS: dict[str, tuple[str, Callable[[Config], bool]]] = {
         "strategy.name multi-worker",
         lambda config: config.strategy.name == "multi-worker",
     ),
+    "strategy.servers": _SERVERS,
+    "strategy.variables": _SERVERS,
+    "strategy.backup_workers": ("strategy.name ps-sync", lambda config: config.strategy.name == "ps-sync"),
     "train.monitor": _PATIENCE,
     "train.min_delta": _PATIENCE,
 }

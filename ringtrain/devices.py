@@ -89,6 +89,38 @@ def plan(
     )
 
 
+def decide(
+    local_rank: int, local_size: int, options: DeviceConfig, environ: Mapping[str, str] = os.environ
+) -> Pinning:
+    """As pin, without telling TensorFlow."""
+    import tensorflow as tf
+
+    gpus = tf.config.list_physical_devices("GPU")
+    own_cores, host_cores = count_cores()
+    if slots := int(environ.get(HOST_SLOTS, 0)):
+        host_cores = host_cores * local_size // max(slots, local_size)
+    return plan(gpus, local_rank, local_size, options, own_cores, host_cores, socket.gethostname())
+
+
+def coordinate(local_size: int, options: DeviceConfig) -> Pinning:
+    """Gives a process that trains no copy of the model its share of the host's cores, and no GPU.
+
+    Args:
+        local_size: ranks on this host.
+        options: the configuration's section.
+
+    Returns:
+        What was decided.
+    """
+    import tensorflow as tf
+
+    pinning = plan([], 0, local_size, options, *count_cores(), socket.gethostname())
+    tf.config.set_visible_devices([], "GPU")
+    tf.config.threading.set_intra_op_parallelism_threads(pinning.num_threads)
+    tf.config.threading.set_inter_op_parallelism_threads(pinning.num_threads + 1)
+    return pinning
+
+
 def pin(local_rank: int, local_size: int, options: DeviceConfig, environ: Mapping[str, str] = os.environ) -> Pinning:
     """Tells TensorFlow what this rank may use; call it before anything touches a device.
 
@@ -106,12 +138,8 @@ def pin(local_rank: int, local_size: int, options: DeviceConfig, environ: Mappin
     """
     import tensorflow as tf
 
-    gpus = tf.config.list_physical_devices("GPU")
-    own_cores, host_cores = count_cores()
-    if slots := int(environ.get(HOST_SLOTS, 0)):
-        host_cores = host_cores * local_size // max(slots, local_size)
     try:
-        pinning = plan(gpus, local_rank, local_size, options, own_cores, host_cores, socket.gethostname())
+        gpus, pinning = tf.config.list_physical_devices("GPU"), decide(local_rank, local_size, options, environ)
         if pinning.gpu is None:
             tf.config.threading.set_intra_op_parallelism_threads(pinning.num_threads)
             tf.config.threading.set_inter_op_parallelism_threads(pinning.num_threads)

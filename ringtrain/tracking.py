@@ -24,7 +24,7 @@ from ringtrain.config import Numbers, TrackingConfig
 from ringtrain.display import Progress, speed
 from ringtrain.errors import MissingDependency, RunDirectoryError
 from ringtrain.optimizers import last_learning_rate
-from ringtrain.reports import COLLECTIVES
+from ringtrain.reports import ALONE, COLLECTIVES
 from ringtrain.schedules import Schedule, curve
 
 METRICS = "metrics.jsonl"
@@ -311,7 +311,7 @@ def check_packages() -> None:
 
 def versions() -> dict[str, str]:
     """What this process runs on; of Horovod and mpi4py, what its ranks talk by."""
-    by = "mpi4py" if os.environ.get(COLLECTIVES) == "mpi4py" else "horovod"
+    by = "mpi4py" if os.environ.get(COLLECTIVES) in ("mpi4py", ALONE) else "horovod"
     return {
         "ringtrain": ringtrain.__version__,
         "python": platform.python_version(),

@@ -28,6 +28,7 @@ from ringtrain import (
 )
 from ringtrain.config import Config, derive
 from ringtrain.errors import RingtrainError
+from ringtrain.strategies import served
 
 SECONDS_FOR_RANK_0 = 10.0
 
@@ -81,6 +82,9 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
     attempt = reports.Attempt.from_environment()
     named = pieces.find(config)
     strategies.prepare(config)
+    crew = strategies.meet(config)
+    if crew is not None and crew.rank:
+        return served.keep(config, crew)  # a server or a worker, for rank 0's walk
     import ringtrain.hvd as hvd  # the first: it says what is not installed
     from ringtrain import elastic, health, heartbeat, resume, timeline, tracking
 
@@ -95,7 +99,7 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
     rank, size = hvd.rank(), hvd.size()
     hvd.check_op(config.hvd)
     # Before TensorFlow touches a device: it would take memory on the host's first GPU for every rank.
-    strategy = strategies.make(config)
+    strategy = strategies.make(config, crew)
     pinning = strategy.begin()
     box = reports.Box(rank)
     hvd.check_placement("" if config.device.share_gpus else devices.identity(pinning))
@@ -106,19 +110,21 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
 
     # Data: each rank trains its own part of every global batch, and evaluates its own test samples.
     hvd.run_together(tracking.check_packages)
-    config = resume.started_again(resume.same_global_batch(config, attempt, size), attempt)
+    config = config if crew else resume.same_global_batch(config, attempt, size)
+    config = resume.started_again(config, attempt)
     data_set = hvd.run_together(named.read_data)
     numbers = hvd.run_together(lambda: derive(config, size * strategy.copies, len(data_set.train), len(data_set.test)))
     pieces.refuse_differences(hvd.allgather_object((config, numbers), name="ringtrain_numbers"))
     checksums = hvd.run_together(lambda: data.checksums(data_set))
     fingerprint.refuse(hvd.allgather_object((host, checksums), name="ringtrain_data"))
+    strategy.check(code | checksums)
     stages.done("data")
 
     # Model and optimizer: rank 0's on every rank, out of the run's newest checkpoint if there is one, and kept equal by
     # averaged gradients.
     model = pieces.compiled_model(named, data_set, config, numbers, strategy=strategy)
     stages.done("model")
-    gradient_norm = hvd.track_gradient_norm(model.optimizer) if config.tracking.every_steps else None
+    gradient_norm = strategy.gradient_norm(model.optimizer) if config.tracking.every_steps else None
     users_callbacks = hvd.run_together(named.make_callbacks)
     start = resume.restore(model, *resume.source_of(config), config, numbers)
     if config.run.init_from and not start.source:
@@ -130,6 +136,7 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
 
     # The run's folder: only now, when all that can be wrong with the configuration would have been found.
     folder = pieces.agree_on_folder(config, numbers, attempt)
+    strategy.folder = str(folder)
     if rank == 0:
         reports.report_run(folder.name)
     if rank == 0 and start.source:
@@ -154,7 +161,7 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
     # Training: every rank makes the same number of steps and ends after the same one, so that none waits for another.
     clock = resume.Clock(start, numbers.steps_per_epoch, box, own_journal)
     pulse = heartbeat.Pulse(hvd.marks.PLACE, clock)
-    hvd.marks.PLACE.watch(model, each_gradient=config.tracking.timeline_steps > 0)
+    strategy.watch(model)
     drawn = timeline.Timeline(folder, config.tracking, timeline_file) if config.tracking.timeline_steps else None
     pulse.trace = drawn.step if drawn else pulse.trace
     with (
@@ -209,6 +216,7 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
     own_journal.write("end", global_step=clock.global_step, stopped_by=stopped_by, exit_code=exit_code)
     if drawn:
         drawn.close()  # last: with many ranks and steps it takes a while
+    strategy.end(exit_code)
     return exit_code
 
 

@@ -9,7 +9,6 @@ What is not here (process sets, Adasum, join, timelines, ...) raises MissingDepe
 
 from __future__ import annotations
 
-import atexit
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,9 +18,9 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from ringtrain import ring
+from ringtrain import mpi, ring
 from ringtrain.errors import LaunchError, MissingDependency
-from ringtrain.reports import COLLECTIVES, ended_well
+from ringtrain.reports import ALONE, COLLECTIVES
 
 Average, Sum, Min, Max, Product, Adasum = "Average", "Sum", "Min", "Max", "Product", "Adasum"
 
@@ -97,16 +96,8 @@ def init(*args: Any, **kwargs: Any) -> None:
             "these ranks were started over Gloo, and other strategies than ring need MPI: start them with ringtrain"
             " launch, mpirun or horovodrun --mpi"
         )
-    try:
-        # MPI's end is a meeting of all ranks: one that has failed would wait there for the others, and they for it.
-        import mpi4py
-
-        mpi4py.rc.finalize = False
-        from mpi4py import MPI
-    except ImportError as error:
-        raise MissingDependency(f"mpi4py is not installed ({error}): pip install 'ringtrain[train]'") from error
-    atexit.register(lambda: MPI.Finalize() if ended_well() else None)
-    comm = MPI.COMM_WORLD
+    MPI = mpi.start()
+    comm = MPI.COMM_SELF if os.environ.get(COLLECTIVES) == ALONE else MPI.COMM_WORLD
     host = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
     _worlds.append(World(MPI, comm, host, comm.Split(host.rank, comm.rank)))
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from ringtrain.reports import COLLECTIVES
+from ringtrain.reports import ALONE, COLLECTIVES
 
-WITH_HOROVOD = os.environ.get(COLLECTIVES) != "mpi4py"
+WITH_HOROVOD = os.environ.get(COLLECTIVES) not in ("mpi4py", ALONE)
 
 if TYPE_CHECKING or WITH_HOROVOD:
     import horovod.tensorflow as horovod

@@ -8,7 +8,7 @@ import socket
 import ringtrain
 from ringtrain.errors import PlacementError
 from ringtrain.hvd.engine import horovod
-from ringtrain.reports import Expected, Seat, difference, table
+from ringtrain.reports import ALONE, COLLECTIVES, Expected, Seat, difference, table
 from ringtrain.told import expectation
 
 
@@ -20,8 +20,8 @@ def check_own_seat() -> None:
     Raises:
         PlacementError: with a table of what differs.
     """
-    if os.environ.get("HOROVOD_ELASTIC") == "1":
-        return  # its ranks come and go
+    if os.environ.get("HOROVOD_ELASTIC") == "1" or os.environ.get(COLLECTIVES) == ALONE:
+        return  # its ranks come and go; or have been asked already
     expected = expectation(os.environ)
     if expected is None:
         return
@@ -54,6 +54,8 @@ def check_placement(device: str = "") -> None:
     Raises:
         PlacementError: on every rank alike, with a table of what differs.
     """
+    if os.environ.get(COLLECTIVES) == ALONE:
+        return
     own = Seat(horovod.rank(), horovod.size(), socket.gethostname(), horovod.local_rank(), device)
     elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
     expected = None if elastic else expectation(os.environ)

@@ -9,11 +9,14 @@ import os
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
+from ringtrain import display
 from ringtrain.config import Config, value_of
 from ringtrain.errors import ConfigError
-from ringtrain.reports import COLLECTIVES
+from ringtrain.reports import ALONE, COLLECTIVES
+from ringtrain.strategies import roles
 
 if TYPE_CHECKING:
+    from ringtrain.strategies.roles import Crew
     from ringtrain.strategies.ring import Ring
 
 _HOROVODS = ("hvd.op", "hvd.compression", "hvd.fusion_mb", "hvd.cycle_time_ms", "hvd.groups", "tracking.timeline_steps")
@@ -21,8 +24,10 @@ _TENSORFLOWS = (
     *(*_HOROVODS, "hvd.deterministic", "optimizer.accumulation_steps", "model.sync_batch_norm", "train.jit"),
     *("checkpoint.saved_model", "train.precision mixed_float16"),
 )
-REFUSED = {"ring": (), "mpi-ring": _HOROVODS, "towers": _TENSORFLOWS, "multi-worker": _TENSORFLOWS}
+REFUSED = {"ring": (), "mpi-ring": _HOROVODS}
+REFUSED |= dict.fromkeys(("towers", "multi-worker", "ps-async", "ps-sync"), _TENSORFLOWS)
 """options that a strategy cannot have; those with a word behind them, that value alone"""
+PARAMETER_SERVERS = ("ps-async", "ps-sync")
 HOROVODS_VARIABLES = {
     "HOROVOD_ELASTIC": "ranks that come and go",
     "HOROVOD_TIMELINE": "a timeline",
@@ -41,6 +46,7 @@ def prepare(config: Config, environ: MutableMapping[str, str] = os.environ) -> N
         ConfigError: names the option or the variable.
     """
     name, defaults = config.strategy.name, Config()
+    roles.num_servers(config, environ)
     if name == "ring":
         environ.pop(COLLECTIVES, None)
         return
@@ -52,12 +58,42 @@ def prepare(config: Config, environ: MutableMapping[str, str] = os.environ) -> N
     for variable, what in HOROVODS_VARIABLES.items():
         if environ.get(variable, "0") not in ("", "0"):
             raise ConfigError(f"strategy.name: {name} has no {what} ({variable}): leave it out, or train with ring")
-    environ[COLLECTIVES] = "mpi4py"
+    environ[COLLECTIVES] = ALONE if name in PARAMETER_SERVERS else "mpi4py"
 
 
-def make(config: Config) -> Ring:
-    """The configured strategy, after `prepare`."""
+def meet(config: Config) -> Crew | None:
+    """Who does what among the ranks, where they do not all do the same. A collective; after `prepare`.
+
+    Args:
+        config: the resolved configuration.
+
+    Returns:
+        All ranks of a job with parameter servers, of which rank 0 alone trains; None: every rank trains.
+
+    Raises:
+        RingtrainError: on every rank: they cannot take those roles.
+    """
+    if config.strategy.name not in PARAMETER_SERVERS:
+        return None
+    if display.launched_rank() in (0, None):
+        # Open MPI calls its copy of hwloc when it ends, and TensorFlow's if that was loaded later.
+        import tensorflow  # noqa: F401
+    return roles.meet(config)
+
+
+def make(config: Config, crew: Crew | None = None) -> Ring:
+    """The configured strategy, after `prepare`.
+
+    Args:
+        config: the resolved configuration.
+        crew: from `meet`.
+    """
     from ringtrain.strategies.ring import Ring
+
+    if crew is not None:
+        from ringtrain.strategies.parameter_servers import Asynchronous, Synchronous
+
+        return {"ps-async": Asynchronous, "ps-sync": Synchronous}[config.strategy.name](config, crew)
 
     kinds: dict[str, Any] = {"ring": Ring, "mpi-ring": Ring}
     if config.strategy.name not in kinds:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +18,14 @@ import tensorflow as tf
 from keras.src.losses.loss import scale_loss_for_distribution
 from numpy.typing import NDArray
 
-from ringtrain import beats, devices, hvd
-from ringtrain.errors import ConfigError, DeviceError, LaunchError
+from ringtrain import devices, hvd
+from ringtrain.errors import ConfigError, DeviceError
 from ringtrain.hvd.subclass import distribute
+from ringtrain.strategies import roles
 from ringtrain.strategies.ring import Ring
 
 if TYPE_CHECKING:
     from ringtrain.resume import Segment
-
-CONNECT_S = 3.0
 
 
 class Summed:
@@ -105,23 +103,7 @@ class Mirrored(Ring):
             logs = self.strategy.run(model.train_step, args=(data,))
             return {name: local(value)[-1] for name, value in logs.items()}  # the last copy's are of all
 
-        called = keras.callbacks.CallbackList(
-            list(callbacks), model=model, epochs=part.end_epoch, steps=part.num_steps, verbose=0
-        )
-        model.stop_training = False
-        called.on_train_begin()
-        for epoch in range(part.first_epoch, part.end_epoch):
-            model.reset_metrics()
-            called.on_epoch_begin(epoch)
-            for number in range(part.num_steps):
-                called.on_train_batch_begin(number)
-                called.on_train_batch_end(number, step(next(fed)))
-                if model.stop_training:
-                    break
-            called.on_epoch_end(epoch, dict(model.get_metrics_result()))
-            if model.stop_training:
-                break
-        called.on_train_end()
+        self.call(model, map(step, fed), part, callbacks)
 
     def feed(self, batches: Any) -> Iterator[Any]:
         """What each step is called with."""
@@ -174,40 +156,9 @@ class MultiWorker(Mirrored):
         if named == "nccl" and pinning.gpu is None:
             raise DeviceError("strategy.communication: got nccl, this run has no GPU: expected ring or auto")
         task = {"type": "worker", "index": hvd.rank()}
-        self.about["workers"] = addresses()
+        self.about["workers"] = [place for (place,) in roles.addresses(hvd.rank(), hvd.allgather_object)]
         os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": self.about["workers"]}, "task": task})
         over = tf.distribute.experimental.CommunicationImplementation[named.upper()]
         options = tf.distribute.experimental.CommunicationOptions(implementation=over)
         self.strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
         return pinning
-
-
-def addresses() -> list[str]:
-    """host:port of every rank, where its server will listen, as the others can reach it. A collective.
-
-    Raises:
-        LaunchError: on every rank: one cannot be reached from another host.
-    """
-    with socket.create_server(("", 0), backlog=hvd.size()) as listener:
-        own = (socket.gethostname(), beats.own_addresses(), listener.getsockname()[1])
-        everybody = hvd.allgather_object(own, name="ringtrain_addresses")
-        hosts = [host for host, _, _ in everybody]
-        if len(set(hosts)) == 1:
-            return [f"127.0.0.1:{port}" for _, _, port in everybody]
-        # Each rank is called from another host: by rank 0, or, those of its host, by the first one of another.
-        first_elsewhere = next(rank for rank, host in enumerate(hosts) if host != hosts[0])
-        called_by = [first_elsewhere if host == hosts[0] else 0 for host in hosts]
-        called = {rank: everybody[rank] for rank, caller in enumerate(called_by) if caller == hvd.rank()}
-        found = hvd.run_together(lambda: [(rank, _answering(rank, *one)) for rank, one in called.items()])
-        places = dict(place for each in hvd.allgather_object(found, name="ringtrain_places") for place in each)
-        return [places[rank] for rank in range(hvd.size())]
-
-
-def _answering(rank: int, host: str, candidates: Sequence[str], port: int) -> str:
-    for address in candidates:
-        with contextlib.suppress(OSError), socket.create_connection((address, port), CONNECT_S):
-            return f"{address}:{port}"
-    raise LaunchError(
-        f"rank {rank} on {host} cannot be reached from {socket.gethostname()} at {', '.join(candidates)}, port {port}:"
-        f" multi-worker needs free ports between all hosts"
-    )

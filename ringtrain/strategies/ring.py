@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -25,13 +25,15 @@ class Ring:
     Attributes:
         copies: of the model in this process.
         about: what summary.json says of the strategy besides its options.
+        folder: of the run, when it is there.
     """
 
     copies = 1
+    folder = ""
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        loaded = "Horovod" if hvd.engine.WITH_HOROVOD else "mpi4py"
+        loaded = "Horovod" if hvd.engine.WITH_HOROVOD else "mpi4py"  # by which parameter servers' ranks meet
         if loaded != ("Horovod" if config.strategy.name == "ring" else "mpi4py"):
             raise ConfigError(
                 f"strategy.name: got {config.strategy.name} in a process whose ranks talk by {loaded}: only"
@@ -64,6 +66,60 @@ class Ring:
 
     def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
         """What has to be made of a compiled model before its first step, if anything."""
+
+    def watch(self, model: keras.Model) -> None:
+        """Has a compiled model note where the time of its steps goes."""
+        hvd.marks.PLACE.watch(model, each_gradient=self.config.tracking.timeline_steps > 0)
+
+    def gradient_norm(self, optimizer: keras.optimizers.Optimizer) -> hvd.GradientNorm:
+        """What knows how long the gradients of an update were."""
+        return hvd.track_gradient_norm(optimizer)
+
+    def check(self, own: dict[str, str]) -> None:
+        """Makes sure that what trains beside this process has its code and data.
+
+        Args:
+            own: from fingerprint.of_code and data.checksums.
+
+        Raises:
+            ConfigError: it has not.
+        """
+
+    def end(self, exit_code: int) -> None:
+        """After all: nothing is asked of other ranks any more."""
+
+    def call(
+        self,
+        model: keras.Model,
+        steps: Iterator[Mapping[str, Any]],
+        part: Segment,
+        callbacks: Sequence[keras.callbacks.Callback],
+    ) -> None:
+        """Calls callbacks as fit does, around steps of another kind than Keras'.
+
+        Args:
+            model: compiled.
+            steps: makes a step when it is asked for the next, and gives the metrics.
+            part: of the run.
+            callbacks: Keras'.
+        """
+        called = keras.callbacks.CallbackList(
+            list(callbacks), model=model, epochs=part.end_epoch, steps=part.num_steps, verbose=0
+        )
+        model.stop_training = False
+        called.on_train_begin()
+        for epoch in range(part.first_epoch, part.end_epoch):
+            model.reset_metrics()
+            called.on_epoch_begin(epoch)
+            for number in range(part.num_steps):
+                called.on_train_batch_begin(number)
+                called.on_train_batch_end(number, next(steps))
+                if model.stop_training:
+                    break
+            called.on_epoch_end(epoch, dict(model.get_metrics_result()))
+            if model.stop_training:
+                break
+        called.on_train_end()
 
     def fit(
         self, model: keras.Model, batches: Any, part: Segment, callbacks: Sequence[keras.callbacks.Callback]

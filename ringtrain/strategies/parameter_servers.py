@@ -1,0 +1,431 @@
+"""Weights on parameter servers, and workers that compute gradients of them: each by itself, or all together.
+
+One copy of the weights, spread over the servers. The chief, which is rank 0, gives out steps and counts them: its walk is
+that of a single rank. Samples come from the workers' own processes, see server.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from numpy.typing import NDArray
+
+from ringtrain import devices, fingerprint, hvd
+from ringtrain.config import Config
+from ringtrain.errors import ConfigError
+from ringtrain.hvd.subclass import distribute
+from ringtrain.strategies import server
+from ringtrain.strategies.ring import Ring
+from ringtrain.strategies.roles import Crew
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ringtrain.resume import Segment
+
+AHEAD = 2
+"""steps per worker that are given out before they are done"""
+
+
+class Untouched:
+    """In place of hvd's Reduction: gradients go on as they are."""
+
+    op = hvd.Average
+    accumulated_scale = 1.0
+    process_set = hvd.global_process_set
+
+    def __init__(self, trial: Callable[[], NDArray[Any]]) -> None:
+        self.trial = trial
+
+    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[bool]) -> list[Any]:
+        """Those that came."""
+        return list(gradients)
+
+    def settings(self) -> dict[str, Any]:
+        """What has to be the same on every rank: there is one."""
+        return {}
+
+
+class ParameterServers(Ring):
+    """What both kinds share.
+
+    Args:
+        config: the resolved configuration.
+        crew: all ranks, of which this one is the chief.
+    """
+
+    def __init__(self, config: Config, crew: Crew) -> None:
+        super().__init__(config)
+        self.crew = crew
+        self.num_workers = len(crew.roles.workers)
+        self.updates = Counter[int]()
+        """by worker"""
+        self.busy_s = Counter[int]()
+        self.began_s = 0.0
+        self.global_step = 0
+
+    def begin(self) -> devices.Pinning:
+        """As Ring's: the chief has no GPU, and cores like any rank of its host."""
+        roles = self.crew.roles
+        pinning = devices.coordinate(roles.hosts.count(roles.hosts[0]), self.config.device)
+        server.start(roles, "ps", 0, pinning)
+        ready = self.crew.wait_until_ready()
+        self.tokens = {ready[rank].token for rank in roles.workers}
+        if len(self.tokens) > 1:
+            raise ConfigError(f"workers name their functions {', '.join(sorted(self.tokens))}: expected the same name")
+        self.prints = [(ready[rank].host, ready[rank].prints) for rank in roles.workers]
+        cluster = tf.train.ClusterSpec(roles.cluster)
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(cluster, "", "chief", 0, rpc_layer="grpc")
+        self.strategy = tf.distribute.ParameterServerStrategy(resolver)
+        self.load = [0] * len(roles.servers)
+        """bytes of variables, by server"""
+        self.about |= {
+            "servers": [f"rank {rank} on {roles.hosts[rank]}" for rank in roles.servers],
+            "workers": [f"rank {rank} on {roles.hosts[rank]}: {ready[rank].pinning}" for rank in roles.workers],
+        }
+        return pinning
+
+    def check(self, own: dict[str, str]) -> None:
+        """Makes sure that workers run the chief's code and have its data."""
+        fingerprint.refuse([(self.crew.roles.hosts[0], own), *self.prints])
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """As Ring's."""
+        with self.strategy.scope(), tf.variable_creator_scope(self._placed):
+            yield
+
+    def _placed(self, next_creator: Callable[..., Any], **options: Any) -> Any:
+        """Makes a variable on the server whose turn it is, or on the one that holds the fewest bytes."""
+        if "colocate_with" in options:  # an optimizer's slots are where their weights are
+            return next_creator(**options)
+        count, by_size = self.strategy.extended._variable_count, self.config.strategy.variables == "by-size"
+        place = min(range(len(self.load)), key=self.load.__getitem__) if by_size else count % len(self.load)
+        self.strategy.extended._variable_count = place
+        variable = next_creator(**options)
+        self.strategy.extended._variable_count = count + 1
+        self.load[place] += variable.shape.num_elements() * variable.dtype.size
+        return variable
+
+    def distribute(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+        """As Ring's: its gradients are everybody's already, or one worker's."""
+        untouched: Any = Untouched(self.trial)
+        distributed: keras.optimizers.Optimizer = distribute(optimizer, untouched, 1)
+        return distributed
+
+    def trial(self) -> NDArray[Any]:
+        """What becomes of vectors with an entry per worker, of which each sets its own."""
+        raise NotImplementedError
+
+    def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
+        """As Ring's."""
+        if type(model).train_step is not TensorFlowTrainer.train_step:
+            raise ConfigError(
+                f"strategy.name: {self.config.strategy.name} makes steps of its own, and {type(model).__name__} has a"
+                f" train_step: train it with ring"
+            )
+        with self.scope():
+            model.optimizer.build(model.trainable_variables)
+        super().make_ready(model, input_shape, num_classes)
+        model.compute_metrics(
+            tf.zeros([1, *input_shape]), tf.zeros([1], tf.int64), tf.zeros([1, num_classes]), sample_weight=None
+        )
+        model.reset_metrics()
+        object.__setattr__(model, "_distribute_strategy", None)  # evaluate is the chief's
+        self.model, self.input_shape = model, input_shape
+        self.about["server_bytes"] = list(self.load)
+
+    def watch(self, model: keras.Model) -> None:
+        """As Ring's: steps are made elsewhere."""
+
+    def gradient_norm(self, optimizer: keras.optimizers.Optimizer) -> hvd.GradientNorm:
+        """As Ring's: on a server, where workers reach it."""
+        with self.strategy.scope():
+            return hvd.track_gradient_norm(optimizer)
+
+    def batch(self, position: tf.Tensor, step: tf.Tensor, folder: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """A worker's next inputs and labels, and its number, in a graph that it runs."""
+        (token,) = self.tokens
+        kinds = [tf.float32, tf.int64, tf.int64]
+        inputs, labels, worker = tf.raw_ops.PyFunc(input=[position, step, folder], token=token, Tout=kinds)
+        inputs.set_shape([self.config.train.batch_size, *self.input_shape])
+        labels.set_shape([self.config.train.batch_size])
+        worker.set_shape([])
+        return inputs, labels, worker
+
+    def gradients(self, inputs: Any, labels: Any) -> tuple[tf.Tensor, tf.Tensor, list[Any]]:
+        """Loss, outputs and gradients, as a step of Keras' would have them."""
+        model = self.model
+        with tf.GradientTape() as tape:
+            outputs = model(inputs, training=True)
+            loss = model.compute_loss(inputs, labels, outputs, None, training=True)
+        return loss, outputs, tape.gradient(loss, [variable.value for variable in model.trainable_variables])
+
+    def fit(
+        self, model: keras.Model, batches: Any, part: Segment, callbacks: Sequence[keras.callbacks.Callback]
+    ) -> None:
+        """As Ring's, with the workers' own batches."""
+        self.global_step = part.first_step
+        self.began_s = self.began_s or time.time()
+        with self.stepping():
+            self.call(model, self.steps(part), part, callbacks)
+        self.crew.look()
+        self.about |= self.told()
+
+    def stepping(self) -> contextlib.AbstractContextManager[Any]:
+        """While steps are made."""
+        return contextlib.nullcontext()
+
+    def steps(self, part: Segment) -> Iterator[dict[str, Any]]:
+        """The metrics after each step of a part of the run."""
+        raise NotImplementedError
+
+    @tf.function(autograph=False)
+    def observe(self, loss: Any, labels: Any, outputs: Any) -> dict[str, Any]:
+        """Lets the chief's metrics see what a worker has seen."""
+        model = self.model
+        model._loss_tracker.update_state(loss, sample_weight=tf.shape(labels)[0])
+        results: dict[str, Any] = model.compute_metrics(None, labels, outputs, sample_weight=None)
+        return results
+
+    def saw(self, found: Any) -> dict[str, Any]:
+        """Counts a gradient that was applied.
+
+        Args:
+            found: loss, labels, outputs, number of the worker, and when it began and ended to compute.
+        """
+        loss, labels, outputs, worker, begin_s, end_s = found
+        self.updates[int(worker)] += 1
+        self.busy_s[int(worker)] += float(end_s) - float(begin_s)
+        return self.observe(loss, labels, outputs)
+
+    def told(self) -> dict[str, Any]:
+        """What summary.json says of the steps."""
+        passed_s = time.time() - self.began_s
+        return {
+            "updates": [self.updates[worker] for worker in range(self.num_workers)],
+            "waiting": [1 - self.busy_s[worker] / passed_s for worker in range(self.num_workers)],
+            "workers_lost": self.crew.lost,
+        }
+
+    def end(self, exit_code: int) -> None:
+        """As Ring's: the other ranks may end."""
+        self.crew.end(exit_code)
+
+
+class Asynchronous(ParameterServers):
+    """ps-async: a worker reads weights, computes a gradient and applies it, whatever others do in the meantime.
+
+    A step is an update by one worker. TensorFlow's coordinator gives steps out, and again where a worker was lost.
+    """
+
+    def begin(self) -> devices.Pinning:
+        """As Ring's."""
+        pinning = super().begin()
+        self.coordinator = tf.distribute.coordinator.ClusterCoordinator(self.strategy)
+        self.staleness = Counter[int]()
+        self.step = tf.function(
+            lambda *where: self.strategy.run(self._on_a_worker, args=where), autograph=False, reduce_retracing=True
+        )
+        return pinning
+
+    def trial(self) -> NDArray[Any]:
+        """Nothing is added up: each worker's gradient is an update."""
+        return np.ones((1, 1))
+
+    def _on_a_worker(self, position: Any, step: Any, folder: Any) -> Any:
+        iterations = self.model.optimizer.iterations.value
+        inputs, labels, worker = self.batch(position, step, folder)
+        with tf.control_dependencies([inputs]):
+            begin_s, version = tf.timestamp(), iterations.read_value()
+        with tf.control_dependencies([begin_s, version]):
+            loss, outputs, gradients = self.gradients(tf.identity(inputs), labels)
+        with tf.control_dependencies([part for part in tf.nest.flatten(gradients, expand_composites=True)]):
+            end_s, newest = tf.timestamp(), iterations.read_value()
+            with tf.control_dependencies([newest]):
+                self.model.optimizer.apply(gradients, [v.value for v in self.model.trainable_variables])
+        return (loss, labels, outputs, worker, begin_s, end_s), newest - version
+
+    def steps(self, part: Segment) -> Iterator[dict[str, Any]]:
+        """As ParameterServers'."""
+        done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        folder, most = tf.constant(self.folder), AHEAD * self.num_workers
+
+        def wait_for(given: Any) -> None:
+            try:
+                done.put(given.fetch())
+            except Exception as error:
+                done.put(error)
+
+        def give_out(step: int) -> None:
+            where = (tf.constant(step // self.num_workers, tf.int64), tf.constant(step, tf.int64), folder)
+            waiting.submit(wait_for, self.coordinator.schedule(self.step, args=where))
+
+        with ThreadPoolExecutor(most) as waiting:
+            for _ in range(part.first_epoch, part.end_epoch):
+                begin, end = self.global_step, self.global_step + part.num_steps
+                given = min(most, part.num_steps)
+                for step in range(begin, begin + given):
+                    give_out(step)
+                given += begin
+                while self.global_step < end:
+                    found = self._next(done)
+                    self.global_step += 1
+                    if given < end and not self.model.stop_training:
+                        give_out(given)
+                        given += 1
+                    seen, staleness = found
+                    self.staleness[int(staleness)] += 1
+                    yield self.saw(seen)
+
+    def _next(self, done: queue.SimpleQueue[Any]) -> Any:
+        while True:
+            try:
+                found = done.get(timeout=1.0)
+            except queue.Empty:
+                self.crew.look()
+                continue
+            if isinstance(found, BaseException):
+                raise found
+            return found
+
+    def told(self) -> dict[str, Any]:
+        """As ParameterServers', and how many updates came between reading weights and updating them."""
+        values = np.array(sorted(self.staleness.elements()) or [0])
+        spread = {"mean": float(values.mean()), "max": int(values.max())}
+        spread |= {f"p{share}": int(np.percentile(values, share, method="nearest")) for share in (50, 90)}
+        return {
+            **super().told(),
+            "staleness": spread,
+            "not_promised": "bit-exact results, samples seen once, equality with ring",
+        }
+
+
+class Synchronous(ParameterServers):
+    """ps-sync: a step takes the first gradients that are of its own weights, and drops the late ones.
+
+    All workers but `strategy.backup_workers` make up a step (Chen et al. 2016, arXiv 1604.00981, section 3). No worker
+    gives a step more than one gradient.
+    """
+
+    def __init__(self, config: Config, crew: Crew) -> None:
+        super().__init__(config, crew)
+        self.copies = self.num_workers - config.strategy.backup_workers
+        self.dropped = Counter[int]()
+        self.changed = threading.Condition()
+        self.version, self.arrived, self.ended = 0, [], False  # type: ignore[var-annotated]
+        self.failure: BaseException | None = None
+        self.compute = tf.function(self._on_a_worker, autograph=False)
+        self.update = tf.function(self._together, autograph=False)
+
+    def trial(self) -> NDArray[Any]:
+        """As ParameterServers', by the function that adds up gradients."""
+        vectors = []
+        for worker in range(self.copies):
+            with tf.device(f"/job:worker/task:{worker}"):
+                vectors.append([tf.one_hot(worker, self.copies)])
+        return np.stack([self._means(vectors, ["/job:ps/task:0"])[0].numpy()])
+
+    def _on_a_worker(self, position: Any, step: Any, folder: Any) -> Any:
+        inputs, labels, worker = self.batch(position, step, folder)
+        with tf.control_dependencies([inputs]):
+            begin_s = tf.timestamp()
+        with tf.control_dependencies([begin_s]):
+            loss, outputs, gradients = self.gradients(tf.identity(inputs), labels)
+        dense = [None if one is None else tf.convert_to_tensor(one) for one in gradients]
+        with tf.control_dependencies([one for one in dense if one is not None]):
+            end_s = tf.timestamp()
+        return (loss, labels, outputs, worker, begin_s, end_s), dense
+
+    def _together(self, everybody: Any) -> None:
+        variables = [variable.value for variable in self.model.trainable_variables]
+        means = self._means(everybody, [one.device for one in variables])
+        self.strategy.run(self.model.optimizer.apply, args=(means, variables))  # Keras wants to be run by it
+
+    def _means(self, everybody: Any, places: Sequence[str]) -> list[Any]:
+        """Means over workers, in their order, each where its weight is."""
+        means = []
+        for place, parts in zip(places, zip(*everybody, strict=True), strict=True):
+            with tf.device(place):
+                means.append(None if parts[0] is None else sum(parts[1:], parts[0]) / len(parts))
+        return means
+
+    def begin(self) -> devices.Pinning:
+        """As Ring's."""
+        pinning = super().begin()
+        self.strategy.extended._allow_run_without_coordinator = True
+        return pinning
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """With a thread per worker."""
+        self.ended = False
+        threads = [threading.Thread(target=self._work, args=(each,), daemon=True) for each in range(self.num_workers)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.ended = True
+                self.changed.notify_all()
+        for thread in threads:
+            thread.join()
+
+    def _work(self, worker: int) -> None:
+        """Lets a worker compute a gradient of every version of the weights that it is not too late for."""
+        device, folder, done = f"/job:worker/replica:0/task:{worker}", tf.constant(self.folder), self.version
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.ended or self.version > done)
+                if self.ended:
+                    return
+                done = version = self.version
+                step = tf.constant(self.global_step, tf.int64)
+            try:
+                with tf.device(device):
+                    seen, gradients = self.compute(step, step, folder)
+                found = tf.nest.map_structure(lambda one: one.numpy(), seen)
+            except Exception as error:
+                with self.changed:
+                    self.failure = error
+                    self.changed.notify_all()
+                return
+            with self.changed:
+                if version == self.version and len(self.arrived) < self.copies:
+                    self.arrived.append((worker, found, gradients))
+                    self.changed.notify_all()
+                else:
+                    self.dropped[worker] += 1
+
+    def steps(self, part: Segment) -> Iterator[dict[str, Any]]:
+        """As ParameterServers'."""
+        for _ in range(part.num_steps * (part.end_epoch - part.first_epoch)):
+            with self.changed:
+                self.version += 1
+                self.arrived = []
+                self.changed.notify_all()
+                self.changed.wait_for(lambda: self.failure or len(self.arrived) >= self.copies)
+                if self.failure:
+                    raise self.failure
+                first = sorted(self.arrived, key=lambda each: each[0])
+            self.update([gradients for _, _, gradients in first])
+            self.global_step += 1
+            for _, found, _ in first:
+                logs = self.saw(found)
+            yield logs
+
+    def told(self) -> dict[str, Any]:
+        """As ParameterServers', and how many gradients came too late."""
+        return {**super().told(), "dropped": [self.dropped[worker] for worker in range(self.num_workers)]}

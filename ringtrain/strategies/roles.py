@@ -1,0 +1,234 @@
+"""Which rank is what where weights are on parameter servers, and how the ranks hear of each other. No TensorFlow.
+
+Rank 0 is the chief: it makes the whole walk of training, and holds the first server. The other ranks keep a process each,
+see served.py. Nobody types an address: each rank takes free ports, and the ranks find out which of a host's addresses
+reach it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ringtrain
+from ringtrain import beats, mpi
+from ringtrain.config import Config
+from ringtrain.errors import ConfigError, LaunchError, PlacementError
+from ringtrain.reports import SERVERS, Seat, difference
+from ringtrain.told import expectation
+
+CONNECT_S = 3.0
+POLL_S = 0.02
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""that the chief answers for all"""
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Who does what.
+
+    Attributes:
+        hosts: of all ranks.
+        servers: ranks; the first is 0.
+        workers: ranks.
+        cluster: TensorFlow's names of the roles, and host:port of each of their tasks.
+    """
+
+    hosts: tuple[str, ...]
+    servers: tuple[int, ...]
+    workers: tuple[int, ...]
+    cluster: Mapping[str, Sequence[str]]
+
+    def of(self, rank: int) -> tuple[str, int]:
+        """A rank's role, "ps" or "worker", and its number among those."""
+        role, ranks = ("ps", self.servers) if rank in self.servers else ("worker", self.workers)
+        return role, ranks.index(rank)
+
+    def on_host_of(self, rank: int) -> list[int]:
+        """Workers on a rank's host."""
+        return [worker for worker in self.workers if self.hosts[worker] == self.hosts[rank]]
+
+
+class Crew:
+    """All ranks of a job with parameter servers, as one of them sees the others.
+
+    Args:
+        comm: mpi4py's communicator of all ranks.
+        roles: of them.
+    """
+
+    def __init__(self, comm: Any, roles: Roles) -> None:
+        self.comm, self.roles = comm, roles
+        self.rank, self.size = int(comm.rank), int(comm.size)
+        self.lost: list[dict[str, Any]] = []
+        """workers that ended by themselves, and when they were back: seconds since 1970"""
+
+    def tell(self, rank: int, *words: Any) -> None:
+        """Sends a message; a small one does not wait for its receiver."""
+        self.comm.send(words, rank)
+
+    def heard(self, rank: int | None = None) -> tuple[int, Any] | None:
+        """A message that has come, and its sender; None: there is none."""
+        source = mpi.start().ANY_SOURCE if rank is None else rank
+        if not self.comm.iprobe(source):
+            return None
+        status = mpi.start().Status()
+        words = self.comm.recv(source=source, status=status)
+        return int(status.Get_source()), words
+
+    def wait_until_ready(self) -> dict[int, Any]:
+        """What the processes of all other ranks say when they are ready. For the chief.
+
+        Raises:
+            RingtrainError: one of them could not begin.
+        """
+        ready: dict[int, Any] = {}
+        while len(ready) < self.size - 1:
+            if (found := self.heard()) is None:
+                time.sleep(POLL_S)
+                continue
+            rank, (word, *rest) = found
+            if word == "failed":
+                kind, message = rest
+                raise kind(f"rank {rank} on {self.roles.hosts[rank]}: {message}")
+            ready[rank] = rest[0]
+        return ready
+
+    def look(self) -> None:
+        """Takes in what the other ranks have told. For the chief.
+
+        Raises:
+            LaunchError: no worker is left.
+        """
+        while (found := self.heard()) is not None:
+            rank, (word, *rest) = found
+            if word == "lost":
+                self.lost.append({"rank": rank, "why": rest[0], "lost_s": time.time(), "back_s": None})
+            else:
+                for one in self.lost:
+                    if one["rank"] == rank:
+                        one["back_s"] = one["back_s"] or time.time()
+        gone = {one["rank"] for one in self.lost if one["back_s"] is None}
+        if gone == set(self.roles.workers) and all(one["why"].startswith("for good") for one in self.lost[-len(gone) :]):
+            raise LaunchError("no worker is left: see the output above for why they ended")
+
+    def end(self, exit_code: int) -> None:
+        """Lets all other ranks end. For the chief."""
+        for rank in range(1, self.size):
+            self.tell(rank, "end", exit_code)
+
+
+def num_servers(config: Config, environ: Mapping[str, str] = os.environ) -> int:
+    """How many ranks are to be servers.
+
+    Args:
+        config: the resolved configuration.
+        environ: says it where ringtrain launch was told.
+
+    Raises:
+        ConfigError: both say it, and differ; or the strategy has no servers.
+    """
+    told, wanted = int(environ.get(SERVERS, 0)), config.strategy.servers
+    if told and config.strategy.name not in ("ps-async", "ps-sync"):
+        raise ConfigError(
+            f"strategy.name: {config.strategy.name} has no parameter servers, which ringtrain launch --ps asks for:"
+            f" leave out --ps and --workers, or train with ps-async or ps-sync"
+        )
+    if told and wanted not in (told, Config().strategy.servers):
+        raise ConfigError(f"strategy.servers: got {wanted}, and ringtrain launch --ps {told}: leave one of them out")
+    return told or wanted
+
+
+def meet(config: Config) -> Crew:
+    """Lets all ranks agree on who does what. A collective of all ranks, the first.
+
+    Servers are spread over the hosts, in the order of local ranks.
+
+    Args:
+        config: the resolved configuration.
+
+    Raises:
+        RingtrainError: on every rank: there are too few of them, or they are elsewhere than planned.
+    """
+    MPI = mpi.start()
+    comm, host, servers = MPI.COMM_WORLD, socket.gethostname(), num_servers(config)
+    if comm.size <= servers:
+        rest = "is one process alone" if comm.size == 1 else f"has {comm.size} ranks, of which none is left to work"
+        raise LaunchError(
+            f"strategy.servers: got {servers}, and this run {rest}: ringtrain launch --ps {servers} --workers 2 -- ..."
+        )
+    backup = config.strategy.backup_workers
+    if backup >= comm.size - servers:
+        raise ConfigError(
+            f"strategy.backup_workers: got {backup}, and {comm.size - servers} workers: expected fewer than workers"
+        )
+    local_rank = int(comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank).rank)
+    seat = Seat(comm.rank, comm.size, host, local_rank)
+    everybody = comm.allgather((seat, expectation(os.environ), ringtrain.__version__))
+    seats, plans, versions = zip(*everybody, strict=True)
+    plan = next((each for each in plans if each is not None and each.hosts), plans[0])
+    if plan is not None and (wrong := difference(plan, seats)):
+        raise PlacementError(wrong)
+    if len(set(versions)) > 1:
+        raise PlacementError(f"ranks run ringtrain {', '.join(sorted(set(versions)))}: install the same everywhere")
+    by_place = sorted(range(comm.size), key=lambda rank: (seats[rank].local_rank, rank))
+    chosen = sorted(by_place[:servers])
+    workers = tuple(rank for rank in range(comm.size) if rank not in chosen)
+    places = addresses(comm.rank, comm.allgather, num_ports=2 if comm.rank == 0 else 1)
+    cluster = {
+        "chief": [places[0][1]],
+        "ps": [places[rank][0] for rank in chosen],
+        "worker": [places[rank][0] for rank in workers],
+    }
+    return Crew(comm, Roles(tuple(one.host for one in seats), tuple(chosen), workers, cluster))
+
+
+def addresses(rank: int, allgather: Callable[[Any], Sequence[Any]], num_ports: int = 1) -> list[list[str]]:
+    """host:port of every rank's free ports, where it may listen, as the others can reach it. A collective.
+
+    Args:
+        rank: this one.
+        allgather: gives every rank's value to every rank.
+        num_ports: of this rank.
+
+    Raises:
+        LaunchError: on every rank: one cannot be reached from another host.
+    """
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("", 0), backlog=4096)) for _ in range(num_ports)]
+        own = (socket.gethostname(), beats.own_addresses(), [one.getsockname()[1] for one in listeners])
+        everybody = allgather(own)
+        hosts = [host for host, _, _ in everybody]
+        if len(set(hosts)) == 1:
+            return [[f"127.0.0.1:{port}" for port in ports] for _, _, ports in everybody]
+        # Each rank is called from another host: by rank 0, or, those of its host, by the first one of another.
+        first_elsewhere = next(other for other, host in enumerate(hosts) if host != hosts[0])
+        called_by = [first_elsewhere if host == hosts[0] else 0 for host in hosts]
+        found, failure = {}, ""
+        try:
+            for other, caller in enumerate(called_by):
+                if caller == rank:
+                    found[other] = _answering(other, *everybody[other])
+        except LaunchError as error:
+            failure = str(error)
+        told = allgather((found, failure))
+        if failures := [text for _, text in told if text]:
+            raise LaunchError(failures[0])
+        answering = {other: address for each, _ in told for other, address in each.items()}
+        return [[f"{answering[other]}:{port}" for port in ports] for other, (_, _, ports) in enumerate(everybody)]
+
+
+def _answering(rank: int, host: str, candidates: Sequence[str], ports: Sequence[int]) -> str:
+    for address in candidates:
+        with contextlib.suppress(OSError), socket.create_connection((address, ports[0]), CONNECT_S):
+            return address
+    raise LaunchError(
+        f"rank {rank} on {host} cannot be reached from {socket.gethostname()} at {', '.join(candidates)}, port"
+        f" {ports[0]}: TensorFlow's own strategies need free ports between all hosts"
+    )

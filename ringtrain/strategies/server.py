@@ -1,0 +1,185 @@
+"""The process of a parameter server or a worker: TensorFlow's server, and for a worker its samples.
+
+Its steps are graphs that the chief makes. What a graph cannot have from the chief are the worker's own samples: they come
+from a function of this process, which the chief's graph calls by its name in TensorFlow's table of such functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringtrain import chaos, data, devices, fingerprint, journal, lean, reports, stderr
+from ringtrain.config import Config
+from ringtrain.errors import RingtrainError
+from ringtrain.strategies.roles import SIGNALS, Roles
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of a process among the others."""
+
+    config: Config
+    roles: Roles
+    rank: int
+    number: int
+    """of times that it was started again"""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What a process tells the chief of itself."""
+
+    host: str
+    token: str = ""
+    """name of a worker's function that gives a batch"""
+    prints: Any = None
+    """code and data, which have to be the chief's"""
+    pinning: str = ""
+
+
+def main(place: Place, told: Connection, held: Connection) -> None:
+    """Serves until nobody holds the pipe any more.
+
+    Args:
+        place: of this process.
+        told: takes "ready" and what `Ready` holds, or "failed", the error's class and its message.
+        held: a pipe of which the rank has the other end.
+    """
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_the_rank, args=(held,), daemon=True).start()
+    stderr.watch()
+    lean.start()
+    try:
+        told.send(("ready", _serve(place)))
+    except (RingtrainError, OSError) as error:
+        kind = type(error) if isinstance(error, RingtrainError) else RingtrainError
+        told.send(("failed", kind, str(error)))
+    threading.Event().wait()
+
+
+def _end_with_the_rank(held: Connection) -> None:
+    with contextlib.suppress(EOFError, OSError):
+        held.recv()
+    os._exit(0)
+
+
+def _serve(place: Place) -> Ready:
+    from ringtrain import pieces, tracking
+
+    role, index = place.roles.of(place.rank)
+    host = socket.gethostname()
+    if role == "ps":
+        return Ready(host, pinning=start(place.roles, role, index, devices.Pinning(num_threads=1)))
+    config = place.config
+    data_set = pieces.find(config).read_data()
+    prints = fingerprint.of_code(config, tracking.versions()) | data.checksums(data_set)
+    beside = place.roles.on_host_of(place.rank)
+    feed = Feed(place, data_set, index)
+    token = feed.register()
+    pinning = devices.decide(beside.index(place.rank), len(beside), config.device)
+    return Ready(host, token, prints, start(place.roles, role, index, pinning))
+
+
+def start(roles: Roles, role: str, index: int, pinning: devices.Pinning) -> str:
+    """Starts TensorFlow's server in this process, where it stays until the process ends.
+
+    Args:
+        roles: of all.
+        role: "ps" or "worker".
+        index: among those.
+        pinning: what it may use.
+
+    Returns:
+        What it uses, in words.
+    """
+    import tensorflow as tf
+
+    # One thread more than compute: a step waits in it for servers.
+    threads = pinning.num_threads or len(os.sched_getaffinity(0))
+    settings = tf.compat.v1.ConfigProto(intra_op_parallelism_threads=threads, inter_op_parallelism_threads=threads + 1)
+    if pinning.gpu is None:
+        settings.device_count["GPU"] = 0
+    else:
+        settings.gpu_options.visible_device_list = str(pinning.gpu)
+        settings.gpu_options.allow_growth = pinning.memory_growth
+        settings.gpu_options.per_process_gpu_memory_fraction = pinning.memory_fraction
+    tf.distribute.Server(tf.train.ClusterSpec(roles.cluster), role, index, "grpc", settings)
+    return str(pinning)
+
+
+class Feed:
+    """A worker's batches, one per call.
+
+    Args:
+        place: of this process.
+        data_set: as it was read here.
+        index: of this worker: its samples are those of such a rank among as many ranks as there are workers.
+    """
+
+    def __init__(self, place: Place, data_set: data.DataSet, index: int) -> None:
+        self.place, self.data_set, self.index = place, data_set, index
+        self.lock = threading.Lock()
+        self.batches: Iterator[tuple[NDArray[Any], NDArray[Any]]] | None = None
+        self.saboteur: chaos.Saboteur | None = None
+
+    def __call__(self, position: NDArray[np.int64], step: NDArray[np.int64], folder: bytes) -> list[NDArray[Any]]:
+        """The next batch.
+
+        Args:
+            position: of the first batch that is wanted, in this worker's part of the run; a worker that has begun goes on
+                where it is.
+            step: steps of the run that are done.
+            folder: of the run.
+
+        Returns:
+            Inputs, labels, and the number of this worker.
+        """
+        with self.lock:
+            config, roles = self.place.config, self.place.roles
+            if self.batches is None or self.saboteur is None:
+                # Without end for all that matters: fast workers get further than others.
+                epochs = (config.train.epochs + 1) * (len(roles.workers) + 1)
+                size, batch_size = len(roles.workers), config.train.batch_size
+                batches = data.training_batches(
+                    self.data_set.train, batch_size, self.index, size, config.seed, epochs, int(position)
+                )
+                self.batches = batches.as_numpy_iterator()
+                self.saboteur = self._saboteur(Path(os.fsdecode(folder)))
+            self.saboteur.after_step(int(step), None)
+            inputs, labels = next(self.batches)
+            self.data_set.raise_unreadable()
+            return [inputs, labels, np.array(self.index, np.int64)]
+
+    def register(self) -> str:
+        """Puts the function into TensorFlow's table; without threads of TensorFlow's taking up more than their share.
+
+        Returns:
+            Its name there, the same in every process that has put no other there before.
+        """
+        import tensorflow as tf
+
+        tf.config.set_visible_devices([], "GPU")
+        with tf.Graph().as_default() as self.graph:  # which holds the function as long as it lives
+            arguments = [tf.constant(0, tf.int64), tf.constant(0, tf.int64), tf.constant("")]
+            outputs = tf.numpy_function(self, arguments, [tf.float32, tf.int64, tf.int64])
+        return str(outputs[0].op.get_attr("token").decode())
+
+    def _saboteur(self, folder: Path) -> chaos.Saboteur:
+        config, roles = self.place.config, self.place.roles
+        attempt = reports.Attempt.from_environment()
+        own_journal = journal.Journal(folder, self.place.rank, len(roles.hosts), attempt.number)
+        faults = tuple(fault for fault in chaos.parse(config.chaos) if fault.rank == self.place.rank)
+        return chaos.Saboteur(faults, self.place.rank, 1, 1, folder, own_journal)
