@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,6 +104,7 @@ class Saboteur:
         steps_per_epoch: for faults at the end of an epoch.
         folder: of the run, where it is noted what has happened.
         journal: of this rank.
+        kill: sends this rank a signal.
     """
 
     def __init__(
@@ -113,8 +115,10 @@ class Saboteur:
         steps_per_epoch: int,
         folder: Path,
         journal: Journal,
+        kill: Callable[[int], None] = lambda number: os.kill(os.getpid(), number),
     ) -> None:
         self.journal = journal
+        self.kill = kill
         self.checkpoints = folder / "checkpoints"
         self.notes = folder / "logs" / f"chaos-{rank}.log"
         happened = self.notes.read_text().splitlines() if self.notes.exists() else []
@@ -160,7 +164,7 @@ class Saboteur:
             weight = model.trainable_weights[0]
             weight.assign(weight * float("nan"))
         else:
-            os.kill(os.getpid(), getattr(signal, fault.mode.upper()))
+            self.kill(getattr(signal, fault.mode.upper()))
 
 
 def corrupt(path: Path) -> None:
@@ -170,6 +174,26 @@ def corrupt(path: Path) -> None:
         byte = file.read(1)[0]
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 1]))
+
+
+def check_roles(faults: tuple[Fault, ...], servers: Sequence[int], workers: Sequence[int]) -> None:
+    """Makes sure that faults can happen to ranks of parameter servers.
+
+    Args:
+        faults: of all ranks.
+        servers: ranks; the first is the chief.
+        workers: ranks.
+
+    Raises:
+        ConfigError: one cannot.
+    """
+    for fault in faults:
+        can = ("sigkill", "sigstop") if fault.rank in servers[1:] else tuple(mode for mode in MODES if mode != "nan")
+        if fault.mode not in can and fault.rank:
+            raise ConfigError(
+                f"chaos: got mode={fault.mode} for rank {fault.rank}, a"
+                f" {'worker' if fault.rank in workers else 'server'}: expected {', '.join(can)}"
+            )
 
 
 def callback(saboteur: Saboteur, clock: Any) -> keras.callbacks.Callback:

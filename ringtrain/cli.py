@@ -79,6 +79,8 @@ def parser() -> argparse.ArgumentParser:
 
     told = Parser(add_help=False)
     told.add_argument("-np", type=int, metavar="N", help="ranks; else as many as there are slots")
+    told.add_argument("--ps", type=int, metavar="P", help="ranks that are parameter servers (docs/strategies.md)")
+    told.add_argument("--workers", type=int, metavar="W", help="ranks that train beside them; -np is both together")
     told.add_argument("--launcher", choices=LAUNCHERS, default="mpirun", help="what starts them (mpirun)")
     told.add_argument("--bind", choices=("none", "core"), default="none", help="cores of its own for each rank (none)")
     told.add_argument("--network", choices=("tcp", "ucx"), default="tcp", help="TCP, or InfiniBand and RoCE (tcp)")
@@ -186,6 +188,7 @@ def launch(options: argparse.Namespace) -> int:
             raise LaunchError(f"got --{option} {getattr(options, name):g}, expected a number of seconds above 0")
     if options.elastic:
         return launch_elastic(options)
+    take_roles(options)
     found, _ = find_hosts(options)
     num_ranks = sum(host.slots for host in found) if options.np is None else options.np
     planner, dialect = planner_of(options)
@@ -223,6 +226,30 @@ def launch(options: argparse.Namespace) -> int:
     return restart.run_again(found, num_ranks, options.oversubscribe, job_on, planner, policy, terms)
 
 
+def take_roles(options: argparse.Namespace) -> None:
+    """Works out the number of ranks where some of them are parameter servers, and lets them know it.
+
+    Raises:
+        LaunchError: the numbers do not fit together.
+    """
+    if options.ps is None and options.workers is None:
+        return
+    if options.launcher in ("horovodrun-gloo", "spark"):
+        raise LaunchError(f"got --ps or --workers with --launcher {options.launcher}: whose ranks have no MPI")
+    num_servers = 1 if options.ps is None else options.ps
+    if num_servers < 1 or (options.workers is not None and options.workers < 1):
+        raise LaunchError(f"got --ps {num_servers} --workers {options.workers}, expected 1 or more of each")
+    if options.workers is not None:
+        if options.np not in (None, num_servers + options.workers):
+            raise LaunchError(
+                f"got -np {options.np} with --ps {num_servers} --workers {options.workers}: leave out one of the three"
+            )
+        options.np = num_servers + options.workers
+    elif options.np is not None and options.np <= num_servers:
+        raise LaunchError(f"got --ps {num_servers} with -np {options.np}: no rank is left to be a worker")
+    options.ps = num_servers
+
+
 def launch_elastic(options: argparse.Namespace) -> int:
     """Runs a job whose hosts come and go, or shows how it would be run."""
     from ringtrain.cluster import elastic, horovodrun, restart, run
@@ -235,6 +262,8 @@ def launch_elastic(options: argparse.Namespace) -> int:
     refuse_options_of_spark(options)
     if options.timeline:
         raise LaunchError("got --timeline with --elastic, whose ranks come and go: leave it out")
+    if options.ps or options.workers:
+        raise LaunchError("got --ps or --workers with --elastic, whose ranks are all alike: leave them out")
     found = find_hosts(options)[0] if not options.host_discovery else elastic.discovery(options.host_discovery, ())()
     if any(host.indices for host in found):
         raise LaunchError(
@@ -424,6 +453,7 @@ def job_of(options: argparse.Namespace, used: tuple[Host, ...], num_ranks: int) 
         threads_per_rank=options.threads,
         oversubscribe=options.oversubscribe,
         output=str(Path(options.output).absolute()) if options.output else "",
+        num_servers=options.ps or 0,
         timeline=str(Path(options.timeline).absolute()) if options.timeline else "",
         allow_root=os.geteuid() == 0,
         files_folder=os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/ringtrain-{os.geteuid()}",

@@ -216,8 +216,8 @@ class StrategyConfig:
 
     name: Literal["ring", "mpi-ring", "towers", "multi-worker", "ps-async", "ps-sync"] = "ring"
     """ring: Horovod; mpi-ring: the readable ring, without Horovod; towers: several copies of the model in one process;
-    multi-worker: TensorFlow's collectives between the ranks; ps-async, ps-sync: weights on parameter servers, which each
-    worker updates by itself, or all together"""
+    multi-worker: TensorFlow's collectives between the ranks; ps-async, ps-sync: weights on parameter servers, which
+    each worker updates alone, or all together"""
     towers: int = 0
     """copies of the model of towers, each on a device of its own; 0: one per GPU, without GPUs 2"""
     reduction: Literal["one-device", "all"] = "one-device"

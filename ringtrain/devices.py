@@ -89,9 +89,7 @@ def plan(
     )
 
 
-def decide(
-    local_rank: int, local_size: int, options: DeviceConfig, environ: Mapping[str, str] = os.environ
-) -> Pinning:
+def decide(local_rank: int, local_size: int, options: DeviceConfig, environ: Mapping[str, str] = os.environ) -> Pinning:
     """As pin, without telling TensorFlow."""
     import tensorflow as tf
 

@@ -150,7 +150,14 @@ def speed(images_per_s: float) -> str:
     return f"{images_per_s:,.0f} images/s" if math.isfinite(images_per_s) else "too short to measure speed"
 
 
-def show_plan(console: Console, config: Config, numbers: Numbers, pinning: object, hosts: Sequence[str]) -> None:
+def show_plan(
+    console: Console,
+    config: Config,
+    numbers: Numbers,
+    pinning: object,
+    hosts: Sequence[str],
+    strategy: Mapping[str, Any] | None = None,
+) -> None:
     """Shows what is about to be done, with every number that follows from the configuration.
 
     Args:
@@ -159,6 +166,7 @@ def show_plan(console: Console, config: Config, numbers: Numbers, pinning: objec
         numbers: derived from it.
         pinning: what rank 0 runs on.
         hosts: each rank's.
+        strategy: what it says of itself.
     """
     n, optimizer = numbers, config.optimizer
     per_host = ", ".join(f"{host}: {hosts.count(host)}" for host in dict.fromkeys(hosts))
@@ -170,6 +178,10 @@ def show_plan(console: Console, config: Config, numbers: Numbers, pinning: objec
     placed = {"ranks": f"{n.num_ranks} ({per_host}), rank 0 on {pinning}"}
     if config.strategy.name == "towers":
         placed = {"towers": f"{n.num_ranks} in one process on {hosts[0]}: {pinning}"}
+    trainers, shard = "rank", n.steps_per_epoch * n.batch_size
+    if strategy and "servers" in strategy:
+        placed = {name: f"{len(strategy[name])}: {_shortened(strategy[name])}" for name in ("servers", "workers")}
+        trainers, shard = "worker", n.steps_per_epoch * n.global_batch_size // len(strategy["workers"])
     rows = {
         **placed,
         "data": f"{config.data.name}: {n.num_train:,} to train, {n.num_test:,} to test",
@@ -177,7 +189,7 @@ def show_plan(console: Console, config: Config, numbers: Numbers, pinning: objec
         "model": config.model.name,
         "global batch": f"{n.global_batch_size} = {n.batch_size} x {n.num_ranks}{accumulated}",
         "steps": f"{n.num_steps:,} = {config.train.epochs} epochs x {n.steps_per_epoch:,}{rest}",
-        "shard": f"{n.steps_per_epoch * n.batch_size:,} samples an epoch on each rank",
+        "shard": f"{shard:,} samples an epoch on each {trainers}",
         "learning rate": f"{n.learning_rate:g}{scaled} ({optimizer.name}, {config.schedule.name})",
         **_table_of_rates(schedules.schedule_of(config, n), n.steps_per_epoch),
         "seed": str(config.seed),
@@ -233,14 +245,30 @@ def show_result(console: Console, folder: Path, summary: Mapping[str, Any], grad
     }
     console.print()
     _show_rows(console, rows)
-    line = f"1 rank: nothing to compare, weights and optimizer {summary['checksum']}"
-    if summary["num_ranks"] > 1:
+    line, strategy = f"1 rank: nothing to compare, weights and optimizer {summary['checksum']}", summary["strategy"]
+    if "staleness" in strategy:
+        mean, most = (strategy["staleness"][name] for name in ("mean", "max"))
+        line = (
+            f"{len(strategy['workers'])} workers, one copy of the weights: each applied gradients of its own,"
+            f" {mean:.1f} updates late ({most} at most), so nothing is proven equal; weights and optimizer"
+            f" {summary['checksum']}"
+        )
+    elif "dropped" in strategy:
+        line = (
+            f"{len(strategy['workers'])} workers, one copy of the weights: gradients {gradients},"
+            f" {sum(strategy['dropped'])} dropped; weights and optimizer {summary['checksum']}"
+        )
+    elif summary["num_ranks"] > 1:
         copies = "towers" if summary["config"]["strategy"]["name"] == "towers" else "ranks"
         line = (
             f"{summary['num_ranks']} {copies} in step: gradients {gradients},"
             f" weights and optimizer equal {summary['checksum']}"
         )
     console.print(line, highlight=False, markup=False, soft_wrap=True, style="bold")
+
+
+def _shortened(names: Sequence[str], most: int = 4) -> str:
+    return ", ".join([*names[:most], *["..."][: len(names) > most]])
 
 
 def show_ranks(console: Console, ranks: Sequence[Mapping[str, Any]], slow: Sequence[int]) -> None:

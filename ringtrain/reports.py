@@ -43,7 +43,9 @@ MARK = "ringtrain-report"
 PIECE_LETTERS = 600  # launchers cut longer lines in two
 MAX_PLAN_LETTERS = 100_000  # the kernel takes 131,072 per variable
 MAX_ROWS = 16
-CONSEQUENCE = re.compile(r"Horovod has been shut down|(UnknownError|HorovodInternalError)\b.*Horovod", re.DOTALL)
+CONSEQUENCE = re.compile(
+    r"Horovod has been shut down|(UnknownError|HorovodInternalError)\b.*Horovod|grpc_status:14\b", re.DOTALL
+)
 TAG = re.compile(r"\[[^][<>]*\d\]<stderr>:? ?")  # a launcher's, also in the middle of a line that it took in two parts
 
 # A rank's number, in the words of a shell: each launcher has its own name for it.

@@ -14,6 +14,7 @@ from typing import IO
 
 MARK = b"\0ringtrain:"  # between what was written and what the watcher shall do
 END = b"end\n"
+LOG_ONLY = b"log only\n"
 CHATTER = re.compile(
     rb"WARNING: All log messages before absl::InitializeLog"
     rb"|E\d{4} .*(Unable to register|failed call to cuInit)"
@@ -78,22 +79,31 @@ def log_to(path: Path, first_line: str) -> None:
     os.write(2, MARK + os.fsencode(path.absolute()) + b"\n")
 
 
+def log_only() -> None:
+    """From now on nothing of this process reaches the terminal, only its log."""
+    sys.stderr.flush()
+    os.write(2, MARK + LOG_ONLY)
+
+
 def _pass_on(source: int) -> None:
     """The watcher's whole life: until it is told to end, or no process is left that can write to the pipe."""
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
     log: IO[bytes] = io.BytesIO()  # until there is a file
+    shown = True
     with open(source, "rb") as lines:
         for line in lines:
             text, _, command = line.partition(MARK)
-            if text and not CHATTER.match(text):
+            if text and shown and not CHATTER.match(text):
                 os.write(2, text)
             with contextlib.suppress(OSError):  # a full disk must not silence the terminal
                 log.write(text)
             if command == END:
                 break
-            if command and isinstance(log, io.BytesIO):
+            if command == LOG_ONLY:
+                shown = False
+            elif command and isinstance(log, io.BytesIO):
                 with contextlib.suppress(OSError):
                     so_far = log.getvalue()
                     log = open(command[:-1], "ab", buffering=0)  # noqa: SIM115 - as long as the process lives

@@ -136,14 +136,14 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
 
     # The run's folder: only now, when all that can be wrong with the configuration would have been found.
     folder = pieces.agree_on_folder(config, numbers, attempt)
-    strategy.folder = str(folder)
+    strategy.folder, strategy.numbers = folder, numbers
     if rank == 0:
         reports.report_run(folder.name)
     if rank == 0 and start.source:
         checkpoint.remove_after(folder / "checkpoints", start.global_step)
     log = folder / "logs" / f"rank-{rank}.log"
     hvd.run_together(lambda: stderr.log_to(log, f"rank {rank} of {size} on {host}: {pinning}"))
-    hosts = hvd.allgather_object(host, name="ringtrain_hosts")
+    hosts = list(crew.roles.hosts) if crew else hvd.allgather_object(host, name="ringtrain_hosts")
     start_s = hvd.broadcast_object(time.time(), root_rank=0, name="ringtrain_start_s")
     own_journal = journal.Journal(folder, rank, size, attempt.number, start_s)
     journal.begin(
@@ -155,7 +155,7 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
         versions=tracking.versions(),
     )
     console = display.console_for(rank)
-    display.show_plan(console, config, numbers, pinning, hosts)
+    display.show_plan(console, config, numbers, pinning, hosts, strategy.about)
     display.show_start(console, config, start, attempt.causes)
 
     # Training: every rank makes the same number of steps and ends after the same one, so that none waits for another.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ringtrain.cluster.job import Job
 from ringtrain.errors import LaunchError
+from ringtrain.reports import SERVERS
 
 USUAL = re.compile(
     r"PATH|PYTHONPATH|LD_LIBRARY_PATH|VIRTUAL_ENV|(NCCL|HOROVOD|TF|XLA|OMP|KERAS|RINGTRAIN)_[A-Za-z0-9_]*"
@@ -70,6 +71,8 @@ def settings(job: Job) -> list[Setting]:
         reason = "threads of a rank, as asked for (--threads)"
         names = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
         found += [Setting(name, str(job.threads_per_rank), reason) for name in names]
+    if job.num_servers:
+        found.append(Setting(SERVERS, str(job.num_servers), "ranks that are parameter servers (--ps)"))
     if job.timeline:
         found.append(Setting("HOROVOD_TIMELINE", job.timeline, "timelines of all ranks go there (--timeline)"))
     for name in ("NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"):

@@ -50,6 +50,8 @@ class Job:
     """more ranks than slots are allowed"""
     output: str = ""
     """folder that keeps a log per rank; empty: none"""
+    num_servers: int = 0
+    """ranks that are parameter servers; 0: what the ranks' command says"""
     timeline: str = ""
     """file for the timelines of all ranks; empty: none"""
     yield_when_idle: bool = False

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from ringtrain import display
 from ringtrain.config import Config, value_of
-from ringtrain.errors import ConfigError
+from ringtrain.errors import ConfigError, LaunchError
 from ringtrain.reports import ALONE, COLLECTIVES
 from ringtrain.strategies import roles
 
 if TYPE_CHECKING:
-    from ringtrain.strategies.roles import Crew
     from ringtrain.strategies.ring import Ring
+    from ringtrain.strategies.roles import Crew
 
 _HOROVODS = ("hvd.op", "hvd.compression", "hvd.fusion_mb", "hvd.cycle_time_ms", "hvd.groups", "tracking.timeline_steps")
 _TENSORFLOWS = (
@@ -75,7 +75,14 @@ def meet(config: Config) -> Crew | None:
     """
     if config.strategy.name not in PARAMETER_SERVERS:
         return None
-    if display.launched_rank() in (0, None):
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # servers would print their settings
+    if display.launched_rank() is None:
+        count = roles.num_servers(config)
+        raise LaunchError(
+            f"strategy.name: {config.strategy.name} has ranks for servers and workers, this is one process alone:"
+            f" ringtrain launch --ps {count} --workers 2 -- python -m ringtrain.train ..."
+        )
+    if display.launched_rank() == 0:
         # Open MPI calls its copy of hwloc when it ends, and TensorFlow's if that was loaded later.
         import tensorflow  # noqa: F401
     return roles.meet(config)

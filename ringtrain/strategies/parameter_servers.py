@@ -1,12 +1,13 @@
 """Weights on parameter servers, and workers that compute gradients of them: each by itself, or all together.
 
-One copy of the weights, spread over the servers. The chief, which is rank 0, gives out steps and counts them: its walk is
-that of a single rank. Samples come from the workers' own processes, see server.py.
+One copy of the weights, spread over the servers. The chief, which is rank 0, gives out steps and counts them: its walk
+is that of a single rank. Samples come from the workers' own processes, see server.py.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
 import time
@@ -21,7 +22,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from numpy.typing import NDArray
 
-from ringtrain import devices, fingerprint, hvd
+from ringtrain import chaos, devices, fingerprint, hvd, journal, reports, stderr
 from ringtrain.config import Config
 from ringtrain.errors import ConfigError
 from ringtrain.hvd.subclass import distribute
@@ -30,12 +31,12 @@ from ringtrain.strategies.ring import Ring
 from ringtrain.strategies.roles import Crew
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ringtrain.resume import Segment
 
 AHEAD = 2
 """steps per worker that are given out before they are done"""
+NUM_FACTS = 5
+"""that a worker tells of a batch besides labels and outputs"""
 
 
 class Untouched:
@@ -154,15 +155,18 @@ class ParameterServers(Ring):
         with self.strategy.scope():
             return hvd.track_gradient_norm(optimizer)
 
-    def batch(self, position: tf.Tensor, step: tf.Tensor, folder: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    def batch(self, where: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """A worker's next inputs and labels, and its number, in a graph that it runs."""
         (token,) = self.tokens
-        kinds = [tf.float32, tf.int64, tf.int64]
-        inputs, labels, worker = tf.raw_ops.PyFunc(input=[position, step, folder], token=token, Tout=kinds)
+        inputs, labels, worker = tf.raw_ops.PyFunc(input=[where], token=token, Tout=[tf.float32, tf.int64, tf.int64])
         inputs.set_shape([self.config.train.batch_size, *self.input_shape])
         labels.set_shape([self.config.train.batch_size])
         worker.set_shape([])
         return inputs, labels, worker
+
+    def where(self, position: int, step: int) -> tf.Tensor:
+        """What `batch` wants to know, see server.Feed."""
+        return tf.constant(f"{position} {step} {self.folder}")
 
     def gradients(self, inputs: Any, labels: Any) -> tuple[tf.Tensor, tf.Tensor, list[Any]]:
         """Loss, outputs and gradients, as a step of Keras' would have them."""
@@ -176,12 +180,23 @@ class ParameterServers(Ring):
         self, model: keras.Model, batches: Any, part: Segment, callbacks: Sequence[keras.callbacks.Callback]
     ) -> None:
         """As Ring's, with the workers' own batches."""
-        self.global_step = part.first_step
+        self.global_step, self.saboteurs = part.first_step, self._of_servers(model)
         self.began_s = self.began_s or time.time()
         with self.stepping():
             self.call(model, self.steps(part), part, callbacks)
         self.crew.look()
         self.about |= self.told()
+
+    def _of_servers(self, model: keras.Model) -> list[chaos.Saboteur]:
+        """What lets faults happen to servers, which have no steps."""
+        faults, folder, roles = chaos.parse(self.config.chaos), self.folder, self.crew.roles
+        made = []
+        for rank in {fault.rank for fault in faults} & {*roles.servers[1:]}:
+            own = journal.Journal(folder, rank, self.crew.size, reports.Attempt.from_environment().number)
+            kill = functools.partial(self.crew.tell, rank, "signal")
+            length = self.numbers.num_steps, self.numbers.steps_per_epoch
+            made.append(chaos.Saboteur(faults, rank, *length, folder, own, kill))
+        return made
 
     def stepping(self) -> contextlib.AbstractContextManager[Any]:
         """While steps are made."""
@@ -191,24 +206,43 @@ class ParameterServers(Ring):
         """The metrics after each step of a part of the run."""
         raise NotImplementedError
 
-    @tf.function(autograph=False)
-    def observe(self, loss: Any, labels: Any, outputs: Any) -> dict[str, Any]:
+    def seen(self, facts: Sequence[Any], labels: Any, outputs: Any) -> tf.Tensor:
+        """What a worker tells the chief of a batch: one vector, since each tensor is a message of its own.
+
+        Args:
+            facts: scalars: number of the worker, when it began and ended to compute, updates in between, loss.
+            labels: int64 [batch_size].
+            outputs: of the model, [batch_size, num_classes].
+
+        Returns:
+            float64.
+        """
+        parts = [tf.stack([tf.cast(one, tf.float64) for one in facts]), labels, tf.reshape(outputs, [-1])]
+        return tf.concat([tf.cast(part, tf.float64) for part in parts], 0)
+
+    @tf.function(autograph=False, reduce_retracing=True)
+    def observe(self, seen: Any) -> dict[str, Any]:
         """Lets the chief's metrics see what a worker has seen."""
-        model = self.model
-        model._loss_tracker.update_state(loss, sample_weight=tf.shape(labels)[0])
+        model, batch_size = self.model, self.config.train.batch_size
+        loss, labels = seen[NUM_FACTS - 1], tf.cast(seen[NUM_FACTS : NUM_FACTS + batch_size], tf.int64)
+        outputs = tf.cast(tf.reshape(seen[NUM_FACTS + batch_size :], [batch_size, -1]), tf.float32)
+        model._loss_tracker.update_state(loss, sample_weight=batch_size)
         results: dict[str, Any] = model.compute_metrics(None, labels, outputs, sample_weight=None)
         return results
 
-    def saw(self, found: Any) -> dict[str, Any]:
+    def saw(self, seen: NDArray[np.float64]) -> dict[str, Any]:
         """Counts a gradient that was applied.
 
         Args:
-            found: loss, labels, outputs, number of the worker, and when it began and ended to compute.
+            seen: from `seen`.
         """
-        loss, labels, outputs, worker, begin_s, end_s = found
-        self.updates[int(worker)] += 1
-        self.busy_s[int(worker)] += float(end_s) - float(begin_s)
-        return self.observe(loss, labels, outputs)
+        self.crew.look()
+        for saboteur in self.saboteurs:
+            saboteur.after_step(self.global_step, self.model)
+        worker, begin_s, end_s = int(seen[0]), seen[1], seen[2]
+        self.updates[worker] += 1
+        self.busy_s[worker] += end_s - begin_s
+        return self.observe(seen)
 
     def told(self) -> dict[str, Any]:
         """What summary.json says of the steps."""
@@ -220,8 +254,9 @@ class ParameterServers(Ring):
         }
 
     def end(self, exit_code: int) -> None:
-        """As Ring's: the other ranks may end."""
+        """As Ring's: the other ranks may end; TensorFlow, which takes leave of them afterwards, complains."""
         self.crew.end(exit_code)
+        stderr.log_only()
 
 
 class Asynchronous(ParameterServers):
@@ -235,32 +270,30 @@ class Asynchronous(ParameterServers):
         pinning = super().begin()
         self.coordinator = tf.distribute.coordinator.ClusterCoordinator(self.strategy)
         self.staleness = Counter[int]()
-        self.step = tf.function(
-            lambda *where: self.strategy.run(self._on_a_worker, args=where), autograph=False, reduce_retracing=True
-        )
+        self.step = tf.function(lambda where: self.strategy.run(self._on_a_worker, args=(where,)), autograph=False)
         return pinning
 
     def trial(self) -> NDArray[Any]:
         """Nothing is added up: each worker's gradient is an update."""
         return np.ones((1, 1))
 
-    def _on_a_worker(self, position: Any, step: Any, folder: Any) -> Any:
+    def _on_a_worker(self, where: tf.Tensor) -> tf.Tensor:
         iterations = self.model.optimizer.iterations.value
-        inputs, labels, worker = self.batch(position, step, folder)
+        inputs, labels, worker = self.batch(where)
         with tf.control_dependencies([inputs]):
             begin_s, version = tf.timestamp(), iterations.read_value()
         with tf.control_dependencies([begin_s, version]):
             loss, outputs, gradients = self.gradients(tf.identity(inputs), labels)
-        with tf.control_dependencies([part for part in tf.nest.flatten(gradients, expand_composites=True)]):
+        with tf.control_dependencies(tf.nest.flatten(gradients, expand_composites=True)):
             end_s, newest = tf.timestamp(), iterations.read_value()
             with tf.control_dependencies([newest]):
                 self.model.optimizer.apply(gradients, [v.value for v in self.model.trainable_variables])
-        return (loss, labels, outputs, worker, begin_s, end_s), newest - version
+        return self.seen([worker, begin_s, end_s, newest - version, loss], labels, outputs)
 
     def steps(self, part: Segment) -> Iterator[dict[str, Any]]:
         """As ParameterServers'."""
         done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        folder, most = tf.constant(self.folder), AHEAD * self.num_workers
+        most = AHEAD * self.num_workers
 
         def wait_for(given: Any) -> None:
             try:
@@ -269,8 +302,8 @@ class Asynchronous(ParameterServers):
                 done.put(error)
 
         def give_out(step: int) -> None:
-            where = (tf.constant(step // self.num_workers, tf.int64), tf.constant(step, tf.int64), folder)
-            waiting.submit(wait_for, self.coordinator.schedule(self.step, args=where))
+            where = self.where(step // self.num_workers, step)
+            waiting.submit(wait_for, self.coordinator.schedule(self.step, args=(where,)))
 
         with ThreadPoolExecutor(most) as waiting:
             for _ in range(part.first_epoch, part.end_epoch):
@@ -285,9 +318,8 @@ class Asynchronous(ParameterServers):
                     if given < end and not self.model.stop_training:
                         give_out(given)
                         given += 1
-                    seen, staleness = found
-                    self.staleness[int(staleness)] += 1
-                    yield self.saw(seen)
+                    self.staleness[int(found[3])] += 1
+                    yield self.saw(found)
 
     def _next(self, done: queue.SimpleQueue[Any]) -> Any:
         while True:
@@ -337,8 +369,8 @@ class Synchronous(ParameterServers):
                 vectors.append([tf.one_hot(worker, self.copies)])
         return np.stack([self._means(vectors, ["/job:ps/task:0"])[0].numpy()])
 
-    def _on_a_worker(self, position: Any, step: Any, folder: Any) -> Any:
-        inputs, labels, worker = self.batch(position, step, folder)
+    def _on_a_worker(self, where: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
+        inputs, labels, worker = self.batch(where)
         with tf.control_dependencies([inputs]):
             begin_s = tf.timestamp()
         with tf.control_dependencies([begin_s]):
@@ -346,7 +378,7 @@ class Synchronous(ParameterServers):
         dense = [None if one is None else tf.convert_to_tensor(one) for one in gradients]
         with tf.control_dependencies([one for one in dense if one is not None]):
             end_s = tf.timestamp()
-        return (loss, labels, outputs, worker, begin_s, end_s), dense
+        return self.seen([worker, begin_s, end_s, 0, loss], labels, outputs), dense
 
     def _together(self, everybody: Any) -> None:
         variables = [variable.value for variable in self.model.trainable_variables]
@@ -385,18 +417,19 @@ class Synchronous(ParameterServers):
 
     def _work(self, worker: int) -> None:
         """Lets a worker compute a gradient of every version of the weights that it is not too late for."""
-        device, folder, done = f"/job:worker/replica:0/task:{worker}", tf.constant(self.folder), self.version
+        device, done = f"/job:worker/replica:0/task:{worker}", self.version
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: self.ended or self.version > done)
+                while not self.ended and self.version == done:
+                    self.changed.wait()
                 if self.ended:
                     return
                 done = version = self.version
-                step = tf.constant(self.global_step, tf.int64)
+                where = self.where(self.global_step, self.global_step)
             try:
                 with tf.device(device):
-                    seen, gradients = self.compute(step, step, folder)
-                found = tf.nest.map_structure(lambda one: one.numpy(), seen)
+                    seen, gradients = self.compute(where)
+                found = seen.numpy()
             except Exception as error:
                 with self.changed:
                     self.failure = error

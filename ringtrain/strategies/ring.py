@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from ringtrain import devices, hvd
-from ringtrain.config import Config
+from ringtrain.config import Config, Numbers
 from ringtrain.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ringtrain.resume import Segment
 
 
@@ -26,10 +28,12 @@ class Ring:
         copies: of the model in this process.
         about: what summary.json says of the strategy besides its options.
         folder: of the run, when it is there.
+        numbers: of the run, when they are known.
     """
 
     copies = 1
-    folder = ""
+    folder: Path
+    numbers: Numbers
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -1,8 +1,8 @@
 """Which rank is what where weights are on parameter servers, and how the ranks hear of each other. No TensorFlow.
 
-Rank 0 is the chief: it makes the whole walk of training, and holds the first server. The other ranks keep a process each,
-see served.py. Nobody types an address: each rank takes free ports, and the ranks find out which of a host's addresses
-reach it.
+Rank 0 is the chief: it makes the whole walk of training, and holds the first server. The other ranks keep a process
+each, see served.py. Nobody types an address: each rank takes free ports, and the ranks find out which of a host's
+addresses reach it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ringtrain
-from ringtrain import beats, mpi
+from ringtrain import beats, chaos, mpi
 from ringtrain.config import Config
 from ringtrain.errors import ConfigError, LaunchError, PlacementError
 from ringtrain.reports import SERVERS, Seat, difference
@@ -68,10 +68,13 @@ class Crew:
         self.rank, self.size = int(comm.rank), int(comm.size)
         self.lost: list[dict[str, Any]] = []
         """workers that ended by themselves, and when they were back: seconds since 1970"""
+        self._ended = 0
+        self._sent: list[Any] = []
 
     def tell(self, rank: int, *words: Any) -> None:
-        """Sends a message; a small one does not wait for its receiver."""
-        self.comm.send(words, rank)
+        """Sends a message, and does not wait for its receiver."""
+        self._sent = [request for request in self._sent if not request.Test()]
+        self._sent.append(self.comm.isend(words, rank))
 
     def heard(self, rank: int | None = None) -> tuple[int, Any] | None:
         """A message that has come, and its sender; None: there is none."""
@@ -109,19 +112,31 @@ class Crew:
         while (found := self.heard()) is not None:
             rank, (word, *rest) = found
             if word == "lost":
-                self.lost.append({"rank": rank, "why": rest[0], "lost_s": time.time(), "back_s": None})
+                why, comes_back = rest
+                self.lost.append({"rank": rank, "why": why, "comes_back": comes_back, "lost_s": time.time()})
+            elif word == "ended":
+                self._ended += 1
+            elif word == "failed":
+                self.lost[-1]["why"] = f"{rest[0].__name__}: {rest[1]}"
             else:
-                for one in self.lost:
-                    if one["rank"] == rank:
-                        one["back_s"] = one["back_s"] or time.time()
-        gone = {one["rank"] for one in self.lost if one["back_s"] is None}
-        if gone == set(self.roles.workers) and all(one["why"].startswith("for good") for one in self.lost[-len(gone) :]):
-            raise LaunchError("no worker is left: see the output above for why they ended")
+                next(one for one in reversed(self.lost) if one["rank"] == rank)["back_s"] = time.time()
+        gone = {one["rank"] for one in self.lost if not one["comes_back"]}
+        if gone == set(self.roles.workers):
+            raise LaunchError(f"no worker is left: the last one {self.lost[-1]['why']}")
 
     def end(self, exit_code: int) -> None:
-        """Lets all other ranks end. For the chief."""
+        """Lets all other ranks end, and hears them to their end. For the chief."""
         for rank in range(1, self.size):
             self.tell(rank, "end", exit_code)
+        while self._ended < self.size - 1:
+            self.look()
+            time.sleep(POLL_S)
+        self.finish()
+
+    def finish(self) -> None:
+        """Waits until all that was told is heard."""
+        for request in self._sent:
+            request.wait()
 
 
 def num_servers(config: Config, environ: Mapping[str, str] = os.environ) -> int:
@@ -159,9 +174,9 @@ def meet(config: Config) -> Crew:
     MPI = mpi.start()
     comm, host, servers = MPI.COMM_WORLD, socket.gethostname(), num_servers(config)
     if comm.size <= servers:
-        rest = "is one process alone" if comm.size == 1 else f"has {comm.size} ranks, of which none is left to work"
         raise LaunchError(
-            f"strategy.servers: got {servers}, and this run {rest}: ringtrain launch --ps {servers} --workers 2 -- ..."
+            f"strategy.servers: got {servers}, and {comm.size} ranks, of which none is left to work: ringtrain launch --ps"
+            f" {servers} --workers 2 -- ..."
         )
     backup = config.strategy.backup_workers
     if backup >= comm.size - servers:
@@ -180,6 +195,7 @@ def meet(config: Config) -> Crew:
     by_place = sorted(range(comm.size), key=lambda rank: (seats[rank].local_rank, rank))
     chosen = sorted(by_place[:servers])
     workers = tuple(rank for rank in range(comm.size) if rank not in chosen)
+    chaos.check_roles(chaos.parse(config.chaos), chosen, workers)
     places = addresses(comm.rank, comm.allgather, num_ports=2 if comm.rank == 0 else 1)
     cluster = {
         "chief": [places[0][1]],

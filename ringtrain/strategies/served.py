@@ -1,6 +1,7 @@
 """What a rank does that is not the chief: it keeps a process that is a parameter server or a worker.
 
-The rank itself only waits, so that a worker may die without its rank: launchers end a job with the first rank that dies.
+The rank itself only waits, so that a worker may die without its rank: launchers end a job with the first rank that
+dies.
 """
 
 from __future__ import annotations
@@ -9,14 +10,11 @@ import multiprocessing
 import os
 import signal
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ringtrain.config import Config
 from ringtrain.strategies import server
 from ringtrain.strategies.roles import POLL_S, SIGNALS, Crew
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
 
 END_S = 5.0
 
@@ -36,30 +34,29 @@ def keep(config: Config, crew: Crew) -> int:
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    role, _ = crew.roles.of(crew.rank)
-    kept, number = _Kept(config, crew, 0), 0
+    replaceable = crew.roles.of(crew.rank)[0] == "worker" and config.strategy.name == "ps-async"
+    kept: _Kept | None = _Kept(config, crew, 0)
     while True:
-        if kept.news.poll(POLL_S):
-            message = _received(kept.news)
-            if message:
-                kept.ready = kept.ready or message[0] == "ready"
-                crew.tell(0, *message)
         if (found := crew.heard(0)) is not None:
-            _, (_, exit_code) = found
-            kept.end()
-            return int(exit_code)
-        if kept.process.exitcode is not None and not kept.news.poll():
-            code = kept.process.exitcode
-            if role != "worker" or config.strategy.name != "ps-async" or (not number and not kept.ready):
-                _end_as(code)
-            if not kept.ready:
-                crew.tell(0, "lost", f"for good, as it could not be started again ({_how(code)})")
-                kept.news, kept.ready = multiprocessing.Pipe(duplex=False)[0], True
-                kept.process = _Gone()
+            _, (word, number) = found
+            if word == "signal":
+                os.kill(kept.process.pid, number) if kept is not None else None
                 continue
-            crew.tell(0, "lost", _how(code))
-            number += 1
-            kept = _Kept(config, crew, number)
+            if kept is not None:
+                kept.end()
+            crew.tell(0, "ended")
+            crew.finish()
+            return int(number)
+        if kept is None:
+            time.sleep(POLL_S)
+        elif message := kept.message():
+            kept.ready = kept.ready or message[0] == "ready"
+            crew.tell(0, *message)
+        elif (code := kept.process.exitcode) is not None:
+            if not replaceable or (not kept.number and not kept.ready):
+                _end_as(code)
+            crew.tell(0, "lost", _how(code), kept.ready)
+            kept = _Kept(config, crew, kept.number + 1) if kept.ready else None
 
 
 class _Kept:
@@ -69,12 +66,20 @@ class _Kept:
         context = multiprocessing.get_context("spawn")  # a fork would take MPI along
         self.news, told = context.Pipe(duplex=False)
         ends, self.held = context.Pipe(duplex=False)
-        self.ready = False
+        self.ready, self.number = False, number
         place = server.Place(config, crew.roles, crew.rank, number)
         self.process: Any = context.Process(target=server.main, args=(place, told, ends))
         self.process.start()
         told.close()
         ends.close()
+
+    def message(self) -> Any:
+        """What it says, if it says something within a moment; what it has said before its end, too."""
+        try:
+            return self.news.recv() if self.news.poll(POLL_S) else None
+        except (EOFError, OSError):
+            time.sleep(POLL_S)  # its end shows in its exit code
+            return None
 
     def end(self) -> None:
         """It ends when nobody holds its pipe any more, whatever became of this rank."""
@@ -83,25 +88,6 @@ class _Kept:
         if self.process.exitcode is None:
             self.process.kill()
             self.process.join()
-
-
-class _Gone:
-    """In place of a process that is not there any more."""
-
-    exitcode = None
-
-    def join(self, timeout: float | None = None) -> None:
-        """Nothing to wait for."""
-
-    kill = join
-
-
-def _received(news: Connection) -> Any:
-    try:
-        return news.recv()
-    except (EOFError, OSError):
-        time.sleep(POLL_S)  # its end is noticed by its exit code
-        return None
 
 
 def _how(code: int) -> str:

@@ -1,7 +1,7 @@
 """The process of a parameter server or a worker: TensorFlow's server, and for a worker its samples.
 
-Its steps are graphs that the chief makes. What a graph cannot have from the chief are the worker's own samples: they come
-from a function of this process, which the chief's graph calls by its name in TensorFlow's table of such functions.
+Its steps are graphs that the chief makes. What a graph cannot have from the chief are the worker's own samples: they
+come from a function of this process, which the chief's graph calls by its name in TensorFlow's table of such functions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringtrain import chaos, data, devices, fingerprint, journal, lean, reports, stderr
-from ringtrain.config import Config
+from ringtrain.config import Config, derive
 from ringtrain.errors import RingtrainError
 from ringtrain.strategies.roles import SIGNALS, Roles
 
@@ -135,18 +135,17 @@ class Feed:
         self.batches: Iterator[tuple[NDArray[Any], NDArray[Any]]] | None = None
         self.saboteur: chaos.Saboteur | None = None
 
-    def __call__(self, position: NDArray[np.int64], step: NDArray[np.int64], folder: bytes) -> list[NDArray[Any]]:
+    def __call__(self, where: bytes) -> list[NDArray[Any]]:
         """The next batch.
 
         Args:
-            position: of the first batch that is wanted, in this worker's part of the run; a worker that has begun goes on
-                where it is.
-            step: steps of the run that are done.
-            folder: of the run.
+            where: three words: place of the first batch that is wanted in this worker's part of the run, where a worker
+                that has begun goes on; steps of the run that are done; folder of the run.
 
         Returns:
             Inputs, labels, and the number of this worker.
         """
+        position, step, folder = where.split(b" ", 2)
         with self.lock:
             config, roles = self.place.config, self.place.roles
             if self.batches is None or self.saboteur is None:
@@ -164,7 +163,7 @@ class Feed:
             return [inputs, labels, np.array(self.index, np.int64)]
 
     def register(self) -> str:
-        """Puts the function into TensorFlow's table; without threads of TensorFlow's taking up more than their share.
+        """Puts the function into TensorFlow's table.
 
         Returns:
             Its name there, the same in every process that has put no other there before.
@@ -173,8 +172,7 @@ class Feed:
 
         tf.config.set_visible_devices([], "GPU")
         with tf.Graph().as_default() as self.graph:  # which holds the function as long as it lives
-            arguments = [tf.constant(0, tf.int64), tf.constant(0, tf.int64), tf.constant("")]
-            outputs = tf.numpy_function(self, arguments, [tf.float32, tf.int64, tf.int64])
+            outputs = tf.numpy_function(self, [tf.constant("")], [tf.float32, tf.int64, tf.int64])
         return str(outputs[0].op.get_attr("token").decode())
 
     def _saboteur(self, folder: Path) -> chaos.Saboteur:
@@ -182,4 +180,7 @@ class Feed:
         attempt = reports.Attempt.from_environment()
         own_journal = journal.Journal(folder, self.place.rank, len(roles.hosts), attempt.number)
         faults = tuple(fault for fault in chaos.parse(config.chaos) if fault.rank == self.place.rank)
-        return chaos.Saboteur(faults, self.place.rank, 1, 1, folder, own_journal)
+        copies = 1 if config.strategy.name == "ps-async" else len(roles.workers) - config.strategy.backup_workers
+        numbers = derive(config, copies, len(self.data_set.train), len(self.data_set.test))
+        own = self.place.rank
+        return chaos.Saboteur(faults, own, numbers.num_steps, numbers.steps_per_epoch, folder, own_journal)

@@ -1,0 +1,157 @@
+"""Parameter servers under the real launcher: what is equal to the ring, what is late, and what is done without."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from launching import run
+
+from ringtrain import cli, strategies
+from ringtrain.config import Config, StrategyConfig
+from ringtrain.errors import ConfigError
+from ringtrain.reports import SERVERS
+
+STEPS, EPOCHS = 22, 2
+OPTIONS = ["--data.name", "digits", "--model.name", "cnn", "--optimizer.clip-norm", "0.5"]
+OPTIONS += ["--train.epochs", EPOCHS, "--checkpoint.every-steps", "6", "--checkpoint.keep", "99", "--run.name", "run"]
+LIMIT_S = 300
+
+
+def launch(folder: Path, *words: object, roles: tuple[object, ...] = ("--ps", 2, "--workers", 2), slots: int = 4):
+    start = [sys.executable, "-m", "ringtrain", "launch", "-H", f"localhost:{slots}", *roles, "--max-restarts", 2]
+    return run(
+        0, [*start, "--", sys.executable, "-m", "ringtrain.train", *OPTIONS, "--run.directory", folder, *words], LIMIT_S
+    )
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "run" / "summary.json").read_text())
+
+
+def saved(folder: Path, step: int) -> str:
+    """Checksum of a checkpoint's weights and optimizer."""
+    manifest = folder / "run" / "checkpoints" / f"step-{step:08d}" / "manifest.json"
+    return json.loads(manifest.read_text().partition("\n")[2])["files"]["state.npz"]
+
+
+@pytest.fixture(scope="module")
+def ring(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ring")
+    ended = launch(folder, roles=("-np", 2), slots=2)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return folder
+
+
+def test_all_workers_together_are_the_ring(ring: Path, tmp_path: Path) -> None:
+    """On two servers, over restarts after the chief's and a server's death, and from the ring's checkpoint."""
+    chaos = "rank=0 step=9 mode=sigkill, rank=1 step=20 mode=sigkill"
+    ended = launch(tmp_path, "--strategy.name", "ps-sync", "--strategy.variables", "by-size", "--chaos", chaos)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found, of_ring = summary(tmp_path), summary(ring)
+    assert found["checksum"] == of_ring["checksum"]
+    killed = [f"rank {rank} on {socket.gethostname()} was killed by SIGKILL" for rank in (0, 1)]
+    assert [cause.partition(" (")[0] for cause in found["restart_causes"]] == killed
+    assert found["metrics"] == pytest.approx(of_ring["metrics"], abs=1e-6)
+    assert [saved(tmp_path, step) for step in (6, 24, 44)] == [saved(ring, step) for step in (6, 24, 44)]
+    told = found["strategy"]
+    assert told["dropped"] == [0, 0] and told["ranks_talk_by"] == "mpi4py" and len(told["servers"]) == 2
+    # The largest weight is alone on its server, all others are on the other one.
+    largest = 64 * 2 * 2 * 1024 * 4
+    assert largest <= max(told["server_bytes"]) < 1.01 * largest and min(told["server_bytes"]) > 0.2 * largest
+
+    shutil.copytree(ring / "run", tmp_path / "cut" / "run")
+    for path in (tmp_path / "cut" / "run" / "checkpoints").iterdir():
+        if int(path.name[5:]) > 30:
+            shutil.rmtree(path)
+    ended = launch(tmp_path / "cut", "--strategy.name", "ps-sync", roles=("--ps", 1, "--workers", 2), slots=3)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "after step 30," in ended.stdout and "2 workers, one copy of the weights: gradients averaged" in ended.stdout
+    assert summary(tmp_path / "cut")["checksum"] == of_ring["checksum"]
+    assert "<stderr>" not in ended.stdout and ended.stderr == "", ended.stderr
+
+
+@pytest.mark.parametrize("backup", [1, 0])
+def test_late_gradients_are_dropped_where_backup_workers_cover_them(tmp_path: Path, backup: int) -> None:
+    """The second is the negative control: everybody waits for the slow one."""
+    words = ["--strategy.name", "ps-sync", "--strategy.backup-workers", backup, "--chaos", "rank=3 step=1 mode=slow"]
+    ended = launch(tmp_path, *words, "--train.batch-size", 64, roles=("--ps", 1, "-np", 4))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = summary(tmp_path)
+    told, steps = found["strategy"], found["global_step"]
+    assert steps == EPOCHS * (1437 // (64 * (3 - backup)))
+    assert sum(told["updates"]) == steps * (3 - backup)
+    slow = told["updates"][2]
+    assert slow < steps / 2 and told["dropped"][2] > 0 if backup else slow == steps and told["dropped"] == [0, 0, 0]
+
+
+def test_a_worker_that_dies_is_done_without_and_taken_back(tmp_path: Path) -> None:
+    """Of two workers, the one that stays is so slow that the other one is back before it has done all the work."""
+    chaos = "rank=1 step=1 mode=slow seconds=0.25, rank=2 step=20 mode=sigkill"
+    words = ["--strategy.name", "ps-async", "--chaos", chaos, "--train.epochs", 4]
+    ended = launch(tmp_path, *words, roles=("--ps", 1, "--workers", 2), slots=3)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = summary(tmp_path)
+    told, steps = found["strategy"], found["global_step"]
+    assert found["restarts"] == 0 and steps == 4 * (1437 // 32) == sum(told["updates"])
+    (lost,) = told["workers_lost"]
+    assert (lost["rank"], lost["why"]) == (2, "ended by SIGKILL") and lost["back_s"] > lost["lost_s"]
+    assert told["updates"][1] > 60 > told["updates"][0]
+    assert told["staleness"]["max"] > 0 and found["test_accuracy"] > 0.8
+    assert "so nothing is proven equal" in ended.stdout and "equality with ring" in told["not_promised"]
+
+
+def test_a_worker_that_cannot_begin_ends_the_job_in_one_line(tmp_path: Path) -> None:
+    words = ["--strategy.name", "ps-async", "--data.name", "csv", "--data.dir", tmp_path / "missing"]
+    ended = launch(tmp_path, *words, roles=("--ps", 1, "--workers", 2), slots=3)
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+
+
+ROLES = {
+    ("--ps", "2", "-np", "2"): "got --ps 2 with -np 2: no rank is left to be a worker",
+    ("--ps", "2", "--workers", "3", "-np", "4"): "got -np 4 with --ps 2 --workers 3",
+    ("--ps", "0", "--workers", "3"): "got --ps 0 --workers 3, expected 1 or more of each",
+    ("--ps", "1", "--workers", "3"): "4",  # ranks, but 2 slots
+    ("--ps", "1", "--elastic"): "got --ps or --workers with --elastic",
+    ("--ps", "1", "--launcher", "horovodrun-gloo"): "whose ranks have no MPI",
+}
+
+
+@pytest.mark.parametrize("words", ROLES)
+def test_roles_that_do_not_fit_are_refused(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["launch", "-H", "localhost:2", *words, "--dry-run", "--", "true"]) == 2
+    said = capsys.readouterr().err
+    assert ROLES[words] in said and said.count("\n") == 1
+
+
+def test_the_number_of_servers_reaches_the_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["launch", "-H", "localhost:8", "--ps", "2", "--workers", "6", "--dry-run", "--", "true"]) == 0
+    said = capsys.readouterr().out
+    assert " -np 8 " in said and f"{SERVERS}=2" in said
+
+
+def test_what_cannot_be_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"strategy\.name: ring has no parameter servers"):
+        strategies.prepare(Config(), {SERVERS: "1"})
+    both = Config(strategy=StrategyConfig("ps-async", servers=3))
+    with pytest.raises(ConfigError, match=r"strategy\.servers: got 3, and ringtrain launch --ps 2"):
+        strategies.prepare(both, {SERVERS: "2"})
+
+
+ALONE = {
+    (
+        "--strategy.name",
+        "ps-async",
+    ): "this is one process alone: ringtrain launch --ps 1",
+    ("--strategy.name", "ps-sync", "--train.jit"): "ps-sync has no train.jit True",
+}
+
+
+@pytest.mark.parametrize("words", ALONE)
+def test_without_ranks_there_are_no_servers(words: tuple[str, ...]) -> None:
+    ended = run(0, [sys.executable, "-m", "ringtrain.train", *OPTIONS, *words], LIMIT_S)
+    assert ended.returncode == 2 and ALONE[words] in ended.stderr and ended.stderr.count("\n") == 1
