@@ -98,7 +98,7 @@ def make(config: Config, crew: Crew | None = None) -> Ring:
     from ringtrain.strategies.ring import Ring
 
     if crew is not None:
-        from ringtrain.strategies.parameter_servers import Asynchronous, Synchronous
+        from ringtrain.strategies.chief import Asynchronous, Synchronous
 
         return {"ps-async": Asynchronous, "ps-sync": Synchronous}[config.strategy.name](config, crew)
 

@@ -175,8 +175,8 @@ def meet(config: Config) -> Crew:
     comm, host, servers = MPI.COMM_WORLD, socket.gethostname(), num_servers(config)
     if comm.size <= servers:
         raise LaunchError(
-            f"strategy.servers: got {servers}, and {comm.size} ranks, of which none is left to work: ringtrain launch --ps"
-            f" {servers} --workers 2 -- ..."
+            f"strategy.servers: got {servers}, and {comm.size} ranks, of which none is left to work: ringtrain launch"
+            f" --ps {servers} --workers 2 -- ..."
         )
     backup = config.strategy.backup_workers
     if backup >= comm.size - servers:

@@ -34,6 +34,7 @@ MAY_IMPORT = {
     "errors": set(),
     "reports": set(),
     "ring": set(),
+    "mpi": {"errors", "reports"},
     "told": {"reports"},
     "trace": {"errors"},
     "timeline": {"errors", "config", "hvd", "trace"},
@@ -52,7 +53,7 @@ MAY_IMPORT = {
     "display": {"config", "schedules", "reports"},
     **{leaf: {"errors", "config"} for leaf in LEAVES},
     "devices": {"errors", "config", "reports"},
-    "hvd": {"errors", "config", "reports", "told", "ring", ""},
+    "hvd": {"errors", "config", "reports", "told", "ring", "mpi", ""},
     "data": {"errors", "config", "lookup", "reports"},
     "models": {"errors", "config", "lookup"},
     "optimizers": {"config", "schedules"},
@@ -60,7 +61,7 @@ MAY_IMPORT = {
     "health": {"errors", "config", "hvd", "journal"},
     "resume": {"errors", "config", "checkpoint", "hvd", "journal", "reports"},
     "evaluation": {"errors", "hvd", "data", "resume"},
-    "strategies": {"errors", "config", "reports", "hvd", "devices", "beats", "resume"},
+    "strategies": TRAINING_HALF - {"train", "elastic"} | {"errors", "reports", "told", "mpi", ""},
     "plateau": {"errors", "config", "hvd", "optimizers", "health", "resume"},
     "pieces": TRAINING_HALF - {"train", "elastic"} | {"errors", "reports"},
     "elastic": TRAINING_HALF - {"train"} | {"errors", "reports"},
@@ -73,7 +74,7 @@ MAY_IMPORT = {
 ONLY_IN = {
     "horovod": {"hvd", "lab/strategies/by_hand.py"},  # Horovod without ringtrain, to compare with
     "subprocess": {"cluster/run.py", "cluster/doctor.py", "cluster/probe.py", "cluster/spark/seat.py"},
-    "mpi4py": {"cluster/doctor.py", "lab/sums.py", "hvd/by_mpi.py"},
+    "mpi4py": {"cluster/doctor.py", "lab/sums.py", "mpi.py"},
     "pyspark": {f"cluster/spark/{name}.py" for name in ("session", "trials", "trial", "driver", "seat", "feed")},
 }
 NO_TENSORFLOW_AT_IMPORT = {
@@ -81,6 +82,7 @@ NO_TENSORFLOW_AT_IMPORT = {
     "errors",
     "reports",
     "ring",
+    "mpi",
     "told",
     "trace",
     "journal",

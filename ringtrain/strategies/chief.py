@@ -402,8 +402,9 @@ class Synchronous(ParameterServers):
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
         """With a thread per worker."""
-        self.ended = False
-        threads = [threading.Thread(target=self._work, args=(each,), daemon=True) for each in range(self.num_workers)]
+        self.ended, done = False, self.version
+        workers = range(self.num_workers)
+        threads = [threading.Thread(target=self._work, args=(worker, done), daemon=True) for worker in workers]
         for thread in threads:
             thread.start()
         try:
@@ -415,9 +416,9 @@ class Synchronous(ParameterServers):
         for thread in threads:
             thread.join()
 
-    def _work(self, worker: int) -> None:
+    def _work(self, worker: int, done: int) -> None:
         """Lets a worker compute a gradient of every version of the weights that it is not too late for."""
-        device, done = f"/job:worker/replica:0/task:{worker}", self.version
+        device = f"/job:worker/replica:0/task:{worker}"
         while True:
             with self.changed:
                 while not self.ended and self.version == done:
