@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, command = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     try:
         options = parser().parse_args(own)
-        if command and options.name not in ("launch", "bench", "tune", "sweep"):
+        if command and options.name not in ("launch", "bench", "tune", "sweep", "compare"):
             raise LaunchError(f"got a command after --, which ringtrain {options.name} does not run: leave it out")
         options.command, options.environ = command, {}
         return options.handler(options)
@@ -153,6 +153,7 @@ def parser() -> argparse.ArgumentParser:
     lab.add_bench(commands, (where, told), launch)
     lab.add_tune(commands, (where, told), launch)
     lab.add_sweep(commands, (where, told), launch, find_hosts)
+    lab.add_compare(commands, (where, told), launch, find_hosts)
 
     listed = commands.add_parser("hosts", parents=[where], help="print the hosts that a launch would use")
     listed.set_defaults(handler=hosts, name="hosts")

@@ -134,6 +134,8 @@ class TrainConfig:
     """metric that patience and schedule.plateau_patience watch: test_accuracy, loss, ..."""
     min_delta: float = 0.0
     """a monitor is better if it is so by more than this"""
+    target_accuracy: float = 0.0
+    """training stops after the first epoch whose test accuracy is at least this; 0: never"""
     callbacks: tuple[str, ...] = ()
     """Keras callbacks of your own, each module:function that returns one; on every rank, with all ranks' metrics"""
     max_time_s: float = 0.0
@@ -345,6 +347,7 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "train.max_time_s": _AT_LEAST_0,
     "train.patience": _AT_LEAST_0,
     "train.min_delta": _FINITE,
+    "train.target_accuracy": _SHARE,
     "tracking.every_steps": _AT_LEAST_0,
     "tracking.timeline_steps": _AT_LEAST_0,
     "checkpoint.every_epochs": _AT_LEAST_0,

@@ -233,6 +233,8 @@ def show_result(console: Console, folder: Path, summary: Mapping[str, Any], grad
     if summary["stopped_by"] == "train.patience":
         watched = summary["config"]["train"]
         stopped = f"{watched['patience']} epochs without a better {watched['monitor']}"
+    elif summary["stopped_by"] == "train.target_accuracy":
+        stopped = "the target of test accuracy is reached"
     rows = {
         **({"stopped": f"after step {summary['global_step']:,}, {stopped}"} if summary["stopped_by"] else {}),
         **({"test accuracy": f"{summary['test_accuracy']:.2%}"} if evaluated else {}),

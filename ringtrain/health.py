@@ -61,8 +61,8 @@ class StopTogether(keras.callbacks.Callback):
 
     Attributes:
         save_is_due: whether the ranks have just agreed that checkpoint.every_minutes is over; the same on every rank.
-        stopped_by: why training ended before its last step: a signal's name, "train.max_time_s", "train.patience" or
-            "a callback"; empty while nobody wants to stop.
+        stopped_by: why training ended before its last step: a signal's name, "train.max_time_s", "train.patience",
+            "train.target_accuracy" or "a callback"; empty while nobody wants to stop.
     """
 
     def __init__(

@@ -110,7 +110,7 @@ class Course:
         self.stop = health.StopTogether(
             signals, config, start.global_step, numbers.steps_per_epoch, data_set.raise_unreadable
         )
-        self.watch = plateau.Plateau(config, numbers, clock, self.stop, start.monitored)
+        self.watch = plateau.Plateau(config, numbers, clock, self.stop, start)
         saboteur = chaos.Saboteur(faults, rank, numbers.num_steps, numbers.steps_per_epoch, folder, own_journal)
         self.saver = resume.Saver(
             model,
@@ -161,6 +161,7 @@ class Course:
             "metrics": metrics,
             "images_per_s": recorder.images_per_s if recorder else math.nan,
             "num_ranks": self.numbers.num_ranks,
+            "num_parameters": sum(math.prod(variable.shape) for variable in self.model.trainable_variables),
             "global_step": self.clock.global_step,
             "stopped_by": self.stop.stopped_by,
             "resumed_from": self.start.source,

@@ -1,13 +1,13 @@
-"""When a metric no longer gets better: a lower learning rate, or the end.
+"""When a metric no longer gets better: a lower learning rate, or the end. When it is good enough: the end as well.
 
-Both are pure functions of the metric's values so far, one per epoch, which every checkpoint holds: a run that goes on
+All are pure functions of the metric's values so far, one per epoch, which every checkpoint holds: a run that goes on
 decides what it would have decided.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -16,7 +16,7 @@ from ringtrain import hvd, optimizers
 from ringtrain.config import Config, Numbers, lower_is_better, nearest
 from ringtrain.errors import ConfigError
 from ringtrain.health import StopTogether
-from ringtrain.resume import Clock
+from ringtrain.resume import Clock, Start
 
 
 def plateaus(values: Sequence[float], patience: int, lower_is_better: bool, min_delta: float) -> int:
@@ -43,27 +43,24 @@ def plateaus(values: Sequence[float], patience: int, lower_is_better: bool, min_
 
 
 class Plateau(keras.callbacks.Callback):
-    """Watches train.monitor; for every rank, after `Evaluation` and before `StopTogether`.
+    """Watches train.monitor and the test accuracy; for every rank, after `Evaluation` and before `StopTogether`.
 
     Args:
         config: of the run.
         numbers: of the run.
         clock: says whether an epoch is whole; one that is broken off does not count.
         stop: told when it is time to end.
-        values: of the metric, of the epochs before.
+        start: where the run begins, with the metrics of the epochs before.
     """
 
-    def __init__(
-        self, config: Config, numbers: Numbers, clock: Clock, stop: StopTogether, values: Iterable[float]
-    ) -> None:
+    def __init__(self, config: Config, numbers: Numbers, clock: Clock, stop: StopTogether, start: Start) -> None:
         super().__init__()
         self.config = config
         self.full_rate = numbers.learning_rate
         self.clock = clock
         self.stop = stop
-        self.values = list(values)
-        if self._is_over():
-            stop.stopped_by = "train.patience"
+        self.values = list(start.monitored)
+        stop.stopped_by = self._over(start.metrics.get("test_accuracy", 0.0))
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._set_rate()
@@ -71,12 +68,13 @@ class Plateau(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         if not self.clock.epoch_complete:
             return
-        # One rank's value for all: they decide the same, whatever a callback has put into its own logs.
-        value = hvd.broadcast_object(float((logs or {})[self.config.train.monitor]), 0, name="ringtrain_monitor")
+        # One rank's values for all: they decide the same, whatever a callback has put into its own logs.
+        own = [float((logs or {})[name]) for name in (self.config.train.monitor, "test_accuracy")]
+        value, accuracy = hvd.broadcast_object(own, 0, name="ringtrain_monitor")
         self.values.append(value)
         self._set_rate()
-        if self._is_over():
-            self.stop.want("train.patience")
+        if why := self._over(accuracy):
+            self.stop.want(why)
 
     @property
     def share(self) -> float:
@@ -88,9 +86,12 @@ class Plateau(keras.callbacks.Callback):
         if self.config.schedule.plateau_patience:
             optimizers.set_share(self.model.optimizer, self.full_rate, self.share)
 
-    def _is_over(self) -> bool:
-        patience = self.config.train.patience
-        return bool(patience) and self._plateaus(patience) > 0
+    def _over(self, accuracy: float) -> str:
+        """The option that ends training now, if one does."""
+        train = self.config.train
+        if train.patience and self._plateaus(train.patience):
+            return "train.patience"
+        return "train.target_accuracy" if 0 < train.target_accuracy <= accuracy else ""
 
     def _plateaus(self, patience: int) -> int:
         train = self.config.train

@@ -33,6 +33,7 @@ FREE = (
     *("run.", "checkpoint.", "device.", "health.", "elastic.", "tracking.", "chaos", "data.dir", "data.file"),
     "strategy.",
     *("train.epochs", "train.batch_size", "train.max_time_s", "train.check_every_steps", "train.patience"),
+    "train.target_accuracy",
 )
 BEST_BY = "test_accuracy"
 

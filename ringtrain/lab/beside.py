@@ -21,7 +21,7 @@ from ringtrain.cluster import run
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.restart import ASKED_TO_STOP
 from ringtrain.config import Config, with_values
-from ringtrain.errors import ConfigError
+from ringtrain.errors import ConfigError, LaunchError
 from ringtrain.lab import slots
 from ringtrain.lab.levers import YIELDING
 from ringtrain.lab.study import Study
@@ -257,6 +257,31 @@ def held(path: Path) -> Iterator[int | None]:
         os.close(descriptor)
 
 
+def claim(path: Path, own: Mapping[str, Any], what: str) -> None:
+    """Writes down what a folder is for, or sees that it is for the same.
+
+    Args:
+        path: of the file that says so.
+        own: what it is for, by name.
+        what: that is called.
+
+    Raises:
+        LaunchError: it is for something else; names what differs.
+    """
+    own = json.loads(json.dumps(own))
+    if not path.exists():
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(own, indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(path)
+    known = json.loads(path.read_text(encoding="utf-8"))
+    for name in {**known, **own}:
+        if known.get(name) != own.get(name):
+            raise LaunchError(
+                f"{path.parent}: holds a {what} whose {name} is {known.get(name)}, got {own.get(name)}: give another"
+                f" --run.name after --, or delete it"
+            )
+
+
 def epochs_of(path: Path, monitor: str) -> list[tuple[int, float | None]]:
     """Epochs, from 1, and what each gave; a line that is not whole yet is left out."""
     found = []
@@ -273,8 +298,8 @@ def is_done(folder: Path) -> bool:
     try:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         trained = summary["global_step"] >= summary["numbers"]["num_steps"]
-        return bool(trained or summary["stopped_by"] == "train.patience")
-    except (OSError, ValueError, KeyError, TypeError):
+        return bool(trained or summary["stopped_by"].startswith("train."))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 

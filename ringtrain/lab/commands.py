@@ -1,4 +1,4 @@
-"""The commands bench, tune, sweep, predict and report: options, and what they start, which is imported when it runs."""
+"""The commands bench, tune, sweep, compare, predict, report: options, and what they start, which is imported then."""
 
 from __future__ import annotations
 
@@ -248,6 +248,45 @@ def add_sweep(
         return start_module("sweep", options, parents, launch)
 
     told.set_defaults(handler=sweep, name="sweep")
+
+
+def add_compare(
+    commands: argparse._SubParsersAction[Any],
+    parents: Sequence[argparse.ArgumentParser],
+    launch: Callable[[argparse.Namespace], int],
+    find_hosts: Callable[[argparse.Namespace], tuple[Sequence[Any], str]],
+) -> None:
+    """Adds `ringtrain compare`; the arguments are those of add_sweep."""
+    told = commands.add_parser(
+        "compare",
+        parents=list(parents),
+        usage="ringtrain compare --strategies LIST --config FILE [options] [-- options of ringtrain.train]",
+        description="Trains the same job under several strategies, in turns, with -np copies of the model under each;"
+        " the same command goes on after an interruption. See docs/strategies.md.",
+        help="train the same job under several strategies",
+    )
+    told.add_argument(
+        "--strategies", required=True, metavar="LIST", help="e.g. ring,towers:reduction=all,one (one: a copy alone)"
+    )
+    told.add_argument("--config", default="", metavar="FILE", help="TOML of the job, as of ringtrain.train")
+    told.add_argument(
+        "--budget",
+        default="",
+        metavar="LIST",
+        help="epochs=5, time=60s, accuracy=0.97, what comes first; else as the job has it",
+    )
+    told.add_argument("--seeds", type=int, default=3, metavar="N", help="runs under each (3)")
+    told.add_argument("--ps", type=int, default=1, metavar="N", help="parameter servers, where there are any (1)")
+    for option in (OUT, PLOT, ("--html", {"default": "", "metavar": "FILE", "help": "write a page about them"})):
+        told.add_argument(option[0], **option[1])
+
+    def compare(options: argparse.Namespace) -> int:
+        options.found_hosts, _ = find_hosts(options)
+        anyhow = argparse.Namespace(**{**vars(options), "np": None})
+        options.run_words = [word for parent in parents for word in words_of(parent, anyhow)]
+        return start_module("compare", options, parents, launch)
+
+    told.set_defaults(handler=compare, name="compare")
 
 
 def words_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:

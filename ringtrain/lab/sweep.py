@@ -9,7 +9,6 @@ sweep's folder: the same command goes on with a sweep that was ended, whatever e
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -118,22 +117,11 @@ def claim(folder: Path, options: argparse.Namespace, base: Config, found: space.
     own: dict[str, Any] = {f"space of {option}": vars(one) for option, one in found.items()}
     own |= {f"--{name.replace('_', '-')}": getattr(options, name) for name in ("sampler", "prune", "ranks_per_trial")}
     own |= {option: value_of(base, option) for option in option_types() if not option.startswith("run.")}
-    own, path = json.loads(json.dumps(own)), folder / "sweep.json"
-    if not path.exists():
-        unfinished = path.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(own, indent=1) + "\n", encoding="utf-8")
-        unfinished.replace(path)
     if not (folder / FILE).exists() and any(folder.glob("trial-*")):
         raise LaunchError(
             f"{folder}: holds trials without {FILE}, which says what was done: delete it, or give another --run.name"
         )
-    known = json.loads(path.read_text(encoding="utf-8"))
-    for name in {**known, **own}:
-        if known.get(name) != own.get(name):
-            raise LaunchError(
-                f"{folder}: holds a sweep whose {name} is {known.get(name)}, got {own.get(name)}: give another"
-                f" --run.name after --, or delete it"
-            )
+    beside.claim(folder / "sweep.json", own, "sweep")
 
 
 def speed_of(new: Sequence[Trial], wall_s: float, at_once: int) -> dict[str, Any]:

@@ -1,0 +1,244 @@
+"""ringtrain compare: the same job under several strategies, in turns, and what each of them gave.
+
+    ringtrain compare --strategies ring,towers --config configs/digits.toml -np 2 --seeds 3
+
+Each run is one of ringtrain.train, in a folder of its own. Those that are finished are not trained again: the same
+command goes on with a comparison that was ended, whatever ended it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, get_args
+
+from ringtrain import pieces, settings
+from ringtrain.cluster import run
+from ringtrain.cluster.hosts import take
+from ringtrain.config import Config, nearest, option_types, value_of
+from ringtrain.errors import LaunchError, RunDirectoryError
+from ringtrain.lab import beside, compared, figures
+from ringtrain.lab.compared import Result
+from ringtrain.lab.starts import Start
+from ringtrain.lab.tune import seconds_of
+from ringtrain.reports import HOST_SLOTS
+
+ALONE = "one"
+"""in the place of a strategy: one copy of the model, with the share of the cores that one of several has"""
+BUDGETS = {"epochs": "--train.epochs", "time": "--train.max-time-s", "accuracy": "--train.target-accuracy"}
+LAUNCHERS = ("mpirun", "horovodrun", "horovodrun-gloo", "srun")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is compared with the others."""
+
+    label: str
+    """as on the command line, e.g. "towers:reduction=all"; its runs' folders are named after it"""
+    name: str
+    """of the strategy, or ALONE"""
+    words: tuple[str, ...]
+    """its options of ringtrain.train"""
+
+
+def main(options: argparse.Namespace, _: Start) -> int:
+    """Trains, shows and writes.
+
+    Args:
+        options: of the command; found_hosts and run_words are those of launch.
+
+    Returns:
+        0; 1 if a run failed.
+
+    Raises:
+        LaunchError, ConfigError: what was asked for cannot be.
+        SystemExit: with 128 + the number of the signal that ended it.
+    """
+    refuse(options)
+    copies = options.np or sum(host.slots for host in options.found_hosts)
+    slots = take(options.found_hosts, copies, options.oversubscribe)[0].slots
+    told = [*(["--config", options.config] if options.config else []), *options.command, *budget(options.budget)]
+    base, entries = settings.read(told), read(options.strategies, copies)
+    for entry in entries:  # a mistake is told before anything starts
+        pieces.find(settings.read([*told, *entry.words]))
+    folder = Path(base.run.directory) / (base.run.name or f"compare-{Path(options.config or base.data.name).stem}")
+    (folder / "starts").mkdir(parents=True, exist_ok=True)
+    before = {number: signal.signal(number, end) for number in beside.SIGNALS}
+    try:
+        with beside.held(folder / "lock") as lock:
+            if lock is None:
+                raise RunDirectoryError(
+                    f"{folder}: another ringtrain compare works there: wait, or give another --run.name"
+                )
+            claim(folder, base, copies, options.ps)
+            results: list[Result] = []
+            for seed in range(base.seed, base.seed + options.seeds):
+                for entry in entries:
+                    earlier = [one for one in results if one.label == entry.label]
+                    if earlier and all(one.error for one in earlier):  # nor would it run the next time
+                        continue
+                    slots_of_others = slots if entry.name == ALONE else 1
+                    argv = ["ringtrain", "launch", *options.run_words, *launch_words(entry.name, copies, options.ps)]
+                    argv = [sys.executable, "-m", *argv, "--", "python", "-m", "ringtrain.train", *told, *entry.words]
+                    results.append(train_once(entry, seed, folder, argv, slots_of_others, lock))
+                    say(compared.in_words(results[-1]))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return conclude(results, options, base, copies)
+
+
+def refuse(options: argparse.Namespace) -> None:
+    """Refuses what a comparison cannot have.
+
+    Raises:
+        LaunchError: names it.
+    """
+    for name in ("seeds", "ps"):
+        if getattr(options, name) < 1:
+            raise LaunchError(f"got --{name} {getattr(options, name)}, expected 1 or more")
+    for name in ("output", "timeline"):
+        if getattr(options, name):
+            raise LaunchError(f"got --{name}: each run keeps its own in its folder: leave it out")
+    if options.launcher not in LAUNCHERS:
+        raise LaunchError(f"got --launcher {options.launcher}, expected one of {', '.join(LAUNCHERS)}")
+
+
+def budget(text: str) -> list[str]:
+    """A budget as options of ringtrain.train.
+
+    Args:
+        text: e.g. "accuracy=0.97,epochs=50"; empty: that of the configuration.
+
+    Raises:
+        LaunchError: it is none.
+    """
+    words: list[str] = []
+    for part in filter(None, text.split(",")):
+        kind, _, value = part.partition("=")
+        if kind not in BUDGETS:
+            raise LaunchError(f"got --budget {part}, expected epochs=5, time=60s or accuracy=0.97, or several: a,b")
+        words += [BUDGETS[kind], str(seconds_of(value)) if kind == "time" else value]
+    return words
+
+
+def read(text: str, copies: int) -> list[Entry]:
+    """What is to be compared.
+
+    Args:
+        text: e.g. "ring,towers:reduction=all,ring:hvd.groups=4"; options without a section are those of the strategy.
+        copies: of the model.
+
+    Raises:
+        LaunchError: there is no such strategy, or one of them twice.
+    """
+    known, found = [*get_args(option_types()["strategy.name"]), ALONE], dict[str, Entry]()
+    for label in text.split(","):
+        name, *told = re.split(r":(?=[\w.-]+=)", label)
+        if name not in known:
+            raise LaunchError(f"got --strategies {text}: {name!r} is none: {nearest(name, known)}")
+        words = ["--strategy.name", "ring" if name == ALONE else name]
+        words += ["--strategy.towers", str(copies)] if name == "towers" else []
+        for option, _, value in (one.partition("=") for one in told):
+            words += [f"--{option}" if "." in option else f"--strategy.{option}", value]
+        entry = Entry(label, name, tuple(words))
+        if found.setdefault(file_name(entry), entry) is not entry:
+            raise LaunchError(f"got --strategies {text}: {label} is there twice: leave one out")
+    return [*found.values()]
+
+
+def file_name(entry: Entry) -> str:
+    """How the names of its runs begin."""
+    return re.sub(r"[^\w.]+", "-", entry.label)
+
+
+def launch_words(strategy: str, copies: int, servers: int) -> list[str]:
+    """How ringtrain launch starts what a strategy needs.
+
+    Args:
+        strategy: its name, or ALONE.
+        copies: of the model, the same number under each.
+        servers: where there are any.
+    """
+    if strategy.startswith("ps-"):  # servers mostly wait: they need no slots of their own
+        return ["--ps", str(servers), "--workers", str(copies), "--oversubscribe"]
+    return ["-np", "1" if strategy in ("towers", ALONE) else str(copies)]
+
+
+def claim(folder: Path, base: Config, copies: int, servers: int) -> None:
+    """Makes the folder this comparison's, or sees that it is; strategies and seeds may be added.
+
+    Raises:
+        LaunchError: it holds another one; names what differs.
+    """
+    own = {option: value_of(base, option) for option in option_types() if not option.startswith("run.")}
+    beside.claim(folder / "compare.json", {"-np": copies, "--ps": servers, **own}, "comparison")
+
+
+def train_once(entry: Entry, seed: int, folder: Path, argv: Sequence[str], slots: int, lock: int) -> Result:
+    """One run, unless it was finished before. What is left of one that was broken off goes: its times are of no use.
+
+    Args:
+        entry: that trains.
+        seed: of the run.
+        folder: of the comparison.
+        argv: starts it; seed and folder are added.
+        slots: of the host; the run has the share of its cores that its own ranks have of these.
+        lock: held as long as something of the run lives.
+    """
+    name = f"{file_name(entry)}-{seed}"
+    own, log = folder / name, folder / "starts" / f"{name}.log"
+    if beside.is_done(own):
+        return Result(entry.label, seed, own)
+    shutil.rmtree(own, ignore_errors=True)
+    say(f"{entry.label}, seed {seed}: {own}")
+    added = ["--seed", str(seed), "--run.directory", str(folder), "--run.name", name]
+    environ: Mapping[str, str] = {**os.environ, HOST_SLOTS: str(slots)}
+    process = run.start_beside([*argv, *added], environ, log, lock)
+    try:
+        code = process.wait()
+    finally:
+        if process.poll() is None:  # a signal has come
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+    return Result(entry.label, seed, own, beside.reason_of(log, code) if code else "")
+
+
+def conclude(results: Sequence[Result], options: argparse.Namespace, base: Config, copies: int) -> int:
+    """Shows and writes what came out."""
+    target = base.train.target_accuracy
+    found = compared.summaries(results)
+    title = f"{copies} copies, {options.seeds} seeds: {' '.join(['--config', options.config] * bool(options.config))}"
+    tables = compared.tables(found, target)
+    for name, head, rows in tables:
+        figures.show(f"{name}; {title}", head, rows)
+    told = {name: getattr(options, name) for name in ("strategies", "config", "budget", "seeds", "ps")}
+    told |= {"copies": copies, "command": options.command}
+    if options.out:
+        runs = [one.told() for one in results]
+        figures.write(Path(options.out), "compare", told, {"strategies": found, "runs": runs})
+    if options.plot:
+        compared.draw(Path(options.plot), results, title)
+    if options.html:
+        compared.write_page(Path(options.html), results, tables, title)
+    failed = [one for one in results if one.error]
+    print("\n".join(compared.in_words(one) for one in failed), end="\n" * bool(failed))
+    return 1 if failed else 0
+
+
+def say(text: str) -> None:
+    """A line on standard error."""
+    print(f"compare: {text}", file=sys.stderr, flush=True)
+
+
+def end(number: int, _: object) -> NoReturn:
+    """Ends the comparison; the run that is under way is asked to save and end."""
+    say(f"stopped by {signal.Signals(number).name}; the same command goes on")
+    raise SystemExit(128 + number)
