@@ -165,5 +165,5 @@ def _is_number(value: Any) -> bool:
 
 def _first_sentence(box: str) -> str:
     """What tyro says in its box, as one line: the text between the frame and the first rule."""
-    text = re.split(r"─{4,}╮\s|│ ─{4,}|╰─", box + "╰─")[1]
+    text = re.split(r"[─-]{4,}[╮ ]?\n|│ ─{4,}|╰─", box + "╰─")[1]  # frame and rule are spaces and minus in ASCII
     return "command line: " + " ".join(text.replace("│", " ").split())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import sys
 
 import pytest
 
@@ -139,6 +141,13 @@ def test_command_line_errors_are_one_line(line, capfd):
     assert str(error.value).startswith(f"command line: {BAD_LINES[line]}")
     assert "\n" not in str(error.value) and "│" not in str(error.value)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_mistake_is_told_where_the_terminal_has_no_letters_but_asciis(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    with pytest.raises(ConfigError, match=r"^command line: invalid choice 'sdg' .*\.$") as error:
+        settings.read(["--optimizer.name", "sdg"])
+    assert "help" not in str(error.value)
 
 
 def test_range_is_checked_on_the_command_line_too():
