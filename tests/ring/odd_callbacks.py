@@ -43,6 +43,13 @@ class LocalMonitor(keras.callbacks.Callback):
         logs["test_loss"] = 1.0 if RANK == 0 else 1.0 / (epoch + 1)
 
 
+class LocalAccuracy(keras.callbacks.Callback):
+    """Gives each rank another test_accuracy: rank 0's grows from epoch to epoch, rank 1's is perfect."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs["test_accuracy"] = (epoch + 1) / 20 if RANK == 0 else 1.0
+
+
 class WritesLogs(keras.callbacks.Callback):
     """Leaves what it was given in the current folder, a file per rank."""
 
