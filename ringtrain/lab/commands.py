@@ -282,7 +282,7 @@ def add_compare(
 
     def compare(options: argparse.Namespace) -> int:
         options.found_hosts, _ = find_hosts(options)
-        anyhow = argparse.Namespace(**{**vars(options), "np": None})
+        anyhow = argparse.Namespace(**{**vars(options), "np": None, "ps": None})
         options.run_words = [word for parent in parents for word in words_of(parent, anyhow)]
         return start_module("compare", options, parents, launch)
 

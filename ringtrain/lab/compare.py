@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -62,6 +63,7 @@ def main(options: argparse.Namespace, _: Start) -> int:
         SystemExit: with 128 + the number of the signal that ended it.
     """
     refuse(options)
+    servers = options.ps or 1
     copies = options.np or sum(host.slots for host in options.found_hosts)
     slots = take(options.found_hosts, copies, options.oversubscribe)[0].slots
     told = [*(["--config", options.config] if options.config else []), *options.command, *budget(options.budget)]
@@ -77,7 +79,7 @@ def main(options: argparse.Namespace, _: Start) -> int:
                 raise RunDirectoryError(
                     f"{folder}: another ringtrain compare works there: wait, or give another --run.name"
                 )
-            claim(folder, base, copies, options.ps)
+            claim(folder, base, copies, servers)
             results: list[Result] = []
             for seed in range(base.seed, base.seed + options.seeds):
                 for entry in entries:
@@ -85,14 +87,14 @@ def main(options: argparse.Namespace, _: Start) -> int:
                     if earlier and all(one.error for one in earlier):  # nor would it run the next time
                         continue
                     slots_of_others = slots if entry.name == ALONE else 1
-                    argv = ["ringtrain", "launch", *options.run_words, *launch_words(entry.name, copies, options.ps)]
+                    argv = ["ringtrain", "launch", *options.run_words, *launch_words(entry.name, copies, servers)]
                     argv = [sys.executable, "-m", *argv, "--", "python", "-m", "ringtrain.train", *told, *entry.words]
                     results.append(train_once(entry, seed, folder, argv, slots_of_others, lock))
                     say(compared.in_words(results[-1]))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return conclude(results, options, base, copies)
+    return conclude(results, options, told, {"copies": copies, "servers": servers})
 
 
 def refuse(options: argparse.Namespace) -> None:
@@ -102,7 +104,7 @@ def refuse(options: argparse.Namespace) -> None:
         LaunchError: names it.
     """
     for name in ("seeds", "ps"):
-        if getattr(options, name) < 1:
+        if getattr(options, name) is not None and getattr(options, name) < 1:
             raise LaunchError(f"got --{name} {getattr(options, name)}, expected 1 or more")
     for name in ("output", "timeline"):
         if getattr(options, name):
@@ -211,19 +213,20 @@ def train_once(entry: Entry, seed: int, folder: Path, argv: Sequence[str], slots
     return Result(entry.label, seed, own, beside.reason_of(log, code) if code else "")
 
 
-def conclude(results: Sequence[Result], options: argparse.Namespace, base: Config, copies: int) -> int:
-    """Shows and writes what came out."""
-    target = base.train.target_accuracy
-    found = compared.summaries(results)
-    title = f"{copies} copies, {options.seeds} seeds: {' '.join(['--config', options.config] * bool(options.config))}"
+def conclude(
+    results: Sequence[Result], options: argparse.Namespace, told: Sequence[str], numbers: Mapping[str, int]
+) -> int:
+    """Shows and writes what came out, and says whether a run failed."""
+    target, found = settings.read(told).train.target_accuracy, compared.summaries(results)
+    title = f"{numbers['copies']} copies, {options.seeds} seed{'s' * (options.seeds > 1)}: {shlex.join(told)}"
     tables = compared.tables(found, target)
+    print(title)
     for name, head, rows in tables:
-        figures.show(f"{name}; {title}", head, rows)
-    told = {name: getattr(options, name) for name in ("strategies", "config", "budget", "seeds", "ps")}
-    told |= {"copies": copies, "command": options.command}
+        figures.show(name, head, rows)
     if options.out:
         runs = [one.told() for one in results]
-        figures.write(Path(options.out), "compare", told, {"strategies": found, "runs": runs})
+        about = {"strategies": options.strategies, "seeds": options.seeds, **numbers, "command": told}
+        figures.write(Path(options.out), "compare", about, {"strategies": found, "runs": runs})
     if options.plot:
         compared.draw(Path(options.plot), results, title)
     if options.html:

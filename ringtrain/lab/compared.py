@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +94,7 @@ class Result:
             "waiting_share": waiting_share(summary),
             "bytes_per_update": bytes_per_update(self.run),
             "staleness": (strategy.get("staleness") or {}).get("mean"),
-            "dropped": strategy.get("dropped"),
+            "dropped": sum(strategy["dropped"]) if "dropped" in strategy else None,
         }
 
     def told(self) -> dict[str, Any]:
@@ -107,15 +108,13 @@ class Result:
 
 
 def waiting_share(summary: Mapping[str, Any]) -> float | None:
-    """Share of the steps' time in which workers wait for others, or for what travels; mean over the ranks.
+    """Share of the steps' time in which ranks wait for others, or for what travels; mean over ranks, or over workers.
 
     Args:
-        summary: of a run; what its strategy says of itself goes first.
+        summary: of a run; what its strategy says of its workers goes first.
     """
-    told = summary["strategy"].get("waiting") or {}
-    if "share" in told:
-        share: float | None = told["share"]
-        return share
+    if workers := summary["strategy"].get("waiting"):
+        return float(statistics.mean(workers))
     totals = [one["totals"] for one in summary["ranks"] if one["totals"]["step_s"]]
     return sum(one["wait_s"] for one in totals) / sum(one["step_s"] for one in totals) if totals else None
 
@@ -210,8 +209,9 @@ def draw(path: Path, results: Sequence[Result], title: str) -> None:
     Raises:
         MissingDependency: matplotlib is not installed.
     """
-    left, write_png = picture.canvas(title, "seconds of training", "test accuracy, %", log=False)
+    left, write_png = picture.canvas("", "seconds of training", "test accuracy, %", log=False)
     left.figure.set_size_inches(11, 4.5)
+    left.figure.suptitle(title, fontsize=9, wrap=True)
     halves = left.figure.add_gridspec(1, 2)
     left.set_subplotspec(halves[0])
     right = left.figure.add_subplot(halves[1], sharey=left, xlabel="samples seen")

@@ -91,7 +91,7 @@ def make_run(folder: Path, strategy: str, told: dict[str, Any], accuracies: list
 
 
 def test_figures_are_read_from_the_runs(tmp_path: Path) -> None:
-    told = {"staleness": {"mean": 1.5, "p50": 1, "p90": 2, "max": 3}, "dropped": 7, "waiting": {"share": 0.25}}
+    told = {"staleness": {"mean": 1.5, "p50": 1, "p90": 2, "max": 3}, "dropped": [3, 4], "waiting": [0.2, 0.3]}
     results = [
         compared.Result("ring", 0, make_run(tmp_path / "ring-0", "ring", {}, [0.5, 0.9, 0.8], 0.9)),
         compared.Result("ps-async", 0, make_run(tmp_path / "ps-0", "ps-async", told, [0.5, 0.6, 0.7], 0.9)),
