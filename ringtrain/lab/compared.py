@@ -153,7 +153,7 @@ def summaries(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
 
 
 def tables(found: Mapping[str, Mapping[str, Any]], target: float) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Title, head and rows of each table; columns that are empty are left out.
+    """Title, head and rows of each table; columns and tables that are empty are left out.
 
     Args:
         found: from summaries.
@@ -162,11 +162,11 @@ def tables(found: Mapping[str, Mapping[str, Any]], target: float) -> list[tuple[
     made = []
     for title, columns in TABLES.items():
         shown = {head: how for head, how in columns.items() if any(how[0] in one for one in found.values())}
-        rows = []
-        for label, one in found.items():
-            cells = [_cell(one, *how) for how in shown.values()]
-            rows.append([label, *(cells if one["runs"] else ["failed", *cells[1:]])])
-        made.append((title, ["", *(head.format(target=100 * target) for head in shown)], rows))
+        rows = [[label, *(_cell(one, *how) for how in shown.values())] for label, one in found.items()]
+        for row, one in zip(rows, found.values(), strict=True):
+            row[1:2] = row[1:2] if one["runs"] else ["failed"]
+        if shown:
+            made.append((title, ["", *(head.format(target=100 * target) for head in shown)], rows))
     return made
 
 
