@@ -276,7 +276,6 @@ def add_compare(
         help="epochs=5, time=60s, accuracy=0.97, what comes first; else as the job has it",
     )
     told.add_argument("--seeds", type=int, default=3, metavar="N", help="runs under each (3)")
-    told.add_argument("--ps", type=int, default=1, metavar="N", help="parameter servers, where there are any (1)")
     for option in (OUT, PLOT, ("--html", {"default": "", "metavar": "FILE", "help": "write a page about them"})):
         told.add_argument(option[0], **option[1])
 

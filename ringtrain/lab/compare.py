@@ -106,6 +106,8 @@ def refuse(options: argparse.Namespace) -> None:
     for name in ("seeds", "ps"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise LaunchError(f"got --{name} {getattr(options, name)}, expected 1 or more")
+    if options.workers is not None:
+        raise LaunchError(f"got --workers {options.workers}: all have as many, -np: leave it out")
     for name in ("output", "timeline"):
         if getattr(options, name):
             raise LaunchError(f"got --{name}: each run keeps its own in its folder: leave it out")

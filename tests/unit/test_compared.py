@@ -44,6 +44,8 @@ def test_a_strategy_may_have_options_and_towers_get_their_copies() -> None:
         (["--strategies", "ring", "--budget", "time=soon"], "got --budget soon, expected a time such as 90s"),
         (["--strategies", "ring", "--budget", "accuracy=97"], "train.target_accuracy: got 97.0, expected 0 to 1"),
         (["--strategies", "ring", "--seeds", "0"], "got --seeds 0, expected 1 or more"),
+        (["--strategies", "ring", "--workers", "2"], "got --workers 2: all have as many"),
+        (["--strategies", "ps-sync", "--ps", "0"], "got --ps 0, expected 1 or more"),
         (["--strategies", "ring", "--timeline", "t.json"], "got --timeline: each run keeps its own"),
         (["--strategies", "ring", "--launcher", "sbatch"], "got --launcher sbatch, expected one of mpirun"),
         (["--strategies", "ring", "-np", "3"], "got -np 3, but 1 host with 2 slots"),
@@ -72,6 +74,8 @@ def test_every_strategy_is_started_with_the_same_number_of_copies() -> None:
     servers = ["--ps", "2", "--workers", "3", "--oversubscribe"]
     expected = {"ring": ["-np", "3"], "towers": ["-np", "1"], "one": ["-np", "1"], "ps-async": servers}
     assert {name: compare.launch_words(name, 3, 2) for name in expected} == expected
+    for words in expected.values():
+        cli.parser().parse_args(["launch", *words])
 
 
 def make_run(folder: Path, strategy: str, told: dict[str, Any], accuracies: list[float], target: float) -> Path:
