@@ -114,7 +114,8 @@ def waiting_share(summary: Mapping[str, Any]) -> float | None:
         summary: of a run; what its strategy says of its workers goes first.
     """
     if workers := summary["strategy"].get("waiting"):
-        return float(statistics.mean(workers))
+        known = [share for share in workers if share is not None]
+        return float(statistics.mean(known)) if known else None
     totals = [one["totals"] for one in summary["ranks"] if one["totals"]["step_s"]]
     return sum(one["wait_s"] for one in totals) / sum(one["step_s"] for one in totals) if totals else None
 

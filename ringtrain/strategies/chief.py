@@ -10,7 +10,6 @@ import contextlib
 import functools
 import queue
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -72,8 +71,10 @@ class ParameterServers(Ring):
         self.num_workers = len(crew.roles.workers)
         self.updates = Counter[int]()
         """by worker"""
-        self.busy_s = Counter[int]()
-        self.began_s = 0.0
+        self.busy_s, self.idle_s = Counter[int](), Counter[int]()
+        """of each worker, within epochs and after its first gradient, for which TensorFlow makes its graph"""
+        self.ended_s: dict[int, float] = {}
+        """when each has computed its last gradient of this epoch, by its own clock"""
         self.global_step = 0
 
     def begin(self) -> devices.Pinning:
@@ -181,7 +182,6 @@ class ParameterServers(Ring):
     ) -> None:
         """As Ring's, with the workers' own batches."""
         self.global_step, self.saboteurs = part.first_step, self._of_servers(model)
-        self.began_s = self.began_s or time.time()
         with self.stepping():
             self.call(model, self.steps(part), part, callbacks)
         self.crew.look()
@@ -241,15 +241,18 @@ class ParameterServers(Ring):
             saboteur.after_step(self.global_step, self.model)
         worker, begin_s, end_s = int(seen[0]), seen[1], seen[2]
         self.updates[worker] += 1
-        self.busy_s[worker] += end_s - begin_s
+        if worker in self.ended_s:
+            self.busy_s[worker] += end_s - begin_s
+            self.idle_s[worker] += max(0.0, begin_s - self.ended_s[worker])
+        self.ended_s[worker] = end_s
         return self.observe(seen)
 
     def told(self) -> dict[str, Any]:
         """What summary.json says of the steps."""
-        passed_s = time.time() - self.began_s
+        shares = [(self.idle_s[worker], self.busy_s[worker]) for worker in range(self.num_workers)]
         return {
             "updates": [self.updates[worker] for worker in range(self.num_workers)],
-            "waiting": [1 - self.busy_s[worker] / passed_s for worker in range(self.num_workers)],
+            "waiting": [idle_s / (idle_s + busy_s) if busy_s else None for idle_s, busy_s in shares],
             "workers_lost": self.crew.lost,
         }
 
@@ -309,6 +312,7 @@ class Asynchronous(ParameterServers):
             for _ in range(part.first_epoch, part.end_epoch):
                 begin, end = self.global_step, self.global_step + part.num_steps
                 given = min(most, part.num_steps)
+                self.ended_s.clear()
                 for step in range(begin, begin + given):
                     give_out(step)
                 given += begin
@@ -445,7 +449,8 @@ class Synchronous(ParameterServers):
 
     def steps(self, part: Segment) -> Iterator[dict[str, Any]]:
         """As ParameterServers'."""
-        for _ in range(part.num_steps * (part.end_epoch - part.first_epoch)):
+        for number in range(part.num_steps * (part.end_epoch - part.first_epoch)):
+            self.ended_s = self.ended_s if number % part.num_steps else {}
             with self.changed:
                 self.version += 1
                 self.arrived = []
