@@ -41,6 +41,7 @@ from ringtrain import (
     resume,
     schedules,
     stderr,
+    strategies,
     tracking,
 )
 from ringtrain.config import Config, Numbers, ScheduleConfig, derive
@@ -206,7 +207,7 @@ def _walk(state: Any, own: Rank) -> int:
         hvd.average_moving_statistics(model)
 
     more = {"num_ranks": size, "resizes": list(run.resizes), "fit_s": time.time() - run.started, "started": run.started}
-    summary = course.finish(hosts, own.attempt, **more)
+    summary = course.finish(hosts, own.attempt, **more, strategy=strategies.make(config).about)
     display.show_result(console, folder, summary, gradients)
     facts = {
         "global_step": dealer.global_step,

@@ -126,7 +126,7 @@ BROKEN = """
 import sys
 from ringtrain import pieces, strategies
 
-def make(config, make=strategies.make):
+def make(config, crew=None, make=strategies.make):
     from ringtrain.strategies.mirrored import Summed
     Summed.__call__ = lambda self, gradients, variables, local: gradients
     if blind:
