@@ -121,9 +121,11 @@ def _ringtrain(config: Config, options: argparse.Namespace) -> Trained:
         train=dataclasses.replace(config.train, callbacks=(*config.train.callbacks, watch)),
     )
     train.train(config)
-    trained = Watch.latest.trained
-    trained.images_per_end = config.train.batch_size * options.workers
-    return trained
+    if (watched := Watch.latest) is None:
+        return Trained(0)  # a rank of parameter servers
+    asynchronous = config.strategy.name == "ps-async"
+    watched.trained.images_per_end = config.train.batch_size * (1 if asynchronous else options.workers)
+    return watched.trained
 
 
 def _strategy(config: Config, options: argparse.Namespace, rank: int) -> Trained:

@@ -57,14 +57,19 @@ PEERS = {
     "multi-worker": Peer("ringtrain.train, multi-worker", "", strategy="multi-worker"),
     "multi-worker-by-hand": Peer("MultiWorkerMirrored by hand", "synchronous:multi_worker"),
     "multi-worker-fit": Peer("MultiWorkerMirrored, fit", "synchronous:multi_worker_fit"),
-    "servers": Peer("ParameterServer, async, own loop", "parameter_servers:run", "servers"),
-    "servers-fit": Peer("ParameterServer, fit", "parameter_servers:run_fit", "servers"),
+    "ps-sync": Peer("ringtrain.train, ps-sync", "", "servers", strategy="ps-sync"),
+    "ps-async": Peer("ringtrain.train, ps-async", "", "servers", strategy="ps-async"),
+    "ps-async-by-hand": Peer("ParameterServer by hand, async", "parameter_servers:run", "servers"),
+    "ps-fit": Peer("ParameterServer, fit", "parameter_servers:run_fit", "servers"),
     "torch": Peer("PyTorch DDP, Gloo", "torch_ddp:run"),
     "ringtrain-alone": Peer("ringtrain.train, one process", "", alone=True),
     "fit-alone": Peer("Keras' fit, one process", "by_fit:alone", alone=True),
 }
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "1"}  # its servers print their settings
-OVER = {"ringtrain-alone": "fit-alone", "towers": "towers-by-hand", "multi-worker": "multi-worker-by-hand"}
+OVER = {
+    "ringtrain-alone": "fit-alone",
+    **{name: f"{name}-by-hand" for name in ("towers", "multi-worker", "ps-async")},
+}
 """what is compared with something else than ringtrain on all workers"""
 
 

@@ -17,7 +17,7 @@ class Watch(keras.callbacks.Callback):
         images_per_end: samples of a step.
     """
 
-    latest: Watch
+    latest: Watch | None = None
 
     def __init__(self, images_per_end: int = 0) -> None:
         super().__init__()
