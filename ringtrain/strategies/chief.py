@@ -285,12 +285,11 @@ class Asynchronous(ParameterServers):
         inputs, labels, worker = self.batch(where)
         with tf.control_dependencies([inputs]):
             begin_s, version = tf.timestamp(), iterations.read_value()
-        with tf.control_dependencies([begin_s, version]):
+        with tf.control_dependencies([begin_s]):
             loss, outputs, gradients = self.gradients(tf.identity(inputs), labels)
         with tf.control_dependencies(tf.nest.flatten(gradients, expand_composites=True)):
-            end_s, newest = tf.timestamp(), iterations.read_value()
-            with tf.control_dependencies([newest]):
-                self.model.optimizer.apply(gradients, [v.value for v in self.model.trainable_variables])
+            end_s, newest = tf.timestamp(), iterations.read_value()  # before this update is counted, as written here
+        self.model.optimizer.apply(gradients, [v.value for v in self.model.trainable_variables])
         return self.seen([worker, begin_s, end_s, newest - version, loss], labels, outputs)
 
     def steps(self, part: Segment) -> Iterator[dict[str, Any]]:
