@@ -188,7 +188,9 @@ def check_roles(faults: tuple[Fault, ...], servers: Sequence[int], workers: Sequ
         ConfigError: one cannot.
     """
     for fault in faults:
-        can = ("sigkill", "sigstop") if fault.rank in servers[1:] else tuple(mode for mode in MODES if mode != "nan")
+        can: tuple[str, ...] = ("sigkill", "sigstop")
+        if fault.rank in workers:
+            can += ("exception", "exit", "slow")
         if fault.mode not in can and fault.rank:
             raise ConfigError(
                 f"chaos: got mode={fault.mode} for rank {fault.rank}, a"

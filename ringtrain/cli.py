@@ -325,7 +325,9 @@ def policy_of(options: argparse.Namespace, num_ranks: int) -> Policy:
             f" it: leave it out; Slurm's --requeue and Kubernetes' backoffLimit do the same there"
         )
     wanted = options.restart_on, options.give_up_on
-    return Policy(options.max_restarts, *wanted, keep_hosts=options.keep_hosts, min_ranks=options.min_np)
+    # With servers, fewer ranks would have other roles, and no word says which.
+    min_ranks = options.min_np if options.ps is None else num_ranks
+    return Policy(options.max_restarts, *wanted, keep_hosts=options.keep_hosts, min_ranks=min_ranks)
 
 
 def explain(plan: Plan) -> None:

@@ -193,17 +193,18 @@ class Course:
         return summary
 
 
-def refuse_differences(plans: Sequence[tuple[Config, Numbers]]) -> None:
+def refuse_differences(plans: Sequence[tuple[Config, Numbers | None]]) -> None:
     """Makes sure that all ranks are about to do the same: after other numbers of steps they would wait forever.
 
     Args:
-        plans: every rank's configuration and numbers.
+        plans: every rank's configuration and, where they are known, numbers.
 
     Raises:
         ConfigError: they differ; names the first rank that does and in what.
     """
     flat = [
-        {option: value_of(config, option) for option in option_types()} | dataclasses.asdict(numbers)
+        {option: value_of(config, option) for option in option_types()}
+        | (dataclasses.asdict(numbers) if numbers else {})
         for config, numbers in plans
     ]
     for rank, values in enumerate(flat):

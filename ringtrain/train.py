@@ -209,7 +209,8 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
 
     # What came of it; and the proof once more, on what was saved.
     ranks = hvd.allgather_object(monitor.own_times(), name="ringtrain_times")
-    summary = course.finish(hosts, attempt, ranks=ranks, strategy=strategy.about)
+    more = {"skipped_samples": len(data_set.skipped | crew.skipped)} if crew else {}
+    summary = course.finish(hosts, attempt, ranks=ranks, strategy=strategy.about, **more)
     display.show_ranks(console, ranks, heartbeat.slow_ranks(ranks, config.health))
     display.show_result(console, folder, summary, gradients)
     stopped_by, exit_code = course.stop.stopped_by, course.stop.exit_code

@@ -79,7 +79,7 @@ def main(options: argparse.Namespace, _: Start) -> int:
                 raise RunDirectoryError(
                     f"{folder}: another ringtrain compare works there: wait, or give another --run.name"
                 )
-            claim(folder, base, copies, servers)
+            claim(folder, base, copies, servers, options.run_words)
             results: list[Result] = []
             for seed in range(base.seed, base.seed + options.seeds):
                 for entry in entries:
@@ -176,14 +176,14 @@ def launch_words(strategy: str, copies: int, servers: int) -> list[str]:
     return ["-np", "1" if strategy in ("towers", ALONE) else str(copies)]
 
 
-def claim(folder: Path, base: Config, copies: int, servers: int) -> None:
+def claim(folder: Path, base: Config, copies: int, servers: int, words: Sequence[str]) -> None:
     """Makes the folder this comparison's, or sees that it is; strategies and seeds may be added.
 
     Raises:
         LaunchError: it holds another one; names what differs.
     """
     own = {option: value_of(base, option) for option in option_types() if not option.startswith("run.")}
-    beside.claim(folder / "compare.json", {"-np": copies, "--ps": servers, **own}, "comparison")
+    beside.claim(folder / "compare.json", {"-np": copies, "--ps": servers, "launch": list(words), **own}, "comparison")
 
 
 def train_once(entry: Entry, seed: int, folder: Path, argv: Sequence[str], slots: int, lock: int) -> Result:

@@ -12,7 +12,6 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -27,7 +26,7 @@ from ringtrain.errors import ConfigError
 from ringtrain.hvd.subclass import distribute
 from ringtrain.strategies import server
 from ringtrain.strategies.ring import Ring
-from ringtrain.strategies.roles import Crew
+from ringtrain.strategies.roles import LOOK_S, Crew
 
 if TYPE_CHECKING:
     from ringtrain.resume import Segment
@@ -72,7 +71,8 @@ class ParameterServers(Ring):
         self.updates = Counter[int]()
         """by worker"""
         self.busy_s, self.idle_s = Counter[int](), Counter[int]()
-        """of each worker, within epochs and after its first gradient, for which TensorFlow makes its graph"""
+        """of each worker, within epochs and after its first gradient, for which TensorFlow makes its graph; busy from
+        the moment at which it wants samples"""
         self.ended_s: dict[int, float] = {}
         """when each has computed its last gradient of this epoch, by its own clock"""
         self.global_step = 0
@@ -137,33 +137,29 @@ class ParameterServers(Ring):
                 f"strategy.name: {self.config.strategy.name} makes steps of its own, and {type(model).__name__} has a"
                 f" train_step: train it with ring"
             )
-        with self.scope():
-            model.optimizer.build(model.trainable_variables)
-        super().make_ready(model, input_shape, num_classes)
-        model.compute_metrics(
-            tf.zeros([1, *input_shape]), tf.zeros([1], tf.int64), tf.zeros([1, num_classes]), sample_weight=None
-        )
-        model.reset_metrics()
-        object.__setattr__(model, "_distribute_strategy", None)  # evaluate is the chief's
+        self.make_all(model, input_shape, num_classes)
+        counter = model.optimizer._iterations
+        # Keras' assigns what it has read before plus 1: of two updates at the same time it would count one.
+        object.__setattr__(counter, "assign_add", counter.value.assign_add)
         self.model, self.input_shape = model, input_shape
         self.about["server_bytes"] = list(self.load)
 
     def watch(self, model: keras.Model) -> None:
         """As Ring's: steps are made elsewhere."""
 
-    def gradient_norm(self, optimizer: keras.optimizers.Optimizer) -> hvd.GradientNorm:
+    def gradient_norm(self, optimizer: keras.optimizers.Optimizer) -> hvd.GradientNorm | None:
         """As Ring's: on a server, where workers reach it."""
         with self.strategy.scope():
             return hvd.track_gradient_norm(optimizer)
 
     def batch(self, where: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """A worker's next inputs and labels, and its number, in a graph that it runs."""
+        """A worker's next inputs and labels; its number, and when it wanted them. In a graph that it runs."""
         (token,) = self.tokens
-        inputs, labels, worker = tf.raw_ops.PyFunc(input=[where], token=token, Tout=[tf.float32, tf.int64, tf.int64])
+        inputs, labels, begun = tf.raw_ops.PyFunc(input=[where], token=token, Tout=[tf.float32, tf.int64, tf.float64])
         inputs.set_shape([self.config.train.batch_size, *self.input_shape])
         labels.set_shape([self.config.train.batch_size])
-        worker.set_shape([])
-        return inputs, labels, worker
+        begun.set_shape([2])
+        return inputs, labels, begun
 
     def where(self, position: int, step: int) -> tf.Tensor:
         """What `batch` wants to know, see server.Feed."""
@@ -210,15 +206,15 @@ class ParameterServers(Ring):
         """What a worker tells the chief of a batch: one vector, since each tensor is a message of its own.
 
         Args:
-            facts: scalars: number of the worker, when it began and ended to compute, updates in between, loss.
+            facts: number of the worker, when it began and ended to compute, updates in between, loss; as scalars and
+                vectors.
             labels: int64 [batch_size].
             outputs: of the model, [batch_size, num_classes].
 
         Returns:
             float64.
         """
-        parts = [tf.stack([tf.cast(one, tf.float64) for one in facts]), labels, tf.reshape(outputs, [-1])]
-        return tf.concat([tf.cast(part, tf.float64) for part in parts], 0)
+        return tf.concat([tf.reshape(tf.cast(part, tf.float64), [-1]) for part in (*facts, labels, outputs)], 0)
 
     @tf.function(autograph=False, reduce_retracing=True)
     def observe(self, seen: Any) -> dict[str, Any]:
@@ -239,13 +235,26 @@ class ParameterServers(Ring):
         self.crew.look()
         for saboteur in self.saboteurs:
             saboteur.after_step(self.global_step, self.model)
+        self.updates[int(seen[0])] += 1
+        return self.observe(seen)
+
+    def note(self, seen: NDArray[np.float64]) -> None:
+        """Notes when a gradient was computed, whatever becomes of it.
+
+        Args:
+            seen: from `seen`.
+        """
         worker, begin_s, end_s = int(seen[0]), seen[1], seen[2]
-        self.updates[worker] += 1
         if worker in self.ended_s:
             self.busy_s[worker] += end_s - begin_s
             self.idle_s[worker] += max(0.0, begin_s - self.ended_s[worker])
         self.ended_s[worker] = end_s
-        return self.observe(seen)
+
+    def wait_on(self, workers: Sequence[int]) -> None:
+        """Hears what other ranks have told, and says what training waits for: where it stands still, that is known."""
+        self.crew.look()
+        ranks = ", ".join(str(self.crew.roles.workers[worker]) for worker in workers[:4])
+        hvd.marks.PLACE.phase = f"the wait for gradients of rank {ranks}{', ...' * (len(workers) > 4)}"
 
     def told(self) -> dict[str, Any]:
         """What summary.json says of the steps."""
@@ -273,6 +282,8 @@ class Asynchronous(ParameterServers):
         pinning = super().begin()
         self.coordinator = tf.distribute.coordinator.ClusterCoordinator(self.strategy)
         self.staleness = Counter[int]()
+        self.given: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.done: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.step = tf.function(lambda where: self.strategy.run(self._on_a_worker, args=(where,)), autograph=False)
         return pinning
 
@@ -280,56 +291,75 @@ class Asynchronous(ParameterServers):
         """Nothing is added up: each worker's gradient is an update."""
         return np.ones((1, 1))
 
+    def gradient_norm(self, optimizer: keras.optimizers.Optimizer) -> None:
+        """None: while one update's is read, others' are written."""
+
+    def fit(
+        self, model: keras.Model, batches: Any, part: Segment, callbacks: Sequence[keras.callbacks.Callback]
+    ) -> None:
+        """As Ring's. Updates that were under way when an earlier part was broken off are no steps of the run."""
+        model.optimizer.iterations.assign(part.first_step)
+        super().fit(model, batches, part, callbacks)
+
     def _on_a_worker(self, where: tf.Tensor) -> tf.Tensor:
         iterations = self.model.optimizer.iterations.value
-        inputs, labels, worker = self.batch(where)
+        inputs, labels, begun = self.batch(where)
         with tf.control_dependencies([inputs]):
-            begin_s, version = tf.timestamp(), iterations.read_value()
-        with tf.control_dependencies([begin_s]):
-            loss, outputs, gradients = self.gradients(tf.identity(inputs), labels)
-        with tf.control_dependencies(tf.nest.flatten(gradients, expand_composites=True)):
+            version = iterations.read_value()
+            loss, outputs, gradients = self.gradients(inputs, labels)
+        there = [one for one in tf.nest.flatten(gradients, expand_composites=True) if one is not None]
+        with tf.control_dependencies(there):
             end_s, newest = tf.timestamp(), iterations.read_value()  # before this update is counted, as written here
         self.model.optimizer.apply(gradients, [v.value for v in self.model.trainable_variables])
-        return self.seen([worker, begin_s, end_s, newest - version, loss], labels, outputs)
+        return self.seen([begun, end_s, newest - version, loss], labels, outputs)
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """With threads that wait for steps; of no pool, which would wait for those of workers that never come back."""
+        threads = [threading.Thread(target=self._wait_for_steps, daemon=True) for _ in range(AHEAD * self.num_workers)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            for _ in threads:
+                self.given.put(None)
+        for thread in threads:
+            thread.join()
+
+    def _wait_for_steps(self) -> None:
+        while (step := self.given.get()) is not None:
+            try:
+                self.done.put(step.fetch())
+            except Exception as error:
+                self.done.put(error)
 
     def steps(self, part: Segment) -> Iterator[dict[str, Any]]:
         """As ParameterServers'."""
-        done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        most = AHEAD * self.num_workers
+        ahead = AHEAD * self.num_workers
+        for _ in range(part.first_epoch, part.end_epoch):
+            end = self.global_step + part.num_steps
+            self.ended_s.clear()
+            for step in range(self.global_step, min(self.global_step + ahead, end)):
+                self._give_out(step)
+            while self.global_step < end:
+                found = self._next()
+                if self.global_step + ahead < end:
+                    self._give_out(self.global_step + ahead)
+                self.global_step += 1
+                self.staleness[int(found[3])] += 1
+                self.note(found)
+                yield self.saw(found)
 
-        def wait_for(given: Any) -> None:
-            try:
-                done.put(given.fetch())
-            except Exception as error:
-                done.put(error)
+    def _give_out(self, step: int) -> None:
+        self.given.put(self.coordinator.schedule(self.step, args=(self.where(step // self.num_workers, step),)))
 
-        def give_out(step: int) -> None:
-            where = self.where(step // self.num_workers, step)
-            waiting.submit(wait_for, self.coordinator.schedule(self.step, args=(where,)))
-
-        with ThreadPoolExecutor(most) as waiting:
-            for _ in range(part.first_epoch, part.end_epoch):
-                begin, end = self.global_step, self.global_step + part.num_steps
-                given = min(most, part.num_steps)
-                self.ended_s.clear()
-                for step in range(begin, begin + given):
-                    give_out(step)
-                given += begin
-                while self.global_step < end:
-                    found = self._next(done)
-                    self.global_step += 1
-                    if given < end and not self.model.stop_training:
-                        give_out(given)
-                        given += 1
-                    self.staleness[int(found[3])] += 1
-                    yield self.saw(found)
-
-    def _next(self, done: queue.SimpleQueue[Any]) -> Any:
+    def _next(self) -> Any:
         while True:
             try:
-                found = done.get(timeout=1.0)
+                found = self.done.get(timeout=LOOK_S)
             except queue.Empty:
-                self.crew.look()
+                self.wait_on(range(self.num_workers))
                 continue
             if isinstance(found, BaseException):
                 raise found
@@ -373,15 +403,13 @@ class Synchronous(ParameterServers):
         return np.stack([self._means(vectors, ["/job:ps/task:0"])[0].numpy()])
 
     def _on_a_worker(self, where: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
-        inputs, labels, worker = self.batch(where)
+        inputs, labels, begun = self.batch(where)
         with tf.control_dependencies([inputs]):
-            begin_s = tf.timestamp()
-        with tf.control_dependencies([begin_s]):
-            loss, outputs, gradients = self.gradients(tf.identity(inputs), labels)
+            loss, outputs, gradients = self.gradients(inputs, labels)
         dense = [None if one is None else tf.convert_to_tensor(one) for one in gradients]
         with tf.control_dependencies([one for one in dense if one is not None]):
             end_s = tf.timestamp()
-        return self.seen([worker, begin_s, end_s, 0, loss], labels, outputs), dense
+        return self.seen([begun, end_s, 0, loss], labels, outputs), dense
 
     def _together(self, everybody: Any) -> None:
         variables = [variable.value for variable in self.model.trainable_variables]
@@ -424,7 +452,8 @@ class Synchronous(ParameterServers):
         device = f"/job:worker/replica:0/task:{worker}"
         while True:
             with self.changed:
-                while not self.ended and self.version == done:
+                # What would come too late for sure is not begun.
+                while not self.ended and (self.version == done or len(self.arrived) >= self.copies):
                     self.changed.wait()
                 if self.ended:
                     return
@@ -439,6 +468,7 @@ class Synchronous(ParameterServers):
                     self.failure = error
                     self.changed.notify_all()
                 return
+            self.note(found)
             with self.changed:
                 if version == self.version and len(self.arrived) < self.copies:
                     self.arrived.append((worker, found, gradients))
@@ -454,7 +484,9 @@ class Synchronous(ParameterServers):
                 self.version += 1
                 self.arrived = []
                 self.changed.notify_all()
-                self.changed.wait_for(lambda: self.failure or len(self.arrived) >= self.copies)
+                while not self.changed.wait_for(lambda: self.failure or len(self.arrived) >= self.copies, LOOK_S):
+                    there = {worker for worker, _, _ in self.arrived}
+                    self.wait_on([worker for worker in range(self.num_workers) if worker not in there])
                 if self.failure:
                     raise self.failure
                 first = sorted(self.arrived, key=lambda each: each[0])

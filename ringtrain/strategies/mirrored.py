@@ -82,15 +82,8 @@ class Mirrored(Ring):
         return distributed
 
     def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
-        """Makes the variables that Keras would else make within the first step, each where it belongs."""
-        with self.strategy.scope():
-            model.optimizer.build(model.trainable_variables)
-        # Metrics are this process': made by a step they would be the strategy's, which adds them up when they are read.
-        model.compute_metrics(
-            tf.zeros([1, *input_shape]), tf.zeros([1], tf.int64), tf.zeros([1, num_classes]), sample_weight=None
-        )
-        model.reset_metrics()
-        object.__setattr__(model, "_distribute_strategy", None)  # evaluate is for one copy, outside of the strategy
+        """As Ring's."""
+        self.make_all(model, input_shape, num_classes)
 
     def fit(
         self, model: keras.Model, batches: Any, part: Segment, callbacks: Sequence[keras.callbacks.Callback]

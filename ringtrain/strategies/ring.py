@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
+import tensorflow as tf
 
 from ringtrain import devices, hvd
 from ringtrain.config import Config, Numbers
@@ -71,12 +72,23 @@ class Ring:
     def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
         """What has to be made of a compiled model before its first step, if anything."""
 
+    def make_all(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
+        """Makes the variables that Keras would else make within the first step, each where it belongs."""
+        with self.scope():
+            model.optimizer.build(model.trainable_variables)
+        # Metrics are this process': made by a step they would be the strategy's, which adds them up when they are read.
+        model.compute_metrics(
+            tf.zeros([1, *input_shape]), tf.zeros([1], tf.int64), tf.zeros([1, num_classes]), sample_weight=None
+        )
+        model.reset_metrics()
+        object.__setattr__(model, "_distribute_strategy", None)  # evaluate is for one copy, outside of the strategy
+
     def watch(self, model: keras.Model) -> None:
         """Has a compiled model note where the time of its steps goes."""
         hvd.marks.PLACE.watch(model, each_gradient=self.config.tracking.timeline_steps > 0)
 
-    def gradient_norm(self, optimizer: keras.optimizers.Optimizer) -> hvd.GradientNorm:
-        """What knows how long the gradients of an update were."""
+    def gradient_norm(self, optimizer: keras.optimizers.Optimizer) -> hvd.GradientNorm | None:
+        """What knows how long the gradients of an update were, if anything does."""
         return hvd.track_gradient_norm(optimizer)
 
     def check(self, own: dict[str, str]) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ringtrain
-from ringtrain import beats, chaos, mpi
+from ringtrain import beats, chaos, mpi, pieces
 from ringtrain.config import Config
 from ringtrain.errors import ConfigError, LaunchError, PlacementError
 from ringtrain.reports import SERVERS, Seat, difference
@@ -25,6 +25,8 @@ from ringtrain.told import expectation
 
 CONNECT_S = 3.0
 POLL_S = 0.02
+LOOK_S = 1.0
+"""between the chief's looks at what it waits for"""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """that the chief answers for all"""
 
@@ -68,6 +70,8 @@ class Crew:
         self.rank, self.size = int(comm.rank), int(comm.size)
         self.lost: list[dict[str, Any]] = []
         """workers that ended by themselves, and when they were back: seconds since 1970"""
+        self.skipped: set[str] = set()
+        """names of samples that workers could not read and have left out"""
         self._ended = 0
         self._sent: list[Any] = []
 
@@ -97,32 +101,40 @@ class Crew:
                 time.sleep(POLL_S)
                 continue
             rank, (word, *rest) = found
-            if word == "failed":
-                kind, message = rest
-                raise kind(f"rank {rank} on {self.roles.hosts[rank]}: {message}")
-            ready[rank] = rest[0]
+            if word == "ready":
+                ready[rank] = rest[0]
+            elif word == "lost":
+                ready.pop(rank, None)
+            self._take(rank, word, rest)
         return ready
 
     def look(self) -> None:
         """Takes in what the other ranks have told. For the chief.
 
         Raises:
-            LaunchError: no worker is left.
+            RingtrainError: no worker is left, or one cannot do what is asked.
         """
         while (found := self.heard()) is not None:
             rank, (word, *rest) = found
-            if word == "lost":
-                why, comes_back = rest
-                self.lost.append({"rank": rank, "why": why, "comes_back": comes_back, "lost_s": time.time()})
-            elif word == "ended":
-                self._ended += 1
-            elif word == "failed":
-                self.lost[-1]["why"] = f"{rest[0].__name__}: {rest[1]}"
-            else:
-                next(one for one in reversed(self.lost) if one["rank"] == rank)["back_s"] = time.time()
-        gone = {one["rank"] for one in self.lost if not one["comes_back"]}
-        if gone == set(self.roles.workers):
-            raise LaunchError(f"no worker is left: the last one {self.lost[-1]['why']}")
+            self._take(rank, word, rest)
+
+    def _take(self, rank: int, word: str, rest: Sequence[Any]) -> None:
+        if word == "failed":
+            kind, message = rest
+            raise kind(f"rank {rank} on {self.roles.hosts[rank]}: {message}")
+        if word == "lost":
+            why, comes_back = rest
+            self.lost.append({"rank": rank, "why": why, "comes_back": comes_back, "lost_s": time.time()})
+            if {one["rank"] for one in self.lost if not one["comes_back"]} == set(self.roles.workers):
+                raise LaunchError(f"no worker is left: the last one, rank {rank} on {self.roles.hosts[rank]}, {why}")
+        elif word == "skipped":
+            self.skipped |= rest[0]
+        elif word == "ended":
+            self._ended += 1
+        else:
+            for one in self.lost:
+                if one["rank"] == rank:
+                    one.setdefault("back_s", time.time())
 
     def end(self, exit_code: int) -> None:
         """Lets all other ranks end, and hears them to their end. For the chief."""
@@ -173,6 +185,7 @@ def meet(config: Config) -> Crew:
     """
     MPI = mpi.start()
     comm, host, servers = MPI.COMM_WORLD, socket.gethostname(), num_servers(config)
+    pieces.refuse_differences(comm.allgather((config, None)))
     if comm.size <= servers:
         raise LaunchError(
             f"strategy.servers: got {servers}, and {comm.size} ranks, of which none is left to work: ringtrain launch"

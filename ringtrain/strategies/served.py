@@ -51,11 +51,15 @@ def keep(config: Config, crew: Crew) -> int:
             time.sleep(POLL_S)
         elif message := kept.message():
             kept.ready = kept.ready or message[0] == "ready"
-            crew.tell(0, *message)
+            if message[0] == "failed" and kept.number:  # the others go on without
+                kept.why = f"cannot begin again: {message[2]}"
+                kept.end()
+            else:
+                crew.tell(0, *message)
         elif (code := kept.process.exitcode) is not None:
             if not replaceable or (not kept.number and not kept.ready):
                 _end_as(code)
-            crew.tell(0, "lost", _how(code), kept.ready)
+            crew.tell(0, "lost", kept.why or _how(code), kept.ready)
             kept = _Kept(config, crew, kept.number + 1) if kept.ready else None
 
 
@@ -66,7 +70,7 @@ class _Kept:
         context = multiprocessing.get_context("spawn")  # a fork would take MPI along
         self.news, told = context.Pipe(duplex=False)
         ends, self.held = context.Pipe(duplex=False)
-        self.ready, self.number = False, number
+        self.ready, self.number, self.why = False, number, ""
         place = server.Place(config, crew.roles, crew.rank, number)
         self.process: Any = context.Process(target=server.main, args=(place, told, ends))
         self.process.start()

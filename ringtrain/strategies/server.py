@@ -11,7 +11,8 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 
 from ringtrain import chaos, data, devices, fingerprint, journal, lean, reports, stderr
 from ringtrain.config import Config, derive
-from ringtrain.errors import RingtrainError
+from ringtrain.errors import ConfigError, RingtrainError
 from ringtrain.strategies.roles import SIGNALS, Roles
 
 
@@ -54,7 +55,8 @@ def main(place: Place, told: Connection, held: Connection) -> None:
 
     Args:
         place: of this process.
-        told: takes "ready" and what `Ready` holds, or "failed", the error's class and its message.
+        told: takes "ready" and what `Ready` holds; "failed", an error's class and its message; "skipped", names of
+            samples.
         held: a pipe of which the rank has the other end.
     """
     for number in SIGNALS:
@@ -63,7 +65,7 @@ def main(place: Place, told: Connection, held: Connection) -> None:
     stderr.watch()
     lean.start()
     try:
-        told.send(("ready", _serve(place)))
+        told.send(("ready", _serve(place, told.send)))
     except (RingtrainError, OSError) as error:
         kind = type(error) if isinstance(error, RingtrainError) else RingtrainError
         told.send(("failed", kind, str(error)))
@@ -76,7 +78,7 @@ def _end_with_the_rank(held: Connection) -> None:
     os._exit(0)
 
 
-def _serve(place: Place) -> Ready:
+def _serve(place: Place, tell: Callable[[Any], None]) -> Ready:
     from ringtrain import pieces, tracking
 
     role, index = place.roles.of(place.rank)
@@ -84,13 +86,20 @@ def _serve(place: Place) -> Ready:
     if role == "ps":
         return Ready(host, pinning=start(place.roles, role, index, devices.Pinning(num_threads=1)))
     config = place.config
-    data_set = pieces.find(config).read_data()
-    prints = fingerprint.of_code(config, tracking.versions()) | data.checksums(data_set)
     beside = place.roles.on_host_of(place.rank)
-    feed = Feed(place, data_set, index)
-    token = feed.register()
     pinning = devices.decide(beside.index(place.rank), len(beside), config.device)
-    return Ready(host, token, prints, start(place.roles, role, index, pinning))
+    # The function before the server, which takes steps at once; the server before the data, while its port is free.
+    feed = Feed(place, index, tell)
+    token, used = feed.register(), start(place.roles, role, index, pinning)
+    data_set = pieces.find(config).read_data()
+    together = config.train.batch_size * len(place.roles.workers)
+    if together > len(data_set.train):
+        raise ConfigError(
+            f"train.batch_size: got {config.train.batch_size}, and {len(place.roles.workers)} workers, which are"
+            f" {together} samples at a time: expected no more than the {len(data_set.train)} that there are"
+        )
+    feed.begin(data_set)
+    return Ready(host, token, fingerprint.of_code(config, tracking.versions()) | data.checksums(data_set), used)
 
 
 def start(roles: Roles, role: str, index: int, pinning: devices.Pinning) -> str:
@@ -110,14 +119,27 @@ def start(roles: Roles, role: str, index: int, pinning: devices.Pinning) -> str:
     # One thread more than compute: a step waits in it for servers.
     threads = pinning.num_threads or len(os.sched_getaffinity(0))
     settings = tf.compat.v1.ConfigProto(intra_op_parallelism_threads=threads, inter_op_parallelism_threads=threads + 1)
-    if pinning.gpu is None:
-        settings.device_count["GPU"] = 0
-    else:
-        settings.gpu_options.visible_device_list = str(pinning.gpu)
-        settings.gpu_options.allow_growth = pinning.memory_growth
-        settings.gpu_options.per_process_gpu_memory_fraction = pinning.memory_fraction
+    restrict(settings, pinning)
     tf.distribute.Server(tf.train.ClusterSpec(roles.cluster), role, index, "grpc", settings)
     return str(pinning)
+
+
+def restrict(settings: Any, pinning: devices.Pinning) -> None:
+    """Says in a server's settings which GPU it has, and how much of its memory.
+
+    Args:
+        settings: TensorFlow's ConfigProto, changed.
+        pinning: what the server may use.
+    """
+    if pinning.gpu is None:
+        settings.device_count["GPU"] = 0
+        return
+    own = settings.gpu_options
+    own.visible_device_list = str(pinning.gpu)
+    own.allow_growth = pinning.memory_growth
+    own.per_process_gpu_memory_fraction = pinning.memory_fraction
+    if pinning.memory_mb:
+        own.experimental.virtual_devices.add(memory_limit_mb=[pinning.memory_mb])
 
 
 class Feed:
@@ -125,15 +147,21 @@ class Feed:
 
     Args:
         place: of this process.
-        data_set: as it was read here.
         index: of this worker: its samples are those of such a rank among as many ranks as there are workers.
+        tell: takes what the chief has to know of samples, see main.
     """
 
-    def __init__(self, place: Place, data_set: data.DataSet, index: int) -> None:
-        self.place, self.data_set, self.index = place, data_set, index
-        self.lock = threading.Lock()
+    def __init__(self, place: Place, index: int, tell: Callable[[Any], None]) -> None:
+        self.place, self.index, self.tell = place, index, tell
+        self.lock, self.begun = threading.Lock(), threading.Event()
+        self.skipped: frozenset[str] = frozenset()
         self.batches: Iterator[tuple[NDArray[Any], NDArray[Any]]] | None = None
         self.saboteur: chaos.Saboteur | None = None
+
+    def begin(self, data_set: data.DataSet) -> None:
+        """Gives it what was read in this process; who wants a batch before has to wait."""
+        self.data_set = data_set
+        self.begun.set()
 
     def __call__(self, where: bytes) -> list[NDArray[Any]]:
         """The next batch.
@@ -143,8 +171,10 @@ class Feed:
                 that has begun goes on; steps of the run that are done; folder of the run.
 
         Returns:
-            Inputs, labels, and the number of this worker.
+            Inputs; labels; float64 [2]: the number of this worker, and when it was asked, in seconds since 1970.
         """
+        facts = np.array([self.index, time.time()])
+        self.begun.wait()
         position, step, folder = where.split(b" ", 2)
         with self.lock:
             config, roles = self.place.config, self.place.roles
@@ -159,8 +189,15 @@ class Feed:
                 self.saboteur = self._saboteur(Path(os.fsdecode(folder)))
             self.saboteur.after_step(int(step), None)
             inputs, labels = next(self.batches)
-            self.data_set.raise_unreadable()
-            return [inputs, labels, np.array(self.index, np.int64)]
+            try:
+                self.data_set.raise_unreadable()
+            except RingtrainError as error:
+                self.tell(("failed", type(error), str(error)))
+                threading.Event().wait()  # for the end: this worker has no answer
+            if self.data_set.skipped != self.skipped:
+                self.skipped = self.data_set.skipped
+                self.tell(("skipped", set(self.skipped)))
+            return [inputs, labels, facts]
 
     def register(self) -> str:
         """Puts the function into TensorFlow's table.
@@ -172,7 +209,7 @@ class Feed:
 
         tf.config.set_visible_devices([], "GPU")
         with tf.Graph().as_default() as self.graph:  # which holds the function as long as it lives
-            outputs = tf.numpy_function(self, [tf.constant("")], [tf.float32, tf.int64, tf.int64])
+            outputs = tf.numpy_function(self, [tf.constant("")], [tf.float32, tf.int64, tf.float64])
         return str(outputs[0].op.get_attr("token").decode())
 
     def _saboteur(self, folder: Path) -> chaos.Saboteur:
