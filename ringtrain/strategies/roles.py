@@ -105,6 +105,8 @@ class Crew:
                 ready[rank] = rest[0]
             elif word == "lost":
                 ready.pop(rank, None)
+                if not rest[1]:
+                    raise LaunchError(f"rank {rank} on {self.roles.hosts[rank]} {rest[0]}")
             self._take(rank, word, rest)
         return ready
 

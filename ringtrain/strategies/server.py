@@ -64,11 +64,17 @@ def main(place: Place, told: Connection, held: Connection) -> None:
     threading.Thread(target=_end_with_the_rank, args=(held,), daemon=True).start()
     stderr.watch()
     lean.start()
+    lock = threading.Lock()
+
+    def tell(message: Any) -> None:
+        with lock:
+            told.send(message)
+
     try:
-        told.send(("ready", _serve(place, told.send)))
+        tell(("ready", _serve(place, tell)))
     except (RingtrainError, OSError) as error:
         kind = type(error) if isinstance(error, RingtrainError) else RingtrainError
-        told.send(("failed", kind, str(error)))
+        tell(("failed", kind, str(error)))
     threading.Event().wait()
 
 
