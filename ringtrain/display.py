@@ -248,16 +248,18 @@ def show_result(console: Console, folder: Path, summary: Mapping[str, Any], grad
     console.print()
     _show_rows(console, rows)
     line, strategy = f"1 rank: nothing to compare, weights and optimizer {summary['checksum']}", summary["strategy"]
+    num_workers = len(strategy.get("workers", ()))
+    workers = f"{num_workers} worker{'s' * (num_workers > 1)}, one copy of the weights"
     if "staleness" in strategy:
         mean, most = (strategy["staleness"][name] for name in ("mean", "max"))
         line = (
-            f"{len(strategy['workers'])} workers, one copy of the weights: each applied gradients of its own,"
+            f"{workers}: each applied gradients of its own,"
             f" {mean:.1f} updates late ({most} at most), so nothing is proven equal; weights and optimizer"
             f" {summary['checksum']}"
         )
     elif "dropped" in strategy:
         line = (
-            f"{len(strategy['workers'])} workers, one copy of the weights: gradients {gradients},"
+            f"{workers}: gradients {gradients},"
             f" {sum(strategy['dropped'])} dropped; weights and optimizer {summary['checksum']}"
         )
     elif summary["num_ranks"] > 1:
