@@ -194,9 +194,26 @@ class ParameterServers(Ring):
             made.append(chaos.Saboteur(faults, rank, *length, folder, own, kill))
         return made
 
-    def stepping(self) -> contextlib.AbstractContextManager[Any]:
-        """While steps are made."""
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """With threads beside this one; of no pool, which would wait for steps of workers that never come back."""
+        threads = [threading.Thread(target=target, daemon=True) for target in self.beside()]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self.release()
+        for thread in threads:
+            thread.join()
+
+    def beside(self) -> Sequence[Callable[[], None]]:
+        """What threads do while steps are made."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Lets those threads end, when they have done what they have begun."""
+        raise NotImplementedError
 
     def steps(self, part: Segment) -> Iterator[dict[str, Any]]:
         """The metrics after each step of a part of the run."""
@@ -282,6 +299,7 @@ class Asynchronous(ParameterServers):
         pinning = super().begin()
         self.coordinator = tf.distribute.coordinator.ClusterCoordinator(self.strategy)
         self.staleness = Counter[int]()
+        self.ahead = AHEAD * self.num_workers
         self.given: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.done: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.step = tf.function(lambda where: self.strategy.run(self._on_a_worker, args=(where,)), autograph=False)
@@ -313,19 +331,14 @@ class Asynchronous(ParameterServers):
         self.model.optimizer.apply(gradients, [v.value for v in self.model.trainable_variables])
         return self.seen([begun, end_s, newest - version, loss], labels, outputs)
 
-    @contextlib.contextmanager
-    def stepping(self) -> Iterator[None]:
-        """With threads that wait for steps; of no pool, which would wait for those of workers that never come back."""
-        threads = [threading.Thread(target=self._wait_for_steps, daemon=True) for _ in range(AHEAD * self.num_workers)]
-        for thread in threads:
-            thread.start()
-        try:
-            yield
-        finally:
-            for _ in threads:
-                self.given.put(None)
-        for thread in threads:
-            thread.join()
+    def beside(self) -> Sequence[Callable[[], None]]:
+        """One that waits for a step, for each that may be given out."""
+        return [self._wait_for_steps] * self.ahead
+
+    def release(self) -> None:
+        """As ParameterServers'."""
+        for _ in range(self.ahead):
+            self.given.put(None)
 
     def _wait_for_steps(self) -> None:
         while (step := self.given.get()) is not None:
@@ -336,16 +349,15 @@ class Asynchronous(ParameterServers):
 
     def steps(self, part: Segment) -> Iterator[dict[str, Any]]:
         """As ParameterServers'."""
-        ahead = AHEAD * self.num_workers
         for _ in range(part.first_epoch, part.end_epoch):
             end = self.global_step + part.num_steps
             self.ended_s.clear()
-            for step in range(self.global_step, min(self.global_step + ahead, end)):
+            for step in range(self.global_step, min(self.global_step + self.ahead, end)):
                 self._give_out(step)
             while self.global_step < end:
                 found = self._next()
-                if self.global_step + ahead < end:
-                    self._give_out(self.global_step + ahead)
+                if self.global_step + self.ahead < end:
+                    self._give_out(self.global_step + self.ahead)
                 self.global_step += 1
                 self.staleness[int(found[3])] += 1
                 self.note(found)
@@ -430,22 +442,16 @@ class Synchronous(ParameterServers):
         self.strategy.extended._allow_run_without_coordinator = True
         return pinning
 
-    @contextlib.contextmanager
-    def stepping(self) -> Iterator[None]:
-        """With a thread per worker."""
-        self.ended, done = False, self.version
-        workers = range(self.num_workers)
-        threads = [threading.Thread(target=self._work, args=(worker, done), daemon=True) for worker in workers]
-        for thread in threads:
-            thread.start()
-        try:
-            yield
-        finally:
-            with self.changed:
-                self.ended = True
-                self.changed.notify_all()
-        for thread in threads:
-            thread.join()
+    def beside(self) -> Sequence[Callable[[], None]]:
+        """One for each worker."""
+        self.ended = False
+        return [functools.partial(self._work, worker, self.version) for worker in range(self.num_workers)]
+
+    def release(self) -> None:
+        """As ParameterServers'."""
+        with self.changed:
+            self.ended = True
+            self.changed.notify_all()
 
     def _work(self, worker: int, done: int) -> None:
         """Lets a worker compute a gradient of every version of the weights that it is not too late for."""

@@ -123,13 +123,15 @@ def test_a_worker_that_dies_is_done_without_and_taken_back(tmp_path: Path) -> No
 def test_updates_under_way_at_a_stop_are_no_steps_of_the_run(tmp_path: Path) -> None:
     """Three workers without locks: Keras' own way to count would lose updates that come at the same time."""
     words = ["--strategy.name", "ps-async", "--model.name", "mlp", "--chaos", "rank=0 step=60 mode=sigterm"]
-    ended = launch(tmp_path, *words, roles=("--ps", 1, "--workers", 3))
+    ended = launch(tmp_path, *words, roles=("--ps", 2, "--workers", 3), slots=5)
     assert ended.returncode == 143, ended.stdout + ended.stderr
     stopped, steps = summary(tmp_path)["global_step"], EPOCHS * (1437 // 32)
     assert 60 <= stopped < steps and counted(tmp_path, stopped) >= stopped
-    ended = launch(tmp_path, *words, roles=("--ps", 1, "--workers", 3))
+    ended = launch(tmp_path, *words, roles=("--ps", 2, "--workers", 3), slots=5)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert f"after step {stopped}," in ended.stdout and counted(tmp_path, steps) == steps
+    # In turns: on one server the two kernels and the number of updates, on the other the two biases and the rate.
+    assert summary(tmp_path)["strategy"]["server_bytes"] == [4 * (64 * 100 + 100 * 10) + 8, 4 * (100 + 10) + 4]
     assert "gradient_norm" not in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
