@@ -34,7 +34,8 @@ def watch() -> None:
     """Keeps TensorFlow's log lines off the terminal; everything else on standard error still reaches it.
 
     C++ writes them to file descriptor 2 before any setting takes hold, so the descriptor becomes a pipe. A process of
-    its own reads it: what a rank says while it crashes is not lost. Call it before anything starts threads.
+    its own reads it: what a rank says while it crashes is not lost. Call it before anything starts threads. Calls nest:
+    at exit each one gives the descriptor back as it found it, also when its watcher was killed.
     """
     source, sink = os.pipe()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, DEAF_TO)  # until the watcher is deaf to them
@@ -48,6 +49,7 @@ def watch() -> None:
         os._exit(0)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     os.close(source)
+    before_watch = os.dup(2)
     os.dup2(sink, 2)
     os.close(sink)
 
@@ -56,9 +58,13 @@ def watch() -> None:
     def finish() -> None:
         if os.getpid() != own:
             return  # a child that has inherited this
-        sys.stderr.flush()
-        os.write(2, MARK + END)
+        # What Python cannot write before it ends would turn its exit code into 120, after all that the rank has done.
+        with contextlib.suppress(BrokenPipeError):  # the watcher was killed
+            sys.stderr.flush()
+            os.write(2, MARK + END)
         os.waitpid(watcher, 0)
+        os.dup2(before_watch, 2)
+        os.close(before_watch)
 
     atexit.register(finish)
 

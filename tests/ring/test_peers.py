@@ -20,6 +20,8 @@ def test_peers_train_the_same_and_one_that_does_not_run_is_a_row(tmp_path):
     """All of them; PyTorch is mostly not installed, and then a row that says so."""
     ended = peers("", "--out", tmp_path / "peers.json")
     found = json.loads((tmp_path / "peers.json").read_text())["results"]
+    failed = {name: one["error"] for name, one in found.items() if "error" in one}
+    assert failed.keys() <= {"multi-worker-fit", "ps-fit", "torch"}, failed
     strategies = ("mpi-ring", "towers", "multi-worker", "ps-sync")  # two as those by hand, which are compared below
     assert {name for name, one in found.items() if one.get("same_weights")} >= {
         "by-hand",
@@ -35,7 +37,6 @@ def test_peers_train_the_same_and_one_that_does_not_run_is_a_row(tmp_path):
         "fit-alone",
         "ringtrain-alone",
     ):
-        assert "error" not in found[name], found[name]
         assert found[name]["equal"] and found[name]["images_per_s"]["median"] > 0
     assert "does not run" in ended.stdout and found["ps-fit"]["error"].startswith("ValueError: ")
     ours, theirs, broken = found["ringtrain"], found["towers-by-hand"], found["multi-worker-fit"]

@@ -36,7 +36,8 @@ def test_chatter_is_known_and_nothing_else():
 def watched(body: str) -> tuple[int, str]:
     """Runs a program that writes NOISE[1] to file descriptor 2 and then does what body says."""
     program = f"import os, sys, signal\nfrom ringtrain import stderr\nstderr.watch()\nos.write(2, {NOISE[1]!r})\n{body}"
-    ended = launching.run(0, [sys.executable, "-c", program], timeout_s=60)
+    buffered = {"PYTHONUNBUFFERED": ""}  # Python's default, under which a failed flush at exit becomes exit code 120
+    ended = launching.run(0, [sys.executable, "-c", program], timeout_s=60, env=buffered)
     assert ended.stdout == ""
     return ended.returncode, ended.stderr
 
@@ -47,6 +48,13 @@ ENDINGS = {
     "exception": ("raise OSError('disk full')", 1, "OSError: disk full\n"),
     "crash": ("os.write(2, b'last words\\n')\nos.abort()", -signal.SIGABRT, "last words\n"),
     "killed": ("os.write(2, b'last words\\n')\nos.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, "last words\n"),
+    "watched twice": ("stderr.watch()\nprint('hello', file=sys.stderr)", 0, "hello\n"),
+    "watcher killed": (
+        "watcher = int(open(f'/proc/self/task/{os.getpid()}/children').read())\nos.kill(watcher, signal.SIGKILL)\n"
+        "os.waitid(os.P_PID, watcher, os.WEXITED | os.WNOWAIT)\nsys.stderr.write('half a line')",
+        0,
+        "half a line",
+    ),
     "no line end": ("os.write(2, b'half a line')", 0, "half a line"),
 }
 
