@@ -223,7 +223,9 @@ def launch(options: argparse.Namespace) -> int:
     else:
         run.find(PROGRAMS[options.launcher])
     over_ssh = options.launcher not in ("srun", "spark")
-    terms = run.Terms(options.launcher, start_timeout_s, options.grace, over_ssh=over_ssh)
+    terms = run.Terms(
+        launcher=options.launcher, start_timeout_s=start_timeout_s, grace_s=options.grace, over_ssh=over_ssh
+    )
     return restart.run_again(found, num_ranks, options.oversubscribe, job_on, planner, policy, terms)
 
 
@@ -280,13 +282,13 @@ def launch_elastic(options: argparse.Namespace) -> int:
     def planner(job: Job) -> Plan:
         return horovodrun.elastic(
             job,
-            options.min_np,
-            max_ranks,
+            min_ranks=options.min_np,
+            max_ranks=max_ranks,
             # What runs is shown the hosts that answer, see cluster/elastic.py.
-            options.host_discovery if shown else "",
-            options.network_interface,
-            max(1, int(options.start_timeout)),
-            tuple(options.blacklist_cooldown),
+            discovery=options.host_discovery if shown else "",
+            interface=options.network_interface,
+            start_timeout_s=max(1, int(options.start_timeout)),
+            cooldown_s=tuple(options.blacklist_cooldown),
         )
 
     policy = policy_of(options, num_ranks)
@@ -299,8 +301,8 @@ def launch_elastic(options: argparse.Namespace) -> int:
     run.find("horovodrun")
     discover = elastic.discovery(options.host_discovery, found)
     terms = run.Terms(
-        "horovodrun",
-        options.start_timeout,
+        launcher="horovodrun",
+        start_timeout_s=options.start_timeout,
         grace_s=options.grace,
         watcher=lambda name, job, terms: elastic.ElasticWatch(name, job, terms, discover),
     )
@@ -324,10 +326,15 @@ def policy_of(options: argparse.Namespace, num_ranks: int) -> Policy:
             f"got --max-restarts with --launcher {options.launcher}, which hands the job over and does not stay with"
             f" it: leave it out; Slurm's --requeue and Kubernetes' backoffLimit do the same there"
         )
-    wanted = options.restart_on, options.give_up_on
     # With servers, fewer ranks would have other roles, and no word says which.
     min_ranks = options.min_np if options.ps is None else num_ranks
-    return Policy(options.max_restarts, *wanted, keep_hosts=options.keep_hosts, min_ranks=min_ranks)
+    return Policy(
+        options.max_restarts,
+        restart_on=options.restart_on,
+        give_up_on=options.give_up_on,
+        keep_hosts=options.keep_hosts,
+        min_ranks=min_ranks,
+    )
 
 
 def explain(plan: Plan) -> None:

@@ -343,7 +343,7 @@ def report_run(name: str, environ: Mapping[str, str] = os.environ) -> None:
 # ---- what an earlier start left -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Attempt:
     """How often a job has been started, and what came of it."""
 

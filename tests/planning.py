@@ -51,7 +51,7 @@ OF_MANIFESTS = ("two hosts", "uneven hosts", "a secret, logs, more ranks than sl
 
 
 def _elastic(job: Job) -> Plan:
-    return horovodrun.elastic(job, 1, 2 * job.num_ranks)
+    return horovodrun.elastic(job, min_ranks=1, max_ranks=2 * job.num_ranks)
 
 
 PLANNERS: dict[str, Callable[[Job], Plan]] = {

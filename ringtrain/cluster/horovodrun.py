@@ -64,6 +64,7 @@ def plan(
 
 def elastic(
     job: Job,
+    *,
     min_ranks: int,
     max_ranks: int,
     discovery: str = "",

@@ -101,7 +101,15 @@ echo "{SAYS}swept$first"
 
 
 def argv(
-    host: str, job: str, command: Sequence[str], folder: Path, path: str, modules: str, timeout_s: float, port: int = 0
+    host: str,
+    job: str,
+    command: Sequence[str],
+    folder: Path,
+    path: str,
+    modules: str,
+    *,
+    timeout_s: float,
+    port: int = 0,
 ) -> list[str]:
     """The command that starts a keeper.
 

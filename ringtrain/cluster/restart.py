@@ -6,7 +6,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 from ringtrain.cluster import run
 from ringtrain.cluster.hosts import Host
@@ -31,6 +31,7 @@ class Policy:
     """When a job is started again."""
 
     max_restarts: int = 0
+    _: KW_ONLY
     restart_on: str = ""
     """expression; a cause that it is found in is tried again, whatever it is"""
     give_up_on: str = ""
@@ -210,7 +211,12 @@ def run_again(
             run.say(f"not started again: {_slots(used)} slots are too few for --min-np {policy.min_ranks}")
             return ending.exit_code
         causes = tuple(one.in_a_line for one in history.endings)
-        attempt = Attempt(len(causes), causes, ending.run_name or attempt.run_name, num_ranks)
+        attempt = Attempt(
+            number=len(causes),
+            causes=causes,
+            run_name=ending.run_name or attempt.run_name,
+            num_ranks=num_ranks,
+        )
         delay_s = history.delay_s(policy)
         if job.hosts and job.hosts[0].name in ending.unswept:
             delay_s = max(delay_s, LEASE_S)  # so that rank 0 does not write there any more

@@ -42,7 +42,7 @@ SIGNALS = (signal.SIGINT, signal.SIGUSR1, *ENDING)
 PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Terms:
     """How a job is watched."""
 
@@ -58,6 +58,11 @@ class Terms:
     """the hosts of the job can be reached by ssh, and are watched; else the launcher's own means must do"""
     watcher: Callable[[str, Job, Terms], Watch] | None = None
     """makes what stays with the job; None: Watch"""
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds that every host has to answer."""
+        return min(self.start_timeout_s, self.answer_timeout_s)
 
 
 class HostsLost(LaunchError):
@@ -351,8 +356,7 @@ class Watch:
         here = [host for host in names if keeper.is_here(host)]
         waiting = deque(["", *(host for host in names if host not in here)])
         looks_here = bool(here) or not names
-        patience_s = min(self.terms.start_timeout_s, self.terms.answer_timeout_s)
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + self.terms.patience_s
         while waiting or not all(each.ready for each in self._keepers):
             while waiting and sum(not each.ready for each in self._keepers) < CONNECTING:
                 host = waiting.popleft()
@@ -384,8 +388,8 @@ class Watch:
             Path(job.working_directory or Path.cwd()),
             environ.get("PATH", os.defpath),
             environ.get("PYTHONPATH", ""),
-            self.terms.start_timeout_s,
-            job.ssh_port,
+            timeout_s=self.terms.patience_s,
+            port=job.ssh_port,
         )
         pipe = subprocess.PIPE
         try:
@@ -406,7 +410,7 @@ class Watch:
                 return f"{host} has no folder {self.job.working_directory}, where ranks start: make it the same there"
             return f"{host} has no {self.job.command[0]!r} on PATH={self.job.environment.get('PATH', '')}: install it"
         said = [line for line in lost.lines if line and not line.startswith(("@", keeper.SAYS))]
-        return f"{host} does not answer: {said[-1] if said else f'no word in {self.terms.start_timeout_s:g} s'}"
+        return f"{host} does not answer: {said[-1] if said else f'no word in {self.terms.patience_s:g} s'}"
 
     def _refuse_other_versions(self) -> None:
         versions = {
@@ -642,14 +646,14 @@ class Watch:
             decided.exit_code,
             decided.text + memory,
             verdict.HOST_LOST if lost_hosts else decided.kind,
-            decided.rank,
-            hosts,
-            step,
-            phase,
-            self.reports.run_name,
-            bool(self.stopped_by),
-            tuple(self.silent),
-            out_of_memory,
+            rank=decided.rank,
+            hosts=hosts,
+            global_step=step,
+            phase=phase,
+            run_name=self.reports.run_name,
+            stopped=bool(self.stopped_by),
+            unswept=tuple(self.silent),
+            out_of_memory=out_of_memory,
         )
         if ending.text:
             say(ending.text)

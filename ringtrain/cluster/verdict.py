@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from ringtrain.reports import Failure, Reader
 
@@ -49,6 +49,7 @@ class Ending:
     """why"""
     kind: str = ""
     """HOST_LOST, the exception of the rank that failed first, or empty"""
+    _: KW_ONLY
     rank: int = -1
     """that failed first; -1: not known"""
     hosts: tuple[str, ...] = ()

@@ -274,5 +274,5 @@ def test_elastic_horovodrun_asks_for_hosts(tmp_path: Path) -> None:
     (tmp_path / "seen").mkdir()
     (tmp_path / "probe.py").write_text(ELASTIC_PROBE)
     job = job_for("openmpi4", tmp_path, ONE_HOST)
-    run_here(horovodrun.elastic(replace(job, forward=()), 2, 2, interface="lo"), job.environment)
+    run_here(horovodrun.elastic(replace(job, forward=()), min_ranks=2, max_ranks=2, interface="lo"), job.environment)
     assert sorted(file.name for file in (tmp_path / "seen").iterdir()) == ["0of2", "1of2"]

@@ -251,7 +251,9 @@ def test_after_sigterm_ranks_that_do_not_end_are_ended(launch) -> None:
     started = launch(*ringtrain("--grace", "1", "--", *shell(DEAF)))
     started.wait_for_ranks()
     started.process.send_signal(signal.SIGTERM)
-    assert started.end()[0] == 128 + signal.SIGTERM
+    code, stderr = started.end()
+    assert code == 128 + signal.SIGTERM
+    assert "killed in 1 s (--grace)" in stderr
     assert started.left() == {}
 
 

@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -261,6 +262,16 @@ def test_without_an_ssh_client_other_hosts_are_refused_in_one_line(bin_dir: Path
     assert not (bin_dir / "mpirun.started").exists()
 
 
+def test_a_silent_host_has_all_of_the_start_timeout_whatever_the_grace_is(bin_dir: Path) -> None:
+    (bin_dir / "ssh").write_text('#!/bin/sh\nwhile read -r word; do [ "$word" != end ] || exit; done\n')
+    (bin_dir / "ssh").chmod(0o755)
+    began_s = time.monotonic()
+    words = ["-H", "192.0.2.1:1", "--start-timeout", "2", "--grace", "0.1", "--", "sh", "-c", "true"]
+    ended = ringtrain("launch", *words, bin_dir=bin_dir)
+    assert (ended.returncode, ended.stderr) == (2, "ringtrain: 192.0.2.1 does not answer: no word in 2 s\n")
+    assert time.monotonic() - began_s >= 2
+
+
 def test_output_that_is_cut_off_is_no_error(bin_dir: Path) -> None:
     hosts = ",".join(f"host{number}:4" for number in range(20_000))
     (bin_dir / "hosts").write_text(hosts.replace(",", "\n"))
@@ -285,7 +296,7 @@ def test_files_of_a_launch_are_this_users_alone_and_go_again(tmp_path: Path) -> 
 @pytest.mark.parametrize("shell", ["sh", "bash", "tcsh"])
 def test_a_keeper_for_another_host_is_one_line_for_its_login_shell(shell: str, tmp_path: Path) -> None:
     """csh takes no line breaks within quotes. Where tcsh is not installed, the line has to have none."""
-    *_, line = keeper.argv("host1", "job", ["sh"], tmp_path, "/usr/bin:/bin", "", 10)
+    *_, line = keeper.argv("host1", "job", ["sh"], tmp_path, "/usr/bin:/bin", "", timeout_s=10)
     assert "\n" not in line
     if shutil.which(shell):
         ended = subprocess.run([shell, "-c", line], input="end\n", capture_output=True, text=True, check=False)

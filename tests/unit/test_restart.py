@@ -22,13 +22,13 @@ THREE = Policy(3)
     ("ending", "reason"),
     [
         (KILLED, ""),
-        (Ending(1, "rank 0 on host1 failed first:\nTraceback\n  ...\nKeyError: 3", "KeyError", 0), ""),
-        (Ending(75, "rank 1 keeps the others waiting", "Stalled", 0), ""),
+        (Ending(1, "rank 0 on host1 failed first:\nTraceback\n  ...\nKeyError: 3", "KeyError", rank=0), ""),
+        (Ending(75, "rank 1 keeps the others waiting", "Stalled", rank=0), ""),
         (Ending(2, "lost host2 while it ran", HOST_LOST, hosts=("host2",)), ""),
-        (Ending(2, "rank 0 on host1 failed first: ConfigError: ...", "ConfigError", 0), "stays wrong"),
-        (Ending(2, "... NonFiniteLoss: the loss is no finite number", "NonFiniteLoss", 1), "no number again"),
+        (Ending(2, "rank 0 on host1 failed first: ConfigError: ...", "ConfigError", rank=0), "stays wrong"),
+        (Ending(2, "... NonFiniteLoss: the loss is no finite number", "NonFiniteLoss", rank=1), "no number again"),
         (
-            Ending(1, "ResourceExhaustedError: OOM when allocating", "ResourceExhaustedError", 0),
+            Ending(1, "ResourceExhaustedError: OOM when allocating", "ResourceExhaustedError", rank=0),
             "memory was not enough",
         ),
         (Ending(137, "rank 0 was killed", rank=0, out_of_memory=True), "memory was not enough"),
@@ -63,7 +63,7 @@ def test_the_same_rank_at_the_same_step_for_the_same_reason_twice():
 
 
 def test_a_user_knows_better():
-    bug = Ending(2, "rank 0 failed first: DataError: the file server is away", "DataError", 0)
+    bug = Ending(2, "rank 0 failed first: DataError: the file server is away", "DataError", rank=0)
     assert why_not(bug, [bug], Policy(3, restart_on="file server")) == ""
     assert "--give-up-on" in why_not(KILLED, [], Policy(3, give_up_on="SIGKILL"))
     assert "--give-up-on" in why_not(KILLED, [], Policy(3, restart_on="SIGKILL", give_up_on="SIGKILL"))
@@ -106,7 +106,7 @@ def test_waits_longer_and_longer_until_there_are_new_steps():
 
 
 def test_an_attempt_is_read_as_it_was_written():
-    attempt = Attempt(2, ("killed (step 20)", "lost host2"), "digits-1", 4)
+    attempt = Attempt(number=2, causes=("killed (step 20)", "lost host2"), run_name="digits-1", num_ranks=4)
     assert Attempt.from_environment({"RINGTRAIN_ATTEMPT": attempt.to_json()}) == attempt
     for text in ("", "{", "[1]", '{"other": 1}', "3"):
         assert Attempt.from_environment({"RINGTRAIN_ATTEMPT": text}) == Attempt()
@@ -115,6 +115,6 @@ def test_an_attempt_is_read_as_it_was_written():
 
 def test_a_cause_in_a_line():
     text = "rank 1 on host2 failed first:\nTraceback (most recent call last):\n  ...\nKeyError: 3"
-    ending = Ending(1, text, "KeyError", 1, ("host2",), 20, "save")
+    ending = Ending(1, text, "KeyError", rank=1, hosts=("host2",), global_step=20, phase="save")
     assert ending.in_a_line == "rank 1 on host2 failed first: KeyError: 3 (step 20, save)"
     assert Ending(9).in_a_line == "exit code 9"
