@@ -64,6 +64,9 @@ class ModelConfig:
     """share of each label that is spread evenly over all classes"""
     metrics: tuple[str, ...] = ()
     """besides loss and accuracy: top-5, or module:function that returns a Keras metric"""
+    not_averaged: tuple[str, ...] = ()
+    """paths of non-trainable weights that stay each rank's own, such as */queue; other weights that
+    follow a rank's data are averaged over the ranks before each evaluation, if they are floating-point numbers"""
 
 
 @dataclass(frozen=True)

@@ -204,7 +204,7 @@ def _walk(state: Any, own: Rank) -> int:
                 course.saver.wait()  # after a failure: before another rank, or this one again, saves the same step
         dealer.write_down()
         course.saver.finish()
-        hvd.average_moving_statistics(model)
+        hvd.average_moving_statistics(model, config.model.not_averaged)
 
     more = {"num_ranks": size, "resizes": list(run.resizes), "fit_s": time.time() - run.started, "started": run.started}
     summary = course.finish(hosts, own.attempt, **more, strategy=strategies.make(config).about)
@@ -409,7 +409,7 @@ class Committer(keras.callbacks.Callback):
 
     def _commit(self) -> None:
         dealer, course = self.dealer, self.dealer.course
-        hvd.average_moving_statistics(self.model)
+        hvd.average_moving_statistics(self.model, course.config.model.not_averaged)
         # Every rank has written down what it has trained before anybody has the sums.
         sums: tuple[Any, ...] = ()
         own = [np.asarray(keras.ops.convert_to_numpy(one), np.float64) for one in self.model.metrics_variables]

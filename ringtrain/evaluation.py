@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -30,17 +31,26 @@ class Evaluation(keras.callbacks.Callback):
         own: their numbers; may be none.
         data_set: knows which of them could not be read.
         clock: says whether the epoch is whole; one that is broken off is not evaluated.
+        not_averaged: model.not_averaged.
 
     Attributes:
         seconds: that all evaluations so far have taken.
     """
 
-    def __init__(self, batches: tf.data.Dataset, own: NDArray[np.int64], data_set: DataSet, clock: Clock) -> None:
+    def __init__(
+        self,
+        batches: tf.data.Dataset,
+        own: NDArray[np.int64],
+        data_set: DataSet,
+        clock: Clock,
+        not_averaged: Sequence[str] = (),
+    ) -> None:
         super().__init__()
         self.batches = batches
         self.own = own
         self.data_set = data_set
         self.clock = clock
+        self.not_averaged = not_averaged
         self.seconds = 0.0
 
     @hvd.during("evaluate")
@@ -50,7 +60,7 @@ class Evaluation(keras.callbacks.Callback):
         logs = {} if logs is None else logs
         logs |= over_all_ranks(self.model, 1)
         begin_s = time.perf_counter()
-        hvd.average_moving_statistics(self.model)
+        hvd.average_moving_statistics(self.model, self.not_averaged)
         num_own = self.data_set.test.num_readable(self.own)
         if num_own:
             with warnings.catch_warnings():  # where samples are skipped, Keras cannot know how many batches there are

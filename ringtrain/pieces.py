@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -105,7 +106,7 @@ class Course:
         # Each rank evaluates its own test samples.
         own_tests = data.evaluation_shard(numbers.num_test, rank, hvd.size())
         test_batches = data.evaluation_batches(data_set.test, own_tests, numbers.batch_size)
-        self.evaluate = evaluation.Evaluation(test_batches, own_tests, data_set, clock)
+        self.evaluate = evaluation.Evaluation(test_batches, own_tests, data_set, clock, config.model.not_averaged)
         self.check = hvd.callbacks.CheckInSyncCallback(config.train.check_every_steps)
         self.stop = health.StopTogether(
             signals, config, start.global_step, numbers.steps_per_epoch, data_set.raise_unreadable
@@ -274,6 +275,7 @@ def compiled_model(
         optimizer = optimizers.build(config, numbers, model)
     if config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model):
         raise ConfigError(f"model.sync_batch_norm: {config.model.name} has no BatchNormalization layers: leave it out")
+    _check_not_averaged(model, config.model.not_averaged)
     models.seed_by_rank(model, config.seed, hvd.rank())
     if config.train.precision == "mixed_float16":
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
@@ -287,6 +289,18 @@ def compiled_model(
         hvd.jit_gradients(model)
     strategy.make_ready(model, data_set.input_shape, data_set.num_classes)
     return model
+
+
+def _check_not_averaged(model: keras.Model, patterns: Sequence[str]) -> None:
+    from ringtrain import hvd
+
+    paths = [weight.path for weight in hvd.weights_of_one_rank(model)]
+    for pattern in patterns:
+        if not fnmatch.filter(paths, pattern):
+            raise ConfigError(
+                f"model.not_averaged: got {pattern}, expected the path of a weight that a layer makes as non-trainable,"
+                f" with * for any characters; {model.name} has {', '.join(paths[:8]) or 'none'}"
+            )
 
 
 def agree_on_folder(config: Config, numbers: Numbers, attempt: reports.Attempt) -> Path:

@@ -335,7 +335,7 @@ class Saver(keras.callbacks.Callback):
             "num_ranks": len(own),
             "variables": checkpoint.shapes_of(_shared_variables(self.model)),
         }
-        return {"state": _shared_state(self.model, own), "ranks": ranks}, facts
+        return {"state": _shared_state(self.model, own, self.config.model.not_averaged), "ranks": ranks}, facts
 
     def _write(self, step: int, files: dict[str, Any], facts: dict[str, Any]) -> None:
         """In a thread of its own, on rank 0."""
@@ -487,22 +487,26 @@ def _shared_variables(model: keras.Model) -> list[Any]:
 
 
 def _own_variables(model: keras.Model) -> list[Any]:
-    """Seeds and moving statistics; accumulated gradients are part of the optimizer's variables, and differ too."""
+    """Seeds, weights that follow a rank's data, and accumulated gradients, which are the optimizer's variables."""
     known = {id(variable) for variable in (*model.weights, *model.metrics_variables)}
     seeds = [variable for variable in model.variables if id(variable) not in known]
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    return [*seeds, *model.non_trainable_weights, *(getattr(optimizer, "_accumulated_gradients", None) or [])]
+    return [*seeds, *hvd.weights_of_one_rank(model), *(getattr(optimizer, "_accumulated_gradients", None) or [])]
 
 
-def _shared_state(model: keras.Model, own: list[dict[str, NDArray[Any]]]) -> dict[str, Any]:
+def _shared_state(
+    model: keras.Model, own: list[dict[str, NDArray[Any]]], not_averaged: Sequence[str] = ()
+) -> dict[str, Any]:
     """Rank 0's weights and optimizer; of moving statistics, which differ within an epoch, the means over the ranks."""
     state = {f"{index:05d}": _held(variable) for index, variable in enumerate(_shared_variables(model))}
     places = {id(variable): f"{index:05d}" for index, variable in enumerate(_own_variables(model))}
-    averaged = {id(variable) for variable in hvd.moving_statistics(model)}
+    averaged = {id(variable) for variable in hvd.moving_statistics(model, not_averaged)}
     for index, variable in enumerate(model.weights):
         if id(variable) in averaged:
-            arrays = [rank[places[id(variable)]] for rank in own]
-            state[f"{index:05d}"] = np.mean(arrays, axis=0, dtype=np.float64).astype(arrays[0].dtype)
+            arrays = [_loaded(variable, rank[places[id(variable)]]).astype(np.float64) for rank in own]
+            state[f"{index:05d}"] = _storable(
+                np.mean(arrays, axis=0).astype(keras.ops.convert_to_numpy(variable).dtype)
+            )
     return state
 
 
@@ -529,10 +533,13 @@ def _by_rank(arrays: Mapping[str, NDArray[Any]], num_ranks: int) -> list[dict[st
 def _assign(variables: list[Any], arrays: Mapping[str, NDArray[Any]], copy: int | None = None) -> None:
     """Sets variables, in all copies of the model or in one."""
     for index, variable in enumerate(variables):
-        array = arrays[f"{index:05d}"]
-        if str(variable.dtype) == "bfloat16":
-            array = array.view(keras.ops.convert_to_numpy(variable).dtype)
+        array = _loaded(variable, arrays[f"{index:05d}"])
         (variable if copy is None else hvd.copies_of(variable)[copy]).assign(array)
+
+
+def _loaded(variable: Any, array: NDArray[Any]) -> NDArray[Any]:
+    """Undoes `_storable`."""
+    return array.view(keras.ops.convert_to_numpy(variable).dtype) if str(variable.dtype) == "bfloat16" else array
 
 
 def _held(variable: Any) -> Any:

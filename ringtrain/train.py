@@ -205,7 +205,8 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
                 batches = batches.rebatch(numbers.batch_size, drop_remainder=True).skip(steps * strategy.copies)
             strategy.fit(model, batches, part, course.callbacks)
         course.saver.finish()
-        hvd.average_moving_statistics(model)  # not before: a run that was stopped goes on with each rank's own
+        # Not before: a run that was stopped goes on with each rank's own.
+        hvd.average_moving_statistics(model, config.model.not_averaged)
 
     # What came of it; and the proof once more, on what was saved.
     ranks = hvd.allgather_object(monitor.own_times(), name="ringtrain_times")

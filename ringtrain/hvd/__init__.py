@@ -3,9 +3,9 @@
 What Horovod 0.28.1 does right under Keras 3 is passed on (collectives, process sets, timeline, queries); what it does
 wrong or not at all is ringtrain's own: `DistributedOptimizer`, the callbacks, `load_model`, `elastic`, broadcasts of
 Keras variables, `SyncBatchNormalization`. New are `broadcast_model`, `check_in_sync`, `check_averaging`,
-`check_placement`, `run_together`, `average_moving_statistics`, `moving_statistics`, `synchronize_batch_norm`,
-`jit_gradients`, `track_gradient_norm`, `during`, `marks`, `copies_of`, `num_copies` and `configure`. All that training
-needs works without Horovod as well, see `engine.py`.
+`check_placement`, `run_together`, `average_moving_statistics`, `moving_statistics`, `weights_of_one_rank`,
+`synchronize_batch_norm`, `jit_gradients`, `track_gradient_norm`, `during`, `marks`, `copies_of`, `num_copies` and
+`configure`. All that training needs works without Horovod as well, see `engine.py`.
 """
 
 from ringtrain.errors import MissingDependency
@@ -31,6 +31,7 @@ from ringtrain.hvd.batch_norm import (
     average_moving_statistics,
     moving_statistics,
     synchronize_batch_norm,
+    weights_of_one_rank,
 )
 from ringtrain.hvd.collectives import (
     DistributedGradientTape,

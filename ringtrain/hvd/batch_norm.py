@@ -1,14 +1,16 @@
-"""Batch normalization over ranks.
+"""Batch normalization over ranks, and other weights that follow a rank's data.
 
 By default each rank normalizes by the statistics of its own batch, as Goyal et al. 2017 (arXiv 1706.02677, section 2.3)
 do, and keeps moving statistics of its own; `average_moving_statistics` makes those one model's before it is evaluated
-or saved. `SyncBatchNormalization` normalizes by the statistics of all ranks' batches together instead.
+or saved. `SyncBatchNormalization` normalizes by the statistics of all ranks' batches together instead. Layers may hold
+other non-trainable weights that a step changes, such as a codebook of moving averages: they are treated alike.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import keras
@@ -22,16 +24,17 @@ from ringtrain.hvd.reduction import elastic, unique_in_graph
 from ringtrain.hvd.subclass import saved_as_its_base
 
 
-def average_moving_statistics(model: keras.Model) -> None:
-    """Replaces the moving statistics of every batch normalization layer by their means over all ranks.
+def average_moving_statistics(model: keras.Model, not_averaged: Sequence[str] = ()) -> None:
+    """Replaces the moving statistics of a model by their means over all ranks.
 
     A collective, and a small one. Averaging early or late makes no difference to the averages of later steps: moving
     statistics are linear in those of the batches.
 
     Args:
-        model: A built model; without batch normalization nothing happens.
+        model: A built model; without moving statistics nothing happens.
+        not_averaged: See `moving_statistics`.
     """
-    variables = moving_statistics(model)
+    variables = moving_statistics(model, not_averaged)
     num_models = horovod.size() * num_copies(model)
     if not variables or num_models == 1:
         return
@@ -44,9 +47,30 @@ def average_moving_statistics(model: keras.Model) -> None:
         variable.assign(mean.reshape(values.shape))
 
 
-def moving_statistics(model: keras.Model) -> list[Any]:
-    """The moving means and variances of a model's batch normalization: variables that are each rank's own."""
-    return [variable for layer in batch_norm_layers(model) for variable in layer.non_trainable_variables]
+def moving_statistics(model: keras.Model, not_averaged: Sequence[str] = ()) -> list[Any]:
+    """The weights of each rank's own that are averaged before evaluation: those that are floating-point numbers.
+
+    Args:
+        model: A built model.
+        not_averaged: Paths of weights to leave out; `*` stands for any characters.
+    """
+    return [
+        variable
+        for variable in weights_of_one_rank(model)
+        if keras.backend.is_float_dtype(variable.dtype)
+        and not any(fnmatchcase(variable.path, pattern) for pattern in not_averaged)
+    ]
+
+
+def weights_of_one_rank(model: keras.Model) -> list[Any]:
+    """The weights that a rank's data may change past the optimizer, so that each rank keeps its own.
+
+    They are what layers make as non-trainable: moving statistics, codebooks, counters. Weights that are frozen
+    (`layer.trainable = False`) and the statistics of synchronized batch normalization are the same on all ranks.
+    """
+    layers = [layer for layer in model._flatten_layers() if not isinstance(layer, _Synchronized)]
+    made = {id(variable) for layer in layers for variable in layer._non_trainable_variables}
+    return [variable for variable in model.weights if id(variable) in made]
 
 
 def synchronize_batch_norm(model: keras.Model) -> int:
@@ -76,13 +100,6 @@ def synchronize_batch_norm(model: keras.Model) -> int:
 def batch_norm_layers(model: keras.Model) -> Iterator[Any]:
     """All batch normalization layers of a model, nested ones included."""
     return (layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization))
-
-
-def statistics_of_one_rank(model: keras.Model) -> Iterator[Any]:
-    """The moving statistics that each rank keeps for itself: those of layers that are not synchronized."""
-    for layer in batch_norm_layers(model):
-        if not isinstance(layer, _Synchronized):
-            yield from layer.non_trainable_variables
 
 
 class _Synchronized(keras.layers.BatchNormalization):

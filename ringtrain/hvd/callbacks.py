@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,7 @@ import tensorflow as tf
 
 from ringtrain.hvd.engine import Sum, horovod
 from ringtrain.hvd.learning_rate import LearningRateScheduleCallback, LearningRateWarmupCallback
-from ringtrain.hvd.sync import broadcast_model, check_in_sync
+from ringtrain.hvd.sync import broadcast_model, check_in_sync, differing_weights
 
 __all__ = [
     "BestModelCheckpoint",
@@ -130,6 +131,8 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 class CheckInSyncCallback(keras.callbacks.Callback):
     """Runs `check_in_sync` after the first step, every `every_steps` steps and at the end of training.
 
+    Rank 0 prints one line when non-trainable weights that follow each rank's data differ, which ends nothing.
+
     Args:
         every_steps: Steps between two checks.
 
@@ -146,6 +149,7 @@ class CheckInSyncCallback(keras.callbacks.Callback):
         self.checksum = ""
         self.seconds = 0.0
         self._steps = 0
+        self._warned = False
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._steps += 1
@@ -158,6 +162,16 @@ class CheckInSyncCallback(keras.callbacks.Callback):
     def _check(self) -> None:
         start = time.perf_counter()
         self.checksum = check_in_sync(self.model)
+        if not self._warned and (paths := differing_weights(self.model)):
+            self._warned = True
+            if horovod.rank() == 0:
+                print(
+                    f"ringtrain: non-trainable weights that follow the data differ between ranks:"
+                    f" {', '.join(paths[:4])}{', ...' * (len(paths) > 4)}: each rank keeps its own;"
+                    f" ringtrain.train averages floating-point ones before each evaluation, except model.not_averaged",
+                    file=sys.stderr,
+                    flush=True,
+                )
         self.seconds += time.perf_counter() - start
 
 

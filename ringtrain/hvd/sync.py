@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain.errors import OutOfSync, RingtrainError
-from ringtrain.hvd.batch_norm import statistics_of_one_rank
+from ringtrain.hvd.batch_norm import batch_norm_layers, weights_of_one_rank
 from ringtrain.hvd.collectives import allgather_object, broadcast_variables, copies_of, num_copies
 from ringtrain.hvd.engine import ProcessSet, global_process_set, horovod
 from ringtrain.hvd.keras_hooks import innermost, refuse_horovods_own
@@ -62,9 +62,9 @@ def check_in_sync(model: keras.Model, optimizer: Any = None) -> str:
     """Proves that weights and optimizer slots are equal, bit for bit, on all ranks.
 
     Each rank sends eight bytes per copy of the model that it has; only where they differ do ranks exchange more to name
-    the difference. Left out is what may differ: seed generators, metrics, moving statistics of batch normalization that
-    is not synchronized (each copy's own), gradients that are accumulated but not reduced yet, variables registered as
-    local and their slots.
+    the difference. Left out is what may differ: seed generators, metrics, weights that follow the data of one rank
+    (`weights_of_one_rank`, such as the moving statistics of batch normalization), gradients that are accumulated but
+    not reduced yet, variables registered as local and their slots.
 
     Args:
         model: A built model.
@@ -78,8 +78,7 @@ def check_in_sync(model: keras.Model, optimizer: Any = None) -> str:
     """
     optimizer = model.optimizer if optimizer is None else optimizer
     refuse_horovods_own(optimizer)
-    reduction = getattr(innermost(optimizer), "reduction", None)
-    process_set = global_process_set if reduction is None else reduction.process_set
+    process_set = _process_set(optimizer)
     own = [tuple(zip(*_checksums(model, optimizer, copy), strict=True)) for copy in range(num_copies(model))]
     digests = [hashlib.sha256(np.array(checksums, np.uint32).tobytes()).digest()[:8] for _, checksums in own]
     flat = tf.constant(np.frombuffer(b"".join(digests), np.int64))
@@ -89,6 +88,25 @@ def check_in_sync(model: keras.Model, optimizer: Any = None) -> str:
         details = allgather_object(own, name="ringtrain_out_of_sync", process_set=process_set)
         raise OutOfSync(_difference(process_set, everybody.tolist(), [one for each in details for one in each]))
     return digests[0].hex()
+
+
+def differing_weights(model: keras.Model) -> list[str]:
+    """Finds weights of each rank's own, other than batch normalization's, that differ between ranks. A collective.
+
+    Args:
+        model: A built model.
+
+    Returns:
+        Their paths, the same on every rank.
+    """
+    expected = {id(variable) for layer in batch_norm_layers(model) for variable in layer.weights}
+    variables = [variable for variable in weights_of_one_rank(model) if id(variable) not in expected]
+    if not variables:
+        return []
+    own = [[_checksum(copy.numpy()) for copy in copies_of(variable)] for variable in variables]
+    everybody = allgather_object(own, name="ringtrain_differing_weights", process_set=_process_set(model.optimizer))
+    values = [{checksum for rank in everybody for checksum in rank[index]} for index in range(len(variables))]
+    return [variable.path for variable, found in zip(variables, values, strict=True) if len(found) > 1]
 
 
 def check_averaging(optimizer: Any) -> str:
@@ -144,6 +162,12 @@ def run_together(action: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
+def _process_set(optimizer: Any) -> ProcessSet:
+    """The ranks that an optimizer trains with."""
+    reduction = getattr(innermost(optimizer), "reduction", None)
+    return global_process_set if reduction is None else reduction.process_set
+
+
 def _require_same_settings(optimizer: Any, process_set: ProcessSet) -> None:
     inner = innermost(optimizer)
     reduction = getattr(inner, "reduction", None)
@@ -165,12 +189,15 @@ def _require_same_settings(optimizer: Any, process_set: ProcessSet) -> None:
 
 
 def _checksums(model: keras.Model, optimizer: Any, copy: int) -> Iterator[tuple[str, int]]:
-    left_out = {id(variable) for variable in (*statistics_of_one_rank(model), *_local_variables(model, optimizer))}
+    left_out = {id(variable) for variable in (*weights_of_one_rank(model), *_local_variables(model, optimizer))}
     for variable in (*model.weights, *(optimizer.variables if optimizer is not None else ())):
         if id(variable) not in left_out:
-            array = np.ascontiguousarray(copies_of(variable)[copy].numpy())
-            head = zlib.crc32(f"{array.dtype}{array.shape}".encode())
-            yield variable.path, zlib.crc32(array.reshape(-1).view(np.uint8).data, head)
+            yield variable.path, _checksum(copies_of(variable)[copy].numpy())
+
+
+def _checksum(value: Any) -> int:
+    array = np.ascontiguousarray(value)
+    return zlib.crc32(array.reshape(-1).view(np.uint8).data, zlib.crc32(f"{array.dtype}{array.shape}".encode()))
 
 
 def _local_variables(model: keras.Model, optimizer: Any) -> Iterator[Any]:

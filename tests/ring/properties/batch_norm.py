@@ -205,6 +205,45 @@ def moving_statistics_have_to_agree_where_they_are_synchronized():
             hvd.check_in_sync(model)
 
 
+def other_weights_that_follow_the_data_stay_each_ranks_own():
+    frozen = keras.layers.Dense(8, trainable=False, kernel_initializer="ones")
+    model = small.build(layers=(Following(name="following"), frozen))
+    small.train(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), small.shares(3))
+    layer = model.get_layer("following")
+    layer.num_positive.assign(100 + hvd.rank())
+    hvd.check_in_sync(model)
+    following = [f"{model.name}/following/{name}" for name in ("mean", "latest", "num_positive")]
+    assert hvd.sync.differing_weights(model) == following
+    assert [weight.path for weight in hvd.weights_of_one_rank(model)] == following
+
+    latest, means = layer.latest.numpy(), hvd.allgather(layer.mean.value[None]).numpy()
+    hvd.average_moving_statistics(model, ["*/latest"])
+    assert np.allclose(layer.mean.numpy(), means.mean(axis=0), rtol=1e-6)
+    assert np.array_equal(layer.latest.numpy(), latest) and int(layer.num_positive) == 100 + hvd.rank()
+    assert hvd.sync.differing_weights(model) == following[1:]
+
+    frozen.kernel.assign_add(np.full((8, 8), float(hvd.rank())))
+    assert "kernel" in small.raised(OutOfSync, lambda: hvd.check_in_sync(model))
+
+
+class Following(keras.layers.Layer):
+    """Keeps a moving average, the latest sample and a count of what it sees."""
+
+    def build(self, shape):
+        self.mean = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False, name="mean")
+        self.latest = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False, name="latest")
+        self.num_positive = self.add_weight(
+            shape=(), dtype="int64", initializer="zeros", trainable=False, name="num_positive"
+        )
+
+    def call(self, inputs, training=False):
+        if training:
+            self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(inputs, axis=0))
+            self.latest.assign(inputs[-1])
+            self.num_positive.assign_add(keras.ops.sum(keras.ops.cast(inputs > 0, "int64")))
+        return inputs
+
+
 def _share(array):
     """This rank's rows."""
     return array[hvd.rank() * small.BATCH :][: small.BATCH]
