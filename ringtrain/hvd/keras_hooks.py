@@ -1,4 +1,4 @@
-"""Two decisions of Keras that a distributed optimizer has a say in.
+"""Three decisions of Keras that a distributed optimizer has a say in.
 
 Keras asks neither optimizer nor user in these places, so its functions are replaced, once per process, by ones that
 behave the same unless the optimizer is distributed.
@@ -13,12 +13,13 @@ from keras.src.trainers import trainer
 
 
 def teach_keras() -> None:
-    """Replaces the two functions, if that has not happened yet."""
+    """Replaces the three functions, if that has not happened yet."""
     if not hasattr(trainer.model_supports_jit, "before_ringtrain"):
         trainer.model_supports_jit = _reducing_without_jit(trainer.model_supports_jit)
     optimizer_class = keras.optimizers.LossScaleOptimizer
     if not hasattr(optimizer_class.check_finite, "before_ringtrain"):
         optimizer_class.check_finite = _finite_on_all_ranks(optimizer_class.check_finite)
+        optimizer_class.apply = _reducing_first(optimizer_class.apply)
 
 
 def _reducing_without_jit(model_supports_jit: Any) -> Any:
@@ -36,11 +37,33 @@ def _finite_on_all_ranks(check_finite: Any) -> Any:
 
     def finite_everywhere(self: Any, grads: Any) -> Any:
         finite = check_finite(self, grads)
-        reduction = getattr(innermost(self), "reduction", None)
-        return finite if reduction is None else reduction.true_on_all_ranks(finite)
+        return innermost(self).agree_on_finite(finite) if distributed(self) else finite
 
     finite_everywhere.before_ringtrain = check_finite  # type: ignore[attr-defined]
     return finite_everywhere
+
+
+def _reducing_first(apply: Any) -> Any:
+    """Keras applies gradients in a branch that waits for all of them to be checked: no allreduce could start before.
+
+    Reduced first, each gradient travels as soon as it is computed, and a sum that overflows is noticed like any other.
+    With gradient accumulation only the update communicates, so its gradients are reduced in the branch.
+    """
+
+    def apply_reduced(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+        inner = innermost(self)
+        if not distributed(self) or inner.accumulates() or inner._reduced_before:
+            apply(self, grads, trainable_variables=trainable_variables)
+            return
+        grads, variables = list(grads), list(trainable_variables or inner._trainable_variables)
+        found = [index for index, grad in enumerate(grads) if grad is not None]
+        reduced = inner.reduce([grads[index] for index in found], [variables[index] for index in found])
+        for index, grad in zip(found, reduced, strict=True):
+            grads[index] = grad
+        with inner.reduced_before():
+            apply(self, grads, trainable_variables=variables)
+
+    return apply_reduced
 
 
 def distributed(optimizer: Any) -> bool:

@@ -45,7 +45,8 @@ def DistributedOptimizer(
             under mixed_float16) an overflow on one rank skips the step on all.
         name: Prefix of the operations' names; "Distributed" and the class name by default.
         device_dense, device_sparse: Device to place the reduction of dense and sparse gradients on.
-        compression: `Compression.none`, or `Compression.fp16` to send 16-bit floats.
+        compression: `Compression.none`, or `Compression.fp16` to send 16-bit floats, divided by the number of ranks (or
+            `gradient_predivide_factor`, where it is given) before they are added.
         sparse_as_dense: Turn `IndexedSlices` into dense tensors first; otherwise they are gathered.
         gradient_predivide_factor: With Average: divide by this before the sum, and by size / this after it.
         op: Average, Sum or Adasum (over MPI, with a power of two of ranks).

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tensorflow.python.ops import control_flow_v2_func_graphs as func_graphs
 
 from ringtrain.hvd.collectives import tensor_of
-from ringtrain.hvd.engine import Adasum, Average, Min, ProcessSet, Sum, horovod
+from ringtrain.hvd.engine import Adasum, Average, Compression, Min, ProcessSet, Sum, horovod
 
 BRANCHES = (func_graphs.CondBranchFuncGraph, func_graphs.WhileCondFuncGraph, func_graphs.WhileBodyFuncGraph)
 OP_WORDS = {Average: "averaged", Sum: "summed", Adasum: "combined by Adasum"}
@@ -128,9 +128,7 @@ class Reduction:
             results = self._reduce_dense(tensors, f"HorovodAllreduce_{prefix}_{number}")
             for index, result in zip(members, results, strict=True):
                 reduced[index] = result
-        if self.accumulated_scale != 1.0:
-            reduced = [_scaled(gradient, self.accumulated_scale) for gradient in reduced]
-        return reduced
+        return [_scaled(gradient, self.accumulated_scale) for gradient in reduced]
 
     def _reduce_sparse(self, gradient: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
         # As Horovod's allreduce does it, which names the gathers after their tensors: those names differ between ranks.
@@ -146,24 +144,36 @@ class Reduction:
         return tf.IndexedSlices(tf.cast(values, gradient.dtype), indices, gradient.dense_shape)
 
     def _reduce_dense(self, gradients: list[tf.Tensor], name: str) -> list[tf.Tensor]:
+        tensors, factor = [_widened(gradient) for gradient in gradients], self.gradient_predivide_factor
         options = {
             "device_dense": self.device_dense,
             "compression": self.compression,
             "op": self.op,
-            "prescale_factor": 1.0 / self.gradient_predivide_factor,
-            "postscale_factor": self.gradient_predivide_factor,
+            "prescale_factor": 1.0 / factor,
+            "postscale_factor": factor,
             "process_set": self.process_set,
             "ignore_name_scope": True,
             "name": name,
         }
-        widened = [_widened(gradient) for gradient in gradients]
+        after: Any = 1.0
+        if any(self._sent_in_16_bits(tensor) for tensor in tensors):
+            # Horovod would add before it divides: a sum of float16 ends at 65504.
+            before = self._num_ranks() if factor == 1.0 else factor
+            after = before / self._num_ranks() if self.op == Average else before
+            tensors = [_scaled(tensor, 1.0 / before) for tensor in tensors]
+            options |= {"op": Sum if self.op == Average else self.op, "prescale_factor": 1.0, "postscale_factor": 1.0}
         if self._as_one():
-            results = _joined(widened, lambda flat: horovod.allreduce(flat, **options))
+            results = _joined(tensors, lambda flat: horovod.allreduce(flat, **options))
         elif self.groups is None:
-            results = [horovod.allreduce(gradient, **options) for gradient in widened]
+            results = [horovod.allreduce(tensor, **options) for tensor in tensors]
         else:
-            results = horovod.grouped_allreduce(widened, **options)
+            results = horovod.grouped_allreduce(tensors, **options)
+        results = [_scaled(result, after) for result in results]
         return [tf.cast(result, gradient.dtype) for result, gradient in zip(results, gradients, strict=True)]
+
+    def _sent_in_16_bits(self, tensor: tf.Tensor) -> bool:
+        compressed = self.compression is getattr(Compression, "fp16", None) and tensor.dtype.is_floating
+        return tensor.dtype == tf.float16 or compressed
 
     def _split(self, dense: list[int], gradients: Sequence[Any], variables: Sequence[Any]) -> list[list[int]]:
         """Places of dense gradients, in the groups that are reduced together."""
@@ -210,6 +220,8 @@ def _joined(tensors: list[tf.Tensor], reduce: Callable[[tf.Tensor], tf.Tensor]) 
 
 
 def _scaled(gradient: Any, factor: Any) -> Any:
+    if isinstance(factor, float) and factor == 1.0:
+        return gradient
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(_scaled(gradient.values, factor), gradient.indices, gradient.dense_shape)
     return gradient * tf.cast(factor, gradient.dtype)

@@ -1,12 +1,14 @@
 """The subclass that a distributed optimizer becomes.
 
 It reduces in `_clip_gradients`: Keras calls it once per update, after gradients are unscaled and accumulated and before
-they are clipped, decayed and applied. That method is private; tests/ring holds Keras to it.
+they are clipped, decayed and applied. That method is private; tests/ring holds Keras to it. Inside of a
+`LossScaleOptimizer` gradients are reduced before, see keras_hooks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
@@ -33,7 +35,7 @@ def distribute(optimizer: Any, reduction: Reduction, backward_passes: int) -> An
     mixin = _DistributedMulti if isinstance(optimizer, keras.optimizers.MultiOptimizer) else _Distributed
     if backward_passes > 1:
         _accumulate(optimizer, backward_passes)
-    subclass = saved_as_its_base(mixin, base, {"reduction": reduction, "_local_keys": set()})
+    subclass = saved_as_its_base(mixin, base, {"reduction": reduction, "_local_keys": set(), "_reduced_before": []})
     # Not optimizer.__class__ = ...: Keras and TensorFlow would take it for an attribute to track.
     object.__setattr__(optimizer, "__class__", subclass)
     return optimizer
@@ -111,12 +113,12 @@ def _accumulate(optimizer: Any, backward_passes: int) -> None:
     optimizer.gradient_accumulation_steps = backward_passes
 
 
-class _Distributed(keras.optimizers.Optimizer):
-    """Mixed into the class of a single optimizer; `reduction` is set on the subclass."""
+class _Reducing(keras.optimizers.Optimizer):
+    """Common part of both mixins; the attributes are set on the subclass."""
 
     reduction: Reduction
-    gradient_norm: GradientNorm | None = None
     _local_keys: set[Any]
+    _reduced_before: list[bool]
 
     def register_local_var(self, var: Any) -> None:
         """Leaves the gradient of a Keras or TensorFlow variable to each rank."""
@@ -125,6 +127,39 @@ class _Distributed(keras.optimizers.Optimizer):
     def is_local(self, variable: Any) -> bool:
         """Whether `register_local_var` was called for a variable."""
         return self._var_key(variable) in self._local_keys
+
+    def accumulates(self) -> bool:
+        """Whether gradients of several micro-steps make one update, so that not every `apply` reduces."""
+        return any(part.gradient_accumulation_steps for part in getattr(self, "optimizers", [self]))
+
+    def reduce(self, grads: Any, variables: Any) -> list[Any]:
+        """Returns the gradients of an update, none of them None, reduced over the ranks."""
+        PLACE.note_each("computed", variables, grads)
+        reduced = self.reduction(grads, variables, [self.is_local(variable) for variable in variables])
+        PLACE.note("reduced", reduced)
+        PLACE.note_each("reduced", variables, reduced)
+        return reduced
+
+    @contextlib.contextmanager
+    def reduced_before(self) -> Iterator[None]:
+        """Has updates in this block take the gradients that they are given for reduced ones."""
+        self._reduced_before.append(True)
+        try:
+            yield
+        finally:
+            self._reduced_before.pop()
+
+    def agree_on_finite(self, finite: Any) -> Any:
+        """Returns whether all ranks' gradients are finite, given whether those of this rank are."""
+        if self._reduced_before and not self._local_keys:
+            return finite  # reduced gradients are the same on every rank
+        return self.reduction.true_on_all_ranks(finite)
+
+
+class _Distributed(_Reducing):
+    """Mixed into the class of a single optimizer."""
+
+    gradient_norm: GradientNorm | None = None
 
     def build(self, variables: Any) -> None:
         for variable in variables:
@@ -154,12 +189,7 @@ class _Distributed(keras.optimizers.Optimizer):
 
     def _clip_gradients(self, grads: Any) -> Any:
         self._reached.append("hook")
-        variables = self._updated_variables
-        local = [self.is_local(variable) for variable in variables]
-        PLACE.note_each("computed", variables, grads)
-        reduced = self.reduction(grads, variables, local)
-        PLACE.note("reduced", reduced)
-        PLACE.note_each("reduced", variables, reduced)
+        reduced = grads if self._reduced_before else self.reduce(grads, self._updated_variables)
         if self.gradient_norm is not None:
             self.gradient_norm.note(reduced)
         return super()._clip_gradients(reduced)
@@ -168,14 +198,8 @@ class _Distributed(keras.optimizers.Optimizer):
         return grads_and_vars  # Keras would add up those of a strategy of TensorFlow's here, after it has clipped them
 
 
-class _DistributedMulti(keras.optimizers.Optimizer):
+class _DistributedMulti(_Reducing):
     """Mixed into `MultiOptimizer`, which hands its gradients to others: those are made distributed."""
-
-    reduction: Reduction
-    _local_keys: set[Any]
-
-    register_local_var = _Distributed.register_local_var
-    is_local = _Distributed.is_local
 
     def build(self, var_list: Any) -> None:
         super().build(var_list)
@@ -183,3 +207,4 @@ class _DistributedMulti(keras.optimizers.Optimizer):
             if not distributed(optimizer):
                 distribute(optimizer, self.reduction, 1)
             type(optimizer)._local_keys = self._local_keys
+            type(optimizer)._reduced_before = self._reduced_before

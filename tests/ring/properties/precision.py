@@ -60,6 +60,87 @@ def a_plain_loss_scale_optimizer_stays_keras_own():
     assert not bool(optimizer.check_finite([tf.constant([np.inf])]))
 
 
+def sixteen_bits_do_not_overflow_in_the_sum():
+    """The mean of the ranks' gradients is in the range of float16, their sum is not."""
+    alone = hvd.allreduce(tf.constant([4e4]), compression=hvd.Compression.fp16, op=hvd.Sum).numpy()
+    assert np.isinf(alone), "Horovod's own sum: if it does not overflow, this shows nothing"
+    for dtype, compression in (("float32", hvd.Compression.fp16), ("float16", hvd.Compression.none)):
+        for options in ({}, {"deterministic": True}, {"groups": 1}, {"gradient_predivide_factor": hvd.size() * 1.5}):
+            sgd = hvd.DistributedOptimizer(keras.optimizers.SGD(1e-3), compression=compression, **options)
+            variables = [keras.Variable([0.0], dtype=dtype) for _ in range(2)]
+            sgd.apply([tf.constant([4e4], dtype)] * 2, variables)
+            assert np.allclose([variable.numpy() for variable in variables], -40.0, rtol=2e-3), (dtype, options)
+    total = hvd.DistributedOptimizer(keras.optimizers.SGD(1e-3), compression=hvd.Compression.fp16, op=hvd.Sum)
+    variable = keras.Variable([0.0])
+    total.apply([tf.constant([4e4])], [variable])
+    assert np.allclose(variable.numpy(), -40.0 * hvd.size(), rtol=2e-3)
+
+
+def an_overflow_of_the_compressed_sum_halves_the_loss_scale():
+    """The scaled gradients are reduced, then asked whether they are finite; what float16 cannot hold is not applied."""
+    for nested in (
+        lambda sgd, wrap: wrap(keras.optimizers.LossScaleOptimizer(sgd)),
+        lambda sgd, wrap: keras.optimizers.LossScaleOptimizer(wrap(sgd)),
+    ):
+        optimizer = nested(_sgd(), lambda one: hvd.DistributedOptimizer(one, compression=hvd.Compression.fp16))
+        variable = keras.Variable([1.0])
+        for gradient in (1e6 * hvd.size() * (hvd.rank() == 1), 32.0):  # the first is finite, on every rank
+            optimizer.apply_gradients([(tf.constant([gradient]), variable)])
+        assert float(optimizer.dynamic_scale) == 2.0**14
+        assert int(optimizer.iterations) == 1
+        assert np.allclose(variable.numpy(), 1 - 0.01 * 32 / 2.0**14, rtol=1e-6)
+
+
+def under_a_loss_scale_gradients_travel_while_others_are_computed(accumulation=None):
+    """No allreduce is in the branch that waits until all gradients are checked, and none is made for the check."""
+    model = small.build(dtype="float32")
+    sgd = keras.optimizers.SGD(0.1, gradient_accumulation_steps=accumulation)
+    model.compile(keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(sgd)), "mse")
+    x, y = (tf.constant(part, tf.float32) for part in small.shares(1)[0])
+    model.train_on_batch(x, y)
+    graph = tf.function(lambda x, y: model.train_step((x, y))).get_concrete_function(x, y).graph.as_graph_def()
+    library = {function.signature.name: function.node_def for function in graph.library.function}
+    branches = {
+        node.attr[branch].func.name
+        for nodes in (graph.node, *library.values())
+        for node in nodes
+        for branch in ("then_branch", "else_branch")
+        if branch in node.attr
+    }
+    reduced = {name: sum(node.op == "HorovodAllreduce" for node in nodes) for name, nodes in library.items()}
+    late = sum(reduced[name] for name in branches)
+    early = sum(node.op == "HorovodAllreduce" for node in graph.node) + sum(reduced.values()) - late
+    weights = len(model.trainable_variables)
+    assert (early, late) == ((weights, 0) if accumulation is None else (1, weights)), (early, late)
+
+
+def accumulated_gradients_are_reduced_in_the_branch():
+    """The negative control of the one before."""
+    under_a_loss_scale_gradients_travel_while_others_are_computed(accumulation=2)
+
+
+def local_gradients_that_overflow_skip_the_step_on_all():
+    """They are not reduced, so they are finite on some ranks alone."""
+    optimizer = keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(_sgd()))
+    local, shared = keras.Variable([1.0]), keras.Variable([1.0])
+    optimizer.inner_optimizer.register_local_var(local)
+    own = np.inf if hvd.rank() == 1 else 1.0
+    optimizer.apply_gradients([(tf.constant([own]), local), (tf.constant([1.0]), shared)])
+    assert float(optimizer.dynamic_scale) == 2.0**14 and int(optimizer.iterations) == 0
+    assert shared.numpy() == local.numpy() == 1.0
+
+
+def parts_of_a_multi_optimizer_reduce_once_under_a_loss_scale():
+    def make(wrap):
+        parts = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1), {".*bias": keras.optimizers.Adam(0.01)})
+        return keras.optimizers.LossScaleOptimizer(wrap(keras.optimizers.MultiOptimizer(parts)), initial_scale=8.0)
+
+    summing = lambda optimizer: hvd.DistributedOptimizer(optimizer, op=hvd.Sum)  # noqa: E731
+    model = small.train(small.build(), make(hvd.DistributedOptimizer), small.shares(4))
+    assert small.distance(model, small.train(small.build(), make(small.plain), small.global_batches(4))) < 1e-6
+    assert small.distance(model, small.train(small.build(), make(summing), small.shares(4))) > 1e-3
+
+
 def loss_scale_equals_big_batch_without_overflow():
     def make(wrap):
         return keras.optimizers.LossScaleOptimizer(wrap(keras.optimizers.SGD(0.1, momentum=0.9)), initial_scale=8.0)
