@@ -16,29 +16,35 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-MAX_LINE_BYTES = 1 << 16
-MAX_STRANGERS = 16
+from ringtrain.json_text import parse_json
+
+MAX_LINE_BYTES = 1 << 20
+MAX_STRANGERS = 256
+"""connections that have not said the token yet: one more, and the oldest is closed"""
 CONNECT_TIMEOUT_S = 2.0
+TOKEN_TIMEOUT_S = 5.0
+"""for a new connection to say the token"""
 
 
 @dataclass
 class _Connection:
     socket: socket.socket
+    since_s: float
     received: bytes = b""
     to_send: bytes = b""
     knows_token: bool = False
 
 
 class Wire:
-    """The connections of one process.
+    """The connections of one process. Both sides of each begin with the token; JSON is read only behind it.
 
     Args:
-        token: that every message must carry.
+        token: that both sides know.
         listens: accept connections, on all interfaces and a free port.
     """
 
     def __init__(self, token: str, listens: bool = False) -> None:
-        self.token = token
+        self.token = token  # the ranks hear rank 0's before they call
         self._connections: dict[int, _Connection] = {}
         self._selector = selectors.DefaultSelector()
         self._bell, self._woken = socket.socketpair()
@@ -75,7 +81,9 @@ class Wire:
         """
         for address in addresses:
             with contextlib.suppress(OSError):
-                self._add(socket.create_connection((address, port), CONNECT_TIMEOUT_S))
+                connection = self._add(socket.create_connection((address, port), CONNECT_TIMEOUT_S))
+                connection.to_send = self._greeting + _line_of(message)
+                self._send(connection)
                 self.exchange(message, CONNECT_TIMEOUT_S, lambda: self.is_connected)
                 if self.is_connected:
                     return True
@@ -95,11 +103,10 @@ class Wire:
         Returns:
             What has come, in its order.
         """
-        line = self._line = json.dumps({"token": self.token, **message}).encode() + b"\n"
+        self._line = _line_of(message)
         for connection in list(self._connections.values()):
-            # One that called has to say the token first; one that was called has to hear it.
-            if not connection.to_send and (connection.knows_token or not self._listener):
-                connection.to_send = line
+            if not connection.to_send and connection.knows_token:
+                connection.to_send = self._line
                 self._send(connection)
         heard: list[dict[str, Any]] = []
         end_s = time.monotonic() + seconds
@@ -116,6 +123,9 @@ class Wire:
                         self._send(connection)
                     if events & selectors.EVENT_READ:
                         heard += self._receive(connection)
+        for stranger in self._strangers():
+            if time.monotonic() - stranger.since_s > TOKEN_TIMEOUT_S:
+                self._close(stranger)
         return heard
 
     def wake(self) -> None:
@@ -131,20 +141,28 @@ class Wire:
             self._listener.close()
             self._listener = None
 
+    @property
+    def _greeting(self) -> bytes:
+        """What both sides say first."""
+        return self.token.encode() + b"\n"
+
+    def _strangers(self) -> list[_Connection]:
+        """Connections that have not said the token yet, the oldest first."""
+        return [connection for connection in self._connections.values() if not connection.knows_token]
+
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
-            strangers = sum(not connection.knows_token for connection in self._connections.values())
-            accepted, _ = self._listener.accept() if self._listener else (None, None)
-            if accepted and strangers < MAX_STRANGERS:
-                self._add(accepted)
-            elif accepted:
-                accepted.close()
+            if self._listener:
+                self._add(self._listener.accept()[0])
+        for stranger in self._strangers()[:-MAX_STRANGERS]:
+            self._close(stranger)
 
-    def _add(self, new: socket.socket) -> None:
+    def _add(self, new: socket.socket) -> _Connection:
         new.setblocking(False)
         new.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._connections[new.fileno()] = _Connection(new)
+        connection = self._connections[new.fileno()] = _Connection(new, time.monotonic())
         self._selector.register(new, selectors.EVENT_READ)
+        return connection
 
     def _send(self, connection: _Connection) -> None:
         try:
@@ -159,34 +177,38 @@ class Wire:
         self._selector.modify(connection.socket, wanted)
 
     def _receive(self, connection: _Connection) -> list[dict[str, Any]]:
+        missing = 0 if connection.knows_token else len(self._greeting) - len(connection.received)
         try:
-            data = connection.socket.recv(MAX_LINE_BYTES)
+            data = connection.socket.recv(missing or MAX_LINE_BYTES)
         except BlockingIOError:
             return []
         except OSError:
             data = b""
-        *lines, connection.received = (connection.received + data).split(b"\n")
+        connection.received += data
+        if not connection.knows_token:
+            # Nothing is said of a part of the token, which could be guessed letter by letter.
+            is_whole = len(connection.received) == len(self._greeting) or b"\n" in data
+            if hmac.compare_digest(connection.received, self._greeting):
+                connection.knows_token, connection.received = True, b""
+                if self._listener:
+                    connection.to_send = self._greeting + self._line
+                    self._send(connection)
+            elif is_whole or not data:
+                self._close(connection)
+            return []
+        *lines, connection.received = connection.received.split(b"\n")
         messages: list[dict[str, Any]] = []
         for line in lines:
-            message = self._understood(line)
-            if message is None:
+            message = None
+            with contextlib.suppress(ValueError):
+                message = parse_json(line)
+            if not isinstance(message, dict):
                 self._close(connection)
                 return messages
             messages.append(message)
-            if not connection.knows_token and self._listener and self._line:
-                connection.to_send = self._line  # who calls wants to know at once that it is the right one
-                self._send(connection)
-            connection.knows_token = True
         if not data or len(connection.received) > MAX_LINE_BYTES:
             self._close(connection)
         return messages
-
-    def _understood(self, line: bytes) -> dict[str, Any] | None:
-        with contextlib.suppress(ValueError):
-            message = json.loads(line)
-            if isinstance(message, dict) and hmac.compare_digest(str(message.pop("token", "")), self.token):
-                return message
-        return None
 
     def _close(self, connection: _Connection) -> None:
         if self._connections.pop(connection.socket.fileno(), None):
@@ -196,6 +218,10 @@ class Wire:
     def _close_all(self) -> None:
         for connection in list(self._connections.values()):
             self._close(connection)
+
+
+def _line_of(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
 def own_addresses() -> list[str]:

@@ -39,9 +39,18 @@ def test_both_sides_hear_each_other(hub: beats.Wire) -> None:
     caller.close()
 
 
-@pytest.mark.parametrize(
-    "line", [b"GET / HTTP/1.1\r\n", b'{"token": "guess"}\n', b"[]\n", b"\xff\n", b"x" * (2 * beats.MAX_LINE_BYTES)]
-)
+HOSTILE = [
+    b"GET / HTTP/1.1\r\n",
+    b'{"token": "guess"}\n',
+    b'{"token": "\xc3\xa9"}\n',
+    b"[" * 60_000 + b"\n",
+    b"[]\n",
+    b"\xff\n",
+    b"x" * (2 * beats.MAX_LINE_BYTES),
+]
+
+
+@pytest.mark.parametrize("line", HOSTILE, ids=lambda line: repr(line[:20]))
 def test_who_does_not_know_the_token_is_not_heard_and_told_nothing(hub: beats.Wire, line: bytes) -> None:
     with socket.create_connection(("127.0.0.1", hub.port), 5) as stranger:
         stranger.settimeout(5)
@@ -53,6 +62,41 @@ def test_who_does_not_know_the_token_is_not_heard_and_told_nothing(hub: beats.Wi
         except ConnectionError:
             heard = []
         assert heard == []
+
+
+@pytest.mark.parametrize("line", [b"[" * 60_000, b"[]", b"\xff", b"{", b""], ids=lambda line: repr(line[:20]))
+def test_a_broken_message_ends_its_connection_and_not_the_watch(hub: beats.Wire, line: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", hub.port), 5) as rank:
+        rank.settimeout(5)
+        rank.sendall(b"secret\n" + line + b"\n")
+        assert hub.exchange({}, 0.2) == []
+        assert rank.recv(100).startswith(b"secret\n")
+        assert rank.recv(100) == b""
+
+
+def test_a_part_of_the_token_gets_no_answer(hub: beats.Wire) -> None:
+    with socket.create_connection(("127.0.0.1", hub.port), 5) as right, socket.socket() as wrong:
+        wrong.connect(("127.0.0.1", hub.port))
+        right.sendall(b"secr")
+        wrong.sendall(b"ringx")
+        hub.exchange({}, 0.2)
+        for stranger in (right, wrong):
+            stranger.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                stranger.recv(1)
+
+
+def test_silent_connections_lock_no_rank_out(hub: beats.Wire) -> None:
+    silent = [socket.create_connection(("127.0.0.1", hub.port), 5) for _ in range(beats.MAX_STRANGERS + 20)]
+    ranks = [socket.create_connection(("127.0.0.1", hub.port), 5) for _ in range(128)]
+    for number, rank in enumerate(ranks):
+        rank.sendall(b'secret\n{"rank": %d}\n' % number)
+    heard: list[dict] = []
+    while more := hub.exchange({}, 0.5):
+        heard += more
+    assert sorted(message["rank"] for message in heard) == list(range(128))
+    for connection in (*silent, *ranks):
+        connection.close()
 
 
 def test_a_caller_does_not_take_another_program_for_rank_0() -> None:

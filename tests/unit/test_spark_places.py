@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import http.client
+import socket
+import urllib.parse
+from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
 from ringtrain.cluster.job import Job
 from ringtrain.cluster.spark.places import Caller, seats
 from ringtrain.cluster.spark.plan import plan
-from ringtrain.cluster.spark.rendezvous import Store
+from ringtrain.cluster.spark.rendezvous import MAX_VALUE_BYTES, Store
 from ringtrain.cluster.spark.session import local_slots, reason
 from ringtrain.errors import LaunchError
 
@@ -82,25 +86,48 @@ def test_more_ranks_than_slots_are_refused() -> None:
         plan(Job(("true",), 3, ()), "local[2]")
 
 
-def test_a_scope_goes_when_all_its_keys_are_deleted() -> None:
-    store = Store("127.0.0.1")
+@pytest.fixture
+def store() -> Iterator[Store]:
+    made = Store("127.0.0.1")
+    yield made
+    made.close()
 
-    def ask(method: str, path: str, value: bytes | None = None) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", store.port, timeout=10)
-        connection.request(method, path, value)
-        answer = connection.getresponse()
-        return answer.status, answer.read()
 
-    try:
-        assert ask("GET", "/global_/0") == (404, b"")
-        assert ask("PUT", "/global_/0", b"a\0b") == (200, b"")
-        assert ask("PUT", "/global_/1", b"c")[0] == 200
-        assert ask("DELETE", "/global_/0")[0] == 200
-        assert ask("GET", "/global_/0") == (200, b"a\0b"), "the other rank may not have read it yet"
-        assert ask("DELETE", "/global_/1")[0] == 200
-        assert ask("GET", "/global_/0")[0] == 404
-    finally:
-        store.close()
+def ask(store: Store, method: str, path: str, value: bytes | None = None, **headers: bytes) -> tuple[int, bytes]:
+    """Asks as Horovod does: by a URL of address, port, scope and key."""
+    environ = store.environ("127.0.0.1")
+    url = f"http://{environ['HOROVOD_GLOO_RENDEZVOUS_ADDR']}:{environ['HOROVOD_GLOO_RENDEZVOUS_PORT']}/{path}"
+    connection = http.client.HTTPConnection("127.0.0.1", store.port, timeout=10)
+    connection.request(method, urllib.parse.urlsplit(url).path, value, headers)
+    answer = connection.getresponse()
+    return answer.status, answer.read()
+
+
+def test_a_scope_goes_when_all_its_keys_are_deleted(store: Store) -> None:
+    assert ask(store, "GET", "global_/0") == (404, b"")
+    assert ask(store, "PUT", "global_/0", b"a\0b") == (200, b"")
+    assert ask(store, "PUT", "global_/1", b"c")[0] == 200
+    assert ask(store, "DELETE", "global_/0")[0] == 200
+    assert ask(store, "GET", "global_/0") == (200, b"a\0b"), "the other rank may not have read it yet"
+    assert ask(store, "DELETE", "global_/1")[0] == 200
+    assert ask(store, "GET", "global_/0")[0] == 404
+
+
+def test_without_the_token_nothing_is_read_written_or_kept(store: Store) -> None:
+    assert ask(store, "PUT", "global_/0", b"right")[0] == 200
+    for path in ("/global_/0", "//global_/0", f"/{'0' * 32}:{store.port}/global_/0", "/", "é/"):
+        for request in (f"GET {path} HTTP/1.1", f"PUT {path} HTTP/1.1\r\nContent-Length: 300000000", f"DELETE {path}"):
+            with socket.create_connection(("127.0.0.1", store.port), 10) as stranger, suppress(ConnectionError):
+                stranger.sendall(f"{request}\r\n\r\n".encode() + b"wrong")
+                assert stranger.recv(1000) == b"", request
+    assert ask(store, "GET", "global_/0") == (200, b"right")
+
+
+@pytest.mark.parametrize("length", [str(MAX_VALUE_BYTES + 1), "9" * 5000, "-1", "x", "²"])
+def test_no_value_is_longer_than_ranks_addresses_can_be(store: Store, length: str) -> None:
+    headers = {"Content-Length": length.encode("latin-1")}
+    assert ask(store, "PUT", "global_/0", b"", **headers)[0] == 413
+    assert ask(store, "GET", "global_/0")[0] == 404
 
 
 def test_the_reason_is_the_line_that_says_it() -> None:

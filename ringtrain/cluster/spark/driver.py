@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import os
 import queue
 import secrets
 import signal
+import socket
+import struct
 import sys
 import threading
 import time
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
 
 GRACE_S = 5.0
 """for ranks to end after one has failed, or after SIGTERM"""
+HANDSHAKE_S = 10
+"""for each answer of a new connection, until it has shown that it knows the key"""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -144,8 +149,7 @@ class Job:
                 threading.Thread(target=self._listen, args=(listener, key), daemon=True).start()
                 threading.Thread(target=self._hold, args=((here, listener.address[1]), key), daemon=True).start()
                 callers = self._wait_for_slots()
-                meeting = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": here, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(store.port)}
-                self._place(callers, meeting)
+                self._place(callers, store.environ(here))
                 return self._follow()
         finally:
             store.close()
@@ -160,15 +164,21 @@ class Job:
             self.heard.put((None, error))
 
     def _listen(self, listener: Listener, key: bytes) -> None:
-        with contextlib.suppress(OSError):  # it is closed when the job is over
-            while True:
+        while True:
+            try:
                 threading.Thread(target=self._hear, args=(listener.accept(), key), daemon=True).start()
+            except OSError as error:
+                if error.errno not in (errno.ECONNABORTED, errno.EMFILE, errno.ENFILE):
+                    return  # it is closed: the job is over
+                time.sleep(0.1)
 
     def _hear(self, connection: Connection, key: bytes) -> None:
         """Reads what one task says; nobody who does not know the key is heard."""
         try:
+            wait_at_most(connection, HANDSHAKE_S)
             deliver_challenge(connection, key)
             answer_challenge(connection, key)
+            wait_at_most(connection, 0)
             while True:
                 self.heard.put((connection, connection.recv()))
         except (EOFError, OSError, AuthenticationError):
@@ -271,6 +281,12 @@ class Job:
         for connection in self.ranks:
             with contextlib.suppress(OSError):
                 connection.send(number)
+
+
+def wait_at_most(connection: Connection, seconds: int) -> None:
+    """Limits how long one read from a connection may wait; 0: no limit."""
+    with seat.socket_of(connection) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
 
 
 def write(stream: int, data: bytes) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import hmac
+import re
+import secrets
 import threading
 from collections import defaultdict
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
 
+MAX_VALUE_BYTES = 1 << 24
+"""of one rank's addresses, some 150 bytes for each other rank"""
+
 
 class Store(ThreadingTCPServer):  # HTTPServer would ask for its host's full name, which can take a while
-    """GET, PUT and DELETE of /scope/key, from the moment it is made until close.
+    """GET, PUT and DELETE of /token/scope/key, from the moment it is made until close. Other requests are not read.
 
     A rank deletes its key when it is connected to all others of the scope. They may not be: a scope goes when every key
     in it has been deleted.
@@ -26,6 +32,7 @@ class Store(ThreadingTCPServer):  # HTTPServer would ask for its host's full nam
             host: whose address to listen on; empty: all of this machine's.
         """
         super().__init__((host, 0), _Handler)
+        self.token = secrets.token_hex(16)
         self.values: defaultdict[str, dict[str, bytes]] = defaultdict(dict)
         self.deleted: defaultdict[str, set[str]] = defaultdict(set)
         self.lock = threading.Lock()
@@ -36,6 +43,18 @@ class Store(ThreadingTCPServer):  # HTTPServer would ask for its host's full nam
         """Where it listens."""
         return self.server_address[1]
 
+    def environ(self, address: str) -> dict[str, str]:
+        """Variables by which Horovod's ranks find it.
+
+        Horovod knows an address and a port, and no token: it writes both and the scope one after the other, as a URL.
+        So the token is part of the address, and what Horovod takes for the port is the end of the token.
+
+        Args:
+            address: of this host, as ranks reach it.
+        """
+        where = f"{address}:{self.port}/{self.token}"
+        return {"HOROVOD_GLOO_RENDEZVOUS_ADDR": where, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self.port)}
+
     def close(self) -> None:
         """Ends it."""
         self.shutdown()
@@ -44,7 +63,15 @@ class Store(ThreadingTCPServer):  # HTTPServer would ask for its host's full nam
 
 class _Handler(BaseHTTPRequestHandler):
     server: Store
-    timeout = 60
+    timeout = 10
+    raw_requestline: bytes
+
+    def parse_request(self) -> bool:
+        """Reads no further than the first line of a client that does not know the token."""
+        path = [*self.raw_requestline.split(), b""][1]
+        known = f"/{self.server.token}:{self.server.port}/".encode()
+        self.close_connection = True
+        return hmac.compare_digest(path[: len(known)], known) and super().parse_request()
 
     def do_GET(self) -> None:
         scope, key = self._scope_and_key()
@@ -54,7 +81,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         scope, key = self._scope_and_key()
-        value = self.rfile.read(int(self.headers["Content-Length"]))
+        length = self.headers.get("Content-Length", "")
+        if not re.fullmatch(r"[0-9]{1,9}", length) or int(length) > MAX_VALUE_BYTES:
+            self._answer(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+            return
+        value = self.rfile.read(int(length))
         with self.server.lock:
             self.server.values[scope][key] = value
         self._answer(HTTPStatus.OK)
@@ -68,7 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(HTTPStatus.OK)
 
     def _scope_and_key(self) -> tuple[str, str]:
-        scope, _, key = self.path.removeprefix("/").partition("/")
+        _, scope, key = [*self.path.removeprefix("/").split("/", 2), ""][:3]
         return scope, key
 
     def _answer(self, status: HTTPStatus, value: bytes = b"") -> None:

@@ -137,7 +137,7 @@ def run(
         step = said.read().strip()
         os.unlink(box)
     tell(ended=process.wait(), step=step)
-    with contextlib.suppress(OSError), _socket_of(connection) as same:
+    with contextlib.suppress(OSError), socket_of(connection) as same:
         same.shutdown(socket.SHUT_RDWR)  # so that nobody waits on it: the executor's Python may live on
 
 
@@ -152,12 +152,12 @@ def _environment(told: dict[str, str], interface: str) -> dict[str, str]:
     return {**own, **told, **{name: value for name, value in joined.items() if value}}
 
 
-def _socket_of(connection: Connection) -> socket.socket:
+def socket_of(connection: Connection) -> socket.socket:
     return socket.socket(fileno=os.dup(connection.fileno()))
 
 
 def _own_address(connection: Connection) -> str:
-    with _socket_of(connection) as same:
+    with socket_of(connection) as same:
         return str(same.getsockname()[0])
 
 
