@@ -127,7 +127,9 @@ def parser() -> argparse.ArgumentParser:
     changing.add_argument("--elastic", action="store_true", help="go on with the hosts that there are, over Gloo")
     changing.add_argument("--max-np", type=int, metavar="N", help="ranks at most; else as many as slots at the start")
     changing.add_argument("--host-discovery", default="", metavar="PROGRAM", help="prints the hosts of now: host:slots")
-    changing.add_argument("--network-interface", default="", metavar="NAME", help="of all hosts; else it is looked for")
+    changing.add_argument(
+        "--network-interface", default="", metavar="NAME", help="of all hosts, for horovodrun; else it is looked for"
+    )
     changing.add_argument(
         "--blacklist-cooldown",
         type=int,
@@ -289,6 +291,7 @@ def launch_elastic(options: argparse.Namespace) -> int:
             interface=options.network_interface,
             start_timeout_s=max(1, int(options.start_timeout)),
             cooldown_s=tuple(options.blacklist_cooldown),
+            python=sys.executable,
         )
 
     policy = policy_of(options, num_ranks)
@@ -490,14 +493,15 @@ def planner_of(options: argparse.Namespace) -> tuple[Callable[[Job], Plan], str]
     from ringtrain.cluster import horovodrun, kubernetes, mpi, run, slurm
 
     refuse_options_of_spark(options)
-    timeout_s = max(1, int(options.start_timeout))
+    own = {"start_timeout_s": max(1, int(options.start_timeout)), "interface": options.network_interface}
+    of_horovod = partial(horovodrun.plan, python=sys.executable, **own)
     if options.launcher in ("mpirun", "horovodrun"):
         dialect = mpi.identify(run.call(["mpirun", "--version"], VERSION_TIMEOUT_S))
         if options.launcher == "mpirun":
             return partial(mpi.plan, dialect=dialect), dialect
-        return partial(horovodrun.plan, dialect=dialect, start_timeout_s=timeout_s), dialect
+        return partial(of_horovod, dialect=dialect), dialect
     if options.launcher == "horovodrun-gloo":
-        return partial(horovodrun.plan, gloo=True, start_timeout_s=timeout_s), ""
+        return partial(of_horovod, gloo=True), ""
     if options.launcher == "spark":
         from ringtrain.cluster.spark import plan as spark
 

@@ -1,7 +1,7 @@
-"""horovodrun's command line: over MPI, over Gloo, and elastic.
+"""horovodrun's command line: over MPI, over Gloo, and elastic; started by horovod_driver.py, which closes its doors.
 
 horovodrun puts a command line together as text and gives it to a shell: what it would leave unquoted is quoted here, or
-refused. It hands on its whole environment: what ranks shall not see is taken out before it starts.
+refused. Ranks of this host inherit its environment: what ranks shall not see is taken out before it starts.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
 
 from ringtrain.cluster import openmpi
-from ringtrain.cluster.environment import as_mapping, forwarded, is_secret, settings, withheld
+from ringtrain.cluster.environment import as_mapping, names_for_ranks, settings, withheld
 from ringtrain.cluster.job import (
     MAX_WORD_LETTERS,
     Flag,
@@ -27,12 +26,19 @@ from ringtrain.cluster.job import (
 from ringtrain.errors import LaunchError
 
 PLAIN_PATH = re.compile(r"[A-Za-z0-9_@%+=:,./-]*")
+DRIVER = "ringtrain.cluster.horovod_driver"
 GLOO_TIMEOUT, GLOO_TIMEOUT_S = "HOROVOD_GLOO_TIMEOUT_SECONDS", 60
 HOST_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 
 
 def plan(
-    job: Job, gloo: bool = False, dialect: str = "openmpi4", mpi_prefix: str = "", start_timeout_s: int = 60
+    job: Job,
+    gloo: bool = False,
+    dialect: str = "openmpi4",
+    mpi_prefix: str = "",
+    start_timeout_s: int = 60,
+    interface: str = "",
+    python: str = "python3",
 ) -> Plan:
     """The command that starts a job by horovodrun.
 
@@ -43,6 +49,9 @@ def plan(
         mpi_prefix: folder above mpirun's bin, by which Open MPI finds its own programs on other hosts; empty: a command
             over ssh finds them on PATH there.
         start_timeout_s: for horovodrun's own look at the hosts.
+        interface: name of the network interface that ranks talk over, on all hosts; empty: the one that leads from
+            here to the first other host.
+        python: program that has ringtrain and Horovod.
 
     Raises:
         LaunchError: horovodrun cannot run the job, or not as asked for.
@@ -59,7 +68,7 @@ def plan(
     hosts = words(
         "-H", listed, because="hosts, each with the ranks it takes; its reader of hostfiles knows one form only"
     )
-    return _plan(job, gloo, [hosts], start_timeout_s, {}, mpi_prefix)
+    return _plan(job, gloo, [hosts, *_interface(interface)], start_timeout_s, {}, mpi_prefix, python)
 
 
 def elastic(
@@ -71,6 +80,7 @@ def elastic(
     interface: str = "",
     start_timeout_s: int = 60,
     cooldown_s: tuple[int, int] = (0, 0),
+    python: str = "python3",
 ) -> Plan:
     """The command that starts a job which goes on when hosts come and go; over Gloo.
 
@@ -85,6 +95,7 @@ def elastic(
         start_timeout_s: for hosts to be found.
         cooldown_s: for how long a host is left out after one of its ranks has failed: twice to three times the first
             number, doubled each time, up to the second; zeros: for good.
+        python: program that has ringtrain and Horovod.
 
     Raises:
         LaunchError: horovodrun cannot run the job, or not as asked for.
@@ -112,17 +123,15 @@ def elastic(
         words("--max-np", max_ranks, because="with more slots the rest is left out"),
         words("--host-discovery-script", asked, because="asked every second which hosts there are"),
     ]
-    if interface:
-        limits.append(words("--network-interfaces", interface, because="not looked for, as asked for"))
+    limits += _interface(interface)
     if any(cooldown_s):
         because = "seconds, shortest and longest, after which a host whose rank has failed may come back"
         limits.append(words("--blacklist-cooldown-range", *cooldown_s, because=because))
-    made = _plan(job, True, limits, start_timeout_s, files)
-    if GLOO_TIMEOUT in job.environment:
-        return made
-    because = "for ranks of a host that has just come to load TensorFlow, while the others wait"
-    env, reasons = {**made.env, GLOO_TIMEOUT: str(GLOO_TIMEOUT_S)}, {**made.env_reasons, GLOO_TIMEOUT: because}
-    return replace(made, env=env, env_reasons=reasons)
+    return _plan(job, True, limits, start_timeout_s, files, python=python, waits_for_hosts=True)
+
+
+def _interface(name: str) -> list[Flag]:
+    return [words("--network-interfaces", name, because="not looked for, as asked for")] if name else []
 
 
 def _check(job: Job) -> None:
@@ -140,15 +149,29 @@ def _check(job: Job) -> None:
 
 
 def _plan(
-    job: Job, gloo: bool, hosts: list[Flag], start_timeout_s: int, files: dict[str, str], prefix: str = ""
+    job: Job,
+    gloo: bool,
+    hosts: list[Flag],
+    start_timeout_s: int,
+    files: dict[str, str],
+    prefix: str = "",
+    python: str = "python3",
+    waits_for_hosts: bool = False,
 ) -> Plan:
     if gloo:
         _check_gloo(job)
     values, reasons = as_mapping(settings(job))
-    # The probe of interfaces, with which horovodrun begins, has the last word.
+    # horovodrun has the last word.
     values.pop("NCCL_SOCKET_IFNAME", None)
-    reasons["NCCL_SOCKET_IFNAME"] = "horovodrun finds the interfaces that all hosts can reach, and sets it"
-    found = [*_clean_start(job, gloo), words("horovodrun", because="Horovod's own launcher")]
+    reasons["NCCL_SOCKET_IFNAME"] = "horovodrun sets it to the interface that leads to the other hosts"
+    if waits_for_hosts and GLOO_TIMEOUT not in job.environment:
+        values[GLOO_TIMEOUT] = str(GLOO_TIMEOUT_S)
+        reasons[GLOO_TIMEOUT] = "for ranks of a host that has just come to load TensorFlow, while the others wait"
+    because = "horovodrun, Horovod's own launcher, without services that others can use"
+    found = [*_clean_start(job), words(python, "-m", DRIVER, because=because)]
+    if names := names_for_ranks(job, values):
+        because = "variables that ranks on other hosts get, by name: no value is on a command line"
+        found.append(words("--export", ",".join(names), because=because))
     found.append(words("-np", job.num_ranks, because="ranks in all"))
     found += hosts
     because = "Gloo, which needs no MPI" if gloo else "MPI starts the ranks and carries what they say"
@@ -166,13 +189,7 @@ def _plan(
 
 
 def _check_gloo(job: Job) -> None:
-    """Refuses what would stand on a command line, or be a command, on the way to other hosts."""
-    secrets = [name for name in job.forward if is_secret(name)]
-    if secrets:
-        raise LaunchError(
-            f"got --forward {secrets[0]}, but over Gloo horovodrun writes values on command lines, where every user of"
-            f" the host can read them: use --launcher mpirun, or let ranks read a file"
-        )
+    """Refuses what would be a command on the way to other hosts."""
     folder = job.working_directory or job.environment.get("PWD", "")
     if len(job.hosts) > 1 and not PLAIN_PATH.fullmatch(folder):
         raise LaunchError(
@@ -181,16 +198,16 @@ def _check_gloo(job: Job) -> None:
         )
 
 
-def _clean_start(job: Job, gloo: bool) -> Iterator[Flag]:
+def _clean_start(job: Job) -> Iterator[Flag]:
     """What happens before horovodrun starts."""
-    hidden = sorted({*withheld(job), *(name for name in forwarded(job) if gloo and is_secret(name))})
+    hidden = withheld(job)
     if not hidden and not job.working_directory:
         return
     yield words("env", because="prepares horovodrun's start")
     if job.working_directory:
         yield words("-C", job.working_directory, because="ranks start in the folder that horovodrun stands in")
     if hidden:
-        because = "horovodrun hands on its whole environment: without what ranks do not need, secrets above all"
+        because = "ranks of this host inherit all that horovodrun has: it starts without what they do not need"
         yield Flag(tuple(word for name in hidden for word in ("-u", name)), because)
 
 

@@ -55,6 +55,7 @@ global_process_set = ProcessSet()
 # Of elastic runs, which only Horovod's driver makes.
 ObjectState: Any = object
 notification_manager = None
+network = None
 
 
 class HorovodInternalError(Exception):

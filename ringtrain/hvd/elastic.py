@@ -7,6 +7,7 @@ and its `run` takes the failure of a named collective for the end of training.
 from __future__ import annotations
 
 import functools
+import os
 import queue
 import re
 from collections.abc import Callable
@@ -16,12 +17,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ringtrain import plain_pickle
 from ringtrain.hvd.collectives import hang_up, init
 from ringtrain.hvd.engine import (
     HorovodInternalError,
     HostsUpdatedInterrupt,
     ObjectState,
     horovod,
+    network,
     notification_manager,
 )
 from ringtrain.hvd.keras_hooks import innermost
@@ -82,6 +85,7 @@ def listen() -> None:
     Horovod's driver says each change once: what comes before `run`, or during a restart, would be lost.
     """
     if is_on() and not notification_manager._listeners:
+        plain_pickle.restrict(network, plain_pickle.address_of(os.environ.get("HOROVOD_GLOO_IFACE", "")))
         notification_manager.init()
         notification_manager.register_listener(_Early())
 

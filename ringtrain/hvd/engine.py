@@ -18,6 +18,7 @@ if TYPE_CHECKING or WITH_HOROVOD:
     from horovod.common.elastic import notification_manager as notification_manager
     from horovod.common.exceptions import HorovodInternalError as HorovodInternalError
     from horovod.common.exceptions import HostsUpdatedInterrupt as HostsUpdatedInterrupt
+    from horovod.runner.common.util import network as network
 else:
     from ringtrain.hvd import by_mpi as horovod
 

@@ -15,10 +15,30 @@ import launching
 from ringtrain import journal
 
 TIMEOUT_S = 300.0
+ATTACKER = launching.ROOT / "tests" / "attacker.py"
 EPOCHS = 10
 PATHS = os.pathsep.join(map(str, (launching.ROOT, launching.ROOT / "tests" / "faults")))  # there is holding.py
 # What the ranks' collectives wait for a host that does not answer; over a real network more.
 ENVIRONMENT = {"PYTHONPATH": PATHS, "HOROVOD_GLOO_TIMEOUT_SECONDS": "10"}
+
+
+def attack(hosts: lab.Lab, made: Path) -> None:
+    """Calls from host3 what listens on the other two: nothing answers, nothing is run, no value is on a line of ps."""
+    for host in ("host1", "host2"):
+        listed = hosts.run(host, ["ss", "-Hltn"], TIMEOUT_S).stdout
+        places = [line.split()[3].rpartition(":") for line in listed.splitlines()]
+        found = {
+            port: hosts.run("host3", ["python", ATTACKER, hosts.address(host), port, made], TIMEOUT_S).stdout
+            for address, _, port in places
+            if port != "22" and "127.0.0.1" not in address
+        }
+        assert found, listed
+        assert {line.split()[0] for answers in found.values() for line in answers.splitlines()} <= {"0", "403"}, found
+        assert [address for address, _, port in places if port in found and address != hosts.address(host)] == []
+        lines = hosts.processes(host).values()
+        assert not [line for line in lines if "RINGTRAIN_TEST_HOLD=" in line or "RENDEZVOUS" in line], lines
+        assert not [line for line in lines if "StrictHostKeyChecking=no" in line or "task_fn" in line], lines
+    assert not made.exists()
 
 
 def test_a_host_is_cut_off_and_another_one_takes_its_place(make_lab: Callable[..., lab.Lab], tmp_path: Path) -> None:
@@ -44,6 +64,7 @@ def test_a_host_is_cut_off_and_another_one_takes_its_place(make_lab: Callable[..
         )
         with launched:
             lab.wait_for(lambda: bool(events("commit", "host2")), TIMEOUT_S, "host2 trains")
+            attack(hosts, tmp_path / "made")
             hosts.cut("host2")
             lab.wait_for(lambda: bool(events("resize", "host1")), TIMEOUT_S, "host1 goes on alone")
             listed.write_text("host1:1\nhost3:1\n")

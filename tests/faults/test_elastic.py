@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import attacker
+import psutil
 import pytest
 from faulty import left_of
 from holding import HOLD
@@ -76,6 +78,19 @@ class Elastic:
 
     def process_of(self, rank: int) -> int:
         return [event for event in self.events("start", "resize") if event["rank"] == rank][-1]["process"]
+
+    def attack(self) -> None:
+        """Calls whatever of the job listens: only this machine reaches it, and it neither answers nor runs anything."""
+        made = self.folder / "made"
+        processes = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        listening = [each.laddr for one in processes for each in one.net_connections("tcp") if each.status == "LISTEN"]
+        assert {address for address, _ in listening} == {"127.0.0.1"}
+        found = [answer for address, port in listening for answer in attacker.attack(address, port, made)]
+        assert {status for status, _ in found} <= {0, 403}
+        assert (403, b"") in found, "Horovod's rendezvous is among them"
+        assert not made.exists()
+        lines = [" ".join(one.cmdline()) for one in processes]
+        assert not any(f"{HOLD}=" in line or "HOROVOD_GLOO_RENDEZVOUS" in line for line in lines), lines
 
     def finish(self, code: int = 0) -> str:
         self.held.unlink(missing_ok=True)
@@ -149,11 +164,15 @@ def test_ranks_come_and_go_and_nothing_is_different(start: Callable[..., Elastic
 
 
 def test_the_per_rank_batch_stays_through_a_change_and_a_stop(start: Callable[..., Elastic]) -> None:
-    """From one rank to two, which is told to stop in the middle of an epoch, and goes on with one."""
+    """From one rank to two, which is told to stop in the middle of an epoch, and goes on with one.
+
+    Someone who is no part of the job calls its services in the meantime.
+    """
     epochs = 6
     options = ("--train.epochs", str(epochs), "--elastic.keep", "per-rank-batch", "--schedule.name", "cosine")
     elastic = start(ONE, *options)
     elastic.wait_for_commits(1)
+    elastic.attack()
     elastic.hosts.write_text(ONE + ANOTHER)
     elastic.wait_for_ranks(1)
     elastic.process.send_signal(signal.SIGTERM)

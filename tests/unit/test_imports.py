@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "json_text": set(),
     "reports": set(),
     "ring": set(),
+    "plain_pickle": set(),
     "mpi": {"errors", "reports"},
     "told": {"reports"},
     "trace": {"errors"},
@@ -54,7 +55,7 @@ MAY_IMPORT = {
     "display": {"config", "schedules", "reports"},
     **{leaf: {"errors", "config"} for leaf in LEAVES},
     "devices": {"errors", "config", "reports"},
-    "hvd": {"errors", "config", "reports", "told", "ring", "mpi", ""},
+    "hvd": {"errors", "config", "reports", "told", "ring", "mpi", "plain_pickle", ""},
     "data": {"errors", "config", "lookup", "reports"},
     "models": {"errors", "config", "lookup"},
     "optimizers": {"config", "schedules"},
@@ -67,7 +68,7 @@ MAY_IMPORT = {
     "pieces": TRAINING_HALF - {"train", "elastic"} | {"errors", "reports"},
     "elastic": TRAINING_HALF - {"train"} | {"errors", "reports"},
     "train": TRAINING_HALF | {"errors", "reports"},
-    "cluster": {"errors", "reports", ""},
+    "cluster": {"errors", "reports", "plain_pickle", ""},
     "lab": TRAINING_HALF | {"errors", "reports", "ring", "cluster", "post_mortem", ""},
     "cli": TRAINING_HALF | {"errors", "cluster", "lab", ""},
     "__main__": {"cli"},
@@ -75,7 +76,8 @@ MAY_IMPORT = {
 EVERYWHERE = {"json_text"}
 """may be imported by every room"""
 ONLY_IN = {
-    "horovod": {"hvd", "lab/strategies/by_hand.py"},  # Horovod without ringtrain, to compare with
+    # Horovod's launcher; Horovod without ringtrain, to compare with.
+    "horovod": {"hvd", "cluster/horovod_driver.py", "lab/strategies/by_hand.py"},
     "subprocess": {"cluster/run.py", "cluster/doctor.py", "cluster/probe.py", "cluster/spark/seat.py"},
     "mpi4py": {"cluster/doctor.py", "lab/sums.py", "mpi.py"},
     "pyspark": {f"cluster/spark/{name}.py" for name in ("session", "trials", "trial", "driver", "seat", "feed")},
@@ -86,6 +88,7 @@ NO_TENSORFLOW_AT_IMPORT = {
     "json_text",
     "reports",
     "ring",
+    "plain_pickle",
     "mpi",
     "told",
     "trace",

@@ -1,0 +1,214 @@
+"""horovodrun behind closed doors: Horovod's own launcher, with its network services restricted.
+
+    python3 -m ringtrain.cluster.horovod_driver --export PATH,PYTHONPATH -np 4 ...     options as horovodrun's
+
+As released, horovodrun listens on all interfaces without authentication and unpickles what it receives, starts
+services whose key stands on command lines, connects to hosts of any key, and writes the environment on command lines.
+Here it listens on one interface, every request carries a secret, only plain values are unpickled, no service looks for
+interfaces, ssh checks host keys, and ranks on other hosts read their environment from ssh's standard input.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import shlex
+import socket
+import socketserver
+import sys
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from ringtrain import plain_pickle
+from ringtrain.cluster import keeper
+
+CONNECT_TIMEOUT_S = 10
+VALUES = "RINGTRAIN_RANK_ENVIRONMENT"
+"""variable of the local shell that writes a rank's environment to ssh"""
+TO_SSH = f'printf %s "${VALUES}" |'
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs horovodrun's command line.
+
+    Args:
+        argv: `--export` and the names of variables that ranks on other hosts get, separated by commas; then
+            horovodrun's arguments. None: those of the process.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    exported = words[1].split(",") if words[:1] == ["--export"] else []
+    sys.argv[1:] = words[2:] if words[:1] == ["--export"] else words
+    from horovod.runner import launch
+
+    install({name for name in exported if name})
+    launch.run_commandline()
+
+
+def install(exported: set[str]) -> None:
+    """Replaces the parts of Horovod's launcher that open doors."""
+    from horovod.runner import gloo_run, mpi_run
+    from horovod.runner.common.util import codec, env, network
+    from horovod.runner.driver import driver_service
+    from horovod.runner.util import remote
+
+    plain_pickle.restrict(network, "")
+    codec.cloudpickle = SimpleNamespace(dumps=codec.cloudpickle.dumps, loads=plain_pickle.loads)
+    env.is_exportable = exported.__contains__
+    mpi_run.env_util.is_exportable = exported.__contains__
+    remote.SSH_COMMAND_PREFIX = shlex.join(keeper.ssh(CONNECT_TIMEOUT_S))
+    driver_service.get_common_interfaces = common_interfaces
+    rendezvous = make_rendezvous()
+    gloo_run.RendezvousServer = rendezvous
+    rank_values: dict[str, str] = {}
+
+    def run_command(command: Sequence[str], address: str, nics: Any, port: object, elastic: bool = False) -> str:
+        """The ranks' command without values; Horovod's own variables go the way of the environment."""
+        at = rendezvous.opened.listen(address)
+        rank_values.update({k: str(v) for k, v in gloo_run.create_run_env_vars(at, nics, "", elastic).items()})
+        rank_values["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(rendezvous.opened.port)
+        return shlex.join(command)
+
+    def slot_command(command: str, environ: dict[str, str]) -> Any:
+        """Makes the command of one rank from its slot."""
+        rank_values.update({name: value for name, value in environ.items() if name in exported})
+        rank_values["PYTHONUNBUFFERED"] = "1"
+
+        def of_slot(slot: Any) -> str:
+            own = [f"{name}={value}" for name, value in gloo_run.create_slot_env_vars(slot).items()]
+            return f"env {shlex.join(own)} {command}"
+
+        return of_slot
+
+    def remote_command(command: str, **where: Any) -> str:
+        """The command line of ssh for a command in quotes; the environment goes to its standard input."""
+        (text,) = shlex.split(command)
+        inner = shlex.quote(shlex.join(["sh", "-c", f'eval "$(cat)"; {text}']))
+        return f"{TO_SSH} {remote.get_ssh_command(inner, **where)}"
+
+    def execute(command: str, **options: Any) -> int:
+        environ = {**os.environ, **rank_values}
+        if command.startswith(TO_SSH):
+            environ[VALUES] = "".join(f"export {name}={shlex.quote(rank_values[name])}\n" for name in rank_values)
+        return int(shell.execute(command, env=environ, **options))
+
+    shell = gloo_run.safe_shell_exec
+    gloo_run.get_run_command = run_command
+    gloo_run._slot_info_to_command_fn = slot_command
+    gloo_run.get_remote_command = remote_command
+    gloo_run.safe_shell_exec = SimpleNamespace(execute=execute)
+
+
+def common_interfaces(settings: Any, hosts: Sequence[str], remote_hosts: Any = None, cache: Any = None) -> set[str]:
+    """Interfaces that ranks talk over: as asked for, else the one that leads from here to the first other host."""
+    from horovod.runner.driver import driver_service
+
+    if settings.nics:
+        return set(settings.nics)
+    others = driver_service.network.filter_local_addresses(hosts) if remote_hosts is None else remote_hosts
+    if not others:
+        return set(driver_service.get_local_interfaces(settings))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((others[0], 9))  # sends nothing: the kernel chooses the address to send from
+        address = probe.getsockname()[0]
+    return {interface_of(address)}
+
+
+def interface_of(address: str) -> str:
+    """Name of the interface that has an IPv4 address.
+
+    Raises:
+        RuntimeError: no interface has it.
+    """
+    import psutil
+
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.family == socket.AF_INET and entry.address == address for entry in entries):
+            return str(name)
+    raise RuntimeError(f"no interface has the address {address}: give --network-interface")
+
+
+def make_rendezvous() -> Any:
+    """Horovod's rendezvous server, as a class that listens on one address and answers requests with its secret only."""
+    from horovod.runner.http import http_server
+
+    class Server(http_server.RendezvousHTTPServer):
+        request_queue_size = 1024
+        daemon_threads = True
+
+        def server_bind(self) -> None:
+            """Waits for `open`: the address is not known yet."""
+
+        def server_activate(self) -> None:
+            """Waits for `open`."""
+
+        def open(self, address: str) -> None:
+            self.server_address = (address, 0)
+            socketserver.TCPServer.server_bind(self)
+            socketserver.TCPServer.server_activate(self)
+
+    class Rendezvous(http_server.RendezvousServer):
+        opened: Any = None
+
+        def start(self, handler_cls: Any = http_server.RendezvousHandler) -> int:
+            """Prepares the server; `listen` opens it."""
+            self.token = secrets.token_urlsafe(32)
+            self._httpd = Server(("", 0), guarded(handler_cls, self.token), self._verbose)
+            type(self).opened = self
+            return 0
+
+        def listen(self, address: str) -> str:
+            """Opens the server on one address.
+
+            Returns:
+                Value of HOROVOD_GLOO_RENDEZVOUS_ADDR: ranks add ":PORT/SCOPE/KEY" to it, so that a path which begins
+                with the secret comes out.
+            """
+            self._httpd.open(address)
+            self._listen_thread = http_server.in_thread(self._httpd.serve_forever)
+            return f"{address}:{self.port}/{self.token}"
+
+        @property
+        def port(self) -> int:
+            return int(self._httpd.server_address[1])
+
+        def stop(self) -> None:
+            """Closes the server, if it was opened."""
+            if self._listen_thread is not None:
+                super().stop()
+
+    return Rendezvous
+
+
+def guarded(handler: Any, token: str) -> Any:
+    """A request handler that answers requests with a secret in front of their path only."""
+
+    class Guarded(handler):
+        path: str
+
+        def parse_request(self) -> bool:
+            if not super().parse_request():
+                return False
+            first, _, rest = self.path.removeprefix("/").partition("/")
+            length = self.headers.get("Content-Length", "0")
+            given = first.partition(":")[0].encode(errors="replace")
+            known = hmac.compare_digest(given, token.encode())
+            if not known or rest.count("/") != 1 or not length.isdecimal() or int(length) > plain_pickle.MAX_BYTES:
+                self.close_connection = True
+                self.send_status_code(400 if known else 403)
+                return False
+            self.path = f"/{rest}"
+            return True
+
+        def _put_value(self, scope: str, key: str, value: bytes) -> None:
+            try:
+                super()._put_value(scope, key, value)
+            except (plain_pickle.NotPlain, ValueError) as error:
+                print(f"ringtrain: refused a message to the rendezvous: {error}", file=sys.stderr, flush=True)
+
+    return Guarded
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""The network services of Horovod's launcher, as an attacker finds them: nothing is run, nothing is told."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import io
+import pickle
+import socket
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import attacker
+import cloudpickle
+import pytest
+from horovod.runner.common.util import codec, network, secret
+from horovod.runner.elastic import rendezvous as elastic_rendezvous
+from horovod.runner.elastic.worker import HostsUpdatedRequest, HostUpdateResult
+
+from ringtrain import plain_pickle
+from ringtrain.cluster import horovod_driver
+
+PLAIN = ({"lo": [("127.0.0.1", 41000)]}, b"key")
+PUT = "/worker_addresses/host1:0"
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Horovod's module of services, of which this test may change its own copy."""
+    specification = importlib.util.spec_from_file_location(network.__name__, network.__file__)
+    assert specification and specification.loader
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, network.__name__, module)
+    return module
+
+
+class Driver:
+    """In place of Horovod's ElasticDriver: notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def register_worker_server(self, *told: Any) -> None:
+        self.told.append(told)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    monkeypatch.setattr(codec, "cloudpickle", plain_pickle)
+    return Driver()
+
+
+@pytest.fixture
+def server(driver: Driver) -> Iterator[Any]:
+    made = horovod_driver.make_rendezvous()()
+    made.start(elastic_rendezvous.create_rendezvous_handler(driver))
+    made.init([])
+    made.listen("127.0.0.1")
+    yield made
+    made.stop()
+
+
+def test_a_rank_finds_the_rendezvous_by_its_address(server: Any, driver: Driver) -> None:
+    prefix = f"/{server.token}:{server.port}"  # what Gloo and Horovod make of HOROVOD_GLOO_RENDEZVOUS_ADDR
+    body = base64.b64encode(cloudpickle.dumps(PLAIN))
+    assert attacker.ask("127.0.0.1", server.port, "PUT", prefix + PUT, body)[0] == 200
+    assert driver.told == [("host1", 0, *PLAIN)]
+    assert attacker.ask("127.0.0.1", server.port, "PUT", f"{prefix}/global/0", b"bytes") == (200, b"")
+    assert attacker.ask("127.0.0.1", server.port, "GET", f"{prefix}/global/0") == (200, b"bytes")
+    assert attacker.ask("127.0.0.1", server.port, "DELETE", f"{prefix}/global/0")[0] == 200
+    assert attacker.ask("127.0.0.1", server.port, "GET", f"{prefix}/global/0")[0] == 404
+
+
+def test_without_the_secret_nothing_is_told_or_taken(server: Any, driver: Driver, tmp_path: Path) -> None:
+    file, port = tmp_path / "made", server.port
+    assert {status for status, _ in attacker.attack("127.0.0.1", port, file)} == {403}
+    for path in (PUT, f"/wrong:1{PUT}", f"/{server.token[:-1]}{PUT}", "/", "//", f"/%ff{PUT}"):
+        assert attacker.ask("127.0.0.1", port, "PUT", path, b"x")[0] == 403
+    with socket.create_connection(("127.0.0.1", port), 10) as client:
+        client.sendall(b"GET /\xff\xff:1/global/0 HTTP/1.0\r\n\r\n")
+        assert client.recv(100).split()[1] == b"403"
+    assert driver.told == []
+    assert not file.exists()
+    addresses = [address for _, _, _, _, (address, *_) in socket.getaddrinfo(socket.gethostname(), None)]
+    for other in {*addresses} - {"127.0.0.1"}:
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection((other, port), 2).close()
+
+
+def test_a_length_that_cannot_be(server: Any) -> None:
+    for length in (b"-1", b"99999999999", b"1e3", b""):
+        request = b"PUT /%s:1/global/0 HTTP/1.0\r\nContent-Length: %s\r\n\r\nx" % (server.token.encode(), length)
+        with socket.create_connection(("127.0.0.1", server.port), 10) as client:
+            client.sendall(request)
+            assert client.recv(100).split()[1] == b"400"
+
+
+def test_a_rank_that_sends_code_is_refused(server: Any, driver: Driver, tmp_path: Path, capfd: Any) -> None:
+    file = tmp_path / "made"
+    attacker.ask("127.0.0.1", server.port, "PUT", f"/{server.token}:1{PUT}", attacker.evil(file))
+    assert not file.exists()
+    assert driver.told == []
+    assert "posix.system, expected plain values" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "message",
+    [PLAIN, network.PingRequest(), network.AckResponse(), HostsUpdatedRequest(5, HostUpdateResult.mixed), [1.5, None]],
+)
+def test_what_horovod_says_is_read(message: Any) -> None:
+    read = plain_pickle.loads(cloudpickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+    assert (type(read), getattr(read, "__dict__", read)) == (type(message), getattr(message, "__dict__", message))
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80\x05.", b"cos\nsystem\n(S'id'\ntR.", b"c__builtin__\neval\n."])
+def test_anything_else_is_refused(data: bytes) -> None:
+    with pytest.raises(plain_pickle.NotPlain):
+        plain_pickle.loads(data)
+
+
+def test_a_message_of_a_service_is_signed_short_and_plain(copied: ModuleType, tmp_path: Path) -> None:
+    key, file = secret.make_secret_key(), tmp_path / "made"
+    plain_pickle.restrict(copied, "127.0.0.1")
+
+    def sent(body: bytes, with_key: bytes = key, length: int | None = None) -> io.BytesIO:
+        digest = secret.compute_digest(with_key, body)
+        return io.BytesIO(digest + struct.pack("i", len(body) if length is None else length) + body)
+
+    read = copied.Wire(key).read
+    assert read(sent(pickle.dumps([1]))) == [1]
+    short = io.BytesIO(b"x")
+    for wrong in (sent(pickle.dumps([1]), b"other"), sent(b"x", length=-1), sent(b"x", length=1 << 30), short):
+        with pytest.raises(EOFError):
+            read(wrong)
+    with pytest.raises(plain_pickle.NotPlain):
+        read(sent(pickle.dumps(attacker.Touch(file))))
+    assert not file.exists()
+
+
+def test_a_service_listens_on_its_address_alone(copied: ModuleType) -> None:
+    plain_pickle.restrict(copied, plain_pickle.address_of("lo"))
+    key = secret.make_secret_key()
+    service = copied.BasicService("named", key, None)
+    try:
+        assert service._server.server_address[0] == "127.0.0.1"
+        client = copied.BasicClient("named", {"lo": [("127.0.0.1", service.get_port())]}, key, 0)
+        assert client.addresses()
+    finally:
+        service.shutdown()
+
+
+def test_the_interface_is_that_of_the_way_to_the_other_hosts() -> None:
+    class Settings:
+        nics: Any = None
+        verbose = 0
+
+    assert horovod_driver.common_interfaces(Settings(), ["localhost", "127.0.0.1"]) == {"lo"}
+    assert horovod_driver.common_interfaces(Settings(), ["other"], ["127.0.0.1"]) == {"lo"}
+    Settings.nics = {"eth7"}
+    assert horovod_driver.common_interfaces(Settings(), ["localhost"]) == {"eth7"}
