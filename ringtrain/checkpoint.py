@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from ringtrain.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
+"""2: ranks.npz holds only what differs between ranks"""
 MANIFEST = "manifest.json"
 UNFINISHED = ".unfinished-"
 NAME = re.compile(r"step-(\d{8,})")

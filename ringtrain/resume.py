@@ -1,12 +1,14 @@
 """Stopping and going on as if nothing had happened: a run's state, saved and restored on all ranks together.
 
-The state is rank 0's weights and optimizer, which the other ranks share, and what each rank has of its own: the states
-of its random seeds and its moving statistics of batch normalization. Where the run stands follows from the global step.
+The state is rank 0's weights and optimizer, which the other ranks share, and what differs between ranks: the states of
+random seeds, moving statistics of batch normalization, gradients that are accumulated and not reduced yet. Only rank 0
+receives it, in pieces. Where the run stands follows from the global step.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import sys
@@ -36,6 +38,9 @@ FREE = (
     "train.target_accuracy",
 )
 BEST_BY = "test_accuracy"
+Arrays = dict[str, NDArray[Any]]
+Spec = list[dict[str, tuple[str, tuple[int, ...]]]]
+"""dtype and shape of the arrays of each dictionary in a list"""
 
 
 @dataclass(frozen=True)
@@ -265,16 +270,18 @@ class Saver(keras.callbacks.Callback):
             return
         begin_s = time.perf_counter()
         self.wait()  # for the one before: states do not pile up in memory
-        own_state = self._own_state(), self._not_finite()
+        digests = _digests(self.model)
         with hvd.during("reduce"):
-            gathered = hvd.allgather_object(own_state, name="ringtrain_own_state")
-        own = [one for states, _ in gathered for one in states]
-        if worst := next((path for _, path in gathered if path), ""):
+            reports = hvd.allgather_object((digests, self._not_finite()), name="ringtrain_own_state")
+        if worst := next((path for _, path in reports if path), ""):
             raise NonFiniteLoss(
                 f"after step {step} {worst} is no finite number any more: look at the learning rate; the last"
                 f" checkpoint is from before"
             )
-        state = self._state(own) if hvd.rank() == 0 else None
+        own = self._own_state(_places_to_save(self.model, [one for copies, _ in reports for one in copies]))
+        with hvd.during("reduce"):
+            rows = hvd.gather_bytes(_packed(own), name="ringtrain_own_state")
+        state = None if rows is None else self._state([one for row in rows for one in _unpacked(row, _spec(own))])
         self.saved_step = step
         stall_s = time.perf_counter() - begin_s
         self.saves["count"] += 1
@@ -306,13 +313,14 @@ class Saver(keras.callbacks.Callback):
             written, self._written = self._written, None
             written.result()
 
-    def _own_state(self) -> list[dict[str, NDArray[Any]]]:
-        """Of each copy of the model in this process; their metrics are the first one's."""
+    def _own_state(self, places: Sequence[int]) -> list[Arrays]:
+        """Local variables at these places, of each copy of the model in this process; metrics are the first copy's."""
         variables = _own_variables(self.model)
-        own = [_arrays_of(variables, copy) for copy in range(hvd.num_copies(self.model))]
+        wanted = {place: variables[place] for place in places}
+        own = [_arrays_of(wanted, copy) for copy in range(hvd.num_copies(self.model))]
         if self.clock.epoch_complete:
             return own
-        seen = _arrays_of(self.model.metrics_variables)
+        seen = _arrays_of(dict(enumerate(self.model.metrics_variables)))
         return [
             state | {f"metrics-{name}": array if copy == 0 else 0 * array for name, array in seen.items()}
             for copy, state in enumerate(own)
@@ -326,7 +334,7 @@ class Saver(keras.callbacks.Callback):
         bad = (weight.path for weight in self._floating if not tf.reduce_all(tf.math.is_finite(weight.value)))
         return next(bad, "")
 
-    def _state(self, own: list[dict[str, NDArray[Any]]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _state(self, own: list[Arrays]) -> tuple[dict[str, Any], dict[str, Any]]:
         ranks = {f"{rank}/{name}": array for rank, arrays in enumerate(own) for name, array in arrays.items()}
         facts = {
             **self.facts,
@@ -372,7 +380,10 @@ def restore(model: keras.Model, folder: Path | None, must: bool, config: Config,
     """
     found, start = hvd.run_together(lambda: _find(folder, must) if hvd.rank() == 0 else (None, Start()))
 
-    def load() -> list[dict[str, NDArray[Any]]] | None:
+    size, copies = hvd.size(), hvd.num_copies(model)
+
+    def load() -> list[list[Arrays]] | None:
+        """Loads the shared state; returns the local state of each rank: of its copies of the model, then metrics."""
         if found is None:
             return None
         _require_same_run(found, config, numbers)
@@ -380,18 +391,26 @@ def restore(model: keras.Model, folder: Path | None, must: bool, config: Config,
         _require_same_model(found, model)
         _require_whole_update(found, numbers)
         _assign(_shared_variables(model), found.arrays("state"))
-        return _by_rank(found.arrays("ranks"), found.manifest["num_ranks"])
+        own = _by_rank(found.arrays("ranks"), found.manifest["num_ranks"])
+        metrics = [_metrics_state(own, rank, size, copies) for rank in range(size)]
+        same = len(own) == size * copies and found.manifest["format"] > 1  # which had other places for variables
+        copies_of = [own[rank * copies : (rank + 1) * copies] if same else [] for rank in range(size)]
+        return [
+            [*states, {str(index): array for index, array in enumerate(sums)}]
+            for states, sums in zip(copies_of, metrics, strict=True)
+        ]
 
-    own = hvd.run_together(load)
-    start, own = hvd.broadcast_object((start, own), root_rank=0, name="ringtrain_start")
+    by_rank = hvd.run_together(load)
+    start, spec = hvd.broadcast_object((start, _spec(by_rank[0]) if by_rank else []), 0, name="ringtrain_start")
     hvd.broadcast_model(model, root_rank=0)
-    if own is None:
+    if not spec:
         return start
-    copies = hvd.num_copies(model)
-    if len(own) == hvd.size() * copies:
-        for copy in range(copies):
-            _assign(_own_variables(model), own[hvd.rank() * copies + copy], copy)
-    return dataclasses.replace(start, metrics_state=tuple(_metrics_state(own, hvd.rank(), hvd.size(), copies)))
+    length = sum(_num_bytes(*array) for one in spec for array in one.values())
+    rows = [_packed(states) for states in by_rank] if by_rank else None
+    *own_states, metrics = _unpacked(hvd.scatter_bytes(rows, length, name="ringtrain_own_state"), spec)
+    for copy, state in enumerate(own_states):
+        _assign(_own_variables(model), state, copy)
+    return dataclasses.replace(start, metrics_state=tuple(metrics.values()))
 
 
 def manifest_of(folder: Path | None) -> Mapping[str, Any]:
@@ -486,44 +505,89 @@ def _shared_variables(model: keras.Model) -> list[Any]:
     return [*model.weights, *model.optimizer.variables]
 
 
+def _seeds(model: keras.Model) -> list[Any]:
+    known = {id(variable) for variable in (*model.weights, *model.metrics_variables)}
+    return [variable for variable in model.variables if id(variable) not in known]
+
+
 def _own_variables(model: keras.Model) -> list[Any]:
     """Seeds, weights that follow a rank's data, and accumulated gradients, which are the optimizer's variables."""
-    known = {id(variable) for variable in (*model.weights, *model.metrics_variables)}
-    seeds = [variable for variable in model.variables if id(variable) not in known]
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    return [*seeds, *hvd.weights_of_one_rank(model), *(getattr(optimizer, "_accumulated_gradients", None) or [])]
+    accumulated = getattr(optimizer, "_accumulated_gradients", None) or []
+    return [*_seeds(model), *hvd.weights_of_one_rank(model), *accumulated]
 
 
-def _shared_state(
-    model: keras.Model, own: list[dict[str, NDArray[Any]]], not_averaged: Sequence[str] = ()
-) -> dict[str, Any]:
+def _digests(model: keras.Model) -> list[list[bytes]]:
+    """Checksums of the variables that may differ, for each copy of the model in this process."""
+    return [
+        [
+            hashlib.sha256(np.array(hvd.copies_of(variable)[copy].numpy()).reshape(-1).view(np.uint8).data).digest()[:8]
+            for variable in _own_variables(model)
+        ]
+        for copy in range(hvd.num_copies(model))
+    ]
+
+
+def _places_to_save(model: keras.Model, digests: Sequence[Sequence[bytes]]) -> list[int]:
+    """Indices in `_own_variables` of those that differ between ranks, and of the seeds, which are no weights."""
+    num_seeds = len(_seeds(model))
+    return [place for place, one in enumerate(zip(*digests, strict=True)) if place < num_seeds or len(set(one)) > 1]
+
+
+def _shared_state(model: keras.Model, own: list[Arrays], not_averaged: Sequence[str] = ()) -> dict[str, Any]:
     """Rank 0's weights and optimizer; of moving statistics, which differ within an epoch, the means over the ranks."""
     state = {f"{index:05d}": _held(variable) for index, variable in enumerate(_shared_variables(model))}
     places = {id(variable): f"{index:05d}" for index, variable in enumerate(_own_variables(model))}
     averaged = {id(variable) for variable in hvd.moving_statistics(model, not_averaged)}
     for index, variable in enumerate(model.weights):
         if id(variable) in averaged:
-            arrays = [_loaded(variable, rank[places[id(variable)]]).astype(np.float64) for rank in own]
-            state[f"{index:05d}"] = _storable(
-                np.mean(arrays, axis=0).astype(keras.ops.convert_to_numpy(variable).dtype)
-            )
+            arrays = [_loaded(variable, rank[places[id(variable)]]) for rank in own if places[id(variable)] in rank]
+            if arrays:  # else they are equal
+                mean = np.mean([array.astype(np.float64) for array in arrays], axis=0)
+                state[f"{index:05d}"] = _storable(mean.astype(arrays[0].dtype))
     return state
 
 
-def _metrics_state(own: list[dict[str, NDArray[Any]]], rank: int, size: int, copies: int = 1) -> list[NDArray[Any]]:
+def _metrics_state(own: list[Arrays], rank: int, size: int, copies: int = 1) -> list[NDArray[Any]]:
     """What a rank's metrics go on with, all its copies'; with another number of ranks, rank 0's with everybody's."""
     by_rank = [[array for name, array in sorted(arrays.items()) if name.startswith("metrics-")] for arrays in own]
     same = len(own) == size * copies
     mine = by_rank[rank * copies : (rank + 1) * copies] if same else by_rank
-    return [np.sum(arrays, axis=0) * (same or rank == 0) for arrays in zip(*mine, strict=True)]
+    return [np.asarray(np.sum(arrays, axis=0) * (same or rank == 0)) for arrays in zip(*mine, strict=True)]
 
 
-def _arrays_of(variables: list[Any], copy: int = 0) -> dict[str, NDArray[Any]]:
-    return {f"{index:05d}": _storable(hvd.copies_of(one)[copy].numpy()) for index, one in enumerate(variables)}
+def _arrays_of(variables: Mapping[int, Any], copy: int = 0) -> Arrays:
+    return {f"{index:05d}": _storable(hvd.copies_of(one)[copy].numpy()) for index, one in variables.items()}
 
 
-def _by_rank(arrays: Mapping[str, NDArray[Any]], num_ranks: int) -> list[dict[str, NDArray[Any]]]:
-    own: list[dict[str, NDArray[Any]]] = [{} for _ in range(num_ranks)]
+def _packed(states: Sequence[Arrays]) -> NDArray[np.uint8]:
+    """All arrays' bytes, one after the other."""
+    parts = [array.reshape(-1).view(np.uint8) for state in states for array in state.values()]
+    return np.concatenate([np.zeros(0, np.uint8), *parts])
+
+
+def _spec(states: Sequence[Arrays]) -> Spec:
+    return [{name: (array.dtype.str, array.shape) for name, array in state.items()} for state in states]
+
+
+def _num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return np.dtype(dtype).itemsize * math.prod(shape)
+
+
+def _unpacked(flat: NDArray[np.uint8], spec: Spec) -> list[Arrays]:
+    """Reads what `_packed` has written."""
+    states, begin = [], 0
+    for one in spec:
+        states.append(Arrays())
+        for name, (dtype, shape) in one.items():
+            end = begin + _num_bytes(dtype, shape)
+            states[-1][name] = flat[begin:end].view(dtype).reshape(shape)
+            begin = end
+    return states
+
+
+def _by_rank(arrays: Mapping[str, NDArray[Any]], num_ranks: int) -> list[Arrays]:
+    own: list[Arrays] = [{} for _ in range(num_ranks)]
     for name, array in arrays.items():
         rank, _, place = name.partition("/")
         own[int(rank)][place] = array
@@ -531,9 +595,12 @@ def _by_rank(arrays: Mapping[str, NDArray[Any]], num_ranks: int) -> list[dict[st
 
 
 def _assign(variables: list[Any], arrays: Mapping[str, NDArray[Any]], copy: int | None = None) -> None:
-    """Sets variables, in all copies of the model or in one."""
+    """Sets the variables that there are arrays for, in all copies of the model or in one."""
     for index, variable in enumerate(variables):
-        array = _loaded(variable, arrays[f"{index:05d}"])
+        array = arrays.get(f"{index:05d}")
+        if array is None:
+            continue  # equal on all ranks, so that it is part of the shared state alone
+        array = _loaded(variable, array)
         (variable if copy is None else hvd.copies_of(variable)[copy]).assign(array)
 
 

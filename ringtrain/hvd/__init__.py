@@ -4,8 +4,8 @@ What Horovod 0.28.1 does right under Keras 3 is passed on (collectives, process 
 wrong or not at all is ringtrain's own: `DistributedOptimizer`, the callbacks, `load_model`, `elastic`, broadcasts of
 Keras variables, `SyncBatchNormalization`. New are `broadcast_model`, `check_in_sync`, `check_averaging`,
 `check_placement`, `run_together`, `average_moving_statistics`, `moving_statistics`, `weights_of_one_rank`,
-`synchronize_batch_norm`, `jit_gradients`, `track_gradient_norm`, `during`, `marks`, `copies_of`, `num_copies` and
-`configure`. All that training needs works without Horovod as well, see `engine.py`.
+`synchronize_batch_norm`, `jit_gradients`, `track_gradient_norm`, `during`, `marks`, `copies_of`, `num_copies`,
+`gather_bytes`, `scatter_bytes` and `configure`. All that training needs works without Horovod as well, see `engine.py`.
 """
 
 from ringtrain.errors import MissingDependency
@@ -43,10 +43,12 @@ from ringtrain.hvd.collectives import (
     broadcast,
     broadcast_variables,
     copies_of,
+    gather_bytes,
     grouped_allreduce,
     init,
     num_copies,
     reducescatter,
+    scatter_bytes,
 )
 from ringtrain.hvd.engine import (
     Adasum,

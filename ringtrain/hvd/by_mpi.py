@@ -221,6 +221,16 @@ def allgather(tensor: Any, name: str | None = None, **options: Any) -> Any:
     return _by_numpy(lambda values: np.concatenate(_world().comm.allgather(values)), tensor, shape)
 
 
+def alltoall(tensor: Any, splits: Any, name: str | None = None, **options: Any) -> tuple[Any, Any]:
+    """Parts of a vector for each rank, and the lengths of the parts received; eagerly only."""
+    comm, sent = _world().comm, np.ascontiguousarray(splits, np.int32)
+    lengths = np.empty_like(sent)
+    comm.Alltoall(sent, lengths)
+    received = np.empty(lengths.sum(), tensor.dtype.as_numpy_dtype)
+    comm.Alltoallv([tensor.numpy(), sent], [received, lengths])
+    return tf.constant(received), tf.constant(lengths)
+
+
 def broadcast(tensor: Any, root_rank: int, name: str | None = None, **options: Any) -> Any:
     """The value of one rank."""
 

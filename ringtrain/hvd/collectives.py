@@ -19,6 +19,7 @@ import cloudpickle
 import keras
 import numpy as np
 import tensorflow as tf
+from numpy.typing import NDArray
 
 from ringtrain.hvd.engine import WITH_HOROVOD, Average, Compression, ProcessSet, global_process_set, horovod
 from ringtrain.hvd.placement import check_own_seat
@@ -27,6 +28,9 @@ from ringtrain.reports import report_uncaught
 FUSION_BYTES = 4 * 2**20
 LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "HOROVOD_SIZE")
 LOCAL_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "HOROVOD_LOCAL_SIZE")
+
+PIECE_BYTES = 2**28
+"""bytes that one message of gather_bytes or scatter_bytes has on all ranks together: MPI counts in 32 bits"""
 
 _opened: set[tuple[int, str]] = set()
 
@@ -196,6 +200,55 @@ def reducescatter(value: Any, name: str | None = None, op: Any = Average, **kwar
 def alltoall(value: Any, splits: Any = None, name: str | None = None, **kwargs: Any) -> Any:
     """Sends slice i of the first dimension to rank i; arguments as `horovod.tensorflow.alltoall`."""
     return horovod.alltoall(tensor_of(value), splits=splits, name=name, **kwargs)
+
+
+def gather_bytes(own: NDArray[np.uint8], name: str) -> NDArray[np.uint8] | None:
+    """Sends every rank's bytes to rank 0, which alone needs memory for them. A collective.
+
+    Args:
+        own: One dimension, of the same length on every rank.
+        name: Of the operation.
+
+    Returns:
+        On rank 0 an array of shape (ranks, length); elsewhere None.
+    """
+    size, rank = horovod.size(), horovod.rank()
+    rows = np.empty((size, own.size), np.uint8) if rank == 0 else None
+    for begin, end in _pieces(own.size, size):
+        received = _exchange(own[begin:end], [end - begin] + [0] * (size - 1), name)
+        if rows is not None:
+            rows[:, begin:end] = received.reshape(size, -1)
+    return rows
+
+
+def scatter_bytes(rows: Sequence[NDArray[np.uint8]] | None, length: int, name: str) -> NDArray[np.uint8]:
+    """Sends each rank its row of rank 0's bytes, the reverse of `gather_bytes`. A collective.
+
+    Args:
+        rows: On rank 0 one array per rank, each of this length; elsewhere None.
+        length: Bytes per rank.
+        name: Of the operation.
+
+    Returns:
+        This rank's row.
+    """
+    size, own = horovod.size(), np.empty(length, np.uint8)
+    for begin, end in _pieces(length, size):
+        sent = own[:0] if rows is None else np.concatenate([row[begin:end] for row in rows])
+        own[begin:end] = _exchange(sent, [0 if rows is None else end - begin] * size, name)
+    return own
+
+
+def _pieces(length: int, size: int) -> list[tuple[int, int]]:
+    step = max(1, PIECE_BYTES // size)
+    return [(begin, min(begin + step, length)) for begin in range(0, length, step)]
+
+
+def _exchange(sent: NDArray[np.uint8], splits: list[int], name: str) -> NDArray[np.uint8]:
+    with tf.device("CPU:0"):
+        received, _ = alltoall(sent, splits=tf.constant(splits, tf.int32), name=name)
+    array: NDArray[np.uint8] = received.numpy()
+    return array
 
 
 def broadcast_variables(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
 import zipfile
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 
 import horovod.tensorflow.keras
 import keras
@@ -13,7 +15,11 @@ import numpy as np
 import small
 
 import ringtrain.hvd as hvd
+from ringtrain import checkpoint, config, resume
 from ringtrain.errors import OutOfSync
+from ringtrain.hvd import collectives
+from ringtrain.journal import Journal
+from ringtrain.reports import Box
 
 
 @keras.saving.register_keras_serializable(package="tests")
@@ -128,6 +134,87 @@ def wrapping_keeps_state_and_schedule():
     copy = type(wrapped).from_config({**wrapped.get_config(), "learning_rate": 0.1})
     assert hvd.check_averaging(copy) == "averaged", "a copy made from the configuration must not forget the ring"
     hvd.check_in_sync(model)
+
+
+def bytes_are_gathered_on_rank_0_alone_and_scattered_in_pieces():
+    size, rank = hvd.size(), hvd.rank()
+    whole = collectives.PIECE_BYTES
+    try:
+        for piece_bytes in (whole, 10):
+            collectives.PIECE_BYTES = piece_bytes
+            for length in (0, 1, 23):
+                own = np.arange(length, dtype=np.uint8) + np.uint8(100 * rank)
+                rows = hvd.gather_bytes(own, name="gathered")
+                assert (rows is None) == (rank > 0)
+                if rows is not None:
+                    assert rows.tolist() == [[n + 100 * r for n in range(length)] for r in range(size)]
+                assert np.array_equal(hvd.scatter_bytes(rows, length, name="scattered"), own)
+    finally:
+        collectives.PIECE_BYTES = whole
+
+
+def a_checkpoint_holds_once_what_is_equal_on_all_ranks():
+    """Frozen weights are saved once; seeds, moving statistics and, between updates, accumulated gradients by rank."""
+    folder = Path(hvd.broadcast_object(mkdtemp()))
+    model = _with_local_state()
+    saver, settings, numbers = _saver(model, folder)
+    batches, expected = small.shares(2), []
+    for x, y in batches:
+        model.train_on_batch(x, y)
+        saver.clock.on_train_batch_end(0)
+        saver.save()
+        saver.wait()
+        expected.append(_values(model))
+    hvd.allgather_object(None, name="saved")
+    paths = checkpoint.saved_in(folder)[::-1]
+    frozen = model.layers[0]
+    num_moving, num_trained = 2 * 64, 64 * 3 + 3
+    num_accumulated = (2 * 64 + num_trained, 0)
+    for path, values, accumulated in zip(paths, expected, num_accumulated, strict=True):
+        own = checkpoint.verify(path).arrays("ranks")
+        counts = [array.size for name, array in own.items() if "metrics" not in name]
+        assert frozen.kernel.numpy().size not in counts, counts
+        assert sum(counts) == hvd.size() * (2 + num_moving + accumulated), counts
+        other = _with_local_state(seed=8)
+        resume.restore(other, path, True, settings, numbers)
+        for before, after in zip(values, _values(other), strict=True):
+            assert np.array_equal(before, after)
+    assert len({str(values[-1]) for values in hvd.allgather_object(expected[0], name="differing")}) == hvd.size()
+    hvd.allgather_object(None, name="compared")
+    if hvd.rank() == 0:
+        shutil.rmtree(folder)
+
+
+def _with_local_state(seed=7):
+    layers = keras.layers
+    frozen = layers.Dense(64, trainable=False)
+    keras.utils.set_random_seed(seed)
+    dropout = layers.Dropout(0.5, seed=seed + hvd.rank())
+    model = keras.Sequential([keras.Input((6,)), frozen, layers.BatchNormalization(), dropout, layers.Dense(3)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=2), "mse")
+    hvd.broadcast_model(model)
+    return model
+
+
+def _saver(model, folder):
+    optimizer = config.OptimizerConfig(accumulation_steps=2)
+    settings = config.Config(optimizer=optimizer, train=config.TrainConfig(batch_size=small.BATCH))
+    numbers = config.derive(settings, hvd.size(), 1000, 10)
+    journal = Journal(folder, hvd.rank(), hvd.size())
+    clock = resume.Clock(resume.Start(), numbers.steps_per_epoch, Box(hvd.rank()), journal)
+    clock.set_model(model)
+    return (
+        resume.Saver(model, folder, settings, {"numbers": dataclasses.asdict(numbers)}, clock, {}, journal),
+        settings,
+        numbers,
+    )
+
+
+def _values(model):
+    """Everything that a rank trains with; the last of it are accumulated gradients."""
+    metrics = {id(variable) for variable in model.metrics_variables}
+    own = [variable for variable in model.variables if id(variable) not in metrics]
+    return [variable.numpy() for variable in (*own, *model.optimizer.variables)]
 
 
 def _same_variables(loaded, model):
