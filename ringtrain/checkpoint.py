@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ringtrain.errors import CheckpointError
+from ringtrain.errors import CheckpointError, ConfigError
 
 FORMAT = 2
 """2: ranks.npz holds only what differs between ranks"""
@@ -198,6 +198,20 @@ def _remove(path: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
+def check_exportable(model: Any) -> None:
+    """Raises ConfigError for a model of which Keras could not write a model.keras after training."""
+    import keras
+
+    try:
+        with _uncompiled(model):
+            json.dumps(keras.saving.serialize_keras_object(model))
+    except Exception as error:  # of the model's own get_config, too
+        raise ConfigError(
+            f"{model.name} cannot be written as model.keras: {_one_line(error)}: give it, or the layer that is named, a"
+            f" get_config that returns the arguments of its constructor as plain values"
+        ) from error
+
+
 def export(model: Any, folder: Path, saved_model: bool) -> None:
     """Writes the trained model for use without ringtrain: model.keras, without the optimizer; for rank 0 alone.
 
@@ -208,17 +222,40 @@ def export(model: Any, folder: Path, saved_model: bool) -> None:
 
     Raises:
         OSError: it cannot be written; what was there before stays.
+        CheckpointError: Keras cannot write it; its weights are in model.weights.h5.
     """
-    unfinished = folder / ".unfinished.keras"
+    unfinished, name = folder / ".unfinished.keras", "model.keras"
+    try:
+        with _uncompiled(model):
+            model.save(unfinished)
+        os.replace(unfinished, folder / name)
+        if saved_model:
+            name = "saved_model"
+            model.export(str(folder / name), verbose=False)
+    except OSError:
+        raise
+    except Exception as error:  # of the model's own code, too
+        model.save_weights(folder / "model.weights.h5")
+        raise CheckpointError(
+            f"{folder / name}: cannot be written: {_one_line(error)}: the weights are in model.weights.h5 and in the"
+            f" last checkpoint"
+        ) from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _uncompiled(model: Any) -> Iterator[None]:
+    """Leaves loss and optimizer out of what Keras writes of a model."""
     compiled, model.compiled = model.compiled, False
     try:
-        model.save(unfinished)
-        os.replace(unfinished, folder / "model.keras")
+        yield
     finally:
         model.compiled = compiled
-        unfinished.unlink(missing_ok=True)
-    if saved_model:
-        model.export(str(folder / "saved_model"), verbose=False)
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def shapes_of(variables: Sequence[Any]) -> list[list[Any]]:

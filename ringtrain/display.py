@@ -136,9 +136,17 @@ class Progress:
         if not self.console.is_terminal and time.monotonic() - self.last_line_s > SECONDS_BETWEEN_LINES:
             self._line(f"{description}  step {global_step}/{self.bar.tasks[0].total}  {figures}")
 
-    def epoch(self, epoch: int, figures: str) -> None:
-        """Shows an epoch that is done, on a line that stays."""
-        self._line(f"epoch {epoch + 1:>{len(str(self.num_epochs))}}/{self.num_epochs}  {figures}")
+    def epoch(self, epoch: int, figures: Sequence[str]) -> None:
+        """Shows an epoch that is done, on a line that stays.
+
+        Args:
+            epoch: from 0.
+            figures: the last ones are left out where a terminal's line has no room for them.
+        """
+        shown = [f"epoch {epoch + 1:>{len(str(self.num_epochs))}}/{self.num_epochs}", *figures]
+        while self.console.is_terminal and len("  ".join(shown)) > self.console.width and len(shown) > 2:
+            shown.pop()
+        self._line("  ".join(shown))
 
     def _line(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -226,7 +234,8 @@ def show_result(console: Console, folder: Path, summary: Mapping[str, Any], grad
         summary: as in summary.json.
         gradients: what check_averaging said.
     """
-    evaluated = summary["test_accuracy"] is not None
+    usual = {"test_accuracy": "{:.2%}", "test_loss": "{:.4f}"}
+    metrics = summary["metrics"]
     skipped = summary.get("skipped_samples", 0)
     failed, restarts = summary["saves"]["failed"], summary["restarts"]
     stopped = f"by {summary['stopped_by']}; the same command with the same --run.name goes on"
@@ -237,8 +246,7 @@ def show_result(console: Console, folder: Path, summary: Mapping[str, Any], grad
         stopped = "the target of test accuracy is reached"
     rows = {
         **({"stopped": f"after step {summary['global_step']:,}, {stopped}"} if summary["stopped_by"] else {}),
-        **({"test accuracy": f"{summary['test_accuracy']:.2%}"} if evaluated else {}),
-        **({"test loss": f"{summary['test_loss']:.4f}"} if evaluated else {}),
+        **{name.replace("_", " "): text.format(metrics[name]) for name, text in usual.items() if name in metrics},
         "speed": speed(summary["images_per_s"]),
         **({"not saved": "; ".join(one["error"] for one in failed)} if failed else {}),
         **({"restarts": f"{restarts}, the reasons are in summary.json"} if restarts else {}),
@@ -268,7 +276,8 @@ def show_result(console: Console, folder: Path, summary: Mapping[str, Any], grad
             f"{summary['num_ranks']} {copies} in step: gradients {gradients},"
             f" weights and optimizer equal {summary['checksum']}"
         )
-    console.print(line, highlight=False, markup=False, soft_wrap=True, style="bold")
+    # In a narrow terminal it breaks between words: the checksum stays in one piece.
+    console.print(line, highlight=False, markup=False, soft_wrap=not console.is_terminal, style="bold")
 
 
 def _shortened(names: Sequence[str], most: int = 4) -> str:

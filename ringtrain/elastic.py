@@ -77,6 +77,7 @@ def train(config: Config, named: pieces.Named, attempt: reports.Attempt) -> int:
     flat = dataclasses.replace(config, schedule=ScheduleConfig())
     numbers = derive(flat, hvd.size(), len(data_set.train), len(data_set.test))
     model = pieces.compiled_model(named, data_set, flat, numbers)
+    checkpoint.check_exportable(model)
     gradient_norm = hvd.track_gradient_norm(model.optimizer) if config.tracking.every_steps else None
     state = hvd.elastic.KerasState(model, folder="", run=Run(planned_ranks=hvd.size()), start=resume.Start())
     with health.Signals() as signals:

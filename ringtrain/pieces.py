@@ -24,7 +24,7 @@ from ringtrain import (
     strategies,
 )
 from ringtrain.config import Config, Numbers, option_types, value_of
-from ringtrain.errors import ConfigError
+from ringtrain.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     import keras
@@ -184,8 +184,14 @@ class Course:
         }
 
         def write() -> None:
-            if recorder:
+            if not recorder:
+                return
+            try:
                 checkpoint.export(self.model, self.folder, saved_model=self.config.checkpoint.saved_model)
+            except (CheckpointError, OSError) as error:  # the rest is written all the same
+                summary["not_exported"] = str(error)
+                raise
+            finally:
                 schedule = schedules.schedule_of(self.config, self.numbers)
                 tracking.write_summary(self.folder, summary)
                 tracking.draw_curves(self.folder, recorder.epochs, schedule, self.numbers.steps_per_epoch)

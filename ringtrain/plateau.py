@@ -18,6 +18,8 @@ from ringtrain.errors import ConfigError
 from ringtrain.health import StopTogether
 from ringtrain.resume import Clock, Start
 
+ACCURACY = "test_accuracy"
+
 
 def plateaus(values: Sequence[float], patience: int, lower_is_better: bool, min_delta: float) -> int:
     """Counts how often a metric was waited for in vain, as Keras' EarlyStopping and ReduceLROnPlateau do.
@@ -60,7 +62,7 @@ class Plateau(keras.callbacks.Callback):
         self.clock = clock
         self.stop = stop
         self.values = list(start.monitored)
-        stop.stopped_by = self._over(start.metrics.get("test_accuracy", 0.0))
+        stop.stopped_by = self._over(start.metrics.get(ACCURACY, 0.0))
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._set_rate()
@@ -69,11 +71,22 @@ class Plateau(keras.callbacks.Callback):
         if not self.clock.epoch_complete:
             return
         # One rank's values for all: they decide the same, whatever a callback has put into its own logs.
-        own = [float((logs or {})[name]) for name in (self.config.train.monitor, "test_accuracy")]
+        train, names = self.config.train, list(logs or {})
+        own = [
+            None if (value := (logs or {}).get(name)) is None else float(value) for name in (train.monitor, ACCURACY)
+        ]
         value, accuracy = hvd.broadcast_object(own, 0, name="ringtrain_monitor")
-        self.values.append(value)
+        if value is None and (train.patience or self.config.schedule.plateau_patience):
+            raise ConfigError(
+                f"train.monitor: got {train.monitor}, expected a metric of this model: {', '.join(names)}"
+            )
+        if accuracy is None and train.target_accuracy:
+            raise ConfigError(
+                f"train.target_accuracy: this model has no {ACCURACY}, only {', '.join(names)}: leave it out"
+            )
+        self.values += [] if value is None else [value]
         self._set_rate()
-        if why := self._over(accuracy):
+        if why := self._over(accuracy or 0.0):
             self.stop.want(why)
 
     @property

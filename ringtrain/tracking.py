@@ -29,6 +29,10 @@ from ringtrain.schedules import Schedule, curve
 
 METRICS = "metrics.jsonl"
 STEPS = "steps.jsonl"
+NO_METRICS = (
+    *("epoch", "global_step", "time_s", "train_s", "evaluate_s"),
+    *("learning_rate", "loss_scale", "gradient_norm", "images_per_s"),
+)
 
 
 def default_name(data_name: str, now_s: float | None = None) -> str:
@@ -253,13 +257,23 @@ def loss_scale_of(optimizer: Any) -> dict[str, float]:
     return {"loss_scale": float(optimizer.dynamic_scale)} if scaled else {}
 
 
-def figures_of(record: Mapping[str, Any]) -> str:
-    """An epoch's record as a person reads it."""
-    return (
-        f"loss {record['loss']:.4f}  accuracy {record['accuracy']:7.2%}"
-        f"  test loss {record['test_loss']:.4f}  test accuracy {record['test_accuracy']:7.2%}"
-        f"  {speed(record['images_per_s'])}"
-    )
+def figures_of(record: Mapping[str, Any]) -> list[str]:
+    """An epoch's record as a person reads it, what matters least last.
+
+    A model with a `train_step` of its own may have neither loss nor accuracy: then the first of its metrics are shown.
+    """
+    usual = {
+        "loss": "loss {:.4f}",
+        "accuracy": "accuracy {:.2%}",
+        "test_loss": "test loss {:.4f}",
+        "test_accuracy": "accuracy {:.2%}",
+    }
+    if missing := usual.keys() - record.keys():
+        names = [name for name, value in record.items() if name not in NO_METRICS and np.ndim(value) == 0]
+        shown = [f"{name.replace('_', ' ')} {record[name]:.4f}" for name in names[: len(missing) + 2]]
+    else:
+        shown = [text.format(record[name]) for name, text in usual.items()]
+    return [*shown, speed(record["images_per_s"])]
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
@@ -294,8 +308,9 @@ def draw_curves(folder: Path, epochs: Sequence[Mapping[str, Any]], schedule: Sch
     rates.grid(alpha=0.3)
     for axes, metric in zip(panels, ("loss", "accuracy"), strict=True):
         numbers = [record["epoch"] for record in epochs]
-        axes.plot(numbers, [record[metric] for record in epochs], marker=".", label="training")
-        axes.plot(numbers, [record[f"test_{metric}"] for record in epochs], marker=".", label="test")
+        for name, label in ((metric, "training"), (f"test_{metric}", "test")):
+            # A model with a train_step of its own may have no such metric.
+            axes.plot(numbers, [record.get(name, math.nan) for record in epochs], marker=".", label=label)
         axes.set(xlabel="epoch", ylabel=metric)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)

@@ -123,6 +123,7 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
     # Model and optimizer: rank 0's on every rank, out of the run's newest checkpoint if there is one, and kept equal by
     # averaged gradients.
     model = pieces.compiled_model(named, data_set, config, numbers, strategy=strategy)
+    hvd.run_together(lambda: checkpoint.check_exportable(model))
     stages.done("model")
     gradient_norm = strategy.gradient_norm(model.optimizer) if config.tracking.every_steps else None
     users_callbacks = hvd.run_together(named.make_callbacks)

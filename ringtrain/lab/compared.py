@@ -76,6 +76,7 @@ class Result:
                 "test_accuracy": one["test_accuracy"],
             }
             for one, so_far_s in zip(self.run.epochs, train_s, strict=True)
+            if "test_accuracy" in one  # a model with a train_step of its own may have none
         ]
 
     @functools.cached_property
@@ -186,7 +187,7 @@ def in_words(result: Result) -> str:
     if result.error:
         return f"{who}: failed: {result.error}"
     if not result.points:
-        return f"{who}: ended before its first epoch was whole"
+        return f"{who}: no complete epoch with a test accuracy"
     last = result.points[-1]
     return f"{who}: {last['test_accuracy']:.2%} after {last['epoch']} epochs, {last['train_s']:.1f} s of training"
 

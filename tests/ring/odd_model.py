@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import keras
+import tensorflow as tf
 
 
 class NotANumberFrom(keras.layers.Layer):
@@ -20,6 +21,70 @@ class NotANumberFrom(keras.layers.Layer):
             return inputs
         self.calls.assign_add(1)
         return keras.ops.where(self.calls >= self.first, inputs * float("nan"), inputs)
+
+
+@keras.saving.register_keras_serializable("tests")
+class MovingAverage(keras.layers.Layer):
+    """Subtracts a moving average of its inputs and counts the positive ones: weights that follow the data."""
+
+    def build(self, shape):
+        self.mean = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False, name="mean")
+        self.positive = self.add_weight(shape=(), dtype="int64", initializer="zeros", trainable=False, name="positive")
+
+    def call(self, inputs, training=False):
+        if training:
+            self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(inputs, axis=0))
+            self.positive.assign_add(keras.ops.sum(keras.ops.cast(inputs > 0, "int64")))
+        return inputs - self.mean
+
+
+@keras.saving.register_keras_serializable("tests")
+class OwnStep(keras.Model):
+    """Has a train_step and metrics of its own, without accuracy."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.cross_entropy = keras.metrics.Mean(name="cross_entropy")
+
+    @property
+    def metrics(self):
+        return [self.cross_entropy]
+
+    def train_step(self, data):
+        inputs, labels = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x=inputs, y=labels, y_pred=self(inputs, training=True))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        return self.test_step(data, loss)
+
+    def test_step(self, data, loss=None):
+        inputs, labels = data
+        if loss is None:
+            loss = self.compute_loss(x=inputs, y=labels, y_pred=self(inputs, training=False))
+        self.cross_entropy.update_state(loss, sample_weight=tf.shape(labels)[0])
+        return {"cross_entropy": self.cross_entropy.result()}
+
+
+class SerializableUntrained(MovingAverage):
+    """Can be saved until it has been trained."""
+
+    def get_config(self):
+        if int(self.positive):
+            raise TypeError("cannot serialize a lock")
+        return super().get_config()
+
+
+def own_step(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    """What a GAN or an autoencoder with a codebook has: a step of its own, and weights that follow the data."""
+    inputs = keras.Input(input_shape)
+    hidden = MovingAverage(name="moving")(keras.layers.Flatten()(inputs))
+    return OwnStep(inputs, keras.layers.Dense(num_classes)(hidden), name="own_step")
+
+
+def serializable_untrained(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    """Cannot be saved when it is trained."""
+    layers = [keras.layers.Flatten(), SerializableUntrained(), keras.layers.Dense(num_classes)]
+    return keras.Sequential([keras.Input(input_shape), *layers])
 
 
 def dropping(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:

@@ -22,6 +22,7 @@ TRAIN = [sys.executable, "-m", "ringtrain.train"]
 TIMEOUT_S = 600  # far above what anything here takes: for machines with other work to do
 CONFIGS = launching.ROOT / "configs"
 SMALL = ["--data.name", "synthetic", "--data.num-samples", "408", "--data.image-size", "8", "--train.epochs", "2"]
+ODD = {"PYTHONPATH": str(Path(__file__).parent)}
 SUMMARY_KEYS = {
     *("test_accuracy", "test_loss", "images_per_s", "num_ranks", "global_step", "in_sync", "checksum", "versions"),
     *("hosts", "config", "numbers", "git_revision", "started", "fit_s", "check_s", "stopped_by", "resumed_from"),
@@ -228,6 +229,32 @@ def test_own_model_and_data_of_the_example(tmp_path):
     rates = [record["learning_rate"] for record in records]
     base = Config().optimizer.learning_rate
     assert base < rates[0] < rates[1] < rates[2] == pytest.approx(2 * base) == pytest.approx(rates[-1])
+
+
+def test_a_train_step_without_accuracy_and_weights_that_follow_the_data(tmp_path):
+    own = ["--model.name", "odd_model:own_step", "--run.directory", tmp_path, "--run.name", "own"]
+    ended = launching.run(2, [*TRAIN, *SMALL, *own], timeout_s=TIMEOUT_S, env=ODD)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (warning,) = said(ended, "stderr")
+    assert "differ between ranks: moving/mean, moving/positive: each rank keeps its own" in warning
+    shown = [" ".join(line.split()) for line in said(ended)]
+    assert any(re.match(r"epoch 2/2 cross entropy [\d.]+ test cross entropy [\d.]+ ", line) for line in shown)
+    assert shown[-1].startswith("2 ranks in step: gradients averaged")
+    summary = json.loads((tmp_path / "own" / "summary.json").read_text())
+    assert summary["test_accuracy"] is None and set(summary["metrics"]) == {"cross_entropy", "test_cross_entropy"}
+    assert {"model.keras", "curves.png"} < files_in(tmp_path / "own")
+
+
+def test_a_model_that_cannot_be_saved_any_more_leaves_weights_and_summary(tmp_path):
+    own = ["--model.name", "odd_model:serializable_untrained", "--run.directory", tmp_path, "--run.name", "own"]
+    ended = launching.run(0, [*TRAIN, *SMALL, *own], timeout_s=TIMEOUT_S, env=ODD)
+    assert ended.returncode == 2
+    assert "model.keras: cannot be written: TypeError: cannot serialize a lock: the weights are in" in ended.stderr
+    summary = json.loads((tmp_path / "own" / "summary.json").read_text())
+    assert summary["global_step"] == summary["numbers"]["num_steps"] and "a lock" in summary["not_exported"]
+    files = files_in(tmp_path / "own")
+    assert {"model.weights.h5", "curves.png", "metrics.jsonl"} < files and "model.keras" not in files
+    assert any(name.endswith(f"step-{summary['global_step']:08d}/manifest.json") for name in files)
 
 
 def test_fashion_mnist_cnn_over_88_percent_after_two_epochs(tmp_path):

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ringtrain import checkpoint
-from ringtrain.errors import CheckpointError
+from ringtrain.errors import CheckpointError, ConfigError
 
 FILES = {
     "state": {"00000": np.arange(12.0).reshape(3, 4), "00001": np.array(7)},
@@ -142,3 +142,24 @@ def test_the_exported_model_needs_no_ringtrain(tmp_path):
     printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
     for outputs in json.loads(printed.stdout.splitlines()[-1]):
         assert np.allclose(outputs, model.predict(np.ones((4, 2)), verbose=0), atol=1e-6)
+
+
+class Unserializable(keras.layers.Layer):
+    """Takes an argument that is no plain value, and has no get_config."""
+
+    def __init__(self, lock):
+        super().__init__()
+        self.lock = lock
+
+    def call(self, inputs):
+        return inputs
+
+
+def test_a_model_that_keras_cannot_write_is_refused_before_training(tmp_path):
+    plain = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    plain.compile("sgd", loss=lambda labels, outputs: outputs)
+    checkpoint.check_exportable(plain)
+    assert plain.compiled
+    odd = keras.Sequential([keras.Input((2,)), Unserializable(object()), keras.layers.Dense(1)], name="odd")
+    with pytest.raises(ConfigError, match=r"odd cannot be written as model.keras: .*get_config"):
+        checkpoint.check_exportable(odd)

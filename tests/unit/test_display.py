@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from ringtrain.config import Config, OptimizerConfig, ScheduleConfig, TrainConfig, derive
-from ringtrain.display import Progress, launched_rank, show_plan, terminal_of_launcher
+from ringtrain.display import Progress, launched_rank, show_plan, show_result, terminal_of_launcher
+from ringtrain.tracking import figures_of
 
 PTS = "/dev/pts/3"
 
@@ -72,10 +73,27 @@ def test_piped_progress_is_whole_lines():
         for step in range(1, 5):
             progress.step(step, (step - 1) // 2, "loss 1")
             if step % 2 == 0:
-                progress.epoch(step // 2 - 1, "loss 1.0000  " + "and much more " * 5)
+                progress.epoch(step // 2 - 1, ["loss 1.0000", *["and much more"] * 5])
     lines = output.getvalue().splitlines()
     assert [line[:10] for line in lines] == ["epoch 1/2 ", "epoch 2/2 "]
+    assert all(line.count("and much more") == 5 for line in lines)
     assert "\x1b" not in output.getvalue()
+
+
+def test_an_epochs_line_and_the_checksum_fit_into_80_columns():
+    output = io.StringIO()
+    console = Console(file=output, width=80, force_terminal=True, color_system=None)
+    record = {"loss": 0.00021, "accuracy": 1.0, "test_loss": 0.0406, "test_accuracy": 0.98061, "images_per_s": 96840.0}
+    with Progress(console, num_steps=4, num_epochs=300) as progress:
+        progress.epoch(29, figures_of({"epoch": 30, **record}))
+    assert "epoch  30/300  loss 0.0002  accuracy 100.00%  test loss 0.0406  accuracy 98.06%\n" in output.getvalue()
+    summary = {
+        **{"metrics": {}, "saves": {"failed": []}, "restarts": 0, "stopped_by": "", "images_per_s": 1.0},
+        **{"num_ranks": 2, "checksum": "aa1822a1d28747a5", "strategy": {}},
+        "config": {"strategy": {"name": "ring"}},
+    }
+    show_result(console, Path("runs/a"), summary, "averaged")
+    assert output.getvalue().splitlines()[-1] == "aa1822a1d28747a5"
 
 
 def shown_plan(config: Config) -> str:
