@@ -18,9 +18,9 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain.errors import RingtrainError
-from ringtrain.hvd.collectives import copies_of, num_copies
+from ringtrain.hvd.collectives import copies_of, elastic, num_copies, unique_in_graph
 from ringtrain.hvd.engine import Sum, horovod
-from ringtrain.hvd.reduction import elastic, unique_in_graph
+from ringtrain.hvd.placement import CPU
 from ringtrain.hvd.subclass import saved_as_its_base
 
 
@@ -40,8 +40,9 @@ def average_moving_statistics(model: keras.Model, not_averaged: Sequence[str] = 
         return
     own = [np.sum([copy.numpy() for copy in copies_of(one)], axis=0, dtype=np.float64) for one in variables]
     # In float64, so that the order of additions does not show after rounding, whatever the number of ranks.
-    flat = tf.constant(np.concatenate([values.reshape(-1) for values in own]))
-    sums = horovod.allreduce(flat, op=Sum, name="ringtrain_moving_statistics").numpy()
+    with tf.device(CPU):
+        flat = tf.constant(np.concatenate([values.reshape(-1) for values in own]))
+        sums = horovod.allreduce(flat, op=Sum, name="ringtrain_moving_statistics").numpy()
     ends = np.cumsum([values.size for values in own])
     for variable, values, mean in zip(variables, own, np.split(sums / num_models, ends[:-1]), strict=True):
         variable.assign(mean.reshape(values.shape))

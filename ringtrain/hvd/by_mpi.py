@@ -49,6 +49,10 @@ class ProcessSet:
         """Of this process."""
         return rank()
 
+    def included(self) -> bool:
+        """Whether this process is one of them."""
+        return True
+
 
 global_process_set = ProcessSet()
 

@@ -11,8 +11,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ringtrain.hvd.collectives import allgather_object
 from ringtrain.hvd.engine import Sum, horovod
 from ringtrain.hvd.learning_rate import LearningRateScheduleCallback, LearningRateWarmupCallback
+from ringtrain.hvd.placement import CPU
 from ringtrain.hvd.sync import broadcast_model, check_in_sync, differing_weights
 
 __all__ = [
@@ -27,6 +29,9 @@ __all__ = [
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Gives every rank the weights and optimizer state of one, before the first step.
+
+    A model that has no weights yet, on any rank, gets them in its first batch; the broadcast then follows that batch,
+    on all ranks. Put it before callbacks that compare or save weights.
 
     Args:
         root_rank: Rank that sends.
@@ -51,9 +56,16 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._local_variables.append(var)
 
     def on_train_begin(self, logs: Any = None) -> None:
+        if not self.broadcast_done and all(allgather_object(self.model.built, name="ringtrain_built")):
+            self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if not self.broadcast_done:
-            with tf.device(self.device):
-                broadcast_model(self.model, self.root_rank, self._local_variables)
+            self._broadcast()
+
+    def _broadcast(self) -> None:
+        with tf.device(self.device):
+            broadcast_model(self.model, self.root_rank, self._local_variables)
         self.broadcast_done = True
 
 
@@ -63,7 +75,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
     Put it before callbacks that read metrics (ReduceLROnPlateau, TensorBoard, ModelCheckpoint).
 
     Args:
-        device: Device to place the allreduce on.
+        device: Device to place the allreduce on; "": the CPU.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -90,7 +102,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         values = {name: np.asarray(value, np.float64) for name, value in sorted(logs.items()) if _is_number(value)}
         weights = {name: validation if name.startswith("val_") else train for name in values}
         parts = [part for name, value in values.items() for part in _weighed(value, weights[name])]
-        with tf.device(self.device):
+        with tf.device(self.device or CPU):
             sums = horovod.allreduce(tf.constant(np.concatenate(parts)), op=Sum, name="ringtrain_metric_average")
         flat = sums.numpy()
         for name, value in values.items():
@@ -102,17 +114,21 @@ class MetricAverageCallback(keras.callbacks.Callback):
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """Keras' ModelCheckpoint that keeps the best model, written by rank 0 alone.
 
-    Set `filepath` before training; the other arguments are those of `keras.callbacks.ModelCheckpoint`.
+    Set `filepath` before training; the other arguments are those of `keras.callbacks.ModelCheckpoint`. `horovod.keras`
+    has no `save_weights_only`: a string in its place is taken as the `mode` and what follows as the `save_freq`.
     """
 
     def __init__(
         self,
         monitor: str = "val_loss",
         verbose: int = 0,
-        save_weights_only: bool = False,
-        mode: str = "auto",
+        save_weights_only: bool | str = False,
+        mode: Any = "auto",
         save_freq: Any = "epoch",
     ) -> None:
+        if isinstance(save_weights_only, str):
+            save_freq = save_freq if mode == "auto" else mode
+            mode, save_weights_only = save_weights_only, False
         super().__init__(
             filepath="best.weights.h5" if save_weights_only else "best.keras",
             monitor=monitor,

@@ -7,10 +7,12 @@ All of them are collectives: every rank of the process set has to call them, in 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
+from tensorflow.python.ops import control_flow_v2_func_graphs as func_graphs
 
 from ringtrain.hvd.engine import WITH_HOROVOD, Average, Compression, ProcessSet, global_process_set, horovod
-from ringtrain.hvd.placement import check_own_seat
+from ringtrain.hvd.placement import CPU, check_own_seat
 from ringtrain.reports import report_uncaught
 
 FUSION_BYTES = 4 * 2**20
+BRANCHES = (func_graphs.CondBranchFuncGraph, func_graphs.WhileCondFuncGraph, func_graphs.WhileBodyFuncGraph)
 LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "HOROVOD_SIZE")
 LOCAL_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "HOROVOD_LOCAL_SIZE")
 
@@ -134,6 +138,9 @@ def allreduce(
     op: Any = None,
     compression: Any = Compression.none,
     process_set: ProcessSet = global_process_set,
+    device_dense: str = "",
+    device_sparse: str = "",
+    ignore_name_scope: bool = False,
 ) -> Any:
     """Reduces a tensor-like value over the ranks; the arguments are those of `horovod.tensorflow.keras.allreduce`.
 
@@ -144,7 +151,15 @@ def allreduce(
 
     Returns:
         A tensor of the shape and dtype of `value`.
+
+    Raises:
+        TypeError: Arguments are in the order of `horovod.tensorflow.allreduce`, where `average` is the second.
     """
+    if isinstance(name, bool) or isinstance(average, str):
+        raise TypeError(
+            f"hvd.allreduce: got name={name!r}, average={average!r}: the second argument is the name, as in "
+            "horovod.tensorflow.keras, and not average, as in horovod.tensorflow: write op=hvd.Sum or op=hvd.Average"
+        )
     return horovod.allreduce(
         tensor_of(value),
         average=average,
@@ -154,6 +169,9 @@ def allreduce(
         postscale_factor=postscale_factor,
         name=name,
         process_set=process_set,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        ignore_name_scope=ignore_name_scope,
     )
 
 
@@ -180,9 +198,29 @@ def allgather_object(
     """
     if not tf.executing_eagerly() or not WITH_HOROVOD:
         return horovod.allgather_object(obj, session=session, name=name, process_set=process_set)
-    own = np.frombuffer(cloudpickle.dumps(obj), np.uint8)
-    stream = io.BytesIO(horovod.allgather(own, name=name or type(obj).__name__, process_set=process_set).numpy())
+    with tf.device(CPU):
+        own = tf.constant(np.frombuffer(cloudpickle.dumps(obj), np.uint8))
+        stream = io.BytesIO(horovod.allgather(own, name=name or type(obj).__name__, process_set=process_set).numpy())
     return [cloudpickle.load(stream) for _ in range(process_set.size())]  # each knows where it ends
+
+
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """The object of `root_rank`, on every rank; the arguments are those of `allgather_object`."""
+    with tf.device(CPU):
+        return horovod.broadcast_object(obj, root_rank, session=session, name=name, process_set=process_set)
+
+
+def broadcast_object_fn(
+    root_rank: int = 0, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Callable[[Any], Any]:
+    """A function that is `broadcast_object` with these arguments; Horovod's own needs TensorFlow 1."""
+    return functools.partial(broadcast_object, root_rank=root_rank, session=session, name=name, process_set=process_set)
 
 
 def broadcast(
@@ -190,6 +228,14 @@ def broadcast(
 ) -> tf.Tensor:
     """The value of `root_rank`, on every rank; shapes must agree."""
     return horovod.broadcast(tensor_of(value), root_rank, name=name, process_set=process_set)
+
+
+def broadcast_(
+    variables: Sequence[Any], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[tf.Tensor]:
+    """Horovod's broadcast of Keras or TensorFlow variables in place, on one device; returns their new values."""
+    values = [tensor_of(variable) for variable in variables]
+    return list(horovod.broadcast_(values, root_rank, name=name, process_set=process_set))
 
 
 def reducescatter(value: Any, name: str | None = None, op: Any = Average, **kwargs: Any) -> tf.Tensor:
@@ -268,11 +314,12 @@ def broadcast_variables(
         horovod.broadcast_variables(values, root_rank, process_set=process_set, inplace=True)
         return
 
+    prefix = unique_in_graph("HorovodBroadcast")
+
     @tf.function(autograph=False)
     def send() -> list[tf.Tensor]:
         return [
-            _broadcast_bits(value, root_rank, f"HorovodBroadcast_{index}", process_set)
-            for index, value in enumerate(values)
+            _broadcast_bits(value, root_rank, f"{prefix}_{index}", process_set) for index, value in enumerate(values)
         ]
 
     for variable, value in zip(variables, send(), strict=True):
@@ -290,6 +337,33 @@ def _broadcast_bits(value: Any, root_rank: int, name: str, process_set: ProcessS
         process_set=process_set,
     )
     return received if sent_as is None else tf.bitcast(received, tensor.dtype)
+
+
+def elastic() -> bool:
+    # An elastic run changes its size under a graph that is traced once.
+    return os.environ.get("HOROVOD_ELASTIC", "0") not in ("", "0")
+
+
+def unique_in_graph(name: str) -> str:
+    """`name`, numbered from its second use in one outermost graph on.
+
+    Ranks match operations by name, so names must not depend on anything that may differ between ranks, as automatic
+    layer names do when one rank builds a model more.
+    """
+    if tf.executing_eagerly():
+        return name
+    graph = tf.compat.v1.get_default_graph()
+    while getattr(graph, "outer_graph", None) is not None and getattr(graph.outer_graph, "building_function", False):
+        # Keras' first step traces an inner function twice. A worker that joined has made its first step later than
+        # others: in an elastic run each function numbers its own.
+        if elastic() and not isinstance(graph, BRANCHES):
+            break
+        graph = graph.outer_graph
+    if not hasattr(graph, "ringtrain_names"):
+        graph.ringtrain_names = Counter()
+    graph.ringtrain_names[name] += 1
+    count = graph.ringtrain_names[name]
+    return name if count == 1 else f"{name}_{count}"
 
 
 def DistributedGradientTape(gradtape: tf.GradientTape, *args: Any, **kwargs: Any) -> tf.GradientTape:

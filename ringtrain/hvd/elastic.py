@@ -10,7 +10,7 @@ import functools
 import os
 import queue
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -18,7 +18,8 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain import plain_pickle
-from ringtrain.hvd.collectives import hang_up, init
+from ringtrain.hvd.collectives import broadcast_object, broadcast_variables, hang_up, init
+from ringtrain.hvd.collectives import elastic as is_on
 from ringtrain.hvd.engine import (
     HorovodInternalError,
     HostsUpdatedInterrupt,
@@ -28,12 +29,14 @@ from ringtrain.hvd.engine import (
     notification_manager,
 )
 from ringtrain.hvd.keras_hooks import innermost
-from ringtrain.hvd.reduction import elastic as is_on
+from ringtrain.hvd.placement import CPU
 from ringtrain.hvd.sync import broadcast_model
 
 __all__ = [
     "CommitStateCallback",
     "KerasState",
+    "TensorFlowKerasState",
+    "TensorFlowState",
     "UpdateBatchStateCallback",
     "UpdateEpochStateCallback",
     "is_on",
@@ -106,26 +109,14 @@ def set_share(optimizer: Any, share: float) -> None:
     innermost(optimizer).reduction.share.assign(share)
 
 
-class KerasState(ObjectState):
-    """A Keras 3 model and optimizer, and objects given by name, that are committed, restored and synchronized together.
+class _VariablesState(ObjectState):
+    """Variables, and objects given by name, that are committed, restored and synchronized together."""
 
-    Args:
-        model: A built model.
-        optimizer: Its optimizer, if it is not compiled into the model.
-        kwargs: Objects to keep with it; they become attributes.
-    """
-
-    def __init__(self, model: keras.Model, optimizer: Any = None, **kwargs: Any) -> None:
-        self.model = model
-        self.optimizer = optimizer or model.optimizer
-        if not model.built:
-            raise ValueError(f"KerasState: {model.name} has no weights yet; call model.build(input_shape) first")
-        if not self.optimizer.built:
-            self.optimizer.build(model.trainable_variables)
+    def __init__(self, **kwargs: Any) -> None:
         self._committed: list[np.ndarray] = []
         self.num_commits = 0
         self._keep()
-        super().__init__(bcast_object=horovod.broadcast_object, get_rank=horovod.rank, **kwargs)
+        super().__init__(bcast_object=broadcast_object, get_rank=horovod.rank, **kwargs)
 
     def commit(self) -> None:
         """Keeps the present state, and starts `run`'s function again if hosts have come or gone."""
@@ -141,7 +132,9 @@ class KerasState(ObjectState):
         heard = not _news.empty()
         while not _news.empty():
             _news.get()
-        if horovod.allreduce(tf.constant(int(heard)), op=horovod.Max, name="ringtrain_hosts_updated") > 0:
+        with tf.device(CPU):
+            heard_by = horovod.allreduce(tf.constant(int(heard)), op=horovod.Max, name="ringtrain_hosts_updated")
+        if heard_by > 0:
             raise HostsUpdatedInterrupt(skip_sync=False)
 
     def on_hosts_updated(self, timestamp: int, update_res: Any) -> None:
@@ -161,15 +154,69 @@ class KerasState(ObjectState):
 
     def sync(self) -> None:
         """Gives every worker the state of rank 0, and keeps it."""
-        broadcast_model(self.model, 0, optimizer=self.optimizer)
+        self._broadcast()
         self._keep()
         super().sync()
+
+    def _broadcast(self) -> None:
+        broadcast_variables(self._variables(), 0)
 
     def _keep(self) -> None:
         self._committed = [keras.ops.convert_to_numpy(variable).copy() for variable in self._variables()]
 
     def _variables(self) -> list[Any]:
+        raise NotImplementedError
+
+
+class KerasState(_VariablesState):
+    """A Keras 3 model and optimizer, and objects given by name, that are committed, restored and synchronized together.
+
+    Args:
+        model: A built model.
+        optimizer: Its optimizer, if it is not compiled into the model.
+        kwargs: Objects to keep with it; they become attributes.
+    """
+
+    def __init__(self, model: keras.Model, optimizer: Any = None, **kwargs: Any) -> None:
+        self.model = model
+        self.optimizer = optimizer or model.optimizer
+        if not model.built:
+            raise ValueError(f"KerasState: {model.name} has no weights yet; call model.build(input_shape) first")
+        if not self.optimizer.built:
+            self.optimizer.build(model.trainable_variables)
+        super().__init__(**kwargs)
+
+    def _broadcast(self) -> None:
+        broadcast_model(self.model, 0, optimizer=self.optimizer)
+
+    def _variables(self) -> list[Any]:
         return [*self.model.weights, *self.optimizer.variables]
+
+
+class TensorFlowKerasState(KerasState):
+    """`KerasState` with the parameters of `horovod.tensorflow.elastic`; `backend`, of TensorFlow 1, means nothing."""
+
+    def __init__(self, model: keras.Model, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
+        super().__init__(model, optimizer, **kwargs)
+
+
+class TensorFlowState(_VariablesState):
+    """TensorFlow or Keras variables, and objects given by name, that are committed, restored and synchronized together.
+
+    Args:
+        variables: Variables to keep. Horovod's default, all of a graph, exists in TensorFlow 1 only.
+        session: Of TensorFlow 1; means nothing.
+        kwargs: Objects to keep with them; they become attributes.
+    """
+
+    def __init__(self, variables: Sequence[Any] | None = None, session: Any = None, **kwargs: Any) -> None:
+        if not variables:
+            raise ValueError("TensorFlowState: got no variables; TensorFlow 2 keeps no list of all: give them")
+        self.variables = list(variables)
+        super().__init__(**kwargs)
+
+    def _variables(self) -> list[Any]:
+        return self.variables
 
 
 class CommitStateCallback(keras.callbacks.Callback):
@@ -188,9 +235,13 @@ class CommitStateCallback(keras.callbacks.Callback):
         self.batches_remaining -= 1
         if self.batches_remaining == 0:
             self.batches_remaining = self.batches_per_commit
-            self.state.commit()
+            self.commit()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.commit()
+
+    def commit(self) -> None:
+        """Commits the state."""
         self.state.commit()
 
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import socket
 
+import tensorflow as tf
+
 import ringtrain
 from ringtrain.errors import PlacementError
 from ringtrain.hvd.engine import horovod
 from ringtrain.reports import ALONE, COLLECTIVES, Expected, Seat, difference, table
 from ringtrain.told import expectation
+
+CPU = "CPU:0"
+"""device of small collectives: on GPUs, NCCL refuses ranks without one, and two ranks on the same one"""
 
 
 def check_own_seat() -> None:
@@ -60,7 +65,8 @@ def check_placement(device: str = "") -> None:
     elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
     expected = None if elastic else expectation(os.environ)
     report = (own, expected, ringtrain.__version__)
-    everybody = horovod.allgather_object(report, name="ringtrain_placement") if horovod.size() > 1 else [report]
+    with tf.device(CPU):
+        everybody = horovod.allgather_object(report, name="ringtrain_placement") if horovod.size() > 1 else [report]
     seats, expectations, versions = zip(*everybody, strict=True)
     told = next((each for each in expectations if each is not None and each.hosts), None) or expected
     told = told or Expected(own.size, source="the launcher")

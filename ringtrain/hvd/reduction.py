@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
 from numpy.typing import NDArray
-from tensorflow.python.ops import control_flow_v2_func_graphs as func_graphs
 
-from ringtrain.hvd.collectives import tensor_of
+from ringtrain.hvd.collectives import elastic, tensor_of, unique_in_graph
 from ringtrain.hvd.engine import Adasum, Average, Compression, Min, ProcessSet, Sum, horovod
 
-BRANCHES = (func_graphs.CondBranchFuncGraph, func_graphs.WhileCondFuncGraph, func_graphs.WhileBodyFuncGraph)
 OP_WORDS = {Average: "averaged", Sum: "summed", Adasum: "combined by Adasum"}
 
 
@@ -106,7 +102,8 @@ class Reduction:
         return tf.cast(lowest, tf.bool)
 
     def _alone(self) -> bool:
-        return not elastic() and self.process_set.size() == 1
+        # Also outside of the process set, where Horovod leaves gradients alone.
+        return not elastic() and (self.process_set.size() == 1 or not self.process_set.included())
 
     def _reduce(self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[bool]) -> list[Any]:
         prefix = unique_in_graph(self.name)
@@ -118,7 +115,7 @@ class Reduction:
             if local[index]:
                 reduced[index] = _scaled(gradient, 1.0 / self._num_ranks()) if self.scale_local_gradients else gradient
             elif self._alone():
-                continue
+                reduced[index] = tf.convert_to_tensor(gradient) if self.sparse_as_dense else gradient
             elif isinstance(gradient, tf.IndexedSlices) and not self.sparse_as_dense:
                 reduced[index] = self._reduce_sparse(gradient, f"HorovodAllgather_{prefix}_{index}")
             else:
@@ -198,11 +195,6 @@ class Reduction:
         return self.process_set.size()
 
 
-def elastic() -> bool:
-    # An elastic run changes its size under a graph that is traced once.
-    return os.environ.get("HOROVOD_ELASTIC", "0") not in ("", "0")
-
-
 def _widened(tensor: tf.Tensor) -> tf.Tensor:
     # Horovod's allreduce has no bfloat16; float32 holds all its values.
     return tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor
@@ -225,25 +217,3 @@ def _scaled(gradient: Any, factor: Any) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(_scaled(gradient.values, factor), gradient.indices, gradient.dense_shape)
     return gradient * tf.cast(factor, gradient.dtype)
-
-
-def unique_in_graph(name: str) -> str:
-    """`name`, numbered from its second use in one outermost graph on.
-
-    Ranks match operations by name, so names must not depend on anything that may differ between ranks, as automatic
-    layer names do when one rank builds a model more.
-    """
-    if tf.executing_eagerly():
-        return name
-    graph = tf.compat.v1.get_default_graph()
-    while getattr(graph, "outer_graph", None) is not None and getattr(graph.outer_graph, "building_function", False):
-        # Keras' first step traces an inner function twice. A worker that joined has made its first step later than
-        # others: in an elastic run each function numbers its own.
-        if elastic() and not isinstance(graph, BRANCHES):
-            break
-        graph = graph.outer_graph
-    if not hasattr(graph, "ringtrain_names"):
-        graph.ringtrain_names = Counter()
-    graph.ringtrain_names[name] += 1
-    count = graph.ringtrain_names[name]
-    return name if count == 1 else f"{name}_{count}"

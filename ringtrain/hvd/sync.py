@@ -19,6 +19,7 @@ from ringtrain.hvd.collectives import allgather_object, broadcast_variables, cop
 from ringtrain.hvd.engine import ProcessSet, global_process_set, horovod
 from ringtrain.hvd.keras_hooks import innermost, refuse_horovods_own
 from ringtrain.hvd.marks import during
+from ringtrain.hvd.placement import CPU
 from ringtrain.hvd.reduction import OP_WORDS
 
 T = TypeVar("T")
@@ -81,8 +82,10 @@ def check_in_sync(model: keras.Model, optimizer: Any = None) -> str:
     process_set = _process_set(optimizer)
     own = [tuple(zip(*_checksums(model, optimizer, copy), strict=True)) for copy in range(num_copies(model))]
     digests = [hashlib.sha256(np.array(checksums, np.uint32).tobytes()).digest()[:8] for _, checksums in own]
-    flat = tf.constant(np.frombuffer(b"".join(digests), np.int64))
-    with during("reduce"):
+    if not process_set.included():
+        return digests[0].hex()  # nothing to compare with
+    with during("reduce"), tf.device(CPU):
+        flat = tf.constant(np.frombuffer(b"".join(digests), np.int64))
         everybody = horovod.allgather(flat, name="ringtrain_check_in_sync", process_set=process_set).numpy()
     if len(set(everybody.tolist())) > 1:
         details = allgather_object(own, name="ringtrain_out_of_sync", process_set=process_set)
@@ -101,10 +104,11 @@ def differing_weights(model: keras.Model) -> list[str]:
     """
     expected = {id(variable) for layer in batch_norm_layers(model) for variable in layer.weights}
     variables = [variable for variable in weights_of_one_rank(model) if id(variable) not in expected]
-    if not variables:
+    process_set = _process_set(model.optimizer)
+    if not variables or not process_set.included():
         return []
     own = [[_checksum(copy.numpy()) for copy in copies_of(variable)] for variable in variables]
-    everybody = allgather_object(own, name="ringtrain_differing_weights", process_set=_process_set(model.optimizer))
+    everybody = allgather_object(own, name="ringtrain_differing_weights", process_set=process_set)
     values = [{checksum for rank in everybody for checksum in rank[index]} for index in range(len(variables))]
     return [variable.path for variable, found in zip(variables, values, strict=True) if len(found) > 1]
 
@@ -116,7 +120,7 @@ def check_averaging(optimizer: Any) -> str:
         optimizer: A distributed optimizer.
 
     Returns:
-        "averaged", "summed" or "combined by Adasum".
+        "averaged", "summed" or "combined by Adasum"; "left to this rank" outside of the optimizer's process set.
 
     Raises:
         OutOfSync: The optimizer is not distributed, or the result is not what it should be.
@@ -124,6 +128,8 @@ def check_averaging(optimizer: Any) -> str:
     reduction = getattr(innermost(optimizer), "reduction", None)
     if reduction is None:
         raise OutOfSync(f"{type(optimizer).__name__} reduces no gradients: wrap it in hvd.DistributedOptimizer")
+    if not reduction.process_set.included():
+        return "left to this rank"
     found = reduction.trial()
     num_ranks = found.shape[-1]
     expected = reduction.accumulated_scale / (num_ranks if OP_WORDS[reduction.op] == "averaged" else 1)

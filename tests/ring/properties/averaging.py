@@ -236,6 +236,31 @@ def sparse_gradients_equal_big_batch():
             _close(small.train(make(), optimizer, share), reference, 1e-5)
 
 
+def sparse_as_dense_is_the_same_with_one_rank():
+    """Adam squares a row's gradients one by one where they are sparse, and their sum where they are dense."""
+    variable = keras.Variable(np.zeros((2, 1)), dtype="float64")
+    sizes, alone = [hvd.size(), 1], [hvd.add_process_set([rank]) for rank in range(hvd.size())]
+    try:
+        for size, process_set in zip(sizes, (hvd.global_process_set, alone[hvd.rank()]), strict=True):
+            variable.assign(np.zeros((2, 1)))
+            optimizer = hvd.DistributedOptimizer(
+                keras.optimizers.Adam(0.1, beta_2=0.9), sparse_as_dense=True, process_set=process_set
+            )
+            for entries in ([1.0, 3.0], [2.0, -1.0]):
+                gradient = tf.IndexedSlices(
+                    tf.constant([[e] for e in entries], tf.float64), tf.constant([0, 0]), tf.constant([2, 1])
+                )
+                optimizer.apply_gradients([(gradient, variable)])
+            expected = keras.Variable(np.zeros((2, 1)), dtype="float64")
+            reference = keras.optimizers.Adam(0.1, beta_2=0.9)
+            for total in (4.0, 1.0):
+                reference.apply_gradients([(tf.constant([[total], [0.0]], tf.float64), expected)])
+            assert np.allclose(variable.numpy(), expected.numpy(), atol=1e-12), size
+    finally:
+        for process_set in alone:
+            hvd.remove_process_set(process_set)
+
+
 def bfloat16_gradients_are_averaged():
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False, dtype="bfloat16")])
     model.layers[0].kernel.assign([[0.0], [0.0]])
@@ -295,6 +320,14 @@ def process_sets_reduce_among_themselves():
         assert np.array_equal(kernels[0], kernels[1])
         assert not np.array_equal(kernels[0], kernels[2])
         hvd.check_in_sync(model)
+        # With the pair's set on all ranks, as in Horovod, the third trains by itself.
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), process_set=pair)
+        model = small.train(small.build(), optimizer, small.shares(3))
+        assert hvd.check_averaging(optimizer) == ("averaged" if hvd.rank() < 2 else "left to this rank")
+        checksums = hvd.allgather_object((hvd.check_in_sync(model), model.get_weights()[0]))
+        assert checksums[0][0] == checksums[1][0] != checksums[2][0]
+        reference = small.train(small.build(), keras.optimizers.SGD(0.1), small.shares(3))
+        assert np.array_equal(checksums[2][1], hvd.allgather_object(reference.get_weights()[0])[2])
     finally:
         hvd.remove_process_set(pair)
         hvd.remove_process_set(alone)

@@ -33,6 +33,20 @@ def broadcast_comes_before_the_first_step():
     assert small.spread(model) == 0
 
 
+def a_model_without_weights_is_broadcast_after_its_first_batch():
+    """On all ranks, also where some have weights already."""
+    for built_on in (lambda rank: False, lambda rank: rank == 0):
+        keras.utils.set_random_seed(hvd.rank())
+        inputs = [keras.Input((6,), dtype="float64")] if built_on(hvd.rank()) else []
+        model = keras.Sequential([*inputs, keras.layers.Dense(3, dtype="float64")])
+        assert model.built == built_on(hvd.rank())
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01 * (hvd.rank() + 1))), "mse")
+        callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.CheckInSyncCallback()]
+        _fit(model, callbacks, steps=2)
+        assert small.spread(model) == 0
+        assert np.isclose(float(model.optimizer.learning_rate), 0.01)
+
+
 def without_broadcast_ranks_start_apart():
     model = small.build(seed=hvd.rank())
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
@@ -153,6 +167,39 @@ def best_model_is_written_by_rank_0_alone():
         model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
         _fit(model, [best], steps=2)
         assert Path(best.filepath).exists() == (hvd.rank() == 0)
+
+
+def best_model_checkpoint_takes_both_orders():
+    """`horovod.keras` has no save_weights_only: its third argument is the mode."""
+    names = ("mode", "save_weights_only", "save_freq")
+    for arguments, expected in (
+        (("loss", 0, True, "min", 5), ("min", True, 5)),
+        (("loss", 0, "max"), ("max", False, "epoch")),
+        (("loss", 0, "max", 5), ("max", False, 5)),
+    ):
+        best = hvd.callbacks.BestModelCheckpoint(*arguments)
+        assert tuple(getattr(best, name) for name in names) == expected, arguments
+
+
+def commit_state_commits_by_its_method():
+    class State:
+        commits = 0
+
+        def commit(self):
+            self.commits += 1
+
+    class Counting(hvd.elastic.CommitStateCallback):
+        calls = 0
+
+        def commit(self):
+            self.calls += 1
+            super().commit()
+
+    state = State()
+    callback = Counting(state, batches_per_commit=2)
+    model = small.train(small.build(), keras.optimizers.SGD(0.1), [])
+    _fit(model, [callback], steps=4)
+    assert state.commits == callback.calls == 3
 
 
 def _fit(model, callbacks, steps, epochs=(0, 1)):

@@ -6,6 +6,7 @@ import inspect
 import types
 
 import horovod.keras
+import horovod.tensorflow
 import horovod.tensorflow.keras
 import keras
 import numpy as np
@@ -29,6 +30,53 @@ def every_public_name_is_here_with_its_parameters():
             assert hasattr(ours, name), f"{theirs.__name__}.{name} is missing"
             if inspect.isfunction(value) or (inspect.isclass(value) and "horovod" in value.__module__):
                 _takes_the_same(value, getattr(ours, name))
+
+
+def names_of_horovod_tensorflow_are_here():
+    """Apart from those of its own inside, and of sessions."""
+    inside = {
+        "LocalGradientAggregationHelper",
+        "handle_average_backwards_compatibility",
+        "refs_to_vars",
+        "vars_to_refs",
+    }
+    inside |= {"check_extension", "split_list"}
+    for theirs, ours in ((horovod.tensorflow, hvd), (horovod.tensorflow.elastic, hvd.elastic)):
+        for name in getattr(theirs, "__all__", dir(theirs)):
+            is_module = isinstance(getattr(theirs, name), types.ModuleType)
+            assert name.startswith("_") or is_module or name in inside or hasattr(ours, name), name
+
+
+def what_graphs_ask_is_passed_on():
+    answers = [hvd.rank_op(), hvd.size_op(), hvd.local_rank_op(), hvd.local_size_op(), hvd.process_set_included_op(0)]
+    expected = [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), 1]
+    assert [int(answer) for answer in answers] == expected
+    assert not hvd.gpu_available("tensorflow")
+    assert hvd.check_num_rank_power_of_2(4) and not hvd.check_num_rank_power_of_2(3)
+    assert hvd.broadcast_object_fn(root_rank=1)(hvd.rank()) == 1
+    own = keras.Variable([float(hvd.rank())])
+    hvd.broadcast_([own], root_rank=1)
+    assert own.numpy() == [1.0]
+
+
+def allreduce_refuses_horovod_tensorflows_order():
+    """There, the second argument is average."""
+    message = small.raised(TypeError, lambda: hvd.allreduce(tf.constant([1.0]), False))
+    assert "op=hvd.Sum" in message
+    assert hvd.allreduce(tf.constant([1.0]), device_dense="CPU:0", op=hvd.Sum).numpy() == [hvd.size()]
+
+
+def broadcasts_of_one_function_keep_apart():
+    """Horovod's TensorFlow 2 example broadcasts model and optimizer in its first step."""
+    values = [[keras.Variable(np.full(3, 10.0 * hvd.rank() + number))] for number in range(3)]
+
+    @tf.function
+    def step():
+        for variables in values:
+            hvd.broadcast_variables(variables, root_rank=1)
+
+    step()
+    assert [float(variable.numpy()[0]) for (variable,) in values] == [10.0, 11.0, 12.0]
 
 
 def collectives_take_keras_variables():
@@ -101,6 +149,21 @@ def elastic_state_commits_restores_and_synchronizes():
     state.restore()
     assert state.epoch == 6
     assert np.allclose(model.get_weights()[0], kept[0] + 1)
+
+
+def elastic_state_of_variables():
+    variables = [tf.Variable([float(hvd.rank())]), keras.Variable([2.0 * hvd.rank()])]
+    state = hvd.elastic.TensorFlowState(variables, batch=hvd.rank())
+    state.sync()
+    assert [float(variable.numpy()[0]) for variable in variables] == [0.0, 0.0] and state.batch == 0
+    variables[0].assign([5.0])
+    state.commit()
+    variables[0].assign([6.0])
+    state.restore()
+    assert float(variables[0].numpy()[0]) == 5.0
+    assert "got no variables" in small.raised(ValueError, hvd.elastic.TensorFlowState)
+    model = small.train(small.build(), "sgd", [])
+    assert hvd.elastic.TensorFlowKerasState(model, backend=None, batch=3).batch == 3
 
 
 def _takes_the_same(theirs, ours):
