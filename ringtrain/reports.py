@@ -11,6 +11,7 @@ import json
 import os
 import re
 import socket
+import stat
 import sys
 import time
 import traceback
@@ -289,7 +290,7 @@ class Box:
     """Says which step a rank is at, in a line that is there also when the process has been killed.
 
     In memory that the host keeps after the process' end: the launcher's keeper reads it, and removes it. Without a
-    launcher that listens, it is nowhere.
+    launcher that listens, it is nowhere; nor where something else has its name. Training never fails for it.
 
     Args:
         rank: of this process.
@@ -301,7 +302,13 @@ class Box:
         with contextlib.suppress(OSError):
             if environ.get(JOB):
                 name = f"{BOXES}-{environ[JOB]}-{rank}"
-                self._descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+                # Not to block: a FIFO without a reader would.
+                descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+                found = os.fstat(descriptor)
+                if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink == 1:
+                    self._descriptor = descriptor
+                else:
+                    os.close(descriptor)
 
     def put(self, global_step: int, phase: str) -> None:
         """Says where this rank stands now.
@@ -310,7 +317,9 @@ class Box:
             global_step: steps done.
             phase: a word.
         """
-        if self._descriptor >= 0:
+        if self._descriptor < 0:
+            return
+        with contextlib.suppress(OSError):  # /dev/shm is full, as with the 64 MB that Docker gives it
             os.pwrite(self._descriptor, f"{global_step} {phase}".ljust(BOX_LETTERS - 1).encode() + b"\n", 0)
 
 

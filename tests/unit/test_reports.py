@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import resource
 import subprocess
 
 import pytest
@@ -224,3 +226,32 @@ def test_hosts_of_one_short_name_in_two_domains_are_two_hosts() -> None:
     assert difference(expected, seats) == ""
     assert "one of 2" not in difference(expected, [seats[0], Seat(1, 2, "node1.rack1", 1)])
     assert difference(expected, [seats[0], Seat(1, 2, "node1.rack1", 1)]) != ""
+
+
+# ---- where a rank stands ------------------------------------------------------------------------------------------
+
+
+def test_a_ranks_line_is_written_and_no_disk_and_no_foreign_file_ends_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(reports, "BOXES", str(tmp_path / "box"))
+    own = tmp_path / "box-job-0"
+    box = reports.Box(0, {JOB: "job"})
+    box.put(7, "reduce")
+    assert own.read_text().split() == ["7", "reduce"] and own.stat().st_mode & 0o777 == 0o600
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # no file may grow, as on a full disk
+    try:
+        own.write_text("")
+        box.put(8, "reduce")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert own.read_text() == ""
+
+    kept = tmp_path / "kept"
+    kept.write_text("kept")
+    os.mkfifo(tmp_path / "box-job-1")
+    os.symlink(kept, tmp_path / "box-job-2")
+    os.link(kept, tmp_path / "box-job-3")
+    (tmp_path / "box-job-4").mkdir()
+    for rank in range(1, 5):
+        reports.Box(rank, {JOB: "job"}).put(9, "reduce")
+    assert kept.read_text() == "kept"

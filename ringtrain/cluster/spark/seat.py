@@ -133,9 +133,10 @@ def run(
         reader.join(PIPE_S)
     _kill(process.pid)
     step = ""
-    with contextlib.suppress(OSError), open(box) as said:
-        step = said.read().strip()
-        os.unlink(box)
+    if os.path.isfile(box):  # a FIFO of that name would block
+        with contextlib.suppress(OSError), open(box) as said:
+            step = said.read().strip()
+            os.unlink(box)
     tell(ended=process.wait(), step=step)
     with contextlib.suppress(OSError), socket_of(connection) as same:
         same.shutdown(socket.SHUT_RDWR)  # so that nobody waits on it: the executor's Python may live on
