@@ -27,6 +27,8 @@ PLAN = "RINGTRAIN_PLAN"
 """variable with the plan as JSON"""
 ATTEMPT = "RINGTRAIN_ATTEMPT"
 """variable with what came of earlier starts of the job, as JSON"""
+FIRST_PROCESS = "RINGTRAIN_FIRST_PROCESS"
+"""variable with the id of the process that a rank's command was started as"""
 HOST_SLOTS = "RINGTRAIN_HOST_SLOTS"
 """variable with the slots of a host that several jobs share, each on some of them; none of them has the terminal"""
 FEED = "RINGTRAIN_FEED"
@@ -58,7 +60,7 @@ STARTER = (
     f' "{OWN_RANK}"'
     ' "${OMPI_COMM_WORLD_SIZE:-${PMI_SIZE:-${HOROVOD_SIZE:-$SLURM_NTASKS}}}"'
     ' "${OMPI_COMM_WORLD_LOCAL_RANK:-${MPI_LOCALRANKID:-${HOROVOD_LOCAL_RANK:-$SLURM_LOCALID}}}"'
-    ' $$ "$(uname -n)" >&2; exec "$@"'
+    f' $$ "$(uname -n)" >&2; export {FIRST_PROCESS}=$$; exec "$@"'
 )
 
 
@@ -283,6 +285,20 @@ def report_uncaught(rank: Callable[[], int], environ: Mapping[str, str] = os.env
     sys.excepthook = hook
 
 
+def report_process(environ: Mapping[str, str] = os.environ) -> None:
+    """Tells the launcher which process trains, where the rank's command is a script or program that has started it.
+
+    Args:
+        environ: names the job and the process of the command.
+    """
+    first = environ.get(FIRST_PROCESS, "")
+    if environ.get(JOB) and first not in ("", str(os.getpid())):
+        sys.stderr.flush()
+        for _ in range(2):  # as failures
+            os.write(2, f"{MARK}:{environ[JOB]}:process:{first}:{os.getpid()}:{socket.gethostname()}\n".encode())
+            time.sleep(0.002)
+
+
 # ---- where a rank stands ------------------------------------------------------------------------------------------
 
 
@@ -390,6 +406,7 @@ class Reader:
         failures: by rank; the first of each.
         run_name: of the run, empty until rank 0 has said it.
         boxes: step and phase of ranks that have ended, where their launcher says so.
+        processes: the process that trains, by host and first process of a rank, where these are two processes.
     """
 
     def __init__(self, job: str) -> None:
@@ -397,6 +414,7 @@ class Reader:
         self.failures: dict[int, Failure] = {}
         self.run_name = ""
         self.boxes: dict[int, tuple[int, str]] = {}
+        self.processes: dict[tuple[str, int], int] = {}
         self._pieces: dict[int, dict[str, str]] = {}
         self._mark = f"{MARK}:{job}:"
 
@@ -409,6 +427,9 @@ class Reader:
             if kind == "seat":
                 rank, size, local_rank, process, host = rest.split(":", 4)
                 self.seats.append(Seat(int(rank), int(size), host, int(local_rank or -1), process=int(process)))
+            elif kind == "process":
+                first, process, host = rest.split(":", 2)
+                self.processes[host, int(first)] = int(process)
             elif kind == "recovery":
                 self.failures.clear()
                 self._pieces.clear()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import os
 import shlex
+import signal
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,15 @@ PATIENCE_S = 2
 """for launchers whose ranks have been killed to end by themselves and remove their files"""
 ALIVE_S, ALIVE_COUNT = 3, 5
 """ssh asks a silent host every so many seconds, and gives up after so many questions"""
+OWN_CONNECTION = {"ControlMaster": "no", "ControlPath": "none", "ClearAllForwardings": "yes"}
+"""options of ssh: a connection that others share has their keep-alive, and hides that a host is lost"""
+
+# A signal to a rank goes to the outermost of its processes that catch it: a script in front of the program would end by
+# it. These catch SIGINT to wait for a child, which a terminal signals as well.
+WRAPPERS = " | ".join(
+    f"{int(signal.SIGINT)}:{name}"
+    for name in ("sh", "bash", "dash", "ksh", "zsh", "make", "uv", "conda", "mamba", "micromamba")
+)
 
 # Arguments: the job's id, the folder and program of the ranks, their PATH and PYTHONPATH, and whether the program is a
 # Python that shall have ringtrain. What a login shell may print as well does not begin with SAYS.
@@ -65,6 +75,19 @@ boxes() {{
         rm -f "$box"
     done
 }}
+takers() {{
+    for process; do
+        caught=$(sed -n 's/^SigCgt:.*\\(........\\)$/\\1/p' "/proc/$process/status" 2>/dev/null)
+        case $number:$(cat "/proc/$process/comm" 2>/dev/null) in
+        {WRAPPERS}) caught=0 ;;
+        esac
+        if [ $((0x${{caught:-0}} >> (number - 1) & 1)) = 1 ]; then
+            echo "$process"
+        else
+            takers $(grep -ls "^PPid:[[:space:]]*$process\\$" /proc/[0-9]*/status | cut -d/ -f3)
+        fi
+    done
+}}
 killed_for_memory() {{ sed -n "s/^oom_kill //p" /proc/vmstat 2>/dev/null; }}
 before=$(killed_for_memory)
 version= missing=
@@ -86,10 +109,12 @@ while order=$(timeout -s KILL {LEASE_S} sh -c "IFS= read -r order && echo "'"$or
     end) break ;;
     signal*)
         set -- $order
-        name=$2
+        number=$2
         shift 2
-        for process; do
-            grep -qs "{JOB}=$job" "/proc/$process/environ" && kill -s "$name" "$process"
+        for first; do
+            grep -qs "{JOB}=$job" "/proc/$first/environ" || continue
+            found=$(takers "$first")
+            kill -"$number" ${{found:-$first}}
         done ;;
     esac
 done
@@ -144,6 +169,7 @@ def ssh(timeout_s: float, port: int = 0) -> list[str]:
         "ConnectTimeout": str(max(1, int(timeout_s))),
         "ServerAliveInterval": str(ALIVE_S),
         "ServerAliveCountMax": str(ALIVE_COUNT),
+        **OWN_CONNECTION,
     }
     return [
         "ssh",

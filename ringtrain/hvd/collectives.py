@@ -26,7 +26,7 @@ from tensorflow.python.ops import control_flow_v2_func_graphs as func_graphs
 
 from ringtrain.hvd.engine import WITH_HOROVOD, Average, Compression, ProcessSet, global_process_set, horovod
 from ringtrain.hvd.placement import CPU, check_own_seat
-from ringtrain.reports import report_uncaught
+from ringtrain.reports import report_process, report_uncaught
 
 FUSION_BYTES = 4 * 2**20
 BRANCHES = (func_graphs.CondBranchFuncGraph, func_graphs.WhileCondFuncGraph, func_graphs.WhileBodyFuncGraph)
@@ -59,6 +59,7 @@ def init(*args: Any, **kwargs: Any) -> None:
     _opened.update(_sockets() - before)
     rank = horovod.rank()
     report_uncaught(lambda: rank)
+    report_process()
     if not args and not kwargs.get("comm"):  # else a part of the launcher's world was asked for
         check_own_seat()
 
