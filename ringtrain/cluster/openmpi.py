@@ -16,13 +16,15 @@ from ringtrain.cluster.job import (
     named_hosts,
     words,
 )
+from ringtrain.cluster.keeper import OWN_CONNECTION
 from ringtrain.errors import LaunchError
 
 SSH_OPTIONS = (
     *("-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
     *("-o", "ServerAliveInterval=4", "-o", "ServerAliveCountMax=2"),
+    *(word for name, value in OWN_CONNECTION.items() for word in ("-o", f"{name}={value}")),
 )
-WHY_SSH = "ssh never asks, gives up on a host after 10 s, and on one that has vanished after 8 s"
+WHY_SSH = "ssh never asks, shares no connection, gives up on a host after 10 s, and on one that has vanished after 8 s"
 EXCLUDED_NETWORKS = "127.0.0.0/8,docker0"
 TCP_PIECES, TCP_PIECE_BYTES = "btl_tcp_rdma_pipeline_frag_size", 262144
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ringtrain import cli
-from ringtrain.cluster import keeper, run
+from ringtrain.cluster import keeper, openmpi, run
 from ringtrain.cluster.job import Plan
 from ringtrain.errors import LaunchError
 
@@ -292,6 +292,17 @@ def test_files_of_a_launch_are_this_users_alone_and_go_again(tmp_path: Path) -> 
     own.chmod(0o777)
     with pytest.raises(LaunchError, match="others may write there"):
         run.write_files(plan, str(own))
+
+
+@pytest.mark.parametrize("words", [keeper.ssh(10), ["ssh", *openmpi.SSH_OPTIONS]], ids=["keeper", "MPI"])
+def test_ssh_takes_a_connection_of_its_own_whatever_its_user_has_configured(words: list[str], tmp_path: Path) -> None:
+    """A shared one would not notice that the host is lost."""
+    config = tmp_path / "config"
+    config.write_text("ControlMaster auto\nControlPath ~/.ssh/%C\nLocalForward 8888 localhost:8888\n")
+    asked = subprocess.run([*words, "-F", config, "-G", "host1"], capture_output=True, text=True, check=True)
+    said = dict(line.split(maxsplit=1) for line in asked.stdout.splitlines())
+    assert said["controlmaster"] == "false" and said["clearallforwardings"] == "yes"
+    assert said.get("controlpath", "none") == "none"
 
 
 @pytest.mark.parametrize("shell", ["sh", "bash", "tcsh"])
