@@ -11,9 +11,12 @@ from ringtrain.errors import LaunchError
 from ringtrain.reports import SERVERS
 
 USUAL = re.compile(
-    r"PATH|PYTHONPATH|LD_LIBRARY_PATH|VIRTUAL_ENV|(NCCL|HOROVOD|TF|XLA|OMP|KERAS|RINGTRAIN)_[A-Za-z0-9_]*"
+    r"PATH|PYTHON(PATH|UNBUFFERED|FAULTHANDLER|WARNINGS|HASHSEED)|LD_LIBRARY_PATH|VIRTUAL_ENV"
+    r"|(NCCL|HOROVOD|TF|XLA|OMP|KMP|KERAS|RINGTRAIN|UCX|FI|MPIR|I_MPI)_[A-Za-z0-9_]*"
+    r"|CUDA_(?!VISIBLE_DEVICES|HOME|PATH)[A-Za-z0-9_]*"
 )
-# What the launching host needs for itself: horovodrun, ssh, mpirun, schedulers' commands, and its own ranks.
+# What the launching host needs for itself, as any host has it from its own login: for horovodrun, ssh, mpirun,
+# schedulers' commands, and its own ranks.
 OF_THE_LAUNCHER = re.compile(
     r"HOME|USER|LOGNAME|SHELL|SHLVL|PWD|OLDPWD|_|TERM|TZ|TMPDIR|LANG|LANGUAGE|SSH_AUTH_SOCK|SSH_AGENT_PID|CUDA_VISIBLE_DEVICES"
     r"|PYTHON(HOME|UNBUFFERED|FAULTHANDLER|WARNINGS)"
@@ -59,7 +62,7 @@ def forwarded(job: Job) -> tuple[str, ...]:
 
 
 def withheld(job: Job) -> tuple[str, ...]:
-    """Names that a launcher which hands on everything must not see."""
+    """Names that a launcher must not see, since it passes on everything: horovodrun to all ranks, mpirun to its own."""
     kept = {*forwarded(job)}
     return tuple(sorted(name for name in job.environment if name not in kept and not OF_THE_LAUNCHER.fullmatch(name)))
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain.cluster import keeper, verdict
+from ringtrain.cluster.environment import withheld
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.job import Job, Plan
 from ringtrain.errors import LaunchError, PlacementError
@@ -230,7 +231,9 @@ def run(job: Job, planner: Callable[[Job], Plan], terms: Terms = Terms()) -> ver
     name = uuid.uuid4().hex
     expected = Expected(job.num_ranks, tuple((host.name, host.slots) for host in job.hosts))
     told = {JOB: name, PLAN: expected.to_json()}
-    environ = {**job.environment, **told}
+    # Ranks of this host would inherit what ranks of other hosts do not get.
+    hidden = withheld(job) if terms.over_ssh else ()
+    environ = {key: value for key, value in job.environment.items() if key not in hidden} | told
     plan = planner(replace(job, command=("sh", "-c", starter(job.hosts), "rank", *job.command), environment=environ))
     program = find(plan.argv[0], environ)
     with (terms.watcher or Watch)(name, job, terms) as watch, written_files(plan, job.files_folder):
@@ -494,11 +497,12 @@ class Watch:
         then = f"killed in {self.terms.grace_s:g} s (--grace)" if limited else "once more ends them at once"
         say(f"{name}: ranks may save and end; {then}")
         # A terminal that closes is no reason for ranks to end differently than at SIGTERM.
-        passed = "TERM" if limited else name.removeprefix("SIG")
+        passed = int(signal.SIGTERM if limited else number)
         if self.terms.over_ssh:
             by_host: dict[str, list[str]] = {}
             for seat in known:
-                by_host.setdefault(self._keeper_of(seat), []).append(str(seat.process))
+                process = self.reports.processes.get((seat.host, seat.process), seat.process)
+                by_host.setdefault(self._keeper_of(seat), []).append(str(process))
             for each in self._keepers:
                 processes = by_host.get(each.host, [])
                 if processes:

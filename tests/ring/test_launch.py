@@ -35,6 +35,7 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
 print("begun", flush=True)
 time.sleep(600)
 """
+WRAPPER = '"$@"; code=$?; exit $code'  # a script in front of the program, which does not become it
 DEAF = "trap '' INT TERM HUP USR1; echo begun; while :; do sleep 600; done"
 
 
@@ -136,10 +137,13 @@ def python(script: str, *words: str | Path) -> list[str | Path]:
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun", "horovodrun-gloo"])
 def test_every_launcher_runs_the_command_as_it_was_typed(launch, launcher: str, tmp_path: Path) -> None:
     odd = "a b'$(touch c)\\ \"*"
-    script = f'printf "%s\\n" "$1" >"{tmp_path}/{RANK}"; echo hello >&2'
-    code, stderr = launch(*ringtrain(*shell(script), "sh", odd, launcher=launcher)).end()
+    # Of the environment ranks on this host get what ranks on other hosts get.
+    script = f'printf "%s\\n" "$1" "$UCX_LOG_LEVEL" "$EDITOR" >"{tmp_path}/{RANK}"; echo hello >&2'
+    env = {"UCX_LOG_LEVEL": "warn", "EDITOR": "vi"}
+    code, stderr = launch(*ringtrain(*shell(script), "sh", odd, launcher=launcher), env=env).end()
     assert code == 0, stderr
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": f"{odd}\n", "1": f"{odd}\n"}
+    seen = f"{odd}\nwarn\n\n"
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": seen, "1": seen}
     assert stderr.count("hello") == 2
     assert "ringtrain-report" not in stderr
 
@@ -215,17 +219,19 @@ def test_an_error_for_a_person_is_one_line_and_exit_code_2(launch, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("launcher", "number"),
+    ("launcher", "number", "wrapper"),
     [
-        ("mpirun", signal.SIGINT),
-        ("mpirun", signal.SIGTERM),
-        ("mpirun", signal.SIGUSR1),
-        ("horovodrun", signal.SIGUSR1),
-        ("horovodrun-gloo", signal.SIGUSR1),
+        ("mpirun", signal.SIGINT, ["bash", "-c", WRAPPER, "bash"]),
+        ("mpirun", signal.SIGTERM, ["bash", "-c", WRAPPER, "bash"]),
+        ("mpirun", signal.SIGUSR1, []),
+        ("horovodrun", signal.SIGUSR1, []),
+        ("horovodrun-gloo", signal.SIGUSR1, ["sh", "-c", WRAPPER, "sh", "bash", "-c", WRAPPER, "bash"]),
     ],
 )
-def test_ranks_may_save_at_the_first_signal(launch, tmp_path: Path, launcher: str, number: signal.Signals) -> None:
-    started = launch(*ringtrain(*python(SAVING, tmp_path), launcher=launcher))
+def test_ranks_may_save_at_the_first_signal(
+    launch, tmp_path: Path, launcher: str, number: signal.Signals, wrapper: list[str]
+) -> None:
+    started = launch(*ringtrain(*wrapper, *python(SAVING, tmp_path), launcher=launcher))
     started.wait_for_ranks()
     started.process.send_signal(number)
     code, stderr = started.end()
@@ -403,8 +409,10 @@ def test_a_rank_that_is_alone_says_so_before_any_collective(launch) -> None:
 
 
 def test_ctrl_c_lets_the_trainer_save(launch, tmp_path: Path) -> None:
+    """Behind a program that takes Ctrl-C itself: the process that trains has told which one it is."""
+    wrapper = python("import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))")
     options = ["--data.name", "digits", "--train.epochs", "2000", "--run.directory", tmp_path, "--run.name", "run"]
-    started = launch(*ringtrain(sys.executable, "-m", "ringtrain.train", *options))
+    started = launch(*ringtrain(*wrapper, sys.executable, "-m", "ringtrain.train", *options))
     metrics = tmp_path / "run" / "metrics.jsonl"
     while not (metrics.exists() and metrics.read_text()):
         assert started.process.poll() is None, started.end()
