@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import time
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +105,14 @@ class Journal:
                 os.write(descriptor, f"{json.dumps(line)}\n".encode())
             finally:
                 os.close(descriptor)
+
+
+def printable(text: str) -> str:
+    """Text of a file with its control characters spelled out (\\x1b), since a terminal would obey them."""
+    return "".join(
+        letter if letter in "\n\t" or unicodedata.category(letter) not in ("Cc", "Cf", "Cs") else ascii(letter)[1:-1]
+        for letter in text
+    )
 
 
 def path_of(folder: Path, rank: int) -> Path:

@@ -39,13 +39,13 @@ def show(folder: Path) -> None:
         raise RunDirectoryError(f"{folder}: no journals in {folder}/logs: give the folder of a run, e.g. runs/digits")
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
     for line in verdict(events):
-        console.print(line, highlight=False, markup=False, style="bold")
+        console.print(journal.printable(line), highlight=False, markup=False, style="bold")
     table = Table("time", "rank", "host", "event", "facts", box=box.SIMPLE_HEAD)
     shown = [event for event in events if event["event"] != "save" or not event.get("rank")]  # all ranks save at once
     for event in shown:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time_s"]))
         cells = [when, event.get("rank", "?"), event.get("host", "?"), event["event"], in_words(event)]
-        table.add_row(*(Text(str(cell), overflow="fold") for cell in cells))
+        table.add_row(*(Text(journal.printable(str(cell)), overflow="fold") for cell in cells))
     console.print(table)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ringtrain import post_mortem, trace
+from ringtrain import journal, post_mortem, trace
 from ringtrain.errors import LaunchError, RunDirectoryError
 from ringtrain.lab import curves, measured, page, runs
 from ringtrain.lab.charts import number
@@ -42,7 +42,7 @@ def main(options: argparse.Namespace) -> int:
     title = ", ".join([*names_of(read), *(["measurements"] if benches else [])])
     told = [*(sections(read) if read else []), *benches]
     if options.markdown:
-        print(page.markdown(title, told), end="")
+        print(journal.printable(page.markdown(title, told)), end="")
     if options.out or not options.markdown:
         first = read[0].folder if read else paths[0].parent
         out = Path(options.out) if options.out else first / "report.html"

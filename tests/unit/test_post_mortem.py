@@ -57,6 +57,16 @@ def test_a_run_that_was_stopped_is_not_complete(tmp_path: Path, stopped_by: str)
     assert second.endswith(f"exit code 0, stopped by {stopped_by}")
 
 
+def test_a_terminal_obeys_nothing_that_a_journal_says(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A run folder may be shared: another user's journal can hold any text."""
+    evil = "\x1b]0;title\x07\x1b[2J\x9b1mÄ\u202e"
+    write(tmp_path, 1.0, 0, ("failure", {"kind": evil, "text": f"{evil}\n{evil}", evil: evil}), size=1)
+    assert cli.main(["report", str(tmp_path), "--post-mortem"]) == 0
+    shown = capsys.readouterr().out
+    assert not set(shown) & set("\x1b\x07\x9b\u202e")
+    assert r"\x1b]0;title\x07\x1b[2J\x9b1mÄ\u202e" in shown
+
+
 def test_no_journals_are_an_error_of_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for words in (["report", str(tmp_path), "--post-mortem"], ["report", str(tmp_path / "none"), "--post-mortem"]):
         assert cli.main(words) == 2
