@@ -11,8 +11,9 @@ from ringtrain.errors import LaunchError
 from ringtrain.reports import SERVERS
 
 USUAL = re.compile(
+    # TF_VAR_, TF_TOKEN_ and TF_CLI_ are Terraform's.
     r"PATH|PYTHON(PATH|UNBUFFERED|FAULTHANDLER|WARNINGS|HASHSEED)|LD_LIBRARY_PATH|VIRTUAL_ENV"
-    r"|(NCCL|HOROVOD|TF|XLA|OMP|KMP|KERAS|RINGTRAIN|UCX|FI|MPIR|I_MPI)_[A-Za-z0-9_]*"
+    r"|(NCCL|HOROVOD|TF(?!_(?:VAR|TOKEN|CLI)_)|XLA|OMP|KMP|KERAS|RINGTRAIN|UCX|FI|MPIR|I_MPI)_[A-Za-z0-9_]*"
     r"|CUDA_(?!VISIBLE_DEVICES|HOME|PATH)[A-Za-z0-9_]*"
 )
 # What the launching host needs for itself, as any host has it from its own login: for horovodrun, ssh, mpirun,
@@ -24,7 +25,7 @@ OF_THE_LAUNCHER = re.compile(
 )
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SECRET = re.compile(
-    r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|PRIVATE|APIKEY|(^|_)(KEY|KEYS|PAT|AUTH|PWD|PASS|DSN|COOKIE)(_|$)",
+    r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|PRIVATE|APIKEY|COOKIE|JWT|(^|_)(KEY|KEYS|PAT|AUTH|PWD|PASS|DSN)(_|$)",
     re.IGNORECASE,
 )
 NOT_SECRET = ("PWD", "OLDPWD", "SSH_AUTH_SOCK")
@@ -43,6 +44,11 @@ class Setting:
 def is_secret(name: str) -> bool:
     """Whether a variable's name says that its value is nobody's business."""
     return name not in NOT_SECRET and SECRET.search(name) is not None
+
+
+def is_private(name: str, job: Job) -> bool:
+    """Whether a value must not be written into a file: a secret by its name, or one that was asked for by --forward."""
+    return is_secret(name) or (name in job.forward and not USUAL.fullmatch(name))
 
 
 def forwarded(job: Job) -> tuple[str, ...]:
@@ -89,9 +95,6 @@ def settings(job: Job) -> list[Setting]:
                     name, None, f"knows interfaces by name only, and {job.subnet} is a subnet: it chooses for itself"
                 )
             )
-    if job.several_hosts and not job.subnet and not job.environment.get("NCCL_SOCKET_IFNAME"):
-        reason = "NCCL must not choose an interface that no other host can reach"
-        found.append(Setting("NCCL_SOCKET_IFNAME", "^lo,docker", reason))
     return found
 
 

@@ -161,8 +161,6 @@ def _plan(
     if gloo:
         _check_gloo(job)
     values, reasons = as_mapping(settings(job))
-    # horovodrun has the last word.
-    values.pop("NCCL_SOCKET_IFNAME", None)
     reasons["NCCL_SOCKET_IFNAME"] = "horovodrun sets it to the interface that leads to the other hosts"
     if waits_for_hosts and GLOO_TIMEOUT not in job.environment:
         values[GLOO_TIMEOUT] = str(GLOO_TIMEOUT_S)

@@ -42,6 +42,8 @@ class Job:
     """TCP, or InfiniBand and RoCE through UCX"""
     subnet: str = ""
     """CIDR of the network that ranks talk over, e.g. 10.1.0.0/16; empty: any"""
+    local_networks: tuple[str, ...] = ()
+    """CIDRs of networks that lead from no host to another one, as host agents find them"""
     ssh_port: int = 0
     """0: as ssh itself has it configured"""
     threads_per_rank: int = 0

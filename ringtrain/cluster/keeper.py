@@ -7,12 +7,14 @@ kills every process that has the job's id in its environment, whoever started it
 from __future__ import annotations
 
 import base64
+import ipaddress
 import os
 import shlex
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from ringtrain.reports import BOX_LETTERS, BOXES, JOB
 
@@ -88,6 +90,12 @@ takers() {{
         fi
     done
 }}
+networks() {{
+    PATH=$PATH:/usr/sbin:/sbin ip -o -4 address show up 2>/dev/null | while read -r _ name _ address _; do
+        [ ! -d "/sys/class/net/$name/bridge" ] || address=$address:bridge
+        printf " %s" "$address"
+    done
+}}
 killed_for_memory() {{ sed -n "s/^oom_kill //p" /proc/vmstat 2>/dev/null; }}
 before=$(killed_for_memory)
 version= missing=
@@ -103,6 +111,7 @@ elif [ -n "$wants_ringtrain" ]; then
         "$program" -c "import ringtrain; print(ringtrain.__version__)" 2>/dev/null)
     version=${{version:-none}}
 fi
+echo "{SAYS}networks$(networks)"
 echo "{SAYS}ready $(uname -n) $version"
 while order=$(timeout -s KILL {LEASE_S} sh -c "IFS= read -r order && echo "'"$order"'); do
     case $order in
@@ -123,6 +132,31 @@ boxes
 [ "$(killed_for_memory)" = "$before" ] || echo "{SAYS}memory"
 echo "{SAYS}swept$first"
 """
+
+
+def local_networks(hosts: Iterable[str]) -> tuple[str, ...]:
+    """Networks that lead to no other host: those in which two hosts have one address, and bridges that one host has.
+
+    Args:
+        hosts: networks of each host, such as "10.1.0.3/16 192.168.122.1/24:bridge"; "" if they are not known.
+
+    Returns:
+        CIDRs; none if one of the hosts does not know its networks.
+    """
+    distinct = dict.fromkeys(hosts)  # two names of one machine have the same networks
+    places: dict[Any, list[tuple[Any, bool]]] = {}
+    for host in distinct:
+        for text in host.split():
+            address, _, kind = text.partition(":")
+            place = ipaddress.IPv4Interface(address)
+            if not place.is_loopback:
+                places.setdefault(place.network, []).append((place.ip, kind == "bridge"))
+    found = [
+        network
+        for network, seen in places.items()
+        if len({address for address, _ in seen}) < len(seen) or (len(seen) == 1 and seen[0][1])
+    ]
+    return tuple(map(str, sorted(found))) if len(distinct) > 1 and all(distinct) else ()
 
 
 def argv(

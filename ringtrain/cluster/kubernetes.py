@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ringtrain.cluster import mpi
-from ringtrain.cluster.environment import forwarded, is_secret
+from ringtrain.cluster.environment import forwarded, is_private
 from ringtrain.cluster.job import Flag, Job, Plan, check, file_path, words
 from ringtrain.errors import LaunchError
 
@@ -33,7 +33,7 @@ class Cluster:
     shared_memory: str = "8Gi"
     """size limit of /dev/shm, which NCCL and MPI use between ranks of a worker"""
     secret: str = "ringtrain"
-    """name of the Secret that holds the values of forwarded names that look like secrets"""
+    """name of the Secret that holds the values of names given by --forward"""
     ssh_home: str = "/home/ringtrain/.ssh"
     """where the image's user has its keys; another than /root/.ssh: mpirun is not told that it is root"""
     sshd: tuple[str, ...] = ("/opt/ringtrain/launch/sshd.sh",)
@@ -139,7 +139,7 @@ def _variables(launch: Plan, job: Job, names: Sequence[str], cluster: Cluster) -
     values = {**{name: job.environment[name] for name in names}, **launch.env}
     found: list[dict[str, Any]] = []
     for name, value in sorted(values.items()):
-        if not is_secret(name):
+        if not is_private(name, job):
             found.append({"name": name, "value": value.replace("$", "$$")})
         elif name in job.forward:
             found.append({"name": name, "valueFrom": {"secretKeyRef": {"name": cluster.secret, "key": name}}})

@@ -151,7 +151,8 @@ def network(job: Job, dialect: Words) -> Iterator[Flag]:
         yield words("--mca", "btl_tcp_if_include", job.subnet, because=f"by subnet: interface names differ{also}")
     elif job.several_hosts:
         because = "interfaces that each host has for itself alone lead to no other host"
-        yield words("--mca", "btl_tcp_if_exclude", EXCLUDED_NETWORKS, because=because)
+        excluded = ",".join([EXCLUDED_NETWORKS, *job.local_networks])
+        yield words("--mca", "btl_tcp_if_exclude", excluded, because=because)
     if job.several_hosts and f"OMPI_MCA_{TCP_PIECES}" not in job.environment:
         because = "large messages go in pieces: whole ones that cross wait for each other, at half the link's rate"
         yield words("--mca", TCP_PIECES, TCP_PIECE_BYTES, because=because)

@@ -234,13 +234,15 @@ def run(job: Job, planner: Callable[[Job], Plan], terms: Terms = Terms()) -> ver
     # Ranks of this host would inherit what ranks of other hosts do not get.
     hidden = withheld(job) if terms.over_ssh else ()
     environ = {key: value for key, value in job.environment.items() if key not in hidden} | told
-    plan = planner(replace(job, command=("sh", "-c", starter(job.hosts), "rank", *job.command), environment=environ))
+    started = replace(job, command=("sh", "-c", starter(job.hosts), "rank", *job.command), environment=environ)
+    plan = planner(started)
     program = find(plan.argv[0], environ)
     with (terms.watcher or Watch)(name, job, terms) as watch, written_files(plan, job.files_folder):
         watch.planned(plan)
         code, lost = 0, None
         try:
             watch.prepare()
+            plan = planner(replace(started, local_networks=watch.local_networks()))
             try:
                 code = watch.supervise([program, *plan.argv[1:]], {**environ, **plan.env}, expected)
             except HostsLost as error:
@@ -290,6 +292,8 @@ class Keeper:
     closed: bool = False
     """it has ended, and all that it said is read"""
     lines: deque[str] | Any = None
+    networks: str = ""
+    """of its host, see keeper.local_networks"""
 
     def tell(self, order: str) -> None:
         """Sends a line; a keeper that is gone has swept already, or its host is lost."""
@@ -377,6 +381,13 @@ class Watch:
                     raise LaunchError(why)
                 raise HostsLost([each.host for each in failed or silent], why)
         self._refuse_other_versions()
+
+    def local_networks(self) -> tuple[str, ...]:
+        """Networks of the job's hosts that lead to no other host."""
+        names = {host.name for host in self.job.hosts}
+        elsewhere = {each.host for each in self._keepers}
+        own = bool(names - elsewhere)
+        return keeper.local_networks(each.networks for each in self._keepers if each.host or own)
 
     def _raise_limits(self) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -557,6 +568,8 @@ class Watch:
                 _, rank, step, phase = [*line.split(maxsplit=3), "", "", ""][:4]
                 with contextlib.suppress(ValueError):
                     self.boxes[int(rank)] = int(step), phase.strip()
+            if line.startswith(f"{keeper.SAYS}networks"):
+                speaker.networks = " ".join(line.split()[1:])
             if line.startswith(f"{keeper.SAYS}memory"):
                 self.out_of_memory.add(speaker.host)
 

@@ -228,6 +228,22 @@ class Lab:
             rate = ["rate", f"{int(megabits_per_s * 1e6)}bit", "burst", str(burst_bytes), "latency", "100ms"]
             self._at(place, "tc", "qdisc", "replace", "dev", interface, "root", "tbf", *rate)
 
+    def add_bridge(self, host: str, name: str, address: str) -> None:
+        """Gives a host a bridge of its own, with one virtual machine's link on it, as libvirt and Docker do.
+
+        Args:
+            address: of the host in the bridge's network, such as 192.168.122.1/24.
+        """
+        for words in (
+            f"link add {name} type bridge",
+            f"link add {name}-in type veth peer name {name}-out",
+            f"link set {name}-in master {name} up",
+            f"link set {name}-out up",
+            f"address add {address} dev {name}",
+            f"link set {name} up",
+        ):
+            self._at(host, "ip", *words.split())
+
     def cut(self, host: str) -> None:
         """Takes a host off the network: no packet comes through, and nobody is told."""
         self._ip("switch", "link", "set", host, "nomaster")

@@ -41,6 +41,10 @@ def test_a_command_of_the_page(two_hosts: lab.Lab, command: str) -> None:
 
 
 def test_eight_ranks_on_two_hosts_by_the_script(two_hosts: lab.Lab, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Beside networks that each host has for itself, as libvirt and Docker make them, where Open MPI would hang."""
+    for host in two_hosts.names:
+        two_hosts.add_bridge(host, "virbr0", "192.168.122.1/24")
+    two_hosts.add_bridge("host1", "br-compose", "172.18.0.1/16")
     folder = tmp_path_factory.mktemp("runs")
     words = [*shlex.split(WHOLE), "--train.epochs", "2", "--run.directory", str(folder)]
     ended = two_hosts.run("host1", words, TIMEOUT_S)

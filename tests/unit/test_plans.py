@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from planning import COMMAND, ENVIRONMENT, GOLDEN, JOBS, PLANNERS, TWO_HOSTS, VALUE
 
-from ringtrain.cluster import environment, horovodrun, kubernetes, mpi, slurm
+from ringtrain.cluster import environment, horovodrun, keeper, kubernetes, mpi, slurm
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.job import Job, Plan, explain
 from ringtrain.errors import LaunchError
@@ -99,7 +99,8 @@ def test_no_value_of_the_environment_is_in_a_plan(launcher: str, job: Job) -> No
 @pytest.mark.parametrize("dialect", mpi.DIALECTS)
 def test_names_on_the_list_are_handed_on_and_no_others(dialect: str) -> None:
     names = ("XLA_FLAGS", "KERAS_BACKEND", "UCX_TLS", "CUDA_DEVICE_ORDER", "TFX", "OMPI_X", "CUDA_VISIBLE_DEVICES")
-    job = replace(TWO_HOSTS, environment={**ENVIRONMENT, **dict.fromkeys(names, "")})
+    terraform = ("TF_VAR_db", "TF_TOKEN_app_io", "TF_CLI_ARGS")
+    job = replace(TWO_HOSTS, environment={**ENVIRONMENT, **dict.fromkeys((*names, *terraform), "")})
     flags = mpi.plan(job, dialect).argv
     found = {word for word in re.split("[ ,]", " ".join(flags)) if word in job.environment}
     wanted = {"PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "NCCL_DEBUG", "TF_API_KEY", "XLA_FLAGS"}
@@ -109,7 +110,11 @@ def test_names_on_the_list_are_handed_on_and_no_others(dialect: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["HF_TOKEN", "aws_secret_access_key", "MYSQL_PASSWORD", "GITHUB_PAT", "API_KEYS", "DB_PWD"]
+    "name",
+    [
+        *("HF_TOKEN", "aws_secret_access_key", "MYSQL_PASSWORD", "GITHUB_PAT", "API_KEYS", "DB_PWD"),
+        *("SLURM_JWT", "PBS_JOBCOOKIE"),
+    ],
 )
 def test_a_secret_is_known_by_its_name(name: str) -> None:
     assert environment.is_secret(name)
@@ -138,6 +143,33 @@ def test_horovodrun_sees_nothing_that_it_would_hand_on() -> None:
         exported = made.argv[made.argv.index("--export") + 1].split(",")
         assert "PATH" in exported
         assert not {*exported} & {*flag.words, "SSH_AUTH_SOCK", "SLURM_JOB_ID"}
+
+
+# ---- networks -----------------------------------------------------------------------------------------------------
+
+VIRTUAL = "192.168.122.1/24:bridge"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "excluded"),
+    [
+        (["127.0.0.1/8 10.1.0.1/16", "127.0.0.1/8 10.1.0.2/16"], []),
+        ([f"10.1.0.1/16 {VIRTUAL}", f"10.1.0.2/16 {VIRTUAL}"], ["192.168.122.0/24"]),
+        ([f"10.1.0.1/16 {VIRTUAL} 172.18.0.1/16:bridge", "10.1.0.2/16"], ["172.18.0.0/16", "192.168.122.0/24"]),
+        (["10.0.2.15/24 10.1.0.1/16", "10.0.2.15/24 10.1.0.2/16", "10.1.0.3/16"], ["10.0.2.0/24"]),
+        # A bridge that all hosts are on, as hosts of virtual machines have it.
+        (["10.1.0.1/16:bridge", "10.1.0.2/16:bridge"], []),
+        # Two names of one machine; a host that cannot say.
+        ([f"10.1.0.1/16 {VIRTUAL}", f"10.1.0.1/16 {VIRTUAL}"], []),
+        ([f"10.1.0.1/16 {VIRTUAL}", ""], []),
+        ([], []),
+    ],
+)
+def test_networks_that_lead_to_no_other_host_are_left_out(hosts: list[str], excluded: list[str]) -> None:
+    found = keeper.local_networks(hosts)
+    assert found == tuple(excluded)
+    line = mpi.plan(replace(TWO_HOSTS, local_networks=found), "openmpi4").argv
+    assert line[line.index("btl_tcp_if_exclude") + 1] == ",".join(["127.0.0.0/8", "docker0", *excluded])
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------
@@ -496,6 +528,10 @@ def test_a_secret_is_in_the_manifest_by_reference() -> None:
     assert found == {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "ringtrain", "key": "HF_TOKEN"}}}
     words = launcher["command"]
     assert words[words.index("HF_TOKEN") - 1] == "-x"
+    # A name says nothing of a password in an address: what is asked for is by reference, whatever it is called.
+    job = replace(TWO_HOSTS, forward=("DATABASE_URL",), environment={"DATABASE_URL": "postgres://me:sesame@db"})
+    assert "sesame" not in "".join(kubernetes.plan(job).files.values())
+    assert "DATABASE_URL" in "".join(kubernetes.plan(job).files.values())
 
 
 def test_the_example_runs_the_recipe() -> None:

@@ -30,7 +30,6 @@ def plan(
     check(job)
     _check(job, master, spark_settings)
     values, reasons = as_mapping(settings(job))
-    values.pop("NCCL_SOCKET_IFNAME", None)
     reasons["NCCL_SOCKET_IFNAME"] = "each rank takes the interface by which its host reaches the driver"
     because = "Spark's driver, which starts a task for each rank"
     found = [words(sys.executable, "-m", "ringtrain.cluster.spark.driver", because=because)]
