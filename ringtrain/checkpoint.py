@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringtrain.errors import CheckpointError, ConfigError
+from ringtrain.json_text import INVALID, parse_json
 
 FORMAT = 2
 """2: ranks.npz holds only what differs between ranks"""
@@ -112,12 +113,12 @@ def verify(folder: Path) -> Checkpoint:
     """
     try:
         head, _, body = (folder / MANIFEST).read_text(encoding="utf-8").partition("\n")
-        if json.loads(head)["sha256"] != hashlib.sha256(body.encode()).hexdigest():
+        if parse_json(head)["sha256"] != hashlib.sha256(body.encode()).hexdigest():
             raise CheckpointError(f"{folder / MANIFEST}: does not have the checksum it says")
-        manifest = json.loads(body)
+        manifest = parse_json(body)
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: no {MANIFEST}: not a checkpoint, or not a whole one") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, *INVALID) as error:
         raise CheckpointError(f"{folder / MANIFEST}: cannot be read: {error}") from error
     if manifest["format"] > FORMAT:
         raise CheckpointError(
@@ -266,8 +267,8 @@ def shapes_of(variables: Sequence[Any]) -> list[list[Any]]:
 def _score(path: Path, metric: str) -> float | None:
     try:
         body = (path / MANIFEST).read_text(encoding="utf-8").partition("\n")[2]
-        return json.loads(body).get("metrics", {}).get(metric)
-    except (OSError, ValueError):
+        return float(parse_json(body)["metrics"][metric])
+    except (OSError, *INVALID):
         return None
 
 

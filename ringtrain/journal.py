@@ -13,11 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ringtrain.json_text import INVALID, parse_json
+
 # "training": the first step after a start is done; "fault": one that was ordered by --chaos.
 EVENTS = (
     *("start", "training", "commit", "save", "resize", "end"),
     *("signal", "stall", "straggler", "fault", "failure"),
 )
+
+KINDS: Mapping[str, Any] = {
+    **dict.fromkeys(("host", "event"), str),
+    **dict.fromkeys(("time_s", "start_s", "stall_s"), int | float),
+    **dict.fromkeys(("rank", "size", "run_start", "global_step"), int),
+}
+"""of values that the readers of journals rely on"""
+MAX_TIME_S = 1e11
 
 _own: list[Journal] = []
 _failures: list[BaseException] = []
@@ -140,9 +150,10 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 def _events_of(path: Path) -> Iterator[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with contextlib.suppress(ValueError):
-            event = json.loads(line)
-            if isinstance(event, dict) and "time_s" in event and "event" in event:
+        with contextlib.suppress(*INVALID):
+            event = parse_json(line)
+            known = all(isinstance(event[name], kind) for name, kind in KINDS.items() if name in event)
+            if known and 0 <= event["time_s"] < MAX_TIME_S and event["event"]:
                 yield event
 
 

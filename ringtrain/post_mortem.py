@@ -14,6 +14,7 @@ from ringtrain.reports import CONSEQUENCE
 
 Event = Mapping[str, Any]
 ABOUT = ("time_s", "event", "rank", "size", "host", "process", "run_start", "start_s", "global_step")
+MAX_RANKS = 1 << 16
 WIDTH = 160
 """letters, where the output is no terminal"""
 PLANNED = ("train.max_time_s", "SIGTERM", "SIGINT", "SIGUSR1")
@@ -64,7 +65,7 @@ def verdict(events: Sequence[Event]) -> list[str]:
     groups = [starts[key] for key in sorted(starts)]
     complete = _is_complete(groups[-1])
     size = max(event.get("size", 1) for event in groups[-1])
-    silent = sorted({*range(size)} - {event.get("rank") for event in groups[-1]})
+    silent = sorted({*range(min(size, MAX_RANKS))} - {event.get("rank") for event in groups[-1]})
     number = "once" if len(groups) == 1 else f"{len(groups)} times"
     missing = f"; no journal of rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}" if silent else ""
     lines = [f"started {number}, {'complete' if complete else 'not complete'}{missing}"]
@@ -82,7 +83,8 @@ def in_words(event: Event) -> str:
 
 
 def _start(event: Event) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in event.get("versions", {}).items())
+    known = event.get("versions")
+    versions = ", ".join(f"{name} {version}" for name, version in known.items()) if isinstance(known, dict) else ""
     source = event.get("resumed_from")
     return f"{f'from {source}' if source else 'from the beginning'}{f' ({versions})' if versions else ''}"
 
@@ -101,7 +103,7 @@ WORDS: dict[str, Callable[[Event], str]] = {
     "start": _start,
     "end": _end,
     "straggler": _straggler,
-    "save": lambda event: f"checkpoint; training waited {float(event.get('stall_s') or 0):.3f} s",
+    "save": lambda event: f"checkpoint; training waited {event.get('stall_s') or 0:.3f} s",
     "signal": lambda event: str(event.get("signal")),
     "stall": lambda event: f"in {event.get('phase')}: {_first_line(event)}",
     "failure": lambda event: f"{event.get('kind')}: {_first_line(event)}",

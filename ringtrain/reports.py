@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -20,6 +21,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
+
+from ringtrain.json_text import INVALID, parse_json
 
 JOB = "RINGTRAIN_JOB"
 """variable with the job's id, which every process of the job inherits"""
@@ -44,6 +47,8 @@ BOXES = "/dev/shm/ringtrain"
 BOX_LETTERS = 80
 MARK = "ringtrain-report"
 PIECE_LETTERS = 600  # launchers cut longer lines in two
+MAX_PIECES = 1000
+MAX_FAILURE_BYTES = 1 << 20
 MAX_PLAN_LETTERS = 100_000  # the kernel takes 131,072 per variable
 MAX_ROWS = 16
 CONSEQUENCE = re.compile(
@@ -96,7 +101,8 @@ class Expected:
 
     def seats(self) -> list[tuple[str, int]]:
         """Host and local rank of each rank; nothing if they may be anywhere."""
-        return [(name, local_rank) for name, slots in self.hosts for local_rank in range(slots)][: self.size]
+        seats = ((name, local_rank) for name, slots in self.hosts for local_rank in range(slots))
+        return list(itertools.islice(seats, max(0, self.size)))
 
     def counts(self, rank: int) -> dict[str, int]:
         """What a rank should find around it; without hosts only how many ranks there are."""
@@ -125,10 +131,10 @@ class Expected:
             ValueError: it is something else.
         """
         try:
-            fields = json.loads(text)
+            fields = parse_json(text)
             hosts = tuple((str(name), int(slots)) for name, slots in fields.get("hosts", ()))
             return cls(int(fields["size"]), hosts, str(fields.get("source", cls.source)))
-        except (TypeError, KeyError, AttributeError, ValueError) as error:
+        except INVALID as error:
             raise ValueError(f"{PLAN}={text[:200]!r}: expected what ringtrain launch writes: unset it") from error
 
 
@@ -159,7 +165,7 @@ def difference(expected: Expected, seats: Iterable[Seat]) -> str:
             rows.append((str(seat.rank), f"one of {expected.size}", f"{_ranks(seat.size)}, on {seat.host}"))
             continue
         seen.add(seat.rank)
-        if planned:
+        if seat.rank < len(planned):
             name, local_rank = planned[seat.rank]
             named = by_name.get(_short(seat.host), name)
             same = found_of.setdefault(name, seat.host) == seat.host
@@ -389,9 +395,11 @@ class Attempt:
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Attempt:
         """What the launcher says; without one, or by another program's word: a first start."""
         try:
-            fields = json.loads(environ.get(ATTEMPT, "{}"))
-            return cls(**{**fields, "causes": tuple(fields.get("causes", ()))})
-        except (TypeError, ValueError, AttributeError):
+            fields = parse_json(environ.get(ATTEMPT, "{}"))
+            causes = tuple(str(cause) for cause in fields.get("causes", ()))
+            number, num_ranks = int(fields.get("number", 0)), int(fields.get("num_ranks", 0))
+            return cls(number=number, causes=causes, run_name=str(fields.get("run_name", "")), num_ranks=num_ranks)
+        except INVALID:
             return cls()
 
 
@@ -440,7 +448,7 @@ class Reader:
                 self.boxes[int(rank)] = int(step), phase.strip()
             elif kind == "failure":
                 self._take_piece(*rest.split(":", 2))
-        except (ValueError, TypeError, zlib.error):
+        except (*INVALID, zlib.error):
             pass  # torn
         return True
 
@@ -448,10 +456,16 @@ class Reader:
         pieces = self._pieces.setdefault(int(rank), {})
         pieces[number] = text
         count = int(number.partition("/")[2])
-        wanted = [f"{index}/{count}" for index in range(1, count + 1)]
+        wanted = [f"{index}/{count}" for index in range(1, min(count, MAX_PIECES) + 1)]
         if all(name in pieces for name in wanted) and int(rank) not in self.failures:
             data = base64.b64decode("".join(pieces[name] for name in wanted), validate=True)
-            self.failures[int(rank)] = Failure(**json.loads(zlib.decompress(data)))
+            told = parse_json(zlib.decompressobj().decompress(data, MAX_FAILURE_BYTES))
+            words = {name: str(told[name]) for name in ("host", "kind", "text")}
+            failure = Failure(
+                int(told["rank"]), time_s=float(told["time_s"]), exit_code=int(told["exit_code"]), **words
+            )
+            if 0 <= failure.exit_code < 256:
+                self.failures[int(rank)] = failure
 
     def first_failure(self) -> Failure | None:
         """The earliest; one that is only the consequence of another's end never wins over a cause."""

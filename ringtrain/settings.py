@@ -77,7 +77,7 @@ def tables_of(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {os.strerror(error.errno or 0)}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
 
 
@@ -160,7 +160,7 @@ def checked(path: Path, option: str, value: Any, kind: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, float) or (type(value) is int and abs(value) < 1 << 63)
 
 
 def _first_sentence(box: str) -> str:

@@ -28,6 +28,7 @@ NO_VALUE = (
     "gloo",
     "mpi",
 )
+NUMBER = re.compile(r"[0-9]{1,9}")
 # Words that let ranks be dealt out otherwise than slot by slot: then only their number can be compared.
 OTHER_ORDER = re.compile(
     r"rmaps_|-?-(map-by|rankfile|rf|N|npernode|ppn|pernode|bynode|npersocket|oversubscribe|app|rank-by|rr)\b|:$"
@@ -48,7 +49,7 @@ def expectation(environ: Mapping[str, str], process: int = 0, proc: Path = Path(
     """
     if PLAN in environ:
         return Expected.from_json(environ[PLAN])
-    size = next((int(environ[name]) for name in WORLD_SIZES if environ.get(name, "").isdigit()), 0)
+    size = next((int(environ[name]) for name in WORLD_SIZES if NUMBER.fullmatch(environ.get(name, ""))), 0)
     told = told_on_command_line(
         launcher_among_ancestors(process or os.getpid(), proc), read_lines, socket.gethostname()
     )
@@ -70,7 +71,7 @@ def launcher_among_ancestors(process: int, proc: Path = Path("/proc")) -> list[s
                 if os.path.basename("".join(words[start : start + 1])) in LAUNCHERS:
                     return words[start:]
             process = int((proc / str(process) / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError):
+        except (OSError, ValueError, IndexError):
             break
     return []
 
@@ -97,7 +98,7 @@ def told_on_command_line(
     shown = " ".join([os.path.basename(name), *rest[: min(end, 8)]])
     for place, word in enumerate(rest[:end]):
         value = rest[place + 1] if place + 1 < len(rest) else ""
-        if word in NUM_WORDS and value.isdigit() and not size:
+        if word in NUM_WORDS and NUMBER.fullmatch(value) and not size:
             size = int(value)
         elif word in HOST_WORDS and not hosts:
             hosts = [slots_of(item) for item in value.split(",")]
@@ -129,7 +130,9 @@ def takes_two(word: str) -> bool:
 
 def slots_of(item: str) -> tuple[str, int]:
     """A host and its slots, from `host:4` or `host slots=4`; 0 slots: not understood."""
-    match = re.fullmatch(r"([\w.-]+)(?::(\d+)|(?:\s+slots\s*=\s*(\d+))(?:\s+max[_-]slots\s*=\s*\d+)?)?", item)
+    match = re.fullmatch(
+        r"([\w.-]+)(?::([0-9]{1,9})|(?:\s+slots\s*=\s*([0-9]{1,9}))(?:\s+max[_-]slots\s*=\s*\d+)?)?", item
+    )
     if not match:
         return item, 0
     return match[1], int(match[2] or match[3] or 1)
@@ -139,5 +142,5 @@ def read_lines(path: str) -> Sequence[str]:
     """A hostfile's lines; none if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeError):
+    except (OSError, ValueError):
         return []

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain.errors import RunDirectoryError
+from ringtrain.json_text import INVALID, parse_json
 
 PARTS = "timeline"
 """folder of the parts, in that of the run"""
@@ -38,24 +39,30 @@ def merge(folder: Path, out: Path) -> int:
         Number of ranks that are in it.
 
     Raises:
-        RunDirectoryError: no rank has left a part, or the file cannot be written.
+        RunDirectoryError: no rank has left a part, one is damaged, or the file cannot be written.
     """
     events: list[Event] = []
     num_ranks = 0
     for path in folder.glob("rank-*.jsonl"):
-        lines = list(_lines(path))
-        if lines and isinstance(lines[0], dict):
-            num_ranks += 1
-            events += _of_rank(lines[0], lines[1:])
+        try:
+            lines = list(_lines(path))
+            if lines and isinstance(lines[0], dict):
+                events += _of_rank(lines[0], lines[1:])
+                num_ranks += 1
+        except INVALID as error:
+            raise _damaged(path, error) from error
     if not num_ranks:
         raise RunDirectoryError(f"{folder}: no timelines: train with --tracking.timeline-steps 100, or see its help")
-    events += _of_horovod(folder / HOROVOD)
-    first_s = min((event["ts"] for event in events if "ts" in event), default=0.0)
-    for event in events:
-        if "ts" in event:
-            # Whole microseconds, of begins and ends: viewers drop what begins before the event before it has ended.
-            begin_us, end_us = (round((event["ts"] + after_s - first_s) * 1e6) for after_s in (0, event.get("dur", 0)))
-            event |= {"ts": begin_us} | ({"dur": end_us - begin_us} if "dur" in event else {})
+    try:
+        events += _of_horovod(folder / HOROVOD)
+        first_s = min((event["ts"] for event in events if "ts" in event), default=0.0)
+        for event in events:
+            if "ts" in event:
+                # Whole microseconds, of begins and ends: viewers drop what begins before the event before it has ended.
+                begin_us, end_us = (round((event["ts"] + after - first_s) * 1e6) for after in (0, event.get("dur", 0)))
+                event |= {"ts": begin_us} | ({"dur": end_us - begin_us} if "dur" in event else {})
+    except INVALID as error:
+        raise _damaged(folder, error) from error
     events.sort(key=lambda event: event.get("ts", -1.0))
     unfinished = out.with_name(f"{out.name}.unfinished")
     try:
@@ -70,10 +77,14 @@ def merge(folder: Path, out: Path) -> int:
     return num_ranks
 
 
+def _damaged(path: Path, error: BaseException) -> RunDirectoryError:
+    return RunDirectoryError(f"{path}: not a timeline: {type(error).__name__}: {error}: delete it and train again")
+
+
 def _lines(path: Path) -> Iterator[Any]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError):
-            yield json.loads(line)
+            yield parse_json(line)
 
 
 def _of_rank(about: Mapping[str, Any], steps: list[Any]) -> Iterator[Event]:
@@ -120,7 +131,7 @@ def _objects(path: Path) -> Iterator[Event]:
     while place >= 0:
         try:
             event, end = decoder.raw_decode(text, place)
-        except ValueError:
+        except (ValueError, RecursionError):
             return
         yield event
         place = text.find("{", end)

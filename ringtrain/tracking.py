@@ -23,6 +23,7 @@ import ringtrain
 from ringtrain.config import Numbers, TrackingConfig
 from ringtrain.display import Progress, speed
 from ringtrain.errors import MissingDependency, RunDirectoryError
+from ringtrain.json_text import INVALID, parse_json
 from ringtrain.optimizers import last_learning_rate
 from ringtrain.reports import ALONE, COLLECTIVES
 from ringtrain.schedules import Schedule, curve
@@ -239,12 +240,10 @@ def _records_until(path: Path, global_step: int) -> list[dict[str, Any]]:
         return []
     records = []
     for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue  # the last line of a process that was killed
-        if record["global_step"] <= global_step:
-            records.append(record)
+        with contextlib.suppress(*INVALID):  # the last line of a process that was killed
+            record = parse_json(line)
+            if record["global_step"] <= global_step:
+                records.append(record)
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     os.replace(unfinished, path)

@@ -31,6 +31,7 @@ from ringtrain.cluster.job import Job
 from ringtrain.cluster.keeper import is_here
 from ringtrain.cluster.report import Report, plain_or_terminal, show
 from ringtrain.errors import LaunchError
+from ringtrain.json_text import INVALID, parse_json
 
 NUM_CLOCK_READINGS = 5  # the fastest counts
 NUM_ROUND_TRIPS = 200
@@ -218,7 +219,10 @@ class Session:
             NoAnswer: it takes too long, or the connection has ended.
         """
         self._send(json.dumps(question).encode() + b"\n")
-        return json.loads(self._receive())
+        try:
+            return parse_json(self._receive())
+        except ValueError as error:
+            raise NoAnswer(f"its answer is not JSON: {error}") from None
 
     def clock(self) -> tuple[float, float]:
         """How many seconds the host's clock is before this machine's, and how many of them may be due to the way."""
@@ -366,8 +370,11 @@ def measure(
             end(process)
         said.seek(0)
         why += f": {links.essence(said.read().decode(errors='replace'))}"
-    measured = [json.loads(found) for found in re.findall(r'\{"ring": (\[.*?\])\}', output)]
-    return links.read(names, measured, why)
+    try:
+        measured = [parse_json(found) for found in re.findall(r'\{"ring": (\[.*?\])\}', output)]
+        return links.read(names, measured, why)
+    except INVALID:
+        return links.read(names, [], why)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -11,14 +11,15 @@ from ringtrain.reports import Failure, Reader
 
 # How launchers tag what a rank writes: Open MPI 4 "[1,3]<stderr>:", 5 "[prterun-host1-99@1,3]<stderr>: ", Hydra "[3] ",
 # horovodrun over Gloo "[3]<stderr>:", srun "3: ".
-TAGGED = re.compile(r"(?:\[(?:[^][<>]*,)?(\d+)\](?:<std(?:err|out)>:? ?| )|(\d+): )(.*)")
+TAGGED = re.compile(r"(?:\[(?:[^][<>]*,)?(\d{1,9})\](?:<std(?:err|out)>:? ?| )|(\d{1,9}): )(.*)")
 # What they say of the rank that ended first.
-KILLED = re.compile(r"process rank (\d+) with PID \d+ on node (\S+) exited on\s+signal (\d+)")
-EXITED = re.compile(r"Process name: (?:\[.*,)?(\d+)\]?\s+Exit code: +(-?\d+)")
-EXITED_ELASTIC = re.compile(r"Process name: (\S+)\[\d+\]\s+Exit code: +(\d+)")
+KILLED = re.compile(r"process rank (\d{1,9}) with PID \d+ on node (\S+) exited on\s+signal (\d{1,9})")
+EXITED = re.compile(r"Process name: (?:\[.*,)?(\d{1,9})\]?\s+Exit code: +(-?\d{1,9})")
+EXITED_ELASTIC = re.compile(r"Process name: (\S+)\[\d+\]\s+Exit code: +(\d{1,9})")
 # Hydra knows processes, not ranks; MPICH writes a signal as if it were an exit code, and says so below.
 HYDRA = re.compile(
-    r"PID (\d+) RUNNING AT (\S+)\n=\s+(?:EXIT CODE|KILLED BY SIGNAL): (\d+)(?:.*?EXIT STRING: [^\n]*\(signal (\d+)\))?",
+    r"PID (\d{1,9}) RUNNING AT (\S+)\n=\s+(?:EXIT CODE|KILLED BY SIGNAL): (\d{1,9})"
+    r"(?:.*?EXIT STRING: [^\n]*\(signal (\d{1,9})\))?",
     re.DOTALL,
 )
 LOST = re.compile(r"Remote daemon: .* on node (\S+)")

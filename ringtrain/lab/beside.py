@@ -22,6 +22,7 @@ from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.restart import ASKED_TO_STOP
 from ringtrain.config import Config, with_values
 from ringtrain.errors import ConfigError, LaunchError
+from ringtrain.json_text import INVALID, parse_json
 from ringtrain.lab import slots
 from ringtrain.lab.levers import YIELDING
 from ringtrain.lab.study import Study
@@ -273,7 +274,10 @@ def claim(path: Path, own: Mapping[str, Any], what: str) -> None:
         unfinished = path.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(own, indent=1) + "\n", encoding="utf-8")
         unfinished.replace(path)
-    known = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        known = dict(parse_json(path.read_text(encoding="utf-8")))
+    except INVALID:
+        raise LaunchError(f"{path}: expected a JSON object that says what the folder is for: delete it") from None
     for name in {**known, **own}:
         if known.get(name) != own.get(name):
             raise LaunchError(
@@ -286,8 +290,8 @@ def epochs_of(path: Path, monitor: str) -> list[tuple[int, float | None]]:
     """Epochs, from 1, and what each gave; a line that is not whole yet is left out."""
     found = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            record = json.loads(line)
+        with contextlib.suppress(*INVALID):
+            record = parse_json(line)
             value = record[monitor]
             found.append((int(record["epoch"]), None if value is None else float(value)))
     return found
@@ -296,10 +300,10 @@ def epochs_of(path: Path, monitor: str) -> list[tuple[int, float | None]]:
 def is_done(folder: Path) -> bool:
     """Whether a run has come to its end: trained all its steps, or given up by itself."""
     try:
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        summary = parse_json((folder / "summary.json").read_text(encoding="utf-8"))
         trained = summary["global_step"] >= summary["numbers"]["num_steps"]
         return bool(trained or summary["stopped_by"].startswith("train."))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, *INVALID):
         return False
 
 

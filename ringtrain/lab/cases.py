@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any, get_type_hints
 
 from ringtrain.config import nearest
 from ringtrain.errors import ConfigError
+from ringtrain.json_text import INVALID, parse_json
 from ringtrain.lab import network, profile
 from ringtrain.lab.network import TRANSPORTS, Cluster, Link
 from ringtrain.lab.predict import Prediction, Setting, calibrated, parameter_servers, predict
@@ -162,9 +162,9 @@ def read_points(path: Path) -> list[Point]:
         ConfigError: it is something else; names the point.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        defaults, listed = content.get("defaults", {}), content["points"]
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+        content = parse_json(path.read_text(encoding="utf-8"))
+        defaults, listed = content.get("defaults", {}), list(content["points"])
+    except (OSError, *INVALID) as error:
         raise ConfigError(
             f'{path}: {type(error).__name__}: {error}: expected a JSON object with a list "points"'
         ) from None
@@ -172,7 +172,7 @@ def read_points(path: Path) -> list[Point]:
     for number, values in enumerate(listed, start=1):
         try:
             points += _points({**defaults, **values}, path.parent)
-        except (ConfigError, KeyError, TypeError, ValueError) as error:
+        except (ConfigError, *INVALID) as error:
             named = values.get("setup", "") if isinstance(values, dict) else ""
             what = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise ConfigError(f"{path}: point {number} {named}: {what}") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain.errors import LaunchError
+from ringtrain.json_text import INVALID, parse_json
 from ringtrain.lab.charts import Bars, Chart, Line, number
 from ringtrain.lab.page import Part, Section, Table
 
@@ -29,16 +29,16 @@ def read(path: Path) -> Section:
         LaunchError: it is none.
     """
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = parse_json(path.read_text(encoding="utf-8"))
         bench, machine, results = str(record["bench"]), dict(record["machine"]), record["results"]
+        when = time.strftime("%Y-%m-%d", time.localtime(record.get("time_s", 0)))
+        where = f"{when}, {machine.get('host', '?')}: {machine.get('cores', '?')} cores, {machine.get('cpu') or '?'}"
+        versions = ", ".join(f"{name} {version}" for name, version in machine.get("versions", {}).items())
+        return Section(f"bench {bench}: {path.name}", [f"{where}; {versions}", *_parts("", results)])
     except OSError as error:
         raise LaunchError(f"{path}: cannot be read: {os.strerror(error.errno or 0)}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except INVALID as error:
         raise LaunchError(f"{path}: expected a file that ringtrain bench --out wrote, or a run's folder") from error
-    when = time.strftime("%Y-%m-%d", time.localtime(record.get("time_s", 0)))
-    where = f"{when}, {machine.get('host', '?')}: {machine.get('cores', '?')} cores, {machine.get('cpu') or '?'}"
-    versions = ", ".join(f"{name} {version}" for name, version in machine.get("versions", {}).items())
-    return Section(f"bench {bench}: {path.name}", [f"{where}; {versions}", *_parts("", results)])
 
 
 def _parts(title: str, value: Any) -> list[Part]:

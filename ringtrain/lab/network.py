@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from ringtrain.errors import ConfigError
+from ringtrain.json_text import INVALID, parse_json
 
 RATE = re.compile(r"(\d+(?:\.\d+)?|\.\d+) ?([KMGT])(bps|bit/s|b/s|B/s)", re.IGNORECASE)
 FACTORS = {"k": 1e-6, "m": 1e-3, "g": 1.0, "t": 1e3}
@@ -222,7 +222,7 @@ def read_link(text: str, latency_s: float, folder: Path = Path()) -> Link:
     if not text.endswith(".json"):
         return Link(parse_rate(text), latency_s)
     try:
-        found = json.loads((folder / text).read_text(encoding="utf-8"))
+        found = parse_json((folder / text).read_text(encoding="utf-8"))
         if found.get("bench") == "allreduce":
             sums = [one for one in found["results"] if one["method"] == "MPI_Allreduce" and one["wire_bytes"]]
             smallest, *_, largest = sorted(sums, key=lambda one: float(one["bytes"]))
@@ -230,7 +230,7 @@ def read_link(text: str, latency_s: float, folder: Path = Path()) -> Link:
             return Link(rate, smallest["seconds"]["median"] / math.log2(found["options"]["num_ranks"]), measured=True)
         slowest = min(found["ring"]["links"], key=lambda link: float(link["mb_per_s"]))
         return Link(slowest["mb_per_s"] / 1e3, slowest["latency_us"] / 1e6, measured=True)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, *INVALID) as error:
         raise ConfigError(
             f"{text}: {type(error).__name__}: {error}: expected what ringtrain doctor --json says of two hosts, or"
             f" bench allreduce --out of two sizes between hosts, MPI_Allreduce among its methods"

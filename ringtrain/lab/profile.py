@@ -13,6 +13,7 @@ from typing import Any
 
 from ringtrain.config import nearest
 from ringtrain.errors import ConfigError
+from ringtrain.json_text import INVALID, parse_json
 
 
 @dataclass(frozen=True)
@@ -127,9 +128,8 @@ class Profile:
             ConfigError: it is no such object.
         """
         try:
-            values = json.loads(text)
-            return cls.from_values(values)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            return cls.from_values(parse_json(text))
+        except INVALID as error:
             raise ConfigError(
                 f"{source}: {type(error).__name__}: {error}: expected a JSON object with name, batch_size, compute_s"
                 f" and gradients, a list of {{bytes, ready_s}}, as bench train writes it"

@@ -14,6 +14,7 @@ from typing import Any
 
 from ringtrain import journal, post_mortem
 from ringtrain.errors import RunDirectoryError
+from ringtrain.json_text import parse_json
 
 Record = dict[str, Any]
 
@@ -69,16 +70,16 @@ def read(folder: Path) -> Run:
         )
     summary, options, numbers = {}, {}, {}
     with contextlib.suppress(ValueError):
-        read = json.loads(kept.get("summary.json", "{}"))
+        read = parse_json(kept.get("summary.json", "{}"))
         summary = read if isinstance(read, dict) else {}
     text = kept.get("config.toml", "")
-    with contextlib.suppress(tomllib.TOMLDecodeError):
+    with contextlib.suppress(ValueError, RecursionError):
         options = _flat(tomllib.loads(text))
     for name, value in re.findall(r"^# (\w+) = (.*)$", text, re.MULTILINE):
         with contextlib.suppress(ValueError):
-            numbers[name] = json.loads(value)
+            numbers[name] = parse_json(value)
     starts = [event["time_s"] for event in events if event["event"] == "start"]
-    written_s = summary.get("started", 0) + summary.get("fit_s", 0)
+    written_s = sum(one for one in map(summary.get, ("started", "fit_s")) if isinstance(one, int | float))
     reasons = {
         "config.toml": "its configuration is not known",
         "metrics.jsonl": "no epoch has been completed",
@@ -96,7 +97,7 @@ def read(folder: Path) -> Run:
         _records(kept.get("steps.jsonl", "")),
         summary,
         options,
-        numbers | (summary.get("numbers") or {}),
+        numbers | (more if isinstance(more := summary.get("numbers"), dict) else {}),
         events,
         missing,
     )
@@ -107,7 +108,7 @@ def _records(text: str) -> list[Record]:
     records = []
     for line in text.splitlines():
         with contextlib.suppress(ValueError):
-            record = json.loads(line)
+            record = parse_json(line)
             if isinstance(record, dict) and "global_step" in record:
                 records.append(record)
     return records

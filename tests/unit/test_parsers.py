@@ -1,0 +1,309 @@
+"""What comes from files, launchers and other processes may hold anything: readers take or refuse it."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import copy
+import json
+import math
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import ringtrain.settings
+from ringtrain import checkpoint, journal, post_mortem, trace, tracking
+from ringtrain.cluster import links, scheduler, verdict
+from ringtrain.cluster.hosts import parse_hostfile, parse_hosts
+from ringtrain.errors import CheckpointError, ConfigError, HostsError, LaunchError, RunDirectoryError
+from ringtrain.json_text import INVALID, parse_json
+from ringtrain.lab import beside, cases, measured, network, profile, runs
+from ringtrain.reports import ATTEMPT, MARK, PLAN, Attempt, Expected, Failure, Reader, Seat, difference
+from ringtrain.told import expectation, launcher_among_ancestors, slots_of, told_on_command_line
+
+EXAMPLES = 40
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.sampled_from([0, -1, 10**12, 10**30, 10**400, math.inf, -math.inf, math.nan, 0.5, 1e308]),
+    st.text(max_size=5),
+    st.sampled_from(["", "9" * 5000, "²", "٣", "é", "\0", "\ud800", "1", "nan", "/dev/null"]),
+    st.just([]),
+    st.just({}),
+    st.recursive(
+        st.integers() | st.text(max_size=3),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner),
+    ),
+)
+DEEP = st.sampled_from(["[" * 100_000, '{"a":' * 100_000, "[" * 900 + "]" * 900])
+
+
+@st.composite
+def altered(draw: st.DrawFn, value: Any) -> Any:
+    """A value in which one thing, somewhere inside, is another, or is missing."""
+    if not isinstance(value, dict | list) or not value or draw(st.integers(0, 4)) == 0:
+        return draw(ODD)
+    key = draw(st.sampled_from(sorted(value) if isinstance(value, dict) else range(len(value))))
+    value = copy.copy(value)
+    if draw(st.integers(0, 3)) == 0:
+        del value[key]
+    else:
+        value[key] = draw(altered(value[key]))
+    return value
+
+
+@st.composite
+def damaged(draw: st.DrawFn, text: str) -> str:
+    """A text with a piece cut out and another put in."""
+    begin = draw(st.integers(0, len(text)))
+    end = draw(st.integers(begin, min(len(text), begin + 30)))
+    put = draw(
+        st.text(max_size=5) | st.sampled_from(["9" * 5000, "²", "[" * 2000, '"', ",", "\0", "-", " ", "\n", ":"])
+    )
+    return text[:begin] + put + text[end:]
+
+
+def written(folder: Path, name: str, text: str) -> Path:
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(text.encode(errors="surrogatepass"))
+    return folder / name
+
+
+# ---- readers of JSON ----------------------------------------------------------------------------------------------
+
+
+def read_plan(text: str, folder: Path) -> None:
+    plan = Expected.from_json(text)
+    difference(plan, [Seat(0, 2, "a"), Seat(1, 2, "b")])
+    plan.counts(0)
+
+
+def read_failure(text: str, folder: Path) -> None:
+    reports = Reader("j")
+    data = base64.b64encode(zlib.compress(text.encode(errors="surrogatepass"))).decode()
+    reports.take(f"{MARK}:j:failure:1:1/1:{data}")
+    failure = reports.first_failure()
+    decided = verdict.decide(1, reports, "", {}, "mpirun")
+    assert 0 <= decided.exit_code < 256, failure
+
+
+def read_attempt(text: str, folder: Path) -> None:
+    attempt = Attempt.from_environment({ATTEMPT: text})
+    assert attempt.number + attempt.num_ranks + len("".join((*attempt.causes, attempt.run_name))) is not None
+
+
+def read_journal(text: str, folder: Path) -> None:
+    written(folder, "logs/journal-0.jsonl", f"{text}\n" + json.dumps(EVENTS[0]))
+    events = journal.read(folder)
+    assert events, "the other line is whole"
+    post_mortem.verdict(events)
+    for event in events:
+        post_mortem.in_words(event)
+        time.localtime(event["time_s"])
+
+
+def read_run(text: str, folder: Path) -> None:
+    for name in ("summary.json", "metrics.jsonl", "steps.jsonl"):
+        written(folder, name, text)
+    written(folder, "config.toml", f"# num_ranks = {text}\nrun = {text}")
+    runs.read(folder)
+
+
+def read_timeline(text: str, folder: Path) -> None:
+    written(folder, "rank-0.jsonl", "\n".join(text.split("&")))
+    written(folder, "horovod.json", text)
+    trace.merge(folder, folder / "out.json")
+
+
+def read_manifest(text: str, folder: Path) -> None:
+    written(folder, checkpoint.MANIFEST, f"{text}\n{text}")
+    assert isinstance(checkpoint._score(folder, "accuracy"), float | None)
+    with pytest.raises(CheckpointError):
+        checkpoint.verify(folder)
+
+
+def read_claim(text: str, folder: Path) -> None:
+    path = written(folder, "summary.json", text)
+    beside.claim(path, {"a": 1}, "sweep")
+
+
+def read_summary(text: str, folder: Path) -> None:
+    path = written(folder, "summary.json", text)
+    beside.is_done(folder)
+    beside.epochs_of(path, "accuracy")
+
+
+def read_records(text: str, folder: Path) -> None:
+    records = tracking._records_until(written(folder, "metrics.jsonl", f'{text}\n{{"global_step": 3}}'), 5)
+    assert records[-1] == {"global_step": 3}
+
+
+def read_ring(text: str, folder: Path) -> None:
+    links.read(["a"], parse_json(text), "")
+
+
+EVENTS: list[dict[str, Any]] = [
+    {
+        **{"time_s": 1.5, "event": event, "rank": 0, "size": 2, "host": "a", "process": 1, "run_start": 0},
+        **{"start_s": 1.0, "global_step": 3, "versions": {"keras": "3"}, "stall_s": 0.1, "text": "x", "exit_code": 0},
+    }
+    for event in ("start", "save", "failure", "stall", "straggler", "end")
+]
+STEPS = {"rank": 0, "offset_s": 0.0, "error_s": 0.1, "host": "a", "gradients": ["g"]}
+TIMELINE = [STEPS, [1, [1.0, 1.1, 1.2, 1.3, 1.4], [1.1], [1.2]]]
+PROFILE = {"name": "a", "batch_size": 8, "compute_s": 1.0, "gradients": [{"bytes": 4, "ready_s": 0.5}], "step_s": [1.0]}
+POINT = {"setup": "s", "model": "resnet50", "model_images_per_s": 100.0, "ranks": 2, "images_per_s": 150.0}
+SUMS = [
+    {"method": "MPI_Allreduce", "wire_bytes": size, "bytes": size, "seconds": {"median": 0.1}} for size in (8, 1024)
+]
+SPREAD = {"median": 2.0, "p10": 1.0, "p90": 3.0}
+BENCH = {
+    "bench": "train",
+    "time_s": 1.0,
+    "machine": {"host": "a", "versions": {"k": "3"}},
+    "results": [{"x_s": SPREAD}],
+}
+MANIFEST = {"format": 1, "files": {"missing": {"bytes": 1, "sha256": "x"}}, "metrics": {"accuracy": 0.5}}
+JSON: dict[str, tuple[Callable[[str, Path], Any], list[Any], tuple[type[Exception], ...]]] = {
+    "plan": (read_plan, [{"size": 2, "hosts": [["a", 1], ["b", 1]], "source": "x"}], (ValueError,)),
+    "failure": (read_failure, [vars(Failure(1, "a", 1.0, "E", "x", 3))], ()),
+    "attempt": (read_attempt, [{"number": 1, "causes": ["x"], "run_name": "a", "num_ranks": 2}], ()),
+    "journal": (read_journal, EVENTS, ()),
+    "run": (read_run, [{"global_step": 1, "started": 1.0, "fit_s": 2.0, "numbers": {"num_ranks": 2}}], ()),
+    "timeline": (read_timeline, [TIMELINE[0], TIMELINE], (RunDirectoryError,)),
+    "manifest": (read_manifest, [MANIFEST], ()),
+    "claim": (read_claim, [{"a": 1}], (LaunchError,)),
+    "summary": (
+        read_summary,
+        [{"global_step": 3, "numbers": {"num_steps": 4}, "stopped_by": "", "epoch": 1, "accuracy": 0.5}],
+        (),
+    ),
+    "records": (read_records, [{"global_step": 1, "loss": 0.5}], ()),
+    "profile": (lambda text, _: profile.Profile.from_json(text), [PROFILE], (ConfigError,)),
+    "points": (lambda text, f: cases.read_points(written(f, "p.json", text)), [{"points": [POINT]}], (ConfigError,)),
+    "link": (
+        lambda text, f: network.read_link(written(f, "l.json", text).name, 1e-6, f),
+        [
+            {"ring": {"links": [{"mb_per_s": 100.0, "latency_us": 20.0}]}},
+            {"bench": "allreduce", "results": SUMS, "options": {"num_ranks": 2}},
+        ],
+        (ConfigError,),
+    ),
+    "bench": (lambda text, folder: measured.read(written(folder, "b.json", text)), [BENCH], (LaunchError,)),
+    "ring": (read_ring, [[["a", 1.0, 2.0], [3.0, 4.0]]], INVALID),
+}
+
+
+@pytest.mark.parametrize("name", JSON)
+def test_a_reader_of_json_takes_what_is_right(name: str, tmp_path: Path) -> None:
+    read, right, _ = JSON[name]
+    for number, value in enumerate(right):
+        (tmp_path / str(number)).mkdir()
+        text = "&".join(map(json.dumps, value)) if name == "timeline" and isinstance(value, list) else json.dumps(value)
+        read(text, tmp_path / str(number))
+
+
+@pytest.mark.parametrize("name", JSON)
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[*HealthCheck])
+@given(data=st.data())
+def test_a_reader_of_json_refuses_in_its_own_way(name: str, data: st.DataObject) -> None:
+    read, right, refusals = JSON[name]
+    value = data.draw(st.sampled_from(right))
+    lines = value if name == "timeline" and isinstance(value, list) else [value]
+    texts = [data.draw(st.one_of(altered(line).map(json.dumps), damaged(json.dumps(line)), DEEP)) for line in lines]
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(*refusals):
+        read("&".join(texts), Path(folder))
+
+
+# ---- readers of launchers' words ----------------------------------------------------------------------------------
+
+LINES = [
+    "mpirun -np 8 -H host1:4,host2:4 --mca btl tcp -map-by slot -x PATH python train.py",
+    "horovodrun -np 2 --hostfile hosts python train.py",
+]
+SAID = [
+    "mpirun noticed that process rank 3 with PID 12 on node a exited on signal 9 (Killed).",
+    "  Process name: [[1,1],2]\n  Exit code:    3\n",
+    "Process name: 1\nExit code: -9\n",
+    "Process name: a[0]\nExit code: 139\n",
+    "=   PID 7 RUNNING AT a\n=   EXIT CODE: 9\n=  EXIT STRING: Killed (signal 9)\n",
+    "[1,3]<stderr>: Error",
+    "3: Error",
+    f"{MARK}:j:seat:0:2:0:123:a",
+    f"{MARK}:j:failure:0:1/2:eJw=",
+    f"{MARK}:j:box:1:20:save",
+    f"{MARK}:j:run:YQ==:",
+]
+NODES = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}
+PBS = {"LSB_JOBID": "1", "LSB_MCPU_HOSTS": "a 4 b 4"}
+
+
+@settings(max_examples=4 * EXAMPLES, deadline=None)
+@given(data=st.data())
+def test_a_launchers_command_line_is_understood_or_left_alone(data: st.DataObject) -> None:
+    line, hostfile = data.draw(st.sampled_from(LINES).flatmap(damaged)), data.draw(damaged("a slots=4\nb:4\n"))
+    told = told_on_command_line(line.split(" "), lambda path: hostfile.splitlines(), "a")
+    assert told is None or difference(told, [Seat(0, 2, "a")]) is not None
+    assert slots_of(data.draw(damaged("host slots=4 max_slots=8")))[1] >= 0
+    with tempfile.TemporaryDirectory() as proc:
+        for name, text in (("cmdline", line.replace(" ", "\0")), ("stat", data.draw(damaged("9 (mpirun) S 0 1")))):
+            written(Path(proc), f"9/{name}", text)
+        assert isinstance(launcher_among_ancestors(9, Path(proc)), list)
+        environ = {"PMI_SIZE": data.draw(damaged("2")), "SLURM_STEP_NUM_TASKS": data.draw(damaged("2"))}
+        environ |= {PLAN: data.draw(damaged('{"size": 2}'))} if data.draw(st.booleans()) else {}
+        try:
+            expectation(environ, 9, Path(proc))
+        except ValueError as error:
+            assert PLAN in str(error) and PLAN in environ
+
+
+@settings(max_examples=4 * EXAMPLES, deadline=None)
+@given(data=st.data())
+def test_what_launchers_and_ranks_say_always_ends_in_a_verdict(data: st.DataObject) -> None:
+    said = data.draw(st.lists(st.sampled_from(SAID).flatmap(damaged), min_size=1, max_size=3))
+    reports = Reader("j")
+    for line in "\n".join(said).split("\n"):
+        reports.take(line)
+        verdict.rank_of(line)
+    returncode = data.draw(st.integers(-64, 255))
+    decided = verdict.decide(returncode, reports, "\n".join(said), {0: ["x"]}, "mpirun")
+    assert bool(decided.exit_code) or not returncode or decided.text
+
+
+@settings(max_examples=4 * EXAMPLES, deadline=None)
+@given(data=st.data())
+def test_hosts_are_read_or_refused(data: st.DataObject) -> None:
+    text = data.draw(st.sampled_from(["a slots=4\n[fe80::1]:2 # x\nb:3", "a:4,b,[::1]:2"]).flatmap(damaged))
+    environ = dict(data.draw(st.sampled_from([NODES, PBS])))
+    name = data.draw(st.sampled_from(sorted(environ)))
+    environ[name] = data.draw(damaged(environ[name]))
+    readers: list[Callable[[], Any]] = [
+        lambda: parse_hostfile(text, "hosts"),
+        lambda: parse_hosts(text),
+        lambda: scheduler.find(environ, Path("/nowhere")),
+    ]
+    for read in readers:
+        with contextlib.suppress(HostsError):
+            read()
+
+
+@settings(max_examples=2 * EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    text=st.sampled_from(
+        ['[train]\nepochs = 3\nbatch_size = 8\n[optimizer]\nname = "sgd"\n', "[schedule]\nsteps = [1, 2]\n"]
+    ).flatmap(damaged)
+    | st.sampled_from(["a = " + "[" * 100_000, "[optimizer]\nlearning_rate = " + "9" * 400, "[train]\nepochs = inf"])
+)
+def test_a_configuration_is_read_or_refused(text: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            ringtrain.settings.read_toml(written(Path(folder), "c.toml", text))
+        except ConfigError as error:
+            assert "c.toml" in str(error)
