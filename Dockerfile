@@ -53,5 +53,6 @@ COPY ringtrain ringtrain
 ENV PATH=/opt/ringtrain/.venv/bin:$PATH VIRTUAL_ENV=/opt/ringtrain/.venv OPAL_PREFIX=/opt/ringtrain/.venv
 # What NVIDIA's container runtime adds to the container where there are GPUs: the driver's libraries and nvidia-smi.
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
-USER ringtrain
+# The number of that user: Kubernetes believes no name where a container must not run as root.
+USER 1000
 CMD ["launch/smoke.sh"]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from ringtrain.cluster.hosts import Host
     from ringtrain.cluster.job import Job, Plan
+    from ringtrain.cluster.kubernetes import Cluster
     from ringtrain.cluster.restart import Policy
 
 LAUNCHERS = ("mpirun", "horovodrun", "horovodrun-gloo", "srun", "sbatch", "mpijob", "spark")
@@ -110,6 +111,17 @@ def parser() -> argparse.ArgumentParser:
     )
     spark.add_argument(
         "--spark-conf", action="append", default=[], metavar="NAME=VALUE", help="a setting of Spark; may be repeated"
+    )
+    workers = told.add_argument_group("with --launcher mpijob (docs/docker.md)")
+    workers.add_argument("--image", default="", metavar="NAME", help="image of all containers (ringtrain)")
+    workers.add_argument("--job-name", default="", metavar="NAME", help="name of the MPIJob (ringtrain)")
+    workers.add_argument("--namespace", default="", metavar="NAME", help="where to create it; else as kubectl has it")
+    workers.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs of each worker (0)")
+    workers.add_argument(
+        "--resources",
+        default="",
+        metavar="LIST",
+        help="limits of each worker, for namespaces with a quota: cpu=8,memory=32Gi (none)",
     )
     again = told.add_argument_group("when the job fails")
     again.add_argument(
@@ -264,7 +276,7 @@ def launch_elastic(options: argparse.Namespace) -> int:
         raise LaunchError(
             f"got --launcher {options.launcher} with --elastic, which runs horovodrun over Gloo: leave it out"
         )
-    refuse_options_of_spark(options)
+    refuse_options_of_others(options)
     if options.timeline:
         raise LaunchError("got --timeline with --elastic, whose ranks come and go: leave it out")
     if options.ps or options.workers:
@@ -412,12 +424,42 @@ def slots_here(gpus: Path = Path("/proc/driver/nvidia/gpus")) -> int:
     return num_gpus or len(os.sched_getaffinity(0))
 
 
-def refuse_options_of_spark(options: argparse.Namespace) -> None:
-    """Raises LaunchError for options that only Spark has, where another launcher is to start the ranks."""
-    for name in ("master", "spark_conf", "spark_data"):
-        if getattr(options, name) and options.launcher != "spark":
+OPTIONS_OF_ONE_LAUNCHER = {
+    **dict.fromkeys(("master", "spark_conf", "spark_data"), "spark"),
+    **dict.fromkeys(("image", "job_name", "namespace", "gpus", "resources"), "mpijob"),
+}
+
+
+def refuse_options_of_others(options: argparse.Namespace) -> None:
+    """Raises LaunchError for options that only another launcher has than the one that is to start the ranks."""
+    for name, launcher in OPTIONS_OF_ONE_LAUNCHER.items():
+        if getattr(options, name) and options.launcher != launcher:
             option = name.replace("_", "-")
-            raise LaunchError(f"got --{option} with --launcher {options.launcher}, expected --launcher spark")
+            raise LaunchError(f"got --{option} with --launcher {options.launcher}, expected --launcher {launcher}")
+
+
+def cluster_of(options: argparse.Namespace) -> Cluster:
+    """What Kubernetes is asked for.
+
+    Raises:
+        LaunchError: --gpus or --resources cannot be read.
+    """
+    from ringtrain.cluster.kubernetes import Cluster
+
+    if options.gpus < 0:
+        raise LaunchError(f"got --gpus {options.gpus}, expected the number of GPUs of each worker, 0 or more")
+    pairs = [item.partition("=") for item in options.resources.split(",") if item]
+    for name, sign, amount in pairs:
+        if not (name and sign and amount):
+            raise LaunchError(
+                f"got --resources {options.resources}, expected amounts by name such as cpu=8,memory=32Gi"
+            )
+    told = {"image": options.image, "name": options.job_name, "namespace": options.namespace}
+    return Cluster(
+        **{name: value for name, value in told.items() if value},
+        gpus_per_worker=options.gpus,
+        resources={name: amount for name, _, amount in pairs},
+    )
 
 
 def spark_slots(options: argparse.Namespace) -> int:
@@ -492,7 +534,7 @@ def planner_of(options: argparse.Namespace) -> tuple[Callable[[Job], Plan], str]
 
     from ringtrain.cluster import horovodrun, kubernetes, mpi, run, slurm
 
-    refuse_options_of_spark(options)
+    refuse_options_of_others(options)
     own = {"start_timeout_s": max(1, int(options.start_timeout)), "interface": options.network_interface}
     of_horovod = partial(horovodrun.plan, python=sys.executable, **own)
     if options.launcher in ("mpirun", "horovodrun"):
@@ -507,7 +549,9 @@ def planner_of(options: argparse.Namespace) -> tuple[Callable[[Job], Plan], str]
 
         settings = {"master": options.master, "spark_settings": options.spark_conf, "data": options.spark_data}
         return partial(spark.plan, start_timeout_s=options.start_timeout, **settings), ""
-    others: dict[str, Callable[[Job], Plan]] = {"srun": slurm.srun, "sbatch": slurm.sbatch, "mpijob": kubernetes.plan}
+    if options.launcher == "mpijob":
+        return partial(kubernetes.plan, cluster=cluster_of(options)), ""
+    others: dict[str, Callable[[Job], Plan]] = {"srun": slurm.srun, "sbatch": slurm.sbatch}
     return others[options.launcher], ""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ringtrain.cluster import mpi
@@ -16,6 +16,10 @@ HOSTFILE = "/etc/mpi/hostfile"
 IMPLEMENTATIONS = {"openmpi4": "OpenMPI", "openmpi5": "OpenMPI", "mpich": "MPICH", "intel": "Intel"}
 LABEL = re.compile(r"[a-z]([a-z0-9-]{0,52}[a-z0-9])?")
 PLAIN_KEY = re.compile(r"[A-Za-z][A-Za-z0-9]*")
+QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|[kKMGTP]i?)?")
+LAUNCHER_RESOURCES = {"cpu": "1", "memory": "1Gi"}
+"""of the container that runs mpirun, which a namespace with a quota does not admit without"""
+UNPRIVILEGED = {"runAsNonRoot": True, "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 OF_THIS_MACHINE = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 
 
@@ -30,6 +34,8 @@ class Cluster:
     dialect: str = "openmpi4"
     """of the image's mpirun, a key of mpi.DIALECTS"""
     gpus_per_worker: int = 0
+    resources: Mapping[str, str] = field(default_factory=dict)
+    """what else a worker requests and is limited to, e.g. cpu: 8, memory: 32Gi"""
     shared_memory: str = "8Gi"
     """size limit of /dev/shm, which NCCL and MPI use between ranks of a worker"""
     secret: str = "ringtrain"
@@ -68,6 +74,12 @@ def plan(job: Job, cluster: Cluster = Cluster()) -> Plan:
     for what, name in (("name", cluster.name), ("secret", cluster.secret), ("namespace", cluster.namespace or "any")):
         if not LABEL.fullmatch(name):
             raise LaunchError(f"got the {what} {name!r}, expected small letters, digits and '-', 54 at most")
+    for name, amount in cluster.resources.items():
+        if not QUANTITY.fullmatch(amount):
+            raise LaunchError(f"got {amount!r} of the resource {name!r}, expected an amount such as 8, 500m or 32Gi")
+    if not cluster.image:
+        raise LaunchError("got an empty name of the image, expected one such as registry.example/team/ringtrain:1")
+    _refuse_local_paths(job)
     text = "".join(_lines(manifest(job, cluster)))
     path = file_path(job, "job.yaml", text)
     return Plan(
@@ -80,6 +92,19 @@ def plan(job: Job, cluster: Cluster = Cluster()) -> Plan:
     )
 
 
+def _refuse_local_paths(job: Job) -> None:
+    """Raises LaunchError for a path of the command that lies in a directory of this machine, which no worker has."""
+    local = [job.working_directory, *(job.environment.get(name, "") for name in ("VIRTUAL_ENV", "HOME"))]
+    folders = [folder.rstrip("/") for folder in local if folder.rstrip("/")]
+    for word in job.command:
+        path = word.rpartition("=")[2]
+        if any(path == folder or path.startswith(f"{folder}/") for folder in folders):
+            raise LaunchError(
+                f"{path} is a path of this machine: containers see what their image holds, and start in its directory:"
+                f" name it as it is there, such as configs/digits.toml"
+            )
+
+
 def manifest(job: Job, cluster: Cluster) -> dict[str, Any]:
     """The MPIJob as plain values."""
     kept = {name: value for name, value in job.environment.items() if name not in OF_THIS_MACHINE}
@@ -88,7 +113,9 @@ def manifest(job: Job, cluster: Cluster) -> dict[str, Any]:
     # PATH is the image's own; ranks would otherwise have sshd's.
     launch = mpi.plan(replace(inner, environment={**kept, "PATH": ""}), cluster.dialect, hostfile=HOSTFILE)
     image = {"image": cluster.image, "imagePullPolicy": "IfNotPresent"}
-    limits = {"resources": {"limits": {"nvidia.com/gpu": cluster.gpus_per_worker}}} if cluster.gpus_per_worker else {}
+    security = {} if inner.allow_root else {"securityContext": UNPRIVILEGED}
+    gpus = {"nvidia.com/gpu": cluster.gpus_per_worker} if cluster.gpus_per_worker else {}
+    limits = {"resources": {"limits": {**cluster.resources, **gpus}}} if cluster.resources or gpus else {}
     probe = {"tcpSocket": {"port": job.ssh_port or cluster.ssh_port}, "initialDelaySeconds": 1, "periodSeconds": 2}
     shared = {"name": "shared-memory", "mountPath": "/dev/shm"}
     worker = {
@@ -96,6 +123,7 @@ def manifest(job: Job, cluster: Cluster) -> dict[str, Any]:
         **image,
         "command": [*cluster.sshd, *([str(job.ssh_port)] if job.ssh_port else [])],
         "readinessProbe": probe,
+        **security,
         **limits,
     }
     volume = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": cluster.shared_memory}}
@@ -104,6 +132,8 @@ def manifest(job: Job, cluster: Cluster) -> dict[str, Any]:
         **image,
         "command": list(_escaped(launch)),
         "env": _variables(launch, inner, names, cluster),
+        **security,
+        "resources": {"limits": LAUNCHER_RESOURCES},
     }
     return {
         "apiVersion": "kubeflow.org/v2beta1",
@@ -189,6 +219,8 @@ def _lines(node: Mapping[str, Any] | list[Any], indent: int = 0) -> Iterator[str
 
 
 def _scalar(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, str):
         return quoted(value)
     return str(value) if isinstance(value, int) else "[]" if isinstance(value, list) else "{}"

@@ -17,6 +17,8 @@ from ringtrain.errors import HostsError
 MAX_HOSTS = 100_000
 """of a Slurm job: a few brackets can name more hosts than fit into memory"""
 MEND = "name the hosts with --hostfile or -H"
+NOT_READ = {"PE_HOSTFILE": "SGE", "FLUX_JOB_ID": "Flux", "COBALT_NODEFILE": "Cobalt", "OAR_NODEFILE": "OAR"}
+"""variable that a job of several hosts has, and its scheduler, whose hosts are not read"""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,9 @@ def find(environment: Mapping[str, str], kubernetes_folder: Path = Path("/etc/mp
     scores = {name: score(environment, kubernetes_folder) for name, (score, _) in SCHEDULERS.items()}
     best = max(scores, key=lambda name: scores[name])
     if not scores[best]:
+        for name, scheduler in NOT_READ.items():
+            if environment.get(name):
+                raise HostsError(f"{name}: this is a job of {scheduler}, whose hosts ringtrain does not read: {MEND}")
         return None
     hosts, source = SCHEDULERS[best][1](environment, kubernetes_folder)
     return Allocation(hosts, best, source)
@@ -112,6 +117,12 @@ def _slurm_score(environment: Mapping[str, str], _: Path) -> int:
 
 
 def _slurm(environment: Mapping[str, str], _: Path) -> tuple[tuple[Host, ...], str]:
+    for name in ("SLURM_HET_SIZE", "SLURM_PACK_SIZE"):
+        if environment.get(name):
+            raise HostsError(
+                f"{name}: a heterogeneous job of {shown(environment[name])} components, of which SLURM_JOB_NODELIST has"
+                f" one: {MEND}"
+            )
     names = expand(_needed(environment, "SLURM_JOB_NODELIST", "host[1-2]"))
     where = "SLURM_TASKS_PER_NODE"
     tasks: list[int] = []
@@ -148,13 +159,20 @@ def _lsf_score(environment: Mapping[str, str], _: Path) -> int:
 def _lsf(environment: Mapping[str, str], _: Path) -> tuple[tuple[Host, ...], str]:
     where = "LSB_MCPU_HOSTS"
     if _names_a_file(environment, "LSB_DJOB_HOSTFILE") or where not in environment:
-        return _read_named_file(environment, "LSB_DJOB_HOSTFILE")
+        hosts, source = _read_named_file(environment, "LSB_DJOB_HOSTFILE")
+        return _without_batch_host(hosts, environment), source
     words = environment[where].split()
     if len(words) % 2:
         raise HostsError(f"{where}: got {len(words)} words, expected pairs of host and slots such as host1 4 host2 4")
     pairs = zip(words[::2], words[1::2], strict=True)
     mentions = (Mention(where, checked_name(name, where), parse_number(slots, where)) for name, slots in pairs)
-    return collect(mentions, where), where
+    return _without_batch_host(collect(mentions, where), environment), where
+
+
+def _without_batch_host(hosts: tuple[Host, ...], environment: Mapping[str, str]) -> tuple[Host, ...]:
+    """Compute hosts. IBM's CSM lists the host that runs the job's script first, with one slot; it has no GPUs."""
+    listed = "CSM_ALLOCATION_ID" in environment and len(hosts) > 1 and hosts[0].slots == 1
+    return hosts[1:] if listed else hosts
 
 
 def _kubernetes_score(environment: Mapping[str, str], folder: Path) -> int:

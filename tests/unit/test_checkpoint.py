@@ -11,7 +11,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringtrain import checkpoint
@@ -38,7 +38,7 @@ def test_what_is_saved_is_read_back(tmp_path):
         assert all(np.array_equal(read[key], arrays[key]) and read[key].dtype == arrays[key].dtype for key in arrays)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300)
 @given(where=st.floats(0, 1, exclude_max=True), change=st.integers(1, 255), cut=st.booleans())
 def test_any_byte_flipped_or_cut_off_is_noticed(tmp_path, where: float, change: int, cut: bool):
     path = next(iter(tmp_path.iterdir()), None) or saved(tmp_path)

@@ -19,7 +19,7 @@ from typing import Any
 import planning
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import COMMAND, ENVIRONMENT, GOLDEN, JOBS, PLANNERS, TWO_HOSTS, VALUE
 
@@ -36,8 +36,9 @@ VERSIONS = {
     "intel": "Intel(R) MPI Library for Linux* OS, Version 2021.18.1 Build 20260626 (id: b44796a)\nCopyright ...\n",
 }
 WORD = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
+LOCAL_PATH = {"command": ("python", "train.py", "--config=/home/me/my.toml"), "environment": {"HOME": "/home/me"}}
 WORDS = st.lists(WORD.filter(lambda word: word != ":"), max_size=4).map(tuple)
-QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(max_examples=40)
 
 
 def text_of(plan: Plan) -> str:
@@ -212,6 +213,8 @@ def test_what_only_one_launcher_refuses() -> None:
         (lambda: slurm.sbatch(TWO_HOSTS, slurm.Batch(num_nodes=2)), "2 nodes"),
         (lambda: kubernetes.plan(JOBS["uneven hosts"]), "same slots"),
         (lambda: kubernetes.plan(TWO_HOSTS, kubernetes.Cluster(name="Bad: name")), "'Bad: name'"),
+        (lambda: kubernetes.plan(TWO_HOSTS, kubernetes.Cluster(resources={"memory": "a lot"})), "'a lot'"),
+        (lambda: kubernetes.plan(replace(TWO_HOSTS, **LOCAL_PATH)), "/home/me/my.toml is a path of this machine"),
     ):
         with pytest.raises(LaunchError, match=re.escape(said)):
             refused()
@@ -464,6 +467,27 @@ def faults(value: Any, schema: Any, where: str = "") -> list[str]:
     for key, inside in value.items():
         found += faults(inside, known[key], f"{where}.{key}") if key in known else [f"{where}.{key}: unknown"]
     return found
+
+
+def containers(manifest: Any) -> list[Any]:
+    """The launcher's and the worker's."""
+    replicas = manifest["spec"]["mpiReplicaSpecs"]
+    return [replicas[role]["template"]["spec"]["containers"][0] for role in ("Launcher", "Worker")]
+
+
+def test_containers_are_admitted_where_a_namespace_has_rules() -> None:
+    """They are limited and unprivileged; an image whose user is root is taken as it is."""
+    limits = {"cpu": "8", "memory": "32Gi"}
+    cluster = kubernetes.Cluster(image="team/own:1", resources=limits, gpus_per_worker=4)
+    launcher, worker = containers(parsed(TWO_HOSTS, cluster))
+    assert launcher["image"] == worker["image"] == "team/own:1"
+    assert worker["resources"] == {"limits": {**limits, "nvidia.com/gpu": 4}}
+    assert launcher["resources"]["limits"].keys() == limits.keys()
+    assert launcher["securityContext"] == worker["securityContext"]
+    assert worker["securityContext"]["runAsNonRoot"] is True
+    assert worker["securityContext"]["allowPrivilegeEscalation"] is False
+    as_root = containers(parsed(TWO_HOSTS, replace(cluster, ssh_home="/root/.ssh")))
+    assert not any("securityContext" in container for container in as_root)
 
 
 def parsed(job: Job, cluster: kubernetes.Cluster = kubernetes.Cluster()) -> Any:  # noqa: B008 - it is frozen

@@ -154,6 +154,41 @@ def test_lsf(tmp_path: Path) -> None:
         find({"LSB_JOBID": "3"}, NOWHERE)
 
 
+def test_lsf_with_a_batch_host_has_only_compute_hosts() -> None:
+    """And, as the control, a host with one slot stays where no batch host is known of."""
+    listed = {"LSB_JOBID": "3", "LSB_MCPU_HOSTS": "batch1 1 n1 42 n2 42"}
+    found = find({**listed, "CSM_ALLOCATION_ID": "7"}, NOWHERE)
+    assert found and found.hosts == (Host("n1", 42), Host("n2", 42))
+    found = find(listed, NOWHERE)
+    assert found and [host.name for host in found.hosts] == ["batch1", "n1", "n2"]
+
+
+@pytest.mark.parametrize("variable", ["SLURM_HET_SIZE", "SLURM_PACK_SIZE"])
+def test_a_heterogeneous_slurm_job_is_refused(variable: str) -> None:
+    """SLURM_JOB_NODELIST has the first component's hosts alone."""
+    slurm = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"}
+    assert find(slurm, NOWHERE)
+    with pytest.raises(HostsError, match=f"{variable}: a heterogeneous job of '2' components"):
+        find({**slurm, variable: "2"}, NOWHERE)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "name"),
+    [
+        ("PE_HOSTFILE", "/var/spool/pe_hostfile", "SGE"),
+        ("FLUX_JOB_ID", "f2", "Flux"),
+        ("COBALT_NODEFILE", "/var/tmp/cobalt.1", "Cobalt"),
+        ("OAR_NODEFILE", "/var/lib/oar/1", "OAR"),
+    ],
+)
+def test_a_job_of_another_scheduler_is_refused_by_name(variable: str, value: str, name: str) -> None:
+    """It would train on this host alone. Beside a scheduler that is read, the variable is a left-over."""
+    with pytest.raises(HostsError, match=f"{variable}: this is a job of {name}, .*: name the hosts with --hostfile"):
+        find({variable: value}, NOWHERE)
+    found = find({variable: value, "LSB_JOBID": "3", "LSB_MCPU_HOSTS": "n1 4"}, NOWHERE)
+    assert found and found.scheduler == "LSF"
+
+
 def test_the_mpi_operator(tmp_path: Path) -> None:
     hostfile, script = tmp_path / "hostfile", tmp_path / "discover_hosts.sh"
     workers = tuple(f"mnist-worker-{number}.mnist.team.svc" for number in range(2))

@@ -52,7 +52,6 @@ def schedules(draw):
     )
 
 
-@settings(deadline=None)
 @given(schedules(), st.data())
 def test_every_step_has_the_rate_of_the_formula(schedule, data):
     step = data.draw(st.integers(0, schedule.num_steps + 20))
@@ -61,7 +60,6 @@ def test_every_step_has_the_rate_of_the_formula(schedule, data):
     )
 
 
-@settings(deadline=None)
 @given(schedules())
 def test_corners_are_exact(schedule):
     if schedule.warmup_steps:
@@ -73,7 +71,6 @@ def test_corners_are_exact(schedule):
         assert schedule.rate(schedule.num_steps) == schedule.rate(10 * schedule.num_steps) == end
 
 
-@settings(deadline=None)
 @given(schedules())
 def test_accumulated_batches_have_the_rates_of_batches_so_many_times_as_large(schedule):
     k = schedule.accumulation_steps
@@ -88,7 +85,7 @@ def test_accumulated_batches_have_the_rates_of_batches_so_many_times_as_large(sc
     assert np.array_equal(rates, np.repeat(large.rate(np.arange(large.num_steps)), k))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(schedules(), st.lists(st.integers(0, 2500), min_size=1, max_size=8))
 def test_keras_has_the_same_rates(schedule, steps):
     keras_schedule = LearningRate(**dataclasses.asdict(schedule))
@@ -200,7 +197,6 @@ def test_a_constant_rate_is_known_as_one():
     assert not Schedule("cosine", 0.1, 0.1, 0, 10).is_constant
 
 
-@settings(deadline=None)
 @given(schedules())
 def test_corners_and_curve_are_steps_of_the_run_in_order(schedule):
     steps = [step for step, _ in corners(schedule)]

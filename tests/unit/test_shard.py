@@ -12,7 +12,6 @@ from ringtrain.data.shard import epoch_order, evaluation_shard, file_order, left
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 500), st.integers(1, 9), st.integers(1, 7), SEEDS, st.integers(0, 50))
 def test_no_sample_comes_twice_and_every_rank_makes_the_same_steps(num_samples, batch_size, size, seed, epoch):
     order = epoch_order(num_samples, batch_size * size, seed, epoch)
@@ -25,7 +24,6 @@ def test_no_sample_comes_twice_and_every_rank_makes_the_same_steps(num_samples, 
     assert np.all((seen >= 0) & (seen < num_samples))
 
 
-@settings(deadline=None)
 @given(st.integers(1, 500), st.integers(1, 9), st.integers(1, 7), SEEDS, st.integers(0, 50))
 def test_ranks_together_see_the_global_batches_of_one_rank(num_samples, batch_size, size, seed, epoch):
     order = epoch_order(num_samples, batch_size * size, seed, epoch)
@@ -34,7 +32,6 @@ def test_ranks_together_see_the_global_batches_of_one_rank(num_samples, batch_si
     assert np.array_equal(np.concatenate(shards, axis=1), alone)
 
 
-@settings(deadline=None)
 @given(st.integers(40, 500), st.integers(1, 20), SEEDS, st.integers(0, 50))
 def test_orders_differ_between_epochs_and_seeds_and_are_repeatable(num_samples, global_batch_size, seed, epoch):
     order = epoch_order(num_samples, global_batch_size, seed, epoch)
@@ -49,7 +46,6 @@ def samples_and_batch(draw):
     return draw(st.integers(global_batch_size, 500)), global_batch_size
 
 
-@settings(deadline=None)
 @given(samples_and_batch(), SEEDS, st.integers(1, 40))
 def test_samples_take_turns_at_being_left_out(sizes, seed, num_epochs):
     num_samples, global_batch_size = sizes
@@ -72,7 +68,6 @@ def files_and_batch(draw):
     return per_file, draw(st.integers(1, sum(per_file) // size)), size
 
 
-@settings(deadline=None)
 @given(files_and_batch(), SEEDS, st.integers(1, 12))
 def test_samples_in_files_are_trained_as_often_as_any(files, seed, num_epochs):
     per_file, batch_size, size = files
@@ -86,7 +81,6 @@ def test_samples_in_files_are_trained_as_often_as_any(files, seed, num_epochs):
         assert times.max() - times.min() <= 1
 
 
-@settings(deadline=None)
 @given(files_and_batch(), SEEDS, st.integers(0, 50))
 def test_a_rank_reads_whole_files_but_for_the_ends_of_its_stretch(files, seed, epoch):
     per_file, batch_size, size = files
@@ -96,7 +90,6 @@ def test_a_rank_reads_whole_files_but_for_the_ends_of_its_stretch(files, seed, e
     assert sum(opened) <= np.count_nonzero(per_file) + size - 1
 
 
-@settings(deadline=None)
 @given(st.integers(20, 500), SEEDS, st.integers(0, 50))
 def test_order_of_files_differs_between_epochs_and_seeds_and_is_repeatable(num_samples, seed, epoch):
     per_file = [num_samples // 2, num_samples - num_samples // 2]
@@ -113,7 +106,6 @@ def test_files_are_shuffled_and_the_samples_within_a_rank_too():
     assert not any(np.array_equal(np.sort(order[:, place]), order[:, place]) for order in orders for place in range(6))
 
 
-@settings(deadline=None)
 @given(st.integers(0, 500), st.integers(1, 7))
 def test_evaluation_covers_every_sample_once(num_samples, size):
     shards = [evaluation_shard(num_samples, rank, size) for rank in range(size)]
@@ -122,7 +114,6 @@ def test_evaluation_covers_every_sample_once(num_samples, size):
     assert max(lengths) - min(lengths) <= 1
 
 
-@settings(deadline=None)
 @given(st.integers(0, 500), st.integers(1, 9))
 def test_parts_of_ranks_are_those_of_array_split(num_samples, size):
     parts = [np.arange(*part_of(num_samples, rank, size)) for rank in range(size)]
@@ -130,7 +121,7 @@ def test_parts_of_ranks_are_those_of_array_split(num_samples, size):
         assert np.array_equal(part, expected)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.data())
 def test_the_rest_of_an_epoch_is_dealt_once(data):
     """After a change of the number of ranks, of the global batch or of both; the last step may be short."""
