@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import sys
@@ -83,7 +84,9 @@ def parser() -> argparse.ArgumentParser:
     told.add_argument("--ps", type=int, metavar="P", help="ranks that are parameter servers (docs/strategies.md)")
     told.add_argument("--workers", type=int, metavar="W", help="ranks that train beside them; -np is both together")
     told.add_argument("--launcher", choices=LAUNCHERS, default="mpirun", help="what starts them (mpirun)")
-    told.add_argument("--bind", choices=("none", "core"), default="none", help="cores of its own for each rank (none)")
+    told.add_argument(
+        "--bind", choices=("none", "core"), default="none", help="core: --threads cores for each rank (none)"
+    )
     told.add_argument("--network", choices=("tcp", "ucx"), default="tcp", help="TCP, or InfiniBand and RoCE (tcp)")
     told.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads of a rank; else it decides")
     told.add_argument(
@@ -198,9 +201,11 @@ def launch(options: argparse.Namespace) -> int:
     if not options.command:
         raise LaunchError("got no command to run: ringtrain launch [options] -- python -m ringtrain.train ...")
     for name in ("start_timeout", "grace"):
-        if not getattr(options, name) > 0:
+        if not 0 < getattr(options, name) < math.inf:
             option = name.replace("_", "-")
             raise LaunchError(f"got --{option} {getattr(options, name):g}, expected a number of seconds above 0")
+    if options.bind == "core" and options.threads < 1:
+        raise LaunchError("got --bind core without --threads: give --threads N, the number of cores of each rank")
     if options.elastic:
         return launch_elastic(options)
     take_roles(options)

@@ -38,12 +38,19 @@ def discovery(script: str, fixed: Sequence[Host]) -> Callable[[], tuple[Host, ..
     Args:
         script: the user's program, with its arguments; it prints a line host:slots for each host. Empty: none.
         fixed: the hosts, where there is no program.
+
+    Raises:
+        LaunchError: the program's line has an open quotation.
     """
     if not script:
         return lambda: tuple(fixed)
+    try:
+        words = shlex.split(script)
+    except ValueError as error:
+        raise LaunchError(f"got --host-discovery {script}, expected a program and its arguments: {error}") from error
 
     def ask() -> tuple[Host, ...]:
-        lines = [line.strip() for line in call(shlex.split(script), SCRIPT_S, only_good=True).splitlines()]
+        lines = [line.strip() for line in call(words, SCRIPT_S, only_good=True).splitlines()]
         listed = ",".join(line for line in lines if line and not line.startswith("#"))
         return parse_hosts(listed, script) if listed else ()
 

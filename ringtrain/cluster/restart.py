@@ -24,6 +24,7 @@ NOT_FOUND = (126, 127)
 NO_MEMORY = re.compile(
     r"ResourceExhausted|MemoryError|out of memory|OUT_OF_MEMORY|\bOOM\b|std::bad_alloc", re.IGNORECASE
 )
+MAX_CAUSES, MAX_CAUSE_CHARACTERS = 20, 500  # reported to restarted ranks
 
 
 @dataclass(frozen=True)
@@ -210,19 +211,24 @@ def run_again(
         if not now:
             run.say(f"not started again: {_slots(used)} slots are too few for --min-np {policy.min_ranks}")
             return ending.exit_code
-        causes = tuple(one.in_a_line for one in history.endings)
+        number = len(history.endings)
         attempt = Attempt(
-            number=len(causes),
-            causes=causes,
+            number=number,
+            causes=causes_of(history.endings),
             run_name=ending.run_name or attempt.run_name,
             num_ranks=num_ranks,
         )
         delay_s = history.delay_s(policy)
         if job.hosts and job.hosts[0].name in ending.unswept:
             delay_s = max(delay_s, LEASE_S)  # so that rank 0 does not write there any more
-        run.say(f"restart {len(causes)} of {policy.max_restarts} in {delay_s:g} s, after: {ending.in_a_line}")
+        run.say(f"restart {number} of {policy.max_restarts} in {delay_s:g} s, after: {ending.in_a_line}")
         terms = replace(terms, answer_timeout_s=ANSWER_S)
         time.sleep(delay_s)
+
+
+def causes_of(endings: Sequence[Ending]) -> tuple[str, ...]:
+    """Causes of the latest failures, short enough for one environment variable, of which Linux takes 128 KiB."""
+    return tuple(ending.in_a_line[:MAX_CAUSE_CHARACTERS] for ending in endings[-MAX_CAUSES:])
 
 
 def _slots(hosts: Iterable[Host]) -> int:

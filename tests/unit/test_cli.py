@@ -84,6 +84,12 @@ BAD = {
     "an option that is none": (["--nonsense", "--", "true"], "unrecognized arguments: --nonsense"),
     "another launcher": (["--launcher", "mpiexec", "--", "true"], "invalid choice: 'mpiexec'"),
     "a subnet that is none": (["--subnet", "ten", "--", "true"], "--subnet"),
+    "no end of time to start": (["--start-timeout", "inf", "--", "true"], "got --start-timeout inf, expected"),
+    "cores without their number": (["--bind", "core", "--", "true"], "got --bind core without --threads"),
+    "open quotation": (
+        ["--elastic", "--host-discovery", "it's", "--", "true"],
+        "got --host-discovery it's, expected a program and its arguments: No closing quotation",
+    ),
     "no time to start": (["--start-timeout", "0", "--", "true"], "got --start-timeout 0, expected"),
     "a program that is not there": (["--", "no-such-program"], "this host has no 'no-such-program' on PATH="),
     "a variable that is not set": (["--forward", "NOT_SET", "--", "true"], "--forward NOT_SET"),

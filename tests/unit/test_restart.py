@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringtrain.cluster.hosts import Host
-from ringtrain.cluster.restart import History, Policy, ranks_on, remaining, why_not
+from ringtrain.cluster.restart import History, Policy, causes_of, ranks_on, remaining, why_not
 from ringtrain.cluster.verdict import HOST_LOST, Ending
 from ringtrain.errors import LaunchError
 from ringtrain.reports import Attempt
@@ -118,3 +118,11 @@ def test_a_cause_in_a_line():
     ending = Ending(1, text, "KeyError", rank=1, hosts=("host2",), global_step=20, phase="save")
     assert ending.in_a_line == "rank 1 on host2 failed first: KeyError: 3 (step 20, save)"
     assert Ending(9).in_a_line == "exit code 9"
+
+
+def test_long_causes_of_many_restarts_fit_into_the_environment():
+    endings = [Ending(1, f"failure {number}: " + "\U0001f600" * 50_000, rank=0) for number in range(40)]
+    attempt = Attempt(number=40, causes=causes_of(endings), run_name="digits", num_ranks=2)
+    assert len(attempt.causes) == 20 and attempt.causes[-1].startswith("failure 39: ")
+    text = attempt.to_json()
+    assert len(text) < 131_072 - 100
