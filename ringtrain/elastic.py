@@ -82,7 +82,8 @@ def train(config: Config, named: pieces.Named, attempt: reports.Attempt) -> int:
     state = hvd.elastic.KerasState(model, folder="", run=Run(planned_ranks=hvd.size()), start=resume.Start())
     with health.Signals() as signals:
         prints = fingerprint.of_code(config, tracking.versions()) | data.checksums(data_set)
-        rank = Rank(config, named, attempt, prints, data_set, pinning, signals, named.make_callbacks(), gradient_norm)
+        lock, own_callbacks = tracking.RunLock(), named.make_callbacks()
+        rank = Rank(config, named, attempt, prints, data_set, pinning, signals, own_callbacks, gradient_norm, lock)
         return hvd.elastic.run(_walk)(state, rank)
 
 
@@ -121,6 +122,8 @@ class Rank:
     signals: health.Signals
     users_callbacks: list[keras.callbacks.Callback]
     gradient_norm: Any
+    lock: tracking.RunLock
+    """of the run's folder, if this is rank 0"""
     reached: int = 0
     """the furthest step that it has made"""
     begun: bool = False
@@ -138,10 +141,13 @@ def _walk(state: Any, own: Rank) -> int:
     console = display.console_for(rank)
     if not state.folder:
         _begin(state, own, console)
+    if rank:
+        own.lock.release()  # the present rank 0 takes it
     planned = state.run.planned_ranks if config.elastic.keep == "global-batch" else size
     numbers = hvd.run_together(lambda: own.numbers(planned))
     pieces.refuse_differences(hvd.allgather_object((config, numbers), name="ringtrain_numbers"))
     folder = Path(state.folder)
+    hvd.run_together(lambda: own.lock.take(folder, same_job=True) if rank == 0 else None)
     log = journal.Journal(folder, rank, size, own.attempt.number)
     run = _resized(state, own, log, console)
 
@@ -216,12 +222,14 @@ def _walk(state: Any, own: Rank) -> int:
         "exit_code": course.stop.exit_code,
     }
     log.write("end", generation=run.generation, **facts)
+    own.lock.release()
     return course.stop.exit_code
 
 
 def _begin(state: Any, own: Rank, console: Console) -> None:
     """Finds what the run goes on from, and its folder: once, by those who are there first."""
     config, model, size = own.config, state.model, hvd.size()
+    pieces.lock_folder(own.lock, config, own.attempt)
     folder, must = resume.source_of(config)
     saved = hvd.run_together(lambda: resume.manifest_of(folder) if hvd.rank() == 0 else {})
     saved = hvd.broadcast_object(saved, root_rank=0, name="ringtrain_manifest")
@@ -238,7 +246,7 @@ def _begin(state: Any, own: Rank, console: Console) -> None:
         source = Path(config.run.init_from)
         hvd.run_together(lambda: resume.load_weights(model, source) if hvd.rank() == 0 else None)
         hvd.broadcast_model(model, root_rank=0)
-    state.folder = str(pieces.agree_on_folder(config, numbers, own.attempt))
+    state.folder = str(pieces.agree_on_folder(config, numbers, own.attempt, own.lock))
     if hvd.rank() == 0:
         reports.report_run(Path(state.folder).name)
     if hvd.rank() == 0 and start.source:

@@ -29,7 +29,7 @@ from ringtrain.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     import keras
 
-    from ringtrain import display, health, hvd, journal, resume
+    from ringtrain import display, health, hvd, journal, resume, tracking
     from ringtrain.strategies.ring import Ring
 
 
@@ -309,13 +309,31 @@ def _check_not_averaged(model: keras.Model, patterns: Sequence[str]) -> None:
             )
 
 
-def agree_on_folder(config: Config, numbers: Numbers, attempt: reports.Attempt) -> Path:
-    """Lets rank 0 make the run's folder, and tells it to every rank.
+def lock_folder(lock: tracking.RunLock, config: Config, attempt: reports.Attempt) -> None:
+    """Lets rank 0 lock the run's folder before anything is read from it, if there is one. A collective.
+
+    Raises:
+        RunDirectoryError: on every rank: another process writes to it.
+    """
+    from ringtrain import hvd, tracking
+
+    folder = Path(config.run.directory) / config.run.name
+
+    def take() -> None:
+        if hvd.rank() == 0 and config.run.name and tracking.is_run(folder):
+            lock.take(folder, same_job=attempt.run_name == config.run.name)
+
+    hvd.run_together(take)
+
+
+def agree_on_folder(config: Config, numbers: Numbers, attempt: reports.Attempt, lock: tracking.RunLock) -> Path:
+    """Lets rank 0 make and lock the run's folder, and tells it to every rank.
 
     Args:
         config: the resolved configuration, to be kept there.
         numbers: the same.
         attempt: a start that is not the first goes on in the folder of the first.
+        lock: after lock_folder.
 
     Returns:
         The folder.
@@ -331,8 +349,10 @@ def agree_on_folder(config: Config, numbers: Numbers, attempt: reports.Attempt) 
             Path(config.run.directory),
             name,
             number_if_taken=not config.run.name,
-            go_on=bool(config.run.name) and (config.run.resume != "never" or attempt.run_name == config.run.name),
+            # Without the lock the folder was not there when checkpoints were looked for.
+            go_on=lock.folder is not None and (config.run.resume != "never" or attempt.run_name == config.run.name),
         )
+        lock.take(folder)
         derived = "".join(f"# {name} = {value}\n" for name, value in dataclasses.asdict(numbers).items())
         (folder / "config.toml").write_text(f"# derived:\n{derived}\n{settings.to_toml(config)}", encoding="utf-8")
         return folder

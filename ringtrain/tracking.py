@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.metadata
 import importlib.util
 import json
 import math
 import os
 import platform
+import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import keras
 import numpy as np
@@ -34,6 +36,9 @@ NO_METRICS = (
     *("epoch", "global_step", "time_s", "train_s", "evaluate_s"),
     *("learning_rate", "loss_scale", "gradient_norm", "images_per_s"),
 )
+LOCK = ".lock"
+LEASE_S = 30.0
+"""seconds that a restart gives the process of the attempt before to end: as long as a host agent lives on its own"""
 
 
 def default_name(data_name: str, now_s: float | None = None) -> str:
@@ -60,13 +65,13 @@ def create_folder(parent: Path, name: str, number_if_taken: bool, go_on: bool = 
         The new folder.
 
     Raises:
-        RunDirectoryError: it exists already and holds something, or cannot be made.
+        RunDirectoryError: it exists already and holds files, or cannot be made.
     """
     candidate, number = parent / name, 1
     try:
         parent.mkdir(parents=True, exist_ok=True)
         known = go_on and (candidate / "config.toml").is_file()
-        while not known and not _claimed(candidate):
+        while not known and not _claimed(candidate, only_new=number_if_taken):
             if not number_if_taken:
                 raise RunDirectoryError(f"{candidate}: exists already: choose another --run.name, or delete it")
             number += 1
@@ -80,13 +85,101 @@ def create_folder(parent: Path, name: str, number_if_taken: bool, go_on: bool = 
     return candidate
 
 
-def _claimed(folder: Path) -> bool:
-    """Makes a folder, or takes one that is empty; of two runs that start at once only one gets a new one."""
+def _claimed(folder: Path, only_new: bool) -> bool:
+    """Makes a folder, or takes one without files, as a run that was killed while it began leaves it."""
     try:
         folder.mkdir()
     except FileExistsError:
-        return folder.is_dir() and not any(folder.iterdir())
+        return not only_new and _holds_no_files(folder)
     return True
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a run, or of one that was killed while it began."""
+    return (folder / "config.toml").is_file() or _holds_no_files(folder)
+
+
+def _holds_no_files(folder: Path) -> bool:
+    return folder.is_dir() and all(path.is_dir() or path == folder / LOCK for path in folder.rglob("*"))
+
+
+class RunLock:
+    """Right of one process to write to a run's folder, until `release` or the end of the process.
+
+    It is a POSIX record lock on the file .lock: the kernel gives it back when the process ends, however that happens,
+    and NFS keeps it on the server for all hosts. The file stays, and says which process has or had the lock.
+    """
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        self._file: IO[str] | None = None
+
+    def take(self, folder: Path, same_job: bool = False) -> None:
+        """Takes the lock of a folder, unless this object has it already.
+
+        Args:
+            same_job: the lock may be held by an earlier attempt of this job, or by an earlier rank 0. It gets 30 s to
+                end; after that the lock is taken from it if it is on another host: that host is lost.
+
+        Raises:
+            RunDirectoryError: another process holds it, or it cannot be written.
+        """
+        if self.folder == folder:
+            return
+        path, deadline_s = folder / LOCK, time.monotonic() + LEASE_S * same_job
+        try:
+            while not self._locked(path):
+                holder = _holder(path)
+                if time.monotonic() < deadline_s:
+                    time.sleep(0.2)
+                elif same_job and holder.get("host") not in (None, socket.gethostname()):
+                    path.unlink(missing_ok=True)  # another file, which the server has no lock for
+                else:
+                    raise RunDirectoryError(
+                        f"{folder}: in use by process {holder.get('process', '?')} on {holder.get('host', '?')} since"
+                        f" {holder.get('since', '?')}: wait until it ends, or choose another --run.name; if that host"
+                        f" is lost, delete {path}"
+                    )
+        except OSError as error:
+            raise RunDirectoryError(
+                f"{path}: cannot be written: {error.strerror}: choose another --run.directory"
+            ) from error
+        self.folder = folder
+
+    def _locked(self, path: Path) -> bool:
+        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            file.close()
+            return False
+        except OSError as error:
+            why = f"the file system has no locks ({error.strerror}): make sure that no other job has this --run.name"
+            print(f"ringtrain: {path}: {why}", file=sys.stderr, flush=True)
+        if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            file.close()  # it was deleted in this moment
+            return self._locked(path)
+        file.truncate(0)
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        file.write(json.dumps({"host": socket.gethostname(), "process": os.getpid(), "since": since}) + "\n")
+        file.flush()
+        self._file = file
+        return True
+
+    def release(self) -> None:
+        """Gives the lock back, if this process has it."""
+        if self._file is not None:
+            self._file.close()
+        self.folder = self._file = None
+
+
+def _holder(path: Path) -> dict[str, Any]:
+    """Host, process and begin of the process that has a lock, as far as they are known."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 class Recorder(keras.callbacks.Callback):

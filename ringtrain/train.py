@@ -127,6 +127,8 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
     stages.done("model")
     gradient_norm = strategy.gradient_norm(model.optimizer) if config.tracking.every_steps else None
     users_callbacks = hvd.run_together(named.make_callbacks)
+    lock = tracking.RunLock()  # until the end
+    pieces.lock_folder(lock, config, attempt)
     start = resume.restore(model, *resume.source_of(config), config, numbers)
     if config.run.init_from and not start.source:
         hvd.run_together(lambda: resume.load_weights(model, Path(config.run.init_from)) if rank == 0 else None)
@@ -136,7 +138,7 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
     stages.done("agreement")
 
     # The run's folder: only now, when all that can be wrong with the configuration would have been found.
-    folder = pieces.agree_on_folder(config, numbers, attempt)
+    folder = pieces.agree_on_folder(config, numbers, attempt, lock)
     strategy.folder, strategy.numbers = folder, numbers
     if rank == 0:
         reports.report_run(folder.name)
@@ -219,6 +221,7 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
     own_journal.write("end", global_step=clock.global_step, stopped_by=stopped_by, exit_code=exit_code)
     if drawn:
         drawn.close()  # last: with many ranks and steps it takes a while
+    lock.release()
     strategy.end(exit_code)
     return exit_code
 

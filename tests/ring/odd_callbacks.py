@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 
 import keras
 import numpy as np
@@ -48,6 +50,17 @@ class LocalAccuracy(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         logs["test_accuracy"] = (epoch + 1) / 20 if RANK == 0 else 1.0
+
+
+class StartsTheSameRun(keras.callbacks.Callback):
+    """Gives the run's own command while it trains, and prints what becomes of that."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 0 and "STARTED_BY" not in os.environ:
+            command = [sys.executable, "-m", "ringtrain.train", *sys.argv[1:]]
+            env = os.environ | {"STARTED_BY": str(os.getpid())}
+            second = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+            print(f"second start: {os.getpid()} {second.returncode} {second.stderr}")
 
 
 class WritesLogs(keras.callbacks.Callback):

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -230,6 +231,17 @@ def test_a_run_goes_on_for_longer_unless_its_learning_rate_would_have_been_anoth
         assert longer.returncode == code, longer.stderr
         assert ("was made with train.epochs = 2, this run has 3" in longer.stderr) is (code == 2)
         assert summary(tmp_path / schedule)["global_step"] == (3 - code // 2) * STEPS_PER_EPOCH
+
+
+def test_a_run_that_is_running_is_not_started_again(tmp_path: Path) -> None:
+    options = ["--train.callbacks", "odd_callbacks:StartsTheSameRun", "--train.epochs", 2]
+    finished = train(tmp_path, *options, np=0)
+    assert finished.returncode == 0, finished.stderr
+    process, code, message = finished.stdout.partition("second start: ")[2].split(" ", 2)
+    assert code == "2", message
+    assert f"run: in use by process {process} on {socket.gethostname()} since" in message
+    assert "choose another --run.name" in message
+    assert [record["epoch"] for record in records(tmp_path)] == [1, 2]
 
 
 def test_weights_alone_are_taken_over(whole: Path, tmp_path: Path) -> None:

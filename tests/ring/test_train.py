@@ -74,7 +74,7 @@ def test_files_are_where_they_are_promised(digits):
     assert len(kept) <= 4  # the newest three and the best
     assert checkpoints == {f"checkpoints/{n}/{f}" for n in kept for f in ("state.npz", "ranks.npz", "manifest.json")}
     assert files_in(folder) - events - checkpoints == {
-        *("config.toml", "metrics.jsonl", "steps.jsonl", "summary.json", "curves.png", "model.keras"),
+        *(".lock", "config.toml", "metrics.jsonl", "steps.jsonl", "summary.json", "curves.png", "model.keras"),
         *("logs/rank-0.log", "logs/rank-1.log", "logs/journal-0.jsonl", "logs/journal-1.jsonl"),
     }
     assert [path.name for path in folder.parent.iterdir()] == ["main"]

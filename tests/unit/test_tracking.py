@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import socket
 import time
 
 import pytest
@@ -24,6 +27,7 @@ def test_a_name_of_ones_own_is_taken_once(tmp_path):
     folder = tracking.create_folder(tmp_path / "a" / "runs", "mine", number_if_taken=False)
     assert folder == tmp_path / "a" / "runs" / "mine"
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "logs", "tensorboard"]
+    (folder / "config.toml").write_text("")
     with pytest.raises(RunDirectoryError, match=r"mine: exists already: choose another --run.name, or delete it"):
         tracking.create_folder(tmp_path / "a" / "runs", "mine", number_if_taken=False)
 
@@ -36,6 +40,67 @@ def test_a_default_name_is_numbered_when_it_is_taken(tmp_path):
 def test_an_empty_folder_may_be_used(tmp_path):
     (tmp_path / "mine").mkdir()
     assert tracking.create_folder(tmp_path, "mine", number_if_taken=False) == tmp_path / "mine"
+
+
+def test_a_folder_of_a_run_that_was_killed_while_it_began_may_be_used(tmp_path):
+    folder = tracking.create_folder(tmp_path, "mine", number_if_taken=False)
+    tracking.RunLock().take(folder)
+    assert tracking.is_run(folder)
+    assert tracking.create_folder(tmp_path, "mine", number_if_taken=False, go_on=True) == folder
+    (folder / "notes.txt").write_text("")
+    assert not tracking.is_run(folder)
+    with pytest.raises(RunDirectoryError, match="exists already"):
+        tracking.create_folder(tmp_path, "mine", number_if_taken=False, go_on=True)
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that has locked a folder; killed at the end."""
+    ready, tell = os.pipe()
+    process = os.fork()
+    if not process:
+        try:
+            lock = tracking.RunLock()
+            lock.take(tmp_path)
+            os.write(tell, b"1")
+            signal.pause()
+        finally:
+            os._exit(1)
+    assert os.read(ready, 1)
+    yield process
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+
+
+def test_one_process_writes_to_a_run(tmp_path, holder):
+    lock = tracking.RunLock()
+    expected = rf"in use by process {holder} on {socket.gethostname()} since 20\d\d-.*choose another --run.name"
+    with pytest.raises(RunDirectoryError, match=expected):
+        lock.take(tmp_path)
+    assert lock.folder is None
+
+
+def test_a_killed_process_has_no_lock(tmp_path, holder):
+    os.kill(holder, signal.SIGKILL)
+    os.waitid(os.P_PID, holder, os.WEXITED | os.WNOWAIT)
+    lock = tracking.RunLock()
+    lock.take(tmp_path)
+    lock.take(tmp_path)
+    assert json.loads((tmp_path / tracking.LOCK).read_text())["process"] == os.getpid()
+    lock.release()
+    tracking.RunLock().take(tmp_path)
+
+
+def test_a_restart_waits_for_the_attempt_before_and_takes_the_lock_of_a_lost_host(tmp_path, holder, monkeypatch):
+    monkeypatch.setattr(tracking, "LEASE_S", 0.5)
+    with pytest.raises(RunDirectoryError, match="in use by process"):
+        tracking.RunLock().take(tmp_path, same_job=True)
+    monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+    with pytest.raises(RunDirectoryError, match="in use by process"):
+        tracking.RunLock().take(tmp_path)
+    lock = tracking.RunLock()
+    lock.take(tmp_path, same_job=True)
+    assert json.loads((tmp_path / tracking.LOCK).read_text())["host"] == "elsewhere"
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
