@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +23,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ringtrain.errors import CheckpointError, ConfigError
+from ringtrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from ringtrain.json_text import INVALID, parse_json
 
 FORMAT = 2
 """2: ranks.npz holds only what differs between ranks"""
 MANIFEST = "manifest.json"
 UNFINISHED = ".unfinished-"
+REMOVED = ".removed-"
+READ_AGAIN_S = (0.5, 2.0)
+"""pauses before a file that could not be read is read again, as file servers fail for a moment"""
 NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -71,13 +75,15 @@ def save(
 
     Raises:
         OSError: it could not be written; nothing of it remains.
+        CheckpointError: there is one of the same step that cannot be read now; it stays.
     """
     final = folder / f"step-{global_step:08d}"
     unfinished = folder / f"{UNFINISHED}{global_step:08d}-{socket.gethostname()}-{os.getpid()}"  # nobody else's
     if final.exists():
-        with contextlib.suppress(CheckpointError):
+        try:
             return verify(final).folder
-        shutil.rmtree(final)
+        except DamagedCheckpoint:
+            shutil.rmtree(final)
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         unfinished.mkdir()
@@ -109,17 +115,33 @@ def verify(folder: Path) -> Checkpoint:
     """Reads a checkpoint's manifest and compares every file with it.
 
     Raises:
-        CheckpointError: something is missing, cut short or changed, or it was written by a newer ringtrain.
+        DamagedCheckpoint: something is missing, cut short or changed.
+        CheckpointError: it cannot be read, now as a moment later, or it was written by a newer ringtrain.
     """
+    pauses_s = iter(READ_AGAIN_S)
+    while True:
+        try:
+            return _verify(folder)
+        except OSError as error:
+            pause_s = next(pauses_s, None)
+            if pause_s is None:
+                raise CheckpointError(
+                    f"{error.filename or folder}: cannot be read: {error.strerror}: nothing was removed; start again"
+                    f" when it can be read, or give --run.resume the path of another checkpoint"
+                ) from error
+        time.sleep(pause_s)
+
+
+def _verify(folder: Path) -> Checkpoint:
     try:
         head, _, body = (folder / MANIFEST).read_text(encoding="utf-8").partition("\n")
         if parse_json(head)["sha256"] != hashlib.sha256(body.encode()).hexdigest():
-            raise CheckpointError(f"{folder / MANIFEST}: does not have the checksum it says")
+            raise DamagedCheckpoint(f"{folder / MANIFEST}: does not have the checksum it says")
         manifest = parse_json(body)
     except FileNotFoundError:
-        raise CheckpointError(f"{folder}: no {MANIFEST}: not a checkpoint, or not a whole one") from None
-    except (OSError, *INVALID) as error:
-        raise CheckpointError(f"{folder / MANIFEST}: cannot be read: {error}") from error
+        raise DamagedCheckpoint(f"{folder}: no {MANIFEST}: not a checkpoint, or not a whole one") from None
+    except INVALID as error:
+        raise DamagedCheckpoint(f"{folder / MANIFEST}: cannot be read: {error}") from error
     if manifest["format"] > FORMAT:
         raise CheckpointError(
             f"{folder}: has format {manifest['format']}, this ringtrain reads up to {FORMAT}: use the newer ringtrain"
@@ -127,19 +149,21 @@ def verify(folder: Path) -> Checkpoint:
     for name, expected in manifest["files"].items():
         path = folder / name
         try:
-            size, checksum = path.stat().st_size, _sha256(path)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+            checksum, size = _sha256(path), path.stat().st_size
+        except FileNotFoundError as error:
+            raise DamagedCheckpoint(f"{path}: cannot be read: {error.strerror}") from error
         if size != expected["bytes"]:
-            raise CheckpointError(f"{path}: has {size} bytes, expected {expected['bytes']}")
+            raise DamagedCheckpoint(f"{path}: has {size} bytes, expected {expected['bytes']}")
         if checksum != expected["sha256"]:
-            raise CheckpointError(f"{path}: does not have the checksum in {MANIFEST}: its content has changed")
+            raise DamagedCheckpoint(f"{path}: does not have the checksum in {MANIFEST}: its content has changed")
     return Checkpoint(folder, manifest)
 
 
 def saved_in(folder: Path) -> list[Path]:
     """Folders of a run's checkpoints, the newest first, whole or not."""
-    found = [path for path in folder.glob("step-*") if NAME.fullmatch(path.name)] if folder.is_dir() else []
+    # Not glob, which takes a folder that cannot be read for an empty one.
+    names = os.listdir(folder) if folder.is_dir() else []
+    found = [folder / name for name in names if NAME.fullmatch(name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
 
@@ -151,12 +175,15 @@ def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
     Returns:
         The checkpoint, or None; and why newer ones were passed over.
+
+    Raises:
+        CheckpointError: one that may be good cannot be read.
     """
     refused: list[str] = []
     for path in saved_in(folder):
         try:
             return verify(path), refused
-        except CheckpointError as error:
+        except DamagedCheckpoint as error:
             refused.append(str(error))
     return None, refused
 
@@ -168,7 +195,12 @@ def prune(folder: Path, keep: int, best_by: str) -> None:
         folder: that holds a run's checkpoints.
         keep: how many of the newest stay.
         best_by: the metric whose highest checkpoint stays as well.
+
+    Raises:
+        OSError: something cannot be read or removed.
     """
+    for path in folder.glob(f"{REMOVED}*"):  # half gone when its process was killed
+        shutil.rmtree(path, ignore_errors=True)
     paths = saved_in(folder)
     scores = {path: score for path in paths if (score := _score(path, best_by)) is not None}
     # The oldest of equals: within an epoch, a checkpoint still has the metrics of the epoch before.
@@ -188,13 +220,13 @@ def remove_after(folder: Path, global_step: int) -> None:
     for path in saved_in(folder):
         if int(path.name.removeprefix("step-")) > global_step:
             _remove(path)
-    for path in folder.glob(f"{UNFINISHED}*"):
+    for path in (*folder.glob(f"{UNFINISHED}*"), *folder.glob(f"{REMOVED}*")):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove(path: Path) -> None:
     # Under another name first: a folder that is half gone must not look like a checkpoint.
-    doomed = path.with_name(f".removed-{path.name}")
+    doomed = path.with_name(f"{REMOVED}{path.name}-{time.time_ns()}")
     os.rename(path, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
@@ -268,7 +300,7 @@ def _score(path: Path, metric: str) -> float | None:
     try:
         body = (path / MANIFEST).read_text(encoding="utf-8").partition("\n")[2]
         return float(parse_json(body)["metrics"][metric])
-    except (OSError, *INVALID):
+    except (FileNotFoundError, *INVALID):
         return None
 
 

@@ -249,8 +249,9 @@ def _begin(state: Any, own: Rank, console: Console) -> None:
     state.folder = str(pieces.agree_on_folder(config, numbers, own.attempt, own.lock))
     if hvd.rank() == 0:
         reports.report_run(Path(state.folder).name)
-    if hvd.rank() == 0 and start.source:
-        checkpoint.remove_after(Path(state.folder) / "checkpoints", start.global_step)
+    if start.source:
+        path = Path(state.folder) / "checkpoints"
+        hvd.run_together(lambda: checkpoint.remove_after(path, start.global_step) if hvd.rank() == 0 else None)
     # Rank 0 goes on with what all ranks' metrics have seen.
     sums = hvd.allgather_object(start.metrics_state, name="ringtrain_metrics_state")
     state.start = dataclasses.replace(start, metrics_state=tuple(sum(parts) for parts in zip(*sums, strict=True)))

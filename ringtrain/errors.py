@@ -5,7 +5,8 @@ RingtrainError              said as one line on the terminal, exit code 2; all e
 ├── DataError               a data file that is missing, truncated or not what its name promises
 ├── DeviceError             more ranks on a host than GPUs, a memory limit that cannot be set
 ├── RunDirectoryError       the run's folder cannot be made or written
-├── CheckpointError         a checkpoint that is damaged, of another model, or of a newer ringtrain
+├── CheckpointError         a checkpoint that cannot be read, of another model, or of a newer ringtrain
+│   └── DamagedCheckpoint   its content is not what its manifest says: an older one may take its place
 ├── NonFiniteLoss           a rank's loss became NaN or infinite
 ├── Stalled                 a rank keeps all others waiting; exit code 75
 ├── LaunchError             a hostfile or a job that cannot be launched, a launcher that is missing or unknown
@@ -38,6 +39,10 @@ class RunDirectoryError(RingtrainError):
 
 class CheckpointError(RingtrainError):
     """A checkpoint cannot be restored."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint is incomplete or has changed since it was written."""
 
 
 class NonFiniteLoss(RingtrainError):

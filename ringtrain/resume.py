@@ -33,7 +33,7 @@ from ringtrain.reports import Attempt, Box
 # What a run may change when it goes on. The rest decides what it learns; the global batch is compared as a whole.
 FREE = (
     *("run.", "checkpoint.", "device.", "health.", "elastic.", "tracking.", "chaos", "data.dir", "data.file"),
-    "strategy.",
+    *("strategy.", "hvd.fusion_mb", "hvd.cycle_time_ms", "hvd.groups"),
     *("train.epochs", "train.batch_size", "train.max_time_s", "train.check_every_steps", "train.patience"),
     "train.target_accuracy",
 )
@@ -233,6 +233,7 @@ class Saver(keras.callbacks.Callback):
         self.is_due = is_due
         self.while_saving = while_saving
         self.saved_step = -1
+        self._failed_step = -2
         self.saves: dict[str, Any] = {"count": 0, "stall_s": 0.0, "longest_stall_s": 0.0, "write_s": 0.0, "failed": []}
         self._floating = [weight for weight in model.weights if keras.backend.is_float_dtype(weight.dtype)]
         self._sum_of_weights = tf.function(
@@ -299,13 +300,16 @@ class Saver(keras.callbacks.Callback):
             CheckpointError: on every rank: it could not be written.
         """
         self.save()
+        self.wait()
+        if hvd.broadcast_object(self._failed_step == self.saved_step, 0, name="ringtrain_last_save"):
+            self.saved_step = -1  # the disk may have been full for a moment
+            self.save()
         hvd.run_together(self._finish)
 
     def _finish(self) -> None:
         self.wait()
-        failed = self.saves["failed"]
-        if failed and failed[-1]["global_step"] == self.saved_step:
-            raise CheckpointError(f"{failed[-1]['error']}; what was saved before stays")
+        if self._failed_step == self.saved_step:
+            raise CheckpointError(f"{self.saves['failed'][-1]['error']}; what was saved before stays")
 
     def wait(self) -> None:
         """Waits until what it has begun to save is on the disk, or has failed."""
@@ -353,11 +357,19 @@ class Saver(keras.callbacks.Callback):
             for name, value in state.items():  # soon, before the next update of weights would have to copy them itself
                 state[name] = _storable(value)
             checkpoint.save(self.folder, step, files, facts, lambda name: self.while_saving(step))
-            checkpoint.prune(self.folder, self.config.checkpoint.keep, BEST_BY)
-        except OSError as error:
-            text = f"{self.folder}/step-{step:08d}: cannot be written: {error.strerror}"
+            self._failed_step = -2
+        except (OSError, CheckpointError) as error:
+            self._failed_step = step
+            why = error.strerror if isinstance(error, OSError) else error
+            text = f"{self.folder}/step-{step:08d}: cannot be written: {why}"
             self.saves["failed"].append({"global_step": step, "error": text})
             print(f"ringtrain: {text}; training goes on", file=sys.stderr, flush=True)
+        else:
+            try:
+                checkpoint.prune(self.folder, self.config.checkpoint.keep, BEST_BY)
+            except OSError as error:
+                text = f"{error.filename or self.folder}: older checkpoints stay: {error.strerror}"
+                print(f"ringtrain: {text}", file=sys.stderr, flush=True)
         self.saves["write_s"] += time.perf_counter() - begin_s
 
 

@@ -142,8 +142,9 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
     strategy.folder, strategy.numbers = folder, numbers
     if rank == 0:
         reports.report_run(folder.name)
-    if rank == 0 and start.source:
-        checkpoint.remove_after(folder / "checkpoints", start.global_step)
+    if start.source:
+        saved = folder / "checkpoints"
+        hvd.run_together(lambda: checkpoint.remove_after(saved, start.global_step) if rank == 0 else None)
     log = folder / "logs" / f"rank-{rank}.log"
     hvd.run_together(lambda: stderr.log_to(log, f"rank {rank} of {size} on {host}: {pinning}"))
     hosts = list(crew.roles.hosts) if crew else hvd.allgather_object(host, name="ringtrain_hosts")

@@ -6,6 +6,7 @@ import errno
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import keras
@@ -74,6 +75,71 @@ def test_the_newest_that_verifies_is_found_and_the_others_named(tmp_path):
     assert found is not None and found.folder == paths[1]
     assert len(refused) == 1 and "step-00000100" in refused[0]
     assert checkpoint.newest(tmp_path / "nowhere") == (None, [])
+
+
+@pytest.fixture
+def unreadable(tmp_path):
+    """Two checkpoints, of which a file of the newer gives EIO when it is read."""
+    paths = [saved(tmp_path, step, test_accuracy=accuracy) for step, accuracy in ((10, 0.1), (20, 0.9))]
+    file = paths[1] / "state.npz"
+    file.rename(tmp_path / "kept")
+    file.symlink_to("/proc/self/mem")
+    return paths[1], lambda: (tmp_path / "kept").replace(file)
+
+
+def test_a_checkpoint_that_cannot_be_read_is_neither_passed_over_nor_removed(tmp_path, unreadable, monkeypatch):
+    path, heal = unreadable
+    monkeypatch.setattr(checkpoint, "READ_AGAIN_S", (0.0,))
+    for action in (lambda: checkpoint.newest(tmp_path), lambda: saved(tmp_path, 20)):
+        with pytest.raises(
+            CheckpointError, match="step-00000020: cannot be read: Input/output error: nothing was removed"
+        ):
+            action()
+    heal()
+    found, refused = checkpoint.newest(tmp_path)
+    assert found.folder == path and not refused
+
+
+def test_what_cannot_be_read_for_a_moment_is_read_again(tmp_path, unreadable, monkeypatch):
+    path, heal = unreadable
+    pauses = []
+    monkeypatch.setattr(time, "sleep", lambda seconds: (pauses.append(seconds), heal()))
+    assert checkpoint.newest(tmp_path)[0].folder == path
+    assert pauses == [0.5]
+
+
+def test_a_newer_format_is_neither_passed_over_nor_removed(tmp_path):
+    saved(tmp_path, 10)
+    checkpoint.save(tmp_path, 20, FILES, {"format": checkpoint.FORMAT + 1})
+    with pytest.raises(CheckpointError, match="use the newer ringtrain"):
+        checkpoint.newest(tmp_path)
+
+
+def test_the_best_stays_while_its_manifest_cannot_be_read(tmp_path):
+    paths = [saved(tmp_path, step, test_accuracy=0.9 - step / 10) for step in (1, 2, 3)]
+    manifest = paths[0] / "manifest.json"
+    manifest.rename(tmp_path / "kept")
+    manifest.symlink_to("/proc/self/mem")
+    with pytest.raises(OSError, match="Input/output error"):
+        checkpoint.prune(tmp_path, 1, "test_accuracy")
+    (tmp_path / "kept").replace(manifest)
+    checkpoint.prune(tmp_path, 1, "test_accuracy")
+    assert [path.name[-1] for path in checkpoint.saved_in(tmp_path)] == ["3", "1"]
+
+
+@pytest.mark.parametrize("left", [".removed-step-00000001", ".removed-step-00000001-123"])
+def test_what_a_killed_process_left_half_removed_is_removed(tmp_path, left):
+    for _ in range(2):  # the step may be saved and removed once more
+        for step in (1, 2):
+            saved(tmp_path, step)
+        (tmp_path / left).mkdir(exist_ok=True)
+        (tmp_path / left / "state.npz").write_bytes(b"")
+        checkpoint.prune(tmp_path, 1, "test_accuracy")
+        assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+    (tmp_path / left).mkdir()
+    (tmp_path / left / "state.npz").write_bytes(b"")
+    checkpoint.remove_after(tmp_path, 1)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_newest_and_the_best_stay(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import shutil
 import zipfile
@@ -16,7 +17,7 @@ import small
 
 import ringtrain.hvd as hvd
 from ringtrain import checkpoint, config, resume
-from ringtrain.errors import OutOfSync
+from ringtrain.errors import CheckpointError, OutOfSync
 from ringtrain.hvd import collectives
 from ringtrain.journal import Journal
 from ringtrain.reports import Box
@@ -181,6 +182,33 @@ def a_checkpoint_holds_once_what_is_equal_on_all_ranks():
             assert np.array_equal(before, after)
     assert len({str(values[-1]) for values in hvd.allgather_object(expected[0], name="differing")}) == hvd.size()
     hvd.allgather_object(None, name="compared")
+    if hvd.rank() == 0:
+        shutil.rmtree(folder)
+
+
+def a_last_save_that_failed_is_tried_again():
+    folder = Path(hvd.broadcast_object(mkdtemp()))
+    model = _with_local_state()
+    for failures in (1, 2):
+        saver, *_ = _saver(model, folder)
+        saver.clock.on_train_batch_end(0)
+        left = ["state"] * failures
+
+        def full(step, left=left):
+            if left:
+                left.pop()
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        saver.while_saving = full
+        saver.save()
+        if failures == 1:
+            saver.finish()
+            if hvd.rank() == 0:
+                assert checkpoint.newest(folder)[0].global_step == 1 and len(saver.saves["failed"]) == 1
+                shutil.rmtree(folder / "step-00000001")
+        else:
+            message = small.raised(CheckpointError, saver.finish)
+            assert "step-00000001: cannot be written: No space left on device; what was saved before stays" in message
     if hvd.rank() == 0:
         shutil.rmtree(folder)
 
