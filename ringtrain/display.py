@@ -225,6 +225,29 @@ def show_start(console: Console, config: Config, start: Any, causes: Sequence[st
         _show_rows(console, {"going on": f"after step {start.global_step:,}, from {start.source}{unused}"})
 
 
+def show_complete(console: Console, folder: Path, summary: Mapping[str, Any], ended_by: str) -> None:
+    """Shows that a run had ended before this start, which changes nothing.
+
+    Args:
+        summary: of that end.
+        ended_by: option that ended it before its last epoch; "": all epochs are trained.
+    """
+    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(summary["started"] + summary["fit_s"]))
+    more = f"raise --train.epochs above {summary['config']['train']['epochs']}"
+    if ended_by:
+        more = f"change --{ended_by}, which ended it"
+    elif summary["config"]["schedule"]["name"] in ("cosine", "polynomial"):
+        more = "give another --run.name: its learning rate depends on --train.epochs"
+    accuracy = summary["test_accuracy"]
+    rows = {
+        "complete": f"since {since}, after step {summary['global_step']:,}",
+        **({} if accuracy is None else {"test accuracy": f"{accuracy:.2%}"}),
+        "to train more": more,
+        "unchanged": str(folder),
+    }
+    _show_rows(console, rows)
+
+
 def show_result(console: Console, folder: Path, summary: Mapping[str, Any], gradients: str) -> None:
     """Shows what came out; the proof comes last.
 

@@ -139,8 +139,9 @@ def _walk(state: Any, own: Rank) -> int:
     hvd.check_placement("" if config.device.share_gpus else devices.identity(own.pinning))
     fingerprint.refuse(hvd.allgather_object((socket.gethostname(), own.prints), name="ringtrain_prints"))
     console = display.console_for(rank)
-    if not state.folder:
-        _begin(state, own, console)
+    if not state.folder and not _begin(state, own, console):
+        own.lock.release()
+        return 0
     if rank:
         own.lock.release()  # the present rank 0 takes it
     planned = state.run.planned_ranks if config.elastic.keep == "global-batch" else size
@@ -226,8 +227,8 @@ def _walk(state: Any, own: Rank) -> int:
     return course.stop.exit_code
 
 
-def _begin(state: Any, own: Rank, console: Console) -> None:
-    """Finds what the run goes on from, and its folder: once, by those who are there first."""
+def _begin(state: Any, own: Rank, console: Console) -> bool:
+    """Finds what the run goes on from, and its folder: once, by those who are there first. False: it is complete."""
     config, model, size = own.config, state.model, hvd.size()
     pieces.lock_folder(own.lock, config, own.attempt)
     folder, must = resume.source_of(config)
@@ -242,6 +243,9 @@ def _begin(state: Any, own: Rank, console: Console) -> None:
         start = resume.restore(model, folder, must, config, same)
     else:
         start = resume.restore(model, folder, must, config, numbers)
+    place = _place_of(saved, start)
+    if pieces.is_complete(own.lock, config, start, place.get("epoch", 0) >= config.train.epochs):
+        return False
     if config.run.init_from and not start.source:
         source = Path(config.run.init_from)
         hvd.run_together(lambda: resume.load_weights(model, source) if hvd.rank() == 0 else None)
@@ -255,10 +259,11 @@ def _begin(state: Any, own: Rank, console: Console) -> None:
     # Rank 0 goes on with what all ranks' metrics have seen.
     sums = hvd.allgather_object(start.metrics_state, name="ringtrain_metrics_state")
     state.start = dataclasses.replace(start, metrics_state=tuple(sum(parts) for parts in zip(*sums, strict=True)))
-    state.run = Run(planned, started=time.time(), **_place_of(saved, start))
+    state.run = Run(planned, started=time.time(), **place)
     hosts = hvd.allgather_object(socket.gethostname(), name="ringtrain_hosts")
     display.show_plan(console, config, numbers, own.pinning, hosts)
     display.show_start(console, config, start, own.attempt.causes)
+    return True
 
 
 def _place_of(saved: dict[str, Any], start: resume.Start) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import dataclasses
 import fnmatch
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -324,6 +324,32 @@ def lock_folder(lock: tracking.RunLock, config: Config, attempt: reports.Attempt
             lock.take(folder, same_job=attempt.run_name == config.run.name)
 
     hvd.run_together(take)
+
+
+def is_complete(lock: tracking.RunLock, config: Config, start: resume.Start, trained: bool) -> bool:
+    """Whether a run had ended before this start, with nothing left to train; rank 0 prints that. A collective.
+
+    Args:
+        lock: after lock_folder.
+        start: from resume.restore.
+        trained: all epochs are done.
+    """
+    from ringtrain import display, hvd, plateau, tracking
+
+    accuracy = start.metrics.get("test_accuracy", 0.0)
+    ended_by = "" if trained else plateau.reason_to_stop(config, start.monitored, accuracy)
+
+    def ended() -> Mapping[str, Any]:
+        if hvd.rank() or lock.folder is None or Path(start.source).parent != lock.folder / "checkpoints":
+            return {}
+        summary = tracking.read_summary(lock.folder)
+        has_all = summary.get("global_step") == start.global_step and "not_exported" not in summary
+        return summary if has_all and (trained or ended_by) else {}
+
+    summary = hvd.broadcast_object(hvd.run_together(ended), root_rank=0, name="ringtrain_complete")
+    if summary and lock.folder is not None:
+        display.show_complete(display.console_for(hvd.rank()), lock.folder, summary, ended_by)
+    return bool(summary)
 
 
 def agree_on_folder(config: Config, numbers: Numbers, attempt: reports.Attempt, lock: tracking.RunLock) -> Path:

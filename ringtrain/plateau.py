@@ -100,15 +100,24 @@ class Plateau(keras.callbacks.Callback):
             optimizers.set_share(self.model.optimizer, self.full_rate, self.share)
 
     def _over(self, accuracy: float) -> str:
-        """The option that ends training now, if one does."""
-        train = self.config.train
-        if train.patience and self._plateaus(train.patience):
-            return "train.patience"
-        return "train.target_accuracy" if 0 < train.target_accuracy <= accuracy else ""
+        return reason_to_stop(self.config, self.values, accuracy)
 
     def _plateaus(self, patience: int) -> int:
         train = self.config.train
         return plateaus(self.values, patience, lower_is_better(train.monitor), train.min_delta)
+
+
+def reason_to_stop(config: Config, values: Sequence[float], accuracy: float) -> str:
+    """Returns the option that ends training now, or "".
+
+    Args:
+        values: of train.monitor, one per epoch.
+        accuracy: on the test data, after the last epoch.
+    """
+    train = config.train
+    if train.patience and plateaus(values, train.patience, lower_is_better(train.monitor), train.min_delta):
+        return "train.patience"
+    return "train.target_accuracy" if 0 < train.target_accuracy <= accuracy else ""
 
 
 def check_monitor(monitor: str, metrics: Sequence[keras.metrics.Metric]) -> None:

@@ -376,7 +376,19 @@ def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
         summary: what came out; numbers that are not finite are written as null.
     """
     text = json.dumps(plain(summary), indent=2, ensure_ascii=False)
-    (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
+    unfinished = folder / "summary.unfinished"
+    unfinished.write_text(text + "\n", encoding="utf-8")
+    os.replace(unfinished, folder / "summary.json")
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """Returns summary.json, or {} if there is none or it is incomplete."""
+    path = folder / "summary.json"
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except ValueError:
+        return {}
+    return summary if isinstance(summary, dict) else {}
 
 
 def draw_curves(folder: Path, epochs: Sequence[Mapping[str, Any]], schedule: Schedule, steps_per_epoch: int) -> None:

@@ -130,6 +130,10 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
     lock = tracking.RunLock()  # until the end
     pieces.lock_folder(lock, config, attempt)
     start = resume.restore(model, *resume.source_of(config), config, numbers)
+    if pieces.is_complete(lock, config, start, start.global_step >= numbers.num_steps):
+        lock.release()
+        strategy.end(0)
+        return 0
     if config.run.init_from and not start.source:
         hvd.run_together(lambda: resume.load_weights(model, Path(config.run.init_from)) if rank == 0 else None)
         hvd.broadcast_model(model, root_rank=0)
