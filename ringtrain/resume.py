@@ -531,13 +531,12 @@ def _own_variables(model: keras.Model) -> list[Any]:
 
 def _digests(model: keras.Model) -> list[list[bytes]]:
     """Checksums of the variables that may differ, for each copy of the model in this process."""
-    return [
-        [
-            hashlib.sha256(np.array(hvd.copies_of(variable)[copy].numpy()).reshape(-1).view(np.uint8).data).digest()[:8]
-            for variable in _own_variables(model)
-        ]
-        for copy in range(hvd.num_copies(model))
-    ]
+
+    def digest(variable: Any) -> bytes:
+        return hashlib.sha256(np.asarray(variable.numpy()).reshape(-1).view(np.uint8).data).digest()[:8]
+
+    variables, copies = _own_variables(model), range(hvd.num_copies(model))
+    return [[digest(hvd.copies_of(variable)[copy]) for variable in variables] for copy in copies]
 
 
 def _places_to_save(model: keras.Model, digests: Sequence[Sequence[bytes]]) -> list[int]:
