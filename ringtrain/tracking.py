@@ -176,7 +176,7 @@ class RunLock:
 def _holder(path: Path) -> dict[str, Any]:
     """Host, process and begin of the process that has a lock, as far as they are known."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -385,7 +385,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
     """Returns summary.json, or {} if there is none or it is incomplete."""
     path = folder / "summary.json"
     try:
-        summary = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        summary = parse_json(path.read_text(encoding="utf-8")) if path.exists() else {}
     except ValueError:
         return {}
     return summary if isinstance(summary, dict) else {}
