@@ -5,6 +5,7 @@ Pure functions, the standard library only.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import statistics
 from collections.abc import Collection, Mapping, Sequence
@@ -217,17 +218,28 @@ def stragglers(rows: Collection[Row], factor: float) -> list[tuple[Row, str, flo
     """
     if not factor or len(rows) < 2 or any(row.times.num_steps < WINDOW_STEPS for row in rows):
         return []
+    # Sorted once: there may be thousands of ranks.
+    ordered = {part: sorted(_part_s(row, part) for row in rows) for part in ("own", *PARTS)}
     found = []
     for row in rows:
-        others = [other.times for other in rows if other.rank != row.rank]
-        usual_s = statistics.median(times.own_s for times in others)
+        usual_s = _median_of_others(ordered["own"], row.times.own_s)
         if row.times.own_s > max(factor * usual_s, usual_s + MIN_LAG_S):
-            lag = {
-                part: getattr(row.times, f"{part}_s") - statistics.median(getattr(t, f"{part}_s") for t in others)
-                for part in PARTS
-            }
+            lag = {part: _part_s(row, part) - _median_of_others(ordered[part], _part_s(row, part)) for part in PARTS}
             found.append((row, max(PARTS, key=lambda part: lag[part]), row.times.own_s / max(usual_s, 1e-9)))
     return found
+
+
+def _part_s(row: Row, part: str) -> float:
+    seconds: float = getattr(row.times, f"{part}_s")
+    return seconds
+
+
+def _median_of_others(ordered: Sequence[float], value: float) -> float:
+    """Median of sorted values without one of them."""
+    own = bisect.bisect_left(ordered, value)
+    middle = len(ordered) - 1
+    low, high = (place + (place >= own) for place in ((middle - 1) // 2, middle // 2))
+    return (ordered[low] + ordered[high]) / 2
 
 
 def slow_words(row: Row, part: str, times: float) -> str:

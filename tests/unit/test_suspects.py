@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ringtrain.suspects import (
     FIRST_STEPS_S,
@@ -112,5 +115,33 @@ def test_a_straggler_is_measured_by_its_own_time_against_the_others() -> None:
     assert stragglers(rows, 0) == []
     assert stragglers([rows[0], row(1, times=times(31, num_steps=49))], 1.5) == [], "not before 50 steps"
     assert stragglers([row(0, times=times(1)), row(1, times=times(2))], 1.5) == [], "a millisecond is nothing"
+    assert stragglers([row(0, times=times(30, "input")), row(1, times=times(20))], 1.4)[0][0].rank == 0
     fast = [row(rank, times=times(10)) for rank in range(3)]
     assert [slow.rank for slow, _, _ in stragglers([*fast, row(3, times=times(20))], 1.5)] == [3]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 9) | st.floats(0.1, 100), min_size=2, max_size=9), st.floats(1.01, 3))
+def test_stragglers_are_those_beyond_the_median_of_the_others(own_ms: list[float], factor: float) -> None:
+    rows = [row(rank, times=times(ms)) for rank, ms in enumerate(own_ms)]
+    own_s = [ms / 1000 for ms in own_ms]
+    expected = {}
+    for rank, seconds in enumerate(own_s):
+        usual_s = statistics.median(own_s[:rank] + own_s[rank + 1 :])
+        if seconds > max(factor * usual_s, usual_s + 0.002):
+            expected[rank] = pytest.approx(seconds / usual_s)
+    assert {slow.rank: ratio for slow, _, ratio in stragglers(rows, factor)} == expected
+
+
+def test_a_thousand_ranks_are_compared_by_sorting_them_once() -> None:
+    class Counted(float):
+        comparisons = 0
+
+        def __lt__(self, other: float) -> bool:
+            Counted.comparisons += 1
+            return float(self) < float(other)
+
+    own_s = [Counted(1 + rank % 7 / 100) for rank in range(1000)]
+    rows = [row(rank, times=Times(own_s=seconds, num_steps=50)) for rank, seconds in enumerate(own_s)]
+    assert stragglers(rows, 1.5) == []
+    assert Counted.comparisons < 100_000, "the square of the ranks is a million"
