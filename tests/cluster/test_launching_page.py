@@ -9,6 +9,7 @@ from collections.abc import Callable
 import lab
 import launching
 import pytest
+import standalone
 
 PAGE = (launching.ROOT / "docs" / "launching.md").read_text()
 IN_TABLE = re.findall(r"`((?:ringtrain|launch/)[^`]*? -- [^`]*)`", PAGE.partition("\n\n`ringtrain` is in")[0])
@@ -28,9 +29,11 @@ def test_the_page_has_a_command_for_every_kind_of_cluster() -> None:
         assert any(word in command for command in COMMANDS), word
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if command != WHOLE])
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command != WHOLE], ids=str)
 def test_a_command_of_the_page(two_hosts: lab.Lab, command: str) -> None:
     words = shlex.split(command)
+    if "spark" in words:
+        standalone.require()
     if "--" in words and not {"--dry-run", "--explain"} & {*words}:
         words[words.index("--") + 1 :] = ["true"]
     env = {"PYTHONPATH": str(launching.ROOT), **(SLURM if "srun" in words else {})}

@@ -10,23 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import lab
-import pytest
 import standalone
 from launching import ROOT
-
-from ringtrain.cluster.spark.session import check_installed
-from ringtrain.errors import MissingDependency
 
 TIMEOUT_S = 240
 
 
 def test_ranks_on_two_hosts(make_lab: Callable[..., lab.Lab], tmp_path: Path) -> None:
-    try:
-        check_installed()
-    except MissingDependency as error:
-        if os.environ.get("RINGTRAIN_REQUIRE_SPARK"):
-            raise
-        pytest.skip(str(error))
+    standalone.require()
     hosts = make_lab(2, {"host2": "other0"})
     launch = [sys.executable, "-m", "ringtrain", "launch", "--launcher", "spark", "-np", "2", "--max-restarts", "1"]
     launch += ["--spark-conf", "spark.executor.memory=512m", "--spark-conf", "spark.driver.host=host1"]

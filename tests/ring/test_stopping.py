@@ -163,7 +163,11 @@ def test_on_a_full_disk_training_goes_on_and_the_checkpoint_before_stays(tmp_pat
         pytest.skip("mounting a small disk needs root")
     disk = tmp_path / "disk"
     disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "none", disk], check=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "none", disk]
+    mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if mounted.returncode and not os.environ.get("RINGTRAIN_REQUIRE_LAB"):
+        pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
+    assert mounted.returncode == 0, mounted.stderr
     try:
         ended = train(disk, "--train.epochs", 9, "--checkpoint.keep", 100)
         names = sorted(path.name for path in (disk / "run" / "checkpoints").iterdir())

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import standalone
 
-from ringtrain.cluster.spark.session import check_installed
-from ringtrain.errors import MissingDependency
-
-REQUIRED = "RINGTRAIN_REQUIRE_SPARK"
 skipped: dict[str, str] = {}
 """tests, and what they would need"""
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Ends a test where Spark is lacking: as a failure where it was said that nothing may be lacking."""
+    """Counts the tests that are skipped because Spark is lacking."""
     try:
-        check_installed()
-    except MissingDependency as error:
-        if os.environ.get(REQUIRED):
-            pytest.fail(f"{REQUIRED} is set, and this machine has no Spark: {error}", pytrace=False)
-        skipped[item.nodeid] = str(error)
-        pytest.skip(str(error))
+        standalone.require()
+    except pytest.skip.Exception as reason:
+        skipped[item.nodeid] = str(reason)
+        raise
 
 
 @pytest.fixture(scope="session")
