@@ -44,7 +44,6 @@ from ringtrain.hvd.collectives import (
     broadcast_,
     broadcast_object,
     broadcast_object_fn,
-    broadcast_variables,
     copies_of,
     gather_bytes,
     grouped_allreduce,
@@ -105,3 +104,4 @@ from ringtrain.hvd.placement import check_placement
 from ringtrain.hvd.subclass import GradientNorm, track_gradient_norm
 from ringtrain.hvd.sync import broadcast_model, check_averaging, check_in_sync, run_together
 from ringtrain.hvd.tuning import check_op, configure
+from ringtrain.hvd.watch import broadcast_variables

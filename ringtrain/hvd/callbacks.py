@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from ringtrain.errors import RingtrainError
+from ringtrain.hvd import watch
 from ringtrain.hvd.collectives import allgather_object
 from ringtrain.hvd.engine import Sum, horovod
+from ringtrain.hvd.keras_hooks import innermost
 from ringtrain.hvd.learning_rate import LearningRateScheduleCallback, LearningRateWarmupCallback
 from ringtrain.hvd.placement import CPU
 from ringtrain.hvd.sync import broadcast_model, check_in_sync, differing_weights
@@ -35,7 +39,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     Args:
         root_rank: Rank that sends.
-        device: Device to place the broadcast on.
+        device: Device to place the broadcast on; "": the CPU.
         local_variables: A variable or a collection of variables that stay each rank's own.
     """
 
@@ -44,6 +48,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self.root_rank = root_rank
         self.device = device
         self.broadcast_done = False
+        self._watch: watch.Watch | None = None
+        self._epoch = self._trained = 0
         self._local_variables: list[Any] = []
         single = isinstance(local_variables, keras.Variable | tf.Variable)
         for variable in [local_variables] if single else (local_variables or []):
@@ -56,17 +62,61 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._local_variables.append(var)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        if not self.broadcast_done and all(allgather_object(self.model.built, name="ringtrain_built")):
+        reduction = getattr(innermost(self.model.optimizer), "reduction", None)
+        own = None
+        if reduction is not None and reduction.process_set.included():
+            steps, epochs = self.params.get("steps"), self.params.get("epochs")
+            own = (reduction.process_set.process_set_id, socket.gethostname(), steps, epochs)
+        ranks = allgather_object((self.model.built, own), name="ringtrain_train_begin")
+        refuse_other_batches([own for _, own in ranks])
+        self._watch = watch.begin()
+        if not self.broadcast_done and all(built for built, _ in ranks):
             self._broadcast()
 
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch + 1
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._watch:
+            self._watch.step = f"in epoch {self._epoch}, batch {batch + 1}"
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._trained = batch + 1
+        if self._watch:
+            self._watch.step = f"after epoch {self._epoch}, batch {self._trained}"
         if not self.broadcast_done:
             self._broadcast()
 
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self._watch:  # of a generator, Keras begins a batch more than there is
+            self._watch.step = f"after epoch {self._epoch}, batch {self._trained}"
+
     def _broadcast(self) -> None:
-        with tf.device(self.device):
-            broadcast_model(self.model, self.root_rank, self._local_variables)
+        broadcast_model(self.model, self.root_rank, self._local_variables, device=self.device or CPU)
         self.broadcast_done = True
+
+
+def refuse_other_batches(ranks: Sequence[tuple[int, str, int | None, int | None] | None]) -> None:
+    """Raises RingtrainError where ranks that reduce together train on different numbers of batches.
+
+    Args:
+        ranks: Per rank: process set, host, batches per epoch (None: Keras does not know them, as of a generator) and
+            epochs; None: reduces no gradients.
+    """
+    sets: dict[int, dict[str, str]] = {}
+    for rank, own in enumerate(ranks):
+        if own is not None and own[2] is not None:
+            process_set, host, steps, epochs = own
+            words = f"{steps} batches per epoch, {epochs} epochs"
+            sets.setdefault(process_set, {})[f"rank {rank} on {host}"] = words
+    for members in sets.values():
+        if len(set(members.values())) > 1:
+            lines = "\n".join(f"  {rank}: {words}" for rank, words in members.items())
+            raise RingtrainError(
+                f"ranks would wait for each other for ever: they have different numbers of batches\n{lines}\ngive all "
+                "ranks equally many, for example with steps_per_epoch, or dataset.shard(...).batch(..., "
+                "drop_remainder=True).take(the smallest number)"
+            )
 
 
 class MetricAverageCallback(keras.callbacks.Callback):

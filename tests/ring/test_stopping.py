@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -216,3 +217,14 @@ def process_of(folder: Path) -> int:
         if str(folder).encode() in words and b"ringtrain.train" in words:
             return int(command.parent.name)
     raise ProcessLookupError(folder)
+
+
+def test_a_script_whose_ranks_wait_for_different_things_ends_and_names_them():
+    """Rank 0 is done with its epoch and averages metrics, rank 1 has a batch more."""
+    finished = run(2, [sys.executable, HERE / "hanging.py"], 300, env={"RINGTRAIN_STALL_TIMEOUT": "3"})
+    assert finished.returncode == 75, finished.stderr
+    host = socket.gethostname()
+    assert f"rank 0 on {host}: in allreduce ringtrain_metric_average at {HERE}/hanging.py:" in finished.stderr
+    assert "after epoch 1, batch 5" in finished.stderr
+    assert f"rank 1 on {host}: in a TensorFlow graph at {HERE}/hanging.py:" in finished.stderr
+    assert "in epoch 1, batch 6" in finished.stderr

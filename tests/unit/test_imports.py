@@ -55,7 +55,7 @@ MAY_IMPORT = {
     "display": {"config", "schedules", "reports"},
     **{leaf: {"errors", "config"} for leaf in LEAVES},
     "devices": {"errors", "config", "reports"},
-    "hvd": {"errors", "config", "reports", "told", "ring", "mpi", "plain_pickle", ""},
+    "hvd": {"errors", "config", "reports", "told", "ring", "mpi", "plain_pickle", "beats", ""},
     "data": {"errors", "config", "lookup", "reports"},
     "models": {"errors", "config", "lookup"},
     "optimizers": {"config", "schedules"},

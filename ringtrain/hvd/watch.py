@@ -1,0 +1,200 @@
+"""Ends a script of a user's own whose ranks wait for different things, and names what each of them waits for.
+
+Horovod itself only warns. A thread per rank tells rank 0 once a second where the main thread is; training does not wait
+for it. Ranks that compute, read or sleep are left alone: the job ends only where every main thread is inside of a
+collective or a TensorFlow graph, has used no CPU time for the limit, and at least one is in a collective outside of
+graphs that the others are not in. ringtrain's own trainer has the fuller ringtrain/heartbeat.py instead.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import tensorflow as tf
+
+from ringtrain import beats
+from ringtrain.errors import RingtrainError, Stalled
+from ringtrain.hvd import collectives
+from ringtrain.hvd.engine import WITH_HOROVOD, ProcessSet, global_process_set, horovod
+from ringtrain.reports import report_failure
+
+TIMEOUT = "RINGTRAIN_STALL_TIMEOUT"
+"""seconds without progress after which the job ends; 0: never"""
+DEFAULT_TIMEOUT_S = 300.0
+BEAT_S = 1.0
+FRESH_S = 5.0
+"""age of the oldest row that counts"""
+PROGRESS_S = 0.002
+"""CPU time of the main thread between two beats that counts as progress"""
+SPEAKER_FIRST_S = 5.0
+"""delay before the other ranks exit, so that rank 0's report reaches the launcher first"""
+COLLECTIVE_FILE = "horovod/tensorflow/mpi_ops.py"
+GRAPH_FILE = "tensorflow/python/eager/execute.py"
+LIBRARIES = (
+    *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
+    str(Path(__file__).parents[1]),
+    "<",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Where the main thread of one rank is. `collective`: name of the one it waits in, outside of graphs."""
+
+    rank: int
+    host: str
+    step: str = ""
+    line: str = ""
+    collective: str = ""
+    is_in_graph: bool = False
+    idle_s: float = 0.0
+
+    def __str__(self) -> str:
+        where = f"in {self.collective}" if self.collective else "in a TensorFlow graph"
+        step = f", {self.step}" if self.step else ""
+        return f"rank {self.rank} on {self.host}: {where} at {self.line}{step}"
+
+
+def is_deadlock(rows: Collection[Row], size: int, limit_s: float) -> bool:
+    """Returns whether ranks wait for each other in different places.
+
+    Args:
+        rows: Of ranks that were heard of lately.
+        size: Number of all ranks.
+        limit_s: Idle time of every rank, seconds.
+    """
+    if len(rows) < size or any(row.idle_s < limit_s for row in rows):
+        return False
+    names = {row.collective for row in rows}
+    return len(names) > 1 and all(row.collective or row.is_in_graph for row in rows)
+
+
+def place_of(frame: FrameType | None) -> dict[str, Any]:
+    """Returns the fields of a `Row` that a thread's stack tells: line of the user's code, collective, graph."""
+    line = collective = ""
+    is_in_graph = False
+    for inner, number in traceback.walk_stack(frame):
+        file = inner.f_code.co_filename
+        if file.endswith(COLLECTIVE_FILE) and not line:
+            collective = f"{inner.f_code.co_name.strip('_')} {inner.f_locals.get('name') or ''}".strip()
+        is_in_graph = is_in_graph or file.endswith(GRAPH_FILE)
+        if not line and not file.startswith(LIBRARIES):
+            line = f"{file}:{number}"
+    return {"line": line, "collective": collective, "is_in_graph": is_in_graph}
+
+
+class Watch:
+    """The thread of one rank. Making one is a collective: rank 0 tells where it listens.
+
+    Attributes:
+        step: Where training is, in words; "": unknown.
+    """
+
+    def __init__(self) -> None:
+        self.step = ""
+        self.rank, self.size, self.host = horovod.rank(), horovod.size(), socket.gethostname()
+        try:
+            own_limit_s = float(os.environ.get(TIMEOUT) or DEFAULT_TIMEOUT_S)
+        except ValueError:
+            raise RingtrainError(f"{TIMEOUT}: got {os.environ[TIMEOUT]!r}, expected seconds, or 0 for never") from None
+        self._wire = beats.Wire(secrets.token_hex(16), listens=self.rank == 0 and own_limit_s > 0)
+        told = (own_limit_s, self.host, beats.own_addresses(), self._wire.port, self._wire.token)
+        answer = collectives.broadcast_object(told, 0, name="ringtrain_watch")
+        self._limit_s, host, addresses, self._port, self._wire.token = answer
+        self._addresses: Sequence[str] = ["127.0.0.1", *addresses] if host == self.host else addresses
+        self._idle_s = 0.0
+        if self._limit_s > 0:
+            threading.Thread(target=self._run, name="ringtrain-watch", daemon=True).start()
+
+    def _run(self) -> None:
+        main = threading.main_thread().ident or 0
+        clock = time.pthread_getcpuclockid(main)
+        rows: dict[int, tuple[float, Row]] = {}
+        used_s = last_s = 0.0
+        if self.rank and not self._wire.connect(self._addresses, self._port, {}):
+            where = f"{', '.join(self._addresses)}, port {self._port}"
+            print(
+                f"ringtrain: rank {self.rank} on {self.host} cannot connect to rank 0 at {where}: no rank notices when"
+                " this script hangs: check the firewall",
+                file=sys.stderr,
+                flush=True,
+            )
+            return
+        while self.rank == 0 or self._wire.is_connected:
+            now_s, was_used_s, used_s = time.monotonic(), used_s, time.clock_gettime(clock)
+            # Time in which this thread did not run either, as in a suspended job, does not count.
+            passed_s, last_s = min(now_s - last_s, 2 * BEAT_S), now_s
+            self._idle_s = self._idle_s + passed_s if used_s - was_used_s < PROGRESS_S else 0.0
+            place = place_of(sys._current_frames().get(main))
+            row = Row(self.rank, self.host, self.step, idle_s=self._idle_s, **place)
+            for message in self._wire.exchange(asdict(row) if self.rank else {}, BEAT_S):
+                if "end" in message:
+                    time.sleep(SPEAKER_FIRST_S)
+                    self._exit()
+                if message and not self.rank:
+                    rows[message["rank"]] = (time.monotonic(), Row(**message))
+            rows[self.rank] = (time.monotonic(), row)
+            fresh = [row for heard_s, row in rows.values() if time.monotonic() - heard_s < FRESH_S]
+            if not self.rank and is_deadlock(fresh, self.size, self._limit_s):
+                self._end(sorted(fresh, key=lambda row: row.rank))
+
+    def _end(self, rows: Sequence[Row]) -> None:
+        self._wire.exchange({"end": True}, 0.2)
+        places = "\n".join(f"  {row}" for row in rows)
+        error = Stalled(
+            f"ranks have waited for different things for {min(row.idle_s for row in rows):.0f} s\n{places}\nall ranks"
+            " must call the same collectives in the same order: look for different numbers of batches, and for"
+            f" collectives under a condition such as hvd.rank() == 0. {TIMEOUT} sets the seconds, 0 for never"
+        )
+        print(f"ringtrain: {error}", file=sys.stderr, flush=True)
+        report_failure(error, self.rank, exit_code=Stalled.EXIT_CODE, with_traceback=False)
+        time.sleep(0.2)  # what was printed is still on its way through this rank's log
+        self._exit()
+
+    def _exit(self) -> None:
+        sys.stdout.flush()
+        os._exit(Stalled.EXIT_CODE)
+
+
+_watches: list[Watch] = []
+
+
+def begin() -> Watch | None:
+    """Starts this process' watch, once. A collective of all ranks the first time.
+
+    Returns:
+        The watch; None with one rank, in elastic runs, and without Horovod.
+    """
+    if not WITH_HOROVOD or collectives.elastic() or horovod.size() == 1:
+        return None
+    if not _watches:
+        with tf.init_scope():
+            _watches.append(Watch())
+    return _watches[0]
+
+
+def broadcast_variables(
+    variables: Sequence[Any],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
+    device: str = collectives.CPU,
+) -> None:
+    if process_set is global_process_set:
+        begin()  # a loop of the user's own has all ranks together here
+    collectives.broadcast_variables(variables, root_rank, process_set, inplace, device)
+
+
+broadcast_variables.__doc__ = collectives.broadcast_variables.__doc__
