@@ -158,9 +158,9 @@ class DeviceConfig:
     memory_mb: int = 0
     """limit of GPU memory per rank, MB; 0: memory_growth decides"""
     share_gpus: bool = False
-    """let several ranks use one GPU when a host has more ranks than GPUs"""
+    """let several ranks use one GPU when a host has more ranks than GPUs; gradients are then reduced on the CPU"""
     threads: int = 0
-    """CPU threads per rank where there is no GPU; 0: the host's cores divided by its ranks"""
+    """CPU threads per rank; 0: the host's cores divided by its ranks"""
 
 
 @dataclass(frozen=True)

@@ -66,19 +66,20 @@ def plan(
         host: its name, for the message.
 
     Returns:
-        GPU number local_rank; or, without GPUs, a number of threads.
+        GPU number local_rank, or the only one where a launcher shows each rank a GPU of its own; `check_placement`
+        notices when it is the same one. Without GPUs, none. Threads: this rank's share of the cores.
 
     Raises:
         DeviceError: more ranks than GPUs, and sharing was not asked for.
     """
+    share = max(1, host_cores // local_size)
+    num_threads = options.threads or max(1, min(own_cores, share))
     if not gpus:
-        share = max(1, host_cores // local_size)
-        return Pinning(num_threads=options.threads or max(1, min(own_cores, share)))
-    if local_size > len(gpus) and not options.share_gpus:
+        return Pinning(num_threads=num_threads)
+    if local_size > len(gpus) > 1 and not options.share_gpus:
         raise DeviceError(
-            f"{host}: {local_size} ranks, but {len(gpus)} GPU{'s' * (len(gpus) != 1)}: start no more ranks on this host"
-            f" than it has GPUs, or let them share (also where a launcher shows each rank a GPU of its own alone) with"
-            f" --device.share-gpus"
+            f"{host}: {local_size} ranks, but {len(gpus)} GPUs: start no more ranks on this host than it has GPUs, or"
+            f" let them share with --device.share-gpus"
         )
     limited = options.memory_mb > 0 or options.memory_fraction > 0
     return Pinning(
@@ -86,6 +87,7 @@ def plan(
         memory_growth=options.memory_growth and not limited,
         memory_fraction=options.memory_fraction,
         memory_mb=options.memory_mb,
+        num_threads=num_threads,
     )
 
 
@@ -138,9 +140,9 @@ def pin(local_rank: int, local_size: int, options: DeviceConfig, environ: Mappin
 
     try:
         gpus, pinning = tf.config.list_physical_devices("GPU"), decide(local_rank, local_size, options, environ)
+        tf.config.threading.set_intra_op_parallelism_threads(pinning.num_threads)
+        tf.config.threading.set_inter_op_parallelism_threads(pinning.num_threads)
         if pinning.gpu is None:
-            tf.config.threading.set_intra_op_parallelism_threads(pinning.num_threads)
-            tf.config.threading.set_inter_op_parallelism_threads(pinning.num_threads)
             return pinning
         tf.config.set_visible_devices(gpus[pinning.gpu], "GPU")
         _limit_memory(gpus[pinning.gpu], pinning.gpu, pinning)
@@ -148,6 +150,20 @@ def pin(local_rank: int, local_size: int, options: DeviceConfig, environ: Mappin
         tf.config.set_visible_devices([], "GPU")
         raise
     return pinning
+
+
+def missing_gpu(pinning: Pinning, nccl: bool, environ: Mapping[str, str] = os.environ) -> str:
+    """Returns a warning where Horovod is built for GPUs and a rank has none, unless GPUs are hidden; else "".
+
+    Args:
+        nccl: Horovod is built with NCCL.
+    """
+    if pinning.gpu is not None or not nccl or environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return ""
+    return (
+        f"{socket.gethostname()}: Horovod is built for GPUs (NCCL), but TensorFlow finds none: training runs on CPUs."
+        f" Check nvidia-smi and that tensorflow[and-cuda] is installed, or set CUDA_VISIBLE_DEVICES= to hide GPUs"
+    )
 
 
 def spread(towers: int, options: DeviceConfig) -> Pinning:

@@ -279,7 +279,7 @@ def compiled_model(
     with strategy.scope():
         model = named.build_model(data_set.input_shape, data_set.num_classes)
         optimizer = optimizers.build(config, numbers, model)
-    if config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model):
+    if config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model, strategy.device_of_sums):
         raise ConfigError(f"model.sync_batch_norm: {config.model.name} has no BatchNormalization layers: leave it out")
     _check_not_averaged(model, config.model.not_averaged)
     models.seed_by_rank(model, config.seed, hvd.rank())

@@ -74,7 +74,7 @@ def weights_of_one_rank(model: keras.Model) -> list[Any]:
     return [variable for variable in model.weights if id(variable) in made]
 
 
-def synchronize_batch_norm(model: keras.Model) -> int:
+def synchronize_batch_norm(model: keras.Model, device: str = "") -> int:
     """Turns the batch normalization layers of a model, also of models within it, into synchronized ones.
 
     Layers are changed in place, before the model is compiled: weights, names and connections stay, and the model may be
@@ -82,6 +82,7 @@ def synchronize_batch_norm(model: keras.Model) -> int:
 
     Args:
         model: Any Keras model.
+        device: Device to add up the ranks' statistics on; "": that of the layer.
 
     Returns:
         The number of synchronized layers.
@@ -95,6 +96,7 @@ def synchronize_batch_norm(model: keras.Model) -> int:
             # Not layer.__class__ = ...: Keras and TensorFlow would take it for an attribute to track.
             object.__setattr__(layer, "__class__", _synchronized(layer.__class__))
             layer.supports_jit = False
+        object.__setattr__(layer, "device_of_sums", device)
     return len(layers)
 
 
@@ -105,6 +107,8 @@ def batch_norm_layers(model: keras.Model) -> Iterator[Any]:
 
 class _Synchronized(keras.layers.BatchNormalization):
     """Mixed into the class of a batch normalization layer; `_moments` is private, tests/ring holds Keras to it."""
+
+    device_of_sums = ""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -119,7 +123,9 @@ class _Synchronized(keras.layers.BatchNormalization):
         own_count = tf.cast(self._count(inputs, mask), tf.float64)
         squares = own_variance + tf.square(own_mean)
         own_sums = tf.concat([own_count[None], own_count * own_mean, own_count * squares], 0)
-        count, sums, sums_of_squares = tf.split(_sum_over_ranks(own_sums), [1, mean.shape[0], mean.shape[0]])
+        count, sums, sums_of_squares = tf.split(
+            _sum_over_ranks(own_sums, self.device_of_sums), [1, mean.shape[0], mean.shape[0]]
+        )
         whole_mean = tf.math.divide_no_nan(sums, count)
         whole_variance = tf.math.divide_no_nan(sums_of_squares, count) - tf.square(whole_mean)
         return tf.cast(whole_mean, mean.dtype), tf.cast(tf.nn.relu(whole_variance), variance.dtype)
@@ -130,7 +136,7 @@ class _Synchronized(keras.layers.BatchNormalization):
         return tf.size(inputs) / tf.shape(inputs)[self.axis]
 
 
-def _sum_over_ranks(values: Any) -> Any:
+def _sum_over_ranks(values: Any, device: str) -> Any:
     """The sum over the ranks of a vector, and as its gradient the sum of the ranks' gradients.
 
     A rank's gradients are then those of the sum of all ranks' losses, of which a distributed optimizer takes the mean.
@@ -138,12 +144,14 @@ def _sum_over_ranks(values: Any) -> Any:
     """
     name = f"HorovodAllreduce_{unique_in_graph('SyncBatchNormalization')}"
 
+    options = {"op": Sum, "ignore_name_scope": True, "device_dense": device}
+
     @tf.custom_gradient
     def reduced(vector: Any) -> Any:
         def gradient(upstream: Any) -> Any:
-            return horovod.allreduce(upstream, op=Sum, name=f"{name}_gradient", ignore_name_scope=True)
+            return horovod.allreduce(upstream, name=f"{name}_gradient", **options)
 
-        return horovod.allreduce(vector, op=Sum, name=name, ignore_name_scope=True), gradient
+        return horovod.allreduce(vector, name=name, **options), gradient
 
     return reduced(values)
 

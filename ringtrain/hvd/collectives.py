@@ -23,8 +23,11 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 from tensorflow.python.ops import control_flow_v2_func_graphs as func_graphs
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
+from ringtrain.errors import RingtrainError
 from ringtrain.hvd.engine import WITH_HOROVOD, Average, Compression, ProcessSet, global_process_set, horovod
+from ringtrain.hvd.keras_hooks import teach_keras
 from ringtrain.hvd.placement import CPU, check_own_seat
 from ringtrain.reports import report_process, report_uncaught
 
@@ -56,6 +59,7 @@ def init(*args: Any, **kwargs: Any) -> None:
     prepare_environment(os.environ, Path(sys.prefix), len(os.sched_getaffinity(0)), bool(horovod.nccl_built()))
     before = _sockets()
     horovod.init(*args, **kwargs)
+    teach_keras()
     _opened.update(_sockets() - before)
     rank = horovod.rank()
     report_uncaught(lambda: rank)
@@ -119,6 +123,20 @@ def tensor_of(value: Any) -> Any:
     return tf.convert_to_tensor(value)
 
 
+def device_of(value: Any) -> str:
+    """Device of a collective: the CPU for what is on the host (arrays, numbers), "" for TensorFlow to decide."""
+    return "" if tf.is_tensor(value) or isinstance(value, keras.Variable) else CPU
+
+
+def refuse_xla() -> None:
+    """Raises RingtrainError in a function that XLA compiles: it has no kernel for Horovod's collectives."""
+    if not tf.executing_eagerly() and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise RingtrainError(
+            "gradients are reduced over ranks in a function that XLA compiles, which has no kernel for that: "
+            "compile(jit_compile=False), or leave jit_compile out of your own tf.function around it"
+        )
+
+
 def copies_of(variable: Any) -> tuple[Any, ...]:
     """TensorFlow's variables behind a variable: one, or under a strategy of TensorFlow's one per copy of the model."""
     value = tensor_of(variable)
@@ -161,8 +179,11 @@ def allreduce(
             f"hvd.allreduce: got name={name!r}, average={average!r}: the second argument is the name, as in "
             "horovod.tensorflow.keras, and not average, as in horovod.tensorflow: write op=hvd.Sum or op=hvd.Average"
         )
+    device_dense = device_dense or device_of(value)
+    with tf.device(device_dense):
+        tensor = tensor_of(value)
     return horovod.allreduce(
-        tensor_of(value),
+        tensor,
         average=average,
         compression=compression,
         op=op,
@@ -183,7 +204,8 @@ def grouped_allreduce(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> list
 
 def allgather(value: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> tf.Tensor:
     """Concatenates the ranks' values along the first dimension, in the order of ranks."""
-    return horovod.allgather(tensor_of(value), name=name, process_set=process_set)
+    with tf.device(device_of(value)):
+        return horovod.allgather(tensor_of(value), name=name, process_set=process_set)
 
 
 def allgather_object(
@@ -228,7 +250,8 @@ def broadcast(
     value: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tf.Tensor:
     """The value of `root_rank`, on every rank; shapes must agree."""
-    return horovod.broadcast(tensor_of(value), root_rank, name=name, process_set=process_set)
+    with tf.device(device_of(value)):
+        return horovod.broadcast(tensor_of(value), root_rank, name=name, process_set=process_set)
 
 
 def broadcast_(
@@ -299,7 +322,11 @@ def _exchange(sent: NDArray[np.uint8], splits: list[int], name: str) -> NDArray[
 
 
 def broadcast_variables(
-    variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set, inplace: bool = False
+    variables: Sequence[Any],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
+    device: str = CPU,
 ) -> None:
     """Sets Keras or TensorFlow variables of every rank to the values of `root_rank`.
 
@@ -309,6 +336,7 @@ def broadcast_variables(
         variables: As many on every rank, of the same shapes and dtypes.
         root_rank: Rank that sends.
         inplace: Horovod's in-place broadcast, which saves memory and knows floating types only.
+        device: Ringtrain's own. Device to place the broadcast on, unless it is in place.
     """
     values = [tensor_of(variable) for variable in variables]
     if inplace:
@@ -319,9 +347,11 @@ def broadcast_variables(
 
     @tf.function(autograph=False)
     def send() -> list[tf.Tensor]:
-        return [
-            _broadcast_bits(value, root_rank, f"{prefix}_{index}", process_set) for index, value in enumerate(values)
-        ]
+        with tf.device(device):
+            return [
+                _broadcast_bits(value, root_rank, f"{prefix}_{index}", process_set)
+                for index, value in enumerate(values)
+            ]
 
     for variable, value in zip(variables, send(), strict=True):
         variable.assign(value)
@@ -406,6 +436,7 @@ def _taking_keras_variables(tape: tf.GradientTape) -> tf.GradientTape:
     gradient, register = tape.gradient, tape.register_local_source
 
     def gradient_of(target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        refuse_xla()
         flat = [tensor_of(source) for source in tf.nest.flatten(sources)]
         return tf.nest.pack_sequence_as(sources, gradient(target, flat, *args, **kwargs))
 

@@ -1,7 +1,7 @@
-"""Three decisions of Keras that a distributed optimizer has a say in.
+"""Four decisions of Keras that a distributed optimizer has a say in.
 
 Keras asks neither optimizer nor user in these places, so its functions are replaced, once per process, by ones that
-behave the same unless the optimizer is distributed.
+behave the same unless the optimizer is distributed or, for the choice of XLA, Horovod is started.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from typing import Any
 import keras
 from keras.src.trainers import trainer
 
+from ringtrain.hvd.engine import horovod
+
 
 def teach_keras() -> None:
-    """Replaces the three functions, if that has not happened yet."""
+    """Replaces the four functions, if that has not happened yet."""
     if not hasattr(trainer.model_supports_jit, "before_ringtrain"):
         trainer.model_supports_jit = _reducing_without_jit(trainer.model_supports_jit)
+        trainer.Trainer._resolve_auto_jit_compile = _no_jit_by_itself(trainer.Trainer._resolve_auto_jit_compile)
     optimizer_class = keras.optimizers.LossScaleOptimizer
     if not hasattr(optimizer_class.check_finite, "before_ringtrain"):
         optimizer_class.check_finite = _finite_on_all_ranks(optimizer_class.check_finite)
@@ -23,13 +26,24 @@ def teach_keras() -> None:
 
 
 def _reducing_without_jit(model_supports_jit: Any) -> Any:
-    """XLA has no kernel for Horovod's allreduce; `compile` turns XLA on by itself where there is a GPU."""
+    """XLA has no kernel for Horovod's allreduce; `compile(jit_compile=True)` then proceeds without, with a warning."""
 
     def supports_jit(model: Any) -> bool:
-        return not distributed(getattr(model, "optimizer", None)) and model_supports_jit(model)
+        optimizers = [value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)]
+        return not any(map(distributed, optimizers)) and model_supports_jit(model)
 
     supports_jit.before_ringtrain = model_supports_jit  # type: ignore[attr-defined]
     return supports_jit
+
+
+def _no_jit_by_itself(resolve_auto: Any) -> Any:
+    """`compile` turns XLA on where there is a GPU, before it can know that a train_step reduces gradients itself."""
+
+    def without_jit(self: Any) -> bool:
+        return not horovod.is_initialized() and bool(resolve_auto(self))
+
+    without_jit.before_ringtrain = resolve_auto  # type: ignore[attr-defined]
+    return without_jit
 
 
 def _finite_on_all_ranks(check_finite: Any) -> Any:

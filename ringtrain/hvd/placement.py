@@ -72,6 +72,12 @@ def check_placement(device: str = "") -> None:
     told = told or Expected(own.size, source="the launcher")
     if wrong := difference(told, seats):
         raise PlacementError(wrong)
+    without = [f"rank {seat.rank} on {seat.host}" for seat in seats if not seat.device]
+    if horovod.nccl_built() and 0 < len(without) < len(seats):
+        raise PlacementError(
+            f"{', '.join(without)} found no GPU, and others did: NCCL cannot add up gradients of both: give every rank "
+            "a GPU, or hide all of them on every host (CUDA_VISIBLE_DEVICES=)"
+        )
     if len(set(versions)) > 1:
         rows = [(str(seat.rank), seat.host, version) for seat, version in zip(seats, versions, strict=True)]
         lines = table(("rank", "host", "ringtrain"), rows)

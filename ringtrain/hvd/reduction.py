@@ -9,8 +9,9 @@ from typing import Any
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from ringtrain.hvd.collectives import elastic, tensor_of, unique_in_graph
+from ringtrain.hvd.collectives import elastic, refuse_xla, tensor_of, unique_in_graph
 from ringtrain.hvd.engine import Adasum, Average, Compression, Min, ProcessSet, Sum, horovod
+from ringtrain.hvd.placement import CPU
 
 OP_WORDS = {Average: "averaged", Sum: "summed", Adasum: "combined by Adasum"}
 
@@ -95,7 +96,7 @@ class Reduction:
         if self._alone():
             return flag
         name = f"HorovodAllreduce_{unique_in_graph(self.name)}_finite"
-        with tf.device(self.device_dense):
+        with tf.device(CPU):
             lowest = horovod.allreduce(
                 tf.cast(flag, tf.int32), op=Min, name=name, ignore_name_scope=True, process_set=self.process_set
             )
@@ -106,6 +107,8 @@ class Reduction:
         return not elastic() and (self.process_set.size() == 1 or not self.process_set.included())
 
     def _reduce(self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[bool]) -> list[Any]:
+        if not self._alone():
+            refuse_xla()
         prefix = unique_in_graph(self.name)
         if self.share is not None:
             gradients = [g if own else _scaled(g, self.share) for g, own in zip(gradients, local, strict=True)]

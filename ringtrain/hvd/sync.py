@@ -31,6 +31,7 @@ def broadcast_model(
     local_variables: Sequence[Any] = (),
     process_set: ProcessSet = global_process_set,
     optimizer: Any = None,
+    device: str = CPU,
 ) -> None:
     """Gives every rank the weights and the optimizer's state of `root_rank`.
 
@@ -42,6 +43,7 @@ def broadcast_model(
         root_rank: Rank that sends.
         local_variables: Variables that stay each rank's own.
         optimizer: Its optimizer, if it was not compiled into the model.
+        device: Device to place the broadcast on.
 
     Raises:
         OutOfSync: On every rank: optimizers are not of one kind, or not distributed in the same way.
@@ -56,7 +58,7 @@ def broadcast_model(
             optimizer.build(model.trainable_variables)
     local = {id(variable) for variable in local_variables}
     variables = [*model.weights, *(optimizer.variables if optimizer is not None else ())]
-    broadcast_variables([v for v in variables if id(v) not in local], root_rank, process_set)
+    broadcast_variables([v for v in variables if id(v) not in local], root_rank, process_set, device=device)
 
 
 def check_in_sync(model: keras.Model, optimizer: Any = None) -> str:

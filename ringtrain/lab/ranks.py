@@ -15,7 +15,8 @@ def begin(config: Config) -> None:
     """Starts Horovod, and takes this rank's device."""
     hvd.configure(config.hvd)
     hvd.init()
-    devices.pin(hvd.local_rank(), hvd.local_size(), config.device)
+    pinning = devices.pin(hvd.local_rank(), hvd.local_size(), config.device)
+    hvd.check_placement("" if config.device.share_gpus else devices.identity(pinning))
 
 
 @dataclass(frozen=True)

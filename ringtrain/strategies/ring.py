@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,15 @@ class Ring:
         Raises:
             RingtrainError: on every rank: the devices are not as wanted, or the ranks not as many.
         """
-        return hvd.run_together(lambda: devices.pin(hvd.local_rank(), hvd.local_size(), self.config.device))
+        pinning = hvd.run_together(lambda: devices.pin(hvd.local_rank(), hvd.local_size(), self.config.device))
+        if hvd.local_rank() == 0 and (warning := devices.missing_gpu(pinning, bool(hvd.nccl_built()))):
+            print(f"ringtrain: {warning}", file=sys.stderr, flush=True)
+        return pinning
+
+    @property
+    def device_of_sums(self) -> str:
+        """Device that adds up gradients, "": that of the gradients. NCCL refuses two ranks on one GPU."""
+        return "CPU:0" if self.config.device.share_gpus else ""
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Where the model and its optimizer have to be made."""
@@ -66,6 +75,8 @@ class Ring:
             op={"average": hvd.Average, "adasum": hvd.Adasum}[options.op],
             compression=getattr(hvd.Compression, options.compression),
             groups=options.groups or None,
+            device_dense=self.device_of_sums,
+            device_sparse=self.device_of_sums,
             deterministic=options.deterministic or self.config.strategy.name == "mpi-ring",
         )
 

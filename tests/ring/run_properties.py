@@ -11,10 +11,14 @@ import sys
 import traceback
 from pathlib import Path
 
+import tensorflow as tf
+
 import ringtrain.hvd as hvd
 
 
 def main() -> None:
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
     hvd.init()
     output = Path(sys.argv[1]) / str(hvd.rank())
     output.mkdir(parents=True)

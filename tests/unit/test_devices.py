@@ -7,7 +7,7 @@ import ctypes
 import pytest
 
 from ringtrain.config import DeviceConfig
-from ringtrain.devices import Pinning, count_cores, gpu_memory_mb, identity, plan
+from ringtrain.devices import Pinning, count_cores, gpu_memory_mb, identity, missing_gpu, plan
 from ringtrain.errors import DeviceError
 
 
@@ -24,8 +24,27 @@ def test_one_gpu_per_local_rank():
 def test_more_ranks_than_gpus_is_an_error_naming_host_and_counts():
     with pytest.raises(DeviceError, match=r"^host7: 3 ranks, but 2 GPUs: .*--device.share-gpus$"):
         decide(2, 0, 3)
-    with pytest.raises(DeviceError, match=r"^host7: 2 ranks, but 1 GPU: "):
-        decide(1, 1, 2)
+
+
+def test_a_launcher_may_show_each_rank_a_gpu_of_its_own():
+    """As Slurm's --gpus-per-task does; ranks that see the same one are told apart by its UUID, in check_placement."""
+    assert [decide(1, rank, 4).gpu for rank in range(4)] == [0, 0, 0, 0]
+
+
+def test_gpu_ranks_share_the_cores_too():
+    assert decide(4, 1, 4, own_cores=32, host_cores=32).num_threads == 8
+    assert decide(4, 1, 4, own_cores=8, host_cores=64, threads=5).num_threads == 5
+
+
+def test_ranks_of_a_gpu_build_without_a_gpu_are_warned():
+    assert "CUDA_VISIBLE_DEVICES=" in missing_gpu(Pinning(num_threads=1), True, {})
+    assert "CPUs" in missing_gpu(Pinning(num_threads=1), True, {"CUDA_VISIBLE_DEVICES": "0"})
+    for quiet in (
+        missing_gpu(Pinning(num_threads=1), True, {"CUDA_VISIBLE_DEVICES": ""}),
+        missing_gpu(Pinning(num_threads=1), False, {}),
+        missing_gpu(Pinning(gpu=0), True, {}),
+    ):
+        assert quiet == ""
 
 
 def test_gpus_are_shared_evenly_if_asked_for():
@@ -33,10 +52,10 @@ def test_gpus_are_shared_evenly_if_asked_for():
 
 
 def test_memory_grows_unless_it_is_limited():
-    assert decide(1, 0, 1) == Pinning(gpu=0, memory_growth=True)
-    assert decide(1, 0, 1, memory_growth=False) == Pinning(gpu=0, memory_growth=False)
-    assert decide(1, 0, 1, memory_mb=500) == Pinning(gpu=0, memory_growth=False, memory_mb=500)
-    assert decide(1, 0, 1, memory_fraction=0.4) == Pinning(gpu=0, memory_growth=False, memory_fraction=0.4)
+    assert decide(1, 0, 1) == Pinning(gpu=0, memory_growth=True, num_threads=8)
+    assert decide(1, 0, 1, memory_growth=False) == Pinning(gpu=0, num_threads=8)
+    assert decide(1, 0, 1, memory_mb=500) == Pinning(gpu=0, memory_mb=500, num_threads=8)
+    assert decide(1, 0, 1, memory_fraction=0.4) == Pinning(gpu=0, memory_fraction=0.4, num_threads=8)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -16,6 +17,7 @@ import tensorflow as tf
 from only import only
 
 import ringtrain.hvd as hvd
+from ringtrain.errors import RingtrainError
 
 TIGHT = 1e-6
 
@@ -379,6 +381,75 @@ def jit_is_refused_gently():
     other = small.build()
     other.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=True)
     assert other.jit_compile is True
+
+
+class _Gan(keras.Model):
+    """Two networks with optimizers of their own; compile hears of none of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.nets = [small.build(1), small.build(2)]
+
+    def compile(self, *optimizers, **options):
+        super().compile(**options)
+        self.net_optimizers = optimizers
+
+    def train_step(self, data):
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        for net, optimizer in zip(self.nets, self.net_optimizers, strict=True):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(net(x) - y))
+            optimizer.apply(tape.gradient(loss, net.trainable_variables), net.trainable_variables)
+        return {"loss": loss}
+
+
+class _Taped(keras.Model):
+    """A plain optimizer whose gradients Horovod's tape reduces."""
+
+    def __init__(self):
+        super().__init__()
+        self.nets = [small.build(1)]
+
+    def train_step(self, data):
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+            loss = tf.reduce_mean(tf.square(self.nets[0](x) - y))
+        variables = self.nets[0].trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+def train_steps_that_reduce_go_without_xla_on_a_gpu():
+    """Keras' compile turns XLA on where a GPU is listed, and does not know what a train_step does."""
+    with _listed_gpu():
+        plain = small.build()
+        plain.compile("sgd", "mse", jit_compile="auto")
+        assert plain._resolve_auto_jit_compile.__func__.before_ringtrain(plain), "Keras would have used XLA"
+        assert not plain.jit_compile
+        for model, optimizers in (
+            (_Gan(), [hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)) for _ in range(2)]),
+            (_Taped(), [keras.optimizers.SGD(0.1)]),
+        ):
+            model.compile(*optimizers)
+            for x, y in small.shares(2):
+                model.train_on_batch(x, y)
+            for seed, net in enumerate(model.nets, 1):
+                _close(net, small.train(small.build(seed), keras.optimizers.SGD(0.1), small.global_batches(2)))
+            model.compile(*optimizers, jit_compile=True)
+            x, y = small.shares(1)[0]
+            message = small.raised(RingtrainError, lambda model=model, x=x, y=y: model.train_on_batch(x, y))
+            assert "jit_compile=False" in message
+
+
+@contextlib.contextmanager
+def _listed_gpu():
+    listed = tf.config.list_physical_devices
+    gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
+    tf.config.list_physical_devices = lambda kind=None: [*listed(kind), *([gpu] if kind in (None, "GPU") else [])]
+    try:
+        yield
+    finally:
+        tf.config.list_physical_devices = listed
 
 
 def wrong_use_is_refused():

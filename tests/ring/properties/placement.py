@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 
+import keras
+import numpy as np
 import small
+import tensorflow as tf
+from tensorflow.python.framework import op_callbacks
 
 import ringtrain.hvd as hvd
+from ringtrain import strategies
+from ringtrain.config import Config, DeviceConfig
 from ringtrain.errors import PlacementError
 from ringtrain.reports import PLAN, Expected
 
@@ -22,6 +29,56 @@ def two_ranks_on_one_gpu_are_named_on_every_rank():
     message = small.raised(PlacementError, lambda: hvd.check_placement("GPU-0"))
     assert "GPU-0, which rank 0 has" in message
     assert "--device.share-gpus" in message
+
+
+def small_collectives_are_on_the_cpu():
+    """Where the second CPU device stands for a GPU, on which Horovod would hand them to NCCL."""
+    with tf.device("CPU:1"):
+        model = small.build(layers=(keras.layers.BatchNormalization(dtype="float64"),))
+        small.train(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), small.shares(2))
+        with _placed() as placed:
+            hvd.check_placement()
+            hvd.broadcast_model(model)
+            hvd.run_together(lambda: None)
+            hvd.broadcast_object("any")
+            hvd.average_moving_statistics(model)
+            hvd.check_in_sync(model)
+            hvd.allreduce([1.0])
+            hvd.allgather(np.ones(2))
+            hvd.broadcast(3, 0)
+            hvd.callbacks.MetricAverageCallback().on_epoch_end(0, {})
+            model.optimizer.reduction.true_on_all_ranks(tf.constant(True))
+            hvd.elastic.TensorFlowState([tf.Variable([1.0])]).check_host_updates()
+    assert len(placed) > 10
+    assert not [each for each in placed if not each[1].endswith("CPU:0")], placed
+
+
+def shared_gpus_reduce_on_the_cpu():
+    """NCCL refuses two ranks on one GPU. Others reduce where their gradients are."""
+    for share_gpus, expected in ((True, "CPU:0"), (False, "CPU:1")):
+        strategy = strategies.make(Config(device=DeviceConfig(share_gpus=share_gpus)))
+        with tf.device("CPU:1"), _placed() as placed:
+            model = small.build(layers=(keras.layers.BatchNormalization(dtype="float64"),))
+            hvd.synchronize_batch_norm(model, strategy.device_of_sums)
+            small.train(model, strategy.distribute(keras.optimizers.SGD(0.1)), small.shares(1), run_eagerly=True)
+        assert len(placed) >= 8
+        assert not [each for each in placed if not each[1].endswith(expected)], placed
+
+
+@contextlib.contextmanager
+def _placed():
+    """Notes the kind and device of all of Horovod's operations in a block."""
+    placed = []
+
+    def note(op_type, inputs, attrs, outputs, op_name=None, graph=None):
+        if "Horovod" in str(op_type):
+            placed.extend((str(op_type), output.device) for output in outputs)
+
+    op_callbacks.add_op_callback(note)
+    try:
+        yield placed
+    finally:
+        op_callbacks.remove_op_callback(note)
 
 
 def ranks_that_are_elsewhere_are_named_on_every_rank():
