@@ -6,6 +6,7 @@ horovodrun -np 2 -H localhost:2 python -m ringtrain.train --config configs/digit
 
 from __future__ import annotations
 
+import functools
 import socket
 import sys
 import time
@@ -112,6 +113,8 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
     hvd.run_together(tracking.check_packages)
     config = config if crew else resume.same_global_batch(config, attempt, size)
     config = resume.started_again(config, attempt)
+    for is_first in (rank == 0, hvd.local_rank() == 0):  # hosts may have the data on disks of their own
+        hvd.run_together(functools.partial(data.prepare, config.data, is_first))
     data_set = hvd.run_together(named.read_data)
     numbers = hvd.run_together(lambda: derive(config, size * strategy.copies, len(data_set.train), len(data_set.test)))
     pieces.refuse_differences(hvd.allgather_object((config, numbers), name="ringtrain_numbers"))

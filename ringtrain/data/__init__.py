@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from ringtrain.config import DataConfig
 from ringtrain.data.pipeline import dealt_batches, evaluation_batches, training_batches
@@ -10,6 +11,7 @@ from ringtrain.data.sampled import checksums
 from ringtrain.data.samples import DataSet, Samples, Split, checked
 from ringtrain.data.shard import evaluation_shard, part_of, training_shard
 from ringtrain.data.sources import DATASETS
+from ringtrain.data.tfrecords import write_index
 from ringtrain.errors import DataError
 from ringtrain.lookup import find
 
@@ -23,10 +25,22 @@ __all__ = [
     "evaluation_batches",
     "evaluation_shard",
     "part_of",
+    "prepare",
     "source",
     "training_batches",
     "training_shard",
 ]
+
+
+def prepare(config: DataConfig, is_first: bool = True) -> None:
+    """Leaves beside the data what spares other ranks and later starts work: an index of TFRecords.
+
+    Args:
+        config: Names the data.
+        is_first: This rank does it; the others wait for it.
+    """
+    if is_first and config.name == "imagenet-tfrecords" and config.dir:
+        write_index(Path(config.dir))
 
 
 def source(config: DataConfig) -> Callable[[], DataSet]:

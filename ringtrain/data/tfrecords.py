@@ -2,15 +2,19 @@
 
 A record is its length (uint64), a checksum of that, the bytes, a checksum of those:
 https://www.tensorflow.org/tutorials/load_data/tfrecord. The files are walked once, from length to length, to know
-where each record begins; from then on any record can be read without those before it.
+where each record begins; from then on any record can be read without those before it. An index beside the files keeps
+that for other ranks and later starts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
+import socket
 import struct
+import zipfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +29,7 @@ from ringtrain.data.folder import DEFAULT_SIZE
 from ringtrain.data.images import Images, Unreadable
 from ringtrain.data.samples import DataSet
 from ringtrain.errors import DataError
+from ringtrain.json_text import INVALID
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -34,6 +39,8 @@ IMAGENET_CLASSES = 1000
 FIRST_LABEL = 1
 HEADER, FOOTER = 12, 4
 NUM_READERS = 16
+SPLITS = ("train", "validation")
+INDEX = "{}.ringtrain-index.npz"
 
 
 def imagenet_tfrecords(config: DataConfig) -> DataSet:
@@ -53,13 +60,59 @@ def imagenet_tfrecords(config: DataConfig) -> DataSet:
     def split(stem: str, augment: bool) -> Images:
         unreadable = Unreadable(config.on_error == "skip")
         paths = shards(folder, stem)
-        with ThreadPoolExecutor(NUM_READERS) as readers:
-            starts = list(readers.map(functools.partial(record_starts, unreadable=unreadable), paths))
+        starts = _indexed(folder, stem, paths)
+        if starts is None:
+            starts = _walked(paths, unreadable)
         if not any(map(len, starts)):
             raise DataError(f"{folder}: no record in any file {stem}-*")
         return _split(paths, starts, num_classes, size, augment, unreadable)
 
     return DataSet(split("train", config.augment), split("validation", False), num_classes, (size, size, 3))
+
+
+def write_index(folder: Path) -> None:
+    """Keeps where records begin, in a file for each split; leaves alone what is up to date, broken or read-only.
+
+    Args:
+        folder: of the records.
+    """
+    for stem in SPLITS:
+        # What is wrong with the files is said by those who read them.
+        with contextlib.suppress(DataError, OSError):
+            paths = shards(folder, stem)
+            if _indexed(folder, stem, paths) is not None:
+                continue
+            files = _state(paths)
+            starts = _walked(paths, Unreadable(skip=False))
+            unfinished = folder / f".{INDEX.format(stem)}-{socket.gethostname()}-{os.getpid()}"
+            try:
+                with unfinished.open("wb") as file:
+                    np.savez(file, files=files, lengths=[len(one) for one in starts], starts=np.concatenate(starts))
+                unfinished.replace(folder / INDEX.format(stem))
+            finally:
+                unfinished.unlink(missing_ok=True)
+
+
+def _indexed(folder: Path, stem: str, paths: Sequence[Path]) -> list[NDArray[np.int64]] | None:
+    """Where the records of each file begin, by the index; None: there is none for these files as they are now."""
+    with contextlib.suppress(OSError, EOFError, zipfile.BadZipFile, *INVALID):  # missing, or damaged
+        with np.load(folder / INDEX.format(stem)) as index:
+            files, lengths, starts = (index[name] for name in ("files", "lengths", "starts"))
+        fits = starts.dtype == np.int64 and len(lengths) == len(paths) and lengths.sum() == len(starts)
+        if fits and np.array_equal(files, _state(paths)):
+            return list(np.split(starts, np.cumsum(lengths)[:-1]))
+    return None
+
+
+def _state(paths: Sequence[Path]) -> NDArray[np.int64]:
+    """Size and time of change of each file: int64 [files, 2]."""
+    states = [path.stat() for path in paths]
+    return np.array([(state.st_size, state.st_mtime_ns) for state in states], np.int64)
+
+
+def _walked(paths: Sequence[Path], unreadable: Unreadable) -> list[NDArray[np.int64]]:
+    with ThreadPoolExecutor(NUM_READERS) as readers:
+        return list(readers.map(functools.partial(record_starts, unreadable=unreadable), paths))
 
 
 def shards(folder: Path, stem: str) -> list[Path]:

@@ -273,6 +273,55 @@ def test_one_thread_is_enough_to_find_out(photographs, monkeypatch):
         train_all(load(photographs, "imagenet-tfrecords"))
 
 
+def numbers_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """How often a load looks into the files for a record's length, and how many records it finds."""
+    looks = []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", lambda *args, real=os.pread: looks.append(args) or real(*args))
+        data_set = load(root, "imagenet-tfrecords", augment=False)
+    train_all(data_set)
+    return len(looks), len(data_set.train) + len(data_set.test)
+
+
+def test_with_an_index_no_rank_walks_through_the_records(photographs, monkeypatch):
+    folder = photographs / "imagenet-tfrecords"
+    assert numbers_read(photographs, monkeypatch) == (16, 16)
+    for _ in range(2):
+        data.prepare(DataConfig(name="imagenet-tfrecords", dir=str(folder)))
+        assert numbers_read(photographs, monkeypatch) == (0, 16)
+    assert sorted(path.name for path in folder.glob("*index*")) == [
+        "train.ringtrain-index.npz",
+        "validation.ringtrain-index.npz",
+    ]
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"PK\x03\x04", None])
+def test_a_damaged_index_or_one_of_other_files_is_not_believed(photographs, content, monkeypatch):
+    folder = photographs / "imagenet-tfrecords"
+    data.prepare(config := DataConfig(name="imagenet-tfrecords", dir=str(folder)))
+    index = folder / "train.ringtrain-index.npz"
+    if content is None:
+        whole = index.read_bytes()
+        index.write_bytes(whole[: len(whole) // 2])
+    else:
+        index.write_bytes(content)
+    assert numbers_read(photographs, monkeypatch) == (12, 16)
+    data.prepare(config)
+    assert numbers_read(photographs, monkeypatch) == (0, 16)
+    os.utime(folder / "train-00001-of-00002", (1, 1))
+    assert numbers_read(photographs, monkeypatch) == (12, 16)
+
+
+def test_an_index_that_cannot_be_written_and_broken_records_are_left_to_the_readers(photographs, monkeypatch):
+    folder = photographs / "imagenet-tfrecords"
+    (folder / "train.ringtrain-index.npz").mkdir()
+    cut(folder / "validation-00000-of-00001", 100)
+    data.prepare(DataConfig(name="imagenet-tfrecords", dir=str(folder)))
+    with pytest.raises(DataError, match="the file ends within it"):
+        load(photographs, "imagenet-tfrecords")
+    assert not list(folder.glob("validation.*")) and not list(folder.glob(".*"))
+
+
 def first_shard(root: Path) -> Path:
     return root / "imagenet-tfrecords" / "train-00000-of-00002"
 
