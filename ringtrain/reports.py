@@ -406,6 +406,49 @@ class Attempt:
 # ---- what the launcher reads --------------------------------------------------------------------------------------
 
 
+class Lines:
+    """Divides what processes write into lines. A progress bar's carriage return ends one as well; each keeps its end.
+
+    Args:
+        mark: of lines that are for a program: text that may be the beginning of one is given out with its end only.
+    """
+
+    WAIT_S = 0.2
+    """after which unfinished text is given out as it is"""
+    MAX_BYTES = 65536
+    """of unfinished text"""
+
+    def __init__(self, mark: bytes) -> None:
+        self.unfinished = b""
+        self._beginnings = tuple(mark[:length] for length in range(1, len(mark) + 1))
+        self._since_s = 0.0
+
+    def add(self, data: bytes) -> list[bytes]:
+        """The lines that this completes."""
+        lines = (self.unfinished + data).splitlines(keepends=True)
+        if len(lines) != 1 or not self.unfinished:
+            self._since_s = time.monotonic()
+        self.unfinished = lines.pop() if lines and not lines[-1].endswith((b"\n", b"\r")) else b""
+        return lines
+
+    def late(self) -> list[bytes]:
+        """Unfinished text that has waited long enough, or is too long to wait."""
+        text = self.unfinished
+        if len(text) < self.MAX_BYTES and (
+            not text
+            or time.monotonic() < self._since_s + self.WAIT_S
+            or self._beginnings[-1] in text
+            or text.endswith(self._beginnings)
+        ):
+            return []
+        return self.rest()
+
+    def rest(self) -> list[bytes]:
+        """Unfinished text, if there is any; after the end."""
+        text, self.unfinished = self.unfinished, b""
+        return [text] if text else []
+
+
 class Reader:
     """Takes the reports of one job out of what its ranks write.
 

@@ -7,10 +7,13 @@ import contextlib
 import io
 import os
 import re
+import select
 import signal
 import sys
 from pathlib import Path
 from typing import IO
+
+from ringtrain.reports import Lines
 
 MARK = b"\0ringtrain:"  # between what was written and what the watcher shall do
 END = b"end\n"
@@ -98,15 +101,22 @@ def _pass_on(source: int) -> None:
     os.dup2(nothing, 1)
     log: IO[bytes] = io.BytesIO()  # until there is a file
     shown = True
-    with open(source, "rb") as lines:
-        for line in lines:
+    lines, is_open = Lines(MARK), True
+    while is_open:
+        if select.select([source], [], [], Lines.WAIT_S if lines.unfinished else None)[0]:
+            data = os.read(source, 65536)
+            is_open = bool(data)
+            found = lines.add(data) if data else lines.rest()
+        else:
+            found = []
+        for line in [*found, *lines.late()]:
             text, _, command = line.partition(MARK)
             if text and shown and not CHATTER.match(text):
                 os.write(2, text)
             with contextlib.suppress(OSError):  # a full disk must not silence the terminal
                 log.write(text)
             if command == END:
-                break
+                return
             if command == LOG_ONLY:
                 shown = False
             elif command and isinstance(log, io.BytesIO):

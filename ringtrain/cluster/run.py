@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import resource
 import selectors
 import shlex
@@ -31,7 +32,7 @@ from ringtrain.cluster.environment import withheld
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.job import Job, Plan
 from ringtrain.errors import LaunchError, PlacementError
-from ringtrain.reports import JOB, OWN_RANK, PLAN, STARTER, Expected, Reader, Seat, difference
+from ringtrain.reports import JOB, MARK, OWN_RANK, PLAN, STARTER, Expected, Lines, Reader, Seat, difference
 
 TICK_S = 0.1
 SETTLE_S = 0.5  # after a rank in the wrong place: so that the others are in the table as well
@@ -40,6 +41,8 @@ LOST_S = 30.0
 CONNECTING = 32  # ssh at a time
 ENDING = (signal.SIGTERM, signal.SIGHUP)  # whoever sends one of these will not come back to send another
 SIGNALS = (signal.SIGINT, signal.SIGUSR1, *ENDING)
+# With its launcher's tag, to the end of the line; before it another rank may have written, and not ended its line.
+REPORT = re.compile(rb"(?:\[[^][<>]*\d\](?:<stderr>:? ?| )|\d+: )?%b:.*" % MARK.encode(), re.DOTALL)
 PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 
@@ -319,7 +322,8 @@ class Watch:
         self._keepers: list[Keeper] = []
         self._selector = selectors.DefaultSelector()
         self._process: subprocess.Popen[bytes] | None = None
-        self._unfinished = b""
+        self._lines = Lines(MARK.encode())
+        self._line_is_open = False
         self._num_seats, self._wrong_since = 0, 0.0
         self._before: dict[int, Any] = {}
         self._over = threading.Event()
@@ -506,6 +510,7 @@ class Watch:
         name = signal.Signals(number).name
         limited = number in ENDING
         then = f"killed in {self.terms.grace_s:g} s (--grace)" if limited else "once more ends them at once"
+        self._end_line()
         say(f"{name}: ranks may save and end; {then}")
         # A terminal that closes is no reason for ranks to end differently than at SIGTERM.
         passed = int(signal.SIGTERM if limited else number)
@@ -555,9 +560,10 @@ class Watch:
                 if key.data is not None:
                     key.data.closed = True
             elif key.data is None:
-                self._take(data)
+                self._take(self._lines.add(data))
             else:
                 self._hear(key.data, data)
+        self._take(self._lines.late())
 
     def _hear(self, speaker: Keeper, data: bytes) -> None:
         for line in data.decode(errors="replace").splitlines():
@@ -573,14 +579,16 @@ class Watch:
             if line.startswith(f"{keeper.SAYS}memory"):
                 self.out_of_memory.add(speaker.host)
 
-    def _take(self, data: bytes) -> None:
-        """Passes on what is no report, line by line."""
-        *lines, self._unfinished = (self._unfinished + data).split(b"\n")
+    def _take(self, lines: Sequence[bytes]) -> None:
+        """Passes on what is no report."""
         for raw in lines:
-            line = raw.decode(errors="replace")
-            if self.reports.take(line):
+            if self.reports.take(raw.decode(errors="replace")) and not (raw := REPORT.sub(b"", raw)):
                 continue
-            write(raw + b"\n")
+            line = raw.decode(errors="replace").removesuffix("\n")
+            write(raw)
+            self._line_is_open = not raw.endswith(b"\n")
+            if raw.endswith(b"\r"):
+                continue  # of a progress bar: the next text overwrites it
             tagged = verdict.rank_of(line)
             if tagged is None:
                 self.said_by_launcher.append(line)
@@ -592,8 +600,15 @@ class Watch:
         stream: Any = self._process and self._process.stderr
         with contextlib.suppress(OSError):
             while data := os.read(stream.fileno(), 65536):
-                self._take(data)
-        self._take(b"\n" * bool(self._unfinished))
+                self._take(self._lines.add(data))
+        self._take(self._lines.rest())
+        self._end_line()
+
+    def _end_line(self) -> None:
+        """Lets the launcher's own next line begin at the left, also after a progress bar."""
+        if self._line_is_open:
+            write(b"\n")
+        self._line_is_open = False
 
     # ---- the end --------------------------------------------------------------------------------------------------
 

@@ -254,8 +254,11 @@ def test_the_second_signal_ends_at_once(launch) -> None:
 
 
 def test_after_sigterm_ranks_that_do_not_end_are_ended(launch) -> None:
-    started = launch(*ringtrain("--grace", "1", "--", *shell(DEAF)))
+    started = launch(*ringtrain("--grace", "1", "--", *shell(f"printf loading >&2; {DEAF}")))
     started.wait_for_ranks()
+    shown = b""
+    while shown.count(b"loading") < 2:  # not only when the line ends, or the rank
+        shown += os.read(started.process.stderr.fileno(), 4096)
     started.process.send_signal(signal.SIGTERM)
     code, stderr = started.end()
     assert code == 128 + signal.SIGTERM

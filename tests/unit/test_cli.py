@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import selectors
 import shutil
 import socket
 import subprocess
@@ -16,8 +17,10 @@ import pytest
 
 from ringtrain import cli
 from ringtrain.cluster import keeper, openmpi, run
-from ringtrain.cluster.job import Plan
+from ringtrain.cluster.hosts import Host
+from ringtrain.cluster.job import Job, Plan
 from ringtrain.errors import LaunchError
+from ringtrain.reports import Lines
 
 ROOT = Path(__file__).parents[2]
 OPEN_MPI_4 = "mpirun (Open MPI) 4.1.8"
@@ -298,6 +301,31 @@ def test_files_of_a_launch_are_this_users_alone_and_go_again(tmp_path: Path) -> 
     own.chmod(0o777)
     with pytest.raises(LaunchError, match="others may write there"):
         run.write_files(plan, str(own))
+
+
+def test_a_progress_bar_is_shown_while_it_is_written_and_never_half_a_report(capfd) -> None:
+    watch = run.Watch("job", Job(("true",), 1, (Host("localhost"),)), run.Terms())
+    source, sink = os.pipe()
+    watch._selector.register(source, selectors.EVENT_READ, None)
+    for step in range(5000):
+        os.write(sink, b"\r%d of 5000" % step)
+    os.write(sink, b"\n[1,0]<stderr>:last words")
+    shown = ""
+    while not shown.endswith("last words"):
+        watch._poll()
+        shown += capfd.readouterr().err
+    assert shown.count("of 5000") == 5000
+    assert [*watch.tails[0]] == ["last words"], "what a bar overwrites is nobody's last words"
+    os.write(sink, b"\n[1,1]<stderr>:loading[1,0]<stderr>:ringtrain-report:job:sea")
+    before = time.monotonic()
+    while time.monotonic() < before + 2 * Lines.WAIT_S:
+        watch._poll()
+    os.write(sink, b"t:0:1:0:77:host1\n")
+    os.close(sink)
+    while not watch.reports.seats:
+        watch._poll()
+    assert capfd.readouterr().err == "\n[1,1]<stderr>:loading"
+    os.close(source)
 
 
 @pytest.mark.parametrize("words", [keeper.ssh(10), ["ssh", *openmpi.SSH_OPTIONS]], ids=["keeper", "MPI"])

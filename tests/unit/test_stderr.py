@@ -77,6 +77,18 @@ def test_the_log_keeps_everything_from_the_start(tmp_path):
     assert log.read_bytes() == b"rank 0\n" + NOISE[1] + b"before\nafter"
 
 
+def test_progress_without_line_ends_is_shown_and_logged_while_it_goes_on(tmp_path):
+    log = tmp_path / "rank-0.log"
+    body = (
+        f"from pathlib import Path\nstderr.log_to(Path({str(log)!r}), 'rank 0')\n"
+        "os.write(2, b'50 %\\r' + b'100 %')\n"
+        f"while not Path({str(log)!r}).read_bytes().endswith(b'100 %'): pass\n"
+        "os.write(2, b'\\0ringtrain:log only\\nnot shown\\n')"
+    )
+    assert watched(body) == (0, "50 %\n100 %"), "as text, in which a carriage return ends a line too"
+    assert log.read_bytes().endswith(b"50 %\r100 %not shown\n")
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"])
 def test_a_signal_to_all_processes_of_a_rank_does_not_silence_one_that_goes_on(name):
     heard = f"signal.signal(signal.{name}, lambda *_: None); os.killpg(0, signal.{name})"
