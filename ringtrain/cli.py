@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 LAUNCHERS = ("mpirun", "horovodrun", "horovodrun-gloo", "srun", "sbatch", "mpijob", "spark")
 PROGRAMS = {"mpirun": "mpirun", "horovodrun": "horovodrun", "horovodrun-gloo": "horovodrun", "srun": "srun"}
+OVER_SSH = ("mpirun", "horovodrun", "horovodrun-gloo")
 HANDED_OVER = ("sbatch", "mpijob")
 """launchers that give the job to a scheduler and do not stay with it"""
 VERSION_TIMEOUT_S = 20.0
@@ -195,7 +196,7 @@ def parser() -> argparse.ArgumentParser:
 
 def launch(options: argparse.Namespace) -> int:
     """Runs a job, or shows how it would be run."""
-    from ringtrain.cluster import restart, run
+    from ringtrain.cluster import keeper, restart, run
     from ringtrain.cluster.hosts import take
 
     if not options.command:
@@ -213,9 +214,14 @@ def launch(options: argparse.Namespace) -> int:
     num_ranks = sum(host.slots for host in found) if options.np is None else options.np
     planner, dialect = planner_of(options)
 
+    here = keeper.here(host.name for host in found) if options.launcher in OVER_SSH else frozenset()
+
     def job_on(hosts: Sequence[Host], ranks: int) -> Job:
         used = take(hosts, ranks, options.oversubscribe)
-        return job_of(options, launching_host_first(used) if dialect == "openmpi4" else used, ranks)
+        if dialect == "openmpi4":  # which fills the launching host first, wherever it was named
+            first = next((host for host in used if host.name in here), used[0])
+            used = (first, *(host for host in used if host != first))
+        return job_of(options, used, ranks, here)
 
     policy = policy_of(options, num_ranks)
     job = job_on(found, num_ranks)
@@ -241,7 +247,7 @@ def launch(options: argparse.Namespace) -> int:
         start_timeout_s += SPARK_START_S
     else:
         run.find(PROGRAMS[options.launcher])
-    over_ssh = options.launcher not in ("srun", "spark")
+    over_ssh = options.launcher in OVER_SSH
     terms = run.Terms(
         launcher=options.launcher, start_timeout_s=start_timeout_s, grace_s=options.grace, over_ssh=over_ssh
     )
@@ -296,7 +302,7 @@ def launch_elastic(options: argparse.Namespace) -> int:
     shown = options.explain or options.dry_run
 
     def job_on(hosts: Sequence[Host], ranks: int) -> Job:
-        return job_of(options, take(hosts, ranks), ranks)
+        return job_of(options, take(hosts, ranks), ranks, frozenset())  # looked up as hosts come
 
     def planner(job: Job) -> Plan:
         return horovodrun.elastic(
@@ -485,13 +491,14 @@ def spark_slots(options: argparse.Namespace) -> int:
     return slots
 
 
-def job_of(options: argparse.Namespace, used: tuple[Host, ...], num_ranks: int) -> Job:
+def job_of(options: argparse.Namespace, used: tuple[Host, ...], num_ranks: int, here: frozenset[str]) -> Job:
     """What the command line asks for.
 
     Args:
         options: of launch.
         used: hosts with as many slots as they get ranks.
         num_ranks: in all.
+        here: names that mean this machine.
     """
     from ringtrain.cluster.job import Job
 
@@ -515,18 +522,11 @@ def job_of(options: argparse.Namespace, used: tuple[Host, ...], num_ranks: int) 
         output=str(Path(options.output).absolute()) if options.output else "",
         num_servers=options.ps or 0,
         timeline=str(Path(options.timeline).absolute()) if options.timeline else "",
+        here=here,
         allow_root=os.geteuid() == 0,
         files_folder=os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/ringtrain-{os.geteuid()}",
         yield_when_idle=full if wanted is None else wanted == "1",
     )
-
-
-def launching_host_first(hosts: tuple[Host, ...]) -> tuple[Host, ...]:
-    """Hosts in the order in which Open MPI 4 fills them: this one first, wherever it was named."""
-    from ringtrain.cluster.keeper import is_here
-
-    here = next((host for host in hosts[1:] if is_here(host.name)), None) if len(hosts) > 1 else None
-    return hosts if here is None or is_here(hosts[0].name) else (here, *(host for host in hosts if host != here))
 
 
 def planner_of(options: argparse.Namespace) -> tuple[Callable[[Job], Plan], str]:

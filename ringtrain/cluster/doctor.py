@@ -110,12 +110,13 @@ def examine(hosts: Sequence[Host], options: Options, environ: Mapping[str, str] 
         "code": os.path.abspath(options.code),
         "names": [host.name for host in wanted] if len(wanted) > 1 else [],
     }
+    own_names = keeper.here(host.name for host in wanted)
     trace = Trace(len(wanted))
     with ThreadPoolExecutor(min(options.num_connections, len(wanted) + 1)) as pool:
-        elsewhere = not any(is_here(host.name) for host in wanted)
+        elsewhere = not own_names
         alone = pool.submit(visit, Host("localhost"), question, options, Trace(0)) if elsewhere else None
         probes = tuple(pool.map(lambda host: visit(host, question, options, trace), wanted))
-    at_home = alone.result() if alone else next(probe for probe in probes if is_here(probe.host.name))
+    at_home = alone.result() if alone else next(probe for probe in probes if probe.host.name in own_names)
     # What the others are compared with; where this machine does not answer in time, the first that does.
     here = at_home.facts or next((probe.facts for probe in probes if probe.facts), {})
     if not hosts and at_home.facts:
@@ -328,9 +329,8 @@ def measure(
         options: with the time that a host has to start in.
         environ: of the launching process.
     """
-    names = sorted(
-        names, key=lambda name: not is_here(name)
-    )  # as Open MPI 4 places ranks, in whatever order it is told
+    own_names = keeper.here(names)
+    names = sorted(names, key=lambda name: name not in own_names)  # as Open MPI 4 places ranks, whatever it is told
     seconds = min(0.5, 20 / len(names))  # for each link
     limit_s = 3 * options.timeout_s + 2 * len(names)
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as said:

@@ -84,6 +84,7 @@ class ElasticWatch(Watch):
         self.guests: dict[str, Guest] = {}
         self.complaint = ""
         self._listed: tuple[Host, ...] | None = None
+        self._looked_up: set[str] = set()
         self._published: Path | None = None
         self._text = ""
         self._asking = threading.Thread(target=self._ask, daemon=True)
@@ -95,7 +96,11 @@ class ElasticWatch(Watch):
     def _ask(self) -> None:
         while not self._over.wait(ASK_S if self._listed is not None else 0):
             try:
-                self._listed, self.complaint = self.discover(), ""
+                listed = self.discover()
+                new = {host.name for host in listed} - self._looked_up
+                self.here |= keeper.here(new)
+                self._looked_up |= new
+                self._listed, self.complaint = listed, ""
             except LaunchError as error:
                 if not self.complaint:
                     say(f"{error}; the hosts stay as they are")
@@ -145,7 +150,7 @@ class ElasticWatch(Watch):
             guest = self.guests.setdefault(host.name, Guest(host))
             guest.host = host
             if guest.keeper is None and now >= guest.ask_again_s:
-                here = self._keepers[0] if keeper.is_here(host.name) else None
+                here = self._keepers[0] if host.name in self.here else None
                 guest.keeper = here or self._start_keeper(host.name, look=True)
         for guest in self._present():
             if guest.keeper and guest.keeper.ready and not guest.published_s and self._is_alike(guest):

@@ -58,6 +58,8 @@ class Job:
     """file for the timelines of all ranks; empty: none"""
     yield_when_idle: bool = False
     """MPI gives the processor away while it waits: for hosts whose ranks fill their cores"""
+    here: frozenset[str] | None = None
+    """names of its hosts that mean the launching machine; None: to be looked up"""
     allow_root: bool = False
     """the launching user is root, which Open MPI refuses to be without being told"""
     files_folder: str = "/tmp"

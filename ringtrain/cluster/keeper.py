@@ -7,11 +7,15 @@ kills every process that has the job's id in its environment, whoever started it
 from __future__ import annotations
 
 import base64
+import contextlib
 import ipaddress
 import os
+import queue
 import shlex
 import signal
 import socket
+import threading
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +30,8 @@ PATIENCE_S = 2
 """for launchers whose ranks have been killed to end by themselves and remove their files"""
 ALIVE_S, ALIVE_COUNT = 3, 5
 """ssh asks a silent host every so many seconds, and gives up after so many questions"""
+LOOK_UP_S, MAX_LOOKING_UP = 10.0, 256
+"""for all names of hosts to be looked up, so many at a time"""
 OWN_CONNECTION = {"ControlMaster": "no", "ControlPath": "none", "ClearAllForwardings": "yes"}
 """options of ssh: a connection that others share has their keep-alive, and hides that a host is lost"""
 
@@ -211,6 +217,33 @@ def ssh(timeout_s: float, port: int = 0) -> list[str]:
         *(f"-o{name}={value}" for name, value in options.items()),
         *(["-p", str(port)] if port else []),
     ]
+
+
+def here(hosts: Iterable[str], patience_s: float = LOOK_UP_S) -> frozenset[str]:
+    """The names that mean this machine. They are looked up side by side; those not found in time mean another one.
+
+    Args:
+        hosts: names.
+        patience_s: seconds for all of them together.
+    """
+    waiting = [*dict.fromkeys(hosts)]
+    missing, found, answers = len(waiting), set(), queue.SimpleQueue[tuple[str, bool]]()
+
+    def look_up() -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                name = waiting.pop()
+                answers.put((name, is_here(name)))
+
+    # Of their own, not a pool's, for which Python waits at its end: a resolver may take half a minute for each name.
+    for _ in range(min(missing, MAX_LOOKING_UP)):
+        threading.Thread(target=look_up, daemon=True).start()
+    deadline = time.monotonic() + patience_s
+    with contextlib.suppress(queue.Empty):
+        for _ in range(missing):
+            name, is_own = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            found |= {name} if is_own else set()
+    return frozenset(found)
 
 
 def is_here(host: str) -> bool:

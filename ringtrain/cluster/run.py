@@ -39,6 +39,9 @@ SETTLE_S = 0.5  # after a rank in the wrong place: so that the others are in the
 SWEEP_S = 7.0
 LOST_S = 30.0
 CONNECTING = 32  # ssh at a time
+AGAIN_S = 1.0  # before a host is asked again whose sshd, or the bastion before it, has too many connections that begin
+TURNED_AWAY = re.compile(r"[a-z]+_exchange_identification: |Connection (closed|reset) by |banner exchange")
+COMPARE_S = 0.5  # from one look at where ranks are to the next
 ENDING = (signal.SIGTERM, signal.SIGHUP)  # whoever sends one of these will not come back to send another
 SIGNALS = (signal.SIGINT, signal.SIGUSR1, *ENDING)
 # With its launcher's tag, to the end of the line; before it another rank may have written, and not ended its line.
@@ -304,6 +307,11 @@ class Keeper:
             os.write(self.process.stdin.fileno(), f"{order}\n".encode())  # type: ignore[union-attr]
 
 
+def _may_be_let_in_later(lost: Keeper) -> bool:
+    """Whether sshd closed a host's connection before it asked who is there, as beyond its MaxStartups."""
+    return bool(lost.host) and any(TURNED_AWAY.search(line) for line in lost.lines)
+
+
 class Watch:
     """Stays with one job from before its start until nothing of it is left. A context manager, of the main thread."""
 
@@ -311,6 +319,10 @@ class Watch:
         self.name = name
         self.job = job
         self.terms = terms
+        # Before signals are taken over: looking up names may take a while, and Ctrl-C shall end it.
+        hosts = [host.name for host in job.hosts] if terms.over_ssh else []
+        self.here = keeper.here(hosts) if job.here is None else job.here
+        self._host_of_rank = [host.name for host in job.hosts for _ in range(host.slots)]
         self.reports = Reader(name)
         self.tails: dict[int, deque[str]] = {}
         self.said_by_launcher: deque[str] = deque(maxlen=200)
@@ -324,7 +336,7 @@ class Watch:
         self._process: subprocess.Popen[bytes] | None = None
         self._lines = Lines(MARK.encode())
         self._line_is_open = False
-        self._num_seats, self._wrong_since = 0, 0.0
+        self._num_seats, self._compared_s, self._wrong_since = 0, 0.0, 0.0
         self._before: dict[int, Any] = {}
         self._over = threading.Event()
         self._beats = threading.Thread(target=self._keep_alive, daemon=True)
@@ -364,14 +376,18 @@ class Watch:
         """
         self._raise_limits()
         names = [host.name for host in self.job.hosts] if self.terms.over_ssh else []
-        here = [host for host in names if keeper.is_here(host)]
-        waiting = deque(["", *(host for host in names if host not in here)])
-        looks_here = bool(here) or not names
+        waiting = deque(["", *(host for host in names if host not in self.here)])
+        looks_here = len(waiting) <= len(names) or not names
         deadline = time.monotonic() + self.terms.patience_s
+        refusals: dict[str, deque[str]] = {}
+        pause_until = 0.0
         while waiting or not all(each.ready for each in self._keepers):
-            while waiting and sum(not each.ready for each in self._keepers) < CONNECTING:
+            num_connecting = sum(not each.ready for each in self._keepers)
+            while waiting and num_connecting < CONNECTING and time.monotonic() > pause_until:
                 host = waiting.popleft()
-                self._start_keeper(host, look=bool(host) or looks_here)
+                started = self._start_keeper(host, look=bool(host) or looks_here)
+                started.lines.extend(refusals.pop(host, ()))
+                num_connecting += 1
             self._poll()
             if self._received:
                 self.stopped_by = self._received[0]
@@ -380,6 +396,14 @@ class Watch:
             silent = [each for each in self._keepers if not each.ready] if time.monotonic() > deadline else []
             if failed or silent:
                 self._poll()
+                for each in [each for each in failed if _may_be_let_in_later(each)]:
+                    if time.monotonic() + AGAIN_S < deadline:
+                        refusals[each.host], pause_until = each.lines, time.monotonic() + AGAIN_S
+                        failed.remove(each)
+                        self._keepers.remove(each)
+                        self._let_go(each)
+                        waiting.append(each.host)
+            if failed or silent:
                 why = "; ".join(self._why(each) for each in failed or silent)
                 if any(f"{keeper.SAYS}lacks" in line for each in failed for line in each.lines):
                     raise LaunchError(why)
@@ -479,8 +503,10 @@ class Watch:
     def _look_at(self, expected: Expected, began_s: float) -> None:
         """Compares where ranks are with where they shall be, while they begin."""
         seats, now = self.reports.seats, time.monotonic()
-        if len(seats) > self._num_seats and not self._wrong_since:
-            self._num_seats = len(seats)
+        # Not for every rank: each comparison looks at all.
+        is_due = now > self._compared_s + COMPARE_S or len(seats) >= expected.size
+        if len(seats) > self._num_seats and not self._wrong_since and is_due:
+            self._num_seats, self._compared_s = len(seats), now
             self._wrong_since = now if difference(expected, seats) else 0.0
         if self._wrong_since and (now > self._wrong_since + SETTLE_S or len(seats) >= expected.size):
             raise PlacementError(difference(expected, seats))
@@ -529,8 +555,7 @@ class Watch:
 
     def _keeper_of(self, seat: Seat) -> str:
         """The host of the keeper that can reach a rank's process; empty: the one of this machine."""
-        names = [host.name for host in self.job.hosts for _ in range(host.slots)]
-        return names[seat.rank] if names[seat.rank] in {each.host for each in self._keepers} else ""
+        return "" if self._host_of_rank[seat.rank] in self.here else self._host_of_rank[seat.rank]
 
     def _look_for_lost_hosts(self) -> None:
         for each in self._keepers:
@@ -670,7 +695,7 @@ class Watch:
         furthest = max(boxes.values(), default=(-1, ""))
         step, phase = boxes.get(decided.rank, (furthest[0], ""))
         here = {
-            host for host in hosts if host in self.out_of_memory or ("" in self.out_of_memory and keeper.is_here(host))
+            host for host in hosts if host in self.out_of_memory or ("" in self.out_of_memory and host in self.here)
         }
         out_of_memory = bool(here) and decided.exit_code == 128 + signal.SIGKILL
         memory = "; its host's kernel kills processes for want of memory" * out_of_memory

@@ -360,12 +360,17 @@ def test_a_launcher_that_starts_nothing_is_named_in_time(launch, tmp_path: Path)
 
 
 def test_a_host_that_does_not_answer_for_a_while_is_waited_for(launch, tmp_path: Path) -> None:
-    """The only host there is fails its job, does not answer the restart, and answers the next one."""
-    down, once = tmp_path / "down", tmp_path / "once"
+    """The only host there is fails its job, does not answer the restart, and answers the next one.
+
+    At first its sshd has too many connections that begin, which is over a second later.
+    """
+    down, once, busy = tmp_path / "down", tmp_path / "once", tmp_path / "busy"
+    busy.touch()
     ssh = tmp_path / "ssh"
     # In place of another machine: ssh that runs the command here, or, once, cannot connect.
     ssh.write_text(f"""#!/bin/sh
 [ ! -e {down} ] || {{ rm {down}; echo "ssh: connect to host far: No route to host" >&2; exit 255; }}
+[ ! -e {busy} ] || {{ rm {busy}; echo "kex_exchange_identification: Connection closed by remote host" >&2; exit 255; }}
 while [ "$1" != far ]; do shift; done; shift; eval "$@"
 """)
     ssh.chmod(0o755)
@@ -377,6 +382,7 @@ while [ "$1" != far ]; do shift; done; shift; eval "$@"
     started = launch(*words, env=liar(tmp_path, mpirun))
     code, stderr = started.end()
     assert code == 0, stderr
+    assert not busy.exists() and "kex" not in stderr
     assert "restart 1 of 3 in 1 s" in stderr
     assert "far does not answer: ssh: connect to host far: No route to host" in stderr
     assert "restart 2 of 3 in 2 s" in stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import selectors
@@ -9,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,8 +21,8 @@ from ringtrain import cli
 from ringtrain.cluster import keeper, openmpi, run
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.job import Job, Plan
-from ringtrain.errors import LaunchError
-from ringtrain.reports import Lines
+from ringtrain.errors import LaunchError, PlacementError
+from ringtrain.reports import Expected, Lines, Seat
 
 ROOT = Path(__file__).parents[2]
 OPEN_MPI_4 = "mpirun (Open MPI) 4.1.8"
@@ -347,6 +349,40 @@ def test_a_keeper_for_another_host_is_one_line_for_its_login_shell(shell: str, t
     if shutil.which(shell):
         ended = subprocess.run([shell, "-c", line], input="end\n", capture_output=True, text=True, check=False)
         assert f"{keeper.SAYS}ready" in ended.stdout and f"{keeper.SAYS}swept" in ended.stdout, ended.stderr
+
+
+def test_names_are_looked_up_side_by_side_and_not_waited_for_without_end(monkeypatch) -> None:
+    gate, real = threading.Barrier(100), socket.getaddrinfo
+
+    def slow(name: str, *words: object, **options: object):
+        """A resolver that has no answer until a hundred have asked it."""
+        if name.startswith("alias"):
+            with contextlib.suppress(threading.BrokenBarrierError):
+                gate.wait(60)
+            raise socket.gaierror("no such name")
+        return real("127.0.0.1" if name == "mine" else name, *words, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    names = [*(f"alias{number}" for number in range(100)), "mine"]
+    assert keeper.here(names, 60) == {"mine"}
+    assert keeper.here(["mine", *names[:99]], 0.2) <= {"mine"}, "99 of them wait for ever"
+    gate.abort()
+
+
+def test_where_ranks_are_is_not_compared_for_each_of_them(monkeypatch) -> None:
+    size, asked = 2000, []
+    hosts = tuple(Host(f"host{number}", 8) for number in range(size // 8))
+    watch = run.Watch("job", Job(("true",), size, hosts, here=frozenset()), run.Terms())
+    expected = Expected(size, tuple((host.name, host.slots) for host in hosts))
+    seats = expected.seats
+    monkeypatch.setattr(Expected, "seats", lambda self: asked.append(1) or seats())
+    for rank in range(size):
+        watch.reports.seats.append(Seat(rank, size, f"host{rank // 8}", rank % 8))
+        watch._look_at(expected, time.monotonic())
+    assert 1 <= len(asked) <= size / 10
+    watch.reports.seats[-1] = Seat(size - 1, size, "host0", 7)
+    with pytest.raises(PlacementError, match="host249, local rank 7  host0"):
+        watch._look_back_at(expected, 0)
 
 
 def test_a_host_is_here_by_name_or_address_and_no_other_is() -> None:
