@@ -19,6 +19,8 @@ from typing import Any
 from ringtrain.json_text import parse_json
 
 MAX_LINE_BYTES = 1 << 20
+RECEIVE_BYTES = 1 << 16
+"""at a time"""
 MAX_STRANGERS = 256
 """connections that have not said the token yet: one more, and the oldest is closed"""
 CONNECT_TIMEOUT_S = 2.0
@@ -179,7 +181,7 @@ class Wire:
     def _receive(self, connection: _Connection) -> list[dict[str, Any]]:
         missing = 0 if connection.knows_token else len(self._greeting) - len(connection.received)
         try:
-            data = connection.socket.recv(missing or MAX_LINE_BYTES)
+            data = connection.socket.recv(missing or RECEIVE_BYTES)
         except BlockingIOError:
             return []
         except OSError:

@@ -16,7 +16,7 @@ def parse_json(text: str | bytes) -> Any:
         ValueError: it is not JSON, nested too deeply to be read, or holds an integer of more than 64 bits.
     """
     try:
-        return json.loads(text, parse_int=_integer)
+        return _DECODER.decode(text if isinstance(text, str) else text.decode())
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -25,3 +25,6 @@ def _integer(digits: str) -> int:
     if len(digits) > 20 or not -(1 << 63) <= int(digits) < 1 << 64:
         raise ValueError(f"got an integer of {len(digits)} digits, expected at most 64 bits")
     return int(digits)
+
+
+_DECODER = json.JSONDecoder(parse_int=_integer)
