@@ -99,11 +99,13 @@ class Watch:
     """The thread of one rank. Making one is a collective: rank 0 tells where it listens.
 
     Attributes:
-        step: Where training is, in words; "": unknown.
+        step: Where training is, in words; "": as `iterations` says.
+        iterations: TensorFlow variable that counts an optimizer's updates, if one is known.
     """
 
     def __init__(self) -> None:
         self.step = ""
+        self.iterations: Any = None
         self.rank, self.size, self.host = horovod.rank(), horovod.size(), socket.gethostname()
         try:
             own_limit_s = float(os.environ.get(TIMEOUT) or DEFAULT_TIMEOUT_S)
@@ -138,7 +140,8 @@ class Watch:
             passed_s, last_s = min(now_s - last_s, 2 * BEAT_S), now_s
             self._idle_s = self._idle_s + passed_s if used_s - was_used_s < PROGRESS_S else 0.0
             place = place_of(sys._current_frames().get(main))
-            row = Row(self.rank, self.host, self.step, idle_s=self._idle_s, **place)
+            step = self.step or ("" if self.iterations is None else f"after {int(self.iterations)} updates")
+            row = Row(self.rank, self.host, step, idle_s=self._idle_s, **place)
             for message in self._wire.exchange(asdict(row) if self.rank else {}, BEAT_S):
                 if "end" in message:
                     time.sleep(SPEAKER_FIRST_S)
@@ -192,8 +195,9 @@ def broadcast_variables(
     inplace: bool = False,
     device: str = collectives.CPU,
 ) -> None:
-    if process_set is global_process_set:
-        begin()  # a loop of the user's own has all ranks together here
+    if process_set is global_process_set and (watch := begin()):  # here a loop of the user's own has all ranks together
+        counters = [collectives.tensor_of(one) for one in variables if getattr(one, "name", "") == "iteration"]
+        watch.iterations = next(iter(counters), watch.iterations)
     collectives.broadcast_variables(variables, root_rank, process_set, inplace, device)
 
 
