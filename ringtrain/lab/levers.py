@@ -17,6 +17,7 @@ HIERARCHICAL = "HOROVOD_HIERARCHICAL_ALLREDUCE"
 OWN_TURNS = 3  # where each measurement is a start of its own
 TURNS_WITHIN = 5
 SMALLEST_GAIN = 1.02
+UNDECIDED = "not decided: the time is up"
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,6 @@ def compare(lever: Lever, best: Choice, run: Run) -> list[Outcome]:
         if number == winner:
             verdict = "kept" if lever.keep else "not kept: it changes numbers; --allow-compression keeps it"
         if len(found) < OWN_TURNS and not (len(found) > 1 and max(found) < 1):
-            verdict = "not decided: the time is up"
+            verdict = UNDECIDED
         outcomes.append(Outcome(lever.name, choice, tuple(found), failed.get(number, verdict)))
     return outcomes

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from ringtrain import settings
 from ringtrain.config import nearest
 from ringtrain.errors import LaunchError
 from ringtrain.lab import figures
-from ringtrain.lab.levers import LEVERS, BudgetOver, Choice, Facts, Outcome, compare, next_lever, order
+from ringtrain.lab.levers import LEVERS, UNDECIDED, BudgetOver, Choice, Facts, Outcome, compare, next_lever, order
 from ringtrain.lab.starts import Start
 
 BLOCK_S = 2.0
@@ -42,6 +43,7 @@ class Budget:
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
         self.now, self.seconds, self.begin_s, self.longest_s = now, seconds, now(), 0.0
+        self.too_short_by_s = math.inf  # for the start that came closest to having its time
 
     @property
     def spent_s(self) -> float:
@@ -57,7 +59,9 @@ class Budget:
         Raises:
             BudgetOver: it would hardly end in time.
         """
-        if self.longest_s * MARGIN + extra_s > self.seconds - self.spent_s:
+        missing_s = self.longest_s * MARGIN + extra_s - (self.seconds - self.spent_s)
+        if missing_s > 0:
+            self.too_short_by_s = min(missing_s, self.too_short_by_s)
             raise BudgetOver
         begun_s = self.now()
 
@@ -139,13 +143,14 @@ def search(
         What is best.
 
     Raises:
-        LaunchError: training does not run as it is, or there is no time for a first start.
+        LaunchError: training does not run as it is, or there is no time for a first start or for any comparison.
     """
-    best = Choice()
+    best, budget = Choice(), trials.budget
+    has_measured, undecided = False, 0
     try:
         trials.run(best, [best], 1)
     except BudgetOver:
-        raise LaunchError(f"not one start ended in {trials.budget.seconds:g} s: give a larger --budget") from None
+        raise LaunchError(f"not one start ended in {budget.seconds:g} s: give a larger --budget") from None
     facts = trials.facts[best.text()]
     for name in order(facts, allow_compression):
         if only and name not in only:
@@ -162,8 +167,16 @@ def search(
         outcomes = compare(lever, best, trials.run) if lever.candidates else []
         for outcome in outcomes:
             say(outcome)
+            has_measured |= bool(outcome.ratios)
+            undecided += outcome.verdict == UNDECIDED
             if outcome.verdict == "kept":
                 best = outcome.choice.over(best)
+    if undecided and not has_measured:
+        missing_s = budget.too_short_by_s if math.isfinite(budget.too_short_by_s) else budget.longest_s
+        raise LaunchError(
+            f"compared nothing in {budget.seconds:g} s, of which the first start took {budget.longest_s:.0f} s:"
+            f" expected --budget {math.ceil((budget.seconds + missing_s) / FOR_RANKS)}s or more"
+        )
     return best
 
 

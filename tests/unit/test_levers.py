@@ -185,6 +185,20 @@ def test_the_search_keeps_what_gains_within_its_budget():
     assert outcomes[-1].verdict == "not decided: the time is up"
     with pytest.raises(LaunchError, match="not one start"):
         search(-1)
+    with pytest.raises(LaunchError, match=r"compared nothing in 11 s, of which the first start took 5 s: .* --budget"):
+        search(11)
+
+
+def test_a_budget_that_allows_no_comparison_writes_no_toml(tmp_path):
+    out, start = tmp_path / "tuned.toml", fake_start(lambda text: 100.0, [0.0], 0.0)
+    options = {"only": "groups", "command": ["--model.name", "cnn"], "allow_compression": False, "launcher": "mpirun"}
+    options |= {"out": str(out), "launch_words": []}
+    with pytest.raises(LaunchError, match=r"compared nothing in 1 s") as error:
+        tune.main(argparse.Namespace(budget="1s", **options), start)
+    assert not out.exists()
+    enough = str(error.value).partition("--budget ")[2].partition(" ")[0]
+    assert tune.main(argparse.Namespace(budget=enough, **options), start) == 0
+    assert out.exists()
 
 
 def test_the_toml_is_read_as_what_was_found_and_a_refused_value_cannot_come_out(tmp_path):
