@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 import rich.progress
 from rich.console import Console
@@ -89,6 +90,32 @@ def launched_rank(environ: Mapping[str, str] = os.environ) -> int | None:
     return next((int(environ[name]) for name in RANK_VARIABLES if name in environ), None)
 
 
+class AboveBar(io.TextIOBase):
+    """Standard error while a bar moves: whole lines go to a log and above the bar, of which else a copy would remain.
+
+    Args:
+        console: that the bar is drawn on.
+        to_log: takes a line.
+        instead_of: standard error.
+    """
+
+    def __init__(self, console: Console, to_log: Callable[[str], None], instead_of: TextIO) -> None:
+        self.console, self.to_log, self.instead_of = console, to_log, instead_of
+        self._begun = ""
+
+    def write(self, text: str) -> int:
+        """Shows the lines that are complete."""
+        *lines, self._begun = (self._begun + text).split("\n")
+        for line in lines:
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+            self.to_log(line)
+        return len(text)
+
+    def fileno(self) -> int:
+        """Standard error's own descriptor, for child processes."""
+        return self.instead_of.fileno()
+
+
 class Progress:
     """Shows a run's progress: a bar where it can move, else a line per epoch and every ten seconds.
 
@@ -96,10 +123,15 @@ class Progress:
         console: from console_for.
         num_steps: of the whole run.
         num_epochs: of the whole run.
+        to_log: keeps a line that is written to standard error meanwhile, which is then shown above the bar.
     """
 
-    def __init__(self, console: Console, num_steps: int, num_epochs: int) -> None:
+    def __init__(
+        self, console: Console, num_steps: int, num_epochs: int, to_log: Callable[[str], None] | None = None
+    ) -> None:
         self.console = console
+        self.to_log = to_log
+        self.stderr = sys.stderr
         self.num_epochs = num_epochs
         self.bar = rich.progress.Progress(
             TextColumn("{task.description}"),
@@ -109,7 +141,7 @@ class Progress:
             TimeRemainingColumn(),
             console=console,
             disable=console.quiet or not console.is_terminal,
-            redirect_stderr=False,  # what is said there belongs into the rank's log as well
+            redirect_stderr=False,  # AboveBar: what is said there belongs into the rank's log as well
             transient=True,
             expand=True,
         )
@@ -118,9 +150,13 @@ class Progress:
 
     def __enter__(self) -> Progress:
         self.bar.start()
+        self.stderr = sys.stderr
+        if self.to_log and not self.bar.disable:
+            sys.stderr = AboveBar(self.console, self.to_log, sys.stderr)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        sys.stderr = self.stderr
         self.bar.stop()
 
     def step(self, global_step: int, epoch: int, figures: str) -> None:
@@ -261,7 +297,8 @@ def show_result(console: Console, folder: Path, summary: Mapping[str, Any], grad
     metrics = summary["metrics"]
     skipped = summary.get("skipped_samples", 0)
     failed, restarts = summary["saves"]["failed"], summary["restarts"]
-    stopped = f"by {summary['stopped_by']}; the same command with the same --run.name goes on"
+    resume = "" if summary["config"]["run"]["resume"] in ("auto", "must") else " --run.resume auto"
+    stopped = f"by {summary['stopped_by']}; to resume, repeat the command with --run.name {folder.name}{resume}"
     if summary["stopped_by"] == "train.patience":
         watched = summary["config"]["train"]
         stopped = f"{watched['patience']} epochs without a better {watched['monitor']}"

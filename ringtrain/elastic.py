@@ -167,7 +167,7 @@ def _walk(state: Any, own: Rank) -> int:
     metrics_state = state.start.metrics_state if rank == 0 else tuple(0 * sums for sums in state.start.metrics_state)
     start = dataclasses.replace(state.start, metrics_state=metrics_state)
     dealer = Dealer(start, run, numbers, config, log, reports.Box(rank))
-    with display.Progress(console, numbers.num_steps, config.train.epochs) as progress:
+    with display.Progress(console, numbers.num_steps, config.train.epochs, stderr.to_log) as progress:
         course = pieces.Course(
             config,
             numbers,

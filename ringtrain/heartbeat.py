@@ -118,7 +118,7 @@ class Monitor:
         self.config = config
         self.say = say or (lambda text: print(f"ringtrain: {text}", file=sys.stderr, flush=True))
         self.rank, self.size, self.host = hvd.rank(), hvd.size(), socket.gethostname()
-        self.slow: dict[int, str] = {}
+        self.slow = suspects.SlowRanks(config.straggler_factor)
         self.rows: dict[int, Row] = {}
         self._slate, self._box = beats.Slate(), pulse.clock.box
         self._is_wanted = bool(config.stall_timeout or config.straggler_factor)
@@ -284,12 +284,10 @@ class Monitor:
         rows = list(self.rows.values())
         if len(rows) < self.size or any(row.is_done for row in rows):
             return
-        for row, part, times in suspects.stragglers(rows, self.config.straggler_factor):
-            if row.rank not in self.slow:
-                self.slow[row.rank] = part
-                self.say(suspects.slow_words(row, part, times))
-                facts = {"of_rank": row.rank, "of_host": row.host, "part": part, "times": round(times, 2)}
-                journal.note("straggler", global_step=row.step, **facts, **dataclasses.asdict(row.times))
+        for row, part, times in self.slow.look(rows):
+            self.say(suspects.slow_words(row, part, times))
+            facts = {"of_rank": row.rank, "of_host": row.host, "part": part, "times": round(times, 2)}
+            journal.note("straggler", global_step=row.step, **facts, **dataclasses.asdict(row.times))
 
     def _look_for_stall(self) -> None:
         rows = list(self.rows.values())
@@ -356,7 +354,12 @@ def slow_ranks(ranks: Sequence[dict[str, Any]], config: HealthConfig) -> list[in
     """
     names = [field.name for field in dataclasses.fields(Times)]
     rows = [Row(one["rank"], one["host"], times=Times(**{name: one[name] for name in names})) for one in ranks]
-    return [row.rank for row, _, _ in suspects.stragglers(rows, config.straggler_factor)]
+    num_steps = {one["rank"]: one["totals"]["num_steps"] for one in ranks}
+    return [
+        row.rank
+        for row, _, times in suspects.stragglers(rows, config.straggler_factor)
+        if suspects.lost_s(row, times, num_steps[row.rank]) >= suspects.MIN_LOST_S
+    ]
 
 
 def stacks(own_thread: int | None = None) -> str:

@@ -469,13 +469,18 @@ def _find(folder: Path | None, must: bool) -> tuple[checkpoint.Checkpoint | None
     return found, Start(found.global_step, str(found.folder), saved["metrics"], monitored, refused=tuple(refused))
 
 
+def _anew(config: Config) -> str:
+    """How to train from the beginning instead."""
+    return "give the run another --run.name" if config.run.resume in ("auto", "must") else "leave out --run.resume"
+
+
 def _require_same_run(found: checkpoint.Checkpoint, config: Config, numbers: Numbers) -> None:
     saved = found.manifest
     then, now = saved["numbers"]["global_batch_size"], numbers.global_batch_size
     if then != now:
         raise ConfigError(
             f"{found.folder}: has a global batch of {then}, this run one of {now} = {numbers.batch_size} x"
-            f" {numbers.num_ranks}: set train.batch_size so that they are equal, or --run.resume never"
+            f" {numbers.num_ranks}: set train.batch_size so that they are equal, or {_anew(config)}"
         )
     for option in option_types():
         section, _, key = option.rpartition(".")
@@ -486,7 +491,7 @@ def _require_same_run(found: checkpoint.Checkpoint, config: Config, numbers: Num
         if (shapes_rates or not option.startswith(FREE)) and before != wanted:
             raise ConfigError(
                 f"{found.folder}: was made with {option} = {before!r}, this run has {wanted!r}: go on with the same, or"
-                f" give the run another --run.name"
+                f" {_anew(config)}"
             )
 
 

@@ -18,6 +18,7 @@ from ringtrain.reports import Lines
 MARK = b"\0ringtrain:"  # between what was written and what the watcher shall do
 END = b"end\n"
 LOG_ONLY = b"log only\n"
+TO_LOG = b"to log: "
 CHATTER = re.compile(
     rb"WARNING: All log messages before absl::InitializeLog"
     rb"|E\d{4} .*(Unable to register|failed call to cuInit)"
@@ -94,6 +95,12 @@ def log_only() -> None:
     os.write(2, MARK + LOG_ONLY)
 
 
+def to_log(line: str) -> None:
+    """Writes a line to this process' log alone, after `watch`: it is on the terminal already."""
+    with contextlib.suppress(BrokenPipeError):  # the watcher was killed
+        os.write(2, MARK + TO_LOG + line.encode(errors="replace") + b"\n")
+
+
 def _pass_on(source: int) -> None:
     """The watcher's whole life: until it is told to end, or no process is left that can write to the pipe."""
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -114,12 +121,12 @@ def _pass_on(source: int) -> None:
             if text and shown and not CHATTER.match(text):
                 os.write(2, text)
             with contextlib.suppress(OSError):  # a full disk must not silence the terminal
-                log.write(text)
+                log.write(text + command.removeprefix(TO_LOG) * command.startswith(TO_LOG))
             if command == END:
                 return
             if command == LOG_ONLY:
                 shown = False
-            elif command and isinstance(log, io.BytesIO):
+            elif command.startswith(b"/") and isinstance(log, io.BytesIO):
                 with contextlib.suppress(OSError):
                     so_far = log.getvalue()
                     log = open(command[:-1], "ab", buffering=0)  # noqa: SIM115 - as long as the process lives

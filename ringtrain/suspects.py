@@ -21,6 +21,8 @@ TIMES_MEDIAN = 20
 WINDOW_STEPS = 50
 MIN_LAG_S = 0.002
 """per step; who is slower by less is not worth a word"""
+MIN_LOST_S = 5.0
+"""that a slow rank has cost the job without a pause: other work on a machine makes any rank slow for a moment"""
 ORDER = ("start", "callbacks", "save", "evaluate", "input", "compute", "update")
 STATES = {
     "": "its process has ended",
@@ -240,6 +242,36 @@ def _median_of_others(ordered: Sequence[float], value: float) -> float:
     middle = len(ordered) - 1
     low, high = (place + (place >= own) for place in ((middle - 1) // 2, middle // 2))
     return (ordered[low] + ordered[high]) / 2
+
+
+class SlowRanks:
+    """Names each straggler once, when it has been one for long enough.
+
+    Args:
+        factor: See stragglers.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+        self.named: set[int] = set()
+        self._since: dict[int, int] = {}
+
+    def look(self, rows: Collection[Row]) -> list[tuple[Row, str, float]]:
+        """Returns the stragglers to be named now, as stragglers does."""
+        found = stragglers(rows, self.factor)
+        self._since = {row.rank: self._since.get(row.rank, row.own_steps - WINDOW_STEPS) for row, _, _ in found}
+        due = [
+            (row, part, times)
+            for row, part, times in found
+            if row.rank not in self.named and lost_s(row, times, row.own_steps - self._since[row.rank]) >= MIN_LOST_S
+        ]
+        self.named |= {row.rank for row, _, _ in due}
+        return due
+
+
+def lost_s(row: Row, times: float, num_steps: int) -> float:
+    """Seconds that all ranks have lost to one that needs so many times the others' time for its own part of a step."""
+    return num_steps * row.times.own_s * (1 - 1 / times)
 
 
 def slow_words(row: Row, part: str, times: float) -> str:

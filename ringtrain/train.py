@@ -176,7 +176,7 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
     drawn = timeline.Timeline(folder, config.tracking, timeline_file) if config.tracking.timeline_steps else None
     pulse.trace = drawn.step if drawn else pulse.trace
     with (
-        display.Progress(console, numbers.num_steps, config.train.epochs) as progress,
+        display.Progress(console, numbers.num_steps, config.train.epochs, stderr.to_log) as progress,
         health.Signals() as signals,
         heartbeat.Monitor(pulse, config.health) as monitor,
     ):

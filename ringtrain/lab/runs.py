@@ -64,9 +64,10 @@ def read(folder: Path) -> Run:
             kept[name] = (folder / name).read_text(encoding="utf-8", errors="replace")
     events = journal.read(folder) if folder.is_dir() else []
     if not kept and not events:
+        near = _newest_near(folder)
         raise RunDirectoryError(
-            f"{folder}: nothing of a run in it: give the folder of a run, e.g. runs/digits, with or without"
-            f" --post-mortem, or a file that ringtrain bench --out wrote"
+            f"{folder}: nothing of a run in it: {f'did you mean {near}? ' if near else ''}expected the folder that a"
+            f" run names at its end, or a file that ringtrain bench --out wrote"
         )
     summary, options, numbers = {}, {}, {}
     with contextlib.suppress(ValueError):
@@ -101,6 +102,12 @@ def read(folder: Path) -> Run:
         events,
         missing,
     )
+
+
+def _newest_near(folder: Path) -> Path | None:
+    """The newest run whose folder's name begins like this one's, or that is in it."""
+    found = [*folder.parent.glob(f"{folder.name}*/config.toml"), *folder.glob("*/config.toml")]
+    return max(found, key=lambda path: path.stat().st_mtime).parent if found else None
 
 
 def _records(text: str) -> list[Record]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,22 @@ def test_piped_progress_is_whole_lines():
     assert "\x1b" not in output.getvalue()
 
 
+def test_what_is_said_while_a_bar_moves_stands_above_it_and_in_the_log():
+    output, logged, before = io.StringIO(), [], sys.stderr
+    console = Console(file=output, width=60, force_terminal=True, color_system=None)
+    with Progress(console, num_steps=4, num_epochs=1, to_log=logged.append) as progress:
+        progress.step(1, 0, "loss 1")
+        print("ringtrain: a line", file=sys.stderr)
+        sys.stderr.write("and another\n")
+        progress.step(2, 0, "loss 1")
+    assert sys.stderr is before and logged == ["ringtrain: a line", "and another"]
+    # Lines of their own: each drawing of the bar is erased before.
+    shown = re.sub(r"[^\n]*\x1b\[2K", "", output.getvalue()).splitlines()
+    assert "ringtrain: a line" in shown and "and another" in shown
+    with Progress(Console(file=io.StringIO()), num_steps=4, num_epochs=1, to_log=logged.append):
+        assert sys.stderr is before
+
+
 def test_an_epochs_line_and_the_checksum_fit_into_80_columns():
     output = io.StringIO()
     console = Console(file=output, width=80, force_terminal=True, color_system=None)
@@ -90,10 +108,23 @@ def test_an_epochs_line_and_the_checksum_fit_into_80_columns():
     summary = {
         **{"metrics": {}, "saves": {"failed": []}, "restarts": 0, "stopped_by": "", "images_per_s": 1.0},
         **{"num_ranks": 2, "checksum": "aa1822a1d28747a5", "strategy": {}},
-        "config": {"strategy": {"name": "ring"}},
+        "config": {"strategy": {"name": "ring"}, "run": {"resume": "auto"}},
     }
     show_result(console, Path("runs/a"), summary, "averaged")
     assert output.getvalue().splitlines()[-1] == "aa1822a1d28747a5"
+
+
+@pytest.mark.parametrize(("resume", "more"), [("auto", ""), ("never", " --run.resume auto")])
+def test_a_stopped_run_tells_how_to_resume_it(resume, more):
+    output = io.StringIO()
+    summary = {
+        **{"metrics": {}, "saves": {"failed": []}, "restarts": 0, "stopped_by": "SIGINT", "images_per_s": 1.0},
+        **{"num_ranks": 2, "checksum": "aa1822a1d28747a5", "strategy": {}, "global_step": 660},
+        "config": {"strategy": {"name": "ring"}, "run": {"resume": resume, "name": ""}},
+    }
+    show_result(Console(file=output, width=120), Path("runs/digits-2"), summary, "averaged")
+    told = f"after step 660, by SIGINT; to resume, repeat the command with --run.name digits-2{more}\n"
+    assert told in output.getvalue()
 
 
 def shown_plan(config: Config) -> str:

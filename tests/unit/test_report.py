@@ -165,6 +165,7 @@ def test_what_benches_wrote(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
         (["other.json"], "expected a file that ringtrain bench --out wrote"),
         (["none.json"], "cannot be read"),
         (["empty"], "nothing of a run in it"),
+        (["ru"], f"ru: nothing of a run in it: did you mean {tmp_path}/run?"),
         (["run", "--out", "none/x.html"], "cannot be written"),
     ):
         assert cli.main(["report", *(word if word[0] == "-" else str(tmp_path / word) for word in words)]) == 2

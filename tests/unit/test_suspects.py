@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from ringtrain.suspects import (
     FIRST_STEPS_S,
     Row,
+    SlowRanks,
     Times,
     idle_s,
     keeping_waiting,
     limit_s,
+    lost_s,
     report,
     stragglers,
     warning_s,
@@ -145,3 +147,16 @@ def test_a_thousand_ranks_are_compared_by_sorting_them_once() -> None:
     rows = [row(rank, times=Times(own_s=seconds, num_steps=50)) for rank, seconds in enumerate(own_s)]
     assert stragglers(rows, 1.5) == []
     assert Counted.comparisons < 100_000, "the square of the ranks is a million"
+
+
+def test_a_rank_is_named_once_when_it_has_been_slow_for_long_enough() -> None:
+    """A minute of steps of 15 ms: slow for three seconds in ten, and at last without a pause."""
+    ranks, named = SlowRanks(1.5), []
+    for second in range(60):
+        is_slow = second % 10 < 3 or second >= 30
+        rows = [row(0, times=times(5)), row(1, times=times(10 if is_slow else 5, "callbacks"))]
+        rows = [dataclasses.replace(one, own_steps=50 + second * 66) for one in rows]
+        named += [(second, found.rank, part) for found, part, _ in ranks.look(rows)]
+    ((second, rank, part),) = named
+    assert 40 <= second < 50 and (rank, part) == (1, "callbacks")
+    assert lost_s(rows[1], 2.0, 1000) == pytest.approx(5.0), "half of its 10 ms, in each step"
