@@ -392,7 +392,9 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def draw_curves(folder: Path, epochs: Sequence[Mapping[str, Any]], schedule: Schedule, steps_per_epoch: int) -> None:
-    """Draws curves.png: loss and accuracy over the epochs, in training and on the test data, and the learning rate.
+    """Draws curves.png: two metrics over the epochs, in training and on the test data, and the learning rate.
+
+    The metrics are loss and accuracy, or the first that the model has.
 
     Args:
         folder: the run's.
@@ -405,15 +407,26 @@ def draw_curves(folder: Path, epochs: Sequence[Mapping[str, Any]], schedule: Sch
     figure = Figure(figsize=(13, 3.5), layout="constrained")
     *panels, rates = figure.subplots(1, 3)
     steps, planned = curve(schedule)
-    rates.plot(steps / steps_per_epoch, planned)
+    rates.plot(steps / steps_per_epoch, planned, label="planned")
     # A record says what the epoch's last step had, and step 0 is the first.
-    rates.plot([(r["global_step"] - 1) / steps_per_epoch for r in epochs], [r["learning_rate"] for r in epochs], ".")
-    rates.set(xlabel="epoch", ylabel="learning rate", ylim=(0, None))
+    rates.plot(
+        [(r["global_step"] - 1) / steps_per_epoch for r in epochs],
+        [r["learning_rate"] for r in epochs],
+        ".",
+        label="trained with",
+    )
+    highest = max([*planned, *(record["learning_rate"] for record in epochs)])
+    rates.set(xlabel="epoch", ylabel="learning rate", ylim=(0, 1.1 * highest or 1))  # a constant one not on the edge
     rates.grid(alpha=0.3)
-    for axes, metric in zip(panels, ("loss", "accuracy"), strict=True):
+    rates.legend()
+    # A model with a train_step of its own may have neither.
+    names = dict.fromkeys(["loss", "accuracy", *(name for record in epochs for name in record)])
+    drawn = [name for name in names if any(f"test_{name}" in record for record in epochs)] or [*names]
+    for axes in panels[len(drawn) :]:
+        figure.delaxes(axes)
+    for axes, metric in zip(panels, drawn, strict=False):
         numbers = [record["epoch"] for record in epochs]
         for name, label in ((metric, "training"), (f"test_{metric}", "test")):
-            # A model with a train_step of its own may have no such metric.
             axes.plot(numbers, [record.get(name, math.nan) for record in epochs], marker=".", label=label)
         axes.set(xlabel="epoch", ylabel=metric)
         axes.xaxis.get_major_locator().set_params(integer=True)

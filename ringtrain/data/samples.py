@@ -152,12 +152,13 @@ def checked(name: str, train: tuple[Any, Any], test: tuple[Any, Any], num_classe
     splits = []
     for split, (inputs, labels) in (("training", train), ("test", test)):
         inputs, labels = np.asarray(inputs), np.asarray(labels)
-        if labels.shape == (len(labels), 1):
+        if labels.ndim == 2 and labels.shape[1] == 1:
             labels = labels[:, 0]
-        if labels.ndim != 1 or len(labels) == 0 or len(inputs) != len(labels):
+        if labels.ndim != 1 or labels.size == 0 or inputs.shape[:1] != labels.shape:
+            one_hot = ": for one-hot labels use np.argmax(labels, axis=1)" * (labels.ndim == 2)
             raise DataError(
-                f"{name}: {split} data: got inputs of shape {inputs.shape} and labels of shape {labels.shape},"
-                f" expected as many labels as inputs, and at least one"
+                f"{name}: {split} data: got inputs of shape {inputs.shape} and labels of shape {labels.shape}, expected"
+                f" one integer class per sample, shape {inputs.shape[:1]}, and at least one sample{one_hot}"
             )
         if not np.issubdtype(labels.dtype, np.integer) or labels.min() < 0:
             raise DataError(

@@ -156,7 +156,11 @@ def test_own_data(monkeypatch):
 BAD_OWN = {
     "labels as floats": ((np.zeros((4, 2)), np.zeros(4)), "labels of float64"),
     "negative label": ((np.zeros((4, 2)), np.array([0, 1, -1, 0])), "from -1"),
-    "one-hot labels": ((np.zeros((4, 2)), np.zeros((4, 3), int)), r"labels of shape \(4, 3\)"),
+    "one-hot labels": (
+        (np.zeros((4, 2)), np.zeros((4, 3), int)),
+        r"labels of shape \(4, 3\), expected one integer class per sample, shape \(4,\),.* np.argmax\(labels, axis=1\)",
+    ),
+    "a scalar for labels": ((np.zeros((4, 2)), np.int64(3)), r"labels of shape \(\), expected one integer class"),
     "empty": ((np.zeros((0, 2)), np.zeros(0, int)), "at least one"),
     "other shape": ((np.zeros((4, 3)), np.zeros(4, int)), "a test sample"),
 }

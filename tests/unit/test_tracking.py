@@ -133,3 +133,17 @@ def test_curves_show_the_planned_rate_and_the_recorded_ones(tmp_path, monkeypatc
         pytest.approx([3.9, 0.2 * (1 + math.cos(math.pi * 34 / 35))]),
     ]
     assert recorded.get_xydata().tolist() == [[0.9, 0.1], [1.9, 0.2]]
+
+
+def test_curves_show_a_constant_rate_within_the_panel_and_the_metrics_that_there_are(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: drawn.append(figure))
+    metrics = {"cross_entropy": 2.0, "test_cross_entropy": 2.5, "images_per_s": 1.0}
+    epochs = [{"epoch": n, "global_step": 10 * n, "learning_rate": 0.2, **metrics} for n in (1, 2)]
+    tracking.draw_curves(tmp_path, epochs, Schedule("constant", 0.2, 0.2, 0, 40), steps_per_epoch=10)
+    first, rates = drawn[0].axes
+    assert rates.get_ylabel() == "learning rate" and rates.get_ylim()[1] > 0.21
+    assert first.get_ylabel() == "cross_entropy"
+    assert [line.get_ydata().tolist() for line in first.lines] == [[2.0, 2.0], [2.5, 2.5]]
