@@ -15,7 +15,7 @@ from ringtrain.hvd.collectives import layer_variables
 from ringtrain.hvd.engine import Adasum, Average, Compression, ProcessSet, global_process_set
 from ringtrain.hvd.keras_hooks import distributed, innermost, refuse_horovods_own, teach_keras
 from ringtrain.hvd.reduction import Reduction
-from ringtrain.hvd.subclass import distribute
+from ringtrain.hvd.subclass import distribute, refuse_bypassing
 
 
 def DistributedOptimizer(
@@ -67,8 +67,9 @@ def DistributedOptimizer(
 
     Raises:
         TypeError: Not a Keras 3 optimizer.
-        ValueError: Arguments that exclude each other, an optimizer that is distributed already, or a nesting that
-            cannot be made right; the message says what to write instead.
+        ValueError: Arguments that exclude each other, an optimizer that is distributed already or whose own
+            `apply_gradients` leaves out Keras', or a nesting that cannot be made right; the message says what to write
+            instead.
     """
     groups = num_groups if groups is None and num_groups else groups
     if not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -98,6 +99,7 @@ def DistributedOptimizer(
         accumulated_scale=float(backward_passes_per_step) if sums_passes else 1.0,
         deterministic=deterministic,
     )
+    refuse_bypassing(innermost(optimizer))
     teach_keras()
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         _refuse_own_check_finite(optimizer)

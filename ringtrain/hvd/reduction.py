@@ -84,12 +84,15 @@ class Reduction:
             "deterministic": self.deterministic,
         }
 
-    def trial(self) -> NDArray[Any]:
-        """What becomes of vectors with an entry per rank, of which each sets its own: Adasum adds orthogonal ones."""
+    def trial(self, probe: Callable[[int], Callable[[Any], Any]]) -> NDArray[Any]:
+        """Returns the result of vectors with an entry per rank, of which each rank sets its own.
+
+        Args:
+            probe: Called with the number of ranks; makes the function that sends a vector through an optimizer.
+        """
         num_ranks = self.process_set.size()
-        probe = tf.Variable(tf.zeros(num_ranks), name="probe")
-        (result,) = self([tf.one_hot(self.process_set.rank(), num_ranks)], [probe], [False])
-        return result.numpy()
+        result: NDArray[Any] = probe(num_ranks)(tf.one_hot(self.process_set.rank(), num_ranks)).numpy()
+        return result
 
     def true_on_all_ranks(self, flag: Any) -> tf.Tensor:
         """Logical and of a scalar boolean tensor over the ranks."""
@@ -117,10 +120,10 @@ class Reduction:
         for index, gradient in enumerate(gradients):
             if local[index]:
                 reduced[index] = _scaled(gradient, 1.0 / self._num_ranks()) if self.scale_local_gradients else gradient
-            elif self._alone():
-                reduced[index] = tf.convert_to_tensor(gradient) if self.sparse_as_dense else gradient
             elif isinstance(gradient, tf.IndexedSlices) and not self.sparse_as_dense:
                 reduced[index] = self._reduce_sparse(gradient, f"HorovodAllgather_{prefix}_{index}")
+            elif self._alone():
+                reduced[index] = tf.convert_to_tensor(gradient)
             else:
                 dense.append(index)
         for number, members in enumerate(self._split(dense, gradients, variables)):
@@ -132,16 +135,20 @@ class Reduction:
 
     def _reduce_sparse(self, gradient: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
         # As Horovod's allreduce does it, which names the gathers after their tensors: those names differ between ranks.
-        # The factors of gradient_predivide would cancel out.
-        if self.op == Adasum:
-            raise NotImplementedError("Adasum knows no sparse gradients: set sparse_as_dense=True")
-        options = {"ignore_name_scope": True, "process_set": self.process_set}
+        # The factors of gradient_predivide would cancel out. Also alone each row comes once, as with several ranks.
         with tf.device(self.device_sparse):
-            values = horovod.allgather(_widened(gradient.values), name=f"{name}_values", **options)
-            indices = horovod.allgather(gradient.indices, name=f"{name}_indices", **options)
-            if self.op == Average:
-                values = values / tf.cast(self._num_ranks(), values.dtype)
-        return tf.IndexedSlices(tf.cast(values, gradient.dtype), indices, gradient.dense_shape)
+            rows, places = tf.unique(gradient.indices)
+            values = tf.math.unsorted_segment_sum(_widened(gradient.values), places, tf.size(rows))
+            if not self._alone():
+                if self.op == Adasum:
+                    raise NotImplementedError("Adasum knows no sparse gradients: set sparse_as_dense=True")
+                if self.op == Average:
+                    values = values / tf.cast(self._num_ranks(), values.dtype)
+                parts = {"values": values, "indices": rows, "counts": tf.size(rows)[None]}
+                options = {"ignore_name_scope": True, "process_set": self.process_set}
+                gathered = [horovod.allgather(part, name=f"{name}_{key}", **options) for key, part in parts.items()]
+                values, rows = _summed_by_row(*gathered)
+        return tf.IndexedSlices(tf.cast(values, gradient.dtype), rows, gradient.dense_shape)
 
     def _reduce_dense(self, gradients: list[tf.Tensor], name: str) -> list[tf.Tensor]:
         tensors, factor = [_widened(gradient) for gradient in gradients], self.gradient_predivide_factor
@@ -198,6 +205,14 @@ class Reduction:
         return self.process_set.size()
 
 
+def averaged_by_adasum(device: str, gpus: Sequence[Any], nccl: bool, local_size: int) -> int:
+    """Returns the number of ranks over which Horovod averages before Adasum: those of a host on GPUs with NCCL, else 1.
+
+    As Horovod's source has it; not run here, since it needs GPUs.
+    """
+    return local_size if gpus and nccl and "cpu" not in device.lower() else 1
+
+
 def _widened(tensor: tf.Tensor) -> tf.Tensor:
     # Horovod's allreduce has no bfloat16; float32 holds all its values.
     return tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor
@@ -212,6 +227,30 @@ def _joined(tensors: list[tf.Tensor], reduce: Callable[[tf.Tensor], tf.Tensor]) 
     flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
     parts = tf.split(reduce(flat), [tf.size(tensor) for tensor in tensors])
     return [tf.reshape(part, tf.shape(tensor)) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def _summed_by_row(values: tf.Tensor, indices: tf.Tensor, counts: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Sums of values with the same index, added in the order of ranks: bit for bit the same on every rank and device.
+
+    An update that scatters several values into one row adds them in any order, on several threads.
+
+    Args:
+        values, indices: All ranks', one rank's behind the other's; each rank has each index at most once.
+        counts: Number of indices of each rank.
+
+    Returns:
+        The sums, and their indices without duplicates.
+    """
+    rows, places = tf.unique(indices)
+
+    def add(rank: tf.Tensor, begin: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        end = begin + counts[rank]
+        return rank + 1, end, tf.tensor_scatter_nd_add(total, places[begin:end, None], values[begin:end])
+
+    total = tf.zeros(tf.concat([tf.shape(rows), tf.shape(values)[1:]], 0), values.dtype)
+    total.set_shape(values.shape)
+    _, _, total = tf.while_loop(lambda rank, *_: rank < tf.size(counts), add, (0, 0, total))
+    return total, rows
 
 
 def _scaled(gradient: Any, factor: Any) -> Any:

@@ -8,14 +8,16 @@ they are clipped, decayed and applied. That method is private; tests/ring holds 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.saving import object_registration
 
-from ringtrain.hvd.keras_hooks import distributed
+from ringtrain.errors import OutOfSync
+from ringtrain.hvd.keras_hooks import distributed, innermost
 from ringtrain.hvd.marks import PLACE
 from ringtrain.hvd.reduction import Reduction
 
@@ -102,6 +104,68 @@ def saved_as_its_base(mixin: type, base: type, attributes: Mapping[str, Any]) ->
     return subclass
 
 
+def probe(optimizer: Any, length: int) -> Callable[[Any], tf.Tensor]:
+    """Returns a function that sends one rank's vector through the steps of an optimizer up to its update.
+
+    The steps are those of a new optimizer of the same class and settings, without clipping, weight decay and averages,
+    whose update stores the gradient that it is given. `optimizer` and its state stay as they are.
+
+    Args:
+        optimizer: What `DistributedOptimizer` returned, also inside of a `LossScaleOptimizer`, and not a
+            `MultiOptimizer`.
+        length: Length of the vectors.
+
+    Raises:
+        OutOfSync: Its `get_config` does not describe it.
+    """
+    twin = _made_again(innermost(optimizer))
+    if optimizer is not innermost(optimizer):
+        twin = type(optimizer)(twin, initial_scale=optimizer.initial_scale)
+    single = innermost(twin)
+    single.clipnorm = single.global_clipnorm = single.clipvalue = single.weight_decay = None
+    object.__setattr__(single, "update_step", lambda gradient, variable, rate: variable.assign(gradient))
+    received = keras.Variable(np.zeros(length), dtype="float32", name="probe")
+    twin.build([received])
+
+    def send(own: Any) -> tf.Tensor:
+        for _ in range(single.gradient_accumulation_steps or 1):
+            twin.apply_gradients([(twin.scale_loss(own), received)])
+        return tf.convert_to_tensor(received.value)
+
+    return send
+
+
+def refuse_bypassing(optimizer: Any) -> None:
+    """Raises ValueError for an optimizer whose own `apply_gradients` leads past the place where ranks reduce."""
+    if type(optimizer).apply_gradients is keras.optimizers.Optimizer.apply_gradients:
+        return
+    local: Any = _Local()
+    try:
+        probe(distribute(_made_again(optimizer), local, 1), 1)(tf.ones(1))
+    except OutOfSync as error:
+        raise ValueError(f"DistributedOptimizer: {error}") from error
+
+
+def _made_again(optimizer: Any) -> Any:
+    # A schedule of one's own need not be registered with Keras.
+    simpler = {"learning_rate": 1.0, "use_ema": False}
+    settings = {name: simpler.get(name, value) for name, value in optimizer.get_config().items()}
+    try:
+        return type(optimizer).from_config(settings)
+    except (TypeError, ValueError) as error:
+        raise OutOfSync(
+            f"{type(optimizer).__name__}: get_config does not describe an optimizer that can be made again, as loading"
+            f" a model needs it, too ({error}): return every argument of __init__ in it"
+        ) from error
+
+
+class _Local:
+    """In place of a `Reduction`: this rank's gradients."""
+
+    def __call__(self, gradients: Any, variables: Any, local: Any) -> list[Any]:
+        return list(gradients)
+
+
 def _accumulate(optimizer: Any, backward_passes: int) -> None:
     own = optimizer.gradient_accumulation_steps
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):
@@ -171,14 +235,23 @@ class _Distributed(_Reducing):
         super().build(variables)
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        reached: list[str] = []
-        object.__setattr__(self, "_reached", reached)
+        object.__setattr__(self, "_reached", [])
         super().apply(grads, trainable_variables=trainable_variables)
+        self._require_reduced("apply", grads)
+
+    def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+        pairs = list(grads_and_vars)
+        object.__setattr__(self, "_reached", [])
+        result = super().apply_gradients(pairs, *args, **kwargs)
+        self._require_reduced("apply_gradients", [grad for grad, _ in pairs])
+        return result
+
+    def _require_reduced(self, method: str, grads: Any) -> None:
         # An optimizer that overrides more of Keras than its update would otherwise train one model per rank.
-        if any(grad is not None for grad in grads) and "hook" not in reached:
-            raise RuntimeError(
-                f"{type(self).__name__}.apply did not call Keras' Optimizer._clip_gradients, where ranks reduce "
-                "their gradients: implement update_step and leave apply to Keras"
+        if any(grad is not None for grad in grads) and not self._reached:
+            raise OutOfSync(
+                f"{type(self).__name__}.{method} did not call Keras' Optimizer._clip_gradients, where ranks reduce "
+                f"their gradients: implement update_step and leave {method} to Keras, or call super().{method}"
             )
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import socket
 import zlib
@@ -20,7 +21,8 @@ from ringtrain.hvd.engine import ProcessSet, global_process_set, horovod
 from ringtrain.hvd.keras_hooks import innermost, refuse_horovods_own
 from ringtrain.hvd.marks import during
 from ringtrain.hvd.placement import CPU
-from ringtrain.hvd.reduction import OP_WORDS
+from ringtrain.hvd.reduction import OP_WORDS, averaged_by_adasum
+from ringtrain.hvd.subclass import probe
 
 T = TypeVar("T")
 
@@ -116,7 +118,10 @@ def differing_weights(model: keras.Model) -> list[str]:
 
 
 def check_averaging(optimizer: Any) -> str:
-    """Proves by a small collective that the optimizer's own reduction combines what the ranks put in.
+    """Proves by a small collective that an update receives what the ranks put in, combined.
+
+    Vectors go through all that the optimizer does with gradients before its update: its own methods, loss scaling and
+    accumulation included. A new optimizer of the same class and settings does it, so that this one keeps its state.
 
     Args:
         optimizer: A distributed optimizer.
@@ -127,16 +132,27 @@ def check_averaging(optimizer: Any) -> str:
     Raises:
         OutOfSync: The optimizer is not distributed, or the result is not what it should be.
     """
-    reduction = getattr(innermost(optimizer), "reduction", None)
+    inner = innermost(optimizer)
+    reduction = getattr(inner, "reduction", None)
     if reduction is None:
         raise OutOfSync(f"{type(optimizer).__name__} reduces no gradients: wrap it in hvd.DistributedOptimizer")
     if not reduction.process_set.included():
         return "left to this rank"
-    found = reduction.trial()
-    num_ranks = found.shape[-1]
-    expected = reduction.accumulated_scale / (num_ranks if OP_WORDS[reduction.op] == "averaged" else 1)
-    if not np.allclose(found, expected, rtol=1e-3):
-        raise OutOfSync(f"the reduction of {num_ranks} ranks gave {found.tolist()}, expected {expected} everywhere")
+    if isinstance(inner, keras.optimizers.MultiOptimizer) and not inner.built:
+        raise OutOfSync(f"{type(inner).__name__} has no parts before it is built: compile and build it first")
+    for part in inner.optimizers if isinstance(inner, keras.optimizers.MultiOptimizer) else [optimizer]:
+        found = reduction.trial(functools.partial(probe, part))
+        num_ranks, device = found.shape[-1], getattr(reduction, "device_dense", "")
+        divisor = {"averaged": num_ranks, "summed": 1}.get(OP_WORDS[reduction.op])
+        if divisor is None:
+            gpus = tf.config.list_logical_devices("GPU")
+            divisor = averaged_by_adasum(device, gpus, horovod.nccl_built(), horovod.local_size())
+        expected = reduction.accumulated_scale / divisor
+        if not np.allclose(found, expected, rtol=1e-3):
+            raise OutOfSync(
+                f"{type(part).__name__}: the reduction of {num_ranks} ranks gave {found.tolist()}, expected {expected} "
+                "everywhere"
+            )
     return OP_WORDS[reduction.op]
 
 

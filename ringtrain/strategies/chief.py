@@ -44,7 +44,7 @@ class Untouched:
     accumulated_scale = 1.0
     process_set = hvd.global_process_set
 
-    def __init__(self, trial: Callable[[], NDArray[Any]]) -> None:
+    def __init__(self, trial: Callable[[Any], NDArray[Any]]) -> None:
         self.trial = trial
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[bool]) -> list[Any]:
@@ -126,8 +126,8 @@ class ParameterServers(Ring):
         distributed: keras.optimizers.Optimizer = distribute(optimizer, untouched, 1)
         return distributed
 
-    def trial(self) -> NDArray[Any]:
-        """What becomes of vectors with an entry per worker, of which each sets its own."""
+    def trial(self, probe: Any) -> NDArray[Any]:
+        """What becomes of vectors with an entry per worker, of which each sets its own; optimizers get the result."""
         raise NotImplementedError
 
     def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
@@ -305,7 +305,7 @@ class Asynchronous(ParameterServers):
         self.step = tf.function(lambda where: self.strategy.run(self._on_a_worker, args=(where,)), autograph=False)
         return pinning
 
-    def trial(self) -> NDArray[Any]:
+    def trial(self, probe: Any) -> NDArray[Any]:
         """Nothing is added up: each worker's gradient is an update."""
         return np.ones((1, 1))
 
@@ -406,7 +406,7 @@ class Synchronous(ParameterServers):
         self.compute = tf.function(self._on_a_worker, autograph=False)
         self.update = tf.function(self._together, autograph=False)
 
-    def trial(self) -> NDArray[Any]:
+    def trial(self, probe: Any) -> NDArray[Any]:
         """As ParameterServers', by the function that adds up gradients."""
         vectors = []
         for worker in range(self.copies):

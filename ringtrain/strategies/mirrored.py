@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -47,15 +47,19 @@ class Summed:
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[bool]) -> list[Any]:
         """On each copy: everybody's."""
         total = tf.distribute.ReduceOp.SUM
-        return list(tf.distribute.get_replica_context().all_reduce(total, list(gradients)))
+        # Dense: each copy would add up the parts of a sparse gradient in an order of its own.
+        dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        return list(tf.distribute.get_replica_context().all_reduce(total, dense))
 
-    def trial(self) -> NDArray[Any]:
+    def trial(self, probe: Callable[[int], Callable[[Any], Any]]) -> NDArray[Any]:
         """What becomes of vectors with an entry per copy, of which each sets its own; one result per copy here."""
         number = self.strategy.num_replicas_in_sync
+        with self.strategy.scope():
+            send = probe(number)
 
         def on_each_copy() -> Any:
             own = tf.one_hot(tf.distribute.get_replica_context().replica_id_in_sync_group, number)
-            return self([scale_loss_for_distribution(own)], [], [])[0]
+            return send(scale_loss_for_distribution(own))
 
         results = tf.function(lambda: self.strategy.run(on_each_copy), autograph=False)()
         return np.stack([one.numpy() for one in self.strategy.experimental_local_results(results)])

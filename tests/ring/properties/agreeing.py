@@ -125,6 +125,64 @@ def averaging_is_proved_on_the_optimizers_own_reduction():
     assert "wrap it" in small.raised(OutOfSync, lambda: hvd.check_averaging(sgd()))
 
 
+class Centralizing(keras.optimizers.Adam):
+    """Changes gradients, and hands them on."""
+
+    def apply_gradients(self, grads_and_vars, name=None):
+        super().apply_gradients([(grad - 0.0, variable) for grad, variable in grads_and_vars])
+
+
+class Bypassing(keras.optimizers.SGD):
+    """Makes updates by itself."""
+
+    def apply_gradients(self, grads_and_vars):
+        for grad, variable in grads_and_vars:
+            variable.assign_sub(0.1 * grad)
+
+
+class Undescribed(keras.optimizers.SGD):
+    """Its argument is missing in get_config."""
+
+    def __init__(self, strength, **options):
+        super().__init__(**options)
+
+
+def averaging_is_proved_through_the_optimizers_own_methods():
+    wrap = hvd.DistributedOptimizer
+    assert hvd.check_averaging(wrap(Centralizing())) == "averaged"
+    assert "super().apply_gradients" in small.raised(ValueError, lambda: wrap(Bypassing()))
+    # Made distributed without being asked, it trains a model per rank: the check sees that, and so does the first step.
+    bypassing = wrap(keras.optimizers.SGD(0.1))
+    type(bypassing).__bases__ = (type(bypassing).__bases__[0], Bypassing)
+    assert "apply_gradients did not" in small.raised(OutOfSync, lambda: hvd.check_averaging(bypassing))
+    model = small.build()
+    model.compile(bypassing, "mse")
+    assert "apply_gradients did not" in small.raised(OutOfSync, lambda: model.train_on_batch(*small.shares(1)[0]))
+    deaf = wrap(keras.optimizers.SGD(0.1))
+    type(deaf).reduce = lambda self, grads, variables: grads
+    assert "expected" in small.raised(OutOfSync, lambda: hvd.check_averaging(deaf))
+    assert "get_config" in small.raised(OutOfSync, lambda: hvd.check_averaging(wrap(Undescribed(1.0))))
+
+
+def the_check_leaves_the_optimizer_as_it_is():
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
+    options = {"global_clipnorm": 0.01, "weight_decay": 0.1, "use_ema": True, "gradient_accumulation_steps": 2}
+    adam = keras.optimizers.Adam()
+    for make in (
+        lambda: hvd.DistributedOptimizer(keras.optimizers.AdamW(schedule, **options)),
+        lambda: keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(keras.optimizers.AdamW(**options))),
+        lambda: hvd.DistributedOptimizer(keras.optimizers.MultiOptimizer(lambda _: adam)),
+    ):
+        model = small.build(dtype="float32")
+        model.compile(make(), "mse")
+        for x, y in small.shares(3):
+            model.train_on_batch(x, y)
+        before = [np.array(v) for v in (*model.weights, *model.optimizer.variables)]
+        assert hvd.check_averaging(model.optimizer) == "averaged"
+        after = [np.array(v) for v in (*model.weights, *model.optimizer.variables)]
+        assert all(np.array_equal(old, new) for old, new in zip(before, after, strict=True))
+
+
 def ranks_fail_together_or_not_at_all():
     assert hvd.run_together(lambda: hvd.rank()) == hvd.rank()
 
