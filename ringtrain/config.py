@@ -77,8 +77,9 @@ class OptimizerConfig:
     """update rule"""
     learning_rate: float = 0.001
     """learning rate for a global batch of reference_batch_size"""
-    learning_rate_scaling: Literal["linear", "sqrt", "none"] = "linear"
-    """linear: learning rate times global batch / reference_batch_size; sqrt: times its square root; none: as it is"""
+    learning_rate_scaling: Literal["auto", "linear", "sqrt", "none"] = "auto"
+    """linear: learning rate times global batch / reference_batch_size; sqrt: times its square root; none: as it is;
+    auto: sqrt for adam, adamw and lamb, else linear. With hvd.op adasum, one rank's batch is what counts"""
     reference_batch_size: int = 32
     """samples per update that learning_rate is meant for"""
     momentum: float = 0.9
@@ -378,6 +379,24 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 SCALINGS: dict[str, Callable[[float], float]] = {"linear": lambda k: k, "sqrt": math.sqrt, "none": lambda k: 1.0}
+ADAPTIVE = ("adam", "adamw", "lamb")
+"""Optimizers whose step does not grow with the gradient."""
+
+
+def scaling_of(config: Config) -> tuple[str, str]:
+    """Returns a key of SCALINGS, and the reasons for it that the option itself does not give, or ""."""
+    rule, why = config.optimizer.learning_rate_scaling, []
+    if rule == "auto":
+        rule = "sqrt" if config.optimizer.name in ADAPTIVE else "linear"
+        why.append(f"auto: {rule} for {'adaptive optimizers' if rule == 'sqrt' else config.optimizer.name}")
+    if config.hvd.op == "adasum" and rule != "none":
+        why.append("one rank's batch: Adasum scales with the ranks")
+    return rule, "; ".join(why)
+
+
+def scaled_batch(config: Config, global_batch_size: int, num_ranks: int) -> int:
+    """Returns the samples per update that the learning rate is scaled for: Adasum itself scales with the ranks."""
+    return global_batch_size // (num_ranks if config.hvd.op == "adasum" else 1)
 
 
 @dataclass(frozen=True)
@@ -422,7 +441,8 @@ def derive(config: Config, num_ranks: int, num_train: int, num_test: int) -> Num
 
     Returns:
         The numbers. With k = global batch / reference batch, linear scaling of the learning rate multiplies by k (Goyal
-        et al. 2017, arXiv 1706.02677, section 2.1), sqrt by k ** 0.5 (Krizhevsky 2014, arXiv 1404.5997).
+        et al. 2017, arXiv 1706.02677, section 2.1), sqrt by k ** 0.5 (Krizhevsky 2014, arXiv 1404.5997; for adaptive
+        optimizers Malladi et al. 2022, arXiv 2205.10287). With Adasum k is one rank's batch / reference batch.
 
     Raises:
         ConfigError: the global batch is larger than the training data.
@@ -439,7 +459,8 @@ def derive(config: Config, num_ranks: int, num_train: int, num_test: int) -> Num
         )
     updates_per_epoch = num_train // global_batch_size
     steps_per_epoch = updates_per_epoch * accumulated
-    scale = SCALINGS[optimizer.learning_rate_scaling](global_batch_size / optimizer.reference_batch_size)
+    num_scaled = scaled_batch(config, global_batch_size, num_ranks)
+    scale = SCALINGS[scaling_of(config)[0]](num_scaled / optimizer.reference_batch_size)
     learning_rate = optimizer.learning_rate * scale
     unscaled = min(optimizer.learning_rate, learning_rate)
     from_start = schedule.warmup_start * learning_rate if schedule.warmup_start else unscaled
@@ -492,7 +513,7 @@ NEEDS: dict[str, tuple[str, Callable[[Config], bool]]] = {
     "data.augment": _of_sources("cifar10", "image-folder", "imagenet-tfrecords"),
     "data.on_error": _of_sources("image-folder", "imagenet-tfrecords"),
     "optimizer.reference_batch_size": (
-        "optimizer.learning_rate_scaling linear or sqrt",
+        "optimizer.learning_rate_scaling auto, linear or sqrt",
         lambda config: config.optimizer.learning_rate_scaling != "none",
     ),
     "optimizer.momentum": ("optimizer.name sgd or lars", lambda config: config.optimizer.name in ("sgd", "lars")),

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
 from ringtrain import schedules
-from ringtrain.config import Config, Numbers, changed_options, without_effect
+from ringtrain.config import Config, Numbers, changed_options, scaled_batch, scaling_of, without_effect
 from ringtrain.reports import HOST_SLOTS
 
 LAUNCHERS = ("ringtrain", "horovodrun", "mpirun", "mpiexec", "orterun")
@@ -214,9 +214,11 @@ def show_plan(
     """
     n, optimizer = numbers, config.optimizer
     per_host = ", ".join(f"{host}: {hosts.count(host)}" for host in dict.fromkeys(hosts))
-    factor = f"{n.global_batch_size} / {optimizer.reference_batch_size}"
-    scaling = {"linear": f" x {factor}", "sqrt": f" x sqrt({factor})", "none": ""}[optimizer.learning_rate_scaling]
+    factor = f"{scaled_batch(config, n.global_batch_size, n.num_ranks)} / {optimizer.reference_batch_size}"
+    rule, why = scaling_of(config)
+    scaling = {"linear": f" x {factor}", "sqrt": f" x sqrt({factor})", "none": ""}[rule]
     scaled = f" = {optimizer.learning_rate:g}{scaling}" if n.learning_rate != optimizer.learning_rate else ""
+    reason = f"; {why}" if why and n.global_batch_size != optimizer.reference_batch_size else ""
     accumulated = f" x {n.accumulation_steps} batches accumulated" if n.accumulation_steps > 1 else ""
     rest = f", {n.dropped_per_epoch} left over, others each time" if n.dropped_per_epoch else ""
     placed = {"ranks": f"{n.num_ranks} ({per_host}), rank 0 on {pinning}"}
@@ -234,7 +236,7 @@ def show_plan(
         "global batch": f"{n.global_batch_size} = {n.batch_size} x {n.num_ranks}{accumulated}",
         "steps": f"{n.num_steps:,} = {config.train.epochs} epochs x {n.steps_per_epoch:,}{rest}",
         "shard": f"{shard:,} samples an epoch on each {trainers}",
-        "learning rate": f"{n.learning_rate:g}{scaled} ({optimizer.name}, {config.schedule.name})",
+        "learning rate": f"{n.learning_rate:g}{scaled} ({optimizer.name}, {config.schedule.name}{reason})",
         **_table_of_rates(schedules.schedule_of(config, n), n.steps_per_epoch),
         "seed": str(config.seed),
         "options": ", ".join(f"{name}={value}" for name, value in changed_options(config).items()) or "defaults",

@@ -228,7 +228,7 @@ def test_own_model_and_data_of_the_example(tmp_path):
     assert records[-1]["weight_norm"] > records[0]["weight_norm"] > 0
     rates = [record["learning_rate"] for record in records]
     base = Config().optimizer.learning_rate
-    assert base < rates[0] < rates[1] < rates[2] == pytest.approx(2 * base) == pytest.approx(rates[-1])
+    assert base < rates[0] < rates[1] < rates[2] == pytest.approx(2**0.5 * base) == pytest.approx(rates[-1])
 
 
 def test_a_train_step_without_accuracy_and_weights_that_follow_the_data(tmp_path):

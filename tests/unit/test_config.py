@@ -12,6 +12,7 @@ from ringtrain import settings
 from ringtrain.config import (
     NEEDS,
     Config,
+    HvdConfig,
     OptimizerConfig,
     ScheduleConfig,
     TrainConfig,
@@ -171,12 +172,31 @@ def test_derived_numbers():
     assert numbers.global_batch_size == 64
     assert (numbers.steps_per_epoch, numbers.num_steps, numbers.warmup_steps) == (22, 66, 44)
     assert numbers.dropped_per_epoch == 1437 - 22 * 64
-    assert numbers.learning_rate == 2 * config.optimizer.learning_rate
+    assert numbers.learning_rate == pytest.approx(2**0.5 * config.optimizer.learning_rate)
     for scaling, reference, factor in (("none", 32, 1), ("sqrt", 16, 2), ("linear", 16, 4), ("linear", 128, 0.5)):
         optimizer = OptimizerConfig(learning_rate_scaling=scaling, reference_batch_size=reference)
         other = derive(dataclasses.replace(config, optimizer=optimizer), 2, 1437, 360)
         assert other.learning_rate == pytest.approx(factor * optimizer.learning_rate)
         assert other.initial_learning_rate == pytest.approx(min(1, factor) * optimizer.learning_rate)
+
+
+@pytest.mark.parametrize(("name", "factor"), [("adam", 8), ("adamw", 8), ("lamb", 8), ("sgd", 64), ("lars", 64)])
+def test_the_default_scaling_on_64_ranks_is_the_optimizers(name, factor):
+    config = Config(optimizer=OptimizerConfig(name=name, learning_rate=0.001))
+    assert derive(config, 64, 10_000, 10).learning_rate == pytest.approx(0.001 * factor)
+    optimizer = dataclasses.replace(config.optimizer, learning_rate_scaling="linear")
+    linear = dataclasses.replace(config, optimizer=optimizer)
+    assert derive(linear, 64, 10_000, 10).learning_rate == pytest.approx(0.064)
+    # Adasum makes the step of N ranks by itself: what counts is one rank's batch, here 2 x 64 samples of 32.
+    adasum = dataclasses.replace(
+        config,
+        hvd=HvdConfig(op="adasum"),
+        optimizer=dataclasses.replace(config.optimizer, accumulation_steps=2),
+        train=TrainConfig(batch_size=64),
+    )
+    for num_ranks in (1, 4, 64):
+        expected = {8: 2, 64: 4}[factor] * 0.001
+        assert derive(adasum, num_ranks, 10_000, 10).learning_rate == pytest.approx(expected)
 
 
 def test_what_has_no_effect_is_said():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ringtrain.config import Config, OptimizerConfig, ScheduleConfig, TrainConfig, derive
+from ringtrain.config import Config, HvdConfig, OptimizerConfig, ScheduleConfig, TrainConfig, derive
 from ringtrain.display import Progress, launched_rank, show_plan, show_result, terminal_of_launcher
 from ringtrain.tracking import figures_of
 
@@ -143,7 +143,7 @@ def test_plan_shows_the_rate_at_its_corners():
         )
     )
     rows = [" ".join(line.split()) for line in shown.splitlines()]
-    table = rows.index("learning rate 0.4 = 0.1 x 128 / 32 (sgd, steps)")
+    table = rows.index("learning rate 0.4 = 0.1 x 128 / 32 (sgd, steps; auto: linear for sgd)")
     assert "global batch 128 = 32 x 2 x 2 batches accumulated" in rows
     assert rows[table + 1 : table + 5] == [
         "step 0, epoch 1 0.1 first step",
@@ -159,5 +159,10 @@ def test_plan_shows_the_rate_at_its_corners():
 
 def test_plan_of_a_constant_rate_is_one_row():
     shown = shown_plan(Config())
-    assert "learning rate  0.002 = 0.001 x 64 / 32 (adam, constant)\nseed " in shown
+    rate = "learning rate  0.00141421 = 0.001 x sqrt(64 / 32) (adam, constant; auto: sqrt for adaptive optimizers"
+    assert f"{rate})\nseed " in shown
     assert "note" not in shown
+    adasum = shown_plan(Config(hvd=HvdConfig(op="adasum"), train=TrainConfig(batch_size=64)))
+    assert f"{rate}; one rank's batch: Adasum" in adasum
+    named = shown_plan(Config(optimizer=OptimizerConfig(learning_rate_scaling="linear")))
+    assert "learning rate  0.002 = 0.001 x 64 / 32 (adam, constant)\nseed " in named

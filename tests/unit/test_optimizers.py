@@ -211,7 +211,7 @@ def test_options_arrive():
 def test_a_constant_rate_is_a_number_that_callbacks_may_set():
     config = Config()
     optimizer = build(config, derive(config, 2, 400, 10), layered_model())
-    assert last_learning_rate(optimizer) == pytest.approx(0.002)
+    assert last_learning_rate(optimizer) == pytest.approx(0.001 * 2**0.5)
     optimizer.learning_rate = 0.5
     assert last_learning_rate(optimizer) == 0.5
     assert isinstance(configured()._learning_rate, LearningRate)
