@@ -237,6 +237,11 @@ class Failure:
         """Whether it only says that another rank has ended before."""
         return bool(CONSEQUENCE.search(self.text))
 
+    def lines_for_a_person(self) -> list[str]:
+        """The lines in which the rank itself says it, without indentation; a traceback's are others."""
+        said = f"ringtrain: {self.text.removeprefix(f'{self.kind}: ')}"
+        return [line.strip() for line in said.splitlines()]
+
     def lines(self, job: str) -> list[str]:
         """The failure as short lines for standard error."""
         text = base64.b64encode(zlib.compress(json.dumps(asdict(self)).encode(), 9)).decode()

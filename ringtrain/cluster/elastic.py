@@ -78,6 +78,8 @@ class ElasticWatch(Watch):
         discover: says which hosts there are.
     """
 
+    says_last = False
+
     def __init__(self, name: str, job: Job, terms: Terms, discover: Callable[[], tuple[Host, ...]]) -> None:
         super().__init__(name, job, terms)
         self.discover = discover

@@ -46,6 +46,12 @@ ENDING = (signal.SIGTERM, signal.SIGHUP)  # whoever sends one of these will not 
 SIGNALS = (signal.SIGINT, signal.SIGUSR1, *ENDING)
 # With its launcher's tag, to the end of the line; before it another rank may have written, and not ended its line.
 REPORT = re.compile(rb"(?:\[[^][<>]*\d\](?:<stderr>:? ?| )|\d+: )?%b:.*" % MARK.encode(), re.DOTALL)
+# What Open MPI and PRRTE say at length when a rank has ended, of which the last line says more.
+DIVIDER = re.compile(rb"-{20,}\s*")
+REDUNDANT = re.compile(
+    rb"Primary job +terminated normally|detected that one or more processes exited|noticed that process"
+)
+BLOCK_S = 1.0  # for the rest of a block that has begun
 PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 
@@ -315,6 +321,9 @@ def _may_be_let_in_later(lost: Keeper) -> bool:
 class Watch:
     """Stays with one job from before its start until nothing of it is left. A context manager, of the main thread."""
 
+    says_last = True
+    """a rank's failure ends the job, whose last line repeats it"""
+
     def __init__(self, name: str, job: Job, terms: Terms) -> None:
         self.name = name
         self.job = job
@@ -336,6 +345,9 @@ class Watch:
         self._process: subprocess.Popen[bytes] | None = None
         self._lines = Lines(MARK.encode())
         self._line_is_open = False
+        self._block: list[bytes] = []
+        self._block_since = 0.0
+        self._repeated: list[tuple[str, bytes]] = []
         self._num_seats, self._compared_s, self._wrong_since = 0, 0.0, 0.0
         self._before: dict[int, Any] = {}
         self._over = threading.Event()
@@ -610,15 +622,42 @@ class Watch:
             if self.reports.take(raw.decode(errors="replace")) and not (raw := REPORT.sub(b"", raw)):
                 continue
             line = raw.decode(errors="replace").removesuffix("\n")
-            write(raw)
-            self._line_is_open = not raw.endswith(b"\n")
-            if raw.endswith(b"\r"):
-                continue  # of a progress bar: the next text overwrites it
             tagged = verdict.rank_of(line)
-            if tagged is None:
+            if raw.endswith(b"\r"):
+                self._show(raw)  # of a progress bar: the next text overwrites it
+            elif tagged is None:
                 self.said_by_launcher.append(line)
+                self._show_unless_redundant(raw)
             else:
                 self.tails.setdefault(tagged[0], deque(maxlen=verdict.TAIL_LINES)).append(tagged[1])
+                failure = self.reports.failures.get(tagged[0])
+                if self.says_last and failure and tagged[1].strip() in failure.lines_for_a_person():
+                    self._repeated.append((failure.text, raw))
+                else:
+                    self._show(raw)
+        if self._block and time.monotonic() > self._block_since + BLOCK_S:
+            self._show_block()
+
+    def _show(self, raw: bytes) -> None:
+        write(raw)
+        self._line_is_open = not raw.endswith(b"\n")
+
+    def _show_unless_redundant(self, raw: bytes) -> None:
+        """Passes on a line of the launcher's, unless it is of a block between dashes that says why the job ended."""
+        is_divider = DIVIDER.fullmatch(raw) is not None
+        if not self._block and not is_divider:
+            return self._show(raw)
+        self._block_since = time.monotonic()
+        self._block.append(raw)
+        if is_divider and len(self._block) > 1 and REDUNDANT.search(b"".join(self._block)):
+            self._block.clear()
+        elif is_divider and len(self._block) > 1:
+            self._show_block()
+
+    def _show_block(self) -> None:
+        for raw in self._block:
+            self._show(raw)
+        self._block.clear()
 
     def _drain(self) -> None:
         """Reads what the launcher has written before its end; others may hold the pipe open."""
@@ -627,6 +666,7 @@ class Watch:
             while data := os.read(stream.fileno(), 65536):
                 self._take(self._lines.add(data))
         self._take(self._lines.rest())
+        self._show_block()
         self._end_line()
 
     def _end_line(self) -> None:
@@ -712,6 +752,9 @@ class Watch:
             unswept=tuple(self.silent),
             out_of_memory=out_of_memory,
         )
+        for text, raw in self._repeated:
+            if text not in ending.text:
+                self._show(raw)  # another rank's, or something else ended the job
         if ending.text:
             say(ending.text)
         return ending

@@ -212,7 +212,7 @@ def test_an_error_for_a_person_is_one_line_and_exit_code_2(launch, tmp_path: Pat
     words = ["-m", "ringtrain.train", "--data.name", "npz", "--data.dir", tmp_path, "--run.directory", tmp_path]
     code, stderr = launch(*ringtrain(sys.executable, *words)).end()
     assert code == 2
-    assert re.match(r"ringtrain: rank \d on \S+ failed first: DataError: ", stderr.splitlines()[-1])
+    assert re.fullmatch(r"ringtrain: rank \d on \S+ failed first: DataError: [^\n]*\n", stderr)
 
 
 # ---- signals, and what is left ------------------------------------------------------------------------------------

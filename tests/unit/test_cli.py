@@ -22,7 +22,7 @@ from ringtrain.cluster import keeper, openmpi, run
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.job import Job, Plan
 from ringtrain.errors import LaunchError, PlacementError
-from ringtrain.reports import Expected, Lines, Seat
+from ringtrain.reports import Expected, Failure, Lines, Seat
 
 ROOT = Path(__file__).parents[2]
 OPEN_MPI_4 = "mpirun (Open MPI) 4.1.8"
@@ -328,6 +328,28 @@ def test_a_progress_bar_is_shown_while_it_is_written_and_never_half_a_report(cap
         watch._poll()
     assert capfd.readouterr().err == "\n[1,1]<stderr>:loading"
     os.close(source)
+
+
+def test_an_error_is_shown_once_and_nothing_else_is_lost(capfd) -> None:
+    watch = run.Watch("job", Job(("true",), 2, (Host("host1", 2),), here=frozenset()), run.Terms())
+    lines = []
+    for rank in (0, 1):
+        failure = Failure(rank, "host1", 1.0 + rank, "DataError", f"DataError: file{rank}: gone\n  look there", 2)
+        said = [f"ringtrain: file{rank}: gone", "  look there"]
+        lines += [f"[1,{rank}]<stderr>:{line}" for line in [*failure.lines("job"), *said]]
+    for text in (
+        "Primary job  terminated normally, but 1 process returned",
+        "ORTE has lost communication with a remote",
+    ):
+        lines += ["-" * 74, text, "a non-zero exit code.", "-" * 74]
+    lines += ["-" * 74, "half a block"]
+    watch._take([f"{line}\n".encode() for line in lines])
+    watch._show_block()
+    ending = watch.conclude(2, "mpirun", Expected(2, (("host1", 2),)))
+    first = ["ringtrain: rank 0 on host1 failed first:", "DataError: file0: gone", "  look there"]
+    other = ["[1,1]<stderr>:ringtrain: file1: gone", "[1,1]<stderr>:  look there"]
+    assert capfd.readouterr().err.splitlines() == [*lines[-6:], *other, *first]
+    assert ending.rank == 0
 
 
 @pytest.mark.parametrize("words", [keeper.ssh(10), ["ssh", *openmpi.SSH_OPTIONS]], ids=["keeper", "MPI"])
