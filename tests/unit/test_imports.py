@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "config": {"errors"},
     "settings": {"errors", "config"},
     "lookup": {"errors", "config"},
-    "stderr": set(),
+    "stderr": {"reports"},
     "lean": set(),
     "chaos": {"errors", "config", "journal"},
     "display": {"config", "schedules", "reports"},
