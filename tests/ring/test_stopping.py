@@ -228,3 +228,13 @@ def test_a_script_whose_ranks_wait_for_different_things_ends_and_names_them():
     assert "after epoch 1, batch 5" in finished.stderr
     assert f"rank 1 on {host}: in a TensorFlow graph at {HERE}/hanging.py:" in finished.stderr
     assert "in epoch 1, batch 6" in finished.stderr
+
+
+def test_an_interrupt_while_libraries_load_ends_the_process_without_a_traceback() -> None:
+    words = [sys.executable, "-X", "importtime", "-m", "ringtrain.train", "--data.name", "digits"]
+    with subprocess.Popen(words, cwd=HERE.parents[1], stderr=subprocess.PIPE, text=True) as process:
+        loading = next(line for line in process.stderr if line.rstrip().endswith(" numpy"))
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+    assert loading and process.returncode == -signal.SIGINT
+    assert "Traceback" not in rest and "KeyboardInterrupt" not in rest
