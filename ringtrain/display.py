@@ -105,8 +105,9 @@ class AboveBar(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Shows the lines that are complete."""
-        *lines, self._begun = (self._begun + text).split("\n")
-        for line in lines:
+        *lines, rest = (self._begun + text).split("\n")
+        self._begun = _as_last_written(rest) + "\r" * rest.endswith("\r")
+        for line in map(_as_last_written, lines):
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
             self.to_log(line)
         return len(text)
@@ -114,6 +115,11 @@ class AboveBar(io.TextIOBase):
     def fileno(self) -> int:
         """Standard error's own descriptor, for child processes."""
         return self.instead_of.fileno()
+
+
+def _as_last_written(line: str) -> str:
+    """What a terminal shows of a line that carriage returns wrote over."""
+    return line.rstrip("\r").rpartition("\r")[2]
 
 
 class Progress:

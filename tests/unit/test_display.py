@@ -88,7 +88,8 @@ def test_what_is_said_while_a_bar_moves_stands_above_it_and_in_the_log():
     with Progress(console, num_steps=4, num_epochs=1, to_log=logged.append) as progress:
         progress.step(1, 0, "loss 1")
         print("ringtrain: a line", file=sys.stderr)
-        sys.stderr.write("and another\n")
+        for text in ("1 of 3\r", "2 of 3\r", "and an", "other", "\r\n"):
+            sys.stderr.write(text)
         progress.step(2, 0, "loss 1")
     assert sys.stderr is before and logged == ["ringtrain: a line", "and another"]
     # Lines of their own: each drawing of the bar is erased before.
