@@ -225,7 +225,8 @@ class Sweep:
         self._judge(one, code)
 
     def _judge(self, one: Running, code: int) -> None:
-        facts: dict[str, Any] = {"seconds": round(one.seconds, 3), "where": one.where}
+        rate = rate_of(self.folder / one.config.run.name)
+        facts: dict[str, Any] = {"seconds": round(one.seconds, 3), "where": one.where, "learning_rate": rate}
         if code and one.stopped_at:
             self._finish(one.trial, one.values, "pruned", **facts)
         elif code:
@@ -305,6 +306,13 @@ def is_done(folder: Path) -> bool:
         return bool(trained or summary["stopped_by"].startswith("train."))
     except (OSError, *INVALID):
         return False
+
+
+def rate_of(folder: Path) -> float | None:
+    """Learning rate that a run trained with, after scaling by its global batch; None: no rank 0 got that far."""
+    with contextlib.suppress(OSError, *INVALID):
+        return float(parse_json((folder / "summary.json").read_text(encoding="utf-8"))["numbers"]["learning_rate"])
+    return None
 
 
 def reason_of(log: Path, code: int) -> str:

@@ -75,6 +75,8 @@ def main(options: argparse.Namespace, start: Start) -> int:
         with swept.Shown(study, most, monitor) as shown:
             aim = "lowest" if minimize else "highest"
             shown.say(f"{most} trials in {folder}, for the {aim} {monitor} of the last epoch")
+            if also := scales_rate(base, found):
+                shown.say(also)
             sweep = beside.Sweep(folder, study, base, most, num_ranks, hosts, options.trial_words, shown)
             sweep.go()
             if sweep.stopped_by:
@@ -83,6 +85,19 @@ def main(options: argparse.Namespace, start: Start) -> int:
                 return 128 + sweep.stopped_by
         wall_s, new = time.monotonic() - began_s, [one for one in study.trials() if one.number not in before]
         return conclude(folder, study, base, options, found, speed_of(new, wall_s, num_slots // num_ranks), start)
+
+
+def scales_rate(base: Config, found: space.Space) -> str:
+    """Sentence on options of a space that change the learning rate, too, or ""."""
+    batches = [option for option in ("train.batch_size", "optimizer.accumulation_steps") if option in found]
+    scaling = base.optimizer.learning_rate_scaling
+    if not batches or scaling == "none" or "optimizer.learning_rate_scaling" in found:
+        return ""
+    return (
+        f"{' and '.join(batches)} also change{'s' * (len(batches) == 1)} the learning rate"
+        f" (optimizer.learning_rate_scaling {scaling}), see the column trained rate; to keep the rate, add"
+        " --optimizer.learning-rate-scaling none after --"
+    )
 
 
 def refuse(options: argparse.Namespace) -> None:

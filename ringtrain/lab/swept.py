@@ -101,14 +101,18 @@ def number(value: Any) -> str:
 
 
 def show(trials: Sequence[Trial], best: Sequence[Trial], monitor: str, options: Sequence[str]) -> None:
-    """Prints all trials: the best first, then those that were pruned or failed."""
+    """Prints all trials: the best first, then those that were pruned or failed.
+
+    The last column is the learning rate after scaling, which batch sizes and optimizers change, too.
+    """
     rest = sorted((one for one in trials if one not in best), key=lambda one: (one.state != "pruned", one.number))
     rows = []
     for one in [*best, *rest]:
         seconds = f"{one.facts['seconds']:.1f}" if "seconds" in one.facts else ""
         values = [number(one.values.get(option)) for option in options]
-        rows.append([str(one.number), one.state, number(one.value), str(one.epochs), seconds, *values])
-    head = ("trial", "", monitor, "epochs", "s", *(option.rpartition(".")[2] for option in options))
+        rate = number(one.facts.get("learning_rate"))
+        rows.append([str(one.number), one.state, number(one.value), str(one.epochs), seconds, *values, rate])
+    head = ("trial", "", monitor, "epochs", "s", *(option.rpartition(".")[2] for option in options), "trained rate")
     figures.show(f"{len(best)} of {len(trials)} trials complete", head, rows)
     for one in rest:
         if one.state == "failed":

@@ -79,6 +79,11 @@ def test_two_at_once_killed_and_gone_on_with_none_is_lost_and_none_done_twice(tm
     record = json.loads((folder / "results.json").read_text())["results"]
     assert [one["state"] for one in record["trials"]] == ["complete", "complete", "failed", "complete"]
     assert "train.batch_size: 100000 on 1 rank makes a global batch of 100000" in record["trials"][2]["facts"]["reason"]
+    # The batch size changes the rate as well, which is said, and shown with each trial.
+    assert "train.batch_size also changes the learning rate (optimizer.learning_rate_scaling auto)" in said
+    rates = [one["facts"]["learning_rate"] for one in record["trials"]]
+    assert rates == [pytest.approx(0.001 * 0.5**0.5), pytest.approx(0.001), None, pytest.approx(0.001 * 2**0.5)]
+    assert "trained rate" in ended.stdout and "0.00070711" in ended.stdout and "0.0014142" in ended.stdout
     summaries = {one.name: json.loads((one / "summary.json").read_text()) for one in (first, second, runs[3])}
     losses = {name: one["test_loss"] for name, one in summaries.items()}
     best = min(losses, key=lambda name: losses[name])
