@@ -202,7 +202,7 @@ class HealthConfig:
     """seconds without any progress, and 20 times the median step, after which the rank that keeps the others waiting is
     named and the job ends; 0: never"""
     straggler_factor: float = 1.5
-    """a rank that needs so many times the median rank's time for 50 steps is named while training; 0: none"""
+    """a rank that needs so many times the median rank's time for 50 steps is named when that has cost 5 s; 0: none"""
 
 
 @dataclass(frozen=True)
