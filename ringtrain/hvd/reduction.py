@@ -144,10 +144,12 @@ class Reduction:
                     raise NotImplementedError("Adasum knows no sparse gradients: set sparse_as_dense=True")
                 if self.op == Average:
                     values = values / tf.cast(self._num_ranks(), values.dtype)
-                parts = {"values": values, "indices": rows, "counts": tf.size(rows)[None]}
                 options = {"ignore_name_scope": True, "process_set": self.process_set}
-                gathered = [horovod.allgather(part, name=f"{name}_{key}", **options) for key, part in parts.items()]
-                values, rows = _summed_by_row(*gathered)
+                with tf.device(CPU):
+                    counts = horovod.allgather(tf.size(rows)[None], name=f"{name}_counts", **options)
+                values = horovod.allgather(values, name=f"{name}_values", **options)
+                rows = horovod.allgather(rows, name=f"{name}_indices", **options)
+                values, rows = _summed_by_row(values, rows, counts)
         return tf.IndexedSlices(tf.cast(values, gradient.dtype), rows, gradient.dense_shape)
 
     def _reduce_dense(self, gradients: list[tf.Tensor], name: str) -> list[tf.Tensor]:

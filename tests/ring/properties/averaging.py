@@ -18,6 +18,7 @@ from only import only
 
 import ringtrain.hvd as hvd
 from ringtrain.errors import OutOfSync, RingtrainError
+from ringtrain.hvd.reduction import averaged_by_adasum
 
 TIGHT = 1e-6
 
@@ -211,6 +212,18 @@ def adasum_follows_its_formula():
     expected = (1 - a @ b / (2 * a @ a)) * a + (1 - a @ b / (2 * b @ b)) * b
     assert np.allclose(before - model.get_weights()[0], expected.reshape(3, 1), atol=1e-6)
     assert hvd.check_averaging(optimizer) == "combined by Adasum"
+    compressed = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hvd.Adasum, compression=hvd.Compression.fp16)
+    variable = keras.Variable(np.zeros(3))
+    compressed.apply_gradients([(tf.constant(2e4 * ours[hvd.rank()], tf.float32), variable)])
+    assert np.allclose(-variable.numpy(), 2e4 * expected, rtol=5e-3)
+    assert hvd.check_averaging(compressed) == "combined by Adasum"
+
+
+def adasum_is_expected_to_average_within_a_host_on_gpus():
+    """By Horovod's source; there is no GPU here. On CPUs the sum of orthogonal vectors is expected, see above."""
+    assert averaged_by_adasum("", ["GPU:0"], True, 4) == 4
+    for device, gpus, nccl in (("/CPU:0", ["GPU:0"], True), ("", [], True), ("", ["GPU:0"], False)):
+        assert averaged_by_adasum(device, gpus, nccl, 4) == 1
 
 
 @only(launcher="gloo")
