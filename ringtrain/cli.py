@@ -155,7 +155,7 @@ def parser() -> argparse.ArgumentParser:
         help="a host whose rank has failed may come back after about twice S, longer each time (15 600); 0 0: never",
     )
     shown = told.add_mutually_exclusive_group()
-    shown.add_argument("--dry-run", action="store_true", help="print the command instead, to be pasted")
+    shown.add_argument("--dry-run", action="store_true", help="print the command, script or manifest instead")
     shown.add_argument("--explain", action="store_true", help="print every flag of it with its reason instead")
     launched = commands.add_parser(
         "launch",
@@ -235,7 +235,7 @@ def launch(options: argparse.Namespace) -> int:
         explain(planner(job))
         return 0
     if options.dry_run:
-        print(planner(job).shell())
+        show_dry(planner, job, options.launcher in HANDED_OVER)
         return 0
     if options.launcher in HANDED_OVER:
         return run.submit(planner(job), job.files_folder)
@@ -322,7 +322,7 @@ def launch_elastic(options: argparse.Namespace) -> int:
         explain(planner(job_on(found, num_ranks)))
         return 0
     if options.dry_run:
-        print(planner(job_on(found, num_ranks)).shell())
+        show_dry(planner, job_on(found, num_ranks), False)
         return 0
     run.find("horovodrun")
     discover = elastic.discovery(options.host_discovery, found)
@@ -376,6 +376,25 @@ def explain(plan: Plan) -> None:
     for part, reason in job.explain(plan):
         table.add_row(Text(part, overflow="fold"), Text(reason, overflow="fold"))
     Console().print(table)
+
+
+def show_dry(planner: Callable[[Job], Plan], job: Job, is_handed_over: bool) -> None:
+    """Prints the line to be pasted; of a job for a scheduler its script or manifest, and how to submit it to stderr."""
+    import shlex
+    from dataclasses import replace
+
+    from ringtrain.cluster.job import FRESH
+
+    plan = planner(replace(job, files_folder=FRESH))
+    if not is_handed_over:
+        print(plan.shell())
+        return
+    ((path, text),) = plan.files.items()
+    name = Path(path).suffix.removeprefix(".")
+    print(text, end="")
+    sys.stdout.flush()
+    line = shlex.join(f"job.{name}" if word == path else word for word in plan.argv)
+    print(f"# keep it as job.{name}, and submit it by: {line}", file=sys.stderr)
 
 
 def hosts(options: argparse.Namespace) -> int:

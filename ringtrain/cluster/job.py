@@ -17,6 +17,8 @@ from ringtrain.reports import JOB
 
 NUM_HOSTS_LARGE = 64
 """from here on a launcher starts hosts differently"""
+FRESH, FRESH_NAME = "/tmp/ringtrain.XXXXXXXXXX", "ringtrain_folder"
+"""as Job.files_folder: a new folder that a pasted line makes, and its variable; one that others can guess may be theirs"""
 MAX_WORD_LETTERS = 32_000
 """of one word of a command line that we make; the kernel takes 131,072"""
 
@@ -106,12 +108,21 @@ class Plan:
 
     def shell(self) -> str:
         """The command as a line that can be pasted into a shell; it writes its files first."""
-        writes = []
+        folders = dict.fromkeys(str(PurePath(path).parent) for path in self.files)
+        writes = [
+            f"{FRESH_NAME}=$(mktemp -d {FRESH}) &&" if folder == FRESH else f"mkdir -p -- {shlex.quote(folder)} &&"
+            for folder in folders
+        ]
         for path, text in self.files.items():
-            folder, lines = shlex.quote(str(PurePath(path).parent)), shlex.join(text.removesuffix("\n").split("\n"))
-            writes.append(f"mkdir -p -- {folder} && printf '%s\\n' {lines} >{shlex.quote(path)} &&")
-        settings = [f"{name}={shlex.quote(value)}" for name, value in sorted(self.env.items())]
-        return " ".join([*writes, *settings, shlex.join(self.argv)])
+            lines = shlex.join(text.removesuffix("\n").split("\n"))
+            writes.append(f"printf '%s\\n' {lines} >{_in_shell(path)} &&")
+        settings = [f"{name}={_in_shell(value)}" for name, value in sorted(self.env.items())]
+        return " ".join([*writes, *settings, *map(_in_shell, self.argv)])
+
+
+def _in_shell(word: str) -> str:
+    """A word, quoted for a shell; the fresh folder stands in it by its variable."""
+    return f'"${FRESH_NAME}"'.join(shlex.quote(part) if part else "" for part in word.split(FRESH)) or "''"
 
 
 def explain(plan: Plan) -> list[tuple[str, str]]:

@@ -234,9 +234,11 @@ def test_the_script_in_the_repository_is_accepted(slurm, tmp_path):
     assert slurm.run(["sbatch", "--test-only", other]).returncode != 0
 
 
-def test_the_line_that_is_shown_can_be_pasted(slurm, tmp_path):
+def test_the_script_that_is_shown_can_be_submitted(slurm, tmp_path):
     launch = [*RINGTRAIN, "launch", "--launcher", "sbatch", *ONE_EACH, "--output", tmp_path / "out", "--dry-run"]
-    line = slurm.run([*launch, "--", "hostname"]).stdout
-    job = slurm.run(["bash", "-c", line]).stdout.split()[-1]
+    shown = slurm.run([*launch, "--", "hostname"])
+    (tmp_path / "job.sbatch").write_text(shown.stdout)
+    line = shown.stderr.partition("submit it by: ")[2]
+    job = slurm.run(["bash", "-c", f"cd {tmp_path} && {line}"]).stdout.split()[-1]
     finished(slurm, job, "COMPLETED")
     assert {"0: host1", "1: host2"} <= set(said(tmp_path).splitlines()), shlex.quote(line)

@@ -173,6 +173,18 @@ def test_a_dry_run_prints_a_line_that_can_be_pasted(bin_dir: Path, tmp_path: Pat
     assert "host1:2,host2:2" in pasted.splitlines()
 
 
+def test_a_dry_run_for_a_scheduler_prints_what_is_submitted(bin_dir: Path) -> None:
+    for launcher, first, line in (
+        ("sbatch", "#!/usr/bin/env bash\n", "sbatch --export="),
+        ("mpijob", 'apiVersion: "kubeflow.org/v2beta1"\n', "kubectl apply -f job.yaml"),
+    ):
+        ended = ringtrain("launch", "--launcher", launcher, "-H", "a:2,b:2", "--dry-run", "--", "true", bin_dir=bin_dir)
+        assert ended.returncode == 0
+        assert ended.stdout.startswith(first)
+        assert line in ended.stderr
+        assert "/tmp/" not in ended.stderr
+
+
 def test_explain_gives_every_flag_a_reason(bin_dir: Path) -> None:
     ended = ringtrain("launch", "-H", "host1:2,host2:2", "--explain", "--", "true", bin_dir=bin_dir)
     assert ended.returncode == 0

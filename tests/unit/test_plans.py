@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import COMMAND, ENVIRONMENT, GOLDEN, JOBS, PLANNERS, TWO_HOSTS, VALUE
 
-from ringtrain.cluster import environment, horovodrun, keeper, kubernetes, mpi, slurm
+from ringtrain.cluster import environment, horovodrun, job, keeper, kubernetes, mpi, slurm
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.job import Job, Plan, explain
 from ringtrain.errors import LaunchError
@@ -293,6 +294,25 @@ ACCEPTED = [
 def test_a_pasted_line_is_the_plan(launcher: str, name: str, launchers: Path) -> None:
     job = replace(JOBS[name], files_folder=str(launchers.parent / "its 'own' $folder"))
     pasted(PLANNERS[launcher](job), launchers)
+
+
+@pytest.mark.parametrize("launcher", ["mpirun-intel", "horovodrun-elastic", "srun"])
+def test_a_pasted_line_makes_a_folder_that_no_other_user_can_have_made(launcher: str, launchers: Path) -> None:
+    plan = PLANNERS[launcher](replace(JOBS["uneven hosts"], files_folder=job.FRESH))
+    (written,) = plan.files
+    result = bash(f'{plan.shell()}; stat -c %a "${job.FRESH_NAME}"; echo "${job.FRESH_NAME}"', launchers)
+    assert result.returncode == 0, result.stderr
+    mode, folder = result.stdout.split()
+    try:
+        program = next(word for word in plan.argv if word in LAUNCHERS)
+        told = json.loads((launchers / f"{program}.json").read_text())
+        made = written.replace(job.FRESH, folder)
+        assert Path(made).read_text() == plan.files[written]
+        assert made in " ".join([*told["argv"], told["environment"].get("SLURM_HOSTFILE", "")])
+        assert mode == "700"
+        assert Path(folder).name != Path(job.FRESH).name
+    finally:
+        shutil.rmtree(folder)
 
 
 @QUICK
