@@ -394,6 +394,7 @@ def show_dry(planner: Callable[[Job], Plan], job: Job, is_handed_over: bool) -> 
     print(text, end="")
     sys.stdout.flush()
     line = shlex.join(f"job.{name}" if word == path else word for word in plan.argv)
+    line = f"mkdir -p -- {shlex.quote(job.output)} && {line}" if job.output else line
     print(f"# keep it as job.{name}, and submit it by: {line}", file=sys.stderr)
 
 

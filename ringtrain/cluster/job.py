@@ -18,7 +18,7 @@ from ringtrain.reports import JOB
 NUM_HOSTS_LARGE = 64
 """from here on a launcher starts hosts differently"""
 FRESH, FRESH_NAME = "/tmp/ringtrain.XXXXXXXXXX", "ringtrain_folder"
-"""as Job.files_folder: a new folder that a pasted line makes, and its variable; one that others can guess may be theirs"""
+"""as Job.files_folder: a folder that a pasted line makes, and its variable; a name that can be guessed may be taken"""
 MAX_WORD_LETTERS = 32_000
 """of one word of a command line that we make; the kernel takes 131,072"""
 
