@@ -364,6 +364,9 @@ def test_an_error_is_shown_once_and_nothing_else_is_lost(capfd) -> None:
     assert ending.rank == 0
 
 
+@pytest.mark.skipif(
+    not shutil.which("ssh") and "RINGTRAIN_REQUIRE_LAB" not in os.environ, reason="needs apt-get install openssh-client"
+)
 @pytest.mark.parametrize("words", [keeper.ssh(10), ["ssh", *openmpi.SSH_OPTIONS]], ids=["keeper", "MPI"])
 def test_ssh_takes_a_connection_of_its_own_whatever_its_user_has_configured(words: list[str], tmp_path: Path) -> None:
     """A shared one would not notice that the host is lost."""
