@@ -19,6 +19,8 @@ MARK = b"\0ringtrain:"  # between what was written and what the watcher shall do
 END = b"end\n"
 LOG_ONLY = b"log only\n"
 TO_LOG = b"to log: "
+SILENT = 3
+"""exit code of a watcher that was told to leave the terminal alone"""
 CHATTER = re.compile(
     rb"WARNING: All log messages before absl::InitializeLog"
     rb"|E\d{4} .*(Unable to register|failed call to cuInit)"
@@ -49,8 +51,7 @@ def watch() -> None:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(sink)
-        _pass_on(source)
-        os._exit(0)
+        os._exit(0 if _pass_on(source) else SILENT)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     os.close(source)
     before_watch = os.dup(2)
@@ -66,7 +67,8 @@ def watch() -> None:
         with contextlib.suppress(BrokenPipeError):  # the watcher was killed
             sys.stderr.flush()
             os.write(2, MARK + END)
-        os.waitpid(watcher, 0)
+        if os.waitstatus_to_exitcode(os.waitpid(watcher, 0)[1]) == SILENT:  # what C++ writes later stays unseen, too
+            os.dup2(os.open(os.devnull, os.O_WRONLY), before_watch)
         os.dup2(before_watch, 2)
         os.close(before_watch)
 
@@ -101,8 +103,12 @@ def to_log(line: str) -> None:
         os.write(2, MARK + TO_LOG + line.encode(errors="replace") + b"\n")
 
 
-def _pass_on(source: int) -> None:
-    """The watcher's whole life: until it is told to end, or no process is left that can write to the pipe."""
+def _pass_on(source: int) -> bool:
+    """Runs the watcher, until it is told to end or no process is left that can write to the pipe.
+
+    Returns:
+        Whether the terminal still is to show what is written.
+    """
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
@@ -123,7 +129,7 @@ def _pass_on(source: int) -> None:
             with contextlib.suppress(OSError):  # a full disk must not silence the terminal
                 log.write(text + command.removeprefix(TO_LOG) * command.startswith(TO_LOG))
             if command == END:
-                return
+                return shown
             if command == LOG_ONLY:
                 shown = False
             elif command.startswith(b"/") and isinstance(log, io.BytesIO):
@@ -131,3 +137,4 @@ def _pass_on(source: int) -> None:
                     so_far = log.getvalue()
                     log = open(command[:-1], "ab", buffering=0)  # noqa: SIM115 - as long as the process lives
                     log.write(so_far)
+    return shown

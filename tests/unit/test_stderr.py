@@ -67,6 +67,12 @@ def test_last_words_reach_the_terminal_however_it_ends(ending):
     assert got.endswith(words) and "oneDNN" not in got
 
 
+@pytest.mark.parametrize(("before", "shown"), [("", "late\n"), ("stderr.log_only()\n", "")])
+def test_what_c_code_writes_after_pythons_end_is_shown_unless_only_the_log_is_asked_for(before, shown):
+    late = "class Late:\n    def __del__(self, write=os.write):\n        write(2, b'late\\n')\n"
+    assert watched(f"{before}{late}late = Late()") == (0, shown)
+
+
 def test_the_log_keeps_everything_from_the_start(tmp_path):
     log = tmp_path / "new" / "folder" / "rank-0.log"
     body = (
