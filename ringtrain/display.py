@@ -364,14 +364,14 @@ def show_ranks(console: Console, ranks: Sequence[Mapping[str, Any]], slow: Seque
         return
     console.print()
     parts = ("step", "input", "compute", "callbacks", "wait")
-    _line_of(console, "rank", ["host", *(f"{part} ms" for part in parts)])
+    _line_of(console, "ms per step", ["host", *parts])
     for one in ranks:
         figures = [f"{1000 * one[f'{part}_s']:.1f}" for part in parts]
-        _line_of(console, f"{one['rank']}{' slow' * (one['rank'] in slow)}", [one["host"], *figures])
+        _line_of(console, f"rank {one['rank']}{' slow' * (one['rank'] in slow)}", [one["host"], *figures])
 
 
 def _line_of(console: Console, first: str, cells: Sequence[str]) -> None:
-    text = f"{first:<14} {cells[0]:<16}" + "".join(f"{cell:>13}" for cell in cells[1:])
+    text = f"{first:<14} {cells[0]:<13}" + "".join(f"{cell:>10}" for cell in cells[1:])
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 

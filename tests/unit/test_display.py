@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from ringtrain.config import Config, HvdConfig, OptimizerConfig, ScheduleConfig, TrainConfig, derive
-from ringtrain.display import Progress, launched_rank, show_plan, show_result, terminal_of_launcher
+from ringtrain.display import Progress, launched_rank, show_plan, show_ranks, show_result, terminal_of_launcher
 from ringtrain.tracking import figures_of
 
 PTS = "/dev/pts/3"
@@ -113,6 +113,11 @@ def test_an_epochs_line_and_the_checksum_fit_into_80_columns():
     }
     show_result(console, Path("runs/a"), summary, "averaged")
     assert output.getvalue().splitlines()[-1] == "aa1822a1d28747a5"
+    times = {f"{part}_s": 0.0523 for part in ("step", "input", "compute", "callbacks", "wait")}
+    show_ranks(console, [{"rank": rank, "host": "host12", **times} for rank in (0, 1)], [1])
+    *_, head, _, second = output.getvalue().splitlines()
+    assert head.split() == ["ms", "per", "step", "host", "step", "input", "compute", "callbacks", "wait"]
+    assert second.startswith("rank 1 slow") and second.endswith("      52.3") and len(second) <= 80
 
 
 @pytest.mark.parametrize(("resume", "more"), [("auto", ""), ("never", " --run.resume auto")])
