@@ -315,7 +315,7 @@ def _pieces(length: int, size: int) -> list[tuple[int, int]]:
 
 
 def _exchange(sent: NDArray[np.uint8], splits: list[int], name: str) -> NDArray[np.uint8]:
-    with tf.device("CPU:0"):
+    with tf.device(CPU):
         received, _ = alltoall(sent, splits=tf.constant(splits, tf.int32), name=name)
     array: NDArray[np.uint8] = received.numpy()
     return array
