@@ -450,7 +450,7 @@ class _Taped(keras.Model):
 
 def train_steps_that_reduce_go_without_xla_on_a_gpu():
     """Keras' compile turns XLA on where a GPU is listed, and does not know what a train_step does."""
-    keras.utils.clear_session()  # Horovod's tape names tensors after layers, which then have the same names on all ranks
+    keras.utils.clear_session()  # Horovod's tape names tensors after layers: the same names on all ranks
     with _listed_gpu():
         plain = small.build()
         plain.compile("sgd", "mse", jit_compile="auto")
