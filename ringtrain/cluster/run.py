@@ -46,10 +46,11 @@ ENDING = (signal.SIGTERM, signal.SIGHUP)  # whoever sends one of these will not 
 SIGNALS = (signal.SIGINT, signal.SIGUSR1, *ENDING)
 # With its launcher's tag, to the end of the line; before it another rank may have written, and not ended its line.
 REPORT = re.compile(rb"(?:\[[^][<>]*\d\](?:<stderr>:? ?| )|\d+: )?%b:.*" % MARK.encode(), re.DOTALL)
-# What Open MPI and PRRTE say at length when a rank has ended, of which the last line says more.
-DIVIDER = re.compile(rb"-{20,}\s*")
+# What Open MPI, PRRTE and Hydra say at length when a rank has ended, of which the last line says more.
+DIVIDER = re.compile(rb"[-=]{20,}\s*")
 REDUNDANT = re.compile(
     rb"Primary job +terminated normally|detected that one or more processes exited|noticed that process"
+    rb"|BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES"
 )
 BLOCK_S = 1.0  # for the rest of a block that has begun
 PR_SET_PDEATHSIG = 1  # of Linux' prctl

@@ -354,6 +354,7 @@ def test_an_error_is_shown_once_and_nothing_else_is_lost(capfd) -> None:
         "ORTE has lost communication with a remote",
     ):
         lines += ["-" * 74, text, "a non-zero exit code.", "-" * 74]
+    lines[-8:-8] = ["=" * 83, "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES", "=   EXIT CODE: 2", "=" * 83]
     lines += ["-" * 74, "half a block"]
     watch._take([f"{line}\n".encode() for line in lines])
     watch._show_block()
