@@ -476,9 +476,10 @@ class Reader:
 
     def take(self, line: str) -> bool:
         """Reads a line, and says whether it was a report."""
-        if self._mark not in line:
+        whole = TAG.sub("", line)  # the tag may stand within the mark
+        if self._mark not in whole:
             return False
-        kind, _, rest = TAG.sub("", line).partition(self._mark)[2].strip().partition(":")
+        kind, _, rest = whole.partition(self._mark)[2].strip().partition(":")
         try:
             if kind == "seat":
                 rank, size, local_rank, process, host = rest.split(":", 4)

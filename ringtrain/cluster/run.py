@@ -620,8 +620,10 @@ class Watch:
     def _take(self, lines: Sequence[bytes]) -> None:
         """Passes on what is no report."""
         for raw in lines:
-            if self.reports.take(raw.decode(errors="replace")) and not (raw := REPORT.sub(b"", raw)):
-                continue
+            if self.reports.take(raw.decode(errors="replace")):
+                before, found = REPORT.subn(b"", raw)
+                if not (raw := before if found else b""):
+                    continue
             line = raw.decode(errors="replace").removesuffix("\n")
             tagged = verdict.rank_of(line)
             if raw.endswith(b"\r"):

@@ -339,6 +339,8 @@ def test_a_progress_bar_is_shown_while_it_is_written_and_never_half_a_report(cap
     while not watch.reports.seats:
         watch._poll()
     assert capfd.readouterr().err == "\n[1,1]<stderr>:loading"
+    watch._take([b"[1,0]<stderr>:ringtrain-report:jo[1,0]<stderr>:b:seat:1:2:1:78:host1\n"])  # as mpirun cuts it in two
+    assert len(watch.reports.seats) == 2 and capfd.readouterr().err == ""
     os.close(source)
 
 
