@@ -24,6 +24,8 @@ from ringtrain.reports import HOST_SLOTS
 LAUNCHERS = ("ringtrain", "horovodrun", "mpirun", "mpiexec", "orterun")
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "HOROVOD_RANK")
 SECONDS_BETWEEN_LINES = 10.0
+OVER_GRPC = dict.fromkeys(("multi-worker", "ps-sync", "ps-async"), "; its servers obey every user of these hosts")
+"""TensorFlow's servers have no authentication: see docs/launching.md"""
 
 
 class SteadyConsole(Console):
@@ -228,16 +230,17 @@ def show_plan(
     accumulated = f" x {n.accumulation_steps} batches accumulated" if n.accumulation_steps > 1 else ""
     rest = f", {n.dropped_per_epoch} left over, others each time" if n.dropped_per_epoch else ""
     placed = {"ranks": f"{n.num_ranks} ({per_host}), rank 0 on {pinning}"}
-    if config.strategy.name == "towers":
+    name = config.strategy.name
+    if name == "towers":
         placed = {"towers": f"{n.num_ranks} in one process on {hosts[0]}: {pinning}"}
     trainers, shard = "rank", n.steps_per_epoch * n.batch_size
     if strategy and "servers" in strategy:
-        placed = {name: f"{len(strategy[name])}: {_shortened(strategy[name])}" for name in ("servers", "workers")}
+        placed = {role: f"{len(strategy[role])}: {_shortened(strategy[role])}" for role in ("servers", "workers")}
         trainers, shard = "worker", n.steps_per_epoch * n.global_batch_size // len(strategy["workers"])
     rows = {
         **placed,
         "data": f"{config.data.name}: {n.num_train:,} to train, {n.num_test:,} to test",
-        **({"strategy": config.strategy.name} if config.strategy.name not in ("ring", "towers") else {}),
+        **({"strategy": f"{name}{OVER_GRPC.get(name, '')}"} if name not in ("ring", "towers") else {}),
         "model": config.model.name,
         "global batch": f"{n.global_batch_size} = {n.batch_size} x {n.num_ranks}{accumulated}",
         "steps": f"{n.num_steps:,} = {config.train.epochs} epochs x {n.steps_per_epoch:,}{rest}",

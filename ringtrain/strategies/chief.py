@@ -24,7 +24,7 @@ from ringtrain import chaos, devices, fingerprint, hvd, journal, reports, stderr
 from ringtrain.config import Config
 from ringtrain.errors import ConfigError
 from ringtrain.hvd.subclass import distribute
-from ringtrain.strategies import server
+from ringtrain.strategies import listening, server
 from ringtrain.strategies.ring import Ring
 from ringtrain.strategies.roles import LOOK_S, Crew
 
@@ -89,7 +89,8 @@ class ParameterServers(Ring):
         self.prints = [(ready[rank].host, ready[rank].prints) for rank in roles.workers]
         cluster = tf.train.ClusterSpec(roles.cluster)
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(cluster, "", "chief", 0, rpc_layer="grpc")
-        self.strategy = tf.distribute.ParameterServerStrategy(resolver)
+        with listening.only_for(roles.addresses, [roles.port_of("chief", 0)]):
+            self.strategy = tf.distribute.ParameterServerStrategy(resolver)
         self.load = [0] * len(roles.servers)
         """bytes of variables, by server"""
         self.about |= {

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ringtrain import devices, hvd
 from ringtrain.errors import ConfigError, DeviceError
 from ringtrain.hvd.subclass import distribute
-from ringtrain.strategies import roles
+from ringtrain.strategies import listening, roles
 from ringtrain.strategies.ring import Ring
 
 if TYPE_CHECKING:
@@ -153,9 +153,11 @@ class MultiWorker(Mirrored):
         if named == "nccl" and pinning.gpu is None:
             raise DeviceError("strategy.communication: got nccl, this run has no GPU: expected ring or auto")
         task = {"type": "worker", "index": hvd.rank()}
-        self.about["workers"] = [place for (place,) in roles.addresses(hvd.rank(), hvd.allgather_object)]
+        places, callers = roles.addresses(hvd.rank(), hvd.allgather_object)
+        self.about["workers"] = [place for (place,) in places]
         os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": self.about["workers"]}, "task": task})
         over = tf.distribute.experimental.CommunicationImplementation[named.upper()]
         options = tf.distribute.experimental.CommunicationOptions(implementation=over)
-        self.strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+        with listening.only_for(callers, [int(places[hvd.rank()][0].rpartition(":")[2])]):
+            self.strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
         return pinning

@@ -40,12 +40,18 @@ class Roles:
         servers: ranks; the first is 0.
         workers: ranks.
         cluster: TensorFlow's names of the roles, and host:port of each of their tasks.
+        addresses: of all hosts, from which TensorFlow's servers may be called.
     """
 
     hosts: tuple[str, ...]
     servers: tuple[int, ...]
     workers: tuple[int, ...]
     cluster: Mapping[str, Sequence[str]]
+    addresses: tuple[str, ...] = ()
+
+    def port_of(self, role: str, index: int) -> int:
+        """Port of a task."""
+        return int(self.cluster[role][index].rpartition(":")[2])
 
     def of(self, rank: int) -> tuple[str, int]:
         """A rank's role, "ps" or "worker", and its number among those."""
@@ -211,22 +217,27 @@ def meet(config: Config) -> Crew:
     chosen = sorted(by_place[:servers])
     workers = tuple(rank for rank in range(comm.size) if rank not in chosen)
     chaos.check_roles(chaos.parse(config.chaos), chosen, workers)
-    places = addresses(comm.rank, comm.allgather, num_ports=2 if comm.rank == 0 else 1)
+    places, callers = addresses(comm.rank, comm.allgather, num_ports=2 if comm.rank == 0 else 1)
     cluster = {
         "chief": [places[0][1]],
         "ps": [places[rank][0] for rank in chosen],
         "worker": [places[rank][0] for rank in workers],
     }
-    return Crew(comm, Roles(tuple(one.host for one in seats), tuple(chosen), workers, cluster))
+    return Crew(comm, Roles(tuple(one.host for one in seats), tuple(chosen), workers, cluster, callers))
 
 
-def addresses(rank: int, allgather: Callable[[Any], Sequence[Any]], num_ports: int = 1) -> list[list[str]]:
-    """host:port of every rank's free ports, where it may listen, as the others can reach it. A collective.
+def addresses(
+    rank: int, allgather: Callable[[Any], Sequence[Any]], num_ports: int = 1
+) -> tuple[list[list[str]], tuple[str, ...]]:
+    """Places of every rank's free ports, where it may listen, and addresses of all hosts. A collective.
 
     Args:
         rank: this one.
         allgather: gives every rank's value to every rank.
         num_ports: of this rank.
+
+    Returns:
+        host:port of each port of each rank, as the others can reach it; all addresses of all hosts.
 
     Raises:
         LaunchError: on every rank: one cannot be reached from another host.
@@ -236,8 +247,9 @@ def addresses(rank: int, allgather: Callable[[Any], Sequence[Any]], num_ports: i
         own = (socket.gethostname(), beats.own_addresses(), [one.getsockname()[1] for one in listeners])
         everybody = allgather(own)
         hosts = [host for host, _, _ in everybody]
+        callers = tuple(sorted({address for _, each, _ in everybody for address in each}))
         if len(set(hosts)) == 1:
-            return [[f"127.0.0.1:{port}" for port in ports] for _, _, ports in everybody]
+            return [[f"127.0.0.1:{port}" for port in ports] for _, _, ports in everybody], ()
         # Each rank is called from another host: by rank 0, or, those of its host, by the first one of another.
         first_elsewhere = next(other for other, host in enumerate(hosts) if host != hosts[0])
         called_by = [first_elsewhere if host == hosts[0] else 0 for host in hosts]
@@ -252,7 +264,22 @@ def addresses(rank: int, allgather: Callable[[Any], Sequence[Any]], num_ports: i
         if failures := [text for _, text in told if text]:
             raise LaunchError(failures[0])
         answering = {other: address for each, _ in told for other, address in each.items()}
-        return [[f"{answering[other]}:{port}" for port in ports] for other, (_, _, ports) in enumerate(everybody)]
+        # As the others' calls arrive, which is not always from an address that they know of.
+        callers = tuple(sorted({*callers, *(one for seen in allgather(_callers(listeners[0])) for one in seen)}))
+        places = [[f"{answering[other]}:{port}" for port in ports] for other, (_, _, ports) in enumerate(everybody)]
+        return places, callers
+
+
+def _callers(listener: socket.socket) -> set[str]:
+    """Addresses of the connections that wait to be accepted."""
+    listener.setblocking(False)
+    found = set()
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            connection, (address, _) = listener.accept()
+            connection.close()
+            found.add(address)
+    return found
 
 
 def _answering(rank: int, host: str, candidates: Sequence[str], ports: Sequence[int]) -> str:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from ringtrain import chaos, data, devices, fingerprint, journal, lean, reports, stderr
 from ringtrain.config import Config, derive
 from ringtrain.errors import ConfigError, RingtrainError
+from ringtrain.strategies import listening
 from ringtrain.strategies.roles import SIGNALS, Roles
 
 
@@ -126,7 +127,9 @@ def start(roles: Roles, role: str, index: int, pinning: devices.Pinning) -> str:
     threads = pinning.num_threads or len(os.sched_getaffinity(0))
     settings = tf.compat.v1.ConfigProto(intra_op_parallelism_threads=threads, inter_op_parallelism_threads=threads + 1)
     restrict(settings, pinning)
-    tf.distribute.Server(tf.train.ClusterSpec(roles.cluster), role, index, "grpc", settings)
+    with listening.only_for(roles.addresses, [roles.port_of(role, index)]):
+        made = tf.distribute.Server(tf.train.ClusterSpec(roles.cluster), role, index, "grpc", settings, start=False)
+    made.start()
     return str(pinning)
 
 
