@@ -22,7 +22,7 @@ FROM system AS environment
 ARG GPU=0
 
 RUN apt-get update && apt-get install -y --no-install-recommends g++ make python3-venv
-COPY constraints.txt pyproject.toml setup.py ./
+COPY constraints.txt hashes.txt pyproject.toml setup.py ./
 COPY compat compat
 COPY launch/setup.sh launch/
 COPY ringtrain/__init__.py ringtrain/
@@ -41,7 +41,7 @@ RUN useradd --create-home --uid 1000 --shell /bin/bash ringtrain \
     && printf '%s\n' 'Host *' '    Port 2222' '    KnownHostsCommand /bin/sed "s/^/* /" %d/.ssh/id_rsa.pub' \
         >/etc/ssh/ssh_config.d/ringtrain.conf
 COPY --from=environment /opt/ringtrain/.venv .venv
-COPY CHANGELOG.md LICENSE README.md constraints.txt pyproject.toml setup.py ./
+COPY CHANGELOG.md LICENSE README.md constraints.txt hashes.txt pyproject.toml setup.py ./
 COPY compat compat
 COPY configs configs
 COPY examples examples

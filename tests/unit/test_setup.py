@@ -56,7 +56,7 @@ def folder(tmp_path: Path) -> Path:
     """A fresh copy of what set-up reads."""
     folder = tmp_path / "clone"
     folder.mkdir()
-    for name in ("constraints.txt", "setup.py"):
+    for name in ("constraints.txt", "hashes.txt", "setup.py"):
         shutil.copy(ROOT / name, folder)
     for name in ("compat", "launch"):
         shutil.copytree(ROOT / name, folder / name)
@@ -329,11 +329,13 @@ def test_the_library_looks_for_mpi_and_nccl_where_it_is_installed(
 
 # ---- an interrupted set-up ----------------------------------------------------------------------------------------
 
-# "-m venv FOLDER" copies the script there; "-m pip ..." is only written down; everything else goes as above.
+# "-m venv FOLDER" copies the script there; "-m pip ..." is only written down; ringtrain's requirements are the names of
+# its extras; everything else goes as above.
 FAKE_PYTHON_THAT_MAKES = """#!/bin/sh
 case "$*" in
     "-m venv "*) mkdir -p "$3/bin" "$3/etc" && cat "$0" >"$3/bin/python" && exec chmod +x "$3/bin/python";;
     "-m pip install "*) echo "$*" >>{log}; exit {pip};;
+    *importlib.metadata*) shift 2; printf '%s\\n' "$@";;
     *SOABI*) echo cpython-311;;
     *base_executable*) printf '%s\\n' {itself} 3.11.2;;
 esac
@@ -364,11 +366,13 @@ def test_a_cached_wheel_is_installed_and_the_second_setup_does_nothing(
     assert result.returncode == 0, result.stderr
     assert "built from source" not in result.stderr
     calls = pip_log.read_text().splitlines()
-    assert len(calls) == 3
-    assert all("--constraint" in call for call in calls)
-    assert "horovod-0.28.1-cp311.whl" in calls[-1]
+    assert len(calls) == 5
+    from_here = [call for call in calls if "--require-hashes" not in call]  # without a hash: nothing that is fetched
+    assert all("--no-deps" in call for call in from_here)
+    assert [call.split()[-1] for call in from_here] == [str(folder), calls[-1].split()[-1]]
+    assert "horovod-0.28.1-cp311.whl" in calls[-1] and "--no-index" in calls[-1]
     assert set_up(folder, bin_dir).stderr == "set-up: .venv is up to date\n"
-    assert len(pip_log.read_text().splitlines()) == 3
+    assert len(pip_log.read_text().splitlines()) == 5
 
 
 def test_gpus_are_remembered_and_make_the_environment_anew(folder: Path, bin_dir: Path, pip_log: Path) -> None:
@@ -378,7 +382,7 @@ def test_gpus_are_remembered_and_make_the_environment_anew(folder: Path, bin_dir
         marker = folder / ".venv" / "of-the-run-before"
         result = set_up(folder, bin_dir, env=env)
         assert result.returncode == 0, result.stderr
-        calls.append((marker.exists(), re.findall(r"\[(\w+),train,sweep,dev\]", pip_log.read_text())))
+        calls.append((marker.exists(), re.findall(r"(\w+) train sweep dev$", pip_log.read_text(), re.M)))
         marker.touch()
         pip_log.write_text("")
     assert calls == [(False, ["cpu"]), (False, ["gpu"]), (True, []), (False, ["cpu"])]
@@ -495,6 +499,14 @@ def test_every_line_of_the_constraints_is_a_pin() -> None:
     for name, version in pins().items():
         assert name == normal(name)
         assert re.fullmatch(r"[0-9][0-9a-z.]*", version)
+
+
+def test_every_pin_has_the_hashes_of_its_files() -> None:
+    """What set-up installs is what was looked at when the pin was made, or pip refuses it."""
+    text = (ROOT / "hashes.txt").read_text()
+    hashed = re.findall(r"^(\S+)==(\S+)((?: \\\n    --hash=sha256:[0-9a-f]{64})+)$", text, re.MULTILINE)
+    assert {name: version for name, version, _ in hashed} == pins()
+    assert text.count("--hash=") == sum(hashes.count("--hash=") for _, _, hashes in hashed)
 
 
 def test_everything_that_setup_installs_is_pinned() -> None:
