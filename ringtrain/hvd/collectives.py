@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import io
 import os
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -400,9 +401,40 @@ def unique_in_graph(name: str) -> str:
 def DistributedGradientTape(gradtape: tf.GradientTape, *args: Any, **kwargs: Any) -> tf.GradientTape:
     """Horovod's tape whose `gradient` is reduced over the ranks, for sources that may be Keras variables.
 
-    Takes the arguments of `horovod.tensorflow.DistributedGradientTape`.
+    Takes the arguments of `horovod.tensorflow.DistributedGradientTape`. Sparse gradients have one part per row, and the
+    same bits on every rank.
     """
-    return _taking_keras_variables(horovod.DistributedGradientTape(gradtape, *args, **kwargs))
+    bound = inspect.signature(horovod.DistributedGradientTape).bind(gradtape, *args, **kwargs)
+    bound.apply_defaults()
+    tape = horovod.DistributedGradientTape(gradtape, *args, **kwargs)
+    if not bound.arguments["sparse_as_dense"]:
+        _sum_sparse_in_one_order(tape, bound.arguments)
+    return _taking_keras_variables(tape)
+
+
+def _sum_sparse_in_one_order(tape: Any, options: Mapping[str, Any]) -> None:
+    from ringtrain.hvd.reduction import Reduction  # which needs this module
+
+    reduce_dense = tape._allreduce_grads
+    taken = ("device_dense", "device_sparse", "compression", "sparse_as_dense", "op", "process_set")
+    reduction = Reduction(
+        "DistributedGradientTape",
+        **{name: options[name] for name in (*taken, "scale_local_gradients")},
+        gradient_predivide_factor=1.0,  # which would cancel out
+        groups=None,
+        share=None,
+    )
+
+    def reduce(gradients: Any, sources: Any = None, *args: Any) -> list[Any]:
+        sparse = [index for index, gradient in enumerate(gradients) if isinstance(gradient, tf.IndexedSlices)]
+        dense = [None if index in sparse else gradient for index, gradient in enumerate(gradients)]
+        results = list(reduce_dense(dense, sources, *args)) if len(sparse) < len(dense) else dense
+        chosen = [gradients[index] for index in sparse]
+        for index, result in zip(sparse, reduction._reduce(chosen, sparse, [False] * len(sparse)), strict=True):
+            results[index] = result
+        return results
+
+    tape._allreduce_grads = reduce
 
 
 def PartialDistributedGradientTape(

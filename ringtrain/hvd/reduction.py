@@ -250,7 +250,7 @@ def _summed_by_row(values: tf.Tensor, indices: tf.Tensor, counts: tf.Tensor) -> 
         return rank + 1, end, tf.tensor_scatter_nd_add(total, places[begin:end, None], values[begin:end])
 
     total = tf.zeros(tf.concat([tf.shape(rows), tf.shape(values)[1:]], 0), values.dtype)
-    total.set_shape(values.shape)
+    total.set_shape([None, *values.shape[1:]])
     _, _, total = tf.while_loop(lambda rank, *_: rank < tf.size(counts), add, (0, 0, total))
     return total, rows
 

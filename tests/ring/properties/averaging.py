@@ -267,6 +267,27 @@ def sparse_gradients_leave_ranks_equal():
     assert np.allclose(received[0].values, np.divide(expected[1], hvd.size())[:, None] * np.ones((1, 4)))
 
 
+def tapes_sum_sparse_gradients_in_one_order():
+    """Beside dense ones, in and outside of a graph; Horovod's own leaves a part per rank and use of a row."""
+    table, scale = keras.Variable(np.ones((6, 2))), keras.Variable(np.ones(2))
+    rows = tf.constant([[3, 1, 3], [1, 5, 1]][hvd.rank() % 2])
+
+    def gradients(wrap):
+        with wrap(tf.GradientTape()) as tape:
+            loss = tf.reduce_sum(tf.gather(table.value, rows) * scale)
+        return tape.gradient(loss, [table.value, scale.value])
+
+    for run in (gradients, tf.function(gradients, autograph=False)):
+        for _ in range(2):
+            sparse, dense = run(hvd.DistributedGradientTape)
+            parts = [2.0, 3.0, 1.0] if hvd.size() == 2 else [4.0, 4.0, 1.0]
+            assert sparse.indices.numpy().tolist() == [3, 1, 5]
+            assert np.allclose(sparse.values, np.divide(parts, hvd.size())[:, None] * np.ones((1, 2)))
+            assert np.allclose(dense, 3.0)
+    theirs, _ = gradients(horovod.tensorflow.DistributedGradientTape)
+    assert len(theirs.indices) == 3 * hvd.size()
+
+
 def sparse_as_dense_is_the_same_with_one_rank():
     """Adam squares a row's gradients one by one where they are sparse, and their sum where they are dense."""
     variable = keras.Variable(np.zeros((2, 1)), dtype="float64")
