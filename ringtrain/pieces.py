@@ -321,7 +321,7 @@ def lock_folder(lock: tracking.RunLock, config: Config, attempt: reports.Attempt
 
     def take() -> None:
         if hvd.rank() == 0 and config.run.name and tracking.is_run(folder):
-            lock.take(folder, same_job=attempt.run_name == config.run.name)
+            lock.take(folder, same_job=attempt.number > 0)
 
     hvd.run_together(take)
 

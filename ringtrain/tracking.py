@@ -11,8 +11,10 @@ import math
 import os
 import platform
 import socket
+import struct
 import sys
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -39,6 +41,9 @@ NO_METRICS = (
 LOCK = ".lock"
 LEASE_S = 30.0
 """seconds that a restart gives the process of the attempt before to end: as long as a host agent lives on its own"""
+EXPIRY_S = 100.0
+"""seconds after which a file server has released the locks of a lost host: NFSv4's lease is 90 s"""
+SCHEDULED_JOB = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "LSB_JOBINDEX")
 
 
 def default_name(data_name: str, now_s: float | None = None) -> str:
@@ -106,8 +111,9 @@ def _holds_no_files(folder: Path) -> bool:
 class RunLock:
     """Right of one process to write to a run's folder, until `release` or the end of the process.
 
-    It is a POSIX record lock on the file .lock: the kernel gives it back when the process ends, however that happens,
-    and NFS keeps it on the server for all hosts. The file stays, and says which process has or had the lock.
+    It is a lock of the open file .lock: the kernel gives it back when the process ends, however that happens, and NFS
+    keeps it on the server for all hosts. A POSIX record lock, which any other close of the file in this process would
+    give back, takes its place where there is none. The file stays, and says which process has or had the lock.
     """
 
     def __init__(self) -> None:
@@ -115,41 +121,53 @@ class RunLock:
         self._file: IO[str] | None = None
 
     def take(self, folder: Path, same_job: bool = False) -> None:
-        """Takes the lock of a folder, unless this object has it already.
+        """Takes the lock of a folder, unless this object has it already; from another one in this process at once.
 
         Args:
-            same_job: the lock may be held by an earlier attempt of this job, or by an earlier rank 0. It gets 30 s to
-                end; after that the lock is taken from it if it is on another host: that host is lost.
+            same_job: the lock may be held by an earlier attempt of this job, or by an earlier rank 0, as it may by an
+                earlier start of the scheduler's job. It gets 30 s to end; after that the lock is taken from it if it
+                is on another host: that host is lost. Any other process on another host gets 100 s.
 
         Raises:
             RunDirectoryError: another process holds it, or it cannot be written.
         """
         if self.folder == folder:
             return
-        path, deadline_s = folder / LOCK, time.monotonic() + LEASE_S * same_job
+        for other in [lock for lock in _taken if lock.folder == folder]:
+            other.release()  # of a start that has failed
+        path, begin_s, told = folder / LOCK, time.monotonic(), False
         try:
             while not self._locked(path):
                 holder = _holder(path)
-                if time.monotonic() < deadline_s:
+                elsewhere = _is_elsewhere(holder)
+                earlier = same_job or _of_same_scheduled_job(holder)
+                wait_s = LEASE_S if earlier else EXPIRY_S if elsewhere else 0.0
+                process, host, since = (holder.get(key, "?") for key in ("process", "host", "since"))
+                by = f"process {process} on {host} since {since}"
+                if time.monotonic() < begin_s + wait_s:
+                    if elsewhere and not told:
+                        why = f"waiting up to {wait_s:g} s: if that host is lost, its lock expires"
+                        print(f"ringtrain: {folder}: in use by {by}: {why}", file=sys.stderr, flush=True)
+                        told = True
                     time.sleep(0.2)
-                elif same_job and holder.get("host") not in (None, socket.gethostname()):
+                elif earlier and elsewhere:
                     path.unlink(missing_ok=True)  # another file, which the server has no lock for
                 else:
                     raise RunDirectoryError(
-                        f"{folder}: in use by process {holder.get('process', '?')} on {holder.get('host', '?')} since"
-                        f" {holder.get('since', '?')}: wait until it ends, or choose another --run.name; if that host"
-                        f" is lost, delete {path}"
+                        f"{folder}: in use by {by}: wait until it ends, or choose another --run.name; if that host is"
+                        f" lost, delete {path}"
                     )
         except OSError as error:
             raise RunDirectoryError(
                 f"{path}: cannot be written: {error.strerror}: choose another --run.directory"
             ) from error
         self.folder = folder
+        _taken.add(self)
 
     def _locked(self, path: Path) -> bool:
         file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(file)
         except (BlockingIOError, PermissionError):
             file.close()
             return False
@@ -161,16 +179,71 @@ class RunLock:
             return self._locked(path)
         file.truncate(0)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        file.write(json.dumps({"host": socket.gethostname(), "process": os.getpid(), "since": since}) + "\n")
+        file.write(json.dumps(_this_process() | {"since": since}) + "\n")
         file.flush()
         self._file = file
         return True
 
     def release(self) -> None:
         """Gives the lock back, if this process has it."""
+        self._close()
+        self.folder = None
+
+    def _close(self) -> None:
         if self._file is not None:
             self._file.close()
-        self.folder = self._file = None
+        self._file = None
+
+
+_taken: weakref.WeakSet[RunLock] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for lock in _taken:
+        lock._close()
+
+
+# The lock is held until every process that has the open file has closed it: one that was forked must not have it.
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _lock(file: IO[str]) -> None:
+    whole = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # struct flock
+    try:
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, whole)
+    except (BlockingIOError, PermissionError):
+        raise
+    except OSError:  # the kernel or the file system has no such locks
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _this_process() -> dict[str, Any]:
+    """Host, boot, process and the scheduler's job of this process, as a lock's file has them."""
+    boot = ""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    return {
+        "host": socket.gethostname(),
+        "boot": boot,
+        "process": os.getpid(),
+        "job": " ".join(os.environ[name] for name in SCHEDULED_JOB if os.environ.get(name)),
+        "requeued": os.environ.get("SLURM_RESTART_COUNT", "0"),
+    }
+
+
+def _is_elsewhere(holder: Mapping[str, Any]) -> bool:
+    """Whether a lock's holder is on another host: by its name, or by its boot where two have one name."""
+    own = _this_process()
+    return any(holder.get(key) not in (None, "", own[key]) for key in ("host", "boot"))
+
+
+def _of_same_scheduled_job(holder: Mapping[str, Any]) -> bool:
+    """Whether a lock's holder belongs to an earlier start of the scheduler's job that this process belongs to."""
+    own = _this_process()
+    if not own["job"] or holder.get("job") != own["job"]:
+        return False
+    # Slurm counts its requeues: within one, the holder is another launch, which may still train.
+    return "SLURM_JOB_ID" not in os.environ or holder.get("requeued") != own["requeued"]
 
 
 def _holder(path: Path) -> dict[str, Any]:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import math
 import os
+import re
+import shutil
 import signal
 import socket
 import time
 
 import pytest
 
-from ringtrain import tracking
+from ringtrain import pieces, tracking
+from ringtrain.config import Config, RunConfig
 from ringtrain.errors import RunDirectoryError
+from ringtrain.reports import Attempt
 from ringtrain.schedules import Schedule
 
 
@@ -91,16 +97,101 @@ def test_a_killed_process_has_no_lock(tmp_path, holder):
     tracking.RunLock().take(tmp_path)
 
 
-def test_a_restart_waits_for_the_attempt_before_and_takes_the_lock_of_a_lost_host(tmp_path, holder, monkeypatch):
-    monkeypatch.setattr(tracking, "LEASE_S", 0.5)
+def test_a_restart_waits_for_the_attempt_before_and_takes_the_lock_of_a_lost_host(tmp_path, holder, monkeypatch, capfd):
+    monkeypatch.setattr(tracking, "LEASE_S", 0.3)
+    monkeypatch.setattr(tracking, "EXPIRY_S", 0.3)
     with pytest.raises(RunDirectoryError, match="in use by process"):
         tracking.RunLock().take(tmp_path, same_job=True)
+    assert "waiting" not in capfd.readouterr().err
     monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
     with pytest.raises(RunDirectoryError, match="in use by process"):
         tracking.RunLock().take(tmp_path)
+    waiting = f"in use by process {holder} on .*: waiting up to 0.3 s: if that host is lost, its lock expires"
+    assert len(re.findall(waiting, capfd.readouterr().err)) == 1
     lock = tracking.RunLock()
     lock.take(tmp_path, same_job=True)
     assert json.loads((tmp_path / tracking.LOCK).read_text())["host"] == "elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("variable", "requeued", "is_taken"),
+    [("SLURM_JOB_ID", "1", True), ("SLURM_JOB_ID", "0", False), ("PBS_JOBID", "", True)],
+)
+def test_a_requeued_job_takes_the_lock_of_its_lost_host(tmp_path, holder, monkeypatch, variable, requeued, is_taken):
+    """The holder is on a host of the same name, which booted another time."""
+    written = json.loads((tmp_path / tracking.LOCK).read_text())
+    (tmp_path / tracking.LOCK).write_text(json.dumps(written | {"boot": "another", "job": "17", "requeued": "0"}))
+    monkeypatch.setattr(tracking, "LEASE_S", 0.0)
+    monkeypatch.setattr(tracking, "EXPIRY_S", 0.0)
+    for job in ("18", "17"):
+        monkeypatch.setenv(variable, job)
+        monkeypatch.setenv("SLURM_RESTART_COUNT", requeued)
+        lock = tracking.RunLock()
+        with contextlib.nullcontext() if is_taken and job == "17" else pytest.raises(RunDirectoryError, match="in use"):
+            lock.take(tmp_path)
+        assert (lock.folder is not None) == (is_taken and job == "17")
+
+
+def lock_is_free(folder) -> bool:
+    """Whether another process can take a folder's lock."""
+    process = os.fork()
+    if not process:
+        try:
+            tracking.RunLock().take(folder)
+        except RunDirectoryError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+
+
+def test_a_copy_of_the_folder_leaves_its_lock_alone(tmp_path):
+    folder = tracking.create_folder(tmp_path, "mine", number_if_taken=False)
+    lock = tracking.RunLock()
+    lock.take(folder)
+    shutil.copytree(folder, tmp_path / "copy")
+    assert not lock_is_free(folder)
+    again = tracking.RunLock()
+    again.take(folder)  # this process may
+    assert not lock_is_free(folder) and lock.folder is None
+    again.release()
+    assert lock_is_free(folder)
+
+
+def test_a_forked_process_does_not_keep_the_lock(tmp_path):
+    lock = tracking.RunLock()
+    lock.take(tmp_path)
+    until, end = os.pipe()
+    process = os.fork()
+    if not process:
+        os.close(end)
+        os.read(until, 1)
+        os._exit(0)
+    lock.release()
+    assert lock_is_free(tmp_path)
+    os.close(end)
+    os.waitpid(process, 0)
+
+
+def test_without_locks_of_open_files_a_record_lock_takes_their_place(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "F_OFD_SETLK", 12345)  # which no kernel knows
+    lock = tracking.RunLock()
+    lock.take(tmp_path)
+    assert not lock_is_free(tmp_path)
+
+
+def test_a_restart_is_the_same_job_also_when_no_run_was_reported(tmp_path, holder, monkeypatch):
+    """As after the loss of a host before training."""
+    config = Config(run=RunConfig(directory=str(tmp_path.parent), name=tmp_path.name))
+    monkeypatch.setattr(tracking, "LEASE_S", 0.0)
+    monkeypatch.setattr(tracking, "EXPIRY_S", 0.0)
+    monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+    monkeypatch.setattr("ringtrain.hvd.rank", lambda: 0)  # Horovod is not started in this process
+    monkeypatch.setattr("ringtrain.hvd.run_together", lambda function: function())
+    lock = tracking.RunLock()
+    with pytest.raises(RunDirectoryError, match="in use by process"):
+        pieces.lock_folder(lock, config, Attempt())
+    pieces.lock_folder(lock, config, Attempt(number=1))
+    assert lock.folder == tmp_path
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
