@@ -22,7 +22,7 @@ from ringtrain.hvd.keras_hooks import innermost, refuse_horovods_own
 from ringtrain.hvd.marks import during
 from ringtrain.hvd.placement import CPU
 from ringtrain.hvd.reduction import OP_WORDS, averaged_by_adasum
-from ringtrain.hvd.subclass import probe
+from ringtrain.hvd.subclass import hands_on, probe
 
 T = TypeVar("T")
 
@@ -122,6 +122,7 @@ def check_averaging(optimizer: Any) -> str:
 
     Vectors go through all that the optimizer does with gradients before its update: its own methods, loss scaling and
     accumulation included. A new optimizer of the same class and settings does it, so that this one keeps its state.
+    Where that cannot be made, or itself changes gradients, the vectors go through the reduction alone.
 
     Args:
         optimizer: A distributed optimizer.
@@ -141,7 +142,8 @@ def check_averaging(optimizer: Any) -> str:
     if isinstance(inner, keras.optimizers.MultiOptimizer) and not inner.built:
         raise OutOfSync(f"{type(inner).__name__} has no parts before it is built: compile and build it first")
     for part in inner.optimizers if isinstance(inner, keras.optimizers.MultiOptimizer) else [optimizer]:
-        found = reduction.trial(functools.partial(probe, part))
+        through = functools.partial(probe, part) if hands_on(part) else functools.partial(_reduction_alone, reduction)
+        found = reduction.trial(through)
         num_ranks, device = found.shape[-1], getattr(reduction, "device_dense", "")
         divisor = {"averaged": num_ranks, "summed": 1}.get(OP_WORDS[reduction.op])
         if divisor is None:
@@ -154,6 +156,11 @@ def check_averaging(optimizer: Any) -> str:
                 "everywhere"
             )
     return OP_WORDS[reduction.op]
+
+
+def _reduction_alone(reduction: Any, length: int) -> Callable[[Any], Any]:
+    variable = keras.Variable(np.zeros(length), dtype="float32", name="probe")
+    return lambda own: reduction([own], [variable], [False])[0]
 
 
 def run_together(action: Callable[[], T]) -> T:
