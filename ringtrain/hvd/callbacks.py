@@ -35,7 +35,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Gives every rank the weights and optimizer state of one, before the first step.
 
     A model that has no weights yet, on any rank, gets them in its first batch; the broadcast then follows that batch,
-    on all ranks. Put it before callbacks that compare or save weights.
+    on all ranks. Put it before callbacks that compare or save weights. Ranks with different numbers of batches are
+    refused, also in a script that ends in `hvd.join()`.
 
     Args:
         root_rank: Rank that sends.
@@ -115,7 +116,8 @@ def refuse_other_batches(ranks: Sequence[tuple[int, str, int | None, int | None]
             raise RingtrainError(
                 f"ranks would wait for each other for ever: they have different numbers of batches\n{lines}\ngive all "
                 "ranks equally many, for example with steps_per_epoch, or dataset.shard(...).batch(..., "
-                "drop_remainder=True).take(the smallest number)"
+                "drop_remainder=True).take(the smallest number). A script that ends in hvd.join() calls "
+                "hvd.broadcast_model(model) before fit, without BroadcastGlobalVariablesCallback"
             )
 
 

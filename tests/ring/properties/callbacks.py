@@ -43,9 +43,13 @@ def unequal_numbers_of_batches_are_refused():
     message = small.raised(RingtrainError, lambda: _fit(model, broadcast, steps=2 + hvd.rank()))
     for rank in range(hvd.size()):
         assert f"rank {rank} on {socket.gethostname()}: {2 + rank} batches per epoch" in message
+    assert "hvd.join() calls hvd.broadcast_model(model) before fit" in message
     assert "ranks would wait" in small.raised(RingtrainError, lambda: _fit(model, broadcast, 2, (0, 1 + hvd.rank())))
     _fit(model, broadcast, steps=2)
     _fit(small.train(small.build(), keras.optimizers.SGD(0.1), []), broadcast, steps=2 + hvd.rank())
+    hvd.broadcast_model(model)
+    _fit(model, [], steps=2 + hvd.rank())
+    hvd.join()
 
 
 def a_model_without_weights_is_broadcast_after_its_first_batch():
