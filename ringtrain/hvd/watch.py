@@ -195,7 +195,7 @@ def broadcast_variables(
     inplace: bool = False,
     device: str = collectives.CPU,
 ) -> None:
-    """Calls `collectives.broadcast_variables`; the first call starts the watch: a thread, and on rank 0 an open port."""
+    """Calls `collectives.broadcast_variables`; the first call starts the watch: a thread, on rank 0 an open port."""
     if process_set is global_process_set and (watch := begin()):  # here a loop of the user's own has all ranks together
         counters = [collectives.tensor_of(one) for one in variables if getattr(one, "name", "") == "iteration"]
         watch.iterations = next(iter(counters), watch.iterations)
