@@ -305,6 +305,8 @@ class Keeper:
     closed: bool = False
     """it has ended, and all that it said is read"""
     lines: deque[str] | Any = None
+    unfinished: bytes = b""
+    """of a line whose end is not read yet"""
     networks: str = ""
     """of its host, see keeper.local_networks"""
 
@@ -596,6 +598,7 @@ class Watch:
             if not data:
                 self._selector.unregister(key.fileobj)
                 if key.data is not None:
+                    self._hear(key.data, b"\n")
                     key.data.closed = True
             elif key.data is None:
                 self._take(self._lines.add(data))
@@ -604,7 +607,8 @@ class Watch:
         self._take(self._lines.late())
 
     def _hear(self, speaker: Keeper, data: bytes) -> None:
-        for line in data.decode(errors="replace").splitlines():
+        whole, _, speaker.unfinished = (speaker.unfinished + data).rpartition(b"\n")
+        for line in whole.decode(errors="replace").splitlines():
             speaker.lines.append(line.strip())
             speaker.ready = speaker.ready or line.startswith(f"{keeper.SAYS}ready")
             speaker.swept = speaker.swept or line.startswith(f"{keeper.SAYS}swept")
