@@ -6,10 +6,14 @@ python tests/attacker.py HOST PORT FILE    tries to have FILE made by whatever l
 from __future__ import annotations
 
 import base64
+import contextlib
 import http.client
 import os
 import pickle
+import socket
+import struct
 import sys
+import threading
 from pathlib import Path
 
 
@@ -39,6 +43,24 @@ def ask(address: str, port: int, method: str, path: str, body: bytes | None = No
         return 0, b""
     finally:
         connection.close()
+
+
+def knock(address: str, port: int) -> None:
+    """Sends lines that are no requests; closes or resets each connection, and waits until the server has noticed."""
+    for line in (b"\r\n", b"GET\r\n", b"", b"GET /"):
+        with socket.create_connection((address, port), 10) as client:
+            client.sendall(line)
+            client.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionError):
+                client.recv(1000)
+        with socket.create_connection((address, port), 10) as client:
+            client.sendall(line)
+            # No lingering: closing sends a reset.
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    ask(address, port, "GET", "/")  # the server accepts connections in their order
+    for each in threading.enumerate():
+        if "process_request_thread" in each.name:
+            each.join(10)
 
 
 def attack(address: str, port: int, file: Path) -> list[tuple[int, bytes]]:

@@ -148,6 +148,11 @@ def make_rendezvous() -> Any:
             socketserver.TCPServer.server_bind(self)
             socketserver.TCPServer.server_activate(self)
 
+        def handle_error(self, request: object, client_address: object) -> None:
+            """Prints nothing about connections that clients reset, close or leave open."""
+            if not isinstance(sys.exc_info()[1], OSError):
+                super().handle_error(request, client_address)
+
     class Rendezvous(http_server.RendezvousServer):
         opened: Any = None
 

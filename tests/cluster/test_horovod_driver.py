@@ -92,6 +92,12 @@ def test_without_the_secret_nothing_is_told_or_taken(server: Any, driver: Driver
             socket.create_connection((other, port), 2).close()
 
 
+def test_of_strangers_nothing_is_printed(server: Any, capfd: Any) -> None:
+    attacker.knock("127.0.0.1", server.port)
+    assert attacker.ask("127.0.0.1", server.port, "GET", f"/{server.token}:1/global/0")[0] == 404
+    assert capfd.readouterr().err == ""
+
+
 def test_a_length_that_cannot_be(server: Any) -> None:
     for length in (b"-1", b"99999999999", b"1e3", b""):
         request = b"PUT /%s:1/global/0 HTTP/1.0\r\nContent-Length: %s\r\n\r\nx" % (server.token.encode(), length)

@@ -8,6 +8,7 @@ import urllib.parse
 from collections.abc import Iterator
 from contextlib import suppress
 
+import attacker
 import pytest
 
 from ringtrain.cluster.job import Job
@@ -121,6 +122,12 @@ def test_without_the_token_nothing_is_read_written_or_kept(store: Store) -> None
                 stranger.sendall(f"{request}\r\n\r\n".encode() + b"wrong")
                 assert stranger.recv(1000) == b"", request
     assert ask(store, "GET", "global_/0") == (200, b"right")
+
+
+def test_of_strangers_nothing_is_printed(store: Store, capfd: pytest.CaptureFixture[str]) -> None:
+    attacker.knock("127.0.0.1", store.port)
+    assert ask(store, "GET", "global_/0")[0] == 404
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("length", [str(MAX_VALUE_BYTES + 1), "9" * 5000, "-1", "x", "²"])

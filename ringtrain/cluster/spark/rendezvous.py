@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import re
 import secrets
+import sys
 import threading
 from collections import defaultdict
 from http import HTTPStatus
@@ -55,6 +56,11 @@ class Store(ThreadingTCPServer):  # HTTPServer would ask for its host's full nam
         where = f"{address}:{self.port}/{self.token}"
         return {"HOROVOD_GLOO_RENDEZVOUS_ADDR": where, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self.port)}
 
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Prints nothing about connections that clients reset, close or leave open."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
     def close(self) -> None:
         """Ends it."""
         self.shutdown()
@@ -68,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def parse_request(self) -> bool:
         """Reads no further than the first line of a client that does not know the token."""
-        path = [*self.raw_requestline.split(), b""][1]
+        path = [*self.raw_requestline.split(), b"", b""][1]
         known = f"/{self.server.token}:{self.server.port}/".encode()
         self.close_connection = True
         return hmac.compare_digest(path[: len(known)], known) and super().parse_request()
