@@ -187,7 +187,9 @@ def _plan(
 
 
 def _check_gloo(job: Job) -> None:
-    """Refuses what would be a command on the way to other hosts."""
+    """Refuses a binding, and what would be a command on the way to other hosts."""
+    if job.bind == "core":
+        raise LaunchError("got --bind core, but over Gloo, horovodrun binds no ranks: leave it out, or use mpirun")
     folder = job.working_directory or job.environment.get("PWD", "")
     if len(job.hosts) > 1 and not PLAIN_PATH.fullmatch(folder):
         raise LaunchError(

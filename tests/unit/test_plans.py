@@ -205,6 +205,7 @@ def test_what_only_one_launcher_refuses() -> None:
     for refused, said in (
         (lambda: horovodrun.plan(TWO_HOSTS, dialect="openmpi5"), "Open MPI 4 only"),
         (lambda: horovodrun.plan(replace(TWO_HOSTS, working_directory="/a b"), gloo=True), "'/a b'"),
+        (lambda: horovodrun.plan(replace(TWO_HOSTS, bind="core", threads_per_rank=4), gloo=True), "got --bind core"),
         (lambda: horovodrun.elastic(TWO_HOSTS, min_ranks=9, max_ranks=10), "9 ranks at least"),
         (lambda: horovodrun.elastic(JOBS["one host"], min_ranks=1, max_ranks=2), "one host"),
         (lambda: mpi.plan(replace(TWO_HOSTS, output="/a:b"), "openmpi4"), "/a:b"),
