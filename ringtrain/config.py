@@ -383,11 +383,15 @@ ADAPTIVE = ("adam", "adamw", "lamb")
 """Optimizers whose step does not grow with the gradient."""
 
 
+def scaling_rule(option: str, optimizer: str) -> str:
+    """Returns the key of SCALINGS that optimizer.learning_rate_scaling means for an optimizer."""
+    return option if option != "auto" else "sqrt" if optimizer in ADAPTIVE else "linear"
+
+
 def scaling_of(config: Config) -> tuple[str, str]:
     """Returns a key of SCALINGS, and the reasons for it that the option itself does not give, or ""."""
-    rule, why = config.optimizer.learning_rate_scaling, []
-    if rule == "auto":
-        rule = "sqrt" if config.optimizer.name in ADAPTIVE else "linear"
+    rule, why = scaling_rule(config.optimizer.learning_rate_scaling, config.optimizer.name), []
+    if config.optimizer.learning_rate_scaling == "auto":
         why.append(f"auto: {rule} for {'adaptive optimizers' if rule == 'sqrt' else config.optimizer.name}")
     if config.hvd.op == "adasum" and rule != "none":
         why.append("one rank's batch: Adasum scales with the ranks")

@@ -239,7 +239,9 @@ def _begin(state: Any, own: Rank, console: Console) -> bool:
         planned = saved["numbers"]["num_ranks"]
     numbers = hvd.run_together(lambda: own.numbers(planned))
     if saved and config.elastic.keep == "per-rank-batch":  # under which it may be another one
-        same = dataclasses.replace(numbers, global_batch_size=saved["numbers"]["global_batch_size"])
+        train = dataclasses.replace(config.train, batch_size=saved["numbers"]["batch_size"])
+        then = dataclasses.replace(own, config=dataclasses.replace(config, train=train))
+        same = hvd.run_together(lambda: then.numbers(saved["numbers"]["num_ranks"]))
         start = resume.restore(model, folder, must, config, same)
     else:
         start = resume.restore(model, folder, must, config, numbers)

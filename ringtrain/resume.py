@@ -25,7 +25,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from ringtrain import checkpoint, hvd
-from ringtrain.config import Config, Numbers, option_types, value_of
+from ringtrain.config import Config, Numbers, option_types, scaling_rule, value_of
 from ringtrain.errors import CheckpointError, ConfigError, NonFiniteLoss
 from ringtrain.journal import Journal
 from ringtrain.reports import Attempt, Box
@@ -37,6 +37,9 @@ FREE = (
     *("train.epochs", "train.batch_size", "train.max_time_s", "train.check_every_steps", "train.patience"),
     "train.target_accuracy",
 )
+SCALING = "optimizer.learning_rate_scaling"
+# May change where the learning rate that follows from them stays.
+RATES = (SCALING, "optimizer.learning_rate", "optimizer.reference_batch_size", "schedule.warmup_start")
 BEST_BY = "test_accuracy"
 Arrays = dict[str, NDArray[Any]]
 Spec = list[dict[str, tuple[str, tuple[int, ...]]]]
@@ -107,7 +110,7 @@ def started_again(config: Config, attempt: Attempt) -> Config:
 
 
 def same_global_batch(config: Config, attempt: Attempt, size: int) -> Config:
-    """The configuration with which other ranks than at the first start make up the same global batch.
+    """The configuration with which other ranks than at the first start have its global batch and learning rate.
 
     Args:
         config: of the run.
@@ -125,7 +128,12 @@ def same_global_batch(config: Config, attempt: Attempt, size: int) -> Config:
             f"train.batch_size: the run began with {then} x {batch_size} samples per step, which {size} ranks cannot"
             f" share out evenly: start it with a number of ranks that divides them"
         )
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=then * batch_size // size))
+    optimizer = config.optimizer
+    if config.hvd.op == "adasum":  # which the rate is scaled for one rank's batch with
+        reference = max(1, optimizer.reference_batch_size * then // size)
+        optimizer = dataclasses.replace(optimizer, reference_batch_size=reference)
+    train = dataclasses.replace(config.train, batch_size=then * batch_size // size)
+    return dataclasses.replace(config, train=train, optimizer=optimizer)
 
 
 def source_of(config: Config) -> tuple[Path | None, bool]:
@@ -482,17 +490,34 @@ def _require_same_run(found: checkpoint.Checkpoint, config: Config, numbers: Num
             f"{found.folder}: has a global batch of {then}, this run one of {now} = {numbers.batch_size} x"
             f" {numbers.num_ranks}: set train.batch_size so that they are equal, or {_anew(config)}"
         )
+    rates, warm = ("learning_rate", "initial_learning_rate"), found.global_step >= numbers.warmup_steps
+    new = [getattr(numbers, name) for name in rates[: 2 - warm]]
+    old = [saved["numbers"].get(name, rate) for name, rate in zip(rates, new, strict=False)]
+    same_rates = all(map(math.isclose, old, new))
     for option in option_types():
         section, _, key = option.rpartition(".")
         # As the manifest has them: tuples are lists. A checkpoint from before there was an option had its default.
         default, wanted = (json.loads(json.dumps(value_of(one, option))) for one in (Config(), config))
         before = (saved["config"].get(section, {}) if section else saved["config"]).get(key, default)
+        if option in RATES and same_rates:
+            continue
+        if option == SCALING:
+            optimizer = saved["config"].get("optimizer", {}).get("name", config.optimizer.name)
+            before, wanted = scaling_rule(before, optimizer), scaling_rule(wanted, config.optimizer.name)
         shapes_rates = option == "train.epochs" and config.schedule.name in ("cosine", "polynomial")
         if (shapes_rates or not option.startswith(FREE)) and before != wanted:
             raise ConfigError(
                 f"{found.folder}: was made with {option} = {before!r}, this run has {wanted!r}: go on with the same, or"
                 f" {_anew(config)}"
             )
+    if not same_rates:
+        start = "" if warm else f" --schedule.warmup-start {old[1] / old[0]!r}"
+        had, has = (" after a warm-up from ".join(map(str, each)) for each in (old, new))
+        ranks, keep = saved["numbers"]["num_ranks"], f"keep it with --{SCALING.replace('_', '-')} none"
+        raise ConfigError(
+            f"{found.folder}: has the learning rate {had} with {ranks} ranks, this run {has} with {numbers.num_ranks}:"
+            f" {keep} --optimizer.learning-rate {old[0]!r}{start}, or {_anew(config)}"
+        )
 
 
 def _require_whole_update(found: checkpoint.Checkpoint, numbers: Numbers) -> None:

@@ -1,0 +1,82 @@
+"""What a run that resumes keeps, and what it is refused for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from ringtrain import resume
+from ringtrain.checkpoint import Checkpoint
+from ringtrain.config import Config, HvdConfig, OptimizerConfig, ScheduleConfig, TrainConfig, derive
+from ringtrain.errors import ConfigError
+from ringtrain.reports import Attempt
+
+ADASUM = Config(
+    optimizer=OptimizerConfig(name="sgd", learning_rate=0.001),
+    train=TrainConfig(batch_size=64),
+    hvd=HvdConfig(op="adasum"),
+)
+
+
+def saved(config: Config, num_ranks: int, step: int = 20, **numbers: float) -> Checkpoint:
+    derived = dataclasses.asdict(derive(config, num_ranks, 10_000, 10)) | numbers
+    facts = {"global_step": step, "config": dataclasses.asdict(config), "numbers": derived, "num_ranks": num_ranks}
+    return Checkpoint(Path("runs/a/checkpoints/step-00000020"), json.loads(json.dumps(facts)))
+
+
+def resumes(found: Checkpoint, config: Config, num_ranks: int) -> None:
+    resume._require_same_run(found, config, derive(config, num_ranks, 10_000, 10))
+
+
+def replaced(config: Config, section: str, **options) -> Config:
+    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **options)})
+
+
+def test_a_restart_with_fewer_ranks_keeps_the_learning_rate():
+    for op, rate in (("adasum", 0.002), ("average", 0.016)):
+        config = replaced(ADASUM, "hvd", op=op)
+        restarted = resume.same_global_batch(config, Attempt(number=1, num_ranks=8), 4)
+        assert derive(config, 8, 10_000, 10).learning_rate == derive(restarted, 4, 10_000, 10).learning_rate == rate
+        resumes(saved(config, 8), restarted, 4)
+        resumes(saved(restarted, 4), config, 8)
+
+
+@pytest.mark.parametrize("warmup_epochs", [0.0, 5.0])
+def test_a_learning_rate_that_follows_the_ranks_is_refused_and_may_be_kept(warmup_epochs):
+    config = dataclasses.replace(ADASUM, schedule=ScheduleConfig(warmup_epochs=warmup_epochs))
+    fewer = replaced(config, "train", batch_size=128)
+    with pytest.raises(ConfigError, match=r"has the learning rate 0\.002.*, this run 0\.004.*keep it with") as refused:
+        resumes(saved(config, 8), fewer, 4)
+    options = dict(re.findall(r"--([\w.-]+) (none|[\d.e-]+)", str(refused.value)))
+    kept = replaced(
+        fewer,
+        "optimizer",
+        learning_rate_scaling=options["optimizer.learning-rate-scaling"],
+        learning_rate=float(options["optimizer.learning-rate"]),
+    )
+    if warmup_epochs:
+        kept = replaced(kept, "schedule", warmup_start=float(options["schedule.warmup-start"]))
+    resumes(saved(config, 8), kept, 4)
+
+
+def test_a_run_from_before_adasum_had_its_own_rule_is_refused():
+    with pytest.raises(ConfigError, match=r"has the learning rate 0\.016 with 8 ranks, this run 0\.002 with 8: "):
+        resumes(saved(replaced(ADASUM, "optimizer", learning_rate_scaling="linear"), 8, learning_rate=0.016), ADASUM, 8)
+
+
+def test_scalings_are_compared_by_what_they_mean():
+    linear, auto = (
+        Config(optimizer=OptimizerConfig(name="sgd", learning_rate_scaling=word)) for word in ("linear", "auto")
+    )
+    resumes(saved(linear, 4), auto, 4)
+    resumes(saved(auto, 4), linear, 4)
+    adam = replaced(linear, "optimizer", name="adam")
+    message = "was made with optimizer.learning_rate_scaling = 'linear', this run has 'sqrt'"
+    with pytest.raises(ConfigError, match=message):
+        resumes(saved(adam, 4), replaced(adam, "optimizer", learning_rate_scaling="auto"), 4)
+    with pytest.raises(ConfigError, match=r"was made with optimizer.learning_rate = 0.001, this run has 0.5"):
+        resumes(saved(auto, 4), replaced(auto, "optimizer", learning_rate=0.5), 4)
