@@ -18,8 +18,9 @@ import time
 import traceback
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import TracebackType
 
 from ringtrain.json_text import INVALID, parse_json
@@ -296,18 +297,30 @@ def report_uncaught(rank: Callable[[], int], environ: Mapping[str, str] = os.env
     sys.excepthook = hook
 
 
-def report_process(environ: Mapping[str, str] = os.environ) -> None:
+def report_process(environ: MutableMapping[str, str] = os.environ) -> None:
     """Tells the launcher which process trains, where the rank's command is a script or program that has started it.
 
+    In a namespace of its own a process has another number than the launcher's host has for it, and tells nothing.
+
     Args:
-        environ: names the job and the process of the command.
+        environ: names the job and the process of the command; what this process starts is not told the latter.
     """
-    first = environ.get(FIRST_PROCESS, "")
-    if environ.get(JOB) and first not in ("", str(os.getpid())):
+    first = environ.pop(FIRST_PROCESS, "")
+    if environ.get(JOB) and first in _ancestors():
         sys.stderr.flush()
         for _ in range(2):  # as failures
             os.write(2, f"{MARK}:{environ[JOB]}:process:{first}:{os.getpid()}:{socket.gethostname()}\n".encode())
             time.sleep(0.002)
+
+
+def _ancestors() -> Iterator[str]:
+    """The processes that have started this one, from the nearest on, as /proc has them."""
+    process = str(os.getppid())
+    with contextlib.suppress(OSError):
+        while process != "0":
+            yield process
+            status = Path("/proc", process, "status").read_text(errors="replace")
+            process = status.partition("\nPPid:")[2].split()[0]
 
 
 # ---- where a rank stands ------------------------------------------------------------------------------------------

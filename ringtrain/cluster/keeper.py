@@ -35,12 +35,39 @@ LOOK_UP_S, MAX_LOOKING_UP = 10.0, 256
 OWN_CONNECTION = {"ControlMaster": "no", "ControlPath": "none", "ClearAllForwardings": "yes"}
 """options of ssh: a connection that others share has their keep-alive, and hides that a host is lost"""
 
-# A signal to a rank goes to the outermost of its processes that catch it: a script in front of the program would end by
-# it. These catch SIGINT to wait for a child, which a terminal signals as well.
+# A signal to a rank goes past these to the program that they have started: they would end by it. They catch SIGINT to
+# wait for a child, which a terminal signals as well. A script is called by its own name, and known by its program.
 WRAPPERS = " | ".join(
-    f"{int(signal.SIGINT)}:{name}"
-    for name in ("sh", "bash", "dash", "ksh", "zsh", "make", "uv", "conda", "mamba", "micromamba")
+    [f"{program}:*" for program in ("sh", "bash", "dash", "ksh*", "zsh", "make")]
+    + [f"*:{name}" for name in ("uv", "conda", "mamba", "micromamba")]
 )
+# With $number set. catches: of these processes those that catch this signal. takers: of these and what they have
+# started the outermost that are no wrappers, or are some that catch it. hand_on: to the rank of the process $1.
+SIGNALLING = f"""
+caught() {{
+    bits=$(sed -n 's/^SigCgt:.*\\(........\\)$/\\1/p' "/proc/$1/status" 2>/dev/null)
+    [ $((0x${{bits:-0}} >> (number - 1) & 1)) = 1 ]
+}}
+catches() {{ for process; do ! caught "$process" || echo "$process"; done; }}
+takers() {{
+    for process; do
+        program=$(readlink "/proc/$process/exe" 2>/dev/null)
+        case ${{program##*/}}:$(cat "/proc/$process/comm" 2>/dev/null) in
+        {WRAPPERS})
+            if [ "$number" = {int(signal.SIGINT)} ] || ! caught "$process"; then
+                takers $(grep -ls "^PPid:[[:space:]]*$process\\$" /proc/[0-9]*/status | cut -d/ -f3)
+                continue
+            fi ;;
+        esac
+        echo "$process"
+    done
+}}
+hand_on() {{
+    below=$(takers "$1")
+    chosen=$(catches $below)
+    kill -"$number" ${{chosen:-${{below:-$1}}}}
+}}
+"""
 
 # Arguments: the job's id, the folder and program of the ranks, their PATH and PYTHONPATH, and whether the program is a
 # Python that shall have ringtrain. What a login shell may print as well does not begin with SAYS.
@@ -83,19 +110,7 @@ boxes() {{
         rm -f "$box"
     done
 }}
-takers() {{
-    for process; do
-        caught=$(sed -n 's/^SigCgt:.*\\(........\\)$/\\1/p' "/proc/$process/status" 2>/dev/null)
-        case $number:$(cat "/proc/$process/comm" 2>/dev/null) in
-        {WRAPPERS}) caught=0 ;;
-        esac
-        if [ $((0x${{caught:-0}} >> (number - 1) & 1)) = 1 ]; then
-            echo "$process"
-        else
-            takers $(grep -ls "^PPid:[[:space:]]*$process\\$" /proc/[0-9]*/status | cut -d/ -f3)
-        fi
-    done
-}}
+{SIGNALLING}
 networks() {{
     PATH=$PATH:/usr/sbin:/sbin ip -o -4 address show up 2>/dev/null | while read -r _ name _ address _; do
         [ ! -d "/sys/class/net/$name/bridge" ] || address=$address:bridge
@@ -126,10 +141,13 @@ while order=$(timeout -s KILL {LEASE_S} sh -c "IFS= read -r order && echo "'"$or
         set -- $order
         number=$2
         shift 2
-        for first; do
-            grep -qs "{JOB}=$job" "/proc/$first/environ" || continue
-            found=$(takers "$first")
-            kill -"$number" ${{found:-$first}}
+        for pair; do
+            # The process that a rank has told of, and the first one: in a namespace of their own numbers mean others.
+            for process in ${{pair%%:*}} ${{pair##*:}}; do
+                grep -qs "{JOB}=$job" "/proc/$process/environ" || continue
+                hand_on "$process"
+                break
+            done
         done ;;
     esac
 done

@@ -559,7 +559,7 @@ class Watch:
             by_host: dict[str, list[str]] = {}
             for seat in known:
                 process = self.reports.processes.get((seat.host, seat.process), seat.process)
-                by_host.setdefault(self._keeper_of(seat), []).append(str(process))
+                by_host.setdefault(self._keeper_of(seat), []).append(f"{process}:{seat.process}")
             for each in self._keepers:
                 processes = by_host.get(each.host, [])
                 if processes:
