@@ -61,19 +61,23 @@ def install(exported: set[str]) -> None:
     driver_service.get_common_interfaces = common_interfaces
     rendezvous = make_rendezvous()
     gloo_run.RendezvousServer = rendezvous
-    rank_values: dict[str, str] = {}
+    exported_values: dict[str, str] = {}
+    own_values: dict[str, str] = {}
+
+    def rank_values() -> dict[str, str]:
+        """The environment of all ranks: Horovod's own variables come after the user's of the same name."""
+        return {**exported_values, "PYTHONUNBUFFERED": "1", **own_values}
 
     def run_command(command: Sequence[str], address: str, nics: Any, port: object, elastic: bool = False) -> str:
         """The ranks' command without values; Horovod's own variables go the way of the environment."""
         at = rendezvous.opened.listen(address)
-        rank_values.update({k: str(v) for k, v in gloo_run.create_run_env_vars(at, nics, "", elastic).items()})
-        rank_values["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(rendezvous.opened.port)
+        own_values.update({k: str(v) for k, v in gloo_run.create_run_env_vars(at, nics, "", elastic).items()})
+        own_values["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(rendezvous.opened.port)
         return shlex.join(command)
 
     def slot_command(command: str, environ: dict[str, str]) -> Any:
         """Makes the command of one rank from its slot."""
-        rank_values.update({name: value for name, value in environ.items() if name in exported})
-        rank_values["PYTHONUNBUFFERED"] = "1"
+        exported_values.update({name: value for name, value in environ.items() if name in exported})
 
         def of_slot(slot: Any) -> str:
             own = [f"{name}={value}" for name, value in gloo_run.create_slot_env_vars(slot).items()]
@@ -88,9 +92,10 @@ def install(exported: set[str]) -> None:
         return f"{TO_SSH} {remote.get_ssh_command(inner, **where)}"
 
     def execute(command: str, **options: Any) -> int:
-        environ = {**os.environ, **rank_values}
+        values = rank_values()
+        environ = {**os.environ, **values}
         if command.startswith(TO_SSH):
-            environ[VALUES] = "".join(f"export {name}={shlex.quote(rank_values[name])}\n" for name in rank_values)
+            environ[VALUES] = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values.items())
         return int(shell.execute(command, env=environ, **options))
 
     shell = gloo_run.safe_shell_exec

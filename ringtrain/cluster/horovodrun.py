@@ -68,7 +68,7 @@ def plan(
     hosts = words(
         "-H", listed, because="hosts, each with the ranks it takes; its reader of hostfiles knows one form only"
     )
-    return _plan(job, gloo, [hosts, *_interface(interface)], start_timeout_s, {}, mpi_prefix, python)
+    return _plan(job, gloo, [hosts], interface, start_timeout_s, {}, mpi_prefix, python)
 
 
 def elastic(
@@ -123,15 +123,10 @@ def elastic(
         words("--max-np", max_ranks, because="with more slots the rest is left out"),
         words("--host-discovery-script", asked, because="asked every second which hosts there are"),
     ]
-    limits += _interface(interface)
     if any(cooldown_s):
         because = "seconds, shortest and longest, after which a host whose rank has failed may come back"
         limits.append(words("--blacklist-cooldown-range", *cooldown_s, because=because))
-    return _plan(job, True, limits, start_timeout_s, files, python=python, waits_for_hosts=True)
-
-
-def _interface(name: str) -> list[Flag]:
-    return [words("--network-interfaces", name, because="not looked for, as asked for")] if name else []
+    return _plan(job, True, limits, interface, start_timeout_s, files, python=python, waits_for_hosts=True)
 
 
 def _check(job: Job) -> None:
@@ -152,6 +147,7 @@ def _plan(
     job: Job,
     gloo: bool,
     hosts: list[Flag],
+    interface: str,
     start_timeout_s: int,
     files: dict[str, str],
     prefix: str = "",
@@ -161,7 +157,12 @@ def _plan(
     if gloo:
         _check_gloo(job)
     values, reasons = as_mapping(settings(job))
-    reasons["NCCL_SOCKET_IFNAME"] = "horovodrun sets it to the interface that leads to the other hosts"
+    chosen = interface or "the interface that leads to the job's hosts"
+    for name in ("NCCL_SOCKET_IFNAME", *(["HOROVOD_GLOO_IFACE"] if gloo else [])):
+        if name not in reasons:
+            reasons[name] = f"horovodrun sets it to {chosen}"
+        elif gloo:  # mpirun keeps what is set here
+            reasons[name] = f"horovodrun sets it to {chosen}, whatever is set here: see --network-interface"
     if waits_for_hosts and GLOO_TIMEOUT not in job.environment:
         values[GLOO_TIMEOUT] = str(GLOO_TIMEOUT_S)
         reasons[GLOO_TIMEOUT] = "for ranks of a host that has just come to load TensorFlow, while the others wait"
@@ -172,6 +173,8 @@ def _plan(
         found.append(words("--export", ",".join(names), because=because))
     found.append(words("-np", job.num_ranks, because="ranks in all"))
     found += hosts
+    if interface:
+        found.append(words("--network-interfaces", interface, because="not looked for, as asked for"))
     because = "Gloo, which needs no MPI" if gloo else "MPI starts the ranks and carries what they say"
     found.append(words("--gloo" if gloo else "--mpi", because=because))
     found.append(words("--disable-cache", because="looks at the hosts now: what it saw in the last hour may be wrong"))

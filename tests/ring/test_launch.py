@@ -138,11 +138,14 @@ def python(script: str, *words: str | Path) -> list[str | Path]:
 def test_every_launcher_runs_the_command_as_it_was_typed(launch, launcher: str, tmp_path: Path) -> None:
     odd = "a b'$(touch c)\\ \"*"
     # Of the environment ranks on this host get what ranks on other hosts get.
-    script = f'printf "%s\\n" "$1" "$UCX_LOG_LEVEL" "$EDITOR" >"{tmp_path}/{RANK}"; echo hello >&2'
-    env = {"UCX_LOG_LEVEL": "warn", "EDITOR": "vi"}
+    # What Gloo needs is Horovod's to say.
+    seen_by_ranks = '"$1" "$UCX_LOG_LEVEL" "$EDITOR" "$HOROVOD_CONTROLLER" "$NCCL_SOCKET_IFNAME"'
+    script = f'printf "%s\\n" {seen_by_ranks} >"{tmp_path}/{RANK}"; echo hello >&2'
+    own = ("mpi", "eth7")
+    env = {"UCX_LOG_LEVEL": "warn", "EDITOR": "vi", "HOROVOD_CONTROLLER": own[0], "NCCL_SOCKET_IFNAME": own[1]}
     code, stderr = launch(*ringtrain(*shell(script), "sh", odd, launcher=launcher), env=env).end()
     assert code == 0, stderr
-    seen = f"{odd}\nwarn\n\n"
+    seen = "\n".join([odd, "warn", "", *(("gloo", "lo") if launcher == "horovodrun-gloo" else own), ""])
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": seen, "1": seen}
     assert stderr.count("hello") == 2
     assert "ringtrain-report" not in stderr

@@ -147,6 +147,18 @@ def test_horovodrun_sees_nothing_that_it_would_hand_on() -> None:
         assert not {*exported} & {*flag.words, "SSH_AUTH_SOCK", "SLURM_JOB_ID"}
 
 
+def test_whose_interface_horovodrun_takes_is_explained() -> None:
+    def reasons(gloo: bool, interface: str = "", **env: str) -> Mapping[str, str]:
+        job = replace(TWO_HOSTS, environment=env)
+        return horovodrun.plan(job, gloo=gloo, interface=interface).env_reasons
+
+    set_here = {"NCCL_SOCKET_IFNAME": "eth7", "HOROVOD_GLOO_IFACE": "eth7"}
+    assert "sets it to eth0, whatever" in reasons(True, "eth0", **set_here)["NCCL_SOCKET_IFNAME"]
+    assert "sets it to the interface that leads" in reasons(True, **set_here)["HOROVOD_GLOO_IFACE"]
+    assert "ranks get 'eth7'" in reasons(False, **set_here)["NCCL_SOCKET_IFNAME"]
+    assert reasons(False, "eth0") == {"NCCL_SOCKET_IFNAME": "horovodrun sets it to eth0"}
+
+
 # ---- networks -----------------------------------------------------------------------------------------------------
 
 VIRTUAL = "192.168.122.1/24:bridge"
