@@ -127,7 +127,7 @@ def verify(folder: Path) -> Checkpoint:
             if pause_s is None:
                 raise CheckpointError(
                     f"{error.filename or folder}: cannot be read: {error.strerror}: nothing was removed; start again"
-                    f" when it can be read, or give --run.resume the path of another checkpoint"
+                    f" when it can be read, or give --run.resume the path of another one, with another --run.name"
                 ) from error
         time.sleep(pause_s)
 
@@ -216,10 +216,16 @@ def remove_after(folder: Path, global_step: int) -> None:
     Args:
         folder: that holds a run's checkpoints.
         global_step: that the run goes on from.
+
+    Raises:
+        CheckpointError: a later one, which may be good, cannot be read; nothing was removed.
     """
-    for path in saved_in(folder):
-        if int(path.name.removeprefix("step-")) > global_step:
-            _remove(path)
+    later = [path for path in saved_in(folder) if int(path.name.removeprefix("step-")) > global_step]
+    for path in later:
+        with contextlib.suppress(DamagedCheckpoint):
+            verify(path)
+    for path in later:
+        _remove(path)
     for path in (*folder.glob(f"{UNFINISHED}*"), *folder.glob(f"{REMOVED}*")):
         shutil.rmtree(path, ignore_errors=True)
 

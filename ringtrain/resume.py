@@ -413,7 +413,10 @@ def restore(model: keras.Model, folder: Path | None, must: bool, config: Config,
         _assign(_shared_variables(model), found.arrays("state"))
         own = _by_rank(found.arrays("ranks"), found.manifest["num_ranks"])
         metrics = [_metrics_state(own, rank, size, copies) for rank in range(size)]
-        same = len(own) == size * copies and found.manifest["format"] > 1  # which had other places for variables
+        same = len(own) == size * copies
+        if found.manifest["format"] == 1:  # which had the same places for seeds alone
+            seeds = [f"{index:05d}" for index in range(len(_seeds(model)))]
+            own = [{place: arrays[place] for place in seeds if place in arrays} for arrays in own]
         copies_of = [own[rank * copies : (rank + 1) * copies] if same else [] for rank in range(size)]
         return [
             [*states, {str(index): array for index, array in enumerate(sums)}]
@@ -523,10 +526,18 @@ def _require_same_run(found: checkpoint.Checkpoint, config: Config, numbers: Num
 def _require_whole_update(found: checkpoint.Checkpoint, numbers: Numbers) -> None:
     """Within an update, each rank holds gradients of samples that another number of ranks would deal out otherwise."""
     then, accumulated = found.manifest["num_ranks"], numbers.accumulation_steps
-    if then != numbers.num_ranks and found.global_step % accumulated:
+    if not found.global_step % accumulated:
+        return
+    between = f"between two updates (step {found.global_step}, optimizer.accumulation_steps {accumulated})"
+    if then > 1 and found.manifest["format"] == 1:
         raise ConfigError(
-            f"{found.folder}: was made by {then} ranks between two updates (step {found.global_step}, optimizer"
-            f".accumulation_steps {accumulated}): go on with {then} ranks, or from a checkpoint of an epoch's end"
+            f"{found.folder}: was made {between} in format 1, of which each rank's gradients cannot be restored: go on"
+            f" from a checkpoint of an epoch's end"
+        )
+    if then != numbers.num_ranks:
+        raise ConfigError(
+            f"{found.folder}: was made by {then} ranks {between}: go on with {then} ranks, or from a checkpoint of an"
+            f" epoch's end"
         )
 
 

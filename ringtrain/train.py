@@ -118,7 +118,7 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
     # Data: each rank trains its own part of every global batch, and evaluates its own test samples.
     hvd.run_together(tracking.check_packages)
     config = config if crew else resume.same_global_batch(config, attempt, size)
-    config = resume.started_again(config, attempt)
+    config = hvd.run_together(functools.partial(resume.started_again, config, attempt))
     for is_first in (rank == 0, hvd.local_rank() == 0):  # hosts may have the data on disks of their own
         hvd.run_together(functools.partial(data.prepare, config.data, is_first))
     data_set = hvd.run_together(named.read_data)

@@ -90,14 +90,24 @@ def unreadable(tmp_path):
 def test_a_checkpoint_that_cannot_be_read_is_neither_passed_over_nor_removed(tmp_path, unreadable, monkeypatch):
     path, heal = unreadable
     monkeypatch.setattr(checkpoint, "READ_AGAIN_S", (0.0,))
-    for action in (lambda: checkpoint.newest(tmp_path), lambda: saved(tmp_path, 20)):
+    left = tmp_path / ".removed-step-00000001"
+    left.mkdir()
+    damaged = saved(tmp_path, 30)
+    (damaged / "state.npz").write_bytes(b"")
+    for action in (
+        lambda: checkpoint.newest(tmp_path),
+        lambda: saved(tmp_path, 20),
+        lambda: checkpoint.remove_after(tmp_path, 10),
+    ):
         with pytest.raises(
-            CheckpointError, match="step-00000020: cannot be read: Input/output error: nothing was removed"
+            CheckpointError,
+            match=r"step-00000020: cannot be read: Input/output error: nothing was removed.*, with another --run.name",
         ):
             action()
+        assert damaged.is_dir() and left.is_dir()
     heal()
     found, refused = checkpoint.newest(tmp_path)
-    assert found.folder == path and not refused
+    assert found.folder == path and len(refused) == 1
 
 
 def test_what_cannot_be_read_for_a_moment_is_read_again(tmp_path, unreadable, monkeypatch):

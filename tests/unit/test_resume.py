@@ -80,3 +80,16 @@ def test_scalings_are_compared_by_what_they_mean():
         resumes(saved(adam, 4), replaced(adam, "optimizer", learning_rate_scaling="auto"), 4)
     with pytest.raises(ConfigError, match=r"was made with optimizer.learning_rate = 0.001, this run has 0.5"):
         resumes(saved(auto, 4), replaced(auto, "optimizer", learning_rate=0.5), 4)
+
+
+def test_a_checkpoint_of_format_1_between_two_updates_is_refused():
+    config = Config(optimizer=OptimizerConfig(accumulation_steps=2))
+    numbers = derive(config, 2, 10_000, 10)
+    for step, file_format, refused in ((21, 1, True), (20, 1, False), (21, 2, False)):
+        found = saved(config, 2, step)
+        found = dataclasses.replace(found, manifest={**found.manifest, "format": file_format})
+        if not refused:
+            resume._require_whole_update(found, numbers)
+            continue
+        with pytest.raises(ConfigError, match=r"between two updates \(step 21, .* in format 1.*an epoch's end"):
+            resume._require_whole_update(found, numbers)

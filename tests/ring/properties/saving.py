@@ -181,6 +181,15 @@ def a_checkpoint_holds_once_what_is_equal_on_all_ranks():
         for before, after in zip(values, _values(other), strict=True):
             assert np.array_equal(before, after)
     assert len({str(values[-1]) for values in hvd.allgather_object(expected[0], name="differing")}) == hvd.size()
+    if hvd.rank() == 0:
+        whole = checkpoint.verify(paths[1])
+        files = {name: whole.arrays(name) for name in ("state", "ranks")}
+        path = checkpoint.save(folder, 4, files, {**whole.manifest, "format": 1, "global_step": 4})
+    other = _with_local_state(seed=8)
+    resume.restore(other, folder, True, settings, numbers)
+    (seed,) = (variable.numpy() for variable in resume._seeds(model))
+    (restored,) = (variable.numpy() for variable in resume._seeds(other))
+    assert np.array_equal(seed, restored), "a checkpoint of format 1 has seeds at the same places"
     hvd.allgather_object(None, name="compared")
     if hvd.rank() == 0:
         shutil.rmtree(folder)
