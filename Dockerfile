@@ -8,9 +8,9 @@
 FROM debian:bookworm-slim AS system
 
 # Open MPI comes with the Python environment. The host keys that the ssh server's package makes would be the same for
-# everybody who has this image; launch/sshd.sh takes the cluster's own.
+# everybody who has this image; launch/sshd.sh takes the cluster's own. Host agents ask `ip` for their host's networks.
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends ca-certificates openssh-client openssh-server python3 \
+    && apt-get install -y --no-install-recommends ca-certificates iproute2 openssh-client openssh-server python3 \
     && apt-get clean \
     && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_*
 WORKDIR /opt/ringtrain

@@ -16,6 +16,7 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,9 @@ elif [ -n "$wants_ringtrain" ]; then
     version=${{version:-none}}
 fi
 echo "{SAYS}networks$(networks)"
+set -- ${{SSH_CONNECTION:-}}
+case ${{3:-}} in *[!0-9.]*) set -- ;; esac
+echo "{SAYS}reached ${{3:-}}"
 echo "{SAYS}ready $(uname -n) $version"
 while order=$(timeout -s KILL {LEASE_S} sh -c "IFS= read -r order && echo "'"$order"'); do
     case $order in
@@ -158,14 +162,16 @@ echo "{SAYS}swept$first"
 """
 
 
-def local_networks(hosts: Iterable[str]) -> tuple[str, ...]:
+def local_networks(hosts: Iterable[str], reached: Iterable[str] = ()) -> tuple[str, ...]:
     """Networks that lead to no other host: those in which two hosts have one address, and bridges that one host has.
 
     Args:
         hosts: networks of each host, such as "10.1.0.3/16 192.168.122.1/24:bridge"; "" if they are not known.
+        reached: IPv4 addresses by which hosts reach each other. A network that has one of them is not local, unless two
+            hosts have that address.
 
     Returns:
-        CIDRs; none if one of the hosts does not know its networks.
+        CIDRs.
     """
     distinct = dict.fromkeys(hosts)  # two names of one machine have the same networks
     places: dict[Any, list[tuple[Any, bool]]] = {}
@@ -175,12 +181,29 @@ def local_networks(hosts: Iterable[str]) -> tuple[str, ...]:
             place = ipaddress.IPv4Interface(address)
             if not place.is_loopback:
                 places.setdefault(place.network, []).append((place.ip, kind == "bridge"))
+    times = Counter(address for seen in places.values() for address, _ in seen)
+    joining = {address for address in map(ipaddress.IPv4Address, reached) if times[address] < 2}
     found = [
         network
         for network, seen in places.items()
         if len({address for address, _ in seen}) < len(seen) or (len(seen) == 1 and seen[0][1])
+        if not any(address in network for address in joining)
     ]
-    return tuple(map(str, sorted(found))) if len(distinct) > 1 and all(distinct) else ()
+    return tuple(map(str, sorted(found))) if len(distinct) > 1 else ()
+
+
+def source_address(host: str) -> str:
+    """Address of this machine from which it sends to a host.
+
+    Args:
+        host: IPv4 address or a name that has one.
+
+    Raises:
+        OSError: the name has none, or no network leads there.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing: the kernel chooses the address to send from
+        return str(probe.getsockname()[0])
 
 
 def argv(

@@ -256,6 +256,7 @@ def run(job: Job, planner: Callable[[Job], Plan], terms: Terms = Terms()) -> ver
         try:
             watch.prepare()
             plan = planner(replace(started, local_networks=watch.local_networks()))
+            watch.check_networks(plan)
             try:
                 code = watch.supervise([program, *plan.argv[1:]], {**environ, **plan.env}, expected)
             except HostsLost as error:
@@ -309,6 +310,8 @@ class Keeper:
     """of a line whose end is not read yet"""
     networks: str = ""
     """of its host, see keeper.local_networks"""
+    reached: str = ""
+    """IPv4 address by which ssh reaches its host; empty: not known"""
 
     def tell(self, order: str) -> None:
         """Sends a line; a keeper that is gone has swept already, or its host is lost."""
@@ -427,10 +430,28 @@ class Watch:
 
     def local_networks(self) -> tuple[str, ...]:
         """Networks of the job's hosts that lead to no other host."""
-        names = {host.name for host in self.job.hosts}
+        agents = self._agents_of_hosts()
+        reached = {each.reached for each in agents if each.reached}
+        if not all(each.host for each in agents):
+            for address in [*reached]:  # the others reach this host by the addresses that it sends from
+                with contextlib.suppress(OSError):
+                    reached.add(keeper.source_address(address))
+        return keeper.local_networks([each.networks for each in agents], reached)
+
+    def check_networks(self, plan: Plan) -> None:
+        """Prints which hosts cannot report their networks, where the plan excludes local ones."""
+        unknown = [each.host or "this host" for each in self._agents_of_hosts() if not each.networks]
+        if unknown and "btl_tcp_if_exclude" in plan.argv:
+            say(
+                f"networks of {', '.join(unknown[:10])} were not compared (no `ip` there): if ranks do not connect,"
+                f" install iproute2 or give --subnet"
+            )
+
+    def _agents_of_hosts(self) -> list[Keeper]:
+        """Agents of the job's hosts: this host need not be one of them."""
         elsewhere = {each.host for each in self._keepers}
-        own = bool(names - elsewhere)
-        return keeper.local_networks(each.networks for each in self._keepers if each.host or own)
+        own = any(host.name not in elsewhere for host in self.job.hosts)
+        return [each for each in self._keepers if each.host or own]
 
     def _raise_limits(self) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -618,6 +639,8 @@ class Watch:
                     self.boxes[int(rank)] = int(step), phase.strip()
             if line.startswith(f"{keeper.SAYS}networks"):
                 speaker.networks = " ".join(line.split()[1:])
+            if speaker.host and line.startswith(f"{keeper.SAYS}reached"):
+                speaker.reached = "".join(line.split()[1:])
             if line.startswith(f"{keeper.SAYS}memory"):
                 self.out_of_memory.add(speaker.host)
 

@@ -95,6 +95,7 @@ def test_it_runs_as_an_ordinary_user() -> None:
 
 def test_no_host_keys_are_handed_out() -> None:
     (run,) = (run for stage in stages() for run in values(stage, "RUN") if "openssh-server" in run)
+    assert "iproute2" in run.split(), "host agents ask `ip`"
     assert re.search(r"openssh-server.* && rm -rf .*/etc/ssh/ssh_host_\*", run)
 
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import selectors
+import subprocess
 from collections import deque
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import pytest
 from planning import TWO_HOSTS
 
+from ringtrain.cluster import keeper, mpi
 from ringtrain.cluster.run import Keeper, Terms, Watch
 
 
@@ -32,3 +37,40 @@ def test_a_line_that_comes_in_two_parts_is_read_whole() -> None:
     assert agents[0].lines[-1] == "ringtrain-keeper:ready host1 1.0"
     for end, _ in pipes:
         os.close(end)
+
+
+def test_a_host_agent_reports_the_address_that_ssh_reaches() -> None:
+    agents = []
+    for connection in (
+        "10.1.0.9 51000 10.1.0.3 22",
+        "fe80::9%eth0 51000 fe80::3%eth0 22",
+        "UNKNOWN 65535 UNKNOWN 65535",
+        "",
+    ):
+        words = keeper.argv("", "job", (), Path("/"), os.environ["PATH"], "", timeout_s=5)
+        env = {"PATH": os.environ["PATH"], "SSH_CONNECTION": connection}
+        said = subprocess.run(words, env=env, input=b"end\n", stdout=subprocess.PIPE, check=True, timeout=60).stdout
+        process: Any = None
+        agents.append(Keeper("host2", process, lines=deque(maxlen=20)))
+        Watch("id", TWO_HOSTS, Terms(over_ssh=False))._hear(agents[-1], said)
+    assert [agent.reached for agent in agents] == ["10.1.0.3", "", "", ""]
+    assert all(agent.ready and agent.swept for agent in agents)
+
+
+def test_this_host_is_reached_by_the_address_it_sends_from(capfd: pytest.CaptureFixture[str]) -> None:
+    watch = Watch("id", TWO_HOSTS, Terms(over_ssh=False))
+    process: Any = None
+    here = Keeper("", process, networks="127.0.0.5/32 192.168.0.0/16:bridge")
+    there = Keeper("host2", process, networks="10.1.0.4/24", reached="127.0.0.1")
+    watch._keepers = [here, there]
+    assert watch.local_networks() == ("192.168.0.0/16",)
+    # The address that the kernel sends from, in a network of another mask on a bridge.
+    here.networks, there.reached = f"{keeper.source_address('10.1.0.4')}/20:bridge", "10.1.0.4"
+    assert watch.local_networks() == ()
+    watch.check_networks(mpi.plan(TWO_HOSTS, "openmpi4"))
+    assert capfd.readouterr().err == ""
+    here.networks = ""
+    watch.check_networks(mpi.plan(replace(TWO_HOSTS, subnet="10.1.0.0/16"), "openmpi4"))
+    assert capfd.readouterr().err == ""
+    watch.check_networks(mpi.plan(TWO_HOSTS, "openmpi4"))
+    assert "networks of this host were not compared (no `ip` there)" in capfd.readouterr().err

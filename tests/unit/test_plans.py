@@ -165,22 +165,31 @@ VIRTUAL = "192.168.122.1/24:bridge"
 
 
 @pytest.mark.parametrize(
-    ("hosts", "excluded"),
+    ("hosts", "reached", "excluded"),
     [
-        (["127.0.0.1/8 10.1.0.1/16", "127.0.0.1/8 10.1.0.2/16"], []),
-        ([f"10.1.0.1/16 {VIRTUAL}", f"10.1.0.2/16 {VIRTUAL}"], ["192.168.122.0/24"]),
-        ([f"10.1.0.1/16 {VIRTUAL} 172.18.0.1/16:bridge", "10.1.0.2/16"], ["172.18.0.0/16", "192.168.122.0/24"]),
-        (["10.0.2.15/24 10.1.0.1/16", "10.0.2.15/24 10.1.0.2/16", "10.1.0.3/16"], ["10.0.2.0/24"]),
+        (["127.0.0.1/8 10.1.0.1/16", "127.0.0.1/8 10.1.0.2/16"], [], []),
+        ([f"10.1.0.1/16 {VIRTUAL}", f"10.1.0.2/16 {VIRTUAL}"], [], ["192.168.122.0/24"]),
+        ([f"10.1.0.1/16 {VIRTUAL} 172.18.0.1/16:bridge", "10.1.0.2/16"], [], ["172.18.0.0/16", "192.168.122.0/24"]),
+        (["10.0.2.15/24 10.1.0.1/16", "10.0.2.15/24 10.1.0.2/16", "10.1.0.3/16"], [], ["10.0.2.0/24"]),
         # A bridge that all hosts are on, as hosts of virtual machines have it.
-        (["10.1.0.1/16:bridge", "10.1.0.2/16:bridge"], []),
-        # Two names of one machine; a host that cannot say.
-        ([f"10.1.0.1/16 {VIRTUAL}", f"10.1.0.1/16 {VIRTUAL}"], []),
-        ([f"10.1.0.1/16 {VIRTUAL}", ""], []),
-        ([], []),
+        (["10.1.0.1/16:bridge", "10.1.0.2/16:bridge"], [], []),
+        # Bridges in networks of their own, which a router joins; and of other masks.
+        ([f"10.1.1.3/24:bridge {VIRTUAL}", "10.1.2.3/24:bridge"], ["10.1.1.3", "10.1.2.3"], ["192.168.122.0/24"]),
+        (["10.1.0.3/16:bridge", "10.1.0.4/24"], ["10.1.0.4"], []),
+        # An address that both have joins nobody, though ssh reaches each host by it; another one of both beside it.
+        (["10.0.2.15/24 10.1.0.1/16", "10.0.2.15/24 10.1.0.2/16"], ["10.0.2.15"], ["10.0.2.0/24"]),
+        (["10.1.0.1/16 10.1.0.9/16", "10.1.0.2/16 10.1.0.9/16"], ["10.1.0.1", "10.1.0.2"], []),
+        # Two names of one machine; a host that cannot say, and one of those on the other's bridge.
+        ([f"10.1.0.1/16 {VIRTUAL}", f"10.1.0.1/16 {VIRTUAL}"], ["10.1.0.1"], []),
+        ([f"10.1.0.1/16 {VIRTUAL}", ""], ["10.1.0.1", "10.1.0.2"], ["192.168.122.0/24"]),
+        ([f"10.1.0.1/16 {VIRTUAL}", ""], ["192.168.122.7"], []),
+        ([], [], []),
     ],
 )
-def test_networks_that_lead_to_no_other_host_are_left_out(hosts: list[str], excluded: list[str]) -> None:
-    found = keeper.local_networks(hosts)
+def test_networks_that_lead_to_no_other_host_are_left_out(
+    hosts: list[str], reached: list[str], excluded: list[str]
+) -> None:
+    found = keeper.local_networks(hosts, reached)
     assert found == tuple(excluded)
     line = mpi.plan(replace(TWO_HOSTS, local_networks=found), "openmpi4").argv
     assert line[line.index("btl_tcp_if_exclude") + 1] == ",".join(["127.0.0.0/8", "docker0", *excluded])
