@@ -10,6 +10,7 @@ interfaces, ssh checks host keys, and ranks on other hosts read their environmen
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import secrets
@@ -22,7 +23,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from ringtrain import plain_pickle
-from ringtrain.cluster import keeper
+from ringtrain.cluster import keeper, run
+from ringtrain.errors import LaunchError
 
 CONNECT_TIMEOUT_S = 10
 VALUES = "RINGTRAIN_RANK_ENVIRONMENT"
@@ -43,7 +45,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     from horovod.runner import launch
 
     install({name for name in exported if name})
-    launch.run_commandline()
+    try:
+        launch.run_commandline()
+    except LaunchError as error:
+        run.say(str(error))
+        sys.exit(2)
 
 
 def install(exported: set[str]) -> None:
@@ -114,24 +120,34 @@ def common_interfaces(settings: Any, hosts: Sequence[str], remote_hosts: Any = N
     others = driver_service.network.filter_local_addresses(hosts) if remote_hosts is None else remote_hosts
     if not others:
         return set(driver_service.get_local_interfaces(settings))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((others[0], 9))  # sends nothing: the kernel chooses the address to send from
-        address = probe.getsockname()[0]
-    return {interface_of(address)}
+    for host in others:
+        for name in (ssh_name(host), host):
+            with contextlib.suppress(OSError):
+                return {interface_of(keeper.source_address(name))}
+    raise LaunchError(f"{', '.join(others[:10])}: no IPv4 address found from here: give --network-interface NAME")
+
+
+def ssh_name(host: str) -> str:
+    """Name or address that ssh connects to for a host: HostName in ~/.ssh/config, or the host's own name."""
+    with contextlib.suppress(LaunchError):
+        for line in run.call(["ssh", "-G", "--", host], CONNECT_TIMEOUT_S).splitlines():
+            if line.startswith("hostname "):
+                return line.split()[1]
+    return host
 
 
 def interface_of(address: str) -> str:
     """Name of the interface that has an IPv4 address.
 
     Raises:
-        RuntimeError: no interface has it.
+        LaunchError: no interface has it.
     """
     import psutil
 
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.family == socket.AF_INET and entry.address == address for entry in entries):
             return str(name)
-    raise RuntimeError(f"no interface has the address {address}: give --network-interface")
+    raise LaunchError(f"no interface has the address {address}: give --network-interface")
 
 
 def make_rendezvous() -> Any:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import base64
 import importlib.util
 import io
+import os
 import pickle
+import shutil
 import socket
 import struct
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -169,3 +172,27 @@ def test_the_interface_is_that_of_the_way_to_the_other_hosts() -> None:
     assert horovod_driver.common_interfaces(Settings(), ["other"], ["127.0.0.1"]) == {"lo"}
     Settings.nics = {"eth7"}
     assert horovod_driver.common_interfaces(Settings(), ["localhost"]) == {"eth7"}
+
+
+def test_hosts_that_only_ssh_knows_are_looked_up_as_ssh_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Settings:
+        nics: Any = None
+        verbose = 0
+
+    (tmp_path / "config").write_text("Host gpu1\n  HostName nowhere.invalid\nHost gpu2\n  HostName 127.0.0.1\n")
+    (tmp_path / "ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {tmp_path}/config "$@"\n')
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert horovod_driver.common_interfaces(Settings(), [], ["gpu1.invalid", "gpu1", "gpu2"]) == {"lo"}
+    # Where Horovod's launcher looks for interfaces, when it runs to there.
+    script = (
+        "from types import SimpleNamespace; from horovod.runner import launch; from horovod.runner.driver import"
+        " driver_service; from ringtrain.cluster import horovod_driver;"
+        " settings = SimpleNamespace(nics=None, verbose=0);"
+        " launch.run_commandline = lambda: driver_service.get_common_interfaces(settings, [], ['gpu1']);"
+        " horovod_driver.main(['-np', '1'])"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, timeout=60)
+    said = "ringtrain: gpu1: no IPv4 address found from here: give --network-interface NAME\n"
+    assert (ended.returncode, ended.stderr.splitlines(keepends=True)[-1]) == (2, said)
+    assert "Traceback" not in ended.stderr
