@@ -196,7 +196,7 @@ def parser() -> argparse.ArgumentParser:
 
 def launch(options: argparse.Namespace) -> int:
     """Runs a job, or shows how it would be run."""
-    from ringtrain.cluster import keeper, restart, run
+    from ringtrain.cluster import environment, keeper, restart, run
     from ringtrain.cluster.hosts import take
 
     if not options.command:
@@ -251,6 +251,8 @@ def launch(options: argparse.Namespace) -> int:
     terms = run.Terms(
         launcher=options.launcher, start_timeout_s=start_timeout_s, grace_s=options.grace, over_ssh=over_ssh
     )
+    if over_ssh and (line := environment.not_handed_on(job)):
+        run.say(line)
     return restart.run_again(found, num_ranks, options.oversubscribe, job_on, planner, policy, terms)
 
 
@@ -280,7 +282,7 @@ def take_roles(options: argparse.Namespace) -> None:
 
 def launch_elastic(options: argparse.Namespace) -> int:
     """Runs a job whose hosts come and go, or shows how it would be run."""
-    from ringtrain.cluster import elastic, horovodrun, restart, run
+    from ringtrain.cluster import elastic, environment, horovodrun, restart, run
     from ringtrain.cluster.hosts import take
 
     if options.launcher not in ("mpirun", "horovodrun-gloo"):
@@ -332,6 +334,8 @@ def launch_elastic(options: argparse.Namespace) -> int:
         grace_s=options.grace,
         watcher=lambda name, job, terms: elastic.ElasticWatch(name, job, terms, discover),
     )
+    if line := environment.not_handed_on(job_on(found, num_ranks)):
+        run.say(line)
     return restart.run_again(found, num_ranks, False, job_on, planner, policy, terms)
 
 

@@ -12,17 +12,26 @@ from ringtrain.reports import SERVERS
 
 USUAL = re.compile(
     # TF_VAR_, TF_TOKEN_ and TF_CLI_ are Terraform's.
-    r"PATH|PYTHON(PATH|UNBUFFERED|FAULTHANDLER|WARNINGS|HASHSEED)|LD_LIBRARY_PATH|VIRTUAL_ENV"
+    r"PATH|PYTHON(PATH|USERBASE|NOUSERSITE|SAFEPATH|UNBUFFERED|FAULTHANDLER|WARNINGS|HASHSEED)|LD_LIBRARY_PATH|VIRTUAL_ENV"
     r"|(NCCL|HOROVOD|TF(?!_(?:VAR|TOKEN|CLI)_)|XLA|OMP|KMP|KERAS|RINGTRAIN|UCX|FI|MPIR|I_MPI)_[A-Za-z0-9_]*"
     r"|CUDA_(?!VISIBLE_DEVICES|HOME|PATH)[A-Za-z0-9_]*"
 )
-# What the launching host needs for itself, as any host has it from its own login: for horovodrun, ssh, mpirun,
-# schedulers' commands, and its own ranks.
+# What the launching host needs for itself, as any host has it from its own login: for horovodrun, ssh (GSSAPI has
+# tickets in KRB5CCNAME), mpirun, schedulers' commands, and its own ranks.
 OF_THE_LAUNCHER = re.compile(
-    r"HOME|USER|LOGNAME|SHELL|SHLVL|PWD|OLDPWD|_|TERM|TZ|TMPDIR|LANG|LANGUAGE|SSH_AUTH_SOCK|SSH_AGENT_PID|CUDA_VISIBLE_DEVICES"
-    r"|PYTHON(HOME|UNBUFFERED|FAULTHANDLER|WARNINGS)"
-    r"|(LC|XDG|OMPI|OPAL|ORTE|PRTE|PMIX|HYDRA|MPICH|MPIR|I_MPI|FI|UCX|SLURM|PBS|LSB|KUBERNETES)_[A-Za-z0-9_]*"
+    r"HOME|USER|LOGNAME|SHELL|SHLVL|PWD|OLDPWD|_|TERM|TZ|TMPDIR|LANG|LANGUAGE|SSH_AUTH_SOCK|SSH_AGENT_PID|KRB5[A-Z0-9_]*"
+    r"|CUDA_(VISIBLE_DEVICES|HOME|PATH)[A-Za-z0-9_]*|PYTHON[A-Z0-9_]*"
+    r"|(LC|XDG|OMPI|OPAL|ORTE|PRTE|PMIX|HYDRA|HWLOC|MPIEXEC|MPICH|MPIR|I_MPI|FI|UCX|SLURM|PBS|LSB|LSF|KUBERNETES)_[A-Za-z0-9_]*"
 )
+# What a login, a terminal, a desktop or a tool sets, which no person misses at a rank.
+OF_A_SESSION = re.compile(
+    r"_.*|LS_COLORS|LESS[A-Z]*|MAIL|MANPATH|INFOPATH|EDITOR|VISUAL|PAGER|DISPLAY|XAUTHORITY|STY|WINDOW(ID)?|HOST(NAME|TYPE)?"
+    r"|GROUP|[A-Z]*OSTYPE|MACHTYPE|VENDOR|SESSION_MANAGER|INVOCATION_ID|JOURNAL_STREAM|LOADEDMODULES|PS[0-9]|HIST[A-Z]*"
+    r"|(PROMPT|COLOR|TMUX|MODULE|LMOD|BASH|ZSH)[A-Za-z0-9_]*|DEBIAN_FRONTEND|container|which_declare"
+    r"|(SSH|SUDO|TERM|WAYLAND|DBUS|GPG|GNOME|GTK|KDE|QT|DESKTOP|SYSTEMD|VSCODE|GIT|CONDA|DEBUGINFOD)_[A-Za-z0-9_]*"
+)
+MAX_SHOWN = 6
+"""names of variables in a line"""
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SECRET = re.compile(
     r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|PRIVATE|APIKEY|COOKIE|JWT|(^|_)(KEY|KEYS|PAT|AUTH|PWD|PASS|DSN)(_|$)",
@@ -68,9 +77,23 @@ def forwarded(job: Job) -> tuple[str, ...]:
 
 
 def withheld(job: Job) -> tuple[str, ...]:
-    """Names that a launcher must not see, since it passes on everything: horovodrun to all ranks, mpirun to its own."""
+    """Names that a launcher must not see, since it passes on everything: horovodrun to all ranks, mpirun to its own.
+
+    None where all ranks are on the launching host: they are alike then with its whole environment.
+    """
     kept = {*forwarded(job)}
+    if job.here is not None and job.hosts and all(host.name in job.here for host in job.hosts):
+        return ()
     return tuple(sorted(name for name in job.environment if name not in kept and not OF_THE_LAUNCHER.fullmatch(name)))
+
+
+def not_handed_on(job: Job) -> str:
+    """A line that names variables of the user's which ranks do not get; "" if there are none."""
+    names = [name for name in withheld(job) if NAME.fullmatch(name) and not OF_A_SESSION.fullmatch(name)]
+    if not names:
+        return ""
+    shown = ", ".join([*names[:MAX_SHOWN], *["..."][: len(names) - MAX_SHOWN]])
+    return f"not handed on to ranks: {len(names)} variable{'s' * (len(names) != 1)} ({shown}): --forward NAME adds one"
 
 
 def settings(job: Job) -> list[Setting]:

@@ -20,7 +20,7 @@ QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|[kKMGTP]i?)?")
 LAUNCHER_RESOURCES = {"cpu": "1", "memory": "1Gi"}
 """of the container that runs mpirun, which a namespace with a quota does not admit without"""
 UNPRIVILEGED = {"runAsNonRoot": True, "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-OF_THIS_MACHINE = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+OF_THIS_MACHINE = ("PATH", "PYTHONPATH", "PYTHONUSERBASE", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 
 
 @dataclass(frozen=True)

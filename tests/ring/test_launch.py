@@ -137,15 +137,14 @@ def python(script: str, *words: str | Path) -> list[str | Path]:
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun", "horovodrun-gloo"])
 def test_every_launcher_runs_the_command_as_it_was_typed(launch, launcher: str, tmp_path: Path) -> None:
     odd = "a b'$(touch c)\\ \"*"
-    # Of the environment ranks on this host get what ranks on other hosts get.
-    # What Gloo needs is Horovod's to say.
+    # All ranks are here: they get the whole environment. What Gloo needs is Horovod's to say.
     seen_by_ranks = '"$1" "$UCX_LOG_LEVEL" "$EDITOR" "$HOROVOD_CONTROLLER" "$NCCL_SOCKET_IFNAME"'
     script = f'printf "%s\\n" {seen_by_ranks} >"{tmp_path}/{RANK}"; echo hello >&2'
     own = ("mpi", "eth7")
     env = {"UCX_LOG_LEVEL": "warn", "EDITOR": "vi", "HOROVOD_CONTROLLER": own[0], "NCCL_SOCKET_IFNAME": own[1]}
     code, stderr = launch(*ringtrain(*shell(script), "sh", odd, launcher=launcher), env=env).end()
     assert code == 0, stderr
-    seen = "\n".join([odd, "warn", "", *(("gloo", "lo") if launcher == "horovodrun-gloo" else own), ""])
+    seen = "\n".join([odd, "warn", "vi", *(("gloo", "lo") if launcher == "horovodrun-gloo" else own), ""])
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": seen, "1": seen}
     assert stderr.count("hello") == 2
     assert "ringtrain-report" not in stderr
@@ -377,14 +376,17 @@ def test_a_host_that_does_not_answer_for_a_while_is_waited_for(launch, tmp_path:
 while [ "$1" != far ]; do shift; done; shift; eval "$@"
 """)
     ssh.chmod(0o755)
-    fails_once = f"[ -e {once} ] || {{ touch {once} {down}; exit 9; }}"
+    # Of the environment ranks get what is on the list, also where mpirun would let them inherit the rest.
+    fails_once = f'[ "$UCX_TLS$DATA_DIR" = tcp ] || exit 3; [ -e {once} ] || {{ touch {once} {down}; exit 9; }}'
     mpirun = (
         'while [ "$1" != sh ]; do shift; done; export OMPI_COMM_WORLD_{RANK,LOCAL_RANK}=0 OMPI_COMM_WORLD_SIZE=1; "$@"'
     )
     words = [launching.BIN / "ringtrain", "launch", "-H", "far:1", "--max-restarts", "3", "--", *shell(fails_once)]
-    started = launch(*words, env=liar(tmp_path, mpirun))
+    started = launch(*words, env=liar(tmp_path, mpirun) | {"UCX_TLS": "tcp", "DATA_DIR": "/data"})
     code, stderr = started.end()
     assert code == 0, stderr
+    (line,) = [line for line in stderr.splitlines() if line.startswith("ringtrain: not handed on to ranks: ")]
+    assert "DATA_DIR" in line
     assert not busy.exists() and "kex" not in stderr
     assert "restart 1 of 3 in 1 s" in stderr
     assert "far does not answer: ssh: connect to host far: No route to host" in stderr

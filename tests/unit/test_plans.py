@@ -159,6 +159,42 @@ def test_whose_interface_horovodrun_takes_is_explained() -> None:
     assert reasons(False, "eth0") == {"NCCL_SOCKET_IFNAME": "horovodrun sets it to eth0"}
 
 
+OWN = ("KRB5CCNAME", "CUDA_HOME", "CUDA_PATH", "MPIEXEC_TIMEOUT", "HWLOC_XMLFILE", "PYTHONHOME", "PYTHONUTF8")
+IMPORTS = ("PYTHONUSERBASE", "PYTHONNOUSERSITE", "PYTHONSAFEPATH")
+
+
+def test_a_launcher_keeps_what_it_needs_itself_and_ranks_import_alike() -> None:
+    job = replace(TWO_HOSTS, environment={**ENVIRONMENT, **dict.fromkeys((*OWN, *IMPORTS), "x")})
+    assert environment.withheld(job) == ("AWS_SECRET_ACCESS_KEY", "EDITOR", "HF_TOKEN")
+    names = set(environment.forwarded(job))
+    assert names >= {*IMPORTS}
+    assert not names & {*OWN}
+
+
+def test_ranks_on_the_launching_host_alone_are_alike_without_losing_anything() -> None:
+    here = frozenset(("host1", "localhost"))
+    job = replace(TWO_HOSTS, hosts=TWO_HOSTS.hosts[:1], num_ranks=4, here=here)
+    assert environment.withheld(job) == ()
+    assert environment.not_handed_on(job) == ""
+    assert not any("-u" in flag.words for flag in horovodrun.plan(job, gloo=True).flags)
+    for other in (replace(TWO_HOSTS, here=here), replace(job, here=frozenset()), replace(job, hosts=())):
+        assert "EDITOR" in environment.withheld(other)
+
+
+def test_what_a_user_has_set_and_ranks_do_not_get_is_named_in_a_line() -> None:
+    session = ("SSH_CONNECTION", "LS_COLORS", "TERM_PROGRAM", "DBUS_SESSION_BUS_ADDRESS", "bad;name", "BASH_FUNC_x%%")
+    job = replace(TWO_HOSTS, environment={**ENVIRONMENT, **dict.fromkeys((*session, "HF_HOME", "https_proxy"), VALUE)})
+    names = "AWS_SECRET_ACCESS_KEY, HF_HOME, HF_TOKEN, https_proxy"
+    assert environment.not_handed_on(job) == f"not handed on to ranks: 4 variables ({names}): --forward NAME adds one"
+    asked = replace(job, forward=("HF_HOME", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"))
+    assert (
+        environment.not_handed_on(asked) == "not handed on to ranks: 1 variable (https_proxy): --forward NAME adds one"
+    )
+    many = replace(TWO_HOSTS, environment={f"DATA_{number}": "" for number in range(8)})
+    assert "8 variables (DATA_0, DATA_1, DATA_2, DATA_3, DATA_4, DATA_5, ...)" in environment.not_handed_on(many)
+    assert environment.not_handed_on(replace(TWO_HOSTS, environment=dict.fromkeys(session, ""))) == ""
+
+
 # ---- networks -----------------------------------------------------------------------------------------------------
 
 VIRTUAL = "192.168.122.1/24:bridge"
