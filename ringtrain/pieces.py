@@ -327,7 +327,7 @@ def lock_folder(lock: tracking.RunLock, config: Config, attempt: reports.Attempt
 
 
 def is_complete(lock: tracking.RunLock, config: Config, start: resume.Start, trained: bool) -> bool:
-    """Whether a run had ended before this start, with nothing left to train; rank 0 prints that. A collective.
+    """Whether a run had ended before this start and nothing is left to train or export; rank 0 prints it. Collective.
 
     Args:
         lock: after lock_folder.
@@ -343,7 +343,9 @@ def is_complete(lock: tracking.RunLock, config: Config, start: resume.Start, tra
         if hvd.rank() or lock.folder is None or Path(start.source).parent != lock.folder / "checkpoints":
             return {}
         summary = tracking.read_summary(lock.folder)
+        exported = ["model.keras", *(["saved_model"] if config.checkpoint.saved_model else [])]
         has_all = summary.get("global_step") == start.global_step and "not_exported" not in summary
+        has_all = has_all and all((lock.folder / name).exists() for name in exported)
         return summary if has_all and (trained or ended_by) else {}
 
     summary = hvd.broadcast_object(hvd.run_together(ended), root_rank=0, name="ringtrain_complete")

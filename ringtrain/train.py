@@ -119,7 +119,7 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
     hvd.run_together(tracking.check_packages)
     config = config if crew else resume.same_global_batch(config, attempt, size)
     config = hvd.run_together(functools.partial(resume.started_again, config, attempt))
-    for is_first in (rank == 0, hvd.local_rank() == 0):  # hosts may have the data on disks of their own
+    for is_first in (rank == 0, rank > 0 and hvd.local_rank() == 0):  # hosts may have the data on disks of their own
         hvd.run_together(functools.partial(data.prepare, config.data, is_first))
     data_set = hvd.run_together(named.read_data)
     numbers = hvd.run_together(lambda: derive(config, size * strategy.copies, len(data_set.train), len(data_set.test)))

@@ -73,6 +73,8 @@ def imagenet_tfrecords(config: DataConfig) -> DataSet:
 def write_index(folder: Path) -> None:
     """Keeps where records begin, in a file for each split; leaves alone what is up to date, broken or read-only.
 
+    What cannot be written after all, as on a full disk, is kept in memory for this process.
+
     Args:
         folder: of the records.
     """
@@ -82,15 +84,21 @@ def write_index(folder: Path) -> None:
             paths = shards(folder, stem)
             if _indexed(folder, stem, paths) is not None:
                 continue
-            files = _state(paths)
-            starts = _walked(paths, Unreadable(skip=False))
             unfinished = folder / f".{INDEX.format(stem)}-{socket.gethostname()}-{os.getpid()}"
             try:
-                with unfinished.open("wb") as file:
+                with unfinished.open("wb") as file:  # first: in a read-only folder the records are not walked for it
+                    files = _state(paths)
+                    starts = _walked(paths, Unreadable(skip=False))
+                    _not_written[folder, stem] = files, starts
                     np.savez(file, files=files, lengths=[len(one) for one in starts], starts=np.concatenate(starts))
                 unfinished.replace(folder / INDEX.format(stem))
+                del _not_written[folder, stem]
             finally:
                 unfinished.unlink(missing_ok=True)
+
+
+_not_written: dict[tuple[Path, str], tuple[NDArray[np.int64], list[NDArray[np.int64]]]] = {}
+"""state of the files of a split and where their records begin, of indices that could not be written"""
 
 
 def _indexed(folder: Path, stem: str, paths: Sequence[Path]) -> list[NDArray[np.int64]] | None:
@@ -101,6 +109,10 @@ def _indexed(folder: Path, stem: str, paths: Sequence[Path]) -> list[NDArray[np.
         fits = starts.dtype == np.int64 and len(lengths) == len(paths) and lengths.sum() == len(starts)
         if fits and np.array_equal(files, _state(paths)):
             return list(np.split(starts, np.cumsum(lengths)[:-1]))
+    if (folder, stem) in _not_written:
+        files, walked = _not_written[folder, stem]
+        if np.array_equal(files, _state(paths)):
+            return walked
     return None
 
 

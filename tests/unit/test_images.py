@@ -312,6 +312,27 @@ def test_a_damaged_index_or_one_of_other_files_is_not_believed(photographs, cont
     assert numbers_read(photographs, monkeypatch) == (12, 16)
 
 
+def test_records_are_walked_once_where_no_index_can_be_written(photographs, monkeypatch):
+    folder = photographs / "imagenet-tfrecords"
+    config, looks = DataConfig(name="imagenet-tfrecords", dir=str(folder)), []
+    monkeypatch.setattr(os, "pread", lambda *args, real=os.pread: looks.append(args) or real(*args))
+    blocks = [folder / f".{name}.ringtrain-index.npz-{os.uname().nodename}-{os.getpid()}" for name in tfrecords.SPLITS]
+    for block in blocks:
+        block.mkdir()
+    data.prepare(config)
+    assert not looks, "walked for an index that cannot be created"
+    for block, name in zip(blocks, tfrecords.SPLITS, strict=True):
+        block.rmdir()
+        (folder / f"{name}.ringtrain-index.npz").mkdir()
+    for _ in range(2):
+        data.prepare(config)
+        assert len(load(photographs, "imagenet-tfrecords").train) == 12
+        assert len(looks) == 16
+    os.utime(folder / "train-00001-of-00002", (1, 1))
+    load(photographs, "imagenet-tfrecords")
+    assert len(looks) == 28, "the records may have changed"
+
+
 def test_an_index_that_cannot_be_written_and_broken_records_are_left_to_the_readers(photographs, monkeypatch):
     folder = photographs / "imagenet-tfrecords"
     (folder / "train.ringtrain-index.npz").mkdir()

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ringtrain import resume
+from ringtrain import pieces, resume, tracking
 from ringtrain.checkpoint import Checkpoint
-from ringtrain.config import Config, HvdConfig, OptimizerConfig, ScheduleConfig, TrainConfig, derive
+from ringtrain.config import CheckpointConfig, Config, HvdConfig, OptimizerConfig, ScheduleConfig, TrainConfig, derive
 from ringtrain.errors import ConfigError
 from ringtrain.reports import Attempt
 
@@ -93,3 +93,23 @@ def test_a_checkpoint_of_format_1_between_two_updates_is_refused():
             continue
         with pytest.raises(ConfigError, match=r"between two updates \(step 21, .* in format 1.*an epoch's end"):
             resume._require_whole_update(found, numbers)
+
+
+def test_a_run_is_complete_with_all_that_it_is_to_export(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("ringtrain.hvd.rank", lambda: 0)  # Horovod is not started in this process
+    monkeypatch.setattr("ringtrain.hvd.run_together", lambda function: function())
+    monkeypatch.setattr("ringtrain.hvd.broadcast_object", lambda value, root_rank, name: value)
+    summary = {"global_step": 20, "test_accuracy": 0.5, "started": 0.0, "fit_s": 1.0}
+    tracking.write_summary(tmp_path, summary | {"config": dataclasses.asdict(Config())})
+    start = resume.Start(20, str(tmp_path / "checkpoints" / "step-00000020"))
+    lock = tracking.RunLock()
+    lock.take(tmp_path)
+
+    def is_complete(**options) -> bool:
+        return pieces.is_complete(lock, Config(checkpoint=CheckpointConfig(**options)), start, trained=True)
+
+    assert not is_complete()
+    (tmp_path / "model.keras").write_bytes(b"")
+    assert is_complete() and not is_complete(saved_model=True)
+    (tmp_path / "saved_model").mkdir()
+    assert is_complete(saved_model=True)
