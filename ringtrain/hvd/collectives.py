@@ -29,6 +29,7 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from ringtrain.errors import RingtrainError
 from ringtrain.hvd.engine import WITH_HOROVOD, Average, Compression, ProcessSet, global_process_set, horovod
 from ringtrain.hvd.keras_hooks import teach_keras
+from ringtrain.hvd.marks import PLACE
 from ringtrain.hvd.placement import CPU, check_own_seat
 from ringtrain.reports import report_process, report_uncaught
 
@@ -409,6 +410,9 @@ def DistributedGradientTape(gradtape: tf.GradientTape, *args: Any, **kwargs: Any
     tape = horovod.DistributedGradientTape(gradtape, *args, **kwargs)
     if not bound.arguments["sparse_as_dense"]:
         _sum_sparse_in_one_order(tape, bound.arguments)
+    reduce, num_ranks = tape._allreduce_grads, bound.arguments["process_set"].size()
+    if num_ranks > 1 and not elastic():
+        tape._allreduce_grads = lambda grads, *rest: PLACE.reducing(num_ranks, grads, lambda: reduce(grads, *rest))
     return _taking_keras_variables(tape)
 
 

@@ -39,6 +39,7 @@ class Place:
         self.gradients: list[str] = []
         self._moments: list[tf.Variable] = []
         self._each: dict[str, tf.Variable] = {}
+        self._awaited: tf.Variable | None = None
 
     def enter(self, phase: str) -> None:
         """Says what the process does from now on."""
@@ -57,6 +58,34 @@ class Place:
         read = tf.raw_ops.ReadVariableOp  # a tenth of the time of Variable.numpy
         first, second, third = (float(read(resource=v.handle, dtype=tf.float64)) for v in self._moments)
         return first, second, third
+
+    def awaited(self) -> int:
+        """Ranks that take part in the reduction of gradients that this one's are in; 0: none is under way."""
+        return 0 if self._awaited is None else int(self._awaited)
+
+    def reducing(self, num_ranks: int, gradients: Any, reduce: Callable[[], Any]) -> Any:
+        """Returns the result of `reduce`, and notes from when the gradients are there until they are reduced.
+
+        Args:
+            num_ranks: Number of ranks that take part.
+            gradients: Tensors in any structure.
+        """
+        is_noted = not tf.distribute.has_strategy()
+        with tf.init_scope(), tf.device("CPU:0"):
+            is_noted = is_noted and tf.executing_eagerly()
+            if is_noted and self._awaited is None:
+                self._awaited = tf.Variable(0, trainable=False)
+        if not is_noted:
+            return reduce()
+        self._await(num_ranks, gradients)
+        reduced = reduce()
+        self._await(0, reduced)
+        return reduced
+
+    def _await(self, num_ranks: int, tensors: Any) -> None:
+        flat = [tensor for tensor in tf.nest.flatten(tensors, expand_composites=True) if tf.is_tensor(tensor)]
+        with tf.control_dependencies(flat), tf.device("CPU:0"):
+            self._awaited.assign(num_ranks, read_value=False)  # type: ignore[union-attr]
 
     def note(self, moment: str, tensors: Any) -> list[Any]:
         """Adds nodes to the graph that note when tensors are there; without `watch`, none.

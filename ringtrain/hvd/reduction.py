@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ringtrain.hvd.collectives import elastic, refuse_xla, tensor_of, unique_in_graph
 from ringtrain.hvd.engine import Adasum, Average, Compression, Min, ProcessSet, Sum, horovod
+from ringtrain.hvd.marks import PLACE
 from ringtrain.hvd.placement import CPU
 
 OP_WORDS = {Average: "averaged", Sum: "summed", Adasum: "combined by Adasum"}
@@ -65,11 +66,13 @@ class Reduction:
             The reduced gradients, with the shapes and dtypes they came with.
         """
         if not tf.executing_eagerly():
-            return self._reduce(gradients, variables, local)
+            if self._alone():
+                return self._reduce(gradients, variables, local)
+            return PLACE.reducing(self.process_set.size(), gradients, lambda: self._reduce(gradients, variables, local))
         # In one graph Horovod negotiates and fuses all tensors together; eager ones would go one after the other.
         key = (tuple(id(tensor_of(variable)) for variable in variables), tuple(local))
         if key not in self._graphs:
-            self._graphs[key] = tf.function(lambda *tensors: self._reduce(tensors, variables, local), autograph=False)
+            self._graphs[key] = tf.function(lambda *tensors: self(tensors, variables, local), autograph=False)
         return self._graphs[key](*gradients)
 
     def settings(self) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Ends a script of a user's own whose ranks wait for different things, and names what each of them waits for.
 
 Horovod itself only warns. A thread per rank tells rank 0 once a second where the main thread is; training does not wait
-for it. Ranks that compute, read or sleep are left alone: the job ends only where every main thread is inside of a
-collective or a TensorFlow graph, has used no CPU time for the limit, and at least one is in a collective outside of
-graphs that the others are not in. ringtrain's own trainer has the fuller ringtrain/heartbeat.py instead.
+for it. The job ends only where every main thread has stood for the limit in a collective outside of graphs or in the
+reduction of its gradients, and each of these lacks ranks. A graph may as well compute or read on other threads: a rank
+in one, outside of the reduction, is named in a line. ringtrain's own trainer has the fuller ringtrain/heartbeat.py
+instead.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import sysconfig
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,6 +30,7 @@ from ringtrain import beats
 from ringtrain.errors import RingtrainError, Stalled
 from ringtrain.hvd import collectives
 from ringtrain.hvd.engine import WITH_HOROVOD, ProcessSet, global_process_set, horovod
+from ringtrain.hvd.marks import PLACE
 from ringtrain.reports import report_failure
 
 TIMEOUT = "RINGTRAIN_STALL_TIMEOUT"
@@ -41,6 +44,8 @@ PROGRESS_S = 0.002
 SPEAKER_FIRST_S = 5.0
 """delay before the other ranks exit, so that rank 0's report reaches the launcher first"""
 COLLECTIVE_FILE = "horovod/tensorflow/mpi_ops.py"
+JOIN = "join"
+REDUCTION = "the reduction of gradients"
 GRAPH_FILE = "tensorflow/python/eager/execute.py"
 LIBRARIES = (
     *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
@@ -51,13 +56,20 @@ LIBRARIES = (
 
 @dataclass(frozen=True)
 class Row:
-    """Where the main thread of one rank is. `collective`: name of the one it waits in, outside of graphs."""
+    """Where the main thread of one rank is.
+
+    Attributes:
+        collective: Name of the one it waits in, outside of graphs, or `REDUCTION`.
+        num_ranks: Number of ranks that take part in it.
+        idle_s: Time that it has been there without using CPU time.
+    """
 
     rank: int
     host: str
     step: str = ""
     line: str = ""
     collective: str = ""
+    num_ranks: int = 0
     is_in_graph: bool = False
     idle_s: float = 0.0
 
@@ -67,32 +79,42 @@ class Row:
         return f"rank {self.rank} on {self.host}: {where} at {self.line}{step}"
 
 
-def is_deadlock(rows: Collection[Row], size: int, limit_s: float) -> bool:
-    """Returns whether ranks wait for each other in different places.
+def is_standstill(rows: Collection[Row], size: int, limit_s: float) -> bool:
+    """Returns whether all ranks are in collectives or graphs, and not all in the same collective.
 
     Args:
         rows: Of ranks that were heard of lately.
         size: Number of all ranks.
         limit_s: Idle time of every rank, seconds.
     """
-    if len(rows) < size or any(row.idle_s < limit_s for row in rows):
+    stand = all(row.idle_s >= limit_s and (row.collective or row.is_in_graph) for row in rows)
+    return len(rows) == size and stand and len({row.collective for row in rows}) > 1
+
+
+def is_deadlock(rows: Collection[Row]) -> bool:
+    """Returns whether ranks that stand still wait for each other for ever: no collective has all of its ranks."""
+    if any(row.collective in ("", JOIN) for row in rows):  # may compute; takes part in what the others reduce
         return False
-    names = {row.collective for row in rows}
-    return len(names) > 1 and all(row.collective or row.is_in_graph for row in rows)
+    return all(
+        count < num_ranks for (_, num_ranks), count in Counter((r.collective, r.num_ranks) for r in rows).items()
+    )
 
 
 def place_of(frame: FrameType | None) -> dict[str, Any]:
     """Returns the fields of a `Row` that a thread's stack tells: line of the user's code, collective, graph."""
     line = collective = ""
-    is_in_graph = False
+    num_ranks, is_in_graph = 0, False
     for inner, number in traceback.walk_stack(frame):
         file = inner.f_code.co_filename
         if file.endswith(COLLECTIVE_FILE) and not line:
             collective = f"{inner.f_code.co_name.strip('_')} {inner.f_locals.get('name') or ''}".strip()
+            num_ranks = inner.f_locals.get("process_set", global_process_set).size()
         is_in_graph = is_in_graph or file.endswith(GRAPH_FILE)
         if not line and not file.startswith(LIBRARIES):
             line = f"{file}:{number}"
-    return {"line": line, "collective": collective, "is_in_graph": is_in_graph}
+    if is_in_graph and not collective and (num_ranks := PLACE.awaited()):
+        collective = REDUCTION
+    return {"line": line, "collective": collective, "num_ranks": num_ranks, "is_in_graph": is_in_graph}
 
 
 class Watch:
@@ -101,11 +123,13 @@ class Watch:
     Attributes:
         step: Where training is, in words; "": as `iterations` says.
         iterations: TensorFlow variable that counts an optimizer's updates, if one is known.
+        has_warned: Whether rank 0 has named ranks that the others wait for, which it does once.
     """
 
     def __init__(self) -> None:
         self.step = ""
         self.iterations: Any = None
+        self.has_warned = False
         self.rank, self.size, self.host = horovod.rank(), horovod.size(), socket.gethostname()
         try:
             own_limit_s = float(os.environ.get(TIMEOUT) or DEFAULT_TIMEOUT_S)
@@ -116,7 +140,6 @@ class Watch:
         answer = collectives.broadcast_object(told, 0, name="ringtrain_watch")
         self._limit_s, host, addresses, self._port, self._wire.token = answer
         self._addresses: Sequence[str] = ["127.0.0.1", *addresses] if host == self.host else addresses
-        self._idle_s = 0.0
         if self._limit_s > 0:
             threading.Thread(target=self._run, name="ringtrain-watch", daemon=True).start()
 
@@ -125,6 +148,7 @@ class Watch:
         clock = time.pthread_getcpuclockid(main)
         rows: dict[int, tuple[float, Row]] = {}
         used_s = last_s = 0.0
+        own = Row(self.rank, self.host)
         if self.rank and not self._wire.connect(self._addresses, self._port, {}):
             where = f"{', '.join(self._addresses)}, port {self._port}"
             print(
@@ -138,20 +162,34 @@ class Watch:
             now_s, was_used_s, used_s = time.monotonic(), used_s, time.clock_gettime(clock)
             # Time in which this thread did not run either, as in a suspended job, does not count.
             passed_s, last_s = min(now_s - last_s, 2 * BEAT_S), now_s
-            self._idle_s = self._idle_s + passed_s if used_s - was_used_s < PROGRESS_S else 0.0
             place = place_of(sys._current_frames().get(main))
             step = self.step or ("" if self.iterations is None else f"after {int(self.iterations)} updates")
-            row = Row(self.rank, self.host, step, idle_s=self._idle_s, **place)
-            for message in self._wire.exchange(asdict(row) if self.rank else {}, BEAT_S):
+            row = Row(self.rank, self.host, step, idle_s=own.idle_s, **place)
+            stands = row == own and used_s - was_used_s < PROGRESS_S
+            own = replace(row, idle_s=row.idle_s + passed_s if stands else 0.0)
+            for message in self._wire.exchange(asdict(own) if self.rank else {}, BEAT_S):
                 if "end" in message:
                     time.sleep(SPEAKER_FIRST_S)
                     self._exit()
                 if message and not self.rank:
                     rows[message["rank"]] = (time.monotonic(), Row(**message))
-            rows[self.rank] = (time.monotonic(), row)
+            rows[self.rank] = (time.monotonic(), own)
             fresh = [row for heard_s, row in rows.values() if time.monotonic() - heard_s < FRESH_S]
-            if not self.rank and is_deadlock(fresh, self.size, self._limit_s):
-                self._end(sorted(fresh, key=lambda row: row.rank))
+            if not self.rank and is_standstill(fresh, self.size, self._limit_s):
+                fresh.sort(key=lambda row: row.rank)
+                if is_deadlock(fresh):
+                    self._end(fresh)
+                self._warn([row for row in fresh if not row.collective])
+
+    def _warn(self, rows: Sequence[Row]) -> None:
+        if rows and not self.has_warned:
+            print(
+                f"ringtrain: the other ranks have waited for {min(row.idle_s for row in rows):.0f} s for"
+                f" {'; '.join(map(str, rows))}: a graph may compute or read, so the job is not ended",
+                file=sys.stderr,
+                flush=True,
+            )
+            self.has_warned = True
 
     def _end(self, rows: Sequence[Row]) -> None:
         self._wire.exchange({"end": True}, 0.2)

@@ -220,13 +220,18 @@ def process_of(folder: Path) -> int:
 
 
 def test_a_script_whose_ranks_wait_for_different_things_ends_and_names_them():
-    """Rank 0 is done with its epoch and averages metrics, rank 1 has a batch more."""
-    finished = run(2, [sys.executable, HERE / "hanging.py"], 300, env={"RINGTRAIN_STALL_TIMEOUT": "3"})
+    """Rank 0 is done with its epoch and averages metrics, rank 1 has a batch more.
+
+    Before, rank 0 has evaluated in a graph for longer than the limit, while rank 1 waited: that ended nothing.
+    """
+    finished = run(2, [sys.executable, HERE / "hanging.py"], 120, env={"RINGTRAIN_STALL_TIMEOUT": "3"})
     assert finished.returncode == 75, finished.stderr
     host = socket.gethostname()
+    (warning,) = [line for line in finished.stderr.splitlines() if "the other ranks have waited" in line]
+    assert f"rank 0 on {host}: in a TensorFlow graph at {HERE}/hanging.py:" in warning
     assert f"rank 0 on {host}: in allreduce ringtrain_metric_average at {HERE}/hanging.py:" in finished.stderr
     assert "after epoch 1, batch 5" in finished.stderr
-    assert f"rank 1 on {host}: in a TensorFlow graph at {HERE}/hanging.py:" in finished.stderr
+    assert f"rank 1 on {host}: in the reduction of gradients at {HERE}/hanging.py:" in finished.stderr
     assert "in epoch 1, batch 6" in finished.stderr
 
 
