@@ -39,8 +39,11 @@ SETTLE_S = 0.5  # after a rank in the wrong place: so that the others are in the
 SWEEP_S = 7.0
 LOST_S = 30.0
 CONNECTING = 32  # ssh at a time
-AGAIN_S = 1.0  # before a host is asked again whose sshd, or the bastion before it, has too many connections that begin
-TURNED_AWAY = re.compile(r"[a-z]+_exchange_identification: |Connection (closed|reset) by |banner exchange")
+# Before a host is asked again whose sshd, or the bastion before it, has too many connections that begin; then twice as
+# long each time, while fewer are begun at a time.
+AGAIN_S, MAX_TRIES, MIN_CONNECTING = 1.0, 5, 8
+TURNED_AWAY = re.compile(r"[a-z]+_exchange_identification: |banner exchange")
+CLOSED = re.compile(r"Connection (closed|reset) by ")
 COMPARE_S = 0.5  # from one look at where ranks are to the next
 ENDING = (signal.SIGTERM, signal.SIGHUP)  # whoever sends one of these will not come back to send another
 SIGNALS = (signal.SIGINT, signal.SIGUSR1, *ENDING)
@@ -305,6 +308,10 @@ class Keeper:
     swept: bool = False
     closed: bool = False
     """it has ended, and all that it said is read"""
+    tries: int = 1
+    """with this one"""
+    refusal: str = ""
+    """the last line of the try before"""
     lines: deque[str] | Any = None
     unfinished: bytes = b""
     """of a line whose end is not read yet"""
@@ -320,8 +327,13 @@ class Keeper:
 
 
 def _may_be_let_in_later(lost: Keeper) -> bool:
-    """Whether sshd closed a host's connection before it asked who is there, as beyond its MaxStartups."""
-    return bool(lost.host) and any(TURNED_AWAY.search(line) for line in lost.lines)
+    """Whether sshd closed a host's connection before it asked who is there, as beyond its MaxStartups.
+
+    Where it says something first, it has closed the connection for that reason, and will again.
+    """
+    said = [line for line in lost.lines if line]
+    turned_away = any(map(TURNED_AWAY.search, said)) or bool(said and CLOSED.match(said[0]))
+    return bool(lost.host) and lost.tries < MAX_TRIES and turned_away
 
 
 class Watch:
@@ -397,14 +409,15 @@ class Watch:
         waiting = deque(["", *(host for host in names if host not in self.here)])
         looks_here = len(waiting) <= len(names) or not names
         deadline = time.monotonic() + self.terms.patience_s
-        refusals: dict[str, deque[str]] = {}
-        pause_until = 0.0
+        refused: dict[str, Keeper] = {}
+        max_connecting, pause_until = CONNECTING, 0.0
         while waiting or not all(each.ready for each in self._keepers):
             num_connecting = sum(not each.ready for each in self._keepers)
-            while waiting and num_connecting < CONNECTING and time.monotonic() > pause_until:
+            while waiting and num_connecting < max_connecting and time.monotonic() > pause_until:
                 host = waiting.popleft()
                 started = self._start_keeper(host, look=bool(host) or looks_here)
-                started.lines.extend(refusals.pop(host, ()))
+                if before := refused.pop(host, None):
+                    started.tries, started.refusal = before.tries + 1, before.lines[-1]
                 num_connecting += 1
             self._poll()
             if self._received:
@@ -415,8 +428,11 @@ class Watch:
             if failed or silent:
                 self._poll()
                 for each in [each for each in failed if _may_be_let_in_later(each)]:
-                    if time.monotonic() + AGAIN_S < deadline:
-                        refusals[each.host], pause_until = each.lines, time.monotonic() + AGAIN_S
+                    now, pause_s = time.monotonic(), AGAIN_S * 2 ** (each.tries - 1)
+                    if now + pause_s < deadline:
+                        if now > pause_until:
+                            max_connecting = max(MIN_CONNECTING, max_connecting // 2)
+                        refused[each.host], pause_until = each, max(pause_until, now + pause_s)
                         failed.remove(each)
                         self._keepers.remove(each)
                         self._let_go(each)
@@ -488,7 +504,9 @@ class Watch:
                 return f"{host} has no folder {self.job.working_directory}, where ranks start: make it the same there"
             return f"{host} has no {self.job.command[0]!r} on PATH={self.job.environment.get('PATH', '')}: install it"
         said = [line for line in lost.lines if line and not line.startswith(("@", keeper.SAYS))]
-        return f"{host} does not answer: {said[-1] if said else f'no word in {self.terms.patience_s:g} s'}"
+        silent = lost.refusal or f"no word in {self.terms.patience_s:g} s"
+        why = next((line for line in reversed(said) if not CLOSED.match(line)), said[-1] if said else silent)
+        return f"{host} does not answer: {why}"
 
     def _refuse_other_versions(self) -> None:
         versions = {
