@@ -168,8 +168,12 @@ def decide(
         return Verdict(
             code, f"a rank ended with exit code {code}, {launcher} does not say which; last errors:\n{lines}"
         )
-    has_said_why = any(line.startswith("ringtrain: ") for line in said_by_launcher.splitlines())  # one of our own
-    return Verdict(code, "" if has_said_why else f"{launcher} ended with exit code {code}")
+    if any(line.startswith("ringtrain: ") for line in said_by_launcher.splitlines()):  # one of our own has said why
+        return Verdict(code)
+    how = f"{launcher} ended with exit code {code}"
+    if code - 128 in signal.valid_signals():
+        how += f": a rank was killed by {signal_name(code - 128)}, or ended so; {launcher} does not say which"
+    return Verdict(code, how)
 
 
 def _by_hydra(ended: re.Match[str], code: int, reports: Reader, consequence: Failure | None) -> Verdict:
