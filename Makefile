@@ -18,7 +18,9 @@ chaos:
 	RINGTRAIN_CHAOS=full launch/setup.sh python -m pytest tests/faults
 
 lint:
-	launch/setup.sh ruff check . && launch/setup.sh ruff format --check . && launch/setup.sh mypy ringtrain
+	launch/setup.sh ruff check . && launch/setup.sh ruff format --check . && launch/setup.sh mypy ringtrain \
+		&& launch/setup.sh lint-imports --no-logo --no-cache \
+		&& launch/setup.sh python tests/support/house.py
 
 image:
 	tests/cluster/image.sh

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ringtrain.cluster.hosts import Host
     from ringtrain.cluster.job import Job, Plan
-    from ringtrain.cluster.kubernetes import Cluster
+    from ringtrain.cluster.plans.kubernetes import Cluster
     from ringtrain.cluster.restart import Policy
 
 LAUNCHERS = ("mpirun", "horovodrun", "horovodrun-gloo", "srun", "sbatch", "mpijob", "spark")
@@ -196,7 +196,7 @@ def parser() -> argparse.ArgumentParser:
 
 def launch(options: argparse.Namespace) -> int:
     """Runs a job, or shows how it would be run."""
-    from ringtrain.cluster import environment, keeper, restart, run
+    from ringtrain.cluster import environment, host_agent, processes, restart, supervisor
     from ringtrain.cluster.hosts import take
 
     if not options.command:
@@ -214,7 +214,7 @@ def launch(options: argparse.Namespace) -> int:
     num_ranks = sum(host.slots for host in found) if options.np is None else options.np
     planner, dialect = planner_of(options)
 
-    here = keeper.here(host.name for host in found) if options.launcher in OVER_SSH else frozenset()
+    here = host_agent.here(host.name for host in found) if options.launcher in OVER_SSH else frozenset()
 
     def job_on(hosts: Sequence[Host], ranks: int) -> Job:
         used = take(hosts, ranks, options.oversubscribe)
@@ -238,7 +238,7 @@ def launch(options: argparse.Namespace) -> int:
         show_dry(planner, job, options.launcher in HANDED_OVER)
         return 0
     if options.launcher in HANDED_OVER:
-        return run.submit(planner(job), job.files_folder)
+        return processes.submit(planner(job), job.files_folder)
     start_timeout_s = options.start_timeout
     if options.launcher == "spark":
         from ringtrain.cluster.spark.session import check_installed
@@ -246,13 +246,13 @@ def launch(options: argparse.Namespace) -> int:
         check_installed()
         start_timeout_s += SPARK_START_S
     else:
-        run.find(PROGRAMS[options.launcher])
+        processes.find(PROGRAMS[options.launcher])
     over_ssh = options.launcher in OVER_SSH
-    terms = run.Terms(
+    terms = supervisor.SupervisorOptions(
         launcher=options.launcher, start_timeout_s=start_timeout_s, grace_s=options.grace, over_ssh=over_ssh
     )
     if over_ssh and (line := environment.not_handed_on(job)):
-        run.say(line)
+        processes.say(line)
     return restart.run_again(found, num_ranks, options.oversubscribe, job_on, planner, policy, terms)
 
 
@@ -282,8 +282,9 @@ def take_roles(options: argparse.Namespace) -> None:
 
 def launch_elastic(options: argparse.Namespace) -> int:
     """Runs a job whose hosts come and go, or shows how it would be run."""
-    from ringtrain.cluster import elastic, environment, horovodrun, restart, run
+    from ringtrain.cluster import elastic, environment, processes, restart, supervisor
     from ringtrain.cluster.hosts import take
+    from ringtrain.cluster.plans import horovodrun
 
     if options.launcher not in ("mpirun", "horovodrun-gloo"):
         raise LaunchError(
@@ -326,16 +327,16 @@ def launch_elastic(options: argparse.Namespace) -> int:
     if options.dry_run:
         show_dry(planner, job_on(found, num_ranks), False)
         return 0
-    run.find("horovodrun")
+    processes.find("horovodrun")
     discover = elastic.discovery(options.host_discovery, found)
-    terms = run.Terms(
+    terms = supervisor.SupervisorOptions(
         launcher="horovodrun",
         start_timeout_s=options.start_timeout,
         grace_s=options.grace,
-        watcher=lambda name, job, terms: elastic.ElasticWatch(name, job, terms, discover),
+        watcher=lambda name, job, terms: elastic.ElasticSupervisor(name, job, terms, discover),
     )
     if line := environment.not_handed_on(job_on(found, num_ranks)):
-        run.say(line)
+        processes.say(line)
     return restart.run_again(found, num_ranks, False, job_on, planner, policy, terms)
 
 
@@ -413,10 +414,10 @@ def hosts(options: argparse.Namespace) -> int:
 
 def doctor(options: argparse.Namespace) -> int:
     """Examines hosts, and shows what was found."""
-    from ringtrain.cluster import doctor
+    from ringtrain.cluster.doctor import preflight
 
     found, _ = find_hosts(options)
-    wanted = doctor.Options(
+    wanted = preflight.Options(
         run_directory=options.run_directory,
         code=options.code,
         bandwidth=not options.no_bandwidth,
@@ -424,7 +425,7 @@ def doctor(options: argparse.Namespace) -> int:
         ssh_port=options.ssh_port,
         subnet=options.subnet,
     )
-    return doctor.main(found, wanted, options.json)
+    return preflight.main(found, wanted, options.json)
 
 
 def find_hosts(options: argparse.Namespace) -> tuple[tuple[Host, ...], str]:
@@ -434,7 +435,7 @@ def find_hosts(options: argparse.Namespace) -> tuple[tuple[Host, ...], str]:
         The hosts, and where they come from.
     """
     from ringtrain.cluster.hosts import Host, parse_hosts, read_hostfile, select
-    from ringtrain.cluster.scheduler import find
+    from ringtrain.cluster.schedulers import find
 
     if getattr(options, "launcher", "") == "spark":
         return (Host("spark", spark_slots(options)),), "Spark"
@@ -479,7 +480,7 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
     Raises:
         LaunchError: --gpus or --resources cannot be read.
     """
-    from ringtrain.cluster.kubernetes import Cluster
+    from ringtrain.cluster.plans.kubernetes import Cluster
 
     if options.gpus < 0:
         raise LaunchError(f"got --gpus {options.gpus}, expected the number of GPUs of each worker, 0 or more")
@@ -519,10 +520,7 @@ def job_of(options: argparse.Namespace, used: tuple[Host, ...], num_ranks: int, 
     """What the command line asks for.
 
     Args:
-        options: of launch.
         used: hosts with as many slots as they get ranks.
-        num_ranks: in all.
-        here: names that mean this machine.
     """
     from ringtrain.cluster.job import Job
 
@@ -561,15 +559,16 @@ def planner_of(options: argparse.Namespace) -> tuple[Callable[[Job], Plan], str]
     """
     from functools import partial
 
-    from ringtrain.cluster import horovodrun, kubernetes, mpi, run, slurm
+    from ringtrain.cluster import processes
+    from ringtrain.cluster.plans import horovodrun, kubernetes, mpirun, slurm
 
     refuse_options_of_others(options)
     own = {"start_timeout_s": max(1, int(options.start_timeout)), "interface": options.network_interface}
     of_horovod = partial(horovodrun.plan, python=sys.executable, **own)
     if options.launcher in ("mpirun", "horovodrun"):
-        dialect = mpi.identify(run.call(["mpirun", "--version"], VERSION_TIMEOUT_S))
+        dialect = mpirun.identify(processes.call(["mpirun", "--version"], VERSION_TIMEOUT_S))
         if options.launcher == "mpirun":
-            return partial(mpi.plan, dialect=dialect), dialect
+            return partial(mpirun.plan, dialect=dialect), dialect
         return partial(of_horovod, dialect=dialect), dialect
     if options.launcher == "horovodrun-gloo":
         return partial(of_horovod, gloo=True), ""

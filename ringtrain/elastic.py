@@ -26,34 +26,31 @@ import keras
 import numpy as np
 from rich.console import Console
 
-from ringtrain import (
-    checkpoint,
-    data,
-    devices,
-    display,
-    fingerprint,
-    health,
-    hvd,
-    journal,
-    optimizers,
-    pieces,
-    reports,
-    resume,
-    schedules,
-    stderr,
-    strategies,
-    tracking,
-)
+from ringtrain import data, hvd, strategies
 from ringtrain.config import Config, Numbers, ScheduleConfig, derive
 from ringtrain.errors import ConfigError
+from ringtrain.monitor import journal
+from ringtrain.optim import optimizers, schedules
+from ringtrain.protocol import failures, status
+from ringtrain.protocol.attempt import Attempt
+from ringtrain.run import (
+    checkpoint,
+    consistency,
+    console,
+    devices,
+    log_capture,
+    resume,
+    run_folder,
+    setup,
+    stopping,
+    tracking,
+)
 
 
-def train(config: Config, named: pieces.Named, attempt: reports.Attempt) -> int:
+def train(config: Config, named: setup.Named, attempt: Attempt) -> int:
     """Trains as train.train does. Until `_walk`, a rank is alone: the others may be in the middle of it.
 
     Args:
-        config: the resolved configuration.
-        named: what it names.
         attempt: which start of the job this is.
 
     Returns:
@@ -76,13 +73,13 @@ def train(config: Config, named: pieces.Named, attempt: reports.Attempt) -> int:
     # The rates of the schedule are set from outside: whoever comes later has to build the same.
     flat = dataclasses.replace(config, schedule=ScheduleConfig())
     numbers = derive(flat, hvd.size(), len(data_set.train), len(data_set.test))
-    model = pieces.compiled_model(named, data_set, flat, numbers)
+    model = setup.compiled_model(named, data_set, flat, numbers, strategies.make(flat))
     checkpoint.check_exportable(model)
     gradient_norm = hvd.track_gradient_norm(model.optimizer) if config.tracking.every_steps else None
     state = hvd.elastic.KerasState(model, folder="", run=Run(planned_ranks=hvd.size()), start=resume.Start())
-    with health.Signals() as signals:
-        prints = fingerprint.of_code(config, tracking.versions()) | data.checksums(data_set)
-        lock, own_callbacks = tracking.RunLock(), named.make_callbacks()
+    with stopping.Signals() as signals:
+        prints = consistency.of_code(config, tracking.versions()) | data.checksums(data_set)
+        lock, own_callbacks = run_folder.RunLock(), named.make_callbacks()
         rank = Rank(config, named, attempt, prints, data_set, pinning, signals, own_callbacks, gradient_norm, lock)
         return hvd.elastic.run(_walk)(state, rank)
 
@@ -113,16 +110,16 @@ class Rank:
     """What this process has of its own, through all changes."""
 
     config: Config
-    named: pieces.Named
-    attempt: reports.Attempt
+    named: setup.Named
+    attempt: Attempt
     prints: dict[str, str]
     """of its code and data"""
     data_set: data.DataSet
     pinning: Any
-    signals: health.Signals
+    signals: stopping.Signals
     users_callbacks: list[keras.callbacks.Callback]
     gradient_norm: Any
-    lock: tracking.RunLock
+    lock: run_folder.RunLock
     """of the run's folder, if this is rank 0"""
     reached: int = 0
     """the furthest step that it has made"""
@@ -137,20 +134,20 @@ def _walk(state: Any, own: Rank) -> int:
     """Trains from the last commit to the end. Every rank makes this walk, again after every change."""
     config, model, rank, size = own.config, state.model, hvd.rank(), hvd.size()
     hvd.check_placement("" if config.device.share_gpus else devices.identity(own.pinning))
-    fingerprint.refuse(hvd.allgather_object((socket.gethostname(), own.prints), name="ringtrain_prints"))
-    console = display.console_for(rank)
-    if not state.folder and not _begin(state, own, console):
+    consistency.refuse(hvd.allgather_object((socket.gethostname(), own.prints), name="ringtrain_prints"))
+    terminal = console.console_for(rank)
+    if not state.folder and not _begin(state, own, terminal):
         own.lock.release()
         return 0
     if rank:
         own.lock.release()  # the present rank 0 takes it
     planned = state.run.planned_ranks if config.elastic.keep == "global-batch" else size
     numbers = hvd.run_together(lambda: own.numbers(planned))
-    pieces.refuse_differences(hvd.allgather_object((config, numbers), name="ringtrain_numbers"))
+    setup.refuse_differences(hvd.allgather_object((config, numbers), name="ringtrain_numbers"))
     folder = Path(state.folder)
     hvd.run_together(lambda: own.lock.take(folder, same_job=True) if rank == 0 else None)
     log = journal.Journal(folder, rank, size, own.attempt.number)
-    run = _resized(state, own, log, console)
+    run = _resized(state, own, log, terminal)
 
     # Everybody reduces with everybody, from the same weights.
     hvd.elastic.set_share(model.optimizer, 1.0)
@@ -161,14 +158,14 @@ def _walk(state: Any, own: Rank) -> int:
         later = f"-from-step-{state.start.global_step}" if run.resizes else ""
         path = folder / "logs" / f"rank-{rank}{later}.log"
         hvd_line = f"rank {rank} of {size} on {socket.gethostname()}: {own.pinning}"
-        stderr.log_to(path, hvd_line)
+        log_capture.log_to(path, hvd_line)
         own.begun = True
 
     metrics_state = state.start.metrics_state if rank == 0 else tuple(0 * sums for sums in state.start.metrics_state)
     start = dataclasses.replace(state.start, metrics_state=metrics_state)
-    dealer = Dealer(start, run, numbers, config, log, reports.Box(rank))
-    with display.Progress(console, numbers.num_steps, config.train.epochs, stderr.to_log) as progress:
-        course = pieces.Course(
+    dealer = Dealer(start, run, numbers, config, log, status.StatusLine(rank))
+    with console.Progress(terminal, numbers.num_steps, config.train.epochs, log_capture.to_log) as progress:
+        course = setup.Course(
             config,
             numbers,
             model,
@@ -216,7 +213,7 @@ def _walk(state: Any, own: Rank) -> int:
 
     more = {"num_ranks": size, "resizes": list(run.resizes), "fit_s": time.time() - run.started, "started": run.started}
     summary = course.finish(hosts, own.attempt, **more, strategy=strategies.make(config).about)
-    display.show_result(console, folder, summary, gradients)
+    console.show_result(terminal, folder, summary, gradients)
     facts = {
         "global_step": dealer.global_step,
         "stopped_by": course.stop.stopped_by,
@@ -227,10 +224,10 @@ def _walk(state: Any, own: Rank) -> int:
     return course.stop.exit_code
 
 
-def _begin(state: Any, own: Rank, console: Console) -> bool:
+def _begin(state: Any, own: Rank, terminal: Console) -> bool:
     """Finds what the run goes on from, and its folder: once, by those who are there first. False: it is complete."""
     config, model, size = own.config, state.model, hvd.size()
-    pieces.lock_folder(own.lock, config, own.attempt)
+    setup.lock_folder(own.lock, config, own.attempt)
     folder, must = resume.source_of(config)
     saved = hvd.run_together(lambda: resume.manifest_of(folder) if hvd.rank() == 0 else {})
     saved = hvd.broadcast_object(saved, root_rank=0, name="ringtrain_manifest")
@@ -246,15 +243,15 @@ def _begin(state: Any, own: Rank, console: Console) -> bool:
     else:
         start = resume.restore(model, folder, must, config, numbers)
     place = _place_of(saved, start)
-    if pieces.is_complete(own.lock, config, start, place.get("epoch", 0) >= config.train.epochs):
+    if setup.is_complete(own.lock, config, start, place.get("epoch", 0) >= config.train.epochs):
         return False
     if config.run.init_from and not start.source:
         source = Path(config.run.init_from)
         hvd.run_together(lambda: resume.load_weights(model, source) if hvd.rank() == 0 else None)
         hvd.broadcast_model(model, root_rank=0)
-    state.folder = str(pieces.agree_on_folder(config, numbers, own.attempt, own.lock))
+    state.folder = str(setup.agree_on_folder(config, numbers, own.attempt, own.lock))
     if hvd.rank() == 0:
-        reports.report_run(Path(state.folder).name)
+        failures.report_run(Path(state.folder).name)
     if start.source:
         path = Path(state.folder) / "checkpoints"
         hvd.run_together(lambda: checkpoint.remove_after(path, start.global_step) if hvd.rank() == 0 else None)
@@ -263,8 +260,8 @@ def _begin(state: Any, own: Rank, console: Console) -> bool:
     state.start = dataclasses.replace(start, metrics_state=tuple(sum(parts) for parts in zip(*sums, strict=True)))
     state.run = Run(planned, started=time.time(), **place)
     hosts = hvd.allgather_object(socket.gethostname(), name="ringtrain_hosts")
-    display.show_plan(console, config, numbers, own.pinning, hosts)
-    display.show_start(console, config, start, own.attempt.causes)
+    console.show_plan(terminal, config, numbers, own.pinning, hosts)
+    console.show_start(terminal, config, start, own.attempt.causes)
     return True
 
 
@@ -279,20 +276,20 @@ def _place_of(saved: dict[str, Any], start: resume.Start) -> dict[str, Any]:
     return {"epoch": epoch, "position": step * batch, "dealt_by": batch, "length": steps * batch}
 
 
-def _resized(state: Any, own: Rank, log: journal.Journal, console: Console) -> Run:
+def _resized(state: Any, own: Rank, log: journal.Journal, terminal: Console) -> Run:
     """Takes note of who is there now, and makes that part of what a failure goes back to."""
     run, size, global_step = state.run, hvd.size(), state.start.global_step
     news = hvd.allgather_object((own.reached, f"{time.time_ns():x}"), name="ringtrain_news")
     lost_steps = max(0, max(reached for reached, _ in news) - global_step) if run.num_ranks else 0
     event, resizes = "start", run.resizes
     if run.num_ranks and hvd.rank() == 0:
-        reports.report_recovery()
+        failures.report_recovery()
     if run.num_ranks:
         event = "resize"
         resizes = (*resizes, {"global_step": global_step, "from": run.num_ranks, "to": size, "lost_steps": lost_steps})
         again = f"; {lost_steps} steps are made again" * bool(lost_steps)
         ranks = "1 rank" if run.num_ranks == 1 else f"{run.num_ranks} ranks"
-        console.print(f"{ranks} became {size} after step {global_step}{again}", highlight=False)
+        terminal.print(f"{ranks} became {size} after step {global_step}{again}", highlight=False)
     after = run.generation
     state.run = dataclasses.replace(run, num_ranks=size, generation=news[0][1], resizes=resizes)
     state.save()
@@ -308,14 +305,9 @@ class Dealer(resume.Clock):
 
     Args:
         start: where training begins.
-        run: the same.
-        numbers: with the global batch of now.
-        config: of the run.
-        log: this rank's journal.
-        box: of this rank.
     """
 
-    course: pieces.Course
+    course: setup.Course
     own: Rank
 
     def __init__(
@@ -325,7 +317,7 @@ class Dealer(resume.Clock):
         numbers: Numbers,
         config: Config,
         log: journal.Journal,
-        box: reports.Box,
+        box: status.StatusLine,
     ) -> None:
         super().__init__(start, numbers.steps_per_epoch, box, log)
         self.run, self.numbers, self.log = run, numbers, log
@@ -407,7 +399,6 @@ class Committer(keras.callbacks.Callback):
     """Commits every so many steps and after each epoch; the last of the callbacks.
 
     Args:
-        state: to commit.
         dealer: knows where the run stands.
     """
 

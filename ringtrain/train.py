@@ -19,23 +19,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ringtrain import (
-    checkpoint,
-    data,
-    devices,
-    display,
-    fingerprint,
-    journal,
-    lean,
-    pieces,
-    reports,
-    settings,
-    stderr,
-    strategies,
-)
+from ringtrain import config_io, data, strategies
 from ringtrain.config import Config, derive
 from ringtrain.errors import RingtrainError
-from ringtrain.strategies import served
+from ringtrain.monitor import journal
+from ringtrain.protocol import failures, status
+from ringtrain.protocol.attempt import Attempt
+from ringtrain.run import checkpoint, consistency, console, devices, lazy_keras, log_capture, setup
+from ringtrain.strategies.parameter_server import worker
 
 SECONDS_FOR_RANK_0 = 10.0
 
@@ -52,14 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     stages = journal.Stages()
     try:
-        return train(settings.read(sys.argv[1:] if argv is None else argv), stages)
+        return train(config_io.read(sys.argv[1:] if argv is None else argv), stages)
     except RingtrainError as error:
         journal.note_failure(error, exit_code=2)
         # What one rank met, every rank raises (hvd.run_together): rank 0 speaks for all, and launchers end the job with
         # the first rank that ends. A rank that is still there after this pause is alone with its error.
-        if display.launched_rank():
+        if console.launched_rank():
             time.sleep(SECONDS_FOR_RANK_0)
-        reports.report_failure(error, display.launched_rank() or 0, exit_code=2, with_traceback=False)
+        failures.report_failure(error, console.launched_rank() or 0, exit_code=2, with_traceback=False)
         print(f"ringtrain: {error}", file=sys.stderr)
         return 2
     except Exception as error:
@@ -83,17 +74,19 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
         RingtrainError: on every rank, whichever rank met it. Until training begins, nothing is written.
     """
     # Names first: a misspelt one is told at once. TensorFlow is loaded with hvd, and talks.
-    stderr.watch()
-    lean.start()
+    log_capture.watch()
+    lazy_keras.start()
     stages = stages or journal.Stages()
-    attempt = reports.Attempt.from_environment()
-    named = pieces.find(config)
+    attempt = Attempt.from_environment()
+    named = setup.find(config)
     strategies.prepare(config)
     crew = strategies.meet(config)
     if crew is not None and crew.rank:
-        return served.keep(config, crew)  # a server or a worker, for rank 0's walk
+        return worker.keep(config, crew)  # a server or a worker, for rank 0's walk
     import ringtrain.hvd as hvd  # the first: it says what is not installed
-    from ringtrain import elastic, health, heartbeat, resume, timeline, tracking
+    from ringtrain import elastic
+    from ringtrain.monitor import heartbeat, timeline
+    from ringtrain.run import resume, run_folder, stopping, tracking
 
     stages.done("libraries")
     hvd.configure(config.hvd)
@@ -108,11 +101,11 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
     # Before TensorFlow touches a device: it would take memory on the host's first GPU for every rank.
     strategy = strategies.make(config, crew)
     pinning = strategy.begin()
-    box = reports.Box(rank)
+    box = status.StatusLine(rank)
     hvd.check_placement("" if config.device.share_gpus else devices.identity(pinning))
     host = socket.gethostname()
-    code = hvd.run_together(lambda: fingerprint.of_code(config, tracking.versions()))
-    fingerprint.refuse(hvd.allgather_object((host, code), name="ringtrain_code"))
+    code = hvd.run_together(lambda: consistency.of_code(config, tracking.versions()))
+    consistency.refuse(hvd.allgather_object((host, code), name="ringtrain_code"))
     stages.done("checks")
 
     # Data: each rank trains its own part of every global batch, and evaluates its own test samples.
@@ -123,23 +116,23 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
         hvd.run_together(functools.partial(data.prepare, config.data, is_first))
     data_set = hvd.run_together(named.read_data)
     numbers = hvd.run_together(lambda: derive(config, size * strategy.copies, len(data_set.train), len(data_set.test)))
-    pieces.refuse_differences(hvd.allgather_object((config, numbers), name="ringtrain_numbers"))
+    setup.refuse_differences(hvd.allgather_object((config, numbers), name="ringtrain_numbers"))
     checksums = hvd.run_together(lambda: data.checksums(data_set))
-    fingerprint.refuse(hvd.allgather_object((host, checksums), name="ringtrain_data"))
+    consistency.refuse(hvd.allgather_object((host, checksums), name="ringtrain_data"))
     strategy.check(code | checksums)
     stages.done("data")
 
     # Model and optimizer: rank 0's on every rank, out of the run's newest checkpoint if there is one, and kept equal by
     # averaged gradients.
-    model = pieces.compiled_model(named, data_set, config, numbers, strategy=strategy)
+    model = setup.compiled_model(named, data_set, config, numbers, strategy)
     hvd.run_together(lambda: checkpoint.check_exportable(model))
     stages.done("model")
     gradient_norm = strategy.gradient_norm(model.optimizer) if config.tracking.every_steps else None
     users_callbacks = hvd.run_together(named.make_callbacks)
-    lock = tracking.RunLock()  # until the end
-    pieces.lock_folder(lock, config, attempt)
+    lock = run_folder.RunLock()  # until the end
+    setup.lock_folder(lock, config, attempt)
     start = resume.restore(model, *resume.source_of(config), config, numbers)
-    if pieces.is_complete(lock, config, start, start.global_step >= numbers.num_steps):
+    if setup.is_complete(lock, config, start, start.global_step >= numbers.num_steps):
         lock.release()
         strategy.end(0)
         return 0
@@ -151,15 +144,15 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
     stages.done("agreement")
 
     # The run's folder: only now, when all that can be wrong with the configuration would have been found.
-    folder = pieces.agree_on_folder(config, numbers, attempt, lock)
+    folder = setup.agree_on_folder(config, numbers, attempt, lock)
     strategy.folder, strategy.numbers = folder, numbers
     if rank == 0:
-        reports.report_run(folder.name)
+        failures.report_run(folder.name)
     if start.source:
         saved = folder / "checkpoints"
         hvd.run_together(lambda: checkpoint.remove_after(saved, start.global_step) if rank == 0 else None)
     log = folder / "logs" / f"rank-{rank}.log"
-    hvd.run_together(lambda: stderr.log_to(log, f"rank {rank} of {size} on {host}: {pinning}"))
+    hvd.run_together(lambda: log_capture.log_to(log, f"rank {rank} of {size} on {host}: {pinning}"))
     hosts = list(crew.roles.hosts) if crew else hvd.allgather_object(host, name="ringtrain_hosts")
     start_s = hvd.broadcast_object(time.time(), root_rank=0, name="ringtrain_start_s")
     own_journal = journal.Journal(folder, rank, size, attempt.number, start_s)
@@ -171,22 +164,22 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
         stages=stages.moments,
         versions=tracking.versions(),
     )
-    console = display.console_for(rank)
-    display.show_plan(console, config, numbers, pinning, hosts, strategy.about)
-    display.show_start(console, config, start, attempt.causes)
+    terminal = console.console_for(rank)
+    console.show_plan(terminal, config, numbers, pinning, hosts, strategy.about)
+    console.show_start(terminal, config, start, attempt.causes)
 
     # Training: every rank makes the same number of steps and ends after the same one, so that none waits for another.
     clock = resume.Clock(start, numbers.steps_per_epoch, box, own_journal)
-    pulse = heartbeat.Pulse(hvd.marks.PLACE, clock)
+    pulse = heartbeat.StepTimer(hvd.step_timing.PLACE, clock)
     strategy.watch(model)
     drawn = timeline.Timeline(folder, config.tracking, timeline_file) if config.tracking.timeline_steps else None
     pulse.trace = drawn.step if drawn else pulse.trace
     with (
-        display.Progress(console, numbers.num_steps, config.train.epochs, stderr.to_log) as progress,
-        health.Signals() as signals,
+        console.Progress(terminal, numbers.num_steps, config.train.epochs, log_capture.to_log) as progress,
+        stopping.Signals() as signals,
         heartbeat.Monitor(pulse, config.health) as monitor,
     ):
-        course = pieces.Course(
+        course = setup.Course(
             config,
             numbers,
             model,
@@ -229,8 +222,8 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
     ranks = hvd.allgather_object(monitor.own_times(), name="ringtrain_times")
     more = {"skipped_samples": len(data_set.skipped | crew.skipped)} if crew else {}
     summary = course.finish(hosts, attempt, ranks=ranks, strategy=strategy.about, **more)
-    display.show_ranks(console, ranks, heartbeat.slow_ranks(ranks, config.health))
-    display.show_result(console, folder, summary, gradients)
+    console.show_ranks(terminal, ranks, heartbeat.slow_ranks(ranks, config.health))
+    console.show_result(terminal, folder, summary, gradients)
     stopped_by, exit_code = course.stop.stopped_by, course.stop.exit_code
     own_journal.write("end", global_step=clock.global_step, stopped_by=stopped_by, exit_code=exit_code)
     if drawn:

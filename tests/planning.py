@@ -13,9 +13,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from ringtrain.cluster import horovodrun, kubernetes, mpi, slurm  # noqa: E402 - also runs as a script
 from ringtrain.cluster.hosts import Host  # noqa: E402
 from ringtrain.cluster.job import Job, Plan, explain  # noqa: E402
+from ringtrain.cluster.plans import horovodrun, kubernetes, mpirun, slurm  # noqa: E402 - also runs as a script
 from ringtrain.errors import LaunchError  # noqa: E402
 
 GOLDEN = ROOT / "tests" / "golden"
@@ -55,7 +55,7 @@ def _elastic(job: Job) -> Plan:
 
 
 PLANNERS: dict[str, Callable[[Job], Plan]] = {
-    **{f"mpirun-{name}": lambda job, name=name: mpi.plan(job, name) for name in mpi.DIALECTS},  # type: ignore[misc]
+    **{f"mpirun-{name}": lambda job, name=name: mpirun.plan(job, name) for name in mpirun.DIALECTS},  # type: ignore[misc]
     "horovodrun": horovodrun.plan,
     "horovodrun-gloo": lambda job: horovodrun.plan(job, gloo=True),
     "horovodrun-elastic": _elastic,
@@ -63,7 +63,7 @@ PLANNERS: dict[str, Callable[[Job], Plan]] = {
     "sbatch": slurm.sbatch,
     **{
         f"mpijob-{name}": lambda job, name=name: kubernetes.plan(job, kubernetes.Cluster(dialect=name))  # type: ignore[misc]
-        for name in mpi.DIALECTS
+        for name in mpirun.DIALECTS
     },
 }
 

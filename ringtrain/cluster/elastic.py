@@ -16,14 +16,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ringtrain.cluster import keeper
+from ringtrain.cluster import host_agent
+from ringtrain.cluster.exit_cause import Ending
+from ringtrain.cluster.host_agent import LEASE_S
 from ringtrain.cluster.hosts import Host, parse_hosts
 from ringtrain.cluster.job import Job, Plan
-from ringtrain.cluster.keeper import LEASE_S
-from ringtrain.cluster.run import HostsLost, Keeper, Stopped, Terms, Watch, call, say
-from ringtrain.cluster.verdict import Ending
+from ringtrain.cluster.processes import call, say
+from ringtrain.cluster.supervisor import HostAgent, HostsLost, Stopped, Supervisor, SupervisorOptions
 from ringtrain.errors import LaunchError
-from ringtrain.reports import JOB, Expected, Seat
+from ringtrain.protocol.env import JOB
+from ringtrain.protocol.placement import PlannedPlacement, RankPlacement
 
 ASK_S = 1.0
 SCRIPT_S = 30.0  # for the user's program to answer
@@ -58,32 +60,29 @@ def discovery(script: str, fixed: Sequence[Host]) -> Callable[[], tuple[Host, ..
 
 
 @dataclass
-class Guest:
+class ElasticHost:
     """A host, from when it was first heard of."""
 
     host: Host
-    keeper: Keeper | None = None
+    keeper: HostAgent | None = None
     published_s: float = 0.0
     """since when Horovod is shown it; 0: it is not"""
     ask_again_s: float = 0.0
 
 
-class ElasticWatch(Watch):
-    """A `Watch` of a job under elastic horovodrun.
+class ElasticSupervisor(Supervisor):
+    """A `Supervisor` of a job under elastic horovodrun.
 
     Args:
-        name: of the job.
         job: what to run; num_ranks is how many must be there before it begins.
-        terms: how it is watched.
-        discover: says which hosts there are.
     """
 
     says_last = False
 
-    def __init__(self, name: str, job: Job, terms: Terms, discover: Callable[[], tuple[Host, ...]]) -> None:
+    def __init__(self, name: str, job: Job, terms: SupervisorOptions, discover: Callable[[], tuple[Host, ...]]) -> None:
         super().__init__(name, job, terms)
         self.discover = discover
-        self.guests: dict[str, Guest] = {}
+        self.guests: dict[str, ElasticHost] = {}
         self.complaint = ""
         self._listed: tuple[Host, ...] | None = None
         self._looked_up: set[str] = set()
@@ -100,7 +99,7 @@ class ElasticWatch(Watch):
             try:
                 listed = self.discover()
                 new = {host.name for host in listed} - self._looked_up
-                self.here |= keeper.here(new)
+                self.here |= host_agent.here(new)
                 self._looked_up |= new
                 self._listed, self.complaint = listed, ""
             except LaunchError as error:
@@ -140,7 +139,7 @@ class ElasticWatch(Watch):
                     f" too few hosts that answer ({said}): look at the hosts, or give --min-np"
                 )
 
-    def _present(self) -> list[Guest]:
+    def _present(self) -> list[ElasticHost]:
         """The hosts that there are now."""
         listed = {host.name for host in self._listed or ()}
         return [guest for name, guest in self.guests.items() if name in listed]
@@ -149,7 +148,7 @@ class ElasticWatch(Watch):
         """Starts keepers on hosts that are new, and shows Horovod those that are ready."""
         now = time.monotonic()
         for host in self._listed or ():
-            guest = self.guests.setdefault(host.name, Guest(host))
+            guest = self.guests.setdefault(host.name, ElasticHost(host))
             guest.host = host
             if guest.keeper is None and now >= guest.ask_again_s:
                 here = self._keepers[0] if host.name in self.here else None
@@ -159,7 +158,7 @@ class ElasticWatch(Watch):
                 guest.published_s = now
         self._publish(now)
 
-    def _is_alike(self, guest: Guest) -> bool:
+    def _is_alike(self, guest: ElasticHost) -> bool:
         """Whether a host has the same ringtrain as this one; says so if not, and does not ask again."""
         own, other = (self._version(each) for each in (self._keepers[0], guest.keeper))
         if own == other:
@@ -169,8 +168,8 @@ class ElasticWatch(Watch):
             guest.ask_again_s = float("inf")
         return False
 
-    def _version(self, each: Keeper | None) -> str:
-        lines = [line.split() for line in (each.lines if each else ()) if line.startswith(f"{keeper.SAYS}ready")]
+    def _version(self, each: HostAgent | None) -> str:
+        lines = [line.split() for line in (each.lines if each else ()) if line.startswith(f"{host_agent.SAYS}ready")]
         return lines[0][2] if lines and len(lines[0]) > 2 else ""
 
     def _publish(self, now: float) -> None:
@@ -231,7 +230,7 @@ class ElasticWatch(Watch):
 
     # ---- while it runs --------------------------------------------------------------------------------------------
 
-    def _look_at(self, expected: Expected, began_s: float) -> None:
+    def _look_at(self, expected: PlannedPlacement, began_s: float) -> None:
         """Instead of comparing seats with a plan: there is none."""
         self._welcome()
         if not self.reports.seats and time.monotonic() > began_s + self.terms.start_timeout_s and not self.stopped_by:
@@ -241,18 +240,20 @@ class ElasticWatch(Watch):
                 f" --start-timeout"
             )
 
-    def _look_back_at(self, expected: Expected, returncode: int) -> None:
+    def _look_back_at(self, expected: PlannedPlacement, returncode: int) -> None:
         """Every number of ranks may be the last."""
 
-    def _keeper_of(self, seat: Seat) -> str:
+    def _keeper_of(self, seat: RankPlacement) -> str:
         """The host of the keeper that can reach a rank's process."""
         return next((each.host for each in self._keepers if self._name_of(each) == seat.host), "")
 
-    def _name_of(self, each: Keeper) -> str:
+    def _name_of(self, each: HostAgent) -> str:
         """What a keeper's host calls itself."""
-        lines = [line.split() for line in each.lines if line.startswith(f"{keeper.SAYS}ready")]
+        lines = [line.split() for line in each.lines if line.startswith(f"{host_agent.SAYS}ready")]
         return lines[0][1] if lines else ""
 
-    def conclude(self, returncode: int, launcher: str, expected: Expected, lost: HostsLost | None = None) -> Ending:
-        """See Watch; which host had which rank is not known any more."""
-        return super().conclude(returncode, launcher, Expected(expected.size), lost)
+    def conclude(
+        self, returncode: int, launcher: str, expected: PlannedPlacement, lost: HostsLost | None = None
+    ) -> Ending:
+        """See Supervisor; which host had which rank is not known any more."""
+        return super().conclude(returncode, launcher, PlannedPlacement(expected.size), lost)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ringtrain.cluster.job import Job
 from ringtrain.errors import LaunchError
-from ringtrain.reports import SERVERS
+from ringtrain.protocol.env import SERVERS
 
 USUAL = re.compile(
     # TF_VAR_, TF_TOKEN_ and TF_CLI_ are Terraform's.

@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from ringtrain import plain_pickle
-from ringtrain.cluster import keeper, run
+from ringtrain.cluster import host_agent, processes
 from ringtrain.errors import LaunchError
+from ringtrain.protocol import plain_pickle
 
 CONNECT_TIMEOUT_S = 10
 VALUES = "RINGTRAIN_RANK_ENVIRONMENT"
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         launch.run_commandline()
     except LaunchError as error:
-        run.say(str(error))
+        processes.say(str(error))
         sys.exit(2)
 
 
@@ -63,7 +63,7 @@ def install(exported: set[str]) -> None:
     codec.cloudpickle = SimpleNamespace(dumps=codec.cloudpickle.dumps, loads=plain_pickle.loads)
     env.is_exportable = exported.__contains__
     mpi_run.env_util.is_exportable = exported.__contains__
-    remote.SSH_COMMAND_PREFIX = shlex.join(keeper.ssh(CONNECT_TIMEOUT_S))
+    remote.SSH_COMMAND_PREFIX = shlex.join(host_agent.ssh(CONNECT_TIMEOUT_S))
     driver_service.get_common_interfaces = common_interfaces
     rendezvous = make_rendezvous()
     gloo_run.RendezvousServer = rendezvous
@@ -123,14 +123,14 @@ def common_interfaces(settings: Any, hosts: Sequence[str], remote_hosts: Any = N
     for host in others:
         for name in (ssh_name(host), host):
             with contextlib.suppress(OSError):
-                return {interface_of(keeper.source_address(name))}
+                return {interface_of(host_agent.source_address(name))}
     raise LaunchError(f"{', '.join(others[:10])}: no IPv4 address found from here: give --network-interface NAME")
 
 
 def ssh_name(host: str) -> str:
     """Name or address that ssh connects to for a host: HostName in ~/.ssh/config, or the host's own name."""
     with contextlib.suppress(LaunchError):
-        for line in run.call(["ssh", "-G", "--", host], CONNECT_TIMEOUT_S).splitlines():
+        for line in processes.call(["ssh", "-G", "--", host], CONNECT_TIMEOUT_S).splitlines():
             if line.startswith("hostname "):
                 return line.split()[1]
     return host

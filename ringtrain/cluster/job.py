@@ -13,7 +13,7 @@ from typing import Literal
 
 from ringtrain.cluster.hosts import Host
 from ringtrain.errors import LaunchError
-from ringtrain.reports import JOB
+from ringtrain.protocol.env import JOB
 
 NUM_HOSTS_LARGE = 64
 """from here on a launcher starts hosts differently"""
@@ -193,9 +193,7 @@ def file_path(job: Job, kind: str, text: str) -> str:
     """A path for a file of the launcher: jobs that run have their own, since each takes its files away at its end.
 
     Args:
-        job: that it is for.
         kind: the name's beginning and end, e.g. "hosts.txt".
-        text: what it will hold.
     """
     folder = PurePath(job.output or job.files_folder)
     stem, _, suffix = kind.partition(".")

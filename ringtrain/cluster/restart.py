@@ -8,14 +8,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 
-from ringtrain.cluster import run
+from ringtrain.cluster import processes, supervisor
+from ringtrain.cluster.exit_cause import HOST_LOST, Ending
+from ringtrain.cluster.host_agent import LEASE_S
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.job import Job, Plan
-from ringtrain.cluster.keeper import LEASE_S
-from ringtrain.cluster.run import HostsLost, Terms
-from ringtrain.cluster.verdict import HOST_LOST, Ending
+from ringtrain.cluster.supervisor import HostsLost, SupervisorOptions
 from ringtrain.errors import LaunchError
-from ringtrain.reports import ATTEMPT, Attempt
+from ringtrain.protocol.attempt import Attempt
+from ringtrain.protocol.env import ATTEMPT
 
 FAILURES_OF_A_HOST = 2  # after which it is left out
 ANSWER_S = 20.0  # for a host to answer before the job goes on without it
@@ -79,9 +80,7 @@ def why_not(ending: Ending, before: Sequence[Ending], policy: Policy) -> str:
     """Why a job is not started again.
 
     Args:
-        ending: its last one.
         before: those before that.
-        policy: its user's.
 
     Returns:
         A reason; empty: it is started again.
@@ -114,9 +113,7 @@ def remaining(hosts: Sequence[Host], failures: Counter[str], policy: Policy, sil
     """The hosts that a job may be started on again.
 
     Args:
-        hosts: all that it may use.
         failures: how many of its failures began at each host.
-        policy: its user's.
         silent: hosts that do not answer.
 
     Returns:
@@ -130,11 +127,6 @@ def remaining(hosts: Sequence[Host], failures: Counter[str], policy: Policy, sil
 
 def ranks_on(slots: int, num_ranks: int, min_ranks: int = 1) -> int:
     """How many ranks a job goes on with.
-
-    Args:
-        slots: that there are.
-        num_ranks: that it began with.
-        min_ranks: fewest.
 
     Returns:
         num_ranks; with fewer slots the largest divisor that fits, so that its global batch can be shared out as evenly
@@ -151,18 +143,12 @@ def run_again(
     job_on: Callable[[Sequence[Host], int], Job],
     planner: Callable[[Job], Plan],
     policy: Policy,
-    terms: Terms,
+    terms: SupervisorOptions,
 ) -> int:
     """Runs a job, and runs it again when it fails, as the policy says.
 
     Args:
-        hosts: all that it may use.
-        num_ranks: of its first start.
-        oversubscribe: more ranks than slots are allowed.
         job_on: makes the job of hosts and a number of ranks.
-        planner: makes the command of a job.
-        policy: when to start it again.
-        terms: how it is watched.
 
     Returns:
         The exit code of its last start.
@@ -182,25 +168,27 @@ def run_again(
     while True:
         job = job_on(used, now)
         try:
-            ending = run.run(replace(job, environment={**job.environment, ATTEMPT: attempt.to_json()}), planner, terms)
+            ending = supervisor.run(
+                replace(job, environment={**job.environment, ATTEMPT: attempt.to_json()}), planner, terms
+            )
         except HostsLost as lost:
             if not history.endings or not {*lost.hosts} <= {host.name for host in used}:
                 raise
             silent |= {*lost.hosts}
             used, now = left()
-            run.say(f"{lost}{'; goes on without' * bool(now)}")
+            processes.say(f"{lost}{'; goes on without' * bool(now)}")
             if now:
                 continue
             ending = Ending(2, str(lost), HOST_LOST, hosts=lost.hosts)  # they may come back
         if not ending.exit_code:
             if history.endings:
-                run.say(f"complete; started again {_times(len(history.endings))}")
+                processes.say(f"complete; started again {_times(len(history.endings))}")
             return 0
         reason = why_not(ending, history.endings, policy)
         history.add(ending)
         if reason:
             if policy.max_restarts and not ending.stopped:
-                run.say(f"not started again: {reason}")
+                processes.say(f"not started again: {reason}")
             return ending.exit_code
         # What is lost is asked again only if it is needed.
         silent = {*ending.hosts} if ending.kind == HOST_LOST else set()
@@ -209,7 +197,7 @@ def run_again(
             silent = set()
             used, now = left()
         if not now:
-            run.say(f"not started again: {_slots(used)} slots are too few for --min-np {policy.min_ranks}")
+            processes.say(f"not started again: {_slots(used)} slots are too few for --min-np {policy.min_ranks}")
             return ending.exit_code
         number = len(history.endings)
         attempt = Attempt(
@@ -221,7 +209,7 @@ def run_again(
         delay_s = history.delay_s(policy)
         if job.hosts and job.hosts[0].name in ending.unswept:
             delay_s = max(delay_s, LEASE_S)  # so that rank 0 does not write there any more
-        run.say(f"restart {number} of {policy.max_restarts} in {delay_s:g} s, after: {ending.in_a_line}")
+        processes.say(f"restart {number} of {policy.max_restarts} in {delay_s:g} s, after: {ending.in_a_line}")
         terms = replace(terms, answer_timeout_s=ANSWER_S)
         time.sleep(delay_s)
 

@@ -1,4 +1,17 @@
-"""Data sets by name, and the shard that gives every sample to one rank."""
+"""Data sets by name or module:function, sharded over ranks, as tf.data pipelines.
+
+dataset:        two splits of samples, in memory or read as needed
+sources:        the data sets by name: digits, MNIST, synthetic, npz
+cifar:          CIFAR-10 and CIFAR-100
+image_files:    JPEG and PNG files, decoded and resized
+image_folder:   a folder of images per class
+tfrecords:      TFRecord files and their index
+make_tfrecords: command: pictures to TFRecords
+spark_rows:     rows that Spark dealt out to this rank
+sharding:       every sample to exactly one rank
+augment:        crops and flips, by the sample's id
+pipeline:       batches as tf.data
+"""
 
 from __future__ import annotations
 
@@ -6,14 +19,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ringtrain.config import DataConfig
+from ringtrain.config_io import find
+from ringtrain.data.dataset import DataSet, Samples, Split, checked, checksums
 from ringtrain.data.pipeline import dealt_batches, evaluation_batches, training_batches
-from ringtrain.data.sampled import checksums
-from ringtrain.data.samples import DataSet, Samples, Split, checked
-from ringtrain.data.shard import evaluation_shard, part_of, training_shard
+from ringtrain.data.sharding import evaluation_shard, part_of, training_shard
 from ringtrain.data.sources import DATASETS
 from ringtrain.data.tfrecords import write_index
 from ringtrain.errors import DataError
-from ringtrain.lookup import find
 
 __all__ = [
     "DATASETS",

@@ -69,8 +69,6 @@ def shifted(images: tf.Tensor, numbers: tf.Tensor, num_samples: int, padding: in
     Args:
         images: [batch, height, width, channels].
         numbers: int64 [batch], of the samples; together with the seed they decide, whatever batch a sample is in.
-        num_samples: numbers are below this.
-        padding: pixels.
         seed: int64 [2].
 
     Returns:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringtrain.config import DataConfig
-from ringtrain.data.samples import DataSet, checked
+from ringtrain.data.dataset import DataSet, checked
 from ringtrain.errors import DataError
 
 NUM_CLASSES = 10

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 import tyro
 
-from ringtrain.data.folder import class_names, evaluation_folder, pictures
+from ringtrain.data.image_folder import class_names, evaluation_folder, pictures
 from ringtrain.data.tfrecords import FIRST_LABEL, LABELS_FILE
 from ringtrain.errors import DataError, RingtrainError
 
@@ -63,9 +63,6 @@ def make(source: Path, target: Path, num_shards: int, seed: int) -> dict[str, in
     """Writes train-*-of-*, validation-*-of-* and labels.txt; all of them or none.
 
     Args:
-        source: a folder as image-folder reads it.
-        target: folder to be made.
-        num_shards: files for training.
         seed: of the order in which pictures are written: those of one class lie in a folder together, and are better
             not trained together.
 

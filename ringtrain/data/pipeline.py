@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ringtrain.data.samples import Split
-from ringtrain.data.shard import part_of, training_shard
+from ringtrain.data.dataset import Split
+from ringtrain.data.sharding import part_of, training_shard
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -21,11 +21,8 @@ def training_batches(
     """One rank's batches of a whole run, epoch after epoch, or of what is left of it.
 
     Args:
-        samples: the training data.
         batch_size: samples per step on this rank.
         rank: 0 ... size - 1.
-        size: number of ranks.
-        seed: of the run.
         epochs: of the whole run, from its beginning.
         first_step: global step to begin with: that many batches of the run are left out, without being read.
 
@@ -57,14 +54,11 @@ def dealt_batches(
     """One rank's batches of an epoch that has begun, shared out anew over ranks that need not divide it; or of several.
 
     Args:
-        samples: the training data.
         epochs: one that has begun, or several whole ones, whose length global_batch_size divides.
-        seed: of the run.
         dealt_by: the global batch size that the epochs' order is made for.
         position: samples of the order that are trained already.
         global_batch_size: samples per step on all ranks; the last step has what is left.
         rank: 0 ... size - 1.
-        size: number of ranks.
 
     Returns:
         Pairs of inputs and labels, of this rank's part_of each global batch. Where that is empty there is one sample,
@@ -92,7 +86,6 @@ def evaluation_batches(samples: Split, numbers: NDArray[np.int64], batch_size: i
     """Batches of chosen samples, in their order; the last one is as short as it comes.
 
     Args:
-        samples: the test data.
         numbers: int64 [n], which of them.
         batch_size: samples per step.
 

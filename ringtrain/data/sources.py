@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import gzip
+import math
 import os
+import struct
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -14,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringtrain.config import DataConfig
-from ringtrain.data import idx
+from ringtrain.data import sources
 from ringtrain.data.cifar import cifar10
-from ringtrain.data.fed import spark
-from ringtrain.data.folder import image_folder
-from ringtrain.data.samples import DataSet, checked
+from ringtrain.data.dataset import DataSet, checked
+from ringtrain.data.image_folder import image_folder
+from ringtrain.data.spark_rows import spark
 from ringtrain.data.tfrecords import imagenet_tfrecords
 from ringtrain.errors import DataError
 
@@ -52,8 +55,8 @@ def mnist_like(config: DataConfig, keras_name: str) -> DataSet:
         return _keras_download(config, keras_name)
 
     def split(part: str) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        images = idx.read(idx.find(folder, f"{part}-images-idx3-ubyte"), num_dimensions=3)
-        return images, idx.read(idx.find(folder, f"{part}-labels-idx1-ubyte"), num_dimensions=1)
+        images = sources.read(sources.find(folder, f"{part}-images-idx3-ubyte"), num_dimensions=3)
+        return images, sources.read(sources.find(folder, f"{part}-labels-idx1-ubyte"), num_dimensions=1)
 
     return checked(f"{config.name} in {folder}", split("train"), split("t10k"), num_classes=10)
 
@@ -131,3 +134,64 @@ DATASETS: dict[str, Callable[[DataConfig], DataSet]] = {
     "spark": spark,
     "synthetic": synthetic,
 }
+
+
+UNSIGNED_BYTE = 8
+
+
+def read(path: Path, num_dimensions: int) -> NDArray[np.uint8]:
+    """Reads an IDX file of unsigned bytes.
+
+    Args:
+        path: of the file; gzip is recognised by its first two bytes.
+        num_dimensions: 3 for images, 1 for labels.
+
+    Returns:
+        uint8, e.g. [60000, 28, 28] or [60000].
+
+    Raises:
+        DataError: names the file and what is wrong with it.
+    """
+    try:
+        content = path.read_bytes()
+        if content[:2] == b"\x1f\x8b":
+            content = gzip.decompress(content)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: broken gzip: {error}: fetch the file again") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    header = 4 + 4 * num_dimensions
+    if len(content) < header:
+        raise DataError(f"{path}: truncated: got {len(content)} bytes, expected a header of {header} bytes")
+    got, expected = int.from_bytes(content[:4]), UNSIGNED_BYTE << 8 | num_dimensions
+    if got != expected:
+        raise DataError(
+            f"{path}: not IDX with {num_dimensions} dimension{'s' * (num_dimensions != 1)} of unsigned bytes:"
+            f" got magic number {got}, expected {expected}"
+        )
+    shape = struct.unpack(f">{num_dimensions}I", content[4:header])
+    if len(content) != header + math.prod(shape):
+        problem = "truncated" if len(content) < header + math.prod(shape) else "longer than it says"
+        raise DataError(
+            f"{path}: {problem}: got {len(content)} bytes, expected {header + math.prod(shape)}: fetch the file again"
+        )
+    return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
+
+
+def find(folder: Path, stem: str) -> Path:
+    """Finds a file under its name or gzipped.
+
+    Args:
+        folder: where to look.
+        stem: e.g. "train-images-idx3-ubyte".
+
+    Returns:
+        The path, the uncompressed file's when there are both.
+
+    Raises:
+        DataError: neither is there.
+    """
+    for path in (folder / stem, folder / f"{stem}.gz"):
+        if path.exists():
+            return path
+    raise DataError(f"{folder / stem}: not found, nor the same with .gz")

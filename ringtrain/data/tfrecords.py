@@ -24,12 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringtrain.config import DataConfig
-from ringtrain.data import shard
-from ringtrain.data.folder import DEFAULT_SIZE
-from ringtrain.data.images import Images, Unreadable
-from ringtrain.data.samples import DataSet
+from ringtrain.data import sharding
+from ringtrain.data.dataset import DataSet
+from ringtrain.data.image_files import Images, Unreadable
+from ringtrain.data.image_folder import DEFAULT_SIZE
 from ringtrain.errors import DataError
-from ringtrain.json_text import INVALID
+from ringtrain.protocol.json_text import INVALID
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -74,9 +74,6 @@ def write_index(folder: Path) -> None:
     """Keeps where records begin, in a file for each split; leaves alone what is up to date, broken or read-only.
 
     What cannot be written after all, as on a full disk, is kept in memory for this process.
-
-    Args:
-        folder: of the records.
     """
     for stem in SPLITS:
         # What is wrong with the files is said by those who read them.
@@ -156,10 +153,6 @@ def shards(folder: Path, stem: str) -> list[Path]:
 def record_starts(path: Path, unreadable: Unreadable) -> NDArray[np.int64]:
     """Where the records of a file begin, found by going from length to length.
 
-    Args:
-        path: of the file.
-        unreadable: told of what is broken.
-
     Returns:
         Positions in bytes, int64 [records], of those before the first that is broken.
 
@@ -227,7 +220,7 @@ def _split(
         num_images=int(first_in_file[-1]),
         read=read,
         name_of=name_of,
-        order=functools.partial(shard.file_order, per_file),
+        order=functools.partial(sharding.file_order, per_file),
         num_classes=num_classes,
         size=size,
         augment=augment,

@@ -4,8 +4,23 @@ What Horovod 0.28.1 does right under Keras 3 is passed on (collectives, process 
 wrong or not at all is ringtrain's own: `DistributedOptimizer`, the callbacks, `load_model`, `elastic`, broadcasts of
 Keras variables, `SyncBatchNormalization`. New are `broadcast_model`, `check_in_sync`, `check_averaging`,
 `check_placement`, `run_together`, `average_moving_statistics`, `moving_statistics`, `weights_of_one_rank`,
-`synchronize_batch_norm`, `jit_gradients`, `track_gradient_norm`, `during`, `marks`, `copies_of`, `num_copies`,
-`gather_bytes`, `scatter_bytes` and `configure`. All that training needs works without Horovod as well, see `engine.py`.
+`synchronize_batch_norm`, `jit_gradients`, `track_gradient_norm`, `during`, `step_timing`, `copies_of`, `num_copies`,
+`gather_bytes`, `scatter_bytes` and `configure`. All that training needs works without Horovod too: see `backend.py`.
+
+backend:        where Horovod's names come from: Horovod, or mpi4py; Horovod's settings
+mpi_backend:    what training needs of Horovod, in mpi4py and NumPy
+collectives:    init, and Horovod's collectives for Keras variables
+optimizer:      DistributedOptimizer, PartialDistributedOptimizer, load_model
+distributed:    the subclass that a distributed optimizer becomes
+reduction:      from one rank's gradients to the average
+keras_patches:  private Keras API: loss scale, XLA, refusing Horovod's own wrapper
+callbacks:      broadcast, metric average, learning rate, best model, check in sync
+batch_norm:     batch normalization over all ranks; averaged moving statistics
+step_timing:    phases of a step, for another thread to read
+sync:           broadcast of a model's whole state; the proof that ranks agree
+placement:      ranks are where the launcher was told to put them, each on its own GPU
+stall_watch:    ends scripts whose ranks wait for different collectives
+elastic:        Keras state for elastic runs, and run
 """
 
 from ringtrain.errors import MissingDependency
@@ -13,7 +28,7 @@ from ringtrain.errors import MissingDependency
 try:
     import keras
 
-    from ringtrain.hvd import engine
+    from ringtrain.hvd import backend
 except ImportError as error:
     raise MissingDependency(
         f"ringtrain.hvd needs TensorFlow and Horovod built for it ({error}): run launch/setup.sh, or see "
@@ -25,34 +40,8 @@ if keras.backend.backend() != "tensorflow":
         f"Keras runs on {keras.backend.backend()!r}, but Horovod is built for TensorFlow: set KERAS_BACKEND=tensorflow"
     )
 
-from ringtrain.hvd import callbacks, elastic, marks
-from ringtrain.hvd.batch_norm import (
-    SyncBatchNormalization,
-    average_moving_statistics,
-    moving_statistics,
-    synchronize_batch_norm,
-    weights_of_one_rank,
-)
-from ringtrain.hvd.collectives import (
-    DistributedGradientTape,
-    PartialDistributedGradientTape,
-    allgather,
-    allgather_object,
-    allreduce,
-    alltoall,
-    broadcast,
-    broadcast_,
-    broadcast_object,
-    broadcast_object_fn,
-    copies_of,
-    gather_bytes,
-    grouped_allreduce,
-    init,
-    num_copies,
-    reducescatter,
-    scatter_bytes,
-)
-from ringtrain.hvd.engine import (
+from ringtrain.hvd import callbacks, elastic, step_timing
+from ringtrain.hvd.backend import (
     Adasum,
     Average,
     Compression,
@@ -65,6 +54,8 @@ from ringtrain.hvd.engine import (
     broadcast_global_variables,
     ccl_built,
     check_num_rank_power_of_2,
+    check_op,
+    configure,
     cross_rank,
     cross_size,
     cuda_built,
@@ -97,11 +88,36 @@ from ringtrain.hvd.engine import (
     start_timeline,
     stop_timeline,
 )
-from ringtrain.hvd.jit import jit_gradients
-from ringtrain.hvd.marks import during
+from ringtrain.hvd.batch_norm import (
+    SyncBatchNormalization,
+    average_moving_statistics,
+    moving_statistics,
+    synchronize_batch_norm,
+    weights_of_one_rank,
+)
+from ringtrain.hvd.collectives import (
+    DistributedGradientTape,
+    PartialDistributedGradientTape,
+    allgather,
+    allgather_object,
+    allreduce,
+    alltoall,
+    broadcast,
+    broadcast_,
+    broadcast_object,
+    broadcast_object_fn,
+    copies_of,
+    gather_bytes,
+    grouped_allreduce,
+    init,
+    num_copies,
+    reducescatter,
+    scatter_bytes,
+)
+from ringtrain.hvd.distributed import GradientNorm, track_gradient_norm
+from ringtrain.hvd.keras_patches import jit_gradients
 from ringtrain.hvd.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
 from ringtrain.hvd.placement import check_placement
-from ringtrain.hvd.subclass import GradientNorm, track_gradient_norm
+from ringtrain.hvd.stall_watch import broadcast_variables
+from ringtrain.hvd.step_timing import during
 from ringtrain.hvd.sync import broadcast_model, check_averaging, check_in_sync, run_together
-from ringtrain.hvd.tuning import check_op, configure
-from ringtrain.hvd.watch import broadcast_variables

@@ -18,10 +18,10 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain.errors import RingtrainError
+from ringtrain.hvd.backend import Sum, horovod
 from ringtrain.hvd.collectives import copies_of, elastic, num_copies, unique_in_graph
-from ringtrain.hvd.engine import Sum, horovod
+from ringtrain.hvd.distributed import saved_as_its_base
 from ringtrain.hvd.placement import CPU
-from ringtrain.hvd.subclass import saved_as_its_base
 
 
 def average_moving_statistics(model: keras.Model, not_averaged: Sequence[str] = ()) -> None:

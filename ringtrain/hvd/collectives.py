@@ -27,11 +27,11 @@ from tensorflow.python.ops import control_flow_v2_func_graphs as func_graphs
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from ringtrain.errors import RingtrainError
-from ringtrain.hvd.engine import WITH_HOROVOD, Average, Compression, ProcessSet, global_process_set, horovod
-from ringtrain.hvd.keras_hooks import teach_keras
-from ringtrain.hvd.marks import PLACE
+from ringtrain.hvd.backend import WITH_HOROVOD, Average, Compression, ProcessSet, global_process_set, horovod
+from ringtrain.hvd.keras_patches import teach_keras
 from ringtrain.hvd.placement import CPU, check_own_seat
-from ringtrain.reports import report_process, report_uncaught
+from ringtrain.hvd.step_timing import PLACE
+from ringtrain.protocol.failures import report_process, report_uncaught
 
 FUSION_BYTES = 4 * 2**20
 BRANCHES = (func_graphs.CondBranchFuncGraph, func_graphs.WhileCondFuncGraph, func_graphs.WhileBodyFuncGraph)

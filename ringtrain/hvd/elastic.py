@@ -17,10 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ringtrain import plain_pickle
-from ringtrain.hvd.collectives import broadcast_object, broadcast_variables, hang_up, init
-from ringtrain.hvd.collectives import elastic as is_on
-from ringtrain.hvd.engine import (
+from ringtrain.hvd.backend import (
     HorovodInternalError,
     HostsUpdatedInterrupt,
     ObjectState,
@@ -28,9 +25,12 @@ from ringtrain.hvd.engine import (
     network,
     notification_manager,
 )
-from ringtrain.hvd.keras_hooks import innermost
+from ringtrain.hvd.collectives import broadcast_object, broadcast_variables, hang_up, init
+from ringtrain.hvd.collectives import elastic as is_on
+from ringtrain.hvd.keras_patches import innermost
 from ringtrain.hvd.placement import CPU
 from ringtrain.hvd.sync import broadcast_model
+from ringtrain.protocol import plain_pickle
 
 __all__ = [
     "CommitStateCallback",

@@ -11,11 +11,11 @@ from typing import Any
 
 import keras
 
+from ringtrain.hvd.backend import Adasum, Average, Compression, ProcessSet, global_process_set
 from ringtrain.hvd.collectives import layer_variables
-from ringtrain.hvd.engine import Adasum, Average, Compression, ProcessSet, global_process_set
-from ringtrain.hvd.keras_hooks import distributed, innermost, refuse_horovods_own, teach_keras
+from ringtrain.hvd.distributed import distribute, refuse_bypassing
+from ringtrain.hvd.keras_patches import distributed, innermost, refuse_horovods_own, teach_keras
 from ringtrain.hvd.reduction import Reduction
-from ringtrain.hvd.subclass import distribute, refuse_bypassing
 
 
 def DistributedOptimizer(

@@ -9,9 +9,10 @@ import tensorflow as tf
 
 import ringtrain
 from ringtrain.errors import PlacementError
-from ringtrain.hvd.engine import horovod
-from ringtrain.reports import ALONE, COLLECTIVES, Expected, Seat, difference, table
-from ringtrain.told import expectation
+from ringtrain.hvd.backend import horovod
+from ringtrain.protocol.env import ALONE, COLLECTIVES
+from ringtrain.protocol.launcher_args import expectation
+from ringtrain.protocol.placement import PlannedPlacement, RankPlacement, difference, table
 
 CPU = "CPU:0"
 """device of small collectives: on GPUs, NCCL refuses ranks without one, and two ranks on the same one"""
@@ -39,7 +40,7 @@ def check_own_seat() -> None:
     }
     planned = expected.counts(rank)
     rows = [(name, str(planned[name]), str(found[name])) for name in planned if planned[name] != found[name]]
-    seat = Seat(rank, horovod.size(), host, horovod.local_rank())
+    seat = RankPlacement(rank, horovod.size(), host, horovod.local_rank())
     elsewhere = difference(expected, [seat])
     if rows:
         lines = table((f"rank {rank} on {host}", "planned", "found"), rows)
@@ -61,7 +62,7 @@ def check_placement(device: str = "") -> None:
     """
     if os.environ.get(COLLECTIVES) == ALONE:
         return
-    own = Seat(horovod.rank(), horovod.size(), socket.gethostname(), horovod.local_rank(), device)
+    own = RankPlacement(horovod.rank(), horovod.size(), socket.gethostname(), horovod.local_rank(), device)
     elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
     expected = None if elastic else expectation(os.environ)
     report = (own, expected, ringtrain.__version__)
@@ -69,7 +70,7 @@ def check_placement(device: str = "") -> None:
         everybody = horovod.allgather_object(report, name="ringtrain_placement") if horovod.size() > 1 else [report]
     seats, expectations, versions = zip(*everybody, strict=True)
     told = next((each for each in expectations if each is not None and each.hosts), None) or expected
-    told = told or Expected(own.size, source="the launcher")
+    told = told or PlannedPlacement(own.size, source="the launcher")
     if wrong := difference(told, seats):
         raise PlacementError(wrong)
     without = [f"rank {seat.rank} on {seat.host}" for seat in seats if not seat.device]
@@ -84,7 +85,7 @@ def check_placement(device: str = "") -> None:
         raise PlacementError(f"ranks run different versions of ringtrain: install the same everywhere\n{lines}")
 
 
-def _advice(num_hosts: int, expected: Expected) -> str:
+def _advice(num_hosts: int, expected: PlannedPlacement) -> str:
     if num_hosts < len(expected.hosts):
         return "the launcher did not get the hosts, or their names mean one machine"
     return "look for settings of the launcher's own (OMPI_MCA_*, PRTE_MCA_*) that win over what it was told"

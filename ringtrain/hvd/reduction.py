@@ -9,10 +9,10 @@ from typing import Any
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from ringtrain.hvd.backend import Adasum, Average, Compression, Min, ProcessSet, Sum, horovod
 from ringtrain.hvd.collectives import elastic, refuse_xla, tensor_of, unique_in_graph
-from ringtrain.hvd.engine import Adasum, Average, Compression, Min, ProcessSet, Sum, horovod
-from ringtrain.hvd.marks import PLACE
 from ringtrain.hvd.placement import CPU
+from ringtrain.hvd.step_timing import PLACE
 
 OP_WORDS = {Average: "averaged", Sum: "summed", Adasum: "combined by Adasum"}
 

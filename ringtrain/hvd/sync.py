@@ -15,14 +15,14 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain.errors import OutOfSync, RingtrainError
+from ringtrain.hvd.backend import ProcessSet, global_process_set, horovod
 from ringtrain.hvd.batch_norm import batch_norm_layers, weights_of_one_rank
 from ringtrain.hvd.collectives import allgather_object, broadcast_variables, copies_of, num_copies
-from ringtrain.hvd.engine import ProcessSet, global_process_set, horovod
-from ringtrain.hvd.keras_hooks import innermost, refuse_horovods_own
-from ringtrain.hvd.marks import during
+from ringtrain.hvd.distributed import hands_on, probe
+from ringtrain.hvd.keras_patches import innermost, refuse_horovods_own
 from ringtrain.hvd.placement import CPU
 from ringtrain.hvd.reduction import OP_WORDS, averaged_by_adasum
-from ringtrain.hvd.subclass import hands_on, probe
+from ringtrain.hvd.step_timing import during
 
 T = TypeVar("T")
 

@@ -45,7 +45,7 @@ class Bench:
 
 BENCHES = {
     "train": Bench(
-        "scaling",
+        "bench.train",
         "images/s, what a step's time goes into, ring efficiency",
         (
             turns(7),
@@ -57,7 +57,7 @@ BENCHES = {
         ),
     ),
     "peers": Bench(
-        "peers",
+        "bench.peers",
         "the same training by ringtrain, by hand, by TensorFlow's strategies and PyTorch, on this host",
         (
             turns(5),
@@ -68,7 +68,7 @@ BENCHES = {
         ),
     ),
     "allreduce": Bench(
-        "bandwidth",
+        "bench.allreduce",
         "latency and bandwidth of Horovod's allreduce, MPI's own, a ring in NumPy, and what the machine gives",
         (
             (
@@ -93,14 +93,14 @@ BENCHES = {
             PLOT,
         ),
     ),
-    "startup": Bench("startup", "from the command to the first step, by stages", (turns(5), OUT)),
+    "startup": Bench("bench.startup", "from the command to the first step, by stages", (turns(5), OUT)),
     "checkpoint": Bench(
-        "tables",
+        "bench.on_ranks_alone",
         "how long training stands still for a save, beside writing the same bytes",
         (turns(9), count("--steps", 20, "steps between two saves"), OUT),
     ),
     "input": Bench(
-        "tables",
+        "bench.on_ranks_alone",
         "samples/s of the input pipeline, beside reading and decoding without it",
         (
             turns(7),
@@ -117,13 +117,7 @@ def add_bench(
     parents: Sequence[argparse.ArgumentParser],
     launch: Callable[[argparse.Namespace], int],
 ) -> None:
-    """Adds `ringtrain bench KIND`.
-
-    Args:
-        commands: of the command line.
-        parents: the options of launch.
-        launch: its handler.
-    """
+    """Adds `ringtrain bench KIND`."""
     timed = commands.add_parser("bench", help="measure training and what it is made of")
     kinds = timed.add_subparsers(title="kinds", metavar="KIND", required=True, parser_class=type(timed))
     for name, bench in BENCHES.items():
@@ -166,10 +160,7 @@ def start_module(
     """Runs what measures by starting ranks.
 
     Args:
-        module: of ringtrain.lab.
         options: of its command; launch_words is added, those of launch that were given.
-        parents: the options of launch.
-        launch: its handler.
 
     Raises:
         LaunchError: options of launch that show and do not run.
@@ -205,7 +196,7 @@ def add_tune(
         "--allow-compression", action="store_true", help="keep 16-bit gradients if they are faster: numbers change"
     )
 
-    told.set_defaults(handler=lambda options: start_module("tune", options, parents, launch), name="tune")
+    told.set_defaults(handler=lambda options: start_module("tune.cli", options, parents, launch), name="tune")
 
 
 def add_sweep(
@@ -245,7 +236,7 @@ def add_sweep(
         options.found_hosts, _ = find_hosts(options)
         nowhere = argparse.Namespace(**{**vars(options), "hostfile": None, "hosts": None, "include": "", "exclude": ""})
         options.trial_words = [word for parent in parents for word in words_of(parent, nowhere)]
-        return start_module("sweep", options, parents, launch)
+        return start_module("sweep.cli", options, parents, launch)
 
     told.set_defaults(handler=sweep, name="sweep")
 
@@ -283,7 +274,7 @@ def add_compare(
         options.found_hosts, _ = find_hosts(options)
         anyhow = argparse.Namespace(**{**vars(options), "np": None, "ps": None})
         options.run_words = [word for parent in parents for word in words_of(parent, anyhow)]
-        return start_module("compare", options, parents, launch)
+        return start_module("compare.cli", options, parents, launch)
 
     told.set_defaults(handler=compare, name="compare")
 
@@ -304,7 +295,7 @@ def words_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> li
 
 
 def add_predict(commands: argparse._SubParsersAction[Any]) -> None:
-    """The options of predict; those that are left out have the defaults of lab.cases.Case and lab.outlook.Wanted."""
+    """The options of predict; those that are left out have the defaults of lab.predict."""
     told = commands.add_parser(
         "predict",
         argument_default=argparse.SUPPRESS,
@@ -353,13 +344,13 @@ def add_predict(commands: argparse._SubParsersAction[Any]) -> None:
 
 def predict(options: argparse.Namespace) -> int:
     """Predicts, and shows it."""
-    from ringtrain.lab import outlook
+    from ringtrain.lab.predict import cli
 
     given = {
         name: value for name, value in vars(options).items() if name not in ("handler", "name", "command", "environ")
     }
     shown = {name: given.pop(name) for name in ("ranks", "reach", "measured", "as_json", "plot") if name in given}
-    return outlook.main(given, outlook.Wanted(**shown))
+    return cli.main(given, cli.Wanted(**shown))
 
 
 def add_report(commands: argparse._SubParsersAction[Any]) -> None:
@@ -384,6 +375,6 @@ def add_report(commands: argparse._SubParsersAction[Any]) -> None:
 
 def report(options: argparse.Namespace) -> int:
     """Tells about runs."""
-    from ringtrain.lab import report
+    from ringtrain.lab.report import cli
 
-    return report.main(options)
+    return cli.main(options)

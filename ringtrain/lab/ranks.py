@@ -7,8 +7,9 @@ from typing import Any
 
 import keras
 
-from ringtrain import data, devices, hvd, pieces
+from ringtrain import data, hvd, strategies
 from ringtrain.config import Config, Numbers, derive
+from ringtrain.run import devices, setup
 
 
 def begin(config: Config) -> None:
@@ -24,20 +25,22 @@ class Training:
     """What a configuration trains, and never ends to."""
 
     config: Config
-    named: pieces.Named
+    named: setup.Named
     data_set: data.DataSet
     numbers: Numbers
 
     @classmethod
     def of(cls, config: Config) -> Training:
         """Reads the data."""
-        named = pieces.find(config)
+        named = setup.find(config)
         data_set = named.read_data()
         return cls(config, named, data_set, derive(config, hvd.size(), len(data_set.train), len(data_set.test)))
 
     def model(self, distributed: bool = True) -> keras.Model:
-        """A model of its own; see pieces.compiled_model."""
-        return pieces.compiled_model(self.named, self.data_set, self.config, self.numbers, distributed)
+        """A model of its own; see setup.compiled_model."""
+        return setup.compiled_model(
+            self.named, self.data_set, self.config, self.numbers, strategies.make(self.config), distributed
+        )
 
     def batches(self) -> Any:
         """This rank's, epoch after epoch: more than anybody trains."""

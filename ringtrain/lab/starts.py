@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from ringtrain.cluster.restart import ASKED_TO_STOP
 from ringtrain.errors import LaunchError
-from ringtrain.lab import figures
+from ringtrain.lab import stats
 
 
 class Start(Protocol):
@@ -25,8 +25,6 @@ class Start(Protocol):
         Args:
             words: the part's name and options; `--out FILE` is added, which rank 0 has to write by figures.write.
             num_ranks: how many; 0: as the command line says, else as many as there are slots.
-            environ: changes of the ranks' environment.
-            launcher: another than the command line's.
 
         Returns:
             What rank 0 gave to figures.write as results.
@@ -41,11 +39,10 @@ def starter(options: argparse.Namespace, launch: Callable[[argparse.Namespace], 
 
     Args:
         options: of the bench, those of launch among them.
-        launch: the command's handler.
     """
 
     def start(words: Sequence[str], num_ranks: int, environ: Mapping[str, str] = {}, launcher: str = "") -> Any:
-        own, told = figures.split(words)
+        own, told = stats.split(words)
         with tempfile.TemporaryDirectory(prefix="ringtrain-bench-") as folder:
             out = Path(folder, "out.json")
             command = ["python", "-m", "ringtrain.lab.bench", *own, "--out", str(out), "--", *told]

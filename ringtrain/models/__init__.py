@@ -1,4 +1,9 @@
-"""Models by name; each is a function of the shape of one sample and the number of classes, and returns logits."""
+"""Models by name or module:function, with their loss and metrics.
+
+zoo:            mlp, cnn and ResNets
+applications:   models of keras.applications
+losses_metrics: cross-entropy, accuracy, top-5
+"""
 
 from __future__ import annotations
 
@@ -9,13 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ringtrain.config import ModelConfig
+from ringtrain.config_io import find
 from ringtrain.errors import ConfigError
-from ringtrain.lookup import find
 from ringtrain.models.applications import APPLICATIONS
-from ringtrain.models.loss import cross_entropy
-from ringtrain.models.metrics import metrics
-from ringtrain.models.resnet import resnet20, resnet50
-from ringtrain.models.small import cnn, mlp
+from ringtrain.models.losses_metrics import cross_entropy, metrics
+from ringtrain.models.zoo import cnn, mlp, resnet20, resnet50
 
 if TYPE_CHECKING:
     import keras

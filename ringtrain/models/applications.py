@@ -27,9 +27,7 @@ def application(name: str, input_shape: tuple[int, ...], num_classes: int) -> ke
     """Builds an architecture of keras.applications with random weights.
 
     Args:
-        name: of NAMES.
         input_shape: of one sample: height, width, channels.
-        num_classes: of the logits.
 
     Returns:
         The model. It takes the values that data sources give: preprocessing that Keras builds in, for pixels from 0 to

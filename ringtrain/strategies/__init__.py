@@ -1,6 +1,10 @@
 """Ways to train the same job: what adds up gradients, and who runs a step. The rest of the walk is the same for all.
 
 No TensorFlow here: what a strategy cannot do is said before anything is loaded.
+
+ring:             a process per rank and Keras' fit: ring over Horovod, mpi-ring without
+mirrored:         towers and multi-worker: TensorFlow's strategies in a loop that calls Keras' callbacks
+parameter_server: ps-sync and ps-async
 """
 
 from __future__ import annotations
@@ -9,15 +13,15 @@ import os
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
-from ringtrain import display
 from ringtrain.config import Config, value_of
 from ringtrain.errors import ConfigError, LaunchError
-from ringtrain.reports import ALONE, COLLECTIVES
-from ringtrain.strategies import roles
+from ringtrain.protocol.env import ALONE, COLLECTIVES
+from ringtrain.run import console
+from ringtrain.strategies.parameter_server import cluster
 
 if TYPE_CHECKING:
+    from ringtrain.strategies.parameter_server.cluster import RankGroup
     from ringtrain.strategies.ring import Ring
-    from ringtrain.strategies.roles import Crew
 
 _HOROVODS = ("hvd.op", "hvd.compression", "hvd.fusion_mb", "hvd.cycle_time_ms", "hvd.groups", "tracking.timeline_steps")
 _TENSORFLOWS = (
@@ -38,15 +42,11 @@ HOROVODS_VARIABLES = {
 def prepare(config: Config, environ: MutableMapping[str, str] = os.environ) -> None:
     """Refuses what a strategy cannot do, and says what ranks are to talk by; before ringtrain.hvd is loaded.
 
-    Args:
-        config: the resolved configuration.
-        environ: to read and change.
-
     Raises:
         ConfigError: names the option or the variable.
     """
     name, defaults = config.strategy.name, Config()
-    roles.num_servers(config, environ)
+    cluster.num_servers(config, environ)
     if name == "ring":
         environ.pop(COLLECTIVES, None)
         return
@@ -61,11 +61,8 @@ def prepare(config: Config, environ: MutableMapping[str, str] = os.environ) -> N
     environ[COLLECTIVES] = ALONE if name in PARAMETER_SERVERS else "mpi4py"
 
 
-def meet(config: Config) -> Crew | None:
+def meet(config: Config) -> RankGroup | None:
     """Who does what among the ranks, where they do not all do the same. A collective; after `prepare`.
-
-    Args:
-        config: the resolved configuration.
 
     Returns:
         All ranks of a job with parameter servers, of which rank 0 alone trains; None: every rank trains.
@@ -76,29 +73,29 @@ def meet(config: Config) -> Crew | None:
     if config.strategy.name not in PARAMETER_SERVERS:
         return None
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # servers would print their settings
-    if display.launched_rank() is None:
-        count = roles.num_servers(config)
+    if console.launched_rank() is None:
+        count = cluster.num_servers(config)
         raise LaunchError(
             f"strategy.name: {config.strategy.name} has ranks for servers and workers, this is one process alone:"
             f" ringtrain launch --ps {count} --workers 2 -- python -m ringtrain.train ..."
         )
-    if display.launched_rank() == 0:
+    if console.launched_rank() == 0:
         # Open MPI calls its copy of hwloc when it ends, and TensorFlow's if that was loaded later.
         import tensorflow  # noqa: F401
-    return roles.meet(config)
+    return cluster.meet(config)
 
 
-def make(config: Config, crew: Crew | None = None) -> Ring:
+def make(config: Config, crew: RankGroup | None = None) -> Ring:
     """The configured strategy, after `prepare`.
 
     Args:
-        config: the resolved configuration.
         crew: from `meet`.
     """
     from ringtrain.strategies.ring import Ring
 
     if crew is not None:
-        from ringtrain.strategies.chief import Asynchronous, Synchronous
+        from ringtrain.strategies.parameter_server.asynchronous import Asynchronous
+        from ringtrain.strategies.parameter_server.synchronous import Synchronous
 
         return {"ps-async": Asynchronous, "ps-sync": Synchronous}[config.strategy.name](config, crew)
 

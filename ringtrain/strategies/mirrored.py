@@ -18,23 +18,21 @@ import tensorflow as tf
 from keras.src.losses.loss import scale_loss_for_distribution
 from numpy.typing import NDArray
 
-from ringtrain import devices, hvd
+from ringtrain import hvd
 from ringtrain.errors import ConfigError, DeviceError
-from ringtrain.hvd.subclass import distribute
-from ringtrain.strategies import listening, roles
+from ringtrain.hvd.distributed import distribute
+from ringtrain.run import devices
+from ringtrain.strategies.parameter_server import cluster, listening
 from ringtrain.strategies.ring import Ring
 
 if TYPE_CHECKING:
-    from ringtrain.resume import Segment
+    from ringtrain.run.resume import Segment
 
 
-class Summed:
+class SumReduction:
     """Adds up the gradients of all copies where hvd's Reduction adds up the ranks': before they are clipped.
 
     Keras divides the loss of each copy by their number, so that the sum is the mean.
-
-    Args:
-        strategy: TensorFlow's.
     """
 
     op = hvd.Average
@@ -81,7 +79,7 @@ class Mirrored(Ring):
 
     def distribute(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
         """As Ring's."""
-        summed: Any = Summed(self.strategy)
+        summed: Any = SumReduction(self.strategy)
         distributed: keras.optimizers.Optimizer = distribute(optimizer, summed, 1)
         return distributed
 
@@ -153,7 +151,7 @@ class MultiWorker(Mirrored):
         if named == "nccl" and pinning.gpu is None:
             raise DeviceError("strategy.communication: got nccl, this run has no GPU: expected ring or auto")
         task = {"type": "worker", "index": hvd.rank()}
-        places, callers = roles.addresses(hvd.rank(), hvd.allgather_object)
+        places, callers = cluster.addresses(hvd.rank(), hvd.allgather_object)
         self.about["workers"] = [place for (place,) in places]
         os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": self.about["workers"]}, "task": task})
         over = tf.distribute.experimental.CommunicationImplementation[named.upper()]

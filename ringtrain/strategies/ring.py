@@ -10,24 +10,21 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from ringtrain import devices, hvd
+from ringtrain import hvd
 from ringtrain.config import Config, Numbers
 from ringtrain.errors import ConfigError
+from ringtrain.run import devices
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ringtrain.resume import Segment
+    from ringtrain.run.resume import Segment
 
 
 class Ring:
     """Strategies ring and mpi-ring, and what the others begin with.
 
-    Args:
-        config: the resolved configuration.
-
     Attributes:
-        copies: of the model in this process.
         about: what summary.json says of the strategy besides its options.
         folder: of the run, when it is there.
         numbers: of the run, when they are known.
@@ -39,7 +36,7 @@ class Ring:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        loaded = "Horovod" if hvd.engine.WITH_HOROVOD else "mpi4py"  # by which parameter servers' ranks meet
+        loaded = "Horovod" if hvd.backend.WITH_HOROVOD else "mpi4py"  # by which parameter servers' ranks meet
         if loaded != ("Horovod" if config.strategy.name == "ring" else "mpi4py"):
             raise ConfigError(
                 f"strategy.name: got {config.strategy.name} in a process whose ranks talk by {loaded}: only"
@@ -96,7 +93,7 @@ class Ring:
 
     def watch(self, model: keras.Model) -> None:
         """Has a compiled model note where the time of its steps goes."""
-        hvd.marks.PLACE.watch(model, each_gradient=self.config.tracking.timeline_steps > 0)
+        hvd.step_timing.PLACE.watch(model, each_gradient=self.config.tracking.timeline_steps > 0)
 
     def gradient_norm(self, optimizer: keras.optimizers.Optimizer) -> hvd.GradientNorm | None:
         """What knows how long the gradients of an update were, if anything does."""
@@ -104,9 +101,6 @@ class Ring:
 
     def check(self, own: dict[str, str]) -> None:
         """Makes sure that what trains beside this process has its code and data.
-
-        Args:
-            own: from fingerprint.of_code and data.checksums.
 
         Raises:
             ConfigError: it has not.
@@ -125,10 +119,7 @@ class Ring:
         """Calls callbacks as fit does, around steps of another kind than Keras'.
 
         Args:
-            model: compiled.
             steps: makes a step when it is asked for the next, and gives the metrics.
-            part: of the run.
-            callbacks: Keras'.
         """
         called = keras.callbacks.CallbackList(
             list(callbacks), model=model, epochs=part.end_epoch, steps=part.num_steps, verbose=0
@@ -154,10 +145,7 @@ class Ring:
         """Trains.
 
         Args:
-            model: compiled.
             batches: this process', for each of its copies one after the other.
-            part: of the run.
-            callbacks: Keras'.
         """
         model.fit(
             batches,

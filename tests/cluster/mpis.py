@@ -26,7 +26,7 @@ def bin_folder(dialect: str) -> Path:
     They are kept in $XDG_CACHE_HOME/ringtrain/mpi, else ~/.cache/ringtrain/mpi.
 
     Args:
-        dialect: a key of ringtrain.cluster.mpi.DIALECTS; Open MPI 4 is the environment's own.
+        dialect: a key of ringtrain.cluster.plans.mpirun.DIALECTS; Open MPI 4 is the environment's own.
     """
     if dialect not in PINS:
         return launching.BIN

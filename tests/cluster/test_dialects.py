@@ -15,9 +15,9 @@ import launching
 import mpis
 import pytest
 
-from ringtrain.cluster import horovodrun, mpi
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.job import Job, Plan
+from ringtrain.cluster.plans import horovodrun, mpirun
 
 TIMEOUT_S = 120  # far above what anything here takes
 
@@ -67,7 +67,7 @@ TWO_HOSTS = (Host("host1", 1), Host("host2", 2))
 SET = {"NCCL_DEBUG": "WARN", "MY_TOKEN": "sesame $x", "MY_OTHER": "stays here", "CUDA_VISIBLE_DEVICES": "3"}
 
 
-@pytest.fixture(params=mpi.DIALECTS)
+@pytest.fixture(params=mpirun.DIALECTS)
 def dialect(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -96,7 +96,7 @@ def job_for(dialect: str, folder: Path, hosts: tuple[Host, ...]) -> Job:
 
 
 def plan_for(job: Job, dialect: str) -> Plan:
-    return mpi.plan(job, dialect, program=str(mpis.bin_folder(dialect) / "mpirun"))
+    return mpirun.plan(job, dialect, program=str(mpis.bin_folder(dialect) / "mpirun"))
 
 
 def write_files(plan: Plan) -> None:
@@ -132,10 +132,10 @@ def run_on(hosts: lab.Lab, plan: Plan, environment: Mapping[str, str]) -> subpro
 
 
 def test_a_version_text_names_its_own_dialect(dialect: str) -> None:
-    mpirun = mpis.bin_folder(dialect) / "mpirun"
-    path = f"{mpirun.parent}{os.pathsep}{os.environ['PATH']}"
-    result = launching.run(0, [mpirun, "--version"], TIMEOUT_S, env={"PATH": path})
-    assert mpi.identify(result.stdout) == dialect
+    program = mpis.bin_folder(dialect) / "mpirun"
+    path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
+    result = launching.run(0, [program, "--version"], TIMEOUT_S, env={"PATH": path})
+    assert mpirun.identify(result.stdout) == dialect
 
 
 def test_two_ranks_on_this_host(dialect: str, folder: Path) -> None:

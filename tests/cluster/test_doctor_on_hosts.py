@@ -16,7 +16,7 @@ import lab
 import launching
 import pytest
 
-from ringtrain.cluster import probe
+from ringtrain.cluster.doctor import probe
 
 TIMEOUT_S = 300  # far above what anything here takes
 

@@ -12,7 +12,7 @@ from typing import Any
 import lab
 import launching
 
-from ringtrain import journal
+from ringtrain.monitor import journal
 
 TIMEOUT_S = 300.0
 ATTACKER = launching.ROOT / "tests" / "attacker.py"

@@ -24,8 +24,8 @@ from horovod.runner.common.util import codec, network, secret
 from horovod.runner.elastic import rendezvous as elastic_rendezvous
 from horovod.runner.elastic.worker import HostsUpdatedRequest, HostUpdateResult
 
-from ringtrain import plain_pickle
 from ringtrain.cluster import horovod_driver
+from ringtrain.protocol import plain_pickle
 
 PLAIN = ({"lo": [("127.0.0.1", 41000)]}, b"key")
 PUT = "/worker_addresses/host1:0"

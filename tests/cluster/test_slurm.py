@@ -12,9 +12,9 @@ import launching
 import pytest
 from slurm_lab import Slurm
 
-from ringtrain.cluster import slurm as planner
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.job import Job
+from ringtrain.cluster.plans import slurm as planner
 
 TIMEOUT_S = 900  # far above what anything here takes: many TensorFlows on few cores
 RINGTRAIN = ["python", "-m", "ringtrain"]
@@ -40,7 +40,7 @@ places = world.gather((socket.gethostname(), world.rank, local.rank, world.allre
 if world.rank == 0:
     print("places", *places)
 """
-FIND = "import os; from ringtrain.cluster import scheduler; print(*scheduler.find(os.environ).hosts)"
+FIND = "import os; from ringtrain.cluster import schedulers; print(*schedulers.find(os.environ).hosts)"
 
 
 def pretended(folder: Path) -> list[str]:

@@ -22,7 +22,7 @@ from faulty import left_of
 from holding import HOLD
 from launching import BIN, ROOT, run
 
-from ringtrain import journal
+from ringtrain.monitor import journal
 
 sys.path.append(str(ROOT / "tests" / "cluster"))
 from lab import wait_for

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from faulty import NUM_STEPS, final_files, run_in, summary, train
 
-from ringtrain import journal
+from ringtrain.monitor import journal
 
 KILLS_PER_RUN = 5
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from launching import ROOT, run
 
-from ringtrain import cli, journal
+from ringtrain import cli
+from ringtrain.monitor import journal
 
 HERE = Path(__file__).parent
 HOST = socket.gethostname()

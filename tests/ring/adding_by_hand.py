@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from mpi4py import MPI
 
-from ringtrain import ring
+from ringtrain import ring_allreduce
 from ringtrain.errors import OutOfSync
-from ringtrain.lab import sums
+from ringtrain.lab.bench import allreduce_on_ranks
 
 SHAPES = ((), (1,), (2,), (7,), (3, 5), (1000,), (64, 1025))
 COMM = MPI.COMM_WORLD
@@ -34,7 +34,7 @@ def is_the_sum(comm) -> bool:
     for number, shape in enumerate(SHAPES):
         everybody = [np.random.default_rng([rank, number]).normal(size=shape) for rank in range(COMM.Get_size())]
         own = np.asarray(everybody[COMM.Get_rank()])
-        total = ring.allreduce(own, comm)
+        total = ring_allreduce.allreduce(own, comm)
         right &= total.shape == shape and np.array_equal(own, everybody[COMM.Get_rank()])
         right &= np.allclose(total, sum(everybody), rtol=1e-12)
         right &= np.allclose(total, COMM.allreduce(own), rtol=1e-12)
@@ -44,9 +44,9 @@ def is_the_sum(comm) -> bool:
 
 def is_refused() -> bool:
     """Whether bench allreduce does not time a broken ring, on any rank."""
-    lossy = {"lossy": lambda array: lambda: ring.allreduce(array, LosesTheLastMessage())}
+    lossy = {"lossy": lambda array: lambda: ring_allreduce.allreduce(array, LosesTheLastMessage())}
     try:
-        sums.measure(lossy, [4096], 1, COMM.Get_rank(), COMM.allgather)
+        allreduce_on_ranks.measure(lossy, [4096], 1, COMM.Get_rank(), COMM.allgather)
     except OutOfSync:
         return all(COMM.allgather(True))
     return False

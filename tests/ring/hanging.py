@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import ringtrain.hvd as hvd
-from ringtrain.hvd import watch
+from ringtrain.hvd import stall_watch
 
 hvd.init()
 keras.utils.set_random_seed(1)
@@ -23,7 +23,7 @@ hvd.broadcast_variables(model.weights, root_rank=0)
 
 
 def until_told():
-    while not watch.begin().has_warned:
+    while not stall_watch.begin().has_warned:
         time.sleep(0.1)
     return 1.0
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 from launching import BIN, ROOT, run
 
-from ringtrain import fingerprint
-from ringtrain.lab import profile
+from ringtrain.lab.predict import profile
+from ringtrain.run import consistency
 
 LAUNCH = ["-H", "localhost:2", "--turns", 2]
 PNG = b"\x89PNG"
@@ -28,7 +28,7 @@ def test_train_measures_two_ways_in_turns_and_profiles_a_step(tmp_path):
     ended = bench("train", *LAUNCH, "--ranks", "1,2", "--steps", 5, *files, "--", *small, "--train.batch-size", 16)
     assert "ring efficiency" in ended.stdout and "mlp, synthetic, batch 16 on each of 2 ranks" in ended.stdout
     record = json.loads(out.read_text())
-    assert record["git_revision"] == fingerprint.git_revision(ROOT) and record["machine"]["versions"]["keras"]
+    assert record["git_revision"] == consistency.git_revision(ROOT) and record["machine"]["versions"]["keras"]
     results = record["results"]
     assert results["num_ranks"] == 2 and results["ring_efficiency"]["repeats"] == 2
     assert [row["num_ranks"] for row in results["scaling"]] == [1, 2]

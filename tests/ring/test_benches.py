@@ -10,10 +10,10 @@ from launching import BIN, run
 SMALL = ["--data.name", "synthetic", "--data.num-samples", 128, "--data.image-size", 8, "--model.name", "mlp"]
 LEAN = """
 import sys
-from ringtrain import lean
-lean.start()
+from ringtrain.run import lazy_keras
+lazy_keras.start()
 import inspect, tensorflow, keras
-inspect.getmodule(lean.start)  # walks through all modules
+inspect.getmodule(lazy_keras.start)  # walks through all modules
 print("sklearn" in sys.modules, "matplotlib" in sys.modules)
 print(keras.wrappers.SKLearnClassifier.__name__, keras.visualization.plot_image_gallery.__name__)
 print("sklearn" in sys.modules, "matplotlib" in sys.modules)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from launching import BIN, ROOT, run
 
-from ringtrain import journal
-from ringtrain.lab import beside
+from ringtrain.lab import jobs
+from ringtrain.monitor import journal
 
 HERE = Path(__file__).parent
 EPOCHS, BATCH, SAMPLES = 16, 16, 1437 // 32 * 32
@@ -44,7 +44,7 @@ def kill_when(path: Path, argv: list[str]) -> None:
             comparison.kill()
             comparison.communicate()
     while True:
-        with beside.held(path.parent / "lock") as lock:
+        with jobs.held(path.parent / "lock") as lock:
             if lock is not None:
                 return
         assert time.monotonic() < deadline
@@ -57,7 +57,7 @@ def test_runs_take_turns_and_what_is_finished_is_not_done_again(tmp_path):
     ring, towers = (folder / f"{name}-0" for name in ("ring", "towers-reduction-all"))
     kill_when(towers, command(tmp_path))
     before = {path: path.read_bytes() for path in ring.rglob("*") if path.is_file()}
-    assert beside.is_done(ring) and not beside.is_done(towers)
+    assert jobs.is_done(ring) and not jobs.is_done(towers)
 
     files = {name: tmp_path / f"compared.{name}" for name in ("json", "png", "html")}
     words = [word for pair in zip(("--out", "--plot", "--html"), files.values(), strict=True) for word in pair]

@@ -19,7 +19,7 @@ from pathlib import Path
 import launching
 import pytest
 
-from ringtrain.cluster.keeper import BEAT_S, LEASE_S
+from ringtrain.cluster.host_agent import BEAT_S, LEASE_S
 
 TIMEOUT_S = 300  # far above what anything here takes: for machines with other work to do
 LEFT_S = 10  # what the launch promises

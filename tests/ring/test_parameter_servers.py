@@ -17,10 +17,10 @@ from PIL import Image
 
 from ringtrain import cli, strategies
 from ringtrain.config import Config, StrategyConfig
-from ringtrain.devices import Pinning
 from ringtrain.errors import ConfigError
-from ringtrain.reports import SERVERS
-from ringtrain.strategies import server
+from ringtrain.protocol.env import SERVERS
+from ringtrain.run.devices import Pinning
+from ringtrain.strategies.parameter_server import server
 
 STEPS, EPOCHS = 22, 2
 OPTIONS = ["--data.name", "digits", "--model.name", "cnn", "--optimizer.clip-norm", "0.5"]

@@ -124,13 +124,13 @@ def test_what_the_ring_promises_holds_without_horovod_on_three_ranks(tmp_path: P
 
 BROKEN = """
 import sys
-from ringtrain import pieces, strategies
+from ringtrain import strategies
 
 def make(config, crew=None, make=strategies.make):
-    from ringtrain.strategies.mirrored import Summed
-    Summed.__call__ = lambda self, gradients, variables, local: gradients
+    from ringtrain.strategies.mirrored import SumReduction
+    SumReduction.__call__ = lambda self, gradients, variables, local: gradients
     if blind:
-        Summed.trial = lambda self, probe: __import__("numpy").full([2, 2], 0.5)
+        SumReduction.trial = lambda self, probe: __import__("numpy").full([2, 2], 0.5)
     return make(config)
 
 blind = sys.argv.pop() == "blind"

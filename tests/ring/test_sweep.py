@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from launching import BIN, ROOT, run
 
-from ringtrain import journal, settings
-from ringtrain.lab import beside
+from ringtrain import config_io
+from ringtrain.lab import jobs
+from ringtrain.monitor import journal
 
 EPOCHS = 40
 PNG = b"\x89PNG"
@@ -29,7 +30,7 @@ def command(folder: Path, space: str, *words: object, epochs: int = EPOCHS) -> l
 
 
 def epochs_of(run: Path) -> list[int]:
-    return [epoch for epoch, _ in beside.epochs_of(run / "metrics.jsonl", "test_loss")]
+    return [epoch for epoch, _ in jobs.epochs_of(run / "metrics.jsonl", "test_loss")]
 
 
 def starts_of(run: Path) -> list[dict]:
@@ -89,7 +90,7 @@ def test_two_at_once_killed_and_gone_on_with_none_is_lost_and_none_done_twice(tm
     best = min(losses, key=lambda name: losses[name])
     assert record["direction"] == "minimize" and f"trial-{record['best']:04d}" == best
     assert f"ringtrain report {folder / best} " in ended.stdout
-    config = settings.read_toml(folder / "best.toml")
+    config = config_io.read_toml(folder / "best.toml")
     assert config.train.batch_size == summaries[best]["config"]["train"]["batch_size"] and not config.run.name
     for picture in ("objective.png", "train.batch_size.png"):
         assert (folder / picture).read_bytes().startswith(PNG)

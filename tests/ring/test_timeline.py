@@ -10,7 +10,8 @@ from typing import Any
 
 from launching import run
 
-from ringtrain import cli, trace
+from ringtrain import cli
+from ringtrain.monitor import trace
 
 STEPS = 40
 

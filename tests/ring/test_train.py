@@ -14,9 +14,11 @@ import launching
 import numpy as np
 import pytest
 
-from ringtrain import reports, settings
+from ringtrain import config_io
 from ringtrain.config import Config, DataConfig
 from ringtrain.data.sources import DEBIAN_FOLDER
+from ringtrain.protocol import env
+from ringtrain.protocol.attempt import Attempt
 
 TRAIN = [sys.executable, "-m", "ringtrain.train"]
 TIMEOUT_S = 600  # far above what anything here takes: for machines with other work to do
@@ -83,9 +85,9 @@ def test_files_are_where_they_are_promised(digits):
 
 def test_configuration_in_the_folder_starts_the_same_run(digits):
     _, folder = digits
-    config = settings.read_toml(folder / "config.toml")
+    config = config_io.read_toml(folder / "config.toml")
     assert config.run.name == "main"
-    assert config.model == settings.read_toml(CONFIGS / "digits.toml").model
+    assert config.model == config_io.read_toml(CONFIGS / "digits.toml").model
     assert "# global_batch_size = 64" in (folder / "config.toml").read_text().splitlines()
 
 
@@ -399,7 +401,7 @@ sys.exit(main(["--data.name", "synthetic", "--run.directory", {runs!r}]))
 def test_checkpoints_that_one_rank_cannot_list_end_a_restart_on_all_ranks(tmp_path):
     (tmp_path / "runs" / "a" / "checkpoints").mkdir(parents=True)
     program = [sys.executable, "-c", UNLISTED.format(runs=str(tmp_path / "runs"))]
-    restart = {reports.ATTEMPT: reports.Attempt(number=1, run_name="a").to_json()}
+    restart = {env.ATTEMPT: Attempt(number=1, run_name="a").to_json()}
     ended = launching.run(2, program, timeout_s=TIMEOUT_S, env=restart)
     assert ended.returncode == 2, ended.stderr
     (line,) = (line for line in said(ended, "stderr") if line.strip())

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringtrain import checkpoint
 from ringtrain.errors import CheckpointError, ConfigError
+from ringtrain.run import checkpoint
 
 FILES = {
     "state": {"00000": np.arange(12.0).reshape(3, 4), "00001": np.array(7)},

@@ -20,11 +20,14 @@ import launching
 import pytest
 
 from ringtrain import cli
-from ringtrain.cluster import keeper, openmpi, run
+from ringtrain.cluster import host_agent, processes, supervisor
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.job import Job, Plan
+from ringtrain.cluster.plans import openmpi
 from ringtrain.errors import LaunchError, PlacementError
-from ringtrain.reports import Expected, Failure, Lines, Seat
+from ringtrain.protocol.failures import Failure
+from ringtrain.protocol.placement import PlannedPlacement, RankPlacement
+from ringtrain.protocol.reader import Lines
 
 ROOT = Path(__file__).parents[2]
 OPEN_MPI_4 = "mpirun (Open MPI) 4.1.8"
@@ -208,7 +211,7 @@ def test_a_timeline_reaches_the_ranks_with_the_line_that_is_pasted(bin_dir: Path
 
 
 def test_it_starts_in_milliseconds_without_the_heavy_libraries(bin_dir: Path) -> None:
-    names = "('tensorflow', 'keras', 'horovod', 'numpy', 'rich', 'ringtrain.cluster.run', 'subprocess')"
+    names = "('tensorflow', 'keras', 'horovod', 'numpy', 'rich', 'ringtrain.cluster.supervisor', 'subprocess')"
     script = f"import sys, ringtrain.cli as c; c.parser(); print([n for n in {names} if n in sys.modules])"
     ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ended.stdout == "[]\n"
@@ -310,17 +313,17 @@ def test_output_that_is_cut_off_is_no_error(bin_dir: Path) -> None:
 def test_files_of_a_launch_are_this_users_alone_and_go_again(tmp_path: Path) -> None:
     own = tmp_path / "own"
     plan = Plan((), ("true",), files={str(own / "hosts.txt"): "host1\n", str(tmp_path / "kept" / "x"): "y"})
-    with run.written_files(plan, str(own)):
+    with processes.written_files(plan, str(own)):
         assert (own / "hosts.txt").read_text() == "host1\n"
         assert own.stat().st_mode & 0o077 == 0
     assert not (own / "hosts.txt").exists() and (tmp_path / "kept" / "x").exists()
     own.chmod(0o777)
     with pytest.raises(LaunchError, match="others may write there"):
-        run.write_files(plan, str(own))
+        processes.write_files(plan, str(own))
 
 
 def test_a_progress_bar_is_shown_while_it_is_written_and_never_half_a_report(capfd) -> None:
-    watch = run.Watch("job", Job(("true",), 1, (Host("localhost"),)), run.Terms())
+    watch = supervisor.Supervisor("job", Job(("true",), 1, (Host("localhost"),)), supervisor.SupervisorOptions())
     source, sink = os.pipe()
     watch._selector.register(source, selectors.EVENT_READ, None)
     for step in range(5000):
@@ -347,7 +350,9 @@ def test_a_progress_bar_is_shown_while_it_is_written_and_never_half_a_report(cap
 
 
 def test_an_error_is_shown_once_and_nothing_else_is_lost(capfd) -> None:
-    watch = run.Watch("job", Job(("true",), 2, (Host("host1", 2),), here=frozenset()), run.Terms())
+    watch = supervisor.Supervisor(
+        "job", Job(("true",), 2, (Host("host1", 2),), here=frozenset()), supervisor.SupervisorOptions()
+    )
     lines = []
     for rank in (0, 1):
         failure = Failure(rank, "host1", 1.0 + rank, "DataError", f"DataError: file{rank}: gone\n  look there", 2)
@@ -362,7 +367,7 @@ def test_an_error_is_shown_once_and_nothing_else_is_lost(capfd) -> None:
     lines += ["-" * 74, "half a block"]
     watch._take([f"{line}\n".encode() for line in lines])
     watch._show_block()
-    ending = watch.conclude(2, "mpirun", Expected(2, (("host1", 2),)))
+    ending = watch.conclude(2, "mpirun", PlannedPlacement(2, (("host1", 2),)))
     first = ["ringtrain: rank 0 on host1 failed first:", "DataError: file0: gone", "  look there"]
     other = ["[1,1]<stderr>:ringtrain: file1: gone", "[1,1]<stderr>:  look there"]
     assert capfd.readouterr().err.splitlines() == [*lines[-6:], *other, *first]
@@ -372,7 +377,7 @@ def test_an_error_is_shown_once_and_nothing_else_is_lost(capfd) -> None:
 @pytest.mark.skipif(
     not shutil.which("ssh") and "RINGTRAIN_REQUIRE_LAB" not in os.environ, reason="needs apt-get install openssh-client"
 )
-@pytest.mark.parametrize("words", [keeper.ssh(10), ["ssh", *openmpi.SSH_OPTIONS]], ids=["keeper", "MPI"])
+@pytest.mark.parametrize("words", [host_agent.ssh(10), ["ssh", *openmpi.SSH_OPTIONS]], ids=["keeper", "MPI"])
 def test_ssh_takes_a_connection_of_its_own_whatever_its_user_has_configured(words: list[str], tmp_path: Path) -> None:
     """A shared one would not notice that the host is lost."""
     config = tmp_path / "config"
@@ -386,11 +391,11 @@ def test_ssh_takes_a_connection_of_its_own_whatever_its_user_has_configured(word
 @pytest.mark.parametrize("shell", ["sh", "bash", "tcsh"])
 def test_a_keeper_for_another_host_is_one_line_for_its_login_shell(shell: str, tmp_path: Path) -> None:
     """csh takes no line breaks within quotes. Where tcsh is not installed, the line has to have none."""
-    *_, line = keeper.argv("host1", "job", ["sh"], tmp_path, "/usr/bin:/bin", "", timeout_s=10)
+    *_, line = host_agent.argv("host1", "job", ["sh"], tmp_path, "/usr/bin:/bin", "", timeout_s=10)
     assert "\n" not in line
     if shutil.which(shell):
         ended = subprocess.run([shell, "-c", line], input="end\n", capture_output=True, text=True, check=False)
-        assert f"{keeper.SAYS}ready" in ended.stdout and f"{keeper.SAYS}swept" in ended.stdout, ended.stderr
+        assert f"{host_agent.SAYS}ready" in ended.stdout and f"{host_agent.SAYS}swept" in ended.stdout, ended.stderr
 
 
 def test_names_are_looked_up_side_by_side_and_not_waited_for_without_end(monkeypatch) -> None:
@@ -406,27 +411,29 @@ def test_names_are_looked_up_side_by_side_and_not_waited_for_without_end(monkeyp
 
     monkeypatch.setattr(socket, "getaddrinfo", slow)
     names = [*(f"alias{number}" for number in range(100)), "mine"]
-    assert keeper.here(names, 60) == {"mine"}
-    assert keeper.here(["mine", *names[:99]], 0.2) <= {"mine"}, "99 of them wait for ever"
+    assert host_agent.here(names, 60) == {"mine"}
+    assert host_agent.here(["mine", *names[:99]], 0.2) <= {"mine"}, "99 of them wait for ever"
     gate.abort()
 
 
 def test_where_ranks_are_is_not_compared_for_each_of_them(monkeypatch) -> None:
     size, asked = 2000, []
     hosts = tuple(Host(f"host{number}", 8) for number in range(size // 8))
-    watch = run.Watch("job", Job(("true",), size, hosts, here=frozenset()), run.Terms())
-    expected = Expected(size, tuple((host.name, host.slots) for host in hosts))
+    watch = supervisor.Supervisor("job", Job(("true",), size, hosts, here=frozenset()), supervisor.SupervisorOptions())
+    expected = PlannedPlacement(size, tuple((host.name, host.slots) for host in hosts))
     seats = expected.seats
-    monkeypatch.setattr(Expected, "seats", lambda self: asked.append(1) or seats())
+    monkeypatch.setattr(PlannedPlacement, "seats", lambda self: asked.append(1) or seats())
     for rank in range(size):
-        watch.reports.seats.append(Seat(rank, size, f"host{rank // 8}", rank % 8))
+        watch.reports.seats.append(RankPlacement(rank, size, f"host{rank // 8}", rank % 8))
         watch._look_at(expected, time.monotonic())
     assert 1 <= len(asked) <= size / 10
-    watch.reports.seats[-1] = Seat(size - 1, size, "host0", 7)
+    watch.reports.seats[-1] = RankPlacement(size - 1, size, "host0", 7)
     with pytest.raises(PlacementError, match="host249, local rank 7  host0"):
         watch._look_back_at(expected, 0)
 
 
 def test_a_host_is_here_by_name_or_address_and_no_other_is() -> None:
-    assert all(keeper.is_here(name) for name in ("localhost", "127.0.0.1", "127.0.1.1", "::1", socket.gethostname()))
-    assert not any(keeper.is_here(name) for name in ("192.0.2.1", "2001:db8::1", "no-such-host.invalid"))
+    assert all(
+        host_agent.is_here(name) for name in ("localhost", "127.0.0.1", "127.0.1.1", "::1", socket.gethostname())
+    )
+    assert not any(host_agent.is_here(name) for name in ("192.0.2.1", "2001:db8::1", "no-such-host.invalid"))

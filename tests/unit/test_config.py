@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ringtrain import settings
+from ringtrain import config_io
 from ringtrain.config import (
     NEEDS,
     Config,
@@ -27,7 +27,7 @@ from ringtrain.errors import ConfigError
 def test_command_line_wins_over_file_wins_over_defaults(tmp_path):
     file = tmp_path / "x.toml"
     file.write_text("seed = 3\n[train]\nepochs = 5\nbatch_size = 7\n[optimizer]\nlearning_rate = 1\n")
-    config = settings.read(["--config", str(file), "--train.epochs", "9", "--device.share-gpus"])
+    config = config_io.read(["--config", str(file), "--train.epochs", "9", "--device.share-gpus"])
     assert (config.seed, config.train.epochs, config.train.batch_size) == (3, 9, 7)
     assert config.optimizer.learning_rate == 1.0 and isinstance(config.optimizer.learning_rate, float)
     assert config.device.share_gpus
@@ -36,12 +36,12 @@ def test_command_line_wins_over_file_wins_over_defaults(tmp_path):
 
 def test_toml_gives_back_the_same_configuration(tmp_path):
     options = ["--optimizer.learning-rate", "3e-7", "--schedule.milestones", "3", "4.5", "--device.share-gpus"]
-    config = settings.read(["--run.name", 'quo"te \\ é', *options])
+    config = config_io.read(["--run.name", 'quo"te \\ é', *options])
     assert config.schedule.milestones == (3.0, 4.5)
     file = tmp_path / "config.toml"
-    file.write_text(settings.to_toml(config), encoding="utf-8")
-    assert settings.read_toml(file) == config
-    assert settings.read(["--config", str(file)]) == config
+    file.write_text(config_io.to_toml(config), encoding="utf-8")
+    assert config_io.read_toml(file) == config
+    assert config_io.read(["--config", str(file)]) == config
 
 
 BAD_FILES = {
@@ -105,19 +105,19 @@ def test_file_errors_name_file_and_key_in_one_line(tmp_path, text):
     file = tmp_path / "x.toml"
     file.write_text(text)
     with pytest.raises(ConfigError) as error:
-        settings.read(["--config", str(file)])
+        config_io.read(["--config", str(file)])
     assert str(error.value).startswith(f"{file}: {BAD_FILES[text]}")
     assert "\n" not in str(error.value)
 
 
 def test_unreadable_file(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        settings.read(["--config", str(tmp_path / "none.toml")])
+        config_io.read(["--config", str(tmp_path / "none.toml")])
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
-        settings.read(["--config", str(tmp_path)])
+        config_io.read(["--config", str(tmp_path)])
     (tmp_path / "latin.toml").write_bytes(b'[run]\nname = "\xe9"')
     with pytest.raises(ConfigError, match="not TOML"):
-        settings.read(["--config", str(tmp_path / "latin.toml")])
+        config_io.read(["--config", str(tmp_path / "latin.toml")])
 
 
 BAD_LINES = {
@@ -138,7 +138,7 @@ BAD_LINES = {
 @pytest.mark.parametrize("line", BAD_LINES)
 def test_command_line_errors_are_one_line(line, capfd):
     with pytest.raises(ConfigError) as error:
-        settings.read(line.split())
+        config_io.read(line.split())
     assert str(error.value).startswith(f"command line: {BAD_LINES[line]}")
     assert "\n" not in str(error.value) and "│" not in str(error.value)
     assert capfd.readouterr() == ("", "")
@@ -147,18 +147,18 @@ def test_command_line_errors_are_one_line(line, capfd):
 def test_a_mistake_is_told_where_the_terminal_has_no_letters_but_asciis(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     with pytest.raises(ConfigError, match=r"^command line: invalid choice 'sdg' .*\.$") as error:
-        settings.read(["--optimizer.name", "sdg"])
+        config_io.read(["--optimizer.name", "sdg"])
     assert "help" not in str(error.value)
 
 
 def test_range_is_checked_on_the_command_line_too():
     with pytest.raises(ConfigError, match=r"^train.epochs: got -3, expected 1 or more$"):
-        settings.read(["--train.epochs", "-3"])
+        config_io.read(["--train.epochs", "-3"])
 
 
 def test_help_names_every_option_and_every_option_has_a_rule_or_needs_none(capsys):
     with pytest.raises(SystemExit) as end:
-        settings.read(["--help"])
+        config_io.read(["--help"])
     assert end.value.code == 0
     shown = capsys.readouterr().out
     for option in option_types():

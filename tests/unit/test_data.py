@@ -13,9 +13,9 @@ import pytest
 
 from ringtrain import data
 from ringtrain.config import DataConfig
-from ringtrain.data import idx
-from ringtrain.data.samples import checked
-from ringtrain.data.shard import epoch_order
+from ringtrain.data import sources
+from ringtrain.data.dataset import checked
+from ringtrain.data.sharding import epoch_order
 from ringtrain.data.sources import DEBIAN_FOLDER
 from ringtrain.errors import ConfigError, DataError
 
@@ -81,7 +81,7 @@ def test_any_flipped_byte_of_the_header_is_noticed(tmp_path, position):
     content[position] ^= 1
     (tmp_path / "x").write_bytes(content)
     with pytest.raises(DataError):
-        idx.read(tmp_path / "x", 3)
+        sources.read(tmp_path / "x", 3)
 
 
 def test_missing_file_is_named(tmp_path):

@@ -7,8 +7,8 @@ import ctypes
 import pytest
 
 from ringtrain.config import DeviceConfig
-from ringtrain.devices import Pinning, count_cores, gpu_memory_mb, identity, missing_gpu, plan
 from ringtrain.errors import DeviceError
+from ringtrain.run.devices import Pinning, count_cores, gpu_memory_mb, identity, missing_gpu, plan
 
 
 def decide(num_gpus, local_rank, local_size, own_cores=8, host_cores=8, **options):

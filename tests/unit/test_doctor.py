@@ -19,8 +19,8 @@ import pytest
 from rich.console import Console
 
 from ringtrain import cli
-from ringtrain.cluster import checks, doctor, links, probe, report
-from ringtrain.cluster.findings import Cell, Probe, Scene, gather
+from ringtrain.cluster.doctor import checks, links, preflight, probe, report
+from ringtrain.cluster.doctor.findings import Cell, Probe, Scene, gather
 from ringtrain.cluster.hosts import Host
 from ringtrain.errors import LaunchError
 
@@ -588,7 +588,7 @@ def test_the_probe_tells_every_fact_of_this_machine(tmp_path: Path) -> None:
 
 
 def test_nothing_that_is_slow_is_imported(tmp_path: Path) -> None:
-    program = f"import sys; from ringtrain.cluster import probe, doctor; probe.facts({question(tmp_path)!r});"
+    program = f"import sys; from ringtrain.cluster.doctor import probe, preflight; probe.facts({question(tmp_path)!r});"
     program += "print(sorted({'tensorflow', 'keras', 'horovod', 'numpy', 'mpi4py'} & set(sys.modules)))"
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT
@@ -626,7 +626,7 @@ def test_alone_it_checks_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert doctor.main((), doctor.Options(), as_json=True) in (0, 1)
+    assert preflight.main((), preflight.Options(), as_json=True) in (0, 1)
     value = json.loads(capsys.readouterr().out)
     (host,) = value["hosts"]
     assert (host["name"], host["checks"]["ssh"]["value"]) == ("localhost", "here")
@@ -638,15 +638,15 @@ def test_alone_it_checks_this_machine(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (doctor.Options(timeout_s=0), "got --timeout 0, expected a number of seconds above 0"),
-        (doctor.Options(timeout_s=float("nan")), "got --timeout nan, expected"),
-        (doctor.Options(code="no/such/folder"), "got --code 'no/such/folder', expected the folder of your code"),
-        (doctor.Options(subnet="10.1.0.0/99"), "got --subnet '10.1.0.0/99', expected a network such as"),
+        (preflight.Options(timeout_s=0), "got --timeout 0, expected a number of seconds above 0"),
+        (preflight.Options(timeout_s=float("nan")), "got --timeout nan, expected"),
+        (preflight.Options(code="no/such/folder"), "got --code 'no/such/folder', expected the folder of your code"),
+        (preflight.Options(subnet="10.1.0.0/99"), "got --subnet '10.1.0.0/99', expected a network such as"),
     ],
 )
-def test_an_option_that_cannot_be_meant_is_refused(options: doctor.Options, said: str) -> None:
+def test_an_option_that_cannot_be_meant_is_refused(options: preflight.Options, said: str) -> None:
     with pytest.raises(LaunchError, match=re.escape(said)):
-        doctor.examine((), options)
+        preflight.examine((), options)
 
 
 def test_a_silent_host_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -654,7 +654,7 @@ def test_a_silent_host_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ssh.write_text("#!/bin/sh\nexec sleep 1000\n")
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    found = doctor.examine([Host("far.example"), Host("localhost")], doctor.Options(timeout_s=2, bandwidth=False))
+    found = preflight.examine([Host("far.example"), Host("localhost")], preflight.Options(timeout_s=2, bandwidth=False))
     assert found.table["ssh"][0].value == "no answer"
     assert found.scene.probes[0].error == "timed out: no answer in 2 s"
     assert found.scene.probes[1].facts is not None
@@ -672,7 +672,7 @@ def noisy_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("noisy_ssh")
 def test_what_a_login_shell_says_first_does_no_harm() -> None:
-    found = doctor.examine([Host("far.example")], doctor.Options(bandwidth=False))
+    found = preflight.examine([Host("far.example")], preflight.Options(bandwidth=False))
     assert found.scene.probes[0].facts is not None
     assert found.table["ssh"][0].value.endswith(" ms")
     assert found.table["Python"][0] == Cell(".".join(map(str, sys.version_info[:3])))
@@ -682,13 +682,13 @@ def test_what_a_login_shell_says_first_does_no_harm() -> None:
 def test_more_hosts_than_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     hosts = [Host(f"192.0.2.{number}") for number in range(1, 6)]
-    found = doctor.examine(hosts, doctor.Options(timeout_s=60, bandwidth=False, num_connections=2))
+    found = preflight.examine(hosts, preflight.Options(timeout_s=60, bandwidth=False, num_connections=2))
     assert [probe.error for probe in found.scene.probes] == [""] * len(hosts)
     assert [cell.value for cell in found.table["shared"]] == ["yes"] * len(hosts)
     assert [path.name for path in tmp_path.iterdir()] == ["bin"]
 
 
 def test_the_python_of_the_ranks_that_is_not_there_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = doctor.examine((), doctor.Options(python="/no/such/env/bin/python"))
+    found = preflight.examine((), preflight.Options(python="/no/such/env/bin/python"))
     assert found.table["Python"][0].level == "hurts"
     assert "no /no/such/env/bin/python" in found.table["Python"][0].text

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ringtrain import journal
 from ringtrain.data import part_of
+from ringtrain.monitor import journal
 
 LENGTH, BATCH = 40, 8
 

@@ -8,8 +8,8 @@ from ipaddress import IPv4Address
 
 import pytest
 
-from ringtrain import beats
-from ringtrain.strategies import listening
+from ringtrain.protocol import transport
+from ringtrain.strategies.parameter_server import listening
 
 
 def accepts(code: bytes, packet: bytes) -> bool:
@@ -57,7 +57,7 @@ def test_a_server_answers_this_host_alone(capfd: pytest.CaptureFixture) -> None:
     """An address of a network card, and one of version 6, stand for other hosts: here they are none of the job's."""
     both = socket.has_dualstack_ipv6()
     family, strangers = (socket.AF_INET6, ["::1"]) if both else (socket.AF_INET, [])
-    strangers += [one for one in beats.own_addresses() if ":" not in one]
+    strangers += [one for one in transport.own_addresses() if ":" not in one]
     with socket.create_server(("", 0), family=family, dualstack_ipv6=both) as server:
         port = server.getsockname()[1]
         for address in strangers:

@@ -10,8 +10,8 @@ import pytest
 import tensorflow as tf
 
 from ringtrain.config import Config, OptimizerConfig, ScheduleConfig, TrainConfig, derive, option_types
-from ringtrain.optimizers import LARS, OPTIMIZERS, SGD, LearningRate, build, is_decayed, last_learning_rate
-from ringtrain.schedules import Schedule
+from ringtrain.optim.optimizers import LARS, OPTIMIZERS, SGD, LearningRate, build, is_decayed, last_learning_rate
+from ringtrain.optim.schedules import Schedule
 
 STEPS = 12
 RATES = np.array([0.5 * (step + 1) / 4 if step < 4 else 0.5 * 0.1 ** (step >= 8) for step in range(STEPS)])

@@ -18,15 +18,23 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import ringtrain.settings
-from ringtrain import checkpoint, journal, post_mortem, trace, tracking
-from ringtrain.cluster import links, scheduler, verdict
+from ringtrain import config_io as config_options
+from ringtrain.cluster import exit_cause, schedulers
+from ringtrain.cluster.doctor import links
 from ringtrain.cluster.hosts import parse_hostfile, parse_hosts
 from ringtrain.errors import CheckpointError, ConfigError, HostsError, LaunchError, RunDirectoryError
-from ringtrain.json_text import INVALID, parse_json
-from ringtrain.lab import beside, cases, measured, network, profile, runs
-from ringtrain.reports import ATTEMPT, MARK, PLAN, Attempt, Expected, Failure, Reader, Seat, difference
-from ringtrain.told import expectation, launcher_among_ancestors, slots_of, told_on_command_line
+from ringtrain.lab import jobs
+from ringtrain.lab.predict import network, points, profile
+from ringtrain.lab.report import benches, postmortem, run_folder
+from ringtrain.monitor import journal, trace
+from ringtrain.protocol.attempt import Attempt
+from ringtrain.protocol.env import ATTEMPT, MARK, PLAN
+from ringtrain.protocol.failures import Failure
+from ringtrain.protocol.json_text import INVALID, parse_json
+from ringtrain.protocol.launcher_args import expectation, launcher_among_ancestors, slots_of, told_on_command_line
+from ringtrain.protocol.placement import PlannedPlacement, RankPlacement, difference
+from ringtrain.protocol.reader import Reader
+from ringtrain.run import checkpoint, tracking
 
 EXAMPLES = 40
 ODD = st.one_of(
@@ -80,8 +88,8 @@ def written(folder: Path, name: str, text: str) -> Path:
 
 
 def read_plan(text: str, folder: Path) -> None:
-    plan = Expected.from_json(text)
-    difference(plan, [Seat(0, 2, "a"), Seat(1, 2, "b")])
+    plan = PlannedPlacement.from_json(text)
+    difference(plan, [RankPlacement(0, 2, "a"), RankPlacement(1, 2, "b")])
     plan.counts(0)
 
 
@@ -90,7 +98,7 @@ def read_failure(text: str, folder: Path) -> None:
     data = base64.b64encode(zlib.compress(text.encode(errors="surrogatepass"))).decode()
     reports.take(f"{MARK}:j:failure:1:1/1:{data}")
     failure = reports.first_failure()
-    decided = verdict.decide(1, reports, "", {}, "mpirun")
+    decided = exit_cause.decide(1, reports, "", {}, "mpirun")
     assert 0 <= decided.exit_code < 256, failure
 
 
@@ -103,9 +111,9 @@ def read_journal(text: str, folder: Path) -> None:
     written(folder, "logs/journal-0.jsonl", f"{text}\n" + json.dumps(EVENTS[0]))
     events = journal.read(folder)
     assert events, "the other line is whole"
-    post_mortem.verdict(events)
+    postmortem.verdict(events)
     for event in events:
-        post_mortem.in_words(event)
+        postmortem.in_words(event)
         time.localtime(event["time_s"])
 
 
@@ -113,7 +121,7 @@ def read_run(text: str, folder: Path) -> None:
     for name in ("summary.json", "metrics.jsonl", "steps.jsonl"):
         written(folder, name, text)
     written(folder, "config.toml", f"# num_ranks = {text}\nrun = {text}")
-    runs.read(folder)
+    run_folder.read(folder)
 
 
 def read_timeline(text: str, folder: Path) -> None:
@@ -131,13 +139,13 @@ def read_manifest(text: str, folder: Path) -> None:
 
 def read_claim(text: str, folder: Path) -> None:
     path = written(folder, "summary.json", text)
-    beside.claim(path, {"a": 1}, "sweep")
+    jobs.claim(path, {"a": 1}, "sweep")
 
 
 def read_summary(text: str, folder: Path) -> None:
     path = written(folder, "summary.json", text)
-    beside.is_done(folder)
-    beside.epochs_of(path, "accuracy")
+    jobs.is_done(folder)
+    jobs.epochs_of(path, "accuracy")
 
 
 def read_records(text: str, folder: Path) -> None:
@@ -187,7 +195,7 @@ JSON: dict[str, tuple[Callable[[str, Path], Any], list[Any], tuple[type[Exceptio
     ),
     "records": (read_records, [{"global_step": 1, "loss": 0.5}], ()),
     "profile": (lambda text, _: profile.Profile.from_json(text), [PROFILE], (ConfigError,)),
-    "points": (lambda text, f: cases.read_points(written(f, "p.json", text)), [{"points": [POINT]}], (ConfigError,)),
+    "points": (lambda text, f: points.read_points(written(f, "p.json", text)), [{"points": [POINT]}], (ConfigError,)),
     "link": (
         lambda text, f: network.read_link(written(f, "l.json", text).name, 1e-6, f),
         [
@@ -196,7 +204,7 @@ JSON: dict[str, tuple[Callable[[str, Path], Any], list[Any], tuple[type[Exceptio
         ],
         (ConfigError,),
     ),
-    "bench": (lambda text, folder: measured.read(written(folder, "b.json", text)), [BENCH], (LaunchError,)),
+    "bench": (lambda text, folder: benches.read(written(folder, "b.json", text)), [BENCH], (LaunchError,)),
     "ring": (read_ring, [[["a", 1.0, 2.0], [3.0, 4.0]]], INVALID),
 }
 
@@ -250,7 +258,7 @@ PBS = {"LSB_JOBID": "1", "LSB_MCPU_HOSTS": "a 4 b 4"}
 def test_a_launchers_command_line_is_understood_or_left_alone(data: st.DataObject) -> None:
     line, hostfile = data.draw(st.sampled_from(LINES).flatmap(damaged)), data.draw(damaged("a slots=4\nb:4\n"))
     told = told_on_command_line(line.split(" "), lambda path: hostfile.splitlines(), "a")
-    assert told is None or difference(told, [Seat(0, 2, "a")]) is not None
+    assert told is None or difference(told, [RankPlacement(0, 2, "a")]) is not None
     assert slots_of(data.draw(damaged("host slots=4 max_slots=8")))[1] >= 0
     with tempfile.TemporaryDirectory() as proc:
         for name, text in (("cmdline", line.replace(" ", "\0")), ("stat", data.draw(damaged("9 (mpirun) S 0 1")))):
@@ -271,9 +279,9 @@ def test_what_launchers_and_ranks_say_always_ends_in_a_verdict(data: st.DataObje
     reports = Reader("j")
     for line in "\n".join(said).split("\n"):
         reports.take(line)
-        verdict.rank_of(line)
+        exit_cause.rank_of(line)
     returncode = data.draw(st.integers(-64, 255))
-    decided = verdict.decide(returncode, reports, "\n".join(said), {0: ["x"]}, "mpirun")
+    decided = exit_cause.decide(returncode, reports, "\n".join(said), {0: ["x"]}, "mpirun")
     assert bool(decided.exit_code) or not returncode or decided.text
 
 
@@ -287,7 +295,7 @@ def test_hosts_are_read_or_refused(data: st.DataObject) -> None:
     readers: list[Callable[[], Any]] = [
         lambda: parse_hostfile(text, "hosts"),
         lambda: parse_hosts(text),
-        lambda: scheduler.find(environ, Path("/nowhere")),
+        lambda: schedulers.find(environ, Path("/nowhere")),
     ]
     for read in readers:
         with contextlib.suppress(HostsError):
@@ -304,6 +312,6 @@ def test_hosts_are_read_or_refused(data: st.DataObject) -> None:
 def test_a_configuration_is_read_or_refused(text: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         try:
-            ringtrain.settings.read_toml(written(Path(folder), "c.toml", text))
+            config_options.read_toml(written(Path(folder), "c.toml", text))
         except ConfigError as error:
             assert "c.toml" in str(error)

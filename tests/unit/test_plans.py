@@ -24,9 +24,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import COMMAND, ENVIRONMENT, GOLDEN, JOBS, PLANNERS, TWO_HOSTS, VALUE
 
-from ringtrain.cluster import environment, horovodrun, job, keeper, kubernetes, mpi, slurm
+from ringtrain.cluster import environment, host_agent, job
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.job import Job, Plan, explain
+from ringtrain.cluster.plans import horovodrun, kubernetes, mpirun, slurm
 from ringtrain.errors import LaunchError
 
 TIMEOUT_S = 60
@@ -66,9 +67,9 @@ def test_an_example_is_what_its_planner_prints(path: Path) -> None:
 # ---- which MPI ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dialect", mpi.DIALECTS)
+@pytest.mark.parametrize("dialect", mpirun.DIALECTS)
 def test_a_dialect_is_known_by_its_version(dialect: str) -> None:
-    assert mpi.identify(VERSIONS[dialect]) == dialect
+    assert mpirun.identify(VERSIONS[dialect]) == dialect
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_a_dialect_is_known_by_its_version(dialect: str) -> None:
 )
 def test_another_mpi_is_refused_by_its_first_line(text: str) -> None:
     with pytest.raises(LaunchError, match=re.escape(repr(text.strip().partition("\n")[0]))) as error:
-        mpi.identify(text)
+        mpirun.identify(text)
     assert "\n" not in str(error.value)
 
 
@@ -98,16 +99,16 @@ def test_no_value_of_the_environment_is_in_a_plan(launcher: str, job: Job) -> No
     assert VALUE not in text_of(plan)
 
 
-@pytest.mark.parametrize("dialect", mpi.DIALECTS)
+@pytest.mark.parametrize("dialect", mpirun.DIALECTS)
 def test_names_on_the_list_are_handed_on_and_no_others(dialect: str) -> None:
     names = ("XLA_FLAGS", "KERAS_BACKEND", "UCX_TLS", "CUDA_DEVICE_ORDER", "TFX", "OMPI_X", "CUDA_VISIBLE_DEVICES")
     terraform = ("TF_VAR_db", "TF_TOKEN_app_io", "TF_CLI_ARGS")
     job = replace(TWO_HOSTS, environment={**ENVIRONMENT, **dict.fromkeys((*names, *terraform), "")})
-    flags = mpi.plan(job, dialect).argv
+    flags = mpirun.plan(job, dialect).argv
     found = {word for word in re.split("[ ,]", " ".join(flags)) if word in job.environment}
     wanted = {"PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "NCCL_DEBUG", "TF_API_KEY", "XLA_FLAGS"}
     assert found == wanted | {"KERAS_BACKEND", "UCX_TLS", "CUDA_DEVICE_ORDER"}
-    asked = mpi.plan(replace(job, forward=("HF_TOKEN",)), dialect).argv
+    asked = mpirun.plan(replace(job, forward=("HF_TOKEN",)), dialect).argv
     assert "HF_TOKEN" in re.split("[ ,]", " ".join(asked))
 
 
@@ -132,7 +133,7 @@ def test_other_names_are_no_secrets(name: str) -> None:
 @pytest.mark.parametrize("name", ["HF_TOKEN=sesame", "a b", "", "NOT_SET", "x;id"])
 def test_a_name_that_cannot_be_forwarded(name: str) -> None:
     with pytest.raises(LaunchError, match="--forward") as error:
-        mpi.plan(replace(TWO_HOSTS, forward=(name,)), "openmpi4")
+        mpirun.plan(replace(TWO_HOSTS, forward=(name,)), "openmpi4")
     assert "sesame" not in str(error.value)
 
 
@@ -225,9 +226,9 @@ VIRTUAL = "192.168.122.1/24:bridge"
 def test_networks_that_lead_to_no_other_host_are_left_out(
     hosts: list[str], reached: list[str], excluded: list[str]
 ) -> None:
-    found = keeper.local_networks(hosts, reached)
+    found = host_agent.local_networks(hosts, reached)
     assert found == tuple(excluded)
-    line = mpi.plan(replace(TWO_HOSTS, local_networks=found), "openmpi4").argv
+    line = mpirun.plan(replace(TWO_HOSTS, local_networks=found), "openmpi4").argv
     assert line[line.index("btl_tcp_if_exclude") + 1] == ",".join(["127.0.0.0/8", "docker0", *excluded])
 
 
@@ -265,8 +266,8 @@ def test_what_only_one_launcher_refuses() -> None:
         (lambda: horovodrun.plan(replace(TWO_HOSTS, bind="core", threads_per_rank=4), gloo=True), "got --bind core"),
         (lambda: horovodrun.elastic(TWO_HOSTS, min_ranks=9, max_ranks=10), "9 ranks at least"),
         (lambda: horovodrun.elastic(JOBS["one host"], min_ranks=1, max_ranks=2), "one host"),
-        (lambda: mpi.plan(replace(TWO_HOSTS, output="/a:b"), "openmpi4"), "/a:b"),
-        (lambda: mpi.plan(replace(TWO_HOSTS, subnet="10.0.0.0/8"), "mpich"), "by name only"),
+        (lambda: mpirun.plan(replace(TWO_HOSTS, output="/a:b"), "openmpi4"), "/a:b"),
+        (lambda: mpirun.plan(replace(TWO_HOSTS, subnet="10.0.0.0/8"), "mpich"), "by name only"),
         (lambda: slurm.sbatch(JOBS["uneven hosts"]), "same slots"),
         (lambda: slurm.sbatch(TWO_HOSTS, slurm.Batch(partition="gpu\nid")), "--partition"),
         (lambda: slurm.sbatch(TWO_HOSTS, slurm.Batch(num_nodes=2)), "2 nodes"),
@@ -379,7 +380,7 @@ def test_no_argument_and_no_path_becomes_a_command(launchers: Path, arguments: t
     if len(folder.encode()) > 200:
         return
     job = replace(TWO_HOSTS, command=("python", *arguments), files_folder=str(launchers.parent / folder))
-    for plan in (mpi.plan(job, "intel"), horovodrun.plan(replace(job, working_directory=str(launchers)))):
+    for plan in (mpirun.plan(job, "intel"), horovodrun.plan(replace(job, working_directory=str(launchers)))):
         assert tuple(shlex.split(shlex.join(plan.argv))) == plan.argv
         pasted(plan, launchers)
 
@@ -389,7 +390,7 @@ def test_a_badly_quoted_line_would_be_noticed(launchers: Path) -> None:
         def shell(self) -> str:
             return " ".join(self.argv)
 
-    plan = mpi.plan(JOBS["awkward words"], "openmpi4")
+    plan = mpirun.plan(JOBS["awkward words"], "openmpi4")
     with pytest.raises(AssertionError):
         pasted(Careless(plan.flags, plan.command), launchers)
 
@@ -573,7 +574,7 @@ def parsed(job: Job, cluster: kubernetes.Cluster = kubernetes.Cluster()) -> Any:
     return yaml.safe_load(text)
 
 
-@pytest.mark.parametrize("dialect", mpi.DIALECTS)
+@pytest.mark.parametrize("dialect", mpirun.DIALECTS)
 @pytest.mark.parametrize("name", [name for name in planning.OF_MANIFESTS if "uneven" not in name])
 def test_a_manifest_is_an_mpi_job(dialect: str, name: str) -> None:
     cluster = kubernetes.Cluster(dialect=dialect, gpus_per_worker=4, namespace="team-a")

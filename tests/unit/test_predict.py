@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from ringtrain import cli
 from ringtrain.errors import ConfigError
-from ringtrain.lab import cases, network
-from ringtrain.lab.network import TRANSPORTS, Cluster, Link
-from ringtrain.lab.predict import Setting, calibrated, parameter_servers, predict, reach
-from ringtrain.lab.profile import Gradient, Profile, expected_maximum, known
+from ringtrain.lab.predict import network, points
+from ringtrain.lab.predict.formulas import Setting, calibrated, parameter_servers, predict, reach
+from ringtrain.lab.predict.network import TRANSPORTS, Cluster, Link
+from ringtrain.lab.predict.profile import Gradient, Profile, expected_maximum, known
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = ROOT / "docs" / "scaling.json"
@@ -191,7 +191,7 @@ def test_communication_on_full_cores_is_paid_for_by_computing():
 
 def test_the_work_of_predicting_does_not_grow_with_the_ranks():
     step = known("resnet50", 349, 64)
-    cluster = cases.Case(model="resnet50", ranks_per_host=8).cluster(step)
+    cluster = points.Case(model="resnet50", ranks_per_host=8).cluster(step)
     found = predict(step, cluster, Setting(4096))
     assert (found.num_hosts, found.num_allreduces) == (512, predict(step, cluster, Setting(16)).num_allreduces)
 
@@ -200,11 +200,11 @@ def test_the_work_of_predicting_does_not_grow_with_the_ranks():
 
 
 @pytest.fixture(scope="module")
-def published() -> list[cases.Point]:
-    return cases.read_points(PUBLISHED)
+def published() -> list[points.Point]:
+    return points.read_points(PUBLISHED)
 
 
-def of(points: list[cases.Point], setup: str) -> dict[int, cases.Point]:
+def of(points: list[points.Point], setup: str) -> dict[int, points.Point]:
     return {point.num_ranks: point for point in points if point.setup == setup}
 
 
@@ -251,7 +251,7 @@ def test_misses_are_said_as_they_are(capsys):
 
 
 def test_what_reaches_an_efficiency_does():
-    step, case = known("resnet50", 349, 64), cases.Case(model="resnet50", ranks_per_host=4, transport="mpi", jitter=0)
+    step, case = known("resnet50", 349, 64), points.Case(model="resnet50", ranks_per_host=4, transport="mpi", jitter=0)
     cluster, job = case.cluster(step), Setting(64, cycle_time_ms=5)
     ways = {way.change: way for way in reach(step, cluster, job, 0.8)}
     assert ways["as it is"].needed == "" and ways["as it is"].efficiency < 0.8
@@ -265,7 +265,7 @@ def test_what_reaches_an_efficiency_does():
 
 
 def test_a_measured_host_is_met():
-    step, case = known("resnet50", 349, 64), cases.Case(model="resnet50", ranks_per_host=4, transport="mpi")
+    step, case = known("resnet50", 349, 64), points.Case(model="resnet50", ranks_per_host=4, transport="mpi")
     cluster = calibrated(step, case.cluster(step), Setting(4), 1200)
     assert predict(step, cluster, Setting(4)).images_per_s == pytest.approx(1200, rel=0.01)
     with pytest.raises(ConfigError, match="2 to 4"):
@@ -339,11 +339,11 @@ def test_a_link_as_an_allreduce_has_measured_it(tmp_path):
 
 
 def test_ranks_in_words():
-    assert cases.parse_ranks("4,1,2") == [1, 2, 4]
-    assert cases.parse_ranks("..6") == [1, 2, 4, 6]
+    assert points.parse_ranks("4,1,2") == [1, 2, 4]
+    assert points.parse_ranks("..6") == [1, 2, 4, 6]
     for text in ("", "0", "a", "..1,2"):
         with pytest.raises(ConfigError, match="--ranks"):
-            cases.parse_ranks(text)
+            points.parse_ranks(text)
 
 
 @pytest.mark.parametrize(
@@ -361,7 +361,7 @@ def test_a_file_of_points_that_cannot_be_is_refused(point, said, tmp_path):
     content = {"defaults": {"model": "vgg16", "model_images_per_s": 100}, "points": [point]}
     (tmp_path / "points.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=r"points.json: point 1.*" + said):
-        cases.read_points(tmp_path / "points.json")
+        points.read_points(tmp_path / "points.json")
 
 
 def test_points_with_a_profile_beside_the_file(tmp_path, capsys):

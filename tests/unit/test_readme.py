@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
-from ringtrain import settings
+from ringtrain import config_io
 from ringtrain.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+FOLDERS = sorted(path.parent for path in (ROOT / "ringtrain").glob("*/**/__init__.py"))
 RECIPES = sorted((ROOT / "configs").glob("*.toml"))
 COMMAND = re.compile(r"python -m ringtrain\.train((?: +[^\s`|#)]+)*)")
 
@@ -29,21 +31,21 @@ TOLD = {command for text in TEXTS for command in commands(text)}
 @pytest.mark.parametrize("command", sorted(TOLD - {"--help"}))
 def test_a_training_command_is_accepted(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    settings.read(shlex.split(command))
+    config_io.read(shlex.split(command))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_configuration_in_a_page_is_accepted(page: Path, tmp_path: Path) -> None:
     for block in re.findall(r"^```toml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
         (tmp_path / "block.toml").write_text(block + "\n[train]\nepochs = 90\n" * ("[train]" not in block))
-        settings.read_toml(tmp_path / "block.toml")
+        config_io.read_toml(tmp_path / "block.toml")
 
 
 def test_a_wrong_command_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     (command,) = commands("`horovodrun -np 2 python -m ringtrain.train --config configs/digits.toml --train.epoch 3`")
     with pytest.raises(ConfigError):
-        settings.read(shlex.split(command))
+        config_io.read(shlex.split(command))
 
 
 def test_every_recipe_names_its_own_file_and_what_it_reaches() -> None:
@@ -71,10 +73,17 @@ def test_the_tree_is_as_the_readme_draws_it() -> None:
     drawn = set(tree_of_readme())
     missing = [path for path in drawn if not (ROOT / path).exists()]
     assert not missing, f"drawn, but not there: {missing}"
-    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "ringtrain").rglob("*.py")}
-    covered = ("ringtrain/__init__.py", "ringtrain/data/", "ringtrain/models/")  # folders drawn as one
-    undrawn = [path for path in modules - drawn if not path.startswith(covered)]
+    shown = {f"{path.relative_to(ROOT)}{'/' * path.is_dir()}" for path in (ROOT / "ringtrain").iterdir()}
+    undrawn = shown - drawn - {"ringtrain/__pycache__/", "ringtrain/__init__.py", "ringtrain/__main__.py"}
     assert not undrawn, f"there, but not drawn: {undrawn}"
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_folder_lists_its_files(folder: Path) -> None:
+    docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    listed = re.findall(r"^(\w+): +\S", docstring, re.MULTILINE)
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__", "__main__"}
+    assert sorted(listed) == sorted(files | {path.parent.name for path in folder.glob("*/__init__.py")})
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"(?:`|^|MPI=\w+ )make ([a-z]+)", README, re.MULTILINE))))

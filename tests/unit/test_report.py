@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from ringtrain import cli, journal, settings
+from ringtrain import cli, config_io
 from ringtrain.config import Config, DataConfig, OptimizerConfig
-from ringtrain.lab import charts, figures
+from ringtrain.lab import stats
+from ringtrain.lab.report import charts
+from ringtrain.monitor import journal
 
 VOID = {"meta", "br"}
 NASTY = "<script>alert('a')</script> & | *b*"
@@ -51,7 +53,7 @@ def make_run(folder: Path, rate: float = 0.001, epochs: int = 3, whole: bool = T
     """A run of two ranks, started twice."""
     (folder / "logs").mkdir(parents=True)
     config = Config(data=DataConfig(name=NASTY), optimizer=OptimizerConfig(learning_rate=rate))
-    (folder / "config.toml").write_text(f"# steps_per_epoch = 10\n# num_ranks = 2\n\n{settings.to_toml(config)}")
+    (folder / "config.toml").write_text(f"# steps_per_epoch = 10\n# num_ranks = 2\n\n{config_io.to_toml(config)}")
     records = [
         {
             **{"epoch": epoch, "global_step": 10 * epoch, "loss": 2.0 / 10**epoch, "accuracy": 0.5 + epoch / 20},
@@ -146,11 +148,11 @@ def test_a_run_that_has_hardly_begun(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_what_benches_wrote(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    spread = figures.Spread.of([0.001, 0.002, 0.003])
-    ranks = [{"num_ranks": number, "images_per_s": figures.Spread.of([100.0 * number])} for number in (1, 2, 4)]
+    spread = stats.Spread.of([0.001, 0.002, 0.003])
+    ranks = [{"num_ranks": number, "images_per_s": stats.Spread.of([100.0 * number])} for number in (1, 2, 4)]
     peers = {"ringtrain": {"images_per_s": 10.0}, NASTY: {"images_per_s": 5.5}, "other": {"error": "does not\nrun"}}
     results = {"step_s": spread, "parts_s": {"input": spread}, "scaling": ranks, "peers": peers, "list": [1, 2, 3]}
-    figures.write(tmp_path / "speed.json", "train", {}, results)
+    stats.write(tmp_path / "speed.json", "train", {}, results)
     run = make_run(tmp_path / "run")
     seen = page_of(run, tmp_path / "speed.json")
     text = "\n".join(seen.text)

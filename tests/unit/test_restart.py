@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ringtrain.cluster.exit_cause import HOST_LOST, Ending
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.restart import History, Policy, causes_of, ranks_on, remaining, why_not
-from ringtrain.cluster.verdict import HOST_LOST, Ending
 from ringtrain.errors import LaunchError
-from ringtrain.reports import Attempt
+from ringtrain.protocol.attempt import Attempt
 
 KILLED = Ending(137, "rank 1 on host2 was killed by SIGKILL (signal 9)", rank=1, hosts=("host2",), global_step=20)
 THREE = Policy(3)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from ringtrain import pieces, resume, tracking
-from ringtrain.checkpoint import Checkpoint
 from ringtrain.config import CheckpointConfig, Config, HvdConfig, OptimizerConfig, ScheduleConfig, TrainConfig, derive
 from ringtrain.errors import ConfigError
-from ringtrain.reports import Attempt
+from ringtrain.protocol.attempt import Attempt
+from ringtrain.run import resume, run_folder, setup
+from ringtrain.run.checkpoint import Checkpoint
 
 ADASUM = Config(
     optimizer=OptimizerConfig(name="sgd", learning_rate=0.001),
@@ -100,13 +100,13 @@ def test_a_run_is_complete_with_all_that_it_is_to_export(tmp_path, monkeypatch, 
     monkeypatch.setattr("ringtrain.hvd.run_together", lambda function: function())
     monkeypatch.setattr("ringtrain.hvd.broadcast_object", lambda value, root_rank, name: value)
     summary = {"global_step": 20, "test_accuracy": 0.5, "started": 0.0, "fit_s": 1.0}
-    tracking.write_summary(tmp_path, summary | {"config": dataclasses.asdict(Config())})
+    run_folder.write_summary(tmp_path, summary | {"config": dataclasses.asdict(Config())})
     start = resume.Start(20, str(tmp_path / "checkpoints" / "step-00000020"))
-    lock = tracking.RunLock()
+    lock = run_folder.RunLock()
     lock.take(tmp_path)
 
     def is_complete(**options) -> bool:
-        return pieces.is_complete(lock, Config(checkpoint=CheckpointConfig(**options)), start, trained=True)
+        return setup.is_complete(lock, Config(checkpoint=CheckpointConfig(**options)), start, trained=True)
 
     assert not is_complete()
     (tmp_path / "model.keras").write_bytes(b"")

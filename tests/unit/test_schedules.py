@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringtrain.config import Config, OptimizerConfig, ScheduleConfig, TrainConfig, derive
-from ringtrain.optimizers import LearningRate, last_learning_rate
-from ringtrain.schedules import DECAYS, Schedule, corners, curve, schedule_of
+from ringtrain.optim.optimizers import LearningRate, last_learning_rate
+from ringtrain.optim.schedules import DECAYS, Schedule, corners, curve, schedule_of
 
 
 def expected(s: Schedule, update: int) -> float:

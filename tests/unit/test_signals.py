@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ringtrain.cluster import keeper
-from ringtrain.reports import FIRST_PROCESS, JOB, report_process
+from ringtrain.cluster import host_agent
+from ringtrain.protocol.env import FIRST_PROCESS, JOB
+from ringtrain.protocol.failures import report_process
 
 TIMEOUT_S = 60
 NAME = "test-of-signals"
@@ -30,7 +31,7 @@ time.sleep(600)
 def agent(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A host agent of this host; it ends what is left of the job."""
     job = f"{NAME}-{os.getpid()}"
-    argv = keeper.argv("", job, (), tmp_path, os.environ["PATH"], "", timeout_s=TIMEOUT_S)
+    argv = host_agent.argv("", job, (), tmp_path, os.environ["PATH"], "", timeout_s=TIMEOUT_S)
     pipe = subprocess.PIPE
     with subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True, start_new_session=True) as process:
         assert process.stdout is not None

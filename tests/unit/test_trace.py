@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ringtrain import trace
+from ringtrain.monitor import trace
 
 
 def test_horovods_list_is_read_as_far_as_it_is_whole(tmp_path: Path) -> None:

@@ -15,48 +15,48 @@ import time
 
 import pytest
 
-from ringtrain import pieces, tracking
 from ringtrain.config import Config, RunConfig
 from ringtrain.errors import RunDirectoryError
-from ringtrain.reports import Attempt
-from ringtrain.schedules import Schedule
+from ringtrain.optim.schedules import Schedule
+from ringtrain.protocol.attempt import Attempt
+from ringtrain.run import run_folder, setup, tracking
 
 
 def test_default_name_says_what_and_when(monkeypatch):
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
-    assert tracking.default_name("digits", 1795169655) == "digits-20261120-101415"
-    assert tracking.default_name("my/module.x:load", 0) == "my-module.x-load-19700101-000000"
+    assert run_folder.default_name("digits", 1795169655) == "digits-20261120-101415"
+    assert run_folder.default_name("my/module.x:load", 0) == "my-module.x-load-19700101-000000"
 
 
 def test_a_name_of_ones_own_is_taken_once(tmp_path):
-    folder = tracking.create_folder(tmp_path / "a" / "runs", "mine", number_if_taken=False)
+    folder = run_folder.create_folder(tmp_path / "a" / "runs", "mine", number_if_taken=False)
     assert folder == tmp_path / "a" / "runs" / "mine"
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "logs", "tensorboard"]
     (folder / "config.toml").write_text("")
     with pytest.raises(RunDirectoryError, match=r"mine: exists already: choose another --run.name, or delete it"):
-        tracking.create_folder(tmp_path / "a" / "runs", "mine", number_if_taken=False)
+        run_folder.create_folder(tmp_path / "a" / "runs", "mine", number_if_taken=False)
 
 
 def test_a_default_name_is_numbered_when_it_is_taken(tmp_path):
-    names = [tracking.create_folder(tmp_path, "digits-1", number_if_taken=True).name for _ in range(3)]
+    names = [run_folder.create_folder(tmp_path, "digits-1", number_if_taken=True).name for _ in range(3)]
     assert names == ["digits-1", "digits-1-2", "digits-1-3"]
 
 
 def test_an_empty_folder_may_be_used(tmp_path):
     (tmp_path / "mine").mkdir()
-    assert tracking.create_folder(tmp_path, "mine", number_if_taken=False) == tmp_path / "mine"
+    assert run_folder.create_folder(tmp_path, "mine", number_if_taken=False) == tmp_path / "mine"
 
 
 def test_a_folder_of_a_run_that_was_killed_while_it_began_may_be_used(tmp_path):
-    folder = tracking.create_folder(tmp_path, "mine", number_if_taken=False)
-    tracking.RunLock().take(folder)
-    assert tracking.is_run(folder)
-    assert tracking.create_folder(tmp_path, "mine", number_if_taken=False, go_on=True) == folder
+    folder = run_folder.create_folder(tmp_path, "mine", number_if_taken=False)
+    run_folder.RunLock().take(folder)
+    assert run_folder.is_run(folder)
+    assert run_folder.create_folder(tmp_path, "mine", number_if_taken=False, go_on=True) == folder
     (folder / "notes.txt").write_text("")
-    assert not tracking.is_run(folder)
+    assert not run_folder.is_run(folder)
     with pytest.raises(RunDirectoryError, match="exists already"):
-        tracking.create_folder(tmp_path, "mine", number_if_taken=False, go_on=True)
+        run_folder.create_folder(tmp_path, "mine", number_if_taken=False, go_on=True)
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def holder(tmp_path):
     process = os.fork()
     if not process:
         try:
-            lock = tracking.RunLock()
+            lock = run_folder.RunLock()
             lock.take(tmp_path)
             os.write(tell, b"1")
             signal.pause()
@@ -79,7 +79,7 @@ def holder(tmp_path):
 
 
 def test_one_process_writes_to_a_run(tmp_path, holder):
-    lock = tracking.RunLock()
+    lock = run_folder.RunLock()
     expected = rf"in use by process {holder} on {socket.gethostname()} since 20\d\d-.*choose another --run.name"
     with pytest.raises(RunDirectoryError, match=expected):
         lock.take(tmp_path)
@@ -89,28 +89,28 @@ def test_one_process_writes_to_a_run(tmp_path, holder):
 def test_a_killed_process_has_no_lock(tmp_path, holder):
     os.kill(holder, signal.SIGKILL)
     os.waitid(os.P_PID, holder, os.WEXITED | os.WNOWAIT)
-    lock = tracking.RunLock()
+    lock = run_folder.RunLock()
     lock.take(tmp_path)
     lock.take(tmp_path)
-    assert json.loads((tmp_path / tracking.LOCK).read_text())["process"] == os.getpid()
+    assert json.loads((tmp_path / run_folder.LOCK).read_text())["process"] == os.getpid()
     lock.release()
-    tracking.RunLock().take(tmp_path)
+    run_folder.RunLock().take(tmp_path)
 
 
 def test_a_restart_waits_for_the_attempt_before_and_takes_the_lock_of_a_lost_host(tmp_path, holder, monkeypatch, capfd):
-    monkeypatch.setattr(tracking, "LEASE_S", 0.3)
-    monkeypatch.setattr(tracking, "EXPIRY_S", 0.3)
+    monkeypatch.setattr(run_folder, "LEASE_S", 0.3)
+    monkeypatch.setattr(run_folder, "EXPIRY_S", 0.3)
     with pytest.raises(RunDirectoryError, match="in use by process"):
-        tracking.RunLock().take(tmp_path, same_job=True)
+        run_folder.RunLock().take(tmp_path, same_job=True)
     assert "waiting" not in capfd.readouterr().err
     monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
     with pytest.raises(RunDirectoryError, match="in use by process"):
-        tracking.RunLock().take(tmp_path)
+        run_folder.RunLock().take(tmp_path)
     waiting = f"in use by process {holder} on .*: waiting up to 0.3 s: if that host is lost, its lock expires"
     assert len(re.findall(waiting, capfd.readouterr().err)) == 1
-    lock = tracking.RunLock()
+    lock = run_folder.RunLock()
     lock.take(tmp_path, same_job=True)
-    assert json.loads((tmp_path / tracking.LOCK).read_text())["host"] == "elsewhere"
+    assert json.loads((tmp_path / run_folder.LOCK).read_text())["host"] == "elsewhere"
 
 
 @pytest.mark.parametrize(
@@ -119,14 +119,14 @@ def test_a_restart_waits_for_the_attempt_before_and_takes_the_lock_of_a_lost_hos
 )
 def test_a_requeued_job_takes_the_lock_of_its_lost_host(tmp_path, holder, monkeypatch, variable, requeued, is_taken):
     """The holder is on a host of the same name, which booted another time."""
-    written = json.loads((tmp_path / tracking.LOCK).read_text())
-    (tmp_path / tracking.LOCK).write_text(json.dumps(written | {"boot": "another", "job": "17", "requeued": "0"}))
-    monkeypatch.setattr(tracking, "LEASE_S", 0.0)
-    monkeypatch.setattr(tracking, "EXPIRY_S", 0.0)
+    written = json.loads((tmp_path / run_folder.LOCK).read_text())
+    (tmp_path / run_folder.LOCK).write_text(json.dumps(written | {"boot": "another", "job": "17", "requeued": "0"}))
+    monkeypatch.setattr(run_folder, "LEASE_S", 0.0)
+    monkeypatch.setattr(run_folder, "EXPIRY_S", 0.0)
     for job in ("18", "17"):
         monkeypatch.setenv(variable, job)
         monkeypatch.setenv("SLURM_RESTART_COUNT", requeued)
-        lock = tracking.RunLock()
+        lock = run_folder.RunLock()
         with contextlib.nullcontext() if is_taken and job == "17" else pytest.raises(RunDirectoryError, match="in use"):
             lock.take(tmp_path)
         assert (lock.folder is not None) == (is_taken and job == "17")
@@ -137,7 +137,7 @@ def lock_is_free(folder) -> bool:
     process = os.fork()
     if not process:
         try:
-            tracking.RunLock().take(folder)
+            run_folder.RunLock().take(folder)
         except RunDirectoryError:
             os._exit(1)
         os._exit(0)
@@ -145,12 +145,12 @@ def lock_is_free(folder) -> bool:
 
 
 def test_a_copy_of_the_folder_leaves_its_lock_alone(tmp_path):
-    folder = tracking.create_folder(tmp_path, "mine", number_if_taken=False)
-    lock = tracking.RunLock()
+    folder = run_folder.create_folder(tmp_path, "mine", number_if_taken=False)
+    lock = run_folder.RunLock()
     lock.take(folder)
     shutil.copytree(folder, tmp_path / "copy")
     assert not lock_is_free(folder)
-    again = tracking.RunLock()
+    again = run_folder.RunLock()
     again.take(folder)  # this process may
     assert not lock_is_free(folder) and lock.folder is None
     again.release()
@@ -158,7 +158,7 @@ def test_a_copy_of_the_folder_leaves_its_lock_alone(tmp_path):
 
 
 def test_a_forked_process_does_not_keep_the_lock(tmp_path):
-    lock = tracking.RunLock()
+    lock = run_folder.RunLock()
     lock.take(tmp_path)
     until, end = os.pipe()
     process = os.fork()
@@ -174,7 +174,7 @@ def test_a_forked_process_does_not_keep_the_lock(tmp_path):
 
 def test_without_locks_of_open_files_a_record_lock_takes_their_place(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "F_OFD_SETLK", 12345)  # which no kernel knows
-    lock = tracking.RunLock()
+    lock = run_folder.RunLock()
     lock.take(tmp_path)
     assert not lock_is_free(tmp_path)
 
@@ -182,15 +182,15 @@ def test_without_locks_of_open_files_a_record_lock_takes_their_place(tmp_path, m
 def test_a_restart_is_the_same_job_also_when_no_run_was_reported(tmp_path, holder, monkeypatch):
     """As after the loss of a host before training."""
     config = Config(run=RunConfig(directory=str(tmp_path.parent), name=tmp_path.name))
-    monkeypatch.setattr(tracking, "LEASE_S", 0.0)
-    monkeypatch.setattr(tracking, "EXPIRY_S", 0.0)
+    monkeypatch.setattr(run_folder, "LEASE_S", 0.0)
+    monkeypatch.setattr(run_folder, "EXPIRY_S", 0.0)
     monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
     monkeypatch.setattr("ringtrain.hvd.rank", lambda: 0)  # Horovod is not started in this process
     monkeypatch.setattr("ringtrain.hvd.run_together", lambda function: function())
-    lock = tracking.RunLock()
+    lock = run_folder.RunLock()
     with pytest.raises(RunDirectoryError, match="in use by process"):
-        pieces.lock_folder(lock, config, Attempt())
-    pieces.lock_folder(lock, config, Attempt(number=1))
+        setup.lock_folder(lock, config, Attempt())
+    setup.lock_folder(lock, config, Attempt(number=1))
     assert lock.folder == tmp_path
 
 
@@ -199,11 +199,11 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     with pytest.raises(
         RunDirectoryError, match=r"file/runs/mine: cannot be created: Not a directory: .*--run.directory"
     ):
-        tracking.create_folder(tmp_path / "file" / "runs", "mine", number_if_taken=False)
+        run_folder.create_folder(tmp_path / "file" / "runs", "mine", number_if_taken=False)
 
 
 def test_summary_is_json_that_everybody_reads(tmp_path):
-    tracking.write_summary(tmp_path, {"images_per_s": math.nan, "numbers": {"x": math.inf}, "hosts": ["a"], "y": 1.5})
+    run_folder.write_summary(tmp_path, {"images_per_s": math.nan, "numbers": {"x": math.inf}, "hosts": ["a"], "y": 1.5})
     text = (tmp_path / "summary.json").read_text()
     assert "NaN" not in text and "Infinity" not in text
     assert json.loads(text) == {"images_per_s": None, "numbers": {"x": None}, "hosts": ["a"], "y": 1.5}

@@ -26,12 +26,13 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from typing import TYPE_CHECKING, Any
 
-from ringtrain.cluster.spark import feed, places, seat
+from ringtrain.cluster.spark import dataframe, placement, task
 from ringtrain.cluster.spark.plan import check_slots
 from ringtrain.cluster.spark.rendezvous import Store
 from ringtrain.cluster.spark.session import local_slots, reason, start
 from ringtrain.errors import LaunchError, RingtrainError
-from ringtrain.reports import BOXES, FEED, JOB, MARK
+from ringtrain.protocol.env import FEED, JOB, MARK
+from ringtrain.protocol.status import STATUS_FILES
 
 if TYPE_CHECKING:
     from pyspark import RDD
@@ -74,12 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_slots(options.num_ranks, spark.sparkContext.master)
             from pyspark import cloudpickle
 
-            for module in (seat, feed):
+            for module in (task, dataframe):
                 cloudpickle.register_pickle_by_value(module)  # executors need no ringtrain to say what they lack
             slots = spark.sparkContext.parallelize(range(options.num_ranks), options.num_ranks)
             fed = ""
             if options.data:
-                slots, fed = feed.shares(spark, options.data, options.num_ranks)
+                slots, fed = dataframe.shares(spark, options.data, options.num_ranks)
             return Job(slots, fed, options, command, os.environ).run()
         finally:
             spark.sparkContext.cancelAllJobs()
@@ -108,8 +109,6 @@ class Job:
     Args:
         slots: rows with a part for each rank.
         fed: numbers of rows, if they are to be fed to ranks; see feed.shares.
-        options: of the command line.
-        command: of the ranks.
         environ: that what ranks get is taken from.
     """
 
@@ -159,7 +158,7 @@ class Job:
     def _hold(self, address: tuple[str, int], key: bytes) -> None:
         """Runs Spark's job, as long as it takes."""
         try:
-            self.slots.mapPartitionsWithIndex(seat.task(address, key)).collect()
+            self.slots.mapPartitionsWithIndex(task.task(address, key)).collect()
         except Exception as error:
             self.heard.put((None, error))
 
@@ -186,9 +185,9 @@ class Job:
 
     # ---- the walk --------------------------------------------------------------------------------------------------
 
-    def _wait_for_slots(self) -> dict[Connection, places.Caller]:
+    def _wait_for_slots(self) -> dict[Connection, placement.Caller]:
         """As many tasks as ranks are wanted."""
-        callers: dict[Connection, places.Caller] = {}
+        callers: dict[Connection, placement.Caller] = {}
         num_ranks, timeout_s = self.options.num_ranks, self.options.start_timeout
         deadline = time.monotonic() + timeout_s
         while len(callers) < num_ranks:
@@ -207,13 +206,13 @@ class Job:
             if message is None:
                 callers.pop(connection, None)
             else:
-                callers[connection] = places.Caller(message["index"], message["host"], tuple(message["gpus"]))
+                callers[connection] = placement.Caller(message["index"], message["host"], tuple(message["gpus"]))
         return callers
 
-    def _place(self, callers: Mapping[Connection, places.Caller], rendezvous: Mapping[str, str]) -> None:
+    def _place(self, callers: Mapping[Connection, placement.Caller], rendezvous: Mapping[str, str]) -> None:
         """Tells every task its rank, which begins to run."""
         connections = {caller: connection for connection, caller in callers.items()}
-        for rank, (caller, environ) in enumerate(places.seats([*callers.values()], bool(self.fed))):
+        for rank, (caller, environ) in enumerate(placement.seats([*callers.values()], bool(self.fed))):
             connection = connections[caller]
             if self.fed:
                 environ[FEED] = f"{rank} {len(callers)} {self.fed}"
@@ -224,7 +223,7 @@ class Job:
                     "environ": {**self.environ, **rendezvous, **environ},
                     "folder": self.options.folder,
                     "fed": FEED if self.fed else "",
-                    "box": f"{BOXES}-{self.environ.get(JOB, '')}-{rank}",
+                    "box": f"{STATUS_FILES}-{self.environ.get(JOB, '')}-{rank}",
                 }
             )
 
@@ -285,7 +284,7 @@ class Job:
 
 def wait_at_most(connection: Connection, seconds: int) -> None:
     """Limits how long one read from a connection may wait; 0: no limit."""
-    with seat.socket_of(connection) as same:
+    with task.socket_of(connection) as same:
         same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
 
 

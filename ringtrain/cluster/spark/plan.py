@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ringtrain.cluster.environment import as_mapping, names_for_ranks, settings
 from ringtrain.cluster.job import Job, Plan, check, words
-from ringtrain.cluster.logged import logged
+from ringtrain.cluster.plans.rank_logs import logged
 from ringtrain.cluster.spark.session import local_slots
 from ringtrain.errors import LaunchError
 

@@ -16,13 +16,14 @@ import ringtrain.hvd as hvd
 from ringtrain import strategies
 from ringtrain.config import Config, DeviceConfig
 from ringtrain.errors import PlacementError
-from ringtrain.reports import PLAN, Expected
+from ringtrain.protocol.env import PLAN
+from ringtrain.protocol.placement import PlannedPlacement
 
 
 def ranks_in_their_places_pass():
     hvd.check_placement()
     hvd.check_placement(f"GPU-{hvd.rank()}")
-    _with_plan(Expected(hvd.size(), ((socket.gethostname(), hvd.size()),)))
+    _with_plan(PlannedPlacement(hvd.size(), ((socket.gethostname(), hvd.size()),)))
 
 
 def two_ranks_on_one_gpu_are_named_on_every_rank():
@@ -82,7 +83,7 @@ def _placed():
 
 
 def ranks_that_are_elsewhere_are_named_on_every_rank():
-    apart = Expected(hvd.size(), tuple((f"host{rank}", 1) for rank in range(hvd.size())))
+    apart = PlannedPlacement(hvd.size(), tuple((f"host{rank}", 1) for rank in range(hvd.size())))
     message = small.raised(PlacementError, lambda: _with_plan(apart))
     rows = [line.split() for line in message.splitlines()[2:-1]]
     assert [row[0] for row in rows] == [str(rank) for rank in range(1, hvd.size())]
@@ -90,12 +91,12 @@ def ranks_that_are_elsewhere_are_named_on_every_rank():
 
 
 def another_number_of_ranks_is_noticed():
-    other = Expected(hvd.size() + 1, ((socket.gethostname(), hvd.size() + 1),))
+    other = PlannedPlacement(hvd.size() + 1, ((socket.gethostname(), hvd.size() + 1),))
     message = small.raised(PlacementError, lambda: _with_plan(other))
     assert f"one of {hvd.size() + 1}" in message
 
 
-def _with_plan(plan: Expected) -> None:
+def _with_plan(plan: PlannedPlacement) -> None:
     os.environ[PLAN] = plan.to_json()
     try:
         hvd.check_placement()

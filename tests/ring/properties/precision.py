@@ -17,7 +17,7 @@ import tensorflow as tf
 import ringtrain.hvd as hvd
 from ringtrain.config import HvdConfig
 from ringtrain.errors import ConfigError, RingtrainError
-from ringtrain.hvd.keras_hooks import teach_keras
+from ringtrain.hvd.keras_patches import teach_keras
 
 OVERFLOWING_STEP = 3
 NUM_STEPS = 6

@@ -16,11 +16,12 @@ import numpy as np
 import small
 
 import ringtrain.hvd as hvd
-from ringtrain import checkpoint, config, resume
+from ringtrain import config
 from ringtrain.errors import CheckpointError, OutOfSync
 from ringtrain.hvd import collectives
-from ringtrain.journal import Journal
-from ringtrain.reports import Box
+from ringtrain.monitor.journal import Journal
+from ringtrain.protocol.status import StatusLine
+from ringtrain.run import checkpoint, model_state, resume, saver
 
 
 @keras.saving.register_keras_serializable(package="tests")
@@ -187,8 +188,8 @@ def a_checkpoint_holds_once_what_is_equal_on_all_ranks():
         path = checkpoint.save(folder, 4, files, {**whole.manifest, "format": 1, "global_step": 4})
     other = _with_local_state(seed=8)
     resume.restore(other, folder, True, settings, numbers)
-    (seed,) = (variable.numpy() for variable in resume._seeds(model))
-    (restored,) = (variable.numpy() for variable in resume._seeds(other))
+    (seed,) = (variable.numpy() for variable in model_state.seeds(model))
+    (restored,) = (variable.numpy() for variable in model_state.seeds(other))
     assert np.array_equal(seed, restored), "a checkpoint of format 1 has seeds at the same places"
     hvd.allgather_object(None, name="compared")
     if hvd.rank() == 0:
@@ -238,10 +239,10 @@ def _saver(model, folder):
     settings = config.Config(optimizer=optimizer, train=config.TrainConfig(batch_size=small.BATCH))
     numbers = config.derive(settings, hvd.size(), 1000, 10)
     journal = Journal(folder, hvd.rank(), hvd.size())
-    clock = resume.Clock(resume.Start(), numbers.steps_per_epoch, Box(hvd.rank()), journal)
+    clock = resume.Clock(resume.Start(), numbers.steps_per_epoch, StatusLine(hvd.rank()), journal)
     clock.set_model(model)
     return (
-        resume.Saver(model, folder, settings, {"numbers": dataclasses.asdict(numbers)}, clock, {}, journal),
+        saver.Saver(model, folder, settings, {"numbers": dataclasses.asdict(numbers)}, clock, {}, journal),
         settings,
         numbers,
     )

@@ -12,8 +12,8 @@ import numpy as np
 import small
 
 import ringtrain.hvd as hvd
-from ringtrain.optimizers import LARS, SGD, LearningRate, last_learning_rate
-from ringtrain.schedules import DECAYS, Schedule
+from ringtrain.optim.optimizers import LARS, SGD, LearningRate, last_learning_rate
+from ringtrain.optim.schedules import DECAYS, Schedule
 
 TIGHT = 1e-6
 WARMING = Schedule("cosine", learning_rate=0.4, initial_learning_rate=0.1, warmup_steps=3, num_steps=8)

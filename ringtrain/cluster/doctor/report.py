@@ -1,0 +1,156 @@
+"""What doctor found, as a table with its findings, or as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ringtrain.cluster.doctor import links
+from ringtrain.cluster.doctor.findings import LEVELS, Cell, Finding, Level, Scene
+
+STYLES: dict[Level, str] = {"unknown": "dim", "well": "", "warns": "yellow", "hurts": "bold red"}
+MARKS: dict[Level, str] = {"unknown": "", "well": "", "warns": "! ", "hurts": "!! "}  # where there are no colours
+EXIT_CODES: dict[Level, int] = {"unknown": 0, "well": 0, "warns": 1, "hurts": 2}
+MOST_HOSTS = 6  # named in a finding
+PADDING = 2
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found."""
+
+    scene: Scene
+    table: Mapping[str, Sequence[Cell]]
+    """by the check's name a cell per host"""
+    findings: tuple[Finding, ...]
+    """the worst first"""
+    subnet: str
+    """for --subnet; empty: the hosts share none"""
+    ring: links.Ring | None
+    """None: not measured"""
+    took_s: float
+
+    @property
+    def level(self) -> Level:
+        """The worst that was found."""
+        return max((finding.level for finding in self.findings), key=LEVELS.index, default="well")
+
+
+def show(report: Report, console: Console, as_json: bool = False) -> int:
+    """Shows what was found.
+
+    Args:
+        console: where to, e.g. plain_or_terminal().
+        as_json: one JSON object instead of the table.
+
+    Returns:
+        Exit code: 0 all is well, 1 there are warnings, 2 something hurts.
+    """
+    if as_json:
+        console.out(json.dumps(as_plain_values(report)), highlight=False)
+        return EXIT_CODES[report.level]
+    wide = console.width if console.is_terminal else sys.maxsize
+    for columns in fold(report, wide):
+        console.print(_draw(report, columns), soft_wrap=not console.is_terminal, crop=False)
+        console.print()
+    for line, style in _lines(report):
+        console.print(Text(_plain(line), STYLES.get(style, "")), soft_wrap=True)
+    return EXIT_CODES[report.level]
+
+
+def plain_or_terminal() -> Console:
+    """A console on standard output; without colours and control characters where that is no terminal."""
+    if sys.stdout.isatty():
+        return Console()
+    return Console(force_terminal=False, color_system=None, width=10_000)
+
+
+def fold(report: Report, width: int) -> Iterator[list[str]]:
+    """Divides the table's columns so that each part has room beside the hosts' names.
+
+    Yields:
+        Names of columns.
+    """
+    first = max((cell_len(probe.host.name) for probe in report.scene.probes), default=0)
+    part: list[str] = []
+    used = first
+    for name, cells in report.table.items():
+        needed = PADDING + max([cell_len(name), *(cell_len(_said(cell)) for cell in cells)])
+        if part and used + needed > width:
+            yield part
+            part, used = [], first
+        part.append(name)
+        used += needed
+    yield part
+
+
+def as_plain_values(report: Report) -> dict[str, object]:
+    """A report as JSON knows values; a host's facts are in it, but for the hashes of single files."""
+    hosts = []
+    for number, probe in enumerate(report.scene.probes):
+        facts = dict(probe.facts) if probe.facts is not None else None
+        for group in ("ringtrain", "code"):
+            if facts and facts[group]:
+                facts[group] = {name: value for name, value in facts[group].items() if name != "files"}
+        checks = {n: {"value": cells[number].value, "level": cells[number].level} for n, cells in report.table.items()}
+        host = {"name": probe.host.name, "slots": probe.host.slots, "error": probe.error}
+        times = {"connect_s": probe.connect_s, "clock_s": probe.clock_s}
+        hosts.append({**host, **times, "checks": checks, "facts": facts})
+    return {
+        "level": report.level,
+        "hosts": hosts,
+        "findings": [dataclasses.asdict(finding) for finding in report.findings],
+        "subnet": report.subnet,
+        "ring": dataclasses.asdict(report.ring) if report.ring is not None else None,
+        "took_s": round(report.took_s, 3),
+    }
+
+
+def _draw(report: Report, columns: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, PADDING, 0, 0), header_style="bold")
+    for name in ("host", *columns):
+        table.add_column(name, no_wrap=True)
+    for number, probe in enumerate(report.scene.probes):
+        cells = [report.table[name][number] for name in columns]
+        row = [Text(_plain(_said(cell)), STYLES[cell.level]) for cell in cells]
+        worst = max((report.table[name][number].level for name in report.table), key=LEVELS.index)
+        table.add_row(Text(probe.host.name, STYLES[worst] if worst == "hurts" else ""), *row)
+    return table
+
+
+def _lines(report: Report) -> Iterator[tuple[str, Level]]:
+    """Everything below the table, with how to colour it."""
+    if report.ring is not None and report.ring.links:
+        yield from ((line, "well") for line in links.describe(report.ring))
+        yield "", "well"
+    for finding in report.findings:
+        who = ", ".join(finding.hosts[:MOST_HOSTS])
+        if len(finding.hosts) > MOST_HOSTS:
+            who += f" and {len(finding.hosts) - MOST_HOSTS} more"
+        yield f"{MARKS[finding.level]}{': '.join(filter(None, [who, finding.check, finding.text]))}", finding.level
+        yield from ((f"       {line}", "well") for line in finding.mend.splitlines())
+    if report.findings:
+        yield "", "well"
+    if report.subnet and len(report.scene.answers) > 1:
+        yield f"all hosts are in {report.subnet}: ringtrain launch --subnet {report.subnet}", "well"
+    count = {level: sum(finding.level == level for finding in report.findings) for level in LEVELS}
+    hosts = f"{len(report.scene.probes)} host{'s' * (len(report.scene.probes) != 1)}"
+    verdict = {"hurts": f"{count['hurts']} hurt, {count['warns']} warn", "warns": f"{count['warns']} warn"}
+    yield f"{hosts}: {verdict.get(report.level, 'all is well')} ({report.took_s:.1f} s)", report.level
+
+
+def _said(cell: Cell) -> str:
+    return MARKS[cell.level] + (cell.value or "-")
+
+
+def _plain(text: str) -> str:
+    """What a host said must not move the cursor."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -1,0 +1,199 @@
+"""Why a job ended, in the words of the rank that ended first."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+
+from ringtrain.protocol.failures import Failure
+from ringtrain.protocol.reader import Reader
+
+# How launchers tag what a rank writes: Open MPI 4 "[1,3]<stderr>:", 5 "[prterun-host1-99@1,3]<stderr>: ", Hydra "[3] ",
+# horovodrun over Gloo "[3]<stderr>:", srun "3: ".
+TAGGED = re.compile(r"(?:\[(?:[^][<>]*,)?(\d{1,9})\](?:<std(?:err|out)>:? ?| )|(\d{1,9}): )(.*)")
+# What they say of the rank that ended first.
+KILLED = re.compile(r"process rank (\d{1,9}) with PID \d+ on node (\S+) exited on\s+signal (\d{1,9})")
+EXITED = re.compile(r"Process name: (?:\[.*,)?(\d{1,9})\]?\s+Exit code: +(-?\d{1,9})")
+EXITED_ELASTIC = re.compile(r"Process name: (\S+)\[\d+\]\s+Exit code: +(\d{1,9})")
+# Hydra knows processes, not ranks; MPICH writes a signal as if it were an exit code, and says so below.
+HYDRA = re.compile(
+    r"PID (\d{1,9}) RUNNING AT (\S+)\n=\s+(?:EXIT CODE|KILLED BY SIGNAL): (\d{1,9})"
+    r"(?:.*?EXIT STRING: [^\n]*\(signal (\d{1,9})\))?",
+    re.DOTALL,
+)
+LOST = re.compile(r"Remote daemon: .* on node (\S+)")
+TAIL_LINES = 20
+HOST_LOST = "a lost host"
+MAX_SPEAKERS = 8
+
+
+@dataclass(frozen=True)
+class ExitCause:
+    """What the launcher says last, and its exit code."""
+
+    exit_code: int
+    text: str = ""
+    rank: int = -1
+    """that ended first; -1: not known"""
+    kind: str = ""
+    """of its exception, if it has reported one"""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a job ended."""
+
+    exit_code: int
+    """of the rank that failed first, 128 + a signal's number, or 0"""
+    text: str = ""
+    """why"""
+    kind: str = ""
+    """HOST_LOST, the exception of the rank that failed first, or empty"""
+    _: KW_ONLY
+    rank: int = -1
+    """that failed first; -1: not known"""
+    hosts: tuple[str, ...] = ()
+    """that it failed on, as the job names them"""
+    global_step: int = -1
+    """of that rank, else the furthest of any; -1: not known"""
+    phase: str = ""
+    """what that rank was doing"""
+    run_name: str = ""
+    stopped: bool = False
+    """by a signal to the launcher"""
+    unswept: tuple[str, ...] = ()
+    """hosts where something of it may still live, for as long as keepers are patient"""
+    out_of_memory: bool = False
+    """the kernel has killed processes of that host meanwhile, for want of memory"""
+
+    @property
+    def where(self) -> tuple[int, int, str]:
+        """What is the same when it fails at the same place again."""
+        return self.rank, self.global_step, self.text.splitlines()[-1] if self.text else ""
+
+    @property
+    def where_in_words(self) -> str:
+        """E.g. "step 20, save"."""
+        step = f"step {self.global_step}" if self.global_step >= 0 else "before its first step"
+        return ", ".join(filter(None, [step, self.phase]))
+
+    @property
+    def in_a_line(self) -> str:
+        """The cause without a traceback."""
+        first, *rest = self.text.splitlines() or [f"exit code {self.exit_code}"]
+        said = f"{first} {rest[-1].strip()}" if rest and first.endswith(":") else first
+        return f"{said} ({self.where_in_words})" if self.rank >= 0 or self.global_step >= 0 else said
+
+
+def rank_of(line: str) -> tuple[int, str] | None:
+    """The rank that wrote a line, and the line without the launcher's tag; None: the launcher itself."""
+    match = TAGGED.match(line)
+    return (int(match[1] or match[2]), match[3]) if match else None
+
+
+def decide(
+    returncode: int,
+    reports: Reader,
+    said_by_launcher: str,
+    tails: Mapping[int, Sequence[str]],
+    launcher: str,
+    silent: Sequence[str] = (),
+) -> ExitCause:
+    """Finds the first cause of a job's end.
+
+    Args:
+        returncode: of the launcher, as subprocess has it.
+        tails: the last lines that each rank wrote.
+        silent: hosts that did not answer any more when the job was over. Open MPI 5 ends with 0 then.
+
+    Returns:
+        The exit code of the rank that ended first, and why it did: its exception; else its signal or exit code and what
+        it wrote last. "Horovod has been shut down" is said where nobody knows better, with what it means.
+    """
+    code = returncode if returncode >= 0 else 128 - returncode
+    if code == 0 and not silent:
+        return ExitCause(0)
+    hosts = {seat.rank: seat.host for seat in reports.seats}
+    failure = reports.first_failure()
+    if failure and not failure.is_consequence:
+        return ExitCause(failure.exit_code, _in_its_words(failure), failure.rank, failure.kind)
+    killed, exited = KILLED.search(said_by_launcher), EXITED.search(said_by_launcher)
+    if ended := HYDRA.search(said_by_launcher):
+        return _by_hydra(ended, code, reports, failure)
+    if killed:
+        rank, number = int(killed[1]), int(killed[3])
+        where = hosts.get(rank, killed[2])
+        return ExitCause(128 + number, f"rank {rank} on {where} was killed by {signal_name(number)}", rank)
+    if exited and int(exited[1]) not in reports.failures:
+        rank, rank_code = int(exited[1]), int(exited[2])
+        rank_code = rank_code if rank_code >= 0 else 128 - rank_code
+        where = f"rank {rank} on {hosts[rank]}" if rank in hosts else f"rank {rank}"
+        if rank_code > 128 and rank_code - 128 in signal.valid_signals():
+            why = f"{where} was killed by {signal_name(rank_code - 128)}, or ended so"
+        else:
+            why = f"{where} was the first to end, with exit code {rank_code}"
+        tail = "\n".join(f"  {line}" for line in tails.get(rank, ()))
+        return ExitCause(rank_code, f"{why}{'; its last lines:' * bool(tail)}\n{tail}".rstrip(), rank)
+    if ended_elastic := EXITED_ELASTIC.search(said_by_launcher):
+        rank_code = int(ended_elastic[2])
+        number = rank_code - 128
+        how = f"was killed by {signal_name(number)}, or ended so" if number in signal.valid_signals() else ""
+        how = how or f"was the first to end, with exit code {rank_code}"
+        said = f"; it said:\n{failure.text}" if failure else ""
+        return ExitCause(rank_code, f"of the last ranks, one on {ended_elastic[1]} {how}{said}")
+    if silent:
+        lost_hosts = ", ".join(silent)
+        return ExitCause(2, f"lost {lost_hosts} while it ran: no answer from there; the host or its network failed")
+    if failure:
+        return ExitCause(
+            failure.exit_code,
+            f"{_in_its_words(failure)}\nthat is a consequence: another rank ended before and left no reason: it called"
+            f" exit, was killed, or its host was; look at its output and at the host's kernel log",
+        )
+    lost = LOST.search(said_by_launcher)
+    if lost:
+        return ExitCause(
+            code, f"{launcher} lost its daemon on {lost[1]}: the host or its network failed, or it was killed"
+        )
+    if returncode < 0:
+        return ExitCause(code, f"{launcher} was killed by {signal_name(-returncode)}")
+    # Open MPI 4 keeps it to itself now and then, when the rank was on another host.
+    spoken = [(f"rank {rank} on {hosts[rank]}", tail[-1]) for rank, tail in tails.items() if tail and rank in hosts]
+    if spoken:
+        lines = "\n".join(f"  {who}: {line}" for who, line in spoken[-MAX_SPEAKERS:])
+        return ExitCause(
+            code, f"a rank ended with exit code {code}, {launcher} does not say which; last errors:\n{lines}"
+        )
+    if any(line.startswith("ringtrain: ") for line in said_by_launcher.splitlines()):  # one of our own has said why
+        return ExitCause(code)
+    how = f"{launcher} ended with exit code {code}"
+    if code - 128 in signal.valid_signals():
+        how += f": a rank was killed by {signal_name(code - 128)}, or ended so; {launcher} does not say which"
+    return ExitCause(code, how)
+
+
+def _by_hydra(ended: re.Match[str], code: int, reports: Reader, consequence: Failure | None) -> ExitCause:
+    process, host, number = int(ended[1]), ended[2], int(ended[3])
+    seat = next((seat for seat in reports.seats if seat.process == process), None)
+    who = f"rank {seat.rank} on {seat.host}" if seat else f"process {process} on {host}"
+    rank = seat.rank if seat else -1
+    if "KILLED BY SIGNAL" in ended[0] or ended[4]:
+        number = int(ended[4] or number)
+        return ExitCause(128 + number, f"{who} was killed by {signal_name(number)}", rank)
+    said = f"; it said:\n{consequence.text}" if consequence else ""
+    return ExitCause(number or code, f"{who} was the first to end, with exit code {number}{said}", rank)
+
+
+def signal_name(number: int) -> str:
+    """E.g. "SIGKILL (signal 9)"."""
+    try:
+        return f"{signal.Signals(number).name} (signal {number})"
+    except ValueError:
+        return f"signal {number}"
+
+
+def _in_its_words(failure: Failure) -> str:
+    between = "\n" if "\n" in failure.text else " "
+    return f"rank {failure.rank} on {failure.host} failed first:{between}{failure.text}"

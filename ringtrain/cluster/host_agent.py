@@ -1,0 +1,302 @@
+"""A shell on each host of a job, over ssh: it looks at the host first, passes signals on, and ends what is left.
+
+It lives as long as the launcher speaks to it. When the launcher says so, is killed, or cannot be heard any more, it
+kills every process that has the job's id in its environment, whoever started it.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import ipaddress
+import os
+import queue
+import shlex
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ringtrain.protocol.env import JOB
+from ringtrain.protocol.status import STATUS_FILES, STATUS_LENGTH
+
+SAYS = "ringtrain-keeper:"
+LEASE_S = 30
+"""a host that has not heard the launcher for so long ends its part of the job"""
+BEAT_S = 5
+PATIENCE_S = 2
+"""for launchers whose ranks have been killed to end by themselves and remove their files"""
+ALIVE_S, ALIVE_COUNT = 3, 5
+"""ssh asks a silent host every so many seconds, and gives up after so many questions"""
+LOOK_UP_S, MAX_LOOKING_UP = 10.0, 256
+"""for all names of hosts to be looked up, so many at a time"""
+OWN_CONNECTION = {"ControlMaster": "no", "ControlPath": "none", "ClearAllForwardings": "yes"}
+"""options of ssh: a connection that others share has their keep-alive, and hides that a host is lost"""
+
+# A signal to a rank goes past these to the program that they have started: they would end by it. They catch SIGINT to
+# wait for a child, which a terminal signals as well. A script is called by its own name, and known by its program.
+WRAPPERS = " | ".join(
+    [f"{program}:*" for program in ("sh", "bash", "dash", "ksh*", "zsh", "make")]
+    + [f"*:{name}" for name in ("uv", "conda", "mamba", "micromamba")]
+)
+# With $number set. catches: of these processes those that catch this signal. takers: of these and what they have
+# started the outermost that are no wrappers, or are some that catch it. hand_on: to the rank of the process $1.
+SIGNALLING = f"""
+caught() {{
+    bits=$(sed -n 's/^SigCgt:.*\\(........\\)$/\\1/p' "/proc/$1/status" 2>/dev/null)
+    [ $((0x${{bits:-0}} >> (number - 1) & 1)) = 1 ]
+}}
+catches() {{ for process; do ! caught "$process" || echo "$process"; done; }}
+takers() {{
+    for process; do
+        program=$(readlink "/proc/$process/exe" 2>/dev/null)
+        case ${{program##*/}}:$(cat "/proc/$process/comm" 2>/dev/null) in
+        {WRAPPERS})
+            if [ "$number" = {int(signal.SIGINT)} ] || ! caught "$process"; then
+                takers $(grep -ls "^PPid:[[:space:]]*$process\\$" /proc/[0-9]*/status | cut -d/ -f3)
+                continue
+            fi ;;
+        esac
+        echo "$process"
+    done
+}}
+hand_on() {{
+    below=$(takers "$1")
+    chosen=$(catches $below)
+    kill -"$number" ${{chosen:-${{below:-$1}}}}
+}}
+"""
+
+# Arguments: the job's id, the folder and program of the ranks, their PATH and PYTHONPATH, and whether the program is a
+# Python that shall have ringtrain. What a login shell may print as well does not begin with SAYS.
+SCRIPT = f"""
+trap '' HUP INT TERM PIPE
+job=$1 folder=$2 program=$3 path=$4 modules=$5 wants_ringtrain=$6
+mine() {{ grep -ls "{JOB}=$job" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3; }}
+daemons() {{
+    for process in $(mine); do
+        parent=$(sed -n "s/^PPid:[[:space:]]*//p" "/proc/$process/status" 2>/dev/null)
+        case $(cat "/proc/$parent/comm" 2>/dev/null) in
+        orted | prted | hydra_pmi_proxy) echo "$parent" ;;
+        esac
+    done | sort -u
+}}
+sweep() {{
+    others=$(daemons) began=$(date +%s)
+    while :; do
+        first= then=
+        for process in $(mine) $others; do
+            name=
+            {{ read -r name <"/proc/$process/comm"; }} 2>/dev/null
+            case $name in
+            "") ;;
+            mpirun | mpiexec* | orterun | prterun | orted | prted | hydra_* | srun | ssh) then="$then $process" ;;
+            *) first="$first $process" ;;
+            esac
+        done
+        waited=$(($(date +%s) - began))
+        [ -n "$first$then" ] && [ $waited -lt {3 * PATIENCE_S} ] || break
+        [ $waited -lt {PATIENCE_S} ] || first="$first $then"
+        kill -s KILL $first 2>/dev/null
+        sleep 0.05
+    done
+}}
+boxes() {{
+    for box in {STATUS_FILES}-"$job"-*; do
+        [ -f "$box" ] || continue
+        echo "{SAYS}box ${{box##*-}} $(head -c {STATUS_LENGTH} "$box")"
+        rm -f "$box"
+    done
+}}
+{SIGNALLING}
+networks() {{
+    PATH=$PATH:/usr/sbin:/sbin ip -o -4 address show up 2>/dev/null | while read -r _ name _ address _; do
+        [ ! -d "/sys/class/net/$name/bridge" ] || address=$address:bridge
+        printf " %s" "$address"
+    done
+}}
+killed_for_memory() {{ sed -n "s/^oom_kill //p" /proc/vmstat 2>/dev/null; }}
+before=$(killed_for_memory)
+version= missing=
+cd "$folder" 2>/dev/null || missing=$program
+if [ -n "$missing" ]; then
+    echo "{SAYS}lacks-folder $(uname -n)"
+    exit
+elif [ -n "$program" ] && [ -z "$(PATH=$path; command -v "$program")" ]; then
+    echo "{SAYS}lacks $(uname -n)"
+    exit
+elif [ -n "$wants_ringtrain" ]; then
+    version=$(PATH=$path; [ -z "$modules" ] || export PYTHONPATH="$modules"
+        "$program" -c "import ringtrain; print(ringtrain.__version__)" 2>/dev/null)
+    version=${{version:-none}}
+fi
+echo "{SAYS}networks$(networks)"
+set -- ${{SSH_CONNECTION:-}}
+case ${{3:-}} in *[!0-9.]*) set -- ;; esac
+echo "{SAYS}reached ${{3:-}}"
+echo "{SAYS}ready $(uname -n) $version"
+while order=$(timeout -s KILL {LEASE_S} sh -c "IFS= read -r order && echo "'"$order"'); do
+    case $order in
+    end) break ;;
+    signal*)
+        set -- $order
+        number=$2
+        shift 2
+        for pair; do
+            # The process that a rank has told of, and the first one: in a namespace of their own numbers mean others.
+            for process in ${{pair%%:*}} ${{pair##*:}}; do
+                grep -qs "{JOB}=$job" "/proc/$process/environ" || continue
+                hand_on "$process"
+                break
+            done
+        done ;;
+    esac
+done
+sweep
+boxes
+[ "$(killed_for_memory)" = "$before" ] || echo "{SAYS}memory"
+echo "{SAYS}swept$first"
+"""
+
+
+def local_networks(hosts: Iterable[str], reached: Iterable[str] = ()) -> tuple[str, ...]:
+    """Networks that lead to no other host: those in which two hosts have one address, and bridges that one host has.
+
+    Args:
+        hosts: networks of each host, such as "10.1.0.3/16 192.168.122.1/24:bridge"; "" if they are not known.
+        reached: IPv4 addresses by which hosts reach each other. A network that has one of them is not local, unless two
+            hosts have that address.
+
+    Returns:
+        CIDRs.
+    """
+    distinct = dict.fromkeys(hosts)  # two names of one machine have the same networks
+    places: dict[Any, list[tuple[Any, bool]]] = {}
+    for host in distinct:
+        for text in host.split():
+            address, _, kind = text.partition(":")
+            place = ipaddress.IPv4Interface(address)
+            if not place.is_loopback:
+                places.setdefault(place.network, []).append((place.ip, kind == "bridge"))
+    times = Counter(address for seen in places.values() for address, _ in seen)
+    joining = {address for address in map(ipaddress.IPv4Address, reached) if times[address] < 2}
+    found = [
+        network
+        for network, seen in places.items()
+        if len({address for address, _ in seen}) < len(seen) or (len(seen) == 1 and seen[0][1])
+        if not any(address in network for address in joining)
+    ]
+    return tuple(map(str, sorted(found))) if len(distinct) > 1 else ()
+
+
+def source_address(host: str) -> str:
+    """Address of this machine from which it sends to a host.
+
+    Args:
+        host: IPv4 address or a name that has one.
+
+    Raises:
+        OSError: the name has none, or no network leads there.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing: the kernel chooses the address to send from
+        return str(probe.getsockname()[0])
+
+
+def argv(
+    host: str,
+    job: str,
+    command: Sequence[str],
+    folder: Path,
+    path: str,
+    modules: str,
+    *,
+    timeout_s: float,
+    port: int = 0,
+) -> list[str]:
+    """The command that starts a keeper.
+
+    Args:
+        host: to reach by ssh; empty: this one.
+        command: of the ranks; empty: there is nothing to look for.
+        port: of ssh; 0: as ssh has it configured.
+
+    Returns:
+        Words for subprocess.
+    """
+    program = command[0] if command else ""
+    is_python = os.path.basename(program).startswith("python")
+    wants_ringtrain = is_python and any(word.startswith("ringtrain.") for word in command[1:3])
+    words = ["sh", "-c", SCRIPT, "ringtrain-keeper", job, str(folder), program, path, modules, "1" * wants_ringtrain]
+    if not host:
+        return words
+    # In one line, which every login shell understands, csh as well.
+    script = f'eval "$(echo {base64.b64encode(SCRIPT.encode()).decode()} | base64 -d)"'
+    return [*ssh(timeout_s, port), "--", host, shlex.join([*words[:2], script, *words[3:]])]
+
+
+def ssh(timeout_s: float, port: int = 0) -> list[str]:
+    """An ssh that never asks, and notices when its host is gone."""
+    options = {
+        "BatchMode": "yes",
+        "ConnectTimeout": str(max(1, int(timeout_s))),
+        "ServerAliveInterval": str(ALIVE_S),
+        "ServerAliveCountMax": str(ALIVE_COUNT),
+        **OWN_CONNECTION,
+    }
+    return [
+        "ssh",
+        "-T",
+        *(f"-o{name}={value}" for name, value in options.items()),
+        *(["-p", str(port)] if port else []),
+    ]
+
+
+def here(hosts: Iterable[str], patience_s: float = LOOK_UP_S) -> frozenset[str]:
+    """The names that mean this machine. They are looked up side by side; those not found in time mean another one.
+
+    Args:
+        patience_s: seconds for all of them together.
+    """
+    waiting = [*dict.fromkeys(hosts)]
+    missing, found, answers = len(waiting), set(), queue.SimpleQueue[tuple[str, bool]]()
+
+    def look_up() -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                name = waiting.pop()
+                answers.put((name, is_here(name)))
+
+    # Of their own, not a pool's, for which Python waits at its end: a resolver may take half a minute for each name.
+    for _ in range(min(missing, MAX_LOOKING_UP)):
+        threading.Thread(target=look_up, daemon=True).start()
+    deadline = time.monotonic() + patience_s
+    with contextlib.suppress(queue.Empty):
+        for _ in range(missing):
+            name, is_own = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            found |= {name} if is_own else set()
+    return frozenset(found)
+
+
+def is_here(host: str) -> bool:
+    """Whether a name means this machine: one of its addresses, or its own name."""
+    if host in ("localhost", socket.gethostname(), socket.gethostname().partition(".")[0]):
+        return True
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                # Sends nothing; the kernel tells from where it would: to an address of one's own, from that address.
+                probe.connect((address[0], 9, *address[2:]))
+                if probe.getsockname()[0] == address[0] or str(address[0]).startswith("127."):
+                    return True
+        except OSError:
+            continue
+    return False

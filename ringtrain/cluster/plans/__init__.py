@@ -1,0 +1,10 @@
+"""Command lines: each launcher's flags with their reasons, as pure functions from a Job to a Plan.
+
+mpirun:     a row per MPI, identified by `mpirun --version`
+openmpi:    flags of Open MPI 4 and 5
+hydra:      flags of MPICH and Intel MPI
+horovodrun: horovodrun over MPI, over Gloo, and elastic
+slurm:      srun, and a script for sbatch
+kubernetes: the manifest of an MPIJob
+rank_logs:  a log per rank where the launcher keeps none
+"""

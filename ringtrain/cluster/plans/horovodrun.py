@@ -1,0 +1,228 @@
+"""horovodrun's command line: over MPI, over Gloo, and elastic; started by horovod_driver.py, which closes its doors.
+
+horovodrun puts a command line together as text and gives it to a shell: what it would leave unquoted is quoted here, or
+refused. Ranks of this host inherit its environment: what ranks shall not see is taken out before it starts.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+
+from ringtrain.cluster.environment import as_mapping, names_for_ranks, settings, withheld
+from ringtrain.cluster.job import (
+    MAX_WORD_LETTERS,
+    Flag,
+    Job,
+    Plan,
+    check,
+    check_names,
+    file_path,
+    named_hosts,
+    words,
+)
+from ringtrain.cluster.plans import openmpi
+from ringtrain.errors import LaunchError
+
+PLAIN_PATH = re.compile(r"[A-Za-z0-9_@%+=:,./-]*")
+DRIVER = "ringtrain.cluster.horovod_driver"
+GLOO_TIMEOUT, GLOO_TIMEOUT_S = "HOROVOD_GLOO_TIMEOUT_SECONDS", 60
+HOST_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
+
+
+def plan(
+    job: Job,
+    gloo: bool = False,
+    dialect: str = "openmpi4",
+    mpi_prefix: str = "",
+    start_timeout_s: int = 60,
+    interface: str = "",
+    python: str = "python3",
+) -> Plan:
+    """The command that starts a job by horovodrun.
+
+    Args:
+        job: what to run where; with its hosts.
+        gloo: without MPI.
+        dialect: of the mpirun that horovodrun will find, a key of mpi.DIALECTS; over Gloo it does not matter.
+        mpi_prefix: folder above mpirun's bin, by which Open MPI finds its own programs on other hosts; empty: a command
+            over ssh finds them on PATH there.
+        start_timeout_s: for horovodrun's own look at the hosts.
+        interface: name of the network interface that ranks talk over, on all hosts; empty: the one that leads from
+            here to the first other host.
+
+    Raises:
+        LaunchError: horovodrun cannot run the job, or not as asked for.
+    """
+    _check(job)
+    if not gloo and dialect != "openmpi4":
+        raise LaunchError(
+            f"horovodrun over MPI speaks to Open MPI 4 only, and this is {dialect}: use --launcher horovodrun-gloo or"
+            f" mpirun"
+        )
+    listed = named_hosts(job.hosts)
+    if len(listed) > MAX_WORD_LETTERS:
+        raise LaunchError(f"{len(job.hosts)} hosts are too many for horovodrun's command line: use --launcher mpirun")
+    hosts = words(
+        "-H", listed, because="hosts, each with the ranks it takes; its reader of hostfiles knows one form only"
+    )
+    return _plan(job, gloo, [hosts], interface, start_timeout_s, {}, mpi_prefix, python)
+
+
+def elastic(
+    job: Job,
+    *,
+    min_ranks: int,
+    max_ranks: int,
+    discovery: str = "",
+    interface: str = "",
+    start_timeout_s: int = 60,
+    cooldown_s: tuple[int, int] = (0, 0),
+    python: str = "python3",
+) -> Plan:
+    """The command that starts a job which goes on when hosts come and go; over Gloo.
+
+    Args:
+        job: what to run; num_ranks is how many must be there before it begins.
+        max_ranks: with more, the rest is left out.
+        discovery: program that prints a line host:slots for each host there is now; empty: a file with the job's hosts,
+            which can be edited while it runs.
+        interface: name of the network interface that ranks talk over, on all hosts; empty: horovodrun looks for it as
+            soon as there are two hosts, and never begins on one.
+        cooldown_s: for how long a host is left out after one of its ranks has failed: twice to three times the first
+            number, doubled each time, up to the second; zeros: for good.
+
+    Raises:
+        LaunchError: horovodrun cannot run the job, or not as asked for.
+    """
+    _check(job)
+    if not 1 <= min_ranks <= job.num_ranks <= max_ranks:
+        raise LaunchError(
+            f"got {min_ranks} ranks at least, {job.num_ranks} to begin with and {max_ranks} at most, expected them in"
+            f" this order, from 1 on"
+        )
+    if len(job.hosts) < 2 and not (discovery or interface):
+        raise LaunchError(
+            "got one host: an elastic horovodrun waits for a second one to find the interface between them: name more"
+            " hosts, or the interface (lo, if it stays at this host)"
+        )
+    files = {}
+    asked = shlex.quote(discovery)
+    if not discovery:
+        text = "".join(f"{host.name}:{host.slots}\n" for host in job.hosts)
+        path = file_path(job, "discovery.txt", text)  # changes while the job runs
+        files[path] = text
+        asked = shlex.join(["cat", path])
+    limits = [
+        words("--min-np", min_ranks, because="with fewer ranks it waits for hosts"),
+        words("--max-np", max_ranks, because="with more slots the rest is left out"),
+        words("--host-discovery-script", asked, because="asked every second which hosts there are"),
+    ]
+    if any(cooldown_s):
+        because = "seconds, shortest and longest, after which a host whose rank has failed may come back"
+        limits.append(words("--blacklist-cooldown-range", *cooldown_s, because=because))
+    return _plan(job, True, limits, interface, start_timeout_s, files, python=python, waits_for_hosts=True)
+
+
+def _check(job: Job) -> None:
+    check(job)
+    if not job.hosts:
+        raise LaunchError("horovodrun needs hosts: give --hostfile or -H")
+    check_names(job.hosts, "horovodrun", HOST_NAME)
+    if job.subnet:
+        raise LaunchError(
+            f"got --subnet {job.subnet}, but horovodrun chooses interfaces itself, by name: leave it out, or use"
+            f" --launcher mpirun"
+        )
+    if job.network == "ucx":
+        raise LaunchError("got --network ucx, but horovodrun has MPI and Gloo talk over TCP: use --launcher mpirun")
+
+
+def _plan(
+    job: Job,
+    gloo: bool,
+    hosts: list[Flag],
+    interface: str,
+    start_timeout_s: int,
+    files: dict[str, str],
+    prefix: str = "",
+    python: str = "python3",
+    waits_for_hosts: bool = False,
+) -> Plan:
+    if gloo:
+        _check_gloo(job)
+    values, reasons = as_mapping(settings(job))
+    chosen = interface or "the interface that leads to the job's hosts"
+    for name in ("NCCL_SOCKET_IFNAME", *(["HOROVOD_GLOO_IFACE"] if gloo else [])):
+        if name not in reasons:
+            reasons[name] = f"horovodrun sets it to {chosen}"
+        elif gloo:  # mpirun keeps what is set here
+            reasons[name] = f"horovodrun sets it to {chosen}, whatever is set here: see --network-interface"
+    if waits_for_hosts and GLOO_TIMEOUT not in job.environment:
+        values[GLOO_TIMEOUT] = str(GLOO_TIMEOUT_S)
+        reasons[GLOO_TIMEOUT] = "for ranks of a host that has just come to load TensorFlow, while the others wait"
+    because = "horovodrun, Horovod's own launcher, without services that others can use"
+    found = [*_clean_start(job), words(python, "-m", DRIVER, because=because)]
+    if names := names_for_ranks(job, values):
+        because = "variables that ranks on other hosts get, by name: no value is on a command line"
+        found.append(words("--export", ",".join(names), because=because))
+    found.append(words("-np", job.num_ranks, because="ranks in all"))
+    found += hosts
+    if interface:
+        found.append(words("--network-interfaces", interface, because="not looked for, as asked for"))
+    because = "Gloo, which needs no MPI" if gloo else "MPI starts the ranks and carries what they say"
+    found.append(words("--gloo" if gloo else "--mpi", because=because))
+    found.append(words("--disable-cache", because="looks at the hosts now: what it saw in the last hour may be wrong"))
+    found.append(words("--start-timeout", start_timeout_s, because="seconds for its look at the hosts"))
+    if job.ssh_port:
+        found.append(words("-p", job.ssh_port, because="port of every host's sshd"))
+    if job.output:
+        folder = job.output if gloo else shlex.quote(job.output)
+        found.append(words("--output-filename", folder, because="keeps a log per rank"))
+    if not gloo:
+        found += _mpi_arguments(job, prefix)
+    return Plan(tuple(found), job.command, values, reasons, files)
+
+
+def _check_gloo(job: Job) -> None:
+    """Refuses a binding, and what would be a command on the way to other hosts."""
+    if job.bind == "core":
+        raise LaunchError("got --bind core, but over Gloo, horovodrun binds no ranks: leave it out, or use mpirun")
+    folder = job.working_directory or job.environment.get("PWD", "")
+    if len(job.hosts) > 1 and not PLAIN_PATH.fullmatch(folder):
+        raise LaunchError(
+            f"{shlex.quote(folder)}: over Gloo, horovodrun gives this folder to other hosts' shells as it is: start in"
+            f" one without spaces and signs, or use --launcher mpirun"
+        )
+
+
+def _clean_start(job: Job) -> Iterator[Flag]:
+    """What happens before horovodrun starts."""
+    hidden = withheld(job)
+    if not hidden and not job.working_directory:
+        return
+    yield words("env", because="prepares horovodrun's start")
+    if job.working_directory:
+        yield words("-C", job.working_directory, because="ranks start in the folder that horovodrun stands in")
+    if hidden:
+        because = "ranks of this host inherit all that horovodrun has: it starts without what they do not need"
+        yield Flag(tuple(word for name in hidden for word in ("-u", name)), because)
+
+
+def _mpi_arguments(job: Job, prefix: str) -> Iterator[Flag]:
+    """What horovodrun passes on to mpirun, through a shell."""
+    # With a port horovodrun gives options of ssh by itself, and mpirun takes them once only.
+    control = openmpi.control(job, openmpi.FOUR, ssh_options=not job.ssh_port)
+    own = [flag for flag in control if not flag.words[1].startswith(("plm_rsh_no_tree", "plm_rsh_num"))]
+    if prefix:
+        own.append(words("--prefix", prefix, because="where Open MPI is, on other hosts too"))
+    if job.oversubscribe:
+        own.append(words("--oversubscribe", because="more ranks than slots are allowed, as asked for"))
+    if own:
+        reasons = dict.fromkeys(flag.reason for flag in own)
+        text = shlex.join([word for flag in own for word in flag.words])
+        yield words(f"--mpi-args={text}", because=f"for mpirun: {'; '.join(reasons)}")
+    if job.bind == "core":
+        binding = shlex.join(["--bind-to", "core", "--map-by", f"slot:PE={job.cores_per_rank}"])
+        yield words(f"--binding-args={binding}", because=f"each rank has {job.cores_per_rank} cores of its own")

@@ -1,0 +1,226 @@
+"""Kubernetes: the manifest of an MPIJob (v2beta1) for the MPI Operator, which makes the hosts and their ssh keys."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ringtrain.cluster.environment import forwarded, is_private
+from ringtrain.cluster.job import Flag, Job, Plan, check, file_path, words
+from ringtrain.cluster.plans import mpirun
+from ringtrain.errors import LaunchError
+
+HOSTFILE = "/etc/mpi/hostfile"
+IMPLEMENTATIONS = {"openmpi4": "OpenMPI", "openmpi5": "OpenMPI", "mpich": "MPICH", "intel": "Intel"}
+LABEL = re.compile(r"[a-z]([a-z0-9-]{0,52}[a-z0-9])?")
+PLAIN_KEY = re.compile(r"[A-Za-z][A-Za-z0-9]*")
+QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|[kKMGTP]i?)?")
+LAUNCHER_RESOURCES = {"cpu": "1", "memory": "1Gi"}
+"""of the container that runs mpirun, which a namespace with a quota does not admit without"""
+UNPRIVILEGED = {"runAsNonRoot": True, "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+OF_THIS_MACHINE = ("PATH", "PYTHONPATH", "PYTHONUSERBASE", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What the cluster is asked for besides the job; user, keys and sshd are those of ringtrain's own image."""
+
+    image: str = "ringtrain"
+    name: str = "ringtrain"
+    namespace: str = ""
+    """empty: kubectl's own"""
+    dialect: str = "openmpi4"
+    """of the image's mpirun, a key of mpi.DIALECTS"""
+    gpus_per_worker: int = 0
+    resources: Mapping[str, str] = field(default_factory=dict)
+    """what else a worker requests and is limited to, e.g. cpu: 8, memory: 32Gi"""
+    shared_memory: str = "8Gi"
+    """size limit of /dev/shm, which NCCL and MPI use between ranks of a worker"""
+    secret: str = "ringtrain"
+    """name of the Secret that holds the values of names given by --forward"""
+    ssh_home: str = "/home/ringtrain/.ssh"
+    """where the image's user has its keys; another than /root/.ssh: mpirun is not told that it is root"""
+    sshd: tuple[str, ...] = ("/opt/ringtrain/launch/sshd.sh",)
+    """what a worker runs; a port that the job wants is its last argument"""
+    ssh_port: int = 2222
+    """where it listens, and the image's ssh calls"""
+
+
+class Commented(tuple[str, ...]):
+    """Words of one flag; their reason stands beside them in the manifest."""
+
+    reason = ""
+
+
+def plan(job: Job, cluster: Cluster = Cluster()) -> Plan:
+    """The manifest, and the command that applies it.
+
+    Args:
+        job: what to run. Of its hosts only their number and slots count: workers have the operator's names. Paths of
+            this machine stay here; ranks start in the image's folder.
+        cluster: what to ask for besides.
+
+    Raises:
+        LaunchError: the operator cannot run the job.
+    """
+    check(job)
+    slots = {host.slots for host in job.hosts}
+    if len(slots) != 1:
+        raise LaunchError(
+            "an MPIJob has workers that all take the same number of ranks: choose hosts with the same slots"
+        )
+    for what, name in (("name", cluster.name), ("secret", cluster.secret), ("namespace", cluster.namespace or "any")):
+        if not LABEL.fullmatch(name):
+            raise LaunchError(f"got the {what} {name!r}, expected small letters, digits and '-', 54 at most")
+    for name, amount in cluster.resources.items():
+        if not QUANTITY.fullmatch(amount):
+            raise LaunchError(f"got {amount!r} of the resource {name!r}, expected an amount such as 8, 500m or 32Gi")
+    if not cluster.image:
+        raise LaunchError("got an empty name of the image, expected one such as registry.example/team/ringtrain:1")
+    _refuse_local_paths(job)
+    text = "".join(_lines(manifest(job, cluster)))
+    path = file_path(job, "job.yaml", text)
+    return Plan(
+        (
+            words("kubectl", "apply", because="hands the job to Kubernetes, where the MPI Operator runs it"),
+            words("-f", path, because="the manifest"),
+        ),
+        (),
+        files={path: text},
+    )
+
+
+def _refuse_local_paths(job: Job) -> None:
+    """Raises LaunchError for a path of the command that lies in a directory of this machine, which no worker has."""
+    local = [job.working_directory, *(job.environment.get(name, "") for name in ("VIRTUAL_ENV", "HOME"))]
+    folders = [folder.rstrip("/") for folder in local if folder.rstrip("/")]
+    for word in job.command:
+        path = word.rpartition("=")[2]
+        if any(path == folder or path.startswith(f"{folder}/") for folder in folders):
+            raise LaunchError(
+                f"{path} is a path of this machine: containers see what their image holds, and start in its directory:"
+                f" name it as it is there, such as configs/digits.toml"
+            )
+
+
+def manifest(job: Job, cluster: Cluster) -> dict[str, Any]:
+    """The MPIJob as plain values."""
+    kept = {name: value for name, value in job.environment.items() if name not in OF_THIS_MACHINE}
+    inner = replace(job, working_directory="", environment=kept, allow_root=cluster.ssh_home == "/root/.ssh")
+    names = forwarded(inner)
+    # PATH is the image's own; ranks would otherwise have sshd's.
+    launch = mpirun.plan(replace(inner, environment={**kept, "PATH": ""}), cluster.dialect, hostfile=HOSTFILE)
+    image = {"image": cluster.image, "imagePullPolicy": "IfNotPresent"}
+    security = {} if inner.allow_root else {"securityContext": UNPRIVILEGED}
+    gpus = {"nvidia.com/gpu": cluster.gpus_per_worker} if cluster.gpus_per_worker else {}
+    limits = {"resources": {"limits": {**cluster.resources, **gpus}}} if cluster.resources or gpus else {}
+    probe = {"tcpSocket": {"port": job.ssh_port or cluster.ssh_port}, "initialDelaySeconds": 1, "periodSeconds": 2}
+    shared = {"name": "shared-memory", "mountPath": "/dev/shm"}
+    worker = {
+        "name": "worker",
+        **image,
+        "command": [*cluster.sshd, *([str(job.ssh_port)] if job.ssh_port else [])],
+        "readinessProbe": probe,
+        **security,
+        **limits,
+    }
+    volume = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": cluster.shared_memory}}
+    launcher = {
+        "name": "launcher",
+        **image,
+        "command": list(_escaped(launch)),
+        "env": _variables(launch, inner, names, cluster),
+        **security,
+        "resources": {"limits": LAUNCHER_RESOURCES},
+    }
+    return {
+        "apiVersion": "kubeflow.org/v2beta1",
+        "kind": "MPIJob",
+        "metadata": {"name": cluster.name, **({"namespace": cluster.namespace} if cluster.namespace else {})},
+        "spec": {
+            "slotsPerWorker": job.hosts[0].slots,
+            "mpiImplementation": IMPLEMENTATIONS[cluster.dialect],
+            "sshAuthMountPath": cluster.ssh_home,
+            "launcherCreationPolicy": "WaitForWorkersReady",
+            "runPolicy": {"cleanPodPolicy": "Running"},
+            "mpiReplicaSpecs": {
+                "Launcher": {"replicas": 1, "template": {"spec": {"containers": [launcher]}}},
+                "Worker": {
+                    "replicas": len(job.hosts),
+                    "template": {"spec": {"containers": [{**worker, "volumeMounts": [shared]}], "volumes": [volume]}},
+                },
+            },
+        },
+    }
+
+
+def _escaped(launch: Plan) -> Iterator[Commented]:
+    """A plan's words, in which Kubernetes finds no $(NAME) to put a value in."""
+    for flag in (*launch.flags, Flag(launch.command, "what every rank runs")):
+        part = Commented(word.replace("$", "$$") for word in flag.words)
+        part.reason = flag.reason
+        yield part
+
+
+def _variables(launch: Plan, job: Job, names: Sequence[str], cluster: Cluster) -> list[dict[str, Any]]:
+    """The launcher's environment: values, and references to the Secret where a value is nobody's business."""
+    values = {**{name: job.environment[name] for name in names}, **launch.env}
+    found: list[dict[str, Any]] = []
+    for name, value in sorted(values.items()):
+        if not is_private(name, job):
+            found.append({"name": name, "value": value.replace("$", "$$")})
+        elif name in job.forward:
+            found.append({"name": name, "valueFrom": {"secretKeyRef": {"name": cluster.secret, "key": name}}})
+    return found
+
+
+# ---- YAML ---------------------------------------------------------------------------------------------------------
+
+
+def quoted(text: str) -> str:
+    """A string in YAML's double quotes, in ASCII, on one line."""
+    return '"' + "".join(_character(character) for character in text) + '"'
+
+
+def _character(character: str) -> str:
+    number = ord(character)
+    if character in '"\\':
+        return f"\\{character}"
+    if 0x20 <= number < 0x7F:
+        return character
+    return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
+
+
+def _lines(node: Mapping[str, Any] | list[Any], indent: int = 0) -> Iterator[str]:
+    """Block style; every string is quoted."""
+    space = " " * indent
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            name = key if PLAIN_KEY.fullmatch(key) else quoted(key)
+            if value and isinstance(value, Mapping | list):
+                yield f"{space}{name}:\n"
+                yield from _lines(value, indent + 2)
+            else:
+                yield f"{space}{name}: {_scalar(value)}\n"
+        return
+    for value in node:
+        if isinstance(value, Commented):
+            comment = f"  # {' '.join(value.reason.split())}"
+            for number, word in enumerate(value):
+                yield f"{space}- {quoted(word)}{comment * (number == 0)}\n"
+        elif isinstance(value, Mapping):
+            first, *rest = _lines(value, indent + 2)
+            yield f"{space}- {first.lstrip()}"
+            yield from rest
+        else:
+            yield f"{space}- {_scalar(value)}\n"
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return quoted(value)
+    return str(value) if isinstance(value, int) else "[]" if isinstance(value, list) else "{}"

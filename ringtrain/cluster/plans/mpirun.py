@@ -1,0 +1,102 @@
+"""mpirun's command line: a row per dialect, found by what `mpirun --version` says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from ringtrain.cluster.environment import Setting, as_mapping, names_for_ranks, settings
+from ringtrain.cluster.job import Flag, Job, Plan, check, words
+from ringtrain.cluster.plans import hydra, openmpi
+from ringtrain.cluster.plans.rank_logs import logged
+from ringtrain.errors import LaunchError
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How one MPI wants to be spoken to."""
+
+    title: str
+    version: re.Pattern[str]
+    """that its `mpirun --version` begins with"""
+    flags: Callable[[Job, Sequence[str], str], tuple[list[Flag], dict[str, str]]]
+    """of a job, the names that ranks get, and a hostfile that is there already: flags, and files to be written"""
+    settings: Callable[[Job], Iterable[Setting]] = lambda job: ()
+    rank_variable: str = ""
+    """with a rank's number, where this MPI keeps no log per rank besides showing it; else empty"""
+
+
+DIALECTS = {
+    "openmpi4": Dialect(
+        title="Open MPI 4",
+        version=re.compile(r"mpirun \(Open MPI\) 4\."),
+        flags=lambda job, names, hostfile: openmpi.flags(job, openmpi.FOUR, names, hostfile),
+    ),
+    "openmpi5": Dialect(
+        title="Open MPI 5",
+        version=re.compile(r"mpirun \(Open MPI\) 5\."),
+        flags=lambda job, names, hostfile: openmpi.flags(job, openmpi.FIVE, names, hostfile),
+        rank_variable="OMPI_COMM_WORLD_RANK",
+    ),
+    "mpich": Dialect(
+        title="MPICH",
+        version=re.compile(r"HYDRA build details:"),
+        flags=lambda job, names, hostfile: hydra.flags(job, False, names, hostfile),
+        settings=lambda job: hydra.settings(job, False),
+        rank_variable="PMI_RANK",
+    ),
+    "intel": Dialect(
+        title="Intel MPI",
+        version=re.compile(r"Intel\(R\) MPI Library"),
+        flags=lambda job, names, hostfile: hydra.flags(job, True, names, hostfile),
+        settings=lambda job: hydra.settings(job, True),
+        rank_variable="PMI_RANK",
+    ),
+}
+
+
+def identify(version_text: str) -> str:
+    """The dialect of the mpirun that said this.
+
+    Args:
+        version_text: what `mpirun --version` printed.
+
+    Returns:
+        A key of DIALECTS.
+
+    Raises:
+        LaunchError: an MPI that we do not speak to.
+    """
+    text = version_text.strip()
+    for name, dialect in DIALECTS.items():
+        if dialect.version.match(text):
+            return name
+    first = text.splitlines()[0] if text else ""
+    raise LaunchError(
+        f"mpirun --version says {first!r}: expected {', '.join(dialect.title for dialect in DIALECTS.values())}: put"
+        f" one of these first on PATH, or use --launcher horovodrun-gloo"
+    )
+
+
+def plan(job: Job, dialect: str, program: str = "mpirun", hostfile: str = "") -> Plan:
+    """The command that starts a job by mpirun.
+
+    Args:
+        job: what to run where.
+        program: mpirun's path: Open MPI finds its own programs on other hosts by it. The name alone, only if a command
+            over ssh finds it on PATH there.
+        hostfile: that lists the hosts already, in the dialect's form; else the job's own are named.
+
+    Raises:
+        LaunchError: this MPI cannot run the job.
+    """
+    check(job)
+    row = DIALECTS[dialect]
+    values, reasons = as_mapping([*settings(job), *row.settings(job)])
+    flags, files = row.flags(job, names_for_ranks(job, values), hostfile)
+    if job.output and row.rank_variable:
+        because = f"{row.title} would not show what it logs: each rank copies it to DIR/rank.N/stdout and stderr"
+        flags.append(logged(job.output, row.rank_variable, because))
+    flags.insert(0, words(program, because=f"starts ranks; this one is {row.title}"))
+    return Plan(tuple(flags), job.command, values, reasons, files)

@@ -1,0 +1,192 @@
+"""The flags of Open MPI 4 and 5. Version 5 has another control plane (PRRTE): it ignores most of 4's names silently."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ringtrain.cluster.host_agent import OWN_CONNECTION
+from ringtrain.cluster.job import (
+    MAX_WORD_LETTERS,
+    NUM_HOSTS_LARGE,
+    Flag,
+    Job,
+    check_names,
+    file_path,
+    named_hosts,
+    words,
+)
+from ringtrain.errors import LaunchError
+
+SSH_OPTIONS = (
+    *("-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
+    *("-o", "ServerAliveInterval=4", "-o", "ServerAliveCountMax=2"),
+    *(word for name, value in OWN_CONNECTION.items() for word in ("-o", f"{name}={value}")),
+)
+WHY_SSH = "ssh never asks, shares no connection, gives up on a host after 10 s, and on one that has vanished after 8 s"
+EXCLUDED_NETWORKS = "127.0.0.0/8,docker0"
+TCP_PIECES, TCP_PIECE_BYTES = "btl_tcp_rdma_pipeline_frag_size", 262144
+
+
+@dataclass(frozen=True)
+class Words:
+    """Where the two versions differ."""
+
+    title: str
+    control: str
+    """sets a parameter of the control plane"""
+    ssh: str
+    """that starts daemons: its name in parameters"""
+    shared_memory: str
+    """transport between ranks of a host"""
+    tag: tuple[str, ...]
+    control_networks: str
+    """parameter that limits control connections to networks; empty: there is none that works"""
+    kill: str
+    """parameter with the seconds between SIGTERM and SIGKILL; empty: there is none"""
+    oversubscribe: str
+    """what mapping by slot is called where hosts may be overfull"""
+
+
+FOUR = Words(
+    title="Open MPI 4",
+    control="--mca",
+    ssh="plm_rsh",
+    shared_memory="vader",
+    tag=("--tag-output",),
+    control_networks="oob_tcp_if",
+    kill="odls_base_sigkill_timeout",
+    oversubscribe="slot",
+)
+# PRRTE 3.0.14 knows prte_if_include, but finds no interface by its subnet, and at times crashes over two excluded ones.
+FIVE = Words(
+    title="Open MPI 5",
+    control="--prtemca",
+    ssh="plm_ssh",
+    shared_memory="sm",
+    tag=("--output", "tag"),
+    control_networks="",
+    kill="",
+    oversubscribe="slot:OVERSUBSCRIBE",
+)
+
+
+def flags(job: Job, dialect: Words, names: Sequence[str], hostfile: str = "") -> tuple[list[Flag], dict[str, str]]:
+    """The words after mpirun.
+
+    Args:
+        dialect: FOUR or FIVE.
+        hostfile: that lists the hosts already; else the job's own are named.
+
+    Returns:
+        Flags, and files to be written.
+
+    Raises:
+        LaunchError: a host or a path that this MPI cannot take.
+    """
+    check_names(job.hosts, dialect.title)
+    files: dict[str, str] = {}
+    found = [words("-np", job.num_ranks, because="ranks in all")]
+    if hostfile:
+        found.append(
+            words("--hostfile", hostfile, because="hosts and slots; named, since versions differ in what they find")
+        )
+    elif job.hosts:
+        listed = named_hosts(job.hosts)
+        if len(listed) <= MAX_WORD_LETTERS:
+            found.append(words("-H", listed, because="hosts, each with the ranks it takes"))
+        else:
+            text = "".join(f"{host.name} slots={host.slots}\n" for host in job.hosts)
+            path = file_path(job, "hosts.txt", text)
+            files[path] = text
+            found.append(
+                words("--hostfile", path, because="hosts with the ranks they take: too many for the command line")
+            )
+    if job.allow_root:
+        found.append(
+            words("--allow-run-as-root", because="you are root, and Open MPI wants to be told that this is meant")
+        )
+    found += placement(job, dialect)
+    found += network(job, dialect)
+    found += control(job, dialect)
+    found += output(job, dialect)
+    if job.working_directory:
+        found.append(words("-wdir", job.working_directory, because="ranks start in this folder, on every host"))
+    reason = "variables that ranks on other hosts get, by name: no value is on the command line"
+    if names:
+        found.append(Flag(tuple(word for name in names for word in ("-x", name)), reason))
+    return found, files
+
+
+def placement(job: Job, dialect: Words) -> Iterator[Flag]:
+    """Which cores ranks get."""
+    by_slot = dialect.oversubscribe if job.oversubscribe else "slot"
+    if job.oversubscribe and by_slot == "slot":
+        yield words("--oversubscribe", because="more ranks than slots are allowed, as asked for")
+    if job.bind == "core":
+        slots, *rest = by_slot.split(":")
+        mapped = ":".join([slots, f"PE={job.cores_per_rank}", *rest])
+        yield words("--bind-to", "core", because="each rank has cores of its own (--bind core)")
+        yield words("--map-by", mapped, because=f"ranks fill a host before the next, {job.cores_per_rank} cores each")
+    else:
+        yield words("--bind-to", "none", because="ranks use many threads: bound to a core, all of them would share it")
+        yield words("--map-by", by_slot, because="ranks fill a host before the next, in the order given")
+
+
+def network(job: Job, dialect: Words) -> Iterator[Flag]:
+    """How gradients travel."""
+    if job.network == "ucx":
+        yield words("--mca", "pml", "ucx", because="InfiniBand or RoCE, through UCX (--network ucx)")
+        if dialect is FOUR:
+            yield words("--mca", "btl", "^openib", because="the old InfiniBand transport stays out of UCX's way")
+        return
+    yield words("--mca", "pml", "ob1", because="messages over the transports named next, and no others")
+    transports = f"self,{dialect.shared_memory},tcp"
+    yield words("--mca", "btl", transports, because="shared memory on a host, TCP between hosts")
+    if job.subnet:
+        also = "" if dialect.control_networks else "; control connections use any: PRRTE finds none by its subnet"
+        yield words("--mca", "btl_tcp_if_include", job.subnet, because=f"by subnet: interface names differ{also}")
+    elif job.several_hosts:
+        because = "interfaces that each host has for itself alone lead to no other host"
+        excluded = ",".join([EXCLUDED_NETWORKS, *job.local_networks])
+        yield words("--mca", "btl_tcp_if_exclude", excluded, because=because)
+    if job.several_hosts and f"OMPI_MCA_{TCP_PIECES}" not in job.environment:
+        because = "large messages go in pieces: whole ones that cross wait for each other, at half the link's rate"
+        yield words("--mca", TCP_PIECES, TCP_PIECE_BYTES, because=because)
+
+
+def control(job: Job, dialect: Words, ssh_options: bool = True) -> Iterator[Flag]:
+    """How hosts are started and watched."""
+    set_to = dialect.control
+    if ssh_options and (job.several_hosts or job.ssh_port):
+        options = [*SSH_OPTIONS, *(("-p", str(job.ssh_port)) if job.ssh_port else ())]
+        yield words(set_to, f"{dialect.ssh}_args", " ".join(options), because=WHY_SSH)
+    if dialect.control_networks and job.subnet:
+        because = "control connections by subnet as well"
+        yield words(set_to, f"{dialect.control_networks}_include", job.subnet, because=because)
+    if job.several_hosts:
+        for name, seconds in (("time", 4), ("intvl", 2), ("probes", 3)):
+            because = "a host that has vanished is noticed in 4 + 3 x 2 s, not in 8 minutes"
+            yield words(set_to, f"oob_tcp_keepalive_{name}", seconds, because=because)
+    if dialect.kill:
+        yield words(set_to, dialect.kill, 2, because="ranks that do not heed SIGTERM are killed after 2 s")
+    if len(job.hosts) >= NUM_HOSTS_LARGE:
+        because = "the launcher reaches every host itself: hosts need no ssh keys for each other"
+        yield words(set_to, f"{dialect.ssh}_no_tree_spawn", 1, because=because)
+        because = "its ssh connections stay open: with fewer at a time than hosts it would wait for ever"
+        yield words(set_to, f"{dialect.ssh}_num_concurrent", len(job.hosts), because=because)
+    if job.yield_when_idle:
+        because = "ranks fill the cores: waiting ones give theirs away (1.3 to 1.5 times the speed)"
+        yield words("--mca", "mpi_yield_when_idle", 1, because=because)
+
+
+def output(job: Job, dialect: Words) -> Iterator[Flag]:
+    """What becomes of what ranks write."""
+    yield Flag(dialect.tag, "each line says which rank wrote it")
+    if job.output and dialect is FOUR:
+        if ":" in job.output:
+            raise LaunchError(f"got --output {shlex.quote(job.output)}: Open MPI 4 ends a path at ':': choose another")
+        yield words(
+            "--output-filename", job.output, because="keeps DIR/1/rank.N/stdout and stderr, besides showing them"
+        )

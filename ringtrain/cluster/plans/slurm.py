@@ -1,0 +1,227 @@
+"""Slurm: ranks started by srun, and a script for sbatch that does so."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ringtrain.cluster.environment import Setting, as_mapping, names_for_ranks, settings
+from ringtrain.cluster.job import MAX_WORD_LETTERS, Flag, Job, Plan, check, check_names, file_path, words
+from ringtrain.cluster.plans.rank_logs import WAITING_SCRIPT, logged
+from ringtrain.errors import LaunchError
+
+HOST_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
+OPTION = re.compile(r"[A-Za-z0-9_.@:,+-]+")
+HOME = ("HOME", "LANG", "LOGNAME", "SHELL", "TMPDIR", "USER")
+SAVED = (128 + 10, 128 + 15)
+"""exit codes of ranks that saved and ended at SIGUSR1 and SIGTERM"""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What sbatch is asked for besides the job."""
+
+    name: str = "ringtrain"
+    time_limit: str = ""
+    """as Slurm writes it, e.g. 1-00:00:00; empty: the partition's"""
+    partition: str = ""
+    account: str = ""
+    num_nodes: int = 0
+    """that Slurm chooses, each for as many ranks; 0: any number, or the job's hosts"""
+    gpus_per_node: int = 0
+    notice_s: int = 120
+    """before the time limit, for ranks to save"""
+
+
+def srun(job: Job, mpi: str = "pmix") -> Plan:
+    """The command that starts a job inside of an allocation.
+
+    Args:
+        job: what to run; without hosts Slurm places the ranks.
+        mpi: Slurm's plug-in that ranks find each other by.
+
+    Raises:
+        LaunchError: srun cannot run the job.
+    """
+    check(job)
+    check_names(job.hosts, "srun", HOST_NAME)
+    values, reasons = as_mapping([*settings(job), *_settings(job, mpi)])
+    files: dict[str, str] = {}
+    found = [
+        words("srun", because="starts ranks in this allocation"),
+        words("--ntasks", job.num_ranks, because="ranks in all"),
+    ]
+    found += _placement(job, values, reasons, files)
+    found.append(words(f"--mpi={mpi}", because="how ranks find each other; srun --mpi=list shows what there is"))
+    found.append(
+        words("--kill-on-bad-exit=1", because="one rank that fails ends the job: the others would wait for ever")
+    )
+    found.append(words("--label", because="each line says which rank wrote it"))
+    if job.bind == "core":
+        because = f"each rank has {job.cores_per_rank} cores of its own (--bind core)"
+        found.append(words("--cpu-bind=cores", f"--cpus-per-task={job.cores_per_rank}", because=because))
+    else:
+        found.append(
+            words("--cpu-bind=none", because="ranks use many threads: bound to a core, all of them would share it")
+        )
+    if job.working_directory:
+        found.append(words("--chdir", job.working_directory, because="ranks start in this folder, on every host"))
+    if job.environment:
+        found.append(_export(job, values, "variables that ranks get, by name: no value is on the command line"))
+    else:
+        found.append(
+            words("--export=ALL", because="what is set here; else ranks get what sbatch was told, and no more")
+        )
+    if job.output:
+        because = "each rank copies its output to DIR/rank.N/stdout and stderr"
+        found.append(logged(job.output, "SLURM_PROCID", because, WAITING_SCRIPT))
+    return Plan(tuple(found), job.command, values, reasons, files)
+
+
+def sbatch(job: Job, batch: Batch = Batch()) -> Plan:
+    """The command that submits a job, and the script that it submits.
+
+    Args:
+        job: what to run. Hosts with names are asked for by name; localhost, or none, leaves the choice to Slurm.
+        batch: what to ask for besides.
+
+    Raises:
+        LaunchError: Slurm cannot run the job, or not as asked for.
+    """
+    check(job)
+    hosts = tuple(host for host in job.hosts if host.name != "localhost")
+    check_names(hosts, "sbatch", HOST_NAME)
+    if len({host.slots for host in hosts}) > 1:
+        raise LaunchError(
+            "sbatch gives each host as many ranks: choose hosts with the same slots, or use --launcher srun"
+        )
+    if batch.num_nodes and (hosts or job.num_ranks % batch.num_nodes):
+        raise LaunchError(
+            f"got {job.num_ranks} ranks on {batch.num_nodes} nodes, expected a multiple, and no hosts named"
+        )
+    script = _script(replace(job, hosts=hosts), batch)
+    path = file_path(job, "job.sbatch", script)
+    found = [words("sbatch", because="hands the job to Slurm")]
+    if job.environment:
+        found.append(_export(job, HOME, "variables that the job gets, by name: Slurm would keep a copy of all of them"))
+    if job.working_directory:
+        found.append(words("--chdir", job.working_directory, because="the job starts in this folder, on every host"))
+    if job.output:
+        pattern = f"{job.output.replace('%', '%%')}/slurm-%j.log"
+        found.append(words("--output", pattern, because="what all ranks write; a requeued job goes on in it"))
+    found.append(words(path, because="the script"))
+    return Plan(tuple(found), (), files={path: script})
+
+
+def _placement(job: Job, values: dict[str, str], reasons: dict[str, str], files: dict[str, str]) -> Iterator[Flag]:
+    """Which host takes which ranks."""
+    if not job.hosts:
+        return
+    yield words("--nodes", len(job.hosts), because="hosts in all")
+    if len({host.slots for host in job.hosts}) > 1:
+        text = "".join(f"{host.name}\n" * host.slots for host in job.hosts)
+        path = values["SLURM_HOSTFILE"] = file_path(job, "tasks.txt", text)
+        reasons["SLURM_HOSTFILE"] = "a line with the host of each rank, since they take different numbers"
+        files[path] = text
+        yield words("--distribution=arbitrary", because="ranks go where SLURM_HOSTFILE has them")
+        return
+    names = ",".join(host.name for host in job.hosts)
+    if len(names) > MAX_WORD_LETTERS:
+        text = names.replace(",", "\n") + "\n"
+        names = file_path(job, "hosts.txt", text)
+        files[names] = text
+    yield words("--nodelist", names, because="hosts")
+    yield words("--ntasks-per-node", job.hosts[0].slots, because="ranks that each host takes")
+    yield words("--distribution=block", because="ranks fill a host before the next")
+
+
+def _settings(job: Job, mpi: str) -> Iterator[Setting]:
+    """What Open MPI is told by the environment, there being no mpirun to tell."""
+    if mpi.startswith("pmix"):
+        because = "Slurm's PMIx offers munge as well, which Open MPI from PyPI lacks, and says so on every rank"
+        yield Setting("PMIX_MCA_psec", "^munge", because)
+    if job.network == "ucx":
+        yield Setting("OMPI_MCA_pml", "ucx", "InfiniBand or RoCE, through UCX (--network ucx)")
+    else:
+        yield Setting("OMPI_MCA_pml", "ob1", "Open MPI: shared memory on a host, TCP between hosts")
+        if job.subnet:
+            yield Setting("OMPI_MCA_btl_tcp_if_include", job.subnet, "by subnet: interface names differ between hosts")
+    if job.yield_when_idle:
+        because = "ranks fill the cores: waiting ones give theirs away (1.3 to 1.5 times the speed)"
+        yield Setting("OMPI_MCA_mpi_yield_when_idle", "1", because)
+
+
+def _export(job: Job, also: dict[str, str] | tuple[str, ...], reason: str) -> Flag:
+    here = [name for name in HOME if name in job.environment]
+    given = [name for name in also if name not in HOME]
+    names = sorted({*names_for_ranks(job, {}), *here, *given})
+    return words(f"--export={','.join(names)}", because=reason)
+
+
+def _script(job: Job, batch: Batch) -> str:
+    """The script that sbatch submits; it can be edited and submitted by hand as well."""
+    # The allocation's own hosts and environment, and the folder that sbatch was told.
+    inner = srun(replace(job, hosts=(), environment={}, forward=(), working_directory=""))
+    lines = ["#!/usr/bin/env bash", *_header(job, batch), ""]
+    lines += ["# Ranks save and end at SIGUSR1 and SIGTERM; they go on from there when the job runs again."]
+    for name, value in inner.env.items():
+        lines.append(f"export {name}={shlex.quote(value)}  # {_in_line(inner.env_reasons[name])}")
+    lines.append("launch=(")
+    for flag in inner.flags:
+        lines.append(f"    {shlex.join(flag.words)}  # {_in_line(flag.reason)}")
+    lines += [f"    {shlex.join(inner.command)}", ")"]
+    codes = " || ".join(f"code == {code}" for code in SAVED)
+    lines += [
+        "",
+        "launcher= signalled=",
+        "pass_on() {",
+        "    signalled=yes",
+        '    [[ -z $launcher ]] || kill -s USR1 "$launcher"  # at SIGTERM srun would kill the ranks',
+        "}",
+        "trap pass_on USR1 TERM",
+        '"${launch[@]}" &',
+        "launcher=$!",
+        'while kill -0 "$launcher" 2>/dev/null; do wait "$launcher"; done  # a signal ends wait, not the launcher',
+        'wait "$launcher"',
+        "code=$?",
+        "# Not after scancel or the time limit itself: Slurm is ending the job then.",
+        'state() { squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T; }',
+        f"if [[ -n $signalled ]] && (({codes})) && [[ $(state) == RUNNING ]]; then",
+        '    scontrol requeue "$SLURM_JOB_ID"',
+        "fi",
+        'exit "$code"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _header(job: Job, batch: Batch) -> Iterator[str]:
+    """What the script asks Slurm for. A value that could be more than a value is refused."""
+    num_nodes = len(job.hosts) or batch.num_nodes
+    asked: dict[str, str | int] = {
+        "job-name": batch.name,
+        "partition": batch.partition,
+        "account": batch.account,
+        "time": batch.time_limit,
+        "nodes": num_nodes,
+        "nodelist": ",".join(host.name for host in job.hosts),
+        "ntasks": job.num_ranks,
+        "ntasks-per-node": job.num_ranks // num_nodes if num_nodes else 0,
+        "cpus-per-task": job.threads_per_rank,
+        "gpus-per-node": batch.gpus_per_node,
+        "signal": f"B:USR1@{batch.notice_s}",
+        "open-mode": "append",
+    }
+    for option, value in asked.items():
+        if value and not OPTION.fullmatch(str(value)):
+            raise LaunchError(f"got --{option} {str(value)!r}, expected letters, digits and '-_.:,@+' only")
+        if value:
+            yield f"#SBATCH --{option}={value}"
+    yield "#SBATCH --requeue"
+    if not batch.gpus_per_node:
+        yield "# On GPUs, one for each rank of a node, also: --gpus-per-node=4"
+
+
+def _in_line(text: str) -> str:
+    return " ".join(text.split())

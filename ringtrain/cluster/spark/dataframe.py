@@ -1,0 +1,80 @@
+"""Rows of a DataFrame or RDD, dealt out over ranks."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ringtrain.cluster.spark.session import reason
+from ringtrain.errors import DataError, LaunchError
+
+if TYPE_CHECKING:
+    from pyspark import RDD
+    from pyspark.sql import SparkSession
+
+
+def shares(spark: SparkSession, name: str, num_ranks: int) -> tuple[RDD, str]:
+    """Deals rows out, one to each rank in turn: parts differ in length by one at most.
+
+    Args:
+        name: module:function of the user's: it gets the session, and returns training and test data. Each is a
+            DataFrame with a column "label", of classes from 0, and either one column of arrays or several of numbers;
+            or an RDD of pairs of inputs and label.
+
+    Returns:
+        The parts, by rank: rows of split (0: training, 1: test), place in the part, inputs and label. And numbers: of
+        rows in each split, and of classes.
+
+    Raises:
+        LaunchError: there is no such function, or it returns something else.
+        DataError: a split has fewer rows than there are ranks, or a row cannot be read.
+    """
+    module, _, function = name.partition(":")
+    try:
+        made = getattr(importlib.import_module(module), function)(spark)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise LaunchError(f"got --spark-data {name}, expected module:function: {error}") from error
+    if not isinstance(made, tuple) or len(made) != 2 or not all(_is_rdd(each) or hasattr(each, "rdd") for each in made):
+        raise LaunchError(f"--spark-data {name} returned {type(made).__name__}, expected DataFrames: (training, test)")
+    parts, lengths, num_classes = [], [], 0
+    for split, data in enumerate(made):
+        rows = (data if _is_rdd(data) else data.rdd).map(_sample)
+        try:
+            counted = rows.map(lambda row: (1, row[1])).fold((0, 0), lambda a, b: (a[0] + b[0], max(a[1], b[1])))
+            numbered = rows.zipWithIndex()
+        except Exception as error:
+            raise DataError(f"--spark-data {name}: {reason(error)}") from error
+        length, largest = counted
+        if length < num_ranks:
+            what = ("training", "test")[split]
+            raise DataError(f"--spark-data {name}: {length} {what} rows for {num_ranks} ranks, expected one for each")
+        lengths.append(length)
+        num_classes = max(num_classes, largest + 1)
+        parts.append(numbered.map(_dealer(split, num_ranks)))
+    dealt = parts[0].union(parts[1]).partitionBy(num_ranks, lambda rank: rank).values()
+    return dealt, f"{lengths[0]} {lengths[1]} {num_classes}"
+
+
+def _is_rdd(data: Any) -> bool:
+    from pyspark import RDD
+
+    return isinstance(data, RDD)
+
+
+def _dealer(split: int, num_ranks: int) -> Any:
+    return lambda row: (row[1] % num_ranks, (split, row[1] // num_ranks, *row[0]))
+
+
+def _sample(row: Any) -> tuple[Any, int]:
+    """Inputs as an array, and the label; runs on executors."""
+    import numpy as np
+
+    if hasattr(row, "asDict"):
+        fields = row.asDict()
+        if "label" not in fields:
+            raise ValueError(f"got columns {', '.join(fields)}, expected one that is called label")
+        label = fields.pop("label")
+        values = [value.toArray() if hasattr(value, "toArray") else value for value in fields.values()]
+        row = values[0] if len(values) == 1 else values, label
+    inputs = np.asarray(row[0])
+    return inputs.astype(np.float32) if inputs.dtype == np.float64 else inputs, int(row[1])

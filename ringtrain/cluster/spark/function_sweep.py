@@ -1,0 +1,178 @@
+"""A function run once per combination of its arguments, on Spark's executors."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import itertools
+import pickle
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ringtrain.cluster.spark import function_run
+from ringtrain.cluster.spark.session import reason
+from ringtrain.errors import LaunchError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+HOWS = ("grid", "zip")
+MAX_AT_ONCE = 512
+"""runs that Spark knows of at a time, on whatever number of slots"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run: what the function was given, and what came of it."""
+
+    arguments: Mapping[str, Any]
+    result: Any = None
+    """what the function returned"""
+    error: str = ""
+    """type of what it raised instead; empty: nothing"""
+    message: str = ""
+    traceback: str = ""
+    host: str = ""
+    """where it ran; empty: it is not known"""
+    seconds: float = 0.0
+    """that it ran for"""
+    gpus: tuple[str, ...] = ()
+    """addresses of the GPUs that Spark gave it, which it saw alone"""
+
+
+def launch(
+    spark: SparkSession, map_fun: Callable[..., Any], args_dict: Mapping[str, Sequence[Any]], how: str = "grid"
+) -> list[Row]:
+    """Runs a function once per combination of hyperparameters, as many at a time as Spark has slots.
+
+    Each run is a process of its own on an executor: it leaves nothing behind in the next one, and neither an exception
+    nor a crash of it ends the others. Where Spark gives tasks GPUs (spark.task.resource.gpu.amount), they are in
+    CUDA_VISIBLE_DEVICES before the function is even unpickled. Executors need not have ringtrain.
+
+        rows = launch(spark, train, {"learning_rate": [0.1, 0.01], "units": [64, 128]})
+        best = max((row for row in rows if not row.error), key=lambda row: row.result)
+
+    Args:
+        spark: a session; see session.start.
+        map_fun: the function; it gets its arguments by name. What it refers to in modules must be there on executors.
+        args_dict: a list of values for each argument.
+        how: "grid" for all combinations, the last argument changing fastest; "zip" for the first values together, the
+            second values together and so on.
+
+    Returns:
+        A row per run, in the order of combinations.
+
+    Raises:
+        LaunchError: before anything has run: values that are no list, lists of unequal lengths to be zipped, arguments
+            that the function does not take, a function or values that cannot be sent, executors that cannot run it.
+    """
+    runs = combinations(args_dict, how)
+    check_arguments(map_fun, runs)
+    from pyspark import cloudpickle
+
+    cloudpickle.register_pickle_by_value(function_run)
+    payloads = [_pickled(cloudpickle.dumps, map_fun, run) for run in runs]
+    context, group = spark.sparkContext, f"ringtrain-{uuid.uuid4().hex}"
+
+    def task(payload: bytes) -> dict[str, Any]:
+        context.setJobGroup(group, f"ringtrain: {len(runs)} runs of {_name(map_fun)}", interruptOnCancel=True)
+        return context.parallelize([payload], 1).map(function_run.run).collect()[0]
+
+    def row(run: Mapping[str, Any], payload: bytes) -> Row:
+        try:
+            outcome = task(payload)
+            outcome["result"] = pickle.loads(outcome["result"]) if outcome["result"] else None
+            return Row(run, **outcome)
+        except Exception as error:  # of Spark's: the executor is lost; or the result's, on its way back
+            return Row(run, error=type(error).__name__, message=reason(error), traceback=str(error))
+
+    pool = ThreadPoolExecutor(min(len(runs), MAX_AT_ONCE))
+    try:
+        try:
+            pool.submit(task, b"").result()  # runs nothing: what executors lack is one error, not one of each run
+        except Exception as error:
+            raise LaunchError(f"Spark's executors cannot run {_name(map_fun)}: {reason(error)}") from error
+        return list(pool.map(row, runs, payloads))
+    except BaseException:
+        context.cancelJobGroup(group)
+        raise
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def combinations(args_dict: Mapping[str, Sequence[Any]], how: str = "grid") -> list[dict[str, Any]]:
+    """The arguments of every run.
+
+    Args:
+        args_dict: a list of values for each argument.
+        how: "grid" or "zip"; see launch.
+
+    Raises:
+        LaunchError: how is something else, or the values cannot be combined so.
+    """
+    if how not in HOWS:
+        raise LaunchError(f"got how={how!r}, expected {' or '.join(map(repr, HOWS))}")
+    for name, values in args_dict.items():
+        if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+            raise LaunchError(f"args_dict[{name!r}]: got {_shown(values)}, expected a list of values")
+        if not values:
+            raise LaunchError(f"args_dict[{name!r}]: got an empty list, expected at least one value")
+    lengths = {name: len(values) for name, values in args_dict.items()}
+    if how == "zip" and len({*lengths.values()}) > 1:
+        told = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise LaunchError(f"how='zip': got lists of unequal lengths ({told}), expected as many values of each argument")
+    if how == "zip" and args_dict:
+        return [dict(zip(args_dict, values, strict=True)) for values in zip(*args_dict.values(), strict=True)]
+    return [dict(zip(args_dict, values, strict=True)) for values in itertools.product(*args_dict.values())]
+
+
+def check_arguments(map_fun: Callable[..., Any], runs: Sequence[Mapping[str, Any]]) -> None:
+    """Refuses arguments that a function does not take, and a function that wants others as well.
+
+    Args:
+        map_fun: the function.
+        runs: the arguments of every run; all have the same names.
+
+    Raises:
+        LaunchError: names the argument.
+    """
+    if not callable(map_fun):
+        raise LaunchError(f"got {_shown(map_fun)} for map_fun, expected a function")
+    try:
+        signature = inspect.signature(map_fun)
+    except (TypeError, ValueError):
+        return  # some of those written in C do not say what they take
+    kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+    by_name = [name for name, kind in kinds.items() if kind.name in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")]
+    takes = f"{_name(map_fun)} takes {', '.join(by_name) or 'no arguments by name'}"
+    if inspect.Parameter.VAR_KEYWORD not in kinds.values():
+        for name in (name for name in runs[0] if name not in by_name):
+            close = difflib.get_close_matches(name, by_name, n=1)
+            raise LaunchError(f"args_dict[{name!r}]: {takes}{f'; did you mean {close[0]!r}?' if close else ''}")
+    try:
+        signature.bind(**runs[0])
+    except TypeError as error:
+        raise LaunchError(f"{takes}; args_dict has {', '.join(runs[0]) or 'none'}: {error}") from error
+
+
+def _pickled(dumps: Callable[[Any], bytes], map_fun: Callable[..., Any], run: Mapping[str, Any]) -> bytes:
+    try:
+        return dumps((map_fun, dict(run)))
+    except Exception as error:  # of whatever kind the object at fault raises
+        said = " ".join(str(error).split())
+        raise LaunchError(
+            f"{_name(map_fun)} and its arguments cannot be sent to executors: {type(error).__name__}: {said}: make what"
+            f" it refers to (sessions, locks, open files) inside of the function"
+        ) from error
+
+
+def _name(map_fun: Callable[..., Any]) -> str:
+    return getattr(map_fun, "__qualname__", repr(map_fun))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 60 else f"a {type(value).__name__}"

@@ -1,0 +1,201 @@
+"""Reads a Config from TOML files and the command line, which wins; writes it as TOML; finds objects by name."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import json
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import tyro
+
+from ringtrain.config import Config, nearest, option_types, value_of
+from ringtrain.errors import ConfigError
+
+
+def read(argv: Sequence[str]) -> Config:
+    """Reads the command line and the TOML file that it names.
+
+    Args:
+        argv: e.g. ["--config", "configs/digits.toml", "--train.epochs", "3"].
+
+    Returns:
+        The command line over the file over the defaults.
+
+    Raises:
+        ConfigError: an unknown option or key, or a value of the wrong type or outside its range.
+        SystemExit: after --help.
+    """
+    file_option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    file_option.add_argument("--config", nargs="?", default="")
+    path = file_option.parse_known_args(argv)[0].config
+    from_file = read_toml(Path(path)) if path else Config()
+
+    def train(settings: Annotated[Config, tyro.conf.arg(name="")] = from_file, config: str = "") -> Config:
+        """Trains a model, on one rank or, under a launcher, on many.
+
+        Args:
+            config: TOML file with any of the options below; the command line wins over it
+        """
+        return settings
+
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            settings, unknown = tyro.cli(
+                train, args=list(argv), prog="python -m ringtrain.train", return_unknown_args=True
+            )
+    except SystemExit as end:
+        if end.code == 0:
+            raise
+        raise ConfigError(_first_sentence(complaint.getvalue())) from None
+    if unknown:
+        name = unknown[0].partition("=")[0]
+        if not name.startswith("--"):
+            raise ConfigError(f"command line: got {name!r}, expected options such as --train.epochs 3 (see --help)")
+        known = ["--help", "--config", *(f"--{option.replace('_', '-')}" for option in option_types())]
+        raise ConfigError(f"command line: unknown option {name}: {nearest(name.replace('_', '-'), known)} (see --help)")
+    return settings
+
+
+def tables_of(path: Path) -> dict[str, Any]:
+    """What a TOML file says.
+
+    Raises:
+        ConfigError: it cannot be read, or is no TOML; names it.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {os.strerror(error.errno or 0)}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
+
+
+def read_toml(path: Path) -> Config:
+    """Reads a configuration file.
+
+    Args:
+        path: of a TOML file; each table is a section, each key an option.
+
+    Returns:
+        The file over the defaults.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key or a value in it is wrong; names the file and the key.
+    """
+    tables, sections = tables_of(path), get_type_hints(Config)
+    options = option_types()
+    values: dict[str, Any] = {}
+    for section, table in tables.items():
+        if section not in sections:
+            raise ConfigError(f"{path}: unknown key {section}: {nearest(section, list(sections))}")
+        if section in options:
+            values[section] = checked(path, section, table, options[section])
+            continue
+        if not isinstance(table, dict):
+            raise ConfigError(f"{path}: {section}: got {table!r}, expected a table: [{section}]")
+        for key, value in table.items():
+            option = f"{section}.{key}"
+            if option not in options:
+                raise ConfigError(f"{path}: unknown key {option}: {nearest(option, list(options))}")
+            table[key] = checked(path, option, value, options[option])
+        values[section] = sections[section](**table)
+    try:
+        return Config(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def to_toml(config: Config) -> str:
+    """The whole configuration as TOML that read_toml turns into the same Config."""
+    lines: list[str] = []
+    section = ""
+    for option in option_types():
+        table, _, key = option.rpartition(".")
+        if table != section:
+            section = table
+            lines += ["", f"[{table}]"]
+        # JSON's strings, numbers and booleans are TOML's too
+        lines.append(f"{key} = {json.dumps(value_of(config, option), ensure_ascii=False)}")
+    return "\n".join(lines) + "\n"
+
+
+def checked(path: Path, option: str, value: Any, kind: Any) -> Any:
+    """The value, if it has the option's type; an integer will do for a float, a boolean will not.
+
+    Args:
+        path: of the file that it stands in.
+
+    Raises:
+        ConfigError: it has another type.
+    """
+    if get_origin(kind) is Literal:
+        fits, expected = value in get_args(kind), "one of " + ", ".join(get_args(kind))
+    elif kind is float:
+        fits, expected = _is_number(value), "float"
+    elif get_origin(kind) is tuple and get_args(kind)[0] is str:
+        fits, expected = isinstance(value, list) and all(isinstance(one, str) for one in value), "a list of words"
+    elif get_origin(kind) is tuple:
+        fits, expected = isinstance(value, list) and all(map(_is_number, value)), "a list of numbers"
+    else:
+        fits, expected = type(value) is kind, kind.__name__
+    if not fits:
+        raise ConfigError(f"{path}: {option}: got {value!r}, expected {expected}")
+    if isinstance(value, list):
+        return tuple(map(get_args(kind)[0], value))
+    return float(value) if kind is float else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (type(value) is int and abs(value) < 1 << 63)
+
+
+def _first_sentence(box: str) -> str:
+    """What tyro says in its box, as one line: the text between the frame and the first rule."""
+    text = re.split(r"[─-]{4,}[╮ ]?\n|│ ─{4,}|╰─", box + "╰─")[1]  # frame and rule are spaces and minus in ASCII
+    return "command line: " + " ".join(text.replace("│", " ").split())
+
+
+def find(option: str, name: str, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """Finds a function by name.
+
+    Args:
+        option: that holds the name, for messages, e.g. "model.name".
+        name: a key of known, or "module:function".
+
+    Returns:
+        The function. A user's module is imported when it is called, which is after devices are pinned: modules of
+        models and layers like to touch them.
+
+    Raises:
+        ConfigError: nothing has that name; when called, the user's module cannot be imported.
+    """
+    if name in known:
+        return known[name]
+    if ":" not in name and not known:
+        raise ConfigError(f"{option}: got {name}, expected module:function")
+    if ":" not in name:
+        raise ConfigError(f"{option}: got {name}, {nearest(name, known)} (or module:function for your own)")
+    return lambda *args, **kwargs: _imported(option, name)(*args, **kwargs)
+
+
+def _imported(option: str, name: str) -> Callable[..., Any]:
+    module_name, _, function_name = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{option}: got {name}, but importing {module_name} failed: {error}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        hint = nearest(function_name, functions)
+        raise ConfigError(f"{option}: {module_name} has no function {function_name!r}: {hint}")
+    return function

@@ -1,0 +1,229 @@
+"""What a source gives: two splits of samples, in memory or read as they are needed, and what is the same for both."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringtrain.data import augment, sharding
+from ringtrain.errors import DataError
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+
+class Split(Protocol):
+    """Samples, numbered from 0: Samples in memory, or Images read from files."""
+
+    @property
+    def skipped(self) -> frozenset[str]:
+        """Names of the samples that this process could not read and has left out."""
+        ...
+
+    @property
+    def error(self) -> DataError | None:
+        """What is to end the run: the first sample that this process could not read, if it was not to be skipped."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def num_readable(self, numbers: NDArray[np.int64]) -> int:
+        """How many of these samples have not turned out to be unreadable, so far and in this process."""
+        ...
+
+    def epoch_order(self, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+        """Sample numbers [steps, global batch size] of one epoch, none twice, the same on every rank."""
+        ...
+
+    def batches(self, order: tf.data.Dataset, batch_size: int, seed: int | None) -> tf.data.Dataset:
+        """Reads samples.
+
+        Args:
+            order: pairs of an epoch, int64 [], and the numbers of one batch, int64 [up to batch_size].
+            batch_size: samples per step on this rank.
+            seed: of the run, for random crops and flips; None: evaluation, which has none.
+
+        Returns:
+            Pairs of inputs, float32 [up to batch_size, ...], and labels, int64, in the same order. The pipeline does
+            not break off at a sample that cannot be read, since other ranks would then wait for this one forever: in
+            training another of its batch takes its place, in evaluation it is left out. The run is ended elsewhere.
+        """
+        ...
+
+
+class InMemory:
+    """A Split, or a part of one, whose samples have all been read."""
+
+    @property
+    def skipped(self) -> frozenset[str]:
+        """See Split."""
+        return frozenset()
+
+    @property
+    def error(self) -> DataError | None:
+        """See Split."""
+        return None
+
+    def num_readable(self, numbers: NDArray[np.int64]) -> int:
+        """See Split."""
+        return len(numbers)
+
+
+@dataclass(frozen=True)
+class Samples(InMemory):
+    """Inputs with their labels, in memory."""
+
+    inputs: NDArray[Any]
+    """[samples, ...]; bytes (uint8) are pixels and are trained as float32 from 0 to 1"""
+    labels: NDArray[np.int64]
+    """[samples], classes from 0"""
+    padding: int = 0
+    """pixels by which pictures are shifted at most, and flipped half of the time, in training; 0: left as they are"""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def epoch_order(self, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+        """See Split."""
+        return sharding.epoch_order(len(self), global_batch_size, seed, epoch)
+
+    def batches(self, order: tf.data.Dataset, batch_size: int, seed: int | None) -> tf.data.Dataset:
+        """See Split."""
+        import tensorflow as tf
+
+        with tf.device("CPU"):  # a GPU's memory is for the model
+            inputs, labels = tf.constant(self.inputs), tf.constant(self.labels)
+
+        def batch_of(epoch: tf.Tensor, numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            chosen = tf.gather(inputs, numbers)
+            if seed is not None and self.padding:
+                draw = tf.stack([tf.constant(seed, tf.int64), epoch])
+                chosen = augment.shifted(chosen, numbers, len(self), self.padding, draw)
+            scale = 1 / 255 if inputs.dtype == tf.uint8 else 1
+            return tf.cast(chosen, tf.float32) * scale, tf.gather(labels, numbers)
+
+        return order.map(batch_of)
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """What a run learns, and what it is judged by."""
+
+    train: Split
+    test: Split
+    num_classes: int
+    input_shape: tuple[int, ...]
+    """of one sample"""
+
+    @property
+    def skipped(self) -> frozenset[str]:
+        """Names of the samples that this process could not read and has left out."""
+        return self.train.skipped | self.test.skipped
+
+    def raise_unreadable(self) -> None:
+        """Raises the error of the first sample that this process could not read, if it was not to be skipped.
+
+        Raises:
+            DataError: names it.
+        """
+        error = self.train.error or self.test.error
+        if error is not None:
+            raise error
+
+
+def checked(name: str, train: tuple[Any, Any], test: tuple[Any, Any], num_classes: int = 0) -> DataSet:
+    """Makes a DataSet of arrays, after a look at what is in them.
+
+    Args:
+        train: inputs [samples, ...] and labels [samples] or [samples, 1].
+        num_classes: labels go from 0 to this, excluded; 0: to the largest there is.
+
+    Returns:
+        The data set; images without a channel, [samples, height, width], get one.
+
+    Raises:
+        DataError: inputs and labels do not fit together, a label is out of range, a number is NaN or infinite.
+    """
+    splits = []
+    for split, (inputs, labels) in (("training", train), ("test", test)):
+        inputs, labels = np.asarray(inputs), np.asarray(labels)
+        if labels.ndim == 2 and labels.shape[1] == 1:
+            labels = labels[:, 0]
+        if labels.ndim != 1 or labels.size == 0 or inputs.shape[:1] != labels.shape:
+            one_hot = ": for one-hot labels use np.argmax(labels, axis=1)" * (labels.ndim == 2)
+            raise DataError(
+                f"{name}: {split} data: got inputs of shape {inputs.shape} and labels of shape {labels.shape}, expected"
+                f" one integer class per sample, shape {inputs.shape[:1]}, and at least one sample{one_hot}"
+            )
+        if not np.issubdtype(labels.dtype, np.integer) or labels.min() < 0:
+            raise DataError(
+                f"{name}: {split} data: got labels of {labels.dtype} from {labels.min()}, expected classes 0, 1, ..."
+            )
+        if num_classes and labels.max() >= num_classes:
+            raise DataError(
+                f"{name}: {split} data: sample {labels.argmax()} has label {labels.max()}, expected 0 to"
+                f" {num_classes - 1}"
+            )
+        _refuse_what_is_no_number(f"{name}: {split} data", inputs)
+        if inputs.ndim == 3:
+            inputs = inputs[..., np.newaxis]
+        splits.append(Samples(inputs, labels.astype(np.int64)))
+    shapes = [split.inputs.shape[1:] for split in splits]
+    if shapes[0] != shapes[1]:
+        raise DataError(
+            f"{name}: a training sample has shape {shapes[0]}, a test sample {shapes[1]}: expected the same"
+        )
+    largest = max(int(split.labels.max()) for split in splits)
+    return DataSet(splits[0], splits[1], num_classes or largest + 1, shapes[0])
+
+
+def _refuse_what_is_no_number(where: str, inputs: NDArray[Any]) -> None:
+    if inputs.dtype.kind not in "buif":
+        raise DataError(f"{where}: got inputs of {inputs.dtype}, expected numbers")
+    if inputs.dtype.kind == "f":
+        for number, sample in enumerate(inputs):  # one after the other: no second array of the data's size
+            if not np.isfinite(sample).all():
+                raise DataError(
+                    f"{where}: sample {number} holds {'NaN' if np.isnan(sample).any() else 'an infinite value'}"
+                )
+
+
+NUM_IN_MEMORY = 256
+NUM_IN_FILES = 16
+
+
+def checksums(data_set: DataSet) -> dict[str, str]:
+    """Looks at evenly spaced samples.
+
+    Args:
+        data_set: as this rank has read it.
+
+    Returns:
+        A checksum for training and one for test data: of all labels and 256 inputs that are in memory; of 16 pictures
+        in files, where one that cannot be read counts as not there.
+    """
+    splits = {"training data": data_set.train, "test data": data_set.test}
+    return {name: f"with checksum {_checksum(split):08x}" for name, split in splits.items()}
+
+
+def _checksum(split: Split) -> int:
+    if isinstance(split, Samples):
+        chosen = split.inputs[_spaced(len(split), NUM_IN_MEMORY)]
+        return zlib.crc32(np.ascontiguousarray(chosen).tobytes(), zlib.crc32(split.labels.tobytes()))
+    if isinstance(split, InMemory):
+        return len(split)  # spark_rows.Share: each rank has other samples
+    import tensorflow as tf
+
+    order = tf.data.Dataset.from_tensor_slices(_spaced(len(split), NUM_IN_FILES))
+    checksum = len(split)
+    for encoded, label in order.flat_map(split.read).ignore_errors():  # type: ignore[attr-defined]
+        checksum = zlib.crc32(encoded.numpy() + str(int(label)).encode(), checksum)
+    return checksum
+
+
+def _spaced(total: int, count: int) -> np.ndarray:
+    return np.unique(np.linspace(0, total - 1, min(count, total)).astype(np.int64))

@@ -1,0 +1,189 @@
+"""Pictures that stay in their files until they are trained."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringtrain.data.augment import picture
+from ringtrain.errors import DataError
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+MAX_THREADS = 16
+LINES_ABOUT_SKIPPED = 10
+
+
+@dataclass
+class Unreadable:
+    """What a process has found that it cannot read."""
+
+    skip: bool
+    """leave it out, and count it; else it ends the training"""
+    skipped: set[str] = field(default_factory=set)
+    """names of samples and files"""
+    numbers: set[int] = field(default_factory=set)
+    """of the samples among them that have a number"""
+    error: DataError | None = None
+
+    def found(self, name: str, problem: str) -> None:
+        """Takes note of a sample, or of a file.
+
+        Args:
+            name: where it is.
+
+        Raises:
+            DataError: unless it is to be skipped.
+        """
+        if not self.skip:
+            self.error = self.error or DataError(
+                f"{name}: {problem}: mend or remove it, or leave out what is like it with --data.on-error skip"
+            )
+            raise self.error
+        if name not in self.skipped and len(self.skipped) < LINES_ABOUT_SKIPPED:
+            print(f"ringtrain: skipped {name}: {problem}", file=sys.stderr, flush=True)
+        self.skipped.add(name)
+
+
+@dataclass(frozen=True)
+class Images:
+    """A split of pictures in files (see samples.Split); in memory is only where they are."""
+
+    num_images: int
+    read: Callable[[tf.Tensor], tf.data.Dataset]
+    """from a sample number, int64 [], to one pair of encoded picture, string [], and class, int64 []"""
+    name_of: Callable[[int], str]
+    """where a sample is, for messages"""
+    order: Callable[[int, int, int], NDArray[np.int64]]
+    """epoch_order"""
+    num_classes: int
+    size: int
+    """height and width that they are brought to, pixels"""
+    augment: bool
+    """random crops and flips when training"""
+    unreadable: Unreadable
+    first_label: int = 0
+    """what the files call class 0, for messages"""
+
+    @property
+    def skipped(self) -> frozenset[str]:
+        """See Split."""
+        return frozenset(self.unreadable.skipped)
+
+    @property
+    def error(self) -> DataError | None:
+        """See Split."""
+        return self.unreadable.error
+
+    def __len__(self) -> int:
+        return self.num_images
+
+    def num_readable(self, numbers: NDArray[np.int64]) -> int:
+        """See Split."""
+        return len(set(numbers.tolist()) - self.unreadable.numbers)
+
+    def epoch_order(self, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+        """See Split."""
+        return self.order(global_batch_size, seed, epoch)
+
+    def batches(self, order: tf.data.Dataset, batch_size: int, seed: int | None) -> tf.data.Dataset:
+        """See Split. A sample's crop depends on seed, epoch and sample alone: not on the ranks, nor on a resumption.
+
+        Samples are read and decoded in parallel and come out in order. One that cannot be read comes out as a blank
+        that says so: an exception would lose its number.
+        """
+        import tensorflow as tf
+
+        threads = tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
+        threads = min(threads, MAX_THREADS)
+
+        def numbered(epoch: tf.Tensor, numbers: tf.Tensor) -> tf.data.Dataset:
+            return tf.data.Dataset.from_tensor_slices(numbers).map(lambda number: (epoch, number))
+
+        def sample(epoch: tf.Tensor, number: tf.Tensor) -> tf.data.Dataset:
+            crop = None
+            if seed is not None and self.augment:
+                crop = tf.stack([tf.constant(seed, tf.int64), epoch * self.num_images + number])
+            good = self._decoded(number, crop).map(lambda image, label: (number, True, image, label))
+            blank = (number, False, tf.zeros([self.size, self.size, 3]), tf.constant(0, tf.int64))
+            return good.ignore_errors().concatenate(tf.data.Dataset.from_tensors(blank)).take(1)
+
+        samples = order.flat_map(numbered).interleave(
+            sample, cycle_length=threads, num_parallel_calls=threads, deterministic=True
+        )
+        training = seed is not None
+        batches = samples.batch(batch_size, drop_remainder=training)
+        batches = batches.map(functools.partial(self._readable, training=training))
+        if training:
+            return batches
+        if self.unreadable.skip:
+            return batches.filter(lambda images, labels: tf.size(labels) > 0)
+        return batches.apply(tf.data.experimental.assert_cardinality(order.cardinality()))
+
+    def _decoded(self, number: tf.Tensor, crop: tf.Tensor | None) -> tf.data.Dataset:
+        import tensorflow as tf
+
+        def decode(encoded: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            in_range = tf.debugging.Assert((label >= 0) & (label < self.num_classes), [label])
+            with tf.control_dependencies([in_range] if in_range is not None else []):
+                return picture(encoded, self.size, crop), label
+
+        return self.read(number).map(decode)
+
+    def _readable(
+        self, numbers: tf.Tensor, readable: tf.Tensor, images: tf.Tensor, labels: tf.Tensor, training: bool
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """The batch without blanks, after these have been reported."""
+        import tensorflow as tf
+
+        def report(blanks: NDArray[np.int64], anything_left: np.bool_) -> NDArray[np.bool_]:
+            with contextlib.suppress(DataError):  # it is kept, and raised when all ranks have heard of it
+                for number in blanks.tolist():
+                    self.unreadable.numbers.add(number)
+                    self.unreadable.found(self.name_of(number), self._problem(number))
+            if training and not anything_left:
+                message = f"{self.name_of(int(blanks[0]))}: nor can any other sample of its batch be read"
+                self.unreadable.error = self.unreadable.error or DataError(message)
+            return np.array(True)
+
+        def without_blanks() -> tuple[tf.Tensor, tf.Tensor]:
+            blanks = tf.boolean_mask(numbers, ~readable)
+            anything_left = tf.reduce_any(readable)
+            with tf.control_dependencies([tf.numpy_function(report, [blanks, anything_left], tf.bool)]):
+                good = tf.cast(tf.where(readable)[:, 0], tf.int32)
+            if not training:
+                return tf.gather(images, good), tf.gather(labels, good)
+            # others of the batch take their places: every step of every rank has as many samples as it should
+            places = tf.range(tf.size(numbers))
+            good = tf.cond(anything_left, lambda: good, lambda: places)
+            chosen = tf.where(readable, places, tf.gather(good, places % tf.size(good)))
+            return tf.gather(images, chosen), tf.gather(labels, chosen)
+
+        return tf.cond(tf.reduce_all(readable), lambda: (images, labels), without_blanks)
+
+    def _problem(self, number: int) -> str:
+        """Reads a sample once more, by itself, to see what is wrong with it."""
+        import tensorflow as tf
+
+        try:
+            for encoded, label in tf.data.Dataset.from_tensors(np.int64(number)).flat_map(self.read):
+                if not 0 <= label < self.num_classes:
+                    first = self.first_label
+                    return f"label {label + first}, expected {first} to {first + self.num_classes - 1}"
+                picture(encoded, self.size, None)
+                return "broken outside of its centre"
+            return "cut short"
+        except tf.errors.DataLossError:
+            return "corrupt: its checksum does not fit, or it is cut short"
+        except tf.errors.OpError as error:
+            return re.sub(r"\{\{.*?\}\} | \[Op:.*", "", error.message).strip().splitlines()[0]

@@ -1,0 +1,114 @@
+"""Pictures in folders: train/<class>/*.jpg, and val/ or test/ with the same classes."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ringtrain.config import DataConfig
+from ringtrain.data import sharding
+from ringtrain.data.dataset import DataSet
+from ringtrain.data.image_files import Images, Unreadable
+from ringtrain.errors import DataError
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+ENDINGS = (".jpg", ".jpeg", ".png")
+TEST_FOLDERS = ("val", "test")
+DEFAULT_SIZE = 224
+
+
+def image_folder(config: DataConfig) -> DataSet:
+    """Reads the names of the files; the pictures are read when they are trained, each by the rank that trains it.
+
+    Raises:
+        DataError: a folder is missing, empty, or cannot be read; the test has a class that training has not.
+    """
+    if not config.dir:
+        raise DataError(f"{config.name}: give its folder with --data.dir")
+    root = Path(config.dir)
+    classes = class_names(root / "train")
+    size = config.image_size or DEFAULT_SIZE
+
+    def split(folder: Path, augment: bool) -> Images:
+        files = [[os.fsencode(path) for path in pictures(folder / name)] for name in classes]
+        return _split(files, size, augment, Unreadable(config.on_error == "skip"))
+
+    test = split(evaluation_folder(root, classes), augment=False)
+    return DataSet(split(root / "train", config.augment), test, len(classes), (size, size, 3))
+
+
+def class_names(folder: Path) -> list[str]:
+    """The folders inside a folder, sorted: the class of a picture is its folder's place among them.
+
+    Raises:
+        DataError: it cannot be read, or holds no folder.
+    """
+    names = sorted(path.name for path in _entries(folder) if path.is_dir())
+    if not names:
+        raise DataError(f"{folder}: holds no folders, expected one per class")
+    return names
+
+
+def evaluation_folder(root: Path, classes: list[str]) -> Path:
+    """The folder of the pictures for the test, with the same classes as training.
+
+    Raises:
+        DataError: there is none, or its classes are others.
+    """
+    for folder in (root / name for name in TEST_FOLDERS):
+        if folder.exists():
+            names = class_names(folder)
+            if names != classes:
+                odd = sorted(set(names) ^ set(classes))[0]
+                raise DataError(f"{folder}: expected the same classes as in {root / 'train'}: only one has {odd!r}")
+            return folder
+    raise DataError(f"{root}: holds neither {' nor '.join(TEST_FOLDERS)}, expected a folder of pictures for the test")
+
+
+def pictures(folder: Path) -> list[Path]:
+    """The picture files of a folder, sorted.
+
+    Raises:
+        DataError: it cannot be read, or there are none.
+    """
+    found = sorted(path for path in _entries(folder) if path.suffix.lower() in ENDINGS)
+    if not found:
+        raise DataError(f"{folder}: holds no pictures, expected files that end in {', '.join(ENDINGS)}")
+    return found
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return [path for path in folder.iterdir() if not path.name.startswith(".")]
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be read: {error.strerror}") from error
+
+
+def _split(files: list[list[bytes]], size: int, augment: bool, unreadable: Unreadable) -> Images:
+    """Of the paths of each class."""
+    import tensorflow as tf
+
+    with tf.device("CPU"):
+        paths = tf.constant([path for of_class in files for path in of_class])
+        labels = tf.constant(np.repeat(np.arange(len(files)), [len(of_class) for of_class in files]))
+
+    def read(number: tf.Tensor) -> tf.data.Dataset:
+        file = tf.data.Dataset.from_tensors(number)
+        return file.map(lambda number: (tf.io.read_file(tf.gather(paths, number)), tf.gather(labels, number)))
+
+    return Images(
+        num_images=len(paths),
+        read=read,
+        name_of=lambda number: os.fsdecode(paths[number].numpy()),
+        order=functools.partial(sharding.epoch_order, len(paths)),
+        num_classes=len(files),
+        size=size,
+        augment=augment,
+        unreadable=unreadable,
+    )

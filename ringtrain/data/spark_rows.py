@@ -1,0 +1,100 @@
+"""Samples that another process feeds to this rank: its own part of the data, and no more."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringtrain.config import DataConfig
+from ringtrain.data import sharding
+from ringtrain.data.dataset import DataSet, InMemory, Split, checked
+from ringtrain.errors import DataError
+from ringtrain.protocol.env import FEED
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+SPLITS = ("training", "test")
+
+
+@dataclass(frozen=True)
+class Share(InMemory):
+    """A split of which this rank has its own part alone, in memory.
+
+    Numbers count through the parts, rank after rank, each as long as shard.part_of has it.
+    """
+
+    samples: Split
+    """this rank's part"""
+    total: int
+    """samples of all ranks"""
+    rank: int
+    size: int
+    """ranks"""
+
+    def __len__(self) -> int:
+        return self.total
+
+    def epoch_order(self, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+        """See Split: each rank's columns are samples of its own part."""
+        steps, batch_size = self.total // global_batch_size, global_batch_size // self.size
+        columns = []
+        for rank in range(self.size):
+            first, last = sharding.part_of(self.total, rank, self.size)
+            own = sharding.epoch_order(last - first, batch_size, seed * self.size + rank, epoch)
+            columns.append(first + own[:steps])
+        return np.hstack(columns)
+
+    def batches(self, order: tf.data.Dataset, batch_size: int, seed: int | None) -> tf.data.Dataset:
+        """See Split."""
+        first, _ = sharding.part_of(self.total, self.rank, self.size)
+        return self.samples.batches(order.map(lambda epoch, numbers: (epoch, numbers - first)), batch_size, seed)
+
+
+def spark(config: DataConfig, environ: Mapping[str, str] = os.environ) -> DataSet:
+    """This rank's rows of what `ringtrain launch --launcher spark --spark-data` was given.
+
+    They come through a pipe, which holds back the executor while this process is slower, and stay in memory.
+
+    Raises:
+        DataError: nothing is fed, or the executor stops before the end.
+    """
+    told = environ.get(FEED, "").split()
+    if len(told) != 6:
+        raise DataError(
+            f"{config.name}: nobody feeds this process: expected ringtrain launch --launcher spark --spark-data"
+            f" module:function -- python -m ringtrain.train --data.name {config.name}"
+        )
+    descriptor, rank, size, num_train, num_test, num_classes = map(int, told)
+    totals = num_train, num_test
+    inputs: list[NDArray[Any] | None] = [None, None]
+    parts = [sharding.part_of(total, rank, size) for total in totals]
+    labels = [np.full(last - first, -1) for first, last in parts]
+    try:
+        with os.fdopen(descriptor, "rb") as pipe:
+            while (row := pickle.load(pipe)) is not None:
+                split, place, sample, label = row
+                held = inputs[split]
+                if held is None:
+                    held = inputs[split] = np.zeros((len(labels[split]), *sample.shape), sample.dtype)
+                held[place], labels[split][place] = sample, label
+    except (EOFError, OSError, pickle.UnpicklingError) as error:
+        raise DataError(f"{config.name}: the rows broke off: look for Spark's error above ({error})") from error
+    except ValueError as error:
+        raise DataError(f"{config.name}: rows are not alike: {error}") from error
+    for split, (own, total) in enumerate(zip(labels, totals, strict=True)):
+        if missing := int((own < 0).sum()):
+            raise DataError(
+                f"{config.name}: {missing} of {len(own)} rows of rank {rank} did not come, of {total} {SPLITS[split]}"
+                f" rows: --spark-data has to give the same rows each time that Spark asks for them: cache or store them"
+            )
+    train, test = zip(inputs, labels, strict=True)
+    made = checked(config.name, train, test, num_classes)
+    shared = [Share(samples, total, rank, size) for samples, total in zip((made.train, made.test), totals, strict=True)]
+    return DataSet(shared[0], shared[1], made.num_classes, made.input_shape)

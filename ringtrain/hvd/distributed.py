@@ -1,0 +1,298 @@
+"""The subclass that a distributed optimizer becomes.
+
+It reduces in `_clip_gradients`: Keras calls it once per update, after gradients are unscaled and accumulated and before
+they are clipped, decayed and applied. That method is private; tests/ring holds Keras to it. Inside of a
+`LossScaleOptimizer` gradients are reduced before, see keras_hooks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.saving import object_registration
+
+from ringtrain.errors import OutOfSync
+from ringtrain.hvd.keras_patches import distributed, innermost
+from ringtrain.hvd.reduction import Reduction
+from ringtrain.hvd.step_timing import PLACE
+
+
+def distribute(optimizer: Any, reduction: Reduction, backward_passes: int) -> Any:
+    """Gives an optimizer a subclass of its own class that reduces.
+
+    Args:
+        optimizer: Not a `LossScaleOptimizer`, which hands its gradients on.
+        reduction: How.
+        backward_passes: Micro-steps per update, 1 for what the optimizer itself says.
+
+    Returns:
+        `optimizer`, changed in place.
+    """
+    base = type(optimizer)
+    mixin = _DistributedMulti if isinstance(optimizer, keras.optimizers.MultiOptimizer) else _Distributed
+    if backward_passes > 1:
+        _accumulate(optimizer, backward_passes)
+    subclass = saved_as_its_base(mixin, base, {"reduction": reduction, "_local_keys": set(), "_reduced_before": []})
+    # Not optimizer.__class__ = ...: Keras and TensorFlow would take it for an attribute to track.
+    object.__setattr__(optimizer, "__class__", subclass)
+    return optimizer
+
+
+class GradientNorm:
+    """How long the reduced gradients of an update were, all of them together, before they were clipped.
+
+    Attributes:
+        wanted: Whether updates note it: it is one more pass over all gradients. At first they do not.
+    """
+
+    def __init__(self) -> None:
+        self._value = tf.Variable(0.0, trainable=False)
+        with tf.device("CPU:0"):  # where the graph decides
+            self._wanted = tf.Variable(False, trainable=False)
+        self.wanted = False
+
+    def __float__(self) -> float:
+        """Of the last update that noted it."""
+        return float(self._value)
+
+    def want(self, wanted: bool) -> None:
+        """Has the updates from now on note it, or not."""
+        if wanted != self.wanted:
+            self.wanted = wanted
+            self._wanted.assign(wanted)
+
+    def note(self, gradients: Any) -> None:
+        """Adds to an update's graph what notes it."""
+
+        def norm() -> tf.Tensor:
+            # Dense: a sparse gradient may have several parts for one row. In float32: layers may differ in type.
+            dense = [tf.cast(tf.convert_to_tensor(gradient), tf.float32) for gradient in gradients]
+            return tf.linalg.global_norm(dense)
+
+        self._value.assign(tf.cond(self._wanted, norm, self._value.read_value))
+
+
+def track_gradient_norm(optimizer: Any) -> GradientNorm:
+    """Makes a distributed optimizer note how long its gradients are.
+
+    Args:
+        optimizer: What `DistributedOptimizer` returned, before its first step.
+
+    Returns:
+        What `float` gives the norm of, after `want(True)` and an update.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if not isinstance(inner, _Distributed):
+        raise TypeError(f"track_gradient_norm: got {type(inner).__name__}, expected a distributed optimizer")
+    # On the class, which is this optimizer's own: Keras would track a variable on the object, and save it.
+    type(inner).gradient_norm = norm = GradientNorm()
+    return norm
+
+
+def saved_as_its_base(mixin: type, base: type, attributes: Mapping[str, Any]) -> type:
+    """A subclass of `mixin` and `base` with base's name, module and registration: saved, it is a plain `base`."""
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    subclass = type(base.__name__, (mixin, base), {**names, **attributes})
+    registered = object_registration.get_registered_name(base)
+    if registered != base.__name__:
+        object_registration.GLOBAL_CUSTOM_NAMES[subclass] = registered
+    return subclass
+
+
+class Bypassed(OutOfSync):
+    """An optimizer's own methods lead past the place where ranks reduce."""
+
+
+def probe(optimizer: Any, length: int, reduction: Any = None) -> Callable[[Any], tf.Tensor]:
+    """Returns a function that sends one rank's vector through the steps of an optimizer up to its update.
+
+    The steps are those of a new optimizer of the same class and settings, without clipping, weight decay and averages,
+    whose update stores the gradient that it is given. `optimizer` and its state stay as they are.
+
+    Args:
+        optimizer: An optimizer, also inside of a `LossScaleOptimizer`, and not a `MultiOptimizer`.
+        length: Length of the vectors.
+        reduction: Reduction to use in place of the optimizer's.
+    """
+    # A schedule of one's own need not be registered with Keras.
+    simpler = {"learning_rate": 1.0, "use_ema": False}
+    inner = innermost(optimizer)
+    settings = {name: simpler.get(name, value) for name, value in inner.get_config().items()}
+    twin = single = type(inner).from_config(settings)
+    if not distributed(single):
+        distribute(single, reduction, 1)
+    elif reduction is not None:
+        object.__setattr__(single, "reduction", reduction)
+    if optimizer is not inner:
+        twin = type(optimizer)(single, initial_scale=optimizer.initial_scale)
+    single.clipnorm = single.global_clipnorm = single.clipvalue = single.weight_decay = None
+    object.__setattr__(single, "update_step", lambda gradient, variable, rate: variable.assign(gradient))
+    received = keras.Variable(np.zeros(length), dtype="float32", name="probe")
+    twin.build([received])
+
+    def send(own: Any) -> tf.Tensor:
+        for _ in range(single.gradient_accumulation_steps or 1):
+            twin.apply_gradients([(twin.scale_loss(own), received)])
+        return tf.convert_to_tensor(received.value)
+
+    return send
+
+
+def hands_on(optimizer: Any) -> bool:
+    """Returns whether an optimizer hands gradients on to its update unchanged, apart from clipping, tried on this rank.
+
+    False also where that cannot be tried, as without a `get_config` that describes the optimizer.
+
+    Raises:
+        Bypassed: The gradients do not pass the place where ranks reduce.
+    """
+    vector = np.array([3.0, -7.0, 2.0], np.float32)
+    try:
+        received = probe(optimizer, len(vector), _Local())(tf.constant(vector))
+    except Bypassed:
+        raise
+    except Exception:  # by code of the user's; the first step tells whether it reduces
+        return False
+    return bool(np.allclose(received, vector, rtol=1e-3))
+
+
+def refuse_bypassing(optimizer: Any) -> None:
+    """Raises ValueError for an optimizer whose own `apply_gradients` leads past the place where ranks reduce."""
+    if type(optimizer).apply_gradients is keras.optimizers.Optimizer.apply_gradients:
+        return
+    try:
+        hands_on(optimizer)
+    except Bypassed as error:
+        raise ValueError(f"DistributedOptimizer: {error}") from error
+
+
+class _Local:
+    """In place of a `Reduction`: this rank's gradients."""
+
+    def __call__(self, gradients: Any, variables: Any, local: Any) -> list[Any]:
+        return list(gradients)
+
+    def true_on_all_ranks(self, flag: Any) -> Any:
+        return flag
+
+
+def _accumulate(optimizer: Any, backward_passes: int) -> None:
+    own = optimizer.gradient_accumulation_steps
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        raise ValueError("backward_passes_per_step: give MultiOptimizer's parts gradient_accumulation_steps instead")
+    if own not in (None, backward_passes):
+        raise ValueError(f"backward_passes_per_step={backward_passes}, gradient_accumulation_steps={own}: give one")
+    if own is None and optimizer.built:
+        raise ValueError("backward_passes_per_step: the optimizer is built already; wrap it before compile and fit")
+    optimizer.gradient_accumulation_steps = backward_passes
+
+
+class _Reducing(keras.optimizers.Optimizer):
+    """Common part of both mixins; the attributes are set on the subclass."""
+
+    reduction: Reduction
+    _local_keys: set[Any]
+    _reduced_before: list[bool]
+
+    def register_local_var(self, var: Any) -> None:
+        """Leaves the gradient of a Keras or TensorFlow variable to each rank."""
+        self._local_keys.add(self._var_key(var))
+
+    def is_local(self, variable: Any) -> bool:
+        """Whether `register_local_var` was called for a variable."""
+        return self._var_key(variable) in self._local_keys
+
+    def accumulates(self) -> bool:
+        """Whether gradients of several micro-steps make one update, so that not every `apply` reduces."""
+        return any(part.gradient_accumulation_steps for part in getattr(self, "optimizers", [self]))
+
+    def reduce(self, grads: Any, variables: Any) -> list[Any]:
+        """Returns the gradients of an update, none of them None, reduced over the ranks."""
+        PLACE.note_each("computed", variables, grads)
+        reduced = self.reduction(grads, variables, [self.is_local(variable) for variable in variables])
+        PLACE.note("reduced", reduced)
+        PLACE.note_each("reduced", variables, reduced)
+        return reduced
+
+    @contextlib.contextmanager
+    def reduced_before(self) -> Iterator[None]:
+        """Has updates in this block take the gradients that they are given for reduced ones."""
+        self._reduced_before.append(True)
+        try:
+            yield
+        finally:
+            self._reduced_before.pop()
+
+    def agree_on_finite(self, finite: Any) -> Any:
+        """Returns whether all ranks' gradients are finite, given whether those of this rank are."""
+        if self._reduced_before and not self._local_keys:
+            return finite  # reduced gradients are the same on every rank
+        return self.reduction.true_on_all_ranks(finite)
+
+
+class _Distributed(_Reducing):
+    """Mixed into the class of a single optimizer."""
+
+    gradient_norm: GradientNorm | None = None
+
+    def build(self, variables: Any) -> None:
+        for variable in variables:
+            if getattr(variable, "overwrite_with_gradient", False):
+                raise ValueError(
+                    f"{variable.path} is overwritten by its gradient (float8), which ranks cannot average: use a dtype "
+                    "policy of float32, mixed_bfloat16 or mixed_float16"
+                )
+        super().build(variables)
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        object.__setattr__(self, "_reached", [])
+        super().apply(grads, trainable_variables=trainable_variables)
+        self._require_reduced("apply", grads)
+
+    def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+        pairs = list(grads_and_vars)
+        object.__setattr__(self, "_reached", [])
+        result = super().apply_gradients(pairs, *args, **kwargs)
+        self._require_reduced("apply_gradients", [grad for grad, _ in pairs])
+        return result
+
+    def _require_reduced(self, method: str, grads: Any) -> None:
+        # An optimizer that overrides more of Keras than its update would otherwise train one model per rank.
+        if any(grad is not None for grad in grads) and not self._reached:
+            raise Bypassed(
+                f"{type(self).__name__}.{method} did not call Keras' Optimizer._clip_gradients, where ranks reduce "
+                f"their gradients: implement update_step and leave {method} to Keras, or call super().{method}"
+            )
+
+    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
+        object.__setattr__(self, "_updated_variables", list(trainable_variables))
+        if self.gradient_accumulation_steps:
+            self._reached.append("hook")  # most micro-steps only accumulate
+        super()._backend_apply_gradients(grads, trainable_variables)
+
+    def _clip_gradients(self, grads: Any) -> Any:
+        self._reached.append("hook")
+        reduced = grads if self._reduced_before else self.reduce(grads, self._updated_variables)
+        if self.gradient_norm is not None:
+            self.gradient_norm.note(reduced)
+        return super()._clip_gradients(reduced)
+
+    def _all_reduce_sum_gradients(self, grads_and_vars: Any) -> Any:
+        return grads_and_vars  # Keras would add up those of a strategy of TensorFlow's here, after it has clipped them
+
+
+class _DistributedMulti(_Reducing):
+    """Mixed into `MultiOptimizer`, which hands its gradients to others: those are made distributed."""
+
+    def build(self, var_list: Any) -> None:
+        super().build(var_list)
+        for optimizer in self._inner_optimizers:
+            if not distributed(optimizer):
+                distribute(optimizer, self.reduction, 1)
+            type(optimizer)._local_keys = self._local_keys
+            type(optimizer)._reduced_before = self._reduced_before

@@ -1,0 +1,151 @@
+"""Four decisions of Keras that a distributed optimizer has a say in.
+
+Keras asks neither optimizer nor user in these places, so its functions are replaced, once per process, by ones that
+behave the same unless the optimizer is distributed or, for the choice of XLA, Horovod is started.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.trainers import trainer
+
+from ringtrain.errors import RingtrainError
+from ringtrain.hvd.backend import horovod
+
+
+def teach_keras() -> None:
+    """Replaces the four functions, if that has not happened yet."""
+    if not hasattr(trainer.model_supports_jit, "before_ringtrain"):
+        trainer.model_supports_jit = _reducing_without_jit(trainer.model_supports_jit)
+        trainer.Trainer._resolve_auto_jit_compile = _no_jit_by_itself(trainer.Trainer._resolve_auto_jit_compile)
+    optimizer_class = keras.optimizers.LossScaleOptimizer
+    if not hasattr(optimizer_class.check_finite, "before_ringtrain"):
+        optimizer_class.check_finite = _finite_on_all_ranks(optimizer_class.check_finite)
+        optimizer_class.apply = _reducing_first(optimizer_class.apply)
+
+
+def _reducing_without_jit(model_supports_jit: Any) -> Any:
+    """XLA has no kernel for Horovod's allreduce; `compile(jit_compile=True)` then proceeds without, with a warning."""
+
+    def supports_jit(model: Any) -> bool:
+        optimizers = [value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)]
+        return not any(map(distributed, optimizers)) and model_supports_jit(model)
+
+    supports_jit.before_ringtrain = model_supports_jit  # type: ignore[attr-defined]
+    return supports_jit
+
+
+def _no_jit_by_itself(resolve_auto: Any) -> Any:
+    """`compile` turns XLA on where there is a GPU, before it can know that a train_step reduces gradients itself."""
+
+    def without_jit(self: Any) -> bool:
+        return not horovod.is_initialized() and bool(resolve_auto(self))
+
+    without_jit.before_ringtrain = resolve_auto  # type: ignore[attr-defined]
+    return without_jit
+
+
+def _finite_on_all_ranks(check_finite: Any) -> Any:
+    """A rank that alone skips the step whose gradients overflow would leave the others waiting in their allreduce."""
+
+    def finite_everywhere(self: Any, grads: Any) -> Any:
+        finite = check_finite(self, grads)
+        return innermost(self).agree_on_finite(finite) if distributed(self) else finite
+
+    finite_everywhere.before_ringtrain = check_finite  # type: ignore[attr-defined]
+    return finite_everywhere
+
+
+def _reducing_first(apply: Any) -> Any:
+    """Keras applies gradients in a branch that waits for all of them to be checked: no allreduce could start before.
+
+    Reduced first, each gradient travels as soon as it is computed, and a sum that overflows is noticed like any other.
+    With gradient accumulation only the update communicates, so its gradients are reduced in the branch.
+    """
+
+    def apply_reduced(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+        inner = innermost(self)
+        if not distributed(self) or inner.accumulates() or inner._reduced_before:
+            apply(self, grads, trainable_variables=trainable_variables)
+            return
+        grads, variables = list(grads), list(trainable_variables or inner._trainable_variables)
+        found = [index for index, grad in enumerate(grads) if grad is not None]
+        reduced = inner.reduce([grads[index] for index in found], [variables[index] for index in found])
+        for index, grad in zip(found, reduced, strict=True):
+            grads[index] = grad
+        with inner.reduced_before():
+            apply(self, grads, trainable_variables=variables)
+
+    return apply_reduced
+
+
+def distributed(optimizer: Any) -> bool:
+    """Whether an optimizer, or the one inside its `LossScaleOptimizer`, reduces its gradients over the ranks."""
+    return getattr(innermost(optimizer), "reduction", None) is not None
+
+
+def refuse_horovods_own(optimizer: Any) -> None:
+    """Raises ValueError for an optimizer out of Horovod's own `DistributedOptimizer`."""
+    if hasattr(innermost(optimizer), "_allreduce_grads"):
+        raise ValueError(
+            f"{type(optimizer).__name__} was wrapped by Horovod's own DistributedOptimizer, which averages nothing "
+            "under Keras 3: import ringtrain.hvd as hvd, and wrap it with hvd.DistributedOptimizer"
+        )
+
+
+def innermost(optimizer: Any) -> Any:
+    """The optimizer that updates variables: the one given, or the one inside its `LossScaleOptimizer`."""
+    while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer = optimizer.inner_optimizer
+    return optimizer
+
+
+def jit_gradients(model: keras.Model) -> None:
+    """Makes a model's train_step compute its outputs, loss and gradients in one function compiled by XLA.
+
+    Gradients leave it for the optimizer, which reduces, clips and applies them as ever; so do the outputs, for metrics.
+    Evaluation stays as it is. XLA orders sums differently: results equal those without it up to rounding.
+
+    Args:
+        model: Before or after `compile`, which must be told jit_compile=False.
+
+    Raises:
+        RingtrainError: Keras says that a layer does not support it, or the model has a train_step of its own.
+    """
+    _refuse(model)
+
+    @tf.function(jit_compile=True, reduce_retracing=True, autograph=False)
+    def forward_and_backward(x: Any, y: Any, sample_weight: Any) -> Any:
+        with tf.GradientTape() as tape:
+            outputs = model(x, training=True) if model._call_has_training_arg else model(x)
+            loss = model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=True)
+            scaled = model.optimizer.scale_loss(loss)
+        return outputs, loss, tape.gradient(scaled, model.trainable_weights)
+
+    def train_step(data: Any) -> Any:
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        outputs, loss, gradients = forward_and_backward(x, y, sample_weight)
+        model._loss_tracker.update_state(loss, sample_weight=tf.shape(tf.nest.flatten(x)[0])[0])
+        model.optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
+        return model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
+
+    object.__setattr__(model, "train_step", train_step)
+
+
+def _refuse(model: keras.Model) -> None:
+    if type(model).train_step is not keras.Model.train_step:
+        raise RingtrainError(
+            f"jit: {type(model).__name__} has a train_step of its own, which cannot be taken apart around the"
+            " allreduce: leave train_step to Keras, or train without jit"
+        )
+    layer = next((layer for layer in model._flatten_layers() if not layer.supports_jit), None)
+    if layer is not None:
+        raise RingtrainError(
+            f"jit: Keras says that layer {layer.name} ({type(layer).__name__}) does not support XLA: train without jit"
+        )
+    supports_jit = getattr(trainer.model_supports_jit, "before_ringtrain", trainer.model_supports_jit)
+    if not supports_jit(model):
+        raise RingtrainError("jit: Keras does not support XLA here (macOS, or op determinism is on): train without jit")

@@ -1,0 +1,240 @@
+"""Ends a script of a user's own whose ranks wait for different things, and names what each of them waits for.
+
+Horovod itself only warns. A thread per rank tells rank 0 once a second where the main thread is; training does not wait
+for it. The job ends only where every main thread has stood for the limit in a collective outside of graphs or in the
+reduction of its gradients, and each of these lacks ranks. A graph may as well compute or read on other threads: a rank
+in one, outside of the reduction, is named in a line. ringtrain's own trainer has the fuller
+ringtrain/monitor/heartbeat.py instead.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import tensorflow as tf
+
+from ringtrain.errors import RingtrainError, Stalled
+from ringtrain.hvd import collectives
+from ringtrain.hvd.backend import WITH_HOROVOD, ProcessSet, global_process_set, horovod
+from ringtrain.hvd.step_timing import PLACE
+from ringtrain.protocol import transport
+from ringtrain.protocol.failures import report_failure
+
+TIMEOUT = "RINGTRAIN_STALL_TIMEOUT"
+"""seconds without progress after which the job ends; 0: never"""
+DEFAULT_TIMEOUT_S = 300.0
+BEAT_S = 1.0
+FRESH_S = 5.0
+"""age of the oldest row that counts"""
+PROGRESS_S = 0.002
+"""CPU time of the main thread between two beats that counts as progress"""
+SPEAKER_FIRST_S = 5.0
+"""delay before the other ranks exit, so that rank 0's report reaches the launcher first"""
+COLLECTIVE_FILE = "horovod/tensorflow/mpi_ops.py"
+JOIN = "join"
+REDUCTION = "the reduction of gradients"
+GRAPH_FILE = "tensorflow/python/eager/execute.py"
+LIBRARIES = (
+    *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
+    str(Path(__file__).parents[1]),
+    "<",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Where the main thread of one rank is.
+
+    Attributes:
+        collective: Name of the one it waits in, outside of graphs, or `REDUCTION`.
+        num_ranks: Number of ranks that take part in it.
+        idle_s: Time that it has been there without using CPU time.
+    """
+
+    rank: int
+    host: str
+    step: str = ""
+    line: str = ""
+    collective: str = ""
+    num_ranks: int = 0
+    is_in_graph: bool = False
+    idle_s: float = 0.0
+
+    def __str__(self) -> str:
+        where = f"in {self.collective}" if self.collective else "in a TensorFlow graph"
+        step = f", {self.step}" if self.step else ""
+        return f"rank {self.rank} on {self.host}: {where} at {self.line}{step}"
+
+
+def is_standstill(rows: Collection[Row], size: int, limit_s: float) -> bool:
+    """Returns whether all ranks are in collectives or graphs, and not all in the same collective.
+
+    Args:
+        rows: Of ranks that were heard of lately.
+        size: Number of all ranks.
+        limit_s: Idle time of every rank, seconds.
+    """
+    stand = all(row.idle_s >= limit_s and (row.collective or row.is_in_graph) for row in rows)
+    return len(rows) == size and stand and len({row.collective for row in rows}) > 1
+
+
+def is_deadlock(rows: Collection[Row]) -> bool:
+    """Returns whether ranks that stand still wait for each other for ever: no collective has all of its ranks."""
+    if any(row.collective in ("", JOIN) for row in rows):  # may compute; takes part in what the others reduce
+        return False
+    return all(
+        count < num_ranks for (_, num_ranks), count in Counter((r.collective, r.num_ranks) for r in rows).items()
+    )
+
+
+def place_of(frame: FrameType | None) -> dict[str, Any]:
+    """Returns the fields of a `Row` that a thread's stack tells: line of the user's code, collective, graph."""
+    line = collective = ""
+    num_ranks, is_in_graph = 0, False
+    for inner, number in traceback.walk_stack(frame):
+        file = inner.f_code.co_filename
+        if file.endswith(COLLECTIVE_FILE) and not line:
+            collective = f"{inner.f_code.co_name.strip('_')} {inner.f_locals.get('name') or ''}".strip()
+            num_ranks = inner.f_locals.get("process_set", global_process_set).size()
+        is_in_graph = is_in_graph or file.endswith(GRAPH_FILE)
+        if not line and not file.startswith(LIBRARIES):
+            line = f"{file}:{number}"
+    if is_in_graph and not collective and (num_ranks := PLACE.awaited()):
+        collective = REDUCTION
+    return {"line": line, "collective": collective, "num_ranks": num_ranks, "is_in_graph": is_in_graph}
+
+
+class Watch:
+    """The thread of one rank. Making one is a collective: rank 0 tells where it listens.
+
+    Attributes:
+        step: Where training is, in words; "": as `iterations` says.
+        iterations: TensorFlow variable that counts an optimizer's updates, if one is known.
+        has_warned: Whether rank 0 has named ranks that the others wait for, which it does once.
+    """
+
+    def __init__(self) -> None:
+        self.step = ""
+        self.iterations: Any = None
+        self.has_warned = False
+        self.rank, self.size, self.host = horovod.rank(), horovod.size(), socket.gethostname()
+        try:
+            own_limit_s = float(os.environ.get(TIMEOUT) or DEFAULT_TIMEOUT_S)
+        except ValueError:
+            raise RingtrainError(f"{TIMEOUT}: got {os.environ[TIMEOUT]!r}, expected seconds, or 0 for never") from None
+        self._wire = transport.Wire(secrets.token_hex(16), listens=self.rank == 0 and own_limit_s > 0)
+        told = (own_limit_s, self.host, transport.own_addresses(), self._wire.port, self._wire.token)
+        answer = collectives.broadcast_object(told, 0, name="ringtrain_watch")
+        self._limit_s, host, addresses, self._port, self._wire.token = answer
+        self._addresses: Sequence[str] = ["127.0.0.1", *addresses] if host == self.host else addresses
+        if self._limit_s > 0:
+            threading.Thread(target=self._run, name="ringtrain-watch", daemon=True).start()
+
+    def _run(self) -> None:
+        main = threading.main_thread().ident or 0
+        clock = time.pthread_getcpuclockid(main)
+        rows: dict[int, tuple[float, Row]] = {}
+        used_s = last_s = 0.0
+        own = Row(self.rank, self.host)
+        if self.rank and not self._wire.connect(self._addresses, self._port, {}):
+            where = f"{', '.join(self._addresses)}, port {self._port}"
+            print(
+                f"ringtrain: rank {self.rank} on {self.host} cannot connect to rank 0 at {where}: no rank notices when"
+                " this script hangs: check the firewall",
+                file=sys.stderr,
+                flush=True,
+            )
+            return
+        while self.rank == 0 or self._wire.is_connected:
+            now_s, was_used_s, used_s = time.monotonic(), used_s, time.clock_gettime(clock)
+            # Time in which this thread did not run either, as in a suspended job, does not count.
+            passed_s, last_s = min(now_s - last_s, 2 * BEAT_S), now_s
+            place = place_of(sys._current_frames().get(main))
+            step = self.step or ("" if self.iterations is None else f"after {int(self.iterations)} updates")
+            row = Row(self.rank, self.host, step, idle_s=own.idle_s, **place)
+            stands = row == own and used_s - was_used_s < PROGRESS_S
+            own = replace(row, idle_s=row.idle_s + passed_s if stands else 0.0)
+            for message in self._wire.exchange(asdict(own) if self.rank else {}, BEAT_S):
+                if "end" in message:
+                    time.sleep(SPEAKER_FIRST_S)
+                    self._exit()
+                if message and not self.rank:
+                    rows[message["rank"]] = (time.monotonic(), Row(**message))
+            rows[self.rank] = (time.monotonic(), own)
+            fresh = [row for heard_s, row in rows.values() if time.monotonic() - heard_s < FRESH_S]
+            if not self.rank and is_standstill(fresh, self.size, self._limit_s):
+                fresh.sort(key=lambda row: row.rank)
+                if is_deadlock(fresh):
+                    self._end(fresh)
+                self._warn([row for row in fresh if not row.collective])
+
+    def _warn(self, rows: Sequence[Row]) -> None:
+        if rows and not self.has_warned:
+            print(
+                f"ringtrain: the other ranks have waited for {min(row.idle_s for row in rows):.0f} s for"
+                f" {'; '.join(map(str, rows))}: a graph may compute or read, so the job is not ended",
+                file=sys.stderr,
+                flush=True,
+            )
+            self.has_warned = True
+
+    def _end(self, rows: Sequence[Row]) -> None:
+        self._wire.exchange({"end": True}, 0.2)
+        places = "\n".join(f"  {row}" for row in rows)
+        error = Stalled(
+            f"ranks have waited for different things for {min(row.idle_s for row in rows):.0f} s\n{places}\nall ranks"
+            " must call the same collectives in the same order: look for different numbers of batches, and for"
+            f" collectives under a condition such as hvd.rank() == 0. {TIMEOUT} sets the seconds, 0 for never"
+        )
+        print(f"ringtrain: {error}", file=sys.stderr, flush=True)
+        report_failure(error, self.rank, exit_code=Stalled.EXIT_CODE, with_traceback=False)
+        time.sleep(0.2)  # what was printed is still on its way through this rank's log
+        self._exit()
+
+    def _exit(self) -> None:
+        sys.stdout.flush()
+        os._exit(Stalled.EXIT_CODE)
+
+
+_watches: list[Watch] = []
+
+
+def begin() -> Watch | None:
+    """Starts this process' watch, once. A collective of all ranks the first time.
+
+    Returns:
+        The watch; None with one rank, in elastic runs, and without Horovod.
+    """
+    if not WITH_HOROVOD or collectives.elastic() or horovod.size() == 1:
+        return None
+    if not _watches:
+        with tf.init_scope():
+            _watches.append(Watch())
+    return _watches[0]
+
+
+def broadcast_variables(
+    variables: Sequence[Any],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
+    device: str = collectives.CPU,
+) -> None:
+    """Calls `collectives.broadcast_variables`; the first call starts the watch: a thread, on rank 0 an open port."""
+    if process_set is global_process_set and (watch := begin()):  # here a loop of the user's own has all ranks together
+        counters = [collectives.tensor_of(one) for one in variables if getattr(one, "name", "") == "iteration"]
+        watch.iterations = next(iter(counters), watch.iterations)
+    collectives.broadcast_variables(variables, root_rank, process_set, inplace, device)

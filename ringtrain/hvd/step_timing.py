@@ -1,0 +1,219 @@
+"""Where this process stands, for another thread to read: in a part of a step, in evaluation, or waiting for the others.
+
+A step is one graph, into which Python cannot look. Three of its moments are noted inside of it, by nodes that hardly
+anything else waits for: the batch is there, the gradients are there, everybody's gradients are there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+MOMENTS = ("input", "computed", "reduced")
+GRAPH = "step"
+"""the phase that is told apart by the moments"""
+
+
+class PhaseTracker:
+    """What this process is doing. Its main thread writes, others read.
+
+    Attributes:
+        phase: start, step, callbacks, evaluate, save, or reduce where it waits for the other ranks.
+        changes: counts phases, evaluated batches: whatever shows that something goes on.
+        waited_s: seconds in reduce so far, outside of the steps' graphs.
+        on_change: called after each change of phase.
+        gradients: names of the weights whose gradients are noted each by itself; empty: none.
+    """
+
+    def __init__(self) -> None:
+        self.phase = "start"
+        self.changes = 0
+        self.waited_s = 0.0
+        self.on_change: Callable[[], None] = lambda: None
+        self.gradients: list[str] = []
+        self._moments: list[tf.Variable] = []
+        self._each: dict[str, tf.Variable] = {}
+        self._awaited: tf.Variable | None = None
+
+    def enter(self, phase: str) -> None:
+        """Says what the process does from now on."""
+        self.phase = phase
+        self.advance()
+        self.on_change()
+
+    def advance(self) -> None:
+        """Says that something goes on."""
+        self.changes += 1
+
+    def moments(self) -> tuple[float, float, float]:
+        """When the last batch, its gradients and everybody's were there; seconds since 1970, 0: not yet."""
+        if not self._moments:
+            return 0.0, 0.0, 0.0
+        read = tf.raw_ops.ReadVariableOp  # a tenth of the time of Variable.numpy
+        first, second, third = (float(read(resource=v.handle, dtype=tf.float64)) for v in self._moments)
+        return first, second, third
+
+    def awaited(self) -> int:
+        """Ranks that take part in the reduction of gradients that this one's are in; 0: none is under way."""
+        return 0 if self._awaited is None else int(self._awaited)
+
+    def reducing(self, num_ranks: int, gradients: Any, reduce: Callable[[], Any]) -> Any:
+        """Returns the result of `reduce`, and notes from when the gradients are there until they are reduced.
+
+        Args:
+            num_ranks: Number of ranks that take part.
+            gradients: Tensors in any structure.
+        """
+        is_noted = not tf.distribute.has_strategy()
+        with tf.init_scope(), tf.device("CPU:0"):
+            is_noted = is_noted and tf.executing_eagerly()
+            if is_noted and self._awaited is None:
+                self._awaited = tf.Variable(0, trainable=False)
+        if not is_noted:
+            return reduce()
+        self._await(num_ranks, gradients)
+        reduced = reduce()
+        self._await(0, reduced)
+        return reduced
+
+    def _await(self, num_ranks: int, tensors: Any) -> None:
+        flat = [tensor for tensor in tf.nest.flatten(tensors, expand_composites=True) if tf.is_tensor(tensor)]
+        with tf.control_dependencies(flat), tf.device("CPU:0"):
+            self._awaited.assign(num_ranks, read_value=False)  # type: ignore[union-attr]
+
+    def note(self, moment: str, tensors: Any) -> list[Any]:
+        """Adds nodes to the graph that note when tensors are there; without `watch`, none.
+
+        Args:
+            moment: one of MOMENTS.
+            tensors: in any structure.
+
+        Returns:
+            The last of these nodes.
+        """
+        if not self._moments or _in_a_further_tower():
+            return []
+        flat = [tensor for tensor in tf.nest.flatten(tensors, expand_composites=True) if tf.is_tensor(tensor)]
+        with tf.control_dependencies(flat):
+            # A GPU's kernels are only under way when the graph goes on: a copy of theirs waits for them.
+            last = [tf.reshape(flat[0], [-1])[:1]] if flat and tf.config.list_logical_devices("GPU") else []
+        with tf.device("CPU:0"):
+            with tf.control_dependencies([*flat, *(tf.identity(tensor) for tensor in last)]):
+                now_s = tf.timestamp()
+            noted = self._moments[MOMENTS.index(moment)].assign(now_s, read_value=False)
+        return [] if noted is None else [noted]
+
+    def note_each(self, moment: str, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
+        """Adds nodes that note when each gradient is there; unless `watch` was told so, none.
+
+        Args:
+            moment: computed or reduced.
+            variables: that the gradients are for.
+            gradients: in the same order.
+        """
+        for variable, gradient in zip(variables, gradients, strict=True) if self._each else ():
+            if gradient is None or variable.path not in self.gradients:
+                continue
+            place, now_s = self.gradients.index(variable.path), clock_after(gradient)
+            with tf.device("CPU:0"):
+                handle = self._each[moment].handle
+                tf.raw_ops.ResourceScatterUpdate(resource=handle, indices=[place], updates=[now_s])
+
+    def each(self) -> tuple[list[float], list[float]]:
+        """When each of `gradients` was there, and when everybody's was; seconds since 1970, 0: not yet."""
+        if not self._each:
+            return [], []
+        return self._each["computed"].numpy().tolist(), self._each["reduced"].numpy().tolist()
+
+    def watch(self, model: keras.Model, each_gradient: bool = False) -> None:
+        """Has the steps of a model noted.
+
+        Args:
+            model: compiled with a distributed optimizer, before its first step.
+            each_gradient: note each gradient by itself as well.
+        """
+        with tf.device("CPU:0"):
+            self._moments = [tf.Variable(0.0, trainable=False, dtype=tf.float64) for _ in MOMENTS]
+            if each_gradient:
+                self.gradients = [variable.path for variable in model.trainable_variables]
+                zeros = [0.0] * len(self.gradients)
+                self._each = {moment: tf.Variable(zeros, trainable=False, dtype=tf.float64) for moment in MOMENTS[1:]}
+        train_step, apply = model.train_step, model.optimizer.apply
+
+        def noting_train_step(data: Any) -> Any:
+            # Here the step does wait: a single thread might else come to the note after the forward pass.
+            with tf.control_dependencies(self.note("input", data)):
+                data = tf.nest.map_structure(lambda part: tf.identity(part) if tf.is_tensor(part) else part, data)
+            return train_step(data)
+
+        def noting_apply(grads: Any, trainable_variables: Any = None) -> None:
+            self.note("computed", [gradient for gradient in grads if gradient is not None])
+            apply(grads, trainable_variables=trainable_variables)
+
+        # Not model.train_step = ...: Keras would track what is set, and save it.
+        object.__setattr__(model, "train_step", noting_train_step)
+        object.__setattr__(model.optimizer, "apply", noting_apply)
+
+
+def _in_a_further_tower() -> bool:
+    """Whether this is the graph of another copy of the model in one process than the first.
+
+    TensorFlow reads a graph's clocks in the order of the program: the second tower would begin where the first has its
+    gradients.
+    """
+    if not isinstance(tf.distribute.get_strategy(), tf.distribute.MirroredStrategy):
+        return False
+    context = tf.distribute.get_replica_context()
+    return context is not None and int(tf.get_static_value(context.replica_id_in_sync_group)) > 0
+
+
+def clock_after(tensor: Any) -> tf.Tensor:
+    """When a tensor is there, in a graph: seconds since 1970, float64.
+
+    TensorFlow reads a graph's clocks in the order of the program, the first gradient's before the last one's: not those
+    in a call without effects, as it takes this one for.
+
+    Args:
+        tensor: or IndexedSlices.
+    """
+    first = tf.cast(tf.reshape(tf.nest.flatten(tensor, expand_composites=True)[0], [-1])[:1], tf.float32)
+    with tf.device("CPU:0"):
+        (now_s,) = tf.raw_ops.PartitionedCall(args=[first], Tout=[tf.float64], f=_clock_reader())
+    return now_s
+
+
+@functools.cache
+def _clock_reader() -> Any:
+    def read(there: tf.Tensor) -> tf.Tensor:
+        with tf.control_dependencies([there]):
+            return tf.timestamp()
+
+    with tf.init_scope():
+        return tf.function(read, autograph=False).get_concrete_function(tf.TensorSpec([None], tf.float32))
+
+
+PLACE = PhaseTracker()
+"""of this process"""
+
+
+@contextlib.contextmanager
+def during(phase: str) -> Iterator[None]:
+    """Says what the process does in a block, or, as a decorator, in a function.
+
+    Args:
+        phase: evaluate, save, or reduce for waiting.
+    """
+    before, begin_s = PLACE.phase, time.perf_counter()
+    PLACE.enter(phase)
+    try:
+        yield
+    finally:
+        if phase == "reduce" != before:
+            PLACE.waited_s += time.perf_counter() - begin_s
+        PLACE.enter(before)

@@ -1,0 +1,9 @@
+"""The same training by other means than ringtrain's trainer, as functions from a Training to a Trained.
+
+training:          what a baseline receives and returns
+by_fit:            Keras' fit: one process, or under a tf.distribute strategy
+by_hand:           Horovod's tape in a loop written by hand
+synchronous:       MirroredStrategy, MultiWorkerMirroredStrategy
+parameter_servers: ParameterServerStrategy, asynchronous
+torch_ddp:         PyTorch's DistributedDataParallel over Gloo
+"""

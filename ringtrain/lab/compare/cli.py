@@ -1,0 +1,247 @@
+"""ringtrain compare: the same job under several strategies, in turns, and what each of them gave.
+
+    ringtrain compare --strategies ring,towers --config configs/digits.toml -np 2 --seeds 3
+
+Each run is one of ringtrain.train, in a folder of its own. Those that are finished are not trained again: the same
+command goes on with a comparison that was ended, whatever ended it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, get_args
+
+from ringtrain import config_io
+from ringtrain.cluster import processes
+from ringtrain.cluster.hosts import take
+from ringtrain.config import Config, nearest, option_types, value_of
+from ringtrain.errors import LaunchError, RunDirectoryError
+from ringtrain.lab import jobs, stats
+from ringtrain.lab.compare import results
+from ringtrain.lab.compare.results import Result
+from ringtrain.lab.starts import Start
+from ringtrain.lab.tune.cli import seconds_of
+from ringtrain.protocol.env import HOST_SLOTS
+from ringtrain.run import setup
+
+ALONE = "one"
+"""in the place of a strategy: one copy of the model, with the share of the cores that one of several has"""
+BUDGETS = {"epochs": "--train.epochs", "time": "--train.max-time-s", "accuracy": "--train.target-accuracy"}
+LAUNCHERS = ("mpirun", "horovodrun", "horovodrun-gloo", "srun")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is compared with the others."""
+
+    label: str
+    """as on the command line, e.g. "towers:reduction=all"; its runs' folders are named after it"""
+    name: str
+    """of the strategy, or ALONE"""
+    words: tuple[str, ...]
+    """its options of ringtrain.train"""
+
+
+def main(options: argparse.Namespace, _: Start) -> int:
+    """Trains, shows and writes.
+
+    Args:
+        options: of the command; found_hosts and run_words are those of launch.
+
+    Returns:
+        0; 1 if a run failed.
+
+    Raises:
+        LaunchError, ConfigError: what was asked for cannot be.
+        SystemExit: with 128 + the number of the signal that ended it.
+    """
+    refuse(options)
+    servers = options.ps or 1
+    copies = options.np or sum(host.slots for host in options.found_hosts)
+    slots = take(options.found_hosts, copies, options.oversubscribe)[0].slots
+    told = [*(["--config", options.config] if options.config else []), *options.command, *budget(options.budget)]
+    base, entries = config_io.read(told), read(options.strategies, copies)
+    for entry in entries:  # a mistake is told before anything starts
+        setup.find(config_io.read([*told, *entry.words]))
+    folder = Path(base.run.directory) / (base.run.name or f"compare-{Path(options.config or base.data.name).stem}")
+    (folder / "starts").mkdir(parents=True, exist_ok=True)
+    before = {number: signal.signal(number, end) for number in jobs.SIGNALS}
+    try:
+        with jobs.held(folder / "lock") as lock:
+            if lock is None:
+                raise RunDirectoryError(
+                    f"{folder}: another ringtrain compare works there: wait, or give another --run.name"
+                )
+            claim(folder, base, copies, servers, options.run_words)
+            trained: list[Result] = []
+            for seed in range(base.seed, base.seed + options.seeds):
+                for entry in entries:
+                    earlier = [one for one in trained if one.label == entry.label]
+                    if earlier and all(one.error for one in earlier):  # nor would it run the next time
+                        continue
+                    slots_of_others = slots if entry.name == ALONE else 1
+                    argv = ["ringtrain", "launch", *options.run_words, *launch_words(entry.name, copies, servers)]
+                    argv = [sys.executable, "-m", *argv, "--", "python", "-m", "ringtrain.train", *told, *entry.words]
+                    trained.append(train_once(entry, seed, folder, argv, slots_of_others, lock))
+                    say(results.in_words(trained[-1]))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return conclude(trained, options, told, {"copies": copies, "servers": servers})
+
+
+def refuse(options: argparse.Namespace) -> None:
+    """Refuses what a comparison cannot have.
+
+    Raises:
+        LaunchError: names it.
+    """
+    for name in ("seeds", "ps"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            raise LaunchError(f"got --{name} {getattr(options, name)}, expected 1 or more")
+    if options.workers is not None:
+        raise LaunchError(f"got --workers {options.workers}: all have as many, -np: leave it out")
+    for name in ("output", "timeline"):
+        if getattr(options, name):
+            raise LaunchError(f"got --{name}: each run keeps its own in its folder: leave it out")
+    if options.launcher not in LAUNCHERS:
+        raise LaunchError(f"got --launcher {options.launcher}, expected one of {', '.join(LAUNCHERS)}")
+
+
+def budget(text: str) -> list[str]:
+    """A budget as options of ringtrain.train.
+
+    Args:
+        text: e.g. "accuracy=0.97,epochs=50"; empty: that of the configuration.
+
+    Raises:
+        LaunchError: it is none.
+    """
+    words: list[str] = []
+    for part in filter(None, text.split(",")):
+        kind, _, value = part.partition("=")
+        if kind not in BUDGETS:
+            raise LaunchError(f"got --budget {part}, expected epochs=5, time=60s or accuracy=0.97, or several: a,b")
+        words += [BUDGETS[kind], str(seconds_of(value)) if kind == "time" else value]
+    return words
+
+
+def read(text: str, copies: int) -> list[Entry]:
+    """What is to be compared.
+
+    Args:
+        text: e.g. "ring,towers:reduction=all,ring:hvd.groups=4"; options without a section are those of the strategy.
+
+    Raises:
+        LaunchError: there is no such strategy, or one of them twice.
+    """
+    known, found = [*get_args(option_types()["strategy.name"]), ALONE], dict[str, Entry]()
+    for label in text.split(","):
+        name, *told = re.split(r":(?=[\w.-]+=)", label)
+        if name not in known:
+            raise LaunchError(f"got --strategies {text}: {name!r} is none: {nearest(name, known)}")
+        words = ["--strategy.name", "ring" if name == ALONE else name]
+        words += ["--strategy.towers", str(copies)] if name == "towers" else []
+        for option, _, value in (one.partition("=") for one in told):
+            words += [f"--{option}" if "." in option else f"--strategy.{option}", value]
+        entry = Entry(label, name, tuple(words))
+        if found.setdefault(file_name(entry), entry) is not entry:
+            raise LaunchError(f"got --strategies {text}: {label} is there twice: leave one out")
+    return [*found.values()]
+
+
+def file_name(entry: Entry) -> str:
+    """How the names of its runs begin."""
+    return re.sub(r"[^\w.]+", "-", entry.label)
+
+
+def launch_words(strategy: str, copies: int, servers: int) -> list[str]:
+    """How ringtrain launch starts what a strategy needs.
+
+    Args:
+        strategy: its name, or ALONE.
+        copies: of the model, the same number under each.
+        servers: where there are any.
+    """
+    if strategy.startswith("ps-"):  # servers mostly wait: they need no slots of their own
+        return ["--ps", str(servers), "--workers", str(copies), "--oversubscribe"]
+    return ["-np", "1" if strategy in ("towers", ALONE) else str(copies)]
+
+
+def claim(folder: Path, base: Config, copies: int, servers: int, words: Sequence[str]) -> None:
+    """Makes the folder this comparison's, or sees that it is; strategies and seeds may be added.
+
+    Raises:
+        LaunchError: it holds another one; names what differs.
+    """
+    own = {option: value_of(base, option) for option in option_types() if not option.startswith("run.")}
+    jobs.claim(folder / "compare.json", {"-np": copies, "--ps": servers, "launch": list(words), **own}, "comparison")
+
+
+def train_once(entry: Entry, seed: int, folder: Path, argv: Sequence[str], slots: int, lock: int) -> Result:
+    """One run, unless it was finished before. What is left of one that was broken off goes: its times are of no use.
+
+    Args:
+        argv: starts it; seed and folder are added.
+        slots: of the host; the run has the share of its cores that its own ranks have of these.
+        lock: held as long as something of the run lives.
+    """
+    name = f"{file_name(entry)}-{seed}"
+    own, log = folder / name, folder / "starts" / f"{name}.log"
+    if jobs.is_done(own):
+        return Result(entry.label, seed, own)
+    shutil.rmtree(own, ignore_errors=True)
+    say(f"{entry.label}, seed {seed}: {own}")
+    added = ["--seed", str(seed), "--run.directory", str(folder), "--run.name", name]
+    environ: Mapping[str, str] = {**os.environ, HOST_SLOTS: str(slots)}
+    process = processes.start_beside([*argv, *added], environ, log, lock)
+    try:
+        code = process.wait()
+    finally:
+        if process.poll() is None:  # a signal has come
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+    return Result(entry.label, seed, own, jobs.reason_of(log, code) if code else "")
+
+
+def conclude(
+    trained: Sequence[Result], options: argparse.Namespace, told: Sequence[str], numbers: Mapping[str, int]
+) -> int:
+    """Shows and writes what came out, and says whether a run failed."""
+    target, found = config_io.read(told).train.target_accuracy, results.summaries(trained)
+    title = f"{numbers['copies']} copies, {options.seeds} seed{'s' * (options.seeds > 1)}: {shlex.join(told)}"
+    tables = results.tables(found, target)
+    print(title)
+    for name, head, rows in tables:
+        stats.show(name, head, rows)
+    if options.out:
+        runs = [one.told() for one in trained]
+        about = {"strategies": options.strategies, "seeds": options.seeds, **numbers, "command": told}
+        stats.write(Path(options.out), "compare", about, {"strategies": found, "runs": runs})
+    if options.plot:
+        results.draw(Path(options.plot), trained, title)
+    if options.html:
+        results.write_page(Path(options.html), trained, tables, title)
+    failed = [one for one in trained if one.error]
+    print("\n".join(results.in_words(one) for one in failed), end="\n" * bool(failed))
+    return 1 if failed else 0
+
+
+def say(text: str) -> None:
+    """A line on standard error."""
+    print(f"compare: {text}", file=sys.stderr, flush=True)
+
+
+def end(number: int, _: object) -> NoReturn:
+    """Ends the comparison; the run that is under way is asked to save and end."""
+    say(f"stopped by {signal.Signals(number).name}; the same command goes on")
+    raise SystemExit(128 + number)

@@ -1,0 +1,241 @@
+"""What the runs of ringtrain compare gave: read from their folders, as tables, a picture and a page."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ringtrain.lab import plots
+from ringtrain.lab.report import cli, html, run_folder
+from ringtrain.lab.report.charts import Chart, Line
+from ringtrain.lab.stats import Spread
+
+FLOAT_BYTES = 4
+"""of a weight and a gradient, whatever the precision that is computed with"""
+MEASURED = (
+    *("test_accuracy", "best_test_accuracy", "to_target_s", "to_target_samples", "train_s", "images_per_s"),
+    *("waiting_share", "bytes_per_update", "staleness", "dropped"),
+)
+# Of each table: the heads of its columns, what they show, how often its unit is in ours, and its form.
+TABLES: dict[str, dict[str, tuple[str, float, str]]] = {
+    "what came out": {
+        "test accuracy, %": ("test_accuracy", 100, ".2f"),
+        "s to {target:.4g} %": ("to_target_s", 1, ".2f"),
+        "samples to it": ("to_target_samples", 1, ",.0f"),
+        "training, s": ("train_s", 1, ".2f"),
+    },
+    "what it took": {
+        "images/s": ("images_per_s", 1, ",.0f"),
+        "waiting, %": ("waiting_share", 100, ".1f"),
+        "MB per update": ("bytes_per_update", 1e-6, ".3f"),
+        "staleness": ("staleness", 1, ".2f"),
+        "dropped": ("dropped", 1, ",.0f"),
+    },
+}
+WORDS = (
+    "Training: without start-up and evaluation, with the first step, in which TensorFlow makes its graph; images/s are"
+    " without that one. Waiting: share of the steps' time, mean over ranks. MB: what a worker sends on a ring of N,"
+    " 2 (N - 1) / N times the gradients; what it reads and sends where there are servers, weights and gradients."
+    " Staleness: updates between reading weights and applying their gradients, mean. Medians (p10 to p90) over seeds."
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run of a comparison."""
+
+    label: str
+    """of what it trained under"""
+    seed: int
+    folder: Path
+    error: str = ""
+    """why it failed"""
+
+    @functools.cached_property
+    def run(self) -> run_folder.Run:
+        """What its folder holds."""
+        return run_folder.read(self.folder)
+
+    @functools.cached_property
+    def points(self) -> list[dict[str, Any]]:
+        """Test accuracy after each epoch, over samples seen and seconds of training so far; none if it failed."""
+        if self.error:
+            return []
+        numbers = self.run.numbers
+        samples = numbers["num_train"] - numbers["dropped_per_epoch"]
+        train_s = itertools.accumulate(one["train_s"] for one in self.run.epochs)
+        return [
+            {
+                "epoch": one["epoch"],
+                "samples": one["epoch"] * samples,
+                "train_s": so_far_s,
+                "test_accuracy": one["test_accuracy"],
+            }
+            for one, so_far_s in zip(self.run.epochs, train_s, strict=True)
+            if "test_accuracy" in one  # a model with a train_step of its own may have none
+        ]
+
+    @functools.cached_property
+    def measured(self) -> dict[str, float | None]:
+        """The values of MEASURED."""
+        summary, points, strategy = self.run.summary, self.points, self.run.summary["strategy"]
+        target = self.run.options["train.target_accuracy"]
+        reached: dict[str, Any] = next((one for one in points if 0 < target <= one["test_accuracy"]), {})
+        return {
+            "test_accuracy": points[-1]["test_accuracy"] if points else None,
+            "best_test_accuracy": max((one["test_accuracy"] for one in points), default=None),
+            "to_target_s": reached.get("train_s"),
+            "to_target_samples": reached.get("samples"),
+            "train_s": points[-1]["train_s"] if points else None,
+            "images_per_s": summary["images_per_s"],
+            "waiting_share": waiting_share(summary),
+            "bytes_per_update": bytes_per_update(self.run),
+            "staleness": (strategy.get("staleness") or {}).get("mean"),
+            "dropped": sum(strategy["dropped"]) if "dropped" in strategy else None,
+        }
+
+    def told(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        about = {"name": self.folder.name, "strategy": self.label, "seed": self.seed, "folder": str(self.folder)}
+        if self.error:
+            return about | {"error": self.error}
+        summary = self.run.summary
+        kept = {key: summary[key] for key in ("stopped_by", "global_step", "checksum", "versions", "git_revision")}
+        return about | self.measured | kept | {"of_the_strategy": summary["strategy"], "points": self.points}
+
+
+def waiting_share(summary: Mapping[str, Any]) -> float | None:
+    """Share of the steps' time in which ranks wait for others, or for what travels; mean over ranks, or over workers.
+
+    Args:
+        summary: of a run; what its strategy says of its workers goes first.
+    """
+    if workers := summary["strategy"].get("waiting"):
+        known = [share for share in workers if share is not None]
+        return float(statistics.mean(known)) if known else None
+    totals = [one["totals"] for one in summary["ranks"] if one["totals"]["step_s"]]
+    return sum(one["wait_s"] for one in totals) / sum(one["step_s"] for one in totals) if totals else None
+
+
+def bytes_per_update(run: run_folder.Run) -> float | None:
+    """Bytes that a worker moves for one update of the weights; nothing travels between copies in one process.
+
+    Returns:
+        Of N ranks on a ring: 2 (N - 1) / N times the gradients, which each of them sends (Patarasuk & Yuan 2009); of a
+        worker with servers: the weights that it reads, and the gradients that it sends. None where neither holds.
+    """
+    name, copies = run.options["strategy.name"], run.numbers["num_ranks"]
+    own = FLOAT_BYTES * run.summary["num_parameters"]
+    if name == "towers":
+        return 0.0
+    if name.startswith("ps-"):
+        return float(2 * own)
+    if run.options["hvd.op"] != "average":
+        return None
+    return (0.5 if run.options["hvd.compression"] == "fp16" else 1.0) * own * 2 * (copies - 1) / copies
+
+
+def summaries(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
+    """The runs of each strategy together: the spread over the seeds, how many there are, and why others failed."""
+    found: dict[str, dict[str, Any]] = {}
+    for label in dict.fromkeys(one.label for one in results):
+        own = [one for one in results if one.label == label]
+        good = [one.measured for one in own if not one.error]
+        known = {key: [value for one in good if (value := one[key]) is not None] for key in MEASURED}
+        found[label] = {key: Spread.of(values) for key, values in known.items() if values}
+        found[label] |= {"runs": len(good), "errors": [one.error for one in own if one.error]}
+    return found
+
+
+def tables(found: Mapping[str, Mapping[str, Any]], target: float) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Title, head and rows of each table; columns and tables that are empty are left out.
+
+    Args:
+        target: accuracy; 0: none.
+    """
+    made = []
+    for title, columns in TABLES.items():
+        shown = {head: how for head, how in columns.items() if any(how[0] in one for one in found.values())}
+        rows = [[label, *(_cell(one, *how) for how in shown.values())] for label, one in found.items()]
+        for row, one in zip(rows, found.values(), strict=True):
+            row[1:2] = row[1:2] if one["runs"] else ["failed"]
+        if shown:
+            made.append((title, ["", *(head.format(target=100 * target) for head in shown)], rows))
+    return made
+
+
+def _cell(one: Mapping[str, Any], key: str, factor: float, form: str) -> str:
+    spread: Spread | None = one.get(key)
+    if spread is None:
+        return ""
+    scaled = spread.times(factor)
+    text = scaled.text(form) if spread.repeats > 1 and spread.p10 < spread.p90 else f"{scaled.median:{form}}"
+    return text if spread.repeats == one["runs"] else f"{text} [{spread.repeats} of {one['runs']}]"
+
+
+def in_words(result: Result) -> str:
+    """E.g. "ring, seed 0: 97.22 % after 5 epochs, 1.3 s of training"."""
+    who = f"{result.label}, seed {result.seed}"
+    if result.error:
+        return f"{who}: failed: {result.error}"
+    if not result.points:
+        return f"{who}: no complete epoch with a test accuracy"
+    last = result.points[-1]
+    return f"{who}: {last['test_accuracy']:.2%} after {last['epoch']} epochs, {last['train_s']:.1f} s of training"
+
+
+def _lines(results: Sequence[Result], x: str) -> list[tuple[Result, int, bool, list[tuple[float, float]]]]:
+    """A line of each run: its colour, whether it is the first of its strategy, accuracy in percent over x."""
+    labels = [*dict.fromkeys(one.label for one in results)]
+    seen: set[str] = set()
+    found = []
+    for one in results:
+        if one.points:
+            points = [(point[x], 100 * point["test_accuracy"]) for point in one.points]
+            found.append((one, labels.index(one.label), one.label not in seen, points))
+            seen.add(one.label)
+    return found
+
+
+def draw(path: Path, results: Sequence[Result], title: str) -> None:
+    """Draws test accuracy over seconds of training, and over samples seen, as PNG.
+
+    Raises:
+        MissingDependency: matplotlib is not installed.
+    """
+    left, write_png = plots.canvas("", "seconds of training", "test accuracy, %", log=False)
+    left.figure.set_size_inches(11, 4.5)
+    left.figure.suptitle(title, fontsize=9, wrap=True)
+    halves = left.figure.add_gridspec(1, 2)
+    left.set_subplotspec(halves[0])
+    right = left.figure.add_subplot(halves[1], sharey=left, xlabel="samples seen")
+    for axes, x in ((left, "train_s"), (right, "samples")):
+        for one, colour, first, points in _lines(results, x):
+            style = {"color": f"C{colour}", "alpha": 1 if first else 0.4, "label": one.label if first else None}
+            axes.plot(*zip(*points, strict=True), marker=".", **style)
+        axes.grid(alpha=0.3)
+    write_png(path)
+
+
+def write_page(
+    path: Path, results: Sequence[Result], shown: Sequence[tuple[str, list[str], list[list[str]]]], title: str
+) -> None:
+    """Writes an HTML page: tables, curves, and the report of the first run of each strategy."""
+
+    def chart(x: str, axis: str) -> Chart:
+        lines = [Line(one.label, points, colour, not first) for one, colour, first, points in _lines(results, x)]
+        return Chart("test accuracy, %", axis, lines, dashes="other seeds" * any(line.dashed for line in lines))
+
+    first = [one.run for one, _, is_first, _ in _lines(results, "samples") if is_first]
+    sections = [
+        html.Section("", [title, *(html.Note(in_words(one)) for one in results if one.error)]),
+        *(html.Section(name, [html.Table(head, rows)]) for name, head, rows in shown),
+        html.Section("Accuracy", [chart("train_s", "seconds of training"), chart("samples", "samples seen"), WORDS]),
+        *(cli.sections(first) if first else []),
+    ]
+    path.write_text(html.html("ringtrain compare", sections), encoding="utf-8")

@@ -1,0 +1,352 @@
+"""Trainings side by side: each a job of its own, under ringtrain launch, on slots that no other has."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ringtrain import config_io
+from ringtrain.cluster import processes
+from ringtrain.cluster.hosts import Host
+from ringtrain.cluster.restart import ASKED_TO_STOP
+from ringtrain.config import Config, with_values
+from ringtrain.errors import ConfigError, LaunchError
+from ringtrain.lab import jobs
+from ringtrain.lab.sweep.progress import Shown
+from ringtrain.lab.sweep.study import Study
+from ringtrain.lab.tune.candidates import YIELDING
+from ringtrain.protocol.env import HOST_SLOTS
+from ringtrain.protocol.json_text import INVALID, parse_json
+
+POLL_S = 0.1
+SETTLE_S = 1.0  # what ends a trial from outside mostly means this process as well, which hears of it a moment later
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass
+class Running:
+    """A trial that has been started."""
+
+    trial: Any
+    """Optuna's"""
+    values: Mapping[str, Any]
+    config: Config
+    place: jobs.Place
+    process: Any
+    log: Path
+    began_s: float = field(default_factory=time.monotonic)
+    epoch: int = 0
+    """that has been reported"""
+    value: float | None = None
+    seen: tuple[float, int] = (0, 0)
+    """time and length of metrics.jsonl when it was read"""
+    stopped_at: int = 0
+    """epoch after which it was not worth going on"""
+
+    @property
+    def seconds(self) -> float:
+        """Since its start."""
+        return time.monotonic() - self.began_s
+
+    @property
+    def where(self) -> str:
+        """E.g. "host1:0,1"."""
+        return jobs.in_words(self.place)
+
+
+class Sweep:
+    """Runs trials until there are enough, or a signal comes.
+
+    Args:
+        launch_words: options of ringtrain launch for all of them.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        study: Study,
+        base: Config,
+        most: int,
+        num_ranks: int,
+        hosts: Sequence[Host],
+        launch_words: Sequence[str],
+        shown: Shown,
+    ) -> None:
+        self.folder, self.study, self.base, self.most, self.num_ranks = folder, study, base, most, num_ranks
+        self.hosts, self.shown = hosts, shown
+        self.launch = [sys.executable, "-m", "ringtrain", "launch", *launch_words]
+        self.free = {host.name: set(jobs.numbers(host)) for host in hosts}
+        self.running: list[Running] = []
+        self.waiting = study.interrupted()
+        self.no_more = False
+        self.stopped_by = 0
+
+    def go(self) -> None:
+        """Runs them, in the main thread. Afterwards none of them lives, and stopped_by says which signal ended it."""
+        before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        try:
+            while (not self.stopped_by and self._begin_another()) or self.running:
+                time.sleep(POLL_S)
+                for one in [*self.running]:
+                    code = one.process.poll()
+                    self._follow(one)
+                    if code is not None:
+                        self._end(one, code)
+                self.shown.update(self.running)
+        finally:
+            self._stop()
+            for one in self.running:
+                one.process.wait()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: object) -> None:
+        if not self.stopped_by:
+            self.stopped_by = number
+            self._stop()
+
+    def _stop(self) -> None:
+        """Asks all trials to save and end, as anybody who sends SIGTERM to ringtrain launch does."""
+        for one in self.running:
+            one.process.send_signal(signal.SIGTERM)
+
+    # ---- beginning ------------------------------------------------------------------------------------------------
+
+    def _begin_another(self) -> bool:
+        """Starts as many trials as there are slots for. Says whether there may be more to start."""
+        while not self.no_more and (place := jobs.allot(self.free, self.num_ranks)):
+            trial = self.waiting.pop(0) if self.waiting else self.study.next(self.most)
+            if trial is None:
+                self.no_more = True
+                break
+            if not self._begin(trial, place):
+                self.waiting.append(trial)  # its earlier start is about to end
+                break
+        return not self.no_more
+
+    def _begin(self, trial: Any, place: jobs.Place) -> bool:
+        """Starts a trial, or finds that there is nothing to start."""
+        name = f"trial-{trial.number:04d}"
+        starts = self.folder / "starts"
+        starts.mkdir(exist_ok=True)
+        with held(starts / f"{name}.lock") as lock:
+            if lock is None:
+                return False
+            values = self.study.values(trial)
+            try:
+                config = with_values(
+                    self.base, {**values, "run.name": name, "run.directory": str(self.folder), "run.resume": "auto"}
+                )
+            except ConfigError as error:
+                self._finish(trial, values, "failed", reason=str(error))
+                return True
+            own, log = self.folder / name, starts / f"{name}.log"
+            one = Running(trial, values, config, place, None, log)
+            kept = self.study.trials()[trial.number]
+            one.epoch, one.stopped_at = kept.epochs, kept.facts.get("stopped_at", 0)
+            if one.stopped_at:
+                self._finish(trial, values, "pruned")
+                return True
+            if is_done(own):
+                self._follow(one)
+                self._judge(one, 0)
+                return True
+            if own.exists() and not (own / "config.toml").exists():
+                shutil.rmtree(own)  # an earlier start came as far as making it
+            toml = starts / f"{name}.toml"
+            toml.write_text(config_io.to_toml(config), encoding="utf-8")
+            train = ["python", "-m", "ringtrain.train", "--config", str(toml)]
+            argv = [*self.launch, *jobs.words_of(place, self.hosts), "--", *train]
+            one.process = processes.start_beside(argv, self._environ(place), log, lock)
+        for host, taken in place.items():
+            self.free[host] -= {*taken}
+        self.running.append(one)
+        if self.stopped_by:  # just now
+            one.process.send_signal(signal.SIGTERM)
+        self.shown.began(one)
+        return True
+
+    def _environ(self, place: jobs.Place) -> dict[str, str]:
+        most = max(host.slots for host in self.hosts if host.name in place)
+        # Ranks of several trials fill a host together.
+        full = {YIELDING: "1"} if most >= len(os.sched_getaffinity(0)) else {}
+        return {**full, **os.environ, HOST_SLOTS: str(most)}
+
+    # ---- while it runs --------------------------------------------------------------------------------------------
+
+    def _follow(self, one: Running) -> None:
+        """Reports the epochs that a trial has made since, and stops it where Optuna has seen enough."""
+        path = self.folder / one.config.run.name / "metrics.jsonl"
+        with contextlib.suppress(FileNotFoundError):
+            stat = path.stat()
+            if one.seen == (stat.st_mtime, stat.st_size):
+                return
+            one.seen = stat.st_mtime, stat.st_size
+            for epoch, value in epochs_of(path, self.base.train.monitor):
+                one.value = value
+                if epoch <= one.epoch:
+                    continue
+                one.epoch = epoch
+                enough = self.study.report(one.trial, epoch, math.nan if value is None else value)
+                if enough and not one.stopped_at and one.process and epoch < one.config.train.epochs:
+                    one.stopped_at = epoch
+                    one.trial.set_user_attr("stopped_at", epoch)
+                    one.process.send_signal(signal.SIGTERM)
+
+    # ---- ending ---------------------------------------------------------------------------------------------------
+
+    def _end(self, one: Running, code: int) -> None:
+        """Frees a trial's slots, and tells what came of it."""
+        self.running.remove(one)
+        for host, taken in one.place.items():
+            self.free[host] |= {*taken}
+        if (code < 0 or code in ASKED_TO_STOP) and not one.stopped_at:
+            time.sleep(0 if self.stopped_by else SETTLE_S)
+            if self.stopped_by:
+                return  # it goes on when the sweep does
+        self._judge(one, code)
+
+    def _judge(self, one: Running, code: int) -> None:
+        rate = rate_of(self.folder / one.config.run.name)
+        facts: dict[str, Any] = {"seconds": round(one.seconds, 3), "where": one.where, "learning_rate": rate}
+        if code and one.stopped_at:
+            self._finish(one.trial, one.values, "pruned", **facts)
+        elif code:
+            self._finish(one.trial, one.values, "failed", reason=reason_of(one.log, code), **facts)
+        elif one.value is None or not math.isfinite(one.value):
+            why = f"its last epoch has no {self.base.train.monitor}" if one.epoch else "it ended before its first epoch"
+            self._finish(one.trial, one.values, "failed", reason=why, **facts)
+        else:
+            self._finish(one.trial, one.values, "complete", one.value, **facts)
+
+    def _finish(
+        self, trial: Any, values: Mapping[str, Any], state: str, value: float | None = None, **facts: Any
+    ) -> None:
+        self.study.finish(trial, state, value, **facts)
+        self.shown.ended(self.study.trials()[trial.number])
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[int | None]:
+    """A lock on a file, which lasts until every process that has its descriptor is gone; None: another has it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield None
+        else:
+            yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def claim(path: Path, own: Mapping[str, Any], what: str) -> None:
+    """Writes down what a folder is for, or sees that it is for the same.
+
+    Raises:
+        LaunchError: it is for something else; names what differs.
+    """
+    own = json.loads(json.dumps(own))
+    if not path.exists():
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(own, indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(path)
+    try:
+        known = dict(parse_json(path.read_text(encoding="utf-8")))
+    except INVALID:
+        raise LaunchError(f"{path}: expected a JSON object that says what the folder is for: delete it") from None
+    for name in {**known, **own}:
+        if known.get(name) != own.get(name):
+            raise LaunchError(
+                f"{path.parent}: holds a {what} whose {name} is {known.get(name)}, got {own.get(name)}: give another"
+                f" --run.name after --, or delete it"
+            )
+
+
+def epochs_of(path: Path, monitor: str) -> list[tuple[int, float | None]]:
+    """Epochs, from 1, and what each gave; a line that is not whole yet is left out."""
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(*INVALID):
+            record = parse_json(line)
+            value = record[monitor]
+            found.append((int(record["epoch"]), None if value is None else float(value)))
+    return found
+
+
+def is_done(folder: Path) -> bool:
+    """Whether a run has come to its end: trained all its steps, or given up by itself."""
+    try:
+        summary = parse_json((folder / "summary.json").read_text(encoding="utf-8"))
+        trained = summary["global_step"] >= summary["numbers"]["num_steps"]
+        return bool(trained or summary["stopped_by"].startswith("train."))
+    except (OSError, *INVALID):
+        return False
+
+
+def rate_of(folder: Path) -> float | None:
+    """Learning rate that a run trained with, after scaling by its global batch; None: no rank 0 got that far."""
+    with contextlib.suppress(OSError, *INVALID):
+        return float(parse_json((folder / "summary.json").read_text(encoding="utf-8"))["numbers"]["learning_rate"])
+    return None
+
+
+def reason_of(log: Path, code: int) -> str:
+    """Why a launch ended, in a line: the last thing that it said, without a traceback."""
+    if code < 0:
+        return f"ringtrain launch was killed by signal {-code}"
+    said = log.read_text(encoding="utf-8", errors="replace").rpartition("ringtrain: ")
+    lines = [line.strip() for line in said[2].split("\n") if line.strip()] or [f"exit code {code}"]
+    first = lines[0] if said[1] else lines[-1]
+    return f"{first} {lines[-1]}" if first.endswith(":") and len(lines) > 1 else first
+
+
+Place = Mapping[str, tuple[int, ...]]
+"""slots by host"""
+
+
+def allot(free: Mapping[str, Collection[int]], num_ranks: int) -> Place:
+    """Slots for a trial: of one host where it fits, the fullest of these; else of as few hosts as it takes.
+
+    Returns:
+        Nothing, if there are too few.
+    """
+    fitting = [name for name, slots in free.items() if len(slots) >= num_ranks]
+    if fitting:
+        name = min(fitting, key=lambda name: len(free[name]))
+        return {name: tuple(sorted(free[name])[:num_ranks])}
+    place, left = {}, num_ranks
+    for name, slots in sorted(free.items(), key=lambda one: -len(one[1])):
+        if left and slots:
+            place[name] = tuple(sorted(slots)[:left])
+            left -= len(place[name])
+    return {} if left else place
+
+
+def words_of(place: Place, hosts: Sequence[Host]) -> list[str]:
+    """A place as options of ringtrain launch."""
+    used = [Host(host.name, max(numbers(host)) + 1) for host in hosts if host.name in place]
+    chosen = [f"{str(host).rpartition(':')[0]}:{slot}" for host in used for slot in place[host.name]]
+    return ["-H", ",".join(map(str, used)), "--include", ",".join(chosen)]
+
+
+def numbers(host: Host) -> Sequence[int]:
+    """Numbers of a host's slots."""
+    return host.indices or range(host.slots)
+
+
+def in_words(place: Place) -> str:
+    """E.g. "host1:0,1"."""
+    return " ".join(f"{host}:{','.join(map(str, taken))}" for host, taken in place.items())

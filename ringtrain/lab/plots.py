@@ -1,0 +1,37 @@
+"""An empty picture, and what writes it as PNG."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ringtrain.errors import MissingDependency
+
+
+def canvas(title: str, x: str, y: str, log: bool = True) -> tuple[Any, Callable[[Path], None]]:
+    """An empty picture.
+
+    Args:
+        x: what its axis has, with the unit.
+
+    Returns:
+        matplotlib's axes, and what writes them as PNG.
+
+    Raises:
+        MissingDependency: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingDependency("--plot needs matplotlib: pip install matplotlib") from None
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot(xlabel=x, ylabel=y, **({"xscale": "log", "yscale": "log"} if log else {}))
+    axes.set_title(title, fontsize=9)
+
+    def write_png(path: Path) -> None:
+        axes.legend(fontsize=8)
+        FigureCanvasAgg(figure).print_png(path)
+
+    return axes, write_png

@@ -1,0 +1,8 @@
+"""`ringtrain predict`: images/s at any number of ranks.
+
+cli:      the command: tables, JSON, a plot
+formulas: the step, event by event; what reaches an efficiency: pure functions
+network:  time of an allreduce over hosts and links
+profile:  one process' step: compute time, and when each gradient is ready
+points:   what to predict, and measured points beside it
+"""

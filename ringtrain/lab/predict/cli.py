@@ -1,0 +1,152 @@
+"""Predictions as a person reads them: tables, JSON, a plot."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from ringtrain.cluster.doctor.report import plain_or_terminal
+from ringtrain.errors import ConfigError
+from ringtrain.lab import plots
+from ringtrain.lab.predict import points
+from ringtrain.lab.predict.formulas import Prediction, Way, parameter_servers, predict, reach
+from ringtrain.lab.predict.points import Case, Point
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What ringtrain predict is to show."""
+
+    ranks: str = "..128"
+    reach: float = 0.0
+    """efficiency that is to be reached at the highest number of ranks; 0: not asked"""
+    measured: str = ""
+    """a file of measured points to predict instead"""
+    as_json: bool = False
+    plot: str = ""
+    """PNG to draw"""
+
+
+def main(values: Mapping[str, Any], wanted: Wanted) -> int:
+    """Predicts and shows it.
+
+    Returns:
+        Exit code 0; with reach 1 if nothing that was tried reaches it.
+
+    Raises:
+        ConfigError: they do not fit together.
+    """
+    if wanted.measured:
+        if values or wanted.reach or wanted.plot:
+            raise ConfigError("--measured: the file's points say everything: leave other options but --json out")
+        measured = points.read_points(Path(wanted.measured))
+        _show([_beside(measured)], [_as_values(point) for point in measured], wanted.as_json)
+        return 0
+    ranks = points.parse_ranks(wanted.ranks)
+    case = Case.of(values)
+    step = case.read_profile(Path())
+    cluster = case.cluster(step)
+    if wanted.reach:
+        ways = reach(step, cluster, case.setting(ranks[-1]), wanted.reach)
+        title = f"{wanted.reach:.0%} at {ranks[-1]} ranks: what reaches it, all else being as it is"
+        _show([_ways(ways, title)], [dataclasses.asdict(way) for way in ways], wanted.as_json)
+        return 0 if any(way.needed for way in ways) else 1
+    names: list[Any] = ["ring", "hierarchical", *(["halving"] if case.transport == "mpi" else []), case.algorithm]
+    lines: dict[str, list[Prediction]] = {
+        name: [predict(step, cluster, replace(case.setting(num), algorithm=name)) for num in ranks]
+        for name in dict.fromkeys(names)
+    }
+    if case.servers:
+        name = f"{case.servers} parameter server{'s' * (case.servers > 1)}"
+        lines[name] = [parameter_servers(step, cluster, case.setting(num), case.servers) for num in ranks]
+    plain = [{"kind": kind, **dataclasses.asdict(found)} for kind, all_of_it in lines.items() for found in all_of_it]
+    title = (
+        f"{step.name}, batch {step.batch_size} per rank, {step.total_bytes / 1e6:.1f} MB of gradients;"
+        f" {case.ranks_per_host} per host, {case.link}, {case.transport}"
+    )
+    _show([_speeds(lines, title), _parts(lines[case.algorithm], case.algorithm)], plain, wanted.as_json)
+    if wanted.plot:
+        draw(Path(wanted.plot), lines, title)
+    return 0
+
+
+def draw(path: Path, lines: Mapping[str, Sequence[Prediction]], title: str) -> None:
+    """Draws images/s over the number of ranks, beside ranks that do not communicate.
+
+    Raises:
+        MissingDependency: matplotlib is not installed.
+    """
+    axes, write_png = plots.canvas(title, "ranks", "images/s")
+    first = next(iter(lines.values()))
+    free = [p.images_per_s / p.efficiency for p in first]
+    axes.plot([p.num_ranks for p in first], free, color="0.6", linestyle="--", label="without communication")
+    for kind, predictions in lines.items():
+        axes.plot([p.num_ranks for p in predictions], [p.images_per_s for p in predictions], marker=".", label=kind)
+    axes.set_xticks([p.num_ranks for p in first], labels=[str(p.num_ranks) for p in first])
+    axes.minorticks_off()
+    write_png(path)
+
+
+def _show(tables: Sequence[Table], values: object, as_json: bool) -> None:
+    console = plain_or_terminal()
+    if as_json:
+        console.out(json.dumps(values, indent=1), highlight=False)
+        return
+    for table in tables:
+        console.print(table)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("set-up", "change", "needed") else "right")
+    return table
+
+
+def _speeds(lines: Mapping[str, Sequence[Prediction]], title: str) -> Table:
+    table = _table(title, "ranks", "hosts", *(f"{kind}: images/s" for kind in lines))
+    for row in zip(*lines.values(), strict=True):
+        cells = [f"{p.images_per_s:,.0f} ({p.efficiency:.1%})" for p in row]
+        table.add_row(str(row[0].num_ranks), str(row[0].num_hosts), *cells)
+    return table
+
+
+def _parts(predictions: Sequence[Prediction], kind: str) -> Table:
+    """Where an update's time goes."""
+    table = _table(
+        f"an update's time, {kind}, ms", "ranks", "computing", "slowest rank", "communication not hidden", "update",
+        "communication in all", "allreduces", "MB sent",
+    )  # fmt: skip
+    for p in predictions:
+        times = (p.compute_s, p.waiting_s, p.exposed_s, p.update_s, p.communication_s)
+        cells = (f"{1e3 * value:,.1f}" for value in times)
+        table.add_row(str(p.num_ranks), *cells, str(p.num_allreduces), f"{1e3 * p.sent_gb:,.1f}")
+    return table
+
+
+def _ways(ways: Sequence[Way], title: str) -> Table:
+    table = _table(title, "change", "needed", "efficiency")
+    for way in ways:
+        table.add_row(way.change, way.needed or "does not reach it", f"{way.efficiency:.1%}")
+    return table
+
+
+def _beside(points: Sequence[Point]) -> Table:
+    table = _table("predicted beside measured", "set-up", "ranks", "measured", "predicted", "efficiency", "error")
+    for point in points:
+        speeds = (f"{value:,.{0 if value >= 100 else 1}f}" for value in (point.measured, point.prediction.images_per_s))
+        error = "fitted" if point.fitted else f"{point.error:+.1%}"
+        table.add_row(point.setup, str(point.num_ranks), *speeds, f"{point.prediction.efficiency:.1%}", error)
+    return table
+
+
+def _as_values(point: Point) -> dict[str, object]:
+    found = {"error": point.error, "fitted": point.fitted, "prediction": dataclasses.asdict(point.prediction)}
+    return {"setup": point.setup, "ranks": point.num_ranks, "measured": point.measured, **found}

@@ -1,0 +1,334 @@
+"""Images/s at any number of ranks, from one process' step and a network; and backwards. Pure functions.
+
+A step is played through once, for the slowest rank: gradients become ready, Horovod's cycles collect and fuse them, one
+allreduce follows the other while backward goes on. All ranks do the same, so their number costs no time to predict.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ringtrain.errors import ConfigError
+from ringtrain.lab.predict.network import ALGORITHMS, TCP, TRANSPORTS, Cluster, negotiation_s, sent_gb
+from ringtrain.lab.predict.profile import Profile
+
+Algorithm = Literal["ring", "hierarchical", "halving"]
+BITS = {"none": 32, "fp16": 16}
+FASTEST_GB_PER_S = 1e5
+LARGEST_FACTOR = 1024
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a job runs, apart from where."""
+
+    num_ranks: int
+    algorithm: Algorithm = "ring"
+    compression: Literal["none", "fp16"] = "none"
+    accumulation_steps: int = 1
+    fusion_mb: float = 128.0
+    """Horovod's fusion buffer; 0: each gradient alone"""
+    cycle_time_ms: float = 1.0
+    """of Horovod's thread"""
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1 or self.accumulation_steps < 1 or self.fusion_mb < 0 or not self.cycle_time_ms > 0:
+            raise ConfigError(
+                f"got {self.num_ranks} ranks, {self.accumulation_steps} accumulated steps, a fusion buffer of"
+                f" {self.fusion_mb:g} MB and cycles of {self.cycle_time_ms:g} ms, expected 1 or more, 1 or more,"
+                f" 0 or more and more than 0"
+            )
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One set-up, predicted. An update's time is compute_s + waiting_s + exposed_s + update_s."""
+
+    num_ranks: int
+    num_hosts: int
+    images_per_s: float
+    """of all ranks"""
+    efficiency: float
+    """images_per_s over that of as many processes without communication on the same processors"""
+    compute_s: float
+    """between two updates, of one process alone on its share of the processors"""
+    waiting_s: float
+    """for the slowest rank"""
+    exposed_s: float
+    """communication that backward does not hide, and what it costs backward while it is hidden"""
+    update_s: float
+    communication_s: float
+    """in which allreduces are under way"""
+    sent_gb: float
+    """by each rank for an update"""
+    num_allreduces: int
+
+    @property
+    def step_s(self) -> float:
+        """Between two updates."""
+        return self.compute_s + self.waiting_s + self.exposed_s + self.update_s
+
+
+def predict(profile: Profile, cluster: Cluster, setting: Setting) -> Prediction:
+    """Predicts a job that averages its gradients by allreduce.
+
+    Args:
+        cluster: where it runs.
+    """
+    ranks, crowding = setting.num_ranks, cluster.crowding(setting.num_ranks)
+    step_s = crowding * profile.compute_s
+    compute_s = step_s * setting.accumulation_steps
+    slowest_s = compute_s + crowding * profile.waiting_s(ranks, setting.accumulation_steps)
+    update_s = crowding * profile.update_s
+    # Only the last of the accumulated steps sends its gradients.
+    share, stretch, before_s = BITS[setting.compression] / 32, slowest_s / compute_s, compute_s - step_s
+    gradients = [(share * g.bytes, stretch * (before_s + crowding * g.ready_s)) for g in profile.gradients]
+    played = _play(gradients if ranks > 1 else [], slowest_s, cluster, setting)
+    return _prediction(profile, cluster, setting, (compute_s, slowest_s, update_s), played)
+
+
+@dataclass
+class _Played:
+    """A step so far: the slowest rank's computing, slower while an allreduce is under way, and what was sent."""
+
+    now_s: float = 0.0
+    progress_s: float = 0.0
+    """of computing, as it would be alone"""
+    busy_until_s: float = 0.0
+    pace: float = 1.0
+    """seconds of progress per second until then"""
+    communication_s: float = 0.0
+    sent_gb: float = 0.0
+    num_allreduces: int = 0
+
+    def when(self, progress_s: float) -> float:
+        """The time at which computing will have come so far."""
+        left_s, busy_s = max(0.0, progress_s - self.progress_s), max(0.0, self.busy_until_s - self.now_s)
+        if left_s <= self.pace * busy_s:
+            return self.now_s + (left_s / self.pace if left_s else 0.0)
+        return self.now_s + busy_s + left_s - self.pace * busy_s
+
+    def go_to(self, time_s: float) -> None:
+        """Lets time pass."""
+        busy_s = max(0.0, min(time_s, self.busy_until_s) - self.now_s)
+        self.progress_s += self.pace * busy_s + (time_s - self.now_s - busy_s)
+        self.now_s = time_s
+
+
+def _play(gradients: list[tuple[float, float]], slowest_s: float, cluster: Cluster, setting: Setting) -> _Played:
+    """Plays Horovod's thread (operations.cc, RunLoopOnce): it sleeps out its cycle, agrees with the others on what is
+    ready, and has it reduced in buffers. NCCL's work is only queued, MPI's and Gloo's waited for.
+
+    Args:
+        gradients: bytes and when they are ready, in seconds of computing, in that order.
+        cluster: where it runs.
+    """
+    state, allreduce = _Played(), ALGORITHMS[setting.algorithm]
+    agreeing_s = negotiation_s(cluster, setting.num_ranks)
+    cycle_s, threshold = max(agreeing_s, setting.cycle_time_ms / 1e3), setting.fusion_mb * 2**20
+    place = 0
+    while place < len(gradients):
+        ready_s = state.when(gradients[place][1])
+        state.go_to(state.now_s + cycle_s * max(1, math.ceil((ready_s - state.now_s) / cycle_s - 1e-9)))
+        start = place
+        while place < len(gradients) and gradients[place][1] <= state.progress_s + 1e-12:
+            place += 1
+        for num_bytes in _fused([num_bytes for num_bytes, _ in gradients[start:place]], threshold):
+            took_s, idle_s = allreduce(cluster, num_bytes, setting.num_ranks)
+            lost = 1 - 1 / (1 + cluster.transport.slowdown)
+            if cluster.transport.blocking and cluster.full(setting.num_ranks):
+                # Ranks that outnumber their cores poll on them while they wait.
+                lost = 1 - idle_s / took_s if cluster.crowding(setting.num_ranks) == 1 else 1.0
+            begin_s = max(state.now_s + agreeing_s, state.busy_until_s)
+            state.busy_until_s, state.pace = begin_s + took_s, 1 - lost
+            state.communication_s += took_s
+            state.sent_gb += sent_gb(num_bytes, setting.num_ranks)
+            state.num_allreduces += 1
+            if cluster.transport.blocking:
+                state.go_to(state.busy_until_s)
+    state.go_to(max(state.busy_until_s, state.when(slowest_s)))
+    return state
+
+
+def _fused(sizes: list[float], threshold: float) -> Iterator[float]:
+    """Sizes of the buffers that gradients are sent in: in their order, as many as the threshold allows."""
+    buffer = 0.0
+    for size in sizes:
+        if buffer and buffer + size > threshold:
+            yield buffer
+            buffer = 0.0
+        buffer += size
+    if buffer:
+        yield buffer
+
+
+def _prediction(
+    profile: Profile, cluster: Cluster, setting: Setting, parts: tuple[float, float, float], played: _Played
+) -> Prediction:
+    compute_s, slowest_s, update_s = parts
+    step_s = played.now_s + update_s
+    return Prediction(
+        num_ranks=setting.num_ranks,
+        num_hosts=cluster.num_hosts(setting.num_ranks),
+        images_per_s=setting.num_ranks * profile.batch_size * setting.accumulation_steps / step_s,
+        efficiency=min(1.0, (compute_s + update_s) / step_s),
+        compute_s=compute_s,
+        waiting_s=slowest_s - compute_s,
+        exposed_s=max(0.0, played.now_s - slowest_s),
+        update_s=update_s,
+        communication_s=played.communication_s,
+        sent_gb=played.sent_gb,
+        num_allreduces=played.num_allreduces,
+    )
+
+
+def parameter_servers(profile: Profile, cluster: Cluster, setting: Setting, num_servers: int) -> Prediction:
+    """Predicts the same job with synchronous parameter servers: ranks push gradients, and pull the weights anew.
+
+    Servers run on the ranks' hosts, one on each while they last. Gradients are dealt out in turns, so that the server
+    with the largest is the slowest. What a server receives goes through its host's link, as does what it sends; so does
+    what a host's own ranks send. The next step's forward pass hides pulling.
+
+    Args:
+        cluster: where it runs; of its transport nothing counts, since servers talk over gRPC and TCP.
+        setting: how it runs; algorithm, fusion and cycle time do not matter.
+        num_servers: that the weights are dealt out to.
+
+    Raises:
+        ConfigError: no servers.
+    """
+    if num_servers < 1:
+        raise ConfigError(f"got {num_servers} parameter servers, expected 1 or more")
+    ranks, crowding = setting.num_ranks, cluster.crowding(setting.num_ranks)
+    hosts, share = cluster.num_hosts(ranks), BITS[setting.compression] / 32
+    step_s = crowding * profile.compute_s
+    compute_s = step_s * setting.accumulation_steps
+    slowest_s = compute_s + crowding * profile.waiting_s(ranks, setting.accumulation_steps)
+    remote = 1 - 1 / hosts
+    mpi = TRANSPORTS["mpi"]
+    wire_s = 1 / cluster.link.gb_per_s / (1.0 if cluster.link.measured else TCP)
+    network_s = 0.0 if cluster.link.measured else mpi.network_s_per_gb
+    server_s = ranks * (remote * (wire_s + network_s) + (1 - remote) / cluster.local_link.gb_per_s) / 1e9
+    host_s = min(ranks, cluster.ranks_per_host) * remote * (wire_s + network_s) / 1e9
+    pushed = [0.0] * num_servers
+    pulled = [0.0] * num_servers
+    sent_s, stretch = 0.0, slowest_s / compute_s
+    if ranks > 1:
+        for place, gradient in enumerate(profile.gradients):
+            server = place % num_servers
+            ready_s = stretch * (compute_s - step_s + crowding * gradient.ready_s)
+            num_bytes = share * gradient.bytes
+            pushed[server] = max(pushed[server], ready_s) + num_bytes * server_s
+            sent_s = max(sent_s, ready_s) + num_bytes * host_s
+            pulled[server] += num_bytes * server_s
+    forward_s = crowding * profile.gradients[0].ready_s
+    done_s = max(slowest_s, sent_s, *pushed) if ranks > 1 else slowest_s
+    all_gb = share * profile.total_bytes / 1e9
+    done_s += max(0.0, max(*pulled, all_gb * 1e9 * host_s) - forward_s) if ranks > 1 else 0.0
+    played = _Played(now_s=done_s, communication_s=max(pulled) * 2, sent_gb=remote * all_gb)
+    return _prediction(profile, cluster, setting, (compute_s, slowest_s, crowding * profile.update_s), played)
+
+
+def calibrated(profile: Profile, cluster: Cluster, setting: Setting, images_per_s: float) -> Cluster:
+    """Takes what a host's ranks cost each other from one measured point, on one host: its copying and adding.
+
+    Returns:
+        The cluster with the host_s_per_gb that predicts that point; where the point is faster than anything predicted,
+        with none.
+
+    Raises:
+        ConfigError: the point's ranks are not all on one host.
+    """
+    if cluster.num_hosts(setting.num_ranks) > 1 or setting.num_ranks < 2:
+        raise ConfigError(
+            f"got a point of {setting.num_ranks} ranks to calibrate a host of {cluster.ranks_per_host}, expected"
+            f" 2 to {cluster.ranks_per_host}"
+        )
+
+    def with_cost(host_s_per_gb: float) -> Cluster:
+        return replace(cluster, transport=replace(cluster.transport, host_s_per_gb=host_s_per_gb))
+
+    cost = least(lambda cost: predict(profile, with_cost(cost), setting).images_per_s <= images_per_s, 1e-3, 1e3)
+    return with_cost(cost or 0.0)
+
+
+def least(holds: Callable[[float], bool], low: float, high: float) -> float | None:
+    """The least number, to a thousandth, from which on something holds, which does so from some number on.
+
+    Returns:
+        It; low if it holds there already, None if not even at high.
+    """
+    if holds(low):
+        return low
+    if not holds(high):
+        return None
+    while high / low > 1.001:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to the wanted efficiency."""
+
+    change: str
+    """what is changed, all else being as it is"""
+    needed: str
+    """to what; empty: it does not get there"""
+    efficiency: float
+    """that it then has, or at its best"""
+
+
+def reach(profile: Profile, cluster: Cluster, setting: Setting, efficiency: float) -> list[Way]:
+    """The question backwards: which link, batch, accumulation, algorithm or compression reaches an efficiency?
+
+    Args:
+        cluster: where it runs.
+        setting: how it runs, with the number of ranks.
+        efficiency: wanted, above 0 and below 1.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not 0 < efficiency < 1:
+        raise ConfigError(f"--reach: got {efficiency:g}, expected an efficiency between 0 and 1, such as 0.9")
+
+    def over(rate: float, setting: Setting = setting) -> float:
+        return predict(profile, replace(cluster, link=replace(cluster.link, gb_per_s=rate)), setting).efficiency
+
+    def batched(factor: float) -> float:
+        return predict(profile.with_batch(round(profile.batch_size * factor)), cluster, setting).efficiency
+
+    def accumulated(factor: float) -> float:
+        steps = round(setting.accumulation_steps * factor)
+        return predict(profile, cluster, replace(setting, accumulation_steps=steps)).efficiency
+
+    def numeric(change: str, of: Callable[[float], float], low: float, high: float, say: Callable[[float], str]) -> Way:
+        found = least(lambda value: of(value) >= efficiency, low, high)
+        return Way(change, "" if found is None else say(found), of(high if found is None else found))
+
+    other: Setting = replace(setting, algorithm="ring" if setting.algorithm == "hierarchical" else "hierarchical")
+    fp16 = replace(setting, compression="fp16")
+    named = {
+        "as it is": setting,
+        f"algorithm: {other.algorithm}": other,
+        "compression: fp16": fp16,
+    }
+    ways = []
+    for change, changed in named.items():
+        found = predict(profile, cluster, changed).efficiency
+        ways.append(Way(change, "reaches it" if found >= efficiency else "", found))
+
+    def rate(value: float) -> str:
+        return f"{value * 8:.3g} Gbps"
+
+    ways.append(numeric("link", over, 1e-3, FASTEST_GB_PER_S, rate))
+    ways.append(numeric("link, with fp16", lambda value: over(value, fp16), 1e-3, FASTEST_GB_PER_S, rate))
+    size, steps = profile.batch_size, setting.accumulation_steps
+    ways.append(numeric("batch per rank", batched, 1, LARGEST_FACTOR, lambda factor: f"{math.ceil(size * factor)}"))
+    ways.append(numeric("accumulated steps", accumulated, 1, LARGEST_FACTOR, lambda f: f"{math.ceil(steps * f)}"))
+    return ways

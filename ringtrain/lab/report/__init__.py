@@ -1,0 +1,10 @@
+"""`ringtrain report`: runs and benches as one HTML page or Markdown.
+
+cli:        the command, and its sections
+run_folder: reads a run folder, also of a killed run
+curves:     curves, and what a step's time went into
+benches:    files of `ringtrain bench --out` as tables
+postmortem: all ranks' journals as one table, with a verdict
+html:       tables and charts as one HTML file, or Markdown
+charts:     lines and stacked bars as inline SVG
+"""

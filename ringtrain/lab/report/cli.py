@@ -1,0 +1,227 @@
+"""ringtrain report: what came of one run or several, side by side, as an HTML page or as Markdown. No TensorFlow."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ringtrain.errors import LaunchError, RunDirectoryError
+from ringtrain.lab.report import benches, curves, html, postmortem, run_folder
+from ringtrain.lab.report.charts import number
+from ringtrain.lab.report.html import Note, Section, Table
+from ringtrain.lab.report.run_folder import Run
+from ringtrain.monitor import journal, trace
+
+MAX_EVENTS = 100
+AS_NUMBERS = ("save", "commit", "training")
+"""events of the journal that are told as numbers"""
+
+
+def main(options: argparse.Namespace) -> int:
+    """Reads runs and files of ringtrain bench, and writes a page about them."""
+    paths = [Path(word) for word in options.run]
+    for wanted in ("post_mortem", "timeline"):
+        if getattr(options, wanted) and len(paths) != 1:
+            raise LaunchError(f"got {len(paths)} runs, --{wanted.replace('_', '-')} is about one")
+    if options.post_mortem:
+        postmortem.show(paths[0])
+        return 0
+    if options.timeline:
+        num_ranks = trace.merge(paths[0] / trace.PARTS, Path(options.timeline))
+        print(f"{options.timeline}: {num_ranks} ranks; open it in https://ui.perfetto.dev")
+        return 0
+    read = [run_folder.read(path) for path in paths if path.is_dir() or path.suffix != ".json"]
+    measurements = [benches.read(path) for path in paths if not path.is_dir() and path.suffix == ".json"]
+    title = ", ".join([*names_of(read), *(["measurements"] if measurements else [])])
+    told = [*(sections(read) if read else []), *measurements]
+    if options.markdown:
+        print(journal.printable(html.markdown(title, told)), end="")
+    if options.out or not options.markdown:
+        first = read[0].folder if read else paths[0].parent
+        out = Path(options.out) if options.out else first / "report.html"
+        try:
+            out.write_text(html.html(title, told), encoding="utf-8")
+        except OSError as error:
+            raise RunDirectoryError(f"{out}: cannot be written: {error.strerror}: choose another --out") from error
+        if not options.markdown:
+            print(out)
+    return 0
+
+
+def names_of(read: Sequence[Run]) -> list[str]:
+    """A name for each run; with its folder's where two have the same."""
+    names = [run.name for run in read]
+    return [run.name if names.count(run.name) == 1 else str(run.folder) for run in read]
+
+
+def sections(read: Sequence[Run]) -> list[Section]:
+    """What is to be said about runs."""
+    named = dict(zip(names_of(read), read, strict=True))
+    return [
+        Section("", [*_missing(named), _numbers(named)]),
+        Section("Curves", curves.curves(named)),
+        Section("What a step's time goes into", curves.phases(named)),
+        Section("What happened", _events(named)),
+        Section("Configuration", _configuration(named)),
+        Section("Versions and hosts", [_versions(named)]),
+    ]
+
+
+def _missing(named: Mapping[str, Run]) -> list[html.Part]:
+    return [Note(f"{name}: {sentence}") for name, run in named.items() for sentence in run.missing]
+
+
+def _table(named: Mapping[str, Run], rows: Mapping[str, Callable[[Run], str]]) -> Table:
+    """A column for each run; rows that are empty in all are left out."""
+    cells = [[title, *(tell(run) for run in named.values())] for title, tell in rows.items()]
+    return Table(["", *named], [row for row in cells if any(row[1:])])
+
+
+def _numbers(named: Mapping[str, Run]) -> Table:
+    """What came out."""
+
+    def of(key: str, unit: str = "") -> Callable[[Run], str]:
+        def tell(run: Run) -> str:
+            value = run.summary.get(key)
+            return "" if value is None else f"{number(value)} {unit}".strip()
+
+        return tell
+
+    def last(key: str, run: Run) -> float | None:
+        found = [record[key] for record in run.epochs if record.get(key) is not None]
+        return found[-1] if found else None
+
+    def metric(key: str) -> Callable[[Run], str]:
+        return lambda run: curves.metric(key, last(key, run))
+
+    def best(run: Run) -> str:
+        found = [(r["test_accuracy"], r["epoch"]) for r in run.epochs if r.get("test_accuracy") is not None]
+        value, epoch = max(found, key=lambda one: (one[0], -one[1]), default=(None, 0))
+        return "" if value is None else f"{curves.metric('test_accuracy', value)} (epoch {epoch})"
+
+    def mean_speed(run: Run) -> str:
+        if run.summary.get("images_per_s"):
+            return f"{number(run.summary['images_per_s'])} images/s"
+        found = [r["images_per_s"] for r in run.epochs or run.steps if r.get("images_per_s")]
+        return f"{number(found[-1])} images/s at last" if found else ""
+
+    def saves(run: Run) -> str:
+        kept = run.summary.get("saves") or {}
+        return f"{kept['count']}; training waited {number(kept['stall_s'])} s" if kept else ""
+
+    def state(run: Run) -> str:
+        by = run.summary.get("stopped_by")
+        told = run.verdict[0] if run.verdict else "" if run.summary else "no summary"
+        return f"{told}{f', stopped by {by}' if by else ''}"
+
+    def steps(run: Run) -> str:
+        done = max((r["global_step"] for r in [*run.epochs, *run.steps]), default=0)
+        done = max(done, run.summary.get("global_step") or 0)
+        planned = run.numbers.get("num_steps")
+        return f"{done:,}{f' of {planned:,}' if planned and planned != done else ''}"
+
+    def ranks(run: Run) -> str:
+        known = run.summary.get("num_ranks") or run.numbers.get("num_ranks")
+        hosts = {event.get("host") for event in run.events} - {None}
+        return f"{known} on {len(hosts)} host{'s' * (len(hosts) != 1)}" if known and hosts else str(known or "")
+
+    metrics = [key for run in named.values() for record in run.epochs[-1:] for key in record if key[:5] == "test_"]
+    return _table(
+        named,
+        {
+            "state": state,
+            "best test accuracy": best,
+            **{curves.words(key): metric(key) for key in dict.fromkeys([*metrics, "accuracy", "loss"])},
+            "speed, all ranks": mean_speed,
+            "ranks": ranks,
+            "steps": steps,
+            "global batch": lambda run: str(run.numbers.get("global_batch_size", "")),
+            "training since the last start": of("fit_s", "s"),
+            "of it evaluating": of("evaluate_s", "s"),
+            "checkpoints": saves,
+            "restarts": of("restarts"),
+            "samples left out": lambda run: of("skipped_samples")(run) if run.summary.get("skipped_samples") else "",
+            "ranks' weights": lambda run: f"equal, {run.summary['checksum']}" if run.summary.get("in_sync") else "",
+        },
+    )
+
+
+def _events(named: Mapping[str, Run]) -> list[html.Part]:
+    """How each start of each run ended, and what its journals tell."""
+    parts: list[html.Part] = []
+    for name, run in named.items():
+        if not run.events:
+            continue
+        lines = [line.partition(": ")[::2] for line in run.verdict[1:]]
+        causes = [str(cause) for cause in run.summary.get("restart_causes") or []]
+        rows = [[start, how, causes[place] if place < len(causes) else ""] for place, (start, how) in enumerate(lines)]
+        width = 3 if any(row[2] for row in rows) else 2
+        head = ["start", "how it ended", "what the launcher says of it"][:width]
+        parts += [f"{name}: {run.verdict[0]}", Table(head, [row[:width] for row in rows])]
+        told = [event for event in run.events if event["event"] not in AS_NUMBERS]
+        cells = [
+            [
+                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time_s"])),
+                str(event.get("rank", "?")),
+                str(event.get("host", "?")),
+                event["event"],
+                postmortem.in_words(event),
+            ]
+            for event in told[-MAX_EVENTS:]
+        ]
+        which = f"the last {MAX_EVENTS} of {len(told)} events" if len(told) > MAX_EVENTS else "events"
+        parts.append(Table(["time", "rank", "host", "event", "facts"], cells, f"{which} of {name}", folded=True))
+    return parts
+
+
+def _configuration(named: Mapping[str, Run]) -> list[html.Part]:
+    """One run: what is not left at its default; several: what differs."""
+    known = run_folder.defaults()
+    all_options = dict.fromkeys(option for run in named.values() for option in run.options)
+    values = {
+        option: [_value(run.options[option]) if option in run.options else "" for run in named.values()]
+        for option in all_options
+    }
+    if len(named) == 1:
+        chosen = [option for option in values if [_value(known.get(option, "?"))] != values[option]]
+        head, title = ["option", "value", "default"], "all options"
+        rows = [[option, *values[option], _value(known.get(option, "?"))] for option in chosen]
+        nothing = "Every option is at its default."
+    else:
+        chosen = [option for option, row in values.items() if len({*row}) > 1 and option != "run.name"]
+        head, title = ["option", *named], "all options that are the same"
+        rows = [[option, *values[option]] for option in chosen]
+        nothing = "The runs were given the same options."
+    others = [[option, row[0]] for option, row in values.items() if option not in chosen or len(named) == 1]
+    if not values:
+        return []
+    return [Table(head, rows) if rows else nothing, Table(["option", "value"], others, title, folded=True)]
+
+
+def _versions(named: Mapping[str, Run]) -> Table:
+    """What the runs were made with."""
+    kept: dict[str, Mapping[str, Any]] = {
+        name: run.summary.get("versions")
+        or next((event["versions"] for event in run.events if event.get("versions")), {})
+        for name, run in named.items()
+    }
+    packages = dict.fromkeys(package for versions in kept.values() for package in versions)
+    rows = [[package, *(str(kept[name].get(package, "")) for name in named)] for package in packages]
+    revisions = [str(run.summary.get("git_revision") or "") for run in named.values()]
+    hosts = [", ".join(sorted({str(event.get("host")) for event in run.events})) for run in named.values()]
+    begun = [_when(min((event["time_s"] for event in run.events), default=0.0)) for run in named.values()]
+    more = [["git revision", *revisions], ["hosts", *hosts], ["begun", *begun]]
+    return Table(["", *named], [*rows, *(row for row in more if any(row[1:]))])
+
+
+def _when(time_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(time_s)) if time_s else ""
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_value, value))
+    return f"{value:g}" if isinstance(value, float) else '""' if value == "" else str(value)

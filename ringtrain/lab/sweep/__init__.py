@@ -1,0 +1,8 @@
+"""`ringtrain sweep`: trains with many values of some options.
+
+cli:      trial by trial; the best as TOML
+space:    the file of values and ranges
+study:    what to try next, in Optuna's storage
+progress: the live table, results and plots
+ensemble: averaged prediction of the best models
+"""

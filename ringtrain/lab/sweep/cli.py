@@ -1,0 +1,199 @@
+"""ringtrain sweep: trains with many values of some options, and says which are best.
+
+    ringtrain sweep --space space.toml --trials 20 -H localhost:2 -- --config configs/digits.toml
+
+Each trial is a ring of its own on slots of its own. What is tried next, and what came of it, is kept by Optuna in the
+sweep's folder: the same command goes on with a sweep that was ended, whatever ended it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ringtrain import config_io
+from ringtrain.config import Config, lower_is_better, option_types, value_of, with_values
+from ringtrain.errors import HostsError, LaunchError, RunDirectoryError
+from ringtrain.lab import jobs, stats
+from ringtrain.lab.starts import Start
+from ringtrain.lab.sweep import progress, space
+from ringtrain.lab.sweep.study import FILE, Study, Trial
+from ringtrain.run import setup
+
+DEFAULT_TRIALS = 20
+NAMES = {"data.name", "model.name", "model.metrics", "train.callbacks"}
+"""options that name something"""
+REPORTED = 3
+"""of the best, that the hint at the end compares"""
+
+
+def main(options: argparse.Namespace, start: Start) -> int:
+    """Sweeps, shows and writes.
+
+    Args:
+        options: of the command; found_hosts and trial_words are those of launch.
+
+    Returns:
+        0; or 128 + the number of the signal that ended it.
+
+    Raises:
+        LaunchError, ConfigError: what was asked for cannot be; or no trial came to its end.
+    """
+    for name, least in (("trials", 0), ("ranks_per_trial", 1), ("ensemble", 0)):
+        if getattr(options, name) < least:
+            flag = name.replace("_", "-")
+            raise LaunchError(f"got --{flag} {getattr(options, name)}, expected {max(1, least)} or more")
+    refuse(options)
+    base, path = config_io.read(options.command), Path(options.space)
+    if base.run.resume != "auto":
+        raise LaunchError("got run.resume: trials go on by themselves: leave it out; run.init_from gives weights")
+    found, began_s = space.read(path), time.monotonic()
+    setup.find(base)  # a misspelt name is told at once
+    for option in NAMES & found.keys():
+        for value in found[option].points() or ():
+            setup.find(with_values(base, {option: value}))
+    points = space.grid(path, found) if options.sampler == "grid" else []
+    most = min(options.trials or len(points), len(points)) if points else options.trials or DEFAULT_TRIALS
+    hosts, num_ranks = options.found_hosts, options.ranks_per_trial
+    num_slots = sum(host.slots for host in hosts)
+    if num_ranks > num_slots:
+        listed = ",".join(map(str, hosts))
+        raise HostsError(f"got --ranks-per-trial {num_ranks}, but {num_slots} slots in all ({listed}): name more hosts")
+    monitor = base.train.monitor
+    minimize = lower_is_better(monitor)
+    folder = Path(base.run.directory) / (base.run.name or f"sweep-{path.stem}")
+    folder.mkdir(parents=True, exist_ok=True)
+    with jobs.held(folder / "lock") as lock:
+        if lock is None:
+            raise RunDirectoryError(f"{folder}: another ringtrain sweep works there: wait, or give another --run.name")
+        claim(folder, options, base, found)
+        study = Study(folder, found, options.sampler, options.prune, minimize, base.seed, points)
+        before = {one.number for one in study.trials() if one.state != "running"}
+        with progress.Shown(study, most, monitor) as shown:
+            aim = "lowest" if minimize else "highest"
+            shown.say(f"{most} trials in {folder}, for the {aim} {monitor} of the last epoch")
+            if also := scales_rate(base, found):
+                shown.say(also)
+            sweep = jobs.Sweep(folder, study, base, most, num_ranks, hosts, options.trial_words, shown)
+            sweep.go()
+            if sweep.stopped_by:
+                name = signal.Signals(sweep.stopped_by).name
+                shown.say(f"stopped by {name}; the same command goes on")
+                return 128 + sweep.stopped_by
+        wall_s, new = time.monotonic() - began_s, [one for one in study.trials() if one.number not in before]
+        return conclude(folder, study, base, options, found, speed_of(new, wall_s, num_slots // num_ranks), start)
+
+
+def scales_rate(base: Config, found: space.Space) -> str:
+    """Sentence on options of a space that change the learning rate, too, or ""."""
+    batches = [option for option in ("train.batch_size", "optimizer.accumulation_steps") if option in found]
+    scaling = base.optimizer.learning_rate_scaling
+    if not batches or scaling == "none" or "optimizer.learning_rate_scaling" in found:
+        return ""
+    return (
+        f"{' and '.join(batches)} also change{'s' * (len(batches) == 1)} the learning rate"
+        f" (optimizer.learning_rate_scaling {scaling}), see the column trained rate; to keep the rate, add"
+        " --optimizer.learning-rate-scaling none after --"
+    )
+
+
+def refuse(options: argparse.Namespace) -> None:
+    """Refuses what trials side by side cannot have.
+
+    Raises:
+        LaunchError: names it.
+    """
+    for name, why in {
+        "np": "a trial's ranks are --ranks-per-trial",
+        "output": "each trial keeps its logs in its folder",
+        "timeline": "all trials would write that file: give --tracking.timeline-steps after --",
+        "oversubscribe": "trials take the slots that there are",
+    }.items():
+        if getattr(options, name):
+            raise LaunchError(f"got {'-' if name == 'np' else '--'}{name}: {why}: leave it out")
+    if options.bind != "none":
+        raise LaunchError("got --bind core: each trial would bind its ranks to a host's first cores: leave it out")
+    if options.launcher not in ("mpirun", "horovodrun", "horovodrun-gloo"):
+        raise LaunchError(f"got --launcher {options.launcher}, expected mpirun, horovodrun or horovodrun-gloo")
+
+
+def claim(folder: Path, options: argparse.Namespace, base: Config, found: space.Space) -> None:
+    """Makes the folder this sweep's, or sees that it is.
+
+    Raises:
+        LaunchError: it holds another sweep; names what differs.
+    """
+    own: dict[str, Any] = {f"space of {option}": vars(one) for option, one in found.items()}
+    own |= {f"--{name.replace('_', '-')}": getattr(options, name) for name in ("sampler", "prune", "ranks_per_trial")}
+    own |= {option: value_of(base, option) for option in option_types() if not option.startswith("run.")}
+    if not (folder / FILE).exists() and any(folder.glob("trial-*")):
+        raise LaunchError(
+            f"{folder}: holds trials without {FILE}, which says what was done: delete it, or give another --run.name"
+        )
+    jobs.claim(folder / "sweep.json", own, "sweep")
+
+
+def speed_of(new: Sequence[Trial], wall_s: float, at_once: int) -> dict[str, Any]:
+    """How long this start of the sweep took, beside what its trials took."""
+    own_s = sum(one.facts.get("seconds", 0.0) for one in new)
+    over = wall_s * at_once / own_s if own_s else None
+    return {"trials": len(new), "at_once": at_once, "wall_s": wall_s, "sum_of_trials_s": own_s, "over_ideal": over}
+
+
+def conclude(
+    folder: Path,
+    study: Study,
+    base: Config,
+    options: argparse.Namespace,
+    found: space.Space,
+    speed: Mapping[str, Any],
+    start: Start,
+) -> int:
+    """Writes results, the best configuration and pictures, and says where they are."""
+    trials, best, monitor = study.trials(), study.best(), base.train.monitor
+    progress.show(trials, best, monitor, list(found))
+    results = {
+        "monitor": monitor,
+        "direction": "minimize" if study.minimize else "maximize",
+        "best": best[0].number if best else None,
+        "speed": speed,
+        "trials": [vars(one) for one in trials],
+    }
+    told = {name: getattr(options, name) for name in ("space", "sampler", "prune", "trials", "ranks_per_trial")}
+    stats.write(folder / "results.json", "sweep", told, results)
+    if not best:
+        reasons = sorted({str(one.facts.get("reason")) for one in trials if one.state == "failed"})
+        raise LaunchError(f"none of {len(trials)} trials completed; e.g.: {reasons[0] if reasons else 'all pruned'}")
+    train = f"python -m ringtrain.train --config {folder / 'best.toml'}"
+    launch = f"ringtrain launch -np {options.ranks_per_trial} -- {train}"
+    made = f"# Made by ringtrain sweep: trial {best[0].number} of {len(trials)}, {monitor} {best[0].value}."
+    head = f"{made}\n#   {launch}\n"
+    unnamed = {"run.name": "", "run.directory": base.run.directory}
+    text = head + config_io.to_toml(with_values(base, {**best[0].values, **unnamed}))
+    (folder / "best.toml").write_text(text, encoding="utf-8")
+    pictures = progress.draw(folder, trials, monitor, study.minimize, found)
+    runs = [str(folder / f"trial-{one.number:04d}") for one in best]
+    if speed["over_ideal"]:
+        print(
+            f"{speed['trials']} trials in {speed['wall_s']:.1f} s: {speed['over_ideal']:.3f} of the"
+            f" {speed['sum_of_trials_s']:.1f} s of all together over {speed['at_once']} at a time"
+        )
+    print(
+        f"best: trial {best[0].number}, {monitor} {progress.number(best[0].value)}: {progress.in_words(best[0].values)}"
+    )
+    print(f"  {launch}")
+    print(f"pictures: {' '.join(map(str, pictures))}")
+    print(f"compare: ringtrain report {' '.join(runs[:REPORTED])}")
+    if options.ensemble:
+        if options.ensemble > len(best):
+            raise LaunchError(f"got --ensemble {options.ensemble}, but {len(best)} trials completed")
+        words = ["ensemble", *(word for run in runs[: options.ensemble] for word in ("--run", run))]
+        ensemble: dict[str, Any] = start(words, 1)
+        head_of_table, *rows = ensemble.pop("table")
+        stats.show(f"the averaged probabilities of {options.ensemble} models", head_of_table, rows)
+        stats.write(folder / "results.json", "sweep", told, {**results, "ensemble": ensemble})
+    return 0

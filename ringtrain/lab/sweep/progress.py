@@ -1,0 +1,154 @@
+"""What a person sees of a sweep: a table that lives while it runs, or lines; at the end tables, TOML and pictures."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ringtrain.lab import plots, stats
+from ringtrain.lab.sweep.space import Range, Space
+
+if TYPE_CHECKING:
+    from ringtrain.lab.jobs import Running
+    from ringtrain.lab.sweep.study import Study, Trial
+
+BEST = 5
+"""trials that are shown while it runs"""
+REDRAW_S = 0.5
+
+
+class Shown:
+    """Tells on standard error how a sweep goes; a context manager."""
+
+    def __init__(self, study: Study, most: int, monitor: str) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self.study, self.most, self.monitor = study, most, monitor
+        self.console = Console(stderr=True)
+        # It is drawn by this thread alone: trials are started by forking.
+        self.live = Live(console=self.console, auto_refresh=False, transient=True)
+        self.drawn_s = 0.0
+
+    def __enter__(self) -> Shown:
+        if self.console.is_terminal:
+            self.live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.live.stop()
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self.console.print(f"sweep: {text}", highlight=False, markup=False, soft_wrap=True)
+
+    def began(self, one: Running) -> None:
+        """A trial was started."""
+        again = ", which goes on" * bool(one.epoch)
+        self.say(f"trial {one.trial.number}{again}: {in_words(one.values)} on {one.where}")
+
+    def ended(self, one: Trial) -> None:
+        """A trial is over."""
+        how = {"complete": f"{self.monitor} {number(one.value)}", "failed": str(one.facts.get("reason"))}
+        after = f" after {one.epochs} epoch{'s' * (one.epochs != 1)}" if one.epochs else ""
+        seconds = f", {one.facts['seconds']:.1f} s" if "seconds" in one.facts else ""
+        self.say(f"trial {one.number} {one.state}{after}{seconds}: {how.get(one.state) or in_words(one.values)}")
+
+    def update(self, running: Sequence[Running]) -> None:
+        """Draws the table anew."""
+        if not self.console.is_terminal or time.monotonic() < self.drawn_s + REDRAW_S:
+            return
+        from rich.table import Table
+        from rich.text import Text
+
+        self.drawn_s = time.monotonic()
+        trials, best = self.study.trials(), self.study.best()[:BEST]
+        counts = ", ".join(
+            f"{sum(one.state == state for one in trials)} {state}"
+            for state in ("running", "complete", "pruned", "failed")
+        )
+        table = Table("trial", "", self.monitor, "epochs", "s", "values", title=f"{counts}, of {self.most}", box=None)
+        for one in running:
+            cells = [str(one.trial.number), "running", number(one.value), str(one.epoch), f"{one.seconds:.0f}"]
+            table.add_row(*cells, Text(in_words(one.values), overflow="ellipsis", no_wrap=True))
+        for done in best:
+            cells = [str(done.number), "best" if done == best[0] else "", number(done.value), str(done.epochs)]
+            seconds = f"{done.facts.get('seconds', 0):.0f}"
+            table.add_row(*cells, seconds, Text(in_words(done.values), overflow="ellipsis", no_wrap=True), style="dim")
+        self.live.update(table, refresh=True)
+
+
+def in_words(values: Mapping[str, Any]) -> str:
+    """E.g. "train.batch_size=32 optimizer.learning_rate=0.00123"."""
+    return " ".join(f"{option}={number(value)}" for option, value in values.items())
+
+
+def number(value: Any) -> str:
+    """A value in few letters."""
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    return "" if value is None else json.dumps(value) if isinstance(value, tuple | list) else str(value)
+
+
+def show(trials: Sequence[Trial], best: Sequence[Trial], monitor: str, options: Sequence[str]) -> None:
+    """Prints all trials: the best first, then those that were pruned or failed.
+
+    The last column is the learning rate after scaling, which batch sizes and optimizers change, too.
+    """
+    rest = sorted((one for one in trials if one not in best), key=lambda one: (one.state != "pruned", one.number))
+    rows = []
+    for one in [*best, *rest]:
+        seconds = f"{one.facts['seconds']:.1f}" if "seconds" in one.facts else ""
+        values = [number(one.values.get(option)) for option in options]
+        rate = number(one.facts.get("learning_rate"))
+        rows.append([str(one.number), one.state, number(one.value), str(one.epochs), seconds, *values, rate])
+    head = ("trial", "", monitor, "epochs", "s", *(option.rpartition(".")[2] for option in options), "trained rate")
+    stats.show(f"{len(best)} of {len(trials)} trials complete", head, rows)
+    for one in rest:
+        if one.state == "failed":
+            print(f"trial {one.number} failed: {one.facts.get('reason')}")
+
+
+def draw(folder: Path, trials: Sequence[Trial], monitor: str, minimize: bool, space: Space) -> list[Path]:
+    """Draws the objective by trial, and by each option.
+
+    Args:
+        space: options, and which of them are logarithmic.
+
+    Returns:
+        The pictures.
+
+    Raises:
+        MissingDependency: matplotlib is not installed.
+    """
+    known = [one for one in trials if one.value is not None and math.isfinite(one.value)]
+    complete = [one for one in known if one.state == "complete"]
+    written = []
+    for name, one in {"objective": None, **space}.items():
+        x = name if one else "trial"
+        axes, write_png = plots.canvas(f"{monitor} by {x}", x, monitor, log=False)
+        texts: dict[str, int] = {}
+        if one and not isinstance(one, Range) and not all(type(value) in (int, float) for value in one.values):
+            texts = {number(value): place for place, value in enumerate(one.values)}
+            axes.set_xticks([*texts.values()], [*texts])
+        if isinstance(one, Range) and one.log:
+            axes.set_xscale("log")
+        for state, mark in (("complete", "o"), ("pruned", "x")):
+            shown = [each for each in known if each.state == state and (not one or name in each.values)]
+            at = [each.values[name] if one else each.number for each in shown]
+            places = [texts[number(value)] for value in at] if texts else at
+            axes.plot(places, [each.value for each in shown], mark, label=f"{state} ({len(shown)})")
+        if not one:
+            pick = min if minimize else max
+            best: list[Any] = []
+            for each in complete:
+                best.append(pick([*best[-1:], each.value]))
+            axes.step([each.number for each in complete], best, where="post", label="best so far")
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        written.append(folder / f"{name}.png")
+        write_png(written[-1])
+    return written

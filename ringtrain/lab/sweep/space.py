@@ -1,0 +1,159 @@
+"""What a sweep tries: a TOML file whose keys are options of ringtrain.train, each with a list of values or a range.
+
+"optimizer.name" = ["sgd", "adam"]
+
+[optimizer]
+learning-rate = {low = 1e-4, high = 1e-1, log = true}
+
+[train]
+batch-size = {low = 16, high = 64, step = 16}
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from ringtrain.config import RULES, Config, nearest, option_types
+from ringtrain.config_io import checked, tables_of
+from ringtrain.errors import ConfigError
+
+OF_THE_SWEEP = ("run.", "train.monitor")
+"""options that say which trial is which, and what trials are compared by"""
+OF_A_RANGE = ("low", "high", "log", "step")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An option that takes one of several values."""
+
+    values: tuple[Any, ...]
+
+    def points(self) -> tuple[Any, ...] | None:
+        """All of them."""
+        return self.values
+
+
+@dataclass(frozen=True)
+class Range:
+    """An option that takes a number between two others, or one of them."""
+
+    low: float
+    high: float
+    log: bool = False
+    """as likely between 0.001 and 0.01 as between 0.01 and 0.1"""
+    step: float = 0
+    """from low on; 0: any number"""
+
+    @property
+    def whole(self) -> bool:
+        """Whether its numbers are integers."""
+        return isinstance(self.low, int)
+
+    def points(self) -> tuple[Any, ...] | None:
+        """All numbers that it can take; None: too many to be counted."""
+        step = self.step or self.whole
+        if not step:
+            return None
+        count = math.floor((self.high - self.low) / step + 1e-9) + 1
+        numbers = (self.low + place * step for place in range(count))
+        return tuple(numbers) if self.whole else tuple(float(f"{one:.12g}") for one in numbers)
+
+
+Space = Mapping[str, Choice | Range]
+"""what each option may be, by dotted name"""
+
+
+def read(path: Path) -> Space:
+    """Reads a space.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key or a value in it is wrong; names the file and the key.
+    """
+    sections, types = get_type_hints(Config), option_types()
+    found: dict[str, Choice | Range] = {}
+    for name, value in tables_of(path).items():
+        nested = isinstance(value, dict) and name in sections and name not in types
+        for key, one in ({f"{name}.{key}": inner for key, inner in value.items()} if nested else {name: value}).items():
+            option = key.replace("-", "_")
+            if option not in types:
+                raise ConfigError(f"{path}: unknown option {key}: {nearest(option, list(types))}")
+            if option.startswith(OF_THE_SWEEP):
+                raise ConfigError(f"{path}: {key}: is the same for all trials of a sweep: give it after --")
+            if option in found:
+                raise ConfigError(f"{path}: {key}: stands there twice")
+            found[option] = (_choice if isinstance(one, list) else _range)(path, option, one, types[option])
+    if not found:
+        raise ConfigError(f'{path}: got no option, expected e.g. "optimizer.learning-rate" = [0.001, 0.01]')
+    return found
+
+
+def grid(path: Path, space: Space) -> list[dict[str, Any]]:
+    """All combinations, the last option changing first.
+
+    Raises:
+        ConfigError: a range has no end of numbers.
+    """
+    points = {option: one.points() for option, one in space.items()}
+    for option, own in points.items():
+        if own is None:
+            raise ConfigError(
+                f"{path}: {option}: a grid needs a step in this range, or a list; or take --sampler random or tpe"
+            )
+    return [
+        dict(zip(points, values, strict=True)) for values in itertools.product(*(own or () for own in points.values()))
+    ]
+
+
+def _choice(path: Path, option: str, values: list[Any], kind: Any) -> Choice:
+    found: list[Any] = []
+    for value in values:
+        one = checked(path, option, value, kind)
+        _keep_rule(path, option, one)
+        if one in found:
+            raise ConfigError(f"{path}: {option}: got {value!r} twice, expected each value once")
+        found.append(one)
+    if not found:
+        raise ConfigError(f"{path}: {option}: got an empty list, expected the values to try")
+    return Choice(tuple(found))
+
+
+def _range(path: Path, option: str, table: Any, kind: Any) -> Range:
+    if not isinstance(table, dict):
+        raise ConfigError(
+            f"{path}: {option}: got {table!r}, expected a list of values, or a range: {{low = ..., high = ...}}"
+        )
+    for key in table:
+        if key not in OF_A_RANGE:
+            raise ConfigError(f"{path}: {option}: unknown key {key} of a range: {nearest(key, OF_A_RANGE)}")
+    if kind not in (int, float):
+        raise ConfigError(f"{path}: {option}: got a range, expected a list: its values are no numbers")
+    for key in ("low", "high"):
+        if key not in table:
+            raise ConfigError(f"{path}: {option}: got a range without {key}, expected low and high")
+    own = {
+        key: checked(path, f"{option}, {key}", value, bool if key == "log" else kind) for key, value in table.items()
+    }
+    _keep_rule(path, option, own["low"])
+    _keep_rule(path, option, own["high"])
+    found = Range(**own)
+    if not found.low < found.high < math.inf:
+        raise ConfigError(f"{path}: {option}: got low {found.low} and high {found.high}, expected low below high")
+    if found.log and "step" in own:
+        raise ConfigError(f"{path}: {option}: got log and step, expected one of them")
+    if found.log and found.low <= 0:
+        raise ConfigError(f"{path}: {option}: got log and low {found.low}, expected low above 0")
+    if "step" in own and not 0 < found.step <= found.high - found.low:
+        most = found.high - found.low
+        raise ConfigError(f"{path}: {option}: got step {found.step}, expected it above 0, and {most:g} at most")
+    return found
+
+
+def _keep_rule(path: Path, option: str, value: Any) -> None:
+    rule, holds = RULES.get(option, ("", lambda value: True))
+    if not holds(value):
+        raise ConfigError(f"{path}: {option}: got {value}, expected {rule}")

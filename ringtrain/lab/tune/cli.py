@@ -1,0 +1,269 @@
+"""ringtrain tune: which settings make a training faster here, measured; and the TOML that has them.
+
+    ringtrain tune -H localhost:2 --out tuned.toml -- --model.name cnn --data.name synthetic --train.batch-size 64
+
+Lever by lever, from the one that mostly gains most: what is best so far and the lever's candidates are measured in
+turns (A B A B ...), and a candidate takes the place of the best only if the ratios of these turns leave no doubt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ringtrain import config_io
+from ringtrain.config import nearest
+from ringtrain.errors import LaunchError
+from ringtrain.lab import stats
+from ringtrain.lab.starts import Start
+from ringtrain.lab.tune.candidates import (
+    LEVERS,
+    UNDECIDED,
+    BudgetOver,
+    Choice,
+    Facts,
+    Outcome,
+    compare,
+    next_lever,
+    order,
+)
+
+BLOCK_S = 2.0
+BLOCK_WITHIN_S = 1.0
+SHORTEST_BLOCK_STEPS = 3  # one of them warms up
+GRAPH_S = 1.5  # to make that of a further variant
+AUTOTUNE_S = 20.0
+FOR_RANKS = 0.9  # of what is left; the launcher needs some for itself
+MARGIN = 1.15  # a start may take so many times the longest one before
+
+
+class Budget:
+    """Seconds that are left."""
+
+    def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
+        self.now, self.seconds, self.begin_s, self.longest_s = now, seconds, now(), 0.0
+        self.too_short_by_s = math.inf  # for the start that came closest to having its time
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds since the beginning."""
+        return self.now() - self.begin_s
+
+    def start(self, extra_s: float) -> Callable[[], None]:
+        """Begins a start, which ends with a call of what it returns.
+
+        Args:
+            extra_s: that it takes besides what every start takes.
+
+        Raises:
+            BudgetOver: it would hardly end in time.
+        """
+        missing_s = self.longest_s * MARGIN + extra_s - (self.seconds - self.spent_s)
+        if missing_s > 0:
+            self.too_short_by_s = min(missing_s, self.too_short_by_s)
+            raise BudgetOver
+        begun_s = self.now()
+
+        def end() -> None:
+            self.longest_s = max(self.longest_s, self.now() - begun_s - extra_s)
+
+        return end
+
+
+class Trials:
+    """Measures by starting ranks, within the budget."""
+
+    def __init__(self, start: Start, told: Sequence[str], budget: Budget, say: Callable[[str], None]) -> None:
+        self.start, self.told, self.budget, self.say = start, list(told), budget, say
+        self.step_s = 0.0
+        self.facts: dict[str, Facts] = {}
+
+    def run(self, choice: Choice, variants: Sequence[Choice], turns: int) -> list[list[float]]:
+        """Images per second, per variant and turn; see Run."""
+        several = len(variants) > 1
+        block_s = BLOCK_WITHIN_S if several else BLOCK_S
+        tried = [",".join(word.removeprefix("--") for word in variant.words()) or "as-is" for variant in variants]
+        words = [word for text in tried for word in ("--variant", text)]
+        # A start's own time holds one block of one variant; on slow links a block is as long as its fewest steps.
+        each_s = GRAPH_S + SHORTEST_BLOCK_STEPS * self.step_s + turns * max(block_s, SHORTEST_BLOCK_STEPS * self.step_s)
+        found = self._start(
+            choice,
+            ", ".join(variant.text() for variant in variants) if several else choice.text(),
+            [*words, "--turns", str(turns), "--block-s", str(block_s)],
+            len(variants) * each_s if several else 0.0,
+        )
+        self.step_s = found["step_s"]
+        return found["images_per_s"]
+
+    def autotuned(self, best: Choice) -> Choice | None:
+        """Fusion and cycle time as Horovod's autotuner finds them best; None: it found none in its time."""
+        free = Choice({"hvd.fusion_mb": -1, "hvd.cycle_time_ms": -1}).over(best)
+        words = ["--variant", "as-is", "--autotune-s", str(AUTOTUNE_S)]
+        found = self._start(free, "Horovod's autotuner", words, 1.5 * AUTOTUNE_S)["autotuned"]
+        return Choice({f"hvd.{name}": round(value, 2) for name, value in found.items()}) if found else None
+
+    def _start(self, choice: Choice, shown: str, words: Sequence[str], extra_s: float) -> dict[str, Any]:
+        ended = self.budget.start(extra_s)
+        self.say(shown)
+        begin_s = self.budget.spent_s
+        limit_s = max(1, int(FOR_RANKS * (self.budget.seconds - begin_s)))
+        part = ["tune", *words, "--limit-s", str(limit_s), "--", *self.told, *choice.words()]
+        try:
+            found = self.start(part, 0, choice.environ, choice.launcher)
+        except LaunchError:
+            if self.budget.spent_s - begin_s >= limit_s:  # its ranks have ended themselves
+                raise BudgetOver from None
+            raise
+        ended()
+        self.facts[choice.text()] = Facts(**found["facts"])
+        return found
+
+
+def search(
+    trials: Trials, allow_compression: bool, launcher: str, say: Callable[[Outcome], None], only: Sequence[str] = ()
+) -> Choice:
+    """Tries lever after lever, and keeps what gains.
+
+    Args:
+        say: hears of every candidate.
+        only: levers to try; none: all.
+
+    Returns:
+        What is best.
+
+    Raises:
+        LaunchError: training does not run as it is, or there is no time for a first start or for any comparison.
+    """
+    best, budget = Choice(), trials.budget
+    has_measured, undecided = False, 0
+    try:
+        trials.run(best, [best], 1)
+    except BudgetOver:
+        raise LaunchError(f"not one start ended in {budget.seconds:g} s: give a larger --budget") from None
+    facts = trials.facts[best.text()]
+    for name in order(facts, allow_compression):
+        if only and name not in only:
+            continue
+        facts = trials.facts.get(best.text(), facts)  # those that differ within one start share them
+        config = config_io.read([*trials.told, *best.words()])
+        lever = next_lever(name, facts, config, best.launcher or launcher, allow_compression)
+        if lever.autotuned:
+            try:
+                found = trials.autotuned(best)
+            except (BudgetOver, LaunchError):
+                found = None
+            lever = dataclasses.replace(lever, candidates=(*lever.candidates, *([found] if found else [])))
+        outcomes = compare(lever, best, trials.run) if lever.candidates else []
+        for outcome in outcomes:
+            say(outcome)
+            has_measured |= bool(outcome.ratios)
+            undecided += outcome.verdict == UNDECIDED
+            if outcome.verdict == "kept":
+                best = outcome.choice.over(best)
+    if undecided and not has_measured:
+        missing_s = budget.too_short_by_s if math.isfinite(budget.too_short_by_s) else budget.longest_s
+        raise LaunchError(
+            f"compared nothing in {budget.seconds:g} s, of which the first start took {budget.longest_s:.0f} s:"
+            f" expected --budget {math.ceil((budget.seconds + missing_s) / FOR_RANKS)}s or more"
+        )
+    return best
+
+
+def toml(best: Choice, told: Sequence[str], line: str, outcomes: Sequence[Outcome]) -> str:
+    """A file for ringtrain.train --config: the whole configuration; at its head, what no TOML can hold.
+
+    Args:
+        told: the options of ringtrain.train that it is for.
+    """
+    measured = [f"# {' | '.join(row)}" for row in rows(outcomes)]
+    head = ["# Made by ringtrain tune. Launch it so:", f"#   {line}", "# Measured, as ratios of images/s:", *measured]
+    return "\n".join(head) + "\n" + config_io.to_toml(config_io.read([*told, *best.words()]))
+
+
+def rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
+    """Lever, candidate, ratio and verdict of each."""
+    return [
+        [
+            one.lever,
+            one.choice.text(),
+            stats.Spread.of(one.ratios).text(".3f") if one.ratios else "",
+            str(len(one.ratios)),
+            " ".join(one.verdict.split()),
+        ]
+        for one in outcomes
+    ]
+
+
+def launch_line(best: Choice, words: Sequence[str], told: Sequence[str]) -> str:
+    """The command that trains with what was found.
+
+    Args:
+        words: options of ringtrain launch that were given.
+    """
+    exported = [f"{name}={shlex.quote(value)}" for name, value in best.environ.items()]
+    launcher = ["--launcher", best.launcher] if best.launcher else []
+    forwarded = [word for name in best.environ for word in ("--forward", name)]
+    train = ["python", "-m", "ringtrain.train", *told]
+    return " ".join([*exported, shlex.join(["ringtrain", "launch", *words, *launcher, *forwarded, "--", *train])])
+
+
+def seconds_of(text: str) -> float:
+    """Seconds of "300", "300s", "5m" or "1h".
+
+    Raises:
+        LaunchError: it is none of these, or not above 0.
+    """
+    number, factor = (text[:-1], {"s": 1, "m": 60, "h": 3600}[text[-1]]) if text[-1:] in ("s", "m", "h") else (text, 1)
+    try:
+        seconds = float(number) * factor
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise LaunchError(f"got --budget {text}, expected a time such as 90s, 5m or 1h")
+    return seconds
+
+
+def main(options: argparse.Namespace, start: Start) -> int:
+    """Measures, shows and writes."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    budget = Budget(seconds_of(options.budget))
+    only = [name for name in options.only.split(",") if name]
+    for name in only:
+        if name not in LEVERS:
+            raise LaunchError(f"got --only {name}: {nearest(name, LEVERS)}")
+    config_io.read(options.command)  # a mistake in it is told before anything starts
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("tune"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("of {task.fields[most]}  {task.description}"),
+    )
+    outcomes: list[Outcome] = []
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("", total=budget.seconds, most=options.budget)
+
+        def say(what: str) -> None:
+            bar.update(task, completed=min(budget.spent_s, budget.seconds), description=what)
+            if not console.is_terminal:
+                print(f"tune: {budget.spent_s:.0f} s of {budget.seconds:.0f} s: {what}", file=console.file, flush=True)
+
+        trials = Trials(start, options.command, budget, say)
+        best = search(trials, options.allow_compression, options.launcher, outcomes.append, only)
+    title = f"images/s over those of the best so far, median (p10 to p90), in {budget.spent_s:.0f} s"
+    stats.show(title, ("lever", "candidate", "ratio", "turns", "verdict"), rows(outcomes))
+    train = ["--config", options.out] if options.out else [*options.command, *best.words()]
+    line = launch_line(best, options.launch_words, train)
+    if options.out:
+        Path(options.out).write_text(toml(best, options.command, line, outcomes), encoding="utf-8")
+    print(f"best: {best.text()}")
+    print(line)
+    return 0

@@ -1,0 +1,162 @@
+"""A trial of ringtrain tune, on the ranks: images per second with settings that one start can have, in turns."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from ringtrain import config_io, hvd
+from ringtrain.config import Config
+from ringtrain.lab import ranks, stats
+from ringtrain.lab.tune.candidates import YIELDING
+from ringtrain.run import devices
+
+FIRST_STEPS = 3  # make the graph, and say how long a step takes
+MAX_WARM_STEPS = 3  # of each block
+AUTOTUNE = {  # Horovod's own samples ten steps five times over for each point: a trial would take minutes
+    "HOROVOD_AUTOTUNE": "1",
+    "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "1",
+    "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "2",
+    "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "8",
+}
+
+
+class Ends(keras.callbacks.Callback):
+    """Notes when steps end."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.seconds: list[float] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seconds.append(time.perf_counter())
+
+
+class Variant:
+    """A model that is trained in one way.
+
+    Args:
+        training: in that way. Ways differ in how gradients travel only.
+    """
+
+    def __init__(self, training: ranks.Training) -> None:
+        self.model, self.batches = training.model(), training.batches()
+        self.batch_size = training.config.train.batch_size
+
+    def block(self, num_steps: int, warm_steps: int) -> float:
+        """Seconds per step, the longest of all ranks. A collective.
+
+        Args:
+            warm_steps: before them, 1 or more.
+        """
+        ends = Ends()
+        hvd.allreduce([0.0], name="ringtrain_trial_barrier")
+        self.model.fit(self.batches, steps_per_epoch=warm_steps + num_steps, callbacks=[ends], shuffle=False, verbose=0)
+        step_s = (ends.seconds[-1] - ends.seconds[warm_steps - 1]) / num_steps
+        return float(hvd.allreduce([step_s], op=hvd.Max, name="ringtrain_trial")[0])
+
+
+def measure(variants: Sequence[Variant], block_s: float, turns: int, end_s: float) -> dict[str, Any]:
+    """Images per second of all ranks, per variant and turn; and seconds of a step of the first. A collective.
+
+    Args:
+        variants: one or more.
+        block_s: seconds that a block of steps takes, about.
+        end_s: by time.perf_counter(): no turn is begun that would end later on rank 0, but the first.
+    """
+    steps = []
+    for variant in variants:
+        step_s = variant.block(FIRST_STEPS - 1, 1)
+        steps.append(min(500, max(2, math.ceil(block_s / step_s))))
+    speeds: list[list[float]] = [[] for _ in variants]
+    for _ in range(turns):
+        begin_s = time.perf_counter()
+        for variant, num_steps, found in zip(variants, steps, speeds, strict=True):
+            step_s = variant.block(num_steps, min(MAX_WARM_STEPS, max(1, num_steps // 4)))
+            found.append(variant.batch_size * hvd.size() / step_s)
+        over = 2 * time.perf_counter() - begin_s > end_s
+        if hvd.broadcast_object(over, root_rank=0, name="ringtrain_trial_over"):
+            break
+    first = variants[0]
+    return {"images_per_s": speeds, "step_s": first.batch_size * hvd.size() / float(np.median(speeds[0]))}
+
+
+def autotune(variant: Variant, seconds: float, log: Path) -> dict[str, float]:
+    """What Horovod's autotuner finds best in some time. A collective.
+
+    Args:
+        log: that rank 0's Horovod writes.
+    """
+    points: list[dict[str, float]] = []
+    step_s = variant.block(FIRST_STEPS - 1, 1)
+    end_s, over = time.perf_counter() + seconds, False
+    while not over:
+        variant.block(max(2, math.ceil(seconds / 6 / step_s)), 1)
+        over = hvd.broadcast_object(time.perf_counter() > end_s, root_rank=0, name="ringtrain_trial_end")
+    if log.exists():
+        head, *rows = [line.split(",") for line in log.read_text(encoding="utf-8").splitlines()]
+        points = [dict(zip(head, map(float, row), strict=True)) for row in rows]
+    best = max(points, key=lambda point: point["score"], default={})
+    return {"fusion_mb": best["tensor_fusion_threshold"], "cycle_time_ms": best["cycle_time_ms"]} if best else {}
+
+
+def facts(variant: Variant, config: Config) -> dict[str, Any]:
+    """What decides which settings are worth trying."""
+    pinning = devices.plan((), hvd.local_rank(), hvd.local_size(), config.device, *devices.count_cores(), "")
+    yields = os.environ.get(YIELDING) == "1"
+    open_mpi = hvd.mpi_enabled() and "OMPI_COMM_WORLD_SIZE" in os.environ
+    return {
+        "num_ranks": hvd.size(),
+        "ranks_per_host": hvd.local_size(),
+        "num_gradients": len(variant.model.trainable_variables),
+        "threads": 0 if keras.distribution.list_devices("gpu") else pinning.num_threads,
+        "nccl": bool(hvd.nccl_built()) and hvd.mpi_enabled(),
+        "yields": yields if open_mpi else None,
+    }
+
+
+def configs_of(told: Sequence[str], variants: Sequence[str]) -> list[Config]:
+    """The configurations of variants, each written as "hvd.groups=4,hvd.compression=fp16" or "as-is"."""
+    changes = [[] if text == "as-is" else [f"--{change}" for change in text.split(",")] for text in variants]
+    return [config_io.read([*told, *changed]) for changed in changes]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures on all ranks; rank 0 writes."""
+    own, told = stats.split(argv)
+    parser = argparse.ArgumentParser(prog="bench tune", description=__doc__)
+    parser.add_argument("--variant", action="append", required=True, help="options, or as-is; more than one in turns")
+    parser.add_argument("--block-s", type=float, default=2.0)
+    parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--autotune-s", type=float, default=0.0, help="seconds for Horovod's autotuner instead")
+    parser.add_argument("--limit-s", type=int, default=600, help="after so many the rank is ended")
+    parser.add_argument("--out", required=True, help="JSON file of the results")
+    options = parser.parse_args(own)
+    end_s = time.perf_counter() + 0.9 * options.limit_s
+    signal.alarm(options.limit_s)  # a setting with which ranks hang must not take the whole budget
+    configs = configs_of(told, options.variant)
+    with tempfile.TemporaryDirectory(prefix="ringtrain-tune-") as folder:
+        log = Path(folder, "autotune.csv")
+        if options.autotune_s:
+            os.environ.update(AUTOTUNE, HOROVOD_AUTOTUNE_LOG=str(log))
+        ranks.begin(configs[0])
+        training = ranks.Training.of(configs[0])
+        variants = [Variant(dataclasses.replace(training, config=config)) for config in configs]
+        found: dict[str, Any] = {"facts": facts(variants[0], configs[0])}
+        if options.autotune_s:
+            found["autotuned"] = autotune(variants[0], options.autotune_s, log)
+        else:
+            found |= measure(variants, options.block_s, options.turns, end_s)
+    if hvd.rank() == 0:
+        stats.write(Path(options.out), "tune", {}, found)
+    return 0

@@ -1,0 +1,81 @@
+"""Loss and metrics of a classifier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ringtrain.config_io import find
+from ringtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    import keras
+
+if TYPE_CHECKING:
+    import keras
+
+
+def cross_entropy(label_smoothing: float = 0.0) -> keras.losses.Loss:
+    """Cross-entropy of integer labels and logits, computed in float32 whatever the logits come in.
+
+    With label smoothing s (Szegedy et al. 2015, arXiv 1512.00567, section 7), the true one of K classes counts
+    1 - s + s / K and every other s / K:
+
+        loss = (1 - s) * -log p(label) + s * mean over classes of -log p
+
+    Args:
+        label_smoothing: s, from 0 up to 1. The loss on test data is smoothed too.
+
+    Returns:
+        Keras' SparseCategoricalCrossentropy. A model saved with it holds the plain one, without smoothing.
+    """
+    import keras
+
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    if label_smoothing:
+        plain = loss.fn
+
+        def smoothed(labels: Any, logits: Any, **options: Any) -> Any:
+            to_every_class = -keras.ops.mean(keras.ops.log_softmax(logits), axis=-1)
+            return (1 - label_smoothing) * plain(labels, logits, **options) + label_smoothing * to_every_class
+
+        loss.fn = smoothed
+    return loss
+
+
+def _top_5() -> keras.metrics.Metric:
+    """The share of samples whose label is among the five classes with the largest logits."""
+    import keras
+
+    return keras.metrics.SparseTopKCategoricalAccuracy(5, name="top_5")
+
+
+METRICS: dict[str, Callable[[], keras.metrics.Metric]] = {"top-5": _top_5}
+
+
+def metrics(names: Sequence[str]) -> Callable[[], list[keras.metrics.Metric]]:
+    """Finds metrics, without making them.
+
+    Args:
+        names: keys of METRICS, or module:function of functions (classes will do) without arguments that return a Keras
+            metric of labels, int64 [batch], and logits, float32 [batch, num_classes]. Its variables must be sums,
+            counts or the like, as all of Keras' are: those of all ranks are added.
+
+    Returns:
+        A function that makes new ones; it raises ConfigError for what is no metric.
+
+    Raises:
+        ConfigError: there is none of such a name.
+    """
+    found = [find("model.metrics", name, METRICS) for name in names]
+
+    def make() -> list[keras.metrics.Metric]:
+        import keras
+
+        made = [function() for function in found]
+        for name, metric in zip(names, made, strict=True):
+            if not isinstance(metric, keras.metrics.Metric):
+                raise ConfigError(f"model.metrics: {name} returned {type(metric).__name__}, expected a Keras metric")
+        return made
+
+    return make

@@ -1,0 +1,112 @@
+"""Built-in models: an MLP and a CNN that train in seconds on a CPU, and ResNets of any depth."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import keras
+
+
+def mlp(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    """One hidden layer of 100 sigmoid units: 784-100-10 on MNIST, 79,510 parameters."""
+    from keras import Input, Sequential, layers
+
+    return Sequential(
+        [
+            Input(input_shape),
+            layers.Flatten(),
+            layers.Dense(100, activation="sigmoid"),
+            layers.Dense(num_classes, dtype="float32"),
+        ],
+        name="mlp",
+    )
+
+
+def cnn(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    """Two 5x5 convolutions of 32 and 64, each with 2x2 max pooling, dense 1024: 3.3 million parameters on MNIST."""
+    from keras import Input, Sequential, layers
+
+    return Sequential(
+        [
+            Input(input_shape),
+            layers.Conv2D(32, 5, padding="same", activation="relu"),
+            layers.MaxPooling2D(2),
+            layers.Conv2D(64, 5, padding="same", activation="relu"),
+            layers.MaxPooling2D(2),
+            layers.Flatten(),
+            layers.Dense(1024, activation="relu"),
+            layers.Dense(num_classes, dtype="float32"),
+        ],
+        name="cnn",
+    )
+
+
+def resnet20(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    """ResNet-20 for CIFAR-10 (He et al. 2015, section 4.2, n = 3): 0.27 million parameters.
+
+    Three stages of three blocks of two 3x3 convolutions, with 16, 32 and 64 filters. Shortcuts have no parameters
+    (their option A): where a stage begins, every second pixel, and zeros for the new channels.
+    """
+    from keras import Input, Model, layers
+
+    inputs = Input(input_shape)
+    x = _relu(_normalized_convolution(inputs, 16, 3))
+    for filters in (16, 32, 64):
+        for block in range(3):
+            stride = 2 if block == 0 and filters > 16 else 1
+            residual = _relu(_normalized_convolution(x, filters, 3, stride))
+            residual = _normalized_convolution(residual, filters, 3)
+            x = _relu(layers.add([residual, _thinned(x, filters) if stride > 1 else x]))
+    return Model(inputs, _classifier(x, num_classes, "he_normal"), name="resnet20")
+
+
+def resnet50(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    """ResNet-50 as in Goyal et al. 2017, section 5.1: 25.6 million parameters with 1,000 classes.
+
+    Four stages of 3, 4, 6 and 3 bottlenecks. A stage's stride is in the 3x3 convolution (often called v1.5), not in the
+    first 1x1 as in He et al. 2015; shortcuts that change shape are 1x1 convolutions (option B). The last gamma of each
+    block starts at zero, so that every block starts as the identity, and the classifier's weights are from N(0, 0.01).
+    """
+    from keras import Input, Model, initializers, layers
+
+    inputs = Input(input_shape)
+    x = _relu(_normalized_convolution(inputs, 64, 7, 2))
+    x = layers.MaxPooling2D(3, 2, padding="same")(x)
+    for filters, num_blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(num_blocks):
+            stride = 2 if block == 0 and filters > 64 else 1
+            residual = _relu(_normalized_convolution(x, filters, 1))
+            residual = _relu(_normalized_convolution(residual, filters, 3, stride))
+            residual = _normalized_convolution(residual, 4 * filters, 1, gamma="zeros")
+            shortcut = _normalized_convolution(x, 4 * filters, 1, stride) if block == 0 else x
+            x = _relu(layers.add([residual, shortcut]))
+    return Model(inputs, _classifier(x, num_classes, initializers.RandomNormal(stddev=0.01)), name="resnet50")
+
+
+def _normalized_convolution(x: Any, filters: int, size: int, stride: int = 1, gamma: str = "ones") -> Any:
+    from keras import layers
+
+    x = layers.Conv2D(filters, size, stride, padding="same", use_bias=False, kernel_initializer="he_normal")(x)
+    return layers.BatchNormalization(momentum=0.9, epsilon=1e-5, gamma_initializer=gamma)(x)
+
+
+def _relu(x: Any) -> Any:
+    from keras import layers
+
+    return layers.ReLU()(x)
+
+
+def _thinned(x: Any, filters: int) -> Any:
+    """Every second pixel of each row and column, and zeros on both sides of the channels to make them `filters`."""
+    from keras import ops
+
+    added = filters - x.shape[-1]
+    return ops.pad(x[:, ::2, ::2, :], ((0, 0), (0, 0), (0, 0), (added // 2, added - added // 2)))
+
+
+def _classifier(x: Any, num_classes: int, initializer: Any) -> Any:
+    from keras import layers
+
+    x = layers.GlobalAveragePooling2D()(x)
+    return layers.Dense(num_classes, kernel_initializer=initializer, dtype="float32")(x)

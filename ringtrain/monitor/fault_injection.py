@@ -1,0 +1,207 @@
+"""Makes a rank fail on purpose, to see what a job does then: --chaos "rank=1 step=20 mode=kill".
+
+A fault happens once in the life of a run: what has happened is noted in the run's folder, so that a job that is started
+again gets further.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ringtrain.config import nearest
+from ringtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    import keras
+
+    from ringtrain.monitor.journal import Journal
+
+AT_A_SAVE = ("disk-full", "corrupt-checkpoint")
+MODES = ("exception", "exit", "sigterm", "sigkill", "sigstop", "slow", "nan", *AT_A_SAVE)
+KEYS = ("rank", "step", "epoch", "mode", "during", "seed", "seconds")
+FORM = 'expected "rank=1 step=20 mode=sigkill"'
+
+
+class ChaosError(Exception):
+    """The exception that mode=exception raises: no RingtrainError, since it stands for a bug."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is to happen to a rank, and when."""
+
+    mode: str
+    rank: int = 0
+    step: int = 0
+    """global step after which it happens; 0: drawn from all steps by the seed"""
+    epoch: int = 0
+    """counted from 1, after whose last step it happens; 0: step decides"""
+    during: str = ""
+    """save: not then, but while the next checkpoint is being written, which rank 0 does; disk-full has no other time"""
+    seed: int = 0
+    seconds: float = 0.2
+    """of slow: pause in every step from then on"""
+
+
+def parse(text: str) -> tuple[Fault, ...]:
+    """Reads faults.
+
+    Args:
+        text: words such as rank=1, divided by spaces; several faults are divided by commas. Empty: none.
+
+    Raises:
+        ConfigError: a word, a value or a combination that does not exist.
+    """
+    return tuple(_fault(part) for part in text.split(",") if part.strip())
+
+
+def _fault(text: str) -> Fault:
+    values: dict[str, str] = {}
+    for word in text.split():
+        key, equals, value = word.partition("=")
+        if not equals or key not in KEYS:
+            raise ConfigError(f"chaos: got {word!r}, {nearest(key, KEYS)} {FORM}")
+        values[key] = value
+    mode = {"kill": "sigkill", "term": "sigterm", "stop": "sigstop"}.get(values.get("mode", ""), values.get("mode", ""))
+    if mode.lower() not in MODES:
+        raise ConfigError(f"chaos: got mode={mode}, {nearest(mode.lower(), MODES)} {FORM}")
+    numbers: dict[str, Any] = {}
+    for key, kind in (("rank", int), ("step", int), ("epoch", int), ("seed", int), ("seconds", float)):
+        try:
+            numbers |= {key: kind(values[key])} if key in values else {}
+        except ValueError:
+            raise ConfigError(f"chaos: got {key}={values[key]}, expected a number") from None
+        if numbers.get(key, 0) < 0:
+            raise ConfigError(f"chaos: got {key}={values[key]}, expected 0 or more")
+    if values.get("during", "save") != "save":
+        raise ConfigError(f"chaos: got during={values['during']}, expected during=save")
+    if "step" in values and "epoch" in values:
+        raise ConfigError("chaos: step and epoch are both given: keep one")
+    during = "save" if mode.lower() == "disk-full" else values.get("during", "")
+    fault = Fault(mode=mode.lower(), during=during, **numbers)
+    if fault.during and fault.mode in ("slow", "nan", "corrupt-checkpoint"):
+        raise ConfigError("chaos: during=save needs a mode that ends or stops the rank, or disk-full")
+    if fault.rank and (fault.during or fault.mode in AT_A_SAVE):
+        raise ConfigError(f"chaos: got rank={fault.rank}, expected rank=0, which writes checkpoints")
+    return fault
+
+
+class FaultInjector:
+    """Lets faults happen on one rank, each once in the life of the run.
+
+    Args:
+        num_steps: of the run, for faults at a random step.
+        steps_per_epoch: for faults at the end of an epoch.
+        folder: of the run, where it is noted what has happened.
+    """
+
+    def __init__(
+        self,
+        faults: tuple[Fault, ...],
+        rank: int,
+        num_steps: int,
+        steps_per_epoch: int,
+        folder: Path,
+        journal: Journal,
+        kill: Callable[[int], None] = lambda number: os.kill(os.getpid(), number),
+    ) -> None:
+        self.journal = journal
+        self.kill = kill
+        self.checkpoints = folder / "checkpoints"
+        self.notes = folder / "logs" / f"chaos-{rank}.log"
+        happened = self.notes.read_text().splitlines() if self.notes.exists() else []
+        self.waiting = {
+            name: (_step_of(fault, num_steps, steps_per_epoch), fault)
+            for name, fault in ((f"{number} {fault}", fault) for number, fault in enumerate(faults))
+            if fault.rank == rank and (name not in happened or fault.mode == "slow")
+        }
+        self.pause_s = 0.0
+
+    def after_step(self, global_step: int, model: keras.Model) -> None:
+        """Lets happen what is due after a step."""
+        for name, (step, fault) in list(self.waiting.items()):
+            due = global_step >= step and not fault.during
+            if due and (fault.mode != "corrupt-checkpoint" or any(self.checkpoints.glob("step-*"))):
+                self._happen(name, fault, global_step, model)
+        time.sleep(self.pause_s)
+
+    def while_saving(self, global_step: int) -> None:
+        """Lets happen what is due while the checkpoint of a step is written."""
+        for name, (step, fault) in list(self.waiting.items()):
+            if global_step >= step and fault.during:
+                self._happen(name, fault, global_step, None)
+
+    def _happen(self, name: str, fault: Fault, global_step: int, model: keras.Model | None) -> None:
+        del self.waiting[name]
+        self.journal.write("fault", global_step=global_step, mode=fault.mode, during=fault.during)
+        with open(self.notes, "a", encoding="utf-8") as file:
+            file.write(f"{name}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        if fault.mode == "exception":
+            raise ChaosError(f"a fault as ordered: {fault}")
+        if fault.mode == "exit":
+            os._exit(1)
+        if fault.mode == "disk-full":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if fault.mode == "corrupt-checkpoint":
+            return corrupt(max(self.checkpoints.glob("step-*")) / "state.npz")
+        if fault.mode == "slow":
+            self.pause_s = fault.seconds
+        elif fault.mode == "nan" and model is not None:
+            weight = model.trainable_weights[0]
+            weight.assign(weight * float("nan"))
+        else:
+            self.kill(getattr(signal, fault.mode.upper()))
+
+
+def corrupt(path: Path) -> None:
+    """Flips a bit in the middle of a file."""
+    with open(path, "r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+
+
+def check_roles(faults: tuple[Fault, ...], servers: Sequence[int], workers: Sequence[int]) -> None:
+    """Makes sure that faults can happen to ranks of parameter servers.
+
+    Args:
+        servers: ranks; the first is the chief.
+
+    Raises:
+        ConfigError: one cannot.
+    """
+    for fault in faults:
+        can: tuple[str, ...] = ("sigkill", "sigstop")
+        if fault.rank in workers:
+            can += ("exception", "exit", "slow")
+        if fault.mode not in can and fault.rank:
+            raise ConfigError(
+                f"chaos: got mode={fault.mode} for rank {fault.rank}, a"
+                f" {'worker' if fault.rank in workers else 'server'}: expected {', '.join(can)}"
+            )
+
+
+def callback(saboteur: FaultInjector, clock: Any) -> keras.callbacks.Callback:
+    """What asks a saboteur after every step; the last in the list of callbacks."""
+    import keras
+
+    class Chaos(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            saboteur.after_step(clock.global_step, self.model)
+
+    return Chaos()
+
+
+def _step_of(fault: Fault, num_steps: int, steps_per_epoch: int) -> int:
+    return fault.step or fault.epoch * steps_per_epoch or random.Random(fault.seed).randint(1, num_steps)

@@ -1,0 +1,207 @@
+"""What happened to a run, and when: logs/journal-N.jsonl of each rank, a line per event, kept through all starts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ringtrain.protocol.json_text import INVALID, parse_json
+
+# "training": the first step after a start is done; "fault": one that was ordered by --chaos.
+EVENTS = (
+    *("start", "training", "commit", "save", "resize", "end"),
+    *("signal", "stall", "straggler", "fault", "failure"),
+)
+
+KINDS: Mapping[str, Any] = {
+    **dict.fromkeys(("host", "event"), str),
+    **dict.fromkeys(("time_s", "start_s", "stall_s"), int | float),
+    **dict.fromkeys(("rank", "size", "run_start", "global_step"), int),
+}
+"""of values that the readers of journals rely on"""
+MAX_TIME_S = 1e11
+
+_own: list[Journal] = []
+_failures: list[BaseException] = []
+
+
+class Stages:
+    """When a start reached what: the moments of its journal's first event, in seconds since 1970, in their order."""
+
+    def __init__(self) -> None:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        self.moments = {"process": time.time() - age_s, "python": time.time()}
+
+    def done(self, name: str) -> None:
+        """Notes that something is behind it."""
+        self.moments[name] = time.time()
+
+
+def begin(own: Journal, event: str = "start", **facts: Any) -> None:
+    """Makes a journal this process', for `note`, with a start as its first event.
+
+    Args:
+        event: start, or resize for a rank that goes on.
+    """
+    _own[:] = [own]
+    note(event, **facts)
+
+
+def note(event: str, **facts: Any) -> None:
+    """Writes an event into this process' journal, if there is one."""
+    for journal in _own:
+        journal.write(event, **facts)
+
+
+def note_failure(error: BaseException, exit_code: int, **facts: Any) -> None:
+    """Writes why this process ends, once."""
+    if error not in _failures:
+        _failures.append(error)
+        note("failure", kind=type(error).__name__, text=str(error), exit_code=exit_code, **facts)
+
+
+class Journal:
+    """Writes one rank's events. A line is there as soon as its event has happened, also if the process is killed then.
+
+    Args:
+        rank: of this process; of two processes that had a rank one after the other, both write into its file.
+        run_start: how often the run had been started again.
+        start_s: when rank 0 began, the same on all ranks: which start an event belongs to.
+    """
+
+    def __init__(self, folder: Path, rank: int, size: int, run_start: int = 0, start_s: float = 0.0) -> None:
+        self.path = path_of(folder, rank)
+        self.about = {"rank": rank, "size": size, "host": socket.gethostname(), "process": os.getpid()}
+        self.starts = {"run_start": run_start, "start_s": start_s}
+
+    def write(self, event: str, **facts: Any) -> None:
+        """Adds an event.
+
+        Args:
+            facts: plain values: global_step, epoch, ...; a full disk loses them, and ends nothing.
+        """
+        if event not in EVENTS:
+            raise ValueError(f"got {event!r}, expected one of {', '.join(EVENTS)}")
+        line = {"time_s": time.time(), "event": event, **self.about, **self.starts, **facts}
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                os.write(descriptor, f"{json.dumps(line)}\n".encode())
+            finally:
+                os.close(descriptor)
+
+
+def printable(text: str) -> str:
+    """Text of a file with its control characters spelled out (\\x1b), since a terminal would obey them."""
+    return "".join(
+        letter if letter in "\n\t" or unicodedata.category(letter) not in ("Cc", "Cf", "Cs") else ascii(letter)[1:-1]
+        for letter in text
+    )
+
+
+def path_of(folder: Path, rank: int) -> Path:
+    """The journal of a rank."""
+    return folder / "logs" / f"journal-{rank}.jsonl"
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """All ranks' events, in the order of time by each host's clock.
+
+    Returns:
+        What `Journal.write` wrote; lines that were torn are left out.
+    """
+    events = [event for path in sorted((folder / "logs").glob("journal-*.jsonl")) for event in _events_of(path)]
+    return sorted(events, key=lambda event: event["time_s"])
+
+
+def _events_of(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(*INVALID):
+            event = parse_json(line)
+            known = all(isinstance(event[name], kind) for name, kind in KINDS.items() if name in event)
+            if known and 0 <= event["time_s"] < MAX_TIME_S and event["event"]:
+                yield event
+
+
+# ---- which samples were trained -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What the journals of all ranks say an elastic run has trained, by the commits that it went on from."""
+
+    epochs: Mapping[int, int]
+    """samples of each epoch, from 0, that were trained once"""
+    breaches: tuple[str, ...]
+    """what is missing, doubled or contradicts itself; empty: every epoch is whole, each of its samples trained once"""
+    undone: int = 0
+    """samples that were trained and then undone, by going back to the last commit"""
+
+
+def ledger(events: Sequence[Mapping[str, Any]], num_epochs: int) -> Ledger:
+    """Proves that each place of every epoch's order was trained exactly once, or says where not.
+
+    Ranks that train together are a generation; each begins where the commit stands that it goes on from, whichever
+    ranks had made it. What a rank says of later steps of the generation before is undone and does not count.
+    """
+    begun = {e["generation"]: e for e in events if e["event"] in ("start", "resize") and "generation" in e}
+    ends = [event for event in events if event["event"] == "end" and "generation" in event]
+    if not ends:
+        return Ledger({}, ("no rank has written its end",))
+    breaches: list[str] = []
+    chain, upto, name = [], ends[-1]["global_step"], ends[-1]["generation"]
+    while name:
+        if name not in begun:
+            return Ledger({}, (f"nobody has written how generation {name} began",))
+        chain.append((begun[name], upto))
+        upto, name = begun[name]["global_step"], begun[name]["after"]
+    epoch, position, undone, trained = 0, 0, 0, dict.fromkeys(range(num_epochs), 0)
+    for first, last_step in reversed(chain):
+        where = f"generation {first['generation']} begins with step {first['global_step']}"
+        if (epoch, position) != (first["epoch"], first["position"]):
+            breaches.append(f"{where} in epoch {first['epoch']} at {first['position']}, not in {epoch} at {position}")
+        steps, later = _steps_of(first, last_step, events)
+        undone += later
+        for step in range(first["global_step"] + 1, last_step + 1):
+            said = steps.get(step, {})
+            if len(said) != first["to"]:
+                breaches.append(f"step {step}: {len(said)} of {first['to']} ranks have written what they trained")
+            for its_epoch, _, begin, end in sorted(said.values(), key=lambda part: part[2:]):
+                if (its_epoch, begin) != (epoch, position) and begin < end:
+                    breaches.append(f"step {step}: trained {begin} of epoch {its_epoch}, not {position} of {epoch}")
+                position += end - begin
+            trained[epoch] = position
+            if any(position >= length for _, length, _, _ in said.values()):
+                epoch, position = epoch + 1, 0
+    if (epoch, position) != (num_epochs, 0):
+        breaches.append(f"it ends in epoch {epoch} at {position}, not after epoch {num_epochs - 1}")
+    return Ledger(trained, tuple(breaches), undone)
+
+
+def _steps_of(
+    first: Mapping[str, Any], last_step: int, events: Sequence[Mapping[str, Any]]
+) -> tuple[dict[int, dict[int, tuple[int, ...]]], int]:
+    """What each rank of a generation has trained, by step up to the last that counts; and how much did not count."""
+    steps: dict[int, dict[int, tuple[int, ...]]] = {}
+    undone = 0
+    for event in events:
+        if event["event"] != "commit" or event.get("generation") != first["generation"]:
+            continue
+        for step, (begin, end) in enumerate(event["trained"], event["after_step"] + 1):
+            if step > last_step:
+                undone += end - begin
+            else:
+                # A rank that says two things of one step says too much.
+                key = event["rank"] if event["rank"] not in steps.setdefault(step, {}) else -1 - len(steps[step])
+                steps[step][key] = (event["epoch"], event["length"], begin, end)
+    return steps, undone

@@ -1,0 +1,164 @@
+"""Every rank's timeline: written step by step into the run's folder, with how far its clock is from rank 0's."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, MutableMapping, Sequence
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+
+from ringtrain import hvd
+from ringtrain.config import Config, TrackingConfig
+from ringtrain.errors import RunDirectoryError
+from ringtrain.monitor import trace
+
+HOROVODS = "HOROVOD_TIMELINE"
+"""variable that horovodrun --timeline-filename and ringtrain launch --timeline set"""
+STEPS = 1000
+"""that are drawn where only the variable says that any are; viewers do not open much more"""
+ROUNDS = 30
+FLUSH_S = 1.0
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def wanted(config: Config, environ: MutableMapping[str, str] | None = None) -> tuple[Config, str]:
+    """What the configuration and the environment ask for; call it before `hvd.init`, on every rank.
+
+    Horovod itself would write rank 0's timeline into the file that the environment names: it is told to wait.
+
+    Args:
+        environ: to read and change; None: this process'.
+
+    Returns:
+        The configuration with the steps to draw, and the file for them; empty: timeline.json in the run's folder.
+    """
+    environ = os.environ if environ is None else environ
+    named = environ.get(HOROVODS, "")
+    named = "" if named == "DYNAMIC" else named
+    num_steps = config.tracking.timeline_steps or (STEPS if named else 0)
+    if num_steps:
+        environ[HOROVODS] = "DYNAMIC"
+    tracking = dataclasses.replace(config.tracking, timeline_steps=num_steps)
+    return dataclasses.replace(config, tracking=tracking), os.path.abspath(named) if named else ""
+
+
+class Timeline:
+    """Writes this rank's part, and at the end merges all. Making and closing one are collectives.
+
+    Args:
+        out: file of all ranks' timelines; empty: timeline.json in the folder.
+    """
+
+    def __init__(self, folder: Path, config: TrackingConfig, out: str) -> None:
+        self.parts, self.out = folder / trace.PARTS, Path(out) if out else folder / "timeline.json"
+        self.steps_left, self.flush_at_s = config.timeline_steps, 0.0
+        self.rank = hvd.rank()
+        hvd.run_together(lambda: self._clear() if self.rank == 0 else None)
+        self.file = hvd.run_together(self._open)
+        offset_s, error_s = clock_offset()
+        about = {"rank": self.rank, "size": hvd.size(), "host": socket.gethostname(), "process": os.getpid()}
+        about |= {"offset_s": offset_s, "error_s": error_s, "gradients": hvd.step_timing.PLACE.gradients}
+        self._write(about)
+        if self.rank == 0:
+            mark_cycles = os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0")
+            hvd.start_timeline(str(self.parts / trace.HOROVOD), mark_cycles=mark_cycles)
+
+    def step(self, global_step: int, edges_s: Sequence[float]) -> None:
+        """Adds a step.
+
+        Args:
+            edges_s: when it began, its batch, its gradients and everybody's were there, and it ended; since 1970.
+        """
+        if self.steps_left <= 0:
+            return
+        self._write([global_step, list(edges_s), *hvd.step_timing.PLACE.each()])
+        self.steps_left -= 1
+        if not self.steps_left:
+            self._end()
+
+    def close(self) -> Path:
+        """Merges the ranks' parts on rank 0.
+
+        Returns:
+            The file of all ranks.
+        """
+        if self.steps_left:
+            self._end()
+        with contextlib.suppress(OSError):
+            self.file.close()
+        hvd.run_together(lambda: None)  # all parts are there
+        if self.rank == 0:
+            try:
+                trace.merge(self.parts, self.out)
+            except (RunDirectoryError, OSError) as error:  # the run itself is none the worse for it
+                print(f"ringtrain: no timeline: {error}", file=sys.stderr)
+        return self.out
+
+    def _clear(self) -> None:
+        try:
+            self.parts.mkdir(exist_ok=True)
+            for path in self.parts.iterdir():
+                path.unlink()
+        except OSError as error:
+            raise RunDirectoryError(f"{self.parts}: cannot be written: {error.strerror}") from error
+
+    def _open(self) -> TextIO:
+        path = self.parts / f"rank-{self.rank}.jsonl"
+        try:
+            self.parts.mkdir(parents=True, exist_ok=True)  # a host may have a disk of its own
+            return open(path, "w", encoding="utf-8")
+        except OSError as error:
+            raise RunDirectoryError(f"{path}: cannot be written: {error.strerror}") from error
+
+    def _write(self, line: object) -> None:
+        with contextlib.suppress(OSError):  # a full disk ends no training
+            self.file.write(f"{json.dumps(line)}\n")
+            if time.monotonic() > self.flush_at_s:
+                self.file.flush()
+                self.flush_at_s = time.monotonic() + FLUSH_S
+
+    def _end(self) -> None:
+        with contextlib.suppress(OSError):
+            self.file.flush()
+        if self.rank == 0:
+            hvd.stop_timeline()
+
+
+def clock_offset(now: Callable[[], float] = time.time, clock: str | None = None) -> tuple[float, float]:
+    """How far this rank's clock is behind rank 0's, by Cristian's algorithm (1989). A collective.
+
+    Rank 0 reads its clock at a moment that lies, on every other rank, between one collective's begin and another's
+    end; of several rounds the shortest says most.
+
+    Args:
+        now: this rank's clock, seconds.
+        clock: what tells it from another host's; None: the kernel's boot id.
+
+    Returns:
+        Seconds to add to this rank's times, and how wrong that may be at most; both 0 where the clock is rank 0's.
+    """
+    if clock is None:
+        clock = BOOT.read_text() if BOOT.exists() else socket.gethostname()
+    is_same = hvd.broadcast_object(clock, root_rank=0, name="ringtrain_clock") == clock
+    rounds = []
+    if not all(hvd.allgather_object(is_same, name="ringtrain_same_clock")):
+        for number in range(ROUNDS):
+            hvd.allreduce([0.0], name=f"ringtrain_clock_{number}")  # all begin the round together
+            begin_s = now()
+            hvd.allreduce([0.0], name=f"ringtrain_clock_to_{number}")
+            # float64 seconds: float32 would round them to minutes.
+            told = hvd.broadcast(np.array([now()]), root_rank=0, name=f"ringtrain_clock_from_{number}")
+            end_s = now()
+            rounds.append((end_s - begin_s, float(told[0]) - (begin_s + end_s) / 2))
+    if is_same or not rounds:
+        return 0.0, 0.0
+    shortest_s, offset_s = min(rounds)
+    return offset_s, shortest_s / 2

@@ -1,0 +1,246 @@
+"""Optimizers by name, with the schedule of their learning rate."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import ops
+
+from ringtrain.config import Config, Numbers, OptimizerConfig
+from ringtrain.optim.schedules import Schedule, schedule_of
+
+
+@keras.saving.register_keras_serializable(package="ringtrain")
+class LearningRate(keras.optimizers.schedules.LearningRateSchedule):
+    """A `Schedule` as Keras wants it: called with the number of steps that the optimizer has made.
+
+    Args:
+        share: of the schedule's rate that is used; `set_share` changes it.
+        numbers: fields of `Schedule`.
+    """
+
+    def __init__(self, share: float = 1.0, **numbers: Any) -> None:
+        self.share = tf.Variable(share, trainable=False, dtype=tf.float64)
+        self.schedule = Schedule(**{**numbers, "milestone_steps": tuple(numbers.get("milestone_steps", ()))})
+
+    def __call__(self, step: Any) -> Any:
+        # float32 would count no further than 2 ** 24.
+        return ops.cast(self.share * self.schedule.rate(ops.cast(step, "float64"), ops), keras.config.floatx())
+
+    def get_config(self) -> dict[str, Any]:
+        numbers = {**dataclasses.asdict(self.schedule), "milestone_steps": list(self.schedule.milestone_steps)}
+        return {"share": float(self.share), **numbers}
+
+
+class _Momentum(keras.optimizers.Optimizer):
+    """What SGD and LARS share: a velocity per variable, and decay as part of the gradient.
+
+    Keras' own `weight_decay` would be taken off the weights directly; the base class must not see ours.
+    """
+
+    def __init__(self, learning_rate: Any, momentum: float, weight_decay: float, **options: Any) -> None:
+        super().__init__(learning_rate=learning_rate, **options)
+        self.momentum = momentum
+        self.decay = weight_decay
+
+    def build(self, variables: Any) -> None:
+        if self.built:
+            return
+        super().build(variables)
+        self.velocities = self.add_optimizer_variables(variables, "velocity")
+        # update_step gets TensorFlow's variables, which no longer have Keras' names.
+        self.decayed = [is_decayed(variable) and self._use_weight_decay(variable) for variable in variables]
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "momentum": self.momentum, "weight_decay": self.decay}
+
+
+@keras.saving.register_keras_serializable(package="ringtrain")
+class SGD(_Momentum):
+    """Stochastic gradient descent as in Goyal et al. 2017 (arXiv 1706.02677), equations 8 and 9, with momentum m.
+
+        v <- m * v + gradient + weight_decay * w
+        w <- w - learning_rate * v                                       or, with Nesterov's momentum,
+        w <- w - learning_rate * (m * v + gradient + weight_decay * w)
+
+    Keras' own SGD keeps the learning rate inside of v (equation 10), where each change of the rate needs a momentum
+    correction (section 3, remark 2), and takes its weight decay off the weights, past the momentum. At a constant
+    rate and without decay the two are the same.
+
+    Args:
+        learning_rate: a number, or a schedule.
+        momentum: 0 up to 1, 1 excluded.
+        nesterov: look ahead by one velocity.
+        weight_decay: not for biases and batch norm, see `is_decayed`.
+        options: further ones of every Keras optimizer: clipping, gradient_accumulation_steps, ...
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any = 0.01,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(learning_rate, momentum, weight_decay, **options)
+        self.nesterov = nesterov
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        index = self._get_variable_index(variable)
+        velocity, rate = self.velocities[index], ops.cast(learning_rate, variable.dtype)
+        gradient = tf.cast(tf.convert_to_tensor(gradient), variable.dtype)  # an embedding's are sparse
+        if self.decay and self.decayed[index]:
+            gradient = gradient + self.decay * variable
+        self.assign(velocity, self.momentum * velocity + gradient)
+        self.assign_sub(variable, rate * (self.momentum * velocity + gradient if self.nesterov else velocity))
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "nesterov": self.nesterov}
+
+
+@keras.saving.register_keras_serializable(package="ringtrain")
+class LARS(_Momentum):
+    """Layer-wise adaptive rate scaling, You et al. 2017 (arXiv 1708.03888), algorithm 1, for very large batches.
+
+    For the weights w of a layer and their gradient g, with momentum m:
+
+        local <- trust_coefficient * |w| / (|g| + weight_decay * |w|)
+        v     <- m * v + learning_rate * local * (g + weight_decay * w)
+        w     <- w - v
+
+    Biases and batch norm (see `is_decayed`) have local = 1 and no decay. Weights that are all 0 have local = 1.
+
+    Args:
+        learning_rate: a number, or a schedule; good ones are about ten to a hundred times those of SGD.
+        momentum: 0 up to 1, 1 excluded.
+        weight_decay: from 0 on.
+        trust_coefficient: above 0.
+        options: further ones of every Keras optimizer: clipping, gradient_accumulation_steps, ...
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any = 1.0,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust_coefficient: float = 0.001,
+        **options: Any,
+    ) -> None:
+        super().__init__(learning_rate, momentum, weight_decay, **options)
+        self.trust_coefficient = trust_coefficient
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        index = self._get_variable_index(variable)
+        velocity, rate = self.velocities[index], ops.cast(learning_rate, variable.dtype)
+        gradient = tf.cast(tf.convert_to_tensor(gradient), variable.dtype)  # an embedding's are sparse
+        if self.decayed[index]:
+            weight_norm, gradient_norm = tf.norm(variable), tf.norm(gradient)
+            below = gradient_norm + self.decay * weight_norm
+            usable = ops.logical_and(weight_norm > 0, below > 0)
+            local = self.trust_coefficient * weight_norm / ops.where(usable, below, 1.0)
+            rate = rate * ops.where(usable, local, 1.0)
+            gradient = gradient + self.decay * variable
+        self.assign(velocity, self.momentum * velocity + rate * gradient)
+        self.assign_sub(variable, velocity)
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "trust_coefficient": self.trust_coefficient}
+
+
+def is_decayed(variable: Any) -> bool:
+    """Whether weight decay (and LARS' adaptation) is for a variable.
+
+    Args:
+        variable: Keras', trainable.
+
+    Returns:
+        False for biases and the scales and offsets of batch and layer normalization: for all that is a vector or a
+        number, and for what is called bias (a recurrent layer has two in one matrix).
+    """
+    return len(variable.shape) > 1 and variable.name != "bias"
+
+
+def _sgd(options: OptimizerConfig, **common: Any) -> keras.optimizers.Optimizer:
+    decay = {"weight_decay": options.weight_decay}
+    return SGD(momentum=options.momentum, nesterov=options.nesterov, **decay, **common)
+
+
+def _lars(options: OptimizerConfig, **common: Any) -> keras.optimizers.Optimizer:
+    decay = {"weight_decay": options.weight_decay}
+    return LARS(momentum=options.momentum, trust_coefficient=options.trust_coefficient, **decay, **common)
+
+
+def _of_keras(optimizer_class: Any) -> Callable[..., keras.optimizers.Optimizer]:
+    """Adam (arXiv 1412.6980), AdamW (arXiv 1711.05101), LAMB (arXiv 1904.00962): decay is taken off the weights."""
+    return lambda options, **common: optimizer_class(weight_decay=options.weight_decay, **common)
+
+
+OPTIMIZERS: dict[str, Callable[..., keras.optimizers.Optimizer]] = {
+    "sgd": _sgd,
+    "adam": _of_keras(keras.optimizers.Adam),
+    "adamw": _of_keras(keras.optimizers.AdamW),
+    "lamb": _of_keras(keras.optimizers.Lamb),
+    "lars": _lars,
+}
+
+
+def build(config: Config, numbers: Numbers, model: keras.Model) -> keras.optimizers.Optimizer:
+    """Makes the configured optimizer, not yet distributed.
+
+    Args:
+        config: the resolved configuration.
+        numbers: derived from it.
+        model: built; its biases and normalization are left out of weight decay.
+
+    Returns:
+        The optimizer. Its learning rate is a `LearningRate`; or a number where the schedule is constant, so that
+        callbacks may set it and a saved model needs ringtrain for nothing.
+    """
+    options, schedule = config.optimizer, schedule_of(config, numbers)
+    optimizer = OPTIMIZERS[options.name](
+        options,
+        learning_rate=schedule.learning_rate if schedule.is_constant else LearningRate(**dataclasses.asdict(schedule)),
+        global_clipnorm=options.clip_norm or None,
+        gradient_accumulation_steps=options.accumulation_steps if options.accumulation_steps > 1 else None,
+    )
+    optimizer.exclude_from_weight_decay([one for one in model.trainable_variables if not is_decayed(one)])
+    return optimizer
+
+
+def set_rate(optimizer: keras.optimizers.Optimizer, rate: float) -> None:
+    """Sets the learning rate of an optimizer whose rate is a number, perhaps inside of Keras' LossScaleOptimizer."""
+    getattr(optimizer, "inner_optimizer", optimizer).learning_rate = rate
+
+
+def set_share(optimizer: keras.optimizers.Optimizer, full_rate: float, share: float) -> None:
+    """Makes an optimizer go on with a part of its learning rate.
+
+    Args:
+        optimizer: made by `build`, perhaps inside of Keras' LossScaleOptimizer.
+        full_rate: the learning rate where it is a number.
+        share: 0 to 1, of the schedule's rate or of full_rate.
+    """
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if isinstance(optimizer._learning_rate, LearningRate):
+        optimizer._learning_rate.share.assign(share)
+    else:
+        set_rate(optimizer, full_rate * share)
+
+
+def last_learning_rate(optimizer: keras.optimizers.Optimizer) -> float:
+    """The learning rate of the step that an optimizer has made last; `optimizer.learning_rate` is the next one's.
+
+    Args:
+        optimizer: any of Keras', or one inside of its LossScaleOptimizer.
+    """
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    schedule = optimizer._learning_rate
+    if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+        return float(schedule(max(0, int(optimizer._iterations.numpy()) - 1)))
+    return float(np.asarray(optimizer.learning_rate))

@@ -1,0 +1,157 @@
+"""The learning rate as a pure function of the global step, so that a run that goes on needs no state for it.
+
+Gradual warm-up is that of Goyal et al. 2017 (arXiv 1706.02677, section 2.2): from the rate before scaling to the full
+one, peak, by the same amount with every update. With w the warm-up's steps:
+
+    warm-up      initial + (peak - initial) * step / w                  for steps below w
+
+What follows, with t growing from 0 at the end of the warm-up to 1 at the end of the run, and e = end_factor:
+
+    constant     peak
+    steps        peak * factor ** (number of milestones passed)         Goyal et al. 2017, section 5.1
+    cosine       peak * (e + (1 - e) * (1 + cos(pi * t)) / 2)           Loshchilov & Hutter 2017 (arXiv 1608.03983)
+    polynomial   peak * (e + (1 - e) * (1 - t) ** power)                You et al. 2017 (arXiv 1708.03888), with power 2
+
+A step is one batch on every rank, which is what Keras' `optimizer.iterations` counts inside. Where gradients are
+accumulated, the weights change at every accumulation_steps-th step only; all steps of one update have the rate with
+which it is made, and a run of batches accumulated k times has the rates of a run with batches k times as large.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringtrain.config import Config, Numbers
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A learning rate over a run, in plain numbers."""
+
+    name: str
+    """a key of DECAYS"""
+    learning_rate: float
+    """the full one, from the end of the warm-up on"""
+    initial_learning_rate: float
+    """at step 0 of a warm-up"""
+    warmup_steps: int
+    """the first step at the full rate; a multiple of accumulation_steps, as are the other numbers of steps"""
+    num_steps: int
+    """of the whole run; cosine and polynomial would be down there, one step after the last"""
+    accumulation_steps: int = 1
+    """steps per update"""
+    milestone_steps: tuple[int, ...] = ()
+    """the first steps at rates reduced by factor"""
+    factor: float = 0.1
+    end_factor: float = 0.0
+    power: float = 1.0
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether every step has the same rate."""
+        flat = self.name == "constant" or (self.name == "steps" and not self.milestone_steps)
+        return flat and (not self.warmup_steps or self.initial_learning_rate == self.learning_rate)
+
+    def rate(self, step: Any, ops: Any = np) -> Any:
+        """The learning rate of a step.
+
+        Args:
+            step: global step, from 0; a number, or an array or tensor of float64.
+            ops: what computes it: NumPy, or keras.ops within a graph.
+
+        Returns:
+            float64, shaped as step.
+        """
+        begun = step // self.accumulation_steps * self.accumulation_steps  # the first step of its update
+        warmth = begun / max(1, self.warmup_steps)
+        warming = self.initial_learning_rate * (1.0 - warmth) + self.learning_rate * warmth
+        passed = (begun - self.warmup_steps) / max(1, self.num_steps - self.warmup_steps)
+        decayed = self.learning_rate * DECAYS[self.name](self, begun, ops.clip(passed, 0.0, 1.0), ops)
+        return ops.where(begun < self.warmup_steps, warming, decayed)
+
+
+def _constant(schedule: Schedule, step: Any, passed: Any, ops: Any) -> Any:
+    return 1.0 + 0.0 * passed
+
+
+def _steps(schedule: Schedule, step: Any, passed: Any, ops: Any) -> Any:
+    share = 1.0 + 0.0 * passed
+    for milestone in schedule.milestone_steps:
+        share = ops.where(step >= milestone, share * schedule.factor, share)
+    return share
+
+
+def _cosine(schedule: Schedule, step: Any, passed: Any, ops: Any) -> Any:
+    return _down_to(schedule.end_factor, (1.0 + ops.cos(math.pi * passed)) / 2.0)
+
+
+def _polynomial(schedule: Schedule, step: Any, passed: Any, ops: Any) -> Any:
+    return _down_to(schedule.end_factor, ops.power(1.0 - passed, schedule.power))
+
+
+def _down_to(end: float, share: Any) -> Any:
+    return share + end * (1.0 - share)
+
+
+# Share of the full rate at a step that has passed this share, 0 to 1, of what follows the warm-up.
+DECAYS: dict[str, Callable[[Schedule, Any, Any, Any], Any]] = {
+    "constant": _constant,
+    "steps": _steps,
+    "cosine": _cosine,
+    "polynomial": _polynomial,
+}
+
+
+def schedule_of(config: Config, numbers: Numbers) -> Schedule:
+    """The schedule that a configuration asks for."""
+    return Schedule(
+        name=config.schedule.name,
+        learning_rate=numbers.learning_rate,
+        initial_learning_rate=numbers.initial_learning_rate,
+        warmup_steps=numbers.warmup_steps,
+        num_steps=numbers.num_steps,
+        accumulation_steps=numbers.accumulation_steps,
+        milestone_steps=numbers.milestone_steps,
+        factor=config.schedule.factor,
+        end_factor=config.schedule.end_factor,
+        power=config.schedule.power,
+    )
+
+
+def corners(schedule: Schedule) -> list[tuple[int, str]]:
+    """The steps at which a schedule is best looked at.
+
+    Returns:
+        Steps, ascending, each with what is special about it. One step may be there for two reasons.
+    """
+    last = schedule.num_steps - 1
+    named = [(0, "first step")]
+    if schedule.warmup_steps:
+        named.append((schedule.warmup_steps, "after the warm-up"))
+    if schedule.name == "steps":
+        named += [(step, f"milestone {number}") for number, step in enumerate(schedule.milestone_steps, 1)]
+    elif schedule.name != "constant":
+        named.append(((schedule.warmup_steps + schedule.num_steps) // 2, "half of the way down"))
+    before = sorted((corner for corner in named if corner[0] < last), key=lambda corner: corner[0])
+    return [*before, (last, "last step")]
+
+
+def curve(schedule: Schedule, num_points: int = 1000) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """A schedule's points, for drawing.
+
+    Args:
+        num_points: about so many; every step, where there are fewer.
+
+    Returns:
+        Global steps, ascending, and their learning rates. Corners are among them, and the steps before them.
+    """
+    edges = [edge for corner, _ in corners(schedule) for edge in (max(0, corner - 1), corner)]
+    evenly = np.linspace(0, schedule.num_steps - 1, min(num_points, schedule.num_steps)).round()
+    steps = np.unique(np.concatenate([evenly, edges]))
+    return steps, schedule.rate(steps)

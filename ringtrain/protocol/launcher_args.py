@@ -1,0 +1,145 @@
+"""What a launcher was told, read by one of its ranks off the launcher's own command line. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ringtrain.protocol.env import PLAN
+from ringtrain.protocol.placement import PlannedPlacement
+
+LAUNCHERS = ("horovodrun", "mpirun", "mpiexec", "orterun", "prterun", "mpiexec.hydra")
+WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "HOROVOD_SIZE", "SLURM_STEP_NUM_TASKS")
+NUM_WORDS = ("-np", "--np", "-n", "--n", "-c", "--num-proc")
+HOST_WORDS = ("-H", "--host", "-host", "-hosts", "--hosts")
+FILE_WORDS = ("-hostfile", "--hostfile", "-machinefile", "--machinefile", "-f")
+NO_VALUE = (
+    "allow-run-as-root",
+    "tag-output",
+    "timestamp-output",
+    "oversubscribe",
+    "verbose",
+    "v",
+    "q",
+    "l",
+    "gloo",
+    "mpi",
+)
+NUMBER = re.compile(r"[0-9]{1,9}")
+# Words that let ranks be dealt out otherwise than slot by slot: then only their number can be compared.
+OTHER_ORDER = re.compile(
+    r"rmaps_|-?-(map-by|rankfile|rf|N|npernode|ppn|pernode|bynode|npersocket|oversubscribe|app|rank-by|rr)\b|:$"
+)
+
+
+def expectation(environ: Mapping[str, str], process: int = 0, proc: Path = Path("/proc")) -> PlannedPlacement | None:
+    """What the launcher was told.
+
+    Args:
+        process: to begin at with the search for the launcher's command line; 0: this one.
+
+    Returns:
+        The plan of `ringtrain launch`; else what is on the command line of a launcher on this host; else how many ranks
+        the launcher says it has started; None without a launcher.
+    """
+    if PLAN in environ:
+        return PlannedPlacement.from_json(environ[PLAN])
+    size = next((int(environ[name]) for name in WORLD_SIZES if NUMBER.fullmatch(environ.get(name, ""))), 0)
+    told = told_on_command_line(
+        launcher_among_ancestors(process or os.getpid(), proc), read_lines, socket.gethostname()
+    )
+    policies = [value for name, value in environ.items() if name.startswith(("OMPI_MCA_rmaps_", "PRTE_MCA_rmaps_"))]
+    if told and any(value != "slot" for value in policies):  # which mpirun itself sets for `-map-by slot`
+        told = replace(told, hosts=())
+    if told and (not size or told.size in (0, size)):
+        return replace(told, size=told.size or size) if told.size or size else None
+    return PlannedPlacement(size, source="the launcher") if size else None
+
+
+def launcher_among_ancestors(process: int, proc: Path = Path("/proc")) -> list[str]:
+    """The command line of the nearest launcher that this process descends from, on this host; empty: there is none."""
+    while process > 1:
+        try:
+            words = (proc / str(process) / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+            # A launcher may be a script, with an interpreter before it.
+            for start in (0, 1):
+                if os.path.basename("".join(words[start : start + 1])) in LAUNCHERS:
+                    return words[start:]
+            process = int((proc / str(process) / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            break
+    return []
+
+
+def told_on_command_line(
+    words: Sequence[str], read: Callable[[str], Sequence[str]], own_name: str = ""
+) -> PlannedPlacement | None:
+    """Reads ranks and hosts off a launcher's command line.
+
+    Args:
+        words: its command line; empty: there is none.
+        read: gives the lines of a hostfile; none if it cannot be read.
+        own_name: of this host, on which the launcher runs.
+
+    Returns:
+        Hosts only where it is sure that slots are filled one after the other; size 0 where it is not said.
+    """
+    if not words:
+        return None
+    name, *rest = words
+    size, ordered = 0, True
+    hosts: list[tuple[str, int]] = []
+    end = next((place for place, word in enumerate(rest) if is_program(rest, place)), len(rest))
+    shown = " ".join([os.path.basename(name), *rest[: min(end, 8)]])
+    for place, word in enumerate(rest[:end]):
+        value = rest[place + 1] if place + 1 < len(rest) else ""
+        if word in NUM_WORDS and NUMBER.fullmatch(value) and not size:
+            size = int(value)
+        elif word in HOST_WORDS and not hosts:
+            hosts = [slots_of(item) for item in value.split(",")]
+        elif word in FILE_WORDS and not hosts:
+            lines = (line.partition("#")[0].strip() for line in read(value))
+            hosts = [slots_of(line) for line in lines if line]
+        elif OTHER_ORDER.match(word) and not (word.endswith("map-by") and value == "slot"):
+            ordered = False
+    known = [(host, slots) for host, slots in hosts if slots]
+    sure = ordered and size and len(known) == len(hosts) and len(dict(known)) == len(known)
+    sure = sure and sum(slots for _, slots in known) >= size
+    # Open MPI 4 begins with the launching host, wherever that is named; 5 and Hydra do not.
+    sure = sure and not any(host.partition(".")[0] == own_name.partition(".")[0] for host, _ in known[1:])
+    return PlannedPlacement(size, tuple(known) if sure else (), source=f"`{shown}`")
+
+
+def is_program(words: Sequence[str], place: int) -> bool:
+    """Whether a word of a launcher's command line may be the program that ranks run: the first that no option takes."""
+    if words[place].startswith("-") or (place > 1 and takes_two(words[place - 2])):
+        return False
+    before = words[place - 1] if place else ""
+    return not before.startswith("-") or before.lstrip("-") in NO_VALUE
+
+
+def takes_two(word: str) -> bool:
+    """Whether an option takes a name and a value."""
+    return word in ("-mca", "--mca", "-pmixmca", "--pmixmca", "-prtemca", "--prtemca", "-genv", "-gmca", "--gmca")
+
+
+def slots_of(item: str) -> tuple[str, int]:
+    """A host and its slots, from `host:4` or `host slots=4`; 0 slots: not understood."""
+    match = re.fullmatch(
+        r"([\w.-]+)(?::([0-9]{1,9})|(?:\s+slots\s*=\s*([0-9]{1,9}))(?:\s+max[_-]slots\s*=\s*\d+)?)?", item
+    )
+    if not match:
+        return item, 0
+    return match[1], int(match[2] or match[3] or 1)
+
+
+def read_lines(path: str) -> Sequence[str]:
+    """A hostfile's lines; none if it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return []

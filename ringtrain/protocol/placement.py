@@ -1,0 +1,155 @@
+"""Where ranks are, where they were planned to be, and the difference."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+from ringtrain.protocol.env import PLAN
+from ringtrain.protocol.json_text import INVALID, parse_json
+
+MAX_PLAN_LETTERS = 100_000  # the kernel takes 131,072 per variable
+MAX_ROWS = 16
+
+
+@dataclass(frozen=True)
+class RankPlacement:
+    """Where one rank runs."""
+
+    rank: int
+    size: int
+    """ranks in its world"""
+    host: str
+    """as the host calls itself"""
+    local_rank: int = -1
+    """-1: not known"""
+    device: str = ""
+    """of which no two ranks of a host may have the same; empty: none of its own"""
+    process: int = 0
+    """its id on its host; 0: not known"""
+
+
+@dataclass(frozen=True)
+class PlannedPlacement:
+    """Where all ranks shall run."""
+
+    size: int
+    hosts: tuple[tuple[str, int], ...] = ()
+    """name and slots, filled in this order; empty: anywhere"""
+    source: str = "ringtrain launch"
+    """who said so"""
+
+    def seats(self) -> list[tuple[str, int]]:
+        """Host and local rank of each rank; nothing if they may be anywhere."""
+        seats = ((name, local_rank) for name, slots in self.hosts for local_rank in range(slots))
+        return list(itertools.islice(seats, max(0, self.size)))
+
+    def counts(self, rank: int) -> dict[str, int]:
+        """What a rank should find around it; without hosts only how many ranks there are."""
+        seats = self.seats()
+        if rank >= len(seats):
+            return {"ranks": self.size}
+        host, local_rank = seats[rank]
+        sizes = Counter(name for name, _ in seats)
+        return {
+            "ranks": self.size,
+            "local rank": local_rank,
+            "ranks on this host": sizes[host],
+            "hosts with such a rank": sum(size > local_rank for size in sizes.values()),
+        }
+
+    def to_json(self) -> str:
+        """The plan as text; without its hosts where they would be too long for the environment."""
+        text = json.dumps(asdict(self))
+        return text if len(text) < MAX_PLAN_LETTERS else json.dumps({"size": self.size, "source": self.source})
+
+    @classmethod
+    def from_json(cls, text: str) -> PlannedPlacement:
+        """Reads what to_json wrote.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        try:
+            fields = parse_json(text)
+            hosts = tuple((str(name), int(slots)) for name, slots in fields.get("hosts", ()))
+            return cls(int(fields["size"]), hosts, str(fields.get("source", cls.source)))
+        except INVALID as error:
+            raise ValueError(f"{PLAN}={text[:200]!r}: expected what ringtrain launch writes: unset it") from error
+
+
+def difference(expected: PlannedPlacement, seats: Iterable[RankPlacement]) -> str:
+    """Compares where ranks are with where they shall be.
+
+    Hosts may call themselves otherwise than the plan does, as long as each planned host is one host, and no two of them
+    are the same.
+
+    Args:
+        seats: of all ranks, or of those that are known yet.
+
+    Returns:
+        A table of what differs, with a line that says how to mend it; empty: nothing does.
+    """
+    planned = expected.seats()
+    short = Counter(_short(name) for name, _ in expected.hosts)
+    by_name = {_short(name): name for name, _ in expected.hosts if short[_short(name)] == 1}
+    found_of: dict[str, str] = {}
+    planned_of: dict[str, str] = {}
+    taken: dict[tuple[str, str], int] = {}
+    seen: set[int] = set()
+    rows: list[tuple[str, str, str]] = []
+    seats = sorted(seats, key=lambda seat: seat.rank)
+    for seat in seats:
+        if seat.size != expected.size or seat.rank >= expected.size or seat.rank in seen:
+            rows.append((str(seat.rank), f"one of {expected.size}", f"{_ranks(seat.size)}, on {seat.host}"))
+            continue
+        seen.add(seat.rank)
+        if seat.rank < len(planned):
+            name, local_rank = planned[seat.rank]
+            named = by_name.get(_short(seat.host), name)
+            same = found_of.setdefault(name, seat.host) == seat.host
+            own = planned_of.setdefault(seat.host, name) == name
+            if not (same and own and named == name) or seat.local_rank not in (-1, local_rank):
+                local = f", local rank {seat.local_rank}" if seat.local_rank >= 0 else ""
+                rows.append((str(seat.rank), f"{name}, local rank {local_rank}", f"{seat.host}{local}"))
+        first = taken.setdefault((seat.host, seat.device), seat.rank)
+        if seat.device and first != seat.rank:
+            rows.append((str(seat.rank), "a GPU of its own", f"{seat.device}, which rank {first} has"))
+    if not rows:
+        return ""
+    lines = table(("rank", "planned", "found"), rows)
+    return f"ranks are not where {expected.source} has them\n{lines}\n{_advice(expected, seats)}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Rows in columns, as plain text; of many rows the first."""
+    shown = [head, *rows[:MAX_ROWS]]
+    widths = [max(len(row[column]) for row in shown) for column in range(len(head))]
+    lines = [
+        "  " + "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in shown
+    ]
+    if len(rows) > MAX_ROWS:
+        lines.append(f"  ... and {len(rows) - MAX_ROWS} more")
+    return "\n".join(lines)
+
+
+def _advice(expected: PlannedPlacement, seats: Sequence[RankPlacement]) -> str:
+    if expected.size > 1 and all(seat.size == 1 for seat in seats):
+        return "each process is alone: use the mpirun of the MPI that Horovod (or mpi4py) was built with"
+    if len(expected.hosts) > 1 and len({seat.host for seat in seats}) == 1:
+        return f"all run on {seats[0].host}: the launcher did not get the hosts, or their names mean one machine"
+    if any(seat.device for seat in seats):
+        return "give each rank of a host a GPU of its own (hvd.local_rank()), or let them share: --device.share-gpus"
+    return "look for settings of the launcher's own (a hostfile, OMPI_MCA_* or PRTE_MCA_*) that win over the plan"
+
+
+def _short(host: str) -> str:
+    numeric = host.replace(".", "").isdigit() or ":" in host
+    return host if numeric else host.partition(".")[0].lower()
+
+
+def _ranks(size: int) -> str:
+    return f"one of {size}" if size > 1 else "alone in its world"

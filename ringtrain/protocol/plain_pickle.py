@@ -1,0 +1,86 @@
+"""Reads pickles that hold plain values, and the messages of Horovod's elastic services; no others.
+
+Horovod unpickles what arrives over the network, and a pickle may name any function to be called.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import socket
+import struct
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+MAX_BYTES = 1 << 20
+"""of one message"""
+_SERVICES = "horovod.runner.common.util.network"
+_ELASTIC = "horovod.runner.elastic.worker"
+ALLOWED = {
+    (_SERVICES, "PingRequest"),
+    (_SERVICES, "PingResponse"),
+    (_SERVICES, "AckResponse"),
+    (_ELASTIC, "HostsUpdatedRequest"),
+    (_ELASTIC, "HostUpdateResult"),
+}
+"""modules and names of the classes that a message may hold: they keep what they are given, and do nothing"""
+
+
+class NotPlain(pickle.UnpicklingError):
+    """A pickle names something else than plain values."""
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in ALLOWED:
+            raise NotPlain(f"got a pickle with {module}.{name}, expected plain values")
+        return super().find_class(module, name)
+
+
+def loads(data: bytes) -> Any:
+    """Reads a pickle.
+
+    Raises:
+        NotPlain: it holds more than plain values.
+    """
+    try:
+        return _Reader(io.BytesIO(data)).load()
+    except NotPlain:
+        raise
+    except Exception as error:  # a broken pickle can raise anything
+        raise NotPlain(f"got {len(data)} bytes that are no pickle of plain values ({error!r})") from error
+
+
+def restrict(network: Any, address: str) -> None:
+    """Restricts Horovod's services and clients of this process.
+
+    Args:
+        address: that services listen on; "" for all interfaces.
+    """
+
+    class Wire(network.Wire):
+        def read(self, file: Any) -> Any:
+            """Reads a message of limited length whose digest is right; any other is taken for a closed connection."""
+            digest, header = file.read(network.secret.DIGEST_LENGTH), file.read(4)
+            length = struct.unpack("i", header)[0] if len(header) == 4 else -1
+            message = file.read(length) if 0 <= length <= MAX_BYTES else b""
+            if not message or not network.secret.check_digest(self._key, message, digest):
+                raise EOFError
+            return loads(message)
+
+    def find_port(make_server: Callable[[tuple[str, int]], Any]) -> tuple[Any, int]:
+        server = make_server((address, 0))
+        return server, int(server.socket.getsockname()[1])
+
+    network.Wire = Wire
+    network.find_port = find_port
+    network.cloudpickle = SimpleNamespace(dumps=network.cloudpickle.dumps, loads=loads)
+
+
+def address_of(interface: str) -> str:
+    """IPv4 address of an interface; "" if there is no such interface, or it has none."""
+    import psutil
+
+    entries = psutil.net_if_addrs().get(interface, [])
+    return next((str(entry.address) for entry in entries if entry.family == socket.AF_INET), "")

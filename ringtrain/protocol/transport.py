@@ -1,0 +1,262 @@
+"""How ranks tell each other that they live: JSON lines over TCP between rank 0 and every other rank, and a slate.
+
+Standard library only (and psutil, which Horovod needs). Whoever does not know the token is not listened to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ringtrain.protocol.json_text import parse_json
+
+MAX_LINE_BYTES = 1 << 20
+RECEIVE_BYTES = 1 << 16
+"""at a time"""
+MAX_STRANGERS = 256
+"""connections that have not said the token yet: one more, and the oldest is closed"""
+CONNECT_TIMEOUT_S = 2.0
+TOKEN_TIMEOUT_S = 5.0
+"""for a new connection to say the token"""
+
+
+@dataclass
+class _Connection:
+    socket: socket.socket
+    since_s: float
+    received: bytes = b""
+    to_send: bytes = b""
+    knows_token: bool = False
+
+
+class Wire:
+    """The connections of one process. Both sides of each begin with the token; JSON is read only behind it.
+
+    Args:
+        listens: accept connections, on all interfaces and a free port.
+    """
+
+    def __init__(self, token: str, listens: bool = False) -> None:
+        self.token = token  # the ranks hear rank 0's before they call
+        self._connections: dict[int, _Connection] = {}
+        self._selector = selectors.DefaultSelector()
+        self._bell, self._woken = socket.socketpair()
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._line = b""
+        self._listener: socket.socket | None = None
+        if listens:
+            both = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if both else socket.AF_INET
+            self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=1024)
+            self._listener.setblocking(False)
+            self._selector.register(self._listener, selectors.EVENT_READ)
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return self._listener.getsockname()[1] if self._listener else 0
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether somebody is there who knows the token."""
+        return any(connection.knows_token for connection in self._connections.values())
+
+    def connect(self, addresses: Sequence[str], port: int, message: dict[str, Any]) -> bool:
+        """Finds the one that listens.
+
+        Returns:
+            Whether one of them answered with the token.
+        """
+        for address in addresses:
+            with contextlib.suppress(OSError):
+                connection = self._add(socket.create_connection((address, port), CONNECT_TIMEOUT_S))
+                connection.to_send = self._greeting + _line_of(message)
+                self._send(connection)
+                self.exchange(message, CONNECT_TIMEOUT_S, lambda: self.is_connected)
+                if self.is_connected:
+                    return True
+            self._close_all()
+        return False
+
+    def exchange(
+        self, message: dict[str, Any], seconds: float, is_enough: Callable[[], bool] = lambda: False
+    ) -> list[dict[str, Any]]:
+        """Sends a message to everybody and hears what they say.
+
+        Args:
+            message: plain values. Who has not taken the one before yet does not get it.
+            seconds: to listen for; `wake` ends it sooner.
+
+        Returns:
+            What has come, in its order.
+        """
+        self._line = _line_of(message)
+        for connection in list(self._connections.values()):
+            if not connection.to_send and connection.knows_token:
+                connection.to_send = self._line
+                self._send(connection)
+        heard: list[dict[str, Any]] = []
+        end_s = time.monotonic() + seconds
+        while (left_s := end_s - time.monotonic()) > 0 and not is_enough():
+            for key, events in self._selector.select(left_s):
+                if key.fileobj is self._woken:
+                    self._woken.recv(64)
+                    return heard
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fd in self._connections:
+                    connection = self._connections[key.fd]
+                    if events & selectors.EVENT_WRITE:
+                        self._send(connection)
+                    if events & selectors.EVENT_READ:
+                        heard += self._receive(connection)
+        for stranger in self._strangers():
+            if time.monotonic() - stranger.since_s > TOKEN_TIMEOUT_S:
+                self._close(stranger)
+        return heard
+
+    def wake(self) -> None:
+        """Ends an exchange of another thread."""
+        with contextlib.suppress(OSError):
+            self._bell.send(b".")
+
+    def close(self) -> None:
+        """Ends all connections."""
+        self._close_all()
+        if self._listener:
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            self._listener = None
+
+    @property
+    def _greeting(self) -> bytes:
+        """What both sides say first."""
+        return self.token.encode() + b"\n"
+
+    def _strangers(self) -> list[_Connection]:
+        """Connections that have not said the token yet, the oldest first."""
+        return [connection for connection in self._connections.values() if not connection.knows_token]
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._listener:
+                self._add(self._listener.accept()[0])
+        for stranger in self._strangers()[:-MAX_STRANGERS]:
+            self._close(stranger)
+
+    def _add(self, new: socket.socket) -> _Connection:
+        new.setblocking(False)
+        new.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = self._connections[new.fileno()] = _Connection(new, time.monotonic())
+        self._selector.register(new, selectors.EVENT_READ)
+        return connection
+
+    def _send(self, connection: _Connection) -> None:
+        try:
+            sent = connection.socket.send(connection.to_send) if connection.to_send else 0
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            self._close(connection)
+            return
+        connection.to_send = connection.to_send[sent:]
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.to_send else 0)
+        self._selector.modify(connection.socket, wanted)
+
+    def _receive(self, connection: _Connection) -> list[dict[str, Any]]:
+        missing = 0 if connection.knows_token else len(self._greeting) - len(connection.received)
+        try:
+            data = connection.socket.recv(missing or RECEIVE_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        connection.received += data
+        if not connection.knows_token:
+            # Nothing is said of a part of the token, which could be guessed letter by letter.
+            is_whole = len(connection.received) == len(self._greeting) or b"\n" in data
+            if hmac.compare_digest(connection.received, self._greeting):
+                connection.knows_token, connection.received = True, b""
+                if self._listener:
+                    connection.to_send = self._greeting + self._line
+                    self._send(connection)
+            elif is_whole or not data:
+                self._close(connection)
+            return []
+        *lines, connection.received = connection.received.split(b"\n")
+        messages: list[dict[str, Any]] = []
+        for line in lines:
+            message = None
+            with contextlib.suppress(ValueError):
+                message = parse_json(line)
+            if not isinstance(message, dict):
+                self._close(connection)
+                return messages
+            messages.append(message)
+        if not data or len(connection.received) > MAX_LINE_BYTES:
+            self._close(connection)
+        return messages
+
+    def _close(self, connection: _Connection) -> None:
+        if self._connections.pop(connection.socket.fileno(), None):
+            self._selector.unregister(connection.socket)
+            connection.socket.close()
+
+    def _close_all(self) -> None:
+        for connection in list(self._connections.values()):
+            self._close(connection)
+
+
+def _line_of(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def own_addresses() -> list[str]:
+    """This host's addresses, as other hosts may reach it."""
+    import psutil
+
+    families = (socket.AF_INET, socket.AF_INET6)
+    found = [entry for entries in psutil.net_if_addrs().values() for entry in entries if entry.family in families]
+    found.sort(key=lambda entry: families.index(entry.family))
+    addresses = [entry.address for entry in found]
+    return [one for one in addresses if not one.startswith(("127.", "fe80")) and one != "::1"]
+
+
+class Slate:
+    """A line of this process that others of its user on this host can read, also while it is stopped.
+
+    It lies in memory and is gone with the process.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("ringtrain")
+
+    def put(self, step: int, phase: str) -> None:
+        """Says where this process stands."""
+        os.pwrite(self.descriptor, f"{step} {phase}".ljust(40).encode(), 0)
+
+
+def look_at(process: int, descriptor: int) -> dict[str, Any]:
+    """Looks at another process of this host, which does not answer.
+
+    Returns:
+        state: a letter as in proc(5), T for stopped, empty for a process that is gone; with step and phase if its slate
+        can be read.
+    """
+    try:
+        with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
+            seen: dict[str, Any] = {"state": file.read().rpartition(")")[2].split()[0]}
+    except OSError:
+        return {"state": ""}
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/{process}/fd/{descriptor}", encoding="utf-8") as file:
+        step, phase = file.read().split()
+        seen |= {"step": int(step), "phase": phase}
+    return seen

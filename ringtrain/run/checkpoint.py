@@ -1,0 +1,308 @@
+"""Checkpoints as folders that are whole or not there: checkpoints/step-00000440/{state,ranks}.npz and manifest.json.
+
+A folder is filled under another name, flushed to the disk, and renamed; its manifest, written last, holds a checksum of
+every file. What does not verify is never restored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringtrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
+from ringtrain.protocol.json_text import INVALID, parse_json
+
+FORMAT = 2
+"""2: ranks.npz holds only what differs between ranks"""
+MANIFEST = "manifest.json"
+UNFINISHED = ".unfinished-"
+REMOVED = ".removed-"
+READ_AGAIN_S = (0.5, 2.0)
+"""pauses before a file that could not be read is read again, as file servers fail for a moment"""
+NAME = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that has been verified."""
+
+    folder: Path
+    manifest: Mapping[str, Any]
+
+    @property
+    def global_step(self) -> int:
+        """Steps that were done."""
+        return self.manifest["global_step"]
+
+    def arrays(self, name: str) -> dict[str, NDArray[Any]]:
+        """The arrays of one of its files, by name."""
+        with np.load(self.folder / f"{name}.npz", allow_pickle=False) as file:
+            return dict(file)
+
+
+def save(
+    folder: Path,
+    global_step: int,
+    files: Mapping[str, Mapping[str, NDArray[Any]]],
+    facts: Mapping[str, Any],
+    after_file: Callable[[str], None] = lambda name: None,
+) -> Path:
+    """Writes a checkpoint; for rank 0 alone.
+
+    Args:
+        folder: that holds the run's checkpoints; it exists.
+        files: name of each file, without its ending, to its arrays by name.
+        facts: what else the manifest shall say; plain values.
+        after_file: called with the name of each file that is written, while the checkpoint is not yet whole.
+
+    Returns:
+        The checkpoint's folder. One of the same step that verifies is kept as it is.
+
+    Raises:
+        OSError: it could not be written; nothing of it remains.
+        CheckpointError: there is one of the same step that cannot be read now; it stays.
+    """
+    final = folder / f"step-{global_step:08d}"
+    unfinished = folder / f"{UNFINISHED}{global_step:08d}-{socket.gethostname()}-{os.getpid()}"  # nobody else's
+    if final.exists():
+        try:
+            return verify(final).folder
+        except DamagedCheckpoint:
+            shutil.rmtree(final)
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        unfinished.mkdir()
+        checksums = {}
+        for name, arrays in files.items():
+            path = unfinished / f"{name}.npz"
+            with open(path, "wb") as file:
+                np.savez(file, **dict(arrays))  # type: ignore[arg-type]
+                file.flush()
+                os.fsync(file.fileno())
+            checksums[path.name] = {"sha256": _sha256(path), "bytes": path.stat().st_size}
+            after_file(name)
+        manifest = {"format": FORMAT, "global_step": global_step, **facts, "files": checksums}
+        with open(unfinished / MANIFEST, "w", encoding="utf-8") as text:
+            body = json.dumps(manifest, indent=1)
+            text.write(json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest()}) + "\n" + body)
+            text.flush()
+            os.fsync(text.fileno())
+        _flush(unfinished)
+        os.rename(unfinished, final)
+        _flush(folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return final
+
+
+def verify(folder: Path) -> Checkpoint:
+    """Reads a checkpoint's manifest and compares every file with it.
+
+    Raises:
+        DamagedCheckpoint: something is missing, cut short or changed.
+        CheckpointError: it cannot be read, now as a moment later, or it was written by a newer ringtrain.
+    """
+    pauses_s = iter(READ_AGAIN_S)
+    while True:
+        try:
+            return _verify(folder)
+        except OSError as error:
+            pause_s = next(pauses_s, None)
+            if pause_s is None:
+                raise CheckpointError(
+                    f"{error.filename or folder}: cannot be read: {error.strerror}: nothing was removed; start again"
+                    f" when it can be read, or give --run.resume the path of another one, with another --run.name"
+                ) from error
+        time.sleep(pause_s)
+
+
+def _verify(folder: Path) -> Checkpoint:
+    try:
+        head, _, body = (folder / MANIFEST).read_text(encoding="utf-8").partition("\n")
+        if parse_json(head)["sha256"] != hashlib.sha256(body.encode()).hexdigest():
+            raise DamagedCheckpoint(f"{folder / MANIFEST}: does not have the checksum it says")
+        manifest = parse_json(body)
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{folder}: no {MANIFEST}: not a checkpoint, or not a whole one") from None
+    except INVALID as error:
+        raise DamagedCheckpoint(f"{folder / MANIFEST}: cannot be read: {error}") from error
+    if manifest["format"] > FORMAT:
+        raise CheckpointError(
+            f"{folder}: has format {manifest['format']}, this ringtrain reads up to {FORMAT}: use the newer ringtrain"
+        )
+    for name, expected in manifest["files"].items():
+        path = folder / name
+        try:
+            checksum, size = _sha256(path), path.stat().st_size
+        except FileNotFoundError as error:
+            raise DamagedCheckpoint(f"{path}: cannot be read: {error.strerror}") from error
+        if size != expected["bytes"]:
+            raise DamagedCheckpoint(f"{path}: has {size} bytes, expected {expected['bytes']}")
+        if checksum != expected["sha256"]:
+            raise DamagedCheckpoint(f"{path}: does not have the checksum in {MANIFEST}: its content has changed")
+    return Checkpoint(folder, manifest)
+
+
+def saved_in(folder: Path) -> list[Path]:
+    """Folders of a run's checkpoints, the newest first, whole or not."""
+    # Not glob, which takes a folder that cannot be read for an empty one.
+    names = os.listdir(folder) if folder.is_dir() else []
+    found = [folder / name for name in names if NAME.fullmatch(name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+
+
+def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """Finds the newest checkpoint that verifies.
+
+    Returns:
+        The checkpoint, or None; and why newer ones were passed over.
+
+    Raises:
+        CheckpointError: one that may be good cannot be read.
+    """
+    refused: list[str] = []
+    for path in saved_in(folder):
+        try:
+            return verify(path), refused
+        except DamagedCheckpoint as error:
+            refused.append(str(error))
+    return None, refused
+
+
+def prune(folder: Path, keep: int, best_by: str) -> None:
+    """Removes older checkpoints.
+
+    Args:
+        best_by: the metric whose highest checkpoint stays as well.
+
+    Raises:
+        OSError: something cannot be read or removed.
+    """
+    for path in folder.glob(f"{REMOVED}*"):  # half gone when its process was killed
+        shutil.rmtree(path, ignore_errors=True)
+    paths = saved_in(folder)
+    scores = {path: score for path in paths if (score := _score(path, best_by)) is not None}
+    # The oldest of equals: within an epoch, a checkpoint still has the metrics of the epoch before.
+    best = max(reversed(paths), key=lambda path: scores.get(path, -math.inf), default=None) if scores else None
+    for path in paths[keep:]:
+        if path != best:
+            _remove(path)
+
+
+def remove_after(folder: Path, global_step: int) -> None:
+    """Removes checkpoints of later steps, damaged or given up, and what was left half written; as a run goes on.
+
+    Raises:
+        CheckpointError: a later one, which may be good, cannot be read; nothing was removed.
+    """
+    later = [path for path in saved_in(folder) if int(path.name.removeprefix("step-")) > global_step]
+    for path in later:
+        with contextlib.suppress(DamagedCheckpoint):
+            verify(path)
+    for path in later:
+        _remove(path)
+    for path in (*folder.glob(f"{UNFINISHED}*"), *folder.glob(f"{REMOVED}*")):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    # Under another name first: a folder that is half gone must not look like a checkpoint.
+    doomed = path.with_name(f"{REMOVED}{path.name}-{time.time_ns()}")
+    os.rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def check_exportable(model: Any) -> None:
+    """Raises ConfigError for a model of which Keras could not write a model.keras after training."""
+    import keras
+
+    try:
+        with _uncompiled(model):
+            json.dumps(keras.saving.serialize_keras_object(model))
+    except Exception as error:  # of the model's own get_config, too
+        raise ConfigError(
+            f"{model.name} cannot be written as model.keras: {_one_line(error)}: give it, or the layer that is named, a"
+            f" get_config that returns the arguments of its constructor as plain values"
+        ) from error
+
+
+def export(model: Any, folder: Path, saved_model: bool) -> None:
+    """Writes the trained model for use without ringtrain: model.keras, without the optimizer; for rank 0 alone.
+
+    Raises:
+        OSError: it cannot be written; what was there before stays.
+        CheckpointError: Keras cannot write it; its weights are in model.weights.h5.
+    """
+    unfinished, name = folder / ".unfinished.keras", "model.keras"
+    try:
+        with _uncompiled(model):
+            model.save(unfinished)
+        os.replace(unfinished, folder / name)
+        if saved_model:
+            name = "saved_model"
+            model.export(str(folder / name), verbose=False)
+    except OSError:
+        raise
+    except Exception as error:  # of the model's own code, too
+        model.save_weights(folder / "model.weights.h5")
+        raise CheckpointError(
+            f"{folder / name}: cannot be written: {_one_line(error)}: the weights are in model.weights.h5 and in the"
+            f" last checkpoint"
+        ) from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _uncompiled(model: Any) -> Iterator[None]:
+    """Leaves loss and optimizer out of what Keras writes of a model."""
+    compiled, model.compiled = model.compiled, False
+    try:
+        yield
+    finally:
+        model.compiled = compiled
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def shapes_of(variables: Sequence[Any]) -> list[list[Any]]:
+    """What identifies a list of Keras variables: [name, shape, dtype] of each."""
+    return [[variable.path, list(variable.shape), str(variable.dtype)] for variable in variables]
+
+
+def _score(path: Path, metric: str) -> float | None:
+    try:
+        body = (path / MANIFEST).read_text(encoding="utf-8").partition("\n")[2]
+        return float(parse_json(body)["metrics"][metric])
+    except (FileNotFoundError, *INVALID):
+        return None
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

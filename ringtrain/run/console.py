@@ -1,0 +1,364 @@
+"""What the person who started the run sees: the plan, progress, the result."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+import rich.progress
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+
+from ringtrain.config import Config, Numbers, changed_options, scaled_batch, scaling_of, without_effect
+from ringtrain.optim import schedules
+from ringtrain.protocol.env import HOST_SLOTS
+
+LAUNCHERS = ("ringtrain", "horovodrun", "mpirun", "mpiexec", "orterun")
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "HOROVOD_RANK")
+SECONDS_BETWEEN_LINES = 10.0
+OVER_GRPC = dict.fromkeys(("multi-worker", "ps-sync", "ps-async"), "; its servers obey every user of these hosts")
+"""TensorFlow's servers have no authentication: see docs/launching.md"""
+
+
+class SteadyConsole(Console):
+    """A console that leaves the cursor alone: a launcher may kill this process before it could show it again."""
+
+    def show_cursor(self, show: bool = True) -> bool:
+        return False
+
+
+def console_for(rank: int) -> Console:
+    """Where a rank prints.
+
+    Args:
+        rank: all but rank 0 get a console that shows nothing.
+
+    Returns:
+        A console on the terminal itself where there is one, also under a launcher on this host; else on standard
+        output, for plain lines.
+    """
+    if rank != 0:
+        return SteadyConsole(quiet=True)
+    terminal = "" if HOST_SLOTS in os.environ else terminal_of_launcher()
+    if terminal:
+        with contextlib.suppress(OSError):  # another user's terminal, or one outside of this container
+            stream = open(terminal, "w", encoding="utf-8")  # noqa: SIM115 - as long as the process lives
+            width = os.get_terminal_size(stream.fileno()).columns or 100  # some terminals do not know theirs
+            return SteadyConsole(file=stream, force_terminal=True, width=width)
+    if launched_rank() is not None or not sys.stdout.isatty():
+        return SteadyConsole(force_terminal=False, color_system=None, width=120)
+    return SteadyConsole()
+
+
+def terminal_of_launcher(proc: Path = Path("/proc")) -> str:
+    """Finds the terminal that a launcher on this host writes to, to draw on it directly.
+
+    A launcher gives its ranks a pipe, or a terminal of its own making, and copies line by line with a prefix: no
+    progress bar survives that.
+
+    Returns:
+        E.g. "/dev/pts/3"; empty if there is no launcher among this process' ancestors, it runs in the background, or
+        its output goes to a file or pipe.
+    """
+    process, found = os.getpid(), ""
+    while process > 1:
+        try:
+            words = (proc / str(process) / "cmdline").read_bytes().split(b"\0")[:3]
+            status = (proc / str(process) / "stat").read_text().rpartition(")")[2].split()
+            parent, group, foreground = int(status[1]), int(status[2]), int(status[5])
+            if any(os.path.basename(word).decode() in LAUNCHERS for word in words):
+                output = os.readlink(proc / str(process) / "fd" / "1")
+                is_terminal = output.startswith(("/dev/pts/", "/dev/tty"))
+                found = output if is_terminal and group == foreground else ""
+        except OSError:
+            return ""
+        process = parent
+    return found
+
+
+def launched_rank(environ: Mapping[str, str] = os.environ) -> int | None:
+    """This process' rank as its launcher set it, known before Horovod is; None without a launcher."""
+    return next((int(environ[name]) for name in RANK_VARIABLES if name in environ), None)
+
+
+class AboveBar(io.TextIOBase):
+    """Standard error while a bar moves: whole lines go to a log and above the bar, which else would leave a copy."""
+
+    def __init__(self, console: Console, to_log: Callable[[str], None], instead_of: TextIO) -> None:
+        self.console, self.to_log, self.instead_of = console, to_log, instead_of
+        self._begun = ""
+
+    def write(self, text: str) -> int:
+        """Shows the lines that are complete."""
+        *lines, rest = (self._begun + text).split("\n")
+        self._begun = _as_last_written(rest) + "\r" * rest.endswith("\r")
+        for line in map(_as_last_written, lines):
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+            self.to_log(line)
+        return len(text)
+
+    def fileno(self) -> int:
+        """Standard error's own descriptor, for child processes."""
+        return self.instead_of.fileno()
+
+
+def _as_last_written(line: str) -> str:
+    """What a terminal shows of a line that carriage returns wrote over."""
+    return line.rstrip("\r").rpartition("\r")[2]
+
+
+class Progress:
+    """Shows a run's progress: a bar where it can move, else a line per epoch and every ten seconds.
+
+    Args:
+        to_log: keeps a line that is written to standard error meanwhile, which is then shown above the bar.
+    """
+
+    def __init__(
+        self, console: Console, num_steps: int, num_epochs: int, to_log: Callable[[str], None] | None = None
+    ) -> None:
+        self.console = console
+        self.to_log = to_log
+        self.stderr = sys.stderr
+        self.num_epochs = num_epochs
+        self.bar = rich.progress.Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("steps  {task.fields[figures]}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=console.quiet or not console.is_terminal,
+            redirect_stderr=False,  # AboveBar: what is said there belongs into the rank's log as well
+            transient=True,
+            expand=True,
+        )
+        self.task = self.bar.add_task("epoch 1", total=num_steps, figures="")
+        self.last_line_s = time.monotonic()
+
+    def __enter__(self) -> Progress:
+        self.bar.start()
+        self.stderr = sys.stderr
+        if self.to_log and not self.bar.disable:
+            sys.stderr = AboveBar(self.console, self.to_log, sys.stderr)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        sys.stderr = self.stderr
+        self.bar.stop()
+
+    def step(self, global_step: int, epoch: int, figures: str) -> None:
+        """Shows a step that is done.
+
+        Args:
+            epoch: from 0.
+            figures: e.g. "loss 0.1234".
+        """
+        description = f"epoch {epoch + 1}/{self.num_epochs}"
+        self.bar.update(self.task, completed=global_step, description=description, figures=figures)
+        if not self.console.is_terminal and time.monotonic() - self.last_line_s > SECONDS_BETWEEN_LINES:
+            self._line(f"{description}  step {global_step}/{self.bar.tasks[0].total}  {figures}")
+
+    def epoch(self, epoch: int, figures: Sequence[str]) -> None:
+        """Shows an epoch that is done, on a line that stays.
+
+        Args:
+            epoch: from 0.
+            figures: the last ones are left out where a terminal's line has no room for them.
+        """
+        shown = [f"epoch {epoch + 1:>{len(str(self.num_epochs))}}/{self.num_epochs}", *figures]
+        while self.console.is_terminal and len("  ".join(shown)) > self.console.width and len(shown) > 2:
+            shown.pop()
+        self._line("  ".join(shown))
+
+    def _line(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self.last_line_s = time.monotonic()
+
+
+def speed(images_per_s: float) -> str:
+    """E.g. "1,234 images/s"; a run of one step has none, because that step is left out."""
+    return f"{images_per_s:,.0f} images/s" if math.isfinite(images_per_s) else "too short to measure speed"
+
+
+def show_plan(
+    console: Console,
+    config: Config,
+    numbers: Numbers,
+    pinning: object,
+    hosts: Sequence[str],
+    strategy: Mapping[str, Any] | None = None,
+) -> None:
+    """Shows what is about to be done, with every number that follows from the configuration.
+
+    Args:
+        pinning: what rank 0 runs on.
+    """
+    n, optimizer = numbers, config.optimizer
+    per_host = ", ".join(f"{host}: {hosts.count(host)}" for host in dict.fromkeys(hosts))
+    factor = f"{scaled_batch(config, n.global_batch_size, n.num_ranks)} / {optimizer.reference_batch_size}"
+    rule, why = scaling_of(config)
+    scaling = {"linear": f" x {factor}", "sqrt": f" x sqrt({factor})", "none": ""}[rule]
+    scaled = f" = {optimizer.learning_rate:g}{scaling}" if n.learning_rate != optimizer.learning_rate else ""
+    reason = f"; {why}" if why and n.global_batch_size != optimizer.reference_batch_size else ""
+    accumulated = f" x {n.accumulation_steps} batches accumulated" if n.accumulation_steps > 1 else ""
+    rest = f", {n.dropped_per_epoch} left over, others each time" if n.dropped_per_epoch else ""
+    placed = {"ranks": f"{n.num_ranks} ({per_host}), rank 0 on {pinning}"}
+    name = config.strategy.name
+    if name == "towers":
+        placed = {"towers": f"{n.num_ranks} in one process on {hosts[0]}: {pinning}"}
+    trainers, shard = "rank", n.steps_per_epoch * n.batch_size
+    if strategy and "servers" in strategy:
+        placed = {role: f"{len(strategy[role])}: {_shortened(strategy[role])}" for role in ("servers", "workers")}
+        trainers, shard = "worker", n.steps_per_epoch * n.global_batch_size // len(strategy["workers"])
+    rows = {
+        **placed,
+        "data": f"{config.data.name}: {n.num_train:,} to train, {n.num_test:,} to test",
+        **({"strategy": f"{name}{OVER_GRPC.get(name, '')}"} if name not in ("ring", "towers") else {}),
+        "model": config.model.name,
+        "global batch": f"{n.global_batch_size} = {n.batch_size} x {n.num_ranks}{accumulated}",
+        "steps": f"{n.num_steps:,} = {config.train.epochs} epochs x {n.steps_per_epoch:,}{rest}",
+        "shard": f"{shard:,} samples an epoch on each {trainers}",
+        "learning rate": f"{n.learning_rate:g}{scaled} ({optimizer.name}, {config.schedule.name}{reason})",
+        **_table_of_rates(schedules.schedule_of(config, n), n.steps_per_epoch),
+        "seed": str(config.seed),
+        "options": ", ".join(f"{name}={value}" for name, value in changed_options(config).items()) or "defaults",
+        **{"note" + " " * number: sentence for number, sentence in enumerate(without_effect(config))},
+    }
+    _show_rows(console, rows)
+
+
+def show_start(console: Console, config: Config, start: Any, causes: Sequence[str]) -> None:
+    """Shows where a run goes on, and which checkpoints were not fit for it.
+
+    Args:
+        causes: why earlier starts of the job ended.
+    """
+    for number, cause in enumerate(causes, 1):
+        console.print(f"start {number} ended  {cause}", highlight=False, markup=False, soft_wrap=True)
+    for reason in start.refused:
+        console.print(f"passed over    {reason}", highlight=False, soft_wrap=True)
+    if start.source:
+        unused = " (run.init_from has no effect)" if config.run.init_from else ""
+        _show_rows(console, {"going on": f"after step {start.global_step:,}, from {start.source}{unused}"})
+
+
+def show_complete(console: Console, folder: Path, summary: Mapping[str, Any], ended_by: str) -> None:
+    """Shows that a run had ended before this start, which changes nothing.
+
+    Args:
+        ended_by: option that ended it before its last epoch; "": all epochs are trained.
+    """
+    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(summary["started"] + summary["fit_s"]))
+    more = f"raise --train.epochs above {summary['config']['train']['epochs']}"
+    if ended_by:
+        more = f"change --{ended_by}, which ended it"
+    elif summary["config"]["schedule"]["name"] in ("cosine", "polynomial"):
+        more = "give another --run.name: its learning rate depends on --train.epochs"
+    accuracy = summary["test_accuracy"]
+    rows = {
+        "complete": f"since {since}, after step {summary['global_step']:,}",
+        **({} if accuracy is None else {"test accuracy": f"{accuracy:.2%}"}),
+        "to train more": more,
+        "unchanged": str(folder),
+    }
+    _show_rows(console, rows)
+
+
+def show_result(console: Console, folder: Path, summary: Mapping[str, Any], gradients: str) -> None:
+    """Shows what came out; the proof comes last."""
+    usual = {"test_accuracy": "{:.2%}", "test_loss": "{:.4f}"}
+    metrics = summary["metrics"]
+    skipped = summary.get("skipped_samples", 0)
+    failed, restarts = summary["saves"]["failed"], summary["restarts"]
+    resume = "" if summary["config"]["run"]["resume"] in ("auto", "must") else " --run.resume auto"
+    stopped = f"by {summary['stopped_by']}; to resume, repeat the command with --run.name {folder.name}{resume}"
+    if summary["stopped_by"] == "train.patience":
+        watched = summary["config"]["train"]
+        stopped = f"{watched['patience']} epochs without a better {watched['monitor']}"
+    elif summary["stopped_by"] == "train.target_accuracy":
+        stopped = "the target of test accuracy is reached"
+    rows = {
+        **({"stopped": f"after step {summary['global_step']:,}, {stopped}"} if summary["stopped_by"] else {}),
+        **{name.replace("_", " "): text.format(metrics[name]) for name, text in usual.items() if name in metrics},
+        "speed": speed(summary["images_per_s"]),
+        **({"not saved": "; ".join(one["error"] for one in failed)} if failed else {}),
+        **({"restarts": f"{restarts}, the reasons are in summary.json"} if restarts else {}),
+        **({"skipped": f"{skipped:,} that could not be read, see {folder}/logs/"} if skipped else {}),
+        "files": f"{folder}/",
+    }
+    console.print()
+    _show_rows(console, rows)
+    line, strategy = f"1 rank: nothing to compare, weights and optimizer {summary['checksum']}", summary["strategy"]
+    num_workers = len(strategy.get("workers", ()))
+    workers = f"{num_workers} worker{'s' * (num_workers > 1)}, one copy of the weights"
+    if "staleness" in strategy:
+        mean, most = (strategy["staleness"][name] for name in ("mean", "max"))
+        line = (
+            f"{workers}: each applied gradients of its own,"
+            f" {mean:.1f} updates late ({most} at most), so nothing is proven equal; weights and optimizer"
+            f" {summary['checksum']}"
+        )
+    elif "dropped" in strategy:
+        line = (
+            f"{workers}: gradients {gradients},"
+            f" {sum(strategy['dropped'])} dropped; weights and optimizer {summary['checksum']}"
+        )
+    elif summary["num_ranks"] > 1:
+        copies = "towers" if summary["config"]["strategy"]["name"] == "towers" else "ranks"
+        line = (
+            f"{summary['num_ranks']} {copies} in step: gradients {gradients},"
+            f" weights and optimizer equal {summary['checksum']}"
+        )
+    # In a narrow terminal it breaks between words: the checksum stays in one piece.
+    console.print(line, highlight=False, markup=False, soft_wrap=not console.is_terminal, style="bold")
+
+
+def _shortened(names: Sequence[str], most: int = 4) -> str:
+    return ", ".join([*names[:most], *["..."][: len(names) > most]])
+
+
+def show_ranks(console: Console, ranks: Sequence[Mapping[str, Any]], slow: Sequence[int]) -> None:
+    """Shows where each rank's time went, if one of them was slow.
+
+    Args:
+        ranks: of summary.json; medians of a step.
+    """
+    if not slow:
+        return
+    console.print()
+    parts = ("step", "input", "compute", "callbacks", "wait")
+    _line_of(console, "ms per step", ["host", *parts])
+    for one in ranks:
+        figures = [f"{1000 * one[f'{part}_s']:.1f}" for part in parts]
+        _line_of(console, f"rank {one['rank']}{' slow' * (one['rank'] in slow)}", [one["host"], *figures])
+
+
+def _line_of(console: Console, first: str, cells: Sequence[str]) -> None:
+    text = f"{first:<14} {cells[0]:<13}" + "".join(f"{cell:>10}" for cell in cells[1:])
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _table_of_rates(schedule: schedules.Schedule, steps_per_epoch: int) -> dict[str, str]:
+    """A row for each corner of a schedule that is not constant."""
+    if schedule.is_constant:
+        return {}
+    rows = {}
+    for number, (step, name) in enumerate(schedules.corners(schedule), 1):
+        where = f"step {step:,}, epoch {step // steps_per_epoch + 1}"
+        rows[" " * number] = f"{where:<26} {float(schedule.rate(step)):<10.3g} {name}"
+    return rows
+
+
+def _show_rows(console: Console, rows: Mapping[str, str]) -> None:
+    for name, value in rows.items():
+        console.print(f"{name:<14} {value}", highlight=False, markup=False, soft_wrap=True)
+    console.print()

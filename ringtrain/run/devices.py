@@ -1,0 +1,276 @@
+"""Which device a rank runs on: one GPU per local rank; without GPUs, its share of the host's cores."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from ringtrain.config import DeviceConfig
+from ringtrain.errors import DeviceError
+from ringtrain.protocol.env import HOST_SLOTS
+
+
+@dataclass(frozen=True)
+class Pinning:
+    """What one rank may use."""
+
+    gpu: int | None = None
+    """index among the GPUs that TensorFlow lists on this host; None: the CPU"""
+    memory_growth: bool = False
+    memory_fraction: float = 0.0
+    """share of the GPU's memory; 0: no such limit"""
+    memory_mb: int = 0
+    """0: no such limit"""
+    num_threads: int = 0
+    """CPU threads; 0: TensorFlow decides"""
+    towers: int = 1
+    """copies of the model in this process, on this GPU (or CPU) and those after it"""
+
+    def __str__(self) -> str:
+        several = f"{self.towers} times " * (self.towers > 1)
+        if self.gpu is None:
+            return f"{several}CPU, {self.num_threads} thread{'s' * (self.num_threads != 1)}"
+        memory = "memory as needed" if self.memory_growth else "all its memory"
+        if self.memory_mb:
+            memory = f"{self.memory_mb} MB"
+        elif self.memory_fraction:
+            memory = f"{self.memory_fraction:.0%} of its memory"
+        return f"{several}GPU, {memory}" if several else f"GPU {self.gpu}, {memory}"
+
+
+def plan(
+    gpus: Sequence[Any],
+    local_rank: int,
+    local_size: int,
+    options: DeviceConfig,
+    own_cores: int,
+    host_cores: int,
+    host: str,
+) -> Pinning:
+    """Decides what one rank of a host uses; no rank needs to know what the others decide.
+
+    Args:
+        gpus: the host's GPUs, in TensorFlow's order; only their number counts.
+        host_cores: cores all ranks of the host may use together.
+
+    Returns:
+        GPU number local_rank, or the only one where a launcher shows each rank a GPU of its own; `check_placement`
+        notices when it is the same one. Without GPUs, none. Threads: this rank's share of the cores.
+
+    Raises:
+        DeviceError: more ranks than GPUs, and sharing was not asked for.
+    """
+    share = max(1, host_cores // local_size)
+    num_threads = options.threads or max(1, min(own_cores, share))
+    if not gpus:
+        return Pinning(num_threads=num_threads)
+    if local_size > len(gpus) > 1 and not options.share_gpus:
+        raise DeviceError(
+            f"{host}: {local_size} ranks, but {len(gpus)} GPUs: start no more ranks on this host than it has GPUs, or"
+            f" let them share with --device.share-gpus"
+        )
+    limited = options.memory_mb > 0 or options.memory_fraction > 0
+    return Pinning(
+        gpu=local_rank % len(gpus),
+        memory_growth=options.memory_growth and not limited,
+        memory_fraction=options.memory_fraction,
+        memory_mb=options.memory_mb,
+        num_threads=num_threads,
+    )
+
+
+def decide(local_rank: int, local_size: int, options: DeviceConfig, environ: Mapping[str, str] = os.environ) -> Pinning:
+    """As pin, without telling TensorFlow."""
+    import tensorflow as tf
+
+    gpus = tf.config.list_physical_devices("GPU")
+    own_cores, host_cores = count_cores()
+    if slots := int(environ.get(HOST_SLOTS, 0)):
+        host_cores = host_cores * local_size // max(slots, local_size)
+    return plan(gpus, local_rank, local_size, options, own_cores, host_cores, socket.gethostname())
+
+
+def coordinate(local_size: int, options: DeviceConfig) -> Pinning:
+    """Gives a process that trains no copy of the model its share of the host's cores, and no GPU.
+
+    Returns:
+        What was decided.
+    """
+    import tensorflow as tf
+
+    pinning = plan([], 0, local_size, options, *count_cores(), socket.gethostname())
+    tf.config.set_visible_devices([], "GPU")
+    tf.config.threading.set_intra_op_parallelism_threads(pinning.num_threads)
+    tf.config.threading.set_inter_op_parallelism_threads(pinning.num_threads + 1)
+    return pinning
+
+
+def pin(local_rank: int, local_size: int, options: DeviceConfig, environ: Mapping[str, str] = os.environ) -> Pinning:
+    """Tells TensorFlow what this rank may use; call it before anything touches a device.
+
+    Args:
+        environ: says whether other jobs have slots of this host: then cores are divided by all of them.
+
+    Returns:
+        What was decided.
+
+    Raises:
+        DeviceError: as in plan; every GPU is then hidden, so that ranks can still talk about it.
+    """
+    import tensorflow as tf
+
+    try:
+        gpus, pinning = tf.config.list_physical_devices("GPU"), decide(local_rank, local_size, options, environ)
+        tf.config.threading.set_intra_op_parallelism_threads(pinning.num_threads)
+        tf.config.threading.set_inter_op_parallelism_threads(pinning.num_threads)
+        if pinning.gpu is None:
+            return pinning
+        tf.config.set_visible_devices(gpus[pinning.gpu], "GPU")
+        _limit_memory(gpus[pinning.gpu], pinning.gpu, pinning)
+    except DeviceError:
+        tf.config.set_visible_devices([], "GPU")
+        raise
+    return pinning
+
+
+def missing_gpu(pinning: Pinning, nccl: bool, environ: Mapping[str, str] = os.environ) -> str:
+    """Returns a warning where Horovod is built for GPUs and a rank has none, unless GPUs are hidden; else ""."""
+    if pinning.gpu is not None or not nccl or environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return ""
+    return (
+        f"{socket.gethostname()}: Horovod is built for GPUs (NCCL), but TensorFlow finds none: training runs on CPUs."
+        f" Check nvidia-smi and that tensorflow[and-cuda] is installed, or set CUDA_VISIBLE_DEVICES= to hide GPUs"
+    )
+
+
+def spread(towers: int, options: DeviceConfig) -> Pinning:
+    """Gives one process a device per copy of the model: the host's first GPUs; without GPUs, logical CPUs.
+
+    Args:
+        options: the configuration's section; its threads are those of each copy.
+
+    Returns:
+        What was decided for the first of them, and holds for all.
+
+    Raises:
+        DeviceError: more copies than GPUs.
+    """
+    import tensorflow as tf
+
+    gpus, host = tf.config.list_physical_devices("GPU"), socket.gethostname()
+    if gpus and towers > len(gpus):
+        raise DeviceError(f"strategy.towers: got {towers}, {host} has {len(gpus)} GPUs: expected no more than that")
+    pinning = dataclasses.replace(plan(gpus, 0, towers, options, *count_cores(), host), towers=towers)
+    if pinning.gpu is None:
+        (cpu,) = tf.config.list_physical_devices("CPU")
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * towers)
+        tf.config.threading.set_intra_op_parallelism_threads(pinning.num_threads)
+        tf.config.threading.set_inter_op_parallelism_threads(pinning.num_threads * towers)
+        return pinning
+    tf.config.set_visible_devices(gpus[:towers], "GPU")
+    for index, gpu in enumerate(gpus[:towers]):
+        _limit_memory(gpu, index, pinning)
+    return pinning
+
+
+def _limit_memory(gpu: Any, index: int, pinning: Pinning) -> None:
+    import tensorflow as tf
+
+    memory_mb = pinning.memory_mb
+    if pinning.memory_fraction:
+        memory_mb = int(pinning.memory_fraction * gpu_memory_mb(index))
+    if memory_mb:
+        limit = tf.config.LogicalDeviceConfiguration(memory_limit=memory_mb)
+        tf.config.set_logical_device_configuration(gpu, [limit])
+    else:
+        tf.config.experimental.set_memory_growth(gpu, pinning.memory_growth)
+
+
+def count_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> tuple[int, int]:
+    """Counts the cores that this rank, and that all ranks of its host together, may use.
+
+    A launcher that binds ranks to cores is not bound itself: its cores are the host's. A container's limit counts.
+
+    Args:
+        quota: the control group's file of microseconds of CPU time per period, e.g. "200000 100000".
+
+    Returns:
+        Cores of this rank, cores of the host's ranks together.
+    """
+    own = os.sched_getaffinity(0)
+    try:
+        together = own | os.sched_getaffinity(os.getppid())
+    except OSError:
+        together = own
+    try:
+        allowed_us, period_us = quota.read_text().split()
+        limit = max(1, int(allowed_us) // int(period_us))
+    except (OSError, ValueError):  # no control groups here, or "max"
+        limit = len(together)
+    return min(len(own), limit), min(len(together), limit)
+
+
+def identity(pinning: Pinning, environ: Mapping[str, str] = os.environ, driver: Any = None) -> str:
+    """Names the device of a rank, so that two ranks of a host which use the same one give the same name.
+
+    Args:
+        environ: tells which GPUs it sees, where the driver does not tell more.
+        driver: the loaded driver library; None: load it.
+
+    Returns:
+        The GPU's UUID, else its place among the host's; empty for the CPU, which all ranks share.
+    """
+    if pinning.gpu is None:
+        return ""
+    device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    try:
+        cuda = driver or ctypes.CDLL("libcuda.so.1")
+        failed = (
+            cuda.cuInit(0)
+            or cuda.cuDeviceGet(ctypes.byref(device), pinning.gpu)
+            or cuda.cuDeviceGetUuid(ctypes.byref(uuid), device)
+        )
+    except (OSError, AttributeError) as error:
+        failed = error
+    if not failed:
+        return f"GPU-{UUID(bytes=bytes(uuid))}"
+    visible = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return f"GPU {visible[pinning.gpu] if pinning.gpu < len(visible) else pinning.gpu}"
+
+
+def gpu_memory_mb(index: int, driver: Any = None) -> int:
+    """Asks the CUDA driver for a GPU's whole memory, which TensorFlow does not tell.
+
+    Args:
+        index: of the GPU, in TensorFlow's order, which is the driver's.
+        driver: the loaded driver library; None: load it.
+
+    Returns:
+        MB.
+
+    Raises:
+        DeviceError: the driver does not answer.
+    """
+    device, size = ctypes.c_int(), ctypes.c_size_t()
+    try:
+        cuda = driver or ctypes.CDLL("libcuda.so.1")
+        failed = (
+            cuda.cuInit(0)
+            or cuda.cuDeviceGet(ctypes.byref(device), index)
+            or cuda.cuDeviceTotalMem_v2(ctypes.byref(size), device)
+        )
+    except (OSError, AttributeError) as error:
+        failed = error
+    if failed:
+        raise DeviceError(
+            f"device.memory_fraction: the CUDA driver does not tell the memory of GPU {index} ({failed}):"
+            f" give a limit in MB instead, with --device.memory-mb"
+        )
+    return size.value // 2**20

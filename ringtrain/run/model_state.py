@@ -1,0 +1,152 @@
+"""A model's state as arrays: what all ranks share, and what each rank has of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from numpy.typing import NDArray
+
+from ringtrain import hvd
+from ringtrain.errors import CheckpointError
+from ringtrain.run import checkpoint
+
+Arrays = dict[str, NDArray[Any]]
+Spec = list[dict[str, tuple[str, tuple[int, ...]]]]
+"""dtype and shape of the arrays of each dictionary in a list"""
+
+
+def require_same_model(found: checkpoint.Checkpoint, model: keras.Model, weights_only: bool = False) -> None:
+    ours = checkpoint.shapes_of(model.weights if weights_only else shared_variables(model))
+    theirs = found.manifest["variables"][: len(ours) if weights_only else None]
+    for (name, *own), (other_name, *other) in zip(ours, theirs, strict=False):
+        if own != other:
+            raise CheckpointError(
+                f"{found.folder}: of another model: {other_name} has shape {other[0]} and type {other[1]}, {name} here"
+                f" has {own[0]} and {own[1]}"
+            )
+    if len(ours) != len(theirs):
+        raise CheckpointError(f"{found.folder}: of another model: {len(theirs)} variables, expected {len(ours)}")
+
+
+def shared_variables(model: keras.Model) -> list[Any]:
+    return [*model.weights, *model.optimizer.variables]
+
+
+def seeds(model: keras.Model) -> list[Any]:
+    known = {id(variable) for variable in (*model.weights, *model.metrics_variables)}
+    return [variable for variable in model.variables if id(variable) not in known]
+
+
+def own_variables(model: keras.Model) -> list[Any]:
+    """Seeds, weights that follow a rank's data, and accumulated gradients, which are the optimizer's variables."""
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    accumulated = getattr(optimizer, "_accumulated_gradients", None) or []
+    return [*seeds(model), *hvd.weights_of_one_rank(model), *accumulated]
+
+
+def digests(model: keras.Model) -> list[list[bytes]]:
+    """Checksums of the variables that may differ, for each copy of the model in this process."""
+
+    def digest(variable: Any) -> bytes:
+        return hashlib.sha256(np.asarray(variable.numpy()).reshape(-1).view(np.uint8).data).digest()[:8]
+
+    variables, copies = own_variables(model), range(hvd.num_copies(model))
+    return [[digest(hvd.copies_of(variable)[copy]) for variable in variables] for copy in copies]
+
+
+def places_to_save(model: keras.Model, digests: Sequence[Sequence[bytes]]) -> list[int]:
+    """Indices in `own_variables` of those that differ between ranks, and of the seeds, which are no weights."""
+    num_seeds = len(seeds(model))
+    return [place for place, one in enumerate(zip(*digests, strict=True)) if place < num_seeds or len(set(one)) > 1]
+
+
+def shared_state(model: keras.Model, own: list[Arrays], not_averaged: Sequence[str] = ()) -> dict[str, Any]:
+    """Rank 0's weights and optimizer; of moving statistics, which differ within an epoch, the means over the ranks."""
+    state = {f"{index:05d}": _held(variable) for index, variable in enumerate(shared_variables(model))}
+    places = {id(variable): f"{index:05d}" for index, variable in enumerate(own_variables(model))}
+    averaged = {id(variable) for variable in hvd.moving_statistics(model, not_averaged)}
+    for index, variable in enumerate(model.weights):
+        if id(variable) in averaged:
+            arrays = [_loaded(variable, rank[places[id(variable)]]) for rank in own if places[id(variable)] in rank]
+            if arrays:  # else they are equal
+                mean = np.mean([array.astype(np.float64) for array in arrays], axis=0)
+                state[f"{index:05d}"] = storable(mean.astype(arrays[0].dtype))
+    return state
+
+
+def metrics_state(own: list[Arrays], rank: int, size: int, copies: int = 1) -> list[NDArray[Any]]:
+    """What a rank's metrics go on with, all its copies'; with another number of ranks, rank 0's with everybody's."""
+    by_rank = [[array for name, array in sorted(arrays.items()) if name.startswith("metrics-")] for arrays in own]
+    same = len(own) == size * copies
+    mine = by_rank[rank * copies : (rank + 1) * copies] if same else by_rank
+    return [np.asarray(np.sum(arrays, axis=0) * (same or rank == 0)) for arrays in zip(*mine, strict=True)]
+
+
+def arrays_of(variables: Mapping[int, Any], copy: int = 0) -> Arrays:
+    return {f"{index:05d}": storable(hvd.copies_of(one)[copy].numpy()) for index, one in variables.items()}
+
+
+def packed(states: Sequence[Arrays]) -> NDArray[np.uint8]:
+    """All arrays' bytes, one after the other."""
+    parts = [array.reshape(-1).view(np.uint8) for state in states for array in state.values()]
+    return np.concatenate([np.zeros(0, np.uint8), *parts])
+
+
+def spec(states: Sequence[Arrays]) -> Spec:
+    return [{name: (array.dtype.str, array.shape) for name, array in state.items()} for state in states]
+
+
+def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return np.dtype(dtype).itemsize * math.prod(shape)
+
+
+def unpacked(flat: NDArray[np.uint8], spec: Spec) -> list[Arrays]:
+    """Reads what `packed` has written."""
+    states, begin = [], 0
+    for one in spec:
+        states.append(Arrays())
+        for name, (dtype, shape) in one.items():
+            end = begin + num_bytes(dtype, shape)
+            states[-1][name] = flat[begin:end].view(dtype).reshape(shape)
+            begin = end
+    return states
+
+
+def by_rank(arrays: Mapping[str, NDArray[Any]], num_ranks: int) -> list[Arrays]:
+    own: list[Arrays] = [{} for _ in range(num_ranks)]
+    for name, array in arrays.items():
+        rank, _, place = name.partition("/")
+        own[int(rank)][place] = array
+    return own
+
+
+def assign(variables: list[Any], arrays: Mapping[str, NDArray[Any]], copy: int | None = None) -> None:
+    """Sets the variables that there are arrays for, in all copies of the model or in one."""
+    for index, variable in enumerate(variables):
+        array = arrays.get(f"{index:05d}")
+        if array is None:
+            continue  # equal on all ranks, so that it is part of the shared state alone
+        array = _loaded(variable, array)
+        (variable if copy is None else hvd.copies_of(variable)[copy]).assign(array)
+
+
+def _loaded(variable: Any, array: NDArray[Any]) -> NDArray[Any]:
+    """Undoes `storable`."""
+    return array.view(keras.ops.convert_to_numpy(variable).dtype) if str(variable.dtype) == "bfloat16" else array
+
+
+def _held(variable: Any) -> Any:
+    """The value as it is now: a variable that changes while somebody holds its tensor gets memory of its own."""
+    tensor = hvd.copies_of(variable)[0].read_value()
+    return tensor if "CPU" in tensor.device else storable(tensor)  # a GPU's memory is dear
+
+
+def storable(value: Any) -> NDArray[Any]:
+    array = np.array(value)  # a copy: training goes on while it is written
+    # NumPy's files do not know bfloat16.
+    return array.view(np.uint16) if array.dtype.name == "bfloat16" else array

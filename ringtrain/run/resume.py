@@ -1,0 +1,325 @@
+"""Where a run resumes: which checkpoint, with which options, after which step; restores it on all ranks together.
+
+Where the run stands follows from the global step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import keras
+from numpy.typing import NDArray
+
+from ringtrain import hvd
+from ringtrain.config import Config, Numbers, option_types, scaling_rule, value_of
+from ringtrain.errors import CheckpointError, ConfigError
+from ringtrain.monitor.journal import Journal
+from ringtrain.protocol.attempt import Attempt
+from ringtrain.protocol.status import StatusLine
+from ringtrain.run import checkpoint, model_state
+from ringtrain.run.model_state import Arrays
+
+# What a run may change when it goes on. The rest decides what it learns; the global batch is compared as a whole.
+FREE = (
+    *("run.", "checkpoint.", "device.", "health.", "elastic.", "tracking.", "chaos", "data.dir", "data.file"),
+    *("strategy.", "hvd.fusion_mb", "hvd.cycle_time_ms", "hvd.groups"),
+    *("train.epochs", "train.batch_size", "train.max_time_s", "train.check_every_steps", "train.patience"),
+    "train.target_accuracy",
+)
+SCALING = "optimizer.learning_rate_scaling"
+# May change where the learning rate that follows from them stays.
+RATES = (SCALING, "optimizer.learning_rate", "optimizer.reference_batch_size", "schedule.warmup_start")
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins."""
+
+    global_step: int = 0
+    source: str = ""
+    """the checkpoint; empty: from the beginning"""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """of the last whole epoch"""
+    monitored: tuple[float, ...] = ()
+    """values of train.monitor, one per whole epoch, if it was watched"""
+    metrics_state: tuple[NDArray[Any], ...] = ()
+    """of this rank, in the middle of an epoch: what its metrics have seen"""
+    refused: tuple[str, ...] = ()
+    """why newer checkpoints were passed over"""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A call of fit: a run that starts in the middle of an epoch needs one for the rest of it."""
+
+    first_epoch: int
+    end_epoch: int
+    num_steps: int
+    """per epoch"""
+    first_step: int
+    """the global step of its first batch, from 0"""
+
+
+def segments(global_step: int, steps_per_epoch: int, epochs: int) -> list[Segment]:
+    """Cuts what is left of a run into calls of fit.
+
+    Returns:
+        None, one or two of them.
+    """
+    epoch, step = divmod(global_step, steps_per_epoch)
+    cut = []
+    if step and epoch < epochs:
+        cut.append(Segment(epoch, epoch + 1, steps_per_epoch - step, global_step))
+        epoch += 1
+    if epoch < epochs:
+        cut.append(Segment(epoch, epochs, steps_per_epoch, epoch * steps_per_epoch))
+    return cut
+
+
+def started_again(config: Config, attempt: Attempt) -> Config:
+    """The configuration of a run that the launcher has started again: it goes on in its own folder."""
+    name = config.run.name or attempt.run_name
+    own = Path(config.run.directory) / name / "checkpoints"
+    resume = "auto" if attempt.number and name and checkpoint.saved_in(own) else config.run.resume
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, name=name, resume=resume))
+
+
+def same_global_batch(config: Config, attempt: Attempt, size: int) -> Config:
+    """The configuration with which other ranks than at the first start have its global batch and learning rate.
+
+    Raises:
+        ConfigError: it cannot be shared out evenly.
+    """
+    then, batch_size = attempt.num_ranks, config.train.batch_size
+    if not attempt.number or then in (0, size):
+        return config
+    if then * batch_size % size:
+        raise ConfigError(
+            f"train.batch_size: the run began with {then} x {batch_size} samples per step, which {size} ranks cannot"
+            f" share out evenly: start it with a number of ranks that divides them"
+        )
+    optimizer = config.optimizer
+    if config.hvd.op == "adasum":  # which the rate is scaled for one rank's batch with
+        reference = max(1, optimizer.reference_batch_size * then // size)
+        optimizer = dataclasses.replace(optimizer, reference_batch_size=reference)
+    train = dataclasses.replace(config.train, batch_size=then * batch_size // size)
+    return dataclasses.replace(config, train=train, optimizer=optimizer)
+
+
+def source_of(config: Config) -> tuple[Path | None, bool]:
+    """Where to look for a checkpoint to go on from.
+
+    Args:
+        config: its run section says whether, and which.
+
+    Returns:
+        The folder, None for a run that begins anew; and whether it has to have one.
+
+    Raises:
+        ConfigError: a run without a name must go on.
+    """
+    resume, own = config.run.resume, Path(config.run.directory) / config.run.name
+    if resume == "must" and not config.run.name:
+        raise ConfigError("run.resume: got must, which needs the name of the run that goes on: give --run.name as well")
+    if resume in ("auto", "must"):
+        return (own if config.run.name else None), resume == "must"
+    return (None, False) if resume == "never" else (Path(resume), True)
+
+
+class Clock(keras.callbacks.Callback):
+    """Counts the run's steps; the first in the list of callbacks, for the others to look at.
+
+    Args:
+        start: where the run begins.
+    """
+
+    def __init__(self, start: Start, steps_per_epoch: int, box: StatusLine, journal: Journal) -> None:
+        super().__init__()
+        self.box = box
+        self.journal = journal
+        self.begun = False
+        box.put(start.global_step, "")
+        self.global_step = start.global_step
+        self.steps_per_epoch = steps_per_epoch
+        self.metrics_state = start.metrics_state
+
+    @property
+    def epoch_complete(self) -> bool:
+        """Whether the last step was the last of its epoch."""
+        return self.global_step % self.steps_per_epoch == 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.global_step += 1
+        self.box.put(self.global_step, "")
+        if not self.begun:
+            self.begun = True
+            self.journal.write("training", global_step=self.global_step)
+        # Metrics are sums, which Keras has begun anew and makes with the first batch: here the rest of them is added.
+        for variable, array in zip(self.model.metrics_variables, self.metrics_state, strict=bool(self.metrics_state)):
+            variable.assign_add(array)
+        self.metrics_state = ()
+
+
+def restore(model: keras.Model, folder: Path | None, must: bool, config: Config, numbers: Numbers) -> Start:
+    """Gives every rank the state of the newest checkpoint that verifies, as rank 0 finds it.
+
+    Args:
+        model: compiled, the same on every rank.
+        folder: a run's folder, its checkpoints' folder, or one checkpoint; None: start at the beginning.
+
+    Returns:
+        Where the run stands, the same on every rank.
+
+    Raises:
+        CheckpointError: none verifies where there are some, or one must be there; or it is of another model.
+        ConfigError: the run that goes on is another one.
+    """
+    found, start = hvd.run_together(lambda: _find(folder, must) if hvd.rank() == 0 else (None, Start()))
+
+    size, copies = hvd.size(), hvd.num_copies(model)
+
+    def load() -> list[list[Arrays]] | None:
+        """Loads the shared state; returns the local state of each rank: of its copies of the model, then metrics."""
+        if found is None:
+            return None
+        _require_same_run(found, config, numbers)
+        model.optimizer.build(model.trainable_variables)
+        model_state.require_same_model(found, model)
+        _require_whole_update(found, numbers)
+        model_state.assign(model_state.shared_variables(model), found.arrays("state"))
+        own = model_state.by_rank(found.arrays("ranks"), found.manifest["num_ranks"])
+        metrics = [model_state.metrics_state(own, rank, size, copies) for rank in range(size)]
+        same = len(own) == size * copies
+        if found.manifest["format"] == 1:  # which had the same places for seeds alone
+            seeds = [f"{index:05d}" for index in range(len(model_state.seeds(model)))]
+            own = [{place: arrays[place] for place in seeds if place in arrays} for arrays in own]
+        copies_of = [own[rank * copies : (rank + 1) * copies] if same else [] for rank in range(size)]
+        return [
+            [*states, {str(index): array for index, array in enumerate(sums)}]
+            for states, sums in zip(copies_of, metrics, strict=True)
+        ]
+
+    by_rank = hvd.run_together(load)
+    start, spec = hvd.broadcast_object(
+        (start, model_state.spec(by_rank[0]) if by_rank else []), 0, name="ringtrain_start"
+    )
+    hvd.broadcast_model(model, root_rank=0)
+    if not spec:
+        return start
+    length = sum(model_state.num_bytes(*array) for one in spec for array in one.values())
+    rows = [model_state.packed(states) for states in by_rank] if by_rank else None
+    *own_states, metrics = model_state.unpacked(hvd.scatter_bytes(rows, length, name="ringtrain_own_state"), spec)
+    for copy, state in enumerate(own_states):
+        model_state.assign(model_state.own_variables(model), state, copy)
+    return dataclasses.replace(start, metrics_state=tuple(metrics.values()))
+
+
+def manifest_of(folder: Path | None) -> Mapping[str, Any]:
+    """What the checkpoint that `restore` would find says of itself; nothing where there is none."""
+    found, _ = _find(folder, must=False)
+    return found.manifest if found else {}
+
+
+def _find(folder: Path | None, must: bool) -> tuple[checkpoint.Checkpoint | None, Start]:
+    if folder is None:
+        return None, Start()
+    found: checkpoint.Checkpoint | None
+    refused: list[str] = []
+    if (folder / checkpoint.MANIFEST).exists():
+        found = checkpoint.verify(folder)
+    else:
+        inner = folder / "checkpoints"
+        found, refused = checkpoint.newest(inner if inner.is_dir() else folder)
+    if found is None and refused:
+        raise CheckpointError(f"{folder}: no checkpoint verifies; {'; '.join(refused)}")
+    if found is None and must:
+        raise CheckpointError(f"{folder}: no checkpoint here")
+    if found is None:
+        return None, Start()
+    saved = found.manifest
+    monitored = tuple(saved.get("monitored", ()))
+    return found, Start(found.global_step, str(found.folder), saved["metrics"], monitored, refused=tuple(refused))
+
+
+def _anew(config: Config) -> str:
+    """How to train from the beginning instead."""
+    return "give the run another --run.name" if config.run.resume in ("auto", "must") else "leave out --run.resume"
+
+
+def _require_same_run(found: checkpoint.Checkpoint, config: Config, numbers: Numbers) -> None:
+    saved = found.manifest
+    then, now = saved["numbers"]["global_batch_size"], numbers.global_batch_size
+    if then != now:
+        raise ConfigError(
+            f"{found.folder}: has a global batch of {then}, this run one of {now} = {numbers.batch_size} x"
+            f" {numbers.num_ranks}: set train.batch_size so that they are equal, or {_anew(config)}"
+        )
+    rates, warm = ("learning_rate", "initial_learning_rate"), found.global_step >= numbers.warmup_steps
+    new = [getattr(numbers, name) for name in rates[: 2 - warm]]
+    old = [saved["numbers"].get(name, rate) for name, rate in zip(rates, new, strict=False)]
+    same_rates = all(map(math.isclose, old, new))
+    for option in option_types():
+        section, _, key = option.rpartition(".")
+        # As the manifest has them: tuples are lists. A checkpoint from before there was an option had its default.
+        default, wanted = (json.loads(json.dumps(value_of(one, option))) for one in (Config(), config))
+        before = (saved["config"].get(section, {}) if section else saved["config"]).get(key, default)
+        if option in RATES and same_rates:
+            continue
+        if option == SCALING:
+            optimizer = saved["config"].get("optimizer", {}).get("name", config.optimizer.name)
+            before, wanted = scaling_rule(before, optimizer), scaling_rule(wanted, config.optimizer.name)
+        shapes_rates = option == "train.epochs" and config.schedule.name in ("cosine", "polynomial")
+        if (shapes_rates or not option.startswith(FREE)) and before != wanted:
+            raise ConfigError(
+                f"{found.folder}: was made with {option} = {before!r}, this run has {wanted!r}: go on with the same, or"
+                f" {_anew(config)}"
+            )
+    if not same_rates:
+        start = "" if warm else f" --schedule.warmup-start {old[1] / old[0]!r}"
+        had, has = (" after a warm-up from ".join(map(str, each)) for each in (old, new))
+        ranks, keep = saved["numbers"]["num_ranks"], f"keep it with --{SCALING.replace('_', '-')} none"
+        raise ConfigError(
+            f"{found.folder}: has the learning rate {had} with {ranks} ranks, this run {has} with {numbers.num_ranks}:"
+            f" {keep} --optimizer.learning-rate {old[0]!r}{start}, or {_anew(config)}"
+        )
+
+
+def _require_whole_update(found: checkpoint.Checkpoint, numbers: Numbers) -> None:
+    """Within an update, each rank holds gradients of samples that another number of ranks would deal out otherwise."""
+    then, accumulated = found.manifest["num_ranks"], numbers.accumulation_steps
+    if not found.global_step % accumulated:
+        return
+    between = f"between two updates (step {found.global_step}, optimizer.accumulation_steps {accumulated})"
+    if then > 1 and found.manifest["format"] == 1:
+        raise ConfigError(
+            f"{found.folder}: was made {between} in format 1, of which each rank's gradients cannot be restored: go on"
+            f" from a checkpoint of an epoch's end"
+        )
+    if then != numbers.num_ranks:
+        raise ConfigError(
+            f"{found.folder}: was made by {then} ranks {between}: go on with {then} ranks, or from a checkpoint of an"
+            f" epoch's end"
+        )
+
+
+def load_weights(model: keras.Model, source: Path) -> None:
+    """Gives the model the weights of a checkpoint or of a `.keras` file, without optimizer, step or seeds."""
+    if source.suffix == ".keras":
+        try:
+            weights = keras.models.load_model(source, compile=False).get_weights()
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{source}: cannot be read as a Keras model: {error}") from error
+        if [w.shape for w in weights] != [tuple(v.shape) for v in model.weights]:
+            raise CheckpointError(f"{source}: a model with other weights than this one")
+        model.set_weights(weights)
+        return
+    found, _ = _find(source, must=True)
+    if found is not None:
+        model_state.require_same_model(found, model, weights_only=True)
+        model_state.assign(model.weights, found.arrays("state"))

@@ -1,0 +1,223 @@
+"""Saves a run's state during training, on all ranks together.
+
+The state is rank 0's weights and optimizer, which the other ranks share, and what differs between ranks: the states of
+random seeds, moving statistics of batch normalization, gradients that are accumulated and not reduced yet. Only rank 0
+receives it, in pieces.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ringtrain import hvd
+from ringtrain.config import Config
+from ringtrain.errors import CheckpointError, NonFiniteLoss
+from ringtrain.monitor.journal import Journal
+from ringtrain.run import checkpoint, model_state
+from ringtrain.run.model_state import Arrays
+from ringtrain.run.resume import Clock
+
+BEST_BY = "test_accuracy"
+
+
+class Saver(keras.callbacks.Callback):
+    """Saves the run's state every so many steps, epochs and minutes.
+
+    The training thread holds on to the state as it is; another one of rank 0 copies and writes it. A checkpoint that
+    cannot be written, as on a full disk, is left out; only the last one has to be there. For every rank, after whatever
+    adds to an epoch's metrics, and after what agrees on time.
+
+    Args:
+        config: of the run; its checkpoint section says when.
+        facts: what else a checkpoint is to say: numbers, versions; plain values.
+        metrics: of the last whole epoch before.
+        journal: of this rank, for every save.
+        monitored: values of train.monitor; grows while training.
+        is_due: whether the ranks have agreed on saving now; the same on every rank.
+        while_saving: called on rank 0 with the global step, in the middle of every save.
+
+    Attributes:
+        saves: what has become of all saves so far, for the summary.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        folder: Path,
+        config: Config,
+        facts: Mapping[str, Any],
+        clock: Clock,
+        metrics: Mapping[str, float],
+        journal: Journal,
+        monitored: Sequence[float] = (),
+        is_due: Callable[[], bool] = lambda: False,
+        while_saving: Callable[[int], None] = lambda global_step: None,
+    ) -> None:
+        super().__init__()
+        self.set_model(model)  # a run that has nothing left to train never calls fit, which would
+        self.folder = folder
+        self.config = config
+        self.facts = {"config": dataclasses.asdict(config), **facts}
+        self.clock = clock
+        self.metrics = dict(metrics)
+        self.journal = journal
+        self.monitored = monitored
+        self.is_due = is_due
+        self.while_saving = while_saving
+        self.saved_step = -1
+        self._failed_step = -2
+        self.saves: dict[str, Any] = {"count": 0, "stall_s": 0.0, "longest_stall_s": 0.0, "write_s": 0.0, "failed": []}
+        self._floating = [weight for weight in model.weights if keras.backend.is_float_dtype(weight.dtype)]
+        self._sum_of_weights = tf.function(
+            lambda: tf.add_n([tf.cast(tf.reduce_sum(weight.value), tf.float32) for weight in self._floating]),
+            autograph=False,
+        )
+        # Not a new thread for each: that one would go first, and the training thread wait for it.
+        self._writer = ThreadPoolExecutor(1, "ringtrain-saver")
+        self._written: Future[None] | None = None
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._written and self._written.done():
+            self.wait()  # raises what went wrong
+        every = self.config.checkpoint.every_steps
+        due = self.is_due() or (every and self.clock.global_step % every == 0)
+        if due and not self.clock.epoch_complete:  # then the metrics of the epoch are still to come
+            self.save()
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        if self.clock.epoch_complete:
+            self.metrics = {name: float(value) for name, value in (logs or {}).items() if np.ndim(value) == 0}
+            every = self.config.checkpoint.every_epochs
+            if self.is_due() or (every and (epoch + 1) % every == 0):
+                self.save()
+
+    @hvd.during("save")
+    def save(self) -> None:
+        """Begins to save the present state, unless it is saved already. A collective: call it on every rank.
+
+        Raises:
+            NonFiniteLoss: on every rank: a weight is no finite number. The checkpoint before stays the newest.
+        """
+        step = self.clock.global_step
+        if self.saved_step == step:
+            return
+        begin_s = time.perf_counter()
+        self.wait()  # for the one before: states do not pile up in memory
+        digests = model_state.digests(self.model)
+        with hvd.during("reduce"):
+            reports = hvd.allgather_object((digests, self._not_finite()), name="ringtrain_own_state")
+        if worst := next((path for _, path in reports if path), ""):
+            raise NonFiniteLoss(
+                f"after step {step} {worst} is no finite number any more: look at the learning rate; the last"
+                f" checkpoint is from before"
+            )
+        own = self._own_state(model_state.places_to_save(self.model, [one for copies, _ in reports for one in copies]))
+        with hvd.during("reduce"):
+            rows = hvd.gather_bytes(model_state.packed(own), name="ringtrain_own_state")
+        state = (
+            None
+            if rows is None
+            else self._state([one for row in rows for one in model_state.unpacked(row, model_state.spec(own))])
+        )
+        self.saved_step = step
+        stall_s = time.perf_counter() - begin_s
+        self.saves["count"] += 1
+        self.saves["stall_s"] += stall_s
+        self.saves["longest_stall_s"] = max(stall_s, self.saves["longest_stall_s"])
+        self.journal.write("save", global_step=step, stall_s=stall_s)
+        if state:  # last: from here on the writer wants a core, and there may be none to spare
+            self._written = self._writer.submit(self._write, step, *state)
+
+    def finish(self) -> None:
+        """Saves the present state and waits until it is on the disk. A collective: call it on every rank.
+
+        Raises:
+            NonFiniteLoss: as save.
+            CheckpointError: on every rank: it could not be written.
+        """
+        self.save()
+        self.wait()
+        if hvd.broadcast_object(self._failed_step == self.saved_step, 0, name="ringtrain_last_save"):
+            self.saved_step = -1  # the disk may have been full for a moment
+            self.save()
+        hvd.run_together(self._finish)
+
+    def _finish(self) -> None:
+        self.wait()
+        if self._failed_step == self.saved_step:
+            raise CheckpointError(f"{self.saves['failed'][-1]['error']}; what was saved before stays")
+
+    def wait(self) -> None:
+        """Waits until what it has begun to save is on the disk, or has failed."""
+        if self._written is not None:
+            written, self._written = self._written, None
+            written.result()
+
+    def _own_state(self, places: Sequence[int]) -> list[Arrays]:
+        """Local variables at these places, of each copy of the model in this process; metrics are the first copy's."""
+        variables = model_state.own_variables(self.model)
+        wanted = {place: variables[place] for place in places}
+        own = [model_state.arrays_of(wanted, copy) for copy in range(hvd.num_copies(self.model))]
+        if self.clock.epoch_complete:
+            return own
+        seen = model_state.arrays_of(dict(enumerate(self.model.metrics_variables)))
+        return [
+            state | {f"metrics-{name}": array if copy == 0 else 0 * array for name, array in seen.items()}
+            for copy, state in enumerate(own)
+        ]
+
+    def _not_finite(self) -> str:
+        """The path of a weight that holds a number that is none; empty: they are all good."""
+        # A sum is quick, and no finite number where there is one that is none; it may overflow without one.
+        if math.isfinite(float(self._sum_of_weights())):
+            return ""
+        bad = (weight.path for weight in self._floating if not tf.reduce_all(tf.math.is_finite(weight.value)))
+        return next(bad, "")
+
+    def _state(self, own: list[Arrays]) -> tuple[dict[str, Any], dict[str, Any]]:
+        ranks = {f"{rank}/{name}": array for rank, arrays in enumerate(own) for name, array in arrays.items()}
+        facts = {
+            **self.facts,
+            "metrics": self.metrics,
+            "monitored": list(self.monitored),
+            "num_ranks": len(own),
+            "variables": checkpoint.shapes_of(model_state.shared_variables(self.model)),
+        }
+        return {
+            "state": model_state.shared_state(self.model, own, self.config.model.not_averaged),
+            "ranks": ranks,
+        }, facts
+
+    def _write(self, step: int, files: dict[str, Any], facts: dict[str, Any]) -> None:
+        """In a thread of its own, on rank 0."""
+        begin_s = time.perf_counter()
+        try:
+            state = files["state"]
+            for name, value in state.items():  # soon, before the next update of weights would have to copy them itself
+                state[name] = model_state.storable(value)
+            checkpoint.save(self.folder, step, files, facts, lambda name: self.while_saving(step))
+            self._failed_step = -2
+        except (OSError, CheckpointError) as error:
+            self._failed_step = step
+            why = error.strerror if isinstance(error, OSError) else error
+            text = f"{self.folder}/step-{step:08d}: cannot be written: {why}"
+            self.saves["failed"].append({"global_step": step, "error": text})
+            print(f"ringtrain: {text}; training goes on", file=sys.stderr, flush=True)
+        else:
+            try:
+                checkpoint.prune(self.folder, self.config.checkpoint.keep, BEST_BY)
+            except OSError as error:
+                text = f"{error.filename or self.folder}: older checkpoints stay: {error.strerror}"
+                print(f"ringtrain: {text}", file=sys.stderr, flush=True)
+        self.saves["write_s"] += time.perf_counter() - begin_s

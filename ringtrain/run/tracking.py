@@ -1,0 +1,278 @@
+"""What a run writes while it trains: metrics.jsonl, steps.jsonl, TensorBoard and curves.png; by rank 0."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import ringtrain
+from ringtrain.config import Numbers, TrackingConfig
+from ringtrain.errors import MissingDependency
+from ringtrain.optim.optimizers import last_learning_rate
+from ringtrain.optim.schedules import Schedule, curve
+from ringtrain.protocol.env import ALONE, COLLECTIVES
+from ringtrain.protocol.json_text import INVALID, parse_json
+from ringtrain.run.console import Progress, speed
+from ringtrain.run.run_folder import METRICS, STEPS, plain
+
+NO_METRICS = (
+    *("epoch", "global_step", "time_s", "train_s", "evaluate_s"),
+    *("learning_rate", "loss_scale", "gradient_norm", "images_per_s"),
+)
+
+
+class Recorder(keras.callbacks.Callback):
+    """Writes down and shows how training goes; for rank 0, after every callback that adds to an epoch's metrics.
+
+    Speed is measured between the end of the first step (in which TensorFlow traces the model) and the end of the last,
+    without the time between epochs, in which ranks evaluate.
+
+    Args:
+        numbers: of the run. An epoch that is broken off is not recorded.
+        clock: counts the steps; what the folder holds of later ones than it begins with is forgotten.
+        gradient_norm: of the last update, if it is tracked. It is computed for steps that are written down.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        progress: Progress,
+        numbers: Numbers,
+        clock: Any,
+        options: TrackingConfig,
+        gradient_norm: Any = None,
+    ) -> None:
+        super().__init__()
+        self.folder = folder
+        self.progress = progress
+        self.options = options
+        self.gradient_norm = gradient_norm
+        self.accumulation_steps = numbers.accumulation_steps
+        self.images_per_step = numbers.batch_size * numbers.num_ranks
+        self.clock = clock
+        self.first_step = self.global_step = clock.global_step
+        self.timed_steps = 0
+        self.timed_s = 0.0
+        self.complained = False
+        self.unwritten: dict[str, list[str]] = {}
+        self.epochs = _records_until(folder / METRICS, self.first_step)
+        _records_until(folder / STEPS, self.first_step)
+
+    @property
+    def images_per_s(self) -> float:
+        """Samples that all ranks together trained per second, over the whole run."""
+        return self.timed_steps * self.images_per_step / self.timed_s if self.timed_s else math.nan
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.summaries = tf.summary.create_file_writer(str(self.folder / "tensorboard"))
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epoch = epoch
+        self.epoch_begin_s = self.epoch_start_s = self.epoch_end_s = time.perf_counter()
+        self.steps_before = self.global_step
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self.gradient_norm is not None:
+            # Of the last update before a line is written, of steps.jsonl or at the epoch's end.
+            until_lines = -(self.global_step + 1) % self.options.every_steps, self.params["steps"] - 1 - batch
+            self.gradient_norm.want(min(until_lines) < self.accumulation_steps)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.epoch_end_s = time.perf_counter()
+        self.global_step += 1
+        if self.global_step == self.first_step + 1:
+            self.epoch_start_s, self.steps_before = self.epoch_end_s, self.global_step
+        figures = "  ".join(f"{name} {value:.4f}" for name, value in (logs or {}).items() if np.ndim(value) == 0)
+        self.progress.step(self.global_step, self.epoch, figures)
+        every = self.options.every_steps
+        if every and self.global_step % every == 0:
+            self._record(STEPS, "steps/", self.epoch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        steps, seconds = self.global_step - self.steps_before, self.epoch_end_s - self.epoch_start_s
+        self.timed_steps += steps
+        self.timed_s += seconds
+        if not self.clock.epoch_complete:
+            return  # broken off
+        train_s, evaluate_s = self.epoch_end_s - self.epoch_begin_s, time.perf_counter() - self.epoch_end_s
+        self.epochs.append(self._record(METRICS, "", epoch, logs, train_s=train_s, evaluate_s=evaluate_s))
+        with self._disk_may_be_full():
+            if self.options.histograms:
+                with self.summaries.as_default():
+                    for weight in self.model.trainable_weights:
+                        tf.summary.histogram(weight.path, weight.value, step=self.global_step)
+            self.summaries.flush()
+        self.progress.epoch(epoch, figures_of(self.epochs[-1]))
+
+    def on_train_end(self, logs: Any = None) -> None:
+        with self._disk_may_be_full():
+            self._append(METRICS)
+            self._append(STEPS)
+            self.summaries.close()
+
+    @contextlib.contextmanager
+    def _disk_may_be_full(self) -> Iterator[None]:
+        """Records wait in memory then; training goes on."""
+        try:
+            yield
+        except OSError as error:
+            self._complain(error.strerror or str(error))
+        except tf.errors.OpError as error:  # TensorBoard's files
+            self._complain(error.message)
+
+    def _complain(self, why: str) -> None:
+        if not self.complained:
+            print(f"ringtrain: {self.folder}: cannot be written: {why}; training goes on", file=sys.stderr, flush=True)
+        self.complained = True
+
+    def _append(self, file_name: str, *lines: str) -> None:
+        """Adds lines to a file, with those that found no room before."""
+        waiting = self.unwritten.setdefault(file_name, [])
+        waiting += lines
+        path = self.folder / file_name
+        size = path.stat().st_size if path.exists() else 0
+        try:
+            with open(path, "a", encoding="utf-8") as file:
+                file.writelines(f"{line}\n" for line in waiting)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.truncate(path, size)
+            raise
+        waiting.clear()
+
+    def _record(self, file_name: str, prefix: str, epoch: int, logs: Any, **more: float) -> dict[str, Any]:
+        """Adds a line to a file, and its numbers to TensorBoard."""
+        steps, seconds = self.global_step - self.steps_before, self.epoch_end_s - self.epoch_start_s
+        record = {
+            "epoch": epoch + 1,
+            "global_step": self.global_step,
+            "time_s": time.time(),
+            **{name: np.asarray(value).tolist() for name, value in (logs or {}).items() if name != "lr"},
+            "learning_rate": last_learning_rate(self.model.optimizer),
+            **loss_scale_of(self.model.optimizer),
+            **({} if self.gradient_norm is None else {"gradient_norm": float(self.gradient_norm)}),
+            "images_per_s": steps * self.images_per_step / seconds if seconds else math.nan,
+            **more,
+        }
+        with self._disk_may_be_full():
+            self._append(file_name, json.dumps(plain(record)))
+        with self._disk_may_be_full(), self.summaries.as_default():
+            for name, value in record.items():
+                if name not in ("global_step", "time_s") and np.ndim(value) == 0:
+                    tf.summary.scalar(prefix + name, value, step=self.global_step)
+        return record
+
+
+def _records_until(path: Path, global_step: int) -> list[dict[str, Any]]:
+    """Reads back an earlier process' records, and cuts the file where the run goes on."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(*INVALID):  # the last line of a process that was killed
+            record = parse_json(line)
+            if record["global_step"] <= global_step:
+                records.append(record)
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    os.replace(unfinished, path)
+    return records
+
+
+def loss_scale_of(optimizer: Any) -> dict[str, float]:
+    """The present factor of mixed_float16's loss, under its name, where there is one."""
+    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    return {"loss_scale": float(optimizer.dynamic_scale)} if scaled else {}
+
+
+def figures_of(record: Mapping[str, Any]) -> list[str]:
+    """An epoch's record as a person reads it, what matters least last.
+
+    A model with a `train_step` of its own may have neither loss nor accuracy: then the first of its metrics are shown.
+    """
+    usual = {
+        "loss": "loss {:.4f}",
+        "accuracy": "accuracy {:.2%}",
+        "test_loss": "test loss {:.4f}",
+        "test_accuracy": "accuracy {:.2%}",
+    }
+    if missing := usual.keys() - record.keys():
+        names = [name for name, value in record.items() if name not in NO_METRICS and np.ndim(value) == 0]
+        shown = [f"{name.replace('_', ' ')} {record[name]:.4f}" for name in names[: len(missing) + 2]]
+    else:
+        shown = [text.format(record[name]) for name, text in usual.items()]
+    return [*shown, speed(record["images_per_s"])]
+
+
+def draw_curves(folder: Path, epochs: Sequence[Mapping[str, Any]], schedule: Schedule, steps_per_epoch: int) -> None:
+    """Draws curves.png: two metrics over the epochs, in training and on the test data, and the learning rate.
+
+    The metrics are loss and accuracy, or the first that the model has.
+
+    Args:
+        schedule: the learning rate as it was planned; those in the records are dots on it.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 3.5), layout="constrained")
+    *panels, rates = figure.subplots(1, 3)
+    steps, planned = curve(schedule)
+    rates.plot(steps / steps_per_epoch, planned, label="planned")
+    # A record says what the epoch's last step had, and step 0 is the first.
+    rates.plot(
+        [(r["global_step"] - 1) / steps_per_epoch for r in epochs],
+        [r["learning_rate"] for r in epochs],
+        ".",
+        label="trained with",
+    )
+    highest = max([*planned, *(record["learning_rate"] for record in epochs)])
+    rates.set(xlabel="epoch", ylabel="learning rate", ylim=(0, 1.1 * highest or 1))  # a constant one not on the edge
+    rates.grid(alpha=0.3)
+    rates.legend()
+    # A model with a train_step of its own may have neither.
+    names = dict.fromkeys(["loss", "accuracy", *(name for record in epochs for name in record)])
+    drawn = [name for name in names if any(f"test_{name}" in record for record in epochs)] or [*names]
+    for axes in panels[len(drawn) :]:
+        figure.delaxes(axes)
+    for axes, metric in zip(panels, drawn, strict=False):
+        numbers = [record["epoch"] for record in epochs]
+        for name, label in ((metric, "training"), (f"test_{metric}", "test")):
+            axes.plot(numbers, [record.get(name, math.nan) for record in epochs], marker=".", label=label)
+        axes.set(xlabel="epoch", ylabel=metric)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(folder / "curves.png", dpi=120)
+
+
+def check_packages() -> None:
+    """Raises MissingDependency now, not after hours of training, where a package for the run's files is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MissingDependency("matplotlib draws curves.png and is not installed: pip install 'ringtrain[train]'")
+
+
+def versions() -> dict[str, str]:
+    """What this process runs on; of Horovod and mpi4py, what its ranks talk by."""
+    by = "mpi4py" if os.environ.get(COLLECTIVES) in ("mpi4py", ALONE) else "horovod"
+    return {
+        "ringtrain": ringtrain.__version__,
+        "python": platform.python_version(),
+        "tensorflow": tf.__version__,
+        "keras": keras.__version__,
+        by: importlib.metadata.version(by),
+        "numpy": importlib.metadata.version("numpy"),
+    }

@@ -1,0 +1,121 @@
+"""ps-async: each worker updates the weights by itself."""
+
+from __future__ import annotations
+
+import queue
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from ringtrain.run import devices
+from ringtrain.strategies.parameter_server.cluster import LOOK_S
+
+if TYPE_CHECKING:
+    from ringtrain.run.resume import Segment
+from ringtrain.strategies.parameter_server.coordinator import AHEAD, ParameterServers
+
+
+class Asynchronous(ParameterServers):
+    """ps-async: a worker reads weights, computes a gradient and applies it, whatever others do in the meantime.
+
+    A step is an update by one worker. TensorFlow's coordinator gives steps out, and again where a worker was lost.
+    """
+
+    def begin(self) -> devices.Pinning:
+        """As Ring's."""
+        pinning = super().begin()
+        self.coordinator = tf.distribute.coordinator.ClusterCoordinator(self.strategy)
+        self.staleness = Counter[int]()
+        self.ahead = AHEAD * self.num_workers
+        self.given: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.step = tf.function(lambda where: self.strategy.run(self._on_a_worker, args=(where,)), autograph=False)
+        return pinning
+
+    def trial(self, probe: Any) -> NDArray[Any]:
+        """Nothing is added up: each worker's gradient is an update."""
+        return np.ones((1, 1))
+
+    def gradient_norm(self, optimizer: keras.optimizers.Optimizer) -> None:
+        """None: while one update's is read, others' are written."""
+
+    def fit(
+        self, model: keras.Model, batches: Any, part: Segment, callbacks: Sequence[keras.callbacks.Callback]
+    ) -> None:
+        """As Ring's. Updates that were under way when an earlier part was broken off are no steps of the run."""
+        model.optimizer.iterations.assign(part.first_step)
+        super().fit(model, batches, part, callbacks)
+
+    def _on_a_worker(self, where: tf.Tensor) -> tf.Tensor:
+        iterations = self.model.optimizer.iterations.value
+        inputs, labels, begun = self.batch(where)
+        with tf.control_dependencies([inputs]):
+            version = iterations.read_value()
+            loss, outputs, gradients = self.gradients(inputs, labels)
+        there = [one for one in tf.nest.flatten(gradients, expand_composites=True) if one is not None]
+        with tf.control_dependencies(there):
+            end_s, newest = tf.timestamp(), iterations.read_value()  # before this update is counted, as written here
+        self.model.optimizer.apply(gradients, [v.value for v in self.model.trainable_variables])
+        return self.seen([begun, end_s, newest - version, loss], labels, outputs)
+
+    def beside(self) -> Sequence[Callable[[], None]]:
+        """One that waits for a step, for each that may be given out."""
+        return [self._wait_for_steps] * self.ahead
+
+    def release(self) -> None:
+        """As ParameterServers'."""
+        for _ in range(self.ahead):
+            self.given.put(None)
+
+    def _wait_for_steps(self) -> None:
+        while (step := self.given.get()) is not None:
+            try:
+                self.done.put(step.fetch())
+            except Exception as error:
+                self.done.put(error)
+
+    def steps(self, part: Segment) -> Iterator[dict[str, Any]]:
+        """As ParameterServers'."""
+        for _ in range(part.first_epoch, part.end_epoch):
+            end = self.global_step + part.num_steps
+            self.ended_s.clear()
+            for step in range(self.global_step, min(self.global_step + self.ahead, end)):
+                self._give_out(step)
+            while self.global_step < end:
+                found = self._next()
+                if self.global_step + self.ahead < end:
+                    self._give_out(self.global_step + self.ahead)
+                self.global_step += 1
+                self.staleness[int(found[3])] += 1
+                self.note(found)
+                yield self.saw(found)
+
+    def _give_out(self, step: int) -> None:
+        self.given.put(self.coordinator.schedule(self.step, args=(self.where(step // self.num_workers, step),)))
+
+    def _next(self) -> Any:
+        while True:
+            try:
+                found = self.done.get(timeout=LOOK_S)
+            except queue.Empty:
+                self.wait_on(range(self.num_workers))
+                continue
+            if isinstance(found, BaseException):
+                raise found
+            return found
+
+    def told(self) -> dict[str, Any]:
+        """As ParameterServers', and how many updates came between reading weights and updating them."""
+        values = np.array(sorted(self.staleness.elements()) or [0])
+        spread = {"mean": float(values.mean()), "max": int(values.max())}
+        spread |= {f"p{share}": int(np.percentile(values, share, method="nearest")) for share in (50, 90)}
+        return {
+            **super().told(),
+            "staleness": spread,
+            "not_promised": "bit-exact results, samples seen once, equality with ring",
+        }

@@ -1,0 +1,286 @@
+"""Which rank is what where weights are on parameter servers, and how the ranks hear of each other. No TensorFlow.
+
+Rank 0 is the chief: it makes the whole walk of training, and holds the first server. The other ranks keep a process
+each, see served.py. Nobody types an address: each rank takes free ports, and the ranks find out which of a host's
+addresses reach it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ringtrain
+from ringtrain.config import Config
+from ringtrain.errors import ConfigError, LaunchError, PlacementError
+from ringtrain.monitor import fault_injection
+from ringtrain.protocol import mpi_world, transport
+from ringtrain.protocol.env import SERVERS
+from ringtrain.protocol.launcher_args import expectation
+from ringtrain.protocol.placement import RankPlacement, difference
+from ringtrain.run import setup
+
+CONNECT_S = 3.0
+POLL_S = 0.02
+LOOK_S = 1.0
+"""between the chief's looks at what it waits for"""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""that the chief answers for all"""
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Who does what.
+
+    Attributes:
+        servers: ranks; the first is 0.
+        cluster: TensorFlow's names of the roles, and host:port of each of their tasks.
+        addresses: of all hosts, from which TensorFlow's servers may be called.
+    """
+
+    hosts: tuple[str, ...]
+    servers: tuple[int, ...]
+    workers: tuple[int, ...]
+    cluster: Mapping[str, Sequence[str]]
+    addresses: tuple[str, ...] = ()
+
+    def port_of(self, role: str, index: int) -> int:
+        """Port of a task."""
+        return int(self.cluster[role][index].rpartition(":")[2])
+
+    def of(self, rank: int) -> tuple[str, int]:
+        """A rank's role, "ps" or "worker", and its number among those."""
+        role, ranks = ("ps", self.servers) if rank in self.servers else ("worker", self.workers)
+        return role, ranks.index(rank)
+
+    def on_host_of(self, rank: int) -> list[int]:
+        """Workers on a rank's host."""
+        return [worker for worker in self.workers if self.hosts[worker] == self.hosts[rank]]
+
+
+class RankGroup:
+    """All ranks of a job with parameter servers, as one of them sees the others.
+
+    Args:
+        comm: mpi4py's communicator of all ranks.
+    """
+
+    def __init__(self, comm: Any, roles: Roles) -> None:
+        self.comm, self.roles = comm, roles
+        self.rank, self.size = int(comm.rank), int(comm.size)
+        self.lost: list[dict[str, Any]] = []
+        """workers that ended by themselves, and when they were back: seconds since 1970"""
+        self.skipped: set[str] = set()
+        """names of samples that workers could not read and have left out"""
+        self._ended = 0
+        self._sent: list[Any] = []
+
+    def tell(self, rank: int, *words: Any) -> None:
+        """Sends a message, and does not wait for its receiver."""
+        self._sent = [request for request in self._sent if not request.Test()]
+        self._sent.append(self.comm.isend(words, rank))
+
+    def heard(self, rank: int | None = None) -> tuple[int, Any] | None:
+        """A message that has come, and its sender; None: there is none."""
+        source = mpi_world.start().ANY_SOURCE if rank is None else rank
+        if not self.comm.iprobe(source):
+            return None
+        status = mpi_world.start().Status()
+        words = self.comm.recv(source=source, status=status)
+        return int(status.Get_source()), words
+
+    def wait_until_ready(self) -> dict[int, Any]:
+        """What the processes of all other ranks say when they are ready. For the chief.
+
+        Raises:
+            RingtrainError: one of them could not begin.
+        """
+        ready: dict[int, Any] = {}
+        while len(ready) < self.size - 1:
+            if (found := self.heard()) is None:
+                time.sleep(POLL_S)
+                continue
+            rank, (word, *rest) = found
+            if word == "ready":
+                ready[rank] = rest[0]
+            elif word == "lost":
+                ready.pop(rank, None)
+                if not rest[1]:
+                    raise LaunchError(f"rank {rank} on {self.roles.hosts[rank]} {rest[0]}")
+            self._take(rank, word, rest)
+        return ready
+
+    def look(self) -> None:
+        """Takes in what the other ranks have told. For the chief.
+
+        Raises:
+            RingtrainError: no worker is left, or one cannot do what is asked.
+        """
+        while (found := self.heard()) is not None:
+            rank, (word, *rest) = found
+            self._take(rank, word, rest)
+
+    def _take(self, rank: int, word: str, rest: Sequence[Any]) -> None:
+        if word == "failed":
+            kind, message = rest
+            raise kind(f"rank {rank} on {self.roles.hosts[rank]}: {message}")
+        if word == "lost":
+            why, comes_back = rest
+            self.lost.append({"rank": rank, "why": why, "comes_back": comes_back, "lost_s": time.time()})
+            if {one["rank"] for one in self.lost if not one["comes_back"]} == set(self.roles.workers):
+                raise LaunchError(f"no worker is left: the last one, rank {rank} on {self.roles.hosts[rank]}, {why}")
+        elif word == "skipped":
+            self.skipped |= rest[0]
+        elif word == "ended":
+            self._ended += 1
+        else:
+            for one in self.lost:
+                if one["rank"] == rank:
+                    one.setdefault("back_s", time.time())
+
+    def end(self, exit_code: int) -> None:
+        """Lets all other ranks end, and hears them to their end. For the chief."""
+        for rank in range(1, self.size):
+            self.tell(rank, "end", exit_code)
+        while self._ended < self.size - 1:
+            self.look()
+            time.sleep(POLL_S)
+        self.finish()
+
+    def finish(self) -> None:
+        """Waits until all that was told is heard."""
+        for request in self._sent:
+            request.wait()
+
+
+def num_servers(config: Config, environ: Mapping[str, str] = os.environ) -> int:
+    """How many ranks are to be servers.
+
+    Args:
+        environ: says it where ringtrain launch was told.
+
+    Raises:
+        ConfigError: both say it, and differ; or the strategy has no servers.
+    """
+    told, wanted = int(environ.get(SERVERS, 0)), config.strategy.servers
+    if told and config.strategy.name not in ("ps-async", "ps-sync"):
+        raise ConfigError(
+            f"strategy.name: {config.strategy.name} has no parameter servers, which ringtrain launch --ps asks for:"
+            f" leave out --ps and --workers, or train with ps-async or ps-sync"
+        )
+    if told and wanted not in (told, Config().strategy.servers):
+        raise ConfigError(f"strategy.servers: got {wanted}, and ringtrain launch --ps {told}: leave one of them out")
+    return told or wanted
+
+
+def meet(config: Config) -> RankGroup:
+    """Lets all ranks agree on who does what. A collective of all ranks, the first.
+
+    Servers are spread over the hosts, in the order of local ranks.
+
+    Raises:
+        RingtrainError: on every rank: there are too few of them, or they are elsewhere than planned.
+    """
+    MPI = mpi_world.start()
+    comm, host, servers = MPI.COMM_WORLD, socket.gethostname(), num_servers(config)
+    setup.refuse_differences(comm.allgather((config, None)))
+    if comm.size <= servers:
+        raise LaunchError(
+            f"strategy.servers: got {servers}, and {comm.size} ranks, of which none is left to work: ringtrain launch"
+            f" --ps {servers} --workers 2 -- ..."
+        )
+    backup = config.strategy.backup_workers
+    if backup >= comm.size - servers:
+        raise ConfigError(
+            f"strategy.backup_workers: got {backup}, and {comm.size - servers} workers: expected fewer than workers"
+        )
+    local_rank = int(comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank).rank)
+    seat = RankPlacement(comm.rank, comm.size, host, local_rank)
+    everybody = comm.allgather((seat, expectation(os.environ), ringtrain.__version__))
+    seats, plans, versions = zip(*everybody, strict=True)
+    plan = next((each for each in plans if each is not None and each.hosts), plans[0])
+    if plan is not None and (wrong := difference(plan, seats)):
+        raise PlacementError(wrong)
+    if len(set(versions)) > 1:
+        raise PlacementError(f"ranks run ringtrain {', '.join(sorted(set(versions)))}: install the same everywhere")
+    by_place = sorted(range(comm.size), key=lambda rank: (seats[rank].local_rank, rank))
+    chosen = sorted(by_place[:servers])
+    workers = tuple(rank for rank in range(comm.size) if rank not in chosen)
+    fault_injection.check_roles(fault_injection.parse(config.chaos), chosen, workers)
+    places, callers = addresses(comm.rank, comm.allgather, num_ports=2 if comm.rank == 0 else 1)
+    cluster = {
+        "chief": [places[0][1]],
+        "ps": [places[rank][0] for rank in chosen],
+        "worker": [places[rank][0] for rank in workers],
+    }
+    return RankGroup(comm, Roles(tuple(one.host for one in seats), tuple(chosen), workers, cluster, callers))
+
+
+def addresses(
+    rank: int, allgather: Callable[[Any], Sequence[Any]], num_ports: int = 1
+) -> tuple[list[list[str]], tuple[str, ...]]:
+    """Places of every rank's free ports, where it may listen, and addresses of all hosts. A collective.
+
+    Args:
+        allgather: gives every rank's value to every rank.
+
+    Returns:
+        host:port of each port of each rank, as the others can reach it; all addresses of all hosts.
+
+    Raises:
+        LaunchError: on every rank: one cannot be reached from another host.
+    """
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("", 0), backlog=4096)) for _ in range(num_ports)]
+        own = (socket.gethostname(), transport.own_addresses(), [one.getsockname()[1] for one in listeners])
+        everybody = allgather(own)
+        hosts = [host for host, _, _ in everybody]
+        callers = tuple(sorted({address for _, each, _ in everybody for address in each}))
+        if len(set(hosts)) == 1:
+            return [[f"127.0.0.1:{port}" for port in ports] for _, _, ports in everybody], ()
+        # Each rank is called from another host: by rank 0, or, those of its host, by the first one of another.
+        first_elsewhere = next(other for other, host in enumerate(hosts) if host != hosts[0])
+        called_by = [first_elsewhere if host == hosts[0] else 0 for host in hosts]
+        found, failure = {}, ""
+        try:
+            for other, caller in enumerate(called_by):
+                if caller == rank:
+                    found[other] = _answering(other, *everybody[other])
+        except LaunchError as error:
+            failure = str(error)
+        told = allgather((found, failure))
+        if failures := [text for _, text in told if text]:
+            raise LaunchError(failures[0])
+        answering = {other: address for each, _ in told for other, address in each.items()}
+        # As the others' calls arrive, which is not always from an address that they know of.
+        callers = tuple(sorted({*callers, *(one for seen in allgather(_callers(listeners[0])) for one in seen)}))
+        places = [[f"{answering[other]}:{port}" for port in ports] for other, (_, _, ports) in enumerate(everybody)]
+        return places, callers
+
+
+def _callers(listener: socket.socket) -> set[str]:
+    """Addresses of the connections that wait to be accepted."""
+    listener.setblocking(False)
+    found = set()
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            connection, (address, _) = listener.accept()
+            connection.close()
+            found.add(address)
+    return found
+
+
+def _answering(rank: int, host: str, candidates: Sequence[str], ports: Sequence[int]) -> str:
+    for address in candidates:
+        with contextlib.suppress(OSError), socket.create_connection((address, ports[0]), CONNECT_S):
+            return address
+    raise LaunchError(
+        f"rank {rank} on {host} cannot be reached from {socket.gethostname()} at {', '.join(candidates)}, port"
+        f" {ports[0]}: TensorFlow's own strategies need free ports between all hosts"
+    )

@@ -1,0 +1,227 @@
+"""The process of a parameter server or a worker: TensorFlow's server, and for a worker its samples.
+
+Its steps are graphs that the chief makes. What a graph cannot have from the chief are the worker's own samples: they
+come from a function of this process, which the chief's graph calls by its name in TensorFlow's table of such functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringtrain import data
+from ringtrain.config import Config, derive
+from ringtrain.errors import ConfigError, RingtrainError
+from ringtrain.monitor import fault_injection, journal
+from ringtrain.protocol.attempt import Attempt
+from ringtrain.run import consistency, devices, lazy_keras, log_capture
+from ringtrain.strategies.parameter_server import listening
+from ringtrain.strategies.parameter_server.cluster import SIGNALS, Roles
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of a process among the others."""
+
+    config: Config
+    roles: Roles
+    rank: int
+    number: int
+    """of times that it was started again"""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What a process tells the chief of itself."""
+
+    host: str
+    token: str = ""
+    """name of a worker's function that gives a batch"""
+    prints: Any = None
+    """code and data, which have to be the chief's"""
+    pinning: str = ""
+
+
+def main(place: Place, told: Connection, held: Connection) -> None:
+    """Serves until nobody holds the pipe any more.
+
+    Args:
+        told: takes "ready" and what `Ready` holds; "failed", an error's class and its message; "skipped", names of
+            samples.
+        held: a pipe of which the rank has the other end.
+    """
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_the_rank, args=(held,), daemon=True).start()
+    log_capture.watch()
+    lazy_keras.start()
+    lock = threading.Lock()
+
+    def tell(message: Any) -> None:
+        with lock:
+            told.send(message)
+
+    try:
+        tell(("ready", _serve(place, tell)))
+    except (RingtrainError, OSError) as error:
+        kind = type(error) if isinstance(error, RingtrainError) else RingtrainError
+        tell(("failed", kind, str(error)))
+    threading.Event().wait()
+
+
+def _end_with_the_rank(held: Connection) -> None:
+    with contextlib.suppress(EOFError, OSError):
+        held.recv()
+    os._exit(0)
+
+
+def _serve(place: Place, tell: Callable[[Any], None]) -> Ready:
+    from ringtrain.run import setup, tracking
+
+    role, index = place.roles.of(place.rank)
+    host = socket.gethostname()
+    if role == "ps":
+        return Ready(host, pinning=start(place.roles, role, index, devices.Pinning(num_threads=1)))
+    config = place.config
+    beside = place.roles.on_host_of(place.rank)
+    pinning = devices.decide(beside.index(place.rank), len(beside), config.device)
+    # The function before the server, which takes steps at once; the server before the data, while its port is free.
+    feed = Feed(place, index, tell)
+    token, used = feed.register(), start(place.roles, role, index, pinning)
+    data_set = setup.find(config).read_data()
+    together = config.train.batch_size * len(place.roles.workers)
+    if together > len(data_set.train):
+        raise ConfigError(
+            f"train.batch_size: got {config.train.batch_size}, and {len(place.roles.workers)} workers, which are"
+            f" {together} samples at a time: expected no more than the {len(data_set.train)} that there are"
+        )
+    feed.begin(data_set)
+    return Ready(host, token, consistency.of_code(config, tracking.versions()) | data.checksums(data_set), used)
+
+
+def start(roles: Roles, role: str, index: int, pinning: devices.Pinning) -> str:
+    """Starts TensorFlow's server in this process, where it stays until the process ends.
+
+    Args:
+        role: "ps" or "worker".
+
+    Returns:
+        What it uses, in words.
+    """
+    import tensorflow as tf
+
+    # One thread more than compute: a step waits in it for servers.
+    threads = pinning.num_threads or len(os.sched_getaffinity(0))
+    settings = tf.compat.v1.ConfigProto(intra_op_parallelism_threads=threads, inter_op_parallelism_threads=threads + 1)
+    restrict(settings, pinning)
+    with listening.only_for(roles.addresses, [roles.port_of(role, index)]):
+        made = tf.distribute.Server(tf.train.ClusterSpec(roles.cluster), role, index, "grpc", settings, start=False)
+    made.start()
+    return str(pinning)
+
+
+def restrict(settings: Any, pinning: devices.Pinning) -> None:
+    """Says in a server's settings which GPU it has, and how much of its memory."""
+    if pinning.gpu is None:
+        settings.device_count["GPU"] = 0
+        return
+    own = settings.gpu_options
+    own.visible_device_list = str(pinning.gpu)
+    own.allow_growth = pinning.memory_growth
+    own.per_process_gpu_memory_fraction = pinning.memory_fraction
+    if pinning.memory_mb:
+        own.experimental.virtual_devices.add(memory_limit_mb=[pinning.memory_mb])
+
+
+class Feed:
+    """A worker's batches, one per call.
+
+    Args:
+        index: of this worker: its samples are those of such a rank among as many ranks as there are workers.
+        tell: takes what the chief has to know of samples, see main.
+    """
+
+    def __init__(self, place: Place, index: int, tell: Callable[[Any], None]) -> None:
+        self.place, self.index, self.tell = place, index, tell
+        self.lock, self.begun = threading.Lock(), threading.Event()
+        self.skipped: frozenset[str] = frozenset()
+        self.batches: Iterator[tuple[NDArray[Any], NDArray[Any]]] | None = None
+        self.saboteur: fault_injection.FaultInjector | None = None
+
+    def begin(self, data_set: data.DataSet) -> None:
+        """Gives it what was read in this process; who wants a batch before has to wait."""
+        self.data_set = data_set
+        self.begun.set()
+
+    def __call__(self, where: bytes) -> list[NDArray[Any]]:
+        """The next batch.
+
+        Args:
+            where: three words: place of the first batch that is wanted in this worker's part of the run, where a worker
+                that has begun goes on; steps of the run that are done; folder of the run.
+
+        Returns:
+            Inputs; labels; float64 [2]: the number of this worker, and when it was asked, in seconds since 1970.
+        """
+        facts = np.array([self.index, time.time()])
+        self.begun.wait()
+        position, step, folder = where.split(b" ", 2)
+        with self.lock:
+            config, roles = self.place.config, self.place.roles
+            if self.batches is None or self.saboteur is None:
+                # Without end for all that matters: fast workers get further than others.
+                epochs = (config.train.epochs + 1) * (len(roles.workers) + 1)
+                size, batch_size = len(roles.workers), config.train.batch_size
+                batches = data.training_batches(
+                    self.data_set.train, batch_size, self.index, size, config.seed, epochs, int(position)
+                )
+                self.batches = batches.as_numpy_iterator()
+                self.saboteur = self._saboteur(Path(os.fsdecode(folder)))
+            self.saboteur.after_step(int(step), None)
+            inputs, labels = next(self.batches)
+            try:
+                self.data_set.raise_unreadable()
+            except RingtrainError as error:
+                self.tell(("failed", type(error), str(error)))
+                threading.Event().wait()  # for the end: this worker has no answer
+            if self.data_set.skipped != self.skipped:
+                self.skipped = self.data_set.skipped
+                self.tell(("skipped", set(self.skipped)))
+            return [inputs, labels, facts]
+
+    def register(self) -> str:
+        """Puts the function into TensorFlow's table.
+
+        Returns:
+            Its name there, the same in every process that has put no other there before.
+        """
+        import tensorflow as tf
+
+        tf.config.set_visible_devices([], "GPU")
+        with tf.Graph().as_default() as self.graph:  # which holds the function as long as it lives
+            outputs = tf.numpy_function(self, [tf.constant("")], [tf.float32, tf.int64, tf.float64])
+        return str(outputs[0].op.get_attr("token").decode())
+
+    def _saboteur(self, folder: Path) -> fault_injection.FaultInjector:
+        config, roles = self.place.config, self.place.roles
+        attempt = Attempt.from_environment()
+        own_journal = journal.Journal(folder, self.place.rank, len(roles.hosts), attempt.number)
+        faults = tuple(fault for fault in fault_injection.parse(config.chaos) if fault.rank == self.place.rank)
+        copies = 1 if config.strategy.name == "ps-async" else len(roles.workers) - config.strategy.backup_workers
+        numbers = derive(config, copies, len(self.data_set.train), len(self.data_set.test))
+        own = self.place.rank
+        return fault_injection.FaultInjector(
+            faults, own, numbers.num_steps, numbers.steps_per_epoch, folder, own_journal
+        )

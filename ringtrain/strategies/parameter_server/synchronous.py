@@ -1,0 +1,139 @@
+"""ps-sync: workers' gradients are averaged before each update; backup workers may be late."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from ringtrain.config import Config
+from ringtrain.run import devices
+from ringtrain.strategies.parameter_server.cluster import LOOK_S, RankGroup
+
+if TYPE_CHECKING:
+    from ringtrain.run.resume import Segment
+from ringtrain.strategies.parameter_server.coordinator import ParameterServers
+
+
+class Synchronous(ParameterServers):
+    """ps-sync: a step takes the first gradients that are of its own weights, and drops the late ones.
+
+    All workers but `strategy.backup_workers` make up a step (Chen et al. 2016, arXiv 1604.00981, section 3). No worker
+    gives a step more than one gradient.
+    """
+
+    def __init__(self, config: Config, crew: RankGroup) -> None:
+        super().__init__(config, crew)
+        self.copies = self.num_workers - config.strategy.backup_workers
+        self.dropped = Counter[int]()
+        self.changed = threading.Condition()
+        self.version, self.arrived, self.ended = 0, [], False  # type: ignore[var-annotated]
+        self.failure: BaseException | None = None
+        self.compute = tf.function(self._on_a_worker, autograph=False)
+        self.update = tf.function(self._together, autograph=False)
+
+    def trial(self, probe: Any) -> NDArray[Any]:
+        """As ParameterServers', by the function that adds up gradients."""
+        vectors = []
+        for worker in range(self.copies):
+            with tf.device(f"/job:worker/task:{worker}"):
+                vectors.append([tf.one_hot(worker, self.copies)])
+        return np.stack([self._means(vectors, ["/job:ps/task:0"])[0].numpy()])
+
+    def _on_a_worker(self, where: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
+        inputs, labels, begun = self.batch(where)
+        with tf.control_dependencies([inputs]):
+            loss, outputs, gradients = self.gradients(inputs, labels)
+        dense = [None if one is None else tf.convert_to_tensor(one) for one in gradients]
+        with tf.control_dependencies([one for one in dense if one is not None]):
+            end_s = tf.timestamp()
+        return self.seen([begun, end_s, 0, loss], labels, outputs), dense
+
+    def _together(self, everybody: Any) -> None:
+        variables = [variable.value for variable in self.model.trainable_variables]
+        means = self._means(everybody, [one.device for one in variables])
+        self.strategy.run(self.model.optimizer.apply, args=(means, variables))  # Keras wants to be run by it
+
+    def _means(self, everybody: Any, places: Sequence[str]) -> list[Any]:
+        """Means over workers, in their order, each where its weight is."""
+        means = []
+        for place, parts in zip(places, zip(*everybody, strict=True), strict=True):
+            with tf.device(place):
+                means.append(None if parts[0] is None else sum(parts[1:], parts[0]) / len(parts))
+        return means
+
+    def begin(self) -> devices.Pinning:
+        """As Ring's."""
+        pinning = super().begin()
+        self.strategy.extended._allow_run_without_coordinator = True
+        return pinning
+
+    def beside(self) -> Sequence[Callable[[], None]]:
+        """One for each worker."""
+        self.ended = False
+        return [functools.partial(self._work, worker, self.version) for worker in range(self.num_workers)]
+
+    def release(self) -> None:
+        """As ParameterServers'."""
+        with self.changed:
+            self.ended = True
+            self.changed.notify_all()
+
+    def _work(self, worker: int, done: int) -> None:
+        """Lets a worker compute a gradient of every version of the weights that it is not too late for."""
+        device = f"/job:worker/replica:0/task:{worker}"
+        while True:
+            with self.changed:
+                # What would come too late for sure is not begun.
+                while not self.ended and (self.version == done or len(self.arrived) >= self.copies):
+                    self.changed.wait()
+                if self.ended:
+                    return
+                done = version = self.version
+                where = self.where(self.global_step, self.global_step)
+            try:
+                with tf.device(device):
+                    seen, gradients = self.compute(where)
+                found = seen.numpy()
+            except Exception as error:
+                with self.changed:
+                    self.failure = error
+                    self.changed.notify_all()
+                return
+            self.note(found)
+            with self.changed:
+                if version == self.version and len(self.arrived) < self.copies:
+                    self.arrived.append((worker, found, gradients))
+                    self.changed.notify_all()
+                else:
+                    self.dropped[worker] += 1
+
+    def steps(self, part: Segment) -> Iterator[dict[str, Any]]:
+        """As ParameterServers'."""
+        for number in range(part.num_steps * (part.end_epoch - part.first_epoch)):
+            self.ended_s = self.ended_s if number % part.num_steps else {}
+            with self.changed:
+                self.version += 1
+                self.arrived = []
+                self.changed.notify_all()
+                while not self.changed.wait_for(lambda: self.failure or len(self.arrived) >= self.copies, LOOK_S):
+                    there = {worker for worker, _, _ in self.arrived}
+                    self.wait_on([worker for worker in range(self.num_workers) if worker not in there])
+                if self.failure:
+                    raise self.failure
+                first = sorted(self.arrived, key=lambda each: each[0])
+            self.update([gradients for _, _, gradients in first])
+            self.global_step += 1
+            for _, found, _ in first:
+                logs = self.saw(found)
+            yield logs
+
+    def told(self) -> dict[str, Any]:
+        """As ParameterServers', and how many gradients came too late."""
+        return {**super().told(), "dropped": [self.dropped[worker] for worker in range(self.num_workers)]}

@@ -1,0 +1,22 @@
+"""What code this is."""
+
+from __future__ import annotations
+
+from ringtrain.run import consistency
+
+
+def test_git_revision_of_branch_packed_branch_and_detached_head(tmp_path):
+    inner = tmp_path / "code" / "inner"
+    inner.mkdir(parents=True)
+    git = tmp_path / ".git"
+    (git / "refs" / "heads").mkdir(parents=True)
+    (git / "HEAD").write_text("ref: refs/heads/main\n")
+    assert consistency.git_revision(inner) is None  # before the first commit
+    (git / "packed-refs").write_text(
+        f"# pack-refs with: peeled\n{'1' * 40} refs/heads/other\n{'2' * 40} refs/heads/main\n"
+    )
+    assert consistency.git_revision(inner) == "2" * 40
+    (git / "refs" / "heads" / "main").write_text(f"{'3' * 40}\n")
+    assert consistency.git_revision(inner) == "3" * 40
+    (git / "HEAD").write_text(f"{'4' * 40}\n")
+    assert consistency.git_revision(inner) == "4" * 40

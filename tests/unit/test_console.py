@@ -1,0 +1,174 @@
+"""Where progress is drawn, decided from tables of processes that do not run."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ringtrain.config import Config, HvdConfig, OptimizerConfig, ScheduleConfig, TrainConfig, derive
+from ringtrain.run.console import Progress, launched_rank, show_plan, show_ranks, show_result, terminal_of_launcher
+from ringtrain.run.tracking import figures_of
+
+PTS = "/dev/pts/3"
+
+
+def process_table(root: Path, chain: list[tuple[list[str], str, bool]]) -> Path:
+    """Writes a /proc of this process' ancestors, nearest first.
+
+    Args:
+        root: folder to write to.
+        chain: command, standard output, and whether it is in the terminal's foreground.
+    """
+    numbers = [os.getpid(), *range(100, 100 + len(chain)), 1]
+    for number, parent, (command, output, foreground) in zip(
+        numbers[:-1], numbers[1:], [(["python"], "pipe:[1]", True), *chain], strict=True
+    ):
+        folder = root / str(number)
+        (folder / "fd").mkdir(parents=True)
+        (folder / "cmdline").write_bytes(b"\0".join(word.encode() for word in command) + b"\0")
+        (folder / "stat").write_text(f"{number} (a name) with) S {parent} 55 44 3 {55 if foreground else 66} 0 0")
+        (folder / "fd" / "1").symlink_to(output)
+    return root
+
+
+MPIRUN = (["/x/bin/mpirun", "-np", "2"], "pipe:[7]", True)
+SHELL = (["bash"], PTS, True)
+
+
+@pytest.mark.parametrize(
+    ("chain", "expected"),
+    [
+        ([MPIRUN, (["/x/python", "/x/bin/horovodrun", "-np", "2"], PTS, True), SHELL], PTS),
+        ([(["mpirun"], PTS, True), SHELL], PTS),
+        ([(["mpirun"], PTS, False), (["/x/python", "/x/bin/ringtrain", "launch"], PTS, True), SHELL], PTS),
+        ([(["mpirun"], PTS, False), (["python", "-m", "ringtrain", "launch"], PTS, True), SHELL], PTS),
+        ([MPIRUN, (["/x/python", "/x/bin/horovodrun"], "pipe:[9]", True), SHELL], ""),  # | tee log
+        ([MPIRUN, (["/x/python", "/x/bin/horovodrun"], "/tmp/log", True), SHELL], ""),
+        ([MPIRUN, (["/x/python", "/x/bin/horovodrun"], PTS, False), SHELL], ""),  # in the background
+        ([(["orted", "--hnp"], "/dev/null", True)], ""),  # on another host than its launcher
+        ([SHELL], ""),  # no launcher
+    ],
+)
+def test_progress_is_drawn_where_the_launcher_writes_to_a_terminal(tmp_path, chain, expected):
+    assert terminal_of_launcher(process_table(tmp_path, chain)) == expected
+
+
+def test_no_process_table(tmp_path):
+    assert terminal_of_launcher(tmp_path / "none") == ""
+
+
+def test_rank_before_horovod_is_known_from_the_environment():
+    assert launched_rank({}) is None
+    assert launched_rank({"OMPI_COMM_WORLD_RANK": "3"}) == 3
+    assert launched_rank({"HOROVOD_RANK": "0"}) == 0
+
+
+def test_piped_progress_is_whole_lines():
+    output = io.StringIO()
+    with Progress(Console(file=output, width=40), num_steps=4, num_epochs=2) as progress:
+        for step in range(1, 5):
+            progress.step(step, (step - 1) // 2, "loss 1")
+            if step % 2 == 0:
+                progress.epoch(step // 2 - 1, ["loss 1.0000", *["and much more"] * 5])
+    lines = output.getvalue().splitlines()
+    assert [line[:10] for line in lines] == ["epoch 1/2 ", "epoch 2/2 "]
+    assert all(line.count("and much more") == 5 for line in lines)
+    assert "\x1b" not in output.getvalue()
+
+
+def test_what_is_said_while_a_bar_moves_stands_above_it_and_in_the_log():
+    output, logged, before = io.StringIO(), [], sys.stderr
+    console = Console(file=output, width=60, force_terminal=True, color_system=None)
+    with Progress(console, num_steps=4, num_epochs=1, to_log=logged.append) as progress:
+        progress.step(1, 0, "loss 1")
+        print("ringtrain: a line", file=sys.stderr)
+        for text in ("1 of 3\r", "2 of 3\r", "and an", "other", "\r\n"):
+            sys.stderr.write(text)
+        progress.step(2, 0, "loss 1")
+    assert sys.stderr is before and logged == ["ringtrain: a line", "and another"]
+    # Lines of their own: each drawing of the bar is erased before.
+    shown = re.sub(r"[^\n]*\x1b\[2K", "", output.getvalue()).splitlines()
+    assert "ringtrain: a line" in shown and "and another" in shown
+    with Progress(Console(file=io.StringIO()), num_steps=4, num_epochs=1, to_log=logged.append):
+        assert sys.stderr is before
+
+
+def test_an_epochs_line_and_the_checksum_fit_into_80_columns():
+    output = io.StringIO()
+    console = Console(file=output, width=80, force_terminal=True, color_system=None)
+    record = {"loss": 0.00021, "accuracy": 1.0, "test_loss": 0.0406, "test_accuracy": 0.98061, "images_per_s": 96840.0}
+    with Progress(console, num_steps=4, num_epochs=300) as progress:
+        progress.epoch(29, figures_of({"epoch": 30, **record}))
+    assert "epoch  30/300  loss 0.0002  accuracy 100.00%  test loss 0.0406  accuracy 98.06%\n" in output.getvalue()
+    summary = {
+        **{"metrics": {}, "saves": {"failed": []}, "restarts": 0, "stopped_by": "", "images_per_s": 1.0},
+        **{"num_ranks": 2, "checksum": "aa1822a1d28747a5", "strategy": {}},
+        "config": {"strategy": {"name": "ring"}, "run": {"resume": "auto"}},
+    }
+    show_result(console, Path("runs/a"), summary, "averaged")
+    assert output.getvalue().splitlines()[-1] == "aa1822a1d28747a5"
+    times = {f"{part}_s": 0.0523 for part in ("step", "input", "compute", "callbacks", "wait")}
+    show_ranks(console, [{"rank": rank, "host": "host12", **times} for rank in (0, 1)], [1])
+    *_, head, _, second = output.getvalue().splitlines()
+    assert head.split() == ["ms", "per", "step", "host", "step", "input", "compute", "callbacks", "wait"]
+    assert second.startswith("rank 1 slow") and second.endswith("      52.3") and len(second) <= 80
+
+
+@pytest.mark.parametrize(("resume", "more"), [("auto", ""), ("never", " --run.resume auto")])
+def test_a_stopped_run_tells_how_to_resume_it(resume, more):
+    output = io.StringIO()
+    summary = {
+        **{"metrics": {}, "saves": {"failed": []}, "restarts": 0, "stopped_by": "SIGINT", "images_per_s": 1.0},
+        **{"num_ranks": 2, "checksum": "aa1822a1d28747a5", "strategy": {}, "global_step": 660},
+        "config": {"strategy": {"name": "ring"}, "run": {"resume": resume, "name": ""}},
+    }
+    show_result(Console(file=output, width=120), Path("runs/digits-2"), summary, "averaged")
+    told = f"after step 660, by SIGINT; to resume, repeat the command with --run.name digits-2{more}\n"
+    assert told in output.getvalue()
+
+
+def shown_plan(config: Config) -> str:
+    output = io.StringIO()
+    numbers = derive(config, num_ranks=2, num_train=1437, num_test=360)
+    show_plan(Console(file=output, width=120), config, numbers, "CPU", ["here", "here"])
+    return output.getvalue()
+
+
+def test_plan_shows_the_rate_at_its_corners():
+    shown = shown_plan(
+        Config(
+            optimizer=OptimizerConfig(name="sgd", learning_rate=0.1, accumulation_steps=2, nesterov=True, momentum=0.0),
+            schedule=ScheduleConfig("steps", warmup_epochs=1.5, milestones=(3, 9)),
+            train=TrainConfig(epochs=6),
+        )
+    )
+    rows = [" ".join(line.split()) for line in shown.splitlines()]
+    table = rows.index("learning rate 0.4 = 0.1 x 128 / 32 (sgd, steps; auto: linear for sgd)")
+    assert "global batch 128 = 32 x 2 x 2 batches accumulated" in rows
+    assert rows[table + 1 : table + 5] == [
+        "step 0, epoch 1 0.1 first step",
+        "step 32, epoch 2 0.4 after the warm-up",
+        "step 66, epoch 4 0.04 milestone 1",
+        "step 131, epoch 6 0.04 last step",
+    ]
+    assert rows[-3:-1] == [
+        "note optimizer.nesterov has no effect: it needs optimizer.name sgd and optimizer.momentum above 0",
+        "note schedule.milestones 9: the run ends after epoch 6",
+    ]
+
+
+def test_plan_of_a_constant_rate_is_one_row():
+    shown = shown_plan(Config())
+    rate = "learning rate  0.00141421 = 0.001 x sqrt(64 / 32) (adam, constant; auto: sqrt for adaptive optimizers"
+    assert f"{rate})\nseed " in shown
+    assert "note" not in shown
+    adasum = shown_plan(Config(hvd=HvdConfig(op="adasum"), train=TrainConfig(batch_size=64)))
+    assert f"{rate}; one rank's batch: Adasum" in adasum
+    named = shown_plan(Config(optimizer=OptimizerConfig(learning_rate_scaling="linear")))
+    assert "learning rate  0.002 = 0.001 x 64 / 32 (adam, constant)\nseed " in named

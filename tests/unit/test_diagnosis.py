@@ -1,0 +1,162 @@
+"""Who keeps the others waiting, and who is slow, from what the ranks say of themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringtrain.monitor.diagnosis import (
+    FIRST_STEPS_S,
+    Row,
+    SlowRanks,
+    Times,
+    idle_s,
+    keeping_waiting,
+    limit_s,
+    lost_s,
+    report,
+    stragglers,
+    warning_s,
+)
+
+
+def row(rank: int, phase: str = "reduce", step: int = 20, **more) -> Row:
+    return Row(rank, f"host{rank}", phase=phase, step=step, own_steps=20, **{"idle_s": 12.0, **more})
+
+
+def times(own_ms: float, part: str = "compute", num_steps: int = 50) -> Times:
+    own = {f"{part}_s": own_ms / 1000}
+    return Times(step_s=0.1, wait_s=0.1 - own_ms / 1000, own_s=own_ms / 1000, num_steps=num_steps, **own)
+
+
+CASES = {
+    "a rank whose beats have stopped": ([row(0), row(1, silent_s=9.0), row(2, "compute")], [1]),
+    "one that has left": ([row(0), row(1, "compute"), row(2, "compute", is_done=True)], [2]),
+    "one in input, others in reduce": ([row(0), row(1, "input"), row(2)], [1]),
+    "rank 0 itself": ([row(0, "save"), row(1), row(2)], [0]),
+    "two of three": ([row(0, "input"), row(1, "input"), row(2)], [0, 1]),
+    "those who wait in the forward pass wait as well": ([row(0, "compute"), row(1, "callbacks")], [1]),
+    "a step behind": ([row(0, "input", step=21), row(1, "compute")], [1]),
+    "one that waits a step behind keeps nobody waiting": ([row(0, "input", step=21), row(1)], []),
+    "all wait": ([row(0), row(1)], []),
+    "alone": ([row(0, "input")], [0]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_who_keeps_the_others_waiting(case: str) -> None:
+    rows, expected = CASES[case]
+    assert [one.rank for one in keeping_waiting(rows)] == expected
+
+
+def test_a_stall_is_when_nobody_makes_progress() -> None:
+    assert idle_s([row(0), row(1, idle_s=0.5)]) == 0.5
+    assert idle_s([row(0), row(1, idle_s=1.0, silent_s=9.0)]) == 10
+    assert idle_s([row(0), row(1, idle_s=0.0, is_done=True)]) == 12, "who has left makes no progress"
+
+
+def test_how_long_nobody_may_make_progress() -> None:
+    steady = [row(0, times=Times(step_s=1.0)), row(1, times=Times(step_s=2.0))]
+    assert limit_s(steady, 5) == 40, "20 times the median step"
+    assert limit_s(steady, 300) == 300
+    first = [dataclasses.replace(one, own_steps=1) for one in steady]
+    assert limit_s(first, 5) == FIRST_STEPS_S, "in which graphs are made"
+    assert limit_s([first[0], steady[1]], 5) == 40, "a rank that was stopped is not heard of again"
+    assert warning_s(steady, 300) == 40
+    assert warning_s([row(0, times=Times(step_s=0.01))], 300) == 10
+    assert warning_s([row(0, times=Times(step_s=0.01))], 5) == 2.5
+
+
+def test_the_report_says_who_where_how_long_and_who_waits() -> None:
+    rows = [row(0), row(1, "input", stacks="in read"), row(2)]
+    assert report(rows, keeping_waiting(rows)) == (
+        "rank 1 on host1 has made no progress for 12 s: at step 20, in input; ranks 0, 2 wait for it\nin read"
+    )
+    assert "each waits for the others in a collective: rank 0 on host0 at step 20" in report([row(0), row(1)], [])
+
+
+@pytest.mark.parametrize(
+    ("saw", "words"),
+    [
+        ({}, "at step 20, last heard of in compute of step 17; it does not answer: its host, or the network"),
+        (
+            {"state": "T", "step": 19, "phase": "save"},
+            "at step 19, in save; it does not answer: its process is sto",
+        ),
+        ({"state": "T"}, "at step 20, in compute; it does not answer: its process is stopped"),
+        ({"state": ""}, "its process has ended"),
+        (
+            {"state": "R", "step": 20, "phase": "step"},
+            "in input, compute or reduce; it does not answer: its proce",
+        ),
+    ],
+)
+def test_a_rank_that_does_not_answer_is_seen_by_another_of_its_host(saw: dict, words: str) -> None:
+    rows = [row(0, saw={"1": saw} if saw else {}), row(1, "compute", step=17, silent_s=9.0, idle_s=0.0)]
+    said = report(rows, keeping_waiting(rows))
+    assert said.startswith("rank 1 on host1 has made no progress for 9 s: ")
+    assert words in said
+
+
+def test_a_row_is_the_same_after_its_journey() -> None:
+    sent = row(1, "input", times=times(30), saw={"2": {"state": "T"}})
+    assert Row.from_json(json.loads(json.dumps(dataclasses.asdict(sent)))) == sent
+
+
+def test_a_straggler_is_measured_by_its_own_time_against_the_others() -> None:
+    rows = [row(0, times=times(20)), row(1, times=times(31, "input"))]
+    ((slow, part, factor),) = stragglers(rows, 1.5)
+    assert (slow.rank, part) == (1, "input")
+    assert factor == pytest.approx(1.55)
+    assert stragglers(rows, 1.6) == []
+    assert stragglers(rows, 0) == []
+    assert stragglers([rows[0], row(1, times=times(31, num_steps=49))], 1.5) == [], "not before 50 steps"
+    assert stragglers([row(0, times=times(1)), row(1, times=times(2))], 1.5) == [], "a millisecond is nothing"
+    assert stragglers([row(0, times=times(30, "input")), row(1, times=times(20))], 1.4)[0][0].rank == 0
+    fast = [row(rank, times=times(10)) for rank in range(3)]
+    assert [slow.rank for slow, _, _ in stragglers([*fast, row(3, times=times(20))], 1.5)] == [3]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 9) | st.floats(0.1, 100), min_size=2, max_size=9), st.floats(1.01, 3))
+def test_stragglers_are_those_beyond_the_median_of_the_others(own_ms: list[float], factor: float) -> None:
+    rows = [row(rank, times=times(ms)) for rank, ms in enumerate(own_ms)]
+    own_s = [ms / 1000 for ms in own_ms]
+    expected = {}
+    for rank, seconds in enumerate(own_s):
+        usual_s = statistics.median(own_s[:rank] + own_s[rank + 1 :])
+        if seconds > max(factor * usual_s, usual_s + 0.002):
+            expected[rank] = pytest.approx(seconds / usual_s)
+    assert {slow.rank: ratio for slow, _, ratio in stragglers(rows, factor)} == expected
+
+
+def test_a_thousand_ranks_are_compared_by_sorting_them_once() -> None:
+    class Counted(float):
+        comparisons = 0
+
+        def __lt__(self, other: float) -> bool:
+            Counted.comparisons += 1
+            return float(self) < float(other)
+
+    own_s = [Counted(1 + rank % 7 / 100) for rank in range(1000)]
+    rows = [row(rank, times=Times(own_s=seconds, num_steps=50)) for rank, seconds in enumerate(own_s)]
+    assert stragglers(rows, 1.5) == []
+    assert Counted.comparisons < 100_000, "the square of the ranks is a million"
+
+
+def test_a_rank_is_named_once_when_it_has_been_slow_for_long_enough() -> None:
+    """A minute of steps of 15 ms: slow for three seconds in ten, and at last without a pause."""
+    ranks, named = SlowRanks(1.5), []
+    for second in range(60):
+        is_slow = second % 10 < 3 or second >= 30
+        rows = [row(0, times=times(5)), row(1, times=times(10 if is_slow else 5, "callbacks"))]
+        rows = [dataclasses.replace(one, own_steps=50 + second * 66) for one in rows]
+        named += [(second, found.rank, part) for found, part, _ in ranks.look(rows)]
+    ((second, rank, part),) = named
+    assert 40 <= second < 50 and (rank, part) == (1, "callbacks")
+    assert lost_s(rows[1], 2.0, 1000) == pytest.approx(5.0), "half of its 10 ms, in each step"

@@ -1,0 +1,123 @@
+"""The last word of a job: the first cause, and the exit code of the rank that had it."""
+
+from __future__ import annotations
+
+import pytest
+
+from ringtrain.cluster.exit_cause import ExitCause, decide, rank_of
+from ringtrain.protocol.failures import Failure
+from ringtrain.protocol.placement import RankPlacement
+from ringtrain.protocol.reader import Reader
+
+SHUT_DOWN = "UnknownError: {{function_node __wrapped__HorovodAllreduce}} Horovod has been shut down. This was caused by"
+OPEN_MPI_KILLED = (
+    "-----\nmpirun noticed that process rank 1 with PID 0 on node host2 exited on signal 9 (Killed).\n-----"
+)
+OPEN_MPI_EXITED = (
+    "termination. The first process to do so was:\n\n  Process name: [[12481,1],1]\n  Exit code:    5\n-----"
+)
+PRRTE_KILLED = OPEN_MPI_KILLED.replace("mpirun", "prterun").replace("exited on signal", "exited on\nsignal")
+MPICH_KILLED = (
+    "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n=   PID 77 RUNNING AT host2\n=   EXIT CODE: 9\n"
+    "=   CLEANING UP\n=====\nYOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)\n"
+)
+INTEL_KILLED = "=   RANK 1 PID 77 RUNNING AT host2\n=   KILLED BY SIGNAL: 9 (Killed)\n"
+MPICH_EXITED = "=   PID 77 RUNNING AT host2\n=   EXIT CODE: 5\n=   CLEANING UP\n====\n"
+PRRTE_EXITED = "The first process to do so was:\n\n   Process name: [prterun-host1-99@1,1]\n   Exit code:    5\n"
+HOROVODRUN_GLOO = "RuntimeError: Horovod detected ...\nProcess name: 1\nExit code: 5\n"
+
+
+def reader(*failures: tuple[int, float, str, int]) -> Reader:
+    reports = Reader("j")
+    reports.seats = [RankPlacement(0, 2, "host1", 0, process=76), RankPlacement(1, 2, "host2", 0, process=77)]
+    for rank, time_s, text, code in failures:
+        reports.failures[rank] = Failure(rank, f"host{rank + 1}", time_s, text.partition(":")[0], text, code)
+    return reports
+
+
+def test_a_job_that_ends_well_says_nothing() -> None:
+    assert decide(0, reader((0, 1.0, "ValueError: caught", 1)), "", {}, "mpirun").text == ""
+
+
+def test_the_first_cause_is_said_last_with_its_code() -> None:
+    reports = reader((0, 1.0, SHUT_DOWN, 1), (1, 2.0, "Traceback\nValueError: batch 3", 3))
+    decided = decide(1, reports, OPEN_MPI_EXITED, {}, "mpirun")
+    assert (decided.exit_code, decided.text) == (3, "rank 1 on host2 failed first:\nTraceback\nValueError: batch 3")
+
+
+@pytest.mark.parametrize("text", [OPEN_MPI_EXITED, PRRTE_EXITED, HOROVODRUN_GLOO])
+@pytest.mark.parametrize("others", [(), ((0, 1.0, SHUT_DOWN, 1),)])
+def test_a_rank_that_left_without_a_word_is_named_before_those_it_took_along(text: str, others: tuple) -> None:
+    decided = decide(1, reader(*others), text, {1: ["last", "words"]}, "mpirun")
+    assert decided.exit_code == 5
+    assert decided.text.splitlines() == [
+        "rank 1 on host2 was the first to end, with exit code 5; its last lines:",
+        "  last",
+        "  words",
+    ]
+
+
+@pytest.mark.parametrize("said", [OPEN_MPI_KILLED, PRRTE_KILLED, MPICH_KILLED, INTEL_KILLED])
+def test_a_killed_rank_is_named_with_its_signal(said: str) -> None:
+    decided = decide(9, reader((0, 1.0, SHUT_DOWN, 1)), said, {}, "mpirun")
+    assert (decided.exit_code, decided.text) == (137, "rank 1 on host2 was killed by SIGKILL (signal 9)")
+
+
+def test_hydra_names_a_process_and_we_its_rank() -> None:
+    decided = decide(5, reader(), MPICH_EXITED, {}, "mpirun")
+    assert (decided.exit_code, decided.text) == (5, "rank 1 on host2 was the first to end, with exit code 5")
+    strange = decide(5, Reader("j"), MPICH_EXITED, {}, "mpirun")
+    assert strange.text == "process 77 on host2 was the first to end, with exit code 5"
+
+
+def test_of_an_elastic_job_the_host_is_named() -> None:
+    said = "The first process to do so was:\nProcess name: host2[0]\nExit code: {}\n"
+    killed = decide(1, reader(), said.format(137), {}, "horovodrun")
+    why = "of the last ranks, one on host2 was killed by SIGKILL (signal 9), or ended so"
+    assert (killed.exit_code, killed.text) == (137, why)
+    left = decide(1, reader(), said.format(5), {}, "horovodrun")
+    assert (left.exit_code, left.text) == (5, "of the last ranks, one on host2 was the first to end, with exit code 5")
+
+
+def test_shut_down_is_never_the_last_word() -> None:
+    decided = decide(1, reader((0, 1.0, SHUT_DOWN, 1)), "", {}, "mpirun")
+    assert "Horovod has been shut down" not in decided.text.splitlines()[-1]
+    assert "another rank ended before" in decided.text
+
+
+def test_where_nobody_says_who_was_first_the_last_errors_are_shown() -> None:
+    decided = decide(5, reader(), "", {1: ["some", "words"]}, "mpirun")
+    assert decided.exit_code == 5
+    assert decided.text.splitlines() == [
+        "a rank ended with exit code 5, mpirun does not say which; last errors:",
+        "  rank 1 on host2: words",
+    ]
+
+
+def test_a_launcher_that_fails_by_itself() -> None:
+    assert decide(213, Reader("j"), "no slots", {}, "mpirun").text == "mpirun ended with exit code 213"
+    assert decide(-9, Reader("j"), "", {}, "mpirun").exit_code == 137
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("[1,12]<stderr>:hello [x]", (12, "hello [x]")),
+        ("[prterun-host1-4242@1,3]<stderr>: hello", (3, "hello")),
+        ("[3] hello", (3, "hello")),
+        ("[3]<stderr>:hello", (3, "hello")),
+        ("3: hello", (3, "hello")),
+        ("hello", None),
+        ("", None),
+        ("[host1:12345] *** Process received signal ***", None),
+    ],
+)
+def test_whose_line_it_is(line: str, found: tuple[int, str] | None) -> None:
+    assert rank_of(line) == found
+
+
+def test_a_host_that_is_silent_at_the_end_is_the_cause_where_no_rank_has_another() -> None:
+    said = "lost host2 while it ran: no answer from there; the host or its network failed"
+    for code in (0, 255):  # Open MPI 5 calls it a success
+        assert decide(code, Reader("job"), "", {}, "mpirun", ["host2"]) == ExitCause(2, said)
+    assert decide(0, Reader("job"), "", {}, "mpirun") == ExitCause(0)

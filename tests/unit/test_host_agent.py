@@ -1,0 +1,77 @@
+"""Host agents' words, as the launcher reads them."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import subprocess
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planning import TWO_HOSTS
+
+from ringtrain.cluster import host_agent
+from ringtrain.cluster.plans import mpirun
+from ringtrain.cluster.supervisor import HostAgent, Supervisor, SupervisorOptions
+
+
+def test_a_line_that_comes_in_two_parts_is_read_whole() -> None:
+    watch = Supervisor("id", TWO_HOSTS, SupervisorOptions(over_ssh=False))
+    process: Any = None
+    agents = [HostAgent(host, process, lines=deque(maxlen=20)) for host in ("host1", "host2")]
+    pipes = [os.pipe() for _ in agents]
+    for agent, (end, _) in zip(agents, pipes, strict=True):
+        watch._selector.register(end, selectors.EVENT_READ, agent)
+    for part in (b"ringtrain-keeper:netw", b"orks 10.1.0.\xc3", b"\xbc3/16\nringtrain-keeper:ready host", b"1 1.0"):
+        for _, start in pipes:
+            os.write(start, part)
+        watch._poll()
+    assert [agent.networks for agent in agents] == ["10.1.0.ü3/16"] * 2
+    assert not any(agent.ready for agent in agents)
+    for _, start in pipes:
+        os.close(start)
+    watch._poll()
+    assert all(agent.ready and agent.closed for agent in agents)
+    assert agents[0].lines[-1] == "ringtrain-keeper:ready host1 1.0"
+    for end, _ in pipes:
+        os.close(end)
+
+
+def test_a_host_agent_reports_the_address_that_ssh_reaches() -> None:
+    agents = []
+    for connection in (
+        "10.1.0.9 51000 10.1.0.3 22",
+        "fe80::9%eth0 51000 fe80::3%eth0 22",
+        "UNKNOWN 65535 UNKNOWN 65535",
+        "",
+    ):
+        words = host_agent.argv("", "job", (), Path("/"), os.environ["PATH"], "", timeout_s=5)
+        env = {"PATH": os.environ["PATH"], "SSH_CONNECTION": connection}
+        said = subprocess.run(words, env=env, input=b"end\n", stdout=subprocess.PIPE, check=True, timeout=60).stdout
+        process: Any = None
+        agents.append(HostAgent("host2", process, lines=deque(maxlen=20)))
+        Supervisor("id", TWO_HOSTS, SupervisorOptions(over_ssh=False))._hear(agents[-1], said)
+    assert [agent.reached for agent in agents] == ["10.1.0.3", "", "", ""]
+    assert all(agent.ready and agent.swept for agent in agents)
+
+
+def test_this_host_is_reached_by_the_address_it_sends_from(capfd: pytest.CaptureFixture[str]) -> None:
+    watch = Supervisor("id", TWO_HOSTS, SupervisorOptions(over_ssh=False))
+    process: Any = None
+    here = HostAgent("", process, networks="127.0.0.5/32 192.168.0.0/16:bridge")
+    there = HostAgent("host2", process, networks="10.1.0.4/24", reached="127.0.0.1")
+    watch._keepers = [here, there]
+    assert watch.local_networks() == ("192.168.0.0/16",)
+    # The address that the kernel sends from, in a network of another mask on a bridge.
+    here.networks, there.reached = f"{host_agent.source_address('10.1.0.4')}/20:bridge", "10.1.0.4"
+    assert watch.local_networks() == ()
+    watch.check_networks(mpirun.plan(TWO_HOSTS, "openmpi4"))
+    assert capfd.readouterr().err == ""
+    here.networks = ""
+    watch.check_networks(mpirun.plan(replace(TWO_HOSTS, subnet="10.1.0.0/16"), "openmpi4"))
+    assert capfd.readouterr().err == ""
+    watch.check_networks(mpirun.plan(TWO_HOSTS, "openmpi4"))
+    assert "networks of this host were not compared (no `ip` there)" in capfd.readouterr().err

@@ -1,0 +1,232 @@
+"""What a sweep tries, where, and what it remembers: without starting anything."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from ringtrain import cli, config_io
+from ringtrain.cluster.hosts import parse_hosts, select
+from ringtrain.config import Config, with_values
+from ringtrain.errors import ConfigError, MissingDependency
+from ringtrain.lab import jobs
+from ringtrain.lab.sweep import space
+from ringtrain.lab.sweep.space import Choice, Range
+from ringtrain.lab.sweep.study import Study
+
+ROOT = Path(__file__).parents[2]
+
+
+def read(folder: Path, text: str) -> space.Space:
+    (folder / "space.toml").write_text(text)
+    return space.read(folder / "space.toml")
+
+
+def test_options_are_named_as_on_the_command_line_or_as_in_a_configuration(tmp_path):
+    found = read(
+        tmp_path,
+        """
+        seed = [1, 2]
+        "optimizer.learning-rate" = {low = 1e-4, high = 1, log = true}
+        train.batch-size = {low = 16, high = 70, step = 16}
+        [schedule]
+        milestones = [[1, 2], [3]]
+        [model]
+        metrics = [[], ["top-5"]]
+        """,
+    )
+    assert found == {
+        "seed": Choice((1, 2)),
+        "optimizer.learning_rate": Range(1e-4, 1.0, log=True),
+        "train.batch_size": Range(16, 70, step=16),
+        "schedule.milestones": Choice(((1.0, 2.0), (3.0,))),
+        "model.metrics": Choice(((), ("top-5",))),
+    }
+    assert isinstance(found["optimizer.learning_rate"].high, float) and found["train.batch_size"].whole
+
+
+BAD = {
+    "train.batchsize = [1]": "unknown option train.batchsize: did you mean train.batch_size?",
+    "learning_rate = [1]": "unknown option learning_rate: did you mean optimizer.learning_rate?",
+    "optimiser.momentum = [1]": "unknown option optimiser: ",
+    "train.batch_size = ['a']": "train.batch_size: got 'a', expected int",
+    "train.batch_size = [true]": "train.batch_size: got True, expected int",
+    "train.batch_size = [8, 0]": "train.batch_size: got 0, expected 1 or more",
+    "train.batch_size = []": "train.batch_size: got an empty list, expected the values to try",
+    "train.batch_size = 3": "train.batch_size: got 3, expected a list of values, or a range: {low = ..., high = ...}",
+    "train.batch_size = [8, 8]": "train.batch_size: got 8 twice, expected each value once",
+    "train.batch_size = {low = 1, high = 2.5}": "train.batch_size, high: got 2.5, expected int",
+    "train.batch_size = {low = 4, high = 4}": "train.batch_size: got low 4 and high 4, expected low below high",
+    "train.batch_size = {low = 4, high = 8, step = 5}": "train.batch_size: got step 5, expected it above 0, and 4 at",
+    "train.batch_size = {lo = 4, high = 8}": "train.batch_size: unknown key lo of a range: did you mean low?",
+    "train.batch_size = {low = 4}": "train.batch_size: got a range without high, expected low and high",
+    "optimizer.momentum = {low = 0, high = 0.9, log = true}": "optimizer.momentum: got log and low 0.0, expected low a",
+    "optimizer.momentum = {low = 0.1, high = 1.5}": "optimizer.momentum: got 1.5, expected 0 up to 1, 1 excluded",
+    "optimizer.momentum = {low = 0.1, high = 0.5, log = true, step = 0.1}": "optimizer.momentum: got log and step,",
+    "optimizer.name = ['sgd', 'adan']": "optimizer.name: got 'adan', expected one of sgd, adam, ",
+    "optimizer.name = {low = 1, high = 2}": "optimizer.name: got a range, expected a list: its values are no numbers",
+    "train.jit = ['yes']": "train.jit: got 'yes', expected bool",
+    "train.monitor = ['loss']": "train.monitor: is the same for all trials of a sweep: give it after --",
+    "run.name = ['a']": "run.name: is the same for all trials of a sweep: give it after --",
+    "'train.batch-size' = [1]\n'train.batch_size' = [2]": "train.batch_size: stands there twice",
+    "": "got no option, expected e.g. ",
+    "train.epochs = [": "not TOML: ",
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_what_is_wrong_with_a_space_is_one_line(text, tmp_path):
+    with pytest.raises(ConfigError) as raised:
+        read(tmp_path, text)
+    assert str(raised.value).startswith(f"{tmp_path / 'space.toml'}: {BAD[text]}")
+    assert "\n" not in str(raised.value)
+
+
+def test_the_command_says_it_in_one_line_before_anything_starts(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "space.toml").write_text("optimizer.momentum = {low = 0.1, high = 0.5}")
+    told = ["sweep", "--space", "space.toml", "-H", "localhost:2"]
+    for words, said in (
+        (
+            ["--sampler", "grid"],
+            "space.toml: optimizer.momentum: a grid needs a step in this range, or a list; or take",
+        ),
+        (["--ranks-per-trial", "3"], "got --ranks-per-trial 3, but 2 slots in all (localhost:2): name more hosts"),
+        (["--ranks-per-trial", "0"], "got --ranks-per-trial 0, expected 1 or more"),
+        (["-np", "2"], "got -np: a trial's ranks are --ranks-per-trial: leave it out"),
+        (["--bind", "core"], "got --bind core: each trial would bind"),
+        (["--launcher", "srun"], "got --launcher srun, expected mpirun, horovodrun or horovodrun-gloo"),
+        (["--dry-run"], "sweep runs what it measures"),
+        (["--", "--run.resume", "must"], "got run.resume: trials go on by themselves"),
+        (["--", "--model.name", "mpl"], "model.name: got mpl, did you mean mlp?"),
+        (["--", "--train.epoch", "3"], "unknown option --train.epoch: did you mean --train.epochs?"),
+    ):
+        assert cli.main([*told, *words]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line
+    assert [path.name for path in tmp_path.iterdir()] == ["space.toml"]
+
+
+def test_a_grid_is_every_combination_in_order(tmp_path):
+    found = read(
+        tmp_path,
+        """
+        "train.batch-size" = {low = 16, high = 70, step = 16}
+        "optimizer.momentum" = {low = 0.1, high = 0.3, step = 0.1}
+        "train.epochs" = {low = 2, high = 3}
+        """,
+    )
+    points = space.grid(tmp_path, found)
+    assert len(points) == 4 * 3 * 2
+    assert points[0] == {"train.batch_size": 16, "optimizer.momentum": 0.1, "train.epochs": 2}
+    assert points[1]["train.epochs"] == 3
+    assert [point["optimizer.momentum"] for point in points[:6:2]] == [0.1, 0.2, 0.3]
+
+
+def test_a_trial_is_on_one_host_where_it_fits():
+    free = {"a": {0, 1, 2, 3}, "b": {1, 2}, "c": set()}
+    assert jobs.allot(free, 2) == {"b": (1, 2)}
+    assert jobs.allot(free, 3) == {"a": (0, 1, 2)}
+    assert jobs.allot(free, 5) == {"a": (0, 1, 2, 3), "b": (1,)}
+    assert jobs.allot(free, 7) == {} and jobs.allot({"a": set()}, 1) == {}
+
+
+def test_a_place_is_told_to_launch_so_that_it_takes_these_slots():
+    """Which are GPUs: see cluster.run.starter."""
+    hosts = select(parse_hosts("a:4,b:2,[fe80::1]:3"), exclude="a:0")
+    place = {"a": (1, 3), "fe80::1": (2,)}
+    _, listed, _, included = jobs.words_of(place, hosts)
+    found = select(parse_hosts(listed), included)
+    assert {host.name: tuple(host.indices) for host in found} == place
+    assert {host.name: host.slots for host in found} == {"a": 2, "fe80::1": 1}
+
+
+def test_a_configuration_with_lists_of_words_comes_back_from_its_toml(tmp_path):
+    config = with_values(Config(), {"seed": 3, "model.metrics": ("top-5",), "schedule.milestones": (1.0, 2.0)})
+    (tmp_path / "config.toml").write_text(config_io.to_toml(config))
+    assert config_io.read_toml(tmp_path / "config.toml") == config
+
+
+# ---- what Optuna keeps --------------------------------------------------------------------------------------------
+
+SPACE = {
+    "optimizer.momentum": Range(0.0, 0.9),
+    "train.batch_size": Range(16, 70, step=16),
+    "optimizer.learning_rate": Range(1e-4, 1.0, log=True),
+    "schedule.milestones": Choice(((1.0,), (2.0, 3.0))),
+    "train.jit": Choice((False, True)),
+}
+
+
+def study(folder: Path, sampler: str = "random", prune: str = "none", points=(), **changed) -> Study:
+    return Study(folder, changed.get("space", SPACE), sampler, prune, minimize=True, seed=0, points=points)
+
+
+@pytest.mark.parametrize("sampler", ["random", "tpe"])
+def test_a_sweep_that_goes_on_draws_what_it_has_not_drawn(sampler, tmp_path):
+    drawn = []
+    for most in (3, 6):
+        one = study(tmp_path, sampler)
+        while trial := one.next(most):
+            drawn.append(one.values(trial)["optimizer.momentum"])
+            one.finish(trial, "complete", 1.0)
+    assert len(drawn) == len({*drawn}) == 6
+
+
+@pytest.mark.parametrize("sampler", ["random", "tpe"])
+def test_a_sweep_that_goes_on_keeps_what_was_running(sampler, tmp_path):
+    first = study(tmp_path, sampler)
+    trials = [first.next(9) for _ in range(3)]
+    values = [first.values(trial) for trial in trials]
+    first.finish(trials[0], "complete", 0.5, seconds=1.0)
+    half = first.next(9)  # killed before it had all of its values
+    momentum = half.suggest_float("optimizer.momentum", 0.0, 0.9)
+    again = study(tmp_path, sampler)
+    assert [trial.number for trial in again.interrupted()] == [1, 2, 3]
+    assert [again.values(trial) for trial in again.interrupted()[:2]] == values[1:]
+    completed = again.values(again.interrupted()[2])
+    assert completed.keys() == SPACE.keys() and completed["optimizer.momentum"] == momentum
+    assert all(one["train.batch_size"] in (16, 32, 48, 64) for one in values)
+    assert [one.values for one in again.trials()] == [*values, completed]
+    assert [one.state for one in again.trials()] == ["complete", *3 * ["running"]]
+    assert again.next(4) is None
+
+
+def test_a_grid_is_done_once_whenever_it_is_interrupted(tmp_path):
+    options = {"train.batch_size": Choice((16, 32, 48)), "schedule.milestones": Choice(((1.0,), (2.0, 3.0)))}
+    points = space.grid(tmp_path, options)
+    done = []
+    for _ in points:  # a start each; of each second one nothing is told
+        one = study(tmp_path, "grid", points=points, space=options)
+        trial = (one.interrupted() or [one.next(len(points))])[0]
+        done.append(one.values(trial))
+        one.finish(trial, "complete", 1.0)
+        one.next(len(points))
+    assert done == points
+    last = study(tmp_path, "grid", points=points, space=options)
+    assert last.next(len(points)) is None and not last.interrupted()
+
+
+def test_asha_ends_what_falls_behind_and_nothing_else_does(tmp_path):
+    for prune in ("asha", "none"):
+        (tmp_path / prune).mkdir()
+        one = study(tmp_path / prune, prune=prune)
+        good, bad = one.next(2), one.next(2)
+        assert not any(one.report(good, epoch, 1 / epoch) for epoch in range(1, 10))
+        assert one.report(bad, 1, 2.0) is (prune == "asha")
+        one.finish(good, "complete", 0.1)
+        one.finish(bad, "pruned", stopped_at=1)
+        assert [(each.state, each.epochs, each.value) for each in one.trials()] == [
+            ("complete", 9, 0.1),
+            ("pruned", 1, 2.0),
+        ]
+        assert [each.number for each in one.best()] == [0]
+
+
+def test_without_optuna_one_line_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(MissingDependency, match=re.escape("pip install 'ringtrain[sweep]'")):
+        study(tmp_path)

@@ -1,0 +1,119 @@
+"""Beats over real sockets: who knows the token is heard, nobody else; a slate is read while its process is stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from ringtrain.protocol import transport
+
+SHOWS_A_SLATE = (
+    "import sys; from ringtrain.protocol.transport import Slate; slate = Slate(); slate.put(20, 'save')\n"
+    "print(slate.descriptor, flush=True); sys.stdin.read()"
+)
+
+
+@pytest.fixture
+def hub():
+    wire = transport.Wire("secret", listens=True)
+    yield wire
+    wire.close()
+
+
+def test_both_sides_hear_each_other(hub: transport.Wire) -> None:
+    caller = transport.Wire("secret")
+    heard: list[dict] = []
+    answers = threading.Thread(target=lambda: [heard.extend(hub.exchange({"n": n}, 0.2)) for n in range(5)])
+    answers.start()
+    assert caller.connect(["127.0.0.1"], hub.port, {"first": 1})
+    answers.join()
+    assert heard[0] == {"first": 1}, "without the token"
+    hub.exchange({"last": 1}, 0.0)
+    assert caller.exchange({}, 0.2)[-1] == {"last": 1}
+    caller.close()
+
+
+HOSTILE = [
+    b"GET / HTTP/1.1\r\n",
+    b'{"token": "guess"}\n',
+    b'{"token": "\xc3\xa9"}\n',
+    b"[" * 60_000 + b"\n",
+    b"[]\n",
+    b"\xff\n",
+    b"x" * (2 * transport.MAX_LINE_BYTES),
+]
+
+
+@pytest.mark.parametrize("line", HOSTILE, ids=lambda line: repr(line[:20]))
+def test_who_does_not_know_the_token_is_not_heard_and_told_nothing(hub: transport.Wire, line: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", hub.port), 5) as stranger:
+        stranger.settimeout(5)
+        hub.exchange({"secrets": 1}, 0.1)
+        try:
+            stranger.sendall(line)
+            heard = hub.exchange({"secrets": 2}, 0.2)
+            assert stranger.recv(1000) == b"", "it was hung up on"
+        except ConnectionError:
+            heard = []
+        assert heard == []
+
+
+@pytest.mark.parametrize("line", [b"[" * 60_000, b"[]", b"\xff", b"{", b""], ids=lambda line: repr(line[:20]))
+def test_a_broken_message_ends_its_connection_and_not_the_watch(hub: transport.Wire, line: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", hub.port), 5) as rank:
+        rank.settimeout(5)
+        rank.sendall(b"secret\n" + line + b"\n")
+        assert hub.exchange({}, 0.2) == []
+        assert rank.recv(100).startswith(b"secret\n")
+        assert rank.recv(100) == b""
+
+
+def test_a_part_of_the_token_gets_no_answer(hub: transport.Wire) -> None:
+    with socket.create_connection(("127.0.0.1", hub.port), 5) as right, socket.socket() as wrong:
+        wrong.connect(("127.0.0.1", hub.port))
+        right.sendall(b"secr")
+        wrong.sendall(b"ringx")
+        hub.exchange({}, 0.2)
+        for stranger in (right, wrong):
+            stranger.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                stranger.recv(1)
+
+
+def test_silent_connections_lock_no_rank_out(hub: transport.Wire) -> None:
+    silent = [socket.create_connection(("127.0.0.1", hub.port), 5) for _ in range(transport.MAX_STRANGERS + 20)]
+    ranks = [socket.create_connection(("127.0.0.1", hub.port), 5) for _ in range(128)]
+    for number, rank in enumerate(ranks):
+        rank.sendall(b'secret\n{"rank": %d}\n' % number)
+    heard: list[dict] = []
+    while more := hub.exchange({}, 0.5):
+        heard += more
+    assert sorted(message["rank"] for message in heard) == list(range(128))
+    for connection in (*silent, *ranks):
+        connection.close()
+
+
+def test_a_caller_does_not_take_another_program_for_rank_0() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        assert not transport.Wire("secret").connect(["127.0.0.1"], other.getsockname()[1], {})
+
+
+def test_an_exchange_is_woken(hub: transport.Wire) -> None:
+    hub.wake()
+    assert hub.exchange({}, 3600) == []
+
+
+def test_a_stopped_process_is_seen_with_what_is_on_its_slate() -> None:
+    with subprocess.Popen([sys.executable, "-c", SHOWS_A_SLATE], stdin=-1, stdout=-1, text=True) as process:
+        descriptor = int(process.stdout.readline())
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        assert transport.look_at(process.pid, descriptor) == {"state": "T", "step": 20, "phase": "save"}
+        process.kill()
+    assert transport.look_at(process.pid, descriptor) == {"state": ""}
