@@ -1,18 +1,18 @@
-"""One training run: setup, callbacks, checkpoints, resume, and what a user sees of it.
+"""One training run: set-up, callbacks, checkpoints, resume and terminal output.
 
 setup:          model, data, callbacks and the run folder, from a Config
-consistency:    code, versions and data are the same on all ranks, or the run is refused
+consistency:    verifies that code, versions and data are the same on all ranks
 devices:        one GPU per local rank, memory limits, CPU threads
-checkpoint:     atomic checkpoints with a checksum per file; the exported model
-saver:          saves a run's state during training
-model_state:    a model's state as arrays: shared, and per rank
-resume:         which checkpoint a run resumes from; restores it on all ranks together
+checkpoint:     atomic checkpoints with a checksum per file; export of the trained model
+saver:          saves the state of a run during training
+model_state:    state of a model as arrays, shared and per rank
+resume:         finds the checkpoint to resume from and restores it on all ranks
 evaluation:     metrics over all ranks, equal to those of one process
 early_stopping: early stopping, and a lower learning rate on a plateau
-stopping:       signals, time limit and NaN end a run on all ranks after the same step
+stopping:       ends a run on all ranks after the same step: signals, time limit, NaN
 run_folder:     the run folder: name, lock, summary.json
-tracking:       metrics, TensorBoard, curves
+tracking:       metrics files, TensorBoard, curves
 console:        plan, progress bar and result in the terminal
-log_capture:    TensorFlow's messages to the rank's log, everything else to the terminal
-lazy_keras:     loads the parts of Keras that training does not use on first use
+log_capture:    writes standard error to the rank's log, and to the terminal without TensorFlow's messages
+lazy_keras:     defers the import of Keras modules that training does not use
 """

@@ -1,7 +1,7 @@
-"""Checkpoints as folders that are whole or not there: checkpoints/step-00000440/{state,ranks}.npz and manifest.json.
+"""Checkpoints as atomic folders: checkpoints/step-00000440/{state,ranks}.npz and manifest.json.
 
-A folder is filled under another name, flushed to the disk, and renamed; its manifest, written last, holds a checksum of
-every file. What does not verify is never restored.
+A folder is written under a temporary name, flushed to disk and renamed. The manifest, written last, holds a checksum
+of every file; a checkpoint that does not match it is never restored.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from ringtrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from ringtrain.protocol.json_text import INVALID, parse_json
 
 FORMAT = 2
-"""2: ranks.npz holds only what differs between ranks"""
+"""Manifest format. 2: ranks.npz holds only what differs between ranks."""
 MANIFEST = "manifest.json"
 UNFINISHED = ".unfinished-"
 REMOVED = ".removed-"
 READ_AGAIN_S = (0.5, 2.0)
-"""pauses before a file that could not be read is read again, as file servers fail for a moment"""
+"""Pauses in seconds before a failed read is repeated: file servers can fail for a moment."""
 NAME = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that has been verified."""
+    """Verified checkpoint."""
 
     folder: Path
     manifest: Mapping[str, Any]
 
     @property
     def global_step(self) -> int:
-        """Steps that were done."""
+        """Number of completed steps."""
         return self.manifest["global_step"]
 
     def arrays(self, name: str) -> dict[str, NDArray[Any]]:
-        """The arrays of one of its files, by name."""
+        """Loads the arrays of one of its files, by name."""
         with np.load(self.folder / f"{name}.npz", allow_pickle=False) as file:
             return dict(file)
 
@@ -61,23 +61,19 @@ def save(
     facts: Mapping[str, Any],
     after_file: Callable[[str], None] = lambda name: None,
 ) -> Path:
-    """Writes a checkpoint; for rank 0 alone.
+    """Writes a checkpoint and returns its folder; for rank 0 only. Keeps a valid checkpoint of the same step.
 
     Args:
-        folder: that holds the run's checkpoints; it exists.
-        files: name of each file, without its ending, to its arrays by name.
-        facts: what else the manifest shall say; plain values.
-        after_file: called with the name of each file that is written, while the checkpoint is not yet whole.
-
-    Returns:
-        The checkpoint's folder. One of the same step that verifies is kept as it is.
+        files: arrays by name, for each file name without extension.
+        facts: further plain values for the manifest.
+        after_file: called with each file name once it is written, while the checkpoint is still incomplete.
 
     Raises:
-        OSError: it could not be written; nothing of it remains.
-        CheckpointError: there is one of the same step that cannot be read now; it stays.
+        OSError: writing failed; nothing of the checkpoint remains.
+        CheckpointError: a checkpoint of the same step exists and cannot be read now; it is kept.
     """
     final = folder / f"step-{global_step:08d}"
-    unfinished = folder / f"{UNFINISHED}{global_step:08d}-{socket.gethostname()}-{os.getpid()}"  # nobody else's
+    unfinished = folder / f"{UNFINISHED}{global_step:08d}-{socket.gethostname()}-{os.getpid()}"  # unique per process
     if final.exists():
         try:
             return verify(final).folder
@@ -111,11 +107,11 @@ def save(
 
 
 def verify(folder: Path) -> Checkpoint:
-    """Reads a checkpoint's manifest and compares every file with it.
+    """Verifies every file of a checkpoint against its manifest.
 
     Raises:
-        DamagedCheckpoint: something is missing, cut short or changed.
-        CheckpointError: it cannot be read, now as a moment later, or it was written by a newer ringtrain.
+        DamagedCheckpoint: a file is missing, truncated or changed.
+        CheckpointError: it cannot be read, even after retries, or a newer ringtrain wrote it.
     """
     pauses_s = iter(READ_AGAIN_S)
     while True:
@@ -159,21 +155,18 @@ def _verify(folder: Path) -> Checkpoint:
 
 
 def saved_in(folder: Path) -> list[Path]:
-    """Folders of a run's checkpoints, the newest first, whole or not."""
-    # Not glob, which takes a folder that cannot be read for an empty one.
+    """Returns the checkpoint folders of a run, newest first, including incomplete ones."""
+    # Not glob, which treats an unreadable folder as empty.
     names = os.listdir(folder) if folder.is_dir() else []
     found = [folder / name for name in names if NAME.fullmatch(name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
 
 def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Finds the newest checkpoint that verifies.
-
-    Returns:
-        The checkpoint, or None; and why newer ones were passed over.
+    """Returns the newest valid checkpoint, or None, and why newer ones were skipped.
 
     Raises:
-        CheckpointError: one that may be good cannot be read.
+        CheckpointError: a checkpoint that may be valid cannot be read.
     """
     refused: list[str] = []
     for path in saved_in(folder):
@@ -185,19 +178,12 @@ def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def prune(folder: Path, keep: int, best_by: str) -> None:
-    """Removes older checkpoints.
-
-    Args:
-        best_by: the metric whose highest checkpoint stays as well.
-
-    Raises:
-        OSError: something cannot be read or removed.
-    """
-    for path in folder.glob(f"{REMOVED}*"):  # half gone when its process was killed
+    """Removes all but the newest `keep` checkpoints and the one with the highest `best_by`. Raises OSError."""
+    for path in folder.glob(f"{REMOVED}*"):  # partly removed by a process that was killed
         shutil.rmtree(path, ignore_errors=True)
     paths = saved_in(folder)
     scores = {path: score for path in paths if (score := _score(path, best_by)) is not None}
-    # The oldest of equals: within an epoch, a checkpoint still has the metrics of the epoch before.
+    # The oldest of equal scores: within an epoch, a checkpoint still has the metrics of the previous epoch.
     best = max(reversed(paths), key=lambda path: scores.get(path, -math.inf), default=None) if scores else None
     for path in paths[keep:]:
         if path != best:
@@ -205,10 +191,10 @@ def prune(folder: Path, keep: int, best_by: str) -> None:
 
 
 def remove_after(folder: Path, global_step: int) -> None:
-    """Removes checkpoints of later steps, damaged or given up, and what was left half written; as a run goes on.
+    """Removes checkpoints of later steps, and incomplete folders, when a run resumes.
 
     Raises:
-        CheckpointError: a later one, which may be good, cannot be read; nothing was removed.
+        CheckpointError: a later checkpoint that may be valid cannot be read; nothing was removed.
     """
     later = [path for path in saved_in(folder) if int(path.name.removeprefix("step-")) > global_step]
     for path in later:
@@ -221,20 +207,20 @@ def remove_after(folder: Path, global_step: int) -> None:
 
 
 def _remove(path: Path) -> None:
-    # Under another name first: a folder that is half gone must not look like a checkpoint.
+    # Renamed first: a partly removed folder must not look like a checkpoint.
     doomed = path.with_name(f"{REMOVED}{path.name}-{time.time_ns()}")
     os.rename(path, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 
 def check_exportable(model: Any) -> None:
-    """Raises ConfigError for a model of which Keras could not write a model.keras after training."""
+    """Raises ConfigError if Keras cannot serialize the model as model.keras after training."""
     import keras
 
     try:
         with _uncompiled(model):
             json.dumps(keras.saving.serialize_keras_object(model))
-    except Exception as error:  # of the model's own get_config, too
+    except Exception as error:  # also from the model's own get_config
         raise ConfigError(
             f"{model.name} cannot be written as model.keras: {_one_line(error)}: give it, or the layer that is named, a"
             f" get_config that returns the arguments of its constructor as plain values"
@@ -242,10 +228,10 @@ def check_exportable(model: Any) -> None:
 
 
 def export(model: Any, folder: Path, saved_model: bool) -> None:
-    """Writes the trained model for use without ringtrain: model.keras, without the optimizer; for rank 0 alone.
+    """Exports the trained model, without its optimizer, as model.keras for use without ringtrain; for rank 0 only.
 
     Raises:
-        OSError: it cannot be written; what was there before stays.
+        OSError: it cannot be written; an earlier export is kept.
         CheckpointError: Keras cannot write it; its weights are in model.weights.h5.
     """
     unfinished, name = folder / ".unfinished.keras", "model.keras"
@@ -258,7 +244,7 @@ def export(model: Any, folder: Path, saved_model: bool) -> None:
             model.export(str(folder / name), verbose=False)
     except OSError:
         raise
-    except Exception as error:  # of the model's own code, too
+    except Exception as error:  # also from the model's own code
         model.save_weights(folder / "model.weights.h5")
         raise CheckpointError(
             f"{folder / name}: cannot be written: {_one_line(error)}: the weights are in model.weights.h5 and in the"
@@ -270,7 +256,7 @@ def export(model: Any, folder: Path, saved_model: bool) -> None:
 
 @contextlib.contextmanager
 def _uncompiled(model: Any) -> Iterator[None]:
-    """Leaves loss and optimizer out of what Keras writes of a model."""
+    """Excludes loss and optimizer from what Keras writes of a model."""
     compiled, model.compiled = model.compiled, False
     try:
         yield
@@ -283,7 +269,7 @@ def _one_line(error: Exception) -> str:
 
 
 def shapes_of(variables: Sequence[Any]) -> list[list[Any]]:
-    """What identifies a list of Keras variables: [name, shape, dtype] of each."""
+    """Returns [name, shape, dtype] of each Keras variable, to identify a model."""
     return [[variable.path, list(variable.shape), str(variable.dtype)] for variable in variables]
 
 

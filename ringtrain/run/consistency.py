@@ -1,4 +1,4 @@
-"""What must be the same on all ranks besides the configuration: code, versions, data; told apart before training."""
+"""Verifies before training that code, versions and data are the same on all ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def of_code(config: Config, versions: Mapping[str, str]) -> dict[str, str]:
-    """What this rank runs.
-
-    Returns:
-        Versions, and checksums of ringtrain's files and of the user's modules.
-    """
+    """Returns this rank's versions, and checksums of ringtrain's files and of the user's modules."""
     found = {f"version of {name}": version for name, version in versions.items()}
     files = sorted(PACKAGE.rglob("*.py"))
     found |= {f"ringtrain/{path.relative_to(PACKAGE)}": checksum_of(path) for path in files}
@@ -31,24 +27,17 @@ def of_code(config: Config, versions: Mapping[str, str]) -> dict[str, str]:
 
 
 def checksum_of(path: Path) -> str:
-    """A checksum of a file, as short text."""
+    """Returns the CRC-32 of a file as text."""
     return f"with checksum {zlib.crc32(path.read_bytes()):08x}"
 
 
 def refuse(prints: Sequence[tuple[str, Mapping[str, str]]]) -> None:
-    """Makes sure that all ranks have the same.
-
-    Args:
-        prints: of every rank: its host, and what it has.
-
-    Raises:
-        ConfigError: names the first rank that has something else than rank 0, and what.
-    """
+    """Raises ConfigError with the first rank that differs from rank 0. `prints`: host and values of each rank."""
     host_0, first = prints[0]
     for rank, (host, other) in enumerate(prints):
         for name in sorted({*first, *other}, key=lambda name: ("/" in name, name)):
             own, theirs = first.get(name, "missing"), other.get(name, "missing")
-            # A module of the user's that only one has is another configuration, which is told elsewhere.
+            # A user's module that only one rank has is a different configuration, which another check reports.
             if own != theirs and not (name.startswith("module ") and "missing" in (own, theirs)):
                 raise ConfigError(
                     f"rank {rank} on {host} has another {name} than rank 0 on {host_0}: {theirs}, not {own}:"
@@ -60,16 +49,12 @@ def _path_of(module: str) -> Path | None:
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError, AttributeError):
-        return None  # that is said where it is imported
+        return None  # reported where the module is imported
     return Path(spec.origin) if spec and spec.origin and spec.has_location else None
 
 
 def git_revision(start: Path) -> str | None:
-    """The commit that a folder's work tree stands on.
-
-    Returns:
-        Its hash; None outside of a work tree and before its first commit.
-    """
+    """Returns the commit hash of a folder's work tree; None outside of one and before its first commit."""
     for folder in (start, *start.parents):
         git = folder / ".git"
         if git.is_dir():

@@ -1,4 +1,4 @@
-"""What the person who started the run sees: the plan, progress, the result."""
+"""Terminal output of a run: plan, progress, result."""
 
 from __future__ import annotations
 
@@ -25,33 +25,28 @@ LAUNCHERS = ("ringtrain", "horovodrun", "mpirun", "mpiexec", "orterun")
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "HOROVOD_RANK")
 SECONDS_BETWEEN_LINES = 10.0
 OVER_GRPC = dict.fromkeys(("multi-worker", "ps-sync", "ps-async"), "; its servers obey every user of these hosts")
-"""TensorFlow's servers have no authentication: see docs/launching.md"""
+"""TensorFlow's servers have no authentication: see docs/launching.md."""
 
 
 class SteadyConsole(Console):
-    """A console that leaves the cursor alone: a launcher may kill this process before it could show it again."""
+    """Console that never hides the cursor: a launcher may kill this process before it is shown again."""
 
     def show_cursor(self, show: bool = True) -> bool:
         return False
 
 
 def console_for(rank: int) -> Console:
-    """Where a rank prints.
+    """Returns the console of a rank, which is quiet on all ranks but rank 0.
 
-    Args:
-        rank: all but rank 0 get a console that shows nothing.
-
-    Returns:
-        A console on the terminal itself where there is one, also under a launcher on this host; else on standard
-        output, for plain lines.
+    It writes to the terminal itself if there is one, also under a launcher on this host, else plain lines to stdout.
     """
     if rank != 0:
         return SteadyConsole(quiet=True)
     terminal = "" if HOST_SLOTS in os.environ else terminal_of_launcher()
     if terminal:
-        with contextlib.suppress(OSError):  # another user's terminal, or one outside of this container
+        with contextlib.suppress(OSError):  # another user's terminal, or one outside this container
             stream = open(terminal, "w", encoding="utf-8")  # noqa: SIM115 - as long as the process lives
-            width = os.get_terminal_size(stream.fileno()).columns or 100  # some terminals do not know theirs
+            width = os.get_terminal_size(stream.fileno()).columns or 100  # some terminals report a width of 0
             return SteadyConsole(file=stream, force_terminal=True, width=width)
     if launched_rank() is not None or not sys.stdout.isatty():
         return SteadyConsole(force_terminal=False, color_system=None, width=120)
@@ -59,14 +54,11 @@ def console_for(rank: int) -> Console:
 
 
 def terminal_of_launcher(proc: Path = Path("/proc")) -> str:
-    """Finds the terminal that a launcher on this host writes to, to draw on it directly.
+    """Returns the terminal that a launcher on this host writes to, e.g. "/dev/pts/3", to draw on it directly.
 
-    A launcher gives its ranks a pipe, or a terminal of its own making, and copies line by line with a prefix: no
-    progress bar survives that.
-
-    Returns:
-        E.g. "/dev/pts/3"; empty if there is no launcher among this process' ancestors, it runs in the background, or
-        its output goes to a file or pipe.
+    A launcher gives its ranks a pipe or a pseudo-terminal and copies their output line by line with a prefix, which
+    breaks a progress bar. Returns "" if no ancestor of this process is a launcher, if it runs in the background, or if
+    its output goes to a file or pipe.
     """
     process, found = os.getpid(), ""
     while process > 1:
@@ -85,19 +77,19 @@ def terminal_of_launcher(proc: Path = Path("/proc")) -> str:
 
 
 def launched_rank(environ: Mapping[str, str] = os.environ) -> int | None:
-    """This process' rank as its launcher set it, known before Horovod is; None without a launcher."""
+    """Returns this process's rank as set by its launcher, before Horovod knows it; None without a launcher."""
     return next((int(environ[name]) for name in RANK_VARIABLES if name in environ), None)
 
 
 class AboveBar(io.TextIOBase):
-    """Standard error while a bar moves: whole lines go to a log and above the bar, which else would leave a copy."""
+    """Standard error while a bar moves: logs whole lines, and prints them above the bar to leave no copy of it."""
 
     def __init__(self, console: Console, to_log: Callable[[str], None], instead_of: TextIO) -> None:
         self.console, self.to_log, self.instead_of = console, to_log, instead_of
         self._begun = ""
 
     def write(self, text: str) -> int:
-        """Shows the lines that are complete."""
+        """Shows complete lines and keeps the rest."""
         *lines, rest = (self._begun + text).split("\n")
         self._begun = _as_last_written(rest) + "\r" * rest.endswith("\r")
         for line in map(_as_last_written, lines):
@@ -106,21 +98,17 @@ class AboveBar(io.TextIOBase):
         return len(text)
 
     def fileno(self) -> int:
-        """Standard error's own descriptor, for child processes."""
+        """Descriptor of standard error, for child processes."""
         return self.instead_of.fileno()
 
 
 def _as_last_written(line: str) -> str:
-    """What a terminal shows of a line that carriage returns wrote over."""
+    """Returns what a terminal shows of a line that contains carriage returns."""
     return line.rstrip("\r").rpartition("\r")[2]
 
 
 class Progress:
-    """Shows a run's progress: a bar where it can move, else a line per epoch and every ten seconds.
-
-    Args:
-        to_log: keeps a line that is written to standard error meanwhile, which is then shown above the bar.
-    """
+    """Progress of a run: a bar if it can move, else a line per epoch and every 10 s. `to_log`: as in `AboveBar`."""
 
     def __init__(
         self, console: Console, num_steps: int, num_epochs: int, to_log: Callable[[str], None] | None = None
@@ -137,7 +125,7 @@ class Progress:
             TimeRemainingColumn(),
             console=console,
             disable=console.quiet or not console.is_terminal,
-            redirect_stderr=False,  # AboveBar: what is said there belongs into the rank's log as well
+            redirect_stderr=False,  # AboveBar does that, and writes to the rank's log
             transient=True,
             expand=True,
         )
@@ -156,24 +144,14 @@ class Progress:
         self.bar.stop()
 
     def step(self, global_step: int, epoch: int, figures: str) -> None:
-        """Shows a step that is done.
-
-        Args:
-            epoch: from 0.
-            figures: e.g. "loss 0.1234".
-        """
+        """Shows a completed step with its `figures`, e.g. "loss 0.1234"; `epoch` counts from 0."""
         description = f"epoch {epoch + 1}/{self.num_epochs}"
         self.bar.update(self.task, completed=global_step, description=description, figures=figures)
         if not self.console.is_terminal and time.monotonic() - self.last_line_s > SECONDS_BETWEEN_LINES:
             self._line(f"{description}  step {global_step}/{self.bar.tasks[0].total}  {figures}")
 
     def epoch(self, epoch: int, figures: Sequence[str]) -> None:
-        """Shows an epoch that is done, on a line that stays.
-
-        Args:
-            epoch: from 0.
-            figures: the last ones are left out where a terminal's line has no room for them.
-        """
+        """Prints a line for a completed epoch, counted from 0, without the last figures if the line is too long."""
         shown = [f"epoch {epoch + 1:>{len(str(self.num_epochs))}}/{self.num_epochs}", *figures]
         while self.console.is_terminal and len("  ".join(shown)) > self.console.width and len(shown) > 2:
             shown.pop()
@@ -185,7 +163,7 @@ class Progress:
 
 
 def speed(images_per_s: float) -> str:
-    """E.g. "1,234 images/s"; a run of one step has none, because that step is left out."""
+    """Formats a speed, e.g. "1,234 images/s". A run of one step has none: the first step is not measured."""
     return f"{images_per_s:,.0f} images/s" if math.isfinite(images_per_s) else "too short to measure speed"
 
 
@@ -197,11 +175,7 @@ def show_plan(
     hosts: Sequence[str],
     strategy: Mapping[str, Any] | None = None,
 ) -> None:
-    """Shows what is about to be done, with every number that follows from the configuration.
-
-    Args:
-        pinning: what rank 0 runs on.
-    """
+    """Prints the plan, with every number derived from the configuration. `pinning`: device of rank 0."""
     n, optimizer = numbers, config.optimizer
     per_host = ", ".join(f"{host}: {hosts.count(host)}" for host in dict.fromkeys(hosts))
     factor = f"{scaled_batch(config, n.global_batch_size, n.num_ranks)} / {optimizer.reference_batch_size}"
@@ -237,11 +211,7 @@ def show_plan(
 
 
 def show_start(console: Console, config: Config, start: Any, causes: Sequence[str]) -> None:
-    """Shows where a run goes on, and which checkpoints were not fit for it.
-
-    Args:
-        causes: why earlier starts of the job ended.
-    """
+    """Prints where a run resumes, which checkpoints were skipped, and why earlier attempts ended (`causes`)."""
     for number, cause in enumerate(causes, 1):
         console.print(f"start {number} ended  {cause}", highlight=False, markup=False, soft_wrap=True)
     for reason in start.refused:
@@ -252,11 +222,7 @@ def show_start(console: Console, config: Config, start: Any, causes: Sequence[st
 
 
 def show_complete(console: Console, folder: Path, summary: Mapping[str, Any], ended_by: str) -> None:
-    """Shows that a run had ended before this start, which changes nothing.
-
-    Args:
-        ended_by: option that ended it before its last epoch; "": all epochs are trained.
-    """
+    """Prints that a run was complete and stays unchanged. `ended_by`: option that ended it; "": all epochs are done."""
     since = time.strftime("%Y-%m-%d %H:%M", time.localtime(summary["started"] + summary["fit_s"]))
     more = f"raise --train.epochs above {summary['config']['train']['epochs']}"
     if ended_by:
@@ -274,7 +240,7 @@ def show_complete(console: Console, folder: Path, summary: Mapping[str, Any], en
 
 
 def show_result(console: Console, folder: Path, summary: Mapping[str, Any], gradients: str) -> None:
-    """Shows what came out; the proof comes last."""
+    """Prints the result; the verification comes last."""
     usual = {"test_accuracy": "{:.2%}", "test_loss": "{:.4f}"}
     metrics = summary["metrics"]
     skipped = summary.get("skipped_samples", 0)
@@ -318,7 +284,7 @@ def show_result(console: Console, folder: Path, summary: Mapping[str, Any], grad
             f"{summary['num_ranks']} {copies} in step: gradients {gradients},"
             f" weights and optimizer equal {summary['checksum']}"
         )
-    # In a narrow terminal it breaks between words: the checksum stays in one piece.
+    # A narrow terminal breaks it between words: the checksum stays in one piece.
     console.print(line, highlight=False, markup=False, soft_wrap=not console.is_terminal, style="bold")
 
 
@@ -327,11 +293,7 @@ def _shortened(names: Sequence[str], most: int = 4) -> str:
 
 
 def show_ranks(console: Console, ranks: Sequence[Mapping[str, Any]], slow: Sequence[int]) -> None:
-    """Shows where each rank's time went, if one of them was slow.
-
-    Args:
-        ranks: of summary.json; medians of a step.
-    """
+    """Prints how each rank spent its time, if one was slow. `ranks`: medians per step, as in summary.json."""
     if not slow:
         return
     console.print()
@@ -348,7 +310,7 @@ def _line_of(console: Console, first: str, cells: Sequence[str]) -> None:
 
 
 def _table_of_rates(schedule: schedules.Schedule, steps_per_epoch: int) -> dict[str, str]:
-    """A row for each corner of a schedule that is not constant."""
+    """Returns a row for each breakpoint of a schedule that is not constant."""
     if schedule.is_constant:
         return {}
     rows = {}

@@ -1,4 +1,4 @@
-"""Which device a rank runs on: one GPU per local rank; without GPUs, its share of the host's cores."""
+"""Device of a rank: one GPU per local rank; without GPUs, its share of the host's cores."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from ringtrain.protocol.env import HOST_SLOTS
 
 @dataclass(frozen=True)
 class Pinning:
-    """What one rank may use."""
+    """Device, memory limit and threads of one rank."""
 
     gpu: int | None = None
-    """index among the GPUs that TensorFlow lists on this host; None: the CPU"""
+    """Index in TensorFlow's list of this host's GPUs; None: CPU."""
     memory_growth: bool = False
     memory_fraction: float = 0.0
-    """share of the GPU's memory; 0: no such limit"""
+    """Fraction of the GPU's memory; 0: no limit."""
     memory_mb: int = 0
-    """0: no such limit"""
+    """0: no limit."""
     num_threads: int = 0
-    """CPU threads; 0: TensorFlow decides"""
+    """CPU threads; 0: TensorFlow's default."""
     towers: int = 1
-    """copies of the model in this process, on this GPU (or CPU) and those after it"""
+    """Copies of the model in this process, on this GPU (or CPU) and the following ones."""
 
     def __str__(self) -> str:
         several = f"{self.towers} times " * (self.towers > 1)
@@ -54,18 +54,16 @@ def plan(
     host_cores: int,
     host: str,
 ) -> Pinning:
-    """Decides what one rank of a host uses; no rank needs to know what the others decide.
+    """Plans the device of one rank without communication.
+
+    A rank gets GPU number local_rank, or the only one if a launcher shows each rank its own GPU; `check_placement`
+    detects a GPU that two ranks share. Threads are this rank's share of the cores.
 
     Args:
-        gpus: the host's GPUs, in TensorFlow's order; only their number counts.
-        host_cores: cores all ranks of the host may use together.
-
-    Returns:
-        GPU number local_rank, or the only one where a launcher shows each rank a GPU of its own; `check_placement`
-        notices when it is the same one. Without GPUs, none. Threads: this rank's share of the cores.
+        host_cores: cores that all ranks of the host may use together.
 
     Raises:
-        DeviceError: more ranks than GPUs, and sharing was not asked for.
+        DeviceError: there are more ranks than GPUs, and sharing is not enabled.
     """
     share = max(1, host_cores // local_size)
     num_threads = options.threads or max(1, min(own_cores, share))
@@ -87,7 +85,7 @@ def plan(
 
 
 def decide(local_rank: int, local_size: int, options: DeviceConfig, environ: Mapping[str, str] = os.environ) -> Pinning:
-    """As pin, without telling TensorFlow."""
+    """Plans the device of this rank as `pin` does, without configuring TensorFlow."""
     import tensorflow as tf
 
     gpus = tf.config.list_physical_devices("GPU")
@@ -98,11 +96,7 @@ def decide(local_rank: int, local_size: int, options: DeviceConfig, environ: Map
 
 
 def coordinate(local_size: int, options: DeviceConfig) -> Pinning:
-    """Gives a process that trains no copy of the model its share of the host's cores, and no GPU.
-
-    Returns:
-        What was decided.
-    """
+    """Gives a process without a copy of the model its share of the host's cores, and no GPU."""
     import tensorflow as tf
 
     pinning = plan([], 0, local_size, options, *count_cores(), socket.gethostname())
@@ -113,16 +107,12 @@ def coordinate(local_size: int, options: DeviceConfig) -> Pinning:
 
 
 def pin(local_rank: int, local_size: int, options: DeviceConfig, environ: Mapping[str, str] = os.environ) -> Pinning:
-    """Tells TensorFlow what this rank may use; call it before anything touches a device.
+    """Configures TensorFlow for this rank's device. Call it before anything uses a device.
 
-    Args:
-        environ: says whether other jobs have slots of this host: then cores are divided by all of them.
-
-    Returns:
-        What was decided.
+    If `environ` shows that other jobs have slots on this host, all slots share the cores.
 
     Raises:
-        DeviceError: as in plan; every GPU is then hidden, so that ranks can still talk about it.
+        DeviceError: as in `plan`; all GPUs are then hidden, so that ranks can still exchange the error.
     """
     import tensorflow as tf
 
@@ -151,16 +141,9 @@ def missing_gpu(pinning: Pinning, nccl: bool, environ: Mapping[str, str] = os.en
 
 
 def spread(towers: int, options: DeviceConfig) -> Pinning:
-    """Gives one process a device per copy of the model: the host's first GPUs; without GPUs, logical CPUs.
+    """Gives each copy of the model in one process a GPU, else a logical CPU; returns the device of the first.
 
-    Args:
-        options: the configuration's section; its threads are those of each copy.
-
-    Returns:
-        What was decided for the first of them, and holds for all.
-
-    Raises:
-        DeviceError: more copies than GPUs.
+    Threads and memory limits hold for each copy. Raises DeviceError if there are more copies than GPUs.
     """
     import tensorflow as tf
 
@@ -196,13 +179,10 @@ def _limit_memory(gpu: Any, index: int, pinning: Pinning) -> None:
 def count_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> tuple[int, int]:
     """Counts the cores that this rank, and that all ranks of its host together, may use.
 
-    A launcher that binds ranks to cores is not bound itself: its cores are the host's. A container's limit counts.
+    A launcher that binds ranks to cores is not bound itself: its cores are the host's. A container's limit counts, too.
 
     Args:
-        quota: the control group's file of microseconds of CPU time per period, e.g. "200000 100000".
-
-    Returns:
-        Cores of this rank, cores of the host's ranks together.
+        quota: file of the control group with microseconds of CPU time per period, e.g. "200000 100000".
     """
     own = os.sched_getaffinity(0)
     try:
@@ -212,20 +192,17 @@ def count_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> tuple[int, int]
     try:
         allowed_us, period_us = quota.read_text().split()
         limit = max(1, int(allowed_us) // int(period_us))
-    except (OSError, ValueError):  # no control groups here, or "max"
+    except (OSError, ValueError):  # no control groups, or "max"
         limit = len(together)
     return min(len(own), limit), min(len(together), limit)
 
 
 def identity(pinning: Pinning, environ: Mapping[str, str] = os.environ, driver: Any = None) -> str:
-    """Names the device of a rank, so that two ranks of a host which use the same one give the same name.
+    """Returns the UUID of a rank's GPU, else its index on the host, to detect shared GPUs; "" for the CPU.
 
     Args:
-        environ: tells which GPUs it sees, where the driver does not tell more.
-        driver: the loaded driver library; None: load it.
-
-    Returns:
-        The GPU's UUID, else its place among the host's; empty for the CPU, which all ranks share.
+        environ: CUDA_VISIBLE_DEVICES is used only if the driver does not answer.
+        driver: loaded driver library; None: load it.
     """
     if pinning.gpu is None:
         return ""
@@ -246,14 +223,7 @@ def identity(pinning: Pinning, environ: Mapping[str, str] = os.environ, driver: 
 
 
 def gpu_memory_mb(index: int, driver: Any = None) -> int:
-    """Asks the CUDA driver for a GPU's whole memory, which TensorFlow does not tell.
-
-    Args:
-        index: of the GPU, in TensorFlow's order, which is the driver's.
-        driver: the loaded driver library; None: load it.
-
-    Returns:
-        MB.
+    """Returns the total memory of a GPU in MB from the CUDA driver, as TensorFlow does not report it.
 
     Raises:
         DeviceError: the driver does not answer.

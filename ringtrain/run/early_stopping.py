@@ -1,7 +1,7 @@
-"""When a metric no longer gets better: a lower learning rate, or the end. When it is good enough: the end as well.
+"""Early stopping, a lower learning rate on a plateau, and the end of a run at a target accuracy.
 
-All are pure functions of the metric's values so far, one per epoch, which every checkpoint holds: a run that goes on
-decides what it would have decided.
+All are pure functions of the metric's values so far, one per epoch. Every checkpoint holds these values, so a resumed
+run makes the same decisions.
 """
 
 from __future__ import annotations
@@ -23,15 +23,9 @@ ACCURACY = "test_accuracy"
 
 
 def plateaus(values: Sequence[float], patience: int, lower_is_better: bool, min_delta: float) -> int:
-    """Counts how often a metric was waited for in vain, as Keras' EarlyStopping and ReduceLROnPlateau do.
+    """Counts how often `patience` epochs in a row brought no improvement of more than `min_delta`.
 
-    Args:
-        values: of the metric, one per epoch.
-        patience: epochs, from 1 on.
-        min_delta: a value is better if it is so by more than this.
-
-    Returns:
-        How often as many epochs as patience have passed without a better value, counting anew each time.
+    As in Keras' EarlyStopping and ReduceLROnPlateau, the epochs are counted from 0 after each plateau.
     """
     best, waited, reached = math.inf, 0, 0
     for value in values:
@@ -45,12 +39,9 @@ def plateaus(values: Sequence[float], patience: int, lower_is_better: bool, min_
 
 
 class Plateau(keras.callbacks.Callback):
-    """Watches train.monitor and the test accuracy; for every rank, after `Evaluation` and before `StopTogether`.
+    """Watches train.monitor and the test accuracy in complete epochs, and stops training or lowers the learning rate.
 
-    Args:
-        clock: says whether an epoch is whole; one that is broken off does not count.
-        stop: told when it is time to end.
-        start: where the run begins, with the metrics of the epochs before.
+    It must be on every rank, after `Evaluation` and before `StopTogether`.
     """
 
     def __init__(self, config: Config, numbers: Numbers, clock: Clock, stop: StopTogether, start: Start) -> None:
@@ -68,7 +59,7 @@ class Plateau(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         if not self.clock.epoch_complete:
             return
-        # One rank's values for all: they decide the same, whatever a callback has put into its own logs.
+        # Rank 0's values for all ranks, so that all decide the same even if a callback changes one rank's logs.
         train, names = self.config.train, list(logs or {})
         own = [
             None if (value := (logs or {}).get(name)) is None else float(value) for name in (train.monitor, ACCURACY)
@@ -89,7 +80,7 @@ class Plateau(keras.callbacks.Callback):
 
     @property
     def share(self) -> float:
-        """What is left of the learning rate."""
+        """Remaining fraction of the learning rate."""
         patience = self.config.schedule.plateau_patience
         return self.config.schedule.plateau_factor ** self._plateaus(patience) if patience else 1.0
 
@@ -106,12 +97,7 @@ class Plateau(keras.callbacks.Callback):
 
 
 def reason_to_stop(config: Config, values: Sequence[float], accuracy: float) -> str:
-    """Returns the option that ends training now, or "".
-
-    Args:
-        values: of train.monitor, one per epoch.
-        accuracy: on the test data, after the last epoch.
-    """
+    """Returns the option that ends training now, or "". `values`: train.monitor per epoch; `accuracy`: on test data."""
     train = config.train
     if train.patience and plateaus(values, train.patience, lower_is_better(train.monitor), train.min_delta):
         return "train.patience"
@@ -119,14 +105,7 @@ def reason_to_stop(config: Config, values: Sequence[float], accuracy: float) -> 
 
 
 def check_monitor(monitor: str, metrics: Sequence[keras.metrics.Metric]) -> None:
-    """Refuses to watch what there will not be.
-
-    Args:
-        metrics: besides loss and accuracy.
-
-    Raises:
-        ConfigError: no metric has that name.
-    """
+    """Raises ConfigError unless `monitor` is loss, accuracy or one of these metrics, optionally prefixed with test_."""
     names = ["loss", "accuracy", *(metric.name for metric in metrics)]
     known = [*names, *(f"test_{name}" for name in names)]
     if monitor not in known:

@@ -1,4 +1,4 @@
-"""Metrics over all ranks, those of one process to rounding."""
+"""Metrics over all ranks, equal to those of one process up to rounding."""
 
 from __future__ import annotations
 
@@ -22,18 +22,16 @@ if TYPE_CHECKING:
 
 
 class Evaluation(keras.callbacks.Callback):
-    """Puts the metrics of all ranks' samples into an epoch's logs, and adds those of the test samples as test_...
+    """Adds the metrics of all ranks to an epoch's logs, and those of the test samples as test_...
 
-    For every rank, before all callbacks that read an epoch's metrics.
+    It must be on every rank, before all callbacks that read an epoch's metrics. An interrupted epoch is not evaluated.
 
     Args:
-        batches: this rank's share of the test samples.
-        own: their numbers; may be none.
-        data_set: knows which of them could not be read.
-        clock: says whether the epoch is whole; one that is broken off is not evaluated.
+        batches: this rank's shard of the test samples.
+        own: their sample numbers; may be empty.
 
     Attributes:
-        seconds: that all evaluations so far have taken.
+        seconds: total time of all evaluations so far.
     """
 
     def __init__(
@@ -55,14 +53,14 @@ class Evaluation(keras.callbacks.Callback):
     @hvd.during("evaluate")
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if not self.clock.epoch_complete:
-            return  # what this rank's metrics hold is saved with the rest, to go on with
+            return  # the partial sums in this rank's metrics are saved with the checkpoint
         logs = {} if logs is None else logs
         logs |= over_all_ranks(self.model, 1)
         begin_s = time.perf_counter()
         hvd.average_moving_statistics(self.model, self.not_averaged)
         num_own = self.data_set.test.num_readable(self.own)
         if num_own:
-            with warnings.catch_warnings():  # where samples are skipped, Keras cannot know how many batches there are
+            with warnings.catch_warnings():  # with skipped samples, Keras does not know the number of batches
                 warnings.filterwarnings("ignore", "Your input ran out of data")
                 self.model.evaluate(self.batches, verbose=0, callbacks=[_Advance()])
         else:
@@ -73,26 +71,23 @@ class Evaluation(keras.callbacks.Callback):
 
 
 class _Advance(keras.callbacks.Callback):
-    """Each evaluated batch shows that something goes on."""
+    """Marks each evaluated batch as progress, for the detection of stalls."""
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         hvd.step_timing.PLACE.advance()
 
 
 def over_all_ranks(model: keras.Model, num_own: int) -> dict[str, Any]:
-    """The metrics of what all ranks have seen since they were reset. A collective: call it on every rank.
+    """Sums the metrics of all ranks since their reset, and returns each by name, as a float or an array. Collective.
 
-    Keras' metrics keep sums, counts and confusion matrices: what one process would have is their sum over the ranks.
+    Keras' metrics keep sums, counts and confusion matrices, so one process would have their sum over the ranks.
+    Afterwards the metrics on every rank hold that sum.
 
     Args:
-        model: compiled; its metrics hold this rank's part, and hold everybody's afterwards.
-        num_own: samples that this rank has seen, or any number that is 0 if it has seen none.
-
-    Returns:
-        Name and value, a float, or an array where the metric gives several.
+        num_own: number of samples that this rank has seen; any other number than 0 will do if it has seen some.
 
     Raises:
-        DataError: on every rank: none of them has seen a sample.
+        DataError: on every rank, if none of them has seen a sample.
     """
     variables = model.metrics_variables
     parts = [np.asarray(keras.ops.convert_to_numpy(variable), np.float64) for variable in variables]

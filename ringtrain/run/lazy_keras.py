@@ -1,7 +1,7 @@
-"""What Keras loads for other uses than training is loaded when it is used: scikit-learn, matplotlib, a second's work.
+"""Defers the import of Keras modules that training does not use: with scikit-learn and matplotlib, about a second.
 
-Standard library only. Modules of importlib.util.LazyLoader would not do: whoever walks through sys.modules, as
-TensorFlow's autograph does, wakes them all.
+Standard library only. importlib.util.LazyLoader does not work here: code that iterates over sys.modules, such as
+TensorFlow's autograph, loads all its modules.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from types import ModuleType
 from typing import Any
 
 LATER = ("keras.wrappers", "keras.visualization", "keras.src.visualization")
-"""modules that nothing looks into while Keras is imported"""
+"""Modules that are not accessed while Keras is imported."""
 
 
 class Finder:
-    """Finds modules that load themselves when something that they hold is first asked for."""
+    """Import hook for modules that load on first access."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Finds LATER; leaves the others to those that come after."""
+        """Finds the modules in LATER; leaves all others to the next finders."""
         spec = PathFinder.find_spec(name, path, target) if name in LATER else None
         if spec is not None:
-            loader: Any = spec.loader  # of this module alone
+            loader: Any = spec.loader  # not shared with other modules
             loader.exec_module = functools.partial(_put_off, loader.exec_module)
         return spec
 
@@ -36,7 +36,7 @@ def _put_off(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
         try:
             execute(module)
         except BaseException:
-            module.__dict__["__getattr__"] = load  # to say it again
+            module.__dict__["__getattr__"] = load  # to raise the error again
             raise
         return getattr(module, name)
 
@@ -44,6 +44,6 @@ def _put_off(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
 
 
 def start() -> None:
-    """From now on; before Keras is imported."""
+    """Installs the hook; call it before Keras is imported."""
     if Finder not in sys.meta_path:
         sys.meta_path.insert(0, Finder)

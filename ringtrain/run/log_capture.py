@@ -1,4 +1,4 @@
-"""Keeps TensorFlow's start-up chatter off the terminal, and everything else on it; all of it goes to the rank's log."""
+"""Writes standard error to the rank's log and, without TensorFlow's start-up log messages, to the terminal."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from typing import IO
 
 from ringtrain.protocol.reader import Lines
 
-MARK = b"\0ringtrain:"  # between what was written and what the watcher shall do
+MARK = b"\0ringtrain:"  # separates output from commands to the watcher
 END = b"end\n"
 LOG_ONLY = b"log only\n"
 TO_LOG = b"to log: "
 SILENT = 3
-"""exit code of a watcher that was told to leave the terminal alone"""
+"""Exit code of a watcher after `log_only`."""
 CHATTER = re.compile(
     rb"WARNING: All log messages before absl::InitializeLog"
     rb"|E\d{4} .*(Unable to register|failed call to cuInit)"
     rb"|[IW]\d{4} \d\d:\d\d:[\d.]+ +\d+ \S+:\d+\] "  # absl: I0000 00:00:1795168715.773533  4855 port.cc:153]
-    rb"|\d{4}-\d\d-\d\d \d\d:\d\d:[\d.]+: [IW] \S+:\d+\] "  # TensorFlow's own, before it took up absl
+    rb"|\d{4}-\d\d-\d\d \d\d:\d\d:[\d.]+: [IW] \S+:\d+\] "  # TensorFlow's own format before it used absl
     rb"|To enable the following instructions: "
-    rb"|/job:worker/replica:\d+/task:\d+\s*$"  # the second line of a message about workers that are waited for
-    rb"|Improper call to JPEG library|Corrupt JPEG data: |Premature end of JPEG file"  # without the file's name
+    rb"|/job:worker/replica:\d+/task:\d+\s*$"  # second line of a message about waiting for workers
+    rb"|Improper call to JPEG library|Corrupt JPEG data: |Premature end of JPEG file"  # these do not name the file
 )
 
 
-# srun signals all processes of a rank; the rank itself may save before it ends, and has something to say then.
+# srun signals all processes of a rank. The rank may save and print before it exits, so its watcher must not exit.
 DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def watch() -> None:
-    """Keeps TensorFlow's log lines off the terminal; everything else on standard error still reaches it.
+    """Keeps TensorFlow's log lines off the terminal; all other standard error still reaches it.
 
-    C++ writes them to file descriptor 2 before any setting takes hold, so the descriptor becomes a pipe. A process of
-    its own reads it: what a rank says while it crashes is not lost. Call it before anything starts threads. Calls nest:
-    at exit each one gives the descriptor back as it found it, also when its watcher was killed.
+    C++ code writes to file descriptor 2 before any setting takes effect, so the descriptor becomes a pipe. A separate
+    process reads it, so that no output of a crashing rank is lost. Call it before any thread is started. Calls nest: at
+    exit each one restores the descriptor that it found, even if its watcher was killed.
     """
     source, sink = os.pipe()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, DEAF_TO)  # until the watcher is deaf to them
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, DEAF_TO)  # until the watcher ignores them
     watcher = os.fork()
     if watcher == 0:
         for number in DEAF_TO:
@@ -62,12 +62,12 @@ def watch() -> None:
 
     def finish() -> None:
         if os.getpid() != own:
-            return  # a child that has inherited this
-        # What Python cannot write before it ends would turn its exit code into 120, after all that the rank has done.
+            return  # a child process that inherited this handler
+        # Python exits with code 120 if it cannot flush standard error, even if all else succeeded.
         with contextlib.suppress(BrokenPipeError):  # the watcher was killed
             sys.stderr.flush()
             os.write(2, MARK + END)
-        if os.waitstatus_to_exitcode(os.waitpid(watcher, 0)[1]) == SILENT:  # what C++ writes later stays unseen, too
+        if os.waitstatus_to_exitcode(os.waitpid(watcher, 0)[1]) == SILENT:  # hides later output of C++, too
             os.dup2(os.open(os.devnull, os.O_WRONLY), before_watch)
         os.dup2(before_watch, 2)
         os.close(before_watch)
@@ -76,14 +76,7 @@ def watch() -> None:
 
 
 def log_to(path: Path, first_line: str) -> None:
-    """From now on standard error is also kept in a file, with all that was written to it since watch.
-
-    Args:
-        path: of the file; its folder is made if it is missing.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Also writes standard error to a file from now on, including all output since `watch`. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(first_line + "\n", encoding="utf-8")
     sys.stderr.flush()
@@ -91,27 +84,23 @@ def log_to(path: Path, first_line: str) -> None:
 
 
 def log_only() -> None:
-    """From now on nothing of this process reaches the terminal, only its log."""
+    """Writes standard error only to the log from now on, not to the terminal."""
     sys.stderr.flush()
     os.write(2, MARK + LOG_ONLY)
 
 
 def to_log(line: str) -> None:
-    """Writes a line to this process' log alone, after `watch`: it is on the terminal already."""
+    """Writes a line to the log only, as the terminal shows it already; call it after `watch`."""
     with contextlib.suppress(BrokenPipeError):  # the watcher was killed
         os.write(2, MARK + TO_LOG + line.encode(errors="replace") + b"\n")
 
 
 def _pass_on(source: int) -> bool:
-    """Runs the watcher, until it is told to end or no process is left that can write to the pipe.
-
-    Returns:
-        Whether the terminal still is to show what is written.
-    """
+    """Runs the watcher until it receives END or all writers have closed the pipe; returns False after `log_only`."""
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
-    log: IO[bytes] = io.BytesIO()  # until there is a file
+    log: IO[bytes] = io.BytesIO()  # until `log_to` names a file
     shown = True
     lines, is_open = Lines(MARK), True
     while is_open:

@@ -1,4 +1,4 @@
-"""A model's state as arrays: what all ranks share, and what each rank has of its own."""
+"""State of a model as arrays: the part that all ranks share, and that of each rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ringtrain.run import checkpoint
 
 Arrays = dict[str, NDArray[Any]]
 Spec = list[dict[str, tuple[str, tuple[int, ...]]]]
-"""dtype and shape of the arrays of each dictionary in a list"""
+"""Dtype and shape of the arrays of each dictionary in a list."""
 
 
 def require_same_model(found: checkpoint.Checkpoint, model: keras.Model, weights_only: bool = False) -> None:
@@ -43,14 +43,14 @@ def seeds(model: keras.Model) -> list[Any]:
 
 
 def own_variables(model: keras.Model) -> list[Any]:
-    """Seeds, weights that follow a rank's data, and accumulated gradients, which are the optimizer's variables."""
+    """Returns seeds, weights that depend on a rank's data, and accumulated gradients, which are optimizer variables."""
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     accumulated = getattr(optimizer, "_accumulated_gradients", None) or []
     return [*seeds(model), *hvd.weights_of_one_rank(model), *accumulated]
 
 
 def digests(model: keras.Model) -> list[list[bytes]]:
-    """Checksums of the variables that may differ, for each copy of the model in this process."""
+    """Returns checksums of the variables that may differ, for each copy of the model in this process."""
 
     def digest(variable: Any) -> bytes:
         return hashlib.sha256(np.asarray(variable.numpy()).reshape(-1).view(np.uint8).data).digest()[:8]
@@ -60,13 +60,13 @@ def digests(model: keras.Model) -> list[list[bytes]]:
 
 
 def places_to_save(model: keras.Model, digests: Sequence[Sequence[bytes]]) -> list[int]:
-    """Indices in `own_variables` of those that differ between ranks, and of the seeds, which are no weights."""
+    """Returns indices in `own_variables` of variables that differ between ranks, and of all seeds."""
     num_seeds = len(seeds(model))
     return [place for place, one in enumerate(zip(*digests, strict=True)) if place < num_seeds or len(set(one)) > 1]
 
 
 def shared_state(model: keras.Model, own: list[Arrays], not_averaged: Sequence[str] = ()) -> dict[str, Any]:
-    """Rank 0's weights and optimizer; of moving statistics, which differ within an epoch, the means over the ranks."""
+    """Returns rank 0's weights and optimizer, with the mean over the ranks of moving statistics that differ."""
     state = {f"{index:05d}": _held(variable) for index, variable in enumerate(shared_variables(model))}
     places = {id(variable): f"{index:05d}" for index, variable in enumerate(own_variables(model))}
     averaged = {id(variable) for variable in hvd.moving_statistics(model, not_averaged)}
@@ -80,7 +80,7 @@ def shared_state(model: keras.Model, own: list[Arrays], not_averaged: Sequence[s
 
 
 def metrics_state(own: list[Arrays], rank: int, size: int, copies: int = 1) -> list[NDArray[Any]]:
-    """What a rank's metrics go on with, all its copies'; with another number of ranks, rank 0's with everybody's."""
+    """Returns the metric sums that a rank resumes with; if the number of ranks changed, rank 0 gets the sum of all."""
     by_rank = [[array for name, array in sorted(arrays.items()) if name.startswith("metrics-")] for arrays in own]
     same = len(own) == size * copies
     mine = by_rank[rank * copies : (rank + 1) * copies] if same else by_rank
@@ -92,7 +92,7 @@ def arrays_of(variables: Mapping[int, Any], copy: int = 0) -> Arrays:
 
 
 def packed(states: Sequence[Arrays]) -> NDArray[np.uint8]:
-    """All arrays' bytes, one after the other."""
+    """Concatenates the bytes of all arrays."""
     parts = [array.reshape(-1).view(np.uint8) for state in states for array in state.values()]
     return np.concatenate([np.zeros(0, np.uint8), *parts])
 
@@ -106,7 +106,7 @@ def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def unpacked(flat: NDArray[np.uint8], spec: Spec) -> list[Arrays]:
-    """Reads what `packed` has written."""
+    """Inverts `packed`."""
     states, begin = [], 0
     for one in spec:
         states.append(Arrays())
@@ -126,27 +126,27 @@ def by_rank(arrays: Mapping[str, NDArray[Any]], num_ranks: int) -> list[Arrays]:
 
 
 def assign(variables: list[Any], arrays: Mapping[str, NDArray[Any]], copy: int | None = None) -> None:
-    """Sets the variables that there are arrays for, in all copies of the model or in one."""
+    """Sets the variables that have an array, in all copies of the model or in one."""
     for index, variable in enumerate(variables):
         array = arrays.get(f"{index:05d}")
         if array is None:
-            continue  # equal on all ranks, so that it is part of the shared state alone
+            continue  # equal on all ranks, and therefore only in the shared state
         array = _loaded(variable, array)
         (variable if copy is None else hvd.copies_of(variable)[copy]).assign(array)
 
 
 def _loaded(variable: Any, array: NDArray[Any]) -> NDArray[Any]:
-    """Undoes `storable`."""
+    """Inverts `storable`."""
     return array.view(keras.ops.convert_to_numpy(variable).dtype) if str(variable.dtype) == "bfloat16" else array
 
 
 def _held(variable: Any) -> Any:
-    """The value as it is now: a variable that changes while somebody holds its tensor gets memory of its own."""
+    """Returns the current value. A variable that changes while its tensor is referenced gets new memory."""
     tensor = hvd.copies_of(variable)[0].read_value()
-    return tensor if "CPU" in tensor.device else storable(tensor)  # a GPU's memory is dear
+    return tensor if "CPU" in tensor.device else storable(tensor)  # saves GPU memory
 
 
 def storable(value: Any) -> NDArray[Any]:
-    array = np.array(value)  # a copy: training goes on while it is written
-    # NumPy's files do not know bfloat16.
+    array = np.array(value)  # a copy: training continues while it is written
+    # NumPy's file format has no bfloat16.
     return array.view(np.uint16) if array.dtype.name == "bfloat16" else array

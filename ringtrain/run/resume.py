@@ -1,6 +1,6 @@
-"""Where a run resumes: which checkpoint, with which options, after which step; restores it on all ranks together.
+"""Resumes a run: finds the checkpoint, compares its options, and restores it on all ranks together.
 
-Where the run stands follows from the global step.
+The position in the run follows from the global step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ringtrain.protocol.status import StatusLine
 from ringtrain.run import checkpoint, model_state
 from ringtrain.run.model_state import Arrays
 
-# What a run may change when it goes on. The rest decides what it learns; the global batch is compared as a whole.
+# Options that may change on resume. The others affect the result; the global batch is compared as a whole.
 FREE = (
     *("run.", "checkpoint.", "device.", "health.", "elastic.", "tracking.", "chaos", "data.dir", "data.file"),
     *("strategy.", "hvd.fusion_mb", "hvd.cycle_time_ms", "hvd.groups"),
@@ -33,45 +33,41 @@ FREE = (
     "train.target_accuracy",
 )
 SCALING = "optimizer.learning_rate_scaling"
-# May change where the learning rate that follows from them stays.
+# May change if the resulting learning rate stays the same.
 RATES = (SCALING, "optimizer.learning_rate", "optimizer.reference_batch_size", "schedule.warmup_start")
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins."""
+    """Position at which a run starts or resumes."""
 
     global_step: int = 0
     source: str = ""
-    """the checkpoint; empty: from the beginning"""
+    """Checkpoint folder; "": start from scratch."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """of the last whole epoch"""
+    """Metrics of the last complete epoch."""
     monitored: tuple[float, ...] = ()
-    """values of train.monitor, one per whole epoch, if it was watched"""
+    """Values of train.monitor, one per complete epoch, if it was monitored."""
     metrics_state: tuple[NDArray[Any], ...] = ()
-    """of this rank, in the middle of an epoch: what its metrics have seen"""
+    """Metric sums of this rank, if in the middle of an epoch."""
     refused: tuple[str, ...] = ()
-    """why newer checkpoints were passed over"""
+    """Why newer checkpoints were skipped."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A call of fit: a run that starts in the middle of an epoch needs one for the rest of it."""
+    """One call of fit. A run that resumes in the middle of an epoch needs an extra one for the rest of it."""
 
     first_epoch: int
     end_epoch: int
     num_steps: int
-    """per epoch"""
+    """Steps per epoch."""
     first_step: int
-    """the global step of its first batch, from 0"""
+    """Global step of its first batch, from 0."""
 
 
 def segments(global_step: int, steps_per_epoch: int, epochs: int) -> list[Segment]:
-    """Cuts what is left of a run into calls of fit.
-
-    Returns:
-        None, one or two of them.
-    """
+    """Splits the rest of a run into zero, one or two calls of fit."""
     epoch, step = divmod(global_step, steps_per_epoch)
     cut = []
     if step and epoch < epochs:
@@ -83,7 +79,7 @@ def segments(global_step: int, steps_per_epoch: int, epochs: int) -> list[Segmen
 
 
 def started_again(config: Config, attempt: Attempt) -> Config:
-    """The configuration of a run that the launcher has started again: it goes on in its own folder."""
+    """Returns the configuration of a restarted run, which resumes in its own folder."""
     name = config.run.name or attempt.run_name
     own = Path(config.run.directory) / name / "checkpoints"
     resume = "auto" if attempt.number and name and checkpoint.saved_in(own) else config.run.resume
@@ -91,10 +87,10 @@ def started_again(config: Config, attempt: Attempt) -> Config:
 
 
 def same_global_batch(config: Config, attempt: Attempt, size: int) -> Config:
-    """The configuration with which other ranks than at the first start have its global batch and learning rate.
+    """Adapts a restart with other ranks to the global batch and learning rate of the first attempt.
 
     Raises:
-        ConfigError: it cannot be shared out evenly.
+        ConfigError: the global batch is not divisible by the number of ranks.
     """
     then, batch_size = attempt.num_ranks, config.train.batch_size
     if not attempt.number or then in (0, size):
@@ -105,7 +101,7 @@ def same_global_batch(config: Config, attempt: Attempt, size: int) -> Config:
             f" share out evenly: start it with a number of ranks that divides them"
         )
     optimizer = config.optimizer
-    if config.hvd.op == "adasum":  # which the rate is scaled for one rank's batch with
+    if config.hvd.op == "adasum":  # its learning rate is scaled by the batch of one rank
         reference = max(1, optimizer.reference_batch_size * then // size)
         optimizer = dataclasses.replace(optimizer, reference_batch_size=reference)
     train = dataclasses.replace(config.train, batch_size=then * batch_size // size)
@@ -113,16 +109,10 @@ def same_global_batch(config: Config, attempt: Attempt, size: int) -> Config:
 
 
 def source_of(config: Config) -> tuple[Path | None, bool]:
-    """Where to look for a checkpoint to go on from.
-
-    Args:
-        config: its run section says whether, and which.
-
-    Returns:
-        The folder, None for a run that begins anew; and whether it has to have one.
+    """Returns the folder to resume from (None: start from scratch), and whether it must hold a checkpoint.
 
     Raises:
-        ConfigError: a run without a name must go on.
+        ConfigError: run.resume is "must" and the run has no name.
     """
     resume, own = config.run.resume, Path(config.run.directory) / config.run.name
     if resume == "must" and not config.run.name:
@@ -133,11 +123,7 @@ def source_of(config: Config) -> tuple[Path | None, bool]:
 
 
 class Clock(keras.callbacks.Callback):
-    """Counts the run's steps; the first in the list of callbacks, for the others to look at.
-
-    Args:
-        start: where the run begins.
-    """
+    """Counts the steps of a run. It must be the first callback, since the others read it."""
 
     def __init__(self, start: Start, steps_per_epoch: int, box: StatusLine, journal: Journal) -> None:
         super().__init__()
@@ -160,25 +146,21 @@ class Clock(keras.callbacks.Callback):
         if not self.begun:
             self.begun = True
             self.journal.write("training", global_step=self.global_step)
-        # Metrics are sums, which Keras has begun anew and makes with the first batch: here the rest of them is added.
+        # Metrics are sums. Keras creates or resets them with the first batch: add the sums from before the resume.
         for variable, array in zip(self.model.metrics_variables, self.metrics_state, strict=bool(self.metrics_state)):
             variable.assign_add(array)
         self.metrics_state = ()
 
 
 def restore(model: keras.Model, folder: Path | None, must: bool, config: Config, numbers: Numbers) -> Start:
-    """Gives every rank the state of the newest checkpoint that verifies, as rank 0 finds it.
+    """Restores on every rank the newest valid checkpoint that rank 0 finds; returns the same position on all.
 
     Args:
-        model: compiled, the same on every rank.
-        folder: a run's folder, its checkpoints' folder, or one checkpoint; None: start at the beginning.
-
-    Returns:
-        Where the run stands, the same on every rank.
+        folder: run folder, its folder of checkpoints, or one checkpoint; None: start from scratch.
 
     Raises:
-        CheckpointError: none verifies where there are some, or one must be there; or it is of another model.
-        ConfigError: the run that goes on is another one.
+        CheckpointError: no checkpoint is valid although there are some or one is required, or it is of another model.
+        ConfigError: the checkpoint was made with other options.
     """
     found, start = hvd.run_together(lambda: _find(folder, must) if hvd.rank() == 0 else (None, Start()))
 
@@ -196,7 +178,7 @@ def restore(model: keras.Model, folder: Path | None, must: bool, config: Config,
         own = model_state.by_rank(found.arrays("ranks"), found.manifest["num_ranks"])
         metrics = [model_state.metrics_state(own, rank, size, copies) for rank in range(size)]
         same = len(own) == size * copies
-        if found.manifest["format"] == 1:  # which had the same places for seeds alone
+        if found.manifest["format"] == 1:  # in which only the seeds have the same indices
             seeds = [f"{index:05d}" for index in range(len(model_state.seeds(model)))]
             own = [{place: arrays[place] for place in seeds if place in arrays} for arrays in own]
         copies_of = [own[rank * copies : (rank + 1) * copies] if same else [] for rank in range(size)]
@@ -221,7 +203,7 @@ def restore(model: keras.Model, folder: Path | None, must: bool, config: Config,
 
 
 def manifest_of(folder: Path | None) -> Mapping[str, Any]:
-    """What the checkpoint that `restore` would find says of itself; nothing where there is none."""
+    """Returns the manifest of the checkpoint that `restore` would find, or {} if there is none."""
     found, _ = _find(folder, must=False)
     return found.manifest if found else {}
 
@@ -248,7 +230,7 @@ def _find(folder: Path | None, must: bool) -> tuple[checkpoint.Checkpoint | None
 
 
 def _anew(config: Config) -> str:
-    """How to train from the beginning instead."""
+    """Returns a hint how to train from scratch instead."""
     return "give the run another --run.name" if config.run.resume in ("auto", "must") else "leave out --run.resume"
 
 
@@ -266,7 +248,7 @@ def _require_same_run(found: checkpoint.Checkpoint, config: Config, numbers: Num
     same_rates = all(map(math.isclose, old, new))
     for option in option_types():
         section, _, key = option.rpartition(".")
-        # As the manifest has them: tuples are lists. A checkpoint from before there was an option had its default.
+        # As in the manifest: tuples are lists. A checkpoint that is older than an option had its default.
         default, wanted = (json.loads(json.dumps(value_of(one, option))) for one in (Config(), config))
         before = (saved["config"].get(section, {}) if section else saved["config"]).get(key, default)
         if option in RATES and same_rates:
@@ -291,7 +273,7 @@ def _require_same_run(found: checkpoint.Checkpoint, config: Config, numbers: Num
 
 
 def _require_whole_update(found: checkpoint.Checkpoint, numbers: Numbers) -> None:
-    """Within an update, each rank holds gradients of samples that another number of ranks would deal out otherwise."""
+    """Raises ConfigError if the number of ranks changed within an update: accumulated gradients are per shard."""
     then, accumulated = found.manifest["num_ranks"], numbers.accumulation_steps
     if not found.global_step % accumulated:
         return
@@ -309,7 +291,7 @@ def _require_whole_update(found: checkpoint.Checkpoint, numbers: Numbers) -> Non
 
 
 def load_weights(model: keras.Model, source: Path) -> None:
-    """Gives the model the weights of a checkpoint or of a `.keras` file, without optimizer, step or seeds."""
+    """Loads the weights of a checkpoint or `.keras` file into the model, without optimizer, step or seeds."""
     if source.suffix == ".keras":
         try:
             weights = keras.models.load_model(source, compile=False).get_weights()

@@ -1,4 +1,4 @@
-"""The run folder: its name, its lock against a second process, and summary.json."""
+"""Run folder: its name, its lock against a second process, and summary.json."""
 
 from __future__ import annotations
 
@@ -23,35 +23,27 @@ METRICS = "metrics.jsonl"
 STEPS = "steps.jsonl"
 LOCK = ".lock"
 LEASE_S = 30.0
-"""seconds that a restart gives the process of the attempt before to end: as long as a host agent lives on its own"""
+"""Seconds that a restart gives the previous attempt's process to exit, equal to the lease timeout of a host agent."""
 EXPIRY_S = 100.0
-"""seconds after which a file server has released the locks of a lost host: NFSv4's lease is 90 s"""
+"""Seconds after which a file server has released the locks of a lost host. NFSv4's lease is 90 s."""
 SCHEDULED_JOB = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "LSB_JOBINDEX")
 
 
 def default_name(data_name: str, now_s: float | None = None) -> str:
-    """A run's name where none was given, e.g. "digits-20261120-101500".
-
-    Args:
-        now_s: seconds since 1970; None: now.
-    """
+    """Returns the default name of a run, e.g. "digits-20261120-101500". `now_s`: Unix time; None: now."""
     stem = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in data_name)
     return f"{stem}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now_s))}"
 
 
 def create_folder(parent: Path, name: str, number_if_taken: bool, go_on: bool = False) -> Path:
-    """Makes the folder of a run, and those inside it.
+    """Creates the run folder and its subfolders.
 
     Args:
-        parent: the folder of all runs; made if it is missing.
-        number_if_taken: take name-2, name-3, ... where there is one already; else that is an error.
-        go_on: a run's folder of that name is used again.
-
-    Returns:
-        The new folder.
+        number_if_taken: try name-2, name-3, ... if the name is taken; otherwise that is an error.
+        go_on: reuse the folder of a run of that name.
 
     Raises:
-        RunDirectoryError: it exists already and holds files, or cannot be made.
+        RunDirectoryError: the folder exists and holds files, or cannot be created.
     """
     candidate, number = parent / name, 1
     try:
@@ -72,7 +64,7 @@ def create_folder(parent: Path, name: str, number_if_taken: bool, go_on: bool = 
 
 
 def _claimed(folder: Path, only_new: bool) -> bool:
-    """Makes a folder, or takes one without files, as a run that was killed while it began leaves it."""
+    """Creates a folder, or takes one without files, as left by a run that was killed at its start."""
     try:
         folder.mkdir()
     except FileExistsError:
@@ -81,7 +73,7 @@ def _claimed(folder: Path, only_new: bool) -> bool:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is that of a run, or of one that was killed while it began."""
+    """Returns whether a folder is that of a run, including one that was killed at its start."""
     return (folder / "config.toml").is_file() or _holds_no_files(folder)
 
 
@@ -90,11 +82,12 @@ def _holds_no_files(folder: Path) -> bool:
 
 
 class RunLock:
-    """Right of one process to write to a run's folder, until `release` or the end of the process.
+    """Exclusive right of one process to write to a run folder, until `release` or the end of the process.
 
-    It is a lock of the open file .lock: the kernel gives it back when the process ends, however that happens, and NFS
-    keeps it on the server for all hosts. A POSIX record lock, which any other close of the file in this process would
-    give back, takes its place where there is none. The file stays, and says which process has or had the lock.
+    It is a lock of the open file .lock: the kernel releases it when the process ends, for whatever reason, and NFS
+    keeps it on the server for all hosts. Where there are no such locks, a POSIX record lock is used, which any other
+    close of the file in this process would release. The file remains, and names the process that holds or held the
+    lock.
     """
 
     def __init__(self) -> None:
@@ -102,20 +95,20 @@ class RunLock:
         self._file: IO[str] | None = None
 
     def take(self, folder: Path, same_job: bool = False) -> None:
-        """Takes the lock of a folder, unless this object has it already; from another one in this process at once.
+        """Takes the lock of a folder, unless this object holds it. Another lock of this process is released first.
 
         Args:
-            same_job: the lock may be held by an earlier attempt of this job, or by an earlier rank 0, as it may by an
-                earlier start of the scheduler's job. It gets 30 s to end; after that the lock is taken from it if it
-                is on another host: that host is lost. Any other process on another host gets 100 s.
+            same_job: the lock may be held by an earlier attempt or an earlier rank 0 of this job. It gets 30 s to exit,
+                as does an earlier start of the scheduler's job. Then the lock is taken over if the holder is on another
+                host, which is considered lost. Any other process on another host gets 100 s.
 
         Raises:
-            RunDirectoryError: another process holds it, or it cannot be written.
+            RunDirectoryError: another process holds the lock, or the lock cannot be written.
         """
         if self.folder == folder:
             return
         for other in [lock for lock in _taken if lock.folder == folder]:
-            other.release()  # of a start that has failed
+            other.release()  # of a failed start
         path, begin_s, told = folder / LOCK, time.monotonic(), False
         try:
             while not self._locked(path):
@@ -132,7 +125,7 @@ class RunLock:
                         told = True
                     time.sleep(0.2)
                 elif earlier and elsewhere:
-                    path.unlink(missing_ok=True)  # another file, which the server has no lock for
+                    path.unlink(missing_ok=True)  # the server has no lock for a new file
                 else:
                     raise RunDirectoryError(
                         f"{folder}: in use by {by}: wait until it ends, or choose another --run.name; if that host is"
@@ -156,7 +149,7 @@ class RunLock:
             why = f"the file system has no locks ({error.strerror}): make sure that no other job has this --run.name"
             print(f"ringtrain: {path}: {why}", file=sys.stderr, flush=True)
         if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            file.close()  # it was deleted in this moment
+            file.close()  # it was deleted meanwhile
             return self._locked(path)
         file.truncate(0)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -166,7 +159,7 @@ class RunLock:
         return True
 
     def release(self) -> None:
-        """Gives the lock back, if this process has it."""
+        """Releases the lock, if this process holds it."""
         self._close()
         self.folder = None
 
@@ -184,7 +177,7 @@ def _close_in_child() -> None:
         lock._close()
 
 
-# The lock is held until every process that has the open file has closed it: one that was forked must not have it.
+# The lock is held until every process with the open file has closed it: a forked process must not keep it.
 os.register_at_fork(after_in_child=_close_in_child)
 
 
@@ -194,12 +187,12 @@ def _lock(file: IO[str]) -> None:
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, whole)
     except (BlockingIOError, PermissionError):
         raise
-    except OSError:  # the kernel or the file system has no such locks
+    except OSError:  # not supported by the kernel or the file system
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _this_process() -> dict[str, Any]:
-    """Host, boot, process and the scheduler's job of this process, as a lock's file has them."""
+    """Returns host, boot, process and scheduler's job of this process, as written to the lock file."""
     boot = ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
@@ -213,22 +206,22 @@ def _this_process() -> dict[str, Any]:
 
 
 def _is_elsewhere(holder: Mapping[str, Any]) -> bool:
-    """Whether a lock's holder is on another host: by its name, or by its boot where two have one name."""
+    """Returns whether a lock's holder is on another host: by its name, or by its boot if two hosts share a name."""
     own = _this_process()
     return any(holder.get(key) not in (None, "", own[key]) for key in ("host", "boot"))
 
 
 def _of_same_scheduled_job(holder: Mapping[str, Any]) -> bool:
-    """Whether a lock's holder belongs to an earlier start of the scheduler's job that this process belongs to."""
+    """Returns whether a lock's holder belongs to an earlier start of this process's scheduler job."""
     own = _this_process()
     if not own["job"] or holder.get("job") != own["job"]:
         return False
-    # Slurm counts its requeues: within one, the holder is another launch, which may still train.
+    # Slurm counts requeues: with an equal count, the holder is another launch, which may still be training.
     return "SLURM_JOB_ID" not in os.environ or holder.get("requeued") != own["requeued"]
 
 
 def _holder(path: Path) -> dict[str, Any]:
-    """Host, process and begin of the process that has a lock, as far as they are known."""
+    """Returns host, process and start time of a lock's holder, as far as known."""
     try:
         found = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -237,11 +230,7 @@ def _holder(path: Path) -> dict[str, Any]:
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
-    """Writes summary.json.
-
-    Args:
-        summary: what came out; numbers that are not finite are written as null.
-    """
+    """Writes summary.json, with null for numbers that are not finite."""
     text = json.dumps(plain(summary), indent=2, ensure_ascii=False)
     unfinished = folder / "summary.unfinished"
     unfinished.write_text(text + "\n", encoding="utf-8")
@@ -259,7 +248,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON can say it: numbers that are not finite become None."""
+    """Returns a value that JSON can represent: non-finite numbers become None."""
     if isinstance(value, Mapping):
         return {key: plain(inner) for key, inner in value.items()}
     if isinstance(value, float) and not math.isfinite(value):

@@ -1,8 +1,8 @@
-"""Saves a run's state during training, on all ranks together.
+"""Saves the state of a run during training, on all ranks together.
 
-The state is rank 0's weights and optimizer, which the other ranks share, and what differs between ranks: the states of
-random seeds, moving statistics of batch normalization, gradients that are accumulated and not reduced yet. Only rank 0
-receives it, in pieces.
+The state is rank 0's weights and optimizer, which all ranks share, and what differs between ranks: states of random
+seeds, moving statistics of batch normalization, accumulated gradients that are not reduced yet. Only rank 0 receives
+it, in pieces.
 """
 
 from __future__ import annotations
@@ -32,23 +32,21 @@ BEST_BY = "test_accuracy"
 
 
 class Saver(keras.callbacks.Callback):
-    """Saves the run's state every so many steps, epochs and minutes.
+    """Saves the state of a run at the intervals of config.checkpoint, in steps, epochs and minutes.
 
-    The training thread holds on to the state as it is; another one of rank 0 copies and writes it. A checkpoint that
-    cannot be written, as on a full disk, is left out; only the last one has to be there. For every rank, after whatever
-    adds to an epoch's metrics, and after what agrees on time.
+    The training thread takes references to the state; another thread of rank 0 copies and writes it. A checkpoint that
+    cannot be written, e.g. on a full disk, is skipped; only the last one is required. It must be on every rank, after
+    callbacks that add to an epoch's metrics and after `StopTogether`.
 
     Args:
-        config: of the run; its checkpoint section says when.
-        facts: what else a checkpoint is to say: numbers, versions; plain values.
-        metrics: of the last whole epoch before.
-        journal: of this rank, for every save.
-        monitored: values of train.monitor; grows while training.
-        is_due: whether the ranks have agreed on saving now; the same on every rank.
+        facts: further plain values for the manifest: numbers, versions.
+        metrics: those of the last complete epoch.
+        monitored: values of train.monitor; grows during training.
+        is_due: whether the ranks have agreed to save now; the same on every rank.
         while_saving: called on rank 0 with the global step, in the middle of every save.
 
     Attributes:
-        saves: what has become of all saves so far, for the summary.
+        saves: statistics and failures of all saves so far, for the summary.
     """
 
     def __init__(
@@ -65,7 +63,7 @@ class Saver(keras.callbacks.Callback):
         while_saving: Callable[[int], None] = lambda global_step: None,
     ) -> None:
         super().__init__()
-        self.set_model(model)  # a run that has nothing left to train never calls fit, which would
+        self.set_model(model)  # fit does that too, but a run with nothing left to train does not call it
         self.folder = folder
         self.config = config
         self.facts = {"config": dataclasses.asdict(config), **facts}
@@ -83,16 +81,16 @@ class Saver(keras.callbacks.Callback):
             lambda: tf.add_n([tf.cast(tf.reduce_sum(weight.value), tf.float32) for weight in self._floating]),
             autograph=False,
         )
-        # Not a new thread for each: that one would go first, and the training thread wait for it.
+        # Not a new thread for each save: it would run first, and the training thread would wait for it.
         self._writer = ThreadPoolExecutor(1, "ringtrain-saver")
         self._written: Future[None] | None = None
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._written and self._written.done():
-            self.wait()  # raises what went wrong
+            self.wait()  # raises the error of the writer
         every = self.config.checkpoint.every_steps
         due = self.is_due() or (every and self.clock.global_step % every == 0)
-        if due and not self.clock.epoch_complete:  # then the metrics of the epoch are still to come
+        if due and not self.clock.epoch_complete:  # otherwise on_epoch_end saves, with the epoch's metrics
             self.save()
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
@@ -104,16 +102,16 @@ class Saver(keras.callbacks.Callback):
 
     @hvd.during("save")
     def save(self) -> None:
-        """Begins to save the present state, unless it is saved already. A collective: call it on every rank.
+        """Starts saving the current state, unless it is saved already. Collective: call it on every rank.
 
         Raises:
-            NonFiniteLoss: on every rank: a weight is no finite number. The checkpoint before stays the newest.
+            NonFiniteLoss: on every rank, if a weight is NaN or infinite. The previous checkpoint stays the newest.
         """
         step = self.clock.global_step
         if self.saved_step == step:
             return
         begin_s = time.perf_counter()
-        self.wait()  # for the one before: states do not pile up in memory
+        self.wait()  # for the previous save, so that states do not pile up in memory
         digests = model_state.digests(self.model)
         with hvd.during("reduce"):
             reports = hvd.allgather_object((digests, self._not_finite()), name="ringtrain_own_state")
@@ -136,15 +134,15 @@ class Saver(keras.callbacks.Callback):
         self.saves["stall_s"] += stall_s
         self.saves["longest_stall_s"] = max(stall_s, self.saves["longest_stall_s"])
         self.journal.write("save", global_step=step, stall_s=stall_s)
-        if state:  # last: from here on the writer wants a core, and there may be none to spare
+        if state:  # last: the writer then needs a core, and there may be none to spare
             self._written = self._writer.submit(self._write, step, *state)
 
     def finish(self) -> None:
-        """Saves the present state and waits until it is on the disk. A collective: call it on every rank.
+        """Saves the current state and waits until it is on disk. Collective: call it on every rank.
 
         Raises:
-            NonFiniteLoss: as save.
-            CheckpointError: on every rank: it could not be written.
+            NonFiniteLoss: as in `save`.
+            CheckpointError: on every rank, if the checkpoint could not be written.
         """
         self.save()
         self.wait()
@@ -159,13 +157,13 @@ class Saver(keras.callbacks.Callback):
             raise CheckpointError(f"{self.saves['failed'][-1]['error']}; what was saved before stays")
 
     def wait(self) -> None:
-        """Waits until what it has begun to save is on the disk, or has failed."""
+        """Waits until the pending save is on disk or has failed."""
         if self._written is not None:
             written, self._written = self._written, None
             written.result()
 
     def _own_state(self, places: Sequence[int]) -> list[Arrays]:
-        """Local variables at these places, of each copy of the model in this process; metrics are the first copy's."""
+        """Returns the local variables at these indices, per copy of the model in this process; metrics of the first."""
         variables = model_state.own_variables(self.model)
         wanted = {place: variables[place] for place in places}
         own = [model_state.arrays_of(wanted, copy) for copy in range(hvd.num_copies(self.model))]
@@ -178,8 +176,8 @@ class Saver(keras.callbacks.Callback):
         ]
 
     def _not_finite(self) -> str:
-        """The path of a weight that holds a number that is none; empty: they are all good."""
-        # A sum is quick, and no finite number where there is one that is none; it may overflow without one.
+        """Returns the path of the first weight that contains NaN or infinity, or "" if all weights are finite."""
+        # The sum is fast, and non-finite if any weight is. It may also overflow if all are finite.
         if math.isfinite(float(self._sum_of_weights())):
             return ""
         bad = (weight.path for weight in self._floating if not tf.reduce_all(tf.math.is_finite(weight.value)))
@@ -200,11 +198,11 @@ class Saver(keras.callbacks.Callback):
         }, facts
 
     def _write(self, step: int, files: dict[str, Any], facts: dict[str, Any]) -> None:
-        """In a thread of its own, on rank 0."""
+        """Writes a checkpoint, in a separate thread on rank 0."""
         begin_s = time.perf_counter()
         try:
             state = files["state"]
-            for name, value in state.items():  # soon, before the next update of weights would have to copy them itself
+            for name, value in state.items():  # early: otherwise the next update of the weights would have to copy them
                 state[name] = model_state.storable(value)
             checkpoint.save(self.folder, step, files, facts, lambda name: self.while_saving(step))
             self._failed_step = -2

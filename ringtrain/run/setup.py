@@ -1,4 +1,4 @@
-"""What the walks of train.py and elastic.py are made of."""
+"""Steps that train.py and elastic.py share: resolve names, build model and callbacks, agree on the run folder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Named:
-    """What the configuration names, found and not yet made."""
+    """Objects that the configuration names, resolved but not yet created."""
 
     faults: tuple[fault_injection.Fault, ...]
     read_data: Callable[[], data.DataSet]
@@ -40,11 +40,7 @@ class Named:
 
 
 def find(config: Config) -> Named:
-    """Finds what a configuration names, without TensorFlow: a misspelt name is told at once.
-
-    Raises:
-        ConfigError: there is no such thing.
-    """
+    """Resolves the names in a configuration without TensorFlow, so that a misspelled one raises ConfigError at once."""
     return Named(
         fault_injection.parse(config.chaos),
         data.source(config.data),
@@ -55,13 +51,7 @@ def find(config: Config) -> Named:
 
 
 class Course:
-    """What goes along with training: the callbacks of one rank, and what is told of them at the end.
-
-    Args:
-        start: where it begins.
-        gradient_norm: of the last update, if it is tracked.
-        pulse: follows this rank's steps, where its health is watched.
-    """
+    """Callbacks of one rank, and their results at the end. `pulse`: step timer of this rank, if it is monitored."""
 
     def __init__(
         self,
@@ -129,14 +119,7 @@ class Course:
         ]
 
     def finish(self, hosts: Sequence[str], attempt: Attempt, **more: Any) -> dict[str, Any]:
-        """Compares the ranks once more and lets rank 0 fill the run's folder. A collective: call it on every rank.
-
-        Args:
-            attempt: which start of the job this is.
-
-        Returns:
-            What is in summary.json.
-        """
+        """Compares the ranks once more, lets rank 0 fill the run folder, and returns summary.json. Collective."""
         from ringtrain import hvd
         from ringtrain.run import run_folder, tracking
 
@@ -174,7 +157,7 @@ class Course:
                 return
             try:
                 checkpoint.export(self.model, self.folder, saved_model=self.config.checkpoint.saved_model)
-            except (CheckpointError, OSError) as error:  # the rest is written all the same
+            except (CheckpointError, OSError) as error:  # the other files are written nevertheless
                 summary["not_exported"] = str(error)
                 raise
             finally:
@@ -187,14 +170,7 @@ class Course:
 
 
 def refuse_differences(plans: Sequence[tuple[Config, Numbers | None]]) -> None:
-    """Makes sure that all ranks are about to do the same: after other numbers of steps they would wait forever.
-
-    Args:
-        plans: every rank's configuration and, where they are known, numbers.
-
-    Raises:
-        ConfigError: they differ; names the first rank that does and in what.
-    """
+    """Raises ConfigError with the first rank and value that differ from rank 0: unequal step counts would hang."""
     flat = [
         {option: value_of(config, option) for option in option_types()}
         | (dataclasses.asdict(numbers) if numbers else {})
@@ -210,13 +186,13 @@ def refuse_differences(plans: Sequence[tuple[Config, Numbers | None]]) -> None:
 
 
 def own_callbacks(config: Config) -> Callable[[], list[keras.callbacks.Callback]]:
-    """Finds the user's callbacks, without making them.
+    """Resolves the user's callbacks without creating them.
 
     Args:
-        config: train.callbacks names functions or classes that need no arguments.
+        config: `train.callbacks` names functions or classes that are called without arguments.
 
     Returns:
-        A function that makes new ones; it raises ConfigError for what is no callback.
+        A function that creates new callbacks. It raises ConfigError if one is not a Keras callback.
     """
     names = config.train.callbacks
     found = [config_io.find("train.callbacks", name, {}) for name in names]
@@ -242,14 +218,10 @@ def compiled_model(
     strategy: Ring,
     distributed: bool = True,
 ) -> keras.Model:
-    """Makes the model and its distributed optimizer.
+    """Builds the compiled model, with equal weights and different dropout on all ranks, and distributed optimizer.
 
     Args:
-        data_set: gives the shape of a sample and the number of classes.
-        distributed: or, to compare with, with an optimizer that talks to nobody.
-
-    Returns:
-        The model, with the same weights on every rank, and dropout of its own.
+        distributed: False: use an optimizer without communication, for comparison.
     """
     import keras
 
@@ -272,7 +244,7 @@ def compiled_model(
         optimizer = strategy.distribute(optimizer)
     loss, metrics = models.cross_entropy(config.model.label_smoothing), named.make_metrics()
     early_stopping.check_monitor(config.train.monitor, metrics)
-    # XLA has no kernel for Horovod's allreduce; "auto" would turn it on where there is a GPU.
+    # XLA has no kernel for Horovod's allreduce; "auto" would enable XLA on GPUs.
     model.compile(optimizer, loss, metrics=["accuracy", *metrics], jit_compile=False)
     if config.train.jit:
         hvd.jit_gradients(model)
@@ -293,10 +265,10 @@ def _check_not_averaged(model: keras.Model, patterns: Sequence[str]) -> None:
 
 
 def lock_folder(lock: run_folder.RunLock, config: Config, attempt: Attempt) -> None:
-    """Lets rank 0 lock the run's folder before anything is read from it, if there is one. A collective.
+    """Lets rank 0 lock an existing run folder before anything is read from it. Collective.
 
     Raises:
-        RunDirectoryError: on every rank: another process writes to it.
+        RunDirectoryError: on every rank, if another process writes to the folder.
     """
     from ringtrain import hvd
     from ringtrain.run import run_folder
@@ -311,11 +283,7 @@ def lock_folder(lock: run_folder.RunLock, config: Config, attempt: Attempt) -> N
 
 
 def is_complete(lock: run_folder.RunLock, config: Config, start: resume.Start, trained: bool) -> bool:
-    """Whether a run had ended before this start and nothing is left to train or export; rank 0 prints it. Collective.
-
-    Args:
-        lock: after lock_folder.
-    """
+    """Returns whether nothing is left to train or export, which rank 0 then prints. Collective, after `lock_folder`."""
     from ringtrain import hvd
     from ringtrain.run import console, early_stopping, run_folder
 
@@ -338,18 +306,9 @@ def is_complete(lock: run_folder.RunLock, config: Config, start: resume.Start, t
 
 
 def agree_on_folder(config: Config, numbers: Numbers, attempt: Attempt, lock: run_folder.RunLock) -> Path:
-    """Lets rank 0 make and lock the run's folder, and tells it to every rank.
+    """Lets rank 0 create and lock the run folder, and broadcasts its path. Collective, after `lock_folder`.
 
-    Args:
-        config: the resolved configuration, to be kept there.
-        attempt: a start that is not the first goes on in the folder of the first.
-        lock: after lock_folder.
-
-    Returns:
-        The folder.
-
-    Raises:
-        RunDirectoryError: on every rank, if rank 0 could not make it.
+    A restart reuses the folder of the first attempt. Raises RunDirectoryError on every rank if rank 0 cannot create it.
     """
     from ringtrain import hvd
     from ringtrain.run import run_folder
@@ -360,7 +319,7 @@ def agree_on_folder(config: Config, numbers: Numbers, attempt: Attempt, lock: ru
             Path(config.run.directory),
             name,
             number_if_taken=not config.run.name,
-            # Without the lock the folder was not there when checkpoints were looked for.
+            # Without the lock, the folder did not exist when checkpoints were searched.
             go_on=lock.folder is not None and (config.run.resume != "never" or attempt.run_name == config.run.name),
         )
         lock.take(folder)

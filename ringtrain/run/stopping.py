@@ -1,4 +1,4 @@
-"""Ends a run on all ranks after the same step: signals, time limits, callbacks, and a loss that is no number."""
+"""Ends a run on all ranks after the same step: signals, time limits, callbacks, non-finite loss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = {number.name: number for number in SIGNALS}
 
 
 class Signals:
-    """Remembers the first of SIGTERM, SIGINT and SIGUSR1; another SIGINT ends the process at once."""
+    """Records the first of SIGTERM, SIGINT and SIGUSR1; a SIGINT after it ends the process at once."""
 
     def __init__(self) -> None:
         self.received = 0
@@ -46,23 +46,21 @@ class Signals:
 
 
 class StopTogether(keras.callbacks.Callback):
-    """Lets any rank end training, and all of them after the same step.
+    """Ends training on all ranks after the same step, at the request of any rank.
 
-    Every so many steps the ranks tell each other, in one small allreduce, what they have met. A callback of one rank
-    alone that sets `model.stop_training`, as Keras' EarlyStopping does, ends all ranks as well.
-
-    For every rank, after all callbacks that may want to stop and before those that save.
+    Every few steps, the ranks exchange their requests in one small allreduce; also before every checkpoint, so that
+    none is saved after a non-finite loss. A callback on a single rank that sets `model.stop_training`, such as Keras'
+    EarlyStopping, ends all ranks as well. It must be on every rank, after all callbacks that may request a stop and
+    before those that save.
 
     Args:
-        config: of the run. The ranks also agree before every checkpoint: none is made of a loss that is no number.
-        global_step: steps done before.
-        steps_per_epoch: to name the batch of a loss that is no number.
-        raise_unreadable: raises the DataError of a sample that this rank could not read, if there is one.
+        global_step: steps completed before.
+        raise_unreadable: raises DataError if this rank could not read a sample.
 
     Attributes:
         save_is_due: whether the ranks have just agreed that checkpoint.every_minutes is over; the same on every rank.
         stopped_by: why training ended before its last step: a signal's name, "train.max_time_s", "train.patience",
-            "train.target_accuracy" or "a callback"; empty while nobody wants to stop.
+            "train.target_accuracy" or "a callback"; "" if it did not.
     """
 
     def __init__(
@@ -90,11 +88,11 @@ class StopTogether(keras.callbacks.Callback):
 
     @property
     def exit_code(self) -> int:
-        """0; after a signal 128 + its number."""
+        """0, or 128 + the number of the signal that ended training."""
         return 128 + NAMES[self.stopped_by] if self.stopped_by in NAMES else 0
 
     def want(self, reason: str) -> None:
-        """Ends training at the ranks' next agreement, which there is after every epoch; one rank's wish is enough."""
+        """Requests the end of training at the next agreement of the ranks, at the latest after the epoch."""
         self._wanted = self._wanted or reason
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -111,7 +109,7 @@ class StopTogether(keras.callbacks.Callback):
         self._agree()
 
     def _take_over(self) -> None:
-        """Keras would end this rank at once, while the others wait for it."""
+        """Turns a callback's `stop_training` into a request: Keras would end this rank alone, and the others wait."""
         if self.model.stop_training and not self.stopped_by:
             self.want("a callback")
             self.model.stop_training = False

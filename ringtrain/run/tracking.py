@@ -1,4 +1,4 @@
-"""What a run writes while it trains: metrics.jsonl, steps.jsonl, TensorBoard and curves.png; by rank 0."""
+"""Files that rank 0 writes during training: metrics.jsonl, steps.jsonl, TensorBoard and curves.png."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ NO_METRICS = (
 
 
 class Recorder(keras.callbacks.Callback):
-    """Writes down and shows how training goes; for rank 0, after every callback that adds to an epoch's metrics.
+    """Records and shows the progress of training; on rank 0, after all callbacks that add to an epoch's metrics.
 
-    Speed is measured between the end of the first step (in which TensorFlow traces the model) and the end of the last,
+    Speed is measured from the end of the first step (in which TensorFlow traces the model) to the end of the last,
     without the time between epochs, in which ranks evaluate.
 
     Args:
-        numbers: of the run. An epoch that is broken off is not recorded.
-        clock: counts the steps; what the folder holds of later ones than it begins with is forgotten.
-        gradient_norm: of the last update, if it is tracked. It is computed for steps that are written down.
+        clock: its step at the start is the resume point: later records in the folder are dropped. An interrupted epoch
+            is not recorded.
+        gradient_norm: norm of the last update, if tracked; computed only for recorded steps.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Recorder(keras.callbacks.Callback):
 
     @property
     def images_per_s(self) -> float:
-        """Samples that all ranks together trained per second, over the whole run."""
+        """Samples that all ranks together train per second, over the whole run."""
         return self.timed_steps * self.images_per_step / self.timed_s if self.timed_s else math.nan
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -87,7 +87,7 @@ class Recorder(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self.gradient_norm is not None:
-            # Of the last update before a line is written, of steps.jsonl or at the epoch's end.
+            # For the last update before a record, in steps.jsonl or at the end of the epoch.
             until_lines = -(self.global_step + 1) % self.options.every_steps, self.params["steps"] - 1 - batch
             self.gradient_norm.want(min(until_lines) < self.accumulation_steps)
 
@@ -107,7 +107,7 @@ class Recorder(keras.callbacks.Callback):
         self.timed_steps += steps
         self.timed_s += seconds
         if not self.clock.epoch_complete:
-            return  # broken off
+            return  # interrupted
         train_s, evaluate_s = self.epoch_end_s - self.epoch_begin_s, time.perf_counter() - self.epoch_end_s
         self.epochs.append(self._record(METRICS, "", epoch, logs, train_s=train_s, evaluate_s=evaluate_s))
         with self._disk_may_be_full():
@@ -126,7 +126,7 @@ class Recorder(keras.callbacks.Callback):
 
     @contextlib.contextmanager
     def _disk_may_be_full(self) -> Iterator[None]:
-        """Records wait in memory then; training goes on."""
+        """Reports a failed write once; records then stay in memory, and training continues."""
         try:
             yield
         except OSError as error:
@@ -140,7 +140,7 @@ class Recorder(keras.callbacks.Callback):
         self.complained = True
 
     def _append(self, file_name: str, *lines: str) -> None:
-        """Adds lines to a file, with those that found no room before."""
+        """Appends lines to a file, after those that could not be written before."""
         waiting = self.unwritten.setdefault(file_name, [])
         waiting += lines
         path = self.folder / file_name
@@ -155,7 +155,7 @@ class Recorder(keras.callbacks.Callback):
         waiting.clear()
 
     def _record(self, file_name: str, prefix: str, epoch: int, logs: Any, **more: float) -> dict[str, Any]:
-        """Adds a line to a file, and its numbers to TensorBoard."""
+        """Appends a record to a file, and its numbers to TensorBoard."""
         steps, seconds = self.global_step - self.steps_before, self.epoch_end_s - self.epoch_start_s
         record = {
             "epoch": epoch + 1,
@@ -178,12 +178,12 @@ class Recorder(keras.callbacks.Callback):
 
 
 def _records_until(path: Path, global_step: int) -> list[dict[str, Any]]:
-    """Reads back an earlier process' records, and cuts the file where the run goes on."""
+    """Reads the records of an earlier process, and truncates the file at the resume point."""
     if not path.exists():
         return []
     records = []
     for line in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(*INVALID):  # the last line of a process that was killed
+        with contextlib.suppress(*INVALID):  # incomplete last line of a killed process
             record = parse_json(line)
             if record["global_step"] <= global_step:
                 records.append(record)
@@ -194,15 +194,15 @@ def _records_until(path: Path, global_step: int) -> list[dict[str, Any]]:
 
 
 def loss_scale_of(optimizer: Any) -> dict[str, float]:
-    """The present factor of mixed_float16's loss, under its name, where there is one."""
+    """Returns the current loss scale of mixed_float16 as {"loss_scale": ...}, else {}."""
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     return {"loss_scale": float(optimizer.dynamic_scale)} if scaled else {}
 
 
 def figures_of(record: Mapping[str, Any]) -> list[str]:
-    """An epoch's record as a person reads it, what matters least last.
+    """Formats an epoch's record for the terminal, the least important figures last.
 
-    A model with a `train_step` of its own may have neither loss nor accuracy: then the first of its metrics are shown.
+    A model with its own `train_step` may have neither loss nor accuracy: then its first metrics are shown.
     """
     usual = {
         "loss": "loss {:.4f}",
@@ -219,12 +219,9 @@ def figures_of(record: Mapping[str, Any]) -> list[str]:
 
 
 def draw_curves(folder: Path, epochs: Sequence[Mapping[str, Any]], schedule: Schedule, steps_per_epoch: int) -> None:
-    """Draws curves.png: two metrics over the epochs, in training and on the test data, and the learning rate.
+    """Draws curves.png: loss and accuracy, or the model's first two metrics, and the learning rate over the epochs.
 
-    The metrics are loss and accuracy, or the first that the model has.
-
-    Args:
-        schedule: the learning rate as it was planned; those in the records are dots on it.
+    `schedule` is the planned learning rate; the recorded rates are dots on it.
     """
     from matplotlib.figure import Figure
 
@@ -232,7 +229,7 @@ def draw_curves(folder: Path, epochs: Sequence[Mapping[str, Any]], schedule: Sch
     *panels, rates = figure.subplots(1, 3)
     steps, planned = curve(schedule)
     rates.plot(steps / steps_per_epoch, planned, label="planned")
-    # A record says what the epoch's last step had, and step 0 is the first.
+    # A record has the learning rate of the epoch's last step; steps count from 0.
     rates.plot(
         [(r["global_step"] - 1) / steps_per_epoch for r in epochs],
         [r["learning_rate"] for r in epochs],
@@ -240,10 +237,10 @@ def draw_curves(folder: Path, epochs: Sequence[Mapping[str, Any]], schedule: Sch
         label="trained with",
     )
     highest = max([*planned, *(record["learning_rate"] for record in epochs)])
-    rates.set(xlabel="epoch", ylabel="learning rate", ylim=(0, 1.1 * highest or 1))  # a constant one not on the edge
+    rates.set(xlabel="epoch", ylabel="learning rate", ylim=(0, 1.1 * highest or 1))  # a constant rate not on the edge
     rates.grid(alpha=0.3)
     rates.legend()
-    # A model with a train_step of its own may have neither.
+    # A model with its own train_step may have neither.
     names = dict.fromkeys(["loss", "accuracy", *(name for record in epochs for name in record)])
     drawn = [name for name in names if any(f"test_{name}" in record for record in epochs)] or [*names]
     for axes in panels[len(drawn) :]:
@@ -260,13 +257,13 @@ def draw_curves(folder: Path, epochs: Sequence[Mapping[str, Any]], schedule: Sch
 
 
 def check_packages() -> None:
-    """Raises MissingDependency now, not after hours of training, where a package for the run's files is missing."""
+    """Raises MissingDependency before training, not after hours of it, if a package for the run's files is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingDependency("matplotlib draws curves.png and is not installed: pip install 'ringtrain[train]'")
 
 
 def versions() -> dict[str, str]:
-    """What this process runs on; of Horovod and mpi4py, what its ranks talk by."""
+    """Returns the versions that this process uses; of Horovod and mpi4py, the one that its ranks communicate by."""
     by = "mpi4py" if os.environ.get(COLLECTIVES) in ("mpi4py", ALONE) else "horovod"
     return {
         "ringtrain": ringtrain.__version__,
