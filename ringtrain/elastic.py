@@ -1,16 +1,16 @@
-"""The walk of a run whose ranks come and go: main path of train.py under ringtrain launch --elastic.
+"""Main path of a run whose ranks join and leave, under ringtrain launch --elastic; as in train.py.
 
-Whoever is there trains from the last commit, which all of them have in memory. When a rank is lost, the others go back
-to it; when hosts have come or gone, all begin again from a commit made just then. Either way the rest of the epoch's
-order, from its position on, is dealt again over the ranks that there are now:
+The current ranks train from the last commit, which all of them hold in memory. When a rank is lost, the others return
+to it; when hosts have joined or left, all continue from a commit made just then. Either way the rest of the epoch's
+order, from its position on, is redistributed over the current ranks:
 
-    elastic.keep global-batch     The global batch stays what it was when the run began, and with it the steps and the
+    elastic.keep global-batch     The global batch stays that of the run's start, and with it the steps and the
                                   learning rate. The ranks share it, also unevenly: a rank with n of its G samples
-                                  counts with weight n / G, so that the update is that of one process with all of them.
-    elastic.keep per-rank-batch   Each rank goes on with train.batch_size samples. Global batch and learning rate follow
-                                  the number of ranks, by optimizer.learning_rate_scaling, and the schedule goes by the
-                                  share of the run's epochs that is done. The last step of an epoch in which ranks have
-                                  come or gone may be smaller.
+                                  has the weight n / G, so that the update is that of one process with all of them.
+    elastic.keep per-rank-batch   Each rank keeps train.batch_size. Global batch and learning rate follow the number of
+                                  ranks, by optimizer.learning_rate_scaling, and the schedule follows the completed
+                                  fraction of the run's epochs. The last step of an epoch in which ranks have joined
+                                  or left may be smaller.
 """
 
 from __future__ import annotations
@@ -48,17 +48,7 @@ from ringtrain.run import (
 
 
 def train(config: Config, named: setup.Named, attempt: Attempt) -> int:
-    """Trains as train.train does. Until `_walk`, a rank is alone: the others may be in the middle of it.
-
-    Args:
-        attempt: which start of the job this is.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        RingtrainError: as from train.train.
-    """
+    """Trains as train.train does. Until `_walk`, no collectives: the other ranks may be in the middle of training."""
     if config.optimizer.accumulation_steps > 1:
         raise ConfigError(
             "optimizer.accumulation_steps: got more than 1 in an elastic run, which commits whole steps: 1"
@@ -70,7 +60,7 @@ def train(config: Config, named: setup.Named, attempt: Attempt) -> int:
     tracking.check_packages()
     config = resume.started_again(config, attempt)
     data_set = named.read_data()
-    # The rates of the schedule are set from outside: whoever comes later has to build the same.
+    # The schedule's rates are set from outside: ranks that join later must build the same.
     flat = dataclasses.replace(config, schedule=ScheduleConfig())
     numbers = derive(flat, hvd.size(), len(data_set.train), len(data_set.test))
     model = setup.compiled_model(named, data_set, flat, numbers, strategies.make(flat))
@@ -86,52 +76,52 @@ def train(config: Config, named: setup.Named, attempt: Attempt) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Where an elastic run stands; part of every commit."""
+    """Position of an elastic run; part of every commit."""
 
     planned_ranks: int
-    """whose global batch is kept"""
+    """Number of ranks whose global batch is kept."""
     num_ranks: int = 0
-    """since the last change; 0: it has not begun"""
+    """Number since the last change; 0: not started."""
     epoch: int = 0
     position: int = 0
-    """samples of the epoch's order that are trained"""
+    """Samples of the epoch's order that are trained."""
     dealt_by: int = 0
-    """global batch size that the epoch's order is made for"""
+    """Global batch size that the epoch's order is made for."""
     length: int = 0
-    """of that order"""
+    """Samples in that order."""
     generation: str = ""
-    """of ranks that have trained together"""
+    """ID of the ranks that train together."""
     resizes: tuple[dict[str, int], ...] = ()
     started: float = 0.0
 
 
 @dataclasses.dataclass
 class Rank:
-    """What this process has of its own, through all changes."""
+    """State of this process that survives all changes of ranks."""
 
     config: Config
     named: setup.Named
     attempt: Attempt
     prints: dict[str, str]
-    """of its code and data"""
+    """Checksums of its code and data."""
     data_set: data.DataSet
     pinning: Any
     signals: stopping.Signals
     users_callbacks: list[keras.callbacks.Callback]
     gradient_norm: Any
     lock: run_folder.RunLock
-    """of the run's folder, if this is rank 0"""
+    """Lock of the run folder, if this is rank 0."""
     reached: int = 0
-    """the furthest step that it has made"""
+    """Furthest step so far."""
     begun: bool = False
 
     def numbers(self, num_ranks: int) -> Numbers:
-        """The run's numbers with so many ranks."""
+        """Returns the run's numbers for this number of ranks."""
         return derive(self.config, num_ranks, len(self.data_set.train), len(self.data_set.test))
 
 
 def _walk(state: Any, own: Rank) -> int:
-    """Trains from the last commit to the end. Every rank makes this walk, again after every change."""
+    """Trains from the last commit to the end; every rank calls it, again after every change of ranks."""
     config, model, rank, size = own.config, state.model, hvd.rank(), hvd.size()
     hvd.check_placement("" if config.device.share_gpus else devices.identity(own.pinning))
     consistency.refuse(hvd.allgather_object((socket.gethostname(), own.prints), name="ringtrain_prints"))
@@ -140,7 +130,7 @@ def _walk(state: Any, own: Rank) -> int:
         own.lock.release()
         return 0
     if rank:
-        own.lock.release()  # the present rank 0 takes it
+        own.lock.release()  # the current rank 0 takes it
     planned = state.run.planned_ranks if config.elastic.keep == "global-batch" else size
     numbers = hvd.run_together(lambda: own.numbers(planned))
     setup.refuse_differences(hvd.allgather_object((config, numbers), name="ringtrain_numbers"))
@@ -149,7 +139,7 @@ def _walk(state: Any, own: Rank) -> int:
     log = journal.Journal(folder, rank, size, own.attempt.number)
     run = _resized(state, own, log, terminal)
 
-    # Everybody reduces with everybody, from the same weights.
+    # All ranks reduce together, from the same weights.
     hvd.elastic.set_share(model.optimizer, 1.0)
     gradients = hvd.check_averaging(model.optimizer)
     hvd.check_in_sync(model)
@@ -225,7 +215,7 @@ def _walk(state: Any, own: Rank) -> int:
 
 
 def _begin(state: Any, own: Rank, terminal: Console) -> bool:
-    """Finds what the run goes on from, and its folder: once, by those who are there first. False: it is complete."""
+    """Finds the start position and the run folder, once, on the first ranks. Returns False if the run is complete."""
     config, model, size = own.config, state.model, hvd.size()
     setup.lock_folder(own.lock, config, own.attempt)
     folder, must = resume.source_of(config)
@@ -235,7 +225,7 @@ def _begin(state: Any, own: Rank, terminal: Console) -> bool:
     if saved and saved["numbers"]["batch_size"] == config.train.batch_size and config.elastic.keep == "global-batch":
         planned = saved["numbers"]["num_ranks"]
     numbers = hvd.run_together(lambda: own.numbers(planned))
-    if saved and config.elastic.keep == "per-rank-batch":  # under which it may be another one
+    if saved and config.elastic.keep == "per-rank-batch":  # the global batch may then be different
         train = dataclasses.replace(config.train, batch_size=saved["numbers"]["batch_size"])
         then = dataclasses.replace(own, config=dataclasses.replace(config, train=train))
         same = hvd.run_together(lambda: then.numbers(saved["numbers"]["num_ranks"]))
@@ -255,7 +245,7 @@ def _begin(state: Any, own: Rank, terminal: Console) -> bool:
     if start.source:
         path = Path(state.folder) / "checkpoints"
         hvd.run_together(lambda: checkpoint.remove_after(path, start.global_step) if hvd.rank() == 0 else None)
-    # Rank 0 goes on with what all ranks' metrics have seen.
+    # Rank 0 resumes with the metric sums of all ranks.
     sums = hvd.allgather_object(start.metrics_state, name="ringtrain_metrics_state")
     state.start = dataclasses.replace(start, metrics_state=tuple(sum(parts) for parts in zip(*sums, strict=True)))
     state.run = Run(planned, started=time.time(), **place)
@@ -266,7 +256,7 @@ def _begin(state: Any, own: Rank, terminal: Console) -> bool:
 
 
 def _place_of(saved: dict[str, Any], start: resume.Start) -> dict[str, Any]:
-    """Where a checkpoint is in its epoch."""
+    """Returns the position of a checkpoint in its epoch."""
     if not start.source:
         return {}
     if "elastic" in saved:
@@ -277,7 +267,7 @@ def _place_of(saved: dict[str, Any], start: resume.Start) -> dict[str, Any]:
 
 
 def _resized(state: Any, own: Rank, log: journal.Journal, terminal: Console) -> Run:
-    """Takes note of who is there now, and makes that part of what a failure goes back to."""
+    """Records the current ranks in the state that a failure returns to."""
     run, size, global_step = state.run, hvd.size(), state.start.global_step
     news = hvd.allgather_object((own.reached, f"{time.time_ns():x}"), name="ringtrain_news")
     lost_steps = max(0, max(reached for reached, _ in news) - global_step) if run.num_ranks else 0
@@ -301,11 +291,7 @@ def _resized(state: Any, own: Rank, log: journal.Journal, terminal: Console) -> 
 
 
 class Dealer(resume.Clock):
-    """Counts steps and samples, weighs this rank's share of each step, and sets the learning rate of each.
-
-    Args:
-        start: where training begins.
-    """
+    """Elastic batch scheduler: counts steps and samples, and sets gradient weight and learning rate of each step."""
 
     course: setup.Course
     own: Rank
@@ -333,19 +319,18 @@ class Dealer(resume.Clock):
 
     @property
     def epoch_complete(self) -> bool:
-        """Whether the last step was the last of its epoch."""
         return self.position in (0, self.length)
 
     @property
     def place(self) -> Run:
-        """Where the run stands; after an epoch's last step at the beginning of the next."""
+        """Current position; after an epoch's last step, the start of the next one."""
         if self.position == self.length > 0:
             return dataclasses.replace(self.run, epoch=self.epoch + 1, position=0, dealt_by=0, length=0)
         epoch, position, dealt_by, length = self.epoch, self.position, self.dealt_by, self.length
         return dataclasses.replace(self.run, epoch=epoch, position=position, dealt_by=dealt_by, length=length)
 
     def turn_over(self) -> None:
-        """Goes to the next epoch, if this one is over."""
+        """Moves to the next epoch, if this one is over."""
         self.epoch, self.position = self.place.epoch, self.place.position
         if not self.position:
             self.dealt_by = self.numbers.global_batch_size
@@ -358,12 +343,12 @@ class Dealer(resume.Clock):
         self.part = self.position + first, self.position + last
         self.position_then = self.position + in_step
         hvd.elastic.set_share(self.model.optimizer, (last - first) * self.size / in_step)
-        if first == last:  # another rank's sample, which that one counts
+        if first == last:  # a sample of another rank, which counts it
             self.kept = [keras.ops.convert_to_numpy(variable) for variable in self.model.metrics_variables]
         steps = self.numbers.steps_per_epoch
         rate = float(self.schedule.rate(self.epoch * steps + self.position * steps // self.length))
         rate *= self.course.watch.share
-        if rate != self.rate:  # else it is left to what callbacks make of it
+        if rate != self.rate:  # otherwise a rate set by callbacks is kept
             self.rate = rate
             optimizers.set_rate(self.model.optimizer, rate)
 
@@ -382,7 +367,7 @@ class Dealer(resume.Clock):
             self.write_down()
 
     def write_down(self) -> None:
-        """Says in the journal what this rank has trained, before a commit or a checkpoint may hold it."""
+        """Writes to the journal what this rank has trained, before a commit or a checkpoint may contain it."""
         if self.trained:
             what = {"epoch": self.epoch, "length": self.length, "after_step": self.last_written}
             generation = self.run.generation
@@ -396,11 +381,7 @@ class Dealer(resume.Clock):
 
 
 class Committer(keras.callbacks.Callback):
-    """Commits every so many steps and after each epoch; the last of the callbacks.
-
-    Args:
-        dealer: knows where the run stands.
-    """
+    """Commits every few steps and after each epoch; must be the last callback."""
 
     def __init__(self, state: Any, dealer: Dealer) -> None:
         super().__init__()
@@ -418,7 +399,7 @@ class Committer(keras.callbacks.Callback):
     def _commit(self) -> None:
         dealer, course = self.dealer, self.dealer.course
         hvd.average_moving_statistics(self.model, course.config.model.not_averaged)
-        # Every rank has written down what it has trained before anybody has the sums.
+        # Every rank has written what it trained to the journal before any rank has the sums.
         sums: tuple[Any, ...] = ()
         own = [np.asarray(keras.ops.convert_to_numpy(one), np.float64) for one in self.model.metrics_variables]
         flat = np.concatenate([part.reshape(-1) for part in own])

@@ -1,4 +1,4 @@
-"""Trains a model on one rank or many: the main path, to be read from top to bottom.
+"""Main path of training on one rank or many, in the order of the run.
 
 python -m ringtrain.train --config configs/digits.toml
 horovodrun -np 2 -H localhost:2 python -m ringtrain.train --config configs/digits.toml
@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 
 if __name__ == "__main__":
-    # Until training takes signals itself, Ctrl-C ends the process at once, without the traceback of some import.
+    # Until training handles signals itself, Ctrl-C ends the process at once, without a traceback from an import.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import functools
@@ -35,19 +35,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one training job.
 
     Args:
-        argv: the command line without the program's name; None: sys.argv.
+        argv: command line without the program's name; None: sys.argv.
 
     Returns:
-        0; 128 + the number of the signal that ended training; or 2 after an error that a person can mend, which one
-        rank says in one line.
+        0; 128 + the number of the signal that ended training; or 2 after an error that the user can fix, which one rank
+        prints in one line.
     """
     stages = journal.Stages()
     try:
         return train(config_io.read(sys.argv[1:] if argv is None else argv), stages)
     except RingtrainError as error:
         journal.note_failure(error, exit_code=2)
-        # What one rank met, every rank raises (hvd.run_together): rank 0 speaks for all, and launchers end the job with
-        # the first rank that ends. A rank that is still there after this pause is alone with its error.
+        # An error on one rank is raised on every rank (hvd.run_together). Rank 0 prints it, and launchers end the job
+        # when the first rank exits. A rank that still runs after this pause has an error of its own.
         if console.launched_rank():
             time.sleep(SECONDS_FOR_RANK_0)
         failures.report_failure(error, console.launched_rank() or 0, exit_code=2, with_traceback=False)
@@ -59,21 +59,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train(config: Config, stages: journal.Stages | None = None) -> int:
-    """Trains, evaluates, proves that the ranks agree, and fills the run's folder.
+    """Trains and evaluates a model, verifies that the ranks agree, and fills the run folder.
 
-    Every rank makes this walk and takes part in every collective; what rank 0 does alone contains none.
+    Every rank runs this function and takes part in every collective; code for rank 0 alone contains none.
 
     Args:
-        config: the resolved configuration.
-        stages: of this start, to be noted.
+        stages: timestamps of the start-up stages, to be recorded.
 
     Returns:
-        The exit code: 0, or 128 + the number of the signal that ended training.
+        0, or 128 + the number of the signal that ended training.
 
     Raises:
-        RingtrainError: on every rank, whichever rank met it. Until training begins, nothing is written.
+        RingtrainError: on every rank, whichever rank caused it. Until training begins, nothing is written.
     """
-    # Names first: a misspelt one is told at once. TensorFlow is loaded with hvd, and talks.
+    # Names first, so that a misspelled one is reported at once. Importing hvd loads TensorFlow, which prints messages.
     log_capture.watch()
     lazy_keras.start()
     stages = stages or journal.Stages()
@@ -82,8 +81,8 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
     strategies.prepare(config)
     crew = strategies.meet(config)
     if crew is not None and crew.rank:
-        return worker.keep(config, crew)  # a server or a worker, for rank 0's walk
-    import ringtrain.hvd as hvd  # the first: it says what is not installed
+        return worker.keep(config, crew)  # a server or a worker, controlled by rank 0
+    import ringtrain.hvd as hvd  # first: it reports missing packages
     from ringtrain import elastic
     from ringtrain.monitor import heartbeat, timeline
     from ringtrain.run import resume, run_folder, stopping, tracking
@@ -94,11 +93,11 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
     config, timeline_file = (config, "") if hvd.elastic.is_on() else timeline.wanted(config)
     hvd.init()
     stages.done("init")
-    if hvd.elastic.is_on():  # ranks come and go: another walk, of the same pieces
+    if hvd.elastic.is_on():  # ranks join and leave: another main path, with the same building blocks
         return elastic.train(config, named, attempt)
     rank, size = hvd.rank(), hvd.size()
     hvd.check_op(config.hvd)
-    # Before TensorFlow touches a device: it would take memory on the host's first GPU for every rank.
+    # Before TensorFlow uses a device: it would allocate memory on the host's first GPU for every rank.
     strategy = strategies.make(config, crew)
     pinning = strategy.begin()
     box = status.StatusLine(rank)
@@ -108,11 +107,11 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
     consistency.refuse(hvd.allgather_object((host, code), name="ringtrain_code"))
     stages.done("checks")
 
-    # Data: each rank trains its own part of every global batch, and evaluates its own test samples.
+    # Data: each rank trains its shard of every global batch, and evaluates its shard of the test samples.
     hvd.run_together(tracking.check_packages)
     config = config if crew else resume.same_global_batch(config, attempt, size)
     config = hvd.run_together(functools.partial(resume.started_again, config, attempt))
-    for is_first in (rank == 0, rank > 0 and hvd.local_rank() == 0):  # hosts may have the data on disks of their own
+    for is_first in (rank == 0, rank > 0 and hvd.local_rank() == 0):  # hosts may have the data on local disks
         hvd.run_together(functools.partial(data.prepare, config.data, is_first))
     data_set = hvd.run_together(named.read_data)
     numbers = hvd.run_together(lambda: derive(config, size * strategy.copies, len(data_set.train), len(data_set.test)))
@@ -122,14 +121,14 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
     strategy.check(code | checksums)
     stages.done("data")
 
-    # Model and optimizer: rank 0's on every rank, out of the run's newest checkpoint if there is one, and kept equal by
-    # averaged gradients.
+    # Model and optimizer: rank 0's on every rank, from the newest checkpoint if there is one, kept equal by averaged
+    # gradients.
     model = setup.compiled_model(named, data_set, config, numbers, strategy)
     hvd.run_together(lambda: checkpoint.check_exportable(model))
     stages.done("model")
     gradient_norm = strategy.gradient_norm(model.optimizer) if config.tracking.every_steps else None
     users_callbacks = hvd.run_together(named.make_callbacks)
-    lock = run_folder.RunLock()  # until the end
+    lock = run_folder.RunLock()  # held until the end
     setup.lock_folder(lock, config, attempt)
     start = resume.restore(model, *resume.source_of(config), config, numbers)
     if setup.is_complete(lock, config, start, start.global_step >= numbers.num_steps):
@@ -143,7 +142,7 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
     gradients = hvd.check_averaging(model.optimizer)
     stages.done("agreement")
 
-    # The run's folder: only now, when all that can be wrong with the configuration would have been found.
+    # Run folder: only now, after all checks of the configuration.
     folder = setup.agree_on_folder(config, numbers, attempt, lock)
     strategy.folder, strategy.numbers = folder, numbers
     if rank == 0:
@@ -198,8 +197,8 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
         for part in resume.segments(start.global_step, numbers.steps_per_epoch, config.train.epochs):
             if course.stop.stopped_by:
                 break
-            # The batches that are accumulated into one update, or trained by several copies of the model, are cut from
-            # one, the share of its global batch.
+            # Batches that are accumulated into one update, or trained by several copies of the model, are cut from one:
+            # this rank's shard of the global batch.
             updates, steps = divmod(part.first_step, numbers.accumulation_steps)
             batches_per_update = numbers.accumulation_steps * strategy.copies
             batches = data.training_batches(
@@ -215,10 +214,10 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
                 batches = batches.rebatch(numbers.batch_size, drop_remainder=True).skip(steps * strategy.copies)
             strategy.fit(model, batches, part, course.callbacks)
         course.saver.finish()
-        # Not before: a run that was stopped goes on with each rank's own.
+        # Only now: a run that was stopped resumes with each rank's own.
         hvd.average_moving_statistics(model, config.model.not_averaged)
 
-    # What came of it; and the proof once more, on what was saved.
+    # Result, and the verification once more, of what was saved.
     ranks = hvd.allgather_object(monitor.own_times(), name="ringtrain_times")
     more = {"skipped_samples": len(data_set.skipped | crew.skipped)} if crew else {}
     summary = course.finish(hosts, attempt, ranks=ranks, strategy=strategy.about, **more)

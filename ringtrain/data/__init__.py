@@ -1,15 +1,15 @@
 """Data sets by name or module:function, sharded over ranks, as tf.data pipelines.
 
-dataset:        two splits of samples, in memory or read as needed
-sources:        the data sets by name: digits, MNIST, synthetic, npz
-cifar:          CIFAR-10 and CIFAR-100
+dataset:        two splits of samples, in memory or read on demand
+sources:        data sets by name: digits, MNIST, synthetic, npz
+cifar:          CIFAR-10
 image_files:    JPEG and PNG files, decoded and resized
 image_folder:   a folder of images per class
 tfrecords:      TFRecord files and their index
-make_tfrecords: command: pictures to TFRecords
-spark_rows:     rows that Spark dealt out to this rank
-sharding:       every sample to exactly one rank
-augment:        crops and flips, by the sample's id
+make_tfrecords: command: images to TFRecords
+spark_rows:     rows that Spark streams to this rank
+sharding:       distribution of the samples over the ranks
+augment:        crops and flips, determined by seed and sample number
 pipeline:       batches as tf.data
 """
 
@@ -45,35 +45,34 @@ __all__ = [
 
 
 def prepare(config: DataConfig, is_first: bool = True) -> None:
-    """Leaves beside the data what spares other ranks and later starts work: an index of TFRecords.
+    """Writes an index of TFRecords next to the data, which saves other ranks and later starts the work.
 
     Args:
-        config: Names the data.
-        is_first: This rank does it; the others wait for it.
+        is_first: whether this rank writes it; the others wait for it.
     """
     if is_first and config.name == "imagenet-tfrecords" and config.dir:
         write_index(Path(config.dir))
 
 
 def source(config: DataConfig) -> Callable[[], DataSet]:
-    """Finds a data source without reading any data.
+    """Resolves a data source without reading any data.
 
     Args:
-        config: its name is a key of DATASETS, or module:function of a function without arguments that returns
-            (training inputs, training labels), (test inputs, test labels), as those of keras.datasets do.
+        config: `name` is a key of DATASETS, or module:function of a function without arguments that returns (training
+            inputs, training labels), (test inputs, test labels), as those of keras.datasets do.
 
     Returns:
         A function that reads the data; it raises DataError.
 
     Raises:
-        ConfigError: there is no such source.
+        ConfigError: the source does not exist.
     """
     found = find("data.name", config.name, DATASETS)
 
     def ours() -> DataSet:
         try:
             return found(config)
-        except OSError as error:  # what a source has not met itself, such as a folder that may not be entered
+        except OSError as error:  # not handled by the source, e.g. a folder without permission
             raise DataError(f"{error.filename or config.name}: cannot be read: {error.strerror or error}") from error
 
     def own() -> DataSet:

@@ -1,8 +1,8 @@
-"""From an encoded picture to what a network trains on, as in Goyal et al. 2017 (arXiv 1706.02677), section 5.1.
+"""Decoding and augmentation of images, as in Goyal et al. 2017 (arXiv 1706.02677), section 5.1.
 
-Training: a crop of 8 to 100 % of the area, 3:4 to 4:3 in shape (Szegedy et al. 2014, arXiv 1409.4842), resized, and
-flipped half of the time. Evaluation: the centre of the picture. Both: colours normalised. Of a JPEG, only the crop is
-decoded.
+Training: a crop of 8 to 100 % of the area with an aspect ratio from 3:4 to 4:3 (Szegedy et al. 2014, arXiv 1409.4842),
+resized, and flipped half of the time. Evaluation: the center of the image. Both: normalized colors. Of a JPEG, only the
+crop is decoded.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 AREA = (0.08, 1.0)
 ASPECT = (3 / 4, 4 / 3)  # width to height
 NUM_ATTEMPTS = 10
-CENTRE = 224 / 256  # of the shorter side: resizing that to 256 and cutting out 224 takes the same part
-# Mean and standard deviation of ImageNet's colours, 0 to 1: https://github.com/facebookarchive/fb.resnet.torch
+CENTRE = 224 / 256  # of the shorter side, as if that were resized to 256 and 224 cut out
+# Mean and standard deviation of ImageNet's colors, 0 to 1: https://github.com/facebookarchive/fb.resnet.torch
 MEAN = (0.485, 0.456, 0.406)
 DEVIATION = (0.229, 0.224, 0.225)
 
 
 def picture(encoded: tf.Tensor, size: int, seed: tf.Tensor | None) -> tf.Tensor:
-    """Decodes one picture.
+    """Decodes, crops, resizes and normalizes one image.
 
     Args:
-        encoded: JPEG, PNG, BMP or GIF, a string [].
-        size: height and width of the result, pixels.
-        seed: int64 [2], which crop and flip; None: the centre.
+        encoded: JPEG, PNG, BMP or GIF; a string [].
+        size: height and width of the result, in pixels.
+        seed: int64 [2], determines crop and flip; None: center crop.
 
     Returns:
         float32 [size, size, 3], around 0.
 
     Raises:
-        tf.errors.InvalidArgumentError: the bytes are no picture.
+        tf.errors.InvalidArgumentError: the bytes are not an image.
     """
     import tensorflow as tf
 
@@ -55,24 +55,21 @@ def picture(encoded: tf.Tensor, size: int, seed: tf.Tensor | None) -> tf.Tensor:
     image = tf.image.resize(tf.ensure_shape(crop, [None, None, 3]), [size, size])
     if seed is not None:
         image = tf.image.stateless_random_flip_left_right(image, tf.random.split(seed)[1])
-    # By rows, not by colours: over an innermost dimension of 3 TensorFlow is four times slower, for the same numbers.
+    # By rows, not by colors: with an innermost dimension of 3, TensorFlow is four times slower, for equal results.
     rows = tf.reshape(image, [size, 3 * size])
     rows = (rows / 255 - tf.tile(tf.constant(MEAN), [size])) / tf.tile(tf.constant(DEVIATION), [size])
     return tf.reshape(rows, [size, size, 3])
 
 
 def shifted(images: tf.Tensor, numbers: tf.Tensor, num_samples: int, padding: int, seed: tf.Tensor) -> tf.Tensor:
-    """Shifts pictures by up to some pixels, zeros coming in, and flips half of them, as He et al. 2015 do for CIFAR.
+    """Shifts images by up to `padding` pixels, adding zeros, and flips half of them, as He et al. 2015 do for CIFAR.
 
     Source: arXiv 1512.03385, section 4.2.
 
     Args:
         images: [batch, height, width, channels].
-        numbers: int64 [batch], of the samples; together with the seed they decide, whatever batch a sample is in.
+        numbers: int64 [batch] sample numbers; with the seed they determine the result, whatever batch a sample is in.
         seed: int64 [2].
-
-    Returns:
-        Shape and type of images.
     """
     import tensorflow as tf
 
@@ -93,7 +90,7 @@ def _centre(shape: tf.Tensor) -> tf.Tensor:
 
 
 def _random_window(shape: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-    """The first of ten random windows that lies inside of the picture; the centre, if none does."""
+    """Returns the first of ten random windows that fits into the image, or the center crop if none does."""
     import tensorflow as tf
 
     draws = tf.random.stateless_uniform([NUM_ATTEMPTS, 4], tf.random.split(seed)[0])

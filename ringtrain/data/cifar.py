@@ -1,7 +1,7 @@
-"""CIFAR-10 as it is published: five batches to train and one to test, in the binary or the Python version.
+"""CIFAR-10 as published: five training batches and one test batch, in the binary or the Python version.
 
-Both are described at https://www.cs.toronto.edu/~kriz/cifar.html. Binary: per picture one byte for the class and 3072
-for the pixels: red, green, blue, each row by row. Python: pickles of a dictionary with the same bytes as an array.
+Both are described at https://www.cs.toronto.edu/~kriz/cifar.html. Binary: per image one byte for the class and 3072 for
+the pixels: red, green, blue, each row by row. Python: pickles of a dictionary with the same bytes as an array.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Batch = tuple[NDArray[np.uint8], NDArray[np.int64]]
 
 
 def cifar10(config: DataConfig) -> DataSet:
-    """50000 training and 10000 test pictures of 32x32 pixels in colour, ten classes.
+    """Reads 50000 training and 10000 test images of 32x32 RGB pixels in ten classes.
 
-    Looked for in data.dir: the files themselves, in the folder that the archive unpacks to, or in the archive, which
-    may also be named itself. There may be fewer batches than there were published. Training shifts and flips them.
+    data.dir is an archive, or a folder with an archive, the folder it unpacks to, or the files themselves. Fewer
+    batches than published are accepted. With data.augment, training images are shifted and flipped.
 
     Raises:
-        DataError: there are none, or one is broken.
+        DataError: there are no batches, or one is damaged.
     """
     if not config.dir:
         raise DataError(f"{config.name}: give its folder or archive with --data.dir")
@@ -49,7 +49,7 @@ def cifar10(config: DataConfig) -> DataSet:
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         raise DataError(f"{place}: cannot be read: {reason}") from error
-    # never a mixture of both versions: that would train every picture twice
+    # never both versions: that would train every image twice
     version = ".bin" if "test_batch.bin" in found else ""
     names = sorted(name for name in found if BATCH.fullmatch(name).group(2) == (version or None))  # type: ignore[union-attr]
     if f"test_batch{version}" not in names or len(names) < 2:
@@ -66,7 +66,7 @@ def cifar10(config: DataConfig) -> DataSet:
 
 
 def _files(place: Path) -> Iterator[tuple[str, str, bytes]]:
-    """Name, place for messages, and content of every batch; an archive is read only where no files are."""
+    """Yields name, location for messages, and content of every batch; reads an archive only if there are no files."""
     if place.is_file():
         yield from _members(place)
         return
@@ -89,7 +89,7 @@ def _members(archive: Path) -> Iterator[tuple[str, str, bytes]]:
             file = tar.extractfile(member) if member.isfile() and BATCH.fullmatch(name) else None
             if file is not None:
                 yield name, f"{archive}: {member.name}", file.read()
-        while tar.fileobj and tar.fileobj.read(2**20):  # gzip's checksum stands at the very end
+        while tar.fileobj and tar.fileobj.read(2**20):  # gzip's checksum is at the very end
             pass
 
 
@@ -138,7 +138,7 @@ def _from_pickle(where: str, content: bytes) -> Batch:
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """A pickle may call any function by name; this one may build arrays."""
+    """Unpickler that can only build arrays, as a pickle may otherwise call any function by name."""
 
     def find_class(self, module: str, name: str) -> Any:
         try:
@@ -150,18 +150,18 @@ class _ArraysOnly(pickle.Unpickler):
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """How Python 3 writes bytes into old pickles."""
+    """Replaces _codecs.encode, with which Python 3 writes bytes into pickles of old protocols."""
     if encoding != "latin1":
         raise DataError(f"the pickle asks for the encoding {encoding}: not loaded")
     return text.encode("latin1")
 
 
-_reconstruct = np.zeros(0).__reduce__()[0]  # NumPy keeps moving it
+_reconstruct = np.zeros(0).__reduce__()[0]  # its module depends on NumPy's version
 ALLOWED = {
     ("numpy", "ndarray"): np.ndarray,
     ("numpy", "dtype"): np.dtype,
     ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
     ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
     ("_codecs", "encode"): _encode,
-    ("__builtin__", "bytes"): bytes,  # an empty one
+    ("__builtin__", "bytes"): bytes,  # empty bytes
 }

@@ -1,4 +1,4 @@
-"""What a source gives: two splits of samples, in memory or read as they are needed, and what is the same for both."""
+"""Data set of a training and a test split, in memory or read on demand."""
 
 from __future__ import annotations
 
@@ -17,59 +17,56 @@ if TYPE_CHECKING:
 
 
 class Split(Protocol):
-    """Samples, numbered from 0: Samples in memory, or Images read from files."""
+    """Samples, numbered from 0: `Samples` in memory, or `Images` read from files."""
 
     @property
     def skipped(self) -> frozenset[str]:
-        """Names of the samples that this process could not read and has left out."""
+        """Names of the samples that this process could not read and skipped."""
         ...
 
     @property
     def error(self) -> DataError | None:
-        """What is to end the run: the first sample that this process could not read, if it was not to be skipped."""
+        """Error of the first sample that this process could not read, if it was not to be skipped; it ends the run."""
         ...
 
     def __len__(self) -> int: ...
 
     def num_readable(self, numbers: NDArray[np.int64]) -> int:
-        """How many of these samples have not turned out to be unreadable, so far and in this process."""
+        """Returns the number of these samples that this process has not found unreadable so far."""
         ...
 
     def epoch_order(self, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-        """Sample numbers [steps, global batch size] of one epoch, none twice, the same on every rank."""
+        """Returns the sample numbers of one epoch, [steps, global batch size], all different, equal on all ranks."""
         ...
 
     def batches(self, order: tf.data.Dataset, batch_size: int, seed: int | None) -> tf.data.Dataset:
         """Reads samples.
 
         Args:
-            order: pairs of an epoch, int64 [], and the numbers of one batch, int64 [up to batch_size].
+            order: pairs of an epoch, int64 [], and the sample numbers of one batch, int64 [up to batch_size].
             batch_size: samples per step on this rank.
-            seed: of the run, for random crops and flips; None: evaluation, which has none.
+            seed: seed of the run, for random crops and flips; None: evaluation, which has none.
 
         Returns:
-            Pairs of inputs, float32 [up to batch_size, ...], and labels, int64, in the same order. The pipeline does
-            not break off at a sample that cannot be read, since other ranks would then wait for this one forever: in
-            training another of its batch takes its place, in evaluation it is left out. The run is ended elsewhere.
+            Pairs of inputs, float32 [up to batch_size, ...], and labels, int64, in the same order. An unreadable sample
+            does not end the pipeline, since other ranks would wait for this one forever: in training another sample of
+            its batch replaces it, in evaluation it is dropped. `StopTogether` ends the run.
         """
         ...
 
 
 class InMemory:
-    """A Split, or a part of one, whose samples have all been read."""
+    """Base class of splits whose samples are all in memory."""
 
     @property
     def skipped(self) -> frozenset[str]:
-        """See Split."""
         return frozenset()
 
     @property
     def error(self) -> DataError | None:
-        """See Split."""
         return None
 
     def num_readable(self, numbers: NDArray[np.int64]) -> int:
-        """See Split."""
         return len(numbers)
 
 
@@ -78,24 +75,22 @@ class Samples(InMemory):
     """Inputs with their labels, in memory."""
 
     inputs: NDArray[Any]
-    """[samples, ...]; bytes (uint8) are pixels and are trained as float32 from 0 to 1"""
+    """[samples, ...]; uint8 values are pixels and are trained as float32 from 0 to 1."""
     labels: NDArray[np.int64]
-    """[samples], classes from 0"""
+    """[samples], classes from 0."""
     padding: int = 0
-    """pixels by which pictures are shifted at most, and flipped half of the time, in training; 0: left as they are"""
+    """Maximum shift, in pixels, of images in training, half of which are also flipped; 0: unchanged images."""
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def epoch_order(self, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-        """See Split."""
         return sharding.epoch_order(len(self), global_batch_size, seed, epoch)
 
     def batches(self, order: tf.data.Dataset, batch_size: int, seed: int | None) -> tf.data.Dataset:
-        """See Split."""
         import tensorflow as tf
 
-        with tf.device("CPU"):  # a GPU's memory is for the model
+        with tf.device("CPU"):  # leaves GPU memory to the model
             inputs, labels = tf.constant(self.inputs), tf.constant(self.labels)
 
         def batch_of(epoch: tf.Tensor, numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -111,42 +106,35 @@ class Samples(InMemory):
 
 @dataclass(frozen=True)
 class DataSet:
-    """What a run learns, and what it is judged by."""
+    """Training and test data of a run."""
 
     train: Split
     test: Split
     num_classes: int
     input_shape: tuple[int, ...]
-    """of one sample"""
+    """Shape of one sample."""
 
     @property
     def skipped(self) -> frozenset[str]:
-        """Names of the samples that this process could not read and has left out."""
+        """Names of the samples that this process could not read and skipped."""
         return self.train.skipped | self.test.skipped
 
     def raise_unreadable(self) -> None:
-        """Raises the error of the first sample that this process could not read, if it was not to be skipped.
-
-        Raises:
-            DataError: names it.
-        """
+        """Raises DataError for the first sample that this process could not read, if it was not to be skipped."""
         error = self.train.error or self.test.error
         if error is not None:
             raise error
 
 
 def checked(name: str, train: tuple[Any, Any], test: tuple[Any, Any], num_classes: int = 0) -> DataSet:
-    """Makes a DataSet of arrays, after a look at what is in them.
+    """Validates arrays and makes a DataSet of them. Images without a channel, [samples, height, width], get one.
 
     Args:
         train: inputs [samples, ...] and labels [samples] or [samples, 1].
-        num_classes: labels go from 0 to this, excluded; 0: to the largest there is.
-
-    Returns:
-        The data set; images without a channel, [samples, height, width], get one.
+        num_classes: labels are less than this; 0: the largest label + 1.
 
     Raises:
-        DataError: inputs and labels do not fit together, a label is out of range, a number is NaN or infinite.
+        DataError: inputs and labels do not match, a label is out of range, or a value is NaN or infinite.
     """
     splits = []
     for split, (inputs, labels) in (("training", train), ("test", test)):
@@ -185,7 +173,7 @@ def _refuse_what_is_no_number(where: str, inputs: NDArray[Any]) -> None:
     if inputs.dtype.kind not in "buif":
         raise DataError(f"{where}: got inputs of {inputs.dtype}, expected numbers")
     if inputs.dtype.kind == "f":
-        for number, sample in enumerate(inputs):  # one after the other: no second array of the data's size
+        for number, sample in enumerate(inputs):  # one by one: no second array of the data's size
             if not np.isfinite(sample).all():
                 raise DataError(
                     f"{where}: sample {number} holds {'NaN' if np.isnan(sample).any() else 'an infinite value'}"
@@ -197,14 +185,10 @@ NUM_IN_FILES = 16
 
 
 def checksums(data_set: DataSet) -> dict[str, str]:
-    """Looks at evenly spaced samples.
+    """Returns a checksum for training and one for test data, over evenly spaced samples.
 
-    Args:
-        data_set: as this rank has read it.
-
-    Returns:
-        A checksum for training and one for test data: of all labels and 256 inputs that are in memory; of 16 pictures
-        in files, where one that cannot be read counts as not there.
+    They cover all labels and 256 inputs that are in memory, or 16 images in files, of which unreadable ones are
+    ignored.
     """
     splits = {"training data": data_set.train, "test data": data_set.test}
     return {name: f"with checksum {_checksum(split):08x}" for name, split in splits.items()}

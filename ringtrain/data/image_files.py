@@ -1,4 +1,4 @@
-"""Pictures that stay in their files until they are trained."""
+"""Images that stay in their files until they are trained."""
 
 from __future__ import annotations
 
@@ -26,25 +26,18 @@ LINES_ABOUT_SKIPPED = 10
 
 @dataclass
 class Unreadable:
-    """What a process has found that it cannot read."""
+    """Samples and files that this process cannot read."""
 
     skip: bool
-    """leave it out, and count it; else it ends the training"""
+    """Whether to skip and count them; otherwise they end training."""
     skipped: set[str] = field(default_factory=set)
-    """names of samples and files"""
+    """Names of samples and files."""
     numbers: set[int] = field(default_factory=set)
-    """of the samples among them that have a number"""
+    """Numbers of the samples among them that have one."""
     error: DataError | None = None
 
     def found(self, name: str, problem: str) -> None:
-        """Takes note of a sample, or of a file.
-
-        Args:
-            name: where it is.
-
-        Raises:
-            DataError: unless it is to be skipped.
-        """
+        """Records an unreadable sample or file by its location, `name`. Raises DataError unless it may be skipped."""
         if not self.skip:
             self.error = self.error or DataError(
                 f"{name}: {problem}: mend or remove it, or leave out what is like it with --data.on-error skip"
@@ -57,50 +50,45 @@ class Unreadable:
 
 @dataclass(frozen=True)
 class Images:
-    """A split of pictures in files (see samples.Split); in memory is only where they are."""
+    """Split of images in files (see `dataset.Split`); only their locations are in memory."""
 
     num_images: int
     read: Callable[[tf.Tensor], tf.data.Dataset]
-    """from a sample number, int64 [], to one pair of encoded picture, string [], and class, int64 []"""
+    """Maps a sample number, int64 [], to one pair of encoded image, string [], and class, int64 []."""
     name_of: Callable[[int], str]
-    """where a sample is, for messages"""
+    """Location of a sample, for messages."""
     order: Callable[[int, int, int], NDArray[np.int64]]
-    """epoch_order"""
+    """Implementation of epoch_order."""
     num_classes: int
     size: int
-    """height and width that they are brought to, pixels"""
+    """Height and width after resizing, in pixels."""
     augment: bool
-    """random crops and flips when training"""
+    """Random crops and flips in training."""
     unreadable: Unreadable
     first_label: int = 0
-    """what the files call class 0, for messages"""
+    """Class 0 as numbered in the files, for messages."""
 
     @property
     def skipped(self) -> frozenset[str]:
-        """See Split."""
         return frozenset(self.unreadable.skipped)
 
     @property
     def error(self) -> DataError | None:
-        """See Split."""
         return self.unreadable.error
 
     def __len__(self) -> int:
         return self.num_images
 
     def num_readable(self, numbers: NDArray[np.int64]) -> int:
-        """See Split."""
         return len(set(numbers.tolist()) - self.unreadable.numbers)
 
     def epoch_order(self, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-        """See Split."""
         return self.order(global_batch_size, seed, epoch)
 
     def batches(self, order: tf.data.Dataset, batch_size: int, seed: int | None) -> tf.data.Dataset:
-        """See Split. A sample's crop depends on seed, epoch and sample alone: not on the ranks, nor on a resumption.
+        """Reads samples in parallel, in order. A crop depends on seed, epoch and sample only: not on ranks or a resume.
 
-        Samples are read and decoded in parallel and come out in order. One that cannot be read comes out as a blank
-        that says so: an exception would lose its number.
+        An unreadable sample is returned as a marked blank: an exception would lose its number.
         """
         import tensorflow as tf
 
@@ -143,11 +131,11 @@ class Images:
     def _readable(
         self, numbers: tf.Tensor, readable: tf.Tensor, images: tf.Tensor, labels: tf.Tensor, training: bool
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """The batch without blanks, after these have been reported."""
+        """Reports the blanks of a batch, and replaces them in training or drops them in evaluation."""
         import tensorflow as tf
 
         def report(blanks: NDArray[np.int64], anything_left: np.bool_) -> NDArray[np.bool_]:
-            with contextlib.suppress(DataError):  # it is kept, and raised when all ranks have heard of it
+            with contextlib.suppress(DataError):  # the error is kept, and raised on all ranks together
                 for number in blanks.tolist():
                     self.unreadable.numbers.add(number)
                     self.unreadable.found(self.name_of(number), self._problem(number))
@@ -163,7 +151,7 @@ class Images:
                 good = tf.cast(tf.where(readable)[:, 0], tf.int32)
             if not training:
                 return tf.gather(images, good), tf.gather(labels, good)
-            # others of the batch take their places: every step of every rank has as many samples as it should
+            # others of the batch replace them: every step of every rank keeps its number of samples
             places = tf.range(tf.size(numbers))
             good = tf.cond(anything_left, lambda: good, lambda: places)
             chosen = tf.where(readable, places, tf.gather(good, places % tf.size(good)))
@@ -172,7 +160,7 @@ class Images:
         return tf.cond(tf.reduce_all(readable), lambda: (images, labels), without_blanks)
 
     def _problem(self, number: int) -> str:
-        """Reads a sample once more, by itself, to see what is wrong with it."""
+        """Reads a sample again by itself, to find out what is wrong with it."""
         import tensorflow as tf
 
         try:

@@ -1,4 +1,4 @@
-"""Pictures in folders: train/<class>/*.jpg, and val/ or test/ with the same classes."""
+"""Images in folders: train/<class>/*.jpg, and val/ or test/ with the same classes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ DEFAULT_SIZE = 224
 
 
 def image_folder(config: DataConfig) -> DataSet:
-    """Reads the names of the files; the pictures are read when they are trained, each by the rank that trains it.
+    """Lists the image files; each image is read during training, by the rank that trains it.
 
     Raises:
-        DataError: a folder is missing, empty, or cannot be read; the test has a class that training has not.
+        DataError: a folder is missing, empty or unreadable, or training and test classes differ.
     """
     if not config.dir:
         raise DataError(f"{config.name}: give its folder with --data.dir")
@@ -44,10 +44,10 @@ def image_folder(config: DataConfig) -> DataSet:
 
 
 def class_names(folder: Path) -> list[str]:
-    """The folders inside a folder, sorted: the class of a picture is its folder's place among them.
+    """Returns the sorted subfolders of a folder. The class of an image is its subfolder's index.
 
     Raises:
-        DataError: it cannot be read, or holds no folder.
+        DataError: the folder cannot be read or has no subfolders.
     """
     names = sorted(path.name for path in _entries(folder) if path.is_dir())
     if not names:
@@ -56,11 +56,7 @@ def class_names(folder: Path) -> list[str]:
 
 
 def evaluation_folder(root: Path, classes: list[str]) -> Path:
-    """The folder of the pictures for the test, with the same classes as training.
-
-    Raises:
-        DataError: there is none, or its classes are others.
-    """
+    """Returns the folder of the test images. Raises DataError if there is none or its classes differ from training."""
     for folder in (root / name for name in TEST_FOLDERS):
         if folder.exists():
             names = class_names(folder)
@@ -72,11 +68,7 @@ def evaluation_folder(root: Path, classes: list[str]) -> Path:
 
 
 def pictures(folder: Path) -> list[Path]:
-    """The picture files of a folder, sorted.
-
-    Raises:
-        DataError: it cannot be read, or there are none.
-    """
+    """Returns the image files of a folder, sorted. Raises DataError if it cannot be read or has none."""
     found = sorted(path for path in _entries(folder) if path.suffix.lower() in ENDINGS)
     if not found:
         raise DataError(f"{folder}: holds no pictures, expected files that end in {', '.join(ENDINGS)}")
@@ -91,7 +83,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _split(files: list[list[bytes]], size: int, augment: bool, unreadable: Unreadable) -> Images:
-    """Of the paths of each class."""
+    """Makes a split of the paths of each class."""
     import tensorflow as tf
 
     with tf.device("CPU"):

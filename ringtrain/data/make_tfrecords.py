@@ -1,4 +1,4 @@
-"""Makes TFRecords, as imagenet-tfrecords reads them, from a folder of pictures.
+"""Writes a folder of images as TFRecords that imagenet-tfrecords reads.
 
 python -m ringtrain.data.make_tfrecords --from pictures --to records --shards 8
 """
@@ -40,14 +40,7 @@ class Options:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Makes the records.
-
-    Args:
-        argv: the command line without the program's name; None: sys.argv.
-
-    Returns:
-        0; or 2 after an error that a person can mend, said in one line.
-    """
+    """Runs the command; returns 0, or 2 after an error that the user can fix, printed in one line."""
     options = tyro.cli(Options, args=argv, prog="python -m ringtrain.data.make_tfrecords")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
@@ -60,17 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make(source: Path, target: Path, num_shards: int, seed: int) -> dict[str, int]:
-    """Writes train-*-of-*, validation-*-of-* and labels.txt; all of them or none.
+    """Writes train-*-of-*, validation-*-of-* and labels.txt, all or none; returns the number of images per split.
 
     Args:
-        seed: of the order in which pictures are written: those of one class lie in a folder together, and are better
-            not trained together.
-
-    Returns:
-        Pictures per split.
+        seed: of the order in which images are written: those of one class are in one folder and should be mixed.
 
     Raises:
-        DataError: there is nothing to read or nowhere to write, or a picture is broken (it is named).
+        DataError: the source or target cannot be used, or an image is damaged (the message names it).
     """
     classes = class_names(source / "train")
     folders = {"train": source / "train", "validation": evaluation_folder(source, classes)}
@@ -103,7 +92,7 @@ def make(source: Path, target: Path, num_shards: int, seed: int) -> dict[str, in
 
 
 def _cuts(num_files: int, shards: int) -> list[tuple[int, int, int]]:
-    """Each shard's number and its first and last (excluded) picture."""
+    """Returns the number, first and last (exclusive) image of each shard."""
     ends = [num_files * k // shards for k in range(shards + 1)]
     return [(k, ends[k], ends[k + 1]) for k in range(shards)]
 
@@ -120,11 +109,7 @@ def _write(path: Path, files: Sequence[tuple[Path, int]], classes: Sequence[str]
 
 
 def _example(path: Path, label: int, name: str) -> tf.train.Example:
-    """A picture in the schema of ImageNet's TFRecords.
-
-    Raises:
-        DataError: it cannot be read or decoded.
-    """
+    """Converts an image to the schema of ImageNet's TFRecords. Raises DataError if it cannot be read or decoded."""
     import tensorflow as tf
 
     try:

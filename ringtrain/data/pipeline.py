@@ -1,4 +1,4 @@
-"""From a split and sample numbers to a tf.data pipeline that Keras can train from."""
+"""tf.data pipelines for Keras, from a split and sample numbers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ if TYPE_CHECKING:
 def training_batches(
     samples: Split, batch_size: int, rank: int, size: int, seed: int, epochs: int, first_step: int = 0
 ) -> tf.data.Dataset:
-    """One rank's batches of a whole run, epoch after epoch, or of what is left of it.
+    """Returns one rank's batches of a run, epoch after epoch, from `first_step` on.
 
     Args:
         batch_size: samples per step on this rank.
-        rank: 0 ... size - 1.
-        epochs: of the whole run, from its beginning.
-        first_step: global step to begin with: that many batches of the run are left out, without being read.
+        epochs: number of epochs of the whole run.
+        first_step: global step to start with; the batches before it are skipped without being read.
 
     Returns:
         Pairs of inputs, float32 [batch_size, ...], and labels, int64 [batch_size].
@@ -51,18 +50,17 @@ def dealt_batches(
     rank: int,
     size: int,
 ) -> tf.data.Dataset:
-    """One rank's batches of an epoch that has begun, shared out anew over ranks that need not divide it; or of several.
+    """Returns one rank's batches of the rest of an epoch, redistributed over any number of ranks, or of several epochs.
 
     Args:
-        epochs: one that has begun, or several whole ones, whose length global_batch_size divides.
-        dealt_by: the global batch size that the epochs' order is made for.
-        position: samples of the order that are trained already.
-        global_batch_size: samples per step on all ranks; the last step has what is left.
-        rank: 0 ... size - 1.
+        epochs: one that has started, or several complete ones whose length global_batch_size divides.
+        dealt_by: global batch size that the epochs' order is made for.
+        position: number of samples of the order that are trained already.
+        global_batch_size: samples per step on all ranks; the last step has the remainder.
 
     Returns:
-        Pairs of inputs and labels, of this rank's part_of each global batch. Where that is empty there is one sample,
-        which is another rank's.
+        Pairs of inputs and labels, of this rank's `part_of` each global batch. Instead of an empty part there is one
+        sample, which belongs to another rank.
     """
 
     length = len(samples) // dealt_by * dealt_by
@@ -83,11 +81,7 @@ def dealt_batches(
 
 
 def evaluation_batches(samples: Split, numbers: NDArray[np.int64], batch_size: int) -> tf.data.Dataset:
-    """Batches of chosen samples, in their order; the last one is as short as it comes.
-
-    Args:
-        numbers: int64 [n], which of them.
-        batch_size: samples per step.
+    """Returns batches of the samples with these numbers, int64 [n], in their order; the last batch may be smaller.
 
     Returns:
         Pairs of inputs, float32 [up to batch_size, ...], and labels, int64.
@@ -100,7 +94,7 @@ def evaluation_batches(samples: Split, numbers: NDArray[np.int64], batch_size: i
 
 
 def _in_order(epochs: range, rows_of: Callable[[np.int64], NDArray[np.int64]], batch_size: int) -> tf.data.Dataset:
-    """Pairs of an epoch and a batch's sample numbers, from a function that gives an epoch's batches as rows."""
+    """Returns pairs of an epoch and a batch's sample numbers; `rows_of` an epoch returns its batches as rows."""
     import tensorflow as tf
 
     def batches_of(epoch: tf.Tensor) -> tf.data.Dataset:
@@ -111,10 +105,10 @@ def _in_order(epochs: range, rows_of: Callable[[np.int64], NDArray[np.int64]], b
 
 
 def _ahead(batches: tf.data.Dataset) -> tf.data.Dataset:
-    """Prepares two batches while the model is busy with another."""
+    """Prepares two batches while the model trains another."""
     import tensorflow as tf
 
     options = tf.data.Options()
-    # its autotuning can hold up the end of fit for seconds, and with it every other rank
+    # autotuning can delay the end of fit by seconds, and with it all other ranks
     options.autotune.enabled = False
     return batches.prefetch(2).with_options(options)

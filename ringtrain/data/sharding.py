@@ -1,4 +1,4 @@
-"""Which samples a rank trains and evaluates: every sample once, the same global batches on any number of ranks."""
+"""Samples that a rank trains and evaluates: every sample once, the same global batches on any number of ranks."""
 
 from __future__ import annotations
 
@@ -9,33 +9,25 @@ from numpy.typing import NDArray
 
 
 def left_out(num_samples: int, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The samples that an epoch does not train, since they do not fill a global batch.
+    """Returns the samples that an epoch does not train because they do not fill a global batch.
 
-    They take turns: all samples stand in a circle, whose order the seed decides, and each epoch leaves out the next
-    few. So no sample is left out in two epochs running, and over any number of epochs from the first on, no sample
-    is left out more than once more often than another.
-
-    Args:
-        global_batch_size: samples per step on all ranks.
-        epoch: from 0.
+    They are a rotating subset, in an order that the seed determines. So no sample is left out in two consecutive
+    epochs, and over any number of epochs from epoch 0 on, the samples are left out equally often, up to a difference of
+    one.
 
     Returns:
         Sample numbers, int64 [num_samples % global_batch_size].
     """
     rest = num_samples % global_batch_size
-    circle = np.random.default_rng([seed, 0, 1]).permutation(num_samples)  # [seed, epoch] are the epochs' own orders
+    circle = np.random.default_rng([seed, 0, 1]).permutation(num_samples)  # [seed, epoch] is for the order of an epoch
     return circle[(epoch * rest + np.arange(rest)) % num_samples]
 
 
 def epoch_order(num_samples: int, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The order in which all ranks together see the samples in one epoch: a permutation without those left out.
-
-    Args:
-        global_batch_size: samples per step on all ranks.
-        epoch: from 0.
+    """Returns the order in which all ranks together train the samples of an epoch: a permutation without `left_out`.
 
     Returns:
-        Sample numbers, int64 [steps, global_batch_size], none twice: the same on every rank, other in every epoch.
+        Sample numbers, int64 [steps, global_batch_size], the same on every rank, different in every epoch.
     """
     order = np.random.default_rng([seed, epoch]).permutation(num_samples)
     trained = np.ones(num_samples, bool)
@@ -44,20 +36,18 @@ def epoch_order(num_samples: int, global_batch_size: int, seed: int, epoch: int)
 
 
 def file_order(samples_per_file: Sequence[int], global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The order of one epoch for samples that lie one behind the other in files: each rank reads few of the files.
+    """Returns the order of one epoch for samples that are stored consecutively in files: each rank reads few files.
 
-    The files are shuffled and laid end to end, those left out are taken away, and the line is cut into as many equal
-    lengths as a global batch has places. Each place takes the samples of its own length, shuffled, one per step.
-    Neighbouring places have neighbouring lengths: a rank reads whole files but for the first and the last of its
-    stretch, and where there are fewer files than ranks it reads a part of one.
+    The shuffled files are concatenated, samples that are left out are removed, and the sequence is cut into one
+    contiguous range per position in a global batch. Each position takes the samples of its range, shuffled, one per
+    step. Neighboring positions have neighboring ranges: a rank reads whole files except at both ends of its ranges, and
+    a part of one file if there are fewer files than ranks.
 
     Args:
         samples_per_file: sample numbers count through the files in this order.
-        global_batch_size: samples per step on all ranks.
-        epoch: from 0.
 
     Returns:
-        Sample numbers, int64 [steps, global_batch_size], as from epoch_order.
+        Sample numbers, int64 [steps, global_batch_size], as from `epoch_order`.
     """
     draw = np.random.default_rng([seed, epoch])
     ends = np.cumsum(samples_per_file)
@@ -68,14 +58,13 @@ def file_order(samples_per_file: Sequence[int], global_batch_size: int, seed: in
 
 
 def training_shard(order: NDArray[np.int64], rank: int, size: int) -> NDArray[np.int64]:
-    """The samples that one rank trains in one epoch.
+    """Returns the samples that one rank trains in one epoch.
 
-    The order comes in global batches, and each of these is cut into one batch per rank: size ranks with batch_size see
-    the same global batches as one rank with size * batch_size, and all make the same number of steps.
+    Each global batch of the order is cut into one batch per rank: size ranks with batch_size train the same global
+    batches as one rank with size * batch_size, and all make the same number of steps.
 
     Args:
-        order: of the epoch, sample numbers [steps, global batch size].
-        rank: 0 ... size - 1.
+        order: sample numbers of the epoch, [steps, global batch size].
         size: number of ranks, a divisor of the global batch size.
 
     Returns:
@@ -86,13 +75,9 @@ def training_shard(order: NDArray[np.int64], rank: int, size: int) -> NDArray[np
 
 
 def part_of(num_samples: int, rank: int, size: int) -> tuple[int, int]:
-    """One rank's part of samples that need not divide evenly, as numpy.array_split has it.
+    """Returns start and end (exclusive) of a rank's part of samples, split as by numpy.array_split.
 
-    Args:
-        rank: 0 ... size - 1.
-
-    Returns:
-        The first, and the one after the last: parts differ in length by one at most, and may be empty.
+    Parts differ in length by at most one, and may be empty.
     """
     each, more = divmod(num_samples, size)
     first = rank * each + min(rank, more)
@@ -100,13 +85,8 @@ def part_of(num_samples: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def evaluation_shard(num_samples: int, rank: int, size: int) -> NDArray[np.int64]:
-    """The test samples that one rank evaluates: all ranks' shares together are each sample once.
+    """Returns the test samples that one rank evaluates, int64. The shards are disjoint and cover the test set.
 
-    Args:
-        rank: 0 ... size - 1.
-
-    Returns:
-        Sample numbers, int64, neighbours (a rank opens few files); shares differ in length by one at most, and may be
-        empty.
+    A shard is contiguous, so that a rank opens few files. It may be empty; shards differ in length by at most one.
     """
     return np.arange(*part_of(num_samples, rank, size))

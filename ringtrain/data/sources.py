@@ -1,4 +1,4 @@
-"""Where samples come from: each source is a function from the configuration to a DataSet."""
+"""Data sources: each is a function from the configuration to a DataSet."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEBIAN_FOLDER = Path("/usr/share/datasets")
 
 
 def digits(config: DataConfig) -> DataSet:
-    """1797 handwritten digits of 8x8 pixels, from scikit-learn itself; every fifth of each class is for the test.
+    """Reads 1797 handwritten digits of 8x8 pixels from scikit-learn; one fifth of each class is for the test.
 
     Source: Alpaydin & Kaynak 1998, Optical Recognition of Handwritten Digits, UCI.
     """
@@ -43,12 +43,12 @@ def digits(config: DataConfig) -> DataSet:
 
 
 def mnist_like(config: DataConfig, keras_name: str) -> DataSet:
-    """60000 training and 10000 test images of 28x28 pixels in four IDX files.
+    """Reads 60000 training and 10000 test images of 28x28 pixels from four IDX files.
 
-    Looked for in data.dir; if that is empty, in the folder of Debian's package, else fetched by Keras.
+    They are read from data.dir, by default from the folder of Debian's package if it exists, else downloaded by Keras.
 
     Raises:
-        DataError: a file is missing or corrupt, or there is neither file nor network.
+        DataError: a file is missing or damaged, or there is neither a file nor a network.
     """
     folder = Path(config.dir) if config.dir else DEBIAN_FOLDER / config.name
     if not config.dir and not folder.exists():
@@ -68,9 +68,9 @@ def _keras_download(config: DataConfig, keras_name: str) -> DataSet:
     cache.mkdir(parents=True, exist_ok=True)
     try:
         with (cache / f"ringtrain-{keras_name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one rank fetches, the others find what it fetched
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one rank downloads, the others use its files
             train, test = getattr(keras.datasets, keras_name).load_data()
-    except Exception as error:  # Keras raises whatever its downloader met, a bare Exception included
+    except Exception as error:  # Keras raises any error of its downloader, even a bare Exception
         raise DataError(
             f"{config.name}: not on this host, and not to be had from the network ({error}): give the folder of its"
             f" four IDX files with --data.dir{', or install dataset-fashion-mnist' * (config.name == 'fashion-mnist')}"
@@ -79,10 +79,10 @@ def _keras_download(config: DataConfig, keras_name: str) -> DataSet:
 
 
 def npz(config: DataConfig) -> DataSet:
-    """Arrays x_train, y_train, x_test, y_test in one file, as numpy.savez writes them.
+    """Reads the arrays x_train, y_train, x_test and y_test from one file that numpy.savez wrote.
 
     Raises:
-        DataError: the file is missing or broken, lacks an array, or these do not fit together.
+        DataError: the file is missing or damaged, lacks an array, or its arrays do not match.
     """
     if not config.file and not config.dir:
         raise DataError(f"{config.name}: give its file with --data.file, or its folder with --data.dir")
@@ -112,7 +112,7 @@ def _only_npz(folder: Path) -> Path:
 
 
 def synthetic(config: DataConfig) -> DataSet:
-    """Ten random images, and noisy copies of them: the same on every call, learnable, of any size."""
+    """Makes noisy copies of ten random images: the same on every call, learnable, of any size."""
     draw = np.random.default_rng(0)
     size = config.image_size or 28
     prototypes = draw.random((10, size, size), np.float32)
@@ -140,14 +140,10 @@ UNSIGNED_BYTE = 8
 
 
 def read(path: Path, num_dimensions: int) -> NDArray[np.uint8]:
-    """Reads an IDX file of unsigned bytes.
+    """Reads an IDX file of unsigned bytes, which may be gzipped, e.g. as uint8 [60000, 28, 28].
 
     Args:
-        path: of the file; gzip is recognised by its first two bytes.
         num_dimensions: 3 for images, 1 for labels.
-
-    Returns:
-        uint8, e.g. [60000, 28, 28] or [60000].
 
     Raises:
         DataError: names the file and what is wrong with it.
@@ -179,18 +175,7 @@ def read(path: Path, num_dimensions: int) -> NDArray[np.uint8]:
 
 
 def find(folder: Path, stem: str) -> Path:
-    """Finds a file under its name or gzipped.
-
-    Args:
-        folder: where to look.
-        stem: e.g. "train-images-idx3-ubyte".
-
-    Returns:
-        The path, the uncompressed file's when there are both.
-
-    Raises:
-        DataError: neither is there.
-    """
+    """Returns the path of a file, e.g. "train-images-idx3-ubyte", or of its .gz. Raises DataError without either."""
     for path in (folder / stem, folder / f"{stem}.gz"):
         if path.exists():
             return path

@@ -1,4 +1,4 @@
-"""Samples that another process feeds to this rank: its own part of the data, and no more."""
+"""Samples that another process streams to this rank: its own part of the data only."""
 
 from __future__ import annotations
 
@@ -25,24 +25,23 @@ SPLITS = ("training", "test")
 
 @dataclass(frozen=True)
 class Share(InMemory):
-    """A split of which this rank has its own part alone, in memory.
+    """Split of which only this rank's part is in memory.
 
-    Numbers count through the parts, rank after rank, each as long as shard.part_of has it.
+    Sample numbers count through the parts, rank after rank, each as long as in `sharding.part_of`.
     """
 
     samples: Split
-    """this rank's part"""
+    """This rank's part."""
     total: int
-    """samples of all ranks"""
+    """Samples of all ranks."""
     rank: int
     size: int
-    """ranks"""
 
     def __len__(self) -> int:
         return self.total
 
     def epoch_order(self, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-        """See Split: each rank's columns are samples of its own part."""
+        """Returns the order of one epoch: the columns of a rank are samples of its own part."""
         steps, batch_size = self.total // global_batch_size, global_batch_size // self.size
         columns = []
         for rank in range(self.size):
@@ -52,18 +51,17 @@ class Share(InMemory):
         return np.hstack(columns)
 
     def batches(self, order: tf.data.Dataset, batch_size: int, seed: int | None) -> tf.data.Dataset:
-        """See Split."""
         first, _ = sharding.part_of(self.total, self.rank, self.size)
         return self.samples.batches(order.map(lambda epoch, numbers: (epoch, numbers - first)), batch_size, seed)
 
 
 def spark(config: DataConfig, environ: Mapping[str, str] = os.environ) -> DataSet:
-    """This rank's rows of what `ringtrain launch --launcher spark --spark-data` was given.
+    """Reads this rank's part of the rows given to `ringtrain launch --launcher spark --spark-data`.
 
-    They come through a pipe, which holds back the executor while this process is slower, and stay in memory.
+    They come through a pipe, which slows down the executor if this process is slower, and stay in memory.
 
     Raises:
-        DataError: nothing is fed, or the executor stops before the end.
+        DataError: no rows are streamed, or the executor stops before the end.
     """
     told = environ.get(FEED, "").split()
     if len(told) != 6:

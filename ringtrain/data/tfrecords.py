@@ -1,9 +1,9 @@
 """ImageNet as TFRecords: train-00000-of-01024 and so on, validation-00000-of-00128, an image and its class per record.
 
 A record is its length (uint64), a checksum of that, the bytes, a checksum of those:
-https://www.tensorflow.org/tutorials/load_data/tfrecord. The files are walked once, from length to length, to know
-where each record begins; from then on any record can be read without those before it. An index beside the files keeps
-that for other ranks and later starts.
+https://www.tensorflow.org/tutorials/load_data/tfrecord. The files are scanned once, from length to length, for the
+position of each record. From then on any record can be read directly. An index next to the files keeps the positions
+for other ranks and later starts.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ INDEX = "{}.ringtrain-index.npz"
 
 
 def imagenet_tfrecords(config: DataConfig) -> DataSet:
-    """Finds every record; pictures are read when they are trained, by the rank that trains them.
+    """Finds every record; each image is read during training, by the rank that trains it.
 
-    The classes are those of labels.txt beside the records, one per line (make_tfrecords writes it), else 1000.
+    The classes are those of labels.txt next to the records, one per line (make_tfrecords writes it), else 1000.
 
     Raises:
-        DataError: files are missing, empty or broken (broken ones are left out with data.on_error "skip").
+        DataError: files are missing, empty or damaged (damaged ones are skipped with data.on_error "skip").
     """
     if not config.dir:
         raise DataError(f"{config.name}: give its folder with --data.dir")
@@ -71,19 +71,19 @@ def imagenet_tfrecords(config: DataConfig) -> DataSet:
 
 
 def write_index(folder: Path) -> None:
-    """Keeps where records begin, in a file for each split; leaves alone what is up to date, broken or read-only.
+    """Writes an index of the records of each split, unless it is up to date or the files are damaged or read-only.
 
-    What cannot be written after all, as on a full disk, is kept in memory for this process.
+    If it cannot be written, e.g. on a full disk, this process keeps it in memory.
     """
     for stem in SPLITS:
-        # What is wrong with the files is said by those who read them.
+        # Errors in the files are reported when they are read.
         with contextlib.suppress(DataError, OSError):
             paths = shards(folder, stem)
             if _indexed(folder, stem, paths) is not None:
                 continue
             unfinished = folder / f".{INDEX.format(stem)}-{socket.gethostname()}-{os.getpid()}"
             try:
-                with unfinished.open("wb") as file:  # first: in a read-only folder the records are not walked for it
+                with unfinished.open("wb") as file:  # first: in a read-only folder the records are not scanned
                     files = _state(paths)
                     starts = _walked(paths, Unreadable(skip=False))
                     _not_written[folder, stem] = files, starts
@@ -95,11 +95,11 @@ def write_index(folder: Path) -> None:
 
 
 _not_written: dict[tuple[Path, str], tuple[NDArray[np.int64], list[NDArray[np.int64]]]] = {}
-"""state of the files of a split and where their records begin, of indices that could not be written"""
+"""State of a split's files and positions of their records, for indices that could not be written."""
 
 
 def _indexed(folder: Path, stem: str, paths: Sequence[Path]) -> list[NDArray[np.int64]] | None:
-    """Where the records of each file begin, by the index; None: there is none for these files as they are now."""
+    """Returns the positions of each file's records from the index; None if no index fits the files' current state."""
     with contextlib.suppress(OSError, EOFError, zipfile.BadZipFile, *INVALID):  # missing, or damaged
         with np.load(folder / INDEX.format(stem)) as index:
             files, lengths, starts = (index[name] for name in ("files", "lengths", "starts"))
@@ -114,7 +114,7 @@ def _indexed(folder: Path, stem: str, paths: Sequence[Path]) -> list[NDArray[np.
 
 
 def _state(paths: Sequence[Path]) -> NDArray[np.int64]:
-    """Size and time of change of each file: int64 [files, 2]."""
+    """Returns size and modification time of each file, int64 [files, 2]."""
     states = [path.stat() for path in paths]
     return np.array([(state.st_size, state.st_mtime_ns) for state in states], np.int64)
 
@@ -125,14 +125,10 @@ def _walked(paths: Sequence[Path], unreadable: Unreadable) -> list[NDArray[np.in
 
 
 def shards(folder: Path, stem: str) -> list[Path]:
-    """The files of a split, in order.
-
-    Args:
-        folder: where they lie.
-        stem: "train" or "validation".
+    """Returns the files of a split, "train" or "validation", in order.
 
     Raises:
-        DataError: there are none, or not as many as their names say.
+        DataError: there are none, or their number differs from the one in their names.
     """
     try:
         names = sorted(path.name for path in folder.iterdir())
@@ -151,13 +147,10 @@ def shards(folder: Path, stem: str) -> list[Path]:
 
 
 def record_starts(path: Path, unreadable: Unreadable) -> NDArray[np.int64]:
-    """Where the records of a file begin, found by going from length to length.
-
-    Returns:
-        Positions in bytes, int64 [records], of those before the first that is broken.
+    """Returns the positions of the records in a file, in bytes, int64 [records], up to the first damaged one.
 
     Raises:
-        DataError: the file cannot be read, is empty or broken, unless that is to be skipped.
+        DataError: the file cannot be read, is empty or damaged, unless that is to be skipped.
     """
     starts: list[int] = []
     lengths_sums: list[bytes] = []
@@ -187,7 +180,7 @@ def record_starts(path: Path, unreadable: Unreadable) -> NDArray[np.int64]:
 
 
 def record_name(path: Path, number: int) -> str:
-    """How messages call a record; numbers count from 0."""
+    """Returns the name of a record in messages; numbers count from 0."""
     return f"{path}: record {number}"
 
 
@@ -230,7 +223,7 @@ def _split(
 
 
 def _record(path: tf.Tensor, start: tf.Tensor) -> tf.data.Dataset:
-    """The one record that begins at a position; tf.data.TFRecordDataset has no argument for that, its operation has."""
+    """Reads the record at a position, with the raw operation, as tf.data.TFRecordDataset has no argument for that."""
     import tensorflow as tf
 
     records = tf.raw_ops.TFRecordDatasetV2(
@@ -243,7 +236,7 @@ def _record(path: tf.Tensor, start: tf.Tensor) -> tf.data.Dataset:
 
 
 def encoded_and_class(record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """The encoded picture, string [], and the class, int64 [] from 0, of a record, string []."""
+    """Parses a record, string [], to the encoded image, string [], and the class, int64 [] from 0."""
     import tensorflow as tf
 
     features = tf.io.parse_single_example(
@@ -266,16 +259,16 @@ def _classes_in(folder: Path) -> int:
 
 
 def _length_fits(header: bytes) -> bool:
-    """Whether a record's length has the checksum that stands behind it: CRC-32C, rotated and shifted."""
+    """Returns whether a record's length matches the checksum after it: CRC-32C, rotated and shifted."""
     if len(header) < HEADER:
-        return True  # it is short, which is another matter
+        return True  # truncated, which is a different error
     sum_ = crc32c(header[:8])
     masked = ((sum_ >> 15 | sum_ << 17) + 0xA282EAD8) & 0xFFFFFFFF
     return masked == struct.unpack("<I", header[8:])[0]
 
 
 def crc32c(content: bytes) -> int:
-    """The checksum of RFC 3720, appendix B.4; slow, for a few bytes."""
+    """Computes the checksum of RFC 3720, appendix B.4; slow, for a few bytes."""
     remainder = 0xFFFFFFFF
     for byte in content:
         remainder ^= byte

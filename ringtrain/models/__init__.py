@@ -31,18 +31,18 @@ MODELS: dict[str, Build] = {"mlp": mlp, "cnn": cnn, "resnet20": resnet20, "resne
 
 
 def builder(config: ModelConfig) -> Build:
-    """Finds the function that builds the configured model, without building it.
+    """Resolves the function that builds the configured model, without building it.
 
     Args:
-        config: its name is a key of MODELS, a name of keras.applications (MobileNetV2, or mobilenet-v2), or
+        config: `name` is a key of MODELS, a name in keras.applications (MobileNetV2, or mobilenet-v2), or
             module:function of a function (input_shape, num_classes) that returns a Keras model from inputs, float32
             [batch, *input_shape], to logits, [batch, num_classes].
 
     Returns:
-        The function; it raises ConfigError when what it built gives other outputs.
+        The function; it raises ConfigError if the model has other outputs.
 
     Raises:
-        ConfigError: there is no such model.
+        ConfigError: the model does not exist.
     """
     found = _found(config.name)
 
@@ -51,7 +51,7 @@ def builder(config: ModelConfig) -> Build:
 
         try:
             model = found(input_shape, num_classes)
-            # The call builds what is not built yet, as a keras.Model subclass.
+            # The call builds a model that is not built yet, such as a keras.Model subclass.
             output_shape = tuple(model(keras.KerasTensor((None, *input_shape))).shape)
         except ValueError as error:
             if ":" in config.name:
@@ -70,15 +70,13 @@ def builder(config: ModelConfig) -> Build:
 
 
 def seed_by_rank(model: keras.Model, seed: int, rank: int) -> None:
-    """Gives this rank's dropout, noise and augmentation random numbers of their own.
+    """Gives dropout, noise and augmentation their own random numbers on each rank.
 
-    Weights are made from the same seed on every rank, and so are Keras' seed generators: without this, all ranks would
-    drop the same units. Of several copies of the model in one process, each counts as a rank.
+    Weights and Keras' seed generators are made from the same seed on every rank: without this, all ranks would drop the
+    same units. If a process has several copies of the model, each counts as a rank.
 
     Args:
-        model: built, not yet compiled: all its variables but the weights are then states of seed generators.
-        seed: of the run.
-        rank: of this process.
+        model: built and not yet compiled: all its variables but the weights are then states of seed generators.
     """
     weights = {id(variable) for variable in model.weights}
     states = (variable for variable in model.variables if id(variable) not in weights)
@@ -91,9 +89,9 @@ def seed_by_rank(model: keras.Model, seed: int, rank: int) -> None:
 
 def _found(name: str) -> Build:
     known: dict[str, Build] = {**APPLICATIONS, **MODELS}
-    plain = {_plain(other): other for other in known}  # MODELS last: resnet-50 is ours, ResNet50 Keras'
+    plain = {_plain(other): other for other in known}  # MODELS last: resnet-50 is ringtrain's, ResNet50 Keras'
     name = name if name in known else plain.get(_plain(name), name)
-    # Keras' forty names are named where one was probably meant.
+    # The forty names of Keras are listed only if one of them was probably meant.
     return find("model.name", name, known if difflib.get_close_matches(name, known, cutoff=0.5) else MODELS)
 
 

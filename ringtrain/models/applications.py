@@ -1,4 +1,4 @@
-"""The architectures of keras.applications, untrained and with logits."""
+"""Architectures of keras.applications, untrained and with logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     import keras
 
-# Written down, so that a misspelt name is told before TensorFlow is loaded; a test compares them with Keras'.
+# Listed here, so that a misspelled name is reported before TensorFlow is loaded; a test compares the list with Keras'.
 NAMES = """
 ConvNeXtBase ConvNeXtLarge ConvNeXtSmall ConvNeXtTiny ConvNeXtXLarge DenseNet121 DenseNet169 DenseNet201
 EfficientNetB0 EfficientNetB1 EfficientNetB2 EfficientNetB3 EfficientNetB4 EfficientNetB5 EfficientNetB6
@@ -24,17 +24,10 @@ NASNetMobile ResNet101 ResNet101V2 ResNet152 ResNet152V2 ResNet50 ResNet50V2 VGG
 
 
 def application(name: str, input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
-    """Builds an architecture of keras.applications with random weights.
+    """Builds an architecture of keras.applications with random weights, for samples [height, width, channels].
 
-    Args:
-        input_shape: of one sample: height, width, channels.
-
-    Returns:
-        The model. It takes the values that data sources give: preprocessing that Keras builds in, for pixels from 0 to
-        255, is left out or undone.
-
-    Raises:
-        ConfigError: the architecture has no use for samples of this shape.
+    The model takes the values that data sources return: Keras' own preprocessing of pixels from 0 to 255 is disabled or
+    undone. Raises ConfigError if the architecture does not support samples of this shape.
     """
     import keras
 
@@ -44,13 +37,13 @@ def application(name: str, input_shape: tuple[int, ...], num_classes: int) -> ke
     options: dict[str, Any] = {}
     if "include_preprocessing" in inspect.signature(function).parameters:
         options["include_preprocessing"] = False
-    elif name.startswith("EfficientNet"):  # those of 2019 divide by 255 in any case
+    elif name.startswith("EfficientNet"):  # those of 2019 always divide by 255
         options["input_tensor"] = keras.layers.Rescaling(255.0)(keras.Input(input_shape))
     try:
         model = function(
             weights=None, input_shape=input_shape, classes=num_classes, classifier_activation=None, **options
         )
-        # With a tensor of ours, Keras makes a list of one input.
+        # With `input_tensor`, Keras makes the input a list of one.
         return keras.Model(model.inputs[0], model.outputs[0], name=model.name) if "input_tensor" in options else model
     except ValueError as error:
         raise ConfigError(

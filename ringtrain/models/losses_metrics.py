@@ -1,4 +1,4 @@
-"""Loss and metrics of a classifier."""
+"""Loss and metrics of classifiers."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 def cross_entropy(label_smoothing: float = 0.0) -> keras.losses.Loss:
-    """Cross-entropy of integer labels and logits, computed in float32 whatever the logits come in.
+    """Returns the cross-entropy of integer labels and logits, computed in float32 for logits of any dtype.
 
-    With label smoothing s (Szegedy et al. 2015, arXiv 1512.00567, section 7), the true one of K classes counts
-    1 - s + s / K and every other s / K:
+    With label smoothing s (Szegedy et al. 2015, arXiv 1512.00567, section 7), the true class of K counts 1 - s + s / K
+    and every other class s / K:
 
         loss = (1 - s) * -log p(label) + s * mean over classes of -log p
 
     Args:
-        label_smoothing: s, from 0 up to 1. The loss on test data is smoothed too.
+        label_smoothing: s, 0 <= s < 1. The loss on test data is smoothed, too.
 
     Returns:
-        Keras' SparseCategoricalCrossentropy. A model saved with it holds the plain one, without smoothing.
+        Keras' SparseCategoricalCrossentropy. A saved model contains the plain one, without smoothing.
     """
     import keras
 
@@ -44,7 +44,7 @@ def cross_entropy(label_smoothing: float = 0.0) -> keras.losses.Loss:
 
 
 def _top_5() -> keras.metrics.Metric:
-    """The share of samples whose label is among the five classes with the largest logits."""
+    """Creates a metric: the fraction of samples whose label is among the five largest logits."""
     import keras
 
     return keras.metrics.SparseTopKCategoricalAccuracy(5, name="top_5")
@@ -54,18 +54,18 @@ METRICS: dict[str, Callable[[], keras.metrics.Metric]] = {"top-5": _top_5}
 
 
 def metrics(names: Sequence[str]) -> Callable[[], list[keras.metrics.Metric]]:
-    """Finds metrics, without making them.
+    """Resolves metrics without creating them.
 
     Args:
-        names: keys of METRICS, or module:function of functions (classes will do) without arguments that return a Keras
-            metric of labels, int64 [batch], and logits, float32 [batch, num_classes]. Its variables must be sums,
-            counts or the like, as all of Keras' are: those of all ranks are added.
+        names: keys of METRICS, or module:function of functions or classes without arguments that return a Keras metric
+            of labels, int64 [batch], and logits, float32 [batch, num_classes]. Its variables are added over all ranks,
+            so they must be sums, counts or the like, as in all Keras metrics.
 
     Returns:
-        A function that makes new ones; it raises ConfigError for what is no metric.
+        A function that creates new metrics; it raises ConfigError if one is not a Keras metric.
 
     Raises:
-        ConfigError: there is none of such a name.
+        ConfigError: a name does not exist.
     """
     found = [find("model.metrics", name, METRICS) for name in names]
 

@@ -1,4 +1,4 @@
-"""Built-in models: an MLP and a CNN that train in seconds on a CPU, and ResNets of any depth."""
+"""Built-in models: an MLP and a CNN that train in seconds on a CPU, and two ResNets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def mlp(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
-    """One hidden layer of 100 sigmoid units: 784-100-10 on MNIST, 79,510 parameters."""
+    """Builds an MLP with one hidden layer of 100 sigmoid units: 784-100-10 on MNIST, 79,510 parameters."""
     from keras import Input, Sequential, layers
 
     return Sequential(
@@ -24,7 +24,7 @@ def mlp(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
 
 
 def cnn(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
-    """Two 5x5 convolutions of 32 and 64, each with 2x2 max pooling, dense 1024: 3.3 million parameters on MNIST."""
+    """Builds a CNN: 5x5 convolutions of 32 and 64, each with 2x2 max pooling, dense 1024; 3.3 M parameters on MNIST."""
     from keras import Input, Sequential, layers
 
     return Sequential(
@@ -43,10 +43,10 @@ def cnn(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
 
 
 def resnet20(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
-    """ResNet-20 for CIFAR-10 (He et al. 2015, section 4.2, n = 3): 0.27 million parameters.
+    """Builds ResNet-20 for CIFAR-10 (He et al. 2015, section 4.2, n = 3): 0.27 million parameters.
 
     Three stages of three blocks of two 3x3 convolutions, with 16, 32 and 64 filters. Shortcuts have no parameters
-    (their option A): where a stage begins, every second pixel, and zeros for the new channels.
+    (option A in the paper): at the start of a stage they take every second pixel, and zeros for the new channels.
     """
     from keras import Input, Model, layers
 
@@ -62,11 +62,12 @@ def resnet20(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
 
 
 def resnet50(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
-    """ResNet-50 as in Goyal et al. 2017, section 5.1: 25.6 million parameters with 1,000 classes.
+    """Builds ResNet-50 as in Goyal et al. 2017, section 5.1: 25.6 million parameters with 1,000 classes.
 
     Four stages of 3, 4, 6 and 3 bottlenecks. A stage's stride is in the 3x3 convolution (often called v1.5), not in the
-    first 1x1 as in He et al. 2015; shortcuts that change shape are 1x1 convolutions (option B). The last gamma of each
-    block starts at zero, so that every block starts as the identity, and the classifier's weights are from N(0, 0.01).
+    first 1x1 as in He et al. 2015; shortcuts that change the shape are 1x1 convolutions (option B). The last gamma of
+    each block starts at zero, so that every block starts as the identity, and the classifier's weights are drawn from
+    N(0, 0.01).
     """
     from keras import Input, Model, initializers, layers
 
@@ -98,7 +99,7 @@ def _relu(x: Any) -> Any:
 
 
 def _thinned(x: Any, filters: int) -> Any:
-    """Every second pixel of each row and column, and zeros on both sides of the channels to make them `filters`."""
+    """Takes every second pixel of each row and column, and pads the channels with zeros on both sides to `filters`."""
     from keras import ops
 
     added = filters - x.shape[-1]

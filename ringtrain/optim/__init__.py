@@ -1,5 +1,5 @@
 """Optimizers and learning-rate schedules.
 
-optimizers: optimizers by name, SGD and LARS among them, and the schedule as Keras takes it
+optimizers: optimizers by name, including SGD and LARS, and the schedule as a Keras object
 schedules:  scaling, warm-up and decay: the learning rate as a pure function of the global step
 """

@@ -1,4 +1,4 @@
-"""Optimizers by name, with the schedule of their learning rate."""
+"""Optimizers by name, with their learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ringtrain.optim.schedules import Schedule, schedule_of
 
 @keras.saving.register_keras_serializable(package="ringtrain")
 class LearningRate(keras.optimizers.schedules.LearningRateSchedule):
-    """A `Schedule` as Keras wants it: called with the number of steps that the optimizer has made.
+    """A `Schedule` as a Keras learning-rate schedule, called with the number of steps that the optimizer has made.
 
     Args:
-        share: of the schedule's rate that is used; `set_share` changes it.
+        share: fraction of the schedule's rate that is used; `set_share` changes it.
         numbers: fields of `Schedule`.
     """
 
@@ -29,7 +29,7 @@ class LearningRate(keras.optimizers.schedules.LearningRateSchedule):
         self.schedule = Schedule(**{**numbers, "milestone_steps": tuple(numbers.get("milestone_steps", ()))})
 
     def __call__(self, step: Any) -> Any:
-        # float32 would count no further than 2 ** 24.
+        # float32 cannot count beyond 2 ** 24.
         return ops.cast(self.share * self.schedule.rate(ops.cast(step, "float64"), ops), keras.config.floatx())
 
     def get_config(self) -> dict[str, Any]:
@@ -38,9 +38,9 @@ class LearningRate(keras.optimizers.schedules.LearningRateSchedule):
 
 
 class _Momentum(keras.optimizers.Optimizer):
-    """What SGD and LARS share: a velocity per variable, and decay as part of the gradient.
+    """Base class of SGD and LARS: a velocity per variable, and weight decay as part of the gradient.
 
-    Keras' own `weight_decay` would be taken off the weights directly; the base class must not see ours.
+    Keras' own `weight_decay` is subtracted from the weights directly, so the base class must not receive ours.
     """
 
     def __init__(self, learning_rate: Any, momentum: float, weight_decay: float, **options: Any) -> None:
@@ -53,7 +53,7 @@ class _Momentum(keras.optimizers.Optimizer):
             return
         super().build(variables)
         self.velocities = self.add_optimizer_variables(variables, "velocity")
-        # update_step gets TensorFlow's variables, which no longer have Keras' names.
+        # update_step gets TensorFlow's variables, which do not have Keras' names.
         self.decayed = [is_decayed(variable) and self._use_weight_decay(variable) for variable in variables]
 
     def get_config(self) -> dict[str, Any]:
@@ -65,19 +65,19 @@ class SGD(_Momentum):
     """Stochastic gradient descent as in Goyal et al. 2017 (arXiv 1706.02677), equations 8 and 9, with momentum m.
 
         v <- m * v + gradient + weight_decay * w
-        w <- w - learning_rate * v                                       or, with Nesterov's momentum,
+        w <- w - learning_rate * v                                       or, with Nesterov momentum,
         w <- w - learning_rate * (m * v + gradient + weight_decay * w)
 
-    Keras' own SGD keeps the learning rate inside of v (equation 10), where each change of the rate needs a momentum
-    correction (section 3, remark 2), and takes its weight decay off the weights, past the momentum. At a constant
-    rate and without decay the two are the same.
+    Keras' own SGD keeps the learning rate inside v (equation 10), where each change of the rate needs a momentum
+    correction (section 3, remark 2), and subtracts weight decay from the weights, outside the momentum. At a constant
+    rate and without decay both are the same.
 
     Args:
-        learning_rate: a number, or a schedule.
-        momentum: 0 up to 1, 1 excluded.
-        nesterov: look ahead by one velocity.
-        weight_decay: not for biases and batch norm, see `is_decayed`.
-        options: further ones of every Keras optimizer: clipping, gradient_accumulation_steps, ...
+        learning_rate: a number or a schedule.
+        momentum: 0 <= momentum < 1.
+        nesterov: whether to use Nesterov momentum.
+        weight_decay: not applied to biases and batch norm, see `is_decayed`.
+        options: further arguments of any Keras optimizer: clipping, gradient_accumulation_steps, ...
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class SGD(_Momentum):
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         index = self._get_variable_index(variable)
         velocity, rate = self.velocities[index], ops.cast(learning_rate, variable.dtype)
-        gradient = tf.cast(tf.convert_to_tensor(gradient), variable.dtype)  # an embedding's are sparse
+        gradient = tf.cast(tf.convert_to_tensor(gradient), variable.dtype)  # gradients of embeddings are sparse
         if self.decay and self.decayed[index]:
             gradient = gradient + self.decay * variable
         self.assign(velocity, self.momentum * velocity + gradient)
@@ -117,11 +117,11 @@ class LARS(_Momentum):
     Biases and batch norm (see `is_decayed`) have local = 1 and no decay. Weights that are all 0 have local = 1.
 
     Args:
-        learning_rate: a number, or a schedule; good ones are about ten to a hundred times those of SGD.
-        momentum: 0 up to 1, 1 excluded.
-        weight_decay: from 0 on.
-        trust_coefficient: above 0.
-        options: further ones of every Keras optimizer: clipping, gradient_accumulation_steps, ...
+        learning_rate: a number or a schedule; good values are about 10 to 100 times those of SGD.
+        momentum: 0 <= momentum < 1.
+        weight_decay: at least 0.
+        trust_coefficient: greater than 0.
+        options: further arguments of any Keras optimizer: clipping, gradient_accumulation_steps, ...
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class LARS(_Momentum):
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         index = self._get_variable_index(variable)
         velocity, rate = self.velocities[index], ops.cast(learning_rate, variable.dtype)
-        gradient = tf.cast(tf.convert_to_tensor(gradient), variable.dtype)  # an embedding's are sparse
+        gradient = tf.cast(tf.convert_to_tensor(gradient), variable.dtype)  # gradients of embeddings are sparse
         if self.decayed[index]:
             weight_norm, gradient_norm = tf.norm(variable), tf.norm(gradient)
             below = gradient_norm + self.decay * weight_norm
@@ -154,14 +154,10 @@ class LARS(_Momentum):
 
 
 def is_decayed(variable: Any) -> bool:
-    """Whether weight decay (and LARS' adaptation) is for a variable.
+    """Returns whether weight decay (and LARS' adaptation) applies to a trainable Keras variable.
 
-    Args:
-        variable: Keras', trainable.
-
-    Returns:
-        False for biases and the scales and offsets of batch and layer normalization: for all that is a vector or a
-        number, and for what is called bias (a recurrent layer has two in one matrix).
+    It does not apply to vectors and scalars, such as biases and the scales and offsets of batch and layer
+    normalization, nor to variables that are named bias (a recurrent layer has two in one matrix).
     """
     return len(variable.shape) > 1 and variable.name != "bias"
 
@@ -177,7 +173,7 @@ def _lars(options: OptimizerConfig, **common: Any) -> keras.optimizers.Optimizer
 
 
 def _of_keras(optimizer_class: Any) -> Callable[..., keras.optimizers.Optimizer]:
-    """Adam (arXiv 1412.6980), AdamW (arXiv 1711.05101), LAMB (arXiv 1904.00962): decay is taken off the weights."""
+    """Makes Adam (arXiv 1412.6980), AdamW (arXiv 1711.05101) or LAMB (arXiv 1904.00962); decay reduces the weights."""
     return lambda options, **common: optimizer_class(weight_decay=options.weight_decay, **common)
 
 
@@ -191,16 +187,10 @@ OPTIMIZERS: dict[str, Callable[..., keras.optimizers.Optimizer]] = {
 
 
 def build(config: Config, numbers: Numbers, model: keras.Model) -> keras.optimizers.Optimizer:
-    """Makes the configured optimizer, not yet distributed.
+    """Creates the configured optimizer, not yet distributed. Biases and normalization have no weight decay.
 
-    Args:
-        config: the resolved configuration.
-        numbers: derived from it.
-        model: built; its biases and normalization are left out of weight decay.
-
-    Returns:
-        The optimizer. Its learning rate is a `LearningRate`; or a number where the schedule is constant, so that
-        callbacks may set it and a saved model needs ringtrain for nothing.
+    Its learning rate is a `LearningRate`, or a number if the schedule is constant: callbacks can then set it, and a
+    saved model does not need ringtrain.
     """
     options, schedule = config.optimizer, schedule_of(config, numbers)
     optimizer = OPTIMIZERS[options.name](
@@ -214,17 +204,16 @@ def build(config: Config, numbers: Numbers, model: keras.Model) -> keras.optimiz
 
 
 def set_rate(optimizer: keras.optimizers.Optimizer, rate: float) -> None:
-    """Sets the learning rate of an optimizer whose rate is a number, perhaps inside of Keras' LossScaleOptimizer."""
+    """Sets the learning rate of an optimizer whose rate is a number, also inside Keras' LossScaleOptimizer."""
     getattr(optimizer, "inner_optimizer", optimizer).learning_rate = rate
 
 
 def set_share(optimizer: keras.optimizers.Optimizer, full_rate: float, share: float) -> None:
-    """Makes an optimizer go on with a part of its learning rate.
+    """Sets the used fraction of the learning rate of an optimizer, also inside Keras' LossScaleOptimizer.
 
     Args:
-        optimizer: made by `build`, perhaps inside of Keras' LossScaleOptimizer.
-        full_rate: the learning rate where it is a number.
-        share: 0 to 1, of the schedule's rate or of full_rate.
+        full_rate: full learning rate, if it is a number.
+        share: 0 to 1, fraction of the schedule's rate or of full_rate.
     """
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     if isinstance(optimizer._learning_rate, LearningRate):
@@ -234,11 +223,7 @@ def set_share(optimizer: keras.optimizers.Optimizer, full_rate: float, share: fl
 
 
 def last_learning_rate(optimizer: keras.optimizers.Optimizer) -> float:
-    """The learning rate of the step that an optimizer has made last; `optimizer.learning_rate` is the next one's.
-
-    Args:
-        optimizer: any of Keras', or one inside of its LossScaleOptimizer.
-    """
+    """Returns the learning rate of an optimizer's last step; `optimizer.learning_rate` is that of the next one."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     schedule = optimizer._learning_rate
     if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):

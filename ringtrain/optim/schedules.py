@@ -1,20 +1,20 @@
-"""The learning rate as a pure function of the global step, so that a run that goes on needs no state for it.
+"""Learning rate as a pure function of the global step, so that a resumed run needs no state for it.
 
-Gradual warm-up is that of Goyal et al. 2017 (arXiv 1706.02677, section 2.2): from the rate before scaling to the full
-one, peak, by the same amount with every update. With w the warm-up's steps:
+The warm-up is gradual, as in Goyal et al. 2017 (arXiv 1706.02677, section 2.2): from the rate before scaling, initial,
+to the full rate, peak, by the same amount with every update. With w warm-up steps:
 
     warm-up      initial + (peak - initial) * step / w                  for steps below w
 
-What follows, with t growing from 0 at the end of the warm-up to 1 at the end of the run, and e = end_factor:
+Then, with t growing from 0 at the end of the warm-up to 1 at the end of the run, and e = end_factor:
 
     constant     peak
     steps        peak * factor ** (number of milestones passed)         Goyal et al. 2017, section 5.1
     cosine       peak * (e + (1 - e) * (1 + cos(pi * t)) / 2)           Loshchilov & Hutter 2017 (arXiv 1608.03983)
     polynomial   peak * (e + (1 - e) * (1 - t) ** power)                You et al. 2017 (arXiv 1708.03888), with power 2
 
-A step is one batch on every rank, which is what Keras' `optimizer.iterations` counts inside. Where gradients are
-accumulated, the weights change at every accumulation_steps-th step only; all steps of one update have the rate with
-which it is made, and a run of batches accumulated k times has the rates of a run with batches k times as large.
+A step is one batch on every rank, as counted by Keras inside `optimizer.iterations`. With accumulated gradients, the
+weights change only at every accumulation_steps-th step. All steps of an update have the same rate, so a run that
+accumulates k batches has the rates of a run with batches k times as large.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from ringtrain.config import Config, Numbers
 
 @dataclass(frozen=True)
 class Schedule:
-    """A learning rate over a run, in plain numbers."""
+    """Learning rate over a run, as plain numbers."""
 
     name: str
-    """a key of DECAYS"""
+    """Key of DECAYS."""
     learning_rate: float
-    """the full one, from the end of the warm-up on"""
+    """Full rate, from the end of the warm-up."""
     initial_learning_rate: float
-    """at step 0 of a warm-up"""
+    """Rate at step 0 of a warm-up."""
     warmup_steps: int
-    """the first step at the full rate; a multiple of accumulation_steps, as are the other numbers of steps"""
+    """First step at the full rate; a multiple of accumulation_steps, as are the other numbers of steps."""
     num_steps: int
-    """of the whole run; cosine and polynomial would be down there, one step after the last"""
+    """Steps of the whole run; cosine and polynomial would reach their end one step after the last."""
     accumulation_steps: int = 1
-    """steps per update"""
+    """Steps per update."""
     milestone_steps: tuple[int, ...] = ()
-    """the first steps at rates reduced by factor"""
+    """First steps at rates reduced by `factor`."""
     factor: float = 0.1
     end_factor: float = 0.0
     power: float = 1.0
@@ -59,14 +59,11 @@ class Schedule:
         return flat and (not self.warmup_steps or self.initial_learning_rate == self.learning_rate)
 
     def rate(self, step: Any, ops: Any = np) -> Any:
-        """The learning rate of a step.
+        """Returns the learning rate of a step as float64, in the step's shape.
 
         Args:
-            step: global step, from 0; a number, or an array or tensor of float64.
-            ops: what computes it: NumPy, or keras.ops within a graph.
-
-        Returns:
-            float64, shaped as step.
+            step: global step from 0: a number, or an array or tensor of float64.
+            ops: NumPy, or keras.ops inside a graph.
         """
         begun = step // self.accumulation_steps * self.accumulation_steps  # the first step of its update
         warmth = begun / max(1, self.warmup_steps)
@@ -99,7 +96,7 @@ def _down_to(end: float, share: Any) -> Any:
     return share + end * (1.0 - share)
 
 
-# Share of the full rate at a step that has passed this share, 0 to 1, of what follows the warm-up.
+# Fraction of the full rate, given the fraction (0 to 1) of the steps after the warm-up that have passed.
 DECAYS: dict[str, Callable[[Schedule, Any, Any, Any], Any]] = {
     "constant": _constant,
     "steps": _steps,
@@ -109,7 +106,7 @@ DECAYS: dict[str, Callable[[Schedule, Any, Any, Any], Any]] = {
 
 
 def schedule_of(config: Config, numbers: Numbers) -> Schedule:
-    """The schedule that a configuration asks for."""
+    """Returns the configured schedule."""
     return Schedule(
         name=config.schedule.name,
         learning_rate=numbers.learning_rate,
@@ -125,11 +122,7 @@ def schedule_of(config: Config, numbers: Numbers) -> Schedule:
 
 
 def corners(schedule: Schedule) -> list[tuple[int, str]]:
-    """The steps at which a schedule is best looked at.
-
-    Returns:
-        Steps, ascending, each with what is special about it. One step may be there for two reasons.
-    """
+    """Returns the breakpoints of a schedule, in ascending order, each with a label. A step may occur twice."""
     last = schedule.num_steps - 1
     named = [(0, "first step")]
     if schedule.warmup_steps:
@@ -143,13 +136,9 @@ def corners(schedule: Schedule) -> list[tuple[int, str]]:
 
 
 def curve(schedule: Schedule, num_points: int = 1000) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """A schedule's points, for drawing.
+    """Returns global steps, ascending, and their learning rates, to plot a schedule.
 
-    Args:
-        num_points: about so many; every step, where there are fewer.
-
-    Returns:
-        Global steps, ascending, and their learning rates. Corners are among them, and the steps before them.
+    There are about `num_points` (every step of a shorter run), including the breakpoints and the steps before them.
     """
     edges = [edge for corner, _ in corners(schedule) for edge in (max(0, corner - 1), corner)]
     evenly = np.linspace(0, schedule.num_steps - 1, min(num_points, schedule.num_steps)).round()
