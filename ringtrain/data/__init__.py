@@ -45,11 +45,7 @@ __all__ = [
 
 
 def prepare(config: DataConfig, is_first: bool = True) -> None:
-    """Writes an index of TFRecords next to the data, which saves other ranks and later starts the work.
-
-    Args:
-        is_first: whether this rank writes it; the others wait for it.
-    """
+    """Writes an index of TFRecords for other ranks and later starts, if `is_first`; the other ranks wait for it."""
     if is_first and config.name == "imagenet-tfrecords" and config.dir:
         write_index(Path(config.dir))
 

@@ -33,13 +33,10 @@ Batch = tuple[NDArray[np.uint8], NDArray[np.int64]]
 
 
 def cifar10(config: DataConfig) -> DataSet:
-    """Reads 50000 training and 10000 test images of 32x32 RGB pixels in ten classes.
+    """Reads 50000 training and 10000 test images of 32x32 RGB pixels in ten classes. Raises DataError.
 
     data.dir is an archive, or a folder with an archive, the folder it unpacks to, or the files themselves. Fewer
     batches than published are accepted. With data.augment, training images are shifted and flipped.
-
-    Raises:
-        DataError: there are no batches, or one is damaged.
     """
     if not config.dir:
         raise DataError(f"{config.name}: give its folder or archive with --data.dir")

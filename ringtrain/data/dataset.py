@@ -112,7 +112,6 @@ class DataSet:
     test: Split
     num_classes: int
     input_shape: tuple[int, ...]
-    """Shape of one sample."""
 
     @property
     def skipped(self) -> frozenset[str]:
@@ -185,11 +184,7 @@ NUM_IN_FILES = 16
 
 
 def checksums(data_set: DataSet) -> dict[str, str]:
-    """Returns a checksum for training and one for test data, over evenly spaced samples.
-
-    They cover all labels and 256 inputs that are in memory, or 16 images in files, of which unreadable ones are
-    ignored.
-    """
+    """Returns a checksum per split: of all labels and 256 inputs in memory, or of 16 images in files, evenly spaced."""
     splits = {"training data": data_set.train, "test data": data_set.test}
     return {name: f"with checksum {_checksum(split):08x}" for name, split in splits.items()}
 

@@ -58,7 +58,6 @@ class Images:
     name_of: Callable[[int], str]
     """Location of a sample, for messages."""
     order: Callable[[int, int, int], NDArray[np.int64]]
-    """Implementation of epoch_order."""
     num_classes: int
     size: int
     """Height and width after resizing, in pixels."""

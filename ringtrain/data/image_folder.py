@@ -26,8 +26,7 @@ DEFAULT_SIZE = 224
 def image_folder(config: DataConfig) -> DataSet:
     """Lists the image files; each image is read during training, by the rank that trains it.
 
-    Raises:
-        DataError: a folder is missing, empty or unreadable, or training and test classes differ.
+    Raises DataError if a folder is missing, empty or unreadable, or if training and test classes differ.
     """
     if not config.dir:
         raise DataError(f"{config.name}: give its folder with --data.dir")
@@ -44,11 +43,7 @@ def image_folder(config: DataConfig) -> DataSet:
 
 
 def class_names(folder: Path) -> list[str]:
-    """Returns the sorted subfolders of a folder. The class of an image is its subfolder's index.
-
-    Raises:
-        DataError: the folder cannot be read or has no subfolders.
-    """
+    """Returns the sorted subfolders, whose indices are the classes. Raises DataError if there are none."""
     names = sorted(path.name for path in _entries(folder) if path.is_dir())
     if not names:
         raise DataError(f"{folder}: holds no folders, expected one per class")

@@ -55,11 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make(source: Path, target: Path, num_shards: int, seed: int) -> dict[str, int]:
     """Writes train-*-of-*, validation-*-of-* and labels.txt, all or none; returns the number of images per split.
 
-    Args:
-        seed: of the order in which images are written: those of one class are in one folder and should be mixed.
-
-    Raises:
-        DataError: the source or target cannot be used, or an image is damaged (the message names it).
+    `seed` is that of the order in which images are written: those of one class are in one folder and should be mixed.
+    Raises DataError if the source or target cannot be used, or if an image is damaged (the message names it).
     """
     classes = class_names(source / "train")
     folders = {"train": source / "train", "validation": evaluation_folder(source, classes)}

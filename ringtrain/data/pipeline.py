@@ -18,15 +18,9 @@ if TYPE_CHECKING:
 def training_batches(
     samples: Split, batch_size: int, rank: int, size: int, seed: int, epochs: int, first_step: int = 0
 ) -> tf.data.Dataset:
-    """Returns one rank's batches of a run, epoch after epoch, from `first_step` on.
+    """Returns one rank's batches, of `batch_size` samples, in a run of `epochs`, from global step `first_step` on.
 
-    Args:
-        batch_size: samples per step on this rank.
-        epochs: number of epochs of the whole run.
-        first_step: global step to start with; the batches before it are skipped without being read.
-
-    Returns:
-        Pairs of inputs, float32 [batch_size, ...], and labels, int64 [batch_size].
+    They are pairs of inputs, float32 [batch_size, ...], and labels, int64 [batch_size]. Earlier batches are not read.
     """
 
     steps_per_epoch = max(1, len(samples) // (batch_size * size))
@@ -56,11 +50,8 @@ def dealt_batches(
         epochs: one that has started, or several complete ones whose length global_batch_size divides.
         dealt_by: global batch size that the epochs' order is made for.
         position: number of samples of the order that are trained already.
-        global_batch_size: samples per step on all ranks; the last step has the remainder.
-
-    Returns:
-        Pairs of inputs and labels, of this rank's `part_of` each global batch. Instead of an empty part there is one
-        sample, which belongs to another rank.
+        global_batch_size: samples per step on all ranks; the last step has the remainder. Each rank gets its `part_of`
+            them; a rank with an empty part gets one sample of another rank.
     """
 
     length = len(samples) // dealt_by * dealt_by
@@ -81,11 +72,7 @@ def dealt_batches(
 
 
 def evaluation_batches(samples: Split, numbers: NDArray[np.int64], batch_size: int) -> tf.data.Dataset:
-    """Returns batches of the samples with these numbers, int64 [n], in their order; the last batch may be smaller.
-
-    Returns:
-        Pairs of inputs, float32 [up to batch_size, ...], and labels, int64.
-    """
+    """Returns batches of the samples with these numbers, int64 [n], in their order; the last batch may be smaller."""
     import tensorflow as tf
 
     order = tf.data.Dataset.from_tensor_slices(numbers).batch(batch_size)

@@ -9,14 +9,11 @@ from numpy.typing import NDArray
 
 
 def left_out(num_samples: int, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Returns the samples that an epoch does not train because they do not fill a global batch.
+    """Returns the samples that an epoch, from 0, does not train because they do not fill a global batch.
 
     They are a rotating subset, in an order that the seed determines. So no sample is left out in two consecutive
     epochs, and over any number of epochs from epoch 0 on, the samples are left out equally often, up to a difference of
     one.
-
-    Returns:
-        Sample numbers, int64 [num_samples % global_batch_size].
     """
     rest = num_samples % global_batch_size
     circle = np.random.default_rng([seed, 0, 1]).permutation(num_samples)  # [seed, epoch] is for the order of an epoch
@@ -24,11 +21,7 @@ def left_out(num_samples: int, global_batch_size: int, seed: int, epoch: int) ->
 
 
 def epoch_order(num_samples: int, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Returns the order in which all ranks together train the samples of an epoch: a permutation without `left_out`.
-
-    Returns:
-        Sample numbers, int64 [steps, global_batch_size], the same on every rank, different in every epoch.
-    """
+    """Returns all samples but `left_out` in the order of one epoch, [steps, global_batch_size], equal on all ranks."""
     order = np.random.default_rng([seed, epoch]).permutation(num_samples)
     trained = np.ones(num_samples, bool)
     trained[left_out(num_samples, global_batch_size, seed, epoch)] = False
@@ -41,13 +34,8 @@ def file_order(samples_per_file: Sequence[int], global_batch_size: int, seed: in
     The shuffled files are concatenated, samples that are left out are removed, and the sequence is cut into one
     contiguous range per position in a global batch. Each position takes the samples of its range, shuffled, one per
     step. Neighboring positions have neighboring ranges: a rank reads whole files except at both ends of its ranges, and
-    a part of one file if there are fewer files than ranks.
-
-    Args:
-        samples_per_file: sample numbers count through the files in this order.
-
-    Returns:
-        Sample numbers, int64 [steps, global_batch_size], as from `epoch_order`.
+    a part of one file if there are fewer files than ranks. Sample numbers count through the files in the order of
+    `samples_per_file`.
     """
     draw = np.random.default_rng([seed, epoch])
     ends = np.cumsum(samples_per_file)
@@ -58,35 +46,23 @@ def file_order(samples_per_file: Sequence[int], global_batch_size: int, seed: in
 
 
 def training_shard(order: NDArray[np.int64], rank: int, size: int) -> NDArray[np.int64]:
-    """Returns the samples that one rank trains in one epoch.
+    """Returns the samples that one rank trains in one epoch, [steps, batch_size], from `order` [steps, global batch].
 
     Each global batch of the order is cut into one batch per rank: size ranks with batch_size train the same global
-    batches as one rank with size * batch_size, and all make the same number of steps.
-
-    Args:
-        order: sample numbers of the epoch, [steps, global batch size].
-        size: number of ranks, a divisor of the global batch size.
-
-    Returns:
-        Sample numbers, int64 [steps, batch_size]: row s is this rank's batch of step s.
+    batches as one rank with size * batch_size, and all make the same number of steps. `size` must divide the global
+    batch size.
     """
     batch_size = order.shape[1] // size
     return order[:, rank * batch_size : (rank + 1) * batch_size]
 
 
 def part_of(num_samples: int, rank: int, size: int) -> tuple[int, int]:
-    """Returns start and end (exclusive) of a rank's part of samples, split as by numpy.array_split.
-
-    Parts differ in length by at most one, and may be empty.
-    """
+    """Returns start and end (exclusive) of a rank's part, which may be empty, split as by numpy.array_split."""
     each, more = divmod(num_samples, size)
     first = rank * each + min(rank, more)
     return first, first + each + (rank < more)
 
 
 def evaluation_shard(num_samples: int, rank: int, size: int) -> NDArray[np.int64]:
-    """Returns the test samples that one rank evaluates, int64. The shards are disjoint and cover the test set.
-
-    A shard is contiguous, so that a rank opens few files. It may be empty; shards differ in length by at most one.
-    """
+    """Returns one rank's test samples. Shards are disjoint, contiguous, to open few files, and cover the test set."""
     return np.arange(*part_of(num_samples, rank, size))

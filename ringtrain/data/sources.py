@@ -43,12 +43,9 @@ def digits(config: DataConfig) -> DataSet:
 
 
 def mnist_like(config: DataConfig, keras_name: str) -> DataSet:
-    """Reads 60000 training and 10000 test images of 28x28 pixels from four IDX files.
+    """Reads 60000 training and 10000 test images of 28x28 pixels from four IDX files. Raises DataError.
 
     They are read from data.dir, by default from the folder of Debian's package if it exists, else downloaded by Keras.
-
-    Raises:
-        DataError: a file is missing or damaged, or there is neither a file nor a network.
     """
     folder = Path(config.dir) if config.dir else DEBIAN_FOLDER / config.name
     if not config.dir and not folder.exists():
@@ -79,11 +76,7 @@ def _keras_download(config: DataConfig, keras_name: str) -> DataSet:
 
 
 def npz(config: DataConfig) -> DataSet:
-    """Reads the arrays x_train, y_train, x_test and y_test from one file that numpy.savez wrote.
-
-    Raises:
-        DataError: the file is missing or damaged, lacks an array, or its arrays do not match.
-    """
+    """Reads the arrays x_train, y_train, x_test and y_test from one file that numpy.savez wrote. Raises DataError."""
     if not config.file and not config.dir:
         raise DataError(f"{config.name}: give its file with --data.file, or its folder with --data.dir")
     path = Path(config.dir, config.file) if config.file else _only_npz(Path(config.dir))
@@ -140,14 +133,7 @@ UNSIGNED_BYTE = 8
 
 
 def read(path: Path, num_dimensions: int) -> NDArray[np.uint8]:
-    """Reads an IDX file of unsigned bytes, which may be gzipped, e.g. as uint8 [60000, 28, 28].
-
-    Args:
-        num_dimensions: 3 for images, 1 for labels.
-
-    Raises:
-        DataError: names the file and what is wrong with it.
-    """
+    """Reads an IDX file of unsigned bytes, also gzipped: 3 dimensions for images, 1 for labels. Raises DataError."""
     try:
         content = path.read_bytes()
         if content[:2] == b"\x1f\x8b":

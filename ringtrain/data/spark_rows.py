@@ -58,10 +58,8 @@ class Share(InMemory):
 def spark(config: DataConfig, environ: Mapping[str, str] = os.environ) -> DataSet:
     """Reads this rank's part of the rows given to `ringtrain launch --launcher spark --spark-data`.
 
-    They come through a pipe, which slows down the executor if this process is slower, and stay in memory.
-
-    Raises:
-        DataError: no rows are streamed, or the executor stops before the end.
+    They come through a pipe, which slows down the executor if this process is slower, and stay in memory. Raises
+    DataError if no rows are streamed or if they end too early.
     """
     told = environ.get(FEED, "").split()
     if len(told) != 6:

@@ -46,10 +46,8 @@ INDEX = "{}.ringtrain-index.npz"
 def imagenet_tfrecords(config: DataConfig) -> DataSet:
     """Finds every record; each image is read during training, by the rank that trains it.
 
-    The classes are those of labels.txt next to the records, one per line (make_tfrecords writes it), else 1000.
-
-    Raises:
-        DataError: files are missing, empty or damaged (damaged ones are skipped with data.on_error "skip").
+    The classes are those of labels.txt next to the records, one per line (make_tfrecords writes it), else 1000. Raises
+    DataError if files are missing, empty or damaged; data.on_error "skip" skips damaged ones.
     """
     if not config.dir:
         raise DataError(f"{config.name}: give its folder with --data.dir")
@@ -125,11 +123,7 @@ def _walked(paths: Sequence[Path], unreadable: Unreadable) -> list[NDArray[np.in
 
 
 def shards(folder: Path, stem: str) -> list[Path]:
-    """Returns the files of a split, "train" or "validation", in order.
-
-    Raises:
-        DataError: there are none, or their number differs from the one in their names.
-    """
+    """Returns the files of a split, "train" or "validation", in order. Raises DataError if any of them is missing."""
     try:
         names = sorted(path.name for path in folder.iterdir())
     except OSError as error:
@@ -147,11 +141,7 @@ def shards(folder: Path, stem: str) -> list[Path]:
 
 
 def record_starts(path: Path, unreadable: Unreadable) -> NDArray[np.int64]:
-    """Returns the positions of the records in a file, in bytes, int64 [records], up to the first damaged one.
-
-    Raises:
-        DataError: the file cannot be read, is empty or damaged, unless that is to be skipped.
-    """
+    """Returns the byte positions of a file's records up to a damaged one. Raises DataError unless it may be skipped."""
     starts: list[int] = []
     lengths_sums: list[bytes] = []
     position = 0

@@ -209,12 +209,7 @@ def set_rate(optimizer: keras.optimizers.Optimizer, rate: float) -> None:
 
 
 def set_share(optimizer: keras.optimizers.Optimizer, full_rate: float, share: float) -> None:
-    """Sets the used fraction of the learning rate of an optimizer, also inside Keras' LossScaleOptimizer.
-
-    Args:
-        full_rate: full learning rate, if it is a number.
-        share: 0 to 1, fraction of the schedule's rate or of full_rate.
-    """
+    """Sets the learning rate of an optimizer to a fraction, `share`, of its schedule's rate or of full_rate."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     if isinstance(optimizer._learning_rate, LearningRate):
         optimizer._learning_rate.share.assign(share)

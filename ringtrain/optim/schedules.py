@@ -12,7 +12,7 @@ Then, with t growing from 0 at the end of the warm-up to 1 at the end of the run
     cosine       peak * (e + (1 - e) * (1 + cos(pi * t)) / 2)           Loshchilov & Hutter 2017 (arXiv 1608.03983)
     polynomial   peak * (e + (1 - e) * (1 - t) ** power)                You et al. 2017 (arXiv 1708.03888), with power 2
 
-A step is one batch on every rank, as counted by Keras inside `optimizer.iterations`. With accumulated gradients, the
+A step is one batch on every rank, as counted by `optimizer._iterations` in Keras. With accumulated gradients, the
 weights change only at every accumulation_steps-th step. All steps of an update have the same rate, so a run that
 accumulates k batches has the rates of a run with batches k times as large.
 """
@@ -59,12 +59,7 @@ class Schedule:
         return flat and (not self.warmup_steps or self.initial_learning_rate == self.learning_rate)
 
     def rate(self, step: Any, ops: Any = np) -> Any:
-        """Returns the learning rate of a step as float64, in the step's shape.
-
-        Args:
-            step: global step from 0: a number, or an array or tensor of float64.
-            ops: NumPy, or keras.ops inside a graph.
-        """
+        """Returns the float64 rate of global steps: a number, array or tensor. `ops`: NumPy, in a graph keras.ops."""
         begun = step // self.accumulation_steps * self.accumulation_steps  # the first step of its update
         warmth = begun / max(1, self.warmup_steps)
         warming = self.initial_learning_rate * (1.0 - warmth) + self.learning_rate * warmth
@@ -136,10 +131,7 @@ def corners(schedule: Schedule) -> list[tuple[int, str]]:
 
 
 def curve(schedule: Schedule, num_points: int = 1000) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Returns global steps, ascending, and their learning rates, to plot a schedule.
-
-    There are about `num_points` (every step of a shorter run), including the breakpoints and the steps before them.
-    """
+    """Returns about `num_points` global steps, including breakpoints, and their learning rates, to plot a schedule."""
     edges = [edge for corner, _ in corners(schedule) for edge in (max(0, corner - 1), corner)]
     evenly = np.linspace(0, schedule.num_steps - 1, min(num_points, schedule.num_steps)).round()
     steps = np.unique(np.concatenate([evenly, edges]))

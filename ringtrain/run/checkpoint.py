@@ -163,11 +163,7 @@ def saved_in(folder: Path) -> list[Path]:
 
 
 def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Returns the newest valid checkpoint, or None, and why newer ones were skipped.
-
-    Raises:
-        CheckpointError: a checkpoint that may be valid cannot be read.
-    """
+    """Returns the newest valid checkpoint or None, and why newer ones were skipped. Raises CheckpointError."""
     refused: list[str] = []
     for path in saved_in(folder):
         try:

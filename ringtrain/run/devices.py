@@ -57,13 +57,8 @@ def plan(
     """Plans the device of one rank without communication.
 
     A rank gets GPU number local_rank, or the only one if a launcher shows each rank its own GPU; `check_placement`
-    detects a GPU that two ranks share. Threads are this rank's share of the cores.
-
-    Args:
-        host_cores: cores that all ranks of the host may use together.
-
-    Raises:
-        DeviceError: there are more ranks than GPUs, and sharing is not enabled.
+    detects a GPU that two ranks share. Threads are this rank's share of `host_cores`, which all ranks of the host may
+    use. Raises DeviceError if the ranks outnumber the GPUs and sharing is not enabled.
     """
     share = max(1, host_cores // local_size)
     num_threads = options.threads or max(1, min(own_cores, share))
@@ -109,10 +104,8 @@ def coordinate(local_size: int, options: DeviceConfig) -> Pinning:
 def pin(local_rank: int, local_size: int, options: DeviceConfig, environ: Mapping[str, str] = os.environ) -> Pinning:
     """Configures TensorFlow for this rank's device. Call it before anything uses a device.
 
-    If `environ` shows that other jobs have slots on this host, all slots share the cores.
-
-    Raises:
-        DeviceError: as in `plan`; all GPUs are then hidden, so that ranks can still exchange the error.
+    If `environ` shows that other jobs have slots on this host, all slots share the cores. Raises DeviceError as `plan`;
+    all GPUs are then hidden, so that ranks can still exchange the error.
     """
     import tensorflow as tf
 
@@ -179,10 +172,8 @@ def _limit_memory(gpu: Any, index: int, pinning: Pinning) -> None:
 def count_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> tuple[int, int]:
     """Counts the cores that this rank, and that all ranks of its host together, may use.
 
-    A launcher that binds ranks to cores is not bound itself: its cores are the host's. A container's limit counts, too.
-
-    Args:
-        quota: file of the control group with microseconds of CPU time per period, e.g. "200000 100000".
+    A launcher that binds ranks to cores is not bound itself: its cores are the host's. A container's limit counts, too:
+    `quota` holds microseconds of CPU time per period, e.g. "200000 100000".
     """
     own = os.sched_getaffinity(0)
     try:
@@ -198,12 +189,7 @@ def count_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> tuple[int, int]
 
 
 def identity(pinning: Pinning, environ: Mapping[str, str] = os.environ, driver: Any = None) -> str:
-    """Returns the UUID of a rank's GPU, else its index on the host, to detect shared GPUs; "" for the CPU.
-
-    Args:
-        environ: CUDA_VISIBLE_DEVICES is used only if the driver does not answer.
-        driver: loaded driver library; None: load it.
-    """
+    """Returns the UUID of a rank's GPU, else its index on the host, to detect shared GPUs; "" for the CPU."""
     if pinning.gpu is None:
         return ""
     device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
@@ -223,11 +209,7 @@ def identity(pinning: Pinning, environ: Mapping[str, str] = os.environ, driver: 
 
 
 def gpu_memory_mb(index: int, driver: Any = None) -> int:
-    """Returns the total memory of a GPU in MB from the CUDA driver, as TensorFlow does not report it.
-
-    Raises:
-        DeviceError: the driver does not answer.
-    """
+    """Returns a GPU's memory in MB from the CUDA driver, as TensorFlow does not report it. Raises DeviceError."""
     device, size = ctypes.c_int(), ctypes.c_size_t()
     try:
         cuda = driver or ctypes.CDLL("libcuda.so.1")

@@ -23,10 +23,7 @@ ACCURACY = "test_accuracy"
 
 
 def plateaus(values: Sequence[float], patience: int, lower_is_better: bool, min_delta: float) -> int:
-    """Counts how often `patience` epochs in a row brought no improvement of more than `min_delta`.
-
-    As in Keras' EarlyStopping and ReduceLROnPlateau, the epochs are counted from 0 after each plateau.
-    """
+    """Counts how often `patience` epochs in a row brought no improvement over `min_delta`, as Keras' callbacks do."""
     best, waited, reached = math.inf, 0, 0
     for value in values:
         signed = value if lower_is_better else -value
@@ -39,10 +36,7 @@ def plateaus(values: Sequence[float], patience: int, lower_is_better: bool, min_
 
 
 class Plateau(keras.callbacks.Callback):
-    """Watches train.monitor and the test accuracy in complete epochs, and stops training or lowers the learning rate.
-
-    It must be on every rank, after `Evaluation` and before `StopTogether`.
-    """
+    """Applies patience, plateau_patience and target_accuracy. Belongs after `Evaluation`, before `StopTogether`."""
 
     def __init__(self, config: Config, numbers: Numbers, clock: Clock, stop: StopTogether, start: Start) -> None:
         super().__init__()

@@ -25,13 +25,7 @@ class Evaluation(keras.callbacks.Callback):
     """Adds the metrics of all ranks to an epoch's logs, and those of the test samples as test_...
 
     It must be on every rank, before all callbacks that read an epoch's metrics. An interrupted epoch is not evaluated.
-
-    Args:
-        batches: this rank's shard of the test samples.
-        own: their sample numbers; may be empty.
-
-    Attributes:
-        seconds: total time of all evaluations so far.
+    `own` are the sample numbers of `batches`, this rank's shard of the test samples; they may be empty.
     """
 
     def __init__(
@@ -81,13 +75,8 @@ def over_all_ranks(model: keras.Model, num_own: int) -> dict[str, Any]:
     """Sums the metrics of all ranks since their reset, and returns each by name, as a float or an array. Collective.
 
     Keras' metrics keep sums, counts and confusion matrices, so one process would have their sum over the ranks.
-    Afterwards the metrics on every rank hold that sum.
-
-    Args:
-        num_own: number of samples that this rank has seen; any other number than 0 will do if it has seen some.
-
-    Raises:
-        DataError: on every rank, if none of them has seen a sample.
+    Afterwards the metrics on every rank hold that sum. Raises DataError on every rank if the sum of `num_own`, the
+    number of samples that each rank has seen, is 0.
     """
     variables = model.metrics_variables
     parts = [np.asarray(keras.ops.convert_to_numpy(variable), np.float64) for variable in variables]

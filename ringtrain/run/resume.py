@@ -109,11 +109,7 @@ def same_global_batch(config: Config, attempt: Attempt, size: int) -> Config:
 
 
 def source_of(config: Config) -> tuple[Path | None, bool]:
-    """Returns the folder to resume from (None: start from scratch), and whether it must hold a checkpoint.
-
-    Raises:
-        ConfigError: run.resume is "must" and the run has no name.
-    """
+    """Returns the folder to resume from (None: start from scratch), and whether it must hold a checkpoint."""
     resume, own = config.run.resume, Path(config.run.directory) / config.run.name
     if resume == "must" and not config.run.name:
         raise ConfigError("run.resume: got must, which needs the name of the run that goes on: give --run.name as well")

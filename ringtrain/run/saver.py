@@ -102,10 +102,9 @@ class Saver(keras.callbacks.Callback):
 
     @hvd.during("save")
     def save(self) -> None:
-        """Starts saving the current state, unless it is saved already. Collective: call it on every rank.
+        """Starts saving the current state, unless it is saved already. Collective.
 
-        Raises:
-            NonFiniteLoss: on every rank, if a weight is NaN or infinite. The previous checkpoint stays the newest.
+        Raises NonFiniteLoss on every rank if a weight is NaN or infinite. The previous checkpoint stays the newest.
         """
         step = self.clock.global_step
         if self.saved_step == step:
@@ -138,11 +137,9 @@ class Saver(keras.callbacks.Callback):
             self._written = self._writer.submit(self._write, step, *state)
 
     def finish(self) -> None:
-        """Saves the current state and waits until it is on disk. Collective: call it on every rank.
+        """Saves the current state and waits until it is on disk. Collective.
 
-        Raises:
-            NonFiniteLoss: as in `save`.
-            CheckpointError: on every rank, if the checkpoint could not be written.
+        Raises on every rank: NonFiniteLoss as in `save`, and CheckpointError if the checkpoint could not be written.
         """
         self.save()
         self.wait()

@@ -218,11 +218,7 @@ def compiled_model(
     strategy: Ring,
     distributed: bool = True,
 ) -> keras.Model:
-    """Builds the compiled model, with equal weights and different dropout on all ranks, and distributed optimizer.
-
-    Args:
-        distributed: False: use an optimizer without communication, for comparison.
-    """
+    """Builds the compiled model: same weights, different dropout on all ranks; `distributed` False: local optimizer."""
     import keras
 
     from ringtrain import hvd
@@ -265,11 +261,7 @@ def _check_not_averaged(model: keras.Model, patterns: Sequence[str]) -> None:
 
 
 def lock_folder(lock: run_folder.RunLock, config: Config, attempt: Attempt) -> None:
-    """Lets rank 0 lock an existing run folder before anything is read from it. Collective.
-
-    Raises:
-        RunDirectoryError: on every rank, if another process writes to the folder.
-    """
+    """Lets rank 0 lock an existing run folder before anything is read from it. Collective; raises RunDirectoryError."""
     from ringtrain import hvd
     from ringtrain.run import run_folder
 

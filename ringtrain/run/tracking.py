@@ -39,12 +39,8 @@ class Recorder(keras.callbacks.Callback):
     """Records and shows the progress of training; on rank 0, after all callbacks that add to an epoch's metrics.
 
     Speed is measured from the end of the first step (in which TensorFlow traces the model) to the end of the last,
-    without the time between epochs, in which ranks evaluate.
-
-    Args:
-        clock: its step at the start is the resume point: later records in the folder are dropped. An interrupted epoch
-            is not recorded.
-        gradient_norm: norm of the last update, if tracked; computed only for recorded steps.
+    without the time between epochs, in which ranks evaluate. Interrupted epochs are not recorded. Existing records of
+    steps after the resume point are dropped. `gradient_norm` is computed only for recorded steps.
     """
 
     def __init__(
@@ -200,10 +196,7 @@ def loss_scale_of(optimizer: Any) -> dict[str, float]:
 
 
 def figures_of(record: Mapping[str, Any]) -> list[str]:
-    """Formats an epoch's record for the terminal, the least important figures last.
-
-    A model with its own `train_step` may have neither loss nor accuracy: then its first metrics are shown.
-    """
+    """Formats an epoch's record, the least important last. A model without loss or accuracy shows its first metrics."""
     usual = {
         "loss": "loss {:.4f}",
         "accuracy": "accuracy {:.2%}",
