@@ -1,26 +1,26 @@
 """Horovod for Keras 3, under Horovod's own names: `import ringtrain.hvd as hvd` in place of `horovod.tensorflow.keras`.
 
-What Horovod 0.28.1 does right under Keras 3 is passed on (collectives, process sets, timeline, queries); what it does
-wrong or not at all is ringtrain's own: `DistributedOptimizer`, the callbacks, `load_model`, `elastic`, broadcasts of
-Keras variables, `SyncBatchNormalization`. New are `broadcast_model`, `check_in_sync`, `check_averaging`,
+Parts of Horovod 0.28.1 that work under Keras 3 are re-exported: collectives, process sets, timeline, queries. ringtrain
+replaces the others: `DistributedOptimizer`, the callbacks, `load_model`, `elastic`, broadcasts of Keras variables,
+`SyncBatchNormalization`. It adds `broadcast_model`, `check_in_sync`, `check_averaging`,
 `check_placement`, `run_together`, `average_moving_statistics`, `moving_statistics`, `weights_of_one_rank`,
 `synchronize_batch_norm`, `jit_gradients`, `track_gradient_norm`, `during`, `step_timing`, `copies_of`, `num_copies`,
-`gather_bytes`, `scatter_bytes` and `configure`. All that training needs works without Horovod too: see `backend.py`.
+`gather_bytes`, `scatter_bytes` and `configure`. Training also works without Horovod: see `backend.py`.
 
-backend:        where Horovod's names come from: Horovod, or mpi4py; Horovod's settings
-mpi_backend:    what training needs of Horovod, in mpi4py and NumPy
+backend:        source of Horovod's names (Horovod or mpi4py), and Horovod's settings
+mpi_backend:    the part of Horovod's API that training needs, in mpi4py and NumPy
 collectives:    init, and Horovod's collectives for Keras variables
 optimizer:      DistributedOptimizer, PartialDistributedOptimizer, load_model
-distributed:    the subclass that a distributed optimizer becomes
-reduction:      from one rank's gradients to the average
-keras_patches:  private Keras API: loss scale, XLA, refusing Horovod's own wrapper
-callbacks:      broadcast, metric average, learning rate, best model, check in sync
+distributed:    subclass that makes an optimizer reduce its gradients
+reduction:      reduction of gradients over the ranks
+keras_patches:  patches of private Keras API (loss scale, XLA), and a check for Horovod's own wrapper
+callbacks:      broadcast, metric average, learning rate, best model, sync check
 batch_norm:     batch normalization over all ranks; averaged moving statistics
-step_timing:    phases of a step, for another thread to read
-sync:           broadcast of a model's whole state; the proof that ranks agree
-placement:      ranks are where the launcher was told to put them, each on its own GPU
-stall_watch:    ends scripts whose ranks wait for different collectives
-elastic:        Keras state for elastic runs, and run
+step_timing:    current phase and timestamps of a step, readable from other threads
+sync:           broadcast of a model's whole state; verification that ranks agree
+placement:      check that ranks run where the launcher planned them, each on its own GPU
+stall_watch:    exit of scripts whose ranks wait for different collectives
+elastic:        Keras state of elastic runs, and `run`
 """
 
 from ringtrain.errors import MissingDependency

@@ -1,7 +1,4 @@
-"""Where the names come from that ringtrain.hvd takes from Horovod: from Horovod, or from mpi4py without it.
-
-`RINGTRAIN_COLLECTIVES=mpi4py`, set before ringtrain.hvd is imported, asks for the second: `mpi_backend.py`.
-"""
+"""Source of Horovod's names: Horovod, or `mpi_backend.py` if RINGTRAIN_COLLECTIVES=mpi4py is set before the import."""
 
 from __future__ import annotations
 
@@ -31,17 +28,17 @@ def __getattr__(name: str) -> Any:
 
 
 def configure(options: HvdConfig, environ: MutableMapping[str, str] | None = None) -> None:
-    """Hands the configuration's section to Horovod; call it before `init`, on every rank.
+    """Sets Horovod's environment variables from the configuration; call it before `init`, on every rank.
 
-    In deterministic mode nothing is fused: which tensors meet in Horovod's buffer depends on timing, and with more than
-    two ranks the order in which an element's values are added depends on its place in the buffer.
+    Deterministic mode turns tensor fusion off. Timing decides which tensors share Horovod's buffer, and with more than
+    two ranks the order of additions depends on a value's position in the buffer.
 
     Args:
-        options: What is set in it wins over the environment.
-        environ: To change; None: this process'.
+        options: Values that are set override the environment.
+        environ: Environment to change. None: that of this process.
 
     Raises:
-        ConfigError: Deterministic mode, and Horovod's autotuning is on, which changes how it adds while it runs.
+        ConfigError: Deterministic mode with Horovod's autotuning, which changes the order of additions during the run.
     """
     environ = os.environ if environ is None else environ
     if options.fusion_mb >= 0:
@@ -57,7 +54,7 @@ def configure(options: HvdConfig, environ: MutableMapping[str, str] | None = Non
 
 
 def check_op(options: HvdConfig) -> None:
-    """Raises ConfigError, on every rank, where Horovod has no such reduction for the ranks that were started."""
+    """Raises ConfigError, on every rank, for Adasum without MPI or with a size that is no power of two."""
     size = horovod.size()
     if options.op == "adasum" and size & (size - 1):
         raise ConfigError(f"hvd.op: adasum needs a number of ranks that is a power of two, this run has {size}")

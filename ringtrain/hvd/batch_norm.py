@@ -1,9 +1,9 @@
-"""Batch normalization over ranks, and other weights that follow a rank's data.
+"""Batch normalization over ranks, and other non-trainable weights that depend on a rank's data.
 
-By default each rank normalizes by the statistics of its own batch, as Goyal et al. 2017 (arXiv 1706.02677, section 2.3)
-do, and keeps moving statistics of its own; `average_moving_statistics` makes those one model's before it is evaluated
-or saved. `SyncBatchNormalization` normalizes by the statistics of all ranks' batches together instead. Layers may hold
-other non-trainable weights that a step changes, such as a codebook of moving averages: they are treated alike.
+By default each rank normalizes by the statistics of its own batch (Goyal et al. 2017, arXiv 1706.02677, section 2.3)
+and keeps local moving statistics; `average_moving_statistics` averages them before evaluation and before saving.
+`SyncBatchNormalization` normalizes by the statistics of all ranks' batches together. Other non-trainable weights that a
+step changes, such as a codebook of moving averages, are handled like moving statistics.
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ from ringtrain.hvd.placement import CPU
 
 
 def average_moving_statistics(model: keras.Model, not_averaged: Sequence[str] = ()) -> None:
-    """Replaces the moving statistics of a model by their means over all ranks.
+    """Replaces the moving statistics of a model by their means over all ranks. A small collective.
 
-    A collective, and a small one. Averaging early or late makes no difference to the averages of later steps: moving
-    statistics are linear in those of the batches.
+    The time of averaging does not change later averages: moving statistics are linear in the statistics of the batches.
 
     Args:
-        model: A built model; without moving statistics nothing happens.
-        not_averaged: See `moving_statistics`.
+        model: Built model. Without moving statistics, the call does nothing.
+        not_averaged: As in `moving_statistics`.
     """
     variables = moving_statistics(model, not_averaged)
     num_models = horovod.size() * num_copies(model)
     if not variables or num_models == 1:
         return
     own = [np.sum([copy.numpy() for copy in copies_of(one)], axis=0, dtype=np.float64) for one in variables]
-    # In float64, so that the order of additions does not show after rounding, whatever the number of ranks.
+    # In float64, so that the order of additions is rounded away for any number of ranks.
     with tf.device(CPU):
         flat = tf.constant(np.concatenate([values.reshape(-1) for values in own]))
         sums = horovod.allreduce(flat, op=Sum, name="ringtrain_moving_statistics").numpy()
@@ -49,11 +48,11 @@ def average_moving_statistics(model: keras.Model, not_averaged: Sequence[str] = 
 
 
 def moving_statistics(model: keras.Model, not_averaged: Sequence[str] = ()) -> list[Any]:
-    """The weights of each rank's own that are averaged before evaluation: those that are floating-point numbers.
+    """Local weights that are averaged before evaluation: the floating-point ones of `weights_of_one_rank`.
 
     Args:
-        model: A built model.
-        not_averaged: Paths of weights to leave out; `*` stands for any characters.
+        model: Built model.
+        not_averaged: Paths of weights to exclude; `*` matches any characters.
     """
     return [
         variable
@@ -64,10 +63,10 @@ def moving_statistics(model: keras.Model, not_averaged: Sequence[str] = ()) -> l
 
 
 def weights_of_one_rank(model: keras.Model) -> list[Any]:
-    """The weights that a rank's data may change past the optimizer, so that each rank keeps its own.
+    """Local weights: those that a rank's data may change without the optimizer, so that they differ between ranks.
 
-    They are what layers make as non-trainable: moving statistics, codebooks, counters. Weights that are frozen
-    (`layer.trainable = False`) and the statistics of synchronized batch normalization are the same on all ranks.
+    These are weights that layers create as non-trainable: moving statistics, codebooks, counters. Frozen weights
+    (`layer.trainable = False`) and the statistics of synchronized batch normalization are equal on all ranks.
     """
     layers = [layer for layer in model._flatten_layers() if not isinstance(layer, _Synchronized)]
     made = {id(variable) for layer in layers for variable in layer._non_trainable_variables}
@@ -75,25 +74,24 @@ def weights_of_one_rank(model: keras.Model) -> list[Any]:
 
 
 def synchronize_batch_norm(model: keras.Model, device: str = "") -> int:
-    """Turns the batch normalization layers of a model, also of models within it, into synchronized ones.
+    """Synchronizes the batch normalization layers of a model and of models nested in it; call it before `compile`.
 
-    Layers are changed in place, before the model is compiled: weights, names and connections stay, and the model may be
-    of any kind.
+    Layers are changed in place: weights, names and connections stay.
 
     Args:
-        model: Any Keras model.
-        device: Device to add up the ranks' statistics on; "": that of the layer.
+        model: Any Keras model: sequential, functional or subclassed.
+        device: Device on which the ranks' statistics are summed. "": that of the layer.
 
     Returns:
-        The number of synchronized layers.
+        Number of synchronized layers.
 
     Raises:
-        RingtrainError: A layer derived from BatchNormalization computes in a way of its own.
+        RingtrainError: A layer derived from BatchNormalization overrides `call`.
     """
     layers = list(batch_norm_layers(model))
     for layer in layers:
         if not isinstance(layer, _Synchronized):
-            # Not layer.__class__ = ...: Keras and TensorFlow would take it for an attribute to track.
+            # Not layer.__class__ = ...: Keras and TensorFlow would track it as an attribute.
             object.__setattr__(layer, "__class__", _synchronized(layer.__class__))
             layer.supports_jit = False
         object.__setattr__(layer, "device_of_sums", device)
@@ -101,12 +99,12 @@ def synchronize_batch_norm(model: keras.Model, device: str = "") -> int:
 
 
 def batch_norm_layers(model: keras.Model) -> Iterator[Any]:
-    """All batch normalization layers of a model, nested ones included."""
+    """Yields all batch normalization layers of a model, including nested ones."""
     return (layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization))
 
 
 class _Synchronized(keras.layers.BatchNormalization):
-    """Mixed into the class of a batch normalization layer; `_moments` is private, tests/ring holds Keras to it."""
+    """Mixin for batch normalization layers. Overrides Keras' private `_moments`, which tests/ring checks."""
 
     device_of_sums = ""
 
@@ -118,7 +116,7 @@ class _Synchronized(keras.layers.BatchNormalization):
         mean, variance = super()._moments(inputs, mask)
         if horovod.size() == 1 and not elastic():
             return mean, variance
-        # Of sums of squares, float32 would leave little where a mean is large. These are one number per channel.
+        # float32 sums of squares lose too many digits if a mean is large. These are one number per channel.
         own_mean, own_variance = tf.cast(mean, tf.float64), tf.cast(variance, tf.float64)
         own_count = tf.cast(self._count(inputs, mask), tf.float64)
         squares = own_variance + tf.square(own_mean)
@@ -137,10 +135,10 @@ class _Synchronized(keras.layers.BatchNormalization):
 
 
 def _sum_over_ranks(values: Any, device: str) -> Any:
-    """The sum over the ranks of a vector, and as its gradient the sum of the ranks' gradients.
+    """Sums a vector over the ranks; its gradient is the sum of the ranks' gradients.
 
-    A rank's gradients are then those of the sum of all ranks' losses, of which a distributed optimizer takes the mean.
-    Horovod's own gradient is the same but named after its tensors, whose names may differ between ranks.
+    Each rank thus has the gradient of the sum of all losses, which a distributed optimizer averages. Horovod's gradient
+    computes the same, but takes its name from tensors, whose names may differ between ranks.
     """
     name = f"HorovodAllreduce_{unique_in_graph('SyncBatchNormalization')}"
 
@@ -170,14 +168,14 @@ def _synchronized(base: Any) -> Any:
 
 
 class SyncBatchNormalization(_Synchronized):
-    """`keras.layers.BatchNormalization` whose statistics in training are those of all ranks' batches together.
+    """`keras.layers.BatchNormalization` that normalizes by the statistics of all ranks' batches together.
 
-    N ranks with batch B normalize as one rank with batch N * B, in value and gradient, for one small allreduce forward
-    and one backward per layer and step. All ranks have to call it equally often. Its arguments are Keras', and a model
-    saved with it holds the plain layer. Moving statistics are the same on all ranks.
+    N ranks with batch B normalize as one rank with batch N * B, in value and gradient, at the cost of one small
+    allreduce forward and one backward per layer and step. All ranks must call it equally often. Arguments are those of
+    Keras; a saved model contains the plain layer. Moving statistics are equal on all ranks.
     """
 
 
-# Keras' own name: that of the plain layer in saved files, and of layers without a name.
+# Keras' name, so that saved files contain the plain layer, and layers without a name are named like it.
 SyncBatchNormalization.__name__ = SyncBatchNormalization.__qualname__ = "BatchNormalization"
 SyncBatchNormalization.__module__ = "keras.layers"

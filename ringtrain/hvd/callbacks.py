@@ -31,16 +31,16 @@ __all__ = [
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Gives every rank the weights and optimizer state of one, before the first step.
+    """Broadcasts the weights and optimizer state of one rank to all ranks, before the first step.
 
-    A model that has no weights yet, on any rank, gets them in its first batch; the broadcast then follows that batch,
-    on all ranks. Put it before callbacks that compare or save weights. Ranks with different numbers of batches are
-    refused, also in a script that ends in `hvd.join()`.
+    If the model has no weights yet on any rank, the broadcast follows the first batch on all ranks. Put this callback
+    before callbacks that compare or save weights. Ranks with different numbers of batches raise RingtrainError, also in
+    a script that ends in `hvd.join()`.
 
     Args:
         root_rank: Rank that sends.
-        device: Device to place the broadcast on; "": the CPU.
-        local_variables: A variable or a collection of variables that stay each rank's own.
+        device: Device of the broadcast. "": the CPU.
+        local_variables: Variable or collection of variables to exclude from the broadcast.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
@@ -56,7 +56,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self.register_local_var(variable)
 
     def register_local_var(self, var: Any) -> None:
-        """Leaves a variable out of the broadcast."""
+        """Excludes a variable from the broadcast."""
         if not isinstance(var, keras.Variable | tf.Variable):
             raise ValueError(f"local_variables: got {var!r}, expected Keras variables")
         self._local_variables.append(var)
@@ -88,7 +88,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._broadcast()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if self._watch:  # of a generator, Keras begins a batch more than there is
+        if self._watch:  # with a generator, Keras begins one batch more than exist
             self._watch.step = f"after epoch {self._epoch}, batch {self._trained}"
 
     def _broadcast(self) -> None:
@@ -97,11 +97,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
 
 def refuse_other_batches(ranks: Sequence[tuple[int, str, int | None, int | None] | None]) -> None:
-    """Raises RingtrainError where ranks that reduce together train on different numbers of batches.
+    """Raises RingtrainError if ranks that reduce together train on different numbers of batches.
 
-    Args:
-        ranks: Per rank: process set, host, batches per epoch (None: Keras does not know them, as of a generator) and
-            epochs; None: reduces no gradients.
+    `ranks`: process set, host, batches per epoch (None: unknown, as with a generator), epochs; None: reduces nothing.
     """
     sets: dict[int, dict[str, str]] = {}
     for rank, own in enumerate(ranks):
@@ -121,12 +119,12 @@ def refuse_other_batches(ranks: Sequence[tuple[int, str, int | None, int | None]
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Replaces an epoch's metrics by their mean over all ranks, each rank weighed by the samples it saw.
+    """Replaces an epoch's metrics by their mean over all ranks, weighted by each rank's number of samples.
 
     Put it before callbacks that read metrics (ReduceLROnPlateau, TensorBoard, ModelCheckpoint).
 
     Args:
-        device: Device to place the allreduce on; "": the CPU.
+        device: Device of the allreduce. "": the CPU.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -139,7 +137,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._train_samples = self._validation_samples = None
 
     def on_test_begin(self, logs: Any = None) -> None:
-        # Validation inside fit: from here on the metrics count its samples.
+        # Validation inside fit resets the metrics: from now on they count its samples.
         self._train_samples = _num_samples(self.model)
 
     def on_test_end(self, logs: Any = None) -> None:
@@ -163,10 +161,10 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """Keras' ModelCheckpoint that keeps the best model, written by rank 0 alone.
+    """Keras' ModelCheckpoint that saves the best model only, on rank 0.
 
     Set `filepath` before training; the other arguments are those of `keras.callbacks.ModelCheckpoint`. `horovod.keras`
-    has no `save_weights_only`: a string in its place is taken as the `mode` and what follows as the `save_freq`.
+    has no `save_weights_only`: a string in its place is used as `mode`, and the next argument as `save_freq`.
     """
 
     def __init__(
@@ -198,14 +196,14 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 class CheckInSyncCallback(keras.callbacks.Callback):
     """Runs `check_in_sync` after the first step, every `every_steps` steps and at the end of training.
 
-    Rank 0 prints one line when non-trainable weights that follow each rank's data differ, which ends nothing.
+    If non-trainable weights that depend on each rank's data differ, rank 0 prints one line and training continues.
 
     Args:
-        every_steps: Steps between two checks.
+        every_steps: Steps between two checks, at least 1.
 
     Attributes:
-        checksum: The last check's result, 16 hexadecimal digits.
-        seconds: Time that all checks so far have taken.
+        checksum: Result of the last check, 16 hexadecimal digits; "" before the first.
+        seconds: Total time of all checks so far.
     """
 
     def __init__(self, every_steps: int = 500) -> None:
@@ -243,7 +241,7 @@ class CheckInSyncCallback(keras.callbacks.Callback):
 
 
 def _num_samples(model: keras.Model) -> float:
-    """Samples that the model's metrics have seen since their reset: the weight of its mean loss."""
+    """Number of samples that the model's metrics have counted since their reset; 1 without a mean loss."""
     for metric in model.metrics:
         if metric.name == "loss" and isinstance(metric, keras.metrics.Mean):
             return float(metric.count)
@@ -262,20 +260,22 @@ def _weighed(value: np.ndarray, weight: float) -> Iterator[np.ndarray]:
 class LearningRateScheduleCallback(keras.callbacks.Callback):
     """Sets the learning rate to `initial_lr * multiplier(epoch)`, from `start_epoch` up to `end_epoch`.
 
-    The rate depends on the epoch and batch alone, so a run that starts again with `fit(initial_epoch=...)` goes on
-    where it was.
+    The rate depends on epoch and batch only, so a resumed run, `fit(initial_epoch=...)`, continues the schedule.
 
     Args:
-        initial_lr: Learning rate that `multiplier` refers to. None takes the optimizer's, in a run that starts at its
-            first step; a resumed optimizer no longer knows it.
-        multiplier: A function of the epoch, or a constant c for c ** (epoch - start_epoch).
+        initial_lr: Learning rate that is multiplied. None: that of the optimizer, which must not have made a step yet.
+        multiplier: Function of the epoch, or a constant c for c ** (epoch - start_epoch).
         start_epoch: First epoch that is adjusted.
-        end_epoch: First epoch that is not adjusted any more.
-        staircase: Adjust at the start of an epoch, by a whole number of epochs; otherwise before every batch, by
+        end_epoch: First epoch that is no longer adjusted. None: adjust until the end.
+        staircase: Adjust at the start of each epoch, by the integer epoch. False: before every batch, by
             epoch + batch / steps_per_epoch.
         momentum_correction: Scale momentum with the learning rate (Goyal et al. 2017, arXiv 1706.02677, section 3),
-            for SGD and RMSprop with `momentum`, whose velocities hold the rate.
-        steps_per_epoch: Batches per epoch, where Keras does not know it.
+            for SGD and RMSprop with `momentum`, whose velocities contain the rate.
+        steps_per_epoch: Batches per epoch, needed without `staircase` if Keras does not know the number.
+
+    Raises:
+        ValueError: In `on_train_begin`: the optimizer has a LearningRateSchedule, or has made steps and `initial_lr` is
+            None, or the number of batches per epoch is unknown.
     """
 
     def __init__(
@@ -340,22 +340,22 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         optimizer.learning_rate = new
         holds_rate = isinstance(optimizer, keras.optimizers.SGD | keras.optimizers.RMSprop) and optimizer.momentum
         if self.momentum_correction and holds_rate and old > 0 and new != old:
-            # Velocities hold the old rate: v <- m v - lr g. Scaling them is scaling m for one step.
+            # Velocities contain the old rate: v <- m v - lr g. Scaling them equals scaling m for one step.
             for velocity in _velocities(optimizer):
                 velocity.assign(velocity * (new / old))
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the learning rate from `initial_lr / size` to `initial_lr` over the first epochs, batch by batch.
+    """Increases the learning rate from `initial_lr / size` to `initial_lr` over the first epochs, batch by batch.
 
     Goyal et al. 2017 (arXiv 1706.02677, section 2.2). With N ranks and e epochs, counted at the end of a batch:
     lr = initial_lr / N * (e * (N - 1) / warmup_epochs + 1).
 
     Args:
         initial_lr: Learning rate after the warm-up; None as in `LearningRateScheduleCallback`.
-        warmup_epochs: Length of the warm-up.
+        warmup_epochs: Length of the warm-up in epochs.
         momentum_correction, steps_per_epoch: As in `LearningRateScheduleCallback`.
-        verbose: 1 lets rank 0 print the rate that was reached.
+        verbose: 1: rank 0 prints the learning rate after the warm-up.
     """
 
     def __init__(

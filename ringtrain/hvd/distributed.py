@@ -1,8 +1,8 @@
-"""The subclass that a distributed optimizer becomes.
+"""Subclass that makes a Keras optimizer reduce its gradients.
 
-It reduces in `_clip_gradients`: Keras calls it once per update, after gradients are unscaled and accumulated and before
-they are clipped, decayed and applied. That method is private; tests/ring holds Keras to it. Inside of a
-`LossScaleOptimizer` gradients are reduced before, see keras_hooks.
+It reduces in `_clip_gradients`, which Keras calls once per update, after gradients are unscaled and accumulated and
+before they are clipped, decayed and applied. The method is private: tests/ring checks that Keras still calls it. Inside
+a `LossScaleOptimizer`, gradients are reduced earlier: see keras_patches.
 """
 
 from __future__ import annotations
@@ -23,54 +23,46 @@ from ringtrain.hvd.step_timing import PLACE
 
 
 def distribute(optimizer: Any, reduction: Reduction, backward_passes: int) -> Any:
-    """Gives an optimizer a subclass of its own class that reduces.
+    """Changes an optimizer, not a `LossScaleOptimizer`, in place to one that reduces, and returns it.
 
-    Args:
-        optimizer: Not a `LossScaleOptimizer`, which hands its gradients on.
-        reduction: How.
-        backward_passes: Micro-steps per update, 1 for what the optimizer itself says.
-
-    Returns:
-        `optimizer`, changed in place.
+    `backward_passes`: micro-steps per update; 1 keeps the optimizer's `gradient_accumulation_steps`.
     """
     base = type(optimizer)
     mixin = _DistributedMulti if isinstance(optimizer, keras.optimizers.MultiOptimizer) else _Distributed
     if backward_passes > 1:
         _accumulate(optimizer, backward_passes)
     subclass = saved_as_its_base(mixin, base, {"reduction": reduction, "_local_keys": set(), "_reduced_before": []})
-    # Not optimizer.__class__ = ...: Keras and TensorFlow would take it for an attribute to track.
+    # Not optimizer.__class__ = ...: Keras and TensorFlow would track it as an attribute.
     object.__setattr__(optimizer, "__class__", subclass)
     return optimizer
 
 
 class GradientNorm:
-    """How long the reduced gradients of an update were, all of them together, before they were clipped.
+    """Global norm of the reduced gradients of an update, before clipping; `float` returns the last recorded one.
 
-    Attributes:
-        wanted: Whether updates note it: it is one more pass over all gradients. At first they do not.
+    Recording takes one more pass over all gradients; it is off until `want(True)`.
     """
 
     def __init__(self) -> None:
         self._value = tf.Variable(0.0, trainable=False)
-        with tf.device("CPU:0"):  # where the graph decides
+        with tf.device("CPU:0"):  # the device that evaluates the tf.cond
             self._wanted = tf.Variable(False, trainable=False)
         self.wanted = False
 
     def __float__(self) -> float:
-        """Of the last update that noted it."""
         return float(self._value)
 
     def want(self, wanted: bool) -> None:
-        """Has the updates from now on note it, or not."""
+        """Turns recording on or off, from the next update on."""
         if wanted != self.wanted:
             self.wanted = wanted
             self._wanted.assign(wanted)
 
     def note(self, gradients: Any) -> None:
-        """Adds to an update's graph what notes it."""
+        """Adds the recording to the graph of an update."""
 
         def norm() -> tf.Tensor:
-            # Dense: a sparse gradient may have several parts for one row. In float32: layers may differ in type.
+            # Dense, since a sparse gradient may contain a row several times. float32, since layers may differ in dtype.
             dense = [tf.cast(tf.convert_to_tensor(gradient), tf.float32) for gradient in gradients]
             return tf.linalg.global_norm(dense)
 
@@ -78,24 +70,27 @@ class GradientNorm:
 
 
 def track_gradient_norm(optimizer: Any) -> GradientNorm:
-    """Makes a distributed optimizer note how long its gradients are.
+    """Makes a distributed optimizer record the global norm of its gradients.
 
     Args:
-        optimizer: What `DistributedOptimizer` returned, before its first step.
+        optimizer: Result of `DistributedOptimizer`, before its first step.
 
     Returns:
-        What `float` gives the norm of, after `want(True)` and an update.
+        Object whose `float` is the norm, after `want(True)` and an update.
+
+    Raises:
+        TypeError: The optimizer is not distributed, or is a `MultiOptimizer`.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if not isinstance(inner, _Distributed):
         raise TypeError(f"track_gradient_norm: got {type(inner).__name__}, expected a distributed optimizer")
-    # On the class, which is this optimizer's own: Keras would track a variable on the object, and save it.
+    # On the class, which only this optimizer has: Keras would track and save a variable of the object.
     type(inner).gradient_norm = norm = GradientNorm()
     return norm
 
 
 def saved_as_its_base(mixin: type, base: type, attributes: Mapping[str, Any]) -> type:
-    """A subclass of `mixin` and `base` with base's name, module and registration: saved, it is a plain `base`."""
+    """Returns a subclass of `mixin` and `base` with base's name, module and registration, saved as a plain `base`."""
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
     subclass = type(base.__name__, (mixin, base), {**names, **attributes})
     registered = object_registration.get_registered_name(base)
@@ -105,21 +100,17 @@ def saved_as_its_base(mixin: type, base: type, attributes: Mapping[str, Any]) ->
 
 
 class Bypassed(OutOfSync):
-    """An optimizer's own methods lead past the place where ranks reduce."""
+    """An optimizer overrides methods so that Keras does not call the one that reduces."""
 
 
 def probe(optimizer: Any, length: int, reduction: Any = None) -> Callable[[Any], tf.Tensor]:
-    """Returns a function that sends one rank's vector through the steps of an optimizer up to its update.
+    """Returns a function that sends a vector of `length` through an optimizer and returns the gradient of its update.
 
-    The steps are those of a new optimizer of the same class and settings, without clipping, weight decay and averages,
-    whose update stores the gradient that it is given. `optimizer` and its state stay as they are.
-
-    Args:
-        optimizer: An optimizer, also inside of a `LossScaleOptimizer`, and not a `MultiOptimizer`.
-        length: Length of the vectors.
-        reduction: Reduction to use in place of the optimizer's.
+    It uses a new optimizer of the same class and settings, without clipping, weight decay and averages, whose update
+    stores the gradient; `optimizer` is unchanged. `LossScaleOptimizer` is supported, `MultiOptimizer` is not.
+    `reduction` replaces that of the optimizer.
     """
-    # A schedule of one's own need not be registered with Keras.
+    # A user's schedule need not be registered with Keras.
     simpler = {"learning_rate": 1.0, "use_ema": False}
     inner = innermost(optimizer)
     settings = {name: simpler.get(name, value) for name, value in inner.get_config().items()}
@@ -144,25 +135,23 @@ def probe(optimizer: Any, length: int, reduction: Any = None) -> Callable[[Any],
 
 
 def hands_on(optimizer: Any) -> bool:
-    """Returns whether an optimizer hands gradients on to its update unchanged, apart from clipping, tried on this rank.
+    """Returns whether gradients reach an optimizer's update unchanged, apart from clipping, tested on this rank.
 
-    False also where that cannot be tried, as without a `get_config` that describes the optimizer.
-
-    Raises:
-        Bypassed: The gradients do not pass the place where ranks reduce.
+    False also if that cannot be tested, for example without a complete `get_config`. Raises `Bypassed` if the optimizer
+    does not call the method that reduces.
     """
     vector = np.array([3.0, -7.0, 2.0], np.float32)
     try:
         received = probe(optimizer, len(vector), _Local())(tf.constant(vector))
     except Bypassed:
         raise
-    except Exception:  # by code of the user's; the first step tells whether it reduces
+    except Exception:  # raised by user code; the first step checks again whether it reduces
         return False
     return bool(np.allclose(received, vector, rtol=1e-3))
 
 
 def refuse_bypassing(optimizer: Any) -> None:
-    """Raises ValueError for an optimizer whose own `apply_gradients` leads past the place where ranks reduce."""
+    """Raises ValueError for an optimizer whose `apply_gradients` bypasses the method that reduces."""
     if type(optimizer).apply_gradients is keras.optimizers.Optimizer.apply_gradients:
         return
     try:
@@ -172,7 +161,7 @@ def refuse_bypassing(optimizer: Any) -> None:
 
 
 class _Local:
-    """In place of a `Reduction`: this rank's gradients."""
+    """Replacement for a `Reduction` that returns this rank's gradients."""
 
     def __call__(self, gradients: Any, variables: Any, local: Any) -> list[Any]:
         return list(gradients)
@@ -193,26 +182,25 @@ def _accumulate(optimizer: Any, backward_passes: int) -> None:
 
 
 class _Reducing(keras.optimizers.Optimizer):
-    """Common part of both mixins; the attributes are set on the subclass."""
+    """Base of both mixins; the attributes are set on the subclass."""
 
     reduction: Reduction
     _local_keys: set[Any]
     _reduced_before: list[bool]
 
     def register_local_var(self, var: Any) -> None:
-        """Leaves the gradient of a Keras or TensorFlow variable to each rank."""
+        """Excludes the gradient of a Keras or TensorFlow variable from the reduction."""
         self._local_keys.add(self._var_key(var))
 
     def is_local(self, variable: Any) -> bool:
-        """Whether `register_local_var` was called for a variable."""
         return self._var_key(variable) in self._local_keys
 
     def accumulates(self) -> bool:
-        """Whether gradients of several micro-steps make one update, so that not every `apply` reduces."""
+        """Returns whether the optimizer accumulates gradients, so that not every `apply` reduces."""
         return any(part.gradient_accumulation_steps for part in getattr(self, "optimizers", [self]))
 
     def reduce(self, grads: Any, variables: Any) -> list[Any]:
-        """Returns the gradients of an update, none of them None, reduced over the ranks."""
+        """Reduces the gradients of an update over the ranks; none of them may be None."""
         PLACE.note_each("computed", variables, grads)
         reduced = self.reduction(grads, variables, [self.is_local(variable) for variable in variables])
         PLACE.note("reduced", reduced)
@@ -221,7 +209,7 @@ class _Reducing(keras.optimizers.Optimizer):
 
     @contextlib.contextmanager
     def reduced_before(self) -> Iterator[None]:
-        """Has updates in this block take the gradients that they are given for reduced ones."""
+        """Context in which updates treat their gradients as already reduced."""
         self._reduced_before.append(True)
         try:
             yield
@@ -229,14 +217,14 @@ class _Reducing(keras.optimizers.Optimizer):
             self._reduced_before.pop()
 
     def agree_on_finite(self, finite: Any) -> Any:
-        """Returns whether all ranks' gradients are finite, given whether those of this rank are."""
+        """Returns whether the gradients of all ranks are finite, given the flag of this rank."""
         if self._reduced_before and not self._local_keys:
-            return finite  # reduced gradients are the same on every rank
+            return finite  # reduced gradients are equal on all ranks
         return self.reduction.true_on_all_ranks(finite)
 
 
 class _Distributed(_Reducing):
-    """Mixed into the class of a single optimizer."""
+    """Mixin for a single optimizer."""
 
     gradient_norm: GradientNorm | None = None
 
@@ -262,7 +250,7 @@ class _Distributed(_Reducing):
         return result
 
     def _require_reduced(self, method: str, grads: Any) -> None:
-        # An optimizer that overrides more of Keras than its update would otherwise train one model per rank.
+        # Otherwise an optimizer that overrides more than its update would train a different model on each rank.
         if any(grad is not None for grad in grads) and not self._reached:
             raise Bypassed(
                 f"{type(self).__name__}.{method} did not call Keras' Optimizer._clip_gradients, where ranks reduce "
@@ -283,11 +271,11 @@ class _Distributed(_Reducing):
         return super()._clip_gradients(reduced)
 
     def _all_reduce_sum_gradients(self, grads_and_vars: Any) -> Any:
-        return grads_and_vars  # Keras would add up those of a strategy of TensorFlow's here, after it has clipped them
+        return grads_and_vars  # Keras would sum over a tf.distribute strategy's copies here, after clipping
 
 
 class _DistributedMulti(_Reducing):
-    """Mixed into `MultiOptimizer`, which hands its gradients to others: those are made distributed."""
+    """Mixin for `MultiOptimizer`, whose inner optimizers are made distributed."""
 
     def build(self, var_list: Any) -> None:
         super().build(var_list)

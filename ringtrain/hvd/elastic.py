@@ -1,7 +1,7 @@
 """Elastic training of Keras 3 models, under the names of `horovod.tensorflow.keras.elastic`.
 
-Runs under `horovodrun --min-np`, over Gloo. Horovod's own Keras state calls `optimizer.variables()`, a list in Keras 3,
-and its `run` takes the failure of a named collective for the end of training.
+For runs under `horovodrun --min-np`, over Gloo. Horovod's Keras state calls `optimizer.variables()`, a list in Keras 3,
+and its `run` ends training if a named collective fails.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _news: queue.Queue[Any] = queue.Queue()
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes `func(state, ...)` survive the loss and the arrival of workers, starting it again from the last commit.
+    """Decorates `func(state, ...)` so that it restarts from the last commit when workers fail, leave or join.
 
-    A failure that comes back, in the same words, without a commit in between is no lost worker: the third one is raised
-    as it is.
+    If the same error message occurs three times without a commit in between, the cause is not a lost worker: the third
+    exception is raised unchanged.
     """
 
     @functools.wraps(func)
@@ -67,7 +67,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                     state.sync()
                     return func(state, *args, **kwargs)
                 except (tf.errors.UnknownError, HorovodInternalError) as error:
-                    # In other words each time: which of the others' sockets was closed.
+                    # Numbers are replaced: the message names the socket that was closed, a different one each time.
                     failures.append((re.sub(r"\d+", "0", str(error)), getattr(state, "num_commits", 0)))
                     if failures[-SAME_FAILURES:] == failures[-1:] * SAME_FAILURES:
                         raise
@@ -83,9 +83,9 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def listen() -> None:
-    """From now on this worker hears which hosts come and go, also while it is not in `run` yet; nothing without those.
+    """Starts to receive host changes from Horovod's driver, also before `run`; does nothing outside elastic runs.
 
-    Horovod's driver says each change once: what comes before `run`, or during a restart, would be lost.
+    The driver announces each change once: without this, a change before `run` or during a restart would be lost.
     """
     if is_on() and not notification_manager._listeners:
         plain_pickle.restrict(network, plain_pickle.address_of(os.environ.get("HOROVOD_GLOO_IFACE", "")))
@@ -99,18 +99,18 @@ class _Early:
 
 
 def set_share(optimizer: Any, share: float) -> None:
-    """Sets the weight of this rank's gradients in the average, where ranks share a batch unevenly.
+    """Sets the weight of this rank's gradients in the average, for batches that are unevenly distributed over ranks.
 
     Args:
-        optimizer: What `DistributedOptimizer` returned, in an elastic run.
-        share: 1 if all ranks have equally many samples; this rank's samples times the number of ranks, divided by all
-            samples.
+        optimizer: Result of `DistributedOptimizer`, in an elastic run.
+        share: Number of this rank's samples times the number of ranks, divided by the number of all samples; 1 if all
+            ranks have the same number.
     """
     innermost(optimizer).reduction.share.assign(share)
 
 
 class _VariablesState(ObjectState):
-    """Variables, and objects given by name, that are committed, restored and synchronized together."""
+    """Variables and named objects that are committed, restored and synchronized together."""
 
     def __init__(self, **kwargs: Any) -> None:
         self._committed: list[np.ndarray] = []
@@ -119,15 +119,15 @@ class _VariablesState(ObjectState):
         super().__init__(bcast_object=broadcast_object, get_rank=horovod.rank, **kwargs)
 
     def commit(self) -> None:
-        """Keeps the present state, and starts `run`'s function again if hosts have come or gone."""
+        """Saves the current state, and restarts the function of `run` if hosts have joined or left."""
         self.num_commits += 1
         super().commit()
 
     def check_host_updates(self) -> None:
-        """Starts `run`'s function again, on all workers, if any of them has heard of a change.
+        """Restarts the function of `run` on all workers if any of them was notified of a change of hosts.
 
-        Horovod's own asks rank 0 alone, and where hosts have only gone lets the others leave out `sync`, also if a
-        spare host takes their place and waits for it.
+        Horovod's method asks rank 0 only. If hosts have only left, it skips `sync` on the others, even if a spare host
+        replaces them and waits for `sync`.
         """
         heard = not _news.empty()
         while not _news.empty():
@@ -138,22 +138,22 @@ class _VariablesState(ObjectState):
             raise HostsUpdatedInterrupt(skip_sync=False)
 
     def on_hosts_updated(self, timestamp: int, update_res: Any) -> None:
-        """Takes note of a change; called by Horovod."""
+        """Called by Horovod."""
         _news.put((timestamp, update_res))
 
     def save(self) -> None:
-        """Keeps the present state in host memory."""
+        """Copies the current state to host memory."""
         self._keep()
         super().save()
 
     def restore(self) -> None:
-        """Goes back to the state that was kept last."""
+        """Restores the state that was saved last."""
         for variable, value in zip(self._variables(), self._committed, strict=True):
             variable.assign(value)
         super().restore()
 
     def sync(self) -> None:
-        """Gives every worker the state of rank 0, and keeps it."""
+        """Broadcasts the state of rank 0 to all workers, and saves it."""
         self._broadcast()
         self._keep()
         super().sync()
@@ -169,12 +169,15 @@ class _VariablesState(ObjectState):
 
 
 class KerasState(_VariablesState):
-    """A Keras 3 model and optimizer, and objects given by name, that are committed, restored and synchronized together.
+    """Keras 3 model, optimizer and named objects that are committed, restored and synchronized together.
 
     Args:
-        model: A built model.
-        optimizer: Its optimizer, if it is not compiled into the model.
-        kwargs: Objects to keep with it; they become attributes.
+        model: Built model.
+        optimizer: Optimizer of the model. None: the one it was compiled with.
+        kwargs: Objects to keep with the model; they become attributes.
+
+    Raises:
+        ValueError: The model is not built.
     """
 
     def __init__(self, model: keras.Model, optimizer: Any = None, **kwargs: Any) -> None:
@@ -194,19 +197,22 @@ class KerasState(_VariablesState):
 
 
 class TensorFlowKerasState(KerasState):
-    """`KerasState` with the parameters of `horovod.tensorflow.elastic`; `backend`, of TensorFlow 1, means nothing."""
+    """`KerasState` with the parameters of `horovod.tensorflow.elastic`; `backend`, for TensorFlow 1, is ignored."""
 
     def __init__(self, model: keras.Model, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
         super().__init__(model, optimizer, **kwargs)
 
 
 class TensorFlowState(_VariablesState):
-    """TensorFlow or Keras variables, and objects given by name, that are committed, restored and synchronized together.
+    """TensorFlow or Keras variables and named objects that are committed, restored and synchronized together.
 
     Args:
-        variables: Variables to keep. Horovod's default, all of a graph, exists in TensorFlow 1 only.
-        session: Of TensorFlow 1; means nothing.
-        kwargs: Objects to keep with them; they become attributes.
+        variables: Variables to keep. Horovod's default, all variables of a graph, exists in TensorFlow 1 only.
+        session: For TensorFlow 1; ignored.
+        kwargs: Objects to keep with the variables; they become attributes.
+
+    Raises:
+        ValueError: No variables are given.
     """
 
     def __init__(self, variables: Sequence[Any] | None = None, session: Any = None, **kwargs: Any) -> None:
@@ -246,7 +252,7 @@ class CommitStateCallback(keras.callbacks.Callback):
 
 
 class UpdateBatchStateCallback(keras.callbacks.Callback):
-    """Keeps the current batch in `state.batch`, 0 after an epoch."""
+    """Sets `state.batch` to the current batch, and to 0 after each epoch."""
 
     def __init__(self, state: Any) -> None:
         super().__init__()
@@ -260,7 +266,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):
-    """Keeps the number of finished epochs in `state.epoch`, counted through restarts."""
+    """Sets `state.epoch` to the number of finished epochs, including those before a restart."""
 
     def __init__(self, state: Any) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Four decisions of Keras that a distributed optimizer has a say in.
+"""Patches of four Keras functions for distributed optimizers, and `jit_gradients`.
 
-Keras asks neither optimizer nor user in these places, so its functions are replaced, once per process, by ones that
-behave the same unless the optimizer is distributed or, for the choice of XLA, Horovod is started.
+Keras has no hooks in these places. Its functions are therefore replaced once per process. The replacements behave the
+same unless the optimizer is distributed or, for the choice of XLA, Horovod is initialized.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ringtrain.hvd.backend import horovod
 
 
 def teach_keras() -> None:
-    """Replaces the four functions, if that has not happened yet."""
+    """Replaces the four functions, once."""
     if not hasattr(trainer.model_supports_jit, "before_ringtrain"):
         trainer.model_supports_jit = _reducing_without_jit(trainer.model_supports_jit)
         trainer.Trainer._resolve_auto_jit_compile = _no_jit_by_itself(trainer.Trainer._resolve_auto_jit_compile)
@@ -28,7 +28,7 @@ def teach_keras() -> None:
 
 
 def _reducing_without_jit(model_supports_jit: Any) -> Any:
-    """XLA has no kernel for Horovod's allreduce; `compile(jit_compile=True)` then proceeds without, with a warning."""
+    """Turns off XLA, which has no kernel for Horovod's allreduce; Keras warns about `compile(jit_compile=True)`."""
 
     def supports_jit(model: Any) -> bool:
         optimizers = [value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)]
@@ -39,7 +39,7 @@ def _reducing_without_jit(model_supports_jit: Any) -> Any:
 
 
 def _no_jit_by_itself(resolve_auto: Any) -> Any:
-    """`compile` turns XLA on where there is a GPU, before it can know that a train_step reduces gradients itself."""
+    """Turns off automatic XLA: on GPUs `compile` enables it, not knowing whether a train_step reduces gradients."""
 
     def without_jit(self: Any) -> bool:
         return not horovod.is_initialized() and bool(resolve_auto(self))
@@ -49,7 +49,7 @@ def _no_jit_by_itself(resolve_auto: Any) -> Any:
 
 
 def _finite_on_all_ranks(check_finite: Any) -> Any:
-    """A rank that alone skips the step whose gradients overflow would leave the others waiting in their allreduce."""
+    """Skips a step with overflowing gradients on all ranks: else the other ranks would wait in their allreduce."""
 
     def finite_everywhere(self: Any, grads: Any) -> Any:
         finite = check_finite(self, grads)
@@ -60,10 +60,10 @@ def _finite_on_all_ranks(check_finite: Any) -> Any:
 
 
 def _reducing_first(apply: Any) -> Any:
-    """Keras applies gradients in a branch that waits for all of them to be checked: no allreduce could start before.
+    """Reduces gradients before `apply`, whose branch waits until all gradients are checked for overflow.
 
-    Reduced first, each gradient travels as soon as it is computed, and a sum that overflows is noticed like any other.
-    With gradient accumulation only the update communicates, so its gradients are reduced in the branch.
+    Each gradient is thus sent as soon as it is computed, and the check also finds a sum that overflows. With gradient
+    accumulation only the update communicates, so its gradients are reduced in the branch.
     """
 
     def apply_reduced(self: Any, grads: Any, trainable_variables: Any = None) -> None:
@@ -83,12 +83,12 @@ def _reducing_first(apply: Any) -> Any:
 
 
 def distributed(optimizer: Any) -> bool:
-    """Whether an optimizer, or the one inside its `LossScaleOptimizer`, reduces its gradients over the ranks."""
+    """Returns whether an optimizer, or the one inside a `LossScaleOptimizer`, reduces gradients over the ranks."""
     return getattr(innermost(optimizer), "reduction", None) is not None
 
 
 def refuse_horovods_own(optimizer: Any) -> None:
-    """Raises ValueError for an optimizer out of Horovod's own `DistributedOptimizer`."""
+    """Raises ValueError for an optimizer made by Horovod's `DistributedOptimizer`."""
     if hasattr(innermost(optimizer), "_allreduce_grads"):
         raise ValueError(
             f"{type(optimizer).__name__} was wrapped by Horovod's own DistributedOptimizer, which averages nothing "
@@ -97,23 +97,24 @@ def refuse_horovods_own(optimizer: Any) -> None:
 
 
 def innermost(optimizer: Any) -> Any:
-    """The optimizer that updates variables: the one given, or the one inside its `LossScaleOptimizer`."""
+    """Returns the optimizer that updates variables: the one given, or the one inside a `LossScaleOptimizer`."""
     while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
     return optimizer
 
 
 def jit_gradients(model: keras.Model) -> None:
-    """Makes a model's train_step compute its outputs, loss and gradients in one function compiled by XLA.
+    """Makes a model's train_step compute outputs, loss and gradients in one function compiled by XLA.
 
-    Gradients leave it for the optimizer, which reduces, clips and applies them as ever; so do the outputs, for metrics.
-    Evaluation stays as it is. XLA orders sums differently: results equal those without it up to rounding.
+    Reduction, clipping, update and metrics stay outside of that function, and evaluation is unchanged. XLA orders sums
+    differently, so results equal those without XLA up to rounding.
 
     Args:
-        model: Before or after `compile`, which must be told jit_compile=False.
+        model: Model, before or after `compile(jit_compile=False)`.
 
     Raises:
-        RingtrainError: Keras says that a layer does not support it, or the model has a train_step of its own.
+        RingtrainError: The model overrides train_step, a layer does not support XLA, or Keras does not (macOS, or op
+            determinism).
     """
     _refuse(model)
 

@@ -1,10 +1,10 @@
-"""What training needs of Horovod, in mpi4py and NumPy: the names and meanings are those of horovod.tensorflow.
+"""The part of horovod.tensorflow's API that training needs, in mpi4py and NumPy, with the same names and meanings.
 
-Sums of floating-point numbers go round the readable ring of `ring_allreduce.py`, as Baidu's mpi_collectives brought it
-to TensorFlow; the rest are MPI's own. Calls are made one at a time, in the order of the program, the same on every
-rank: a tf.function keeps to it, since a call of NumPy has effects. No thread runs beside training.
+Floating-point sums use the ring of `ring_allreduce.py`, as in Baidu's mpi_collectives for TensorFlow; other reductions
+are MPI's. Calls run one at a time, in program order, which must be the same on every rank. A tf.function keeps that
+order, since NumPy calls are stateful ops. There is no background thread.
 
-What is not here (process sets, Adasum, join, timelines, ...) raises MissingDependency when it is called.
+Other functions (process sets, Adasum, join, timelines, ...) raise MissingDependency when called.
 """
 
 from __future__ import annotations
@@ -27,37 +27,34 @@ Average, Sum, Min, Max, Product, Adasum = "Average", "Sum", "Min", "Max", "Produ
 
 
 class NoneCompressor:
-    """Sends gradients as they are."""
+    """Sends gradients unchanged."""
 
 
 class Compression:
-    """How gradients are sent."""
+    """Compression of gradients: none only."""
 
     none = NoneCompressor
 
 
 class ProcessSet:
-    """All ranks; there are no other sets here."""
+    """All ranks, the only set."""
 
     process_set_id = 0
     ranks = None
 
     def size(self) -> int:
-        """Number of ranks."""
         return size()
 
     def rank(self) -> int:
-        """Of this process."""
         return rank()
 
     def included(self) -> bool:
-        """Whether this process is one of them."""
         return True
 
 
 global_process_set = ProcessSet()
 
-# Of elastic runs, which only Horovod's driver makes.
+# For elastic runs, which need Horovod's driver.
 ObjectState: Any = object
 notification_manager = None
 network = None
@@ -73,26 +70,21 @@ class HostsUpdatedInterrupt(Exception):
 
 @dataclass(frozen=True)
 class World:
-    """This process' place among the ranks."""
+    """MPI communicators of this process."""
 
     mpi: Any
     comm: Any
     host: Any
-    """communicator of this host's ranks"""
+    """ranks of this host"""
     hosts: Any
-    """communicator of the ranks that have this one's number on their hosts"""
+    """ranks with the same local rank"""
 
 
 _worlds: list[World] = []
 
 
 def init(*args: Any, **kwargs: Any) -> None:
-    """Starts MPI.
-
-    Raises:
-        MissingDependency: mpi4py is not there.
-        LaunchError: the launcher has started the ranks without MPI.
-    """
+    """Starts MPI; raises MissingDependency without mpi4py, LaunchError if the launcher did not start MPI ranks."""
     if _worlds:
         return
     if args or kwargs:
@@ -109,11 +101,11 @@ def init(*args: Any, **kwargs: Any) -> None:
 
 
 def shutdown() -> None:
-    """Nothing: MPI ends with the process."""
+    """Does nothing: MPI ends with the process."""
 
 
 def is_initialized() -> bool:
-    """Whether `init` was called."""
+    """Returns whether `init` was called."""
     return bool(_worlds)
 
 
@@ -124,7 +116,7 @@ def _world() -> World:
 
 
 def rank() -> int:
-    """This process' number."""
+    """Rank of this process."""
     return int(_world().comm.rank)
 
 
@@ -134,32 +126,32 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """This process' number on its host."""
+    """Rank of this process among those of its host."""
     return int(_world().host.rank)
 
 
 def local_size() -> int:
-    """Ranks of this host."""
+    """Number of ranks on this host."""
     return int(_world().host.size)
 
 
 def cross_rank() -> int:
-    """This host's number among those that have such a local rank."""
+    """Index of this host among the hosts that have this local rank."""
     return int(_world().hosts.rank)
 
 
 def cross_size() -> int:
-    """Hosts that have such a local rank."""
+    """Number of hosts that have this local rank."""
     return int(_world().hosts.size)
 
 
 def is_homogeneous() -> bool:
-    """Whether all hosts have as many ranks."""
+    """Returns whether all hosts have the same number of ranks. A collective."""
     return len(set(allgather_object(local_size()))) == 1
 
 
 def mpi_built() -> bool:
-    """Yes."""
+    """True."""
     return True
 
 
@@ -167,7 +159,7 @@ mpi_enabled = mpi_threads_supported = mpi_built
 
 
 def nccl_built() -> bool:
-    """No: a gradient on a GPU is copied to the host, added up there, and copied back."""
+    """False: gradients on a GPU are copied to the host, summed there, and copied back."""
     return False
 
 
@@ -175,14 +167,12 @@ gloo_built = gloo_enabled = cuda_built = rocm_built = ccl_built = ddl_built = nc
 
 
 def allgather_object(obj: Any, session: Any = None, name: str | None = None, process_set: Any = None) -> list[Any]:
-    """A value from every rank, in the order of ranks."""
     return list(_world().comm.allgather(obj))
 
 
 def broadcast_object(
     obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None, process_set: Any = None
 ) -> Any:
-    """The value of one rank."""
     return _world().comm.bcast(obj, root_rank)
 
 
@@ -194,7 +184,7 @@ def allreduce(
     postscale_factor: float = 1.0,
     **options: Any,
 ) -> Any:
-    """Average, Sum, Min, Max or Product over the ranks; names and devices, which Horovod wants, mean nothing here."""
+    """Returns the Average, Sum, Min, Max or Product over the ranks; Horovod's names and devices are ignored."""
     op = op or (Sum if average is False else Average)
     if op == Adasum:
         raise MissingDependency("Adasum needs Horovod: take another op")
@@ -216,18 +206,17 @@ def allreduce(
 
 
 def grouped_allreduce(tensors: Sequence[Any], *args: Any, **options: Any) -> list[Any]:
-    """`allreduce` of several tensors, one after the other."""
+    """Reduces several tensors, one after the other."""
     return [allreduce(tensor, *args, **options) for tensor in tensors]
 
 
 def allgather(tensor: Any, name: str | None = None, **options: Any) -> Any:
-    """The ranks' values, one behind the other along the first dimension."""
     shape = tf.TensorShape([None]).concatenate(tensor.shape[1:])
     return _by_numpy(lambda values: np.concatenate(_world().comm.allgather(values)), tensor, shape)
 
 
 def alltoall(tensor: Any, splits: Any, name: str | None = None, **options: Any) -> tuple[Any, Any]:
-    """Parts of a vector for each rank, and the lengths of the parts received; eagerly only."""
+    """Sends each rank its part of a vector; returns the received parts and their lengths. Eager mode only."""
     comm, sent = _world().comm, np.ascontiguousarray(splits, np.int32)
     lengths = np.empty_like(sent)
     comm.Alltoall(sent, lengths)
@@ -237,7 +226,6 @@ def alltoall(tensor: Any, splits: Any, name: str | None = None, **options: Any) 
 
 
 def broadcast(tensor: Any, root_rank: int, name: str | None = None, **options: Any) -> Any:
-    """The value of one rank."""
 
     def send(values: NDArray[Any]) -> NDArray[Any]:
         array = np.array(values, order="C")

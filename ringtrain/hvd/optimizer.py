@@ -1,7 +1,7 @@
-"""A Keras 3 optimizer whose gradients are reduced over all ranks.
+"""Keras 3 optimizers whose gradients are reduced over all ranks.
 
-Horovod 0.28.1 hooks methods that Keras 3 never calls, so its own wrapper trains one model per rank without a word. The
-averaging is that of Sergeev & Del Balso 2018 (arXiv 1802.05799); Adasum is Maleki et al. 2020 (arXiv 2006.02924).
+Horovod 0.28.1 overrides methods that Keras 3 never calls: its wrapper silently trains a different model on each rank.
+Averaging follows Sergeev & Del Balso 2018 (arXiv 1802.05799), Adasum Maleki et al. 2020 (arXiv 2006.02924).
 """
 
 from __future__ import annotations
@@ -37,39 +37,38 @@ def DistributedOptimizer(
 ) -> keras.optimizers.Optimizer:
     """Makes an optimizer reduce its gradients over all ranks before it clips, decays and applies them.
 
-    The optimizer itself is changed and returned: its state, schedule and class name stay, and a model compiled with it
-    is saved as one with the plain optimizer. Wrap before `compile`.
+    The optimizer is changed in place and returned. It keeps its state, schedule and class name, and a model compiled
+    with it is saved with the plain optimizer. Call it before `compile`.
 
     Args:
         optimizer: Any Keras 3 optimizer. Around or inside a `LossScaleOptimizer` (also the one that `compile` adds
-            under mixed_float16) an overflow on one rank skips the step on all.
-        name: Prefix of the operations' names; "Distributed" and the class name by default.
-        device_dense, device_sparse: Device to place the reduction of dense and sparse gradients on.
+            under mixed_float16), an overflow on one rank skips the step on all ranks.
+        name: Prefix of the operation names. None: "Distributed" and the class name.
+        device_dense, device_sparse: Device on which dense and sparse gradients are reduced. "": TensorFlow decides.
         compression: `Compression.none`, or `Compression.fp16` to send 16-bit floats, divided by the number of ranks (or
-            `gradient_predivide_factor`, where it is given) before they are added.
-        sparse_as_dense: Turn `IndexedSlices` into dense tensors first; otherwise they are gathered.
-        gradient_predivide_factor: With Average: divide by this before the sum, and by size / this after it.
+            by `gradient_predivide_factor`, if given) before the sum.
+        sparse_as_dense: Convert `IndexedSlices` to dense tensors before the reduction. False: gather them.
+        gradient_predivide_factor: With Average, divide by this factor before the sum, and by size / factor after it.
         op: Average, Sum or Adasum (over MPI, with a power of two of ranks).
-        backward_passes_per_step: Micro-steps accumulated on each rank per update. Only the update communicates. It
-            becomes Keras' `gradient_accumulation_steps`, whose own use needs no argument here.
-        average_aggregated_gradients: Divide by the number of micro-steps, which makes them equal to a big batch. As in
+        backward_passes_per_step: Number of micro-steps that each rank accumulates per update; only the update
+            communicates. Sets Keras' `gradient_accumulation_steps`, which also works without this argument.
+        average_aggregated_gradients: Divide by the number of micro-steps, which is equivalent to one large batch. As in
             Horovod, `backward_passes_per_step` sums by default; `gradient_accumulation_steps` always averages.
-        num_groups: Horovod's deprecated name of an integer `groups`.
-        groups: Number of groups in which dense gradients are reduced, or a list of lists of variables; variables in no
-            list are reduced alone.
+        num_groups: Horovod's deprecated name for an integer `groups`.
+        groups: Number of groups in which dense gradients are reduced, or a list of lists of variables. Variables in no
+            list are reduced one by one.
         process_set: Ranks that reduce with each other.
         scale_local_gradients: Divide gradients of local variables (see `register_local_var`) by the number of ranks.
-        deterministic: Ringtrain's own. Send all dense gradients as one vector, so that with more than two ranks the
-            order of additions is the same in every step and run; set HOROVOD_FUSION_THRESHOLD=0 as well.
+        deterministic: Addition of ringtrain. Send all dense gradients as one vector, so that with more than two ranks
+            the order of additions is the same in every step and run. Also set HOROVOD_FUSION_THRESHOLD=0.
 
     Returns:
-        `optimizer`, now with `register_local_var(variable)`, which leaves a variable's gradient to each rank.
+        `optimizer`, with the new method `register_local_var(variable)`, which excludes a variable from the reduction.
 
     Raises:
-        TypeError: Not a Keras 3 optimizer.
-        ValueError: Arguments that exclude each other, an optimizer that is distributed already or whose own
-            `apply_gradients` leaves out Keras', or a nesting that cannot be made right; the message says what to write
-            instead.
+        TypeError: `optimizer` is not a Keras 3 optimizer.
+        ValueError: Arguments contradict each other, the optimizer is already distributed, its `apply_gradients`
+            bypasses Keras', or the nesting is not supported. The message names the fix.
     """
     groups = num_groups if groups is None and num_groups else groups
     if not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -123,11 +122,14 @@ def PartialDistributedOptimizer(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> keras.optimizers.Optimizer:
-    """`DistributedOptimizer` that leaves the variables of `local_layers` to each rank.
+    """`DistributedOptimizer` that does not reduce the gradients of `local_layers`; other arguments are the same.
 
     Args:
-        local_layers: One built Keras layer or a sequence of them. Broadcast callbacks want their variables as
-            `local_variables`, and `check_in_sync` leaves them out.
+        local_layers: Built Keras layer, or a sequence of them. Pass their variables to broadcast callbacks as
+            `local_variables`; `check_in_sync` excludes them.
+
+    Raises:
+        ValueError: `local_layers` contains an object that is not a Keras layer.
     """
     optimizer = DistributedOptimizer(
         optimizer,
@@ -155,16 +157,19 @@ def load_model(
     legacy_opts: bool = False,
     **options: Any,
 ) -> keras.Model:
-    """Loads a saved Keras model with its optimizer's state and makes the optimizer distributed again.
+    """Loads a saved Keras model with its optimizer state and makes the optimizer distributed again.
 
     Args:
-        filepath: What `keras.models.load_model` takes.
-        custom_optimizers: Optimizer classes that Keras does not know.
-        custom_objects: Names to further classes or functions.
-        compression: As for `DistributedOptimizer`.
-        legacy_opts: Refused: Keras 3 has no legacy optimizers.
-        options: Further arguments of `DistributedOptimizer`. The file holds the plain optimizer, so that what was given
-            when the model was compiled has to be given again.
+        filepath: Path, as for `keras.models.load_model`.
+        custom_optimizers: Optimizer classes that are not registered with Keras.
+        custom_objects: Further classes or functions by name.
+        compression: As in `DistributedOptimizer`.
+        legacy_opts: Must be False: Keras 3 has no legacy optimizers.
+        options: Further arguments of `DistributedOptimizer`. The file contains the plain optimizer: repeat the
+            arguments of the training script.
+
+    Raises:
+        ValueError: `legacy_opts` is True, or `DistributedOptimizer` rejects the arguments.
     """
     if legacy_opts:
         raise ValueError("legacy_opts=True: Keras 3 has no legacy optimizers; load the model without it")
@@ -172,7 +177,7 @@ def load_model(
     model = keras.models.load_model(filepath, custom_objects={**known, **(custom_objects or {})})
     if model.optimizer is not None:
         DistributedOptimizer(model.optimizer, compression=compression, **options)
-        model.jit_compile = False  # which Keras decided before it knew the optimizer
+        model.jit_compile = False  # Keras decided before the optimizer was distributed
     return model
 
 

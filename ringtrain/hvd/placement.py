@@ -1,4 +1,4 @@
-"""Are the ranks where the launcher was told to put them? Asked at hvd.init() and, with devices, before training."""
+"""Comparison of the ranks' placement with the launcher's plan, at hvd.init() and, with devices, before training."""
 
 from __future__ import annotations
 
@@ -15,19 +15,16 @@ from ringtrain.protocol.launcher_args import expectation
 from ringtrain.protocol.placement import PlannedPlacement, RankPlacement, difference, table
 
 CPU = "CPU:0"
-"""device of small collectives: on GPUs, NCCL refuses ranks without one, and two ranks on the same one"""
+"""device of small collectives: NCCL rejects ranks without a GPU, and two ranks on one GPU"""
 
 
 def check_own_seat() -> None:
-    """Compares what Horovod says of this rank with what its launcher was told; asks no other rank.
+    """Compares this rank's placement with the plan, without a collective; raises PlacementError with a table.
 
-    It comes before the first collective: processes that are alone in their worlds by mistake could not talk about it.
-
-    Raises:
-        PlacementError: with a table of what differs.
+    It runs before the first collective, since a process that is alone in its world by mistake cannot reach the others.
     """
     if os.environ.get("HOROVOD_ELASTIC") == "1" or os.environ.get(COLLECTIVES) == ALONE:
-        return  # its ranks come and go; or have been asked already
+        return  # elastic ranks join and leave; with parameter servers, ranks were checked before
     expected = expectation(os.environ)
     if expected is None:
         return
@@ -51,14 +48,14 @@ def check_own_seat() -> None:
 
 
 def check_placement(device: str = "") -> None:
-    """Compares where all ranks are with where they shall be. A collective: all ranks call it.
+    """Compares the placement of all ranks with the launcher's plan. A collective.
 
     Args:
-        device: that this rank uses, named so that no other device of the host has the same name, such as a GPU's UUID.
-            No two ranks of a host may have the same. Empty: none of its own.
+        device: Unique ID of this rank's device, such as the UUID of its GPU, different for all ranks of a host. "": no
+            device of its own.
 
     Raises:
-        PlacementError: on every rank alike, with a table of what differs.
+        PlacementError: On every rank: placement, GPUs or ringtrain versions do not match. Contains a table.
     """
     if os.environ.get(COLLECTIVES) == ALONE:
         return

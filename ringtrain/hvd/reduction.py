@@ -1,4 +1,4 @@
-"""From one rank's gradients to everybody's."""
+"""Reduction of gradients over the ranks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ OP_WORDS = {Average: "averaged", Sum: "summed", Adasum: "combined by Adasum"}
 
 @dataclass(frozen=True, eq=False)
 class Reduction:
-    """How the gradients of one optimizer are reduced: the arguments of `DistributedOptimizer`, as a function.
+    """Function that reduces the gradients of one optimizer, with the arguments of `DistributedOptimizer`.
 
-    `accumulated_scale` multiplies the result: Keras divides the sum over micro-steps by their number, and users of
-    Horovod's `backward_passes_per_step` expect the sum. `share` multiplies what this rank puts in.
+    `accumulated_scale` multiplies the result: Keras averages over micro-steps, but Horovod's `backward_passes_per_step`
+    sums. `share` multiplies this rank's gradients.
     """
 
     name: str
@@ -55,28 +55,19 @@ class Reduction:
             raise ValueError("op=hvd.Adasum needs MPI, this run is over Gloo: use mpirun or horovodrun --mpi")
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[bool]) -> list[Any]:
-        """Reduces gradients over the ranks.
-
-        Args:
-            gradients: Tensors or `IndexedSlices`, none of them None.
-            variables: Their variables, in the same order.
-            local: Which of them are left to this rank.
-
-        Returns:
-            The reduced gradients, with the shapes and dtypes they came with.
-        """
+        """Reduces gradients (tensors or `IndexedSlices`, not None) except `local` ones; shapes and dtypes stay."""
         if not tf.executing_eagerly():
             if self._alone():
                 return self._reduce(gradients, variables, local)
             return PLACE.reducing(self.process_set.size(), gradients, lambda: self._reduce(gradients, variables, local))
-        # In one graph Horovod negotiates and fuses all tensors together; eager ones would go one after the other.
+        # In a graph, Horovod negotiates and fuses all tensors together; eager tensors are sent one after the other.
         key = (tuple(id(tensor_of(variable)) for variable in variables), tuple(local))
         if key not in self._graphs:
             self._graphs[key] = tf.function(lambda *tensors: self(tensors, variables, local), autograph=False)
         return self._graphs[key](*gradients)
 
     def settings(self) -> dict[str, Any]:
-        """What has to be the same on every rank, as plain values."""
+        """Settings that must be the same on every rank, as plain values."""
         return {
             "op": OP_WORDS[self.op],
             "compression": self.compression.__name__,
@@ -88,17 +79,13 @@ class Reduction:
         }
 
     def trial(self, probe: Callable[[int], Callable[[Any], Any]]) -> NDArray[Any]:
-        """Returns the result of vectors with an entry per rank, of which each rank sets its own.
-
-        Args:
-            probe: Called with the number of ranks; makes the function that sends a vector through an optimizer.
-        """
+        """Reduces vectors of length size, each 1 at its rank and else 0, by the function that `probe(size)` returns."""
         num_ranks = self.process_set.size()
         result: NDArray[Any] = probe(num_ranks)(tf.one_hot(self.process_set.rank(), num_ranks)).numpy()
         return result
 
     def true_on_all_ranks(self, flag: Any) -> tf.Tensor:
-        """Logical and of a scalar boolean tensor over the ranks."""
+        """Returns the logical and of a scalar boolean tensor over the ranks."""
         if self._alone():
             return flag
         name = f"HorovodAllreduce_{unique_in_graph(self.name)}_finite"
@@ -109,7 +96,7 @@ class Reduction:
         return tf.cast(lowest, tf.bool)
 
     def _alone(self) -> bool:
-        # Also outside of the process set, where Horovod leaves gradients alone.
+        # Also outside of the process set, where Horovod does not change gradients.
         return not elastic() and (self.process_set.size() == 1 or not self.process_set.included())
 
     def _reduce(self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[bool]) -> list[Any]:
@@ -137,8 +124,8 @@ class Reduction:
         return [_scaled(gradient, self.accumulated_scale) for gradient in reduced]
 
     def _reduce_sparse(self, gradient: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
-        # As Horovod's allreduce does it, which names the gathers after their tensors: those names differ between ranks.
-        # The factors of gradient_predivide would cancel out. Also alone each row comes once, as with several ranks.
+        # Equivalent to Horovod's allreduce, which names the gathers after their tensors: those names differ between
+        # ranks. gradient_predivide_factor would cancel out. A single rank also merges rows, like several ranks.
         with tf.device(self.device_sparse):
             rows, places = tf.unique(gradient.indices)
             values = tf.math.unsorted_segment_sum(_widened(gradient.values), places, tf.size(rows))
@@ -169,7 +156,7 @@ class Reduction:
         }
         after: Any = 1.0
         if any(self._sent_in_16_bits(tensor) for tensor in tensors):
-            # Horovod would add before it divides: a sum of float16 ends at 65504.
+            # Horovod would add before it divides, and float16 overflows above 65504.
             before = self._num_ranks() if factor == 1.0 else factor
             after = before / self._num_ranks() if self.op == Average else before
             tensors = [_scaled(tensor, 1.0 / before) for tensor in tensors]
@@ -188,7 +175,7 @@ class Reduction:
         return tensor.dtype == tf.float16 or compressed
 
     def _split(self, dense: list[int], gradients: Sequence[Any], variables: Sequence[Any]) -> list[list[int]]:
-        """Places of dense gradients, in the groups that are reduced together."""
+        """Indices of dense gradients, in groups that are reduced together."""
         if self._as_one():
             dtypes = dict.fromkeys(gradients[index].dtype for index in dense)
             return [[index for index in dense if gradients[index].dtype == dtype] for dtype in dtypes]
@@ -211,40 +198,29 @@ class Reduction:
 
 
 def averaged_by_adasum(device: str, gpus: Sequence[Any], nccl: bool, local_size: int) -> int:
-    """Returns the number of ranks over which Horovod averages before Adasum: those of a host on GPUs with NCCL, else 1.
-
-    As Horovod's source has it; not run here, since it needs GPUs.
-    """
+    """Number of ranks over which Horovod averages before Adasum: those of a host on GPUs with NCCL, else 1."""
+    # From Horovod's source; not run here, since it needs GPUs.
     return local_size if gpus and nccl and "cpu" not in device.lower() else 1
 
 
 def _widened(tensor: tf.Tensor) -> tf.Tensor:
-    # Horovod's allreduce has no bfloat16; float32 holds all its values.
+    # Horovod's allreduce does not support bfloat16; float32 represents all its values.
     return tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor
 
 
 def _joined(tensors: list[tf.Tensor], reduce: Callable[[tf.Tensor], tf.Tensor]) -> list[tf.Tensor]:
-    """Reduces tensors of one dtype as one vector.
-
-    The order in which the ranks' values of an element are added depends on its place in what is sent. Horovod puts
-    those tensors together that happen to be ready in the same cycle; here the place is always the same.
-    """
+    """Reduces tensors of one dtype as one vector, for a fixed order of additions."""
+    # The order depends on an element's position in the message, and Horovod fuses tensors by when they are ready.
     flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
     parts = tf.split(reduce(flat), [tf.size(tensor) for tensor in tensors])
     return [tf.reshape(part, tf.shape(tensor)) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def _summed_by_row(values: tf.Tensor, indices: tf.Tensor, counts: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Sums of values with the same index, added in the order of ranks: bit for bit the same on every rank and device.
+    """Sums values with the same index in rank order, bit for bit equal on every rank and device.
 
-    An update that scatters several values into one row adds them in any order, on several threads.
-
-    Args:
-        values, indices: All ranks', one rank's behind the other's; each rank has each index at most once.
-        counts: Number of indices of each rank.
-
-    Returns:
-        The sums, and their indices without duplicates.
+    An update that scatters several values into one row adds them in any order, on several threads. `values` and
+    `indices` are concatenated over ranks; `counts` has each rank's number of indices, which are unique within a rank.
     """
     rows, places = tf.unique(indices)
 

@@ -1,10 +1,9 @@
-"""Ends a script of a user's own whose ranks wait for different things, and names what each of them waits for.
+"""Stall detection for user scripts: ends a job whose ranks wait for different collectives, and names each of these.
 
-Horovod itself only warns. A thread per rank tells rank 0 once a second where the main thread is; training does not wait
-for it. The job ends only where every main thread has stood for the limit in a collective outside of graphs or in the
-reduction of its gradients, and each of these lacks ranks. A graph may as well compute or read on other threads: a rank
-in one, outside of the reduction, is named in a line. ringtrain's own trainer has the fuller
-ringtrain/monitor/heartbeat.py instead.
+Horovod only warns. A thread per rank reports the position of the main thread to rank 0 once a second, without delaying
+training. The job ends only if all main threads were idle for the limit, in an eager collective or in the reduction of
+gradients, and each of these lacks ranks. Other graphs may compute or read on other threads: their ranks are named in
+one line, and the job continues. ringtrain's trainer uses ringtrain/monitor/heartbeat.py, which reports more.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from ringtrain.protocol import transport
 from ringtrain.protocol.failures import report_failure
 
 TIMEOUT = "RINGTRAIN_STALL_TIMEOUT"
-"""seconds without progress after which the job ends; 0: never"""
+"""environment variable: seconds without progress after which the job ends; 0: never"""
 DEFAULT_TIMEOUT_S = 300.0
 BEAT_S = 1.0
 FRESH_S = 5.0
-"""age of the oldest row that counts"""
+"""maximum age of a row"""
 PROGRESS_S = 0.002
-"""CPU time of the main thread between two beats that counts as progress"""
+"""CPU time of the main thread between two heartbeats that counts as progress"""
 SPEAKER_FIRST_S = 5.0
 """delay before the other ranks exit, so that rank 0's report reaches the launcher first"""
 COLLECTIVE_FILE = "horovod/tensorflow/mpi_ops.py"
@@ -56,13 +55,7 @@ LIBRARIES = (
 
 @dataclass(frozen=True)
 class Row:
-    """Where the main thread of one rank is.
-
-    Attributes:
-        collective: Name of the one it waits in, outside of graphs, or `REDUCTION`.
-        num_ranks: Number of ranks that take part in it.
-        idle_s: Time that it has been there without using CPU time.
-    """
+    """Position of a rank's main thread, its eager collective or `REDUCTION`, and how long it used no CPU time there."""
 
     rank: int
     host: str
@@ -80,20 +73,14 @@ class Row:
 
 
 def is_standstill(rows: Collection[Row], size: int, limit_s: float) -> bool:
-    """Returns whether all ranks are in collectives or graphs, and not all in the same collective.
-
-    Args:
-        rows: Of ranks that were heard of lately.
-        size: Number of all ranks.
-        limit_s: Idle time of every rank, seconds.
-    """
+    """Returns whether `size` ranks are idle for `limit_s` in collectives or graphs, and not all in one collective."""
     stand = all(row.idle_s >= limit_s and (row.collective or row.is_in_graph) for row in rows)
     return len(rows) == size and stand and len({row.collective for row in rows}) > 1
 
 
 def is_deadlock(rows: Collection[Row]) -> bool:
-    """Returns whether ranks that stand still wait for each other for ever: no collective has all of its ranks."""
-    if any(row.collective in ("", JOIN) for row in rows):  # may compute; takes part in what the others reduce
+    """Returns whether stalled ranks wait for each other forever: no collective has all of its ranks."""
+    if any(row.collective in ("", JOIN) for row in rows):  # "" may compute, join takes part in the others' reductions
         return False
     return all(
         count < num_ranks for (_, num_ranks), count in Counter((r.collective, r.num_ranks) for r in rows).items()
@@ -101,7 +88,7 @@ def is_deadlock(rows: Collection[Row]) -> bool:
 
 
 def place_of(frame: FrameType | None) -> dict[str, Any]:
-    """Returns the fields of a `Row` that a thread's stack tells: line of the user's code, collective, graph."""
+    """Returns the `Row` fields that follow from a thread's stack: line of user code, collective, graph."""
     line = collective = ""
     num_ranks, is_in_graph = 0, False
     for inner, number in traceback.walk_stack(frame):
@@ -118,12 +105,9 @@ def place_of(frame: FrameType | None) -> dict[str, Any]:
 
 
 class Watch:
-    """The thread of one rank. Making one is a collective: rank 0 tells where it listens.
+    """Stall detection thread of one rank. The constructor is a collective: rank 0 broadcasts its address.
 
-    Attributes:
-        step: Where training is, in words; "": as `iterations` says.
-        iterations: TensorFlow variable that counts an optimizer's updates, if one is known.
-        has_warned: Whether rank 0 has named ranks that the others wait for, which it does once.
+    `step`: position of training, in words; "": value of `iterations`, the variable that counts an optimizer's updates.
     """
 
     def __init__(self) -> None:
@@ -160,7 +144,7 @@ class Watch:
             return
         while self.rank == 0 or self._wire.is_connected:
             now_s, was_used_s, used_s = time.monotonic(), used_s, time.clock_gettime(clock)
-            # Time in which this thread did not run either, as in a suspended job, does not count.
+            # Time in which this thread did not run, as in a suspended job, does not count.
             passed_s, last_s = min(now_s - last_s, 2 * BEAT_S), now_s
             place = place_of(sys._current_frames().get(main))
             step = self.step or ("" if self.iterations is None else f"after {int(self.iterations)} updates")
@@ -201,7 +185,7 @@ class Watch:
         )
         print(f"ringtrain: {error}", file=sys.stderr, flush=True)
         report_failure(error, self.rank, exit_code=Stalled.EXIT_CODE, with_traceback=False)
-        time.sleep(0.2)  # what was printed is still on its way through this rank's log
+        time.sleep(0.2)  # until this rank's output has reached its log
         self._exit()
 
     def _exit(self) -> None:
@@ -213,11 +197,7 @@ _watches: list[Watch] = []
 
 
 def begin() -> Watch | None:
-    """Starts this process' watch, once. A collective of all ranks the first time.
-
-    Returns:
-        The watch; None with one rank, in elastic runs, and without Horovod.
-    """
+    """Starts stall detection; the first call is a collective. None with one rank, if elastic, or without Horovod."""
     if not WITH_HOROVOD or collectives.elastic() or horovod.size() == 1:
         return None
     if not _watches:
@@ -233,8 +213,18 @@ def broadcast_variables(
     inplace: bool = False,
     device: str = collectives.CPU,
 ) -> None:
-    """Calls `collectives.broadcast_variables`; the first call starts the watch: a thread, on rank 0 an open port."""
-    if process_set is global_process_set and (watch := begin()):  # here a loop of the user's own has all ranks together
+    """Sets Keras or TensorFlow variables of every rank to the values of `root_rank`.
+
+    The first call of all ranks starts stall detection: a thread per rank, and an open port on rank 0.
+
+    Args:
+        variables: The same number on every rank, of the same shapes and dtypes, matched by index.
+        root_rank: Rank that sends.
+        process_set: Ranks that take part.
+        inplace: Use Horovod's in-place broadcast, which saves memory and supports floating-point types only.
+        device: Addition of ringtrain. Device of the broadcast; ignored with `inplace`.
+    """
+    if process_set is global_process_set and (watch := begin()):  # all ranks of a user's training loop call this
         counters = [collectives.tensor_of(one) for one in variables if getattr(one, "name", "") == "iteration"]
         watch.iterations = next(iter(counters), watch.iterations)
     collectives.broadcast_variables(variables, root_rank, process_set, inplace, device)

@@ -1,7 +1,7 @@
-"""Where this process stands, for another thread to read: in a part of a step, in evaluation, or waiting for the others.
+"""Current phase of this process, readable from other threads: a part of a step, evaluation, or waiting for other ranks.
 
-A step is one graph, into which Python cannot look. Three of its moments are noted inside of it, by nodes that hardly
-anything else waits for: the batch is there, the gradients are there, everybody's gradients are there.
+A step is one graph, which Python cannot inspect. Nodes of the graph, for which almost nothing else waits, therefore
+record three timestamps: input, local gradients and reduced gradients are ready.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import tensorflow as tf
 
 MOMENTS = ("input", "computed", "reduced")
 GRAPH = "step"
-"""the phase that is told apart by the moments"""
+"""phase that the timestamps divide further"""
 
 
 class PhaseTracker:
-    """What this process is doing. Its main thread writes, others read.
+    """Phase and timestamps of this process. The main thread writes, other threads read.
 
     Attributes:
-        phase: start, step, callbacks, evaluate, save, or reduce where it waits for the other ranks.
-        changes: counts phases, evaluated batches: whatever shows that something goes on.
-        waited_s: seconds in reduce so far, outside of the steps' graphs.
-        on_change: called after each change of phase.
-        gradients: names of the weights whose gradients are noted each by itself; empty: none.
+        phase: start, step, callbacks, evaluate, save, or reduce while it waits for the other ranks.
+        changes: Number of changes of phase, evaluated batches and other signs of progress.
+        waited_s: Total seconds in reduce, outside of the steps' graphs.
+        on_change: Called after each change of phase.
+        gradients: Paths of the weights whose gradients are recorded one by one; empty: none.
     """
 
     def __init__(self) -> None:
@@ -42,34 +42,28 @@ class PhaseTracker:
         self._awaited: tf.Variable | None = None
 
     def enter(self, phase: str) -> None:
-        """Says what the process does from now on."""
         self.phase = phase
         self.advance()
         self.on_change()
 
     def advance(self) -> None:
-        """Says that something goes on."""
+        """Counts one sign of progress."""
         self.changes += 1
 
     def moments(self) -> tuple[float, float, float]:
-        """When the last batch, its gradients and everybody's were there; seconds since 1970, 0: not yet."""
+        """Latest timestamps of input, local gradients and reduced gradients. Unix time in seconds; 0.0: none yet."""
         if not self._moments:
             return 0.0, 0.0, 0.0
-        read = tf.raw_ops.ReadVariableOp  # a tenth of the time of Variable.numpy
+        read = tf.raw_ops.ReadVariableOp  # takes a tenth of the time of Variable.numpy
         first, second, third = (float(read(resource=v.handle, dtype=tf.float64)) for v in self._moments)
         return first, second, third
 
     def awaited(self) -> int:
-        """Ranks that take part in the reduction of gradients that this one's are in; 0: none is under way."""
+        """Number of ranks in the reduction of gradients that this rank waits for; 0: none is in progress."""
         return 0 if self._awaited is None else int(self._awaited)
 
     def reducing(self, num_ranks: int, gradients: Any, reduce: Callable[[], Any]) -> Any:
-        """Returns the result of `reduce`, and notes from when the gradients are there until they are reduced.
-
-        Args:
-            num_ranks: Number of ranks that take part.
-            gradients: Tensors in any structure.
-        """
+        """Returns `reduce()`; meanwhile, from when the gradients are ready, `awaited` returns `num_ranks`."""
         is_noted = not tf.distribute.has_strategy()
         with tf.init_scope(), tf.device("CPU:0"):
             is_noted = is_noted and tf.executing_eagerly()
@@ -88,20 +82,12 @@ class PhaseTracker:
             self._awaited.assign(num_ranks, read_value=False)  # type: ignore[union-attr]
 
     def note(self, moment: str, tensors: Any) -> list[Any]:
-        """Adds nodes to the graph that note when tensors are there; without `watch`, none.
-
-        Args:
-            moment: one of MOMENTS.
-            tensors: in any structure.
-
-        Returns:
-            The last of these nodes.
-        """
+        """Adds graph nodes that record when tensors are ready, and returns the last one; empty without `watch`."""
         if not self._moments or _in_a_further_tower():
             return []
         flat = [tensor for tensor in tf.nest.flatten(tensors, expand_composites=True) if tf.is_tensor(tensor)]
         with tf.control_dependencies(flat):
-            # A GPU's kernels are only under way when the graph goes on: a copy of theirs waits for them.
+            # The graph continues while a GPU's kernels still run; a copy of their result waits for them.
             last = [tf.reshape(flat[0], [-1])[:1]] if flat and tf.config.list_logical_devices("GPU") else []
         with tf.device("CPU:0"):
             with tf.control_dependencies([*flat, *(tf.identity(tensor) for tensor in last)]):
@@ -110,13 +96,7 @@ class PhaseTracker:
         return [] if noted is None else [noted]
 
     def note_each(self, moment: str, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
-        """Adds nodes that note when each gradient is there; unless `watch` was told so, none.
-
-        Args:
-            moment: computed or reduced.
-            variables: that the gradients are for.
-            gradients: in the same order.
-        """
+        """Adds nodes that record when each gradient is ready, if `watch` was called with each_gradient."""
         for variable, gradient in zip(variables, gradients, strict=True) if self._each else ():
             if gradient is None or variable.path not in self.gradients:
                 continue
@@ -126,18 +106,13 @@ class PhaseTracker:
                 tf.raw_ops.ResourceScatterUpdate(resource=handle, indices=[place], updates=[now_s])
 
     def each(self) -> tuple[list[float], list[float]]:
-        """When each of `gradients` was there, and when everybody's was; seconds since 1970, 0: not yet."""
+        """Timestamps of each local and each reduced gradient. Unix time in seconds; 0.0: none yet."""
         if not self._each:
             return [], []
         return self._each["computed"].numpy().tolist(), self._each["reduced"].numpy().tolist()
 
     def watch(self, model: keras.Model, each_gradient: bool = False) -> None:
-        """Has the steps of a model noted.
-
-        Args:
-            model: compiled with a distributed optimizer, before its first step.
-            each_gradient: note each gradient by itself as well.
-        """
+        """Records the steps of a model compiled with a distributed optimizer; call it before the first step."""
         with tf.device("CPU:0"):
             self._moments = [tf.Variable(0.0, trainable=False, dtype=tf.float64) for _ in MOMENTS]
             if each_gradient:
@@ -147,7 +122,7 @@ class PhaseTracker:
         train_step, apply = model.train_step, model.optimizer.apply
 
         def noting_train_step(data: Any) -> Any:
-            # Here the step does wait: a single thread might else come to the note after the forward pass.
+            # The step waits for this node: otherwise a single thread might run it after the forward pass.
             with tf.control_dependencies(self.note("input", data)):
                 data = tf.nest.map_structure(lambda part: tf.identity(part) if tf.is_tensor(part) else part, data)
             return train_step(data)
@@ -156,17 +131,14 @@ class PhaseTracker:
             self.note("computed", [gradient for gradient in grads if gradient is not None])
             apply(grads, trainable_variables=trainable_variables)
 
-        # Not model.train_step = ...: Keras would track what is set, and save it.
+        # Not model.train_step = ...: Keras would track and save the attribute.
         object.__setattr__(model, "train_step", noting_train_step)
         object.__setattr__(model.optimizer, "apply", noting_apply)
 
 
 def _in_a_further_tower() -> bool:
-    """Whether this is the graph of another copy of the model in one process than the first.
-
-    TensorFlow reads a graph's clocks in the order of the program: the second tower would begin where the first has its
-    gradients.
-    """
+    """Returns whether this graph is of a later copy of the model in this process than the first."""
+    # TensorFlow reads clocks in program order: the second tower would begin when the first has its gradients.
     if not isinstance(tf.distribute.get_strategy(), tf.distribute.MirroredStrategy):
         return False
     context = tf.distribute.get_replica_context()
@@ -174,14 +146,8 @@ def _in_a_further_tower() -> bool:
 
 
 def clock_after(tensor: Any) -> tf.Tensor:
-    """When a tensor is there, in a graph: seconds since 1970, float64.
-
-    TensorFlow reads a graph's clocks in the order of the program, the first gradient's before the last one's: not those
-    in a call without effects, as it takes this one for.
-
-    Args:
-        tensor: or IndexedSlices.
-    """
+    """Returns the time at which a tensor or `IndexedSlices` is ready, in a graph: Unix time in seconds, float64."""
+    # TensorFlow orders a graph's clocks in program order, except in a call that it treats as stateless, like this one.
     first = tf.cast(tf.reshape(tf.nest.flatten(tensor, expand_composites=True)[0], [-1])[:1], tf.float32)
     with tf.device("CPU:0"):
         (now_s,) = tf.raw_ops.PartitionedCall(args=[first], Tout=[tf.float64], f=_clock_reader())
@@ -199,15 +165,14 @@ def _clock_reader() -> Any:
 
 
 PLACE = PhaseTracker()
-"""of this process"""
 
 
 @contextlib.contextmanager
 def during(phase: str) -> Iterator[None]:
-    """Says what the process does in a block, or, as a decorator, in a function.
+    """Sets the phase of this process within a block or, as a decorator, a function.
 
     Args:
-        phase: evaluate, save, or reduce for waiting.
+        phase: "evaluate", "save", or "reduce" for waiting.
     """
     before, begin_s = PLACE.phase, time.perf_counter()
     PLACE.enter(phase)

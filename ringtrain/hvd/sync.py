@@ -1,4 +1,4 @@
-"""Making ranks agree, and proving that they do."""
+"""Broadcast of a model's state, and verification that the ranks agree."""
 
 from __future__ import annotations
 
@@ -35,20 +35,21 @@ def broadcast_model(
     optimizer: Any = None,
     device: str = CPU,
 ) -> None:
-    """Gives every rank the weights and the optimizer's state of `root_rank`.
+    """Broadcasts the weights and optimizer state of `root_rank` to all ranks.
 
-    Keras' seed generators stay as they are, different on each rank. An optimizer that is not built yet is built. Ranks
-    whose optimizers would not reduce in the same way are told so here, before they train.
+    Keras' seed generators are not broadcast and differ between ranks. An optimizer that is not built yet is built.
 
     Args:
-        model: Built on every rank, in the same way.
+        model: Built model, with the same architecture on every rank.
         root_rank: Rank that sends.
-        local_variables: Variables that stay each rank's own.
-        optimizer: Its optimizer, if it was not compiled into the model.
-        device: Device to place the broadcast on.
+        local_variables: Variables to exclude.
+        process_set: Ranks that take part.
+        optimizer: Optimizer of the model. None: the one it was compiled with.
+        device: Device of the broadcast.
 
     Raises:
-        OutOfSync: On every rank: optimizers are not of one kind, or not distributed in the same way.
+        OutOfSync: On every rank: the ranks' optimizers have different classes or reduce differently.
+        ValueError: The model is not built, or its optimizer was wrapped by Horovod's `DistributedOptimizer`.
     """
     if not model.built:
         raise ValueError(f"broadcast_model: {model.name} has no weights yet; call model.build(input_shape) first")
@@ -64,22 +65,22 @@ def broadcast_model(
 
 
 def check_in_sync(model: keras.Model, optimizer: Any = None) -> str:
-    """Proves that weights and optimizer slots are equal, bit for bit, on all ranks.
+    """Verifies that weights and optimizer slots are equal, bit for bit, on all ranks. A collective.
 
-    Each rank sends eight bytes per copy of the model that it has; only where they differ do ranks exchange more to name
-    the difference. Left out is what may differ: seed generators, metrics, weights that follow the data of one rank
-    (`weights_of_one_rank`, such as the moving statistics of batch normalization), gradients that are accumulated but
-    not reduced yet, variables registered as local and their slots.
+    Each rank sends eight bytes per copy of the model in its process, and more only to name a difference. Excluded are
+    seed generators, metrics, local weights (`weights_of_one_rank`, such as the moving statistics of batch
+    normalization), accumulated gradients that are not reduced yet, and variables registered as local with their slots.
 
     Args:
-        model: A built model.
-        optimizer: Its optimizer, if it was not compiled into the model.
+        model: Built model.
+        optimizer: Optimizer of the model. None: the one it was compiled with.
 
     Returns:
-        The checksum, 16 hexadecimal digits; the same on every rank and from run to run if the weights are.
+        Checksum, 16 hexadecimal digits: the same on every rank, and in every run with the same weights.
 
     Raises:
-        OutOfSync: On every rank alike, naming the ranks that differ and the first variable that does.
+        OutOfSync: On every rank. Names the ranks that differ and the first variable that differs.
+        ValueError: The optimizer was wrapped by Horovod's `DistributedOptimizer`.
     """
     optimizer = model.optimizer if optimizer is None else optimizer
     refuse_horovods_own(optimizer)
@@ -98,14 +99,7 @@ def check_in_sync(model: keras.Model, optimizer: Any = None) -> str:
 
 
 def differing_weights(model: keras.Model) -> list[str]:
-    """Finds weights of each rank's own, other than batch normalization's, that differ between ranks. A collective.
-
-    Args:
-        model: A built model.
-
-    Returns:
-        Their paths, the same on every rank.
-    """
+    """Paths of local weights, except those of batch normalization, that differ between ranks. A collective."""
     expected = {id(variable) for layer in batch_norm_layers(model) for variable in layer.weights}
     variables = [variable for variable in weights_of_one_rank(model) if id(variable) not in expected]
     process_set = _process_set(model.optimizer)
@@ -118,20 +112,20 @@ def differing_weights(model: keras.Model) -> list[str]:
 
 
 def check_averaging(optimizer: Any) -> str:
-    """Proves by a small collective that an update receives what the ranks put in, combined.
+    """Verifies, by a small collective, that an update receives the ranks' gradients combined.
 
-    Vectors go through all that the optimizer does with gradients before its update: its own methods, loss scaling and
-    accumulation included. A new optimizer of the same class and settings does it, so that this one keeps its state.
-    Where that cannot be made, or itself changes gradients, the vectors go through the reduction alone.
+    Known vectors pass all steps of the optimizer before its update, including overridden methods, loss scaling and
+    accumulation. This uses a new optimizer of the same class and settings, so that the given one keeps its state. If
+    none can be made, or it changes gradients, the vectors pass the reduction only.
 
     Args:
-        optimizer: A distributed optimizer.
+        optimizer: Distributed optimizer.
 
     Returns:
         "averaged", "summed" or "combined by Adasum"; "left to this rank" outside of the optimizer's process set.
 
     Raises:
-        OutOfSync: The optimizer is not distributed, or the result is not what it should be.
+        OutOfSync: The optimizer is not distributed, or the result differs from the expected one.
     """
     inner = innermost(optimizer)
     reduction = getattr(inner, "reduction", None)
@@ -164,17 +158,17 @@ def _reduction_alone(reduction: Any, length: int) -> Callable[[Any], Any]:
 
 
 def run_together(action: Callable[[], T]) -> T:
-    """Runs something that may fail on one rank only, and lets all ranks fail or none.
+    """Runs an action on every rank, and raises on all ranks if it fails on one. A collective.
 
     Args:
-        action: Called once on every rank, without arguments; must not contain a collective that a failing rank skips.
+        action: Called once per rank, without arguments. Must not contain a collective that a failing rank skips.
 
     Returns:
-        What `action` returned on this rank.
+        Result of `action` on this rank.
 
     Raises:
-        RingtrainError: The first rank's failure, on every rank. An `OSError` counts as a failure too; any other
-            exception is a bug and ends this rank alone.
+        RingtrainError: On every rank, the error of the lowest failing rank: a RingtrainError or an `OSError`. Other
+            exceptions are bugs and end this rank only.
     """
     result, failure = None, None
     try:
@@ -194,7 +188,7 @@ def run_together(action: Callable[[], T]) -> T:
 
 
 def _process_set(optimizer: Any) -> ProcessSet:
-    """The ranks that an optimizer trains with."""
+    """Ranks that an optimizer trains with."""
     reduction = getattr(innermost(optimizer), "reduction", None)
     return global_process_set if reduction is None else reduction.process_set
 
@@ -232,7 +226,7 @@ def _checksum(value: Any) -> int:
 
 
 def _local_variables(model: keras.Model, optimizer: Any) -> Iterator[Any]:
-    """Gradients that a rank accumulates before they are reduced; variables registered as local, and their slots."""
+    """Yields accumulated gradients that are not reduced yet, and variables registered as local with their slots."""
     optimizer = innermost(optimizer)
     parts = getattr(optimizer, "optimizers", [optimizer])
     for single in parts:
@@ -249,7 +243,7 @@ def _local_variables(model: keras.Model, optimizer: Any) -> Iterator[Any]:
 
 def _difference(process_set: ProcessSet, digests: Sequence[int], details: Sequence[Any]) -> str:
     ranks = process_set.ranks or range(len(digests))
-    agreed = Counter(digests).most_common(1)[0][0]  # of equally many, the one of the lowest rank
+    agreed = Counter(digests).most_common(1)[0][0]  # on a tie, that of the lowest rank
     names, reference = details[digests.index(agreed)]
     lines = []
     for rank, digest, (own_names, checksums) in zip(ranks, digests, details, strict=True):
