@@ -1,9 +1,9 @@
-"""Watching ranks while they train: journal, heartbeat, timeline, and injected faults.
+"""Monitoring of ranks during training: journal, heartbeat, timeline, and fault injection.
 
-journal:         events of each rank, a line each, kept through all restarts
-heartbeat:       every rank reports its step each second; names stalls and stragglers
-diagnosis:       which rank keeps the others waiting, and which is slow: pure functions
-fault_injection: faults on order, to see how a job handles them
-timeline:        each rank's timeline, step by step, with its clock's offset to rank 0
-trace:           the timelines of all ranks as one file for Perfetto
+journal:         events of each rank, one per line, kept over restarts
+heartbeat:       step and phase of every rank each second, and reports of stalls and stragglers
+diagnosis:       blocking ranks and stragglers, found by pure functions
+fault_injection: injected faults, to test how a job handles them
+timeline:        timeline of each rank, step by step, with its clock offset to rank 0
+trace:           timelines of all ranks in one file for Perfetto
 """

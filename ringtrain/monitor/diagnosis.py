@@ -1,7 +1,4 @@
-"""Who keeps the others waiting, and who is slow: decided from what every rank says of itself.
-
-Pure functions, the standard library only.
-"""
+"""Blocking ranks and stragglers, found in the heartbeats of all ranks. Pure functions, standard library only."""
 
 from __future__ import annotations
 
@@ -13,16 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SILENT_S = 3.0
-"""without a beat, of which there is one each second"""
+"""time without a heartbeat, sent each second, after which a rank is silent"""
 FIRST_STEPS_S = 120.0
-"""the least that the first two steps may take, in which graphs are made"""
+"""minimum stall timeout of the first two steps, which build graphs"""
 MIN_WARNING_S = 10.0
 TIMES_MEDIAN = 20
 WINDOW_STEPS = 50
 MIN_LAG_S = 0.002
-"""per step; who is slower by less is not worth a word"""
+"""minimum delay per step of a straggler"""
 MIN_LOST_S = 5.0
-"""that a slow rank has cost the job without a pause: other work on a machine makes any rank slow for a moment"""
+"""minimum time that a straggler costs without a pause: other load makes any rank slow for a moment"""
 ORDER = ("start", "callbacks", "save", "evaluate", "input", "compute", "update")
 STATES = {
     "": "its process has ended",
@@ -36,22 +33,21 @@ PARTS = ("input", "compute", "callbacks")
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a step, each the median over a window of steps, or a total."""
+    """Durations of a step's parts: medians over a window of steps, or totals."""
 
     step_s: float = 0.0
     input_s: float = 0.0
     compute_s: float = 0.0
     callbacks_s: float = 0.0
     wait_s: float = 0.0
-    """for the other ranks, in allreduce and other collectives, with the time that these take themselves"""
+    """in allreduce and other collectives: waiting for the other ranks, and communication"""
     own_s: float = 0.0
     """input, compute and callbacks"""
     num_steps: int = 0
-    """that it is the median or total of"""
 
     @classmethod
     def of(cls, steps: Sequence[Sequence[float]], combine: Any = statistics.median) -> Times:
-        """Combines steps, each of input_s, compute_s, callbacks_s, wait_s."""
+        """Combines steps of (input_s, compute_s, callbacks_s, wait_s)."""
         if not steps:
             return cls()
         input_s, compute_s, callbacks_s, wait_s = (combine(part) for part in zip(*steps, strict=True))
@@ -61,7 +57,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of one rank."""
+    """Known state of one rank."""
 
     rank: int
     host: str
@@ -70,64 +66,51 @@ class Row:
     step: int = 0
     """global steps done"""
     own_steps: int = 0
-    """of them, since this process began"""
+    """global steps of this process"""
     phase: str = "start"
     idle_s: float = 0.0
-    """since its last progress"""
+    """time since its last progress"""
     times: Times = Times()
     silent_s: float = 0.0
-    """since it was heard of"""
+    """time since its last heartbeat"""
     is_done: bool = False
-    """it has left training"""
     stacks: str = ""
-    """of its threads, if it was asked"""
+    """stacks of its threads, if requested"""
     saw: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """silent ranks on its host: by rank, what beats.look_at says"""
+    """result of transport.look_at for each silent rank of its host, by rank"""
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Row:
-        """Reads what dataclasses.asdict made; raises TypeError for something else."""
+        """Reads the result of dataclasses.asdict; raises TypeError for other fields."""
         return cls(**{**fields, "times": Times(**fields["times"])})
 
     @property
     def is_silent(self) -> bool:
-        """Whether its beats have stopped."""
         return self.silent_s > SILENT_S and not self.is_done
 
 
 def idle_s(rows: Collection[Row]) -> float:
-    """Seconds for which no rank has made progress."""
+    """Time for which no rank has made progress."""
     return min((row.idle_s + row.silent_s for row in rows if not row.is_done), default=0.0)
 
 
 def limit_s(rows: Collection[Row], timeout_s: float) -> float:
-    """How long no rank may make progress.
-
-    Args:
-        timeout_s: as the user has it.
-    """
-    # What one has done, all have; of a rank that is stopped it may not be known yet.
+    """Stall timeout: the user's `timeout_s`, or more for slow or first steps."""
+    # All ranks have done as many steps as the most advanced one; that of a stopped rank may not be known yet.
     if max(row.own_steps for row in rows) < 2:
         return max(timeout_s, FIRST_STEPS_S)
     return max(timeout_s, TIMES_MEDIAN * max(row.times.step_s for row in rows))
 
 
 def warning_s(rows: Collection[Row], timeout_s: float) -> float:
-    """After how long to say that somebody is waited for."""
+    """Time without progress after which a warning names the blocking ranks, at most half of `limit_s`."""
     half_s = limit_s(rows, timeout_s) / 2
     return min(half_s, max(MIN_WARNING_S, TIMES_MEDIAN * max((row.times.step_s for row in rows), default=0.0)))
 
 
 def keeping_waiting(rows: Collection[Row]) -> list[Row]:
-    """The ranks that the others wait for.
-
-    Args:
-        rows: of all ranks, none of which makes progress.
-
-    Returns:
-        Those whose beats have stopped; else those that have left; else of those that do not wait themselves the ones
-        that have got least far; none if all wait.
-    """
+    """Blocking ranks, given the rows of all ranks, none of which makes progress; empty if all wait."""
+    # Ranks without a heartbeat; if none, those that left training; if none, those outside a collective that are behind.
     working = [row for row in rows if not row.is_done and row.phase != "reduce"]
     groups = [[row for row in rows if row.is_silent], [row for row in rows if row.is_done]]
     if found := next(filter(None, groups), None):
@@ -138,19 +121,19 @@ def keeping_waiting(rows: Collection[Row]) -> list[Row]:
 
 
 def is_located(row: Row, rows: Collection[Row]) -> bool:
-    """Whether a rank answers, or another one has seen it."""
+    """Returns whether a rank sends heartbeats, or another rank has read its state from /proc."""
     return not row.is_silent or any(str(row.rank) in one.saw for one in rows)
 
 
 def located(row: Row, rows: Collection[Row]) -> Row:
-    """A silent rank's row with what others of its host have seen, and what follows from where the others are."""
+    """Row of a silent rank, with step and phase as read by ranks of its host or inferred from the other ranks."""
     seen: dict[str, Any] = next((dict(one.saw[str(row.rank)]) for one in rows if str(row.rank) in one.saw), {})
     step = max([row.step, *(other.step for other in rows if other.phase == "reduce" and not other.is_silent)])
     return dataclasses.replace(row, step=seen.get("step", step), phase=seen.get("phase", row.phase))
 
 
 def report(rows: Collection[Row], culprits: Sequence[Row]) -> str:
-    """The whole story: who, where, for how long, who waits, and the stack."""
+    """Stall report: blocking ranks, hosts, idle time, waiting ranks and stacks."""
     if not culprits:
         where = "; ".join(f"rank {row.rank} on {row.host} at step {row.step}" for row in sorted(rows, key=_rank)[:8])
         stack = next((f"\n{row.stacks}" for row in sorted(rows, key=_rank) if row.stacks), "")
@@ -166,7 +149,7 @@ def report(rows: Collection[Row], culprits: Sequence[Row]) -> str:
 
 
 def sentence(row: Row, rows: Collection[Row]) -> str:
-    """Where a rank that is waited for stands."""
+    """Sentence about the position and idle time of a blocking rank."""
     if row.is_done:
         return f"rank {row.rank} on {row.host} has left training after step {row.step}"
     at = located(row, rows) if row.is_silent else row
@@ -187,7 +170,7 @@ def sentence(row: Row, rows: Collection[Row]) -> str:
 
 
 def waiting(rows: Collection[Row], culprits: Collection[Row]) -> str:
-    """E.g. "; ranks 0, 2 wait for it"."""
+    """Waiting ranks as in "; ranks 0, 2 wait for it"; "" if there are none."""
     names = {row.rank for row in culprits}
     others = [row.rank for row in rows if row.rank not in names and not row.is_done and not row.is_silent]
     if not others:
@@ -196,24 +179,19 @@ def waiting(rows: Collection[Row], culprits: Collection[Row]) -> str:
 
 
 def ranks(numbers: Collection[int]) -> str:
-    """E.g. "ranks 0, 2, 3"; of many, the first."""
+    """Ranks as in "ranks 0, 2, 3", the first 8 of many."""
     shown = ", ".join(str(number) for number in sorted(numbers)[:8])
     return f"rank{'s' * (len(numbers) > 1)} {shown}{f' and {len(numbers) - 8} more' if len(numbers) > 8 else ''}"
 
 
 def stragglers(rows: Collection[Row], factor: float) -> list[tuple[Row, str, float]]:
-    """Ranks that need longer than the others for their own work.
+    """Ranks whose own work takes over `factor` times the others' median, with the part in which they lose most.
 
-    Args:
-        factor: so many times the median of the others; 0: nobody is slow.
-
-    Returns:
-        Each with the part that takes it longest beyond the others, and how many times their time it needs. Nobody
-        before all ranks have made 50 steps.
+    The third value is the ratio to the others. Empty with factor 0, and until all ranks have made 50 steps.
     """
     if not factor or len(rows) < 2 or any(row.times.num_steps < WINDOW_STEPS for row in rows):
         return []
-    # Sorted once: there may be thousands of ranks.
+    # Sorted once, since there may be thousands of ranks.
     ordered = {part: sorted(_part_s(row, part) for row in rows) for part in ("own", *PARTS)}
     found = []
     for row in rows:
@@ -230,7 +208,7 @@ def _part_s(row: Row, part: str) -> float:
 
 
 def _median_of_others(ordered: Sequence[float], value: float) -> float:
-    """Median of sorted values without one of them."""
+    """Median of sorted values, excluding `value`."""
     own = bisect.bisect_left(ordered, value)
     middle = len(ordered) - 1
     low, high = (place + (place >= own) for place in ((middle - 1) // 2, middle // 2))
@@ -238,7 +216,7 @@ def _median_of_others(ordered: Sequence[float], value: float) -> float:
 
 
 class SlowRanks:
-    """Names each straggler once, when it has been one for long enough."""
+    """Selection of new stragglers: each is returned once, when it has cost the job MIN_LOST_S."""
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
@@ -246,7 +224,7 @@ class SlowRanks:
         self._since: dict[int, int] = {}
 
     def look(self, rows: Collection[Row]) -> list[tuple[Row, str, float]]:
-        """Returns the stragglers to be named now, as stragglers does."""
+        """Returns the stragglers to report now, in the format of `stragglers`."""
         found = stragglers(rows, self.factor)
         self._since = {row.rank: self._since.get(row.rank, row.own_steps - WINDOW_STEPS) for row, _, _ in found}
         due = [
@@ -259,12 +237,12 @@ class SlowRanks:
 
 
 def lost_s(row: Row, times: float, num_steps: int) -> float:
-    """Seconds that all ranks have lost to one that needs so many times the others' time for its own part of a step."""
+    """Time that all ranks lost in `num_steps` to one that takes `times` the others' time for its own part of a step."""
     return num_steps * row.times.own_s * (1 - 1 / times)
 
 
 def slow_words(row: Row, part: str, times: float) -> str:
-    """A line about a straggler."""
+    """Sentence about a straggler."""
     part_s = getattr(row.times, f"{part}_s")
     return (
         f"rank {row.rank} on {row.host} is slow: it needs {times:.1f} times as long for its own part of a step as the"

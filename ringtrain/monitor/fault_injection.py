@@ -1,7 +1,6 @@
-"""Makes a rank fail on purpose, to see what a job does then: --chaos "rank=1 step=20 mode=kill".
+"""Fault injector, to test how a job handles failures: --chaos "rank=1 step=20 mode=kill".
 
-A fault happens once in the life of a run: what has happened is noted in the run's folder, so that a job that is started
-again gets further.
+A fault happens once per run: it is recorded in the run folder, so that a restarted job continues past it.
 """
 
 from __future__ import annotations
@@ -31,34 +30,31 @@ FORM = 'expected "rank=1 step=20 mode=sigkill"'
 
 
 class ChaosError(Exception):
-    """The exception that mode=exception raises: no RingtrainError, since it stands for a bug."""
+    """Exception of mode=exception. Not a RingtrainError, since it simulates a bug."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is to happen to a rank, and when."""
+    """Fault of one rank and its time."""
 
     mode: str
     rank: int = 0
     step: int = 0
-    """global step after which it happens; 0: drawn from all steps by the seed"""
+    """global step after which the fault happens; 0: random step, drawn with the seed"""
     epoch: int = 0
-    """counted from 1, after whose last step it happens; 0: step decides"""
+    """epoch, counted from 1, after whose last step the fault happens; 0: use `step`"""
     during: str = ""
-    """save: not then, but while the next checkpoint is being written, which rank 0 does; disk-full has no other time"""
+    """"save": happens while rank 0 writes the next checkpoint after that step, always so with disk-full"""
     seed: int = 0
     seconds: float = 0.2
-    """of slow: pause in every step from then on"""
+    """mode slow: pause in every later step"""
 
 
 def parse(text: str) -> tuple[Fault, ...]:
-    """Reads faults.
-
-    Args:
-        text: words such as rank=1, divided by spaces; several faults are divided by commas. Empty: none.
+    """Parses faults, such as "rank=1 step=20 mode=kill", separated by commas; "": none.
 
     Raises:
-        ConfigError: a word, a value or a combination that does not exist.
+        ConfigError: Unknown key or mode, invalid value or unsupported combination.
     """
     return tuple(_fault(part) for part in text.split(",") if part.strip())
 
@@ -95,13 +91,7 @@ def _fault(text: str) -> Fault:
 
 
 class FaultInjector:
-    """Lets faults happen on one rank, each once in the life of the run.
-
-    Args:
-        num_steps: of the run, for faults at a random step.
-        steps_per_epoch: for faults at the end of an epoch.
-        folder: of the run, where it is noted what has happened.
-    """
+    """Injects faults on one rank, each once per run: `folder` is the run folder, where they are recorded."""
 
     def __init__(
         self,
@@ -126,7 +116,7 @@ class FaultInjector:
         self.pause_s = 0.0
 
     def after_step(self, global_step: int, model: keras.Model) -> None:
-        """Lets happen what is due after a step."""
+        """Injects the faults that are due after a step."""
         for name, (step, fault) in list(self.waiting.items()):
             due = global_step >= step and not fault.during
             if due and (fault.mode != "corrupt-checkpoint" or any(self.checkpoints.glob("step-*"))):
@@ -134,7 +124,7 @@ class FaultInjector:
         time.sleep(self.pause_s)
 
     def while_saving(self, global_step: int) -> None:
-        """Lets happen what is due while the checkpoint of a step is written."""
+        """Injects the faults that are due while the checkpoint of a step is written."""
         for name, (step, fault) in list(self.waiting.items()):
             if global_step >= step and fault.during:
                 self._happen(name, fault, global_step, None)
@@ -173,14 +163,7 @@ def corrupt(path: Path) -> None:
 
 
 def check_roles(faults: tuple[Fault, ...], servers: Sequence[int], workers: Sequence[int]) -> None:
-    """Makes sure that faults can happen to ranks of parameter servers.
-
-    Args:
-        servers: ranks; the first is the chief.
-
-    Raises:
-        ConfigError: one cannot.
-    """
+    """Raises ConfigError for a fault that the rank's role under parameter servers does not support."""
     for fault in faults:
         can: tuple[str, ...] = ("sigkill", "sigstop")
         if fault.rank in workers:
@@ -193,7 +176,7 @@ def check_roles(faults: tuple[Fault, ...], servers: Sequence[int], workers: Sequ
 
 
 def callback(saboteur: FaultInjector, clock: Any) -> keras.callbacks.Callback:
-    """What asks a saboteur after every step; the last in the list of callbacks."""
+    """Callback that calls the fault injector after every step; belongs last in the list."""
     import keras
 
     class Chaos(keras.callbacks.Callback):

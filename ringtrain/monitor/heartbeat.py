@@ -1,7 +1,7 @@
-"""Every rank says each second where it stands; a rank that keeps the others waiting, or is slow, gets a name.
+"""Heartbeats: every rank reports its step and phase each second, and blocking ranks and stragglers are named.
 
-In each process a thread does that beside training: rank 0's listens, the others' call it. No collective is added to a
-step, and training does not need the thread: a rank that cannot reach rank 0 says so once and trains on.
+A background thread of each rank connects to that of rank 0. Steps have no additional collective, and training does not
+depend on the thread: a rank that cannot connect to rank 0 prints one line and continues.
 """
 
 from __future__ import annotations
@@ -30,24 +30,20 @@ from ringtrain.protocol import failures, transport
 
 BEAT_S = 1.0
 ANSWERS_S = 3.0
-"""for a rank that keeps the others waiting to send its stacks"""
+"""time for a blocking rank to send its stacks"""
 SPEAKER_FIRST_S = 5.0
-"""after which the ranks that do not speak end: the launcher shall take the speaker's words"""
+"""delay before the other ranks exit, so that the stall report reaches the launcher first"""
 RECONNECT_S = 10.0
 FIRST_CALL_S = 5.0
-"""that training waits at most for the first one"""
+"""maximum time that training waits for the first connection"""
 STACK_LINES = 40
 IDLE_THREADS = ("threading.py", "queue.py", "selectors.py", "concurrent/futures/thread.py", "multiprocessing/pool.py")
 
 
 class StepTimer(keras.callbacks.Callback):
-    """Measures the parts of this rank's steps; right after the one that counts them.
+    """Callback that measures the parts of this rank's steps; must follow `Clock` in the list.
 
-    Args:
-        place: of this process; its moments are noted in the steps' graphs.
-
-    Attributes:
-        trace: called after each step with its number, and when it began, the three moments of it were, and it ended.
+    `trace` is called after each step with its number and five timestamps: begin, input, computed, reduced, end.
     """
 
     def __init__(self, place: hvd.step_timing.PhaseTracker, clock: Any) -> None:
@@ -63,7 +59,7 @@ class StepTimer(keras.callbacks.Callback):
         self._waited_s = 0.0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._returned_s = 0.0  # what lies between epochs is no part of a step
+        self._returned_s = 0.0  # time between epochs belongs to no step
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self.begin_s = time.time()
@@ -73,7 +69,7 @@ class StepTimer(keras.callbacks.Callback):
         end_s, waited_s = time.time(), self.place.waited_s
         self.own_steps += 1
         there_s, computed_s, reduced_s = self.place.moments()
-        # Without new moments, as in a train_step of another kind, all is computing.
+        # Without new timestamps, as with a user's train_step, the whole step counts as computing.
         there_s = there_s if self.begin_s <= there_s <= end_s else self.begin_s
         wait_s = max(0.0, reduced_s - computed_s) if computed_s >= there_s else 0.0
         between_s = self.begin_s - self._returned_s if self._returned_s else 0.0
@@ -86,17 +82,17 @@ class StepTimer(keras.callbacks.Callback):
         )
         self._returned_s, self._waited_s = end_s, waited_s
         self.trace(self.clock.global_step, (self.begin_s, there_s, computed_s, reduced_s, end_s))
-        if self.own_steps > 1:  # in the first one the graph is made
+        if self.own_steps > 1:  # the first step builds the graph
             self.window.append(step)
             self.totals = [total + seconds for total, seconds in zip(self.totals, step, strict=True)]
         self.place.enter("callbacks")
 
     def phase(self) -> str:
-        """Where this rank is, told apart within a step as well."""
+        """Current phase of this rank, including the parts of a step."""
         if self.place.phase != hvd.step_timing.GRAPH:
             return self.place.phase
         there_s, computed_s, reduced_s = self.place.moments()
-        if there_s < self.begin_s - 1e-3:  # moments are rounded
+        if there_s < self.begin_s - 1e-3:  # timestamps are rounded
             return "input"
         if computed_s < there_s:
             return "compute"
@@ -104,12 +100,9 @@ class StepTimer(keras.callbacks.Callback):
 
 
 class Monitor:
-    """Beats, listens, and ends this rank where all stand still; a context manager around training.
+    """Heartbeat thread of one rank, as a context manager around training. Exits with code 75 when the job stalls.
 
-    Making one is a collective: rank 0 tells where it listens.
-
-    Args:
-        say: shows a line to whoever started the run.
+    The constructor is a collective: rank 0 broadcasts its address. `say` prints a line; None: to stderr.
     """
 
     def __init__(self, pulse: StepTimer, config: HealthConfig, say: Callable[[str], None] | None = None) -> None:
@@ -139,7 +132,7 @@ class Monitor:
         self.pulse.place.on_change = self._put
         if self._is_wanted:
             self._thread.start()
-            # A rank that stops at once shall be missed.
+            # A rank that hangs immediately must be known to rank 0.
             self._called.wait(FIRST_CALL_S if self.rank else 0.0)
         return self
 
@@ -153,7 +146,7 @@ class Monitor:
             self._thread.join(timeout=2 * BEAT_S)
 
     def own_times(self) -> dict[str, Any]:
-        """What summary.json says of this rank: medians over the last steps, and totals of all but the first."""
+        """Step times of this rank for summary.json: medians over the last steps, and totals of all but the first."""
         num_steps = max(0, self.pulse.own_steps - 1)
         totals = dataclasses.replace(Times.of([self.pulse.totals], sum), num_steps=num_steps)
         return {
@@ -173,11 +166,11 @@ class Monitor:
     def _run(self) -> None:
         try:
             self._listen() if self.rank == 0 else self._call()
-        except Exception:  # a bug here shall not end training
+        except Exception:  # a bug here must not end training
             self.say(f"rank {self.rank} is not watched any more:\n{traceback.format_exc()}")
 
     def _listen(self) -> None:
-        """Rank 0's thread: hears all, decides."""
+        """Thread of rank 0: receives all heartbeats and finds stalls and stragglers."""
         last_s = time.monotonic()
         self.rows[0] = self._rank_0
         while not self._leaving.is_set():
@@ -190,7 +183,7 @@ class Monitor:
                 "stacks_of": [row.rank for row in culprits],
             }
             heard = self._wire.exchange(message, BEAT_S)
-            # Time in which this thread did not run either, as in a job that was suspended, counts for nobody.
+            # Time in which this thread did not run, as in a suspended job, does not count.
             now_s = time.monotonic()
             passed_s, last_s = min(now_s - last_s, 2 * BEAT_S), now_s
             for rank, row in self.rows.items():
@@ -207,7 +200,7 @@ class Monitor:
         self._wire.close()
 
     def _call(self) -> None:
-        """Any other rank's thread: tells rank 0, does what it says, and watches rank 0."""
+        """Thread of the other ranks: sends heartbeats, follows rank 0's requests, and supervises rank 0."""
         last_s = time.monotonic()
         done = complained = False
         rank_0_silent_s = 0.0
@@ -251,7 +244,7 @@ class Monitor:
         self._wire.exchange({"row": dataclasses.asdict(dataclasses.replace(self._own_row(0.0), is_done=True))}, 0.0)
         self._wire.close()
 
-    # ---- what this rank says of itself ------------------------------------------------------------------------------
+    # ---- heartbeat of this rank -------------------------------------------------------------------------------------
 
     def _note_progress(self, passed_s: float) -> None:
         place = self.pulse.place
@@ -277,7 +270,7 @@ class Monitor:
             saw={str(row.rank): transport.look_at(row.process, row.slate) for row in here},
         )
 
-    # ---- what rank 0 decides ----------------------------------------------------------------------------------------
+    # ---- decisions --------------------------------------------------------------------------------------------------
 
     def _look_for_stragglers(self) -> None:
         rows = list(self.rows.values())
@@ -312,13 +305,13 @@ class Monitor:
             self._speak(rows, culprits)
 
     def _look_for_rank_0(self) -> None:
-        """The others judge rank 0 only: when it does not answer any more, somebody else has to speak."""
+        """Reports a stall of rank 0, if it has no heartbeat: the only decision of the other ranks."""
         if not self.rows[0].is_silent:
             return
         self._strange = [self.rows[0]]
         rows = [self.rows[0], self._own_row(0.0)]
         limit_s = diagnosis.limit_s(rows, self.config.stall_timeout)
-        # Rank 1 speaks for all. If it is gone as well, everyone speaks for itself.
+        # Rank 1 reports for all. Without it, each rank reports.
         if diagnosis.idle_s(rows) > limit_s + (SPEAKER_FIRST_S if self.rank > 1 else 0.0):
             self._speak(rows, [self.rows[0]])
 
@@ -331,7 +324,7 @@ class Monitor:
         self.say(text)
         of = culprits[0] if culprits else self._own_row(0.0)
         failures.report_failure(error, of.rank, exit_code=Stalled.EXIT_CODE, with_traceback=False, host=of.host)
-        time.sleep(0.2)  # what was said is still on its way through this rank's log
+        time.sleep(0.2)  # until this rank's output has reached its log
         os._exit(Stalled.EXIT_CODE)
 
     def _end_after(self, order: dict[str, Any]) -> None:
@@ -345,11 +338,7 @@ class Monitor:
 
 
 def slow_ranks(ranks: Sequence[dict[str, Any]], config: HealthConfig) -> list[int]:
-    """Which of the ranks were slow at the end.
-
-    Args:
-        ranks: each rank's `Monitor.own_times`.
-    """
+    """Ranks that were stragglers at the end, given each rank's `Monitor.own_times`."""
     names = [field.name for field in dataclasses.fields(Times)]
     rows = [Row(one["rank"], one["host"], times=Times(**{name: one[name] for name in names})) for one in ranks]
     num_steps = {one["rank"]: one["totals"]["num_steps"] for one in ranks}
@@ -361,7 +350,7 @@ def slow_ranks(ranks: Sequence[dict[str, Any]], config: HealthConfig) -> list[in
 
 
 def stacks(own_thread: int | None = None) -> str:
-    """What the threads of this process are doing in Python: the main one, and others that do not just wait for work."""
+    """Python stacks of this process: the main thread first, and up to 3 others that do not just wait for work."""
     frames, main = sys._current_frames(), threading.main_thread().ident
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     told = []

@@ -1,4 +1,4 @@
-"""What happened to a run, and when: logs/journal-N.jsonl of each rank, a line per event, kept through all starts."""
+"""Journal of a run: logs/journal-N.jsonl of each rank, one line per event, kept over restarts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from ringtrain.protocol.json_text import INVALID, parse_json
 
-# "training": the first step after a start is done; "fault": one that was ordered by --chaos.
+# "training": the first step after a start is done; "fault": injected by --chaos.
 EVENTS = (
     *("start", "training", "commit", "save", "resize", "end"),
     *("signal", "stall", "straggler", "fault", "failure"),
@@ -26,7 +26,7 @@ KINDS: Mapping[str, Any] = {
     **dict.fromkeys(("time_s", "start_s", "stall_s"), int | float),
     **dict.fromkeys(("rank", "size", "run_start", "global_step"), int),
 }
-"""of values that the readers of journals rely on"""
+"""types of values that readers of journals rely on"""
 MAX_TIME_S = 1e11
 
 _own: list[Journal] = []
@@ -34,7 +34,7 @@ _failures: list[BaseException] = []
 
 
 class Stages:
-    """When a start reached what: the moments of its journal's first event, in seconds since 1970, in their order."""
+    """Timestamps of the stages of a start, for the first event of its journal: Unix time in seconds, in order."""
 
     def __init__(self) -> None:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
@@ -42,40 +42,33 @@ class Stages:
         self.moments = {"process": time.time() - age_s, "python": time.time()}
 
     def done(self, name: str) -> None:
-        """Notes that something is behind it."""
         self.moments[name] = time.time()
 
 
 def begin(own: Journal, event: str = "start", **facts: Any) -> None:
-    """Makes a journal this process', for `note`, with a start as its first event.
-
-    Args:
-        event: start, or resize for a rank that goes on.
-    """
+    """Sets the journal of this process, for `note`, and writes its first event: start, or resize of a running rank."""
     _own[:] = [own]
     note(event, **facts)
 
 
 def note(event: str, **facts: Any) -> None:
-    """Writes an event into this process' journal, if there is one."""
+    """Writes an event to the journal of this process, if there is one."""
     for journal in _own:
         journal.write(event, **facts)
 
 
 def note_failure(error: BaseException, exit_code: int, **facts: Any) -> None:
-    """Writes why this process ends, once."""
+    """Writes the error that ends this process, once."""
     if error not in _failures:
         _failures.append(error)
         note("failure", kind=type(error).__name__, text=str(error), exit_code=exit_code, **facts)
 
 
 class Journal:
-    """Writes one rank's events. A line is there as soon as its event has happened, also if the process is killed then.
+    """Writer of one rank's events. Each is written immediately, so that it remains if the process is killed.
 
-    Args:
-        rank: of this process; of two processes that had a rank one after the other, both write into its file.
-        run_start: how often the run had been started again.
-        start_s: when rank 0 began, the same on all ranks: which start an event belongs to.
+    Successive processes with the same rank append to one file. `run_start`: number of restarts of the run. `start_s`:
+    Unix time in seconds at which rank 0 started, the same on all ranks, which identifies the attempt.
     """
 
     def __init__(self, folder: Path, rank: int, size: int, run_start: int = 0, start_s: float = 0.0) -> None:
@@ -84,11 +77,7 @@ class Journal:
         self.starts = {"run_start": run_start, "start_s": start_s}
 
     def write(self, event: str, **facts: Any) -> None:
-        """Adds an event.
-
-        Args:
-            facts: plain values: global_step, epoch, ...; a full disk loses them, and ends nothing.
-        """
+        """Appends an event with facts (plain values: global_step, epoch, ...). A full disk drops it silently."""
         if event not in EVENTS:
             raise ValueError(f"got {event!r}, expected one of {', '.join(EVENTS)}")
         line = {"time_s": time.time(), "event": event, **self.about, **self.starts, **facts}
@@ -102,7 +91,7 @@ class Journal:
 
 
 def printable(text: str) -> str:
-    """Text of a file with its control characters spelled out (\\x1b), since a terminal would obey them."""
+    """Returns a text with control characters escaped (\\x1b), since a terminal would execute them."""
     return "".join(
         letter if letter in "\n\t" or unicodedata.category(letter) not in ("Cc", "Cf", "Cs") else ascii(letter)[1:-1]
         for letter in text
@@ -110,16 +99,11 @@ def printable(text: str) -> str:
 
 
 def path_of(folder: Path, rank: int) -> Path:
-    """The journal of a rank."""
     return folder / "logs" / f"journal-{rank}.jsonl"
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """All ranks' events, in the order of time by each host's clock.
-
-    Returns:
-        What `Journal.write` wrote; lines that were torn are left out.
-    """
+    """Reads all ranks' events, ordered by time of each host's clock; incomplete lines are skipped."""
     events = [event for path in sorted((folder / "logs").glob("journal-*.jsonl")) for event in _events_of(path)]
     return sorted(events, key=lambda event: event["time_s"])
 
@@ -133,26 +117,26 @@ def _events_of(path: Path) -> Iterator[dict[str, Any]]:
                 yield event
 
 
-# ---- which samples were trained -----------------------------------------------------------------------------------
+# ---- trained samples ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """What the journals of all ranks say an elastic run has trained, by the commits that it went on from."""
+    """Samples that an elastic run has trained, by the commits of all ranks' journals from which it resumed."""
 
     epochs: Mapping[int, int]
-    """samples of each epoch, from 0, that were trained once"""
+    """number of samples trained once, by epoch, counted from 0"""
     breaches: tuple[str, ...]
-    """what is missing, doubled or contradicts itself; empty: every epoch is whole, each of its samples trained once"""
+    """missing, repeated or contradictory samples; empty: every sample of every epoch was trained exactly once"""
     undone: int = 0
-    """samples that were trained and then undone, by going back to the last commit"""
+    """number of samples that were trained and undone, by returning to the last commit"""
 
 
 def ledger(events: Sequence[Mapping[str, Any]], num_epochs: int) -> Ledger:
-    """Proves that each place of every epoch's order was trained exactly once, or says where not.
+    """Verifies that each position of every epoch's order was trained exactly once.
 
-    Ranks that train together are a generation; each begins where the commit stands that it goes on from, whichever
-    ranks had made it. What a rank says of later steps of the generation before is undone and does not count.
+    A generation is a group of ranks that train together. Each starts at the commit from which it resumes, made by any
+    ranks. Later steps of the previous generation are undone and do not count.
     """
     begun = {e["generation"]: e for e in events if e["event"] in ("start", "resize") and "generation" in e}
     ends = [event for event in events if event["event"] == "end" and "generation" in event]
@@ -191,7 +175,7 @@ def ledger(events: Sequence[Mapping[str, Any]], num_epochs: int) -> Ledger:
 def _steps_of(
     first: Mapping[str, Any], last_step: int, events: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[int, dict[int, tuple[int, ...]]], int]:
-    """What each rank of a generation has trained, by step up to the last that counts; and how much did not count."""
+    """Samples of a generation by step and rank, up to the last step that counts, and the number that do not count."""
     steps: dict[int, dict[int, tuple[int, ...]]] = {}
     undone = 0
     for event in events:
@@ -201,7 +185,7 @@ def _steps_of(
             if step > last_step:
                 undone += end - begin
             else:
-                # A rank that says two things of one step says too much.
+                # Two entries of one rank for a step are a breach.
                 key = event["rank"] if event["rank"] not in steps.setdefault(step, {}) else -1 - len(steps[step])
                 steps[step][key] = (event["epoch"], event["length"], begin, end)
     return steps, undone

@@ -1,4 +1,4 @@
-"""Every rank's timeline: written step by step into the run's folder, with how far its clock is from rank 0's."""
+"""Timeline of each rank, written step by step to the run folder, with its clock offset to rank 0."""
 
 from __future__ import annotations
 
@@ -21,24 +21,21 @@ from ringtrain.errors import RunDirectoryError
 from ringtrain.monitor import trace
 
 HOROVODS = "HOROVOD_TIMELINE"
-"""variable that horovodrun --timeline-filename and ringtrain launch --timeline set"""
+"""environment variable that horovodrun --timeline-filename and ringtrain launch --timeline set"""
 STEPS = 1000
-"""that are drawn where only the variable says that any are; viewers do not open much more"""
+"""number of recorded steps if only the variable is set; viewers do not open much larger files"""
 ROUNDS = 30
 FLUSH_S = 1.0
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def wanted(config: Config, environ: MutableMapping[str, str] | None = None) -> tuple[Config, str]:
-    """What the configuration and the environment ask for; call it before `hvd.init`, on every rank.
+    """Resolves the timeline options of configuration and environment; call it before `hvd.init`, on every rank.
 
-    Horovod itself would write rank 0's timeline into the file that the environment names: it is told to wait.
-
-    Args:
-        environ: to read and change; None: this process'.
+    Sets HOROVOD_TIMELINE=DYNAMIC, since Horovod would otherwise write rank 0's timeline to the file named there.
 
     Returns:
-        The configuration with the steps to draw, and the file for them; empty: timeline.json in the run's folder.
+        Configuration with the number of steps to record, and the output file; "": timeline.json in the run folder.
     """
     environ = os.environ if environ is None else environ
     named = environ.get(HOROVODS, "")
@@ -51,10 +48,9 @@ def wanted(config: Config, environ: MutableMapping[str, str] | None = None) -> t
 
 
 class Timeline:
-    """Writes this rank's part, and at the end merges all. Making and closing one are collectives.
+    """Writer of this rank's part of the timeline. The constructor and `close`, which merges all, are collectives.
 
-    Args:
-        out: file of all ranks' timelines; empty: timeline.json in the folder.
+    `out`: output file of all ranks; "": timeline.json in `folder`.
     """
 
     def __init__(self, folder: Path, config: TrackingConfig, out: str) -> None:
@@ -72,11 +68,7 @@ class Timeline:
             hvd.start_timeline(str(self.parts / trace.HOROVOD), mark_cycles=mark_cycles)
 
     def step(self, global_step: int, edges_s: Sequence[float]) -> None:
-        """Adds a step.
-
-        Args:
-            edges_s: when it began, its batch, its gradients and everybody's were there, and it ended; since 1970.
-        """
+        """Adds a step. `edges_s`: Unix times of begin, input, local gradients, reduced gradients and end."""
         if self.steps_left <= 0:
             return
         self._write([global_step, list(edges_s), *hvd.step_timing.PLACE.each()])
@@ -85,20 +77,16 @@ class Timeline:
             self._end()
 
     def close(self) -> Path:
-        """Merges the ranks' parts on rank 0.
-
-        Returns:
-            The file of all ranks.
-        """
+        """Merges the ranks' parts on rank 0, and returns the path of the output file."""
         if self.steps_left:
             self._end()
         with contextlib.suppress(OSError):
             self.file.close()
-        hvd.run_together(lambda: None)  # all parts are there
+        hvd.run_together(lambda: None)  # until all parts are complete
         if self.rank == 0:
             try:
                 trace.merge(self.parts, self.out)
-            except (RunDirectoryError, OSError) as error:  # the run itself is none the worse for it
+            except (RunDirectoryError, OSError) as error:  # the run itself is not affected
                 print(f"ringtrain: no timeline: {error}", file=sys.stderr)
         return self.out
 
@@ -113,13 +101,13 @@ class Timeline:
     def _open(self) -> TextIO:
         path = self.parts / f"rank-{self.rank}.jsonl"
         try:
-            self.parts.mkdir(parents=True, exist_ok=True)  # a host may have a disk of its own
+            self.parts.mkdir(parents=True, exist_ok=True)  # a host may have a local disk
             return open(path, "w", encoding="utf-8")
         except OSError as error:
             raise RunDirectoryError(f"{path}: cannot be written: {error.strerror}") from error
 
     def _write(self, line: object) -> None:
-        with contextlib.suppress(OSError):  # a full disk ends no training
+        with contextlib.suppress(OSError):  # a full disk must not end training
             self.file.write(f"{json.dumps(line)}\n")
             if time.monotonic() > self.flush_at_s:
                 self.file.flush()
@@ -133,17 +121,13 @@ class Timeline:
 
 
 def clock_offset(now: Callable[[], float] = time.time, clock: str | None = None) -> tuple[float, float]:
-    """How far this rank's clock is behind rank 0's, by Cristian's algorithm (1989). A collective.
+    """Measures by how much this rank's clock is behind rank 0's, by Cristian's algorithm (1989). A collective.
 
-    Rank 0 reads its clock at a moment that lies, on every other rank, between one collective's begin and another's
-    end; of several rounds the shortest says most.
-
-    Args:
-        now: this rank's clock, seconds.
-        clock: what tells it from another host's; None: the kernel's boot id.
+    Rank 0 reads its clock between the begin of one collective and the end of another, on all other ranks. Of several
+    rounds, the shortest is the most accurate. `clock` identifies the clock of a host; None: the kernel's boot ID.
 
     Returns:
-        Seconds to add to this rank's times, and how wrong that may be at most; both 0 where the clock is rank 0's.
+        Seconds to add to this rank's times, and their maximum error; both 0.0 if rank 0 has the same clock.
     """
     if clock is None:
         clock = BOOT.read_text() if BOOT.exists() else socket.gethostname()
@@ -151,7 +135,7 @@ def clock_offset(now: Callable[[], float] = time.time, clock: str | None = None)
     rounds = []
     if not all(hvd.allgather_object(is_same, name="ringtrain_same_clock")):
         for number in range(ROUNDS):
-            hvd.allreduce([0.0], name=f"ringtrain_clock_{number}")  # all begin the round together
+            hvd.allreduce([0.0], name=f"ringtrain_clock_{number}")  # all ranks begin the round together
             begin_s = now()
             hvd.allreduce([0.0], name=f"ringtrain_clock_to_{number}")
             # float64 seconds: float32 would round them to minutes.

@@ -1,7 +1,7 @@
-"""The timelines of all ranks as one file of trace events, for Perfetto and Chrome. The standard library only.
+"""Merges the timelines of all ranks into one file of trace events, for Perfetto and Chrome. Standard library only.
 
-Each rank writes a part: who it is, how far its clock is off, and when each step's phases began and ended. Rank 0's
-Horovod adds its own timeline; it writes none on other ranks. Parts of ranks that were killed end anywhere.
+The part of a rank has its rank, host and clock offset, and begin and end of the phases of each step. Horovod's own
+timeline, which exists on rank 0 only, is added. Parts of killed ranks may be incomplete.
 """
 
 from __future__ import annotations
@@ -19,23 +19,20 @@ from ringtrain.errors import RunDirectoryError
 from ringtrain.protocol.json_text import INVALID, parse_json
 
 PARTS = "timeline"
-"""folder of the parts, in that of the run"""
+"""directory of the parts in the run folder"""
 HOROVOD = "horovod.json"
 PHASES = ("input", "forward-backward", "waiting", "update")
 STEPS, GRADIENTS, HOROVODS = 1, 100, 10000
-"""numbers of the first track of each kind within a rank"""
+"""first track number of each kind, within a rank"""
 
 Event = dict[str, Any]
 
 
 def merge(folder: Path, out: Path) -> int:
-    """Writes one file of all ranks' timelines, on rank 0's clock.
-
-    Returns:
-        Number of ranks that are in it.
+    """Writes the timelines of all ranks to one file, in rank 0's time, and returns the number of ranks.
 
     Raises:
-        RunDirectoryError: no rank has left a part, one is damaged, or the file cannot be written.
+        RunDirectoryError: There is no part, one is damaged, or the file cannot be written.
     """
     events: list[Event] = []
     num_ranks = 0
@@ -54,7 +51,7 @@ def merge(folder: Path, out: Path) -> int:
         first_s = min((event["ts"] for event in events if "ts" in event), default=0.0)
         for event in events:
             if "ts" in event:
-                # Whole microseconds, of begins and ends: viewers drop what begins before the event before it has ended.
+                # Begin and end in whole microseconds: viewers drop an event that begins before the previous one ends.
                 begin_us, end_us = (round((event["ts"] + after - first_s) * 1e6) for after in (0, event.get("dur", 0)))
                 event |= {"ts": begin_us} | ({"dur": end_us - begin_us} if "dur" in event else {})
     except INVALID as error:
@@ -84,7 +81,7 @@ def _lines(path: Path) -> Iterator[Any]:
 
 
 def _of_rank(about: Mapping[str, Any], steps: list[Any]) -> Iterator[Event]:
-    """A rank's events: phases of its steps, and when each gradient was handed to Horovod and came back."""
+    """Yields a rank's events: phases of its steps, and for each gradient the time from local to reduced."""
     rank, late_s = about["rank"], about["offset_s"]
     error = f", clock within {about['error_s'] * 1e3:.2f} ms" if about["error_s"] else ""
     yield _meta("process_name", rank, 0, name=f"rank {rank} on {about['host']}{error}")
@@ -96,7 +93,7 @@ def _of_rank(about: Mapping[str, Any], steps: list[Any]) -> Iterator[Event]:
     for step, edges, computed, reduced in steps:
         there_s, computed_s, reduced_s = edges[1:4]
         yield _span(rank, STEPS, f"step {step}", edges[0] + late_s, edges[4] + late_s, step=step)
-        # Without moments of this step, as in a train_step of another kind, there is nothing to tell apart.
+        # Without timestamps of this step, as with a user's train_step, it has no phases.
         if edges[0] <= there_s <= computed_s <= reduced_s <= edges[4]:
             for name, (begin_s, end_s) in zip(PHASES, itertools.pairwise(edges), strict=True):
                 yield _span(rank, STEPS + 1, name, begin_s + late_s, end_s + late_s, step=step)
@@ -106,7 +103,7 @@ def _of_rank(about: Mapping[str, Any], steps: list[Any]) -> Iterator[Event]:
 
 
 def _of_horovod(path: Path) -> Iterator[Event]:
-    """Rank 0's own timeline, in which each tensor is a process, as tracks of rank 0."""
+    """Yields Horovod's timeline, in which each tensor is a process, as tracks of rank 0."""
     start_s = 0.0
     opened: Counter[int] = Counter()
     for event in _objects(path):
@@ -115,13 +112,13 @@ def _of_horovod(path: Path) -> Iterator[Event]:
             start_s = args.get("start_time_since_epoch_in_micros", 0) / 1e6 or start_s
             if event["name"] == "process_name" and args.get("name"):
                 yield from _track(0, HOROVODS + own, f"Horovod: {args['name']}")
-        elif "ts" in event and (event["ph"] != "E" or opened[own]):  # what had begun before has an end only
+        elif "ts" in event and (event["ph"] != "E" or opened[own]):  # an earlier begin is not in the file
             opened[own] += {"B": 1, "E": -1}.get(event["ph"], 0)
             yield {**event, "pid": 0, "tid": HOROVODS + own, "ts": start_s + event["ts"] / 1e6, "cat": "horovod"}
 
 
 def _objects(path: Path) -> Iterator[Event]:
-    """What is whole of a JSON list that may have been broken off."""
+    """Yields the complete objects of a JSON list, which may be truncated."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     decoder, place = json.JSONDecoder(), text.find("{")
     while place >= 0:
