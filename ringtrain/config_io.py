@@ -1,4 +1,4 @@
-"""Reads a Config from TOML files and the command line, which wins; writes it as TOML; finds objects by name."""
+"""Configuration from TOML files and the command line, which takes precedence; TOML output; objects by name."""
 
 from __future__ import annotations
 
@@ -21,17 +21,11 @@ from ringtrain.errors import ConfigError
 
 
 def read(argv: Sequence[str]) -> Config:
-    """Reads the command line and the TOML file that it names.
-
-    Args:
-        argv: e.g. ["--config", "configs/digits.toml", "--train.epochs", "3"].
-
-    Returns:
-        The command line over the file over the defaults.
+    """Reads the configuration: the command line overrides its --config file, which overrides the defaults.
 
     Raises:
-        ConfigError: an unknown option or key, or a value of the wrong type or outside its range.
-        SystemExit: after --help.
+        ConfigError: Unknown option or key, or a value of the wrong type or out of range.
+        SystemExit: After --help.
     """
     file_option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     file_option.add_argument("--config", nargs="?", default="")
@@ -66,11 +60,7 @@ def read(argv: Sequence[str]) -> Config:
 
 
 def tables_of(path: Path) -> dict[str, Any]:
-    """What a TOML file says.
-
-    Raises:
-        ConfigError: it cannot be read, or is no TOML; names it.
-    """
+    """Parses a TOML file; raises ConfigError if it cannot be read or is not TOML."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -80,16 +70,10 @@ def tables_of(path: Path) -> dict[str, Any]:
 
 
 def read_toml(path: Path) -> Config:
-    """Reads a configuration file.
-
-    Args:
-        path: of a TOML file; each table is a section, each key an option.
-
-    Returns:
-        The file over the defaults.
+    """Reads a TOML file over the defaults: each table is a section, each key an option.
 
     Raises:
-        ConfigError: the file cannot be read, or a key or a value in it is wrong; names the file and the key.
+        ConfigError: The file cannot be read, or a key or value is invalid. Names the file and the key.
     """
     tables, sections = tables_of(path), get_type_hints(Config)
     options = option_types()
@@ -115,7 +99,7 @@ def read_toml(path: Path) -> Config:
 
 
 def to_toml(config: Config) -> str:
-    """The whole configuration as TOML that read_toml turns into the same Config."""
+    """Complete configuration as TOML; `read_toml` returns the same Config."""
     lines: list[str] = []
     section = ""
     for option in option_types():
@@ -123,20 +107,13 @@ def to_toml(config: Config) -> str:
         if table != section:
             section = table
             lines += ["", f"[{table}]"]
-        # JSON's strings, numbers and booleans are TOML's too
+        # JSON strings, numbers and booleans are valid TOML.
         lines.append(f"{key} = {json.dumps(value_of(config, option), ensure_ascii=False)}")
     return "\n".join(lines) + "\n"
 
 
 def checked(path: Path, option: str, value: Any, kind: Any) -> Any:
-    """The value, if it has the option's type; an integer will do for a float, a boolean will not.
-
-    Args:
-        path: of the file that it stands in.
-
-    Raises:
-        ConfigError: it has another type.
-    """
+    """Returns the value in the option's type, or raises ConfigError. Integers are valid floats, booleans are not."""
     if get_origin(kind) is Literal:
         fits, expected = value in get_args(kind), "one of " + ", ".join(get_args(kind))
     elif kind is float:
@@ -159,24 +136,18 @@ def _is_number(value: Any) -> bool:
 
 
 def _first_sentence(box: str) -> str:
-    """What tyro says in its box, as one line: the text between the frame and the first rule."""
-    text = re.split(r"[─-]{4,}[╮ ]?\n|│ ─{4,}|╰─", box + "╰─")[1]  # frame and rule are spaces and minus in ASCII
+    """Text of tyro's error box, between frame and first rule, as one line."""
+    text = re.split(r"[─-]{4,}[╮ ]?\n|│ ─{4,}|╰─", box + "╰─")[1]  # in ASCII, frame and rule are spaces and minus
     return "command line: " + " ".join(text.replace("│", " ").split())
 
 
 def find(option: str, name: str, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """Finds a function by name.
+    """Returns the function that a key of `known` or "module:function" names, as the value of `option`.
 
-    Args:
-        option: that holds the name, for messages, e.g. "model.name".
-        name: a key of known, or "module:function".
-
-    Returns:
-        The function. A user's module is imported when it is called, which is after devices are pinned: modules of
-        models and layers like to touch them.
+    A user's module is imported when the function is called, after devices are pinned: it may initialize devices.
 
     Raises:
-        ConfigError: nothing has that name; when called, the user's module cannot be imported.
+        ConfigError: The name is unknown or, when the function is called, the module cannot be imported.
     """
     if name in known:
         return known[name]
