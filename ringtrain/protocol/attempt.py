@@ -1,4 +1,4 @@
-"""Which start of a job this is, and why earlier ones ended."""
+"""Number of a job's attempt, and exit causes of earlier attempts."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from ringtrain.protocol.json_text import INVALID, parse_json
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """How often a job has been started, and what came of it."""
+    """One attempt of a job, as its ranks see it."""
 
     number: int = 0
-    """starts before this one"""
+    """earlier attempts"""
     causes: tuple[str, ...] = ()
-    """why each of them ended, a line each"""
+    """exit cause of each earlier attempt, a line each"""
     run_name: str = ""
-    """that the first start gave its run; empty: none was known yet"""
+    """of the first attempt; "": not known yet"""
     num_ranks: int = 0
-    """of the first start; 0: as many as now"""
+    """of the first attempt; 0: the current number"""
 
     def to_json(self) -> str:
-        """The attempt as text for the environment."""
+        """Attempt as the value of RINGTRAIN_ATTEMPT."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Attempt:
-        """What the launcher says; without one, or by another program's word: a first start."""
+        """Attempt from the environment; a first one if RINGTRAIN_ATTEMPT is unset or invalid."""
         try:
             fields = parse_json(environ.get(ATTEMPT, "{}"))
             causes = tuple(str(cause) for cause in fields.get("causes", ()))

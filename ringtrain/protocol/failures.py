@@ -1,4 +1,4 @@
-"""What a rank tells its launcher on standard error: its process, its run, why it ends."""
+"""Reports of a rank to its launcher on standard error: its process, its run, its failure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from types import TracebackType
 
 from ringtrain.protocol.env import FIRST_PROCESS, JOB, MARK
 
-PIECE_LETTERS = 600  # launchers cut longer lines in two
+PIECE_LETTERS = 600  # launchers split longer lines
 CONSEQUENCE = re.compile(
     r"Horovod has been shut down|(UnknownError|HorovodInternalError)\b.*Horovod|grpc_status:14\b", re.DOTALL
 )
@@ -28,30 +28,30 @@ _failures: list[BaseException] = []
 
 @dataclass(frozen=True)
 class Failure:
-    """Why one rank ended."""
+    """Failure of one rank."""
 
     rank: int
     host: str
     time_s: float
-    """since 1970, by its host's clock"""
+    """Unix time by its host's clock"""
     kind: str
-    """of the exception"""
+    """class name of the exception"""
     text: str
     """one line, or the traceback"""
     exit_code: int = 1
 
     @property
     def is_consequence(self) -> bool:
-        """Whether it only says that another rank has ended before."""
+        """Whether this is a follow-up error, which says only that another rank exited before."""
         return bool(CONSEQUENCE.search(self.text))
 
     def lines_for_a_person(self) -> list[str]:
-        """The lines in which the rank itself says it, without indentation; a traceback's are others."""
+        """Lines in which the rank itself prints the failure, without indentation; not those of a traceback."""
         said = f"ringtrain: {self.text.removeprefix(f'{self.kind}: ')}"
         return [line.strip() for line in said.splitlines()]
 
     def lines(self, job: str) -> list[str]:
-        """The failure as short lines for standard error."""
+        """Failure as short lines for standard error."""
         text = base64.b64encode(zlib.compress(json.dumps(asdict(self)).encode(), 9)).decode()
         pieces = [text[start : start + PIECE_LETTERS] for start in range(0, len(text), PIECE_LETTERS)]
         return [
@@ -61,13 +61,7 @@ class Failure:
 
 
 def report_failure(error: BaseException, rank: int, exit_code: int, with_traceback: bool, host: str = "") -> None:
-    """Tells the launcher why a rank ends; does nothing without a launcher that listens.
-
-    Args:
-        rank: its number; this process', unless it speaks for one that cannot.
-        with_traceback: for a bug; without it the message says everything.
-        host: of the rank; empty: this one.
-    """
+    """Reports to the launcher, if there is one, why a rank exits; with a traceback for bugs. host "": this one."""
     _failures.append(error)
     job = os.environ.get(JOB)
     if not job:
@@ -76,19 +70,19 @@ def report_failure(error: BaseException, rank: int, exit_code: int, with_traceba
     text = text if len(text) < 20_000 else f"{text[:10_000]}\n...\n{text[-10_000:]}"
     failure = Failure(rank, host or socket.gethostname(), time.time(), type(error).__name__, text.rstrip(), exit_code)
     sys.stderr.flush()
-    for _ in range(2):  # twice: in the output of many ranks a line may get torn
+    for _ in range(2):  # twice: mixed with the output of many ranks a line may arrive incomplete
         for line in failure.lines(job):
             os.write(2, f"{line}\n".encode())
             time.sleep(0.002)  # so that the launcher reads line by line
 
 
 def ended_well() -> bool:
-    """Whether this process has met nothing so far that ends it: no failure was reported, no exception left uncaught."""
+    """Whether this process has reported no failure and left no exception uncaught so far."""
     return not _failures and getattr(sys, "last_value", None) is None
 
 
 def report_uncaught(rank: Callable[[], int], environ: Mapping[str, str] = os.environ) -> None:
-    """From now on an exception that nobody catches is also told to the launcher, if one listens."""
+    """Installs an excepthook that also reports uncaught exceptions to the launcher, if there is one."""
     if JOB not in environ or getattr(sys.excepthook, "is_ringtrains", False):
         return
     before = sys.excepthook
@@ -103,12 +97,10 @@ def report_uncaught(rank: Callable[[], int], environ: Mapping[str, str] = os.env
 
 
 def report_process(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Tells the launcher which process trains, where the rank's command is a script or program that has started it.
+    """Reports this process as the one that trains, if the rank's command is a script or program that started it.
 
-    In a namespace of its own a process has another number than the launcher's host has for it, and tells nothing.
-
-    Args:
-        environ: names the job and the process of the command; what this process starts is not told the latter.
+    In a PID namespace of its own it reports nothing, since its ID differs from the one on the launcher's host.
+    The ID of the first process is removed from environ, so that child processes do not report.
     """
     first = environ.pop(FIRST_PROCESS, "")
     if environ.get(JOB) and first in _ancestors():
@@ -119,7 +111,7 @@ def report_process(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def _ancestors() -> Iterator[str]:
-    """The processes that have started this one, from the nearest on, as /proc has them."""
+    """IDs of this process's ancestors, nearest first, from /proc."""
     process = str(os.getppid())
     with contextlib.suppress(OSError):
         while process != "0":
@@ -129,14 +121,14 @@ def _ancestors() -> Iterator[str]:
 
 
 def report_recovery(environ: Mapping[str, str] = os.environ) -> None:
-    """Tells the launcher that the ranks go on, so that what was reported before is no reason for their end any more."""
+    """Reports that the ranks continue, so that failures reported before are no exit cause any more."""
     if environ.get(JOB):
         sys.stderr.flush()
         os.write(2, f"{MARK}:{environ[JOB]}:recovery:\n".encode())
 
 
 def report_run(name: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Tells the launcher what the run is called, so that it can be given to the next start; by rank 0."""
+    """Reports the name of the run, which the next attempt resumes. Called by rank 0."""
     if environ.get(JOB):
         text = base64.b64encode(name.encode()).decode()
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""JSON from files and other processes, where anything may stand. Standard library only."""
+"""JSON from files and other processes, which may contain anything."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ import json
 from typing import Any
 
 INVALID = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""exceptions of reading fields out of a parsed value that holds something else"""
+"""exceptions raised when fields are read from a parsed value of another shape"""
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Value of a JSON text.
-
-    Raises:
-        ValueError: it is not JSON, nested too deeply to be read, or holds an integer of more than 64 bits.
-    """
+    """Value of a JSON text. Raises ValueError if it is invalid, nested too deeply, or has integers of over 64 bits."""
     try:
         return _DECODER.decode(text if isinstance(text, str) else text.decode())
     except RecursionError:

@@ -1,4 +1,4 @@
-"""What a launcher was told, read by one of its ranks off the launcher's own command line. Standard library only."""
+"""Placement that a launcher was given, read by a rank from the launcher's command line."""
 
 from __future__ import annotations
 
@@ -30,21 +30,16 @@ NO_VALUE = (
     "mpi",
 )
 NUMBER = re.compile(r"[0-9]{1,9}")
-# Words that let ranks be dealt out otherwise than slot by slot: then only their number can be compared.
+# Options that may place ranks in another order than slot by slot: then only their number can be compared.
 OTHER_ORDER = re.compile(
     r"rmaps_|-?-(map-by|rankfile|rf|N|npernode|ppn|pernode|bynode|npersocket|oversubscribe|app|rank-by|rr)\b|:$"
 )
 
 
 def expectation(environ: Mapping[str, str], process: int = 0, proc: Path = Path("/proc")) -> PlannedPlacement | None:
-    """What the launcher was told.
+    """Planned placement from `ringtrain launch`, else a launcher's command line, else its world size; None without one.
 
-    Args:
-        process: to begin at with the search for the launcher's command line; 0: this one.
-
-    Returns:
-        The plan of `ringtrain launch`; else what is on the command line of a launcher on this host; else how many ranks
-        the launcher says it has started; None without a launcher.
+    The search for a launcher on this host begins at `process`; 0: this one.
     """
     if PLAN in environ:
         return PlannedPlacement.from_json(environ[PLAN])
@@ -53,7 +48,7 @@ def expectation(environ: Mapping[str, str], process: int = 0, proc: Path = Path(
         launcher_among_ancestors(process or os.getpid(), proc), read_lines, socket.gethostname()
     )
     policies = [value for name, value in environ.items() if name.startswith(("OMPI_MCA_rmaps_", "PRTE_MCA_rmaps_"))]
-    if told and any(value != "slot" for value in policies):  # which mpirun itself sets for `-map-by slot`
+    if told and any(value != "slot" for value in policies):  # mpirun itself sets "slot" for `-map-by slot`
         told = replace(told, hosts=())
     if told and (not size or told.size in (0, size)):
         return replace(told, size=told.size or size) if told.size or size else None
@@ -61,11 +56,11 @@ def expectation(environ: Mapping[str, str], process: int = 0, proc: Path = Path(
 
 
 def launcher_among_ancestors(process: int, proc: Path = Path("/proc")) -> list[str]:
-    """The command line of the nearest launcher that this process descends from, on this host; empty: there is none."""
+    """Command line of the nearest launcher among the ancestors of a process on this host; empty if there is none."""
     while process > 1:
         try:
             words = (proc / str(process) / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
-            # A launcher may be a script, with an interpreter before it.
+            # A launcher may be a script, preceded by its interpreter.
             for start in (0, 1):
                 if os.path.basename("".join(words[start : start + 1])) in LAUNCHERS:
                     return words[start:]
@@ -78,15 +73,10 @@ def launcher_among_ancestors(process: int, proc: Path = Path("/proc")) -> list[s
 def told_on_command_line(
     words: Sequence[str], read: Callable[[str], Sequence[str]], own_name: str = ""
 ) -> PlannedPlacement | None:
-    """Reads ranks and hosts off a launcher's command line.
+    """Ranks and hosts on a launcher's command line; None without one.
 
-    Args:
-        words: its command line; empty: there is none.
-        read: gives the lines of a hostfile; none if it cannot be read.
-        own_name: of this host, on which the launcher runs.
-
-    Returns:
-        Hosts only where it is sure that slots are filled one after the other; size 0 where it is not said.
+    `read` returns the lines of a hostfile; `own_name` is the name of this host, where the launcher runs. Hosts are
+    returned only if it is certain that their slots are filled in order. Size 0: not given.
     """
     if not words:
         return None
@@ -109,13 +99,13 @@ def told_on_command_line(
     known = [(host, slots) for host, slots in hosts if slots]
     sure = ordered and size and len(known) == len(hosts) and len(dict(known)) == len(known)
     sure = sure and sum(slots for _, slots in known) >= size
-    # Open MPI 4 begins with the launching host, wherever that is named; 5 and Hydra do not.
+    # Open MPI 4 fills the launching host first, wherever it is listed; Open MPI 5 and Hydra do not.
     sure = sure and not any(host.partition(".")[0] == own_name.partition(".")[0] for host, _ in known[1:])
     return PlannedPlacement(size, tuple(known) if sure else (), source=f"`{shown}`")
 
 
 def is_program(words: Sequence[str], place: int) -> bool:
-    """Whether a word of a launcher's command line may be the program that ranks run: the first that no option takes."""
+    """Whether an argument may be the ranks' program: the first one that belongs to no option."""
     if words[place].startswith("-") or (place > 1 and takes_two(words[place - 2])):
         return False
     before = words[place - 1] if place else ""
@@ -128,7 +118,7 @@ def takes_two(word: str) -> bool:
 
 
 def slots_of(item: str) -> tuple[str, int]:
-    """A host and its slots, from `host:4` or `host slots=4`; 0 slots: not understood."""
+    """Host and slots from `host:4` or `host slots=4`; 0 slots: not understood."""
     match = re.fullmatch(
         r"([\w.-]+)(?::([0-9]{1,9})|(?:\s+slots\s*=\s*([0-9]{1,9}))(?:\s+max[_-]slots\s*=\s*\d+)?)?", item
     )
@@ -138,7 +128,7 @@ def slots_of(item: str) -> tuple[str, int]:
 
 
 def read_lines(path: str) -> Sequence[str]:
-    """A hostfile's lines; none if it cannot be read."""
+    """Lines of a hostfile; none if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""MPI without Horovod: started once, ended with the process if that ends well."""
+"""MPI without Horovod: initialized once, finalized at exit if the process succeeds."""
 
 from __future__ import annotations
 
@@ -12,16 +12,9 @@ from ringtrain.protocol.failures import ended_well
 
 @functools.cache
 def start() -> Any:
-    """Starts MPI.
-
-    Returns:
-        mpi4py's module MPI.
-
-    Raises:
-        MissingDependency: mpi4py is not there.
-    """
+    """Initializes MPI once and returns mpi4py's module MPI. Raises MissingDependency without mpi4py."""
     try:
-        # MPI's end is a meeting of all ranks: one that has failed would wait there for the others, and they for it.
+        # MPI_Finalize is collective: a failed rank would wait in it for the others, and they for it.
         import mpi4py
 
         mpi4py.rc.finalize = False

@@ -1,4 +1,4 @@
-"""Where ranks are, where they were planned to be, and the difference."""
+"""Actual and planned placement of ranks, and the difference."""
 
 from __future__ import annotations
 
@@ -11,44 +11,43 @@ from dataclasses import asdict, dataclass
 from ringtrain.protocol.env import PLAN
 from ringtrain.protocol.json_text import INVALID, parse_json
 
-MAX_PLAN_LETTERS = 100_000  # the kernel takes 131,072 per variable
+MAX_PLAN_LETTERS = 100_000  # the kernel's limit per variable is 131,072
 MAX_ROWS = 16
 
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """Where one rank runs."""
+    """Host, local rank, device and process of one rank."""
 
     rank: int
     size: int
-    """ranks in its world"""
     host: str
-    """as the host calls itself"""
+    """name by which the host calls itself"""
     local_rank: int = -1
     """-1: not known"""
     device: str = ""
-    """of which no two ranks of a host may have the same; empty: none of its own"""
+    """unique ID of its GPU; "" on CPU, or if ranks share GPUs"""
     process: int = 0
-    """its id on its host; 0: not known"""
+    """process ID on its host; 0: not known"""
 
 
 @dataclass(frozen=True)
 class PlannedPlacement:
-    """Where all ranks shall run."""
+    """Planned placement of all ranks."""
 
     size: int
     hosts: tuple[tuple[str, int], ...] = ()
     """name and slots, filled in this order; empty: anywhere"""
     source: str = "ringtrain launch"
-    """who said so"""
+    """origin of the plan, for messages"""
 
     def seats(self) -> list[tuple[str, int]]:
-        """Host and local rank of each rank; nothing if they may be anywhere."""
+        """Host and local rank of each rank; empty if they may be anywhere."""
         seats = ((name, local_rank) for name, slots in self.hosts for local_rank in range(slots))
         return list(itertools.islice(seats, max(0, self.size)))
 
     def counts(self, rank: int) -> dict[str, int]:
-        """What a rank should find around it; without hosts only how many ranks there are."""
+        """Sizes that a rank should find; without hosts only the number of ranks."""
         seats = self.seats()
         if rank >= len(seats):
             return {"ranks": self.size}
@@ -62,17 +61,13 @@ class PlannedPlacement:
         }
 
     def to_json(self) -> str:
-        """The plan as text; without its hosts where they would be too long for the environment."""
+        """Plan as JSON, without its hosts if they are too long for an environment variable."""
         text = json.dumps(asdict(self))
         return text if len(text) < MAX_PLAN_LETTERS else json.dumps({"size": self.size, "source": self.source})
 
     @classmethod
     def from_json(cls, text: str) -> PlannedPlacement:
-        """Reads what to_json wrote.
-
-        Raises:
-            ValueError: it is something else.
-        """
+        """Reads the output of to_json. Raises ValueError for anything else."""
         try:
             fields = parse_json(text)
             hosts = tuple((str(name), int(slots)) for name, slots in fields.get("hosts", ()))
@@ -82,16 +77,10 @@ class PlannedPlacement:
 
 
 def difference(expected: PlannedPlacement, seats: Iterable[RankPlacement]) -> str:
-    """Compares where ranks are with where they shall be.
+    """Table of differences between planned and actual placement, with a hint how to fix them; "" if there are none.
 
-    Hosts may call themselves otherwise than the plan does, as long as each planned host is one host, and no two of them
-    are the same.
-
-    Args:
-        seats: of all ranks, or of those that are known yet.
-
-    Returns:
-        A table of what differs, with a line that says how to mend it; empty: nothing does.
+    Hosts may call themselves by other names than the plan's, as long as each planned host is one host, and no two of
+    them are the same. `seats`: All ranks, or those known so far.
     """
     planned = expected.seats()
     short = Counter(_short(name) for name, _ in expected.hosts)
@@ -125,7 +114,7 @@ def difference(expected: PlannedPlacement, seats: Iterable[RankPlacement]) -> st
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Rows in columns, as plain text; of many rows the first."""
+    """Rows in columns, as plain text; at most MAX_ROWS of them."""
     shown = [head, *rows[:MAX_ROWS]]
     widths = [max(len(row[column]) for row in shown) for column in range(len(head))]
     lines = [

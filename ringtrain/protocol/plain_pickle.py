@@ -1,6 +1,6 @@
-"""Reads pickles that hold plain values, and the messages of Horovod's elastic services; no others.
+"""Restricted unpickling: plain values and the messages of Horovod's elastic services, nothing else.
 
-Horovod unpickles what arrives over the network, and a pickle may name any function to be called.
+Horovod unpickles data that arrives over the network, and a pickle can call any function.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 MAX_BYTES = 1 << 20
-"""of one message"""
+"""per message"""
 _SERVICES = "horovod.runner.common.util.network"
 _ELASTIC = "horovod.runner.elastic.worker"
 ALLOWED = {
@@ -24,11 +24,11 @@ ALLOWED = {
     (_ELASTIC, "HostsUpdatedRequest"),
     (_ELASTIC, "HostUpdateResult"),
 }
-"""modules and names of the classes that a message may hold: they keep what they are given, and do nothing"""
+"""modules and names of the classes that a message may contain: they only store their arguments"""
 
 
 class NotPlain(pickle.UnpicklingError):
-    """A pickle names something else than plain values."""
+    """The pickle contains more than plain values."""
 
 
 class _Reader(pickle.Unpickler):
@@ -39,29 +39,21 @@ class _Reader(pickle.Unpickler):
 
 
 def loads(data: bytes) -> Any:
-    """Reads a pickle.
-
-    Raises:
-        NotPlain: it holds more than plain values.
-    """
+    """Unpickles plain values. Raises NotPlain for anything else."""
     try:
         return _Reader(io.BytesIO(data)).load()
     except NotPlain:
         raise
-    except Exception as error:  # a broken pickle can raise anything
+    except Exception as error:  # an invalid pickle can raise anything
         raise NotPlain(f"got {len(data)} bytes that are no pickle of plain values ({error!r})") from error
 
 
 def restrict(network: Any, address: str) -> None:
-    """Restricts Horovod's services and clients of this process.
-
-    Args:
-        address: that services listen on; "" for all interfaces.
-    """
+    """Restricts Horovod's services and clients of this process. address: Where services listen; "": all interfaces."""
 
     class Wire(network.Wire):
         def read(self, file: Any) -> Any:
-            """Reads a message of limited length whose digest is right; any other is taken for a closed connection."""
+            """Reads a message of limited length with a valid digest; any other counts as a closed connection."""
             digest, header = file.read(network.secret.DIGEST_LENGTH), file.read(4)
             length = struct.unpack("i", header)[0] if len(header) == 4 else -1
             message = file.read(length) if 0 <= length <= MAX_BYTES else b""
@@ -79,7 +71,7 @@ def restrict(network: Any, address: str) -> None:
 
 
 def address_of(interface: str) -> str:
-    """IPv4 address of an interface; "" if there is no such interface, or it has none."""
+    """IPv4 address of an interface; "" if it does not exist or has none."""
     import psutil
 
     entries = psutil.net_if_addrs().get(interface, [])

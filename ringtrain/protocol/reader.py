@@ -1,4 +1,4 @@
-"""The launcher's side: reads what ranks report on standard error."""
+"""The launcher's parser of the ranks' reports on standard error."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from ringtrain.protocol.placement import RankPlacement
 
 MAX_PIECES = 1000
 MAX_FAILURE_BYTES = 1 << 20
-TAG = re.compile(r"\[[^][<>]*\d\]<stderr>:? ?")  # a launcher's, also in the middle of a line that it took in two parts
+TAG = re.compile(r"\[[^][<>]*\d\]<stderr>:? ?")  # a launcher's, also within a line that it read in two parts
 
 
 class Lines:
-    """Divides what processes write into lines. A progress bar's carriage return ends one as well; each keeps its end.
+    """Splits the output of processes into lines, which keep their ends; a progress bar's carriage return also ends one.
 
-    Args:
-        mark: of lines that are for a program: text that may be the beginning of one is given out with its end only.
+    Text that may begin with `mark`, the start of a report, is held back until its line is complete.
     """
 
     WAIT_S = 0.2
-    """after which unfinished text is given out as it is"""
+    """delay after which an incomplete line is returned"""
     MAX_BYTES = 65536
-    """of unfinished text"""
+    """of an incomplete line"""
 
     def __init__(self, mark: bytes) -> None:
         self.unfinished = b""
@@ -35,7 +34,7 @@ class Lines:
         self._since_s = 0.0
 
     def add(self, data: bytes) -> list[bytes]:
-        """The lines that this completes."""
+        """Lines that the data completes."""
         lines = (self.unfinished + data).splitlines(keepends=True)
         if len(lines) != 1 or not self.unfinished:
             self._since_s = time.monotonic()
@@ -43,7 +42,7 @@ class Lines:
         return lines
 
     def late(self) -> list[bytes]:
-        """Unfinished text that has waited long enough, or is too long to wait."""
+        """Incomplete line, if it is over WAIT_S old or longer than MAX_BYTES."""
         text = self.unfinished
         if len(text) < self.MAX_BYTES and (
             not text
@@ -55,19 +54,19 @@ class Lines:
         return self.rest()
 
     def rest(self) -> list[bytes]:
-        """Unfinished text, if there is any; after the end."""
+        """Incomplete line, if there is one; for the end of the output."""
         text, self.unfinished = self.unfinished, b""
         return [text] if text else []
 
 
 class Reader:
-    """Takes the reports of one job out of what its ranks write.
+    """Extracts the reports of one job from the output of its ranks.
 
     Attributes:
-        failures: by rank; the first of each.
-        run_name: of the run, empty until rank 0 has said it.
-        boxes: step and phase of ranks that have ended, where their launcher says so.
-        processes: the process that trains, by host and first process of a rank, where these are two processes.
+        failures: First failure of each rank.
+        run_name: "" until rank 0 has reported it.
+        boxes: Step and phase of ranks that have exited, if their launcher reports them.
+        processes: Process that trains, by host and first process of a rank, if the two differ.
     """
 
     def __init__(self, job: str) -> None:
@@ -80,8 +79,8 @@ class Reader:
         self._mark = f"{MARK}:{job}:"
 
     def take(self, line: str) -> bool:
-        """Reads a line, and says whether it was a report."""
-        whole = TAG.sub("", line)  # the tag may stand within the mark
+        """Parses a line and returns whether it was a report."""
+        whole = TAG.sub("", line)  # the tag may be within the mark
         if self._mark not in whole:
             return False
         kind, _, rest = whole.partition(self._mark)[2].strip().partition(":")
@@ -105,7 +104,7 @@ class Reader:
             elif kind == "failure":
                 self._take_piece(*rest.split(":", 2))
         except (*INVALID, zlib.error):
-            pass  # torn
+            pass  # an incomplete report
         return True
 
     def _take_piece(self, rank: str, number: str, text: str) -> None:
@@ -124,5 +123,5 @@ class Reader:
                 self.failures[int(rank)] = failure
 
     def first_failure(self) -> Failure | None:
-        """The earliest; one that is only the consequence of another's end never wins over a cause."""
+        """Earliest failure; a follow-up error only if there is no other."""
         return min(self.failures.values(), key=lambda failure: (failure.is_consequence, failure.time_s), default=None)

@@ -1,4 +1,4 @@
-"""The step a rank is at, in shared memory: readable after the process has been killed."""
+"""Status line of a rank (step and phase) in shared memory, readable after the process was killed."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from collections.abc import Mapping
 from ringtrain.protocol.env import JOB
 
 STATUS_FILES = "/dev/shm/ringtrain"
-"""how the names of ranks' boxes begin; the job's id and the rank follow"""
+"""path prefix of the status lines; the job's ID and the rank follow"""
 STATUS_LENGTH = 80
 
 
 class StatusLine:
-    """Says which step a rank is at, in a line that is there also when the process has been killed.
+    """Status line of one rank in /dev/shm, which the host agent reads and removes after the process has exited.
 
-    In memory that the host keeps after the process' end: the launcher's keeper reads it, and removes it. Without a
-    launcher that listens, it is nowhere; nor where something else has its name. Training never fails for it.
+    Nothing is written without a launcher, or if another kind of file has its name. Errors never stop training.
     """
 
     def __init__(self, rank: int, environ: Mapping[str, str] = os.environ) -> None:
@@ -26,7 +25,7 @@ class StatusLine:
         with contextlib.suppress(OSError):
             if environ.get(JOB):
                 name = f"{STATUS_FILES}-{environ[JOB]}-{rank}"
-                # Not to block: a FIFO without a reader would.
+                # O_NONBLOCK: a FIFO without a reader would block.
                 descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
                 found = os.fstat(descriptor)
                 if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink == 1:
@@ -35,8 +34,7 @@ class StatusLine:
                     os.close(descriptor)
 
     def put(self, global_step: int, phase: str) -> None:
-        """Says where this rank stands now."""
         if self._descriptor < 0:
             return
-        with contextlib.suppress(OSError):  # /dev/shm is full, as with the 64 MB that Docker gives it
+        with contextlib.suppress(OSError):  # /dev/shm may be full: Docker gives it 64 MB
             os.pwrite(self._descriptor, f"{global_step} {phase}".ljust(STATUS_LENGTH - 1).encode() + b"\n", 0)

@@ -1,6 +1,6 @@
-"""How ranks tell each other that they live: JSON lines over TCP between rank 0 and every other rank, and a slate.
+"""Heartbeat transport: JSON lines over TCP between rank 0 and every other rank, and a status line for this host.
 
-Standard library only (and psutil, which Horovod needs). Whoever does not know the token is not listened to.
+Both sides of a connection send the token first; nothing before it is parsed. Needs psutil besides the standard library.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from ringtrain.protocol.json_text import parse_json
 
 MAX_LINE_BYTES = 1 << 20
 RECEIVE_BYTES = 1 << 16
-"""at a time"""
 MAX_STRANGERS = 256
-"""connections that have not said the token yet: one more, and the oldest is closed"""
+"""unauthenticated connections; with one more, the oldest is closed"""
 CONNECT_TIMEOUT_S = 2.0
 TOKEN_TIMEOUT_S = 5.0
-"""for a new connection to say the token"""
+"""for a new connection to send the token"""
 
 
 @dataclass
@@ -38,14 +37,10 @@ class _Connection:
 
 
 class Wire:
-    """The connections of one process. Both sides of each begin with the token; JSON is read only behind it.
-
-    Args:
-        listens: accept connections, on all interfaces and a free port.
-    """
+    """Connections of one process. `listens`: Accepts connections, on all interfaces and a free port."""
 
     def __init__(self, token: str, listens: bool = False) -> None:
-        self.token = token  # the ranks hear rank 0's before they call
+        self.token = token  # the ranks receive rank 0's before they connect
         self._connections: dict[int, _Connection] = {}
         self._selector = selectors.DefaultSelector()
         self._bell, self._woken = socket.socketpair()
@@ -61,20 +56,16 @@ class Wire:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """Port that it listens on; 0 if it does not."""
         return self._listener.getsockname()[1] if self._listener else 0
 
     @property
     def is_connected(self) -> bool:
-        """Whether somebody is there who knows the token."""
+        """Whether a peer has sent the token."""
         return any(connection.knows_token for connection in self._connections.values())
 
     def connect(self, addresses: Sequence[str], port: int, message: dict[str, Any]) -> bool:
-        """Finds the one that listens.
-
-        Returns:
-            Whether one of them answered with the token.
-        """
+        """Connects to the first address that answers with the token; returns whether one did."""
         for address in addresses:
             with contextlib.suppress(OSError):
                 connection = self._add(socket.create_connection((address, port), CONNECT_TIMEOUT_S))
@@ -89,14 +80,9 @@ class Wire:
     def exchange(
         self, message: dict[str, Any], seconds: float, is_enough: Callable[[], bool] = lambda: False
     ) -> list[dict[str, Any]]:
-        """Sends a message to everybody and hears what they say.
+        """Sends a message to all peers and returns those received.
 
-        Args:
-            message: plain values. Who has not taken the one before yet does not get it.
-            seconds: to listen for; `wake` ends it sooner.
-
-        Returns:
-            What has come, in its order.
+        Lasts `seconds`, or until `wake` or `is_enough`. A peer that has not taken the previous message yet is skipped.
         """
         self._line = _line_of(message)
         for connection in list(self._connections.values()):
@@ -129,7 +115,6 @@ class Wire:
             self._bell.send(b".")
 
     def close(self) -> None:
-        """Ends all connections."""
         self._close_all()
         if self._listener:
             self._selector.unregister(self._listener)
@@ -138,11 +123,11 @@ class Wire:
 
     @property
     def _greeting(self) -> bytes:
-        """What both sides say first."""
+        """Line that both sides send first."""
         return self.token.encode() + b"\n"
 
     def _strangers(self) -> list[_Connection]:
-        """Connections that have not said the token yet, the oldest first."""
+        """Unauthenticated connections, the oldest first."""
         return [connection for connection in self._connections.values() if not connection.knows_token]
 
     def _accept(self) -> None:
@@ -181,7 +166,7 @@ class Wire:
             data = b""
         connection.received += data
         if not connection.knows_token:
-            # Nothing is said of a part of the token, which could be guessed letter by letter.
+            # An incomplete token gets no answer: it could be guessed character by character.
             is_whole = len(connection.received) == len(self._greeting) or b"\n" in data
             if hmac.compare_digest(connection.received, self._greeting):
                 connection.knows_token, connection.received = True, b""
@@ -220,7 +205,7 @@ def _line_of(message: dict[str, Any]) -> bytes:
 
 
 def own_addresses() -> list[str]:
-    """This host's addresses, as other hosts may reach it."""
+    """Addresses by which other hosts may reach this one, IPv4 first."""
     import psutil
 
     families = (socket.AF_INET, socket.AF_INET6)
@@ -231,26 +216,17 @@ def own_addresses() -> list[str]:
 
 
 class Slate:
-    """A line of this process that others of its user on this host can read, also while it is stopped.
-
-    It lies in memory and is gone with the process.
-    """
+    """Status line of this process in memory; its user can read it on this host, also while the process is stopped."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("ringtrain")
 
     def put(self, step: int, phase: str) -> None:
-        """Says where this process stands."""
         os.pwrite(self.descriptor, f"{step} {phase}".ljust(40).encode(), 0)
 
 
 def look_at(process: int, descriptor: int) -> dict[str, Any]:
-    """Looks at another process of this host, which does not answer.
-
-    Returns:
-        state: a letter as in proc(5), T for stopped, empty for a process that is gone; with step and phase if its slate
-        can be read.
-    """
+    """State of another process as a letter of proc(5), "" if it is gone; step and phase if its slate is readable."""
     try:
         with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
             seen: dict[str, Any] = {"state": file.read().rpartition(")")[2].split()[0]}
