@@ -1,4 +1,4 @@
-"""What of the launching environment reaches the ranks, and what a job sets for them besides."""
+"""Variables of the launching environment that reach ranks, and those that a job sets besides."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ USUAL = re.compile(
     r"|(NCCL|HOROVOD|TF(?!_(?:VAR|TOKEN|CLI)_)|XLA|OMP|KMP|KERAS|RINGTRAIN|UCX|FI|MPIR|I_MPI)_[A-Za-z0-9_]*"
     r"|CUDA_(?!VISIBLE_DEVICES|HOME|PATH)[A-Za-z0-9_]*"
 )
-# What the launching host needs for itself, as any host has it from its own login: for horovodrun, ssh (GSSAPI has
-# tickets in KRB5CCNAME), mpirun, schedulers' commands, and its own ranks.
+# Needed on the launching host itself, and set by the login on any other: for horovodrun, ssh (GSSAPI has tickets in
+# KRB5CCNAME), mpirun, schedulers' commands, and its own ranks.
 OF_THE_LAUNCHER = re.compile(
     r"HOME|USER|LOGNAME|SHELL|SHLVL|PWD|OLDPWD|_|TERM|TZ|TMPDIR|LANG|LANGUAGE|SSH_AUTH_SOCK|SSH_AGENT_PID|KRB5[A-Z0-9_]*"
     r"|CUDA_(VISIBLE_DEVICES|HOME|PATH)[A-Za-z0-9_]*|PYTHON[A-Z0-9_]*"
     r"|(LC|XDG|OMPI|OPAL|ORTE|PRTE|PMIX|HYDRA|HWLOC|MPIEXEC|MPICH|MPIR|I_MPI|FI|UCX|SLURM|PBS|LSB|LSF|KUBERNETES)_[A-Za-z0-9_]*"
 )
-# What a login, a terminal, a desktop or a tool sets, which no person misses at a rank.
+# Set by a login, a terminal, a desktop or a tool, and not needed by ranks.
 OF_A_SESSION = re.compile(
     r"_.*|LS_COLORS|LESS[A-Z]*|MAIL|MANPATH|INFOPATH|EDITOR|VISUAL|PAGER|DISPLAY|XAUTHORITY|STY|WINDOW(ID)?|HOST(NAME|TYPE)?"
     r"|GROUP|[A-Z]*OSTYPE|MACHTYPE|VENDOR|SESSION_MANAGER|INVOCATION_ID|JOURNAL_STREAM|LOADEDMODULES|PS[0-9]|HIST[A-Z]*"
@@ -42,30 +42,26 @@ NOT_SECRET = ("PWD", "OLDPWD", "SSH_AUTH_SOCK")
 
 @dataclass(frozen=True)
 class Setting:
-    """A variable that a job sets, or deliberately leaves."""
+    """A variable that a job sets, or deliberately leaves unchanged."""
 
     name: str
     value: str | None
-    """None: as it is"""
+    """None: unchanged"""
     reason: str
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable's name says that its value is nobody's business."""
+    """Whether a variable's name marks its value as secret."""
     return name not in NOT_SECRET and SECRET.search(name) is not None
 
 
 def is_private(name: str, job: Job) -> bool:
-    """Whether a value must not be written into a file: a secret by its name, or one that was asked for by --forward."""
+    """Whether a value must not be written to a file: it is secret by its name, or forwarded by --forward alone."""
     return is_secret(name) or (name in job.forward and not USUAL.fullmatch(name))
 
 
 def forwarded(job: Job) -> tuple[str, ...]:
-    """Names of the launching environment's variables that ranks get.
-
-    Raises:
-        LaunchError: a name asked for by --forward is no name, or is not set here.
-    """
+    """Names of the variables that ranks get. Raises LaunchError if --forward names an invalid or unset one."""
     for name in job.forward:
         if not NAME.fullmatch(name):
             raise LaunchError(
@@ -77,9 +73,9 @@ def forwarded(job: Job) -> tuple[str, ...]:
 
 
 def withheld(job: Job) -> tuple[str, ...]:
-    """Names that a launcher must not see, since it passes on everything: horovodrun to all ranks, mpirun to its own.
+    """Names hidden from a launcher that passes on everything: horovodrun to all ranks, mpirun to those of its host.
 
-    None where all ranks are on the launching host: they are alike then with its whole environment.
+    None if all ranks are on the launching host: all then have its whole environment.
     """
     kept = {*forwarded(job)}
     if job.here is not None and job.hosts and all(host.name in job.here for host in job.hosts):
@@ -88,7 +84,7 @@ def withheld(job: Job) -> tuple[str, ...]:
 
 
 def not_handed_on(job: Job) -> str:
-    """A line that names variables of the user's which ranks do not get; "" if there are none."""
+    """Message with the user's variables that ranks do not get; "" if there are none."""
     names = [name for name in withheld(job) if NAME.fullmatch(name) and not OF_A_SESSION.fullmatch(name)]
     if not names:
         return ""
@@ -97,7 +93,7 @@ def not_handed_on(job: Job) -> str:
 
 
 def settings(job: Job) -> list[Setting]:
-    """What a job sets for its ranks, whatever starts them."""
+    """Variables that a job sets for its ranks under any launcher."""
     found = []
     if job.threads_per_rank:
         reason = "threads of a rank, as asked for (--threads)"
@@ -129,5 +125,5 @@ def as_mapping(found: Iterable[Setting]) -> tuple[dict[str, str], dict[str, str]
 
 
 def names_for_ranks(job: Job, values: Mapping[str, str]) -> tuple[str, ...]:
-    """Every name that ranks get: of the launching environment and of what the job sets."""
+    """Names of all variables that ranks get, from the launching environment or set by the job."""
     return tuple(sorted({*forwarded(job), *values}))

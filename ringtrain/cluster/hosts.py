@@ -1,14 +1,14 @@
 """Hosts and their slots, from hostfiles of every format and from the command line.
 
-One line of a hostfile names one host, in whichever format; lines of different formats may stand in one file:
+Each line of a hostfile names one host; the formats may be mixed:
 
     host1 slots=4 max_slots=8     Open MPI, DeepSpeed
     host2:4                       MPICH, Intel MPI, horovodrun
-    host3                         one slot each time that it is named, as PBS and LSF write it
+    host3                         one slot for each line, as PBS and LSF write it
     [fe80::1]:4                   IPv6, with brackets wherever a number follows a colon
 
-A # begins a comment. The number of a host's slots is said once: the same host with a number again is an error. Its name
-alone, again, is one slot more, wherever in the file it stands. Open MPI 4.1 goes by the same two rules.
+A # begins a comment. A host's number of slots is given once: a second number is an error. Its name alone adds one slot,
+anywhere in the file. Open MPI 4.1 follows the same two rules.
 """
 
 from __future__ import annotations
@@ -27,23 +27,18 @@ MAX_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class Host:
-    """A machine that ranks run on.
-
-    No name that a shell, ssh or a launcher could take for anything but a name gets past its constructor.
-    """
+    """A machine that ranks run on; its name is safe to pass to a shell, ssh or a launcher."""
 
     name: str
     """as ssh knows it; may be an IPv6 address, without brackets"""
     slots: int = 1
-    """ranks that it takes"""
     max_slots: int = 0
-    """ranks that it takes where more ranks than slots are allowed; 0: no limit"""
+    """maximum number of ranks with --oversubscribe; 0: no limit"""
     indices: tuple[int, ...] = ()
-    """which of the machine's slots, that is, of its GPUs, these are, where a filter left out some before them; empty:
-    the first"""
+    """indices of these slots (GPUs) on the machine, if a filter removed some before them; empty: the first ones"""
 
     def __post_init__(self) -> None:
-        """Refuses what is no name."""
+        """Raises HostsError for an invalid name."""
         if not is_name(self.name):
             raise HostsError(f"got {shown(self.name)}, expected {EXPECTED_NAME}")
 
@@ -52,58 +47,31 @@ class Host:
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
-    """Reads a hostfile of any format.
-
-    Returns:
-        The hosts in the order of their first mention, each once.
-
-    Raises:
-        HostsError: it cannot be read, or a line is wrong; names the file and the line.
-    """
+    """Reads a hostfile of any format; raises HostsError with the file and line. Hosts in order of first mention."""
     return parse_hostfile(read_text(path), _title(path))
 
 
 def parse_hostfile(text: str, source: str) -> tuple[Host, ...]:
-    """Reads the text of a hostfile.
-
-    Returns:
-        The hosts in the order of their first mention, each once.
-
-    Raises:
-        HostsError: a line is wrong, or there is none.
-    """
+    """Hosts of a hostfile's text, in order of first mention. Raises HostsError for an invalid line or no host."""
     lines = ((number, line.partition("#")[0].strip()) for number, line in enumerate(text.split("\n"), start=1))
     return collect((parse_line(line, f"{source}:{number}") for number, line in lines if line), source)
 
 
 def parse_hosts(text: str, source: str = "-H") -> tuple[Host, ...]:
-    """Reads hosts from the command line.
-
-    Args:
-        text: e.g. "host1:4,host2:4", "[fe80::1]:4" or "host1,host1" (two slots).
-
-    Returns:
-        The hosts in the order of their first mention, each once.
-
-    Raises:
-        HostsError: names the item that is wrong.
-    """
+    """Hosts such as "host1:4,host2:4", "[fe80::1]:4" or "host1,host1" (two slots). Raises HostsError."""
     items = enumerate(text.split(","), start=1)
     return collect((parse_line(item.strip(), f"{source}, item {number}") for number, item in items), source)
 
 
 def take(hosts: Sequence[Host], num_ranks: int, oversubscribe: bool = False) -> tuple[Host, ...]:
-    """Gives ranks their hosts: each host's slots are filled before the next host's.
+    """Assigns ranks to hosts, filling each host's slots before the next; returns hosts with as many slots as ranks.
 
     Args:
-        oversubscribe: more ranks than slots are allowed. What exceeds the slots is dealt out evenly over all hosts, the
-            first hosts getting one more, as Open MPI does; max_slots stays the limit.
-
-    Returns:
-        The hosts that get ranks, with as many slots as they get ranks.
+        oversubscribe: Ranks beyond the slots are distributed evenly over all hosts, the first hosts getting one more,
+            as in Open MPI; max_slots stays the limit.
 
     Raises:
-        HostsError: no rank, or too few slots.
+        HostsError: No rank, or too few slots.
     """
     if num_ranks < 1:
         raise HostsError(f"got -np {num_ranks}, expected 1 rank or more")
@@ -135,18 +103,15 @@ def take(hosts: Sequence[Host], num_ranks: int, oversubscribe: bool = False) -> 
 
 
 def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> tuple[Host, ...]:
-    """Keeps some hosts, or some slots of them.
+    """Keeps some hosts, or some slots of them; slots that are not the first ones are given by indices.
 
     Args:
-        include: what to keep: items divided by commas, each a host or a host with a slot's number or numbers from 0 on:
-            "host1,host2:0-1,host2:3" is all of host1 and the first, second and fourth slot of host2. Empty: everything.
-        exclude: what to leave out of it, written alike.
-
-    Returns:
-        What is left, in the order of hosts, each with the indices of its slots unless they are the first ones.
+        include: Items separated by commas, each a host, or a host with a slot or range of slots, counted from 0:
+            "host1,host2:0-1,host2:3" is all of host1 and the first, second and fourth slot of host2. "": all.
+        exclude: Removed from these, in the same format.
 
     Raises:
-        HostsError: a host or slot that is not there, or nothing is left.
+        HostsError: A host or slot does not exist, or none is left.
     """
     wanted = _named(hosts, include, "--include") if include else None
     unwanted = _named(hosts, exclude, "--exclude") if exclude else {}
@@ -170,16 +135,10 @@ def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> tuple
 
 
 def collect(mentions: Iterable[Mention], source: str) -> tuple[Host, ...]:
-    """Makes hosts of the places that name them.
-
-    Args:
-        source: where they come from, for the message when there are none.
-
-    Returns:
-        The hosts in the order of their first mention, each once.
+    """Merges mentions into hosts, in order of first mention. `source` is for messages.
 
     Raises:
-        HostsError: no mention, a number for a host that was there before, or too many slots.
+        HostsError: No mention, a second number of slots for a host, or too many slots.
     """
     found: dict[str, tuple[Mention, int]] = {}
     for mention in mentions:
@@ -202,11 +161,7 @@ def collect(mentions: Iterable[Mention], source: str) -> tuple[Host, ...]:
 
 
 def read_text(path: Path) -> str:
-    """Reads a small text file.
-
-    Raises:
-        HostsError: it is not there, cannot be read, is too large, or is no text.
-    """
+    """Reads a small text file. Raises HostsError if it cannot be read, is too large or is binary."""
     try:
         with open(path, "rb") as file:
             content = file.read(MAX_BYTES + 1)
@@ -225,7 +180,7 @@ def read_text(path: Path) -> str:
 
 
 def _named(hosts: Sequence[Host], text: str, option: str) -> dict[str, set[int]]:
-    """The slots that a filter names, by host."""
+    """Slots that a filter names, by host."""
     known = {_key(host.name): host for host in hosts}
     named: dict[str, set[int]] = {}
     for number, item in enumerate(text.split(","), start=1):
@@ -253,7 +208,7 @@ def _indices(host: Host) -> Sequence[int]:
 
 
 def _key(name: str) -> str:
-    """What tells hosts apart: neither ssh nor the DNS knows upper case from lower."""
+    """Name for comparisons: neither ssh nor DNS distinguishes case."""
     return name.lower()
 
 
@@ -270,7 +225,7 @@ def _count(number: int, noun: str) -> str:
 
 
 MAX_SLOTS = 4096
-"""of one host; more is taken for a slip of the keyboard"""
+"""of one host; more is taken for a typing error"""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,252}")
 IPV6 = re.compile(r"[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*")
 EXPECTED_NAME = (
@@ -281,47 +236,32 @@ EXPECTED_HOST = "'host', 'host:4' or 'host slots=4'"
 
 @dataclass(frozen=True)
 class Mention:
-    """A host as one place names it."""
+    """One mention of a host."""
 
     where: str
     """for messages: "cluster.txt:3" """
     name: str
     slots: int | None = None
-    """None: the name alone, for one slot more"""
+    """None: the name alone, which adds one slot"""
     max_slots: int = 0
 
 
 def parse_number(text: str, where: str) -> int:
-    """Reads a number of slots.
-
-    Raises:
-        HostsError: no number, zero, or too large.
-    """
+    """Number of slots, 1 to MAX_SLOTS. Raises HostsError for anything else."""
     if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= MAX_SLOTS:
         raise HostsError(f"{where}: got {shown(text)} slots, expected a number from 1 to {MAX_SLOTS}")
     return int(text)
 
 
 def checked_name(text: str, where: str) -> str:
-    """Reads a host's name; an IPv6 address comes back in its shortest form.
-
-    Raises:
-        HostsError: it is none, or not safe to hand to a shell.
-    """
+    """Valid host name, with an IPv6 address in its shortest form. Raises HostsError for an invalid or unsafe one."""
     if not is_name(text):
         raise HostsError(f"{where}: got {shown(text)}, expected {EXPECTED_NAME}")
     return socket.inet_ntop(socket.AF_INET6, socket.inet_pton(socket.AF_INET6, text)) if ":" in text else text
 
 
 def parse_line(line: str, where: str) -> Mention:
-    """Reads one line of a hostfile.
-
-    Args:
-        line: without its comment, e.g. "host1 slots = 4".
-
-    Raises:
-        HostsError: it is in none of the formats.
-    """
+    """Parses one line of a hostfile, without its comment. Raises HostsError if it has none of the formats."""
     spaced = " ".join([*line.replace("=", " = ").split(), ""])
     word, *settings = spaced.replace(" = ", "=").split() or [""]
     name, number = divide(word, where)
@@ -344,11 +284,7 @@ def parse_line(line: str, where: str) -> Mention:
 
 
 def divide(word: str, where: str) -> tuple[str, str | None]:
-    """Divides 'host:4' into host and 4, and 'host' into host and None.
-
-    Raises:
-        HostsError: what stands before the colon is no host's name.
-    """
+    """Splits 'host:4' into host and '4', 'host' into host and None. Raises HostsError for an invalid host name."""
     if match := re.fullmatch(r"\[([^\[\]]*:[^\[\]]*)\](?::(.*))?", word):
         return checked_name(match[1], where), match[2]
     if word.count(":") != 1:
@@ -358,9 +294,9 @@ def divide(word: str, where: str) -> tuple[str, str | None]:
 
 
 def is_name(text: str) -> bool:
-    """Whether this is a name or an address that neither a shell, ssh nor a launcher can take for anything else.
+    """Whether a text is a host name or address that is safe to pass to a shell, ssh or a launcher.
 
-    An address with a zone, fe80::1%eth0, is none: the zone names an interface of this host and says nothing on another.
+    An address with a zone, fe80::1%eth0, is not: the zone is an interface of this host and means nothing on another.
     """
     if ":" not in text:
         return NAME.fullmatch(text) is not None
@@ -371,5 +307,5 @@ def is_name(text: str) -> bool:
 
 
 def shown(text: str) -> str:
-    """What was received, as one short line in quotes."""
+    """Received text, quoted and shortened for a message."""
     return repr(text if len(text) <= 60 else text[:57] + "...")

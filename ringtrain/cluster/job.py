@@ -1,4 +1,4 @@
-"""What to run where, and the command that does: plain values, of which everything before run.py is a function."""
+"""Jobs and plans as plain values: what to run where, and the command that runs it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ringtrain.errors import LaunchError
 from ringtrain.protocol.env import JOB
 
 NUM_HOSTS_LARGE = 64
-"""from here on a launcher starts hosts differently"""
+"""number of hosts from which on a launcher starts them differently"""
 FRESH, FRESH_NAME = "/tmp/ringtrain.XXXXXXXXXX", "ringtrain_folder"
-"""as Job.files_folder: a folder that a pasted line makes, and its variable; a name that can be guessed may be taken"""
+"""as Job.files_folder: directory made by a pasted line, and its variable; a predictable name could be taken already"""
 MAX_WORD_LETTERS = 32_000
-"""of one word of a command line that we make; the kernel takes 131,072"""
+"""of one argument of a generated command line, in characters; the kernel's limit is 131,072"""
 
 
 @dataclass(frozen=True)
@@ -28,59 +28,59 @@ class Job:
     """What to run where."""
 
     command: tuple[str, ...]
-    """program and arguments that every rank runs"""
+    """program and arguments of every rank"""
     num_ranks: int
     hosts: tuple[Host, ...]
-    """with exactly as many slots used as there are ranks: see hosts.take; empty: the scheduler tells the launcher"""
+    """with exactly as many slots as ranks: see hosts.take; empty: the launcher gets them from the scheduler"""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """of the launching process; what of it reaches the ranks is decided by environment.forwarded"""
+    """of the launching process; environment.forwarded selects the variables that reach ranks"""
     forward: tuple[str, ...] = ()
-    """names handed on besides the usual ones"""
+    """names of variables forwarded besides the usual ones"""
     working_directory: str = ""
-    """folder that ranks start in; empty: where the launcher stands"""
+    """of the ranks; "": the launcher's"""
     bind: Literal["none", "core"] = "none"
     """none: ranks may use all cores of their host; core: each has cores of its own, one per thread"""
     network: Literal["tcp", "ucx"] = "tcp"
     """TCP, or InfiniBand and RoCE through UCX"""
     subnet: str = ""
-    """CIDR of the network that ranks talk over, e.g. 10.1.0.0/16; empty: any"""
+    """CIDR of the ranks' network, e.g. 10.1.0.0/16; "": any"""
     local_networks: tuple[str, ...] = ()
-    """CIDRs of networks that lead from no host to another one, as host agents find them"""
+    """CIDRs of networks that connect no hosts, as host agents find them"""
     ssh_port: int = 0
-    """0: as ssh itself has it configured"""
+    """0: ssh's own configuration"""
     threads_per_rank: int = 0
-    """CPU threads; 0: left to the ranks"""
+    """CPU threads; 0: the ranks decide"""
     oversubscribe: bool = False
-    """more ranks than slots are allowed"""
+    """allow more ranks than slots"""
     output: str = ""
-    """folder that keeps a log per rank; empty: none"""
+    """directory of the logs per rank; "": none"""
     num_servers: int = 0
-    """ranks that are parameter servers; 0: what the ranks' command says"""
+    """ranks that are parameter servers; 0: as the ranks' command says"""
     timeline: str = ""
-    """file for the timelines of all ranks; empty: none"""
+    """file for the timelines of all ranks; "": none"""
     yield_when_idle: bool = False
-    """MPI gives the processor away while it waits: for hosts whose ranks fill their cores"""
+    """MPI yields the processor while it waits: for hosts whose ranks fill their cores"""
     here: frozenset[str] | None = None
-    """names of its hosts that mean the launching machine; None: to be looked up"""
+    """names of hosts that mean the launching machine; None: look them up"""
     allow_root: bool = False
-    """the launching user is root, which Open MPI refuses to be without being told"""
+    """the launching user is root, which Open MPI refuses without a flag"""
     files_folder: str = "/tmp"
-    """where a launcher's files go (hosts, scripts) if there is no folder for output"""
+    """directory of a launcher's files (hosts, scripts) if `output` is "" """
 
     @property
     def several_hosts(self) -> bool:
-        """Whether ranks are on more hosts than one, or may be."""
+        """Whether ranks run, or may run, on more than one host."""
         return len(self.hosts) != 1
 
     @property
     def cores_per_rank(self) -> int:
-        """Cores that a bound rank has."""
+        """Cores of a bound rank."""
         return self.threads_per_rank or 1
 
 
 @dataclass(frozen=True)
 class Flag:
-    """Some words of a command line, and why they are there."""
+    """Arguments of a command line, and the reason for them."""
 
     words: tuple[str, ...]
     reason: str
@@ -88,26 +88,26 @@ class Flag:
 
 @dataclass(frozen=True)
 class Plan:
-    """A command, as one launcher wants it."""
+    """Command, environment and files of one launcher."""
 
     flags: tuple[Flag, ...]
-    """the launcher's words in their order, without the ranks' command"""
+    """the launcher's arguments in order, without the ranks' command"""
     command: tuple[str, ...]
-    """program and arguments that every rank runs"""
+    """program and arguments of every rank"""
     env: Mapping[str, str] = field(default_factory=dict)
-    """what the launcher's own environment gets besides what it has"""
+    """added to the launcher's own environment"""
     env_reasons: Mapping[str, str] = field(default_factory=dict)
-    """why, by name; a name that is not in env: why it is left as it is"""
+    """by name; for a name that is not in env: why it is left unchanged"""
     files: Mapping[str, str] = field(default_factory=dict)
-    """files to be written before it starts: path and text"""
+    """path and text of files to write before the start"""
 
     @property
     def argv(self) -> tuple[str, ...]:
-        """The whole command line."""
+        """Whole command line."""
         return (*(word for flag in self.flags for word in flag.words), *self.command)
 
     def shell(self) -> str:
-        """The command as a line that can be pasted into a shell; it writes its files first."""
+        """Command as a line that can be pasted into a shell; it writes its files first."""
         folders = dict.fromkeys(str(PurePath(path).parent) for path in self.files)
         writes = [
             f"{FRESH_NAME}=$(mktemp -d {FRESH}) &&" if folder == FRESH else f"mkdir -p -- {shlex.quote(folder)} &&"
@@ -121,16 +121,12 @@ class Plan:
 
 
 def _in_shell(word: str) -> str:
-    """A word, quoted for a shell; the fresh folder stands in it by its variable."""
+    """Argument, quoted for a shell; FRESH in it becomes its variable."""
     return f'"${FRESH_NAME}"'.join(shlex.quote(part) if part else "" for part in word.split(FRESH)) or "''"
 
 
 def explain(plan: Plan) -> list[tuple[str, str]]:
-    """Every part of a plan with its reason.
-
-    Returns:
-        Rows of words and reason: files, environment, flags, the ranks' command.
-    """
+    """Rows of arguments and reason for each part of a plan: files, environment, flags, the ranks' command."""
     rows = [
         (f"file {path}", f"{text.count(chr(10))} lines, written before the start") for path, text in plan.files.items()
     ]
@@ -141,11 +137,7 @@ def explain(plan: Plan) -> list[tuple[str, str]]:
 
 
 def check(job: Job) -> None:
-    """Refuses what no launcher can run, or what it would take for something else.
-
-    Raises:
-        LaunchError: says which part of the job it is.
-    """
+    """Raises LaunchError for a job that no launcher can run, or that one would misread."""
     if not job.command or not job.command[0] or job.command[0].startswith("-"):
         raise LaunchError(f"got the command {shlex.join(job.command)!r}, expected it to begin with a program's name")
     if ":" in job.command:
@@ -175,11 +167,7 @@ def check(job: Job) -> None:
 
 
 def check_names(hosts: Iterable[Host], launcher: str, pattern: str = r"[A-Za-z0-9][A-Za-z0-9.-]*") -> None:
-    """Refuses hosts that a launcher cannot name.
-
-    Raises:
-        LaunchError: names the first.
-    """
+    """Raises LaunchError for the first host whose name the launcher does not accept."""
     allowed = re.compile(pattern)
     for host in hosts:
         if not allowed.fullmatch(host.name):
@@ -190,11 +178,7 @@ def check_names(hosts: Iterable[Host], launcher: str, pattern: str = r"[A-Za-z0-
 
 
 def file_path(job: Job, kind: str, text: str) -> str:
-    """A path for a file of the launcher: jobs that run have their own, since each takes its files away at its end.
-
-    Args:
-        kind: the name's beginning and end, e.g. "hosts.txt".
-    """
+    """Path of a launcher's file of a kind such as "hosts.txt"; distinct for each job, since each deletes its own."""
     folder = PurePath(job.output or job.files_folder)
     stem, _, suffix = kind.partition(".")
     owner = job.environment.get("USER", "")
@@ -203,10 +187,10 @@ def file_path(job: Job, kind: str, text: str) -> str:
 
 
 def words(*flags: str | int, because: str) -> Flag:
-    """A flag of words, with its reason."""
+    """Flag from arguments and a reason."""
     return Flag(tuple(str(word) for word in flags), because)
 
 
 def named_hosts(hosts: Sequence[Host]) -> str:
-    """Hosts as -H wants them: host1:4,host2:2."""
+    """Hosts in the format of -H: host1:4,host2:2."""
     return ",".join(f"{host.name}:{host.slots}" for host in hosts)

@@ -1,4 +1,4 @@
-"""Starts programs, and writes the files that a plan asks for."""
+"""Starts programs, and writes a plan's files."""
 
 from __future__ import annotations
 
@@ -18,25 +18,16 @@ from ringtrain.cluster.job import Plan
 from ringtrain.errors import LaunchError
 from ringtrain.protocol.env import OWN_RANK, STARTER
 
-PR_SET_PDEATHSIG = 1  # of Linux' prctl
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def call(
     argv: Sequence[str], timeout_s: float, environ: Mapping[str, str] = os.environ, only_good: bool = False
 ) -> str:
-    """Runs a short command.
-
-    Args:
-        argv: the command, looked for on the environment's PATH.
-        timeout_s: after which it is given up.
-        only_good: what it writes to standard error is left where it is, and ending with another code than 0 is an
-            error.
-
-    Returns:
-        What it wrote, errors as well.
+    """Output of a short command, with its standard error unless `only_good`.
 
     Raises:
-        LaunchError: it is not there, or does not end.
+        LaunchError: It is not on PATH, does not end in time, or, with `only_good`, exits with another code than 0.
     """
     program = find(argv[0], environ)
     try:
@@ -59,11 +50,7 @@ def call(
 
 
 def find(program: str, environ: Mapping[str, str] = os.environ) -> str:
-    """The path of a program.
-
-    Raises:
-        LaunchError: it is not installed here.
-    """
+    """Path of a program. Raises LaunchError if it is not on PATH."""
     found = shutil.which(program, path=environ.get("PATH", ""))
     if not found:
         raise LaunchError(
@@ -74,21 +61,19 @@ def find(program: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def start_beside(argv: Sequence[str], environ: Mapping[str, str], log: Path, held: int) -> subprocess.Popen[bytes]:
-    """Starts a command that runs beside this process, and is sent SIGTERM when this process ends, however it ends.
+    """Starts a command that gets SIGTERM when this process exits for any reason. Its output is appended to `log`.
 
-    Args:
-        log: file that gets what it writes, at its end.
-        held: a file descriptor that it keeps open as long as it lives: a lock is free when it is gone.
+    `held` is a file descriptor that it keeps open while it lives: a lock on it is released when it exits.
     """
     libc, this = ctypes.CDLL(None), os.getpid()
 
     def bind() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != this:  # it had ended before
+        if os.getppid() != this:  # the parent exited before prctl
             os._exit(1)
 
     with open(log, "ab") as file:
-        # In a process group of its own: the terminal's Ctrl-C is for this process alone.
+        # In its own process group: the terminal's Ctrl-C reaches this process only.
         return subprocess.Popen(
             argv,
             env=environ,
@@ -102,14 +87,9 @@ def start_beside(argv: Sequence[str], environ: Mapping[str, str], log: Path, hel
 
 
 def submit(plan: Plan, own_folder: str, environ: Mapping[str, str] = os.environ) -> int:
-    """Writes a plan's files and runs its command, which hands the job to a scheduler and returns.
+    """Writes a plan's files and runs its command, which submits the job to a scheduler; returns its exit code.
 
-    Args:
-        plan: of a launcher that copies what it needs.
-        own_folder: for files that are to go again; it is made if it is missing.
-
-    Returns:
-        The command's exit code.
+    Files in own_folder, which is created if missing, are removed afterwards: the command must copy what it needs.
     """
     program = find(plan.argv[0], environ)
     with written_files(plan, own_folder):
@@ -117,16 +97,10 @@ def submit(plan: Plan, own_folder: str, environ: Mapping[str, str] = os.environ)
 
 
 def write_files(plan: Plan, own_folder: str) -> list[Path]:
-    """Writes the files that a plan's command reads.
-
-    Args:
-        own_folder: for those that are to go again; it is made if it is missing.
-
-    Returns:
-        The files in own_folder.
+    """Writes a plan's files and returns those in own_folder, which is created if missing.
 
     Raises:
-        LaunchError: one cannot be written, or others could change it: own_folder must be this user's alone.
+        LaunchError: A file cannot be written, or others could change it: own_folder must be writable by this user only.
     """
     own = []
     for path, text in ((Path(name), text) for name, text in plan.files.items()):
@@ -145,7 +119,7 @@ def write_files(plan: Plan, own_folder: str) -> list[Path]:
 
 @contextlib.contextmanager
 def written_files(plan: Plan, own_folder: str) -> Iterator[None]:
-    """Writes the files that a plan's command reads, and removes those in own_folder afterwards; see write_files."""
+    """Writes a plan's files as write_files does, and removes those in own_folder afterwards."""
     own = write_files(plan, own_folder)
     try:
         yield
@@ -155,16 +129,12 @@ def written_files(plan: Plan, own_folder: str) -> Iterator[None]:
 
 
 def starter(hosts: Sequence[Host]) -> str:
-    """What starts a rank's command: a shell's words, which show a rank the GPUs of its host's slots, and no others.
-
-    Args:
-        hosts: in the order of ranks. Those whose slots are not their first ones name them by indices.
-    """
+    """Shell script that starts a rank's command, and shows each rank the GPUs of its host's slots only."""
     cases, first = [], 0
     for host in hosts:
         if host.indices:
             ranks = "|".join(str(rank) for rank in range(first, first + host.slots))
-            # Of those that the host's environment shows, if it does.
+            # Chosen from the GPUs that the host's environment shows, if it is set there.
             shown = f"${{CUDA_VISIBLE_DEVICES-{','.join(map(str, range(max(host.indices) + 1)))}}}"
             places = ",".join(str(index + 1) for index in host.indices)
             cases.append(f'{ranks}) export CUDA_VISIBLE_DEVICES="$(echo "{shown}" | cut -d, -f{places})" ;;')
@@ -173,7 +143,7 @@ def starter(hosts: Sequence[Host]) -> str:
 
 
 def say(text: str) -> None:
-    """One of the launcher's own lines."""
+    """Prints one of the launcher's own lines."""
     write(f"ringtrain: {text}\n".encode())
 
 

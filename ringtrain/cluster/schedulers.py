@@ -1,4 +1,4 @@
-"""Hosts from the scheduler that started us: Slurm, LSF, PBS, or Kubernetes with the MPI Operator."""
+"""Hosts from the scheduler of this job: Slurm, LSF, PBS, or Kubernetes with the MPI Operator."""
 
 from __future__ import annotations
 
@@ -27,37 +27,30 @@ MAX_HOSTS = 100_000
 """of a Slurm job: a few brackets can name more hosts than fit into memory"""
 MEND = "name the hosts with --hostfile or -H"
 NOT_READ = {"PE_HOSTFILE": "SGE", "FLUX_JOB_ID": "Flux", "COBALT_NODEFILE": "Cobalt", "OAR_NODEFILE": "OAR"}
-"""variable that a job of several hosts has, and its scheduler, whose hosts are not read"""
+"""variable of a job of several hosts, and its scheduler, which is not supported"""
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """What a scheduler has given to this job."""
+    """Hosts that a scheduler has assigned to this job."""
 
     hosts: tuple[Host, ...]
     scheduler: str
     """a key of SCHEDULERS"""
     source: str
-    """the variables or the file that the hosts were read from"""
+    """variables or file from which the hosts were read"""
 
 
 def find(environment: Mapping[str, str], kubernetes_folder: Path = Path("/etc/mpi")) -> Allocation | None:
-    """Finds the hosts of the scheduler whose job we are in.
+    """Hosts of the scheduler whose job this is; None outside any scheduler.
 
-    Left-overs of one scheduler can stand beside another: an exported variable, a compatibility layer, a folder in an
-    image. So each scheduler gets a score, and the highest is believed: 1 for the sign that a job of it is running, 2
-    for a list of hosts that is there (a variable that is set, a file that exists), 1 for the number of slots on each.
-    Among equals the one that comes first in SCHEDULERS wins. The winner's information must be whole: there is no silent
-    step down to the next.
-
-    Args:
-        kubernetes_folder: where the MPI Operator leaves its files.
-
-    Returns:
-        The hosts, and where from; None outside any scheduler.
+    Traces of one scheduler can exist in a job of another: an exported variable, a compatibility layer, a directory in
+    an image. Each scheduler therefore gets a score, and the highest wins: 1 for a running job, 2 for a list of hosts (a
+    variable that is set, a file that exists), 1 for the slots per host. In a tie the first in SCHEDULERS wins. The
+    winner's information must be complete: there is no silent fallback to the next.
 
     Raises:
-        HostsError: there is a scheduler, but its information is wrong or not whole; names the variable or the file.
+        HostsError: The information is invalid or incomplete; names the variable or the file.
     """
     scores = {name: score(environment, kubernetes_folder) for name, (score, _) in SCHEDULERS.items()}
     best = max(scores, key=lambda name: scores[name])
@@ -71,16 +64,9 @@ def find(environment: Mapping[str, str], kubernetes_folder: Path = Path("/etc/mp
 
 
 def expand(nodelist: str, where: str = "SLURM_JOB_NODELIST") -> tuple[str, ...]:
-    """Writes out a Slurm node list.
+    """Host names of a Slurm node list such as "login,gpu[08-10,12]-ib[0-1]"; the last bracket changes fastest.
 
-    Args:
-        nodelist: e.g. "login,gpu[08-10,12]-ib[0-1]"; every number gets at least as many digits as its range's first.
-
-    Returns:
-        The names in Slurm's order: the last bracket changes fastest.
-
-    Raises:
-        HostsError: it cannot be read, or names too many hosts.
+    Every number gets at least as many digits as its range's first. Raises HostsError if invalid or too long.
     """
     words = re.findall(r"(?:[^\[\],]|\[[^\[\]]*\])+", nodelist)
     if not words or ",".join(words) != nodelist:
@@ -98,7 +84,7 @@ def expand(nodelist: str, where: str = "SLURM_JOB_NODELIST") -> tuple[str, ...]:
 
 
 def _numbers(bracket: str, where: str) -> list[str]:
-    """'08-10,12' -> 08, 09, 10, 12."""
+    """Numbers of a bracket: '08-10,12' is 08, 09, 10, 12."""
     numbers: list[str] = []
     for item in bracket.split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", item)
@@ -139,7 +125,7 @@ def _slurm(environment: Mapping[str, str], _: Path) -> tuple[tuple[Host, ...], s
             raise HostsError(f"{where}: got {shown(item)}, expected tasks of each node such as 4(x2),3")
         tasks += [parse_number(match[1], where)] * int(match[2] or 1)
     if len(tasks) != len(names):
-        # srun tells its steps about themselves: what the others of the allocation were given is not known there.
+        # srun describes a step only: the rest of the allocation is not known in it.
         step = f"this is a step of srun on {len(tasks)} of them: start it outside of srun, or"
         raise HostsError(
             f"{where}: got tasks of {len(tasks)} nodes, expected {len(names)} as in SLURM_JOB_NODELIST:"
@@ -177,7 +163,7 @@ def _lsf(environment: Mapping[str, str], _: Path) -> tuple[tuple[Host, ...], str
 
 
 def _without_batch_host(hosts: tuple[Host, ...], environment: Mapping[str, str]) -> tuple[Host, ...]:
-    """Compute hosts. IBM's CSM lists the host that runs the job's script first, with one slot; it has no GPUs."""
+    """Compute hosts. IBM's CSM lists the host of the job script first, with one slot; it has no GPUs."""
     listed = "CSM_ALLOCATION_ID" in environment and len(hosts) > 1 and hosts[0].slots == 1
     return hosts[1:] if listed else hosts
 
@@ -188,7 +174,7 @@ def _kubernetes_score(environment: Mapping[str, str], folder: Path) -> int:
 
 
 def _kubernetes(environment: Mapping[str, str], folder: Path) -> tuple[tuple[Host, ...], str]:
-    """From the hostfile, which names all workers; else from the script that names those running, which is only read."""
+    """Hosts of the hostfile, which names all workers; else of the script with the running ones (parsed, not run)."""
     path, script = folder / "hostfile", folder / "discover_hosts.sh"
     if os.path.isfile(path) or not os.path.isfile(script):
         hosts = read_hostfile(path)
@@ -200,7 +186,7 @@ def _kubernetes(environment: Mapping[str, str], folder: Path) -> tuple[tuple[Hos
                 raise HostsError(f"{script}:{number}: got {shown(line)}, expected 'echo host:4'")
             lines.append(match[1] or "")
         hosts = parse_hostfile("\n".join(lines), str(script))
-    # Older operators leave the number of slots out of their files, and give it to Open MPI.
+    # Older operators omit the number of slots from their files, and set a variable of Open MPI.
     variable = "OMPI_MCA_orte_set_default_slots"
     if all(host.slots == 1 for host in hosts) and (text := environment.get(variable)):
         slots = parse_number(text, variable)
