@@ -1,8 +1,8 @@
-"""Stays with a job whose hosts come and go.
+"""Supervises a job whose hosts join and leave.
 
-The user's program says which hosts there are. Horovod's driver, for which one host that cannot start its rank is the
-end of the job, is shown those only that have a keeper: that answer, have the program and the same ringtrain. So on
-every host that the job has ever used, something is there that ends what is left of it.
+The user's program lists the hosts. Horovod's driver ends the job if one host cannot start its rank, so it is shown only
+hosts with a host agent: those that answer and have the program and the same ringtrain. Every host that the job has ever
+used therefore has an agent that cleans up.
 """
 
 from __future__ import annotations
@@ -28,21 +28,16 @@ from ringtrain.protocol.env import JOB
 from ringtrain.protocol.placement import PlannedPlacement, RankPlacement
 
 ASK_S = 1.0
-SCRIPT_S = 30.0  # for the user's program to answer
-AGAIN_S = 15.0  # before a host that does not answer is asked again
-UNHEARD_S = 20.0  # after which a host that nobody uses is announced again
+SCRIPT_S = 30.0  # timeout of the user's program
+AGAIN_S = 15.0  # before a host that does not answer is tried again
+UNHEARD_S = 20.0  # after which an idle host is announced again
 PUBLISHED = "ringtrain-discovery-"
 
 
 def discovery(script: str, fixed: Sequence[Host]) -> Callable[[], tuple[Host, ...]]:
-    """What says which hosts there are.
+    """Function that returns the current hosts: those that a program prints as lines host:slots, or `fixed` without one.
 
-    Args:
-        script: the user's program, with its arguments; it prints a line host:slots for each host. Empty: none.
-        fixed: the hosts, where there is no program.
-
-    Raises:
-        LaunchError: the program's line has an open quotation.
+    Raises LaunchError if the program's command line has an open quotation.
     """
     if not script:
         return lambda: tuple(fixed)
@@ -61,21 +56,17 @@ def discovery(script: str, fixed: Sequence[Host]) -> Callable[[], tuple[Host, ..
 
 @dataclass
 class ElasticHost:
-    """A host, from when it was first heard of."""
+    """A host of an elastic job, from its first listing on."""
 
     host: Host
     keeper: HostAgent | None = None
     published_s: float = 0.0
-    """since when Horovod is shown it; 0: it is not"""
+    """time.monotonic() since which Horovod is shown it; 0: it is not"""
     ask_again_s: float = 0.0
 
 
 class ElasticSupervisor(Supervisor):
-    """A `Supervisor` of a job under elastic horovodrun.
-
-    Args:
-        job: what to run; num_ranks is how many must be there before it begins.
-    """
+    """Supervisor of a job under elastic horovodrun, which starts once `job.num_ranks` slots are there."""
 
     says_last = False
 
@@ -110,11 +101,7 @@ class ElasticSupervisor(Supervisor):
     # ---- hosts ----------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Reaches hosts until there are enough of them, and all have been asked.
-
-        Raises:
-            LaunchError: there are too few.
-        """
+        """Starts agents until enough hosts are ready and none is pending. Raises LaunchError if there are too few."""
         self._raise_limits()
         self._start_keeper("", look=True)
         self._asking.start()
@@ -140,12 +127,12 @@ class ElasticSupervisor(Supervisor):
                 )
 
     def _present(self) -> list[ElasticHost]:
-        """The hosts that there are now."""
+        """Hosts listed now."""
         listed = {host.name for host in self._listed or ()}
         return [guest for name, guest in self.guests.items() if name in listed]
 
     def _welcome(self) -> None:
-        """Starts keepers on hosts that are new, and shows Horovod those that are ready."""
+        """Starts agents on new hosts, and shows Horovod those that are ready."""
         now = time.monotonic()
         for host in self._listed or ():
             guest = self.guests.setdefault(host.name, ElasticHost(host))
@@ -159,7 +146,7 @@ class ElasticSupervisor(Supervisor):
         self._publish(now)
 
     def _is_alike(self, guest: ElasticHost) -> bool:
-        """Whether a host has the same ringtrain as this one; says so if not, and does not ask again."""
+        """Whether a host has the same ringtrain as this one; if not, says so once and excludes it."""
         own, other = (self._version(each) for each in (self._keepers[0], guest.keeper))
         if own == other:
             return True
@@ -173,10 +160,10 @@ class ElasticSupervisor(Supervisor):
         return lines[0][2] if lines and len(lines[0]) > 2 else ""
 
     def _publish(self, now: float) -> None:
-        """Writes what Horovod's driver reads each second.
+        """Writes the file that Horovod's driver reads each second.
 
-        It tells the ranks of a change once, also when none of them listens yet, as in a restart. So a host that nobody
-        has used for a while goes for a moment, and comes again.
+        Horovod announces a change once, even if the ranks are restarting. An idle host is therefore removed for 3 s and
+        listed again.
         """
         shown = []
         used = {seat.host for seat in self.reports.seats}
@@ -198,7 +185,7 @@ class ElasticSupervisor(Supervisor):
             self._text = text
 
     def _look_for_lost_hosts(self) -> None:
-        """Lets hosts go: what their keepers have not ended themselves, they end when they do not hear us any more."""
+        """Drops hosts whose agents were lost; an agent cut off from the launcher cleans up when its lease expires."""
         for each in list(self._keepers):
             if each.process.poll() is None:
                 continue
@@ -210,7 +197,7 @@ class ElasticSupervisor(Supervisor):
             guest = self.guests[each.host]
             if not each.ready and not guest.ask_again_s:
                 say(f"{self._why(each)}; left out until it does")
-            wait_s = LEASE_S + AGAIN_S if each.ready else AGAIN_S  # the keeper that we lost may still sweep
+            wait_s = LEASE_S + AGAIN_S if each.ready else AGAIN_S  # the lost agent may still be cleaning up
             guest.keeper, guest.published_s, guest.ask_again_s = None, 0.0, time.monotonic() + wait_s
             if each.ready and self._process:
                 say(f"lost {each.host}: {self._why(each)}; goes on without")
@@ -218,7 +205,7 @@ class ElasticSupervisor(Supervisor):
                 self._end_ssh_to(each.host)
 
     def _end_ssh_to(self, host: str) -> None:
-        """Ends horovodrun's own ssh to a host that is lost, which would wait for it for a long time."""
+        """Kills horovodrun's own ssh to a lost host, which would wait for it for a long time."""
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
@@ -226,12 +213,12 @@ class ElasticSupervisor(Supervisor):
                 if ours and os.path.basename(words[0]) == "ssh" and host in words:
                     os.kill(int(folder.name), signal.SIGKILL)
             except OSError:
-                continue  # it has ended meanwhile, or is somebody else's
+                continue  # the process has exited, or is another user's
 
     # ---- while it runs --------------------------------------------------------------------------------------------
 
     def _look_at(self, expected: PlannedPlacement, began_s: float) -> None:
-        """Instead of comparing seats with a plan: there is none."""
+        """Starts agents on new hosts; there is no planned placement to compare with."""
         self._welcome()
         if not self.reports.seats and time.monotonic() > began_s + self.terms.start_timeout_s and not self.stopped_by:
             raise LaunchError(
@@ -241,19 +228,19 @@ class ElasticSupervisor(Supervisor):
             )
 
     def _look_back_at(self, expected: PlannedPlacement, returncode: int) -> None:
-        """Every number of ranks may be the last."""
+        """Accepts any number of ranks at the end."""
 
     def _keeper_of(self, seat: RankPlacement) -> str:
-        """The host of the keeper that can reach a rank's process."""
+        """Host whose agent can reach a rank's process."""
         return next((each.host for each in self._keepers if self._name_of(each) == seat.host), "")
 
     def _name_of(self, each: HostAgent) -> str:
-        """What a keeper's host calls itself."""
+        """Name by which an agent's host calls itself."""
         lines = [line.split() for line in each.lines if line.startswith(f"{host_agent.SAYS}ready")]
         return lines[0][1] if lines else ""
 
     def conclude(
         self, returncode: int, launcher: str, expected: PlannedPlacement, lost: HostsLost | None = None
     ) -> Ending:
-        """See Supervisor; which host had which rank is not known any more."""
+        """Result without a planned placement: the host of each rank is no longer known."""
         return super().conclude(returncode, launcher, PlannedPlacement(expected.size), lost)

@@ -1,4 +1,4 @@
-"""Why a job ended, in the words of the rank that ended first."""
+"""Exit cause of a job, as reported by the rank that exited first."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import KW_ONLY, dataclass
 from ringtrain.protocol.failures import Failure
 from ringtrain.protocol.reader import Reader
 
-# How launchers tag what a rank writes: Open MPI 4 "[1,3]<stderr>:", 5 "[prterun-host1-99@1,3]<stderr>: ", Hydra "[3] ",
+# Launchers' tags of a rank's output: Open MPI 4 "[1,3]<stderr>:", 5 "[prterun-host1-99@1,3]<stderr>: ", Hydra "[3] ",
 # horovodrun over Gloo "[3]<stderr>:", srun "3: ".
 TAGGED = re.compile(r"(?:\[(?:[^][<>]*,)?(\d{1,9})\](?:<std(?:err|out)>:? ?| )|(\d{1,9}): )(.*)")
-# What they say of the rank that ended first.
+# Launchers' messages about the rank that exited first.
 KILLED = re.compile(r"process rank (\d{1,9}) with PID \d+ on node (\S+) exited on\s+signal (\d{1,9})")
 EXITED = re.compile(r"Process name: (?:\[.*,)?(\d{1,9})\]?\s+Exit code: +(-?\d{1,9})")
 EXITED_ELASTIC = re.compile(r"Process name: (\S+)\[\d+\]\s+Exit code: +(\d{1,9})")
-# Hydra knows processes, not ranks; MPICH writes a signal as if it were an exit code, and says so below.
+# Hydra names processes, not ranks; MPICH prints a signal as an exit code, and as a signal only further below.
 HYDRA = re.compile(
     r"PID (\d{1,9}) RUNNING AT (\S+)\n=\s+(?:EXIT CODE|KILLED BY SIGNAL): (\d{1,9})"
     r"(?:.*?EXIT STRING: [^\n]*\(signal (\d{1,9})\))?",
@@ -31,64 +31,64 @@ MAX_SPEAKERS = 8
 
 @dataclass(frozen=True)
 class ExitCause:
-    """What the launcher says last, and its exit code."""
+    """The launcher's last message, and its exit code."""
 
     exit_code: int
     text: str = ""
     rank: int = -1
-    """that ended first; -1: not known"""
+    """first to exit; -1: not known"""
     kind: str = ""
-    """of its exception, if it has reported one"""
+    """class name of its exception, if it reported one"""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a job ended."""
+    """Result of a job."""
 
     exit_code: int
     """of the rank that failed first, 128 + a signal's number, or 0"""
     text: str = ""
-    """why"""
+    """exit cause"""
     kind: str = ""
-    """HOST_LOST, the exception of the rank that failed first, or empty"""
+    """HOST_LOST, class name of the first exception, or "" """
     _: KW_ONLY
     rank: int = -1
-    """that failed first; -1: not known"""
+    """first to fail; -1: not known"""
     hosts: tuple[str, ...] = ()
-    """that it failed on, as the job names them"""
+    """hosts of the failure, as the job names them"""
     global_step: int = -1
     """of that rank, else the furthest of any; -1: not known"""
     phase: str = ""
-    """what that rank was doing"""
+    """of that rank"""
     run_name: str = ""
     stopped: bool = False
     """by a signal to the launcher"""
     unswept: tuple[str, ...] = ()
-    """hosts where something of it may still live, for as long as keepers are patient"""
+    """hosts that did not confirm the clean-up: processes may run there until the agent's lease expires"""
     out_of_memory: bool = False
-    """the kernel has killed processes of that host meanwhile, for want of memory"""
+    """the kernel of that host killed processes for lack of memory meanwhile"""
 
     @property
     def where(self) -> tuple[int, int, str]:
-        """What is the same when it fails at the same place again."""
+        """Key that is equal if a job fails twice in the same place."""
         return self.rank, self.global_step, self.text.splitlines()[-1] if self.text else ""
 
     @property
     def where_in_words(self) -> str:
-        """E.g. "step 20, save"."""
+        """For messages, e.g. "step 20, save"."""
         step = f"step {self.global_step}" if self.global_step >= 0 else "before its first step"
         return ", ".join(filter(None, [step, self.phase]))
 
     @property
     def in_a_line(self) -> str:
-        """The cause without a traceback."""
+        """Exit cause without a traceback."""
         first, *rest = self.text.splitlines() or [f"exit code {self.exit_code}"]
         said = f"{first} {rest[-1].strip()}" if rest and first.endswith(":") else first
         return f"{said} ({self.where_in_words})" if self.rank >= 0 or self.global_step >= 0 else said
 
 
 def rank_of(line: str) -> tuple[int, str] | None:
-    """The rank that wrote a line, and the line without the launcher's tag; None: the launcher itself."""
+    """Rank that wrote a line, and the line without the launcher's tag; None: the launcher itself."""
     match = TAGGED.match(line)
     return (int(match[1] or match[2]), match[3]) if match else None
 
@@ -101,16 +101,10 @@ def decide(
     launcher: str,
     silent: Sequence[str] = (),
 ) -> ExitCause:
-    """Finds the first cause of a job's end.
+    """Exit code and cause of the rank that exited first: its exception, else its signal or exit code and last lines.
 
-    Args:
-        returncode: of the launcher, as subprocess has it.
-        tails: the last lines that each rank wrote.
-        silent: hosts that did not answer any more when the job was over. Open MPI 5 ends with 0 then.
-
-    Returns:
-        The exit code of the rank that ended first, and why it did: its exception; else its signal or exit code and what
-        it wrote last. "Horovod has been shut down" is said where nobody knows better, with what it means.
+    A follow-up error such as "Horovod has been shut down" is the cause only if there is no other, with an explanation.
+    `tails`: Last lines of each rank. `silent`: Hosts that did not answer at the end; Open MPI 5 exits with 0 then.
     """
     code = returncode if returncode >= 0 else 128 - returncode
     if code == 0 and not silent:
@@ -159,14 +153,16 @@ def decide(
         )
     if returncode < 0:
         return ExitCause(code, f"{launcher} was killed by {signal_name(-returncode)}")
-    # Open MPI 4 keeps it to itself now and then, when the rank was on another host.
+    # Open MPI 4 sometimes omits the rank's exit code if the rank was on another host.
     spoken = [(f"rank {rank} on {hosts[rank]}", tail[-1]) for rank, tail in tails.items() if tail and rank in hosts]
     if spoken:
         lines = "\n".join(f"  {who}: {line}" for who, line in spoken[-MAX_SPEAKERS:])
         return ExitCause(
             code, f"a rank ended with exit code {code}, {launcher} does not say which; last errors:\n{lines}"
         )
-    if any(line.startswith("ringtrain: ") for line in said_by_launcher.splitlines()):  # one of our own has said why
+    if any(
+        line.startswith("ringtrain: ") for line in said_by_launcher.splitlines()
+    ):  # ringtrain's own code printed the cause
         return ExitCause(code)
     how = f"{launcher} ended with exit code {code}"
     if code - 128 in signal.valid_signals():
@@ -187,7 +183,7 @@ def _by_hydra(ended: re.Match[str], code: int, reports: Reader, consequence: Fai
 
 
 def signal_name(number: int) -> str:
-    """E.g. "SIGKILL (signal 9)"."""
+    """Name and number, e.g. "SIGKILL (signal 9)"."""
     try:
         return f"{signal.Signals(number).name} (signal {number})"
     except ValueError:

@@ -1,9 +1,9 @@
-"""horovodrun behind closed doors: Horovod's own launcher, with its network services restricted.
+"""Horovod's own launcher, horovodrun, with its network services restricted.
 
     python3 -m ringtrain.cluster.horovod_driver --export PATH,PYTHONPATH -np 4 ...     options as horovodrun's
 
 As released, horovodrun listens on all interfaces without authentication and unpickles what it receives, starts
-services whose key stands on command lines, connects to hosts of any key, and writes the environment on command lines.
+services whose key is on command lines, connects to hosts of any key, and writes the environment on command lines.
 Here it listens on one interface, every request carries a secret, only plain values are unpickled, no service looks for
 interfaces, ssh checks host keys, and ranks on other hosts read their environment from ssh's standard input.
 """
@@ -33,12 +33,7 @@ TO_SSH = f'printf %s "${VALUES}" |'
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs horovodrun's command line.
-
-    Args:
-        argv: `--export` and the names of variables that ranks on other hosts get, separated by commas; then
-            horovodrun's arguments. None: those of the process.
-    """
+    """Runs horovodrun's command line; `--export NAME,...` before it names the variables for ranks on other hosts."""
     words = list(sys.argv[1:] if argv is None else argv)
     exported = words[1].split(",") if words[:1] == ["--export"] else []
     sys.argv[1:] = words[2:] if words[:1] == ["--export"] else words
@@ -53,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def install(exported: set[str]) -> None:
-    """Replaces the parts of Horovod's launcher that open doors."""
+    """Replaces the insecure parts of Horovod's launcher."""
     from horovod.runner import gloo_run, mpi_run
     from horovod.runner.common.util import codec, env, network
     from horovod.runner.driver import driver_service
@@ -71,18 +66,18 @@ def install(exported: set[str]) -> None:
     own_values: dict[str, str] = {}
 
     def rank_values() -> dict[str, str]:
-        """The environment of all ranks: Horovod's own variables come after the user's of the same name."""
+        """Environment of all ranks; Horovod's own variables override the user's."""
         return {**exported_values, "PYTHONUNBUFFERED": "1", **own_values}
 
     def run_command(command: Sequence[str], address: str, nics: Any, port: object, elastic: bool = False) -> str:
-        """The ranks' command without values; Horovod's own variables go the way of the environment."""
+        """Ranks' command without values: Horovod's own variables are sent with the environment."""
         at = rendezvous.opened.listen(address)
         own_values.update({k: str(v) for k, v in gloo_run.create_run_env_vars(at, nics, "", elastic).items()})
         own_values["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(rendezvous.opened.port)
         return shlex.join(command)
 
     def slot_command(command: str, environ: dict[str, str]) -> Any:
-        """Makes the command of one rank from its slot."""
+        """Function that returns the command of one rank from its slot."""
         exported_values.update({name: value for name, value in environ.items() if name in exported})
 
         def of_slot(slot: Any) -> str:
@@ -92,7 +87,7 @@ def install(exported: set[str]) -> None:
         return of_slot
 
     def remote_command(command: str, **where: Any) -> str:
-        """The command line of ssh for a command in quotes; the environment goes to its standard input."""
+        """Command line of ssh for a command in quotes, with the environment on its standard input."""
         (text,) = shlex.split(command)
         inner = shlex.quote(shlex.join(["sh", "-c", f'eval "$(cat)"; {text}']))
         return f"{TO_SSH} {remote.get_ssh_command(inner, **where)}"
@@ -112,7 +107,7 @@ def install(exported: set[str]) -> None:
 
 
 def common_interfaces(settings: Any, hosts: Sequence[str], remote_hosts: Any = None, cache: Any = None) -> set[str]:
-    """Interfaces that ranks talk over: as asked for, else the one that leads from here to the first other host."""
+    """Interfaces of the ranks: those asked for, else the one that leads from here to the first other host."""
     from horovod.runner.driver import driver_service
 
     if settings.nics:
@@ -137,11 +132,7 @@ def ssh_name(host: str) -> str:
 
 
 def interface_of(address: str) -> str:
-    """Name of the interface that has an IPv4 address.
-
-    Raises:
-        LaunchError: no interface has it.
-    """
+    """Name of the interface with an IPv4 address. Raises LaunchError if there is none."""
     import psutil
 
     for name, entries in psutil.net_if_addrs().items():
@@ -151,7 +142,7 @@ def interface_of(address: str) -> str:
 
 
 def make_rendezvous() -> Any:
-    """Horovod's rendezvous server, as a class that listens on one address and answers requests with its secret only."""
+    """Class of Horovod's rendezvous server that listens on one address and requires a secret in requests."""
     from horovod.runner.http import http_server
 
     class Server(http_server.RendezvousHTTPServer):
@@ -159,10 +150,10 @@ def make_rendezvous() -> Any:
         daemon_threads = True
 
         def server_bind(self) -> None:
-            """Waits for `open`: the address is not known yet."""
+            """Does nothing until `open`: the address is not known yet."""
 
         def server_activate(self) -> None:
-            """Waits for `open`."""
+            """Does nothing until `open`."""
 
         def open(self, address: str) -> None:
             self.server_address = (address, 0)
@@ -170,7 +161,7 @@ def make_rendezvous() -> Any:
             socketserver.TCPServer.server_activate(self)
 
         def handle_error(self, request: object, client_address: object) -> None:
-            """Prints nothing about connections that clients reset, close or leave open."""
+            """Ignores connections that clients reset, close or leave open."""
             if not isinstance(sys.exc_info()[1], OSError):
                 super().handle_error(request, client_address)
 
@@ -185,11 +176,9 @@ def make_rendezvous() -> Any:
             return 0
 
         def listen(self, address: str) -> str:
-            """Opens the server on one address.
+            """Opens the server on one address, and returns the value of HOROVOD_GLOO_RENDEZVOUS_ADDR.
 
-            Returns:
-                Value of HOROVOD_GLOO_RENDEZVOUS_ADDR: ranks add ":PORT/SCOPE/KEY" to it, so that a path which begins
-                with the secret comes out.
+            Ranks append ":PORT/SCOPE/KEY" to it, which gives a path that begins with the secret.
             """
             self._httpd.open(address)
             self._listen_thread = http_server.in_thread(self._httpd.serve_forever)
@@ -208,7 +197,7 @@ def make_rendezvous() -> Any:
 
 
 def guarded(handler: Any, token: str) -> Any:
-    """A request handler that answers requests with a secret in front of their path only."""
+    """Subclass of a request handler that requires a secret at the beginning of each path."""
 
     class Guarded(handler):
         path: str

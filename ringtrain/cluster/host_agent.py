@@ -1,7 +1,7 @@
-"""A shell on each host of a job, over ssh: it looks at the host first, passes signals on, and ends what is left.
+"""Host agent: a shell script on each host of a job, over ssh, that checks the host, forwards signals and cleans up.
 
-It lives as long as the launcher speaks to it. When the launcher says so, is killed, or cannot be heard any more, it
-kills every process that has the job's id in its environment, whoever started it.
+At the launcher's order, or without a heartbeat from it for LEASE_S, the agent kills every process on its host with the
+job's ID in its environment, whatever started it.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from ringtrain.protocol.status import STATUS_FILES, STATUS_LENGTH
 
 SAYS = "ringtrain-keeper:"
 LEASE_S = 30
-"""a host that has not heard the launcher for so long ends its part of the job"""
+"""seconds without the launcher's heartbeat after which an agent cleans up"""
 BEAT_S = 5
 PATIENCE_S = 2
-"""for launchers whose ranks have been killed to end by themselves and remove their files"""
+"""seconds for launchers whose ranks were killed to exit by themselves and remove their files"""
 ALIVE_S, ALIVE_COUNT = 3, 5
-"""ssh asks a silent host every so many seconds, and gives up after so many questions"""
+"""interval in seconds, and number, of ssh's keep-alive messages to a silent host before it gives up"""
 LOOK_UP_S, MAX_LOOKING_UP = 10.0, 256
-"""for all names of hosts to be looked up, so many at a time"""
+"""seconds for looking up all host names, and number of concurrent look-ups"""
 OWN_CONNECTION = {"ControlMaster": "no", "ControlPath": "none", "ClearAllForwardings": "yes"}
-"""options of ssh: a connection that others share has their keep-alive, and hides that a host is lost"""
+"""options of ssh: a shared connection has its own keep-alive, which hides that a host is lost"""
 
-# A signal to a rank goes past these to the program that they have started: they would end by it. They catch SIGINT to
-# wait for a child, which a terminal signals as well. A script is called by its own name, and known by its program.
+# A signal would end these wrappers, so it goes to the program that they started. They catch SIGINT to wait for a child,
+# which a terminal signals as well. A script's process has its own name, and is recognized by its program.
 WRAPPERS = " | ".join(
     [f"{program}:*" for program in ("sh", "bash", "dash", "ksh*", "zsh", "make")]
     + [f"*:{name}" for name in ("uv", "conda", "mamba", "micromamba")]
 )
-# With $number set. catches: of these processes those that catch this signal. takers: of these and what they have
-# started the outermost that are no wrappers, or are some that catch it. hand_on: to the rank of the process $1.
+# Shell functions for signal $number. caught: whether a process catches it. catches: the processes that do. takers: the
+# outermost of these processes and their children that are no wrappers, or catch it. hand_on: signals the rank of $1.
 SIGNALLING = f"""
 caught() {{
     bits=$(sed -n 's/^SigCgt:.*\\(........\\)$/\\1/p' "/proc/$1/status" 2>/dev/null)
@@ -71,8 +71,8 @@ hand_on() {{
 }}
 """
 
-# Arguments: the job's id, the folder and program of the ranks, their PATH and PYTHONPATH, and whether the program is a
-# Python that shall have ringtrain. What a login shell may print as well does not begin with SAYS.
+# Arguments: the job's ID, the directory and program of the ranks, their PATH and PYTHONPATH, and whether the program is
+# a Python that must have ringtrain. SAYS distinguishes the output from that of a login shell.
 SCRIPT = f"""
 trap '' HUP INT TERM PIPE
 job=$1 folder=$2 program=$3 path=$4 modules=$5 wants_ringtrain=$6
@@ -164,15 +164,12 @@ echo "{SAYS}swept$first"
 
 
 def local_networks(hosts: Iterable[str], reached: Iterable[str] = ()) -> tuple[str, ...]:
-    """Networks that lead to no other host: those in which two hosts have one address, and bridges that one host has.
+    """CIDRs of networks that connect no hosts: those with one address on two hosts, and bridges of a single host.
 
     Args:
-        hosts: networks of each host, such as "10.1.0.3/16 192.168.122.1/24:bridge"; "" if they are not known.
-        reached: IPv4 addresses by which hosts reach each other. A network that has one of them is not local, unless two
+        hosts: Networks of each host, such as "10.1.0.3/16 192.168.122.1/24:bridge"; "" if they are not known.
+        reached: IPv4 addresses by which hosts reach each other. A network with one of them is not local, unless two
             hosts have that address.
-
-    Returns:
-        CIDRs.
     """
     distinct = dict.fromkeys(hosts)  # two names of one machine have the same networks
     places: dict[Any, list[tuple[Any, bool]]] = {}
@@ -194,16 +191,9 @@ def local_networks(hosts: Iterable[str], reached: Iterable[str] = ()) -> tuple[s
 
 
 def source_address(host: str) -> str:
-    """Address of this machine from which it sends to a host.
-
-    Args:
-        host: IPv4 address or a name that has one.
-
-    Raises:
-        OSError: the name has none, or no network leads there.
-    """
+    """Local address from which packets to a host are sent. Raises OSError without an IPv4 address or a route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing: the kernel chooses the address to send from
+        probe.connect((host, 9))  # sends nothing: the kernel selects the source address
         return str(probe.getsockname()[0])
 
 
@@ -218,29 +208,20 @@ def argv(
     timeout_s: float,
     port: int = 0,
 ) -> list[str]:
-    """The command that starts a keeper.
-
-    Args:
-        host: to reach by ssh; empty: this one.
-        command: of the ranks; empty: there is nothing to look for.
-        port: of ssh; 0: as ssh has it configured.
-
-    Returns:
-        Words for subprocess.
-    """
+    """Command that starts a host agent. host "": this one; command (): no check; port 0: ssh's own configuration."""
     program = command[0] if command else ""
     is_python = os.path.basename(program).startswith("python")
     wants_ringtrain = is_python and any(word.startswith("ringtrain.") for word in command[1:3])
     words = ["sh", "-c", SCRIPT, "ringtrain-keeper", job, str(folder), program, path, modules, "1" * wants_ringtrain]
     if not host:
         return words
-    # In one line, which every login shell understands, csh as well.
+    # On one line, which every login shell understands, csh included.
     script = f'eval "$(echo {base64.b64encode(SCRIPT.encode()).decode()} | base64 -d)"'
     return [*ssh(timeout_s, port), "--", host, shlex.join([*words[:2], script, *words[3:]])]
 
 
 def ssh(timeout_s: float, port: int = 0) -> list[str]:
-    """An ssh that never asks, and notices when its host is gone."""
+    """Command line of an ssh that never prompts, and notices a lost host."""
     options = {
         "BatchMode": "yes",
         "ConnectTimeout": str(max(1, int(timeout_s))),
@@ -257,11 +238,7 @@ def ssh(timeout_s: float, port: int = 0) -> list[str]:
 
 
 def here(hosts: Iterable[str], patience_s: float = LOOK_UP_S) -> frozenset[str]:
-    """The names that mean this machine. They are looked up side by side; those not found in time mean another one.
-
-    Args:
-        patience_s: seconds for all of them together.
-    """
+    """Names that mean this machine, looked up concurrently; those not resolved within `patience_s` do not."""
     waiting = [*dict.fromkeys(hosts)]
     missing, found, answers = len(waiting), set(), queue.SimpleQueue[tuple[str, bool]]()
 
@@ -271,7 +248,7 @@ def here(hosts: Iterable[str], patience_s: float = LOOK_UP_S) -> frozenset[str]:
                 name = waiting.pop()
                 answers.put((name, is_here(name)))
 
-    # Of their own, not a pool's, for which Python waits at its end: a resolver may take half a minute for each name.
+    # Daemon threads, not a pool, which Python joins at exit: a resolver may take half a minute for each name.
     for _ in range(min(missing, MAX_LOOKING_UP)):
         threading.Thread(target=look_up, daemon=True).start()
     deadline = time.monotonic() + patience_s
@@ -293,7 +270,7 @@ def is_here(host: str) -> bool:
     for family, kind, protocol, _, address in found:
         try:
             with socket.socket(family, kind, protocol) as probe:
-                # Sends nothing; the kernel tells from where it would: to an address of one's own, from that address.
+                # Sends nothing: the kernel selects the source address, for a local address that address itself.
                 probe.connect((address[0], 9, *address[2:]))
                 if probe.getsockname()[0] == address[0] or str(address[0]).startswith("127."):
                     return True

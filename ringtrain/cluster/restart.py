@@ -1,4 +1,4 @@
-"""Starts a failed job again, from its newest checkpoint, on the hosts that still answer."""
+"""Restarts a failed job from its newest checkpoint, on the hosts that still answer."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ringtrain.errors import LaunchError
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.env import ATTEMPT
 
-FAILURES_OF_A_HOST = 2  # after which it is left out
-ANSWER_S = 20.0  # for a host to answer before the job goes on without it
-ASKED_TO_STOP = (129, 130, 138, 143)  # 128 + SIGHUP, SIGINT, SIGUSR1, SIGTERM: the job has saved and ended
+FAILURES_OF_A_HOST = 2  # after which it is excluded
+ANSWER_S = 20.0  # for a host to answer before the job restarts without it
+ASKED_TO_STOP = (129, 130, 138, 143)  # 128 + SIGHUP, SIGINT, SIGUSR1, SIGTERM: the job saved and exited
 NOT_FOUND = (126, 127)
 NO_MEMORY = re.compile(
     r"ResourceExhausted|MemoryError|out of memory|OUT_OF_MEMORY|\bOOM\b|std::bad_alloc", re.IGNORECASE
@@ -30,20 +30,20 @@ MAX_CAUSES, MAX_CAUSE_CHARACTERS = 20, 500  # reported to restarted ranks
 
 @dataclass(frozen=True)
 class Policy:
-    """When a job is started again."""
+    """When a job is restarted."""
 
     max_restarts: int = 0
     _: KW_ONLY
     restart_on: str = ""
-    """expression; a cause that it is found in is tried again, whatever it is"""
+    """regular expression; a cause that matches is always retried"""
     give_up_on: str = ""
-    """expression; a cause that it is found in is never tried again"""
+    """regular expression; a cause that matches is never retried"""
     keep_hosts: bool = False
-    """no host is left out for having failed"""
+    """exclude no host for its failures"""
     min_ranks: int = 1
-    """with fewer the job does not go on"""
+    """a job is not restarted with fewer"""
     first_delay_s: float = 1.0
-    """before the first restart; twice as long before the next, until the job has made steps that are new"""
+    """before the first restart; doubled for each failure without new steps"""
     longest_delay_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -56,19 +56,18 @@ class Policy:
 
 @dataclass
 class History:
-    """What came of a job's starts so far."""
+    """Results of a job's attempts so far."""
 
     endings: list[Ending] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
     """by host"""
 
     def add(self, ending: Ending) -> None:
-        """Remembers an ending."""
         self.endings.append(ending)
         self.failures.update(ending.hosts)
 
     def delay_s(self, policy: Policy) -> float:
-        """How long to wait before the next start."""
+        """Seconds to wait before the next attempt."""
         steps = [ending.global_step for ending in self.endings]
         in_vain = 0
         while in_vain + 1 < len(steps) and steps[-1 - in_vain] <= max(steps[: -1 - in_vain]):
@@ -77,14 +76,7 @@ class History:
 
 
 def why_not(ending: Ending, before: Sequence[Ending], policy: Policy) -> str:
-    """Why a job is not started again.
-
-    Args:
-        before: those before that.
-
-    Returns:
-        A reason; empty: it is started again.
-    """
+    """Reason why a job is not restarted; "" if it is. before: Results of earlier attempts."""
     if ending.stopped:
         return "it was stopped"
     if len(before) >= policy.max_restarts:
@@ -110,15 +102,9 @@ def why_not(ending: Ending, before: Sequence[Ending], policy: Policy) -> str:
 
 
 def remaining(hosts: Sequence[Host], failures: Counter[str], policy: Policy, silent: Iterable[str] = ()) -> list[Host]:
-    """The hosts that a job may be started on again.
+    """Hosts for the next attempt: those that answer and have failed less than twice (`failures` by host).
 
-    Args:
-        failures: how many of its failures began at each host.
-        silent: hosts that do not answer.
-
-    Returns:
-        Those that are left, in their order; where too few slots would be left for the policy, hosts that have failed
-        stay.
+    Hosts that have failed stay if too few slots for the policy would be left. `silent`: Hosts that do not answer.
     """
     answering = [host for host in hosts if host.name not in silent]
     good = [host for host in answering if policy.keep_hosts or failures[host.name] < FAILURES_OF_A_HOST]
@@ -126,12 +112,8 @@ def remaining(hosts: Sequence[Host], failures: Counter[str], policy: Policy, sil
 
 
 def ranks_on(slots: int, num_ranks: int, min_ranks: int = 1) -> int:
-    """How many ranks a job goes on with.
-
-    Returns:
-        num_ranks; with fewer slots the largest divisor that fits, so that its global batch can be shared out as evenly
-        as before; 0: it cannot go on.
-    """
+    """Number of ranks for a restart: `num_ranks`, or its largest divisor up to `slots`; 0 if below `min_ranks`."""
+    # A divisor distributes the global batch as evenly as before.
     fitting = (n for n in range(min(slots, num_ranks), min_ranks - 1, -1) if n and num_ranks % n == 0)
     return next(fitting, 0)
 
@@ -145,21 +127,14 @@ def run_again(
     policy: Policy,
     terms: SupervisorOptions,
 ) -> int:
-    """Runs a job, and runs it again when it fails, as the policy says.
+    """Runs a job, restarts it as the policy says, and returns the exit code of its last attempt.
 
-    Args:
-        job_on: makes the job of hosts and a number of ranks.
-
-    Returns:
-        The exit code of its last start.
-
-    Raises:
-        LaunchError, PlacementError: as run.run; at the first start also for hosts that do not answer.
+    Raises LaunchError and PlacementError as supervisor.run does; for lost hosts, only at the first attempt.
     """
     history, silent, attempt = History(), set[str](), Attempt(num_ranks=num_ranks)
 
     def left() -> tuple[list[Host], int]:
-        """The hosts that the next start may use, and its ranks; 0: they are too few."""
+        """Hosts and number of ranks for the next attempt; 0 ranks: too few hosts."""
         found = remaining(hosts, history.failures, policy, silent)
         enough = oversubscribe and found
         return found, num_ranks if enough else ranks_on(_slots(found), num_ranks, policy.min_ranks)
@@ -179,7 +154,7 @@ def run_again(
             processes.say(f"{lost}{'; goes on without' * bool(now)}")
             if now:
                 continue
-            ending = Ending(2, str(lost), HOST_LOST, hosts=lost.hosts)  # they may come back
+            ending = Ending(2, str(lost), HOST_LOST, hosts=lost.hosts)  # the hosts may come back
         if not ending.exit_code:
             if history.endings:
                 processes.say(f"complete; started again {_times(len(history.endings))}")
@@ -190,7 +165,7 @@ def run_again(
             if policy.max_restarts and not ending.stopped:
                 processes.say(f"not started again: {reason}")
             return ending.exit_code
-        # What is lost is asked again only if it is needed.
+        # Lost hosts are tried again only if the others have too few slots.
         silent = {*ending.hosts} if ending.kind == HOST_LOST else set()
         used, now = left()
         if now < num_ranks:
@@ -208,14 +183,14 @@ def run_again(
         )
         delay_s = history.delay_s(policy)
         if job.hosts and job.hosts[0].name in ending.unswept:
-            delay_s = max(delay_s, LEASE_S)  # so that rank 0 does not write there any more
+            delay_s = max(delay_s, LEASE_S)  # until the previous rank 0 can no longer write there
         processes.say(f"restart {number} of {policy.max_restarts} in {delay_s:g} s, after: {ending.in_a_line}")
         terms = replace(terms, answer_timeout_s=ANSWER_S)
         time.sleep(delay_s)
 
 
 def causes_of(endings: Sequence[Ending]) -> tuple[str, ...]:
-    """Causes of the latest failures, short enough for one environment variable, of which Linux takes 128 KiB."""
+    """Causes of the latest failures, short enough for one environment variable: Linux's limit is 128 KiB."""
     return tuple(ending.in_a_line[:MAX_CAUSE_CHARACTERS] for ending in endings[-MAX_CAUSES:])
 
 
