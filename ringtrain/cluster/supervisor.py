@@ -1,8 +1,8 @@
-"""Runs a plan and stays with it: placement, output, first failure, clean-up.
+"""Runs a plan and supervises it: placement, output, first failure, clean-up.
 
-Every host of the job gets a host agent (host_agent.py), this one as well. Agents look at their hosts before anything
-starts, pass signals on, and end what is left, also when this process is killed. Between them runs the launcher's
-command. What ranks report on standard error (ringtrain.protocol.failures) is taken out of the stream.
+Every host of the job gets a host agent (host_agent.py), this one as well. Agents check their hosts before the start,
+forward signals and clean up, also if this process is killed. The launcher's command runs in the meantime. The ranks'
+reports on standard error (ringtrain.protocol.failures) are removed from its output.
 """
 
 from __future__ import annotations
@@ -33,45 +33,45 @@ from ringtrain.protocol.placement import PlannedPlacement, RankPlacement, differ
 from ringtrain.protocol.reader import Lines, Reader
 
 TICK_S = 0.1
-SETTLE_S = 0.5  # after a rank in the wrong place: so that the others are in the table as well
+SETTLE_S = 0.5  # after a misplaced rank, so that the table has the others as well
 SWEEP_S = 7.0
 LOST_S = 30.0
-CONNECTING = 32  # ssh at a time
-# Before a host is asked again whose sshd, or the bastion before it, has too many connections that begin; then twice as
-# long each time, while fewer are begun at a time.
+CONNECTING = 32  # concurrent ssh connections that are not ready yet
+# Pause before the next try of a host whose sshd, or the bastion before it, has too many unauthenticated connections.
+# It doubles with each try, and fewer connections are opened concurrently.
 AGAIN_S, MAX_TRIES, MIN_CONNECTING = 1.0, 5, 8
 TURNED_AWAY = re.compile(r"[a-z]+_exchange_identification: |banner exchange")
 CLOSED = re.compile(r"Connection (closed|reset) by ")
-COMPARE_S = 0.5  # from one look at where ranks are to the next
-ENDING = (signal.SIGTERM, signal.SIGHUP)  # whoever sends one of these will not come back to send another
+COMPARE_S = 0.5  # between comparisons of placements
+ENDING = (signal.SIGTERM, signal.SIGHUP)  # their sender will not send a second one
 SIGNALS = (signal.SIGINT, signal.SIGUSR1, *ENDING)
-# With its launcher's tag, to the end of the line; before it another rank may have written, and not ended its line.
+# With the launcher's tag, to the end of the line. Before it may be another rank's text without a line end.
 REPORT = re.compile(rb"(?:\[[^][<>]*\d\](?:<stderr>:? ?| )|\d+: )?%b:.*" % MARK.encode(), re.DOTALL)
-# What Open MPI, PRRTE and Hydra say at length when a rank has ended, of which the last line says more.
+# Long messages of Open MPI, PRRTE and Hydra about the end of a rank. The job's last line has more information.
 DIVIDER = re.compile(rb"[-=]{20,}\s*")
 REDUNDANT = re.compile(
     rb"Primary job +terminated normally|detected that one or more processes exited|noticed that process"
     rb"|BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES"
 )
-BLOCK_S = 1.0  # for the rest of a block that has begun
+BLOCK_S = 1.0  # for the rest of such a block
 
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisorOptions:
-    """How a job is watched."""
+    """Options of a supervisor."""
 
     launcher: str = "mpirun"
-    """its name, for messages"""
+    """name for messages"""
     start_timeout_s: float = 60
-    """for every host to answer, and again for every rank to begin"""
+    """for every host to answer, and again for every rank to start"""
     answer_timeout_s: float = float("inf")
-    """for every host to answer, where that is less"""
+    """for every host to answer, if shorter"""
     grace_s: float = 8
-    """after SIGTERM or a closed terminal: for ranks to save and end"""
+    """for ranks to save and exit after SIGTERM or a closed terminal"""
     over_ssh: bool = True
-    """the hosts of the job can be reached by ssh, and are watched; else the launcher's own means must do"""
+    """supervise the hosts by agents over ssh; otherwise the launcher's own means must suffice"""
     watcher: Callable[[str, Job, SupervisorOptions], Supervisor] | None = None
-    """makes what stays with the job; None: Supervisor"""
+    """class or function that makes the supervisor; None: Supervisor"""
 
     @property
     def patience_s(self) -> float:
@@ -80,7 +80,7 @@ class SupervisorOptions:
 
 
 class HostsLost(LaunchError):
-    """Hosts do not answer, or not any more, or their ranks do not begin."""
+    """Hosts do not answer, or no longer, or their ranks do not start."""
 
     def __init__(self, hosts: Sequence[str], text: str) -> None:
         super().__init__(text)
@@ -88,23 +88,17 @@ class HostsLost(LaunchError):
 
 
 def run(job: Job, planner: Callable[[Job], Plan], terms: SupervisorOptions = SupervisorOptions()) -> exit_cause.Ending:
-    """Runs a job on its hosts and waits for its end.
-
-    Args:
-        job: what to run where.
-
-    Returns:
-        How it ended. The cause has been said last.
+    """Runs a job on its hosts, waits for its end, prints the exit cause last and returns the result.
 
     Raises:
-        HostsLost: before anything has started: hosts do not answer.
-        LaunchError: a host lacks the program.
-        PlacementError: ranks are not where the plan has them.
+        HostsLost: Hosts do not answer, before anything has started.
+        LaunchError: A host lacks the program.
+        PlacementError: The ranks' placement is not the planned one.
     """
     name = uuid.uuid4().hex
     expected = PlannedPlacement(job.num_ranks, tuple((host.name, host.slots) for host in job.hosts))
     told = {JOB: name, PLAN: expected.to_json()}
-    # Ranks of this host would inherit what ranks of other hosts do not get.
+    # Otherwise ranks of this host would inherit variables that ranks of other hosts do not get.
     hidden = withheld(job) if terms.over_ssh else ()
     environ = {key: value for key, value in job.environment.items() if key not in hidden} | told
     started = replace(job, command=("sh", "-c", starter(job.hosts), "rank", *job.command), environment=environ)
@@ -125,12 +119,12 @@ def run(job: Job, planner: Callable[[Job], Plan], terms: SupervisorOptions = Sup
             code = -stopped.number
         finally:
             watch.end()
-        # From here on nothing of the job lives, and nobody else writes.
+        # No process of the job is left to print anything.
         return watch.conclude(code, terms.launcher, expected, lost)
 
 
 class Stopped(Exception):
-    """A signal ends the job at once."""
+    """A signal stops the job at once."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -139,36 +133,36 @@ class Stopped(Exception):
 
 @dataclass
 class HostAgent:
-    """A keeper's process, and what it has said."""
+    """Process of a host agent, and its output."""
 
     host: str
     process: subprocess.Popen[bytes]
     ready: bool = False
     swept: bool = False
     closed: bool = False
-    """it has ended, and all that it said is read"""
+    """has exited, and its output is read"""
     tries: int = 1
-    """with this one"""
+    """to connect to the host, this one included"""
     refusal: str = ""
-    """the last line of the try before"""
+    """last line of the previous try"""
     lines: deque[str] | Any = None
     unfinished: bytes = b""
-    """of a line whose end is not read yet"""
+    """incomplete line"""
     networks: str = ""
-    """of its host, see keeper.local_networks"""
+    """of its host, see host_agent.local_networks"""
     reached: str = ""
-    """IPv4 address by which ssh reaches its host; empty: not known"""
+    """IPv4 address by which ssh reaches its host; "": not known"""
 
     def tell(self, order: str) -> None:
-        """Sends a line; a keeper that is gone has swept already, or its host is lost."""
+        """Sends a line. An agent that is gone has cleaned up already, or its host is lost."""
         with contextlib.suppress(OSError):
             os.write(self.process.stdin.fileno(), f"{order}\n".encode())  # type: ignore[union-attr]
 
 
 def _may_be_let_in_later(lost: HostAgent) -> bool:
-    """Whether sshd closed a host's connection before it asked who is there, as beyond its MaxStartups.
+    """Whether sshd closed a connection before authentication, as beyond its MaxStartups, so that another try may help.
 
-    Where it says something first, it has closed the connection for that reason, and will again.
+    If it sent a message first, it will refuse the next connection for the same reason.
     """
     said = [line for line in lost.lines if line]
     turned_away = any(map(TURNED_AWAY.search, said)) or bool(said and CLOSED.match(said[0]))
@@ -176,16 +170,16 @@ def _may_be_let_in_later(lost: HostAgent) -> bool:
 
 
 class Supervisor:
-    """Stays with one job from before its start until nothing of it is left. A context manager, of the main thread."""
+    """Supervisor of one job, from before its start to its clean-up. A context manager for the main thread."""
 
     says_last = True
-    """a rank's failure ends the job, whose last line repeats it"""
+    """a rank's failure ends the job, and the job's last line repeats it"""
 
     def __init__(self, name: str, job: Job, terms: SupervisorOptions) -> None:
         self.name = name
         self.job = job
         self.terms = terms
-        # Before signals are taken over: looking up names may take a while, and Ctrl-C shall end it.
+        # Before the signal handlers are installed: looking up names may take a while, and Ctrl-C must end it.
         hosts = [host.name for host in job.hosts] if terms.over_ssh else []
         self.here = host_agent.here(hosts) if job.here is None else job.here
         self._host_of_rank = [host.name for host in job.hosts for _ in range(host.slots)]
@@ -211,10 +205,10 @@ class Supervisor:
         self._beats = threading.Thread(target=self._keep_alive, daemon=True)
 
     def __enter__(self) -> Supervisor:
-        # What nohup has set stays: the job outlives its terminal then.
+        # SIGHUP stays ignored under nohup: the job then outlives its terminal.
         heard = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
         self._before = {number: signal.signal(number, self._receive) for number in heard}
-        # A stopped launcher would not be heard by the keepers, and the job would end.
+        # A stopped launcher would send no heartbeats, and the agents would end the job.
         self._before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         self._beats.start()
         return self
@@ -225,7 +219,7 @@ class Supervisor:
             signal.signal(number, handler)
 
     def _keep_alive(self) -> None:
-        """Lets the keepers hear us, also while nobody reads what this process writes (Ctrl-S, a pager)."""
+        """Sends heartbeats to the agents, also while the terminal blocks this process's output (Ctrl-S, a pager)."""
         while not self._over.wait(host_agent.BEAT_S):
             self._tell("beat")
 
@@ -235,14 +229,10 @@ class Supervisor:
     # ---- before the start -----------------------------------------------------------------------------------------
 
     def planned(self, plan: Plan) -> None:
-        """Hears what is about to run."""
+        """Called with the plan before the start."""
 
     def prepare(self) -> None:
-        """Reaches every host.
-
-        Raises:
-            LaunchError: names the hosts that do not answer, or lack the program, with what ssh said.
-        """
+        """Starts an agent on every host. Raises LaunchError if one does not answer or lacks the program."""
         self._raise_limits()
         names = [host.name for host in self.job.hosts] if self.terms.over_ssh else []
         waiting = deque(["", *(host for host in names if host not in self.here)])
@@ -284,7 +274,7 @@ class Supervisor:
         self._refuse_other_versions()
 
     def local_networks(self) -> tuple[str, ...]:
-        """Networks of the job's hosts that lead to no other host."""
+        """Networks of the job's hosts that connect no hosts."""
         agents = self._agents_of_hosts()
         reached = {each.reached for each in agents if each.reached}
         if not all(each.host for each in agents):
@@ -294,7 +284,7 @@ class Supervisor:
         return host_agent.local_networks([each.networks for each in agents], reached)
 
     def check_networks(self, plan: Plan) -> None:
-        """Prints which hosts cannot report their networks, where the plan excludes local ones."""
+        """Prints which hosts cannot report their networks, if the plan excludes local ones."""
         unknown = [each.host or "this host" for each in self._agents_of_hosts() if not each.networks]
         if unknown and "btl_tcp_if_exclude" in plan.argv:
             say(
@@ -303,14 +293,14 @@ class Supervisor:
             )
 
     def _agents_of_hosts(self) -> list[HostAgent]:
-        """Agents of the job's hosts: this host need not be one of them."""
+        """Agents of the job's hosts, which need not include this one."""
         elsewhere = {each.host for each in self._keepers}
         own = any(host.name not in elsewhere for host in self.job.hosts)
         return [each for each in self._keepers if each.host or own]
 
     def _raise_limits(self) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))  # a keeper takes two
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))  # an agent takes two
 
     def _start_keeper(self, host: str, look: bool) -> HostAgent:
         environ, job = self.job.environment, self.job
@@ -326,7 +316,7 @@ class Supervisor:
         )
         pipe = subprocess.PIPE
         try:
-            # Out of the terminal's reach: Ctrl-C and a closed terminal are for this process to hand on.
+            # In its own session: signals of the terminal reach this process only, which forwards them.
             process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, start_new_session=True)
         except OSError as error:
             raise LaunchError(f"{host or 'this host'}: {argv[0]} cannot be started here: {error.strerror}") from error
@@ -336,7 +326,7 @@ class Supervisor:
         return added
 
     def _why(self, lost: HostAgent) -> str:
-        """What is wrong with a host that has not become ready, in a line."""
+        """Message about a host that has not become ready."""
         host = lost.host or "this host"
         if any(line.startswith(f"{host_agent.SAYS}lacks") for line in lost.lines):
             if any("lacks-folder" in line for line in lost.lines):
@@ -367,12 +357,8 @@ class Supervisor:
     # ---- while it runs --------------------------------------------------------------------------------------------
 
     def supervise(self, argv: Sequence[str], environ: Mapping[str, str], expected: PlannedPlacement) -> int:
-        """Starts the launcher's command and stays with it.
-
-        Returns:
-            Its exit code, as subprocess has it.
-        """
-        # In a process group of its own: the terminal's Ctrl-C is for this process, which lets ranks save first.
+        """Runs the launcher's command to its end, and returns its code as in subprocess."""
+        # In its own process group: the terminal's Ctrl-C reaches this process only, which lets ranks save first.
         process = self._process = subprocess.Popen(
             argv, env=environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, process_group=0
         )
@@ -394,9 +380,9 @@ class Supervisor:
         return process.returncode
 
     def _look_at(self, expected: PlannedPlacement, began_s: float) -> None:
-        """Compares where ranks are with where they shall be, while they begin."""
+        """Compares planned and actual placement while ranks start."""
         seats, now = self.reports.seats, time.monotonic()
-        # Not for every rank: each comparison looks at all.
+        # Not after every rank, since each comparison covers all.
         is_due = now > self._compared_s + COMPARE_S or len(seats) >= expected.size
         if len(seats) > self._num_seats and not self._wrong_since and is_due:
             self._num_seats, self._compared_s = len(seats), now
@@ -408,7 +394,7 @@ class Supervisor:
             raise HostsLost(hosts, f"{why}, or give more time: --start-timeout")
 
     def _look_back_at(self, expected: PlannedPlacement, returncode: int) -> None:
-        """The same, when the launcher has ended."""
+        """Compares them again after the launcher has exited."""
         if wrong := difference(expected, self.reports.seats):
             raise PlacementError(wrong)
         if not returncode and len(self.reports.seats) < expected.size:
@@ -416,11 +402,7 @@ class Supervisor:
             raise PlacementError(why)
 
     def _hand_on(self, number: int) -> float:
-        """Gives ranks a signal.
-
-        Returns:
-            When to end them; no time, unless the sender will not come back.
-        """
+        """Forwards a signal to the ranks; returns when to kill them (time.monotonic()), inf if it may be repeated."""
         known = [seat for seat in self.reports.seats if seat.process]
         if self.stopped_by or not known:
             self.stopped_by = self.stopped_by or number
@@ -431,7 +413,7 @@ class Supervisor:
         then = f"killed in {self.terms.grace_s:g} s (--grace)" if limited else "once more ends them at once"
         self._end_line()
         say(f"{name}: ranks may save and end; {then}")
-        # A terminal that closes is no reason for ranks to end differently than at SIGTERM.
+        # Ranks treat a closed terminal like SIGTERM.
         passed = int(signal.SIGTERM if limited else number)
         if self.terms.over_ssh:
             by_host: dict[str, list[str]] = {}
@@ -443,11 +425,11 @@ class Supervisor:
                 if processes:
                     each.tell(f"signal {passed} {' '.join(processes)}")
         elif self._process:
-            self._process.send_signal(signal.SIGUSR1)  # which srun hands on; at others it ends the ranks itself
+            self._process.send_signal(signal.SIGUSR1)  # srun forwards it; at other signals it ends the ranks itself
         return time.monotonic() + self.terms.grace_s if limited else float("inf")
 
     def _keeper_of(self, seat: RankPlacement) -> str:
-        """The host of the keeper that can reach a rank's process; empty: the one of this machine."""
+        """Host of the agent that can reach a rank's process; "": this machine."""
         return "" if self._host_of_rank[seat.rank] in self.here else self._host_of_rank[seat.rank]
 
     def _look_for_lost_hosts(self) -> None:
@@ -458,7 +440,7 @@ class Supervisor:
                 raise HostsLost([each.host], f"lost {what} while it ran: {self._why(each)}")
 
     def _who_did_not_begin(self, expected: PlannedPlacement, when: str) -> tuple[list[str], str]:
-        """The hosts of late ranks, and a sentence."""
+        """Hosts of ranks that have not started, and a message."""
         begun = {seat.rank for seat in self.reports.seats}
         seats = expected.seats()
         late = [rank for rank in range(expected.size) if rank not in begun]
@@ -470,7 +452,7 @@ class Supervisor:
         )
 
     def _poll(self) -> None:
-        """Reads what there is to read; waits for it for a moment."""
+        """Reads available output, waiting up to TICK_S."""
         for key, _ in self._selector.select(TICK_S):
             data = os.read(key.fd, 65536)
             if not data:
@@ -502,7 +484,7 @@ class Supervisor:
                 self.out_of_memory.add(speaker.host)
 
     def _take(self, lines: Sequence[bytes]) -> None:
-        """Passes on what is no report."""
+        """Parses reports, and prints the other lines."""
         for raw in lines:
             if self.reports.take(raw.decode(errors="replace")):
                 before, found = REPORT.subn(b"", raw)
@@ -511,7 +493,7 @@ class Supervisor:
             line = raw.decode(errors="replace").removesuffix("\n")
             tagged = exit_cause.rank_of(line)
             if raw.endswith(b"\r"):
-                self._show(raw)  # of a progress bar: the next text overwrites it
+                self._show(raw)  # progress bar: the next text overwrites it
             elif tagged is None:
                 self.said_by_launcher.append(line)
                 self._show_unless_redundant(raw)
@@ -530,7 +512,7 @@ class Supervisor:
         self._line_is_open = not raw.endswith(b"\n")
 
     def _show_unless_redundant(self, raw: bytes) -> None:
-        """Passes on a line of the launcher's, unless it is of a block between dashes that says why the job ended."""
+        """Prints a line of the launcher, unless it is in a block between dashes about the job's end."""
         is_divider = DIVIDER.fullmatch(raw) is not None
         if not self._block and not is_divider:
             return self._show(raw)
@@ -547,7 +529,7 @@ class Supervisor:
         self._block.clear()
 
     def _drain(self) -> None:
-        """Reads what the launcher has written before its end; others may hold the pipe open."""
+        """Reads the rest of the launcher's output without waiting: other processes may hold the pipe open."""
         stream: Any = self._process and self._process.stderr
         with contextlib.suppress(OSError):
             while data := os.read(stream.fileno(), 65536):
@@ -557,7 +539,7 @@ class Supervisor:
         self._end_line()
 
     def _end_line(self) -> None:
-        """Lets the launcher's own next line begin at the left, also after a progress bar."""
+        """Makes the launcher's next line begin at the left, also after a progress bar."""
         if self._line_is_open:
             write(b"\n")
         self._line_is_open = False
@@ -565,16 +547,16 @@ class Supervisor:
     # ---- the end --------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Leaves nothing of the job on any host that answers; may be called again."""
+        """Cleans up on every host that answers; may be called again."""
         if self._process and self._process.poll() is None and not self.terms.over_ssh:
-            self._process.terminate()  # a scheduler's launcher ends its ranks when it is told to
+            self._process.terminate()  # a scheduler's launcher then ends its ranks
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(SWEEP_S)
         self._over.set()
         if self._beats.is_alive():
             self._beats.join()
         self._tell("end")
-        # A job that has ended well is called lost only when ssh has given its host up, or all patience is over.
+        # After success a host counts as lost only if ssh has given it up, or after LOST_S.
         ended_well = self._process is not None and self._process.poll() == 0
         deadline = time.monotonic() + (LOST_S if ended_well else SWEEP_S)
         while time.monotonic() < deadline and not all(each.swept or each.closed for each in self._keepers):
@@ -601,13 +583,7 @@ class Supervisor:
     def conclude(
         self, returncode: int, launcher: str, expected: PlannedPlacement, lost: HostsLost | None = None
     ) -> exit_cause.Ending:
-        """Says why the job ended, last.
-
-        Args:
-            returncode: of the launcher, as subprocess has it.
-            expected: where ranks were.
-            lost: the hosts that the job was ended for.
-        """
+        """Prints the exit cause last and returns the result. lost: Hosts for which the job was stopped."""
         words = "\n".join(self.said_by_launcher)
         decided = exit_cause.decide(returncode, self.reports, words, self.tails, launcher, self.silent)
         if lost is not None:
@@ -640,7 +616,7 @@ class Supervisor:
         )
         for text, raw in self._repeated:
             if text not in ending.text:
-                self._show(raw)  # another rank's, or something else ended the job
+                self._show(raw)  # another rank's failure, or another exit cause
         if ending.text:
             say(ending.text)
         return ending

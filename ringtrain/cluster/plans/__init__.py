@@ -5,6 +5,6 @@ openmpi:    flags of Open MPI 4 and 5
 hydra:      flags of MPICH and Intel MPI
 horovodrun: horovodrun over MPI, over Gloo, and elastic
 slurm:      srun, and a script for sbatch
-kubernetes: the manifest of an MPIJob
-rank_logs:  a log per rank where the launcher keeps none
+kubernetes: manifest of an MPIJob
+rank_logs:  a log per rank for launchers that keep none
 """

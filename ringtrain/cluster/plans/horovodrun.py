@@ -1,7 +1,7 @@
-"""horovodrun's command line: over MPI, over Gloo, and elastic; started by horovod_driver.py, which closes its doors.
+"""Command line of horovodrun over MPI, over Gloo, and elastic; horovod_driver.py starts and restricts it.
 
-horovodrun puts a command line together as text and gives it to a shell: what it would leave unquoted is quoted here, or
-refused. Ranks of this host inherit its environment: what ranks shall not see is taken out before it starts.
+horovodrun composes a shell command as text: this module quotes or refuses the parts that it would leave unquoted. Ranks
+of this host inherit its environment, so variables that ranks must not get are removed before it starts.
 """
 
 from __future__ import annotations
@@ -40,17 +40,14 @@ def plan(
     interface: str = "",
     python: str = "python3",
 ) -> Plan:
-    """The command that starts a job by horovodrun.
+    """Command that starts a job by horovodrun.
 
     Args:
-        job: what to run where; with its hosts.
-        gloo: without MPI.
-        dialect: of the mpirun that horovodrun will find, a key of mpi.DIALECTS; over Gloo it does not matter.
-        mpi_prefix: folder above mpirun's bin, by which Open MPI finds its own programs on other hosts; empty: a command
-            over ssh finds them on PATH there.
-        start_timeout_s: for horovodrun's own look at the hosts.
-        interface: name of the network interface that ranks talk over, on all hosts; empty: the one that leads from
-            here to the first other host.
+        gloo: Without MPI.
+        dialect: Of the mpirun that horovodrun will find, a key of mpirun.DIALECTS; unused over Gloo.
+        mpi_prefix: Directory above mpirun's bin, by which Open MPI finds its programs on other hosts; "": on PATH.
+        start_timeout_s: For horovodrun's own check of the hosts.
+        interface: Network interface of the ranks, the same on all hosts; "": the one from here to the first other host.
 
     Raises:
         LaunchError: horovodrun cannot run the job, or not as asked for.
@@ -81,16 +78,15 @@ def elastic(
     cooldown_s: tuple[int, int] = (0, 0),
     python: str = "python3",
 ) -> Plan:
-    """The command that starts a job which goes on when hosts come and go; over Gloo.
+    """Command that starts an elastic job over Gloo, whose `num_ranks` are required to start.
 
     Args:
-        job: what to run; num_ranks is how many must be there before it begins.
-        max_ranks: with more, the rest is left out.
-        discovery: program that prints a line host:slots for each host there is now; empty: a file with the job's hosts,
-            which can be edited while it runs.
-        interface: name of the network interface that ranks talk over, on all hosts; empty: horovodrun looks for it as
-            soon as there are two hosts, and never begins on one.
-        cooldown_s: for how long a host is left out after one of its ranks has failed: twice to three times the first
+        max_ranks: Slots beyond these are not used.
+        discovery: Program that prints a line host:slots for each current host; "": a file with the job's hosts, which
+            can be edited while it runs.
+        interface: Network interface of the ranks, the same on all hosts; "": horovodrun looks for it once there are two
+            hosts, and never starts on one.
+        cooldown_s: Time for which a host is excluded after a rank has failed on it: twice to three times the first
             number, doubled each time, up to the second; zeros: for good.
 
     Raises:
@@ -111,7 +107,7 @@ def elastic(
     asked = shlex.quote(discovery)
     if not discovery:
         text = "".join(f"{host.name}:{host.slots}\n" for host in job.hosts)
-        path = file_path(job, "discovery.txt", text)  # changes while the job runs
+        path = file_path(job, "discovery.txt", text)  # may change while the job runs
         files[path] = text
         asked = shlex.join(["cat", path])
     limits = [
@@ -157,7 +153,7 @@ def _plan(
     for name in ("NCCL_SOCKET_IFNAME", *(["HOROVOD_GLOO_IFACE"] if gloo else [])):
         if name not in reasons:
             reasons[name] = f"horovodrun sets it to {chosen}"
-        elif gloo:  # mpirun keeps what is set here
+        elif gloo:  # mpirun keeps the value set here
             reasons[name] = f"horovodrun sets it to {chosen}, whatever is set here: see --network-interface"
     if waits_for_hosts and GLOO_TIMEOUT not in job.environment:
         values[GLOO_TIMEOUT] = str(GLOO_TIMEOUT_S)
@@ -186,7 +182,7 @@ def _plan(
 
 
 def _check_gloo(job: Job) -> None:
-    """Refuses a binding, and what would be a command on the way to other hosts."""
+    """Refuses a binding, and a directory that other hosts' shells would run as a command."""
     if job.bind == "core":
         raise LaunchError("got --bind core, but over Gloo, horovodrun binds no ranks: leave it out, or use mpirun")
     folder = job.working_directory or job.environment.get("PWD", "")
@@ -198,7 +194,7 @@ def _check_gloo(job: Job) -> None:
 
 
 def _clean_start(job: Job) -> Iterator[Flag]:
-    """What happens before horovodrun starts."""
+    """Arguments before horovodrun that set its directory and remove variables."""
     hidden = withheld(job)
     if not hidden and not job.working_directory:
         return
@@ -211,8 +207,8 @@ def _clean_start(job: Job) -> Iterator[Flag]:
 
 
 def _mpi_arguments(job: Job, prefix: str) -> Iterator[Flag]:
-    """What horovodrun passes on to mpirun, through a shell."""
-    # With a port horovodrun gives options of ssh by itself, and mpirun takes them once only.
+    """Arguments that horovodrun passes on to mpirun, through a shell."""
+    # With a port, horovodrun itself passes options of ssh, which mpirun accepts once only.
     control = openmpi.control(job, openmpi.FOUR, ssh_options=not job.ssh_port)
     own = [flag for flag in control if not flag.words[1].startswith(("plm_rsh_no_tree", "plm_rsh_num"))]
     if prefix:

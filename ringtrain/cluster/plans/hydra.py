@@ -1,4 +1,4 @@
-"""The flags of MPICH and Intel MPI, whose mpirun is Hydra. Much of it is told by environment variables."""
+"""Flags of MPICH and Intel MPI, whose mpirun is Hydra; many of its options are environment variables."""
 
 from __future__ import annotations
 
@@ -11,17 +11,9 @@ from ringtrain.errors import LaunchError
 
 
 def flags(job: Job, intel: bool, names: Sequence[str], hostfile: str = "") -> tuple[list[Flag], dict[str, str]]:
-    """The words after mpirun.
+    """Arguments after mpirun, and files to write. Raises LaunchError if Hydra does not support the job.
 
-    Args:
-        intel: Intel MPI, not MPICH.
-        hostfile: that lists the hosts already, as host:4; else the job's own are listed in a file.
-
-    Returns:
-        Flags, and files to be written.
-
-    Raises:
-        LaunchError: the job wants what Hydra does not know.
+    hostfile: Existing one with lines host:4; "": one with the job's hosts is written.
     """
     title = "Intel MPI" if intel else "MPICH"
     check_names(job.hosts, title, r"[A-Za-z0-9_][A-Za-z0-9._-]*")
@@ -53,7 +45,7 @@ def flags(job: Job, intel: bool, names: Sequence[str], hostfile: str = "") -> tu
 
 
 def binding(job: Job) -> Iterator[Flag]:
-    """Which cores ranks get from MPICH; Intel MPI is told by settings."""
+    """Core binding of MPICH; Intel MPI's is in `settings`."""
     if job.bind == "core":
         because = f"each rank has {job.cores_per_rank} cores of its own (--bind core)"
         yield words("-bind-to", f"core:{job.cores_per_rank}", because=because)
@@ -62,7 +54,7 @@ def binding(job: Job) -> Iterator[Flag]:
 
 
 def settings(job: Job, intel: bool) -> Iterator[Setting]:
-    """What these MPIs are told by the environment."""
+    """Options that these MPIs take from environment variables."""
     options = " ".join([*SSH_OPTIONS, *(("-p", str(job.ssh_port)) if job.ssh_port else ())])
     if job.several_hosts or job.ssh_port:
         if intel:

@@ -1,4 +1,4 @@
-"""Kubernetes: the manifest of an MPIJob (v2beta1) for the MPI Operator, which makes the hosts and their ssh keys."""
+"""Manifest of an MPIJob (v2beta1) for Kubernetes' MPI Operator, which creates the hosts and their ssh keys."""
 
 from __future__ import annotations
 
@@ -18,52 +18,47 @@ LABEL = re.compile(r"[a-z]([a-z0-9-]{0,52}[a-z0-9])?")
 PLAIN_KEY = re.compile(r"[A-Za-z][A-Za-z0-9]*")
 QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|[kKMGTP]i?)?")
 LAUNCHER_RESOURCES = {"cpu": "1", "memory": "1Gi"}
-"""of the container that runs mpirun, which a namespace with a quota does not admit without"""
+"""limits of the container that runs mpirun; a namespace with a quota requires them"""
 UNPRIVILEGED = {"runAsNonRoot": True, "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 OF_THIS_MACHINE = ("PATH", "PYTHONPATH", "PYTHONUSERBASE", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the cluster is asked for besides the job; user, keys and sshd are those of ringtrain's own image."""
+    """Request to the cluster besides the job; the defaults of user, keys and sshd are those of ringtrain's image."""
 
     image: str = "ringtrain"
     name: str = "ringtrain"
     namespace: str = ""
-    """empty: kubectl's own"""
+    """"": kubectl's own"""
     dialect: str = "openmpi4"
-    """of the image's mpirun, a key of mpi.DIALECTS"""
+    """of the image's mpirun, a key of mpirun.DIALECTS"""
     gpus_per_worker: int = 0
     resources: Mapping[str, str] = field(default_factory=dict)
-    """what else a worker requests and is limited to, e.g. cpu: 8, memory: 32Gi"""
+    """other requests and limits of a worker, e.g. cpu: 8, memory: 32Gi"""
     shared_memory: str = "8Gi"
     """size limit of /dev/shm, which NCCL and MPI use between ranks of a worker"""
     secret: str = "ringtrain"
-    """name of the Secret that holds the values of names given by --forward"""
+    """name of the Secret with the values of variables given by --forward"""
     ssh_home: str = "/home/ringtrain/.ssh"
-    """where the image's user has its keys; another than /root/.ssh: mpirun is not told that it is root"""
+    """directory of the image user's keys; unless it is /root/.ssh, mpirun runs without the flag for root"""
     sshd: tuple[str, ...] = ("/opt/ringtrain/launch/sshd.sh",)
-    """what a worker runs; a port that the job wants is its last argument"""
+    """command of a worker; a port of the job becomes its last argument"""
     ssh_port: int = 2222
-    """where it listens, and the image's ssh calls"""
+    """port of the workers' sshd, set in the image's ssh configuration as well"""
 
 
 class Commented(tuple[str, ...]):
-    """Words of one flag; their reason stands beside them in the manifest."""
+    """Arguments of one flag, with their reason as a comment in the manifest."""
 
     reason = ""
 
 
 def plan(job: Job, cluster: Cluster = Cluster()) -> Plan:
-    """The manifest, and the command that applies it.
+    """Manifest, and the command that applies it.
 
-    Args:
-        job: what to run. Of its hosts only their number and slots count: workers have the operator's names. Paths of
-            this machine stay here; ranks start in the image's folder.
-        cluster: what to ask for besides.
-
-    Raises:
-        LaunchError: the operator cannot run the job.
+    Only the number of hosts and their slots count: workers get the operator's names. Ranks start in the image's
+    directory, not in one of this machine. Raises LaunchError if the operator cannot run the job.
     """
     check(job)
     slots = {host.slots for host in job.hosts}
@@ -93,7 +88,7 @@ def plan(job: Job, cluster: Cluster = Cluster()) -> Plan:
 
 
 def _refuse_local_paths(job: Job) -> None:
-    """Raises LaunchError for a path of the command that lies in a directory of this machine, which no worker has."""
+    """Raises LaunchError for a path of the command in a directory of this machine, which no worker has."""
     local = [job.working_directory, *(job.environment.get(name, "") for name in ("VIRTUAL_ENV", "HOME"))]
     folders = [folder.rstrip("/") for folder in local if folder.rstrip("/")]
     for word in job.command:
@@ -106,11 +101,11 @@ def _refuse_local_paths(job: Job) -> None:
 
 
 def manifest(job: Job, cluster: Cluster) -> dict[str, Any]:
-    """The MPIJob as plain values."""
+    """MPIJob as plain values."""
     kept = {name: value for name, value in job.environment.items() if name not in OF_THIS_MACHINE}
     inner = replace(job, working_directory="", environment=kept, allow_root=cluster.ssh_home == "/root/.ssh")
     names = forwarded(inner)
-    # PATH is the image's own; ranks would otherwise have sshd's.
+    # Ranks get the image's PATH, which is forwarded: sshd has another one.
     launch = mpirun.plan(replace(inner, environment={**kept, "PATH": ""}), cluster.dialect, hostfile=HOSTFILE)
     image = {"image": cluster.image, "imagePullPolicy": "IfNotPresent"}
     security = {} if inner.allow_root else {"securityContext": UNPRIVILEGED}
@@ -157,7 +152,7 @@ def manifest(job: Job, cluster: Cluster) -> dict[str, Any]:
 
 
 def _escaped(launch: Plan) -> Iterator[Commented]:
-    """A plan's words, in which Kubernetes finds no $(NAME) to put a value in."""
+    """Arguments of a plan, escaped so that Kubernetes does not substitute $(NAME)."""
     for flag in (*launch.flags, Flag(launch.command, "what every rank runs")):
         part = Commented(word.replace("$", "$$") for word in flag.words)
         part.reason = flag.reason
@@ -165,7 +160,7 @@ def _escaped(launch: Plan) -> Iterator[Commented]:
 
 
 def _variables(launch: Plan, job: Job, names: Sequence[str], cluster: Cluster) -> list[dict[str, Any]]:
-    """The launcher's environment: values, and references to the Secret where a value is nobody's business."""
+    """Environment of the launcher container: plain values, and a `secretKeyRef` for each forwarded private variable."""
     values = {**{name: job.environment[name] for name in names}, **launch.env}
     found: list[dict[str, Any]] = []
     for name, value in sorted(values.items()):
@@ -180,7 +175,7 @@ def _variables(launch: Plan, job: Job, names: Sequence[str], cluster: Cluster) -
 
 
 def quoted(text: str) -> str:
-    """A string in YAML's double quotes, in ASCII, on one line."""
+    """String in YAML's double quotes, in ASCII, on one line."""
     return '"' + "".join(_character(character) for character in text) + '"'
 
 
@@ -194,7 +189,7 @@ def _character(character: str) -> str:
 
 
 def _lines(node: Mapping[str, Any] | list[Any], indent: int = 0) -> Iterator[str]:
-    """Block style; every string is quoted."""
+    """YAML in block style; every string is quoted."""
     space = " " * indent
     if isinstance(node, Mapping):
         for key, value in node.items():

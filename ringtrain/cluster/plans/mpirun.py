@@ -1,4 +1,4 @@
-"""mpirun's command line: a row per dialect, found by what `mpirun --version` says."""
+"""mpirun's command line: a row per dialect, identified by the output of `mpirun --version`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ringtrain.errors import LaunchError
 
 @dataclass(frozen=True)
 class Dialect:
-    """How one MPI wants to be spoken to."""
+    """Version pattern, flags and settings of one MPI."""
 
     title: str
     version: re.Pattern[str]
-    """that its `mpirun --version` begins with"""
+    """beginning of the output of `mpirun --version`"""
     flags: Callable[[Job, Sequence[str], str], tuple[list[Flag], dict[str, str]]]
-    """of a job, the names that ranks get, and a hostfile that is there already: flags, and files to be written"""
+    """from a job, names of the ranks' variables and an existing hostfile: flags, and files to write"""
     settings: Callable[[Job], Iterable[Setting]] = lambda job: ()
     rank_variable: str = ""
-    """with a rank's number, where this MPI keeps no log per rank besides showing it; else empty"""
+    """variable with the rank, if this MPI cannot both show and log a rank's output; else "" """
 
 
 DIALECTS = {
@@ -57,17 +57,7 @@ DIALECTS = {
 
 
 def identify(version_text: str) -> str:
-    """The dialect of the mpirun that said this.
-
-    Args:
-        version_text: what `mpirun --version` printed.
-
-    Returns:
-        A key of DIALECTS.
-
-    Raises:
-        LaunchError: an MPI that we do not speak to.
-    """
+    """Key of DIALECTS for the output of `mpirun --version`. Raises LaunchError for an unsupported MPI."""
     text = version_text.strip()
     for name, dialect in DIALECTS.items():
         if dialect.version.match(text):
@@ -80,16 +70,15 @@ def identify(version_text: str) -> str:
 
 
 def plan(job: Job, dialect: str, program: str = "mpirun", hostfile: str = "") -> Plan:
-    """The command that starts a job by mpirun.
+    """Command that starts a job by mpirun.
 
     Args:
-        job: what to run where.
-        program: mpirun's path: Open MPI finds its own programs on other hosts by it. The name alone, only if a command
+        program: Path of mpirun, by which Open MPI finds its programs on other hosts; the name alone only if a command
             over ssh finds it on PATH there.
-        hostfile: that lists the hosts already, in the dialect's form; else the job's own are named.
+        hostfile: Existing one in the dialect's format; "": the job's hosts.
 
     Raises:
-        LaunchError: this MPI cannot run the job.
+        LaunchError: This MPI cannot run the job.
     """
     check(job)
     row = DIALECTS[dialect]

@@ -1,4 +1,4 @@
-"""The flags of Open MPI 4 and 5. Version 5 has another control plane (PRRTE): it ignores most of 4's names silently."""
+"""Flags of Open MPI 4 and 5. Version 5 has another control plane (PRRTE) and silently ignores most names of 4."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ TCP_PIECES, TCP_PIECE_BYTES = "btl_tcp_rdma_pipeline_frag_size", 262144
 
 @dataclass(frozen=True)
 class Words:
-    """Where the two versions differ."""
+    """Differences between the two versions."""
 
     title: str
     control: str
-    """sets a parameter of the control plane"""
+    """option that sets a parameter of the control plane"""
     ssh: str
-    """that starts daemons: its name in parameters"""
+    """component that starts daemons by ssh"""
     shared_memory: str
     """transport between ranks of a host"""
     tag: tuple[str, ...]
     control_networks: str
-    """parameter that limits control connections to networks; empty: there is none that works"""
+    """parameter that limits control connections to networks; "": none that works"""
     kill: str
-    """parameter with the seconds between SIGTERM and SIGKILL; empty: there is none"""
+    """parameter with the seconds between SIGTERM and SIGKILL; "": none"""
     oversubscribe: str
-    """what mapping by slot is called where hosts may be overfull"""
+    """mapping by slot if there may be more ranks than slots"""
 
 
 FOUR = Words(
@@ -59,7 +59,7 @@ FOUR = Words(
     kill="odls_base_sigkill_timeout",
     oversubscribe="slot",
 )
-# PRRTE 3.0.14 knows prte_if_include, but finds no interface by its subnet, and at times crashes over two excluded ones.
+# PRRTE 3.0.14 has prte_if_include, but finds no interface by its subnet, and sometimes crashes on two excluded ones.
 FIVE = Words(
     title="Open MPI 5",
     control="--prtemca",
@@ -73,17 +73,9 @@ FIVE = Words(
 
 
 def flags(job: Job, dialect: Words, names: Sequence[str], hostfile: str = "") -> tuple[list[Flag], dict[str, str]]:
-    """The words after mpirun.
+    """Arguments after mpirun, and files to write. hostfile: Existing one; "": the job's hosts.
 
-    Args:
-        dialect: FOUR or FIVE.
-        hostfile: that lists the hosts already; else the job's own are named.
-
-    Returns:
-        Flags, and files to be written.
-
-    Raises:
-        LaunchError: a host or a path that this MPI cannot take.
+    Raises LaunchError for a host or path that this MPI does not accept.
     """
     check_names(job.hosts, dialect.title)
     files: dict[str, str] = {}
@@ -120,7 +112,7 @@ def flags(job: Job, dialect: Words, names: Sequence[str], hostfile: str = "") ->
 
 
 def placement(job: Job, dialect: Words) -> Iterator[Flag]:
-    """Which cores ranks get."""
+    """Core binding and order of ranks."""
     by_slot = dialect.oversubscribe if job.oversubscribe else "slot"
     if job.oversubscribe and by_slot == "slot":
         yield words("--oversubscribe", because="more ranks than slots are allowed, as asked for")
@@ -135,7 +127,7 @@ def placement(job: Job, dialect: Words) -> Iterator[Flag]:
 
 
 def network(job: Job, dialect: Words) -> Iterator[Flag]:
-    """How gradients travel."""
+    """Transport of messages between ranks."""
     if job.network == "ucx":
         yield words("--mca", "pml", "ucx", because="InfiniBand or RoCE, through UCX (--network ucx)")
         if dialect is FOUR:
@@ -157,7 +149,7 @@ def network(job: Job, dialect: Words) -> Iterator[Flag]:
 
 
 def control(job: Job, dialect: Words, ssh_options: bool = True) -> Iterator[Flag]:
-    """How hosts are started and watched."""
+    """Options of the daemons on the hosts."""
     set_to = dialect.control
     if ssh_options and (job.several_hosts or job.ssh_port):
         options = [*SSH_OPTIONS, *(("-p", str(job.ssh_port)) if job.ssh_port else ())]
@@ -182,7 +174,7 @@ def control(job: Job, dialect: Words, ssh_options: bool = True) -> Iterator[Flag
 
 
 def output(job: Job, dialect: Words) -> Iterator[Flag]:
-    """What becomes of what ranks write."""
+    """Tags and logs of the ranks' output."""
     yield Flag(dialect.tag, "each line says which rank wrote it")
     if job.output and dialect is FOUR:
         if ":" in job.output:

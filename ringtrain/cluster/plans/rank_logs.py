@@ -1,18 +1,18 @@
-"""A log per rank where the launcher keeps none, or shows nothing while it does."""
+"""A log per rank for launchers that keep none, or show nothing while they keep it."""
 
 from __future__ import annotations
 
 from ringtrain.cluster.job import Flag, words
 
-# Runs a rank's command, in the same process, and keeps a copy of its output; $0: the folder, $1: the rank's variable.
-# Launchers signal all processes of a rank: the copying ones stay until the rank itself has ended.
+# Runs a rank's command in the same process, and copies its output; $0: directory, $1: name of the rank's variable.
+# Launchers signal all processes of a rank: the copying ones ignore it and stay until the rank itself has exited.
 SCRIPT = (
     'folder=$0/rank.${!1}; shift; mkdir -p -- "$folder" || exit;'
     " keep() { trap '' HUP INT QUIT TERM USR1 USR2; exec tee -- \"$1\"; };"
     ' exec > >(keep "$folder/stdout") 2> >(keep "$folder/stderr" >&2); exec "$@"'
 )
-# The same for Slurm, which kills what lives on when a rank's first process has ended, the last words with it: so that
-# process waits. A trap that does nothing outlives signals and is not handed down to the rank, as being deaf would be.
+# The same for Slurm, which kills all processes of a rank when its first one exits, and the last output would be lost:
+# so that one waits. A trap with an empty command survives signals; ignored signals would be inherited by the rank.
 WAITING_SCRIPT = (
     'folder=$0/rank.${!1}; shift; mkdir -p -- "$folder" || exit;'
     " keep() { trap '' HUP INT QUIT TERM USR1 USR2; exec tee ${SLURM_RESTART_COUNT:+-a} -- \"$1\"; };"
@@ -23,9 +23,8 @@ WAITING_SCRIPT = (
 
 
 def logged(folder: str, rank_variable: str, reason: str, script: str = SCRIPT) -> Flag:
-    """Words before a rank's command that copy what it writes to folder/rank.N/stdout and stderr.
+    """Arguments before a rank's command that copy its output to folder/rank.N/stdout and stderr.
 
-    Args:
-        script: SCRIPT, or WAITING_SCRIPT where the launcher signals every process of a rank, not the first alone.
+    script: WAITING_SCRIPT if the launcher signals every process of a rank, not only the first.
     """
     return words("bash", "-c", script, folder, rank_variable, because=reason)

@@ -1,4 +1,4 @@
-"""Slurm: ranks started by srun, and a script for sbatch that does so."""
+"""Slurm: srun, and a script for sbatch that calls it."""
 
 from __future__ import annotations
 
@@ -16,34 +16,29 @@ HOST_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 OPTION = re.compile(r"[A-Za-z0-9_.@:,+-]+")
 HOME = ("HOME", "LANG", "LOGNAME", "SHELL", "TMPDIR", "USER")
 SAVED = (128 + 10, 128 + 15)
-"""exit codes of ranks that saved and ended at SIGUSR1 and SIGTERM"""
+"""exit codes of ranks that saved and exited at SIGUSR1 and SIGTERM"""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What sbatch is asked for besides the job."""
+    """Request to sbatch besides the job."""
 
     name: str = "ringtrain"
     time_limit: str = ""
-    """as Slurm writes it, e.g. 1-00:00:00; empty: the partition's"""
+    """as Slurm writes it, e.g. 1-00:00:00; "": the partition's"""
     partition: str = ""
     account: str = ""
     num_nodes: int = 0
-    """that Slurm chooses, each for as many ranks; 0: any number, or the job's hosts"""
+    """chosen by Slurm, with the same number of ranks each; 0: any number, or the job's hosts"""
     gpus_per_node: int = 0
     notice_s: int = 120
     """before the time limit, for ranks to save"""
 
 
 def srun(job: Job, mpi: str = "pmix") -> Plan:
-    """The command that starts a job inside of an allocation.
+    """Command that starts a job in an allocation; without hosts Slurm places the ranks. mpi: Slurm's plug-in.
 
-    Args:
-        job: what to run; without hosts Slurm places the ranks.
-        mpi: Slurm's plug-in that ranks find each other by.
-
-    Raises:
-        LaunchError: srun cannot run the job.
+    Raises LaunchError if srun cannot run the job.
     """
     check(job)
     check_names(job.hosts, "srun", HOST_NAME)
@@ -81,14 +76,9 @@ def srun(job: Job, mpi: str = "pmix") -> Plan:
 
 
 def sbatch(job: Job, batch: Batch = Batch()) -> Plan:
-    """The command that submits a job, and the script that it submits.
+    """Command that submits a job, and its script. Hosts are requested by name; localhost, or none: Slurm chooses them.
 
-    Args:
-        job: what to run. Hosts with names are asked for by name; localhost, or none, leaves the choice to Slurm.
-        batch: what to ask for besides.
-
-    Raises:
-        LaunchError: Slurm cannot run the job, or not as asked for.
+    Raises LaunchError if Slurm cannot run the job, or not as asked for.
     """
     check(job)
     hosts = tuple(host for host in job.hosts if host.name != "localhost")
@@ -116,7 +106,7 @@ def sbatch(job: Job, batch: Batch = Batch()) -> Plan:
 
 
 def _placement(job: Job, values: dict[str, str], reasons: dict[str, str], files: dict[str, str]) -> Iterator[Flag]:
-    """Which host takes which ranks."""
+    """Flags that assign ranks to hosts."""
     if not job.hosts:
         return
     yield words("--nodes", len(job.hosts), because="hosts in all")
@@ -138,7 +128,7 @@ def _placement(job: Job, values: dict[str, str], reasons: dict[str, str], files:
 
 
 def _settings(job: Job, mpi: str) -> Iterator[Setting]:
-    """What Open MPI is told by the environment, there being no mpirun to tell."""
+    """Options of Open MPI as environment variables, since there is no mpirun."""
     if mpi.startswith("pmix"):
         because = "Slurm's PMIx offers munge as well, which Open MPI from PyPI lacks, and says so on every rank"
         yield Setting("PMIX_MCA_psec", "^munge", because)
@@ -161,8 +151,8 @@ def _export(job: Job, also: dict[str, str] | tuple[str, ...], reason: str) -> Fl
 
 
 def _script(job: Job, batch: Batch) -> str:
-    """The script that sbatch submits; it can be edited and submitted by hand as well."""
-    # The allocation's own hosts and environment, and the folder that sbatch was told.
+    """Script that sbatch submits; it can also be edited and submitted by hand."""
+    # The allocation's own hosts and environment, and the directory given to sbatch.
     inner = srun(replace(job, hosts=(), environment={}, forward=(), working_directory=""))
     lines = ["#!/usr/bin/env bash", *_header(job, batch), ""]
     lines += ["# Ranks save and end at SIGUSR1 and SIGTERM; they go on from there when the job runs again."]
@@ -197,7 +187,7 @@ def _script(job: Job, batch: Batch) -> str:
 
 
 def _header(job: Job, batch: Batch) -> Iterator[str]:
-    """What the script asks Slurm for. A value that could be more than a value is refused."""
+    """#SBATCH lines. Raises LaunchError for a value that Slurm could read as more than a value."""
     num_nodes = len(job.hosts) or batch.num_nodes
     asked: dict[str, str | int] = {
         "job-name": batch.name,
