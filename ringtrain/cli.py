@@ -1,4 +1,4 @@
-"""The command `ringtrain`: launching, measuring, showing. What a command needs is imported when it runs."""
+"""Command line `ringtrain`: launch, measure, report. Modules of a command are imported when it runs."""
 
 from __future__ import annotations
 
@@ -25,20 +25,16 @@ LAUNCHERS = ("mpirun", "horovodrun", "horovodrun-gloo", "srun", "sbatch", "mpijo
 PROGRAMS = {"mpirun": "mpirun", "horovodrun": "horovodrun", "horovodrun-gloo": "horovodrun", "srun": "srun"}
 OVER_SSH = ("mpirun", "horovodrun", "horovodrun-gloo")
 HANDED_OVER = ("sbatch", "mpijob")
-"""launchers that give the job to a scheduler and do not stay with it"""
+"""launchers that submit the job to a scheduler and do not supervise it"""
 VERSION_TIMEOUT_S = 20.0
 SPARK_START_S = 60.0
-"""for Spark itself to begin, before it is asked for slots"""
+"""for Spark itself to start, before it is asked for slots"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Runs one command and returns its exit code; 2 after an error of use or set-up, which is printed in one line.
 
-    Args:
-        argv: the command line without the program's name; None: sys.argv.
-
-    Returns:
-        Its exit code; 2 after an error that a person can mend, which is said in one line.
+    argv: Command line without the program's name; None: sys.argv.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     own, command = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
@@ -49,25 +45,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.command, options.environ = command, {}
         return options.handler(options)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads on, as `head` does not
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader closed the pipe, as `head` does
         return 128 + signal.SIGPIPE
     except (RingtrainError, OSError) as error:
         print(f"ringtrain: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 128 + 2  # as shells have it for SIGINT; nothing runs that would have to be told
+        return 128 + 2  # the shells' code for SIGINT; no job runs that must be stopped
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Parser whose errors are LaunchErrors of one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises instead of printing a page."""
+        """Raises LaunchError instead of printing the usage."""
         raise LaunchError(f"{message}: see {self.prog} --help")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+    """Parser of the whole command line."""
     top = Parser(prog="ringtrain", description="Starts and examines training jobs on one host or many.")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
 
@@ -195,7 +191,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def launch(options: argparse.Namespace) -> int:
-    """Runs a job, or shows how it would be run."""
+    """Runs a job, or prints its plan."""
     from ringtrain.cluster import environment, host_agent, processes, restart, supervisor
     from ringtrain.cluster.hosts import take
 
@@ -218,7 +214,7 @@ def launch(options: argparse.Namespace) -> int:
 
     def job_on(hosts: Sequence[Host], ranks: int) -> Job:
         used = take(hosts, ranks, options.oversubscribe)
-        if dialect == "openmpi4":  # which fills the launching host first, wherever it was named
+        if dialect == "openmpi4":  # fills the launching host first, wherever it is listed
             first = next((host for host in used if host.name in here), used[0])
             used = (first, *(host for host in used if host != first))
         return job_of(options, used, ranks, here)
@@ -257,11 +253,7 @@ def launch(options: argparse.Namespace) -> int:
 
 
 def take_roles(options: argparse.Namespace) -> None:
-    """Works out the number of ranks where some of them are parameter servers, and lets them know it.
-
-    Raises:
-        LaunchError: the numbers do not fit together.
-    """
+    """Sets the number of ranks if some are parameter servers. Raises LaunchError if numbers do not fit together."""
     if options.ps is None and options.workers is None:
         return
     if options.launcher in ("horovodrun-gloo", "spark"):
@@ -281,7 +273,7 @@ def take_roles(options: argparse.Namespace) -> None:
 
 
 def launch_elastic(options: argparse.Namespace) -> int:
-    """Runs a job whose hosts come and go, or shows how it would be run."""
+    """Runs a job whose hosts join and leave, or prints its plan."""
     from ringtrain.cluster import elastic, environment, processes, restart, supervisor
     from ringtrain.cluster.hosts import take
     from ringtrain.cluster.plans import horovodrun
@@ -305,14 +297,14 @@ def launch_elastic(options: argparse.Namespace) -> int:
     shown = options.explain or options.dry_run
 
     def job_on(hosts: Sequence[Host], ranks: int) -> Job:
-        return job_of(options, take(hosts, ranks), ranks, frozenset())  # looked up as hosts come
+        return job_of(options, take(hosts, ranks), ranks, frozenset())  # looked up as hosts join
 
     def planner(job: Job) -> Plan:
         return horovodrun.elastic(
             job,
             min_ranks=options.min_np,
             max_ranks=max_ranks,
-            # What runs is shown the hosts that answer, see cluster/elastic.py.
+            # A running job is shown only the hosts that answer, see cluster/elastic.py.
             discovery=options.host_discovery if shown else "",
             interface=options.network_interface,
             start_timeout_s=max(1, int(options.start_timeout)),
@@ -341,11 +333,7 @@ def launch_elastic(options: argparse.Namespace) -> int:
 
 
 def policy_of(options: argparse.Namespace, num_ranks: int) -> Policy:
-    """When the command line wants a failed job to be started again.
-
-    Raises:
-        LaunchError: never, since the launcher does not stay with the job; or with numbers that cannot be.
-    """
+    """Restart policy. Raises LaunchError for invalid numbers, or if the launcher does not supervise the job."""
     from ringtrain.cluster.restart import Policy
 
     if options.max_restarts < 0:
@@ -357,7 +345,7 @@ def policy_of(options: argparse.Namespace, num_ranks: int) -> Policy:
             f"got --max-restarts with --launcher {options.launcher}, which hands the job over and does not stay with"
             f" it: leave it out; Slurm's --requeue and Kubernetes' backoffLimit do the same there"
         )
-    # With servers, fewer ranks would have other roles, and no word says which.
+    # With servers, fewer ranks would have other roles, which no option gives.
     min_ranks = options.min_np if options.ps is None else num_ranks
     return Policy(
         options.max_restarts,
@@ -384,7 +372,7 @@ def explain(plan: Plan) -> None:
 
 
 def show_dry(planner: Callable[[Job], Plan], job: Job, is_handed_over: bool) -> None:
-    """Prints the line to be pasted; of a job for a scheduler its script or manifest, and how to submit it to stderr."""
+    """Prints the line to paste; for a scheduler the script or manifest, with the command to submit it on stderr."""
     import shlex
     from dataclasses import replace
 
@@ -404,7 +392,7 @@ def show_dry(planner: Callable[[Job], Plan], job: Job, is_handed_over: bool) -> 
 
 
 def hosts(options: argparse.Namespace) -> int:
-    """Prints the hosts, each with its slots, in a form that -H takes."""
+    """Prints the hosts with their slots, in the format of -H."""
     found, source = find_hosts(options)
     for host in found:
         print(host)
@@ -413,7 +401,7 @@ def hosts(options: argparse.Namespace) -> int:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Examines hosts, and shows what was found."""
+    """Checks hosts, and prints the findings."""
     from ringtrain.cluster.doctor import preflight
 
     found, _ = find_hosts(options)
@@ -429,11 +417,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def find_hosts(options: argparse.Namespace) -> tuple[tuple[Host, ...], str]:
-    """The hosts that the command line names, else the scheduler, else this machine.
-
-    Returns:
-        The hosts, and where they come from.
-    """
+    """Hosts of the command line, else of the scheduler, else this machine; and their source."""
     from ringtrain.cluster.hosts import Host, parse_hosts, read_hostfile, select
     from ringtrain.cluster.schedulers import find
 
@@ -446,7 +430,7 @@ def find_hosts(options: argparse.Namespace) -> tuple[tuple[Host, ...], str]:
     elif allocation := find(os.environ):
         found, source = allocation.hosts, f"{allocation.scheduler}: {allocation.source}"
     else:
-        # A launcher that hands the job over takes this for a number of ranks, and asks for machines of its own.
+        # A launcher that submits the job uses this as the number of ranks, and requests other machines.
         elsewhere = getattr(options, "launcher", "") in HANDED_OVER
         found, source = (Host("localhost", (elsewhere and options.np) or slots_here()),), "this machine"
     if options.include or options.exclude:
@@ -455,7 +439,7 @@ def find_hosts(options: argparse.Namespace) -> tuple[tuple[Host, ...], str]:
 
 
 def slots_here(gpus: Path = Path("/proc/driver/nvidia/gpus")) -> int:
-    """Ranks that this machine takes: one per GPU, without GPUs one per core."""
+    """Slots of this machine: one per GPU, without GPUs one per core."""
     num_gpus = len(list(gpus.iterdir())) if gpus.is_dir() else 0
     return num_gpus or len(os.sched_getaffinity(0))
 
@@ -467,7 +451,7 @@ OPTIONS_OF_ONE_LAUNCHER = {
 
 
 def refuse_options_of_others(options: argparse.Namespace) -> None:
-    """Raises LaunchError for options that only another launcher has than the one that is to start the ranks."""
+    """Raises LaunchError for options of a launcher other than the chosen one."""
     for name, launcher in OPTIONS_OF_ONE_LAUNCHER.items():
         if getattr(options, name) and options.launcher != launcher:
             option = name.replace("_", "-")
@@ -475,11 +459,7 @@ def refuse_options_of_others(options: argparse.Namespace) -> None:
 
 
 def cluster_of(options: argparse.Namespace) -> Cluster:
-    """What Kubernetes is asked for.
-
-    Raises:
-        LaunchError: --gpus or --resources cannot be read.
-    """
+    """Request to Kubernetes. Raises LaunchError for invalid --gpus or --resources."""
     from ringtrain.cluster.plans.kubernetes import Cluster
 
     if options.gpus < 0:
@@ -499,10 +479,9 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
 
 
 def spark_slots(options: argparse.Namespace) -> int:
-    """Slots that Spark is to find: as many as ranks are asked for, else as a master of this machine has.
+    """Slots to request from Spark: -np, else those of a local master.
 
-    Raises:
-        LaunchError: hosts are named, which are Spark's to choose; or nothing says how many.
+    Raises LaunchError for named hosts, which Spark chooses itself, or if neither gives a number.
     """
     from ringtrain.cluster.spark.session import local_slots
 
@@ -517,15 +496,11 @@ def spark_slots(options: argparse.Namespace) -> int:
 
 
 def job_of(options: argparse.Namespace, used: tuple[Host, ...], num_ranks: int, here: frozenset[str]) -> Job:
-    """What the command line asks for.
-
-    Args:
-        used: hosts with as many slots as they get ranks.
-    """
+    """Job of the command line. used: Hosts with as many slots as they get ranks."""
     from ringtrain.cluster.job import Job
 
     environment = {**os.environ, **options.environ}
-    # Of the other hosts' cores we know nothing; hosts of a job are mostly alike.
+    # The other hosts' cores are not known; hosts of a job are mostly alike.
     full = max(host.slots for host in used) >= len(os.sched_getaffinity(0))
     wanted = environment.get("OMPI_MCA_mpi_yield_when_idle")
     return Job(
@@ -552,11 +527,7 @@ def job_of(options: argparse.Namespace, used: tuple[Host, ...], num_ranks: int, 
 
 
 def planner_of(options: argparse.Namespace) -> tuple[Callable[[Job], Plan], str]:
-    """What makes the command of a job, for the launcher that was chosen.
-
-    Returns:
-        A function, and the dialect of mpirun, empty where none is used.
-    """
+    """Function that plans a job for the chosen launcher, and the dialect of mpirun, "" if it is not used."""
     from functools import partial
 
     from ringtrain.cluster import processes
