@@ -32,10 +32,7 @@ SPARK_START_S = 60.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code; 2 after an error of use or set-up, which is printed in one line.
-
-    argv: Command line without the program's name; None: sys.argv.
-    """
+    """Runs one command and returns its exit code; 2 after an error, printed in one line. argv None: sys.argv."""
     words = list(sys.argv[1:] if argv is None else argv)
     own, command = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     try:
@@ -479,10 +476,7 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
 
 
 def spark_slots(options: argparse.Namespace) -> int:
-    """Slots to request from Spark: -np, else those of a local master.
-
-    Raises LaunchError for named hosts, which Spark chooses itself, or if neither gives a number.
-    """
+    """Slots to request from Spark: -np, else those of a local master. Spark itself chooses the hosts."""
     from ringtrain.cluster.spark.session import local_slots
 
     if options.hostfile or options.hosts or options.include or options.exclude:

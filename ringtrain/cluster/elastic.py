@@ -35,10 +35,7 @@ PUBLISHED = "ringtrain-discovery-"
 
 
 def discovery(script: str, fixed: Sequence[Host]) -> Callable[[], tuple[Host, ...]]:
-    """Function that returns the current hosts: those that a program prints as lines host:slots, or `fixed` without one.
-
-    Raises LaunchError if the program's command line has an open quotation.
-    """
+    """Function that returns the current hosts: those a program prints as lines host:slots, or `fixed` if it is ""."""
     if not script:
         return lambda: tuple(fixed)
     try:

@@ -75,7 +75,7 @@ def forwarded(job: Job) -> tuple[str, ...]:
 def withheld(job: Job) -> tuple[str, ...]:
     """Names hidden from a launcher that passes on everything: horovodrun to all ranks, mpirun to those of its host.
 
-    None if all ranks are on the launching host: all then have its whole environment.
+    Empty if all ranks are on the launching host: all then have its whole environment.
     """
     kept = {*forwarded(job)}
     if job.here is not None and job.hosts and all(host.name in job.here for host in job.hosts):

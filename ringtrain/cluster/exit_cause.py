@@ -153,16 +153,14 @@ def decide(
         )
     if returncode < 0:
         return ExitCause(code, f"{launcher} was killed by {signal_name(-returncode)}")
-    # Open MPI 4 sometimes omits the rank's exit code if the rank was on another host.
+    # Open MPI 4 sometimes does not name the rank if it was on another host.
     spoken = [(f"rank {rank} on {hosts[rank]}", tail[-1]) for rank, tail in tails.items() if tail and rank in hosts]
     if spoken:
         lines = "\n".join(f"  {who}: {line}" for who, line in spoken[-MAX_SPEAKERS:])
         return ExitCause(
             code, f"a rank ended with exit code {code}, {launcher} does not say which; last errors:\n{lines}"
         )
-    if any(
-        line.startswith("ringtrain: ") for line in said_by_launcher.splitlines()
-    ):  # ringtrain's own code printed the cause
+    if any(line.startswith("ringtrain: ") for line in said_by_launcher.splitlines()):  # printed by ringtrain itself
         return ExitCause(code)
     how = f"{launcher} ended with exit code {code}"
     if code - 128 in signal.valid_signals():

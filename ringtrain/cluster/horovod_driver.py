@@ -176,12 +176,10 @@ def make_rendezvous() -> Any:
             return 0
 
         def listen(self, address: str) -> str:
-            """Opens the server on one address, and returns the value of HOROVOD_GLOO_RENDEZVOUS_ADDR.
-
-            Ranks append ":PORT/SCOPE/KEY" to it, which gives a path that begins with the secret.
-            """
+            """Opens the server on one address, and returns the value of HOROVOD_GLOO_RENDEZVOUS_ADDR."""
             self._httpd.open(address)
             self._listen_thread = http_server.in_thread(self._httpd.serve_forever)
+            # Ranks append ":PORT/SCOPE/KEY", which gives a path that begins with the secret.
             return f"{address}:{self.port}/{self.token}"
 
         @property
@@ -189,7 +187,6 @@ def make_rendezvous() -> Any:
             return int(self._httpd.server_address[1])
 
         def stop(self) -> None:
-            """Closes the server, if it was opened."""
             if self._listen_thread is not None:
                 super().stop()
 

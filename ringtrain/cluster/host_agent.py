@@ -166,10 +166,8 @@ echo "{SAYS}swept$first"
 def local_networks(hosts: Iterable[str], reached: Iterable[str] = ()) -> tuple[str, ...]:
     """CIDRs of networks that connect no hosts: those with one address on two hosts, and bridges of a single host.
 
-    Args:
-        hosts: Networks of each host, such as "10.1.0.3/16 192.168.122.1/24:bridge"; "" if they are not known.
-        reached: IPv4 addresses by which hosts reach each other. A network with one of them is not local, unless two
-            hosts have that address.
+    `hosts`: Networks of each host, such as "10.1.0.3/16 192.168.122.1/24:bridge"; "" if they are not known. `reached`:
+    IPv4 addresses by which hosts reach each other, whose networks are not local, unless two hosts have the address.
     """
     distinct = dict.fromkeys(hosts)  # two names of one machine have the same networks
     places: dict[Any, list[tuple[Any, bool]]] = {}

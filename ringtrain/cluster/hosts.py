@@ -64,14 +64,10 @@ def parse_hosts(text: str, source: str = "-H") -> tuple[Host, ...]:
 
 
 def take(hosts: Sequence[Host], num_ranks: int, oversubscribe: bool = False) -> tuple[Host, ...]:
-    """Assigns ranks to hosts, filling each host's slots before the next; returns hosts with as many slots as ranks.
+    """Assigns ranks to hosts in order, filling each host's slots; returns the hosts used, with as many slots as ranks.
 
-    Args:
-        oversubscribe: Ranks beyond the slots are distributed evenly over all hosts, the first hosts getting one more,
-            as in Open MPI; max_slots stays the limit.
-
-    Raises:
-        HostsError: No rank, or too few slots.
+    With `oversubscribe`, ranks beyond the slots are distributed evenly over all hosts, the first hosts getting one
+    more, as in Open MPI; max_slots stays the limit. Raises HostsError for no rank, or too few slots.
     """
     if num_ranks < 1:
         raise HostsError(f"got -np {num_ranks}, expected 1 rank or more")
@@ -105,13 +101,9 @@ def take(hosts: Sequence[Host], num_ranks: int, oversubscribe: bool = False) -> 
 def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> tuple[Host, ...]:
     """Keeps some hosts, or some slots of them; slots that are not the first ones are given by indices.
 
-    Args:
-        include: Items separated by commas, each a host, or a host with a slot or range of slots, counted from 0:
-            "host1,host2:0-1,host2:3" is all of host1 and the first, second and fourth slot of host2. "": all.
-        exclude: Removed from these, in the same format.
-
-    Raises:
-        HostsError: A host or slot does not exist, or none is left.
+    Filters are items separated by commas, each a host, or a host with a slot or range of slots, counted from 0:
+    "host1,host2:0-1,host2:3" is all of host1 and the first, second and fourth slot of host2. `include` "": all.
+    Raises HostsError for a host or slot that does not exist, or if none is left.
     """
     wanted = _named(hosts, include, "--include") if include else None
     unwanted = _named(hosts, exclude, "--exclude") if exclude else {}
@@ -135,11 +127,7 @@ def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> tuple
 
 
 def collect(mentions: Iterable[Mention], source: str) -> tuple[Host, ...]:
-    """Merges mentions into hosts, in order of first mention. `source` is for messages.
-
-    Raises:
-        HostsError: No mention, a second number of slots for a host, or too many slots.
-    """
+    """Merges mentions into hosts, in order of first mention. `source` is for messages."""
     found: dict[str, tuple[Mention, int]] = {}
     for mention in mentions:
         key = _key(mention.name)

@@ -51,7 +51,6 @@ class Job:
     threads_per_rank: int = 0
     """CPU threads; 0: the ranks decide"""
     oversubscribe: bool = False
-    """allow more ranks than slots"""
     output: str = ""
     """directory of the logs per rank; "": none"""
     num_servers: int = 0
@@ -74,7 +73,6 @@ class Job:
 
     @property
     def cores_per_rank(self) -> int:
-        """Cores of a bound rank."""
         return self.threads_per_rank or 1
 
 
@@ -93,7 +91,6 @@ class Plan:
     flags: tuple[Flag, ...]
     """the launcher's arguments in order, without the ranks' command"""
     command: tuple[str, ...]
-    """program and arguments of every rank"""
     env: Mapping[str, str] = field(default_factory=dict)
     """added to the launcher's own environment"""
     env_reasons: Mapping[str, str] = field(default_factory=dict)
@@ -187,7 +184,6 @@ def file_path(job: Job, kind: str, text: str) -> str:
 
 
 def words(*flags: str | int, because: str) -> Flag:
-    """Flag from arguments and a reason."""
     return Flag(tuple(str(word) for word in flags), because)
 
 

@@ -63,7 +63,7 @@ def find(program: str, environ: Mapping[str, str] = os.environ) -> str:
 def start_beside(argv: Sequence[str], environ: Mapping[str, str], log: Path, held: int) -> subprocess.Popen[bytes]:
     """Starts a command that gets SIGTERM when this process exits for any reason. Its output is appended to `log`.
 
-    `held` is a file descriptor that it keeps open while it lives: a lock on it is released when it exits.
+    It keeps the file descriptor `held` open while it lives: a lock on it is released when it exits.
     """
     libc, this = ctypes.CDLL(None), os.getpid()
 
@@ -87,10 +87,7 @@ def start_beside(argv: Sequence[str], environ: Mapping[str, str], log: Path, hel
 
 
 def submit(plan: Plan, own_folder: str, environ: Mapping[str, str] = os.environ) -> int:
-    """Writes a plan's files and runs its command, which submits the job to a scheduler; returns its exit code.
-
-    Files in own_folder, which is created if missing, are removed afterwards: the command must copy what it needs.
-    """
+    """Writes a plan's files, runs its command, which must copy them and submit the job, and returns its exit code."""
     program = find(plan.argv[0], environ)
     with written_files(plan, own_folder):
         return subprocess.run([program, *plan.argv[1:]], env={**environ, **plan.env}, check=False).returncode

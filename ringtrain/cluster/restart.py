@@ -127,10 +127,7 @@ def run_again(
     policy: Policy,
     terms: SupervisorOptions,
 ) -> int:
-    """Runs a job, restarts it as the policy says, and returns the exit code of its last attempt.
-
-    Raises LaunchError and PlacementError as supervisor.run does; for lost hosts, only at the first attempt.
-    """
+    """Runs a job, restarts it as the policy says, and returns the exit code of its last attempt."""
     history, silent, attempt = History(), set[str](), Attempt(num_ranks=num_ranks)
 
     def left() -> tuple[list[Host], int]:

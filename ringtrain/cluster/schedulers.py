@@ -66,7 +66,7 @@ def find(environment: Mapping[str, str], kubernetes_folder: Path = Path("/etc/mp
 def expand(nodelist: str, where: str = "SLURM_JOB_NODELIST") -> tuple[str, ...]:
     """Host names of a Slurm node list such as "login,gpu[08-10,12]-ib[0-1]"; the last bracket changes fastest.
 
-    Every number gets at least as many digits as its range's first. Raises HostsError if invalid or too long.
+    Every number gets at least as many digits as its range's first.
     """
     words = re.findall(r"(?:[^\[\],]|\[[^\[\]]*\])+", nodelist)
     if not words or ",".join(words) != nodelist:

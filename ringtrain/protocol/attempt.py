@@ -16,7 +16,7 @@ class Attempt:
     """One attempt of a job, as its ranks see it."""
 
     number: int = 0
-    """earlier attempts"""
+    """number of earlier attempts"""
     causes: tuple[str, ...] = ()
     """exit cause of each earlier attempt, a line each"""
     run_name: str = ""
@@ -25,7 +25,6 @@ class Attempt:
     """of the first attempt; 0: the current number"""
 
     def to_json(self) -> str:
-        """Attempt as the value of RINGTRAIN_ATTEMPT."""
         return json.dumps(asdict(self))
 
     @classmethod

@@ -99,8 +99,8 @@ def report_uncaught(rank: Callable[[], int], environ: Mapping[str, str] = os.env
 def report_process(environ: MutableMapping[str, str] = os.environ) -> None:
     """Reports this process as the one that trains, if the rank's command is a script or program that started it.
 
-    In a PID namespace of its own it reports nothing, since its ID differs from the one on the launcher's host.
-    The ID of the first process is removed from environ, so that child processes do not report.
+    In a PID namespace of its own it reports nothing, since the launcher's host has another ID for it. Removes the ID of
+    the first process from environ, so that child processes do not report.
     """
     first = environ.pop(FIRST_PROCESS, "")
     if environ.get(JOB) and first in _ancestors():

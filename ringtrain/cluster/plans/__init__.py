@@ -1,5 +1,7 @@
 """Command lines: each launcher's flags with their reasons, as pure functions from a Job to a Plan.
 
+They raise LaunchError for a job that the launcher cannot run, or not as asked for.
+
 mpirun:     a row per MPI, identified by `mpirun --version`
 openmpi:    flags of Open MPI 4 and 5
 hydra:      flags of MPICH and Intel MPI

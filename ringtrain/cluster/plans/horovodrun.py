@@ -43,14 +43,10 @@ def plan(
     """Command that starts a job by horovodrun.
 
     Args:
-        gloo: Without MPI.
         dialect: Of the mpirun that horovodrun will find, a key of mpirun.DIALECTS; unused over Gloo.
         mpi_prefix: Directory above mpirun's bin, by which Open MPI finds its programs on other hosts; "": on PATH.
         start_timeout_s: For horovodrun's own check of the hosts.
         interface: Network interface of the ranks, the same on all hosts; "": the one from here to the first other host.
-
-    Raises:
-        LaunchError: horovodrun cannot run the job, or not as asked for.
     """
     _check(job)
     if not gloo and dialect != "openmpi4":
@@ -88,9 +84,6 @@ def elastic(
             hosts, and never starts on one.
         cooldown_s: Time for which a host is excluded after a rank has failed on it: twice to three times the first
             number, doubled each time, up to the second; zeros: for good.
-
-    Raises:
-        LaunchError: horovodrun cannot run the job, or not as asked for.
     """
     _check(job)
     if not 1 <= min_ranks <= job.num_ranks <= max_ranks:

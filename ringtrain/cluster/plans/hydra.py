@@ -11,10 +11,7 @@ from ringtrain.errors import LaunchError
 
 
 def flags(job: Job, intel: bool, names: Sequence[str], hostfile: str = "") -> tuple[list[Flag], dict[str, str]]:
-    """Arguments after mpirun, and files to write. Raises LaunchError if Hydra does not support the job.
-
-    hostfile: Existing one with lines host:4; "": one with the job's hosts is written.
-    """
+    """Arguments after mpirun, and files to write. hostfile: Existing one, with lines host:4; "": write one."""
     title = "Intel MPI" if intel else "MPICH"
     check_names(job.hosts, title, r"[A-Za-z0-9_][A-Za-z0-9._-]*")
     if job.subnet:

@@ -58,7 +58,7 @@ def plan(job: Job, cluster: Cluster = Cluster()) -> Plan:
     """Manifest, and the command that applies it.
 
     Only the number of hosts and their slots count: workers get the operator's names. Ranks start in the image's
-    directory, not in one of this machine. Raises LaunchError if the operator cannot run the job.
+    directory, not in one of this machine.
     """
     check(job)
     slots = {host.slots for host in job.hosts}

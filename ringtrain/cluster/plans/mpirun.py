@@ -76,9 +76,6 @@ def plan(job: Job, dialect: str, program: str = "mpirun", hostfile: str = "") ->
         program: Path of mpirun, by which Open MPI finds its programs on other hosts; the name alone only if a command
             over ssh finds it on PATH there.
         hostfile: Existing one in the dialect's format; "": the job's hosts.
-
-    Raises:
-        LaunchError: This MPI cannot run the job.
     """
     check(job)
     row = DIALECTS[dialect]

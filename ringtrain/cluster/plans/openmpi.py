@@ -73,10 +73,7 @@ FIVE = Words(
 
 
 def flags(job: Job, dialect: Words, names: Sequence[str], hostfile: str = "") -> tuple[list[Flag], dict[str, str]]:
-    """Arguments after mpirun, and files to write. hostfile: Existing one; "": the job's hosts.
-
-    Raises LaunchError for a host or path that this MPI does not accept.
-    """
+    """Arguments after mpirun, and files to write. hostfile: Existing one; "": the job's hosts."""
     check_names(job.hosts, dialect.title)
     files: dict[str, str] = {}
     found = [words("-np", job.num_ranks, because="ranks in all")]

@@ -36,10 +36,7 @@ class Batch:
 
 
 def srun(job: Job, mpi: str = "pmix") -> Plan:
-    """Command that starts a job in an allocation; without hosts Slurm places the ranks. mpi: Slurm's plug-in.
-
-    Raises LaunchError if srun cannot run the job.
-    """
+    """Command that starts a job in an allocation; without hosts Slurm places the ranks. mpi: Slurm's plug-in."""
     check(job)
     check_names(job.hosts, "srun", HOST_NAME)
     values, reasons = as_mapping([*settings(job), *_settings(job, mpi)])
@@ -76,10 +73,7 @@ def srun(job: Job, mpi: str = "pmix") -> Plan:
 
 
 def sbatch(job: Job, batch: Batch = Batch()) -> Plan:
-    """Command that submits a job, and its script. Hosts are requested by name; localhost, or none: Slurm chooses them.
-
-    Raises LaunchError if Slurm cannot run the job, or not as asked for.
-    """
+    """Command that submits a job, and its script. Hosts are requested by name; for localhost or none, Slurm chooses."""
     check(job)
     hosts = tuple(host for host in job.hosts if host.name != "localhost")
     check_names(hosts, "sbatch", HOST_NAME)
