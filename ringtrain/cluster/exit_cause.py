@@ -48,7 +48,6 @@ class Ending:
     exit_code: int
     """of the rank that failed first, 128 + a signal's number, or 0"""
     text: str = ""
-    """exit cause"""
     kind: str = ""
     """HOST_LOST, class name of the first exception, or "" """
     _: KW_ONLY

@@ -224,8 +224,6 @@ EXPECTED_HOST = "'host', 'host:4' or 'host slots=4'"
 
 @dataclass(frozen=True)
 class Mention:
-    """One mention of a host."""
-
     where: str
     """for messages: "cluster.txt:3" """
     name: str

@@ -100,7 +100,6 @@ class Plan:
 
     @property
     def argv(self) -> tuple[str, ...]:
-        """Whole command line."""
         return (*(word for flag in self.flags for word in flag.words), *self.command)
 
     def shell(self) -> str:

@@ -24,11 +24,7 @@ PR_SET_PDEATHSIG = 1  # of Linux's prctl
 def call(
     argv: Sequence[str], timeout_s: float, environ: Mapping[str, str] = os.environ, only_good: bool = False
 ) -> str:
-    """Output of a short command, with its standard error unless `only_good`.
-
-    Raises:
-        LaunchError: It is not on PATH, does not end in time, or, with `only_good`, exits with another code than 0.
-    """
+    """Output of a short command, with stderr unless `only_good`, which requires exit code 0. Raises LaunchError."""
     program = find(argv[0], environ)
     try:
         ended = subprocess.run(
@@ -96,8 +92,7 @@ def submit(plan: Plan, own_folder: str, environ: Mapping[str, str] = os.environ)
 def write_files(plan: Plan, own_folder: str) -> list[Path]:
     """Writes a plan's files and returns those in own_folder, which is created if missing.
 
-    Raises:
-        LaunchError: A file cannot be written, or others could change it: own_folder must be writable by this user only.
+    Raises LaunchError if a file cannot be written, or others than this user can write to own_folder.
     """
     own = []
     for path, text in ((Path(name), text) for name, text in plan.files.items()):

@@ -47,10 +47,7 @@ def find(environment: Mapping[str, str], kubernetes_folder: Path = Path("/etc/mp
     Traces of one scheduler can exist in a job of another: an exported variable, a compatibility layer, a directory in
     an image. Each scheduler therefore gets a score, and the highest wins: 1 for a running job, 2 for a list of hosts (a
     variable that is set, a file that exists), 1 for the slots per host. In a tie the first in SCHEDULERS wins. The
-    winner's information must be complete: there is no silent fallback to the next.
-
-    Raises:
-        HostsError: The information is invalid or incomplete; names the variable or the file.
+    winner's information must be complete: otherwise HostsError names the variable or file, without a silent fallback.
     """
     scores = {name: score(environment, kubernetes_folder) for name, (score, _) in SCHEDULERS.items()}
     best = max(scores, key=lambda name: scores[name])

@@ -58,8 +58,6 @@ BLOCK_S = 1.0  # for the rest of such a block
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisorOptions:
-    """Options of a supervisor."""
-
     launcher: str = "mpirun"
     """name for messages"""
     start_timeout_s: float = 60
@@ -147,7 +145,6 @@ class HostAgent:
     """last line of the previous try"""
     lines: deque[str] | Any = None
     unfinished: bytes = b""
-    """incomplete line"""
     networks: str = ""
     """of its host, see host_agent.local_networks"""
     reached: str = ""

@@ -21,7 +21,7 @@ ALONE = "nothing"
 SERVERS = "RINGTRAIN_SERVERS"
 """number of parameter-server ranks, if the launcher was given one"""
 MARK = "ringtrain-report"
-# Rank as a shell expression: each launcher sets a variable of another name.
+# Rank as a shell expression: each launcher sets another variable.
 OWN_RANK = "${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-${HOROVOD_RANK:-${PMIX_RANK:-$SLURM_PROCID}}}}"
 # Prints a line with the rank's placement and runs its command in the same process. The line is one write, so that
 # lines of other ranks do not mix with it. Each MPI has its own names for the same three numbers.

@@ -28,8 +28,6 @@ _failures: list[BaseException] = []
 
 @dataclass(frozen=True)
 class Failure:
-    """Failure of one rank."""
-
     rank: int
     host: str
     time_s: float

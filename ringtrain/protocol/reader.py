@@ -20,7 +20,7 @@ TAG = re.compile(r"\[[^][<>]*\d\]<stderr>:? ?")  # a launcher's, also within a l
 class Lines:
     """Splits the output of processes into lines, which keep their ends; a progress bar's carriage return also ends one.
 
-    Text that may begin with `mark`, the start of a report, is held back until its line is complete.
+    An incomplete line that may contain `mark`, the start of a report, is held back until its end.
     """
 
     WAIT_S = 0.2

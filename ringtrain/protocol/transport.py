@@ -1,6 +1,6 @@
 """Heartbeat transport: JSON lines over TCP between rank 0 and every other rank, and a status line for this host.
 
-Both sides of a connection send the token first; nothing before it is parsed. Needs psutil besides the standard library.
+Both sides of a connection send the token first; nothing else is parsed before. Needs psutil, as Horovod does.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def own_addresses() -> list[str]:
 
 
 class Slate:
-    """Status line of this process in memory; its user can read it on this host, also while the process is stopped."""
+    """Status line of this process in memory, readable by its user on this host, also while the process is stopped."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("ringtrain")
@@ -226,7 +226,7 @@ class Slate:
 
 
 def look_at(process: int, descriptor: int) -> dict[str, Any]:
-    """State of another process as a letter of proc(5), "" if it is gone; step and phase if its slate is readable."""
+    """State of another process as a letter of proc(5), "" if it is gone; step and phase if its Slate is readable."""
     try:
         with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
             seen: dict[str, Any] = {"state": file.read().rpartition(")")[2].split()[0]}

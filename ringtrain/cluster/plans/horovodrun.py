@@ -74,7 +74,7 @@ def elastic(
     cooldown_s: tuple[int, int] = (0, 0),
     python: str = "python3",
 ) -> Plan:
-    """Command that starts an elastic job over Gloo, whose `num_ranks` are required to start.
+    """Command that starts an elastic job over Gloo once there are `num_ranks` slots.
 
     Args:
         max_ranks: Slots beyond these are not used.

@@ -39,7 +39,6 @@ class Words:
     ssh: str
     """component that starts daemons by ssh"""
     shared_memory: str
-    """transport between ranks of a host"""
     tag: tuple[str, ...]
     control_networks: str
     """parameter that limits control connections to networks; "": none that works"""

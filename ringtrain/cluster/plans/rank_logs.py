@@ -12,7 +12,7 @@ SCRIPT = (
     ' exec > >(keep "$folder/stdout") 2> >(keep "$folder/stderr" >&2); exec "$@"'
 )
 # The same for Slurm, which kills all processes of a rank when its first one exits, and the last output would be lost:
-# so that one waits. A trap with an empty command survives signals; ignored signals would be inherited by the rank.
+# so that one waits. A trap with a no-op command survives signals; ignored signals would be inherited by the rank.
 WAITING_SCRIPT = (
     'folder=$0/rank.${!1}; shift; mkdir -p -- "$folder" || exit;'
     " keep() { trap '' HUP INT QUIT TERM USR1 USR2; exec tee ${SLURM_RESTART_COUNT:+-a} -- \"$1\"; };"
