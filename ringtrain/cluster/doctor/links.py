@@ -1,4 +1,4 @@
-"""A ring of hosts as it was measured: each link, an allreduce, and which link is slow. Pure functions."""
+"""Results of the ring measurement: each link, an allreduce, and slow links. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,54 +9,51 @@ from typing import Any
 
 from ringtrain.cluster.doctor.findings import Finding
 
-SLOW = 0.5  # of the fastest link's bandwidth
+SLOW = 0.5  # fraction of the fastest link's bandwidth
 RESNET50_MB = 102.4  # gradients of 25.6 million parameters
 
 
 @dataclass(frozen=True)
 class Link:
-    """From one host to the next of the ring."""
+    """Link from one host to the next in the ring."""
 
     source: str
     target: str
     latency_us: float
-    """one way, half a round trip of one byte"""
+    """one way: half the round trip of one byte"""
     mb_per_s: float
 
 
 @dataclass(frozen=True)
 class Ring:
-    """What was measured, or why nothing was."""
+    """Measured links and allreduce, or the error."""
 
     links: tuple[Link, ...] = ()
     allreduce_mb: float = 0.0
     allreduce_s: float = 0.0
     error: str = ""
     hosts: tuple[str, ...] = ()
-    """where there was an error: that it was tried on"""
+    """hosts of a failed measurement"""
 
     @property
     def slowest(self) -> Link:
-        """The link with the least bandwidth."""
+        """Link with the lowest bandwidth."""
         return min(self.links, key=lambda link: link.mb_per_s)
 
     @property
     def bus_mb_per_s(self) -> float:
-        """Bandwidth that each link of a perfect ring would have for this allreduce, as NCCL's tests define it."""
+        """Bus bandwidth of the allreduce, as nccl-tests defines it: that of each link of an ideal ring."""
         num = len(self.links)
         return self.allreduce_mb / self.allreduce_s * 2 * (num - 1) / num
 
 
 def read(names: Sequence[str], measured: Sequence[Sequence[Any]], error: str) -> Ring:
-    """Makes a ring of what doctor's program printed.
+    """Converts the printed measurement to a Ring; one with an error if ranks shared a host or results are missing.
 
     Args:
-        names: of the hosts, in the order of ranks.
-        measured: [own name of the rank's host, latency_us, mb_per_s] from each rank, then the allreduce's [MB, s].
-        error: why, if there is less than that.
-
-    Returns:
-        Links from each host to the next; or the error, also where ranks were not on a host of their own each.
+        names: Hosts in rank order.
+        measured: [host name, latency_us, mb_per_s] per rank, then [MB, s] of the allreduce.
+        error: Used if results are missing.
     """
     if len(measured) != len(names) + 1:
         return Ring(error=error, hosts=tuple(names))
@@ -70,7 +67,7 @@ def read(names: Sequence[str], measured: Sequence[Sequence[Any]], error: str) ->
 
 
 def judge(ring: Ring) -> list[Finding]:
-    """What is wrong with a ring: it could not be measured, or a link is much slower than another."""
+    """Findings of a ring: a failed measurement, or links below half the fastest link's bandwidth."""
     if ring.error:
         hosts = ",".join(f"[{name}]" if ":" in name else name for name in ring.hosts)
         return [Finding("ring", "hurts", (), ring.error, f"ringtrain launch -H {hosts} -- hostname  # says all of it")]
@@ -90,7 +87,7 @@ def judge(ring: Ring) -> list[Finding]:
 
 
 def describe(ring: Ring) -> list[str]:
-    """A ring in lines for a person."""
+    """Formats the results of a ring as lines of text."""
     if not ring.links:
         return []
     width = max(len(link.source) + len(link.target) for link in ring.links) + 4
@@ -109,7 +106,7 @@ def describe(ring: Ring) -> list[str]:
 
 
 def speed(mb_per_s: float) -> str:
-    """E.g. "1.2 GB/s"."""
+    """Formats a bandwidth, e.g. "1.2 GB/s"."""
     return f"{mb_per_s / 1e3:.1f} GB/s" if mb_per_s >= 1e3 else f"{mb_per_s:.0f} MB/s"
 
 
@@ -118,7 +115,7 @@ def _some(words: Sequence[str]) -> str:
 
 
 def essence(said: str) -> str:
-    """The lines of a launcher's complaint that say most: a rank's error, else how it begins."""
+    """Most informative lines of a launcher's error output: the first Python error, else the first two lines."""
     lines = [" ".join(line.split()) for line in said.splitlines() if line.strip(" -*=\t")]
     errors = [line for line in lines if re.search(r"\b[A-Z]\w*Error: ", line)]
     return "; ".join(errors[:1] or lines[:2])

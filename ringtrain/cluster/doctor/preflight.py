@@ -1,4 +1,4 @@
-"""Preflight: asks every host about itself, measures the links between hosts, and says what is wrong before ranks do."""
+"""Preflight of `ringtrain doctor`: probes every host, measures the links, and reports problems before a job starts."""
 
 from __future__ import annotations
 
@@ -35,68 +35,57 @@ from ringtrain.cluster.plans import mpirun
 from ringtrain.errors import LaunchError
 from ringtrain.protocol.json_text import INVALID, parse_json
 
-NUM_CLOCK_READINGS = 5  # the fastest counts
+NUM_CLOCK_READINGS = 5  # of which the fastest is used
 NUM_ROUND_TRIPS = 200
-SUBNETS = ("openmpi4", "openmpi5")  # dialects that choose interfaces by subnet
+SUBNETS = ("openmpi4", "openmpi5")  # mpirun dialects that select interfaces by subnet
 PROGRAM = Path(__file__).with_name("probe.py")
-# Says that there is a shell; then the Python that ranks are started with, or else any, reads its program.
+# Reports that the shell runs, then starts the ranks' Python, or else any python3, which reads the probe's source.
 SHELL = 'echo "$1"; if [ -x "$2" ]; then exec "$2" -c "$3" "$1"; fi; exec python3 -c "$3" "$1"'
 START = "import sys; i = sys.stdin.buffer; exec(compile(i.read(int(i.readline())), 'probe', 'exec'))"
 
 
 @dataclass(frozen=True)
 class Options:
-    """What doctor looks at."""
+    """Options of a doctor run."""
 
     run_directory: str = "runs"
-    """folder that holds all runs, as in --run.directory"""
+    """parent directory of all runs, as in --run.directory"""
     code: str = "."
-    """folder whose .py and .toml files must be the same everywhere"""
+    """directory whose .py and .toml files must be the same on all hosts"""
     bandwidth: bool = True
-    """measure the links between hosts"""
+    """whether to measure the links between hosts"""
     timeout_s: float = 10.0
-    """until a host has to answer"""
+    """limit for each answer of a host"""
     num_connections: int = 32
-    """at once, two or more"""
+    """hosts probed at the same time, at least 2"""
     ssh_port: int = 0
-    """0: as ssh has it configured"""
+    """0: from ssh's configuration"""
     subnet: str = ""
-    """CIDR of the network to measure, e.g. 10.1.0.0/16; empty: the one that all hosts share"""
+    """CIDR of the network to measure, e.g. 10.1.0.0/16; "": the one that all hosts share"""
     python: str = sys.executable
-    """the Python that ranks are started with, by its full path"""
+    """full path of the Python that ranks are started with"""
 
 
 class NoAnswer(Exception):
-    """A host that says nothing, or nothing more; the message says why."""
+    """Raised if a host does not answer; the message is the reason."""
 
 
 def main(hosts: Sequence[Host], options: Options, as_json: bool = False) -> int:
-    """Examines hosts and shows what was found.
-
-    Args:
-        hosts: of the job; none: this machine alone.
-        as_json: print one JSON object instead of a table.
-
-    Returns:
-        Exit code: 0 all is well, 1 there are warnings, 2 something hurts.
-    """
+    """Examines hosts (empty: this machine), prints the report, and returns 0: ok, 1: warnings, or 2: errors."""
     if sys.stderr.isatty() and len(hosts) > 1:
         print(f"asking {len(hosts)} hosts, each has {options.timeout_s:g} s to answer ...", file=sys.stderr)
     return show(examine(hosts, options), plain_or_terminal(), as_json)
 
 
 def examine(hosts: Sequence[Host], options: Options, environ: Mapping[str, str] = os.environ) -> Report:
-    """Asks all hosts about themselves, at the same time, and measures the links between those that answer.
+    """Probes all hosts concurrently and measures the links between those that answer; host errors become findings.
 
     Args:
-        hosts: of the job; none: this machine alone, with a slot for each GPU, or else for each core.
-        environ: of the launching process: ranks will have its PATH and PYTHONPATH.
-
-    Returns:
-        What was found; whatever is wrong with a host is in it.
+        hosts: Empty: this machine alone, with one slot per GPU or, without GPUs, per core.
+        environ: PATH and PYTHONPATH of the ranks are taken from it.
 
     Raises:
-        LaunchError: an option that cannot be meant.
+        LaunchError: An option is invalid.
     """
     check(options)
     start_s = time.monotonic()
@@ -117,7 +106,7 @@ def examine(hosts: Sequence[Host], options: Options, environ: Mapping[str, str] 
         alone = pool.submit(visit, Host("localhost"), question, options, Trace(0)) if elsewhere else None
         probes = tuple(pool.map(lambda host: visit(host, question, options, trace), wanted))
     at_home = alone.result() if alone else next(probe for probe in probes if probe.host.name in own_names)
-    # What the others are compared with; where this machine does not answer in time, the first that does.
+    # The reference for all hosts. If this machine does not answer in time, the first host that does.
     here = at_home.facts or next((probe.facts for probe in probes if probe.facts), {})
     if not hosts and at_home.facts:
         probes = (replace(at_home, host=Host("localhost", len(here["gpus"] or ()) or here["cores"] or 1)),)
@@ -135,11 +124,7 @@ def examine(hosts: Sequence[Host], options: Options, environ: Mapping[str, str] 
 
 
 def check(options: Options) -> None:
-    """Refuses what cannot be meant.
-
-    Raises:
-        LaunchError: says what was received, and what was expected.
-    """
+    """Raises LaunchError if an option is invalid."""
     if not 0 < options.timeout_s < threading.TIMEOUT_MAX:
         raise LaunchError(f"got --timeout {options.timeout_s:g}, expected a number of seconds above 0")
     if not os.path.isdir(options.code):
@@ -154,7 +139,7 @@ def check(options: Options) -> None:
 
 
 def visit(host: Host, question: Mapping[str, Any], options: Options, trace: Trace) -> Probe:
-    """Learns all that there is to learn of one host."""
+    """Probes one host; a host that does not answer gives a Probe with an error."""
     try:
         with trace.of_visitor(), Session(host.name, options) as session:
             facts = session.ask(**question)
@@ -166,12 +151,12 @@ def visit(host: Host, question: Mapping[str, Any], options: Options, trace: Trac
 
 
 class Session:
-    """The probe, running on a host: over ssh, or without it where the host is this machine. A context manager."""
+    """Probe process on a host, as a context manager: over ssh, or local if the host is this machine."""
 
     def __init__(self, name: str, options: Options) -> None:
         self.timeout_s = options.timeout_s
         self.mark = f"ringtrain-{secrets.token_hex(8)} "
-        # No pipe: a connection that ssh leaves open for later ones would hold it.
+        # Not a pipe: a shared connection that ssh keeps open for later sessions would hold it open.
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the session
         words = ["sh", "-c", SHELL, "sh", self.mark, options.python, START]
         remote = not is_here(name)
@@ -184,14 +169,14 @@ class Session:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self.errors,
-                start_new_session=True,  # no terminal to ask for a password on
+                start_new_session=True,  # without a terminal, ssh cannot ask for a password
             )
         except OSError as error:
             self.errors.close()
             raise NoAnswer(f"{words[0]}: {error.strerror}") from error
         self.connect_s: float | None = None
         try:
-            self._receive()  # the shell's
+            self._receive()  # the shell's mark
             self.connect_s = time.monotonic() - start_s if remote else None
             program = PROGRAM.read_bytes()
             self._send(b"%d\n%s" % (len(program), program))
@@ -204,7 +189,7 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError):
-            self.process.stdin.close()  # type: ignore[union-attr]  # the probe then tidies up and ends
+            self.process.stdin.close()  # type: ignore[union-attr]  # the probe then cleans up and exits
         try:
             self.process.wait(self.timeout_s)
         except subprocess.TimeoutExpired:
@@ -214,11 +199,7 @@ class Session:
         self.errors.close()
 
     def ask(self, **question: Any) -> Any:
-        """Asks a question that probe.serve knows.
-
-        Raises:
-            NoAnswer: it takes too long, or the connection has ended.
-        """
+        """Sends a request of probe.serve and returns the answer; raises NoAnswer on a timeout or a lost connection."""
         self._send(json.dumps(question).encode() + b"\n")
         try:
             return parse_json(self._receive())
@@ -226,14 +207,14 @@ class Session:
             raise NoAnswer(f"its answer is not JSON: {error}") from None
 
     def clock(self) -> tuple[float, float]:
-        """How many seconds the host's clock is before this machine's, and how many of them may be due to the way."""
+        """Offset of the host's clock in s (positive: ahead of this machine) and uncertainty: half the round trip."""
         start_s = time.time()
         there_s = self.ask(do="clock")
         end_s = time.time()
         return there_s - (start_s + end_s) / 2, (end_s - start_s) / 2
 
     def _send(self, content: bytes) -> None:
-        with contextlib.suppress(BrokenPipeError):  # that it has ended is seen on receiving
+        with contextlib.suppress(BrokenPipeError):  # _receive reports that the process has exited
             self.process.stdin.write(content)  # type: ignore[union-attr]
             self.process.stdin.flush()  # type: ignore[union-attr]
 
@@ -242,7 +223,7 @@ class Session:
         alarm.start()
         try:
             for line in self.process.stdout:  # type: ignore[union-attr]
-                if line.startswith(self.mark.encode()):  # what else there is, a login shell has said
+                if line.startswith(self.mark.encode()):  # other lines are output of a login shell
                     return line[len(self.mark) :]
         finally:
             alarm.cancel()
@@ -252,7 +233,7 @@ class Session:
         raise NoAnswer(self._reason() or usual)
 
     def _reason(self) -> str:
-        """What ssh, or the host, said on standard error, on one line."""
+        """Standard error of ssh or the host, on one line."""
         self.errors.seek(0)
         lines = [line.strip(" @\t\r") for line in self.errors.read().decode(errors="replace").splitlines()]
         lines = [line.removeprefix("ssh: ") for line in lines if line]
@@ -266,7 +247,7 @@ class Session:
 
 
 class Trace:
-    """A file that the first visitor leaves in a host's run directory, for the visitors of other hosts to find."""
+    """Marker file that the first session writes to a run directory and the other sessions look for on their hosts."""
 
     def __init__(self, num_visitors: int) -> None:
         self._changed = threading.Condition()
@@ -274,11 +255,11 @@ class Trace:
         self._claimed = False
         self._text = secrets.token_hex(8)
         self._path: str | None = None
-        """None: not there yet; empty: it could not be left"""
+        """None: not written yet; "": it could not be written"""
 
     @contextlib.contextmanager
     def of_visitor(self) -> Iterator[None]:
-        """For the time of a visit, however it ends."""
+        """Context of one session; counts it as finished, also after an error."""
         try:
             yield
         finally:
@@ -287,10 +268,9 @@ class Trace:
                 self._changed.notify_all()
 
     def leave_or_find(self, session: Session, disk: Mapping[str, Any] | None) -> bool | None:
-        """Leaves the file and waits until all others have looked; or looks for it.
+        """Writes the file and waits until all others have looked, or looks for it; returns whether this host sees it.
 
-        Returns:
-            Whether this host sees it; None: nobody could leave one, or there is no other host.
+        None: it could not be written, or there is no other host.
         """
         with self._changed:
             first, self._claimed = not self._claimed, True
@@ -316,16 +296,11 @@ class Trace:
 def measure(
     names: Sequence[str], local_mpirun: Mapping[str, Any], subnet: str, options: Options, environ: Mapping[str, str]
 ) -> links.Ring:
-    """Measures each link of a ring of hosts, one rank on each, started as training is.
-
-    Args:
-        names: of the hosts, two or more.
-        subnet: that ranks talk over; empty: any.
-        options: with the time that a host has to start in.
-    """
+    """Measures each link of a ring of two or more hosts, with one rank per host, launched as in training."""
     own_names = host_agent.here(names)
-    names = sorted(names, key=lambda name: name not in own_names)  # as Open MPI 4 places ranks, whatever it is told
-    seconds = min(0.5, 20 / len(names))  # for each link
+    # Open MPI 4 places local ranks first, whatever the host order.
+    names = sorted(names, key=lambda name: name not in own_names)
+    seconds = min(0.5, 20 / len(names))  # per link
     limit_s = 3 * options.timeout_s + 2 * len(names)
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as said:
         job = Job(
@@ -336,7 +311,7 @@ def measure(
             working_directory=os.getcwd(),
             subnet=subnet,
             ssh_port=options.ssh_port,
-            yield_when_idle=True,  # a rank that waits for its turn takes no core from those that are measured
+            yield_when_idle=True,  # a waiting rank must not take a core from the ranks being measured
             allow_root=os.geteuid() == 0,
             files_folder=folder,
         )
@@ -372,7 +347,7 @@ def measure(
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a launcher with all its ranks: it is asked, then made to."""
+    """Stops a launcher and its ranks: SIGTERM, and SIGKILL after 5 s."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -381,7 +356,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def ring(seconds: float) -> None:
-    """Each rank measures its link to the next, one at a time; rank 0 prints a line of JSON for each, and one more."""
+    """Runs on each rank: measures the links one at a time, then an allreduce; rank 0 prints one JSON line for each."""
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
@@ -395,7 +370,7 @@ def ring(seconds: float) -> None:
         elif previous == source:
             answer(comm, previous)
     lines = [*(comm.gather(own) or ()), allreduce(comm, seconds)]
-    for line in lines if rank == 0 else ():  # short ones: launchers divide long lines
+    for line in lines if rank == 0 else ():  # one short line each: launchers split long lines
         print(json.dumps({"ring": line}), flush=True)
 
 
@@ -403,7 +378,7 @@ ECHO, DATA, ACKNOWLEDGE, END = range(4)  # tags
 
 
 def latency_us(comm: Any, target: int) -> float:
-    """Half the time that a byte takes to another rank and back, as it mostly is."""
+    """One-way latency to another rank in µs: half the median round trip of one byte."""
     byte, round_trips_s = bytearray(1), []
     for _ in range(NUM_ROUND_TRIPS):
         start_s = time.perf_counter()
@@ -414,7 +389,7 @@ def latency_us(comm: Any, target: int) -> float:
 
 
 def mb_per_s(comm: Any, target: int, seconds: float) -> float:
-    """Bandwidth to another rank; sends twice as much until it has taken long enough."""
+    """Bandwidth to another rank in MB/s; doubles the data until a transfer takes longer than `seconds` / 2."""
     num_bytes = 2**16
     while True:
         start_s = time.perf_counter()
@@ -431,7 +406,7 @@ def mb_per_s(comm: Any, target: int, seconds: float) -> float:
 
 
 def answer(comm: Any, source: int) -> None:
-    """The other end of latency_us and mb_per_s."""
+    """Receiving side of latency_us and mb_per_s."""
     from mpi4py import MPI
 
     buffer, status = bytearray(2**22), MPI.Status()
@@ -442,13 +417,13 @@ def answer(comm: Any, source: int) -> None:
 
 
 def allreduce(comm: Any, seconds: float) -> list[float]:
-    """Sums ever more floats over all ranks until it takes long enough: MB, and the seconds of the slowest rank."""
+    """[MB, s of the slowest rank] of an allreduce; doubles the data until it takes over `seconds` / 2 or has 64 MiB."""
     from mpi4py import MPI
 
     num_bytes = 2**20
     while True:
         own, total = array("f", bytes(num_bytes)), array("f", bytes(num_bytes))
-        comm.Allreduce([own, MPI.FLOAT], [total, MPI.FLOAT])  # opens connections
+        comm.Allreduce([own, MPI.FLOAT], [total, MPI.FLOAT])  # warm-up, opens the connections
         comm.Barrier()
         start_s = time.perf_counter()
         comm.Allreduce([own, MPI.FLOAT], [total, MPI.FLOAT])

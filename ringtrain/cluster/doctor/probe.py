@@ -1,7 +1,7 @@
-"""What a host has to say about itself; doctor sends this text to each host, where Python runs it.
+"""Collects facts of one host; doctor sends this source to each host, where Python runs it.
 
-It needs the standard library of Python 3.8 and nothing of ringtrain: the host may have neither. It imports neither
-TensorFlow nor Horovod, reads what it can from files, and answers each line of JSON by a line of JSON.
+It needs only the standard library of Python 3.8, since a host may lack ringtrain. It imports neither TensorFlow nor
+Horovod, reads files where possible, and answers each line of JSON with a line of JSON.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TextIO
 
-# Distributions that bring a package, the first found counts.
+# Distributions that provide a package; the first one found is used.
 DISTRIBUTIONS = {
     "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tf-nightly"),
     "keras": ("keras", "keras-nightly"),
     "horovod": ("horovod",),
     "mpi4py": ("mpi4py",),
 }
-# Classes of Horovod's C++ that only come with a part of it. Their names stay in a library that was stripped.
+# C++ classes of Horovod that exist only if it was built with an operation. A stripped library keeps their names.
 OPERATIONS = {
     "MPI": b"N7horovod6common13MPIControllerE",
     "Gloo": b"N7horovod6common14GlooControllerE",
@@ -46,14 +46,11 @@ NAMES_TIMEOUT_S = 3
 
 
 def facts(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """All that doctor wants to know of this host.
+    """Facts of this host by name; None for a fact that cannot be read.
 
     Args:
-        wanted: "folder" that ranks start in, "path" and "python_path" as they will have it, "run_directory", "code"
-            whose files are compared, "names" of all hosts.
-
-    Returns:
-        Each fact by its name; None for one that could not be had.
+        wanted: "folder" (working directory of ranks), "path" and "python_path" (of ranks), "run_directory", "code"
+            (directory to compare), "names" (of all hosts).
     """
     sys.path[:1] = [wanted["folder"], *filter(None, wanted["python_path"].split(os.pathsep))]
     path = os.pathsep.join([os.path.dirname(sys.executable), wanted["path"], os.environ.get("PATH", os.defpath)])
@@ -85,10 +82,10 @@ def facts(wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function returns; None where this host cannot tell."""
+    """Calls a function and returns its result; None if it raises."""
     try:
         return function(*arguments)
-    except Exception:  # whatever it is: the other facts count
+    except Exception:  # one failure must not lose the other facts
         return None
 
 
@@ -101,7 +98,7 @@ def read(path: str) -> str:
 
 
 def start(program: str | None, *arguments: str) -> subprocess.Popen[bytes] | None:
-    """Starts a program, to be read by outcome; None where there is none of that name."""
+    """Starts a program whose output `outcome` reads; None if it does not exist or start."""
     if program is None:
         return None
     command, pipe, nothing = [program, *arguments], subprocess.PIPE, subprocess.DEVNULL
@@ -111,7 +108,7 @@ def start(program: str | None, *arguments: str) -> subprocess.Popen[bytes] | Non
 
 
 def outcome(process: subprocess.Popen[bytes] | None) -> dict[str, Any] | None:
-    """{"program", "said", "status"} of a process; None without one."""
+    """Waits for a process and returns {"program", "said" (output), "status"}; None without a process."""
     if process is None:
         return None
     try:
@@ -140,7 +137,7 @@ def packages() -> dict[str, Any]:
 
 
 def folder_of(package: str) -> str:
-    """A package's folder, found without importing it."""
+    """Directory of a package, found without importing it."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(package)
@@ -148,7 +145,7 @@ def folder_of(package: str) -> str:
 
 
 def horovod_operations() -> list[str] | None:
-    """What Horovod's library for TensorFlow was built with, e.g. ["MPI", "Gloo"]; None where there is none."""
+    """Operations that Horovod's TensorFlow library was built with, e.g. ["MPI", "Gloo"]; None without a library."""
     from importlib.machinery import EXTENSION_SUFFIXES
 
     folder = os.path.join(folder_of("horovod"), "tensorflow")
@@ -162,21 +159,17 @@ def horovod_operations() -> list[str] | None:
 
 
 def ringtrain() -> dict[str, Any]:
-    """{"version", "folder", "hash", "files"} of ringtrain."""
+    """{"version", "folder", "hash", "files"} of the installed ringtrain."""
     folder = folder_of("ringtrain")
     version = re.search(r'^__version__ = "(.+)"$', read(os.path.join(folder, "__init__.py")), re.MULTILINE)
     return {"version": version.group(1) if version else "?", **(hashes(folder, "") or {})}
 
 
 def hashes(folder: str, leave_out: str) -> dict[str, Any] | None:
-    """A hash over all code in a folder, and one per file.
+    """{"folder", "hash", "files": {name: hash}} of the .py and .toml files in a folder; None if it does not exist.
 
-    Args:
-        folder: whose .py and .toml files count; environments, hidden folders and caches do not.
-        leave_out: a folder, relative to it, that does not count either.
-
-    Returns:
-        {"folder", "hash", "files": {name: hash}}; the hash is None where there are too many files to look through.
+    Skips environments, hidden folders, caches and `leave_out`, a relative path. With over MOST_ENTRIES entries the
+    hash is None.
     """
     if not os.path.isdir(folder):
         return None
@@ -209,7 +202,7 @@ def hashes(folder: str, leave_out: str) -> dict[str, Any] | None:
 
 
 def gpus(nvidia_smi: subprocess.Popen[bytes] | None) -> list[str]:
-    """The GPUs' names, as nvidia-smi says them; else as the driver's folder lists them."""
+    """One entry per GPU, from nvidia-smi, or else from the driver's directory."""
     answer = outcome(nvidia_smi)
     if answer and answer["status"] == 0:
         return [line.strip() for line in answer["said"].splitlines() if line.strip()]
@@ -218,20 +211,20 @@ def gpus(nvidia_smi: subprocess.Popen[bytes] | None) -> list[str]:
 
 
 def driver() -> str | None:
-    """NVIDIA's kernel driver, e.g. "580.65.06"; None without one."""
+    """Version of NVIDIA's kernel driver, e.g. "580.65.06"; None without a driver."""
     found = re.search(r"Kernel Module\D*([\d.]+)", read("/proc/driver/nvidia/version"))
     return found.group(1) if found else None
 
 
 def pci_gpus() -> int:
-    """NVIDIA's graphics devices that are plugged in, with a driver or without."""
+    """Number of NVIDIA display devices on the PCI bus, with or without a driver."""
     folder = "/sys/bus/pci/devices"
     kinds = [(read(f"{folder}/{name}/vendor"), read(f"{folder}/{name}/class")) for name in os.listdir(folder)]
     return sum(vendor == "0x10de" and kind.startswith("0x03") for vendor, kind in kinds)
 
 
 def cores() -> int:
-    """Cores that a process of this login may use; a container's limit counts."""
+    """Number of cores that this process may use, including a container's limit."""
     count = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):
         allowed_us, period_us = read("/sys/fs/cgroup/cpu.max").split()
@@ -240,7 +233,7 @@ def cores() -> int:
 
 
 def memory() -> dict[str, int]:
-    """{"total_mb", "available_mb"}; a container's limit counts."""
+    """{"total_mb", "available_mb"}, including a container's limit."""
     kb = dict(re.findall(r"^(\w+):\s+(\d+) kB", read("/proc/meminfo"), re.MULTILINE))
     total, available = int(kb["MemTotal"]) // 1024, int(kb["MemAvailable"]) // 1024
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
@@ -251,7 +244,7 @@ def memory() -> dict[str, int]:
 
 
 def disk(folder: str) -> dict[str, Any]:
-    """{"folder", "free_mb", "writable"} of a folder, or of the nearest one above it that exists."""
+    """{"folder", "free_mb", "writable"} of a folder, or of its nearest existing parent."""
     while not os.path.isdir(folder) and folder != os.path.dirname(folder):
         folder = os.path.dirname(folder)
     status = os.statvfs(folder)
@@ -265,11 +258,7 @@ def shm_mb() -> int:
 
 
 def cma_error() -> int:
-    """Lets a process read the memory of its sibling, as MPI's ranks on one host do.
-
-    Returns:
-        0, or the error's number: 1 (EPERM) where the kernel or a container forbids it.
-    """
+    """Tests whether a process can read a sibling's memory, as MPI's local ranks do: 0, or the errno, e.g. 1 (EPERM)."""
     libc = ctypes.CDLL(None, use_errno=True)
     source, target = ctypes.create_string_buffer(b"ringtrain"), ctypes.create_string_buffer(10)
     size = ctypes.sizeof(source)
@@ -279,7 +268,7 @@ def cma_error() -> int:
     owner = os.fork()
     if owner == 0:
         os.close(go_on)
-        os.read(wait, 1)  # until the parent closes its end
+        os.read(wait, 1)  # returns when the parent closes its end
         os._exit(0)
     reader = os.fork()
     if reader == 0:
@@ -318,7 +307,7 @@ def speed_mbps(interface: str) -> int | None:
 
 
 def resolved(names: Iterable[str]) -> dict[str, list[str] | None]:
-    """Addresses by name as this host resolves them, its own name under ""; None for one that it does not know."""
+    """Addresses by name as this host resolves them, its own name under ""; None for an unknown name."""
     found: dict[str, list[str] | None] = dict.fromkeys(["", *names])
 
     def ask(name: str) -> None:
@@ -339,12 +328,11 @@ def resolved(names: Iterable[str]) -> dict[str, list[str] | None]:
 
 
 def serve(mark: str, lines: Iterable[bytes], answers: TextIO) -> None:
-    """Answers questions until there are no more; what it wrote to the disk is then gone.
+    """Answers requests until the input ends, then deletes the files it wrote.
 
     Args:
-        mark: what each answer starts with: a login shell may have said something of its own.
-        lines: binary; on each a question in JSON: {"do": "facts" | "clock" | "leave" | "find", ...}.
-        answers: where to write, as text.
+        mark: Prefix of each answer, which tells it from output of a login shell.
+        lines: One request per line, as JSON: {"do": "facts" | "clock" | "leave" | "find", ...}.
     """
     left = []
     try:

@@ -1,4 +1,4 @@
-"""What doctor found, as a table with its findings, or as JSON."""
+"""Report of `ringtrain doctor`, printed as a table with findings or as JSON."""
 
 from __future__ import annotations
 
@@ -17,43 +17,35 @@ from ringtrain.cluster.doctor import links
 from ringtrain.cluster.doctor.findings import LEVELS, Cell, Finding, Level, Scene
 
 STYLES: dict[Level, str] = {"unknown": "dim", "well": "", "warns": "yellow", "hurts": "bold red"}
-MARKS: dict[Level, str] = {"unknown": "", "well": "", "warns": "! ", "hurts": "!! "}  # where there are no colours
+MARKS: dict[Level, str] = {"unknown": "", "well": "", "warns": "! ", "hurts": "!! "}  # for output without colors
 EXIT_CODES: dict[Level, int] = {"unknown": 0, "well": 0, "warns": 1, "hurts": 2}
-MOST_HOSTS = 6  # named in a finding
+MOST_HOSTS = 6  # listed in a finding
 PADDING = 2
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was found."""
+    """Complete result of a doctor run."""
 
     scene: Scene
     table: Mapping[str, Sequence[Cell]]
-    """by the check's name a cell per host"""
+    """by check name, one cell per host"""
     findings: tuple[Finding, ...]
-    """the worst first"""
+    """worst first"""
     subnet: str
-    """for --subnet; empty: the hosts share none"""
+    """for --subnet; "": the hosts share none"""
     ring: links.Ring | None
     """None: not measured"""
     took_s: float
 
     @property
     def level(self) -> Level:
-        """The worst that was found."""
+        """Worst level of all findings."""
         return max((finding.level for finding in self.findings), key=LEVELS.index, default="well")
 
 
 def show(report: Report, console: Console, as_json: bool = False) -> int:
-    """Shows what was found.
-
-    Args:
-        console: where to, e.g. plain_or_terminal().
-        as_json: one JSON object instead of the table.
-
-    Returns:
-        Exit code: 0 all is well, 1 there are warnings, 2 something hurts.
-    """
+    """Prints a report and returns the exit code: 0 ok, 1 warnings, 2 errors."""
     if as_json:
         console.out(json.dumps(as_plain_values(report)), highlight=False)
         return EXIT_CODES[report.level]
@@ -67,18 +59,14 @@ def show(report: Report, console: Console, as_json: bool = False) -> int:
 
 
 def plain_or_terminal() -> Console:
-    """A console on standard output; without colours and control characters where that is no terminal."""
+    """Console on standard output, without colors and control characters unless that is a terminal."""
     if sys.stdout.isatty():
         return Console()
     return Console(force_terminal=False, color_system=None, width=10_000)
 
 
 def fold(report: Report, width: int) -> Iterator[list[str]]:
-    """Divides the table's columns so that each part has room beside the hosts' names.
-
-    Yields:
-        Names of columns.
-    """
+    """Yields groups of column names; each fits into `width` characters next to the host names."""
     first = max((cell_len(probe.host.name) for probe in report.scene.probes), default=0)
     part: list[str] = []
     used = first
@@ -93,7 +81,7 @@ def fold(report: Report, width: int) -> Iterator[list[str]]:
 
 
 def as_plain_values(report: Report) -> dict[str, object]:
-    """A report as JSON knows values; a host's facts are in it, but for the hashes of single files."""
+    """Converts a report to JSON types, with each host's facts except the hashes of single files."""
     hosts = []
     for number, probe in enumerate(report.scene.probes):
         facts = dict(probe.facts) if probe.facts is not None else None
@@ -127,7 +115,7 @@ def _draw(report: Report, columns: Sequence[str]) -> Table:
 
 
 def _lines(report: Report) -> Iterator[tuple[str, Level]]:
-    """Everything below the table, with how to colour it."""
+    """Lines below the table, each with the level that sets its color."""
     if report.ring is not None and report.ring.links:
         yield from ((line, "well") for line in links.describe(report.ring))
         yield "", "well"
@@ -152,5 +140,5 @@ def _said(cell: Cell) -> str:
 
 
 def _plain(text: str) -> str:
-    """What a host said must not move the cursor."""
+    """Replaces control characters: output of a host must not move the cursor."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
