@@ -1,14 +1,14 @@
 """Ranks on Spark's executors, and a function run once per combination of its arguments (`launch`).
 
-session:        a session, or one line that says why there is none
+session:        starts a Spark session, or explains in one line why it cannot
 function_sweep: launch: a function run once per combination of its arguments
 function_run:   one such run, in a process on an executor
 plan:           the command that starts a job on executors
-driver:         that command: a task per rank, their output, signals and ends
-placement:      which task becomes which rank
-task:           a task: runs a rank, talks to the driver
-rendezvous:     where Gloo's ranks find each other
-dataframe:      rows of a DataFrame, dealt out over ranks
+driver:         that command: starts a task per rank, forwards output and signals, collects exit codes
+placement:      assigns ranks to tasks
+task:           a task: runs a rank and forwards its output to the driver
+rendezvous:     key-value store through which Gloo's ranks connect
+dataframe:      rows of a DataFrame, distributed over ranks
 """
 
 from ringtrain.cluster.spark.function_sweep import Row, launch

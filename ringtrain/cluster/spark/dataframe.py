@@ -1,4 +1,4 @@
-"""Rows of a DataFrame or RDD, dealt out over ranks."""
+"""Rows of a DataFrame or RDD, distributed over ranks."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 
 
 def shares(spark: SparkSession, name: str, num_ranks: int) -> tuple[RDD, str]:
-    """Deals rows out, one to each rank in turn: parts differ in length by one at most.
+    """Distributes rows over the ranks round-robin: shard lengths differ by at most one.
 
     Args:
-        name: module:function of the user's: it gets the session, and returns training and test data. Each is a
-            DataFrame with a column "label", of classes from 0, and either one column of arrays or several of numbers;
-            or an RDD of pairs of inputs and label.
+        name: module:function of the user. It gets the session and returns (training data, test data). Each is a
+            DataFrame with a column "label" (classes from 0) and either one column of arrays or several of numbers, or
+            an RDD of (inputs, label) pairs.
 
     Returns:
-        The parts, by rank: rows of split (0: training, 1: test), place in the part, inputs and label. And numbers: of
-        rows in each split, and of classes.
+        The shards by rank, with rows (split, index in the shard, inputs, label), where split is 0 for training and 1
+        for test; and a string of three numbers: training rows, test rows, classes.
 
     Raises:
-        LaunchError: there is no such function, or it returns something else.
-        DataError: a split has fewer rows than there are ranks, or a row cannot be read.
+        LaunchError: The function does not exist or returns something else.
+        DataError: A split has fewer rows than there are ranks, or a row cannot be read.
     """
     module, _, function = name.partition(":")
     try:
@@ -66,7 +66,7 @@ def _dealer(split: int, num_ranks: int) -> Any:
 
 
 def _sample(row: Any) -> tuple[Any, int]:
-    """Inputs as an array, and the label; runs on executors."""
+    """Converts a row to its inputs, as an array, and its label. Runs on executors."""
     import numpy as np
 
     if hasattr(row, "asDict"):

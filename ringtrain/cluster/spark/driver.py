@@ -2,9 +2,9 @@
 
     python -m ringtrain.cluster.spark.driver --master 'local[2]' --num-ranks 2 -- python -m ringtrain.train
 
-Spark gets a job with a task for each rank. The tasks (seat.py) call back; when as many have called as there are ranks,
-each is told its rank and runs the command. What ranks write comes back over the same connections, and goes to standard
-output and standard error, each line with the rank; signals go the other way.
+Spark runs a job with one task per rank (task.py). The tasks connect to this process. When all have connected, each
+receives its rank and runs the command. The output of ranks comes back over these connections and goes to standard
+output and standard error, each line tagged with the rank. Signals go the other way.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from pyspark import RDD
 
 GRACE_S = 5.0
-"""for ranks to end after one has failed, or after SIGTERM"""
+"""for ranks to exit after one has failed or after SIGTERM"""
 HANDSHAKE_S = 10
-"""for each answer of a new connection, until it has shown that it knows the key"""
+"""limit for each read of a new connection, until it is authenticated"""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -48,11 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one job.
 
     Args:
-        argv: the command line without the program's name; None: sys.argv.
+        argv: Command line without the program's name; None: sys.argv.
 
     Returns:
-        The exit code of the rank that failed first, 128 + n if it was killed by signal n; 0 if none failed; 2 after an
-        error that a person can mend, which is said in one line.
+        Exit code of the rank that failed first (128 + n if signal n killed it), 0 if none failed, or 2 after a user
+        error, which is printed in one line.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     own, command = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
@@ -63,10 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_slots(options.num_ranks, options.master)
         named = [setting.partition("=") for setting in options.set]
         defaults = {
-            "spark.cores.max": str(options.num_ranks),  # a standalone cluster would give all that it has
+            "spark.cores.max": str(options.num_ranks),  # a standalone cluster would otherwise allocate all its cores
             "spark.executor.instances": str(options.num_ranks),
             "spark.speculation": "false",
-            "spark.task.maxFailures": "1",  # a lost rank ends the job, which may then be started again as a whole
+            "spark.task.maxFailures": "1",  # a lost rank ends the job, which may then be restarted as a whole
             "spark.ui.enabled": "false",
         }
         settings = {"spark.ui.showConsoleProgress": "false", **{name: value for name, _, value in named}}
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from pyspark import cloudpickle
 
             for module in (task, dataframe):
-                cloudpickle.register_pickle_by_value(module)  # executors need no ringtrain to say what they lack
+                cloudpickle.register_pickle_by_value(module)  # executors need no ringtrain to report errors
             slots = spark.sparkContext.parallelize(range(options.num_ranks), options.num_ranks)
             fed = ""
             if options.data:
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Parser of the command line."""
     made = argparse.ArgumentParser(prog="ringtrain.cluster.spark.driver", description=__doc__.partition("\n")[0])
     made.add_argument("--num-ranks", type=int, required=True, metavar="N")
     made.add_argument("--master", default="", metavar="URL", help="else what spark-defaults.conf says, else local[*]")
@@ -104,12 +104,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 class Job:
-    """One job's ranks, from the call of their tasks to their end.
+    """Ranks of one job, from the connection of their tasks to their exit.
 
     Args:
-        slots: rows with a part for each rank.
-        fed: numbers of rows, if they are to be fed to ranks; see feed.shares.
-        environ: that what ranks get is taken from.
+        slots: RDD with one partition per rank.
+        fed: Row and class counts from dataframe.shares; "": no rows are streamed to ranks.
+        environ: Source of the exported variables.
     """
 
     def __init__(
@@ -120,19 +120,16 @@ class Job:
         self.environ = {name: environ[name] for name in options.export.split(",") if name in environ}
         self.heard: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         self.ranks: dict[Connection, int] = {}
-        """of those that have not ended"""
+        """ranks that have not exited"""
         self.exit_code, self.last_signal = 0, 0
         self.deadline: float | None = None
-        """for ranks to end"""
+        """for all ranks to exit; None: no limit"""
 
     def run(self) -> int:
-        """Waits for slots, runs the ranks in them, and waits for their end.
-
-        Returns:
-            The exit code; see main.
+        """Waits for slots, runs the ranks and returns the exit code, see `main`.
 
         Raises:
-            LaunchError: there are too few slots, or executors cannot run the tasks.
+            LaunchError: There are too few slots, or executors cannot run the tasks.
         """
         conf = self.context.getConf()
         here = listens_on = "127.0.0.1"
@@ -153,10 +150,10 @@ class Job:
         finally:
             store.close()
 
-    # ---- what runs beside ------------------------------------------------------------------------------------------
+    # ---- background threads ----------------------------------------------------------------------------------------
 
     def _hold(self, address: tuple[str, int], key: bytes) -> None:
-        """Runs Spark's job, as long as it takes."""
+        """Runs Spark's job until it ends."""
         try:
             self.slots.mapPartitionsWithIndex(task.task(address, key)).collect()
         except Exception as error:
@@ -168,11 +165,11 @@ class Job:
                 threading.Thread(target=self._hear, args=(listener.accept(), key), daemon=True).start()
             except OSError as error:
                 if error.errno not in (errno.ECONNABORTED, errno.EMFILE, errno.ENFILE):
-                    return  # it is closed: the job is over
+                    return  # the listener was closed: the job has ended
                 time.sleep(0.1)
 
     def _hear(self, connection: Connection, key: bytes) -> None:
-        """Reads what one task says; nobody who does not know the key is heard."""
+        """Authenticates one connection by the key, then queues its messages."""
         try:
             wait_at_most(connection, HANDSHAKE_S)
             deliver_challenge(connection, key)
@@ -183,10 +180,10 @@ class Job:
         except (EOFError, OSError, AuthenticationError):
             self.heard.put((connection, None))
 
-    # ---- the walk --------------------------------------------------------------------------------------------------
+    # ---- main path -------------------------------------------------------------------------------------------------
 
     def _wait_for_slots(self) -> dict[Connection, placement.Caller]:
-        """As many tasks as ranks are wanted."""
+        """Waits for one connected task per rank, and returns them by connection."""
         callers: dict[Connection, placement.Caller] = {}
         num_ranks, timeout_s = self.options.num_ranks, self.options.start_timeout
         deadline = time.monotonic() + timeout_s
@@ -210,7 +207,7 @@ class Job:
         return callers
 
     def _place(self, callers: Mapping[Connection, placement.Caller], rendezvous: Mapping[str, str]) -> None:
-        """Tells every task its rank, which begins to run."""
+        """Sends every task its rank and command, which starts the rank."""
         connections = {caller: connection for connection, caller in callers.items()}
         for rank, (caller, environ) in enumerate(placement.seats([*callers.values()], bool(self.fed))):
             connection = connections[caller]
@@ -228,7 +225,7 @@ class Job:
             )
 
     def _follow(self) -> int:
-        """Passes on what ranks write and what they are to hear, until all have ended."""
+        """Forwards output and signals until all ranks have exited; returns the exit code."""
         while self.ranks:
             try:
                 timeout_s = None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
@@ -242,11 +239,11 @@ class Job:
             if connection is None and isinstance(message, Exception):
                 self._ended_with(1, f"Spark's job has failed: {reason(message)}")
             elif connection is None:
-                # Told to end once more, they are killed.
+                # A second signal kills the ranks.
                 number = signal.SIGKILL if self.last_signal else message
                 self._signal(number, None if number in (signal.SIGINT, signal.SIGUSR1) else GRACE_S)
             elif connection not in self.ranks:
-                connection.close()  # of a task that Spark has started once too often
+                connection.close()  # a duplicate task of Spark
             elif message and "line" in message:
                 tag = f"[{self.ranks[connection]}]<{'stdout' if message['stream'] == 1 else 'stderr'}>:"
                 write(message["stream"], tag.encode() + message["line"].rstrip(b"\n") + b"\n")
@@ -255,7 +252,7 @@ class Job:
         return self.exit_code
 
     def _end(self, rank: int, message: dict[str, Any] | None) -> None:
-        """Hears that a rank has ended, or its connection."""
+        """Handles the exit of a rank or, if `message` is None, its lost connection."""
         if message is None:
             self._ended_with(1, f"lost rank {rank}: its executor has ended, or its host or the network failed")
             return
@@ -267,7 +264,7 @@ class Job:
             self._ended_with(code, f"the first rank to end was\nProcess name: {rank}\nExit code: {code}")
 
     def _ended_with(self, code: int, why: str) -> None:
-        """Keeps the first failure, and ends the other ranks; those that were told to end already may be saving."""
+        """Records the first failure and stops the other ranks, unless a signal did: then they may be saving."""
         if not self.exit_code:
             self.exit_code = code
             write(2, f"spark: {why}\n".encode())
@@ -283,13 +280,13 @@ class Job:
 
 
 def wait_at_most(connection: Connection, seconds: int) -> None:
-    """Limits how long one read from a connection may wait; 0: no limit."""
+    """Limits the duration of each read from a connection; 0: no limit."""
     with task.socket_of(connection) as same:
         same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
 
 
 def write(stream: int, data: bytes) -> None:
-    """Writes lines whole, to standard output or standard error, which somebody may have closed."""
+    """Writes complete lines to standard output (1) or standard error (2), even if that is closed."""
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(stream, data) :]

@@ -1,4 +1,4 @@
-"""One run of a function, in a process of its own. Sent to executors whole: standard library only."""
+"""One run of a function, in a separate process. Sent to executors as a whole: standard library only."""
 
 from __future__ import annotations
 
@@ -17,16 +17,12 @@ PR_SET_PDEATHSIG = 1
 
 
 def run(payload: bytes) -> dict[str, Any]:
-    """Runs a function in a forked process and waits for it.
+    """Runs a function in a forked process and returns the fields of its Row except `arguments`, the result pickled.
 
-    The executor's Python serves one task after the other: what a run has loaded, TensorFlow with its GPUs above all,
-    would stay there for the next one.
+    An executor reuses its Python process: without the fork, TensorFlow and its GPUs would stay loaded for the next run.
 
     Args:
-        payload: a function and its arguments by name, pickled; empty: nothing is run.
-
-    Returns:
-        The fields of a Row besides the arguments, the result pickled.
+        payload: Pickled function and dict of arguments; empty: nothing is run.
     """
     from pyspark import TaskContext
 
@@ -39,7 +35,7 @@ def run(payload: bytes) -> dict[str, Any]:
     began_s = time.monotonic()
     process = multiprocessing.get_context("fork").Process(target=_run_apart, args=(payload, gpus, sender))
     process.start()
-    sender.close()  # so that the end of the process is the end of the pipe
+    sender.close()  # so that the pipe closes when the process exits
     try:
         told |= receiver.recv()
     except EOFError:
@@ -52,10 +48,10 @@ def run(payload: bytes) -> dict[str, Any]:
 
 
 def _run_apart(payload: bytes, gpus: tuple[str, ...], sender: Connection) -> None:
-    """What the process does."""
+    """Runs the function in the forked process and sends the outcome."""
     from pyspark import cloudpickle
 
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # Spark kills its Python when it cancels a task
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # Spark kills its Python to cancel a task
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     try:

@@ -21,53 +21,53 @@ if TYPE_CHECKING:
 
 HOWS = ("grid", "zip")
 MAX_AT_ONCE = 512
-"""runs that Spark knows of at a time, on whatever number of slots"""
+"""runs submitted to Spark at a time, for any number of slots"""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One run: what the function was given, and what came of it."""
+    """Arguments and outcome of one run."""
 
     arguments: Mapping[str, Any]
     result: Any = None
-    """what the function returned"""
+    """return value of the function"""
     error: str = ""
-    """type of what it raised instead; empty: nothing"""
+    """name of the exception type, ProcessDied if the process died; "": no error"""
     message: str = ""
     traceback: str = ""
     host: str = ""
-    """where it ran; empty: it is not known"""
+    """host it ran on; "": unknown"""
     seconds: float = 0.0
-    """that it ran for"""
+    """duration"""
     gpus: tuple[str, ...] = ()
-    """addresses of the GPUs that Spark gave it, which it saw alone"""
+    """addresses of the GPUs that Spark assigned to it; the run sees no others"""
 
 
 def launch(
     spark: SparkSession, map_fun: Callable[..., Any], args_dict: Mapping[str, Sequence[Any]], how: str = "grid"
 ) -> list[Row]:
-    """Runs a function once per combination of hyperparameters, as many at a time as Spark has slots.
+    """Runs a function once per combination of hyperparameters, in parallel on Spark's slots.
 
-    Each run is a process of its own on an executor: it leaves nothing behind in the next one, and neither an exception
-    nor a crash of it ends the others. Where Spark gives tasks GPUs (spark.task.resource.gpu.amount), they are in
-    CUDA_VISIBLE_DEVICES before the function is even unpickled. Executors need not have ringtrain.
+    Each run is a separate process on an executor. It leaves no state behind for later runs, and an exception or crash
+    does not stop the others. If Spark assigns GPUs to tasks (spark.task.resource.gpu.amount), CUDA_VISIBLE_DEVICES is
+    set before the function is unpickled. Executors need not have ringtrain.
 
         rows = launch(spark, train, {"learning_rate": [0.1, 0.01], "units": [64, 128]})
         best = max((row for row in rows if not row.error), key=lambda row: row.result)
 
     Args:
-        spark: a session; see session.start.
-        map_fun: the function; it gets its arguments by name. What it refers to in modules must be there on executors.
-        args_dict: a list of values for each argument.
-        how: "grid" for all combinations, the last argument changing fastest; "zip" for the first values together, the
-            second values together and so on.
+        spark: Spark session, e.g. from `start`.
+        map_fun: Function, called with keyword arguments. Modules that it uses must be installed on the executors.
+        args_dict: List of values for each argument.
+        how: "grid": all combinations, the last argument changes fastest. "zip": the first values of all arguments, then
+            the second values, and so on.
 
     Returns:
-        A row per run, in the order of combinations.
+        One row per run, in the order of the combinations.
 
     Raises:
-        LaunchError: before anything has run: values that are no list, lists of unequal lengths to be zipped, arguments
-            that the function does not take, a function or values that cannot be sent, executors that cannot run it.
+        LaunchError: Before any run: a value is not a list, lists to be zipped differ in length, the function does not
+            take an argument, the function or a value cannot be pickled, or the executors cannot run it.
     """
     runs = combinations(args_dict, how)
     check_arguments(map_fun, runs)
@@ -86,13 +86,13 @@ def launch(
             outcome = task(payload)
             outcome["result"] = pickle.loads(outcome["result"]) if outcome["result"] else None
             return Row(run, **outcome)
-        except Exception as error:  # of Spark's: the executor is lost; or the result's, on its way back
+        except Exception as error:  # the executor was lost, or the result cannot be unpickled
             return Row(run, error=type(error).__name__, message=reason(error), traceback=str(error))
 
     pool = ThreadPoolExecutor(min(len(runs), MAX_AT_ONCE))
     try:
         try:
-            pool.submit(task, b"").result()  # runs nothing: what executors lack is one error, not one of each run
+            pool.submit(task, b"").result()  # an empty run: a missing package is one error, not one per run
         except Exception as error:
             raise LaunchError(f"Spark's executors cannot run {_name(map_fun)}: {reason(error)}") from error
         return list(pool.map(row, runs, payloads))
@@ -104,14 +104,10 @@ def launch(
 
 
 def combinations(args_dict: Mapping[str, Sequence[Any]], how: str = "grid") -> list[dict[str, Any]]:
-    """The arguments of every run.
-
-    Args:
-        args_dict: a list of values for each argument.
-        how: "grid" or "zip"; see launch.
+    """Arguments of every run, see `launch`.
 
     Raises:
-        LaunchError: how is something else, or the values cannot be combined so.
+        LaunchError: `how` is invalid, or the values cannot be combined that way.
     """
     if how not in HOWS:
         raise LaunchError(f"got how={how!r}, expected {' or '.join(map(repr, HOWS))}")
@@ -130,21 +126,13 @@ def combinations(args_dict: Mapping[str, Sequence[Any]], how: str = "grid") -> l
 
 
 def check_arguments(map_fun: Callable[..., Any], runs: Sequence[Mapping[str, Any]]) -> None:
-    """Refuses arguments that a function does not take, and a function that wants others as well.
-
-    Args:
-        map_fun: the function.
-        runs: the arguments of every run; all have the same names.
-
-    Raises:
-        LaunchError: names the argument.
-    """
+    """Raises LaunchError if a function does not take the arguments of the runs, or requires others."""
     if not callable(map_fun):
         raise LaunchError(f"got {_shown(map_fun)} for map_fun, expected a function")
     try:
         signature = inspect.signature(map_fun)
     except (TypeError, ValueError):
-        return  # some of those written in C do not say what they take
+        return  # some C functions have no signature
     kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
     by_name = [name for name, kind in kinds.items() if kind.name in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")]
     takes = f"{_name(map_fun)} takes {', '.join(by_name) or 'no arguments by name'}"
@@ -161,7 +149,7 @@ def check_arguments(map_fun: Callable[..., Any], runs: Sequence[Mapping[str, Any
 def _pickled(dumps: Callable[[Any], bytes], map_fun: Callable[..., Any], run: Mapping[str, Any]) -> bytes:
     try:
         return dumps((map_fun, dict(run)))
-    except Exception as error:  # of whatever kind the object at fault raises
+    except Exception as error:  # any type: objects define how they are pickled
         said = " ".join(str(error).split())
         raise LaunchError(
             f"{_name(map_fun)} and its arguments cannot be sent to executors: {type(error).__name__}: {said}: make what"

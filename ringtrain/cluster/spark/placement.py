@@ -1,4 +1,4 @@
-"""Which of Spark's tasks becomes which rank."""
+"""Placement of ranks on Spark's tasks."""
 
 from __future__ import annotations
 
@@ -8,26 +8,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Caller:
-    """A task that waits to be told what to run."""
+    """Task of Spark that waits for its rank."""
 
     index: int
-    """of the task"""
     host: str
-    """as it calls itself"""
+    """its own host name"""
     gpus: tuple[str, ...] = ()
-    """addresses that Spark has given the task"""
+    """addresses of the GPUs that Spark assigned to the task"""
 
 
 def seats(callers: Sequence[Caller], by_index: bool = False) -> list[tuple[Caller, dict[str, str]]]:
-    """Deals out ranks, host by host.
+    """Assigns ranks host by host; returns, by rank, its task and the placement variables of Horovod over Gloo.
+
+    All ranks of a host see the GPUs of that host's ranks, one per rank in the order of local ranks.
 
     Args:
-        callers: one for each rank, in any order.
-        by_index: ranks are the tasks' numbers instead, for tasks that have rows of their own.
-
-    Returns:
-        By rank: the task that becomes it, and the variables by which Horovod over Gloo knows its place. All ranks of a
-        host see the GPUs of all of them, one for each in the order of local ranks.
+        by_index: Use the task index as rank instead, for tasks whose partition holds the rank's rows.
     """
     by_host: dict[str, list[Caller]] = {}
     for caller in sorted(callers, key=lambda each: each.index):

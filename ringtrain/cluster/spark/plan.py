@@ -1,4 +1,4 @@
-"""The command that starts a job on Spark's executors."""
+"""Command that starts a job on Spark's executors."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from ringtrain.errors import LaunchError
 def plan(
     job: Job, master: str = "", spark_settings: Sequence[str] = (), data: str = "", start_timeout_s: float = 60
 ) -> Plan:
-    """The command that starts a job by Spark.
+    """Command that starts a job on Spark, which chooses the hosts.
 
     Args:
-        job: what to run; without hosts, which Spark chooses.
-        master: of Spark; empty: what spark-defaults.conf says, else this machine.
+        master: URL of Spark's master; "": from spark-defaults.conf, else this machine.
         spark_settings: NAME=VALUE each.
-        data: module:function that gives rows to be fed to the ranks; empty: none.
-        start_timeout_s: for as many slots as ranks to be there, once Spark has begun.
+        data: module:function that returns the rows to stream to the ranks; "": none.
+        start_timeout_s: Limit for one slot per rank to be available, once Spark has started.
 
     Raises:
-        LaunchError: Spark cannot run the job, or not as asked for.
+        LaunchError: Spark cannot run the job, or does not support an option.
     """
     check(job)
     _check(job, master, spark_settings)
@@ -51,11 +50,7 @@ def plan(
 
 
 def check_slots(num_ranks: int, master: str) -> None:
-    """Refuses more ranks than a master of this machine alone can ever have slots for.
-
-    Raises:
-        LaunchError: says how many there are.
-    """
+    """Raises LaunchError if a local master has fewer slots than ranks."""
     slots = local_slots(master)
     if slots is not None and slots < num_ranks:
         raise LaunchError(

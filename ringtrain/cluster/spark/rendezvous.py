@@ -1,4 +1,4 @@
-"""Where Gloo's ranks find each other: values by scope and key over HTTP, as Horovod's ranks ask for them."""
+"""Rendezvous of Gloo's ranks: an HTTP key-value store with the protocol of Horovod's rendezvous server."""
 
 from __future__ import annotations
 
@@ -13,25 +13,21 @@ from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
 
 MAX_VALUE_BYTES = 1 << 24
-"""of one rank's addresses, some 150 bytes for each other rank"""
+"""for one rank's addresses, about 150 bytes per other rank"""
 
 
-class Store(ThreadingTCPServer):  # HTTPServer would ask for its host's full name, which can take a while
-    """GET, PUT and DELETE of /token/scope/key, from the moment it is made until close. Other requests are not read.
+class Store(ThreadingTCPServer):  # HTTPServer would look up the host's full name, which can be slow
+    """Server of GET, PUT and DELETE /token/scope/key, from construction until `close`; drops other requests unread.
 
-    A rank deletes its key when it is connected to all others of the scope. They may not be: a scope goes when every key
-    in it has been deleted.
+    A rank deletes its key when it is connected to all others of the scope, which may still need it. A scope is
+    therefore removed only after all its keys have been deleted.
     """
 
     daemon_threads = True
     request_queue_size = 1024
 
     def __init__(self, host: str) -> None:
-        """Listens on a free port.
-
-        Args:
-            host: whose address to listen on; empty: all of this machine's.
-        """
+        """Listens on a free port of `host`; "": of all addresses of this machine."""
         super().__init__((host, 0), _Handler)
         self.token = secrets.token_hex(16)
         self.values: defaultdict[str, dict[str, bytes]] = defaultdict(dict)
@@ -41,28 +37,25 @@ class Store(ThreadingTCPServer):  # HTTPServer would ask for its host's full nam
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """Port it listens on."""
         return self.server_address[1]
 
     def environ(self, address: str) -> dict[str, str]:
-        """Variables by which Horovod's ranks find it.
+        """Variables with which Horovod's ranks find this store; `address` is this host's, as ranks reach it.
 
-        Horovod knows an address and a port, and no token: it writes both and the scope one after the other, as a URL.
-        So the token is part of the address, and what Horovod takes for the port is the end of the token.
-
-        Args:
-            address: of this host, as ranks reach it.
+        Horovod has no token: it joins address, port and scope to a URL. The address therefore contains the real port
+        and the token, and Horovod's port becomes the end of the token.
         """
         where = f"{address}:{self.port}/{self.token}"
         return {"HOROVOD_GLOO_RENDEZVOUS_ADDR": where, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self.port)}
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Prints nothing about connections that clients reset, close or leave open."""
+        """Prints nothing if a client resets or closes a connection or leaves it open."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Ends it."""
+        """Stops the server."""
         self.shutdown()
         self.server_close()
 
@@ -73,7 +66,7 @@ class _Handler(BaseHTTPRequestHandler):
     raw_requestline: bytes
 
     def parse_request(self) -> bool:
-        """Reads no further than the first line of a client that does not know the token."""
+        """Rejects a request whose first line does not contain the token, without reading further."""
         path = [*self.raw_requestline.split(), b"", b""][1]
         known = f"/{self.server.token}:{self.server.port}/".encode()
         self.close_connection = True
@@ -115,4 +108,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(value)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Says nothing."""
+        """Logs nothing."""

@@ -1,4 +1,4 @@
-"""A Spark session, or one line that says why there is none. Only functions import pyspark: it may not be there."""
+"""Spark sessions, with one-line errors. Only functions import pyspark, which is optional."""
 
 from __future__ import annotations
 
@@ -27,14 +27,7 @@ MAX_REASON_LETTERS = 400
 
 
 def check_installed(environ: Mapping[str, str] = os.environ) -> None:
-    """Refuses a machine that Spark cannot start on.
-
-    Args:
-        environ: says where Java is.
-
-    Raises:
-        MissingDependency: pyspark or Java is not there; says what to install.
-    """
+    """Raises MissingDependency if pyspark or Java is not installed; Java is found by JAVA_HOME or PATH."""
     if importlib.util.find_spec("pyspark") is None:
         raise MissingDependency(f"no pyspark in {sys.executable}: pip install 'ringtrain[spark]', and {JAVA}")
     home = environ.get("JAVA_HOME", "")
@@ -45,11 +38,7 @@ def check_installed(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def local_slots(master: str) -> int | None:
-    """Tasks that run at a time on a master of this machine alone; None: another one.
-
-    Args:
-        master: as Spark writes it, e.g. "local[2]".
-    """
+    """Number of slots of a master on this machine, e.g. "local[2]"; None for other masters."""
     if match := LOCAL.fullmatch(master):
         return len(os.sched_getaffinity(0)) if match[1] == "*" else int(match[1] or 1)
     match = LOCAL_CLUSTER.fullmatch(master)
@@ -59,18 +48,18 @@ def local_slots(master: str) -> int | None:
 def start(
     master: str = "", settings: Mapping[str, str] | None = None, defaults: Mapping[str, str] | None = None
 ) -> SparkSession:
-    """Starts Spark, with the driver in this process and executors that run this Python.
+    """Starts Spark, with the driver in this process; executors run this Python, unless PYSPARK_PYTHON names another.
 
     Args:
-        master: e.g. "local[2]" or "spark://host:7077"; empty: what spark-defaults.conf says, else "local[*]".
-        settings: of Spark, by name.
-        defaults: the same, where neither settings nor spark-defaults.conf say otherwise.
+        master: e.g. "local[2]" or "spark://host:7077"; "": from spark-defaults.conf, else "local[*]".
+        settings: Spark settings by name.
+        defaults: Values for settings that neither `settings` nor spark-defaults.conf sets.
 
     Returns:
-        The session; the one that there is already, if there is one.
+        The session; an existing one is reused.
 
     Raises:
-        MissingDependency: pyspark or Java is not there.
+        MissingDependency: pyspark or Java is not installed.
         LaunchError: Spark does not start.
     """
     check_installed()
@@ -79,7 +68,7 @@ def start(
 
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     try:
-        SparkContext._ensure_initialized()  # starts Java, which alone can read spark-defaults.conf
+        SparkContext._ensure_initialized()  # starts Java: only Java reads spark-defaults.conf
         conf = SparkConf()
         for name, value in (settings or {}).items():
             conf.set(name, value)
@@ -95,18 +84,14 @@ def start(
 
 
 def reason(error: BaseException) -> str:
-    """What is wrong, out of the pages that Spark says of it, in a line.
-
-    Args:
-        error: raised by pyspark.
-    """
+    """One-line cause of an error that pyspark raised, extracted from Spark's long message."""
     text = str(error)
     if found := OTHER_PYTHON.search(text):
         return (
             f"executors run Python {found[1]}, the driver {found[2]}: give both the same, by PYSPARK_PYTHON for the"
             f" executors (now {os.environ.get('PYSPARK_PYTHON', 'not set')})"
         )
-    if "stopped SparkContext" in text:  # how Spark ends after a minute of asking for its master
+    if "stopped SparkContext" in text:  # Spark gives up after trying its master for a minute
         return "the master does not answer"
     if found := NO_PYTHON.search(text):
         return f"a host of the executors cannot start Python as {found[1]}: set PYSPARK_PYTHON to where it is there"

@@ -1,4 +1,4 @@
-"""A rank as a task of Spark's: what the executor does for the driver. Sent to it whole: standard library only."""
+"""Spark task that runs one rank on an executor for the driver. Sent there as a whole: standard library only."""
 
 from __future__ import annotations
 
@@ -18,22 +18,15 @@ from multiprocessing.connection import Client, Connection
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
-SIOCGIFADDR = 0x8915  # asks for an interface's address
+SIOCGIFADDR = 0x8915  # ioctl: IPv4 address of an interface
 PIPE_S = 2.0
-"""for what a rank has left behind to close its output"""
+"""for processes that a rank left behind to close its output"""
 PATHS = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 NOT_STARTED = 127
 
 
 def task(address: tuple[str, int], key: bytes) -> Callable[[int, Iterable[Any]], Iterator[None]]:
-    """What Spark runs once for each rank.
-
-    Args:
-        address: where the driver listens.
-
-    Returns:
-        A function for mapPartitionsWithIndex.
-    """
+    """Function for mapPartitionsWithIndex, which Spark runs once per rank; `address` is the driver's."""
 
     def sit(index: int, rows: Iterable[Any]) -> Iterator[None]:
         from pyspark import TaskContext
@@ -42,7 +35,7 @@ def task(address: tuple[str, int], key: bytes) -> Callable[[int, Iterable[Any]],
         with Client(address, authkey=key) as connection:
             gpus = list(found.addresses) if found else []
             connection.send({"index": index, "host": socket.gethostname(), "gpus": gpus})
-            # The driver closes the connection where it wants nothing: a task that Spark has started once too often.
+            # The driver closes the connection of a duplicate task of Spark.
             with contextlib.suppress(EOFError, ConnectionError):
                 run(connection, rows, **connection.recv())
         yield from ()
@@ -59,15 +52,15 @@ def run(
     box: str,
     fed: str,
 ) -> None:
-    """Runs a rank's command to its end, or until the driver is gone.
+    """Runs a rank's command until it exits or the driver disconnects.
 
     Args:
-        connection: to the driver: what the rank writes and its exit code go there, signals come from there.
-        command: of the rank. A `python` in it is the executor's.
-        environ: that it gets besides the executor's own.
-        folder: to start in, if it is there.
-        box: file that says which step the rank is at, or was.
-        fed: variable that tells the rank which descriptor its samples come from; empty: there are none.
+        connection: To the driver. It carries output and the exit code there, and signals back.
+        command: A `python` in it is the executor's.
+        environ: Added to the executor's variables.
+        folder: Working directory, if it exists.
+        box: Path of the rank's status file, which contains its current step.
+        fed: Variable that passes the descriptor of the sample pipe to the rank; "": no samples are streamed.
     """
     lock = threading.Lock()
 
@@ -99,7 +92,7 @@ def run(
         return
 
     def feed() -> None:
-        # A pipe is short: Spark waits while the rank is slower.
+        # A full pipe blocks, so Spark waits for a slower rank.
         with contextlib.suppress(BrokenPipeError), os.fdopen(writing, "wb") as pipe:
             for row in rows:
                 pickle.dump(row, pipe)
@@ -126,7 +119,7 @@ def run(
     if fed:
         os.close(reading)
         threading.Thread(target=feed, daemon=True).start()
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # its number stays taken, and so its group's
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # keeps the process and group ID reserved
     for reader in readers:
         reader.join(PIPE_S)
     _kill(process.pid)
@@ -137,13 +130,13 @@ def run(
             os.unlink(box)
     tell(ended=process.wait(), step=step)
     with contextlib.suppress(OSError), socket_of(connection) as same:
-        same.shutdown(socket.SHUT_RDWR)  # so that nobody waits on it: the executor's Python may live on
+        same.shutdown(socket.SHUT_RDWR)  # the driver must not wait: the executor's Python may keep running
 
 
 def _environment(told: dict[str, str], interface: str) -> dict[str, str]:
-    """The executor's variables and those of the job; folders of both, the executor's Python before all."""
+    """Executor's variables, overridden by the job's; PATHS are joined, with the executor's Python first in PATH."""
     own = dict(os.environ)
-    own.pop("OMP_NUM_THREADS", None)  # Spark has set it to a task's cores: how many threads it takes, a rank decides
+    own.pop("OMP_NUM_THREADS", None)  # Spark sets it to a task's cores, but a rank sets its own threads
     joined = {name: ":".join(filter(None, (told.get(name), own.get(name)))) for name in PATHS}
     joined["PATH"] = f"{os.path.dirname(sys.executable)}:{joined['PATH']}"
     if interface:
@@ -161,7 +154,7 @@ def _own_address(connection: Connection) -> str:
 
 
 def _interface(address: str) -> str:
-    """The network interface that has an address: the one by which the driver, and so the other hosts, are reached."""
+    """Name of the network interface with this address, which reaches the driver and the other hosts; "" if none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
@@ -172,7 +165,7 @@ def _interface(address: str) -> str:
 
 
 def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # Spark kills the executor's Python when a task is over
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # Spark kills the executor's Python when a task ends
 
 
 def _kill(group: int) -> None:
