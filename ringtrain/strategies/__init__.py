@@ -1,8 +1,8 @@
-"""Ways to train the same job: what adds up gradients, and who runs a step. The rest of the walk is the same for all.
+"""Distribution strategies: how gradients are reduced and where a step runs. The rest of a run is the same for all.
 
-No TensorFlow here: what a strategy cannot do is said before anything is loaded.
+This module does not import TensorFlow: unsupported options are reported before it is loaded.
 
-ring:             a process per rank and Keras' fit: ring over Horovod, mpi-ring without
+ring:             one process per rank and Keras' fit: ring over Horovod, mpi-ring over mpi4py
 mirrored:         towers and multi-worker: TensorFlow's strategies in a loop that calls Keras' callbacks
 parameter_server: ps-sync and ps-async
 """
@@ -30,7 +30,7 @@ _TENSORFLOWS = (
 )
 REFUSED = {"ring": (), "mpi-ring": _HOROVODS}
 REFUSED |= dict.fromkeys(("towers", "multi-worker", "ps-async", "ps-sync"), _TENSORFLOWS)
-"""options that a strategy cannot have; those with a word behind them, that value alone"""
+"""options that a strategy does not support; if a value follows the name, only that value"""
 PARAMETER_SERVERS = ("ps-async", "ps-sync")
 HOROVODS_VARIABLES = {
     "HOROVOD_ELASTIC": "ranks that come and go",
@@ -40,10 +40,10 @@ HOROVODS_VARIABLES = {
 
 
 def prepare(config: Config, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Refuses what a strategy cannot do, and says what ranks are to talk by; before ringtrain.hvd is loaded.
+    """Selects the collectives, before ringtrain.hvd is loaded.
 
     Raises:
-        ConfigError: names the option or the variable.
+        ConfigError: The strategy does not support an option or environment variable.
     """
     name, defaults = config.strategy.name, Config()
     cluster.num_servers(config, environ)
@@ -62,17 +62,14 @@ def prepare(config: Config, environ: MutableMapping[str, str] = os.environ) -> N
 
 
 def meet(config: Config) -> RankGroup | None:
-    """Who does what among the ranks, where they do not all do the same. A collective; after `prepare`.
-
-    Returns:
-        All ranks of a job with parameter servers, of which rank 0 alone trains; None: every rank trains.
+    """Rank group of a job with parameter servers, in which only rank 0 trains; else None. Collective; after `prepare`.
 
     Raises:
-        RingtrainError: on every rank: they cannot take those roles.
+        RingtrainError: On every rank: the roles cannot be assigned.
     """
     if config.strategy.name not in PARAMETER_SERVERS:
         return None
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # servers would print their settings
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # otherwise servers print their settings
     if console.launched_rank() is None:
         count = cluster.num_servers(config)
         raise LaunchError(
@@ -80,17 +77,13 @@ def meet(config: Config) -> RankGroup | None:
             f" ringtrain launch --ps {count} --workers 2 -- python -m ringtrain.train ..."
         )
     if console.launched_rank() == 0:
-        # Open MPI calls its copy of hwloc when it ends, and TensorFlow's if that was loaded later.
+        # On exit Open MPI calls hwloc, and calls TensorFlow's copy if that was loaded later.
         import tensorflow  # noqa: F401
     return cluster.meet(config)
 
 
 def make(config: Config, crew: RankGroup | None = None) -> Ring:
-    """The configured strategy, after `prepare`.
-
-    Args:
-        crew: from `meet`.
-    """
+    """Creates the configured strategy, after `prepare`; `crew` is the result of `meet`."""
     from ringtrain.strategies.ring import Ring
 
     if crew is not None:

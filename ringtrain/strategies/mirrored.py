@@ -1,7 +1,7 @@
-"""TensorFlow's strategies that keep a copy of the weights per device, and add up gradients in every step.
+"""TensorFlow's strategies with a copy of the weights per device, which reduce gradients in every step.
 
-Theirs are the variables of the model and the optimizer; metrics are the process' own. Keras' fit does not run under all
-of them: a step is a call of the model's own train_step on each copy, in a loop that calls callbacks as fit does.
+The variables of model and optimizer belong to the strategy, metrics are local to the process. Keras' fit does not run
+under all these strategies. A step calls the model's train_step on each copy, in a loop that calls callbacks like fit.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 
 class SumReduction:
-    """Adds up the gradients of all copies where hvd's Reduction adds up the ranks': before they are clipped.
+    """Sums the gradients of all copies, before clipping, in place of hvd's Reduction over ranks.
 
-    Keras divides the loss of each copy by their number, so that the sum is the mean.
+    Keras divides the loss of each copy by their number, so the sum is the mean.
     """
 
     op = hvd.Average
@@ -43,14 +43,14 @@ class SumReduction:
         self.strategy = strategy
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[bool]) -> list[Any]:
-        """On each copy: everybody's."""
+        """Returns the reduced gradients, on each copy."""
         total = tf.distribute.ReduceOp.SUM
-        # Dense: each copy would add up the parts of a sparse gradient in an order of its own.
+        # Dense, since each copy would sum the parts of a sparse gradient in a different order.
         dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
         return list(tf.distribute.get_replica_context().all_reduce(total, dense))
 
     def trial(self, probe: Callable[[int], Callable[[Any], Any]]) -> NDArray[Any]:
-        """What becomes of vectors with an entry per copy, of which each sets its own; one result per copy here."""
+        """Reduction test: each copy reduces its one-hot vector; returns one result per local copy."""
         number = self.strategy.num_replicas_in_sync
         with self.strategy.scope():
             send = probe(number)
@@ -63,45 +63,41 @@ class SumReduction:
         return np.stack([one.numpy() for one in self.strategy.experimental_local_results(results)])
 
     def settings(self) -> dict[str, Any]:
-        """What has to be the same on every rank."""
+        """Settings that must be equal on all ranks."""
         return {"op": "averaged", "by": type(self.strategy).__name__}
 
 
 class Mirrored(Ring):
-    """What towers and multi-worker share: TensorFlow's strategy is there after `begin`."""
+    """Base class of towers and multi-worker; `strategy` is set by `begin`."""
 
     strategy: tf.distribute.Strategy
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """As Ring's."""
         scope: contextlib.AbstractContextManager[Any] = self.strategy.scope()
         return scope
 
     def distribute(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-        """As Ring's."""
         summed: Any = SumReduction(self.strategy)
         distributed: keras.optimizers.Optimizer = distribute(optimizer, summed, 1)
         return distributed
 
     def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
-        """As Ring's."""
         self.make_all(model, input_shape, num_classes)
 
     def fit(
         self, model: keras.Model, batches: Any, part: Segment, callbacks: Sequence[keras.callbacks.Callback]
     ) -> None:
-        """As Ring's."""
         local, fed = self.strategy.experimental_local_results, self.feed(batches)
 
         @tf.function(autograph=False)
         def step(data: Any) -> Any:
             logs = self.strategy.run(model.train_step, args=(data,))
-            return {name: local(value)[-1] for name, value in logs.items()}  # the last copy's are of all
+            return {name: local(value)[-1] for name, value in logs.items()}  # those of the last copy cover all copies
 
         self.call(model, map(step, fed), part, callbacks)
 
     def feed(self, batches: Any) -> Iterator[Any]:
-        """What each step is called with."""
+        """Yields the input of each step."""
         return iter(batches)
 
 
@@ -114,7 +110,6 @@ class Towers(Mirrored):
         self.copies = options.towers or gpus or 2
 
     def begin(self) -> devices.Pinning:
-        """As Ring's."""
         options, ranks = self.config.strategy, hvd.size()
         if ranks > 1:
             raise ConfigError(
@@ -128,7 +123,7 @@ class Towers(Mirrored):
             raise DeviceError(
                 f"strategy.controller: got {options.controller}, this run has {num_gpus} GPUs: take cpu:0"
             )
-        # All devices together: by NCCL, or, without GPUs, by a ring of TensorFlow's, which any number of them can form.
+        # On all devices: NCCL, or, without GPUs, TensorFlow's ring (None), which works for any number of devices.
         adding = tf.distribute.NcclAllReduce() if num_gpus else None
         if options.reduction == "one-device":
             adding = tf.distribute.ReductionToOneDevice(f"/{options.controller}")
@@ -137,15 +132,15 @@ class Towers(Mirrored):
         return pinning
 
     def feed(self, batches: Any) -> Iterator[Any]:
-        """A batch per copy; without end, or each step would first ask each copy whether there is one."""
+        """Yields one batch per copy. Repeats forever: with an end, each step would first check every copy for it."""
         return iter(self.strategy.distribute_datasets_from_function(lambda context: batches.repeat()))
 
 
 class MultiWorker(Mirrored):
-    """A process per rank, and collectives of TensorFlow's own between them, over gRPC or NCCL."""
+    """One process per rank, with TensorFlow's own collectives over gRPC or NCCL."""
 
     def begin(self) -> devices.Pinning:
-        """As Ring's; ranks find each other's addresses by themselves."""
+        """Pins devices, exchanges addresses and connects the ranks."""
         pinning = super().begin()
         named = self.config.strategy.communication
         if named == "nccl" and pinning.gpu is None:

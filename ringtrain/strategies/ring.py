@@ -1,4 +1,4 @@
-"""A process per rank with one copy of the model, Keras' own fit, and a ring between them: Horovod's, or mpi4py's."""
+"""Strategies ring and mpi-ring: one process and model per rank, Keras' fit, allreduce by Horovod or mpi4py."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 class Ring:
-    """Strategies ring and mpi-ring, and what the others begin with.
+    """Strategies ring and mpi-ring, and the base class of the others.
 
     Attributes:
-        about: what summary.json says of the strategy besides its options.
-        folder: of the run, when it is there.
-        numbers: of the run, when they are known.
+        about: Facts on the strategy for summary.json, besides its options.
+        folder: Run folder, set after `begin`.
+        numbers: Derived numbers of the run, set after `begin`.
     """
 
     copies = 1
@@ -36,7 +36,7 @@ class Ring:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        loaded = "Horovod" if hvd.backend.WITH_HOROVOD else "mpi4py"  # by which parameter servers' ranks meet
+        loaded = "Horovod" if hvd.backend.WITH_HOROVOD else "mpi4py"  # which ranks with parameter servers use, too
         if loaded != ("Horovod" if config.strategy.name == "ring" else "mpi4py"):
             raise ConfigError(
                 f"strategy.name: got {config.strategy.name} in a process whose ranks talk by {loaded}: only"
@@ -45,10 +45,10 @@ class Ring:
         self.about: dict[str, Any] = {"ranks_talk_by": loaded}
 
     def begin(self) -> devices.Pinning:
-        """Takes this rank's devices. A collective, before TensorFlow touches one.
+        """Pins this rank's devices. Collective, called before TensorFlow initializes a device.
 
         Raises:
-            RingtrainError: on every rank: the devices are not as wanted, or the ranks not as many.
+            RingtrainError: On every rank: the devices or the number of ranks do not match the configuration.
         """
         pinning = hvd.run_together(lambda: devices.pin(hvd.local_rank(), hvd.local_size(), self.config.device))
         if hvd.local_rank() == 0 and (warning := devices.missing_gpu(pinning, bool(hvd.nccl_built()))):
@@ -57,15 +57,15 @@ class Ring:
 
     @property
     def device_of_sums(self) -> str:
-        """Device that adds up gradients, "": that of the gradients. NCCL refuses two ranks on one GPU."""
+        """Device of the reduction, "": that of the gradients. CPU:0 with shared GPUs: NCCL allows one rank per GPU."""
         return "CPU:0" if self.config.device.share_gpus else ""
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Where the model and its optimizer have to be made."""
+        """Context in which the model and its optimizer must be created."""
         return contextlib.nullcontext()
 
     def distribute(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-        """Makes an optimizer average its gradients over all copies of the model."""
+        """Wraps an optimizer so that it averages gradients over all copies of the model."""
         options = self.config.hvd
         return hvd.DistributedOptimizer(
             optimizer,
@@ -78,36 +78,32 @@ class Ring:
         )
 
     def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
-        """What has to be made of a compiled model before its first step, if anything."""
+        """Prepares a compiled model for its first step; does nothing here."""
 
     def make_all(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
-        """Makes the variables that Keras would else make within the first step, each where it belongs."""
+        """Creates the variables that Keras would create in the first step, each in the right scope."""
         with self.scope():
             model.optimizer.build(model.trainable_variables)
-        # Metrics are this process': made by a step they would be the strategy's, which adds them up when they are read.
+        # Metrics are local to this process. Created in a step, they would be the strategy's and summed when read.
         model.compute_metrics(
             tf.zeros([1, *input_shape]), tf.zeros([1], tf.int64), tf.zeros([1, num_classes]), sample_weight=None
         )
         model.reset_metrics()
-        object.__setattr__(model, "_distribute_strategy", None)  # evaluate is for one copy, outside of the strategy
+        object.__setattr__(model, "_distribute_strategy", None)  # evaluate runs on one copy, without the strategy
 
     def watch(self, model: keras.Model) -> None:
-        """Has a compiled model note where the time of its steps goes."""
+        """Measures the phases of a compiled model's steps."""
         hvd.step_timing.PLACE.watch(model, each_gradient=self.config.tracking.timeline_steps > 0)
 
     def gradient_norm(self, optimizer: keras.optimizers.Optimizer) -> hvd.GradientNorm | None:
-        """What knows how long the gradients of an update were, if anything does."""
+        """Tracker of the global gradient norm; None if the strategy has none."""
         return hvd.track_gradient_norm(optimizer)
 
     def check(self, own: dict[str, str]) -> None:
-        """Makes sure that what trains beside this process has its code and data.
-
-        Raises:
-            ConfigError: it has not.
-        """
+        """Raises ConfigError if workers have other code or data than this process; does nothing here."""
 
     def end(self, exit_code: int) -> None:
-        """After all: nothing is asked of other ranks any more."""
+        """Called last, when the other ranks are no longer needed; does nothing here."""
 
     def call(
         self,
@@ -116,11 +112,7 @@ class Ring:
         part: Segment,
         callbacks: Sequence[keras.callbacks.Callback],
     ) -> None:
-        """Calls callbacks as fit does, around steps of another kind than Keras'.
-
-        Args:
-            steps: makes a step when it is asked for the next, and gives the metrics.
-        """
+        """Training loop that calls callbacks as Keras' fit does; `steps` runs a step per item and yields metrics."""
         called = keras.callbacks.CallbackList(
             list(callbacks), model=model, epochs=part.end_epoch, steps=part.num_steps, verbose=0
         )
@@ -142,17 +134,13 @@ class Ring:
     def fit(
         self, model: keras.Model, batches: Any, part: Segment, callbacks: Sequence[keras.callbacks.Callback]
     ) -> None:
-        """Trains.
-
-        Args:
-            batches: this process', for each of its copies one after the other.
-        """
+        """Trains a segment of the run; `batches` are this process', its copies take turns."""
         model.fit(
             batches,
             initial_epoch=part.first_epoch,
             epochs=part.end_epoch,
             steps_per_epoch=part.num_steps,
             callbacks=list(callbacks),
-            shuffle=False,  # the shards are shuffled already, in the same way on every rank
+            shuffle=False,  # the shards are already shuffled, in the same way on every rank
             verbose=0,
         )

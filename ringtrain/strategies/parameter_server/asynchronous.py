@@ -1,4 +1,4 @@
-"""ps-async: each worker updates the weights by itself."""
+"""ps-async: each worker updates the weights independently."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from ringtrain.strategies.parameter_server.coordinator import AHEAD, ParameterSe
 
 
 class Asynchronous(ParameterServers):
-    """ps-async: a worker reads weights, computes a gradient and applies it, whatever others do in the meantime.
+    """ps-async: each worker reads the weights, computes a gradient and applies it, independently of the others.
 
-    A step is an update by one worker. TensorFlow's coordinator gives steps out, and again where a worker was lost.
+    A step is one worker's update. TensorFlow's ClusterCoordinator schedules steps and repeats those of lost workers.
     """
 
     def begin(self) -> devices.Pinning:
-        """As Ring's."""
         pinning = super().begin()
         self.coordinator = tf.distribute.coordinator.ClusterCoordinator(self.strategy)
         self.staleness = Counter[int]()
@@ -38,16 +37,16 @@ class Asynchronous(ParameterServers):
         return pinning
 
     def trial(self, probe: Any) -> NDArray[Any]:
-        """Nothing is added up: each worker's gradient is an update."""
+        """[[1]]: nothing is reduced, each worker's gradient is an update."""
         return np.ones((1, 1))
 
     def gradient_norm(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """None: while one update's is read, others' are written."""
+        """None, since concurrent updates would overwrite the norm while it is read."""
 
     def fit(
         self, model: keras.Model, batches: Any, part: Segment, callbacks: Sequence[keras.callbacks.Callback]
     ) -> None:
-        """As Ring's. Updates that were under way when an earlier part was broken off are no steps of the run."""
+        """Trains a segment. Updates in flight when an earlier segment was interrupted do not count as steps."""
         model.optimizer.iterations.assign(part.first_step)
         super().fit(model, batches, part, callbacks)
 
@@ -59,16 +58,15 @@ class Asynchronous(ParameterServers):
             loss, outputs, gradients = self.gradients(inputs, labels)
         there = [one for one in tf.nest.flatten(gradients, expand_composites=True) if one is not None]
         with tf.control_dependencies(there):
-            end_s, newest = tf.timestamp(), iterations.read_value()  # before this update is counted, as written here
+            end_s, newest = tf.timestamp(), iterations.read_value()  # before this update is counted, in code order
         self.model.optimizer.apply(gradients, [v.value for v in self.model.trainable_variables])
         return self.seen([begun, end_s, newest - version, loss], labels, outputs)
 
     def beside(self) -> Sequence[Callable[[], None]]:
-        """One that waits for a step, for each that may be given out."""
+        """One thread per step that may be scheduled in advance; it waits for the step's result."""
         return [self._wait_for_steps] * self.ahead
 
     def release(self) -> None:
-        """As ParameterServers'."""
         for _ in range(self.ahead):
             self.given.put(None)
 
@@ -80,7 +78,6 @@ class Asynchronous(ParameterServers):
                 self.done.put(error)
 
     def steps(self, part: Segment) -> Iterator[dict[str, Any]]:
-        """As ParameterServers'."""
         for _ in range(part.first_epoch, part.end_epoch):
             end = self.global_step + part.num_steps
             self.ended_s.clear()
@@ -110,7 +107,7 @@ class Asynchronous(ParameterServers):
             return found
 
     def told(self) -> dict[str, Any]:
-        """As ParameterServers', and how many updates came between reading weights and updating them."""
+        """Adds the staleness: the number of updates between reading the weights and updating them."""
         values = np.array(sorted(self.staleness.elements()) or [0])
         spread = {"mean": float(values.mean()), "max": int(values.max())}
         spread |= {f"p{share}": int(np.percentile(values, share, method="nearest")) for share in (50, 90)}

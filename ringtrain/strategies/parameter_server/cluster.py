@@ -1,8 +1,8 @@
-"""Which rank is what where weights are on parameter servers, and how the ranks hear of each other. No TensorFlow.
+"""Roles, addresses and messages of the ranks of a job with parameter servers. Does not import TensorFlow.
 
-Rank 0 is the chief: it makes the whole walk of training, and holds the first server. The other ranks keep a process
-each, see served.py. Nobody types an address: each rank takes free ports, and the ranks find out which of a host's
-addresses reach it.
+Rank 0 is the coordinator: it runs the training loop and contains the first server. Each other rank runs a process, see
+worker.py. No address is configured: each rank takes free ports, and the ranks find out which of a host's addresses are
+reachable.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ from ringtrain.run import setup
 CONNECT_S = 3.0
 POLL_S = 0.02
 LOOK_S = 1.0
-"""between the chief's looks at what it waits for"""
+"""interval at which the waiting coordinator reads messages"""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""that the chief answers for all"""
+"""handled by the coordinator alone"""
 
 
 @dataclass(frozen=True)
 class Roles:
-    """Who does what.
+    """Roles of all ranks.
 
     Attributes:
-        servers: ranks; the first is 0.
-        cluster: TensorFlow's names of the roles, and host:port of each of their tasks.
-        addresses: of all hosts, from which TensorFlow's servers may be called.
+        hosts: Host name by rank.
+        servers: Ranks of the servers; the first is 0.
+        cluster: host:port of each task, by TensorFlow's role name.
+        addresses: Of all hosts, from which TensorFlow's servers accept connections.
     """
 
     hosts: tuple[str, ...]
@@ -55,39 +56,35 @@ class Roles:
         return int(self.cluster[role][index].rpartition(":")[2])
 
     def of(self, rank: int) -> tuple[str, int]:
-        """A rank's role, "ps" or "worker", and its number among those."""
+        """Role of a rank, "ps" or "worker", and its index in that role."""
         role, ranks = ("ps", self.servers) if rank in self.servers else ("worker", self.workers)
         return role, ranks.index(rank)
 
     def on_host_of(self, rank: int) -> list[int]:
-        """Workers on a rank's host."""
+        """Ranks of the workers on the host of a rank."""
         return [worker for worker in self.workers if self.hosts[worker] == self.hosts[rank]]
 
 
 class RankGroup:
-    """All ranks of a job with parameter servers, as one of them sees the others.
-
-    Args:
-        comm: mpi4py's communicator of all ranks.
-    """
+    """Messages between the ranks of a job with parameter servers, over mpi4py's communicator of all ranks."""
 
     def __init__(self, comm: Any, roles: Roles) -> None:
         self.comm, self.roles = comm, roles
         self.rank, self.size = int(comm.rank), int(comm.size)
         self.lost: list[dict[str, Any]] = []
-        """workers that ended by themselves, and when they were back: seconds since 1970"""
+        """workers that died, with the times of loss and return in Unix time"""
         self.skipped: set[str] = set()
-        """names of samples that workers could not read and have left out"""
+        """names of unreadable samples that workers skipped"""
         self._ended = 0
         self._sent: list[Any] = []
 
     def tell(self, rank: int, *words: Any) -> None:
-        """Sends a message, and does not wait for its receiver."""
+        """Sends a message without waiting for the receiver."""
         self._sent = [request for request in self._sent if not request.Test()]
         self._sent.append(self.comm.isend(words, rank))
 
     def heard(self, rank: int | None = None) -> tuple[int, Any] | None:
-        """A message that has come, and its sender; None: there is none."""
+        """Returns the sender and content of a received message, or None if there is none."""
         source = mpi_world.start().ANY_SOURCE if rank is None else rank
         if not self.comm.iprobe(source):
             return None
@@ -96,10 +93,10 @@ class RankGroup:
         return int(status.Get_source()), words
 
     def wait_until_ready(self) -> dict[int, Any]:
-        """What the processes of all other ranks say when they are ready. For the chief.
+        """Waits for the "ready" report of every other rank's process and returns them by rank. Coordinator only.
 
         Raises:
-            RingtrainError: one of them could not begin.
+            RingtrainError: A process could not start.
         """
         ready: dict[int, Any] = {}
         while len(ready) < self.size - 1:
@@ -117,10 +114,10 @@ class RankGroup:
         return ready
 
     def look(self) -> None:
-        """Takes in what the other ranks have told. For the chief.
+        """Reads all pending messages of the other ranks. Coordinator only.
 
         Raises:
-            RingtrainError: no worker is left, or one cannot do what is asked.
+            RingtrainError: No worker is left, or a process reported an error.
         """
         while (found := self.heard()) is not None:
             rank, (word, *rest) = found
@@ -145,7 +142,7 @@ class RankGroup:
                     one.setdefault("back_s", time.time())
 
     def end(self, exit_code: int) -> None:
-        """Lets all other ranks end, and hears them to their end. For the chief."""
+        """Stops all other ranks and waits for their acknowledgment. Coordinator only."""
         for rank in range(1, self.size):
             self.tell(rank, "end", exit_code)
         while self._ended < self.size - 1:
@@ -154,19 +151,16 @@ class RankGroup:
         self.finish()
 
     def finish(self) -> None:
-        """Waits until all that was told is heard."""
+        """Waits until all sent messages are received."""
         for request in self._sent:
             request.wait()
 
 
 def num_servers(config: Config, environ: Mapping[str, str] = os.environ) -> int:
-    """How many ranks are to be servers.
-
-    Args:
-        environ: says it where ringtrain launch was told.
+    """Number of server ranks, from `ringtrain launch --ps` (in `environ`) or else the configuration.
 
     Raises:
-        ConfigError: both say it, and differ; or the strategy has no servers.
+        ConfigError: Both are set and differ, or the strategy has no servers.
     """
     told, wanted = int(environ.get(SERVERS, 0)), config.strategy.servers
     if told and config.strategy.name not in ("ps-async", "ps-sync"):
@@ -180,12 +174,10 @@ def num_servers(config: Config, environ: Mapping[str, str] = os.environ) -> int:
 
 
 def meet(config: Config) -> RankGroup:
-    """Lets all ranks agree on who does what. A collective of all ranks, the first.
-
-    Servers are spread over the hosts, in the order of local ranks.
+    """Assigns the roles; the first collective of all ranks. Servers are spread over hosts, in local-rank order.
 
     Raises:
-        RingtrainError: on every rank: there are too few of them, or they are elsewhere than planned.
+        RingtrainError: On every rank: too few ranks, or their placement differs from the plan.
     """
     MPI = mpi_world.start()
     comm, host, servers = MPI.COMM_WORLD, socket.gethostname(), num_servers(config)
@@ -225,16 +217,16 @@ def meet(config: Config) -> RankGroup:
 def addresses(
     rank: int, allgather: Callable[[Any], Sequence[Any]], num_ports: int = 1
 ) -> tuple[list[list[str]], tuple[str, ...]]:
-    """Places of every rank's free ports, where it may listen, and addresses of all hosts. A collective.
+    """Finds free ports on every rank and a reachable address for them. Collective.
 
     Args:
-        allgather: gives every rank's value to every rank.
+        allgather: Returns the values of all ranks, on every rank.
 
     Returns:
-        host:port of each port of each rank, as the others can reach it; all addresses of all hosts.
+        Reachable host:port of each port, by rank, and all addresses of all hosts (empty on a single host).
 
     Raises:
-        LaunchError: on every rank: one cannot be reached from another host.
+        LaunchError: On every rank: one cannot be reached from another host.
     """
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(socket.create_server(("", 0), backlog=4096)) for _ in range(num_ports)]
@@ -244,7 +236,7 @@ def addresses(
         callers = tuple(sorted({address for _, each, _ in everybody for address in each}))
         if len(set(hosts)) == 1:
             return [[f"127.0.0.1:{port}" for port in ports] for _, _, ports in everybody], ()
-        # Each rank is called from another host: by rank 0, or, those of its host, by the first one of another.
+        # Each rank is tested from another host: by rank 0, or, on its host, by the first rank of another host.
         first_elsewhere = next(other for other, host in enumerate(hosts) if host != hosts[0])
         called_by = [first_elsewhere if host == hosts[0] else 0 for host in hosts]
         found, failure = {}, ""
@@ -258,14 +250,14 @@ def addresses(
         if failures := [text for _, text in told if text]:
             raise LaunchError(failures[0])
         answering = {other: address for each, _ in told for other, address in each.items()}
-        # As the others' calls arrive, which is not always from an address that they know of.
+        # The source addresses of incoming connections, which a host may not know itself.
         callers = tuple(sorted({*callers, *(one for seen in allgather(_callers(listeners[0])) for one in seen)}))
         places = [[f"{answering[other]}:{port}" for port in ports] for other, (_, _, ports) in enumerate(everybody)]
         return places, callers
 
 
 def _callers(listener: socket.socket) -> set[str]:
-    """Addresses of the connections that wait to be accepted."""
+    """Source addresses of the pending connections, which it closes."""
     listener.setblocking(False)
     found = set()
     with contextlib.suppress(BlockingIOError):

@@ -1,7 +1,7 @@
-"""The chief of ps-async and ps-sync: weights on parameter servers, and workers that compute gradients of them.
+"""Coordinator of ps-async and ps-sync: weights on parameter servers, gradients from workers.
 
-One copy of the weights, spread over the servers. The chief, which is rank 0, hands out steps and counts them: its walk
-is that of a single rank. Samples come from the workers' own processes, see server.py.
+There is one copy of the weights, distributed over the servers. The coordinator, rank 0, schedules and counts the steps;
+its training loop is that of a single rank. Samples are read in the workers' processes, see server.py.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 
 AHEAD = 2
-"""steps per worker that are given out before they are done"""
+"""steps per worker that are scheduled in advance"""
 NUM_FACTS = 5
-"""that a worker tells of a batch besides labels and outputs"""
+"""values that a worker reports per batch besides labels and outputs"""
 
 
 class NoReduction:
-    """In place of hvd's Reduction: gradients go on as they are."""
+    """Identity in place of hvd's Reduction: the gradients are already reduced, or one worker's."""
 
     op = hvd.Average
     accumulated_scale = 1.0
@@ -51,36 +51,32 @@ class NoReduction:
         self.trial = trial
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[bool]) -> list[Any]:
-        """Those that came."""
+        """Returns the gradients unchanged."""
         return list(gradients)
 
     def settings(self) -> dict[str, Any]:
-        """What has to be the same on every rank: there is one."""
+        """Settings that must be equal on all ranks: none."""
         return {}
 
 
 class ParameterServers(Ring):
-    """What both kinds share.
-
-    Args:
-        crew: all ranks, of which this one is the chief.
-    """
+    """Base class of ps-async and ps-sync, on the coordinator."""
 
     def __init__(self, config: Config, crew: RankGroup) -> None:
         super().__init__(config)
         self.crew = crew
         self.num_workers = len(crew.roles.workers)
         self.updates = Counter[int]()
-        """by worker"""
+        """applied gradients by worker"""
         self.busy_s, self.idle_s = Counter[int](), Counter[int]()
-        """of each worker, within epochs and after its first gradient, for which TensorFlow makes its graph; busy from
-        the moment at which it wants samples"""
+        """time per worker within epochs, without the first gradient, which includes TensorFlow's graph construction; a
+        worker is busy from the moment it requests samples"""
         self.ended_s: dict[int, float] = {}
-        """when each has computed its last gradient of this epoch, by its own clock"""
+        """by worker, when its last gradient of this epoch was computed, on its own clock"""
         self.global_step = 0
 
     def begin(self) -> devices.Pinning:
-        """As Ring's: the chief has no GPU, and cores like any rank of its host."""
+        """Starts the first server and waits for the workers. Uses no GPU, and cores like any rank of its host."""
         roles = self.crew.roles
         pinning = devices.coordinate(roles.hosts.count(roles.hosts[0]), self.config.device)
         server.start(roles, "ps", 0, pinning)
@@ -102,18 +98,16 @@ class ParameterServers(Ring):
         return pinning
 
     def check(self, own: dict[str, str]) -> None:
-        """Makes sure that workers run the chief's code and have its data."""
         consistency.refuse([(self.crew.roles.hosts[0], own), *self.prints])
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """As Ring's."""
         with self.strategy.scope(), tf.variable_creator_scope(self._placed):
             yield
 
     def _placed(self, next_creator: Callable[..., Any], **options: Any) -> Any:
-        """Makes a variable on the server whose turn it is, or on the one that holds the fewest bytes."""
-        if "colocate_with" in options:  # an optimizer's slots are where their weights are
+        """Creates a variable on the next server or, with `by-size`, on the one with the fewest bytes."""
+        if "colocate_with" in options:  # optimizer slots are on the server of their weight
             return next_creator(**options)
         count, by_size = self.strategy.extended._variable_count, self.config.strategy.variables == "by-size"
         place = min(range(len(self.load)), key=self.load.__getitem__) if by_size else count % len(self.load)
@@ -124,17 +118,15 @@ class ParameterServers(Ring):
         return variable
 
     def distribute(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-        """As Ring's: its gradients are everybody's already, or one worker's."""
         untouched: Any = NoReduction(self.trial)
         distributed: keras.optimizers.Optimizer = distribute(optimizer, untouched, 1)
         return distributed
 
     def trial(self, probe: Any) -> NDArray[Any]:
-        """What becomes of vectors with an entry per worker, of which each sets its own; optimizers get the result."""
+        """Reduction test: each worker sends its one-hot vector; returns the vectors that reach the optimizer."""
         raise NotImplementedError
 
     def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
-        """As Ring's."""
         if type(model).train_step is not TensorFlowTrainer.train_step:
             raise ConfigError(
                 f"strategy.name: {self.config.strategy.name} makes steps of its own, and {type(model).__name__} has a"
@@ -142,21 +134,21 @@ class ParameterServers(Ring):
             )
         self.make_all(model, input_shape, num_classes)
         counter = model.optimizer._iterations
-        # Keras' assigns what it has read before plus 1: of two updates at the same time it would count one.
+        # Keras reads the counter and assigns it plus 1, which would count two concurrent updates as one.
         object.__setattr__(counter, "assign_add", counter.value.assign_add)
         self.model, self.input_shape = model, input_shape
         self.about["server_bytes"] = list(self.load)
 
     def watch(self, model: keras.Model) -> None:
-        """As Ring's: steps are made elsewhere."""
+        """Does nothing: steps run on the workers."""
 
     def gradient_norm(self, optimizer: keras.optimizers.Optimizer) -> hvd.GradientNorm | None:
-        """As Ring's: on a server, where workers reach it."""
+        """Tracker of the global gradient norm, on a server, which workers can access."""
         with self.strategy.scope():
             return hvd.track_gradient_norm(optimizer)
 
     def batch(self, where: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """A worker's next inputs and labels; its number, and when it wanted them. In a graph that it runs."""
+        """Inputs, labels, and (worker index, request time) of a worker's next batch, in the graph that it runs."""
         (token,) = self.tokens
         inputs, labels, begun = tf.raw_ops.PyFunc(input=[where], token=token, Tout=[tf.float32, tf.int64, tf.float64])
         inputs.set_shape([self.config.train.batch_size, *self.input_shape])
@@ -165,11 +157,11 @@ class ParameterServers(Ring):
         return inputs, labels, begun
 
     def where(self, position: int, step: int) -> tf.Tensor:
-        """What `batch` wants to know, see server.Feed."""
+        """Argument of `batch`, see server.Feed."""
         return tf.constant(f"{position} {step} {self.folder}")
 
     def gradients(self, inputs: Any, labels: Any) -> tuple[tf.Tensor, tf.Tensor, list[Any]]:
-        """Loss, outputs and gradients, as a step of Keras' would have them."""
+        """Loss, outputs and gradients, as in a training step of Keras."""
         model = self.model
         with tf.GradientTape() as tape:
             outputs = model(inputs, training=True)
@@ -179,7 +171,6 @@ class ParameterServers(Ring):
     def fit(
         self, model: keras.Model, batches: Any, part: Segment, callbacks: Sequence[keras.callbacks.Callback]
     ) -> None:
-        """As Ring's, with the workers' own batches."""
         self.global_step, self.saboteurs = part.first_step, self._of_servers(model)
         with self.stepping():
             self.call(model, self.steps(part), part, callbacks)
@@ -187,7 +178,7 @@ class ParameterServers(Ring):
         self.about |= self.told()
 
     def _of_servers(self, model: keras.Model) -> list[fault_injection.FaultInjector]:
-        """What lets faults happen to servers, which have no steps."""
+        """Fault injectors of the servers, which run no steps themselves."""
         faults, folder, roles = fault_injection.parse(self.config.chaos), self.folder, self.crew.roles
         made = []
         for rank in {fault.rank for fault in faults} & {*roles.servers[1:]}:
@@ -199,7 +190,7 @@ class ParameterServers(Ring):
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
-        """With threads beside this one; of no pool, which would wait for steps of workers that never come back."""
+        """Runs the threads of `beside`; without a pool, which would wait for steps of lost workers."""
         threads = [threading.Thread(target=target, daemon=True) for target in self.beside()]
         for thread in threads:
             thread.start()
@@ -211,34 +202,30 @@ class ParameterServers(Ring):
             thread.join()
 
     def beside(self) -> Sequence[Callable[[], None]]:
-        """What threads do while steps are made."""
+        """Functions of the threads that run during the steps."""
         raise NotImplementedError
 
     def release(self) -> None:
-        """Lets those threads end, when they have done what they have begun."""
+        """Tells those threads to exit after their current work."""
         raise NotImplementedError
 
     def steps(self, part: Segment) -> Iterator[dict[str, Any]]:
-        """The metrics after each step of a part of the run."""
+        """Runs the steps of a segment and yields the metrics after each."""
         raise NotImplementedError
 
     def seen(self, facts: Sequence[Any], labels: Any, outputs: Any) -> tf.Tensor:
-        """What a worker tells the chief of a batch: one vector, since each tensor is a message of its own.
+        """Worker's report on a batch: one float64 vector, since each tensor would be a separate message.
 
         Args:
-            facts: number of the worker, when it began and ended to compute, updates in between, loss; as scalars and
-                vectors.
+            facts: Scalars or vectors: worker index, start and end of computing in Unix time, updates in between, loss.
             labels: int64 [batch_size].
-            outputs: of the model, [batch_size, num_classes].
-
-        Returns:
-            float64.
+            outputs: [batch_size, num_classes].
         """
         return tf.concat([tf.reshape(tf.cast(part, tf.float64), [-1]) for part in (*facts, labels, outputs)], 0)
 
     @tf.function(autograph=False, reduce_retracing=True)
     def observe(self, seen: Any) -> dict[str, Any]:
-        """Lets the chief's metrics see what a worker has seen."""
+        """Updates the coordinator's metrics from a worker's report."""
         model, batch_size = self.model, self.config.train.batch_size
         loss, labels = seen[NUM_FACTS - 1], tf.cast(seen[NUM_FACTS : NUM_FACTS + batch_size], tf.int64)
         outputs = tf.cast(tf.reshape(seen[NUM_FACTS + batch_size :], [batch_size, -1]), tf.float32)
@@ -247,11 +234,7 @@ class ParameterServers(Ring):
         return results
 
     def saw(self, seen: NDArray[np.float64]) -> dict[str, Any]:
-        """Counts a gradient that was applied.
-
-        Args:
-            seen: from `seen`.
-        """
+        """Counts an applied gradient, from the report `seen`; returns the metrics."""
         self.crew.look()
         for saboteur in self.saboteurs:
             saboteur.after_step(self.global_step, self.model)
@@ -259,11 +242,7 @@ class ParameterServers(Ring):
         return self.observe(seen)
 
     def note(self, seen: NDArray[np.float64]) -> None:
-        """Notes when a gradient was computed, whatever becomes of it.
-
-        Args:
-            seen: from `seen`.
-        """
+        """Records when a gradient was computed, from the report `seen`, also if it is dropped."""
         worker, begin_s, end_s = int(seen[0]), seen[1], seen[2]
         if worker in self.ended_s:
             self.busy_s[worker] += end_s - begin_s
@@ -271,13 +250,13 @@ class ParameterServers(Ring):
         self.ended_s[worker] = end_s
 
     def wait_on(self, workers: Sequence[int]) -> None:
-        """Hears what other ranks have told, and says what training waits for: where it stands still, that is known."""
+        """Reads messages and records which workers training waits for, so that a stall report names them."""
         self.crew.look()
         ranks = ", ".join(str(self.crew.roles.workers[worker]) for worker in workers[:4])
         hvd.step_timing.PLACE.phase = f"the wait for gradients of rank {ranks}{', ...' * (len(workers) > 4)}"
 
     def told(self) -> dict[str, Any]:
-        """What summary.json says of the steps."""
+        """Statistics of the steps for summary.json."""
         shares = [(self.idle_s[worker], self.busy_s[worker]) for worker in range(self.num_workers)]
         return {
             "updates": [self.updates[worker] for worker in range(self.num_workers)],
@@ -286,6 +265,6 @@ class ParameterServers(Ring):
         }
 
     def end(self, exit_code: int) -> None:
-        """As Ring's: the other ranks may end; TensorFlow, which takes leave of them afterwards, complains."""
+        """Stops the other ranks, then sends stderr to the log only: TensorFlow logs errors on disconnect."""
         self.crew.end(exit_code)
         log_capture.log_only()

@@ -1,7 +1,7 @@
-"""Keeps other hosts away from TensorFlow's gRPC servers, which listen on all interfaces and obey everyone.
+"""Socket filter for TensorFlow's gRPC servers, which listen on all interfaces without authentication.
 
-A socket filter of the kernel (classic BPF, no rights needed) drops packets that come from none of the job's addresses,
-on every socket of this process that has one of the servers' ports. No TensorFlow here.
+The kernel filter (classic BPF, needs no privileges) drops packets from addresses outside the job, on each socket of
+this process that has the port of a server. This module does not import TensorFlow.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 SO_ATTACH_FILTER = 26
 LOOK_S = 0.01
-MAX_ADDRESSES = 1500  # of the kernel's 4096 instructions two each
+MAX_ADDRESSES = 1500  # two each of the kernel's maximum of 4096 instructions
 _NETWORK_HEADER = 0xFFF00000  # SKF_NET_OFF
 _LOAD_BYTE, _LOAD_WORD, _AND, _EQUAL, _RETURN = 0x30, 0x20, 0x54, 0x15, 0x06
 _ACCEPT = 0xFFFFFFFF
@@ -27,11 +27,11 @@ _ACCEPT = 0xFFFFFFFF
 
 @contextlib.contextmanager
 def only_for(addresses: Sequence[str], ports: Sequence[int]) -> Iterator[None]:
-    """Restricts servers that are started in this context, and later ones on the same sockets.
+    """Restricts servers started in this context, and later ones on the same sockets, to some client addresses.
 
     Args:
-        addresses: of the job's hosts; those of IPv6 are dropped as strangers' are. Loopback is allowed.
-        ports: that servers of this process listen on.
+        addresses: Of the job's hosts. IPv6 packets are always dropped; loopback is allowed.
+        ports: Ports of this process' servers.
     """
     over, seen = threading.Event(), set[str]()
 
@@ -42,7 +42,7 @@ def only_for(addresses: Sequence[str], ports: Sequence[int]) -> Iterator[None]:
                 seen.add(name)
 
     def keep_looking() -> None:
-        with contextlib.suppress(OSError):  # the last look, below, says what is wrong
+        with contextlib.suppress(OSError):  # the last call, below, reports the error
             while not over.wait(LOOK_S):
                 look()
 
@@ -68,7 +68,7 @@ def only_for(addresses: Sequence[str], ports: Sequence[int]) -> Iterator[None]:
 
 
 def _sockets(ports: Sequence[int]) -> list[tuple[int, str]]:
-    """This process' sockets that have one of some local ports: descriptor, and the kernel's name."""
+    """Sockets of this process with one of these local ports: descriptor and the kernel's name."""
     inodes = set()
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(FileNotFoundError):
@@ -86,12 +86,12 @@ def _sockets(ports: Sequence[int]) -> list[tuple[int, str]]:
 
 
 def _attach(descriptor: int, addresses: Sequence[str]) -> None:
-    """Gives a socket the filter.
+    """Attaches the filter to a socket.
 
     Raises:
-        OSError: the kernel does not take it, or addresses are not IPv4.
+        OSError: The kernel rejects it, or all addresses are IPv6.
     """
-    version_4 = [one for one in addresses if ":" not in one]  # ranks call each other by the first kind that answers
+    version_4 = [one for one in addresses if ":" not in one]  # ranks connect over the first IP version that answers
     if addresses and not version_4:
         raise OSError(f"the hosts have addresses of IPv6 alone: {', '.join(addresses)}")
     code = program(version_4)
@@ -103,17 +103,17 @@ def _attach(descriptor: int, addresses: Sequence[str]) -> None:
 
 
 def program(addresses: Sequence[str]) -> bytes:
-    """The filter: accepts IPv4 packets from some addresses and from loopback, and no others.
+    """Filter program that accepts only IPv4 packets from these addresses and from loopback.
 
     Args:
-        addresses: IPv4; of more than MAX_ADDRESSES, the networks of 256 that they are in.
+        addresses: IPv4. If there are more than MAX_ADDRESSES, their /24 networks are accepted.
     """
     numbers = sorted({int(ipaddress.IPv4Address(one)) for one in addresses})
     mask = 0xFFFFFFFF if len(numbers) <= MAX_ADDRESSES else 0xFFFFFF00
     steps = [
         (_LOAD_BYTE, 0, 0, _NETWORK_HEADER),
         (_AND, 0, 0, 0xF0),
-        (_EQUAL, 1, 0, 0x40),  # version 4
+        (_EQUAL, 1, 0, 0x40),  # IP version 4
         (_RETURN, 0, 0, 0),
     ]
     for kept, wanted in ((mask, sorted({number & mask for number in numbers})), (0xFF000000, [0x7F000000])):

@@ -1,7 +1,7 @@
-"""The process of a parameter server or a worker: TensorFlow's server, and for a worker its samples.
+"""Process of a parameter server or a worker: TensorFlow's server, and for a worker its samples.
 
-Its steps are graphs that the chief makes. What a graph cannot have from the chief are the worker's own samples: they
-come from a function of this process, which the chief's graph calls by its name in TensorFlow's table of such functions.
+The coordinator builds the graphs of the steps. A worker's samples come from a Python function of this process, which
+the coordinator's graph calls by its name (token) in TensorFlow's table of such functions.
 """
 
 from __future__ import annotations
@@ -33,34 +33,32 @@ from ringtrain.strategies.parameter_server.cluster import SIGNALS, Roles
 
 @dataclass(frozen=True)
 class Place:
-    """Of a process among the others."""
+    """Identity of a process in the job."""
 
     config: Config
     roles: Roles
     rank: int
     number: int
-    """of times that it was started again"""
+    """number of restarts"""
 
 
 @dataclass(frozen=True)
 class Ready:
-    """What a process tells the chief of itself."""
+    """Start report of a process to the coordinator."""
 
     host: str
     token: str = ""
-    """name of a worker's function that gives a batch"""
+    """name of a worker's batch function in TensorFlow's table"""
     prints: Any = None
-    """code and data, which have to be the chief's"""
+    """fingerprints of code and data, which must equal the coordinator's"""
     pinning: str = ""
 
 
 def main(place: Place, told: Connection, held: Connection) -> None:
-    """Serves until nobody holds the pipe any more.
+    """Serves until the rank closes its end of `held`, or dies.
 
     Args:
-        told: takes "ready" and what `Ready` holds; "failed", an error's class and its message; "skipped", names of
-            samples.
-        held: a pipe of which the rank has the other end.
+        told: Receives ("ready", Ready), ("failed", error class, message) and ("skipped", sample names).
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -97,7 +95,7 @@ def _serve(place: Place, tell: Callable[[Any], None]) -> Ready:
     config = place.config
     beside = place.roles.on_host_of(place.rank)
     pinning = devices.decide(beside.index(place.rank), len(beside), config.device)
-    # The function before the server, which takes steps at once; the server before the data, while its port is free.
+    # Function before server, which accepts steps immediately; server before data, while its port is still free.
     feed = Feed(place, index, tell)
     token, used = feed.register(), start(place.roles, role, index, pinning)
     data_set = setup.find(config).read_data()
@@ -112,17 +110,10 @@ def _serve(place: Place, tell: Callable[[Any], None]) -> Ready:
 
 
 def start(roles: Roles, role: str, index: int, pinning: devices.Pinning) -> str:
-    """Starts TensorFlow's server in this process, where it stays until the process ends.
-
-    Args:
-        role: "ps" or "worker".
-
-    Returns:
-        What it uses, in words.
-    """
+    """Starts TensorFlow's server ("ps" or "worker"), which runs until the process exits; describes its devices."""
     import tensorflow as tf
 
-    # One thread more than compute: a step waits in it for servers.
+    # One thread more than for computing, in which a step waits for servers.
     threads = pinning.num_threads or len(os.sched_getaffinity(0))
     settings = tf.compat.v1.ConfigProto(intra_op_parallelism_threads=threads, inter_op_parallelism_threads=threads + 1)
     restrict(settings, pinning)
@@ -133,7 +124,7 @@ def start(roles: Roles, role: str, index: int, pinning: devices.Pinning) -> str:
 
 
 def restrict(settings: Any, pinning: devices.Pinning) -> None:
-    """Says in a server's settings which GPU it has, and how much of its memory."""
+    """Sets the GPU and its memory limits in the settings of a server."""
     if pinning.gpu is None:
         settings.device_count["GPU"] = 0
         return
@@ -146,11 +137,11 @@ def restrict(settings: Any, pinning: devices.Pinning) -> None:
 
 
 class Feed:
-    """A worker's batches, one per call.
+    """Batches of a worker, one per call.
 
     Args:
-        index: of this worker: its samples are those of such a rank among as many ranks as there are workers.
-        tell: takes what the chief has to know of samples, see main.
+        index: Index of this worker. Its shard is that of this rank in a job with one rank per worker.
+        tell: Sends messages on samples to the coordinator, see `main`.
     """
 
     def __init__(self, place: Place, index: int, tell: Callable[[Any], None]) -> None:
@@ -161,19 +152,16 @@ class Feed:
         self.saboteur: fault_injection.FaultInjector | None = None
 
     def begin(self, data_set: data.DataSet) -> None:
-        """Gives it what was read in this process; who wants a batch before has to wait."""
+        """Sets the data; calls before that wait."""
         self.data_set = data_set
         self.begun.set()
 
     def __call__(self, where: bytes) -> list[NDArray[Any]]:
-        """The next batch.
+        """Next batch: inputs, labels, and float64 [2] of the worker's index and the Unix time of the call.
 
         Args:
-            where: three words: place of the first batch that is wanted in this worker's part of the run, where a worker
-                that has begun goes on; steps of the run that are done; folder of the run.
-
-        Returns:
-            Inputs; labels; float64 [2]: the number of this worker, and when it was asked, in seconds since 1970.
+            where: Three words: index of the first batch in this worker's shard of the run (used in a process' first
+                call only), completed steps of the run, run folder.
         """
         facts = np.array([self.index, time.time()])
         self.begun.wait()
@@ -181,7 +169,7 @@ class Feed:
         with self.lock:
             config, roles = self.place.config, self.place.roles
             if self.batches is None or self.saboteur is None:
-                # Without end for all that matters: fast workers get further than others.
+                # Practically endless: fast workers compute more batches than others.
                 epochs = (config.train.epochs + 1) * (len(roles.workers) + 1)
                 size, batch_size = len(roles.workers), config.train.batch_size
                 batches = data.training_batches(
@@ -195,22 +183,18 @@ class Feed:
                 self.data_set.raise_unreadable()
             except RingtrainError as error:
                 self.tell(("failed", type(error), str(error)))
-                threading.Event().wait()  # for the end: this worker has no answer
+                threading.Event().wait()  # until the process exits: there is no batch to return
             if self.data_set.skipped != self.skipped:
                 self.skipped = self.data_set.skipped
                 self.tell(("skipped", set(self.skipped)))
             return [inputs, labels, facts]
 
     def register(self) -> str:
-        """Puts the function into TensorFlow's table.
-
-        Returns:
-            Its name there, the same in every process that has put no other there before.
-        """
+        """Adds the function to TensorFlow's table; returns its name, equal in all processes that add it first."""
         import tensorflow as tf
 
         tf.config.set_visible_devices([], "GPU")
-        with tf.Graph().as_default() as self.graph:  # which holds the function as long as it lives
+        with tf.Graph().as_default() as self.graph:  # the graph keeps the function alive
             outputs = tf.numpy_function(self, [tf.constant("")], [tf.float32, tf.int64, tf.float64])
         return str(outputs[0].op.get_attr("token").decode())
 

@@ -1,4 +1,4 @@
-"""ps-sync: workers' gradients are averaged before each update; backup workers may be late."""
+"""ps-sync: the gradients of workers are averaged before each update; backup workers may be late."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from ringtrain.strategies.parameter_server.coordinator import ParameterServers
 
 
 class Synchronous(ParameterServers):
-    """ps-sync: a step takes the first gradients that are of its own weights, and drops the late ones.
+    """ps-sync: a step averages the first gradients of the current weights and drops late ones.
 
-    All workers but `strategy.backup_workers` make up a step (Chen et al. 2016, arXiv 1604.00981, section 3). No worker
-    gives a step more than one gradient.
+    It waits for the number of workers minus `strategy.backup_workers` (Chen et al. 2016, arXiv 1604.00981, section 3).
+    A worker contributes at most one gradient per step.
     """
 
     def __init__(self, config: Config, crew: RankGroup) -> None:
@@ -39,7 +39,6 @@ class Synchronous(ParameterServers):
         self.update = tf.function(self._together, autograph=False)
 
     def trial(self, probe: Any) -> NDArray[Any]:
-        """As ParameterServers', by the function that adds up gradients."""
         vectors = []
         for worker in range(self.copies):
             with tf.device(f"/job:worker/task:{worker}"):
@@ -58,10 +57,10 @@ class Synchronous(ParameterServers):
     def _together(self, everybody: Any) -> None:
         variables = [variable.value for variable in self.model.trainable_variables]
         means = self._means(everybody, [one.device for one in variables])
-        self.strategy.run(self.model.optimizer.apply, args=(means, variables))  # Keras wants to be run by it
+        self.strategy.run(self.model.optimizer.apply, args=(means, variables))  # Keras requires it
 
     def _means(self, everybody: Any, places: Sequence[str]) -> list[Any]:
-        """Means over workers, in their order, each where its weight is."""
+        """Means over workers, summed in their order, each on the device of its weight."""
         means = []
         for place, parts in zip(places, zip(*everybody, strict=True), strict=True):
             with tf.device(place):
@@ -69,28 +68,26 @@ class Synchronous(ParameterServers):
         return means
 
     def begin(self) -> devices.Pinning:
-        """As Ring's."""
         pinning = super().begin()
         self.strategy.extended._allow_run_without_coordinator = True
         return pinning
 
     def beside(self) -> Sequence[Callable[[], None]]:
-        """One for each worker."""
+        """One thread per worker."""
         self.ended = False
         return [functools.partial(self._work, worker, self.version) for worker in range(self.num_workers)]
 
     def release(self) -> None:
-        """As ParameterServers'."""
         with self.changed:
             self.ended = True
             self.changed.notify_all()
 
     def _work(self, worker: int, done: int) -> None:
-        """Lets a worker compute a gradient of every version of the weights that it is not too late for."""
+        """Thread of a worker: computes one gradient per version of the weights, unless it would be too late."""
         device = f"/job:worker/replica:0/task:{worker}"
         while True:
             with self.changed:
-                # What would come too late for sure is not begun.
+                # A gradient that would certainly be late is not started.
                 while not self.ended and (self.version == done or len(self.arrived) >= self.copies):
                     self.changed.wait()
                 if self.ended:
@@ -115,7 +112,6 @@ class Synchronous(ParameterServers):
                     self.dropped[worker] += 1
 
     def steps(self, part: Segment) -> Iterator[dict[str, Any]]:
-        """As ParameterServers'."""
         for number in range(part.num_steps * (part.end_epoch - part.first_epoch)):
             self.ended_s = self.ended_s if number % part.num_steps else {}
             with self.changed:
@@ -135,5 +131,5 @@ class Synchronous(ParameterServers):
             yield logs
 
     def told(self) -> dict[str, Any]:
-        """As ParameterServers', and how many gradients came too late."""
+        """Adds the number of dropped gradients by worker."""
         return {**super().told(), "dropped": [self.dropped[worker] for worker in range(self.num_workers)]}

@@ -1,7 +1,6 @@
-"""What a rank does that is not the chief: it keeps a process that is a parameter server or a worker.
+"""Rank other than the coordinator: it supervises the process of a parameter server or a worker.
 
-The rank itself only waits, so that a worker may die without its rank: launchers end a job with the first rank that
-dies.
+The rank itself only waits, so that a worker may die without its rank: launchers end a job when a rank dies.
 """
 
 from __future__ import annotations
@@ -20,13 +19,10 @@ END_S = 5.0
 
 
 def keep(config: Config, crew: RankGroup) -> int:
-    """Serves until the chief lets this rank end.
+    """Supervises this rank's process until the coordinator stops the rank, and returns the coordinator's exit code.
 
-    A worker of ps-async that dies is started again, as long as it had been ready; where any other process dies, this
-    rank ends in the same way, and the launcher ends the job.
-
-    Returns:
-        The exit code that the chief gives.
+    A dead worker of ps-async is restarted if it was ready before. If another process dies, this rank exits the same
+    way, and the launcher ends the job.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -47,7 +43,7 @@ def keep(config: Config, crew: RankGroup) -> int:
             time.sleep(POLL_S)
         elif message := kept.message():
             kept.ready = kept.ready or message[0] == "ready"
-            if message[0] == "failed" and kept.number:  # the others go on without
+            if message[0] == "failed" and kept.number:  # the other workers continue without it
                 kept.why = f"cannot begin again: {message[2]}"
                 kept.end()
             else:
@@ -60,10 +56,10 @@ def keep(config: Config, crew: RankGroup) -> int:
 
 
 class _Kept:
-    """A process, and what it tells."""
+    """Supervised process and its messages."""
 
     def __init__(self, config: Config, crew: RankGroup, number: int) -> None:
-        context = multiprocessing.get_context("spawn")  # a fork would take MPI along
+        context = multiprocessing.get_context("spawn")  # a fork would inherit MPI's state
         self.news, told = context.Pipe(duplex=False)
         ends, self.held = context.Pipe(duplex=False)
         self.ready, self.number, self.why = False, number, ""
@@ -74,15 +70,15 @@ class _Kept:
         ends.close()
 
     def message(self) -> Any:
-        """What it says, if it says something within a moment; what it has said before its end, too."""
+        """Next message within POLL_S, also from before the process exited; None if there is none."""
         try:
             return self.news.recv() if self.news.poll(POLL_S) else None
         except (EOFError, OSError):
-            time.sleep(POLL_S)  # its end shows in its exit code
+            time.sleep(POLL_S)  # the caller sees the exit code
             return None
 
     def end(self) -> None:
-        """It ends when nobody holds its pipe any more, whatever became of this rank."""
+        """Stops the process by closing its pipe, which also happens if this rank dies; kills it after END_S."""
         self.held.close()
         self.process.join(END_S)
         if self.process.exitcode is None:
@@ -95,7 +91,7 @@ def _how(code: int) -> str:
 
 
 def _end_as(code: int) -> None:
-    """Ends this rank as its process has ended."""
+    """Ends this rank with the signal or exit code of its process."""
     if code < 0:
         signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
         os.kill(os.getpid(), -code)
