@@ -1,15 +1,15 @@
-# ResNet-50 on ImageNet, after Goyal et al. 2017 (arXiv 1706.02677): a Horovod script of 2019 with warm-up, a schedule
-# of the learning rate, gradients accumulated over several batches, checkpoints by process 0, and resume. On Keras 3.
+# ResNet-50 on ImageNet, after Goyal et al. 2017 (arXiv 1706.02677): a Horovod script of 2019 with warm-up, a learning
+# rate schedule, gradient accumulation, checkpoints by process 0, and resume, on Keras 3.
 #
-# The one line that changed because of Horovod is its import. It was:
+# Because of Horovod only one line changed, its import. It was:
 #
 #     import horovod.tensorflow.keras as hvd
 #
-# Keras 3 and TensorFlow 2 ask for other spellings with or without Horovod: tf.config instead of a session's
-# ConfigProto, learning_rate= instead of lr=, checkpoints that end in .keras instead of .h5, and, as ImageDataGenerator
-# and fit_generator are gone, image_dataset_from_directory and fit.
+# Keras 3 and TensorFlow 2 need other changes, with or without Horovod: tf.config instead of a session's ConfigProto,
+# learning_rate= instead of lr=, .keras checkpoints instead of .h5, image_dataset_from_directory and fit instead of
+# ImageDataGenerator and fit_generator, which were removed.
 #
-# Run it on two hosts of four GPUs; started again, it goes on after the newest checkpoint of process 0:
+# Run it on two hosts with four GPUs each. If restarted, it resumes from the newest checkpoint of process 0:
 #
 #     horovodrun -np 8 -H host1:4,host2:4 python examples/keras_imagenet_resnet50.py \
 #         --train-dir /data/imagenet/train --val-dir /data/imagenet/validation
@@ -33,7 +33,7 @@ parser.add_argument("--fp16-allreduce", action="store_true", help="send gradient
 parser.add_argument("--batches-per-allreduce", type=int, default=1, help="batches averaged before each exchange")
 parser.add_argument("--model", default="ResNet50", help="name of a network in keras.applications")
 parser.add_argument("--image-size", type=int, default=224)
-# The settings below are the paper's, section 5.1, for 90 epochs of ImageNet.
+# The defaults below are those of the paper, section 5.1, for 90 epochs of ImageNet.
 parser.add_argument("--batch-size", type=int, default=32, help="images per process and batch")
 parser.add_argument("--val-batch-size", type=int, default=32)
 parser.add_argument("--epochs", type=int, default=90)
@@ -47,17 +47,17 @@ args = parser.parse_args()
 # Start Horovod.
 hvd.init()
 
-# One GPU per process, chosen by its place on this host.
+# Pin one GPU per process, by its local rank.
 gpus = tf.config.list_physical_devices("GPU")
 for gpu in gpus:
     tf.config.experimental.set_memory_growth(gpu, True)
 if gpus:
     tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")
 
-# The same seed everywhere: the files have to come in the same order for shares that do not overlap.
+# The same seed on all processes, which gives the same file order, so that shards do not overlap.
 tf.random.set_seed(args.seed)
 
-# Process 0 looks for the newest checkpoint, and tells the others, who need not see its disk.
+# Process 0 finds the newest checkpoint and broadcasts its epoch: the others need no access to its disk.
 resume_from_epoch = 0
 if hvd.rank() == 0:
     epochs = range(1, args.epochs + 1)
@@ -65,12 +65,12 @@ if hvd.rank() == 0:
     resume_from_epoch = max(existing, default=0)
 resume_from_epoch = int(hvd.broadcast(resume_from_epoch, 0, name="resume_from_epoch"))
 
-# Only process 0 is heard.
+# Only process 0 prints.
 verbose = 1 if hvd.rank() == 0 else 0
 
 
 def images(folder, shuffle):
-    """This process' share of a folder, image by image, as a dataset; the number of all images; of classes."""
+    """Returns this process' shard of a directory as a dataset of images, and the number of all images and classes."""
     dataset = keras.utils.image_dataset_from_directory(
         folder,
         batch_size=None,
@@ -93,18 +93,18 @@ def augment(image, label):
 
 train, num_images, num_classes = images(args.train_dir, shuffle=True)
 val, _, _ = images(args.val_dir, shuffle=False)
-# Equally many steps on every process, or the last gradients would wait for somebody who has finished.
+# The same number of steps on every process: a process with more steps would wait forever for the others.
 steps_per_epoch = num_images // (args.batch_size * hvd.size())
 train = train.map(scale).map(augment).batch(args.batch_size).take(steps_per_epoch).prefetch(2)
 val = val.map(scale).batch(args.val_batch_size).prefetch(2)
 
-# The global batch has size() * batches_per_allreduce batches: scale the learning rate with it.
+# The global batch consists of size() * batches_per_allreduce batches: scale the learning rate with it.
 initial_lr = args.base_lr * hvd.size() * args.batches_per_allreduce
 compression = hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none
 
 
 def regularized(layer):
-    """A copy of a layer, with weight decay if it is a convolution."""
+    """Returns a copy of a layer, with weight decay if it is a convolution."""
     copy = type(layer).from_config(layer.get_config())
     if isinstance(copy, keras.layers.Conv2D):
         copy.kernel_regularizer = keras.regularizers.L2(args.wd)
@@ -112,7 +112,7 @@ def regularized(layer):
 
 
 if resume_from_epoch > 0 and hvd.rank() == 0:
-    # Weights, the optimizer and its momentum as they were; hvd.load_model makes the optimizer distributed again.
+    # Restores weights, optimizer and momentum; hvd.load_model wraps the optimizer in DistributedOptimizer again.
     checkpoint = args.checkpoint_format.format(epoch=resume_from_epoch)
     print(f"Resuming after epoch {resume_from_epoch} from {checkpoint}")
     model = hvd.load_model(checkpoint, compression=compression)
@@ -134,23 +134,23 @@ else:
     )
 
 callbacks = [
-    # Everybody starts from the weights of process 0, be they random or from its checkpoint.
+    # Broadcast the weights of process 0, random or from its checkpoint, to all processes.
     hvd.callbacks.BroadcastGlobalVariablesCallback(0),
-    # Metrics of an epoch are those of all processes. Before any callback that reads them.
+    # Average the metrics of an epoch over all processes. Must precede callbacks that read them.
     hvd.callbacks.MetricAverageCallback(),
-    # Large learning rates diverge at the start: come up from initial_lr / size().
+    # Large learning rates diverge at the start of training: warm up from initial_lr / size().
     hvd.callbacks.LearningRateWarmupCallback(
         initial_lr, warmup_epochs=args.warmup_epochs, steps_per_epoch=steps_per_epoch, verbose=verbose
     ),
     # Then initial_lr until epoch 30, a tenth of it until 60, a hundredth until 80, a thousandth to the end. These are
-    # functions because Horovod takes a plain number c for the decay c ** (epoch - start_epoch).
+    # functions because Horovod interprets a plain number c as the decay c ** (epoch - start_epoch).
     hvd.callbacks.LearningRateScheduleCallback(initial_lr, lambda epoch: 1.0, args.warmup_epochs, end_epoch=30),
     hvd.callbacks.LearningRateScheduleCallback(initial_lr, lambda epoch: 1e-1, start_epoch=30, end_epoch=60),
     hvd.callbacks.LearningRateScheduleCallback(initial_lr, lambda epoch: 1e-2, start_epoch=60, end_epoch=80),
     hvd.callbacks.LearningRateScheduleCallback(initial_lr, lambda epoch: 1e-3, start_epoch=80),
 ]
 
-# Process 0 alone writes, or files would be written over each other.
+# Only process 0 writes, so that processes do not overwrite each other's files.
 if hvd.rank() == 0:
     callbacks.append(keras.callbacks.ModelCheckpoint(args.checkpoint_format))
     callbacks.append(keras.callbacks.TensorBoard(args.log_dir))

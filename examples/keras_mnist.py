@@ -1,13 +1,13 @@
-# Handwritten digits with a small convolutional net: a Horovod script of 2019 with Keras' callbacks, on Keras 3.
+# Handwritten digits with a small CNN: a Horovod script of 2019 with Keras callbacks, on Keras 3.
 #
-# The one line that changed because of Horovod is its import. It was:
+# Because of Horovod only one line changed, its import. It was:
 #
 #     import horovod.keras as hvd
 #
-# Keras 3 and TensorFlow 2 ask for other spellings with or without Horovod: tf.config instead of a session's
-# ConfigProto, learning_rate= instead of lr=, checkpoints that end in .keras instead of .h5.
+# Keras 3 and TensorFlow 2 need other changes, with or without Horovod: tf.config instead of a session's
+# ConfigProto, learning_rate= instead of lr=, .keras checkpoints instead of .h5.
 #
-# Run it on two processes of this machine (checkpoints go to the current folder):
+# Run it with two processes on this machine (writes checkpoints to the current directory):
 #
 #     horovodrun -np 2 -H localhost:2 python examples/keras_mnist.py
 #     horovodrun -np 2 -H localhost:2 python examples/keras_mnist.py --data-dir /usr/share/datasets/fashion-mnist
@@ -33,9 +33,9 @@ args = parser.parse_args()
 
 
 def load_data():
-    """Training and test set: images of 28x28 bytes, labels from 0 to 9."""
+    """Returns the training and the test set: images of 28x28 pixels from 0 to 255, labels from 0 to 9."""
     if args.data_dir is None:
-        # Not MNIST, but real handwriting: 8x8 pixels of 17 greys, enlarged three times, with MNIST's margin.
+        # Not MNIST, but real handwriting: 8x8 pixels of 17 gray levels, enlarged three times, with MNIST's margin.
         from sklearn.datasets import load_digits
 
         images, labels = load_digits(return_X_y=True)
@@ -61,7 +61,7 @@ def load_data():
 # Start Horovod.
 hvd.init()
 
-# One GPU per process, chosen by its place on this host.
+# Pin one GPU per process, by its local rank.
 gpus = tf.config.list_physical_devices("GPU")
 for gpu in gpus:
     tf.config.experimental.set_memory_growth(gpu, True)
@@ -72,7 +72,7 @@ if gpus:
 x_train = x_train[..., np.newaxis].astype("float32") / 255
 x_test = x_test[..., np.newaxis].astype("float32") / 255
 
-# Every process trains its own share, and all shares are of one length: equally many steps everywhere.
+# Each process trains on its own shard. Shards have equal length, so that all processes run the same number of steps.
 share = len(x_train) // hvd.size()
 x_train = x_train[hvd.rank() :: hvd.size()][:share]
 y_train = y_train[hvd.rank() :: hvd.size()][:share]
@@ -91,7 +91,7 @@ model = keras.Sequential(
     ]
 )
 
-# N processes make a global batch N times as large: scale the learning rate with it.
+# N processes multiply the global batch by N: scale the learning rate with it.
 scaled_lr = args.base_lr * hvd.size()
 optimizer = keras.optimizers.Adam(learning_rate=scaled_lr)
 
@@ -101,15 +101,15 @@ optimizer = hvd.DistributedOptimizer(optimizer)
 model.compile(loss="sparse_categorical_crossentropy", optimizer=optimizer, metrics=["accuracy"])
 
 callbacks = [
-    # Everybody starts from the random weights of process 0.
+    # Broadcast the random initial weights of process 0 to all processes.
     hvd.callbacks.BroadcastGlobalVariablesCallback(0),
-    # Metrics of an epoch are those of all processes. Before any callback that reads them.
+    # Average the metrics of an epoch over all processes. Must precede callbacks that read them.
     hvd.callbacks.MetricAverageCallback(),
-    # Large learning rates diverge at the start: come up from base_lr.
+    # Large learning rates diverge at the start of training: warm up from base_lr.
     hvd.callbacks.LearningRateWarmupCallback(initial_lr=scaled_lr, warmup_epochs=args.warmup_epochs, verbose=1),
 ]
 
-# Process 0 alone writes, or files would be written over each other.
+# Only process 0 saves checkpoints, so that processes do not overwrite each other's files.
 if hvd.rank() == 0:
     callbacks.append(keras.callbacks.ModelCheckpoint("./checkpoint-{epoch}.keras"))
 

@@ -2,10 +2,10 @@
 
     python examples/large_batch.py
 
-Four ways, for the same number of epochs, three seeds each: the small batch; the large one with the learning rate scaled
-linearly and warmed up (Goyal et al. 2017, arXiv 1706.02677, section 2); scaled without warm-up; and with the small
-batch's learning rate. Prints a table and draws the test accuracy over the epochs. What is already trained is kept, so
-that an interrupted study goes on.
+Trains four variants for the same number of epochs, with three seeds each: the small batch; the large batch with a
+linearly scaled learning rate and warm-up (Goyal et al. 2017, arXiv 1706.02677, section 2); scaled without warm-up; and
+with the small batch's learning rate. Prints a table and plots the test accuracy per epoch. Completed runs are kept, so
+an interrupted study resumes when it is started again.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def options(argv=None):
 
 
 def train(study, way, seed):
-    """One training; returns the epochs' records, fewer than were asked for when the loss became NaN."""
+    """Trains one variant with one seed; returns one record per epoch, fewer if the loss became NaN."""
     folder = study.output / f"{way.replace(', ', '-').replace(' ', '-')}-{seed}"
     batch = study.small_batch if way == "small batch" else study.large_batch
     done = folder / "done"
@@ -62,7 +62,7 @@ def train(study, way, seed):
 
 
 def table(study, results):
-    """A row per way: the last epoch's test accuracy, median and range over the seeds, as Markdown."""
+    """Markdown table, one row per variant: median and range over the seeds of the last epoch's test accuracy."""
     median = f"test accuracy: median of {study.seeds}"
     head = f"| {study.epochs} epochs | global batch | learning rate | {median} | from | to |"
     rows = [head, "|---|---|---|---|---|---|"]
@@ -80,7 +80,7 @@ def table(study, results):
 
 
 def draw(study, results):
-    """Test accuracy over the epochs: a line through the medians, a band from the least to the most."""
+    """Plots the test accuracy per epoch: a line through the medians and a band from minimum to maximum."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -106,7 +106,7 @@ def main():
         raise SystemExit(f"got batches of {batches}, which {study.num_ranks} ranks cannot share evenly")
     study.output.mkdir(parents=True, exist_ok=True)
     results = {way: [] for way in WAYS}
-    for seed in range(study.seeds):  # way after way within a seed, so that an early look has something of each
+    for seed in range(study.seeds):  # all variants per seed, so that partial results cover each of them
         for way, runs in results.items():
             runs.append(train(study, way, seed))
     text = table(study, results)

@@ -1,4 +1,4 @@
-"""Your own model and data: two functions, named on the command line.
+"""Custom model and data: two functions, named on the command line.
 
     horovodrun -np 2 -H localhost:2 python -m ringtrain.train \\
         --model.name examples.own_model:model --data.name examples.own_model:data --train.epochs 15
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def data():
-    """Two spirals: training inputs and labels, test inputs and labels, as the functions of keras.datasets give them."""
+    """Two spirals, as (training inputs, labels), (test inputs, labels), like the functions of keras.datasets."""
     draw = np.random.default_rng(0)
     labels = np.arange(2000) % 2
     angle = draw.uniform(0.5, 3 * np.pi, 2000)
@@ -19,7 +19,7 @@ def data():
 
 
 def model(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
-    """A functional model with dropout; it returns logits."""
+    """Functional model with dropout, which outputs logits."""
     inputs = keras.Input(input_shape)
     x = keras.layers.Dense(64, activation="relu")(inputs)
     x = keras.layers.Dense(64, activation="relu")(x)

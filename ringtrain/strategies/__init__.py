@@ -77,7 +77,7 @@ def meet(config: Config) -> RankGroup | None:
             f" ringtrain launch --ps {count} --workers 2 -- python -m ringtrain.train ..."
         )
     if console.launched_rank() == 0:
-        # On exit Open MPI calls hwloc, and calls TensorFlow's copy if that was loaded later.
+        # On exit Open MPI calls its copy of hwloc, or TensorFlow's if that was loaded later.
         import tensorflow  # noqa: F401
     return cluster.meet(config)
 

@@ -324,7 +324,7 @@ def resolved(names: Iterable[str]) -> dict[str, list[str] | None]:
     return dict(found)
 
 
-# ---- questions ---------------------------------------------------------------------------------------------------
+# ---- requests ----------------------------------------------------------------------------------------------------
 
 
 def serve(mark: str, lines: Iterable[bytes], answers: TextIO) -> None:

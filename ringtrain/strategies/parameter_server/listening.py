@@ -19,7 +19,7 @@ from pathlib import Path
 
 SO_ATTACH_FILTER = 26
 LOOK_S = 0.01
-MAX_ADDRESSES = 1500  # two each of the kernel's maximum of 4096 instructions
+MAX_ADDRESSES = 1500  # two instructions each, of which the kernel allows 4096
 _NETWORK_HEADER = 0xFFF00000  # SKF_NET_OFF
 _LOAD_BYTE, _LOAD_WORD, _AND, _EQUAL, _RETURN = 0x30, 0x20, 0x54, 0x15, 0x06
 _ACCEPT = 0xFFFFFFFF
