@@ -40,11 +40,7 @@ HOROVODS_VARIABLES = {
 
 
 def prepare(config: Config, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Selects the collectives, before ringtrain.hvd is loaded.
-
-    Raises:
-        ConfigError: The strategy does not support an option or environment variable.
-    """
+    """Selects the collectives, before ringtrain.hvd is loaded; raises ConfigError if an option is not supported."""
     name, defaults = config.strategy.name, Config()
     cluster.num_servers(config, environ)
     if name == "ring":
@@ -62,11 +58,7 @@ def prepare(config: Config, environ: MutableMapping[str, str] = os.environ) -> N
 
 
 def meet(config: Config) -> RankGroup | None:
-    """Rank group of a job with parameter servers, in which only rank 0 trains; else None. Collective; after `prepare`.
-
-    Raises:
-        RingtrainError: On every rank: the roles cannot be assigned.
-    """
+    """Rank group of a job with parameter servers, where only rank 0 trains; else None. See cluster.meet."""
     if config.strategy.name not in PARAMETER_SERVERS:
         return None
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # otherwise servers print their settings

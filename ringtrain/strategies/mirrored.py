@@ -30,10 +30,7 @@ if TYPE_CHECKING:
 
 
 class SumReduction:
-    """Sums the gradients of all copies, before clipping, in place of hvd's Reduction over ranks.
-
-    Keras divides the loss of each copy by their number, so the sum is the mean.
-    """
+    """Sums gradients over copies before clipping, like hvd's Reduction; Keras divides the loss, so it is the mean."""
 
     op = hvd.Average
     accumulated_scale = 1.0
@@ -140,7 +137,6 @@ class MultiWorker(Mirrored):
     """One process per rank, with TensorFlow's own collectives over gRPC or NCCL."""
 
     def begin(self) -> devices.Pinning:
-        """Pins devices, exchanges addresses and connects the ranks."""
         pinning = super().begin()
         named = self.config.strategy.communication
         if named == "nccl" and pinning.gpu is None:

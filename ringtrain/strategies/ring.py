@@ -45,10 +45,9 @@ class Ring:
         self.about: dict[str, Any] = {"ranks_talk_by": loaded}
 
     def begin(self) -> devices.Pinning:
-        """Pins this rank's devices. Collective, called before TensorFlow initializes a device.
+        """Pins this rank's devices, before TensorFlow initializes one. Collective.
 
-        Raises:
-            RingtrainError: On every rank: the devices or the number of ranks do not match the configuration.
+        Raises RingtrainError on every rank if the devices or the number of ranks do not match the configuration.
         """
         pinning = hvd.run_together(lambda: devices.pin(hvd.local_rank(), hvd.local_size(), self.config.device))
         if hvd.local_rank() == 0 and (warning := devices.missing_gpu(pinning, bool(hvd.nccl_built()))):

@@ -60,7 +60,6 @@ class Cell:
     """Result of one check on one host."""
 
     value: str
-    """short text for the table"""
     level: Level = "well"
     text: str = ""
     """the finding, with the received and the expected value; "": no finding"""

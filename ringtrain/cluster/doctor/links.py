@@ -37,7 +37,6 @@ class Ring:
 
     @property
     def slowest(self) -> Link:
-        """Link with the lowest bandwidth."""
         return min(self.links, key=lambda link: link.mb_per_s)
 
     @property
@@ -48,12 +47,9 @@ class Ring:
 
 
 def read(names: Sequence[str], measured: Sequence[Sequence[Any]], error: str) -> Ring:
-    """Converts the printed measurement to a Ring; one with an error if ranks shared a host or results are missing.
+    """Converts a measurement to a Ring; one with an error if results are missing or ranks shared a host.
 
-    Args:
-        names: Hosts in rank order.
-        measured: [host name, latency_us, mb_per_s] per rank, then [MB, s] of the allreduce.
-        error: Used if results are missing.
+    `measured` has [host name, latency_us, mb_per_s] of each rank, then [MB, s] of the allreduce.
     """
     if len(measured) != len(names) + 1:
         return Ring(error=error, hosts=tuple(names))

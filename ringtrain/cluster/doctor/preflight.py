@@ -46,8 +46,6 @@ START = "import sys; i = sys.stdin.buffer; exec(compile(i.read(int(i.readline())
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a doctor run."""
-
     run_directory: str = "runs"
     """parent directory of all runs, as in --run.directory"""
     code: str = "."
@@ -80,12 +78,8 @@ def main(hosts: Sequence[Host], options: Options, as_json: bool = False) -> int:
 def examine(hosts: Sequence[Host], options: Options, environ: Mapping[str, str] = os.environ) -> Report:
     """Probes all hosts concurrently and measures the links between those that answer; host errors become findings.
 
-    Args:
-        hosts: Empty: this machine alone, with one slot per GPU or, without GPUs, per core.
-        environ: PATH and PYTHONPATH of the ranks are taken from it.
-
-    Raises:
-        LaunchError: An option is invalid.
+    Without hosts, examines this machine with one slot per GPU or, without GPUs, per core. Ranks get PATH and PYTHONPATH
+    from `environ`. Raises LaunchError if an option is invalid.
     """
     check(options)
     start_s = time.monotonic()

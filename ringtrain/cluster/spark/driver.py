@@ -45,14 +45,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one job.
+    """Runs one job and returns the exit code: 0, that of the rank that failed first, or 2 after a user error.
 
-    Args:
-        argv: Command line without the program's name; None: sys.argv.
-
-    Returns:
-        Exit code of the rank that failed first (128 + n if signal n killed it), 0 if none failed, or 2 after a user
-        error, which is printed in one line.
+    It is 128 + n if signal n killed the rank. A user error is printed in one line.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     own, command = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
@@ -91,7 +86,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Parser of the command line."""
     made = argparse.ArgumentParser(prog="ringtrain.cluster.spark.driver", description=__doc__.partition("\n")[0])
     made.add_argument("--num-ranks", type=int, required=True, metavar="N")
     made.add_argument("--master", default="", metavar="URL", help="else what spark-defaults.conf says, else local[*]")
@@ -106,10 +100,7 @@ def parser() -> argparse.ArgumentParser:
 class Job:
     """Ranks of one job, from the connection of their tasks to their exit.
 
-    Args:
-        slots: RDD with one partition per rank.
-        fed: Row and class counts from dataframe.shares; "": no rows are streamed to ranks.
-        environ: Source of the exported variables.
+    `slots` has one partition per rank. `fed` has the counts from dataframe.shares; "" streams no rows to ranks.
     """
 
     def __init__(
@@ -126,11 +117,7 @@ class Job:
         """for all ranks to exit; None: no limit"""
 
     def run(self) -> int:
-        """Waits for slots, runs the ranks and returns the exit code, see `main`.
-
-        Raises:
-            LaunchError: There are too few slots, or executors cannot run the tasks.
-        """
+        """Runs the ranks and returns the exit code; raises LaunchError if slots are missing or cannot run the tasks."""
         conf = self.context.getConf()
         here = listens_on = "127.0.0.1"
         if local_slots(self.context.master) is None:

@@ -17,12 +17,10 @@ PR_SET_PDEATHSIG = 1
 
 
 def run(payload: bytes) -> dict[str, Any]:
-    """Runs a function in a forked process and returns the fields of its Row except `arguments`, the result pickled.
+    """Runs a pickled function with its arguments in a forked process; returns the Row's fields except `arguments`.
 
     An executor reuses its Python process: without the fork, TensorFlow and its GPUs would stay loaded for the next run.
-
-    Args:
-        payload: Pickled function and dict of arguments; empty: nothing is run.
+    The returned result is pickled. An empty payload runs nothing.
     """
     from pyspark import TaskContext
 

@@ -38,7 +38,6 @@ class Row:
     host: str = ""
     """host it ran on; "": unknown"""
     seconds: float = 0.0
-    """duration"""
     gpus: tuple[str, ...] = ()
     """addresses of the GPUs that Spark assigned to it; the run sees no others"""
 
@@ -104,11 +103,7 @@ def launch(
 
 
 def combinations(args_dict: Mapping[str, Sequence[Any]], how: str = "grid") -> list[dict[str, Any]]:
-    """Arguments of every run, see `launch`.
-
-    Raises:
-        LaunchError: `how` is invalid, or the values cannot be combined that way.
-    """
+    """Arguments of every run, see `launch`; raises LaunchError if `how` is invalid or does not fit the values."""
     if how not in HOWS:
         raise LaunchError(f"got how={how!r}, expected {' or '.join(map(repr, HOWS))}")
     for name, values in args_dict.items():

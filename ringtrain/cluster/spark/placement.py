@@ -12,7 +12,6 @@ class Caller:
 
     index: int
     host: str
-    """its own host name"""
     gpus: tuple[str, ...] = ()
     """addresses of the GPUs that Spark assigned to the task"""
 
@@ -20,10 +19,8 @@ class Caller:
 def seats(callers: Sequence[Caller], by_index: bool = False) -> list[tuple[Caller, dict[str, str]]]:
     """Assigns ranks host by host; returns, by rank, its task and the placement variables of Horovod over Gloo.
 
-    All ranks of a host see the GPUs of that host's ranks, one per rank in the order of local ranks.
-
-    Args:
-        by_index: Use the task index as rank instead, for tasks whose partition holds the rank's rows.
+    All ranks of a host see the GPUs of that host's ranks, one per rank in the order of local ranks. With `by_index`,
+    the task index is the rank, since the task's partition holds the rows of that rank.
     """
     by_host: dict[str, list[Caller]] = {}
     for caller in sorted(callers, key=lambda each: each.index):

@@ -37,7 +37,6 @@ class Store(ThreadingTCPServer):  # HTTPServer would look up the host's full nam
 
     @property
     def port(self) -> int:
-        """Port it listens on."""
         return self.server_address[1]
 
     def environ(self, address: str) -> dict[str, str]:
@@ -55,7 +54,6 @@ class Store(ThreadingTCPServer):  # HTTPServer would look up the host's full nam
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Stops the server."""
         self.shutdown()
         self.server_close()
 

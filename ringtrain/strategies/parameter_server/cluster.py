@@ -52,7 +52,6 @@ class Roles:
     addresses: tuple[str, ...] = ()
 
     def port_of(self, role: str, index: int) -> int:
-        """Port of a task."""
         return int(self.cluster[role][index].rpartition(":")[2])
 
     def of(self, rank: int) -> tuple[str, int]:
@@ -66,7 +65,7 @@ class Roles:
 
 
 class RankGroup:
-    """Messages between the ranks of a job with parameter servers, over mpi4py's communicator of all ranks."""
+    """Messages between ranks with parameter servers. Only the coordinator calls wait_until_ready, look and end."""
 
     def __init__(self, comm: Any, roles: Roles) -> None:
         self.comm, self.roles = comm, roles
@@ -93,11 +92,7 @@ class RankGroup:
         return int(status.Get_source()), words
 
     def wait_until_ready(self) -> dict[int, Any]:
-        """Waits for the "ready" report of every other rank's process and returns them by rank. Coordinator only.
-
-        Raises:
-            RingtrainError: A process could not start.
-        """
+        """Waits for the "ready" report of every other rank; raises RingtrainError if a process could not start."""
         ready: dict[int, Any] = {}
         while len(ready) < self.size - 1:
             if (found := self.heard()) is None:
@@ -114,11 +109,7 @@ class RankGroup:
         return ready
 
     def look(self) -> None:
-        """Reads all pending messages of the other ranks. Coordinator only.
-
-        Raises:
-            RingtrainError: No worker is left, or a process reported an error.
-        """
+        """Reads all pending messages; raises RingtrainError if no worker is left or a process reported an error."""
         while (found := self.heard()) is not None:
             rank, (word, *rest) = found
             self._take(rank, word, rest)
@@ -142,7 +133,7 @@ class RankGroup:
                     one.setdefault("back_s", time.time())
 
     def end(self, exit_code: int) -> None:
-        """Stops all other ranks and waits for their acknowledgment. Coordinator only."""
+        """Stops all other ranks and waits for their acknowledgment."""
         for rank in range(1, self.size):
             self.tell(rank, "end", exit_code)
         while self._ended < self.size - 1:
@@ -157,11 +148,7 @@ class RankGroup:
 
 
 def num_servers(config: Config, environ: Mapping[str, str] = os.environ) -> int:
-    """Number of server ranks, from `ringtrain launch --ps` (in `environ`) or else the configuration.
-
-    Raises:
-        ConfigError: Both are set and differ, or the strategy has no servers.
-    """
+    """Number of servers, from `ringtrain launch --ps` or the configuration; ConfigError if --ps conflicts with it."""
     told, wanted = int(environ.get(SERVERS, 0)), config.strategy.servers
     if told and config.strategy.name not in ("ps-async", "ps-sync"):
         raise ConfigError(
@@ -176,8 +163,7 @@ def num_servers(config: Config, environ: Mapping[str, str] = os.environ) -> int:
 def meet(config: Config) -> RankGroup:
     """Assigns the roles; the first collective of all ranks. Servers are spread over hosts, in local-rank order.
 
-    Raises:
-        RingtrainError: On every rank: too few ranks, or their placement differs from the plan.
+    Raises RingtrainError on every rank if there are too few ranks or their placement differs from the plan.
     """
     MPI = mpi_world.start()
     comm, host, servers = MPI.COMM_WORLD, socket.gethostname(), num_servers(config)
@@ -217,16 +203,10 @@ def meet(config: Config) -> RankGroup:
 def addresses(
     rank: int, allgather: Callable[[Any], Sequence[Any]], num_ports: int = 1
 ) -> tuple[list[list[str]], tuple[str, ...]]:
-    """Finds free ports on every rank and a reachable address for them. Collective.
+    """Finds free ports on every rank and the address at which other hosts reach them. Collective.
 
-    Args:
-        allgather: Returns the values of all ranks, on every rank.
-
-    Returns:
-        Reachable host:port of each port, by rank, and all addresses of all hosts (empty on a single host).
-
-    Raises:
-        LaunchError: On every rank: one cannot be reached from another host.
+    Returns host:port of each port by rank, and the addresses of all hosts, empty if there is only one. Raises
+    LaunchError on every rank if one cannot be reached.
     """
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(socket.create_server(("", 0), backlog=4096)) for _ in range(num_ports)]

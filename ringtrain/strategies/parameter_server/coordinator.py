@@ -51,7 +51,6 @@ class NoReduction:
         self.trial = trial
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[bool]) -> list[Any]:
-        """Returns the gradients unchanged."""
         return list(gradients)
 
     def settings(self) -> dict[str, Any]:

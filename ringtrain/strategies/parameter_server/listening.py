@@ -27,11 +27,9 @@ _ACCEPT = 0xFFFFFFFF
 
 @contextlib.contextmanager
 def only_for(addresses: Sequence[str], ports: Sequence[int]) -> Iterator[None]:
-    """Restricts servers started in this context, and later ones on the same sockets, to some client addresses.
+    """Restricts servers on these ports, started in this context, to clients at the addresses of the job's hosts.
 
-    Args:
-        addresses: Of the job's hosts. IPv6 packets are always dropped; loopback is allowed.
-        ports: Ports of this process' servers.
+    Loopback is allowed, IPv6 packets are dropped. Later servers on the same sockets are restricted, too.
     """
     over, seen = threading.Event(), set[str]()
 
@@ -86,11 +84,7 @@ def _sockets(ports: Sequence[int]) -> list[tuple[int, str]]:
 
 
 def _attach(descriptor: int, addresses: Sequence[str]) -> None:
-    """Attaches the filter to a socket.
-
-    Raises:
-        OSError: The kernel rejects it, or all addresses are IPv6.
-    """
+    """Attaches the filter to a socket; raises OSError if the kernel rejects it or all addresses are IPv6."""
     version_4 = [one for one in addresses if ":" not in one]  # ranks connect over the first IP version that answers
     if addresses and not version_4:
         raise OSError(f"the hosts have addresses of IPv6 alone: {', '.join(addresses)}")
@@ -103,11 +97,7 @@ def _attach(descriptor: int, addresses: Sequence[str]) -> None:
 
 
 def program(addresses: Sequence[str]) -> bytes:
-    """Filter program that accepts only IPv4 packets from these addresses and from loopback.
-
-    Args:
-        addresses: IPv4. If there are more than MAX_ADDRESSES, their /24 networks are accepted.
-    """
+    """Filter that accepts IPv4 packets from these addresses, or their /24s if over MAX_ADDRESSES, and from loopback."""
     numbers = sorted({int(ipaddress.IPv4Address(one)) for one in addresses})
     mask = 0xFFFFFFFF if len(numbers) <= MAX_ADDRESSES else 0xFFFFFF00
     steps = [

@@ -57,8 +57,7 @@ class Ready:
 def main(place: Place, told: Connection, held: Connection) -> None:
     """Serves until the rank closes its end of `held`, or dies.
 
-    Args:
-        told: Receives ("ready", Ready), ("failed", error class, message) and ("skipped", sample names).
+    Sends ("ready", Ready), ("failed", error class, message) and ("skipped", sample names) to `told`.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -137,12 +136,7 @@ def restrict(settings: Any, pinning: devices.Pinning) -> None:
 
 
 class Feed:
-    """Batches of a worker, one per call.
-
-    Args:
-        index: Index of this worker. Its shard is that of this rank in a job with one rank per worker.
-        tell: Sends messages on samples to the coordinator, see `main`.
-    """
+    """Batches of a worker, one per call. Its shard is that of rank `index` in a job with one rank per worker."""
 
     def __init__(self, place: Place, index: int, tell: Callable[[Any], None]) -> None:
         self.place, self.index, self.tell = place, index, tell
