@@ -11,9 +11,6 @@ from ringtrain.errors import ConfigError
 if TYPE_CHECKING:
     import keras
 
-if TYPE_CHECKING:
-    import keras
-
 
 def cross_entropy(label_smoothing: float = 0.0) -> keras.losses.Loss:
     """Returns the cross-entropy of integer labels and logits, computed in float32 for logits of any dtype.

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from ringtrain.run import devices
 from ringtrain.strategies.parameter_server.cluster import LOOK_S
+from ringtrain.strategies.parameter_server.coordinator import AHEAD, ParameterServers
 
 if TYPE_CHECKING:
     from ringtrain.run.resume import Segment
-from ringtrain.strategies.parameter_server.coordinator import AHEAD, ParameterServers
 
 
 class Asynchronous(ParameterServers):

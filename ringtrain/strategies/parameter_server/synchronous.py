@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from ringtrain.config import Config
 from ringtrain.run import devices
 from ringtrain.strategies.parameter_server.cluster import LOOK_S, RankGroup
+from ringtrain.strategies.parameter_server.coordinator import ParameterServers
 
 if TYPE_CHECKING:
     from ringtrain.run.resume import Segment
-from ringtrain.strategies.parameter_server.coordinator import ParameterServers
 
 
 class Synchronous(ParameterServers):
