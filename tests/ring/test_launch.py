@@ -379,16 +379,18 @@ while [ "$1" != far ]; do shift; done; shift; eval "$@"
 """)
     ssh.chmod(0o755)
     # Of the environment ranks get what is on the list, also where mpirun would let them inherit the rest.
-    fails_once = f'[ "$UCX_TLS$DATA_DIR" = tcp ] || exit 3; [ -e {once} ] || {{ touch {once} {down}; exit 9; }}'
+    fails_once = f'[ "$UCX_TLS$A_DATA_DIR" = tcp ] || exit 3; [ -e {once} ] || {{ touch {once} {down}; exit 9; }}'
     mpirun = (
         'while [ "$1" != sh ]; do shift; done; export OMPI_COMM_WORLD_{RANK,LOCAL_RANK}=0 OMPI_COMM_WORLD_SIZE=1; "$@"'
     )
     words = [launching.BIN / "ringtrain", "launch", "-H", "far:1", "--max-restarts", "3", "--", *shell(fails_once)]
-    started = launch(*words, env=liar(tmp_path, mpirun) | {"UCX_TLS": "tcp", "DATA_DIR": "/data"})
+    started = launch(
+        *words, env=liar(tmp_path, mpirun) | {"UCX_TLS": "tcp", "A_DATA_DIR": "/data"}
+    )  # the first names are shown
     code, stderr = started.end()
     assert code == 0, stderr
     (line,) = [line for line in stderr.splitlines() if line.startswith("ringtrain: not handed on to ranks: ")]
-    assert "DATA_DIR" in line
+    assert "A_DATA_DIR" in line
     assert not busy.exists() and "kex" not in stderr
     assert "restart 1 of 3 in 1 s" in stderr
     assert "far does not answer: ssh: connect to host far: No route to host" in stderr
