@@ -30,7 +30,7 @@ class Peer:
 
     title: str
     run: str
-    """module:function of ringtrain.lab.strategies; empty: ringtrain.train"""
+    """module:function of ringtrain.lab.bench.baselines; empty: ringtrain.train"""
     processes: str = "per worker"
     """per worker; one; servers: one more than workers"""
     alone: bool = False

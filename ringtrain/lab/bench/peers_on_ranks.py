@@ -30,7 +30,9 @@ def main(argv: Sequence[str]) -> int:
     """Trains on all ranks; each writes rank-N.json, and rank 0 ends last."""
     own, told = stats.split(argv)
     parser = argparse.ArgumentParser(prog="bench peer", description=__doc__.partition("\n")[0])
-    parser.add_argument("--run", required=True, help="module:function of ringtrain.lab.strategies; empty: ringtrain")
+    parser.add_argument(
+        "--run", required=True, help="module:function of ringtrain.lab.bench.baselines; empty: ringtrain"
+    )
     parser.add_argument("--workers", type=int, required=True, help="that train, each with a batch of its own")
     parser.add_argument("--ranks", type=int, required=True, help="processes")
     parser.add_argument("--ports", required=True, help="free ones: 1234,1235")
