@@ -1,4 +1,4 @@
-"""Trainings side by side: each a job of its own, under ringtrain launch, on slots that no other has."""
+"""Parallel training jobs, each under its own ringtrain launch on its own slots."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from ringtrain.protocol.env import HOST_SLOTS
 from ringtrain.protocol.json_text import INVALID, parse_json
 
 POLL_S = 0.1
-SETTLE_S = 1.0  # what ends a trial from outside mostly means this process as well, which hears of it a moment later
+SETTLE_S = 1.0  # a signal that ends a trial usually reaches this process as well, a moment later
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
 class Running:
-    """A trial that has been started."""
+    """Running trial of a sweep."""
 
     trial: Any
-    """Optuna's"""
+    """Optuna trial"""
     values: Mapping[str, Any]
     config: Config
     place: jobs.Place
@@ -47,29 +47,29 @@ class Running:
     log: Path
     began_s: float = field(default_factory=time.monotonic)
     epoch: int = 0
-    """that has been reported"""
+    """last reported epoch"""
     value: float | None = None
     seen: tuple[float, int] = (0, 0)
-    """time and length of metrics.jsonl when it was read"""
+    """modification time and size of metrics.jsonl when last read"""
     stopped_at: int = 0
-    """epoch after which it was not worth going on"""
+    """epoch at which the trial was pruned; 0: not pruned"""
 
     @property
     def seconds(self) -> float:
-        """Since its start."""
+        """Time since the start of the trial."""
         return time.monotonic() - self.began_s
 
     @property
     def where(self) -> str:
-        """E.g. "host1:0,1"."""
+        """Placement as text, e.g. "host1:0,1"."""
         return jobs.in_words(self.place)
 
 
 class Sweep:
-    """Runs trials until there are enough, or a signal comes.
+    """Runs trials until the study has enough or a signal arrives.
 
     Args:
-        launch_words: options of ringtrain launch for all of them.
+        launch_words: Options of ringtrain launch for all trials.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Sweep:
         self.stopped_by = 0
 
     def go(self) -> None:
-        """Runs them, in the main thread. Afterwards none of them lives, and stopped_by says which signal ended it."""
+        """Runs all trials in the main thread; stopped_by is then the signal that ended the sweep, or 0."""
         before = {number: signal.signal(number, self._receive) for number in SIGNALS}
         try:
             while (not self.stopped_by and self._begin_another()) or self.running:
@@ -117,26 +117,26 @@ class Sweep:
             self._stop()
 
     def _stop(self) -> None:
-        """Asks all trials to save and end, as anybody who sends SIGTERM to ringtrain launch does."""
+        """Asks all trials to save and exit, with SIGTERM to their ringtrain launch."""
         for one in self.running:
             one.process.send_signal(signal.SIGTERM)
 
     # ---- beginning ------------------------------------------------------------------------------------------------
 
     def _begin_another(self) -> bool:
-        """Starts as many trials as there are slots for. Says whether there may be more to start."""
+        """Starts a trial on each free set of slots; False if there are no more trials to start."""
         while not self.no_more and (place := jobs.allot(self.free, self.num_ranks)):
             trial = self.waiting.pop(0) if self.waiting else self.study.next(self.most)
             if trial is None:
                 self.no_more = True
                 break
             if not self._begin(trial, place):
-                self.waiting.append(trial)  # its earlier start is about to end
+                self.waiting.append(trial)  # its previous attempt is still exiting
                 break
         return not self.no_more
 
     def _begin(self, trial: Any, place: jobs.Place) -> bool:
-        """Starts a trial, or finds that there is nothing to start."""
+        """Starts a trial, or records its result if it is already finished."""
         name = f"trial-{trial.number:04d}"
         starts = self.folder / "starts"
         starts.mkdir(exist_ok=True)
@@ -163,7 +163,7 @@ class Sweep:
                 self._judge(one, 0)
                 return True
             if own.exists() and not (own / "config.toml").exists():
-                shutil.rmtree(own)  # an earlier start came as far as making it
+                shutil.rmtree(own)  # an earlier attempt ended after creating it
             toml = starts / f"{name}.toml"
             toml.write_text(config_io.to_toml(config), encoding="utf-8")
             train = ["python", "-m", "ringtrain.train", "--config", str(toml)]
@@ -172,21 +172,21 @@ class Sweep:
         for host, taken in place.items():
             self.free[host] -= {*taken}
         self.running.append(one)
-        if self.stopped_by:  # just now
+        if self.stopped_by:  # a signal arrived since the last check
             one.process.send_signal(signal.SIGTERM)
         self.shown.began(one)
         return True
 
     def _environ(self, place: jobs.Place) -> dict[str, str]:
         most = max(host.slots for host in self.hosts if host.name in place)
-        # Ranks of several trials fill a host together.
+        # Ranks of several trials together fill a host.
         full = {YIELDING: "1"} if most >= len(os.sched_getaffinity(0)) else {}
         return {**full, **os.environ, HOST_SLOTS: str(most)}
 
     # ---- while it runs --------------------------------------------------------------------------------------------
 
     def _follow(self, one: Running) -> None:
-        """Reports the epochs that a trial has made since, and stops it where Optuna has seen enough."""
+        """Reports new epochs of a trial and stops it if Optuna prunes it."""
         path = self.folder / one.config.run.name / "metrics.jsonl"
         with contextlib.suppress(FileNotFoundError):
             stat = path.stat()
@@ -207,14 +207,14 @@ class Sweep:
     # ---- ending ---------------------------------------------------------------------------------------------------
 
     def _end(self, one: Running, code: int) -> None:
-        """Frees a trial's slots, and tells what came of it."""
+        """Frees the slots of a trial and records its result."""
         self.running.remove(one)
         for host, taken in one.place.items():
             self.free[host] |= {*taken}
         if (code < 0 or code in ASKED_TO_STOP) and not one.stopped_at:
             time.sleep(0 if self.stopped_by else SETTLE_S)
             if self.stopped_by:
-                return  # it goes on when the sweep does
+                return  # resumed when the sweep is
         self._judge(one, code)
 
     def _judge(self, one: Running, code: int) -> None:
@@ -239,7 +239,7 @@ class Sweep:
 
 @contextlib.contextmanager
 def held(path: Path) -> Iterator[int | None]:
-    """A lock on a file, which lasts until every process that has its descriptor is gone; None: another has it."""
+    """File lock, held until all processes with its descriptor have exited; yields None if another process holds it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
@@ -253,10 +253,10 @@ def held(path: Path) -> Iterator[int | None]:
 
 
 def claim(path: Path, own: Mapping[str, Any], what: str) -> None:
-    """Writes down what a folder is for, or sees that it is for the same.
+    """Records the settings that a folder belongs to, or checks that they match those on record.
 
     Raises:
-        LaunchError: it is for something else; names what differs.
+        LaunchError: The folder belongs to different settings; names the first difference.
     """
     own = json.loads(json.dumps(own))
     if not path.exists():
@@ -276,7 +276,7 @@ def claim(path: Path, own: Mapping[str, Any], what: str) -> None:
 
 
 def epochs_of(path: Path, monitor: str) -> list[tuple[int, float | None]]:
-    """Epochs, from 1, and what each gave; a line that is not whole yet is left out."""
+    """Reads epochs, from 1, with their monitored value; incomplete lines are skipped."""
     found = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(*INVALID):
@@ -287,7 +287,7 @@ def epochs_of(path: Path, monitor: str) -> list[tuple[int, float | None]]:
 
 
 def is_done(folder: Path) -> bool:
-    """Whether a run has come to its end: trained all its steps, or given up by itself."""
+    """Whether a run has finished: trained all its steps or stopped early by itself."""
     try:
         summary = parse_json((folder / "summary.json").read_text(encoding="utf-8"))
         trained = summary["global_step"] >= summary["numbers"]["num_steps"]
@@ -297,14 +297,14 @@ def is_done(folder: Path) -> bool:
 
 
 def rate_of(folder: Path) -> float | None:
-    """Learning rate that a run trained with, after scaling by its global batch; None: no rank 0 got that far."""
+    """Learning rate of a run after scaling by the global batch; None if rank 0 did not record one."""
     with contextlib.suppress(OSError, *INVALID):
         return float(parse_json((folder / "summary.json").read_text(encoding="utf-8"))["numbers"]["learning_rate"])
     return None
 
 
 def reason_of(log: Path, code: int) -> str:
-    """Why a launch ended, in a line: the last thing that it said, without a traceback."""
+    """Reason for a launch's exit in one line: its last message, without a traceback."""
     if code < 0:
         return f"ringtrain launch was killed by signal {-code}"
     said = log.read_text(encoding="utf-8", errors="replace").rpartition("ringtrain: ")
@@ -314,15 +314,11 @@ def reason_of(log: Path, code: int) -> str:
 
 
 Place = Mapping[str, tuple[int, ...]]
-"""slots by host"""
+"""slot numbers by host"""
 
 
 def allot(free: Mapping[str, Collection[int]], num_ranks: int) -> Place:
-    """Slots for a trial: of one host where it fits, the fullest of these; else of as few hosts as it takes.
-
-    Returns:
-        Nothing, if there are too few.
-    """
+    """Allocates slots on the fullest host where a trial fits, else on the fewest hosts; empty if too few are free."""
     fitting = [name for name, slots in free.items() if len(slots) >= num_ranks]
     if fitting:
         name = min(fitting, key=lambda name: len(free[name]))
@@ -336,17 +332,17 @@ def allot(free: Mapping[str, Collection[int]], num_ranks: int) -> Place:
 
 
 def words_of(place: Place, hosts: Sequence[Host]) -> list[str]:
-    """A place as options of ringtrain launch."""
+    """Options of ringtrain launch for a placement."""
     used = [Host(host.name, max(numbers(host)) + 1) for host in hosts if host.name in place]
     chosen = [f"{str(host).rpartition(':')[0]}:{slot}" for host in used for slot in place[host.name]]
     return ["-H", ",".join(map(str, used)), "--include", ",".join(chosen)]
 
 
 def numbers(host: Host) -> Sequence[int]:
-    """Numbers of a host's slots."""
+    """Slot numbers of a host."""
     return host.indices or range(host.slots)
 
 
 def in_words(place: Place) -> str:
-    """E.g. "host1:0,1"."""
+    """Formats a placement, e.g. "host1:0,1"."""
     return " ".join(f"{host}:{','.join(map(str, taken))}" for host, taken in place.items())

@@ -1,4 +1,4 @@
-"""An empty picture, and what writes it as PNG."""
+"""Empty plots and writing them as PNG."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from ringtrain.errors import MissingDependency
 
 
 def canvas(title: str, x: str, y: str, log: bool = True) -> tuple[Any, Callable[[Path], None]]:
-    """An empty picture.
-
-    Args:
-        x: what its axis has, with the unit.
+    """Creates an empty plot with labeled axes.
 
     Returns:
-        matplotlib's axes, and what writes them as PNG.
+        matplotlib's axes, and a function that writes the plot as PNG.
 
     Raises:
         MissingDependency: matplotlib is not installed.

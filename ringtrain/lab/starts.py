@@ -1,4 +1,4 @@
-"""How a bench starts its parts on ranks, one after the other, and hears what they measured."""
+"""Starts the on-rank parts of a bench one after the other and reads their results."""
 
 from __future__ import annotations
 
@@ -15,31 +15,24 @@ from ringtrain.lab import stats
 
 
 class Start(Protocol):
-    """Runs a part of a bench on ranks, with the launcher, hosts and flags of the command line."""
+    """Starts an on-rank part of a bench with the launcher, hosts and flags of the command line."""
 
     def __call__(
         self, words: Sequence[str], num_ranks: int, environ: Mapping[str, str] = {}, launcher: str = ""
     ) -> Any:
-        """Runs `python -m ringtrain.lab.bench WORDS` on ranks, and waits for it.
+        """Runs `python -m ringtrain.lab.bench WORDS` on ranks; returns what rank 0 wrote with stats.write.
 
         Args:
-            words: the part's name and options; `--out FILE` is added, which rank 0 has to write by figures.write.
-            num_ranks: how many; 0: as the command line says, else as many as there are slots.
-
-        Returns:
-            What rank 0 gave to figures.write as results.
+            words: Name and options of the part; `--out FILE` is added.
+            num_ranks: 0: `-np` of the command line, else all slots.
 
         Raises:
-            LaunchError: a rank failed, or wrote nothing; its words are on standard error.
+            LaunchError: A rank failed or wrote no results; its output is on standard error.
         """
 
 
 def starter(options: argparse.Namespace, launch: Callable[[argparse.Namespace], int]) -> Start:
-    """Starts what the command line of a bench asks for.
-
-    Args:
-        options: of the bench, those of launch among them.
-    """
+    """Returns a function that starts bench parts with the given command-line options, which include those of launch."""
 
     def start(words: Sequence[str], num_ranks: int, environ: Mapping[str, str] = {}, launcher: str = "") -> Any:
         own, told = stats.split(words)
@@ -53,7 +46,7 @@ def starter(options: argparse.Namespace, launch: Callable[[argparse.Namespace], 
                 "launcher": launcher or options.launcher,
             }
             code = launch(argparse.Namespace(**{**vars(options), **changed}))
-            if code in ASKED_TO_STOP:  # and so are the starts that would follow
+            if code in ASKED_TO_STOP:  # a signal also cancels the following starts
                 raise SystemExit(code)
             if not code and not out.exists():
                 raise LaunchError(

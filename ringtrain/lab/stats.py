@@ -1,4 +1,4 @@
-"""Measured figures: how often, how spread, on what machine, with what versions; as a table, JSON and a picture."""
+"""Statistics of measurements with the machine and versions they were taken on, as tables and JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PACKAGES = ("ringtrain", "tensorflow-cpu", "tensorflow", "keras", "horovod", "nu
 
 @dataclass(frozen=True)
 class Spread:
-    """What repeated measurements gave."""
+    """Median and percentiles of repeated measurements."""
 
     median: float
     p10: float
@@ -31,41 +31,32 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Summarizes measurements of one thing.
-
-        Args:
-            values: one or more.
-        """
+        """Summarizes one or more measurements of the same quantity."""
         p10, median, p90 = np.percentile(np.asarray(values, float), [10, 50, 90])
         return cls(float(median), float(p10), float(p90), len(values))
 
     def times(self, factor: float) -> Spread:
-        """The same in another unit."""
+        """Converts to another unit."""
         return Spread(factor * self.median, factor * self.p10, factor * self.p90, self.repeats)
 
     def text(self, form: str = ".2f") -> str:
-        """E.g. "1.23 (1.20 to 1.31)"."""
+        """Formats as e.g. "1.23 (1.20 to 1.31)"."""
         return f"{self.median:{form}} ({self.p10:{form}} to {self.p90:{form}})"
 
 
 def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
-    """The ratio of two things that were measured in turns, each pair right after one another.
-
-    Args:
-        numerators: one per turn.
-        denominators: one per turn.
-    """
+    """Computes the ratios of two quantities measured alternately, one pair per round."""
     return Spread.of([first / second for first, second in zip(numerators, denominators, strict=True)])
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A bench's own words, and those behind -- for ringtrain.train."""
+    """Splits into the arguments of the bench and those after `--`, for ringtrain.train."""
     words = list(words)
     return (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
 
 
 def machine() -> dict[str, Any]:
-    """What this process runs on."""
+    """Describes the machine and the package versions of this process."""
     model = ""
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("model name"):
@@ -90,11 +81,7 @@ def machine() -> dict[str, Any]:
 
 
 def write(path: Path, name: str, options: Mapping[str, Any], results: Any) -> None:
-    """Writes a bench's results.
-
-    Args:
-        path: of the JSON file; its folder is made if it is missing.
-    """
+    """Writes the results of a bench as JSON; missing directories are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {
         "bench": name,
@@ -109,13 +96,13 @@ def write(path: Path, name: str, options: Mapping[str, Any], results: Any) -> No
 
 
 def show(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table; plain where standard output is no terminal."""
+    """Prints a table, as plain text if standard output is not a terminal."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    # A launcher gives its ranks a terminal of its own making: lines must stay as they are.
+    # A launcher gives its ranks a pseudo-terminal: lines must not be colored or wrapped.
     console = Console(width=120, force_terminal=False, color_system=None)
     table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for number, name in enumerate(head):

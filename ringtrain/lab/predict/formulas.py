@@ -1,7 +1,7 @@
-"""Images/s at any number of ranks, from one process' step and a network; and backwards. Pure functions.
+"""Images/s at any number of ranks, from one process' step and a network, and the inverse problem. Pure functions.
 
-A step is played through once, for the slowest rank: gradients become ready, Horovod's cycles collect and fuse them, one
-allreduce follows the other while backward goes on. All ranks do the same, so their number costs no time to predict.
+A step is simulated once, for the slowest rank: gradients become ready, Horovod's cycles collect and fuse them, and
+allreduces run one after the other during the backward pass. All ranks are alike, so their number costs no time.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ LARGEST_FACTOR = 1024
 
 @dataclass(frozen=True)
 class Setting:
-    """How a job runs, apart from where."""
+    """Settings of a job, apart from the cluster."""
 
     num_ranks: int
     algorithm: Algorithm = "ring"
     compression: Literal["none", "fp16"] = "none"
     accumulation_steps: int = 1
     fusion_mb: float = 128.0
-    """Horovod's fusion buffer; 0: each gradient alone"""
+    """MiB of Horovod's fusion buffer; 0: no fusion"""
     cycle_time_ms: float = 1.0
-    """of Horovod's thread"""
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or self.accumulation_steps < 1 or self.fusion_mb < 0 or not self.cycle_time_ms > 0:
@@ -45,39 +44,35 @@ class Setting:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One set-up, predicted. An update's time is compute_s + waiting_s + exposed_s + update_s."""
+    """Prediction for one set-up. An update takes compute_s + waiting_s + exposed_s + update_s."""
 
     num_ranks: int
     num_hosts: int
     images_per_s: float
-    """of all ranks"""
+    """of all ranks together"""
     efficiency: float
-    """images_per_s over that of as many processes without communication on the same processors"""
+    """images_per_s relative to the same number of processes without communication on the same processors"""
     compute_s: float
     """between two updates, of one process alone on its share of the processors"""
     waiting_s: float
-    """for the slowest rank"""
+    """of the other ranks for the slowest one"""
     exposed_s: float
-    """communication that backward does not hide, and what it costs backward while it is hidden"""
+    """communication that the backward pass does not hide, and its slowdown by hidden communication"""
     update_s: float
     communication_s: float
-    """in which allreduces are under way"""
+    """total time of the allreduces"""
     sent_gb: float
-    """by each rank for an update"""
+    """per rank and update"""
     num_allreduces: int
 
     @property
     def step_s(self) -> float:
-        """Between two updates."""
+        """Time between two updates."""
         return self.compute_s + self.waiting_s + self.exposed_s + self.update_s
 
 
 def predict(profile: Profile, cluster: Cluster, setting: Setting) -> Prediction:
-    """Predicts a job that averages its gradients by allreduce.
-
-    Args:
-        cluster: where it runs.
-    """
+    """Predicts a job that averages its gradients by allreduce."""
     ranks, crowding = setting.num_ranks, cluster.crowding(setting.num_ranks)
     step_s = crowding * profile.compute_s
     compute_s = step_s * setting.accumulation_steps
@@ -92,11 +87,11 @@ def predict(profile: Profile, cluster: Cluster, setting: Setting) -> Prediction:
 
 @dataclass
 class _Played:
-    """A step so far: the slowest rank's computing, slower while an allreduce is under way, and what was sent."""
+    """Simulation state: computing of the slowest rank, slower during an allreduce, and the data sent."""
 
     now_s: float = 0.0
     progress_s: float = 0.0
-    """of computing, as it would be alone"""
+    """computing done, in seconds without communication"""
     busy_until_s: float = 0.0
     pace: float = 1.0
     """seconds of progress per second until then"""
@@ -105,26 +100,25 @@ class _Played:
     num_allreduces: int = 0
 
     def when(self, progress_s: float) -> float:
-        """The time at which computing will have come so far."""
+        """Time at which the given computing progress will be reached."""
         left_s, busy_s = max(0.0, progress_s - self.progress_s), max(0.0, self.busy_until_s - self.now_s)
         if left_s <= self.pace * busy_s:
             return self.now_s + (left_s / self.pace if left_s else 0.0)
         return self.now_s + busy_s + left_s - self.pace * busy_s
 
     def go_to(self, time_s: float) -> None:
-        """Lets time pass."""
+        """Advances the simulation to a time."""
         busy_s = max(0.0, min(time_s, self.busy_until_s) - self.now_s)
         self.progress_s += self.pace * busy_s + (time_s - self.now_s - busy_s)
         self.now_s = time_s
 
 
 def _play(gradients: list[tuple[float, float]], slowest_s: float, cluster: Cluster, setting: Setting) -> _Played:
-    """Plays Horovod's thread (operations.cc, RunLoopOnce): it sleeps out its cycle, agrees with the others on what is
-    ready, and has it reduced in buffers. NCCL's work is only queued, MPI's and Gloo's waited for.
+    """Simulates Horovod's thread (operations.cc, RunLoopOnce): it sleeps until the end of its cycle, negotiates which
+    gradients are ready, and reduces them in fused buffers. NCCL's work is only queued; MPI's and Gloo's blocks it.
 
     Args:
-        gradients: bytes and when they are ready, in seconds of computing, in that order.
-        cluster: where it runs.
+        gradients: Bytes and ready time, in seconds of computing, in order of ready time.
     """
     state, allreduce = _Played(), ALGORITHMS[setting.algorithm]
     agreeing_s = negotiation_s(cluster, setting.num_ranks)
@@ -154,7 +148,7 @@ def _play(gradients: list[tuple[float, float]], slowest_s: float, cluster: Clust
 
 
 def _fused(sizes: list[float], threshold: float) -> Iterator[float]:
-    """Sizes of the buffers that gradients are sent in: in their order, as many as the threshold allows."""
+    """Sizes of the fused buffers: gradients in order, up to the threshold in bytes."""
     buffer = 0.0
     for size in sizes:
         if buffer and buffer + size > threshold:
@@ -186,19 +180,18 @@ def _prediction(
 
 
 def parameter_servers(profile: Profile, cluster: Cluster, setting: Setting, num_servers: int) -> Prediction:
-    """Predicts the same job with synchronous parameter servers: ranks push gradients, and pull the weights anew.
+    """Predicts the same job with synchronous parameter servers: ranks push gradients and pull weights.
 
-    Servers run on the ranks' hosts, one on each while they last. Gradients are dealt out in turns, so that the server
-    with the largest is the slowest. What a server receives goes through its host's link, as does what it sends; so does
-    what a host's own ranks send. The next step's forward pass hides pulling.
+    Servers run on the ranks' hosts, one on each while hosts last. Gradients are distributed round-robin, so the server
+    with the largest is the slowest. A server's traffic in each direction goes through its host's link, as does
+    that of the host's ranks. The next step's forward pass hides pulling.
 
     Args:
-        cluster: where it runs; of its transport nothing counts, since servers talk over gRPC and TCP.
-        setting: how it runs; algorithm, fusion and cycle time do not matter.
-        num_servers: that the weights are dealt out to.
+        cluster: Its transport is ignored, since servers use gRPC over TCP.
+        setting: Algorithm, fusion and cycle time are ignored.
 
     Raises:
-        ConfigError: no servers.
+        ConfigError: num_servers is below 1.
     """
     if num_servers < 1:
         raise ConfigError(f"got {num_servers} parameter servers, expected 1 or more")
@@ -233,14 +226,12 @@ def parameter_servers(profile: Profile, cluster: Cluster, setting: Setting, num_
 
 
 def calibrated(profile: Profile, cluster: Cluster, setting: Setting, images_per_s: float) -> Cluster:
-    """Takes what a host's ranks cost each other from one measured point, on one host: its copying and adding.
+    """Returns the cluster with the host_s_per_gb that predicts one point measured on one host.
 
-    Returns:
-        The cluster with the host_s_per_gb that predicts that point; where the point is faster than anything predicted,
-        with none.
+    The cost is 0 if the point is faster than any prediction.
 
     Raises:
-        ConfigError: the point's ranks are not all on one host.
+        ConfigError: The point's ranks are not all on one host, or fewer than 2.
     """
     if cluster.num_hosts(setting.num_ranks) > 1 or setting.num_ranks < 2:
         raise ConfigError(
@@ -256,11 +247,7 @@ def calibrated(profile: Profile, cluster: Cluster, setting: Setting, images_per_
 
 
 def least(holds: Callable[[float], bool], low: float, high: float) -> float | None:
-    """The least number, to a thousandth, from which on something holds, which does so from some number on.
-
-    Returns:
-        It; low if it holds there already, None if not even at high.
-    """
+    """Least number, to 0.1 %, from which a condition holds: low if it holds there, None if not even at high."""
     if holds(low):
         return low
     if not holds(high):
@@ -273,26 +260,20 @@ def least(holds: Callable[[float], bool], low: float, high: float) -> float | No
 
 @dataclass(frozen=True)
 class Way:
-    """One way to the wanted efficiency."""
+    """Change that may reach the requested efficiency."""
 
     change: str
-    """what is changed, all else being as it is"""
     needed: str
-    """to what; empty: it does not get there"""
+    """required value; "" if it does not reach the efficiency"""
     efficiency: float
-    """that it then has, or at its best"""
+    """at the required value, or the best that was reached"""
 
 
 def reach(profile: Profile, cluster: Cluster, setting: Setting, efficiency: float) -> list[Way]:
-    """The question backwards: which link, batch, accumulation, algorithm or compression reaches an efficiency?
-
-    Args:
-        cluster: where it runs.
-        setting: how it runs, with the number of ranks.
-        efficiency: wanted, above 0 and below 1.
+    """Inverse problem: the link, batch, accumulation, algorithm or compression that reaches an efficiency.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: The efficiency is not above 0 and below 1.
     """
     if not 0 < efficiency < 1:
         raise ConfigError(f"--reach: got {efficiency:g}, expected an efficiency between 0 and 1, such as 0.9")
