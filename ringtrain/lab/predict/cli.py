@@ -1,4 +1,4 @@
-"""Predictions as a person reads them: tables, JSON, a plot."""
+"""Output of ringtrain predict: tables, JSON, a plot."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from ringtrain.lab.predict.points import Case, Point
 
 @dataclass(frozen=True)
 class Wanted:
-    """What ringtrain predict is to show."""
+    """Output options of ringtrain predict."""
 
     ranks: str = "..128"
     reach: float = 0.0
-    """efficiency that is to be reached at the highest number of ranks; 0: not asked"""
+    """efficiency to reach at the highest number of ranks; 0: off"""
     measured: str = ""
-    """a file of measured points to predict instead"""
+    """path of a file of measured points to predict instead"""
     as_json: bool = False
     plot: str = ""
-    """PNG to draw"""
+    """path of the PNG"""
 
 
 def main(values: Mapping[str, Any], wanted: Wanted) -> int:
-    """Predicts and shows it.
+    """Predicts and prints.
 
     Returns:
-        Exit code 0; with reach 1 if nothing that was tried reaches it.
+        Exit code 0; with reach 1 if no change reaches it.
 
     Raises:
-        ConfigError: they do not fit together.
+        ConfigError: The options are invalid or do not fit together.
     """
     if wanted.measured:
         if values or wanted.reach or wanted.plot:
@@ -78,7 +78,7 @@ def main(values: Mapping[str, Any], wanted: Wanted) -> int:
 
 
 def draw(path: Path, lines: Mapping[str, Sequence[Prediction]], title: str) -> None:
-    """Draws images/s over the number of ranks, beside ranks that do not communicate.
+    """Draws images/s over the number of ranks, with an ideal line without communication.
 
     Raises:
         MissingDependency: matplotlib is not installed.
@@ -119,7 +119,7 @@ def _speeds(lines: Mapping[str, Sequence[Prediction]], title: str) -> Table:
 
 
 def _parts(predictions: Sequence[Prediction], kind: str) -> Table:
-    """Where an update's time goes."""
+    """Breaks down the time of an update."""
     table = _table(
         f"an update's time, {kind}, ms", "ranks", "computing", "slowest rank", "communication not hidden", "update",
         "communication in all", "allreduces", "MB sent",

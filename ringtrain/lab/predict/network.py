@@ -1,4 +1,4 @@
-"""What it takes to bring bytes to all ranks: links, hosts, what sends over them. Formulae only."""
+"""Time of an allreduce over links, hosts and transports. Pure formulas."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ FACTORS = {"k": 1e-6, "m": 1e-3, "g": 1.0, "t": 1e3}
 
 @dataclass(frozen=True)
 class Link:
-    """From one host, or one process, to another; the same in both directions at once."""
+    """Full-duplex link between two hosts or processes."""
 
     gb_per_s: float
     """10^9 bytes per second"""
     latency_s: float
     """one way"""
     measured: bool = False
-    """the rate is what processes were seen to get, headers and the system's work with them included"""
+    """whether the rate was measured between processes, so that it includes headers and system overhead"""
 
 
 @dataclass(frozen=True)
 class Transport:
-    """What ranks talk with, and what it costs them."""
+    """Transport between ranks and its costs."""
 
     payload: float
-    """share of a link's nominal rate that is left beside headers"""
+    """fraction of a link's nominal rate left after headers"""
     network_s_per_gb: float
-    """work of the system for each GB sent to another host, when that is not done beside the sending itself"""
+    """system overhead per GB sent to another host that does not overlap with sending"""
     host_s_per_gb: float
-    """copying and adding for each GB that a rank sends, not done beside the sending"""
+    """copying and adding per GB that a rank sends that does not overlap with sending"""
     slowdown: float
-    """computing takes so much longer while an allreduce is under way, as a share; GPUs only"""
+    """extra compute time during an allreduce, as a fraction; GPUs only"""
     blocking: bool
-    """Horovod's thread waits for each allreduce before it collects the next gradients"""
+    """whether Horovod's thread waits for each allreduce before it collects the next gradients"""
 
 
 TCP = 1448 / 1538  # bytes of a full Ethernet frame with IP, TCP and time stamps, preamble and gap
@@ -67,19 +67,19 @@ class Cluster:
     ranks_per_host: int
     transport: Transport
     cores_per_host: float = 0.0
-    """cores that the ranks of a host compute on, one thread each; 0: every rank has a device of its own"""
+    """cores that the ranks of a host compute on, one thread each; 0: every rank has its own device"""
 
     def num_hosts(self, num_ranks: int) -> int:
-        """Hosts are filled one after the other."""
+        """Number of hosts, filled one after the other."""
         return -(-num_ranks // self.ranks_per_host)
 
     def crowding(self, num_ranks: int) -> float:
-        """How many times longer a rank computes since others use its cores."""
+        """Factor by which a rank computes more slowly because others use its cores."""
         here = min(num_ranks, self.ranks_per_host)
         return max(1.0, here / self.cores_per_host) if self.cores_per_host else 1.0
 
     def full(self, num_ranks: int) -> bool:
-        """Whether communication takes its processor time from computing."""
+        """Whether communication takes processor time from computing."""
         return bool(self.cores_per_host) and min(num_ranks, self.ranks_per_host) >= self.cores_per_host
 
     @property
@@ -89,22 +89,22 @@ class Cluster:
 
     @property
     def network_s_per_gb(self) -> float:
-        """Work for what is sent to another host."""
+        """System overhead of sending to another host."""
         return 0.0 if self.link.measured else self.transport.network_s_per_gb
 
 
 def sent_gb(num_bytes: float, num_ranks: int) -> float:
-    """What each rank of a ring sends: 2 (N - 1) messages of 1/N (Patarasuk and Yuan 2009). None needs less."""
+    """GB that each rank of a ring sends, 2 (N - 1) messages of 1/N: the minimum (Patarasuk and Yuan 2009)."""
     return 2 * (num_ranks - 1) / num_ranks * num_bytes / 1e9
 
 
 def ring(cluster: Cluster, num_bytes: float, num_ranks: int) -> tuple[float, float]:
-    """One ring through all ranks, host by host.
+    """Computes the time of one ring through all ranks, host by host.
 
-    A message's way leads over each link twice. Between hosts it takes the link's latency, within one the local one.
+    A message passes each link twice. Between hosts it takes the link's latency, within a host the local one.
 
     Returns:
-        Seconds that an allreduce takes; those of them in which it needs no processor, but waits for the wire.
+        Seconds of an allreduce, and those of them in which it waits for the wire without using a processor.
     """
     sent, hosts = sent_gb(num_bytes, num_ranks), cluster.num_hosts(num_ranks)
     work_s = cluster.transport.host_s_per_gb * cluster.crowding(num_ranks)
@@ -122,13 +122,10 @@ def ring(cluster: Cluster, num_bytes: float, num_ranks: int) -> tuple[float, flo
 
 
 def hierarchical(cluster: Cluster, num_bytes: float, num_ranks: int) -> tuple[float, float]:
-    """Reduced and scattered within each host, in rings between hosts by each rank for its part, gathered within each.
+    """Computes the time of an allreduce that reduces within hosts, then between them, then gathers within hosts.
 
-    As Horovod does it with HOROVOD_HIERARCHICAL_ALLREDUCE. The rings between hosts share a host's link, and their work
-    is done by its ranks side by side.
-
-    Returns:
-        As ring does.
+    As Horovod does with HOROVOD_HIERARCHICAL_ALLREDUCE. The rings between hosts share a host's link; its ranks do their
+    work in parallel. Returns the same as ring.
     """
     hosts = cluster.num_hosts(num_ranks)
     if hosts == 1:
@@ -145,14 +142,11 @@ def hierarchical(cluster: Cluster, num_bytes: float, num_ranks: int) -> tuple[fl
 
 
 def halving(cluster: Cluster, num_bytes: float, num_ranks: int) -> tuple[float, float]:
-    """Recursive halving, then doubling (Rabenseifner 2004): Open MPI 4.1 takes it for large messages.
+    """Computes the time of recursive halving and doubling (Rabenseifner 2004), as Open MPI 4.1 uses for large messages.
 
-    Each rank exchanges half of what it has with a neighbour, a quarter with the next but one, and so on: first with
-    those of its host, and between hosts what is left. Ranks above a power of two hand theirs to a neighbour before,
-    and get the sum back.
-
-    Returns:
-        As ring does.
+    Each rank exchanges half of its data with a neighbor, a quarter with the next but one, and so on: first within its
+    host, then the rest between hosts. Ranks above a power of two first send theirs to a neighbor, and receive the sum
+    at the end. Returns the same as ring.
     """
     hosts = cluster.num_hosts(num_ranks)
     here, crowding = num_ranks / hosts, cluster.crowding(num_ranks)
@@ -173,9 +167,9 @@ ALGORITHMS = {"ring": ring, "hierarchical": hierarchical, "halving": halving}
 
 
 def negotiation_s(cluster: Cluster, num_ranks: int) -> float:
-    """What ranks need in each cycle to agree on which gradients are ready everywhere.
+    """Time per cycle in which ranks agree on the gradients that are ready everywhere.
 
-    Once Horovod's response cache knows all names, one allreduce of a bit per name (response_cache.cc); a small
+    Once Horovod's response cache knows all names, this is one allreduce of a bit per name (response_cache.cc). A small
     allreduce takes as many rounds as the number of ranks has bits.
     """
     hosts = cluster.num_hosts(num_ranks)
@@ -185,16 +179,10 @@ def negotiation_s(cluster: Cluster, num_ranks: int) -> float:
 
 
 def parse_rate(text: str) -> float:
-    """Reads a link's rate.
-
-    Args:
-        text: such as 25Gbps, 100Mbit/s, or with a capital B in bytes: 1.4GB/s.
-
-    Returns:
-        GB/s.
+    """Converts a link rate such as 25Gbps, 100Mbit/s or, in bytes, 1.4GB/s to GB/s.
 
     Raises:
-        ConfigError: it is no rate above 0.
+        ConfigError: The text is not a rate above 0.
     """
     match = RATE.fullmatch(text.strip())
     if not match or not float(match[1]):
@@ -203,15 +191,15 @@ def parse_rate(text: str) -> float:
 
 
 def read_link(text: str, latency_s: float, folder: Path = Path()) -> Link:
-    """A link of a rate, or as `ringtrain doctor --json` or `ringtrain bench allreduce --out` has measured it.
+    """Link of a given rate, or as `ringtrain doctor --json` or `ringtrain bench allreduce --out` measured it.
 
     Args:
-        text: a rate, or the path of such a JSON file. Of doctor's links it is the slowest; of allreduces between hosts,
-            what the busiest host sent per second in the largest, receiving as much, and the smallest one's time.
-        folder: that the path is relative to.
+        text: Rate, or path of such a JSON file. Of doctor's links the slowest counts. Of allreduces between hosts, the
+            rate is that of the busiest host in the largest, and the latency comes from the time of the smallest.
+        folder: Base of a relative path.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: The text or the file is invalid.
     """
     if not text.endswith(".json"):
         return Link(parse_rate(text), latency_s)

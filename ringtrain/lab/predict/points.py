@@ -1,4 +1,4 @@
-"""What is to be predicted, as the command line or a file of measured points names it."""
+"""Set-ups to predict, from the command line or a file of measured points."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class Case:
-    """A set-up but for its number of ranks. The field's names are keys of a file, and options of ringtrain predict."""
+    """Set-up without its number of ranks. The field names are keys of a file and options of ringtrain predict."""
 
     profile: str = ""
-    """path of a profile, as bench train writes it; in a file of points relative to that"""
+    """path of a profile written by bench train; relative to the file of points"""
     model: str = ""
-    """instead of a profile: a known model, of whose device only the speed is known"""
+    """known model, instead of a profile"""
     model_images_per_s: float = 0.0
-    """of one process with that model"""
+    """measured speed of one process with that model"""
     model_batch: int = 64
-    """and its batch"""
+    """batch size of that measurement"""
     jitter: float = -1.0
-    """standard deviation of a step as a share; -1: as the profile has it"""
+    """standard deviation of a step as a fraction; -1: from the profile"""
     batch: int = 0
-    """per rank; 0: the profile's"""
+    """per rank; 0: from the profile"""
     link: str = "25Gbps"
-    """of each host, or the path of what doctor --json printed or bench allreduce --out wrote"""
+    """of each host, or the path of a file from doctor --json or bench allreduce --out"""
     latency_us: float = 25.0
     local_link: str = "10GB/s"
     """between two ranks of a host"""
@@ -50,7 +50,7 @@ class Case:
     cores_per_host: float = 0.0
     transport: str = "nccl-tcp"
     calibrate_ranks: int = 0
-    """ranks of a measured point on one host, to calibrate copying and adding by; 0: none"""
+    """ranks of a measured point on one host, to calibrate copying and adding; 0: no calibration"""
     calibrate_images_per_s: float = 0.0
     """of that point"""
     algorithm: str = "ring"
@@ -77,7 +77,7 @@ class Case:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Case:
-        """From keys and values; raises ConfigError for unknown keys and values of another kind."""
+        """Builds a case from keys and values; raises ConfigError for unknown keys and wrong types."""
         types = get_type_hints(cls)
         for name, value in values.items():
             if name not in types:
@@ -88,11 +88,7 @@ class Case:
         return cls(**values)
 
     def read_profile(self, folder: Path) -> Profile:
-        """The profile, with this case's batch and jitter.
-
-        Args:
-            folder: that its path is relative to.
-        """
+        """Reads the profile and applies batch and jitter; `folder` is the base of a relative path."""
         if self.model:
             found = profile.known(self.model, self.model_images_per_s, self.model_batch)
         else:
@@ -102,7 +98,7 @@ class Case:
         return found.with_batch(self.batch) if self.batch else found
 
     def setting(self, num_ranks: int) -> Setting:
-        """How it runs on so many ranks."""
+        """Settings for a number of ranks."""
         return Setting(
             num_ranks,
             self.algorithm,  # type: ignore[arg-type]  # one of CHOICES
@@ -113,11 +109,7 @@ class Case:
         )
 
     def cluster(self, step: Profile, folder: Path = Path()) -> Cluster:
-        """Where it runs, calibrated where a point for that was given.
-
-        Args:
-            folder: that the path of a link is relative to.
-        """
+        """Cluster of the case, calibrated if a point is given; `folder` is the base of a relative link path."""
         made = Cluster(
             network.read_link(self.link, self.latency_us / 1e6, folder),
             Link(network.parse_rate(self.local_link), self.local_latency_us / 1e6),
@@ -132,7 +124,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Point:
-    """A measured point beside its prediction."""
+    """Measured point and its prediction."""
 
     setup: str
     num_ranks: int
@@ -140,11 +132,11 @@ class Point:
     """images/s of all ranks"""
     prediction: Prediction
     fitted: bool
-    """it was measured on one rank, or is what the case was calibrated by"""
+    """measured on one rank, or used for calibration"""
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less one."""
+        """Predicted over measured, minus one."""
         return self.prediction.images_per_s / self.measured - 1
 
 
@@ -152,13 +144,12 @@ def read_points(path: Path) -> list[Point]:
     """Predicts every point of a file.
 
     Args:
-        path: a JSON object. "points" is a list of objects with setup (a name), ranks, images_per_s (measured, of all
-            ranks) and keys of Case; or, instead of ranks and images_per_s, with measured, an object of both:
-            {"2": 668, "4": 979}. "defaults" holds keys that all points have unless they have their own. Other keys of
-            the file are left alone.
+        path: JSON object. "points" is a list of objects with setup (a name), ranks, images_per_s (measured, of all
+            ranks) and keys of Case. Instead of ranks and images_per_s, a point may have measured, an object of both:
+            {"2": 668, "4": 979}. "defaults" holds default keys of all points. Other keys of the file are ignored.
 
     Raises:
-        ConfigError: it is something else; names the point.
+        ConfigError: The file or a point is invalid; names the point.
     """
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
@@ -198,13 +189,10 @@ def _points(values: dict[str, Any], folder: Path) -> list[Point]:
 
 
 def parse_ranks(text: str) -> Sequence[int]:
-    """Reads numbers of ranks.
-
-    Args:
-        text: such as 1,2,4 or, for all powers of two up to a number and that number, ..128.
+    """Parses numbers of ranks such as 1,2,4, or ..128 for all powers of two below 128 and 128 itself.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: The text is neither.
     """
     words = text.removeprefix("..").split(",")
     if not all(word.isdigit() and int(word) > 0 for word in words) or (text.startswith("..") and len(words) > 1):

@@ -1,4 +1,4 @@
-"""One process' training step: how long it computes, and when which gradient is ready."""
+"""Training step of one process: compute time, and when each gradient is ready."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from ringtrain.protocol.json_text import INVALID, parse_json
 
 @dataclass(frozen=True)
 class Gradient:
-    """What one allreduce is asked for."""
+    """Gradient of one weight, reduced by one allreduce."""
 
     bytes: int
     """in float32, before compression"""
     ready_s: float
-    """seconds from the step's start until backward has it"""
+    """seconds from the start of the step until the backward pass has computed it"""
     name: str = ""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A step of one process alone, without communication."""
+    """Step of one process alone, without communication."""
 
     name: str
     batch_size: int
     """samples per step"""
     compute_s: float
-    """mean time of forward and backward pass, seconds"""
+    """mean seconds of forward and backward pass"""
     gradients: tuple[Gradient, ...]
-    """in any order; kept in the order in which they are ready"""
+    """in any order; sorted by ready_s"""
     update_s: float = 0.0
-    """time of the optimizer's update, seconds"""
+    """seconds of the optimizer's update"""
     jitter: float = 0.0
-    """standard deviation of compute_s from step to step, as a share of it; used where there is no step_s"""
+    """standard deviation of compute_s as a fraction of it; used if step_s is empty"""
     step_s: tuple[float, ...] = ()
-    """measured times of single steps (of compute_s alone or of whole steps: only their spread is used), seconds"""
+    """measured seconds of single steps, of compute_s alone or whole steps: only their spread is used"""
 
     def __post_init__(self) -> None:
         times = (self.compute_s, self.update_s, self.jitter, *self.step_s, *(g.ready_s for g in self.gradients))
@@ -62,16 +62,16 @@ class Profile:
 
     @property
     def total_bytes(self) -> int:
-        """Of all gradients, before compression."""
+        """Bytes of all gradients, before compression."""
         return sum(gradient.bytes for gradient in self.gradients)
 
     @property
     def images_per_s(self) -> float:
-        """Of one process alone."""
+        """Speed of one process alone."""
         return self.batch_size / (self.compute_s + self.update_s)
 
     def with_batch(self, batch_size: int) -> Profile:
-        """The same with other batches: computing takes time in proportion to them, the update does not."""
+        """Scales the profile to another batch size: compute time is proportional to it, the update is constant."""
         factor = batch_size / self.batch_size
         gradients = tuple(dataclasses.replace(g, ready_s=g.ready_s * factor) for g in self.gradients)
         jitter = self.spread / self.compute_s
@@ -86,21 +86,18 @@ class Profile:
 
     @property
     def spread(self) -> float:
-        """Standard deviation of a step's computing, seconds."""
+        """Standard deviation of a step's compute time, in seconds."""
         return pstdev(self.step_s) if len(self.step_s) > 1 else self.jitter * self.compute_s
 
     def waiting_s(self, num_ranks: int, num_steps: int = 1) -> float:
-        """By how much the slowest of many ranks is expected to be later than the mean.
+        """Expected delay of the slowest of many ranks behind the mean, in seconds; 0 for one rank.
 
-        The expected maximum of a sample: of the measured steps themselves as long as there are as many of them as
-        ranks, above that in proportion to a normal distribution's (Blom, Statistical Estimates and Transformed Beta
-        Variables, 1958). Ranks are taken to be independent.
+        The expected maximum of a sample: of the measured steps while there are as many of them as ranks, above that in
+        proportion to a normal distribution's (Blom, Statistical Estimates and Transformed Beta Variables, 1958). Ranks
+        are assumed to be independent.
 
         Args:
-            num_steps: between two waits, whose times add up.
-
-        Returns:
-            Seconds; 0 for one rank.
+            num_steps: Steps between two waits, whose times add up.
         """
         if len(self.step_s) < 2 or num_steps > 1:
             return self.spread * math.sqrt(num_steps) * expected_maximum(num_ranks)
@@ -111,19 +108,19 @@ class Profile:
         return max(0.0, highest - fmean(ordered)) * beyond
 
     def to_json(self) -> str:
-        """As the file that from_json reads."""
+        """Serializes the profile for from_json."""
         return json.dumps(dataclasses.asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str, source: str = "profile") -> Profile:
-        """Reads a profile.
+        """Parses a profile.
 
         Args:
-            text: a JSON object with this class' fields; gradients is a list of objects with bytes, ready_s and,
-                optionally, name. Other keys (versions, machine) are left alone.
+            text: JSON object with the fields of this class; gradients is a list of objects with bytes, ready_s and,
+                optionally, name. Other keys (versions, machine) are ignored.
 
         Raises:
-            ConfigError: it is no such object.
+            ConfigError: The text is invalid.
         """
         try:
             return cls.from_values(parse_json(text))
@@ -135,7 +132,7 @@ class Profile:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Profile:
-        """The same from a parsed object; raises what a dictionary of other contents does."""
+        """Builds a profile from a parsed object; raises the errors of INVALID for other contents."""
         gradients = tuple(
             Gradient(int(g["bytes"]), float(g["ready_s"]), g.get("name", "")) for g in values["gradients"]
         )
@@ -159,12 +156,12 @@ def read(path: Path) -> Profile:
 
 
 def expected_maximum(num: int) -> float:
-    """Of so many standard normal variables; Blom's approximation, exact for one."""
+    """Expected maximum of `num` standard normal variables: Blom's approximation, exact for one."""
     return NormalDist().inv_cdf((num - 0.375) / (num + 0.25)) if num > 1 else 0.0
 
 
-# Known models: layers from input to output, as (number of weights in thousands, outputs that share them, how often). A
-# layer's computing is in proportion to weights x outputs; its place in backward follows from that.
+# Known models: layers from input to output, as (thousands of weights, outputs that share them, repetitions). A layer's
+# compute time is proportional to weights x outputs, which also gives its position in the backward pass.
 Layer = tuple[float, int, int]
 
 
@@ -203,19 +200,16 @@ MODELS: dict[str, tuple[float, list[Layer]]] = {
     ),
 }
 FORWARD_SHARE = 1 / 3
-"""of computing: backward does the forward's work twice, for inputs and for weights"""
+"""fraction of the compute time; the backward pass does this work twice, for inputs and for weights"""
 JITTER = 0.02
-"""of the known models: what two GPUs on one node lost (0.6 and 3.4 %) is 0.56 of it (docs/predict.md)"""
+"""of the known models; two GPUs on one node lost 0.6 and 3.4 %, which is 0.56 of it (docs/predict.md)"""
 
 
 def known(model: str, images_per_s: float, batch_size: int, jitter: float = JITTER) -> Profile:
-    """Makes the profile of a known model, on a device of which only the speed is known.
-
-    Args:
-        jitter: standard deviation of its steps, as a share.
+    """Profile of a known model on a device of known speed.
 
     Raises:
-        ConfigError: the model is unknown, or its speed no number above 0.
+        ConfigError: The model is unknown, or the speed or batch size is not positive.
     """
     if model not in MODELS:
         raise ConfigError(f"model: got {model}, {nearest(model, MODELS)}")
