@@ -1,4 +1,4 @@
-"""Files that ringtrain bench --out wrote, of whatever bench, as tables and charts."""
+"""Files written by ringtrain bench --out as tables and charts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ringtrain.protocol.json_text import INVALID, parse_json
 
 SPREAD = {"median", "p10", "p90"}
 MAX_CELLS = 12
-"""columns of a table; what has more is told in rows"""
+"""maximum number of columns; wider results become rows"""
 
 
 def read(path: Path) -> Section:
-    """A bench's results.
+    """Reads the results of a bench as a section.
 
     Raises:
-        LaunchError: it is none.
+        LaunchError: The file cannot be read or is not from ringtrain bench.
     """
     try:
         record = parse_json(path.read_text(encoding="utf-8"))
@@ -39,7 +39,7 @@ def read(path: Path) -> Section:
 
 
 def _parts(title: str, value: Any) -> list[Part]:
-    """Tables of nested plain values: those that are alike in columns, all others a row each."""
+    """Converts nested plain values to tables: alike entries share columns, all others get a row each."""
     single, parts = [], []
     items = value.items() if isinstance(value, Mapping) else [(str(place), one) for place, one in enumerate(value)]
     for name, inner in [*items] if not _is_leaf(value) else [("", value)]:
@@ -61,7 +61,7 @@ def _parts(title: str, value: Any) -> list[Part]:
 
 
 def _rows(value: Any) -> list[tuple[str, Mapping[str, Any]]]:
-    """Rows of a table, if the value is several things that are told by the same names; else none."""
+    """Rows of a table if all entries are mappings of single values with few columns; else empty."""
     if isinstance(value, Mapping):
         rows = [(str(name), inner) for name, inner in value.items()]
     else:

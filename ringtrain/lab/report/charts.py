@@ -1,4 +1,4 @@
-"""Charts as inline SVG whose colours are the page's: lines over x, and bars that are stacked from parts."""
+"""Charts as inline SVG in the colors of the page: line charts and stacked bars."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 COLOURS = 6
-"""that page.py has, for light and for dark; told apart by the colour-blind as well"""
+"""defined in html.py for light and dark mode; distinguishable with color blindness"""
 MAX_POINTS = 400
 """of a line"""
 WIDTH, HEIGHT = 380.0, 220.0
@@ -20,7 +20,7 @@ Point = tuple[float, float | None]
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart; a value of None breaks it."""
+    """Line of a chart; a value of None interrupts it."""
 
     name: str
     points: Sequence[Point]
@@ -30,24 +30,24 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over a common x."""
+    """Lines over a common x axis."""
 
     title: str
     """with the unit of y"""
     x: str
     lines: Sequence[Line]
     marks: Sequence[tuple[float, int]] = ()
-    """x and colour of upright lines"""
+    """x and color of vertical lines"""
     marked: str = ""
-    """what these are"""
+    """legend of the vertical lines"""
     dashes: str = ""
-    """what all dashed lines are, where they have the same names as the others"""
+    """legend of all dashed lines, if they share names with solid ones"""
     from_zero: bool = False
 
 
 @dataclass(frozen=True)
 class Bars:
-    """A bar for each row, stacked from its parts."""
+    """One stacked bar per row."""
 
     title: str
     """with the unit"""
@@ -56,12 +56,12 @@ class Bars:
 
 
 def number(value: float) -> str:
-    """A number in few letters: 1,200; 0.0025; 1e-06."""
+    """Formats a number with few characters: 1,200; 0.0025; 1e-06."""
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.4g}"
 
 
 def draw(chart: Chart) -> str:
-    """A chart of lines as a figure with its legend."""
+    """Draws a line chart with its legend as a figure."""
     lines = [line for line in chart.lines if any(_is_finite(y) for _, y in line.points)]
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points if y is not None and _is_finite(y)]
@@ -98,7 +98,7 @@ def draw(chart: Chart) -> str:
             if y is None or not _is_finite(y):
                 pen = "M"
                 continue
-            # A point alone is drawn as a dot.
+            # A single point is drawn as a dot.
             path.append(f"{pen}{across(x):.1f} {up(y):.1f}{'h0' if pen == 'M' else ''}")
             pen = "L"
         drawn.append(f'<path class="{_class(line)}" d="{"".join(path)}"><title>{escape(line.name)}</title></path>')
@@ -116,7 +116,7 @@ def draw(chart: Chart) -> str:
 
 
 def draw_bars(bars: Bars) -> str:
-    """Stacked bars as a figure with its legend."""
+    """Draws stacked bars with their legend as a figure."""
     longest = max((sum(values) for _, values in bars.rows), default=0.0) or 1.0
     height = BAR * len(bars.rows)
     drawn = [f'<svg viewBox="0 0 {WIDTH:g} {height:g}" role="img" aria-label="{escape(bars.title)}">']
@@ -140,7 +140,7 @@ def draw_bars(bars: Bars) -> str:
 
 
 def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Round numbers, evenly spaced, the first not above low and the last not below high."""
+    """Round, evenly spaced numbers, the first not above low and the last not below high."""
     if high - low < 1e-9 * max(abs(low), abs(high), 1e-9):
         low, high = (0.0, 2 * high) if high > 0 else (low - 1, high + 1)
     rough = (high - low) / wanted

@@ -1,4 +1,4 @@
-"""ringtrain report: what came of one run or several, side by side, as an HTML page or as Markdown. No TensorFlow."""
+"""ringtrain report: one run or several side by side, as an HTML page or Markdown. Does not import TensorFlow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ringtrain.monitor import journal, trace
 
 MAX_EVENTS = 100
 AS_NUMBERS = ("save", "commit", "training")
-"""events of the journal that are told as numbers"""
+"""journal events that are reported as numbers"""
 
 
 def main(options: argparse.Namespace) -> int:
@@ -52,13 +52,13 @@ def main(options: argparse.Namespace) -> int:
 
 
 def names_of(read: Sequence[Run]) -> list[str]:
-    """A name for each run; with its folder's where two have the same."""
+    """Name of each run, replaced by its directory if two runs share a name."""
     names = [run.name for run in read]
     return [run.name if names.count(run.name) == 1 else str(run.folder) for run in read]
 
 
 def sections(read: Sequence[Run]) -> list[Section]:
-    """What is to be said about runs."""
+    """Sections of the page about runs."""
     named = dict(zip(names_of(read), read, strict=True))
     return [
         Section("", [*_missing(named), _numbers(named)]),
@@ -75,13 +75,13 @@ def _missing(named: Mapping[str, Run]) -> list[html.Part]:
 
 
 def _table(named: Mapping[str, Run], rows: Mapping[str, Callable[[Run], str]]) -> Table:
-    """A column for each run; rows that are empty in all are left out."""
+    """Table with a column per run; rows that are empty for all runs are dropped."""
     cells = [[title, *(tell(run) for run in named.values())] for title, tell in rows.items()]
     return Table(["", *named], [row for row in cells if any(row[1:])])
 
 
 def _numbers(named: Mapping[str, Run]) -> Table:
-    """What came out."""
+    """Table of the results."""
 
     def of(key: str, unit: str = "") -> Callable[[Run], str]:
         def tell(run: Run) -> str:
@@ -150,7 +150,7 @@ def _numbers(named: Mapping[str, Run]) -> Table:
 
 
 def _events(named: Mapping[str, Run]) -> list[html.Part]:
-    """How each start of each run ended, and what its journals tell."""
+    """Exit cause of each attempt of each run, and the events of its journals."""
     parts: list[html.Part] = []
     for name, run in named.items():
         if not run.events:
@@ -178,7 +178,7 @@ def _events(named: Mapping[str, Run]) -> list[html.Part]:
 
 
 def _configuration(named: Mapping[str, Run]) -> list[html.Part]:
-    """One run: what is not left at its default; several: what differs."""
+    """Options that differ from their defaults, or, for several runs, between the runs."""
     known = run_folder.defaults()
     all_options = dict.fromkeys(option for run in named.values() for option in run.options)
     values = {
@@ -202,7 +202,7 @@ def _configuration(named: Mapping[str, Run]) -> list[html.Part]:
 
 
 def _versions(named: Mapping[str, Run]) -> Table:
-    """What the runs were made with."""
+    """Package versions, git revision, hosts and start time of the runs."""
     kept: dict[str, Mapping[str, Any]] = {
         name: run.summary.get("versions")
         or next((event["versions"] for event in run.events if event.get("versions")), {})

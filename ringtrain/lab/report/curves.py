@@ -1,4 +1,4 @@
-"""Curves of runs, each run a line, and what their steps' time went into."""
+"""Curves of runs, one line per run, and the time split of their steps."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ringtrain.lab.report.run_folder import Run
 
 PARTS = {"input": "input_s", "compute": "compute_s", "callbacks": "callbacks_s", "waiting": "wait_s"}
 MAX_RANKS = 16
-"""in the picture; those that need longest"""
+"""in the chart; the slowest ones"""
 MAX_EPOCHS = 12
 """rows of the table of epochs"""
 WORDS = "Compute: forward and backward pass, and the update. Waiting: for the other ranks, and the allreduce itself."
 
 
 def curves(named: Mapping[str, Run]) -> list[Part]:
-    """Metrics in training and on the test data, learning rate, speed; and epochs as a table."""
+    """Charts of training and test metrics, learning rate and speed, and a table of epochs."""
     several = len(named) > 1
     keys = dict.fromkeys(key for run in named.values() for record in run.epochs for key in record)
     pairs = [key for key in ("loss", "accuracy", *keys) if f"test_{key}" in keys]
@@ -27,7 +27,7 @@ def curves(named: Mapping[str, Run]) -> list[Part]:
         lines: list[Line] = []
         for place, (name, run) in enumerate(named.items()):
             for of, what in ((key, "training"), (f"test_{key}", "test")):
-                # A run that has completed no epoch has at least its steps.
+                # A run without a completed epoch has at least its steps.
                 records = run.epochs or run.steps
                 points = [(_epoch(run, r), _scaled(key, r[of])) for r in records if of in r]
                 colour = place if several else int(what == "test")
@@ -55,7 +55,7 @@ def curves(named: Mapping[str, Run]) -> list[Part]:
 
 
 def _marks(named: Mapping[str, Run]) -> tuple[list[tuple[float, int]], str]:
-    """Where runs went on after they had been broken off."""
+    """Steps at which runs were restarted or resized."""
     marks = []
     for place, run in enumerate(named.values()):
         again = {e["global_step"] for e in run.events if e["event"] in ("start", "resize") and e.get("global_step")}
@@ -81,7 +81,7 @@ def _epochs(run: Run) -> Table:
 
 
 def phases(named: Mapping[str, Run]) -> list[Part]:
-    """Mean milliseconds of a step on each rank, and who was slow."""
+    """Mean milliseconds per step on each rank, and stragglers."""
     bars: list[Part] = []
     rows, slow = [], []
     for name, run in named.items():
@@ -126,7 +126,7 @@ def _scaled(key: str, value: Any) -> float | None:
 
 
 def metric(key: str, value: Any) -> str:
-    """A metric as a person reads it, with its unit."""
+    """Formats a metric with its unit."""
     shown = _scaled(key, value)
     if shown is None:
         return "" if value is None else str(value)
@@ -135,5 +135,5 @@ def metric(key: str, value: Any) -> str:
 
 
 def words(key: str) -> str:
-    """The name of a metric."""
+    """Display name of a metric."""
     return {"images_per_s": "speed"}.get(key, key.removesuffix("_s").replace("_", " "))

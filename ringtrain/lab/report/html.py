@@ -1,4 +1,4 @@
-"""A page of tables and charts: as one HTML file that needs nothing else, or its tables as Markdown."""
+"""Tables and charts as one self-contained HTML file, or the tables as Markdown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from html import escape
 from ringtrain.lab.report.charts import Bars, Chart, draw, draw_bars
 
 NUMBER = re.compile(r"^[-+]?[\d.,]+(e[-+]?\d+)?( ?(%|s|ms|min|h|images/s|times|MB|GB))?$")
-# Okabe and Ito's colours, some of them darker on white and brighter on black.
+# Okabe and Ito's colors, some of them darker on white and brighter on black.
 STYLE = """
 :root { color-scheme: light dark; --back: #fff; --text: #1b1f24; --soft: #57606a; --line: #d0d7de; --box: #f6f8fa;
  --warn: #fff4d6; --c0: #0067a5; --c1: #d55e00; --c2: #008a65; --c3: #b5568f; --c4: #b07d00; --c5: #2b9fd6; }
@@ -56,12 +56,12 @@ class Table:
     rows: Sequence[Sequence[str]]
     title: str = ""
     folded: bool = False
-    """shown when it is asked for"""
+    """collapsed until opened by the reader"""
 
 
 @dataclass(frozen=True)
 class Note:
-    """A sentence that nobody should overlook."""
+    """Highlighted sentence."""
 
     text: str
 
@@ -72,23 +72,19 @@ Part = str | Note | Table | Chart | Bars
 
 @dataclass(frozen=True)
 class Section:
-    """What stands under one heading."""
+    """Parts under one heading."""
 
     title: str
     parts: Sequence[Part]
 
     @property
     def filled(self) -> list[Part]:
-        """The parts, without tables that have no rows."""
+        """Parts without empty tables."""
         return [part for part in self.parts if not isinstance(part, Table) or part.rows]
 
 
 def html(title: str, sections: Sequence[Section]) -> str:
-    """The page as one HTML file, without scripts, that loads nothing.
-
-    Args:
-        sections: those without parts are left out.
-    """
+    """Renders one HTML file without scripts or external resources; empty sections are dropped."""
     body = [f"<h1>{escape(title)}</h1>"]
     for section in sections:
         if parts := _parts(section.filled):
@@ -122,7 +118,7 @@ def _parts(parts: Sequence[Part]) -> list[str]:
 
 
 def _table(table: Table) -> str:
-    # A column of numbers stands to the right.
+    # Columns of numbers are right-aligned.
     kinds = [
         ' class="n"' if all(not row[place] or NUMBER.match(row[place]) for row in table.rows) else ""
         for place in range(len(table.head))
@@ -139,11 +135,7 @@ def _cells(tag: str, row: Sequence[str], kinds: Sequence[str]) -> str:
 
 
 def markdown(title: str, sections: Sequence[Section]) -> str:
-    """The page's sentences and tables as Markdown.
-
-    Args:
-        sections: those without parts, and charts, are left out.
-    """
+    """Renders sentences and tables as Markdown; charts and empty sections are dropped."""
     blocks = [f"# {_plain(title)}"]
     for section in sections:
         parts = [part for part in section.filled if not isinstance(part, Chart | Bars)]
@@ -160,6 +152,6 @@ def markdown(title: str, sections: Sequence[Section]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text that Markdown shows as it is."""
+    """Escapes text for Markdown."""
     text = re.sub(r"([\\`*_|\[\]])", r"\\\1", text) if text != "---" else text
     return " ".join(text.replace("&", "&amp;").replace("<", "&lt;").split())

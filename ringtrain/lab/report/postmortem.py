@@ -1,4 +1,4 @@
-"""What happened to a run: the journals of all its ranks as one table, with a verdict. No TensorFlow."""
+"""Journals of all ranks of a run as one table, with the exit cause. Does not import TensorFlow."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Event = Mapping[str, Any]
 ABOUT = ("time_s", "event", "rank", "size", "host", "process", "run_start", "start_s", "global_step")
 MAX_RANKS = 1 << 16
 WIDTH = 160
-"""letters, where the output is no terminal"""
+"""characters, if standard output is not a terminal"""
 PLANNED = ("train.max_time_s", "SIGTERM", "SIGINT", "SIGUSR1")
-"""ways to stop a run before it is complete"""
+"""causes that stop a run before it is complete"""
 
 
 def show(folder: Path) -> None:
-    """Prints a run's verdict and all its events.
+    """Prints the exit cause of a run and all its events.
 
     Raises:
-        RunDirectoryError: there are no journals.
+        RunDirectoryError: The run has no journals.
     """
     from rich import box
     from rich.console import Console
@@ -48,11 +48,7 @@ def show(folder: Path) -> None:
 
 
 def verdict(events: Sequence[Event]) -> list[str]:
-    """How often a run was started, and what came of each start.
-
-    Returns:
-        A line for all, and one for each start.
-    """
+    """Number of attempts of a run and their results: a summary line, then a line per attempt."""
     starts: dict[Any, list[Event]] = {}
     for event in events:
         starts.setdefault((event.get("start_s", 0), event.get("run_start", 0)), []).append(event)
@@ -67,7 +63,7 @@ def verdict(events: Sequence[Event]) -> list[str]:
 
 
 def in_words(event: Event) -> str:
-    """An event's facts, for people."""
+    """Formats the facts of an event."""
     facts = {name: value for name, value in event.items() if name not in ABOUT and value not in ("", None)}
     words = WORDS.get(event["event"], lambda event: "")(event)
     if not words:
@@ -117,7 +113,7 @@ def _outcome(group: Sequence[Event]) -> str:
     begun = min(event.get("global_step", 0) for event in group)
     since = f"from step {begun}: " if begun else ""
     failed = [event for event in group if event["event"] in ("failure", "stall")]
-    # Where another rank ended first, Horovod says no more than that.
+    # If another rank failed first, Horovod's error reports only that.
     failed.sort(key=lambda event: (_is_consequence(event), event["time_s"]))
     last_step = max(event.get("global_step", 0) for event in group)
     if failed:

@@ -1,4 +1,4 @@
-"""What a run's folder holds, read back: also of a run that still goes on or was killed. No TensorFlow."""
+"""Reads a run folder, also of a run that is running or was killed. Does not import TensorFlow."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its files tell it; what is not there is empty, and named in missing."""
+    """Contents of a run folder; missing files leave their fields empty and are listed in `missing`."""
 
     folder: Path
     name: str
     epochs: Sequence[Record]
-    """of metrics.jsonl"""
+    """records of metrics.jsonl"""
     steps: Sequence[Record]
-    """of steps.jsonl"""
+    """records of steps.jsonl"""
     summary: Mapping[str, Any]
     options: Mapping[str, Any]
-    """of config.toml, by dotted name"""
+    """from config.toml, by dotted name"""
     numbers: Mapping[str, Any]
-    """derived from them"""
+    """derived from the options"""
     events: Sequence[Mapping[str, Any]]
-    """of all ranks' journals"""
+    """from the journals of all ranks"""
     missing: Sequence[str]
-    """a sentence for each file that is not there"""
+    """a sentence per missing file"""
 
     @property
     def verdict(self) -> list[str]:
-        """A line on all starts, and one for each; empty where nobody kept a journal."""
+        """Summary line and a line per attempt; empty without journals."""
         return postmortem.verdict(self.events) if self.events else []
 
     def epochs_at(self, record: Mapping[str, Any]) -> float:
-        """Passes over the data at a record of steps."""
+        """Number of epochs, as a fraction, at a record of steps."""
         return record["global_step"] / (self.numbers.get("steps_per_epoch") or 1)
 
 
@@ -54,7 +54,7 @@ def read(folder: Path) -> Run:
     """Reads a run.
 
     Raises:
-        RunDirectoryError: there is nothing of a run.
+        RunDirectoryError: The folder contains no files of a run.
     """
     kept: dict[str, str] = {}
     for name in ("metrics.jsonl", "steps.jsonl", "summary.json", "config.toml"):
@@ -103,13 +103,13 @@ def read(folder: Path) -> Run:
 
 
 def _newest_near(folder: Path) -> Path | None:
-    """The newest run whose folder's name begins like this one's, or that is in it."""
+    """Newest run inside this folder or with this folder's name as a prefix."""
     found = [*folder.parent.glob(f"{folder.name}*/config.toml"), *folder.glob("*/config.toml")]
     return max(found, key=lambda path: path.stat().st_mtime).parent if found else None
 
 
 def _records(text: str) -> list[Record]:
-    """Lines of JSON; the last of a process that was killed may be torn."""
+    """Parses lines of JSON; the last line of a killed process may be incomplete."""
     records = []
     for line in text.splitlines():
         with contextlib.suppress(ValueError):
@@ -128,7 +128,7 @@ def _flat(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def defaults() -> dict[str, Any]:
-    """Every option's default as config.toml would have it, by dotted name."""
+    """Default of every option as written to config.toml, by dotted name."""
     from ringtrain.config import Config
 
     return _flat(json.loads(json.dumps(dataclasses.asdict(Config()))))

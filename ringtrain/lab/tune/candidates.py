@@ -1,4 +1,4 @@
-"""What tune tries, in which order, and which of it is kept: everything but the measuring itself."""
+"""Candidates of ringtrain tune, their order and the decision which to keep; measuring is in measure.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEVERS = ("controller", "yielding", "threads", "groups", "fusion", "hierarchical
 WITHIN_A_START = ("hvd.groups", "hvd.compression")
 YIELDING = "OMPI_MCA_mpi_yield_when_idle"
 HIERARCHICAL = "HOROVOD_HIERARCHICAL_ALLREDUCE"
-OWN_TURNS = 3  # where each measurement is a start of its own
+OWN_TURNS = 3  # where each measurement is a separate start
 TURNS_WITHIN = 5
 SMALLEST_GAIN = 1.02
 UNDECIDED = "not decided: the time is up"
@@ -22,39 +22,39 @@ UNDECIDED = "not decided: the time is up"
 
 @dataclass(frozen=True)
 class Choice:
-    """A way to train: what is changed of the command line."""
+    """Changes to the command line of a training."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
     """of ringtrain.train, by dotted name"""
     environ: Mapping[str, str] = field(default_factory=dict)
-    """of the ranks"""
+    """environment variables of the ranks"""
     launcher: str = ""
-    """of ringtrain launch; empty: the command line's"""
+    """of ringtrain launch; "": from the command line"""
 
     def over(self, other: Choice) -> Choice:
-        """This one's changes on top of another's."""
+        """Applies these changes on top of another choice."""
         return Choice(
             {**other.options, **self.options}, {**other.environ, **self.environ}, self.launcher or other.launcher
         )
 
     @property
     def needs_start(self) -> bool:
-        """Whether it cannot be compared with another within one start."""
+        """Whether comparing it needs separate starts."""
         return bool(self.launcher or self.environ or set(self.options) - {*WITHIN_A_START})
 
     def text(self) -> str:
-        """E.g. "hvd.groups=4"."""
+        """Formats as e.g. "hvd.groups=4"."""
         told = [f"{name}={value}" for name, value in {**self.options, **self.environ}.items()]
         return " ".join([*([f"--launcher {self.launcher}"] if self.launcher else []), *told]) or "as it was"
 
     def words(self) -> list[str]:
-        """Of ringtrain.train's command line."""
+        """Arguments for ringtrain.train."""
         return [f"--{name.replace('_', '-')}={value}" for name, value in self.options.items()]
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What decides which settings are worth trying; the first start tells."""
+    """Facts of the first start that decide which settings are worth trying."""
 
     num_ranks: int
     ranks_per_host: int
@@ -63,43 +63,39 @@ class Facts:
     """of a rank; 0: it computes on a GPU"""
     nccl: bool
     yields: bool | None
-    """whether Open MPI's waiting ranks give their cores away; None: it is not Open MPI that they talk over"""
+    """whether waiting ranks of Open MPI yield their cores; None: not Open MPI"""
 
 
 @dataclass(frozen=True)
 class Lever:
-    """One thing that can be set in several ways."""
+    """Tuning parameter and its candidates."""
 
     name: str
     candidates: tuple[Choice, ...]
     keep: bool = True
-    """False: measured, and never kept"""
+    """False: measured only"""
     autotuned: bool = False
-    """Horovod's autotuner gives another candidate"""
+    """whether Horovod's autotuner provides another candidate"""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a candidate did."""
+    """Result of a candidate."""
 
     lever: str
     choice: Choice
     ratios: tuple[float, ...]
-    """images/s over those of the best so far, per turn"""
+    """images/s relative to the best so far, per round"""
     verdict: str
-    """kept, or why not"""
+    """"kept", or the reason it was not"""
 
 
 class BudgetOver(Exception):
-    """There is no time for another start."""
+    """The remaining budget is too short for another start."""
 
 
 def next_lever(name: str, facts: Facts, config: Config, launcher: str, allow_compression: bool) -> Lever:
-    """What is worth trying of a lever.
-
-    Args:
-        name: one of order().
-    """
+    """Candidates worth trying for a tuning parameter, one of order()."""
     several_hosts = facts.num_ranks > facts.ranks_per_host
     fixed = config.hvd.deterministic or config.hvd.op == "adasum"
     if name == "controller":
@@ -119,7 +115,7 @@ def next_lever(name: str, facts: Facts, config: Config, launcher: str, allow_com
         smaller = () if fixed or config.hvd.fusion_mb == 1 else (Choice({"hvd.fusion_mb": 1.0}),)
         return Lever(name, (*smaller, Choice({"hvd.cycle_time_ms": 5.0})), autotuned=not config.hvd.deterministic)
     if name == "hierarchical":
-        # Horovod 0.28.1 has it for NCCL only: its CPU operations never ask for the setting.
+        # Horovod 0.28.1 has it for NCCL only: its CPU operations never read the setting.
         useful = facts.nccl and not facts.threads and several_hosts and facts.ranks_per_host > 1
         return Lever(name, (Choice(environ={HIERARCHICAL: "1"}),) if useful else ())
     if name == "compression":
@@ -129,11 +125,7 @@ def next_lever(name: str, facts: Facts, config: Config, launcher: str, allow_com
 
 
 def order(facts: Facts, allow_compression: bool) -> list[str]:
-    """Levers, from the one that mostly gains most; what is only measured comes last.
-
-    Args:
-        facts: between hosts the bytes decide, on one host the cores.
-    """
+    """Tuning parameters, the largest expected gain first: bytes matter between hosts, cores on one host."""
     if facts.num_ranks > facts.ranks_per_host:
         names = ["controller", "hierarchical", "groups", "fusion", "threads", "yielding"]
     else:
@@ -143,11 +135,7 @@ def order(facts: Facts, allow_compression: bool) -> list[str]:
 
 
 def is_better(ratios: Sequence[float]) -> bool:
-    """Whether a candidate is faster without doubt: in the median by 2 %, and not slower in hardly any turn (p10).
-
-    Args:
-        ratios: images/s over those of the best so far, per turn; of two turns or fewer nothing can be said.
-    """
+    """Whether a candidate is 2 % faster in the median and faster at p10; False with fewer than three rounds."""
     if len(ratios) < OWN_TURNS:
         return False
     spread = stats.Spread.of(ratios)
@@ -155,18 +143,11 @@ def is_better(ratios: Sequence[float]) -> bool:
 
 
 Run = Callable[[Choice, Sequence[Choice], int], list[list[float]]]
-"""images/s in one start, per variant and turn: what the start itself is like, its variants, turns"""
+"""images/s of one start per variant and round, from the choice for the start, its variants and the rounds"""
 
 
 def compare(lever: Lever, best: Choice, run: Run) -> list[Outcome]:
-    """Measures a lever's candidates against the best so far.
-
-    Args:
-        lever: with one candidate or more.
-
-    Returns:
-        An outcome per candidate; at most one of them is kept.
-    """
+    """Measures the candidates of a tuning parameter against the best so far; keeps at most one."""
     candidates = list(lever.candidates)
     ratios: list[list[float]] = [[] for _ in candidates]
     failed: dict[int, str] = {}
@@ -195,7 +176,7 @@ def compare(lever: Lever, best: Choice, run: Run) -> list[Outcome]:
                 own_s, *others = run(best, variants, OWN_TURNS)
             ratios = [[b / a for a, b in zip(own_s, other, strict=True)] for other in others]
     except BudgetOver:
-        pass  # what was measured before counts
+        pass  # the measurements so far count
     except LaunchError as error:
         failed |= dict.fromkeys(range(len(candidates)), f"failed: {error}")
     better = [number for number, found in enumerate(ratios) if number not in failed and is_better(found)]

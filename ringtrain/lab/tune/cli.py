@@ -1,9 +1,9 @@
-"""ringtrain tune: which settings make a training faster here, measured; and the TOML that has them.
+"""ringtrain tune: measures which settings make a training faster and writes them as TOML.
 
     ringtrain tune -H localhost:2 --out tuned.toml -- --model.name cnn --data.name synthetic --train.batch-size 64
 
-Lever by lever, from the one that mostly gains most: what is best so far and the lever's candidates are measured in
-turns (A B A B ...), and a candidate takes the place of the best only if the ratios of these turns leave no doubt.
+Tuning parameters are tried one by one, the largest expected gain first. The best so far and the candidates are measured
+alternately (A B A B ...), and a candidate replaces the best only if the ratios of these rounds are unambiguous.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from ringtrain.lab.tune.candidates import (
 BLOCK_S = 2.0
 BLOCK_WITHIN_S = 1.0
 SHORTEST_BLOCK_STEPS = 3  # one of them warms up
-GRAPH_S = 1.5  # to make that of a further variant
+GRAPH_S = 1.5  # to trace the graph of a further variant
 AUTOTUNE_S = 20.0
-FOR_RANKS = 0.9  # of what is left; the launcher needs some for itself
-MARGIN = 1.15  # a start may take so many times the longest one before
+FOR_RANKS = 0.9  # fraction of the remaining time; the launcher needs the rest
+MARGIN = 1.15  # a start may take this factor longer than the longest one before
 
 
 class Budget:
-    """Seconds that are left."""
+    """Time budget of a search."""
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
         self.now, self.seconds, self.begin_s, self.longest_s = now, seconds, now(), 0.0
-        self.too_short_by_s = math.inf  # for the start that came closest to having its time
+        self.too_short_by_s = math.inf  # for the start that came closest to fitting
 
     @property
     def spent_s(self) -> float:
@@ -56,13 +56,13 @@ class Budget:
         return self.now() - self.begin_s
 
     def start(self, extra_s: float) -> Callable[[], None]:
-        """Begins a start, which ends with a call of what it returns.
+        """Begins a start; the returned function ends it.
 
         Args:
-            extra_s: that it takes besides what every start takes.
+            extra_s: Seconds on top of those that every start takes.
 
         Raises:
-            BudgetOver: it would hardly end in time.
+            BudgetOver: The start would probably not end in time.
         """
         missing_s = self.longest_s * MARGIN + extra_s - (self.seconds - self.spent_s)
         if missing_s > 0:
@@ -85,12 +85,12 @@ class Trials:
         self.facts: dict[str, Facts] = {}
 
     def run(self, choice: Choice, variants: Sequence[Choice], turns: int) -> list[list[float]]:
-        """Images per second, per variant and turn; see Run."""
+        """Images per second, per variant and round; see Run."""
         several = len(variants) > 1
         block_s = BLOCK_WITHIN_S if several else BLOCK_S
         tried = [",".join(word.removeprefix("--") for word in variant.words()) or "as-is" for variant in variants]
         words = [word for text in tried for word in ("--variant", text)]
-        # A start's own time holds one block of one variant; on slow links a block is as long as its fewest steps.
+        # A start's own time includes one block of one variant; on slow links a block is as long as its fewest steps.
         each_s = GRAPH_S + SHORTEST_BLOCK_STEPS * self.step_s + turns * max(block_s, SHORTEST_BLOCK_STEPS * self.step_s)
         found = self._start(
             choice,
@@ -102,7 +102,7 @@ class Trials:
         return found["images_per_s"]
 
     def autotuned(self, best: Choice) -> Choice | None:
-        """Fusion and cycle time as Horovod's autotuner finds them best; None: it found none in its time."""
+        """Fusion and cycle time found by Horovod's autotuner; None if it found none in its time."""
         free = Choice({"hvd.fusion_mb": -1, "hvd.cycle_time_ms": -1}).over(best)
         words = ["--variant", "as-is", "--autotune-s", str(AUTOTUNE_S)]
         found = self._start(free, "Horovod's autotuner", words, 1.5 * AUTOTUNE_S)["autotuned"]
@@ -117,7 +117,7 @@ class Trials:
         try:
             found = self.start(part, 0, choice.environ, choice.launcher)
         except LaunchError:
-            if self.budget.spent_s - begin_s >= limit_s:  # its ranks have ended themselves
+            if self.budget.spent_s - begin_s >= limit_s:  # the ranks exited at their time limit
                 raise BudgetOver from None
             raise
         ended()
@@ -128,17 +128,14 @@ class Trials:
 def search(
     trials: Trials, allow_compression: bool, launcher: str, say: Callable[[Outcome], None], only: Sequence[str] = ()
 ) -> Choice:
-    """Tries lever after lever, and keeps what gains.
+    """Tries each tuning parameter and returns the best choice.
 
     Args:
-        say: hears of every candidate.
-        only: levers to try; none: all.
-
-    Returns:
-        What is best.
+        say: Called with the outcome of every candidate.
+        only: Tuning parameters to try; empty: all.
 
     Raises:
-        LaunchError: training does not run as it is, or there is no time for a first start or for any comparison.
+        LaunchError: The training fails unchanged, or the budget is too short for a first start or any comparison.
     """
     best, budget = Choice(), trials.budget
     has_measured, undecided = False, 0
@@ -150,7 +147,7 @@ def search(
     for name in order(facts, allow_compression):
         if only and name not in only:
             continue
-        facts = trials.facts.get(best.text(), facts)  # those that differ within one start share them
+        facts = trials.facts.get(best.text(), facts)  # variants within one start share its facts
         config = config_io.read([*trials.told, *best.words()])
         lever = next_lever(name, facts, config, best.launcher or launcher, allow_compression)
         if lever.autotuned:
@@ -176,18 +173,14 @@ def search(
 
 
 def toml(best: Choice, told: Sequence[str], line: str, outcomes: Sequence[Outcome]) -> str:
-    """A file for ringtrain.train --config: the whole configuration; at its head, what no TOML can hold.
-
-    Args:
-        told: the options of ringtrain.train that it is for.
-    """
+    """Formats a file for ringtrain.train --config; settings that TOML cannot hold are in its comments."""
     measured = [f"# {' | '.join(row)}" for row in rows(outcomes)]
     head = ["# Made by ringtrain tune. Launch it so:", f"#   {line}", "# Measured, as ratios of images/s:", *measured]
     return "\n".join(head) + "\n" + config_io.to_toml(config_io.read([*told, *best.words()]))
 
 
 def rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
-    """Lever, candidate, ratio and verdict of each."""
+    """Tuning parameter, candidate, ratio, rounds and result of each outcome."""
     return [
         [
             one.lever,
@@ -201,11 +194,7 @@ def rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
 
 
 def launch_line(best: Choice, words: Sequence[str], told: Sequence[str]) -> str:
-    """The command that trains with what was found.
-
-    Args:
-        words: options of ringtrain launch that were given.
-    """
+    """Formats the command that trains with the best choice; `words` are the given options of ringtrain launch."""
     exported = [f"{name}={shlex.quote(value)}" for name, value in best.environ.items()]
     launcher = ["--launcher", best.launcher] if best.launcher else []
     forwarded = [word for name in best.environ for word in ("--forward", name)]
@@ -214,10 +203,10 @@ def launch_line(best: Choice, words: Sequence[str], told: Sequence[str]) -> str:
 
 
 def seconds_of(text: str) -> float:
-    """Seconds of "300", "300s", "5m" or "1h".
+    """Converts "300", "300s", "5m" or "1h" to seconds.
 
     Raises:
-        LaunchError: it is none of these, or not above 0.
+        LaunchError: The text is not a time above 0.
     """
     number, factor = (text[:-1], {"s": 1, "m": 60, "h": 3600}[text[-1]]) if text[-1:] in ("s", "m", "h") else (text, 1)
     try:
@@ -230,7 +219,7 @@ def seconds_of(text: str) -> float:
 
 
 def main(options: argparse.Namespace, start: Start) -> int:
-    """Measures, shows and writes."""
+    """Searches, prints the outcomes and writes the TOML."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -239,7 +228,7 @@ def main(options: argparse.Namespace, start: Start) -> int:
     for name in only:
         if name not in LEVERS:
             raise LaunchError(f"got --only {name}: {nearest(name, LEVERS)}")
-    config_io.read(options.command)  # a mistake in it is told before anything starts
+    config_io.read(options.command)  # report a mistake in it before anything starts
     console = Console(stderr=True)
     columns = (
         TextColumn("tune"),

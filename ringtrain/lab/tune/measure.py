@@ -22,7 +22,7 @@ from ringtrain.lab import ranks, stats
 from ringtrain.lab.tune.candidates import YIELDING
 from ringtrain.run import devices
 
-FIRST_STEPS = 3  # make the graph, and say how long a step takes
+FIRST_STEPS = 3  # to trace the graph and time a step
 MAX_WARM_STEPS = 3  # of each block
 AUTOTUNE = {  # Horovod's own samples ten steps five times over for each point: a trial would take minutes
     "HOROVOD_AUTOTUNE": "1",
@@ -33,7 +33,7 @@ AUTOTUNE = {  # Horovod's own samples ten steps five times over for each point: 
 
 
 class Ends(keras.callbacks.Callback):
-    """Notes when steps end."""
+    """Records when steps end."""
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.seconds: list[float] = []
@@ -43,22 +43,14 @@ class Ends(keras.callbacks.Callback):
 
 
 class Variant:
-    """A model that is trained in one way.
-
-    Args:
-        training: in that way. Ways differ in how gradients travel only.
-    """
+    """Model trained with one variant of the communication settings."""
 
     def __init__(self, training: ranks.Training) -> None:
         self.model, self.batches = training.model(), training.batches()
         self.batch_size = training.config.train.batch_size
 
     def block(self, num_steps: int, warm_steps: int) -> float:
-        """Seconds per step, the longest of all ranks. A collective.
-
-        Args:
-            warm_steps: before them, 1 or more.
-        """
+        """Seconds per step, the longest of all ranks, after 1 or more warm-up steps. A collective."""
         ends = Ends()
         hvd.allreduce([0.0], name="ringtrain_trial_barrier")
         self.model.fit(self.batches, steps_per_epoch=warm_steps + num_steps, callbacks=[ends], shuffle=False, verbose=0)
@@ -67,12 +59,11 @@ class Variant:
 
 
 def measure(variants: Sequence[Variant], block_s: float, turns: int, end_s: float) -> dict[str, Any]:
-    """Images per second of all ranks, per variant and turn; and seconds of a step of the first. A collective.
+    """Images per second of all ranks, per variant and round, and seconds per step of the first variant. A collective.
 
     Args:
-        variants: one or more.
-        block_s: seconds that a block of steps takes, about.
-        end_s: by time.perf_counter(): no turn is begun that would end later on rank 0, but the first.
+        block_s: Approximate seconds of a block of steps.
+        end_s: Deadline by time.perf_counter(): after the first round, no round starts that would end later on rank 0.
     """
     steps = []
     for variant in variants:
@@ -92,11 +83,7 @@ def measure(variants: Sequence[Variant], block_s: float, turns: int, end_s: floa
 
 
 def autotune(variant: Variant, seconds: float, log: Path) -> dict[str, float]:
-    """What Horovod's autotuner finds best in some time. A collective.
-
-    Args:
-        log: that rank 0's Horovod writes.
-    """
+    """Best settings of Horovod's autotuner in the given seconds; rank 0's Horovod writes `log`. A collective."""
     points: list[dict[str, float]] = []
     step_s = variant.block(FIRST_STEPS - 1, 1)
     end_s, over = time.perf_counter() + seconds, False
@@ -111,7 +98,7 @@ def autotune(variant: Variant, seconds: float, log: Path) -> dict[str, float]:
 
 
 def facts(variant: Variant, config: Config) -> dict[str, Any]:
-    """What decides which settings are worth trying."""
+    """Facts that decide which settings are worth trying."""
     pinning = devices.plan((), hvd.local_rank(), hvd.local_size(), config.device, *devices.count_cores(), "")
     yields = os.environ.get(YIELDING) == "1"
     open_mpi = hvd.mpi_enabled() and "OMPI_COMM_WORLD_SIZE" in os.environ
@@ -126,13 +113,13 @@ def facts(variant: Variant, config: Config) -> dict[str, Any]:
 
 
 def configs_of(told: Sequence[str], variants: Sequence[str]) -> list[Config]:
-    """The configurations of variants, each written as "hvd.groups=4,hvd.compression=fp16" or "as-is"."""
+    """Configurations of variants, each written as "hvd.groups=4,hvd.compression=fp16" or "as-is"."""
     changes = [[] if text == "as-is" else [f"--{change}" for change in text.split(",")] for text in variants]
     return [config_io.read([*told, *changed]) for changed in changes]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures on all ranks; rank 0 writes."""
+    """Measures on all ranks and writes on rank 0."""
     own, told = stats.split(argv)
     parser = argparse.ArgumentParser(prog="bench tune", description=__doc__)
     parser.add_argument("--variant", action="append", required=True, help="options, or as-is; more than one in turns")
@@ -143,7 +130,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", required=True, help="JSON file of the results")
     options = parser.parse_args(own)
     end_s = time.perf_counter() + 0.9 * options.limit_s
-    signal.alarm(options.limit_s)  # a setting with which ranks hang must not take the whole budget
+    signal.alarm(options.limit_s)  # a setting that hangs the ranks must not use up the whole budget
     configs = configs_of(told, options.variant)
     with tempfile.TemporaryDirectory(prefix="ringtrain-tune-") as folder:
         log = Path(folder, "autotune.csv")
