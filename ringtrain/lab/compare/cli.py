@@ -1,9 +1,9 @@
-"""ringtrain compare: the same job under several strategies, in turns, and what each of them gave.
+"""ringtrain compare: trains the same job alternately under several strategies and compares the results.
 
     ringtrain compare --strategies ring,towers --config configs/digits.toml -np 2 --seeds 3
 
-Each run is one of ringtrain.train, in a folder of its own. Those that are finished are not trained again: the same
-command goes on with a comparison that was ended, whatever ended it.
+Each run is one of ringtrain.train, in its own folder. Finished runs are not repeated: the same command resumes an
+interrupted comparison.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ from ringtrain.protocol.env import HOST_SLOTS
 from ringtrain.run import setup
 
 ALONE = "one"
-"""in the place of a strategy: one copy of the model, with the share of the cores that one of several has"""
+"""instead of a strategy: one copy of the model, with the fraction of the cores that one of several has"""
 BUDGETS = {"epochs": "--train.epochs", "time": "--train.max-time-s", "accuracy": "--train.target-accuracy"}
 LAUNCHERS = ("mpirun", "horovodrun", "horovodrun-gloo", "srun")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What is compared with the others."""
+    """Strategy and options to compare."""
 
     label: str
-    """as on the command line, e.g. "towers:reduction=all"; its runs' folders are named after it"""
+    """as on the command line, e.g. "towers:reduction=all"; prefix of the folders of its runs"""
     name: str
     """of the strategy, or ALONE"""
     words: tuple[str, ...]
-    """its options of ringtrain.train"""
+    """options of ringtrain.train"""
 
 
 def main(options: argparse.Namespace, _: Start) -> int:
-    """Trains, shows and writes.
+    """Trains, prints and writes the results.
 
     Args:
-        options: of the command; found_hosts and run_words are those of launch.
+        options: Of the command; found_hosts and run_words come from the options of launch.
 
     Returns:
-        0; 1 if a run failed.
+        0, or 1 if a run failed.
 
     Raises:
-        LaunchError, ConfigError: what was asked for cannot be.
-        SystemExit: with 128 + the number of the signal that ended it.
+        LaunchError, ConfigError: The options are invalid.
+        SystemExit: 128 + the number of the signal that ended the comparison.
     """
     refuse(options)
     servers = options.ps or 1
@@ -70,7 +70,7 @@ def main(options: argparse.Namespace, _: Start) -> int:
     slots = take(options.found_hosts, copies, options.oversubscribe)[0].slots
     told = [*(["--config", options.config] if options.config else []), *options.command, *budget(options.budget)]
     base, entries = config_io.read(told), read(options.strategies, copies)
-    for entry in entries:  # a mistake is told before anything starts
+    for entry in entries:  # report a mistake before anything starts
         setup.find(config_io.read([*told, *entry.words]))
     folder = Path(base.run.directory) / (base.run.name or f"compare-{Path(options.config or base.data.name).stem}")
     (folder / "starts").mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def main(options: argparse.Namespace, _: Start) -> int:
             for seed in range(base.seed, base.seed + options.seeds):
                 for entry in entries:
                     earlier = [one for one in trained if one.label == entry.label]
-                    if earlier and all(one.error for one in earlier):  # nor would it run the next time
+                    if earlier and all(one.error for one in earlier):  # it would fail again
                         continue
                     slots_of_others = slots if entry.name == ALONE else 1
                     argv = ["ringtrain", "launch", *options.run_words, *launch_words(entry.name, copies, servers)]
@@ -100,10 +100,10 @@ def main(options: argparse.Namespace, _: Start) -> int:
 
 
 def refuse(options: argparse.Namespace) -> None:
-    """Refuses what a comparison cannot have.
+    """Rejects options of launch that a comparison cannot use.
 
     Raises:
-        LaunchError: names it.
+        LaunchError: Names the option.
     """
     for name in ("seeds", "ps"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
@@ -118,13 +118,10 @@ def refuse(options: argparse.Namespace) -> None:
 
 
 def budget(text: str) -> list[str]:
-    """A budget as options of ringtrain.train.
-
-    Args:
-        text: e.g. "accuracy=0.97,epochs=50"; empty: that of the configuration.
+    """Converts a budget such as "accuracy=0.97,epochs=50" to options of ringtrain.train; "": none.
 
     Raises:
-        LaunchError: it is none.
+        LaunchError: The budget is invalid.
     """
     words: list[str] = []
     for part in filter(None, text.split(",")):
@@ -136,13 +133,13 @@ def budget(text: str) -> list[str]:
 
 
 def read(text: str, copies: int) -> list[Entry]:
-    """What is to be compared.
+    """Parses the strategies to compare.
 
     Args:
-        text: e.g. "ring,towers:reduction=all,ring:hvd.groups=4"; options without a section are those of the strategy.
+        text: E.g. "ring,towers:reduction=all,ring:hvd.groups=4"; options without a section are those of the strategy.
 
     Raises:
-        LaunchError: there is no such strategy, or one of them twice.
+        LaunchError: A strategy is unknown or listed twice.
     """
     known, found = [*get_args(option_types()["strategy.name"]), ALONE], dict[str, Entry]()
     for label in text.split(","):
@@ -160,40 +157,34 @@ def read(text: str, copies: int) -> list[Entry]:
 
 
 def file_name(entry: Entry) -> str:
-    """How the names of its runs begin."""
+    """Prefix of the folder names of its runs."""
     return re.sub(r"[^\w.]+", "-", entry.label)
 
 
 def launch_words(strategy: str, copies: int, servers: int) -> list[str]:
-    """How ringtrain launch starts what a strategy needs.
-
-    Args:
-        strategy: its name, or ALONE.
-        copies: of the model, the same number under each.
-        servers: where there are any.
-    """
+    """Options of ringtrain launch for a strategy with the given copies of the model, and servers if it uses any."""
     if strategy.startswith("ps-"):  # servers mostly wait: they need no slots of their own
         return ["--ps", str(servers), "--workers", str(copies), "--oversubscribe"]
     return ["-np", "1" if strategy in ("towers", ALONE) else str(copies)]
 
 
 def claim(folder: Path, base: Config, copies: int, servers: int, words: Sequence[str]) -> None:
-    """Makes the folder this comparison's, or sees that it is; strategies and seeds may be added.
+    """Records this comparison's settings in the folder, or checks them; strategies and seeds may be added.
 
     Raises:
-        LaunchError: it holds another one; names what differs.
+        LaunchError: The folder holds another comparison; names the first difference.
     """
     own = {option: value_of(base, option) for option in option_types() if not option.startswith("run.")}
     jobs.claim(folder / "compare.json", {"-np": copies, "--ps": servers, "launch": list(words), **own}, "comparison")
 
 
 def train_once(entry: Entry, seed: int, folder: Path, argv: Sequence[str], slots: int, lock: int) -> Result:
-    """One run, unless it was finished before. What is left of one that was broken off goes: its times are of no use.
+    """Trains once, unless the run is finished. An interrupted run is deleted first, since its times are useless.
 
     Args:
-        argv: starts it; seed and folder are added.
-        slots: of the host; the run has the share of its cores that its own ranks have of these.
-        lock: held as long as something of the run lives.
+        argv: Launch command; seed and folder are added.
+        slots: Slots of the host; each of the run's ranks gets the share of the cores of one of them.
+        lock: Held until all processes of the run have exited.
     """
     name = f"{file_name(entry)}-{seed}"
     own, log = folder / name, folder / "starts" / f"{name}.log"
@@ -207,7 +198,7 @@ def train_once(entry: Entry, seed: int, folder: Path, argv: Sequence[str], slots
     try:
         code = process.wait()
     finally:
-        if process.poll() is None:  # a signal has come
+        if process.poll() is None:  # a signal arrived
             process.send_signal(signal.SIGTERM)
             process.wait()
     return Result(entry.label, seed, own, jobs.reason_of(log, code) if code else "")
@@ -216,7 +207,7 @@ def train_once(entry: Entry, seed: int, folder: Path, argv: Sequence[str], slots
 def conclude(
     trained: Sequence[Result], options: argparse.Namespace, told: Sequence[str], numbers: Mapping[str, int]
 ) -> int:
-    """Shows and writes what came out, and says whether a run failed."""
+    """Prints and writes the results; returns 1 if a run failed, else 0."""
     target, found = config_io.read(told).train.target_accuracy, results.summaries(trained)
     title = f"{numbers['copies']} copies, {options.seeds} seed{'s' * (options.seeds > 1)}: {shlex.join(told)}"
     tables = results.tables(found, target)
@@ -237,11 +228,11 @@ def conclude(
 
 
 def say(text: str) -> None:
-    """A line on standard error."""
+    """Prints a line on standard error."""
     print(f"compare: {text}", file=sys.stderr, flush=True)
 
 
 def end(number: int, _: object) -> NoReturn:
-    """Ends the comparison; the run that is under way is asked to save and end."""
+    """Signal handler that ends the comparison; the current run is asked to save and exit."""
     say(f"stopped by {signal.Signals(number).name}; the same command goes on")
     raise SystemExit(128 + number)

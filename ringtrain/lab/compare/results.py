@@ -1,4 +1,4 @@
-"""What the runs of ringtrain compare gave: read from their folders, as tables, a picture and a page."""
+"""Results of the runs of ringtrain compare, read from their folders: tables, a plot and a page."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ringtrain.lab.report.charts import Chart, Line
 from ringtrain.lab.stats import Spread
 
 FLOAT_BYTES = 4
-"""of a weight and a gradient, whatever the precision that is computed with"""
+"""per weight and gradient, independent of the compute precision"""
 MEASURED = (
     *("test_accuracy", "best_test_accuracy", "to_target_s", "to_target_samples", "train_s", "images_per_s"),
     *("waiting_share", "bytes_per_update", "staleness", "dropped"),
 )
-# Of each table: the heads of its columns, what they show, how often its unit is in ours, and its form.
+# Per table: column headings, and for each the key of its value, the factor to the column's unit and the format.
 TABLES: dict[str, dict[str, tuple[str, float, str]]] = {
     "what came out": {
         "test accuracy, %": ("test_accuracy", 100, ".2f"),
@@ -47,23 +47,23 @@ WORDS = (
 
 @dataclass(frozen=True)
 class Result:
-    """A run of a comparison."""
+    """Run of a comparison."""
 
     label: str
-    """of what it trained under"""
+    """of its entry"""
     seed: int
     folder: Path
     error: str = ""
-    """why it failed"""
+    """reason of the failure; "" if it succeeded"""
 
     @functools.cached_property
     def run(self) -> run_folder.Run:
-        """What its folder holds."""
+        """Contents of its folder."""
         return run_folder.read(self.folder)
 
     @functools.cached_property
     def points(self) -> list[dict[str, Any]]:
-        """Test accuracy after each epoch, over samples seen and seconds of training so far; none if it failed."""
+        """Test accuracy after each epoch, with samples seen and seconds of training so far; empty if the run failed."""
         if self.error:
             return []
         numbers = self.run.numbers
@@ -82,7 +82,7 @@ class Result:
 
     @functools.cached_property
     def measured(self) -> dict[str, float | None]:
-        """The values of MEASURED."""
+        """Values of MEASURED."""
         summary, points, strategy = self.run.summary, self.points, self.run.summary["strategy"]
         target = self.run.options["train.target_accuracy"]
         reached: dict[str, Any] = next((one for one in points if 0 < target <= one["test_accuracy"]), {})
@@ -100,7 +100,7 @@ class Result:
         }
 
     def told(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """All values as plain data."""
         about = {"name": self.folder.name, "strategy": self.label, "seed": self.seed, "folder": str(self.folder)}
         if self.error:
             return about | {"error": self.error}
@@ -110,10 +110,10 @@ class Result:
 
 
 def waiting_share(summary: Mapping[str, Any]) -> float | None:
-    """Share of the steps' time in which ranks wait for others, or for what travels; mean over ranks, or over workers.
+    """Mean fraction of the step time in which ranks or workers wait for others or for communication.
 
     Args:
-        summary: of a run; what its strategy says of its workers goes first.
+        summary: Of a run; the waiting times that its strategy reports for workers take precedence.
     """
     if workers := summary["strategy"].get("waiting"):
         known = [share for share in workers if share is not None]
@@ -123,11 +123,11 @@ def waiting_share(summary: Mapping[str, Any]) -> float | None:
 
 
 def bytes_per_update(run: run_folder.Run) -> float | None:
-    """Bytes that a worker moves for one update of the weights; nothing travels between copies in one process.
+    """Bytes that a worker transfers per update of the weights; 0 between copies in one process.
 
     Returns:
-        Of N ranks on a ring: 2 (N - 1) / N times the gradients, which each of them sends (Patarasuk & Yuan 2009); of a
-        worker with servers: the weights that it reads, and the gradients that it sends. None where neither holds.
+        On a ring of N: 2 (N - 1) / N times the gradients, which each rank sends (Patarasuk & Yuan 2009). With servers:
+        the weights that a worker reads plus the gradients that it sends. None in other cases.
     """
     name, copies = run.options["strategy.name"], run.numbers["num_ranks"]
     own = FLOAT_BYTES * run.summary["num_parameters"]
@@ -141,7 +141,7 @@ def bytes_per_update(run: run_folder.Run) -> float | None:
 
 
 def summaries(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
-    """The runs of each strategy together: the spread over the seeds, how many there are, and why others failed."""
+    """Spread over the seeds, number of runs and errors of each strategy."""
     found: dict[str, dict[str, Any]] = {}
     for label in dict.fromkeys(one.label for one in results):
         own = [one for one in results if one.label == label]
@@ -153,11 +153,7 @@ def summaries(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
 
 
 def tables(found: Mapping[str, Mapping[str, Any]], target: float) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Title, head and rows of each table; columns and tables that are empty are left out.
-
-    Args:
-        target: accuracy; 0: none.
-    """
+    """Title, head and rows of each table without empty columns and tables; target is an accuracy, 0: none."""
     made = []
     for title, columns in TABLES.items():
         shown = {head: how for head, how in columns.items() if any(how[0] in one for one in found.values())}
@@ -179,7 +175,7 @@ def _cell(one: Mapping[str, Any], key: str, factor: float, form: str) -> str:
 
 
 def in_words(result: Result) -> str:
-    """E.g. "ring, seed 0: 97.22 % after 5 epochs, 1.3 s of training"."""
+    """Formats a result, e.g. "ring, seed 0: 97.22 % after 5 epochs, 1.3 s of training"."""
     who = f"{result.label}, seed {result.seed}"
     if result.error:
         return f"{who}: failed: {result.error}"
@@ -190,7 +186,7 @@ def in_words(result: Result) -> str:
 
 
 def _lines(results: Sequence[Result], x: str) -> list[tuple[Result, int, bool, list[tuple[float, float]]]]:
-    """A line of each run: its colour, whether it is the first of its strategy, accuracy in percent over x."""
+    """Line of each run: its color, whether it is the first of its strategy, accuracy in percent over x."""
     labels = [*dict.fromkeys(one.label for one in results)]
     seen: set[str] = set()
     found = []
@@ -203,7 +199,7 @@ def _lines(results: Sequence[Result], x: str) -> list[tuple[Result, int, bool, l
 
 
 def draw(path: Path, results: Sequence[Result], title: str) -> None:
-    """Draws test accuracy over seconds of training, and over samples seen, as PNG.
+    """Draws test accuracy over seconds of training and over samples seen, as PNG.
 
     Raises:
         MissingDependency: matplotlib is not installed.

@@ -1,9 +1,9 @@
-"""ringtrain sweep: trains with many values of some options, and says which are best.
+"""ringtrain sweep: trains with many values of some options and reports the best.
 
     ringtrain sweep --space space.toml --trials 20 -H localhost:2 -- --config configs/digits.toml
 
-Each trial is a ring of its own on slots of its own. What is tried next, and what came of it, is kept by Optuna in the
-sweep's folder: the same command goes on with a sweep that was ended, whatever ended it.
+Each trial is a ring on its own slots. Optuna keeps trials and results in the sweep's folder: the same command resumes
+an interrupted sweep.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from ringtrain.run import setup
 
 DEFAULT_TRIALS = 20
 NAMES = {"data.name", "model.name", "model.metrics", "train.callbacks"}
-"""options that name something"""
+"""options whose values are names to resolve"""
 REPORTED = 3
-"""of the best, that the hint at the end compares"""
+"""number of best trials that the final hint compares"""
 
 
 def main(options: argparse.Namespace, start: Start) -> int:
-    """Sweeps, shows and writes.
+    """Runs the sweep, prints and writes its results.
 
     Args:
-        options: of the command; found_hosts and trial_words are those of launch.
+        options: Of the command; found_hosts and trial_words come from the options of launch.
 
     Returns:
-        0; or 128 + the number of the signal that ended it.
+        0, or 128 + the number of the signal that ended the sweep.
 
     Raises:
-        LaunchError, ConfigError: what was asked for cannot be; or no trial came to its end.
+        LaunchError, ConfigError: The options are invalid, or no trial completed.
     """
     for name, least in (("trials", 0), ("ranks_per_trial", 1), ("ensemble", 0)):
         if getattr(options, name) < least:
@@ -52,7 +52,7 @@ def main(options: argparse.Namespace, start: Start) -> int:
     if base.run.resume != "auto":
         raise LaunchError("got run.resume: trials go on by themselves: leave it out; run.init_from gives weights")
     found, began_s = space.read(path), time.monotonic()
-    setup.find(base)  # a misspelt name is told at once
+    setup.find(base)  # report a misspelt name before anything starts
     for option in NAMES & found.keys():
         for value in found[option].points() or ():
             setup.find(with_values(base, {option: value}))
@@ -102,10 +102,10 @@ def scales_rate(base: Config, found: space.Space) -> str:
 
 
 def refuse(options: argparse.Namespace) -> None:
-    """Refuses what trials side by side cannot have.
+    """Rejects options of launch that parallel trials cannot use.
 
     Raises:
-        LaunchError: names it.
+        LaunchError: Names the option.
     """
     for name, why in {
         "np": "a trial's ranks are --ranks-per-trial",
@@ -122,10 +122,10 @@ def refuse(options: argparse.Namespace) -> None:
 
 
 def claim(folder: Path, options: argparse.Namespace, base: Config, found: space.Space) -> None:
-    """Makes the folder this sweep's, or sees that it is.
+    """Records this sweep's settings in the folder, or checks that they match those on record.
 
     Raises:
-        LaunchError: it holds another sweep; names what differs.
+        LaunchError: The folder holds another sweep; names the first difference.
     """
     own: dict[str, Any] = {f"space of {option}": vars(one) for option, one in found.items()}
     own |= {f"--{name.replace('_', '-')}": getattr(options, name) for name in ("sampler", "prune", "ranks_per_trial")}
@@ -138,7 +138,7 @@ def claim(folder: Path, options: argparse.Namespace, base: Config, found: space.
 
 
 def speed_of(new: Sequence[Trial], wall_s: float, at_once: int) -> dict[str, Any]:
-    """How long this start of the sweep took, beside what its trials took."""
+    """Wall time of this run of the sweep compared with the times of its trials."""
     own_s = sum(one.facts.get("seconds", 0.0) for one in new)
     over = wall_s * at_once / own_s if own_s else None
     return {"trials": len(new), "at_once": at_once, "wall_s": wall_s, "sum_of_trials_s": own_s, "over_ideal": over}
@@ -153,7 +153,7 @@ def conclude(
     speed: Mapping[str, Any],
     start: Start,
 ) -> int:
-    """Writes results, the best configuration and pictures, and says where they are."""
+    """Writes results, the best configuration and plots, and prints their paths."""
     trials, best, monitor = study.trials(), study.best(), base.train.monitor
     progress.show(trials, best, monitor, list(found))
     results = {

@@ -1,4 +1,4 @@
-"""The averaged prediction of several trained models beside each one's own, on one process: for ringtrain sweep."""
+"""Averaged prediction of several trained models compared with each of them, in one process: for ringtrain sweep."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def main(words: Sequence[str]) -> int:
     """Evaluates models on the test samples of their own configurations.
 
     Args:
-        words: --run FOLDER for each, the best first; --out FILE.
+        words: --run FOLDER per model, the best first; --out FILE.
 
     Raises:
-        LaunchError: their test samples are not the same.
+        LaunchError: The models have different test samples.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--run", action="append", required=True)
@@ -52,11 +52,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def predict(run: Path) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """What a run's model says of its test samples.
-
-    Returns:
-        Labels [n], and probabilities [n, classes].
-    """
+    """Labels [n] and predicted probabilities [n, classes] of a run's test samples."""
     config = config_io.read_toml(run / "config.toml")
     named = setup.find(config)
     data_set = named.read_data()
@@ -74,12 +70,7 @@ def predict(run: Path) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
 
 
 def score(labels: NDArray[np.int64], probabilities: NDArray[np.float64]) -> dict[str, float]:
-    """Accuracy and cross-entropy.
-
-    Args:
-        labels: [n].
-        probabilities: [n, classes].
-    """
+    """Accuracy and cross-entropy from labels [n] and probabilities [n, classes]."""
     of_the_label = np.take_along_axis(probabilities, labels[:, None], axis=-1)
     accuracy = np.mean(np.argmax(probabilities, axis=-1) == labels)
     return {"accuracy": float(accuracy), "loss": float(-np.mean(np.log(np.maximum(of_the_label, 1e-300))))}

@@ -1,4 +1,4 @@
-"""What a person sees of a sweep: a table that lives while it runs, or lines; at the end tables, TOML and pictures."""
+"""Output of a sweep: a live table or log lines while it runs, then tables and plots."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from ringtrain.lab.sweep.study import Study, Trial
 
 BEST = 5
-"""trials that are shown while it runs"""
+"""best trials shown while it runs"""
 REDRAW_S = 0.5
 
 
 class Shown:
-    """Tells on standard error how a sweep goes; a context manager."""
+    """Progress of a sweep on standard error, as a context manager."""
 
     def __init__(self, study: Study, most: int, monitor: str) -> None:
         from rich.console import Console
@@ -30,7 +30,7 @@ class Shown:
 
         self.study, self.most, self.monitor = study, most, monitor
         self.console = Console(stderr=True)
-        # It is drawn by this thread alone: trials are started by forking.
+        # Only this thread draws, since trials are started by forking.
         self.live = Live(console=self.console, auto_refresh=False, transient=True)
         self.drawn_s = 0.0
 
@@ -43,23 +43,23 @@ class Shown:
         self.live.stop()
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Prints a permanent line."""
         self.console.print(f"sweep: {text}", highlight=False, markup=False, soft_wrap=True)
 
     def began(self, one: Running) -> None:
-        """A trial was started."""
+        """Reports that a trial was started."""
         again = ", which goes on" * bool(one.epoch)
         self.say(f"trial {one.trial.number}{again}: {in_words(one.values)} on {one.where}")
 
     def ended(self, one: Trial) -> None:
-        """A trial is over."""
+        """Reports the result of a trial."""
         how = {"complete": f"{self.monitor} {number(one.value)}", "failed": str(one.facts.get("reason"))}
         after = f" after {one.epochs} epoch{'s' * (one.epochs != 1)}" if one.epochs else ""
         seconds = f", {one.facts['seconds']:.1f} s" if "seconds" in one.facts else ""
         self.say(f"trial {one.number} {one.state}{after}{seconds}: {how.get(one.state) or in_words(one.values)}")
 
     def update(self, running: Sequence[Running]) -> None:
-        """Draws the table anew."""
+        """Redraws the table, at most every REDRAW_S seconds."""
         if not self.console.is_terminal or time.monotonic() < self.drawn_s + REDRAW_S:
             return
         from rich.table import Table
@@ -83,12 +83,12 @@ class Shown:
 
 
 def in_words(values: Mapping[str, Any]) -> str:
-    """E.g. "train.batch_size=32 optimizer.learning_rate=0.00123"."""
+    """Formats values, e.g. "train.batch_size=32 optimizer.learning_rate=0.00123"."""
     return " ".join(f"{option}={number(value)}" for option, value in values.items())
 
 
 def number(value: Any) -> str:
-    """A value in few letters."""
+    """Formats a value with few characters."""
     if isinstance(value, float):
         return f"{value:.5g}"
     return "" if value is None else json.dumps(value) if isinstance(value, tuple | list) else str(value)
@@ -97,7 +97,7 @@ def number(value: Any) -> str:
 def show(trials: Sequence[Trial], best: Sequence[Trial], monitor: str, options: Sequence[str]) -> None:
     """Prints all trials: the best first, then those that were pruned or failed.
 
-    The last column is the learning rate after scaling, which batch sizes and optimizers change, too.
+    The last column is the learning rate after scaling, which batch sizes and optimizers also change.
     """
     rest = sorted((one for one in trials if one not in best), key=lambda one: (one.state != "pruned", one.number))
     rows = []
@@ -114,13 +114,7 @@ def show(trials: Sequence[Trial], best: Sequence[Trial], monitor: str, options: 
 
 
 def draw(folder: Path, trials: Sequence[Trial], monitor: str, minimize: bool, space: Space) -> list[Path]:
-    """Draws the objective by trial, and by each option.
-
-    Args:
-        space: options, and which of them are logarithmic.
-
-    Returns:
-        The pictures.
+    """Draws the objective over trials and over each option, and returns the paths of the plots.
 
     Raises:
         MissingDependency: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""What a sweep tries: a TOML file whose keys are options of ringtrain.train, each with a list of values or a range.
+"""Search space of a sweep: TOML file whose keys are options of ringtrain.train, each with a list of values or a range.
 
 "optimizer.name" = ["sgd", "adam"]
 
@@ -23,31 +23,31 @@ from ringtrain.config_io import checked, tables_of
 from ringtrain.errors import ConfigError
 
 OF_THE_SWEEP = ("run.", "train.monitor")
-"""options that say which trial is which, and what trials are compared by"""
+"""options that identify trials or define their comparison"""
 OF_A_RANGE = ("low", "high", "log", "step")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """An option that takes one of several values."""
+    """Option with a list of values."""
 
     values: tuple[Any, ...]
 
     def points(self) -> tuple[Any, ...] | None:
-        """All of them."""
+        """All values."""
         return self.values
 
 
 @dataclass(frozen=True)
 class Range:
-    """An option that takes a number between two others, or one of them."""
+    """Option with a range of numbers."""
 
     low: float
     high: float
     log: bool = False
-    """as likely between 0.001 and 0.01 as between 0.01 and 0.1"""
+    """sampled uniformly in the logarithm"""
     step: float = 0
-    """from low on; 0: any number"""
+    """from low on; 0: continuous, or 1 for integers"""
 
     @property
     def whole(self) -> bool:
@@ -55,7 +55,7 @@ class Range:
         return isinstance(self.low, int)
 
     def points(self) -> tuple[Any, ...] | None:
-        """All numbers that it can take; None: too many to be counted."""
+        """All numbers of the range; None if it is continuous."""
         step = self.step or self.whole
         if not step:
             return None
@@ -65,14 +65,14 @@ class Range:
 
 
 Space = Mapping[str, Choice | Range]
-"""what each option may be, by dotted name"""
+"""values or range of each option, by dotted name"""
 
 
 def read(path: Path) -> Space:
-    """Reads a space.
+    """Reads a search space.
 
     Raises:
-        ConfigError: the file cannot be read, or a key or a value in it is wrong; names the file and the key.
+        ConfigError: The file cannot be read, or a key or a value is invalid; names the file and the key.
     """
     sections, types = get_type_hints(Config), option_types()
     found: dict[str, Choice | Range] = {}
@@ -93,10 +93,10 @@ def read(path: Path) -> Space:
 
 
 def grid(path: Path, space: Space) -> list[dict[str, Any]]:
-    """All combinations, the last option changing first.
+    """All combinations, the last option changing fastest.
 
     Raises:
-        ConfigError: a range has no end of numbers.
+        ConfigError: A range is continuous.
     """
     points = {option: one.points() for option, one in space.items()}
     for option, own in points.items():

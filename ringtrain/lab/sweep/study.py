@@ -1,4 +1,4 @@
-"""The trials of a sweep: what to try next, and what came of what was tried, in Optuna's file, which outlives us."""
+"""Trials of a sweep and their results in Optuna's storage, which survives an interruption."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from ringtrain.errors import MissingDependency
 from ringtrain.lab.sweep.space import Choice, Space
 
 STATES = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "running", "WAITING": "waiting"}
-"""Optuna's, in our words"""
+"""states of Optuna and their names here"""
 FILE = "optuna.db"
 FIRST_RUNG_EPOCHS, ONE_OF = 1, 3
-"""of ASHA: after 1, 3, 9, ... epochs a third of the trials goes on"""
+"""of ASHA: after 1, 3, 9, ... epochs a third of the trials continues"""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial, as it stands."""
+    """Current state of a trial."""
 
     number: int
     state: str
-    """one of STATES' values"""
+    """a value of STATES"""
     values: Mapping[str, Any]
     """by dotted option"""
     value: float | None
-    """of the monitor: at the end, or the last that was reported"""
+    """of the monitor: final, or last reported"""
     epochs: int
-    """that were reported"""
+    """number of reported epochs"""
     facts: Mapping[str, Any]
-    """what else was kept: reason, seconds, where"""
+    """further records: reason, seconds, where"""
 
 
 class Study:
-    """Asks Optuna, and tells it.
+    """Interface to Optuna.
 
     Args:
         sampler: grid, random or tpe.
@@ -74,7 +74,7 @@ class Study:
             pruner=asha if prune == "asha" else optuna.pruners.NopPruner(),
             load_if_exists=True,
         )
-        # A sampler that begins anew must not draw again what it has drawn before.
+        # A sampler that is created again must not repeat earlier draws.
         own_seed = (seed + 1_000_003 * len(self._all())) % 2**32
         samplers = optuna.samplers
         self.study.sampler = (
@@ -89,15 +89,11 @@ class Study:
     def interrupted(self) -> list[Any]:
         """Optuna's trials that were running when an earlier process ended, to be run again."""
         running = self.optuna.trial.TrialState.RUNNING
-        # Made from its number in the file, it has the values that it was given, and is given those that are missing.
+        # Created from its number in the file, a trial keeps its values and draws only missing ones.
         return [self.optuna.trial.Trial(self.study, one._trial_id) for one in self._all() if one.state == running]
 
     def next(self, most: int) -> Any:
-        """Another of Optuna's trials.
-
-        Returns:
-            None: there are enough.
-        """
+        """Asks Optuna for another trial; None if there are enough."""
         known = self._all()
         if not any(one.state.name == "WAITING" for one in known):
             if len(known) >= most:
@@ -107,7 +103,7 @@ class Study:
         return self.study.ask()
 
     def values(self, trial: Any) -> dict[str, Any]:
-        """What a trial tries, by dotted option."""
+        """Values of a trial, by dotted option."""
         found: dict[str, Any] = {}
         for option, one in self.space.items():
             if isinstance(one, Choice):
@@ -115,39 +111,26 @@ class Study:
                 found[option] = kept[trial.suggest_categorical(option, list(kept))]
                 continue
             suggest = trial.suggest_int if one.whole else trial.suggest_float
-            # The last number that a step leads to, which Optuna wants to be told as the end.
+            # Optuna expects the last value that a step reaches as the upper bound.
             high = one.low + one.step * math.floor((one.high - one.low) / one.step + 1e-9) if one.step else one.high
             step = {"step": one.step} if one.step else {}
             found[option] = suggest(option, one.low, high, log=one.log, **step)
         return found
 
     def report(self, trial: Any, epoch: int, value: float) -> bool:
-        """Tells what an epoch gave.
-
-        Args:
-            epoch: from 1.
-            value: of the monitor; NaN: it is no number.
-
-        Returns:
-            Whether the trial is not worth going on.
-        """
+        """Reports the value of an epoch, from 1 (NaN: non-finite); returns whether to prune the trial."""
         trial.report(value, epoch)
         return bool(trial.should_prune())
 
     def finish(self, trial: Any, state: str, value: float | None = None, **facts: Any) -> None:
-        """Tells how a trial ended.
-
-        Args:
-            state: complete, pruned or failed.
-            value: of the monitor, if it is complete.
-        """
+        """Records the end of a trial: state complete, pruned or failed; value only if complete."""
         for name, fact in facts.items():
             trial.set_user_attr(name, fact)
         known = {ours: theirs for theirs, ours in STATES.items()}
         self.study.tell(trial.number, value, state=self.optuna.trial.TrialState[known[state]])
 
     def trials(self) -> list[Trial]:
-        """All of them, by number."""
+        """All trials, by number."""
         found = []
         for one in self._all():
             reported = one.intermediate_values
@@ -159,17 +142,17 @@ class Study:
         return found
 
     def best(self) -> list[Trial]:
-        """Those that are complete, the best first; of equal ones the earlier."""
+        """Complete trials, the best first; among equals the earlier one."""
         complete = [one for one in self.trials() if one.state == "complete"]
         return sorted(complete, key=lambda one: (one.value or 0.0) * (1 if self.minimize else -1))
 
 
 def _kept(value: Any) -> Any:
-    """A value as Optuna keeps it: lists as text."""
+    """Converts a value for Optuna's storage: lists become text."""
     return json.dumps(value) if isinstance(value, tuple) else value
 
 
 def _taken(one: Any, value: Any) -> Any:
-    """The value that _kept was given."""
+    """Inverse of _kept."""
     is_text = isinstance(one, Choice) and isinstance(one.values[0], tuple)
     return tuple(json.loads(value)) if is_text else value
