@@ -1,4 +1,4 @@
-"""The commands bench, tune, sweep, compare, predict, report: options, and what they start, which is imported then."""
+"""Options of the commands bench, tune, sweep, compare, predict and report, which import their modules on use."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from ringtrain.errors import LaunchError
 
 Option = tuple[str, dict[str, Any]]
-"""a flag, and what argparse wants to know of it"""
+"""flag and keyword arguments of add_argument"""
 
 OUT: Option = ("--out", {"default": "", "metavar": "FILE", "help": "write the results as JSON"})
 PLOT: Option = ("--plot", {"default": "", "metavar": "FILE", "help": "draw them as PNG"})
 
 
 def turns(number: int) -> Option:
-    """How often each of the things compared is measured."""
+    """Option for the number of rounds."""
     return "--turns", {
         "type": int,
         "default": number,
@@ -28,7 +28,7 @@ def turns(number: int) -> Option:
 
 
 def count(flag: str, number: int, text: str) -> Option:
-    """A number that is at least 1."""
+    """Option for a number of at least 1."""
     return flag, {"type": int, "default": number, "metavar": "N", "help": f"{text} ({number})"}
 
 
@@ -37,10 +37,10 @@ class Bench:
     """A kind of measurement."""
 
     module: str
-    """of ringtrain.lab, whose main(options, start) measures, shows and writes; it does not import TensorFlow"""
+    """of ringtrain.lab; its main(options, start) measures, prints and writes without importing TensorFlow"""
     help: str
     options: tuple[Option, ...]
-    """besides those of launch"""
+    """in addition to those of launch"""
 
 
 BENCHES = {
@@ -141,7 +141,7 @@ def measure(
     """Runs one bench.
 
     Raises:
-        LaunchError: numbers that cannot be, or options of launch that show and do not run.
+        LaunchError: A number is below 1, or an option of launch only prints.
     """
     bench = BENCHES[options.kind]
     for flag, meaning in bench.options:
@@ -157,13 +157,10 @@ def start_module(
     parents: Sequence[argparse.ArgumentParser],
     launch: Callable[[argparse.Namespace], int],
 ) -> int:
-    """Runs what measures by starting ranks.
-
-    Args:
-        options: of its command; launch_words is added, those of launch that were given.
+    """Runs a module that measures by starting ranks; sets options.launch_words to the given options of launch.
 
     Raises:
-        LaunchError: options of launch that show and do not run.
+        LaunchError: An option of launch only prints, or is --elastic.
     """
     if options.dry_run or options.explain or options.elastic:
         raise LaunchError(f"{options.name} runs what it measures: leave out --dry-run, --explain and --elastic")
@@ -205,11 +202,7 @@ def add_sweep(
     launch: Callable[[argparse.Namespace], int],
     find_hosts: Callable[[argparse.Namespace], tuple[Sequence[Any], str]],
 ) -> None:
-    """Adds `ringtrain sweep`; the first arguments are those of add_bench.
-
-    Args:
-        find_hosts: those that the command line names, and where they come from.
-    """
+    """Adds `ringtrain sweep`; find_hosts returns the hosts of the command line and their source."""
     told = commands.add_parser(
         "sweep",
         parents=list(parents),
@@ -280,7 +273,7 @@ def add_compare(
 
 
 def words_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
-    """The words of a command line that give options which are not at their defaults."""
+    """Command-line arguments for all options that are not at their defaults."""
     words: list[str] = []
     for action in parser._actions:
         value = getattr(options, action.dest, action.default)
@@ -295,7 +288,7 @@ def words_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> li
 
 
 def add_predict(commands: argparse._SubParsersAction[Any]) -> None:
-    """The options of predict; those that are left out have the defaults of lab.predict."""
+    """Adds `ringtrain predict`; omitted options have the defaults of lab.predict."""
     told = commands.add_parser(
         "predict",
         argument_default=argparse.SUPPRESS,
@@ -343,7 +336,7 @@ def add_predict(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def predict(options: argparse.Namespace) -> int:
-    """Predicts, and shows it."""
+    """Runs `ringtrain predict`."""
     from ringtrain.lab.predict import cli
 
     given = {
@@ -354,7 +347,7 @@ def predict(options: argparse.Namespace) -> int:
 
 
 def add_report(commands: argparse._SubParsersAction[Any]) -> None:
-    """The options of report."""
+    """Adds `ringtrain report`."""
     told = commands.add_parser(
         "report",
         description="Writes one HTML page, which needs nothing else, about a run, or about several side by side. See"
@@ -374,7 +367,7 @@ def add_report(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def report(options: argparse.Namespace) -> int:
-    """Tells about runs."""
+    """Runs `ringtrain report`."""
     from ringtrain.lab.report import cli
 
     return cli.main(options)

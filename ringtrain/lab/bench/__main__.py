@@ -1,4 +1,4 @@
-"""What `ringtrain bench` starts on every rank: python -m ringtrain.lab.bench train --turns 7 --out FILE."""
+"""Entry point of `ringtrain bench` on every rank: python -m ringtrain.lab.bench train --turns 7 --out FILE."""
 
 from __future__ import annotations
 
@@ -18,17 +18,13 @@ PARTS = {
     "tune": "tune.measure",
     "ensemble": "sweep.ensemble",
 }
-"""what can be started, and the module of ringtrain.lab whose main(words) does it"""
+"""on-rank parts, and the modules of ringtrain.lab whose main(words) runs them"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one measurement.
-
-    Args:
-        argv: a name of PARTS, and its options; None: sys.argv.
-    """
+    """Runs one measurement; argv is a name of PARTS and its options, None: sys.argv."""
     name, *words = sys.argv[1:] if argv is None else argv
-    log_capture.watch()  # before TensorFlow is loaded, which talks
+    log_capture.watch()  # before TensorFlow is loaded, which logs messages
     try:
         return importlib.import_module(f"ringtrain.lab.{PARTS[name]}").main(words)
     except RingtrainError as error:

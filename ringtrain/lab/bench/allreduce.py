@@ -1,4 +1,4 @@
-"""bench allreduce, seen from outside: starts that take turns, and what they measured as a table, JSON and a picture."""
+"""Launching side of bench allreduce: alternating starts, and their results as a table, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -15,23 +15,17 @@ from ringtrain.lab.starts import Start
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 EXAMPLES = "1KiB,64MiB or 1KiB..256MiB, multiples of 4 bytes"
 STEP = 4
-"""between two sizes of a range"""
+"""factor between two sizes of a range"""
 GLOO = "horovodrun-gloo"
 STARTS = {"mpi": ("mpi", ""), "horovod-mpi": ("horovod", ""), "horovod-gloo": ("horovod", GLOO)}
-"""what --libraries takes: the part of lab/sums.py, and its launcher if it is not the command line's"""
+"""values of --libraries: the part of allreduce_on_ranks, and its launcher; "": from the command line"""
 
 
 def sizes(text: str) -> list[int]:
-    """Sizes as a person writes them.
-
-    Args:
-        text: e.g. "1KiB,64MiB"; or "1KiB..256MiB", each four times the one before.
-
-    Returns:
-        Bytes.
+    """Parses sizes such as "1KiB,64MiB", or "1KiB..256MiB" in steps of four, to bytes.
 
     Raises:
-        LaunchError: that is no list of sizes.
+        LaunchError: The text is not a list of sizes.
     """
     found = []
     for word in text.split(","):
@@ -55,13 +49,13 @@ def _bytes(word: str, text: str) -> int:
 
 
 def size_text(num_bytes: int) -> str:
-    """E.g. "64 MiB"."""
+    """Formats a size, e.g. "64 MiB"."""
     unit = next(unit for unit in reversed(UNITS) if num_bytes % UNITS[unit] == 0)
     return f"{num_bytes // UNITS[unit]} {unit}"
 
 
 def main(options: argparse.Namespace, start: Start) -> int:
-    """Measures, shows and writes."""
+    """Measures, prints and writes."""
     if options.command:
         raise LaunchError(f"got {options.command[0]} after --, but bench allreduce trains nothing: leave it out")
     wanted = sizes(options.sizes)
@@ -122,7 +116,7 @@ def summary(measured: Sequence[Mapping[str, Any]], num_ranks: int) -> list[dict[
 
 
 def show(found: Sequence[Mapping[str, Any]], num_ranks: int, repeats: str) -> None:
-    """Prints what was measured."""
+    """Prints the measurements."""
     rows = [
         [
             size_text(one["bytes"]),

@@ -84,21 +84,13 @@ class TimedSaver(saver.Saver):
     stall_s = 0.0
 
     def save(self) -> None:
-        """See Saver."""
         begin_s = time.perf_counter()
         super().save()
         self.stall_s = time.perf_counter() - begin_s
 
 
 def write(folder: Path, contents: Sequence[bytes]) -> float:
-    """Writes files and flushes them to the disk.
-
-    Args:
-        folder: where; they are removed again.
-
-    Returns:
-        Seconds.
-    """
+    """Writes files, flushes them to disk and removes them; returns the seconds of writing and flushing."""
     begin_s = time.perf_counter()
     for number, content in enumerate(contents):
         with open(folder / f"plain-{number}", "wb", buffering=0) as file:
@@ -111,7 +103,7 @@ def write(folder: Path, contents: Sequence[bytes]) -> float:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures on all ranks; rank 0 writes."""
+    """Measures on all ranks and writes on rank 0."""
     own, told = stats.split(argv)
     parser = argparse.ArgumentParser(prog="bench checkpoint", description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=20, help="between two saves")

@@ -1,4 +1,4 @@
-"""A bench that is measured on ranks alone, seen from outside: shows the table that rank 0 made, writes the figures."""
+"""Launching side of benches that measure on ranks only: prints rank 0's table and writes the results."""
 
 from __future__ import annotations
 

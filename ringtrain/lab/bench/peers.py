@@ -1,4 +1,4 @@
-"""bench peers: the same training by ringtrain and by everything else that could do it, in turns, one start each."""
+"""bench peers: the same training by ringtrain and its alternatives, alternately, each run in its own start."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class Peer:
 
     title: str
     run: str
-    """module:function of ringtrain.lab.bench.baselines; empty: ringtrain.train"""
+    """module:function of ringtrain.lab.bench.baselines; "": ringtrain.train"""
     processes: str = "per worker"
     """per worker; one; servers: one more than workers"""
     alone: bool = False
     """one worker"""
     strategy: str = ""
-    """of ringtrain.train; empty: ring"""
+    """of ringtrain.train; "": ring"""
 
     def ranks(self, workers: int) -> int:
-        """Processes to start."""
+        """Number of processes to start."""
         return {"per worker": workers, "one": 1, "servers": workers + 1}[self.processes]
 
     def options(self, workers: int) -> list[str]:
-        """Of ringtrain.train, besides those that all peers have."""
+        """Options of ringtrain.train in addition to those of all peers."""
         towers = ["--strategy.towers", str(workers)] if self.strategy == "towers" else []
         return ["--strategy.name", self.strategy, *towers] if self.strategy else []
 
@@ -65,19 +65,19 @@ PEERS = {
     "ringtrain-alone": Peer("ringtrain.train, one process", "", alone=True),
     "fit-alone": Peer("Keras' fit, one process", "by_fit:alone", alone=True),
 }
-QUIET = {"TF_CPP_MIN_LOG_LEVEL": "1"}  # its servers print their settings
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "1"}  # TensorFlow's servers print their settings
 OVER = {
     "ringtrain-alone": "fit-alone",
     **{name: f"{name}-by-hand" for name in ("towers", "multi-worker", "ps-async")},
 }
-"""what is compared with something else than ringtrain on all workers"""
+"""peers that are not compared with ringtrain on all workers"""
 
 
 def main(options: argparse.Namespace, start: Start) -> int:
-    """Measures, shows and writes.
+    """Measures, prints and writes.
 
     Raises:
-        LaunchError: a peer that there is not.
+        LaunchError: A peer is unknown.
     """
     names = options.peers.split(",") if options.peers else list(PEERS)
     strangers = [name for name in names if name not in PEERS]
@@ -88,7 +88,7 @@ def main(options: argparse.Namespace, start: Start) -> int:
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for _ in range(options.turns):
         for name, before in runs.items():
-            never = before and not worked(before)  # nor will it the next time
+            never = before and not worked(before)  # it would fail again
             before.append(before[-1] if never else train_once(PEERS[name], workers, options, start))
     found = {name: summary(name, runs, workers) for name in names}
     show(found, workers, options)
@@ -104,11 +104,7 @@ def main(options: argparse.Namespace, start: Start) -> int:
 
 
 def train_once(peer: Peer, workers: int, options: argparse.Namespace, start: Start) -> dict[str, Any]:
-    """One start.
-
-    Returns:
-        images_per_s, losses, checksums of all copies of the weights; or the error that came first.
-    """
+    """Runs one start: images_per_s, losses and checksums of all copies of the weights; or the first error."""
     workers = 1 if peer.alone else workers
     ranks = peer.ranks(workers)
     with tempfile.TemporaryDirectory(prefix="ringtrain-peers-") as folder:
@@ -125,7 +121,7 @@ def train_once(peer: Peer, workers: int, options: argparse.Namespace, start: Sta
     errors = sorted((one["time_s"], one["error"]) for one in said if "error" in one)
     if errors or failure:
         return {"error": errors[0][1] if errors else failure}
-    # Asynchronous steps are a worker's each; then there are as many times more of them.
+    # An asynchronous step belongs to one worker, so there are more of them by the number of workers.
     ends_s, images = said[0]["ends_s"], said[0]["images_per_end"]
     timed_s = ends_s[len(ends_s) * WARM_STEPS // (WARM_STEPS + options.steps) - 1 :]
     return {
@@ -136,7 +132,7 @@ def train_once(peer: Peer, workers: int, options: argparse.Namespace, start: Sta
 
 
 def free_ports(number: int) -> list[int]:
-    """Ports of this host that nobody listens on just now."""
+    """Unused ports of this host."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
         for one in sockets:
@@ -145,11 +141,7 @@ def free_ports(number: int) -> list[int]:
 
 
 def summary(name: str, runs: dict[str, list[dict[str, Any]]], workers: int) -> dict[str, Any]:
-    """What came of a peer's runs.
-
-    Args:
-        workers: of those that are not alone.
-    """
+    """Summary of a peer's runs; `workers` applies to peers that are not alone."""
     peer, own = PEERS[name], runs[name]
     told: dict[str, Any] = {"title": peer.title, "workers": 1 if peer.alone else workers}
     good, failed = worked(own), [one["error"] for one in own if "error" in one]
@@ -172,12 +164,12 @@ def summary(name: str, runs: dict[str, list[dict[str, Any]]], workers: int) -> d
 
 
 def worked(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those runs that ended well."""
+    """Runs without an error."""
     return [one for one in runs if "error" not in one]
 
 
 def show(found: dict[str, dict[str, Any]], workers: int, options: argparse.Namespace) -> None:
-    """Prints what was measured, and why what does not run does not."""
+    """Prints the measurements, and the reasons of failures."""
     rows, notes = [], []
     for one in found.values():
         if "error" in one:

@@ -1,9 +1,9 @@
-"""bench startup: from the command to the first step, by stages, beside what no training can do without.
+"""bench startup: time from the command to the first step, by stages, compared with the minimum of any training.
 
     ringtrain bench startup -np 2 --out startup.json -- --model.name cnn --data.name fashion-mnist
 
-Measured in turns: `ringtrain launch`, the same by way of horovodrun, and as many plain Python processes at once that
-only import TensorFlow and build the same model.
+Measured alternately: `ringtrain launch`, the same with horovodrun, and the same number of plain Python processes that
+only import TensorFlow and build the model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ringtrain.monitor import journal
 
 TIMEOUT_S = 1800.0
 SMALL = ("--data.name", "synthetic", "--data.num-samples", "512", "--data.image-size", "28", "--model.name", "cnn")
-"""what is started if the command line does not say"""
+"""default training"""
 SAID = {
     "process": "the launcher, until a rank's process is there",
     "python": "Python, and what ringtrain.train imports first",
@@ -55,11 +55,7 @@ print(imported_s, time.time())
 
 
 def main(options: argparse.Namespace, start: Start) -> int:
-    """Measures, shows and writes.
-
-    Args:
-        start: is not used: what is measured are commands as a person types them.
-    """
+    """Measures, prints and writes. `start` is unused: the bench runs commands as typed by a user."""
     told = list(options.command) or list(SMALL)
     config = config_io.read(told)
     data_set = data.source(config.data)()
@@ -94,14 +90,12 @@ def first_step_s(stages: Mapping[str, float]) -> float:
 
 
 def launched(words: Sequence[str], told: Sequence[str]) -> tuple[dict[str, float], int]:
-    """Trains an epoch, started from the command line.
+    """Trains an epoch from the command line; returns rank 0's seconds per stage and the number of ranks.
 
-    Returns:
-        Seconds of each stage of rank 0; "ending" is the time from its last word to the command's end. And how many
-        ranks there were.
+    "ending" is the time from rank 0's last journal entry to the end of the command.
 
     Raises:
-        LaunchError: it failed; its words are on standard error.
+        LaunchError: The training failed; its output is on standard error.
     """
     with tempfile.TemporaryDirectory(prefix="ringtrain-startup-") as folder:
         run = ["--train.epochs", "1", "--run.directory", folder, "--run.name", "startup"]
@@ -122,10 +116,10 @@ def imported(num_processes: int, model: str) -> dict[str, float]:
     """Imports TensorFlow and builds a model in plain processes, all at once.
 
     Args:
-        model: its configuration, input shape and classes, as JSON.
+        model: Its configuration, input shape and classes, as JSON.
 
     Returns:
-        Seconds from the command until the slowest had TensorFlow and Keras, and until it had built the model.
+        Seconds from the command until the slowest had imported TensorFlow and Keras, and until it had built the model.
     """
     one = shlex.join([sys.executable, "-c", PLAIN, model])
     begin_s = time.time()
@@ -138,7 +132,7 @@ def imported(num_processes: int, model: str) -> dict[str, float]:
 
 
 def show(found: Mapping[str, Mapping[str, Any]], plain: Sequence[Mapping[str, float]], title: str) -> None:
-    """Prints what was measured."""
+    """Prints the measurements."""
     built_s = stats.Spread.of([turn["built"] for turn in plain])
     head = ("seconds from the command to", "median (p10 to p90)")
     for launcher, its in found.items():

@@ -1,4 +1,4 @@
-"""bench train, seen from outside: the measurement at several numbers of ranks, as tables, JSON and a picture."""
+"""Launching side of bench train: runs it at several numbers of ranks; tables, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ringtrain.lab.predict import points
 from ringtrain.lab.starts import Start
 
 SPREADS = {"images_per_s": ",.0f", "images_per_s_alone": ",.0f", "ring_efficiency": ".3f"}
-"""columns of the scaling table, and how they are printed"""
+"""columns of the scaling table and their formats"""
 
 
 def main(options: argparse.Namespace, start: Start) -> int:
-    """Measures, shows and writes."""
+    """Measures, prints and writes."""
     words = ["train", "--steps", str(options.steps), "--turns", str(options.turns), "--", *options.command]
     measured = [start(words, num) for num in (points.parse_ranks(options.ranks) if options.ranks else [0])]
     profiles = [found.pop("profile") for found in measured]
@@ -40,10 +40,7 @@ def main(options: argparse.Namespace, start: Start) -> int:
 
 
 def draw(table: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
-    """Draws images/s over ranks.
-
-    Args:
-        table: a row per number of ranks.
+    """Draws images/s over ranks, from one row per number of ranks.
 
     Raises:
         MissingDependency: matplotlib is not installed.
@@ -61,7 +58,7 @@ def draw(table: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
 
 
 def show(found: dict[str, Any]) -> None:
-    """Prints what was measured."""
+    """Prints the measurements."""
     rows = [
         ["images/s, all ranks", stats.Spread(**found["images_per_s"]).text(",.0f")],
         ["images/s, as many processes alone", stats.Spread(**found["images_per_s_alone"]).text(",.0f")],

@@ -115,10 +115,10 @@ def profile_of(config: Config, model: keras.Model, batches: Any, num_steps: int,
 
 
 class Stopwatch(keras.callbacks.Callback):
-    """Times the steps of blocks, those that warm up left out.
+    """Callback that times the steps of blocks without their warm-up steps.
 
     Args:
-        place: notes the moments within a step; None: it has none.
+        place: Phase tracker with the timestamps within a step; None: only whole steps are timed.
     """
 
     def __init__(self, place: hvd.step_timing.PhaseTracker | None) -> None:
@@ -128,7 +128,7 @@ class Stopwatch(keras.callbacks.Callback):
         self.forget()
 
     def forget(self) -> None:
-        """Begins anew."""
+        """Discards all times."""
         self.steps: list[float] = []
         self.parts: dict[str, list[float]] = {part: [] for part in PHASES}
 
@@ -154,7 +154,7 @@ class Stopwatch(keras.callbacks.Callback):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures on all ranks; rank 0 writes."""
+    """Measures on all ranks and writes on rank 0."""
     own, told = stats.split(argv)
     parser = argparse.ArgumentParser(prog="bench train", description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=40, help="of a block")

@@ -1,4 +1,4 @@
-"""Keras' own fit: in one process, or under a strategy of TensorFlow's."""
+"""Keras' own fit: in one process, or under a tf.distribute strategy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ringtrain.lab.bench.baselines.training import Trained, Training, checksum
 
 
 class Watch(keras.callbacks.Callback):
-    """Notes when steps end. `latest` is the newest one, for whoever has only named it."""
+    """Callback that records when steps end; `latest` gives access to an instance that Keras created by name."""
 
     latest: Watch | None = None
 
@@ -21,7 +21,7 @@ class Watch(keras.callbacks.Callback):
         Watch.latest, self.sum = self, 0.0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        so_far = float((logs or {})["loss"]) * (len(self.trained.losses) + 1)  # Keras tells the mean until now
+        so_far = float((logs or {})["loss"]) * (len(self.trained.losses) + 1)  # Keras reports the mean so far
         self.trained.note(so_far - self.sum)
         self.sum = so_far
 
@@ -31,7 +31,7 @@ class Watch(keras.callbacks.Callback):
 
 
 def alone(training: Training) -> Trained:
-    """One process, and no strategy."""
+    """Trains in one process without a strategy."""
     return fit(training, tf.distribute.get_strategy(), training.batches(range(1)))
 
 

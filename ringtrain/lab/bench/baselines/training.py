@@ -1,4 +1,4 @@
-"""What every strategy is given, and what it gives back."""
+"""Input and result of every baseline."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Training:
-    """A model, an optimizer, batches and a number of steps, and this process' place among those that train."""
+    """Model, optimizer, batches, number of steps, and the rank of this process among the workers."""
 
     config: Config
     numbers: Numbers
     data_set: data.DataSet
     num_workers: int
-    """each with a batch of its own in every step"""
+    """each with its own batch in every step"""
     rank: int
     """of this process"""
     ports: tuple[int, ...]
-    """free ones of this host, one per process and one more"""
+    """unused ports of this host, one more than processes"""
     folder: Path
-    """that all processes see; rank-0.json is there when rank 0 has trained"""
+    """shared by all processes; rank-0.json exists when rank 0 has trained"""
 
     @property
     def num_steps(self) -> int:
@@ -43,14 +43,14 @@ class Training:
         return self.numbers.num_steps
 
     def model(self) -> keras.Model:
-        """A new model, the same weights in every process."""
+        """Builds a new model with the same weights in every process."""
         import keras
 
         keras.utils.set_random_seed(self.config.seed)
         return setup.find(self.config).build_model(self.data_set.input_shape, self.data_set.num_classes)
 
     def optimizer(self, model: keras.Model) -> keras.optimizers.Optimizer:
-        """Its optimizer, which talks to nobody by itself."""
+        """Builds the optimizer, without communication."""
         from ringtrain.optim import optimizers
 
         optimizer = optimizers.build(self.config, self.numbers, model)
@@ -58,7 +58,7 @@ class Training:
         return optimizer
 
     def loss(self) -> keras.losses.Loss:
-        """The mean over a batch."""
+        """Mean loss over a batch."""
         return models.cross_entropy(self.config.model.label_smoothing)
 
     def samples(self, workers: range) -> tuple[NDArray[Any], NDArray[np.int64]]:
@@ -72,11 +72,11 @@ class Training:
         return samples.inputs[chosen], samples.labels[chosen]  # type: ignore[attr-defined]
 
     def batches(self, workers: range) -> tf.data.Dataset:
-        """The same as a pipeline without end, of one worker's batch each time."""
+        """The same samples as an endless pipeline of one worker's batch at a time."""
         import tensorflow as tf
 
         options = tf.data.Options()
-        options.autotune.enabled = False  # it can make fit wait for seconds at its end
+        options.autotune.enabled = False  # it can delay the end of fit by seconds
         batches = tf.data.Dataset.from_tensor_slices(self.samples(workers))
         batches = batches.batch(self.numbers.batch_size, drop_remainder=True).repeat()
         return batches.prefetch(2).with_options(options)
@@ -84,25 +84,25 @@ class Training:
 
 @dataclass
 class Trained:
-    """What a process saw of it."""
+    """Measurements of one process."""
 
     images_per_end: int
-    """samples of all workers that a step trains"""
+    """samples of all workers per step"""
     ends_s: list[float] = field(default_factory=list)
-    """when steps ended, by the clock that all processes of a host share"""
+    """end times of steps, by the clock that all processes of a host share"""
     losses: list[float] = field(default_factory=list)
     """of these steps, on one worker's batch"""
     checksums: list[str] = field(default_factory=list)
-    """of each copy of the weights that this process has, in the end"""
+    """of each copy of the weights in this process, at the end"""
 
     def note(self, loss: Any) -> None:
-        """A step has ended."""
+        """Records the end of a step."""
         self.ends_s.append(time.time())
         self.losses.append(float(loss))
 
 
 def checksum(weights: Iterable[Any]) -> str:
-    """A checksum of arrays or variables."""
+    """Checksum of arrays or variables."""
     value = 0
     for weight in weights:
         value = zlib.crc32(np.ascontiguousarray(weight).tobytes(), value)
