@@ -34,7 +34,7 @@ def count(flag: str, number: int, text: str) -> Option:
 
 @dataclass(frozen=True)
 class Bench:
-    """A kind of measurement."""
+    """Kind of measurement."""
 
     module: str
     """of ringtrain.lab; its main(options, start) measures, prints and writes without importing TensorFlow"""

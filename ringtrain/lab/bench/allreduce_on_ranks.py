@@ -28,13 +28,13 @@ from ringtrain.lab import stats
 Array = np.ndarray[Any, np.dtype[np.float32]]
 Call = Callable[[], Any]
 Way = Callable[[Array], Call]
-"""takes what is to be added up, and gives what is to be timed"""
+"""returns the call to time for an array to sum"""
 Gather = Callable[[Any], list[Any]]
-"""a value from every rank, in the order of ranks"""
+"""collects a value from every rank, in rank order"""
 
 MPI_ALLREDUCE, RING, COPY, LINK, NOTHING = "MPI_Allreduce", "ring in NumPy", "memory copy", "link", "calling TensorFlow"
 NO_SUM = (COPY, LINK, NOTHING)
-MIN_S = 0.03  # of one measurement: what is faster is repeated
+MIN_S = 0.03  # of one measurement: faster calls are repeated
 PERIOD = 251
 NETWORK = Path("/sys/class/net")
 
@@ -42,10 +42,10 @@ NETWORK = Path("/sys/class/net")
 def measure(
     ways: Mapping[str, Way], sizes: Sequence[int], repeats: int, rank: int, gather: Gather
 ) -> list[dict[str, Any]]:
-    """Times all ways for all sizes; the ways take turns. A collective.
+    """Times all ways for all sizes, alternately. A collective.
 
     Args:
-        ways: by name; what is not in NO_SUM has to give the sum over all ranks.
+        ways: By name; those not in NO_SUM must return the sum over all ranks.
         sizes: bytes, multiples of 4.
 
     Returns:
@@ -53,12 +53,12 @@ def measure(
         rank's; "wire_bytes": that the busiest host sends for it over its network}.
 
     Raises:
-        OutOfSync: on every rank, where some rank has got a wrong sum.
+        OutOfSync: On every rank, if any rank received a wrong sum.
     """
     found = []
     num_ranks = len(gather(rank))
     for num_bytes in sizes:
-        # Small integers: sums are exact, in whatever order they are made.
+        # Small integers: sums are exact in any order.
         pattern = (np.arange(num_bytes // 4) % PERIOD).astype(np.float32)
         array, total = pattern * (rank + 1), pattern * (num_ranks * (num_ranks + 1) / 2)
         calls = {name: way(array) for name, way in ways.items()}
@@ -93,13 +93,13 @@ def _timed(call: Call, number: int) -> float:
 
 
 def _sent_bytes() -> int:
-    """What this host has sent over its network so far."""
+    """Bytes that this host has sent over its network since boot."""
     counters = [path / "statistics" / "tx_bytes" for path in NETWORK.glob("*") if path.name != "lo"]
     return sum(int(path.read_text()) for path in counters if path.exists())
 
 
 def by_mpi(comm: Any) -> dict[str, Way]:
-    """What MPI alone is needed for: its allreduce, the readable ring, and what the machine gives."""
+    """Ways that need only MPI: its allreduce, the readable ring, a memory copy and the link."""
     from mpi4py import MPI
 
     rank, hosts = comm.Get_rank(), comm.allgather(MPI.Get_processor_name())
@@ -146,7 +146,7 @@ def by_mpi(comm: Any) -> dict[str, Way]:
 
 
 def by_horovod() -> dict[str, Way]:
-    """Horovod's allreduce, over what it was started with; also over NCCL where it has that, and there are GPUs."""
+    """Horovod's allreduce over the transport it was started with, and over NCCL if built and GPUs are present."""
     import tensorflow as tf
 
     from ringtrain import hvd
@@ -180,7 +180,7 @@ def by_horovod() -> dict[str, Way]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures on all ranks; rank 0 writes."""
+    """Measures on all ranks and writes on rank 0."""
     parser = argparse.ArgumentParser(prog="bench allreduce", description=__doc__.partition("\n")[0])
     parser.add_argument("library", choices=("mpi", "horovod"))
     parser.add_argument("--sizes", required=True, help="bytes")

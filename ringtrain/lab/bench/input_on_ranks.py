@@ -36,13 +36,13 @@ PIPELINE, ALONE, SAME = "pipeline", "alone", "same work"
 
 
 def measure(config: Config, name: str, num_batches: int, turns: int) -> dict[str, stats.Spread]:
-    """Times a source. A collective.
+    """Times a data source. A collective.
 
     Returns:
-        Samples per second of this rank, by PIPELINE, ALONE and SAME; and PIPELINE's share of each of these.
+        Samples per second of this rank, by PIPELINE, ALONE and SAME, and the ratios of PIPELINE to the others.
 
     Raises:
-        DataError: the data are not there.
+        DataError: The data are missing.
     """
     its = dataclasses.replace(config.data, name=name)
     data_set = data.source(its)()
@@ -74,16 +74,16 @@ def measure(config: Config, name: str, num_batches: int, turns: int) -> dict[str
 
 
 def decoded(files: Sequence[str], decode: Callable[[tf.Tensor], tf.Tensor], batch_size: int) -> Iterator[Any]:
-    """Records in the order in which they lie, again and again, decoded in parallel.
+    """Reads records sequentially and endlessly, and decodes them in parallel.
 
     Args:
-        batch_size: a pixel of each and the labels come in such portions; pictures of many sizes cannot be put together.
+        batch_size: Of batches of a pixel and the label per picture: pictures of different sizes cannot be batched.
     """
     threads = tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
 
     def one(record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         encoded, label = tfrecords.encoded_and_class(record)
-        return tf.reshape(decode(encoded), [-1])[0], label  # what nobody looks at is not computed
+        return tf.reshape(decode(encoded), [-1])[0], label  # unused pixels are not computed
 
     options = tf.data.Options()
     options.autotune.enabled = False
@@ -92,7 +92,7 @@ def decoded(files: Sequence[str], decode: Callable[[tf.Tensor], tf.Tensor], batc
 
 
 def cut_out(samples: Any, batch_size: int, seed: int) -> Iterator[Any]:
-    """Batches of arrays in a random order, by NumPy alone."""
+    """Batches of arrays in random order, by NumPy alone."""
     order = np.random.default_rng(seed).permutation(len(samples))
     scale = np.float32(1 / 255 if samples.inputs.dtype == np.uint8 else 1)
     for first in itertools.cycle(range(0, len(order) - batch_size + 1, batch_size)):
@@ -101,7 +101,7 @@ def cut_out(samples: Any, batch_size: int, seed: int) -> Iterator[Any]:
 
 
 def make_records(folder: Path, num_pictures: int) -> Path:
-    """Writes TFRecords of JPEG pictures: parts of scikit-learn's two photographs, at sizes as ImageNet has them."""
+    """Writes TFRecords of JPEG pictures: crops of scikit-learn's two photographs in sizes typical of ImageNet."""
     from sklearn.datasets import load_sample_images
 
     random = np.random.default_rng(0)
@@ -123,7 +123,7 @@ def make_records(folder: Path, num_pictures: int) -> Path:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures on all ranks; rank 0 writes."""
+    """Measures on all ranks and writes on rank 0."""
     own, told = stats.split(argv)
     parser = argparse.ArgumentParser(prog="bench input", description=__doc__.partition("\n")[0])
     parser.add_argument("--turns", type=int, default=7, help="measurements of each kind")

@@ -27,7 +27,7 @@ SECONDS_BETWEEN_LOOKS = 0.5
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains on all ranks; each writes rank-N.json, and rank 0 ends last."""
+    """Trains on all ranks; each writes rank-N.json, and rank 0 exits last."""
     own, told = stats.split(argv)
     parser = argparse.ArgumentParser(prog="bench peer", description=__doc__.partition("\n")[0])
     parser.add_argument(
@@ -49,44 +49,40 @@ def main(argv: Sequence[str]) -> int:
         config = _enough(config_io.read(told), options)
         found = _ringtrain(config, options) if not options.run else _strategy(config, options, rank)
     except KeyboardInterrupt:
-        os._exit(128 + signal.SIGINT)  # no failure of the peer's
+        os._exit(128 + signal.SIGINT)  # not a failure of the peer
     except BaseException as error:
         end.now({"error": in_a_line(error)})
     end.write(dataclasses.asdict(found))
     while rank == 0 and len(list(options.folder.glob("rank-*.json"))) < options.ranks:
-        time.sleep(0.1)  # others may want to talk to rank 0 until they have ended
+        time.sleep(0.1)  # other ranks may need rank 0 until they have exited
     if {"horovod", "mpi4py"} & set(sys.modules):
-        return 0  # MPI wants to be told
+        return 0  # MPI must be finalized
     end.now({})
 
 
 def in_a_line(error: BaseException) -> str:
-    """The kind of an error, and the first and the last line of what it says."""
+    """Formats an error's type and the first and last line of its message."""
     lines = [line[:200] for line in str(error).strip().splitlines()] or [""]
     return f"{type(error).__name__}: {' ... '.join([lines[0], *lines[1:][-1:]])}"
 
 
 class End:
-    """The end of this process: in time, with the others', and with a word about why.
-
-    Args:
-        limit_s: after which it ends in any case.
-    """
+    """Exit of this process: within the time limit, after an error of another rank, and with the reason recorded."""
 
     def __init__(self, folder: Path, rank: int, limit_s: float) -> None:
         self.folder, self.path, self.limit_s = folder, folder / f"rank-{rank}.json", limit_s
-        signal.alarm(int(limit_s) + 5)  # where Python does not get a word in any more
+        signal.alarm(int(limit_s) + 5)  # if Python code no longer runs
         threading.Thread(target=self._look, daemon=True).start()
 
     def write(self, found: dict[str, Any]) -> None:
-        """Writes what this rank has to say, once."""
+        """Writes the result of this rank, once."""
         if not self.path.exists():
             unfinished = self.path.with_suffix(".unfinished")
             unfinished.write_text(json.dumps({"time_s": time.time(), **found}), encoding="utf-8")
             unfinished.replace(self.path)
 
     def now(self, found: dict[str, Any]) -> NoReturn:
-        """Writes, and ends here: servers of TensorFlow's may never let a process end by itself."""
+        """Writes the result and exits at once, since TensorFlow's servers may keep a process from exiting."""
         self.write(found)
         sys.stdout.flush()
         os._exit(0)
@@ -102,7 +98,7 @@ class End:
 
 
 def _enough(config: Config, options: argparse.Namespace) -> Config:
-    """The configuration with as many samples as one epoch of these steps needs."""
+    """Sets as many samples as one epoch of these steps needs."""
     if config.data.name != "synthetic":
         raise ConfigError(f"data.name: got {config.data.name}, expected synthetic, of which bench peers makes enough")
     num_train = (WARM_STEPS + options.steps) * config.train.batch_size * options.workers
@@ -111,7 +107,7 @@ def _enough(config: Config, options: argparse.Namespace) -> Config:
 
 
 def _ringtrain(config: Config, options: argparse.Namespace) -> Trained:
-    """The trainer as everybody runs it, with one more callback."""
+    """Runs the ordinary trainer with one more callback."""
     from ringtrain import train
     from ringtrain.lab.bench.baselines.by_fit import Watch
 

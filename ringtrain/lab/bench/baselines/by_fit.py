@@ -11,7 +11,7 @@ from ringtrain.lab.bench.baselines.training import Trained, Training, checksum
 
 
 class Watch(keras.callbacks.Callback):
-    """Callback that records when steps end; `latest` gives access to an instance that Keras created by name."""
+    """Callback that records when steps end; `latest` is the newest instance, for callers that only named the class."""
 
     latest: Watch | None = None
 

@@ -1,4 +1,4 @@
-"""Horovod without ringtrain: the loop that one writes by hand for Keras 3, with Horovod's own tape."""
+"""Horovod without ringtrain: a loop written by hand for Keras 3, with Horovod's own tape."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ringtrain.lab.bench.baselines.training import Trained, Training, checksum
 
 
 def run(training: Training) -> Trained:
-    """One process per worker; gradients are averaged one by one as they become ready."""
+    """Runs one process per worker; gradients are averaged one by one as they become ready."""
     hvd.init()
     model = training.model()
     optimizer, loss_of = training.optimizer(model), training.loss()
-    # Horovod knows TensorFlow's variables, not the Keras objects around them.
+    # Horovod accepts TensorFlow's variables, not the Keras objects around them.
     weights = [variable.value for variable in model.trainable_variables]
     hvd.broadcast_variables([*weights, *(variable.value for variable in optimizer.variables)], root_rank=0)
 

@@ -1,4 +1,4 @@
-"""TensorFlow's ParameterServerStrategy: weights on a server, and workers that update them when they are ready."""
+"""TensorFlow's ParameterServerStrategy: weights on a server, updated asynchronously by workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ringtrain.lab.bench.baselines.training import Trained, Training, checksum
 
 
 def run(training: Training) -> Trained:
-    """Rank 0 gives out steps and holds the parameter server, each of the others is a worker."""
+    """Schedules steps and holds the parameter server on rank 0; every other rank is a worker."""
     cluster = _cluster(training)
     if training.rank:
         return _serve(training, cluster)
@@ -25,13 +25,13 @@ def run(training: Training) -> Trained:
 
     @tf.function(autograph=False)
     def step(batches: Any) -> Any:
-        return strategy.run(on_a_worker, args=next(batches))  # Keras' optimizers want to be run by their strategy
+        return strategy.run(on_a_worker, args=next(batches))  # Keras' optimizers must run inside their strategy
 
     def on_a_worker(x: Any, y: Any) -> Any:
         with tf.GradientTape() as tape:
             loss = loss_of(y, model(x, training=True))
         optimizer.apply(tape.gradient(loss, [variable.value for variable in variables]), variables)
-        return loss, tf.timestamp()  # in the order of the program, so after the update
+        return loss, tf.timestamp()  # in program order, so after the update
 
     @tf.function
     def batches_of_a_worker() -> Any:
@@ -46,7 +46,7 @@ def run(training: Training) -> Trained:
 
 
 def run_fit(training: Training) -> Trained:
-    """The same by Keras' fit."""
+    """Does the same with Keras' fit."""
     cluster = _cluster(training)
     return (
         _serve(training, cluster) if training.rank else fit(training, _coordinated(cluster), training.batches(range(1)))
@@ -66,11 +66,11 @@ def _coordinated(cluster: tf.train.ClusterSpec) -> tf.distribute.Strategy:
 
 def _serve(training: Training, cluster: tf.train.ClusterSpec) -> Trained:
     tf.distribute.Server(cluster, "worker", training.rank - 1, "grpc", _threads())
-    while not (training.folder / "rank-0.json").exists():  # a server of TensorFlow's never ends by itself
+    while not (training.folder / "rank-0.json").exists():  # a TensorFlow server never exits by itself
         time.sleep(0.1)
     return Trained(training.numbers.batch_size)
 
 
 def _threads() -> tf.compat.v1.ConfigProto:
-    """One that computes, and one more, since a step waits for the server in it."""
+    """One computing thread, and one more since a step waits for the server in it."""
     return tf.compat.v1.ConfigProto(intra_op_parallelism_threads=1, inter_op_parallelism_threads=2)

@@ -1,4 +1,4 @@
-"""TensorFlow's strategies that keep a copy of the weights on every worker, and add up gradients in every step."""
+"""TensorFlow's strategies that keep a copy of the weights on every worker and reduce gradients in every step."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ def mirrored(training: Training) -> Trained:
     parts = [tf.config.LogicalDeviceConfiguration()] * training.num_workers
     tf.config.set_logical_device_configuration(cpu, parts)
     devices = [f"CPU:{number}" for number in range(training.num_workers)]
-    # On logical CPUs this is the faster one of its ways to add up.
+    # On logical CPUs this is its faster reduction.
     strategy = tf.distribute.MirroredStrategy(devices, tf.distribute.ReductionToOneDevice())
     return loop(training, strategy, range(training.num_workers))
 
 
 def multi_worker(training: Training) -> Trained:
-    """MultiWorkerMirroredStrategy: a process per worker, a ring of TensorFlow's own over gRPC."""
+    """MultiWorkerMirroredStrategy: a process per worker, with TensorFlow's own ring over gRPC."""
     return loop(training, _ring_of(training), range(training.rank, training.rank + 1))
 
 
 def multi_worker_fit(training: Training) -> Trained:
-    """The same by Keras' fit."""
+    """Does the same with Keras' fit."""
     strategy = _ring_of(training)
     return fit(training, strategy, _distributed(training, strategy, range(training.rank, training.rank + 1)))
 
@@ -44,12 +44,12 @@ def _ring_of(training: Training) -> tf.distribute.Strategy:
 
 
 def _distributed(training: Training, strategy: tf.distribute.Strategy, workers: range) -> Any:
-    """Batches of the workers in this process; without end, or each step would first agree on whether there is one."""
+    """Batches of the workers in this process; endless, or each step would first agree on whether one is left."""
     return strategy.distribute_datasets_from_function(lambda context: training.batches(workers))
 
 
 def loop(training: Training, strategy: tf.distribute.Strategy, workers: range) -> Trained:
-    """Trains by a loop of our own, as such strategies want it."""
+    """Trains in a custom loop, as these strategies require."""
     with strategy.scope():
         model = training.model()
         optimizer, loss_of = training.optimizer(model), training.loss()

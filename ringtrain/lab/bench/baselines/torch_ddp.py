@@ -1,4 +1,4 @@
-"""PyTorch's DistributedDataParallel over Gloo: pip install 'ringtrain[torch]', or the smaller wheels for CPUs alone."""
+"""PyTorch's DistributedDataParallel over Gloo: pip install 'ringtrain[torch]', or the smaller CPU-only wheels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ except ImportError as error:
 
 
 def run(training: Training) -> Trained:
-    """One process per worker."""
+    """Runs one process per worker."""
     config, numbers = training.config, training.numbers
     if config.optimizer.name != "sgd" or config.model.name not in MODELS:
         raise ConfigError(f"PyTorch's part is written for sgd, and model.name {' or '.join(MODELS)}")
@@ -26,13 +26,13 @@ def run(training: Training) -> Trained:
     height, width, channels = training.data_set.input_shape
     model = MODELS[config.model.name](height, width, channels, training.data_set.num_classes)
     for layer in model:
-        if hasattr(layer, "weight"):  # drawn as Keras does it
+        if hasattr(layer, "weight"):  # initialized as in Keras
             nn.init.xavier_uniform_(layer.weight)
             nn.init.zeros_(layer.bias)
     parallel = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), numbers.learning_rate, config.optimizer.momentum)
     images, labels = training.samples(range(training.rank, training.rank + 1))
-    inputs = torch.from_numpy(images.transpose(0, 3, 1, 2).copy())  # channels first, as PyTorch has them
+    inputs = torch.from_numpy(images.transpose(0, 3, 1, 2).copy())  # channels first, as in PyTorch
     batches = zip(inputs.split(numbers.batch_size), torch.from_numpy(labels).split(numbers.batch_size), strict=True)
     trained = Trained(numbers.batch_size * training.num_workers)
     for x, y in batches:
