@@ -81,10 +81,10 @@ def main(options: argparse.Namespace, start: Start) -> int:
 
 
 def summary(measured: Sequence[Mapping[str, Any]], num_ranks: int) -> list[dict[str, Any]]:
-    """What all starts measured, together.
+    """Combines the measurements of all starts.
 
     Args:
-        measured: of lab/sums.py, in the order of turns.
+        measured: From allreduce_on_ranks, in the order of rounds.
 
     Returns:
         Per size and method: seconds; bus bandwidth as NCCL's tests have it, bytes / seconds x 2 (N - 1) / N, which is

@@ -30,7 +30,7 @@ def measure(config: Config, num_steps: int, turns: int, folder: Path) -> dict[st
     """Trains and saves. A collective.
 
     Args:
-        turns: saves that count; the first does not.
+        turns: Measured saves, after one warm-up save.
 
     Returns:
         On rank 0: seconds of its training thread per save, of the thread that writes, and of plain writing; bytes; the

@@ -33,7 +33,7 @@ def measure(config: Config, num_steps: int, turns: int) -> dict[str, Any]:
     """Times blocks of steps on all ranks. A collective.
 
     Args:
-        num_steps: of a block, besides those that warm up.
+        num_steps: Steps of a block, without its warm-up steps.
 
     Returns:
         On every rank: images per second of all ranks together, for the ring and for processes alone, per turn; their
@@ -75,7 +75,7 @@ def measure(config: Config, num_steps: int, turns: int) -> dict[str, Any]:
 
 
 def profile_of(config: Config, model: keras.Model, batches: Any, num_steps: int, step_s: float) -> Profile:
-    """Notes when each gradient of this process is ready, while all ranks compute and none talks. A collective.
+    """Profiles when each gradient is ready while all ranks compute without communication. A collective.
 
     Args:
         model: compiled, and not distributed.
