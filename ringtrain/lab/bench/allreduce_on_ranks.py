@@ -93,7 +93,7 @@ def _timed(call: Call, number: int) -> float:
 
 
 def _sent_bytes() -> int:
-    """Bytes that this host has sent over its network since boot."""
+    """Bytes that this host has sent over its network so far."""
     counters = [path / "statistics" / "tx_bytes" for path in NETWORK.glob("*") if path.name != "lo"]
     return sum(int(path.read_text()) for path in counters if path.exists())
 
