@@ -22,7 +22,6 @@ from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.restart import ASKED_TO_STOP
 from ringtrain.config import Config, with_values
 from ringtrain.errors import ConfigError, LaunchError
-from ringtrain.lab import jobs
 from ringtrain.lab.sweep.progress import Shown
 from ringtrain.lab.sweep.study import Study
 from ringtrain.lab.tune.candidates import YIELDING
@@ -42,7 +41,7 @@ class Running:
     """Optuna trial"""
     values: Mapping[str, Any]
     config: Config
-    place: jobs.Place
+    place: Place
     process: Any
     log: Path
     began_s: float = field(default_factory=time.monotonic)
@@ -62,7 +61,7 @@ class Running:
     @property
     def where(self) -> str:
         """Placement as text, e.g. "host1:0,1"."""
-        return jobs.in_words(self.place)
+        return in_words(self.place)
 
 
 class Sweep:
@@ -86,7 +85,7 @@ class Sweep:
         self.folder, self.study, self.base, self.most, self.num_ranks = folder, study, base, most, num_ranks
         self.hosts, self.shown = hosts, shown
         self.launch = [sys.executable, "-m", "ringtrain", "launch", *launch_words]
-        self.free = {host.name: set(jobs.numbers(host)) for host in hosts}
+        self.free = {host.name: set(numbers(host)) for host in hosts}
         self.running: list[Running] = []
         self.waiting = study.interrupted()
         self.no_more = False
@@ -125,7 +124,7 @@ class Sweep:
 
     def _begin_another(self) -> bool:
         """Starts a trial on each free set of slots; False if there are no more trials to start."""
-        while not self.no_more and (place := jobs.allot(self.free, self.num_ranks)):
+        while not self.no_more and (place := allot(self.free, self.num_ranks)):
             trial = self.waiting.pop(0) if self.waiting else self.study.next(self.most)
             if trial is None:
                 self.no_more = True
@@ -135,7 +134,7 @@ class Sweep:
                 break
         return not self.no_more
 
-    def _begin(self, trial: Any, place: jobs.Place) -> bool:
+    def _begin(self, trial: Any, place: Place) -> bool:
         """Starts a trial, or records its result if it is already finished."""
         name = f"trial-{trial.number:04d}"
         starts = self.folder / "starts"
@@ -167,7 +166,7 @@ class Sweep:
             toml = starts / f"{name}.toml"
             toml.write_text(config_io.to_toml(config), encoding="utf-8")
             train = ["python", "-m", "ringtrain.train", "--config", str(toml)]
-            argv = [*self.launch, *jobs.words_of(place, self.hosts), "--", *train]
+            argv = [*self.launch, *words_of(place, self.hosts), "--", *train]
             one.process = processes.start_beside(argv, self._environ(place), log, lock)
         for host, taken in place.items():
             self.free[host] -= {*taken}
@@ -177,7 +176,7 @@ class Sweep:
         self.shown.began(one)
         return True
 
-    def _environ(self, place: jobs.Place) -> dict[str, str]:
+    def _environ(self, place: Place) -> dict[str, str]:
         most = max(host.slots for host in self.hosts if host.name in place)
         # Ranks of several trials together fill a host.
         full = {YIELDING: "1"} if most >= len(os.sched_getaffinity(0)) else {}
