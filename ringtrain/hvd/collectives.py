@@ -443,7 +443,7 @@ def layer_variables(layers: Any) -> list[Any]:
     return [variable for layer in layers for variable in layer.trainable_weights]
 
 
-def _taking_keras_variables(tape: tf.GradientTape) -> tf.GradientTape:
+def _taking_keras_variables(tape: Any) -> tf.GradientTape:
     # Horovod's tape calls super(self.__class__, self), which recurses without end in a subclass.
     gradient, register = tape.gradient, tape.register_local_source
 
@@ -452,10 +452,6 @@ def _taking_keras_variables(tape: tf.GradientTape) -> tf.GradientTape:
         flat = [tensor_of(source) for source in tf.nest.flatten(sources)]
         return tf.nest.pack_sequence_as(sources, gradient(target, flat, *args, **kwargs))
 
-    def register_source(source: Any) -> None:
-        register(tensor_of(source))
-
-    replacements: dict[str, Callable[..., Any]] = {"gradient": gradient_of, "register_local_source": register_source}
-    for name, function in replacements.items():
-        setattr(tape, name, function)
+    tape.gradient = gradient_of
+    tape.register_local_source = lambda source: register(tensor_of(source))
     return tape

@@ -32,6 +32,10 @@ class PhaseTracker:
     """
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Makes the tracker like new, at the start of each training of a process: no counts, no watched model."""
         self.phase = "start"
         self.changes = 0
         self.waited_s = 0.0
