@@ -27,7 +27,8 @@ import numpy as np
 from rich.console import Console
 
 from ringtrain import data, hvd, strategies
-from ringtrain.config import Config, Numbers, ScheduleConfig, derive
+from ringtrain.config import Config, ScheduleConfig
+from ringtrain.derived import Numbers, derive
 from ringtrain.errors import ConfigError
 from ringtrain.monitor import journal
 from ringtrain.optim import optimizers, schedules

@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ringtrain import config_io, data, strategies
-from ringtrain.config import Config, derive
+from ringtrain.config import Config
+from ringtrain.derived import derive
 from ringtrain.errors import RingtrainError
 from ringtrain.monitor import journal
 from ringtrain.protocol import failures, status

@@ -25,6 +25,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ringtrain.config import HealthConfig
 from ringtrain.errors import RingtrainError, Stalled
 from ringtrain.hvd import collectives
 from ringtrain.hvd.backend import WITH_HOROVOD, ProcessSet, global_process_set, horovod
@@ -34,7 +35,6 @@ from ringtrain.protocol.failures import report_failure
 
 TIMEOUT = "RINGTRAIN_STALL_TIMEOUT"
 """environment variable: seconds without progress after which the job ends; 0: never"""
-DEFAULT_TIMEOUT_S = 300.0
 BEAT_S = 1.0
 FRESH_S = 5.0
 """maximum age of a row"""
@@ -116,7 +116,7 @@ class Watch:
         self.has_warned = False
         self.rank, self.size, self.host = horovod.rank(), horovod.size(), socket.gethostname()
         try:
-            own_limit_s = float(os.environ.get(TIMEOUT) or DEFAULT_TIMEOUT_S)
+            own_limit_s = float(os.environ.get(TIMEOUT) or HealthConfig.stall_timeout)
         except ValueError:
             raise RingtrainError(f"{TIMEOUT}: got {os.environ[TIMEOUT]!r}, expected seconds, or 0 for never") from None
         self._wire = transport.Wire(secrets.token_hex(16), listens=self.rank == 0 and own_limit_s > 0)

@@ -8,7 +8,8 @@ from typing import Any
 import keras
 
 from ringtrain import data, hvd, strategies
-from ringtrain.config import Config, Numbers, derive
+from ringtrain.config import Config
+from ringtrain.derived import Numbers, derive
 from ringtrain.run import devices, setup
 
 

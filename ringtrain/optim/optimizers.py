@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -11,7 +10,9 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
-from ringtrain.config import Config, Numbers, OptimizerConfig
+from ringtrain.config import OPTIMIZERS, Config
+from ringtrain.config_io import find
+from ringtrain.derived import Numbers
 from ringtrain.optim.schedules import Schedule, schedule_of
 
 
@@ -162,30 +163,6 @@ def is_decayed(variable: Any) -> bool:
     return len(variable.shape) > 1 and variable.name != "bias"
 
 
-def _sgd(options: OptimizerConfig, **common: Any) -> keras.optimizers.Optimizer:
-    decay = {"weight_decay": options.weight_decay}
-    return SGD(momentum=options.momentum, nesterov=options.nesterov, **decay, **common)
-
-
-def _lars(options: OptimizerConfig, **common: Any) -> keras.optimizers.Optimizer:
-    decay = {"weight_decay": options.weight_decay}
-    return LARS(momentum=options.momentum, trust_coefficient=options.trust_coefficient, **decay, **common)
-
-
-def _of_keras(optimizer_class: Any) -> Callable[..., keras.optimizers.Optimizer]:
-    """Makes Adam (arXiv 1412.6980), AdamW (arXiv 1711.05101) or LAMB (arXiv 1904.00962); decay reduces the weights."""
-    return lambda options, **common: optimizer_class(weight_decay=options.weight_decay, **common)
-
-
-OPTIMIZERS: dict[str, Callable[..., keras.optimizers.Optimizer]] = {
-    "sgd": _sgd,
-    "adam": _of_keras(keras.optimizers.Adam),
-    "adamw": _of_keras(keras.optimizers.AdamW),
-    "lamb": _of_keras(keras.optimizers.Lamb),
-    "lars": _lars,
-}
-
-
 def build(config: Config, numbers: Numbers, model: keras.Model) -> keras.optimizers.Optimizer:
     """Creates the configured optimizer, not yet distributed. Biases and normalization have no weight decay.
 
@@ -193,8 +170,9 @@ def build(config: Config, numbers: Numbers, model: keras.Model) -> keras.optimiz
     saved model does not need ringtrain.
     """
     options, schedule = config.optimizer, schedule_of(config, numbers)
-    optimizer = OPTIMIZERS[options.name](
-        options,
+    kind = OPTIMIZERS[options.name]
+    optimizer: keras.optimizers.Optimizer = find("optimizer.name", kind.path, {})(
+        **{name: getattr(options, name) for name in ("weight_decay", *kind.options)},
         learning_rate=schedule.learning_rate if schedule.is_constant else LearningRate(**dataclasses.asdict(schedule)),
         global_clipnorm=options.clip_norm or None,
         gradient_accumulation_steps=options.accumulation_steps if options.accumulation_steps > 1 else None,

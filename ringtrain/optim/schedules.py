@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ringtrain.config import Config, Numbers
+from ringtrain.config import Config
+from ringtrain.derived import Numbers
 
 
 @dataclass(frozen=True)

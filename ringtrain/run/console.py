@@ -17,7 +17,8 @@ import rich.progress
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
-from ringtrain.config import Config, Numbers, changed_options, scaled_batch, scaling_of, without_effect
+from ringtrain.config import Config, changed_options, without_effect
+from ringtrain.derived import Numbers, scaled_batch, scaling_of
 from ringtrain.optim import schedules
 from ringtrain.protocol.env import HOST_SLOTS
 

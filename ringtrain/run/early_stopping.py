@@ -13,7 +13,8 @@ from typing import Any
 import keras
 
 from ringtrain import hvd
-from ringtrain.config import Config, Numbers, lower_is_better, nearest
+from ringtrain.config import Config, lower_is_better, nearest
+from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError
 from ringtrain.optim import optimizers
 from ringtrain.run.resume import Clock, Start

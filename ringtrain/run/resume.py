@@ -17,7 +17,8 @@ import keras
 from numpy.typing import NDArray
 
 from ringtrain import hvd
-from ringtrain.config import Config, Numbers, option_types, scaling_rule, value_of
+from ringtrain.config import Config, option_types, value_of
+from ringtrain.derived import Numbers, scaling_rule
 from ringtrain.errors import CheckpointError, ConfigError
 from ringtrain.monitor.journal import Journal
 from ringtrain.protocol.attempt import Attempt

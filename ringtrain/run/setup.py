@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringtrain import config_io, data, models
-from ringtrain.config import Config, Numbers, option_types, value_of
+from ringtrain.config import Config, option_types, value_of
+from ringtrain.derived import Numbers
 from ringtrain.errors import CheckpointError, ConfigError
 from ringtrain.monitor import fault_injection
 from ringtrain.optim import schedules

@@ -20,7 +20,8 @@ import numpy as np
 import tensorflow as tf
 
 import ringtrain
-from ringtrain.config import Numbers, TrackingConfig
+from ringtrain.config import TrackingConfig
+from ringtrain.derived import Numbers
 from ringtrain.errors import MissingDependency
 from ringtrain.optim.optimizers import last_learning_rate
 from ringtrain.optim.schedules import Schedule, curve

@@ -11,7 +11,8 @@ import keras
 import tensorflow as tf
 
 from ringtrain import hvd
-from ringtrain.config import Config, Numbers
+from ringtrain.config import Config
+from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError
 from ringtrain.run import devices
 

@@ -16,11 +16,11 @@ from ringtrain.config import (
     OptimizerConfig,
     ScheduleConfig,
     TrainConfig,
-    derive,
     option_types,
     value_of,
     without_effect,
 )
+from ringtrain.derived import derive
 from ringtrain.errors import ConfigError
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ringtrain.config import Config, HvdConfig, OptimizerConfig, ScheduleConfig, TrainConfig, derive
+from ringtrain.config import Config, HvdConfig, OptimizerConfig, ScheduleConfig, TrainConfig
+from ringtrain.derived import derive
 from ringtrain.run.console import Progress, launched_rank, show_plan, show_ranks, show_result, terminal_of_launcher
 from ringtrain.run.tracking import figures_of
 

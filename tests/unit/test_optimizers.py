@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.config import Config, OptimizerConfig, ScheduleConfig, TrainConfig, derive, option_types
+from ringtrain.config import Config, OptimizerConfig, ScheduleConfig, TrainConfig, option_types
+from ringtrain.derived import derive
 from ringtrain.optim.optimizers import LARS, OPTIMIZERS, SGD, LearningRate, build, is_decayed, last_learning_rate
 from ringtrain.optim.schedules import Schedule
 

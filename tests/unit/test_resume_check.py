@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ringtrain.config import CheckpointConfig, Config, HvdConfig, OptimizerConfig, ScheduleConfig, TrainConfig, derive
+from ringtrain.config import CheckpointConfig, Config, HvdConfig, OptimizerConfig, ScheduleConfig, TrainConfig
+from ringtrain.derived import derive
 from ringtrain.errors import ConfigError
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.run import resume, run_folder, setup

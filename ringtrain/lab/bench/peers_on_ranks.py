@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ringtrain import config_io
-from ringtrain.config import Config, derive
+from ringtrain.config import Config
+from ringtrain.derived import derive
 from ringtrain.errors import ConfigError
 from ringtrain.lab import stats
 from ringtrain.lab.bench.baselines.training import Trained, Training

@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringtrain import data
-from ringtrain.config import Config, derive
+from ringtrain.config import Config
+from ringtrain.derived import derive
 from ringtrain.errors import ConfigError, RingtrainError
 from ringtrain.monitor import fault_injection, journal
 from ringtrain.protocol.attempt import Attempt

@@ -16,7 +16,7 @@ import numpy as np
 import small
 
 import ringtrain.hvd as hvd
-from ringtrain import config
+from ringtrain import config, derived
 from ringtrain.errors import CheckpointError, OutOfSync
 from ringtrain.hvd import collectives
 from ringtrain.monitor.journal import Journal
@@ -237,7 +237,7 @@ def _with_local_state(seed=7):
 def _saver(model, folder):
     optimizer = config.OptimizerConfig(accumulation_steps=2)
     settings = config.Config(optimizer=optimizer, train=config.TrainConfig(batch_size=small.BATCH))
-    numbers = config.derive(settings, hvd.size(), 1000, 10)
+    numbers = derived.derive(settings, hvd.size(), 1000, 10)
     journal = Journal(folder, hvd.rank(), hvd.size())
     clock = resume.Clock(resume.Start(), numbers.steps_per_epoch, StatusLine(hvd.rank()), journal)
     clock.set_model(model)

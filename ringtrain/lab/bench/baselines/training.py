@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringtrain import data, models
-from ringtrain.config import Config, Numbers
+from ringtrain.config import Config
+from ringtrain.derived import Numbers
 from ringtrain.run import setup
 
 if TYPE_CHECKING:

@@ -1,0 +1,109 @@
+"""Numbers that follow from the configuration, the size of the data and the number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ringtrain.config import OPTIMIZERS, Config
+from ringtrain.errors import ConfigError
+
+SCALINGS: dict[str, Callable[[float], float]] = {"linear": lambda k: k, "sqrt": math.sqrt, "none": lambda k: 1.0}
+
+
+def scaling_rule(option: str, optimizer: str) -> str:
+    """Returns the key of SCALINGS that optimizer.learning_rate_scaling means for an optimizer."""
+    return OPTIMIZERS[optimizer].scaling if option == "auto" else option
+
+
+def scaling_of(config: Config) -> tuple[str, str]:
+    """Returns a key of SCALINGS, and the reasons for it that the option itself does not give, or ""."""
+    rule, why = scaling_rule(config.optimizer.learning_rate_scaling, config.optimizer.name), []
+    if config.optimizer.learning_rate_scaling == "auto":
+        why.append(f"auto: {rule} for {'adaptive optimizers' if rule == 'sqrt' else config.optimizer.name}")
+    if config.hvd.op == "adasum" and rule != "none":
+        why.append("one rank's batch: Adasum scales with the ranks")
+    return rule, "; ".join(why)
+
+
+def scaled_batch(config: Config, global_batch_size: int, num_ranks: int) -> int:
+    """Returns the samples per update that the learning rate is scaled for: Adasum itself scales with the ranks."""
+    return global_batch_size // (num_ranks if config.hvd.op == "adasum" else 1)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Sizes, steps and learning rates of a run."""
+
+    num_ranks: int
+    num_train: int
+    """training samples"""
+    num_test: int
+    """test samples, each evaluated by one rank"""
+    batch_size: int
+    """samples per step on each rank"""
+    accumulation_steps: int
+    """steps per update of the weights"""
+    global_batch_size: int
+    """samples per update on all ranks"""
+    steps_per_epoch: int
+    """batches that each rank trains in an epoch"""
+    num_steps: int
+    """steps of the whole run"""
+    dropped_per_epoch: int
+    """samples that do not fill a global batch; others in each epoch"""
+    learning_rate: float
+    """after scaling, at the end of warm-up"""
+    initial_learning_rate: float
+    """at step 0"""
+    warmup_steps: int
+    """steps before the first one at the full learning rate"""
+    milestone_steps: tuple[int, ...]
+    """first steps after each of the schedule's milestones"""
+
+
+def derive(config: Config, num_ranks: int, num_train: int, num_test: int) -> Numbers:
+    """Derives the numbers of a run; raises ConfigError if the global batch is larger than the training data.
+
+    With k = global batch / reference batch, linear scaling multiplies the learning rate by k (Goyal et al. 2017, arXiv
+    1706.02677, section 2.1), sqrt by k ** 0.5 (Krizhevsky 2014, arXiv 1404.5997; for adaptive optimizers Malladi et al.
+    2022, arXiv 2205.10287). With Adasum k is one rank's batch / reference batch.
+    """
+    optimizer, schedule = config.optimizer, config.schedule
+    batch_size, accumulated = config.train.batch_size, optimizer.accumulation_steps
+    global_batch_size = batch_size * num_ranks * accumulated
+    if global_batch_size > num_train:
+        times = f", {accumulated} times accumulated," if accumulated > 1 else ""
+        raise ConfigError(
+            f"train.batch_size: {batch_size} on {num_ranks} rank{'s' * (num_ranks != 1)}{times} makes a global batch of"
+            f" {global_batch_size}, but {config.data.name} has {num_train} training samples:"
+            f" expected {max(1, num_train // (num_ranks * accumulated))} or less"
+        )
+    updates_per_epoch = num_train // global_batch_size
+    steps_per_epoch = updates_per_epoch * accumulated
+    num_scaled = scaled_batch(config, global_batch_size, num_ranks)
+    scale = SCALINGS[scaling_of(config)[0]](num_scaled / optimizer.reference_batch_size)
+    learning_rate = optimizer.learning_rate * scale
+    unscaled = min(optimizer.learning_rate, learning_rate)
+    from_start = schedule.warmup_start * learning_rate if schedule.warmup_start else unscaled
+
+    def steps_of(epochs: float) -> int:
+        """Nearest step that begins an update."""
+        return round(epochs * updates_per_epoch) * accumulated
+
+    return Numbers(
+        num_ranks=num_ranks,
+        num_train=num_train,
+        num_test=num_test,
+        batch_size=batch_size,
+        accumulation_steps=accumulated,
+        global_batch_size=global_batch_size,
+        steps_per_epoch=steps_per_epoch,
+        num_steps=steps_per_epoch * config.train.epochs,
+        dropped_per_epoch=num_train - updates_per_epoch * global_batch_size,
+        learning_rate=learning_rate,
+        initial_learning_rate=from_start if steps_of(schedule.warmup_epochs) else learning_rate,
+        warmup_steps=steps_of(schedule.warmup_epochs),
+        milestone_steps=tuple(steps_of(epochs) for epochs in schedule.milestones),
+    )
