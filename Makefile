@@ -1,6 +1,6 @@
 # What CI runs is what people run. Each target first sets up what is missing in .venv (seconds, once it is there).
 
-.PHONY: setup train smoke test chaos lint image
+.PHONY: setup train smoke test test-unit test-all chaos lint image
 
 setup:
 	launch/setup.sh
@@ -11,7 +11,15 @@ train:
 smoke:
 	launch/smoke.sh
 
+# Tests of each kind; the rest, marked slow, is what pytest calls deselected.
 test:
+	launch/setup.sh python -m pytest -m "not slow" tests
+	@echo "Left out: the tests marked slow (deselected above), and what was skipped for the reasons above. All: make test-all"
+
+test-unit:
+	launch/setup.sh python -m pytest -m "unit and not slow" tests/unit
+
+test-all:
 	launch/setup.sh python -m pytest tests
 
 chaos:

@@ -1,10 +1,85 @@
-"""Settings of hypothesis for all tests: no result depends on how busy the machine is."""
+"""Settings of hypothesis for all tests, and their markers: by folder or file, and `slow` for what is not in QUICK."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
 from hypothesis import HealthCheck, settings
 
+# No result depends on how busy the machine is.
 settings.register_profile(
     "ringtrain",
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("ringtrain")
+
+FOLDERS = {"unit": "unit", "ring": "ranks", "cluster": "hosts", "faults": "faults", "spark": "spark"}
+LAUNCH = {
+    *("test_launch", "test_sweep", "test_compare", "test_tune", "test_bench", "test_benches", "test_peers"),
+    "test_parameter_servers",
+}
+"""files in ring/ that start `ringtrain launch` or a command that uses it"""
+
+QUICK: dict[str, tuple[str, ...]] = {
+    "test_deterministic": ("test_the_same_command_gives_the_same_weights",),
+    "test_resume": ("test_a_killed_run_goes_on_bit_for_bit",),
+    "test_train": (
+        "test_digits_are_learned_and_the_summary_is_complete",
+        "test_files_are_where_they_are_promised",
+        "test_terminal_shows_the_proof_last_and_no_chatter",
+        "test_exported_model_is_plain_keras_with_the_accuracy_it_was_said_to_have",
+        "test_one_rank_without_launcher",
+        "test_two_ranks_over_gloo_learn_what_one_rank_with_the_big_batch_learns",
+        "test_two_ranks_that_accumulate_learn_what_one_rank_with_the_big_batch_learns",
+        "test_bad_input_is_one_line_and_exit_code_2",
+        "test_what_only_one_rank_misses_ends_all_and_names_it",
+    ),
+    "test_launch": (
+        "test_every_launcher_runs_the_command_as_it_was_typed",
+        "test_a_rank_that_leaves_is_named_last_with_its_code_and_words",
+        "test_a_killed_rank_is_named_with_its_signal",
+        "test_a_killed_launcher_leaves_nothing",
+        "test_after_sigterm_ranks_that_do_not_end_are_ended",
+    ),
+    "test_kills": ("test_a_corrupt_checkpoint_a_bug_an_exit_and_a_full_disk_in_one_run",),
+    "test_lab": ("test_hosts_have_names_of_their_own_and_reach_each_other_by_ssh",),
+    "test_faults_of_hosts": ("test_hosts_without_a_fault_start_it", "test_nothing_is_left[kill_launcher]"),
+    "test_restart_on_hosts": ("test_a_host_that_failed_twice_is_left_out[keep1-2]",),
+}
+"""tests outside unit/ that `make test` runs: by file; the others are slow"""
+QUICK_PROPERTIES = {
+    *("agreeing.equal_ranks_have_one_checksum", "agreeing.a_disturbed_weight_is_named"),
+    *("agreeing.ranks_fail_together_or_not_at_all", "averaging.sgd_with_momentum_equals_big_batch"),
+    *("averaging.without_the_wrapper_they_differ", "batch_norm.training_equals_big_batch"),
+    *("precision.only_one_rank_overflows", "precision.deterministic_equals_big_batch"),
+}
+"""of ring/properties, for each launch"""
+SLOW_UNIT = {"test_image_files", "test_models"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks every test by where it is."""
+    for item in items:
+        folder, file = item.path.parent.name, item.path.stem
+        item.add_marker("launch" if file in LAUNCH else FOLDERS[folder])
+        if "spark" in file and folder != "unit":
+            item.add_marker("spark")
+        name = getattr(item, "originalname", item.name)
+        if name == "test_property":
+            quick = item.callspec.params["name"] in QUICK_PROPERTIES
+        else:
+            quick = file not in SLOW_UNIT if folder == "unit" else {name, item.name} & {*QUICK.get(file, ())}
+        if not quick:
+            item.add_marker("slow")
+
+
+def pytest_configure() -> None:
+    """Refuses names in the lists above that no test or property has."""
+    here = Path(__file__).parent
+    listed = [(f"*/{file}.py", name) for file, names in QUICK.items() for name in names]
+    listed += [(f"ring/properties/{one.split('.')[0]}.py", one.split(".")[1]) for one in QUICK_PROPERTIES]
+    for pattern, name in listed:
+        if not any(f"def {name.partition('[')[0]}(" in path.read_text() for path in here.glob(pattern)):
+            raise pytest.UsageError(f"{__file__} names {name}, which is not in {pattern}")

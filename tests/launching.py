@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).parents[1]
+COLD = "RINGTRAIN_TEST_COLD"
+"""variable: if set, every rank imports its libraries itself, which takes longer"""
 MPIRUN = [
     *(["--allow-run-as-root"] if os.geteuid() == 0 else []),
     *("--tag-output", "--bind-to", "none", "--map-by", "slot", "--mca", "pml", "ob1", "--mca", "btl", "^openib"),
@@ -25,6 +31,7 @@ def run(
     env: Mapping[str, str] | None = None,
     launcher: str = "mpirun",
     cwd: Path = ROOT,
+    warm: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a program on np ranks of this host and waits for it.
 
@@ -36,6 +43,8 @@ def run(
         launcher: "mpirun", told what horovodrun tells it (which takes seconds to find that out); "mpi" or "gloo" for
             horovodrun itself.
         cwd: folder to start in.
+        warm: sys.executable at the beginning, or behind --, is a fork that has its libraries loaded: for tests of
+            anything but the start itself.
 
     Returns:
         The finished process, with stdout and stderr as text and whatever return code it had.
@@ -49,7 +58,13 @@ def run(
         "gloo": [BIN / "horovodrun", "--gloo"],
     }
     start = [*flags[launcher], "-np", np, "-H", f"localhost:{np}"]
-    command = [str(word) for word in [*(start if np else []), *argv]]
+    words = list(argv)
+    if warm and not os.environ.get(COLD):
+        at = words.index("--") + 1 if "--" in words else 0
+        if words[at] != sys.executable:
+            raise ValueError(f"got {words[at]} to start warm, expected {sys.executable}")
+        words[at : at + 1] = warm_python()
+    command = [str(word) for word in [*(start if np else []), *words]]
     full_env = os.environ | {
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
@@ -77,6 +92,26 @@ def run(
                 ) from None
             raise
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+@functools.cache
+def warm_python() -> list[str | Path]:
+    """What stands for sys.executable on a command line whose processes fork from a server, which this starts."""
+    program = Path(__file__).parent / "support" / "warm.py"
+    folder = tempfile.mkdtemp(prefix="ringtrain-warm-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    server = subprocess.Popen(
+        [sys.executable, program, "serve", f"{folder}/socket"],
+        stdin=subprocess.PIPE,  # ends the server when this process ends
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        start_new_session=True,
+    )
+    assert server.stdout is not None
+    if server.stdout.readline() != b"ready\n":
+        raise RuntimeError(f"{program} serve {folder}/socket has ended with {server.wait()}")
+    return [sys.executable, "-I", "-S", program, f"{folder}/socket"]
 
 
 def _end_family(process: int) -> None:

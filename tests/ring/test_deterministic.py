@@ -22,7 +22,7 @@ GOES_ON += ["--checkpoint.keep", "100"]
 def checksum(folder: Path, name: str, *options: str) -> str:
     """Of weights and optimizer, after a short run on three ranks."""
     command = [*TRAIN, "--run.directory", folder, "--run.name", name, *options]
-    ended = launching.run(3, command, timeout_s=600, env={"PYTHONPATH": str(Path(__file__).parent)})
+    ended = launching.run(3, command, timeout_s=600, env={"PYTHONPATH": str(Path(__file__).parent)}, warm=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return json.loads((folder / name / "summary.json").read_text())["checksum"]
 

@@ -24,10 +24,10 @@ TRAIN = [sys.executable, "-m", "ringtrain.train", *COMMON, "--train.epochs", EPO
 
 
 def train(
-    folder: Path, *options: object, np: int = 2, model: str = "dropping", **launch
+    folder: Path, *options: object, np: int = 2, model: str = "dropping", warm: bool = True, **launch
 ) -> subprocess.CompletedProcess:
     words = [*TRAIN, "--run.directory", folder, "--model.name", f"odd_model:{model}", *options]
-    return run(np, [str(word) for word in words], 600, env={"PYTHONPATH": str(HERE)}, **launch)
+    return run(np, [str(word) for word in words], 600, env={"PYTHONPATH": str(HERE)}, warm=warm, **launch)
 
 
 def summary(folder: Path) -> dict:
@@ -129,7 +129,7 @@ def test_a_signal_to_one_rank_saves_one_step_on_all(
     watcher = threading.Thread(target=signal_rank)
     watcher.start()
     try:
-        stopped = train(tmp_path, launcher=launcher)
+        stopped = train(tmp_path, launcher=launcher, warm=False)
     finally:
         ended.set()
         watcher.join()
@@ -239,7 +239,7 @@ def test_a_run_goes_on_for_longer_unless_its_learning_rate_would_have_been_anoth
 
 def test_a_run_that_is_running_is_not_started_again(tmp_path: Path) -> None:
     options = ["--train.callbacks", "odd_callbacks:StartsTheSameRun", "--train.epochs", 2]
-    finished = train(tmp_path, *options, np=0)
+    finished = train(tmp_path, *options, np=0, warm=False)  # it starts its own command
     assert finished.returncode == 0, finished.stderr
     process, code, message = finished.stdout.partition("second start: ")[2].split(" ", 2)
     assert code == "2", message

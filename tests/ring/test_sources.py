@@ -56,7 +56,7 @@ def test_two_ranks_train_every_sample_as_often_and_evaluate_each_once(tmp_path):
     pictures.write_numbered(tmp_path / "image-folder", 43, 9)
     make_tfrecords.make(tmp_path / "image-folder", tmp_path / "imagenet-tfrecords", 3, seed=0)
     program = JOURNAL.format(root=str(tmp_path), tests=str(Path(pictures.__file__).parent))
-    ended = launching.run(2, [sys.executable, "-c", program], timeout_s=TIMEOUT_S)
+    ended = launching.run(2, [sys.executable, "-c", program], timeout_s=TIMEOUT_S, warm=True)
     assert ended.returncode == 0, ended.stderr
     for name in ("image-folder", "imagenet-tfrecords"):
         ranks = [json.loads((tmp_path / f"{name}-{rank}.json").read_text()) for rank in range(2)]
@@ -104,7 +104,8 @@ def metrics(folder: Path) -> list[dict]:
 def test_two_ranks_learn_from_each_source(place, name, tmp_path):
     """What one rank with the big batch learns; with random crops and flips, where a source has them."""
     common = [*command_for(name), "--run.directory", tmp_path]
-    ended = launching.run(2, [*common, "--run.name", "two"], timeout_s=TIMEOUT_S, cwd=place, launcher="mpi")
+    two, one = [*common, "--run.name", "two"], [*common, "--run.name", "one", "--train.batch-size", "8"]
+    ended = launching.run(2, two, timeout_s=TIMEOUT_S, cwd=place, launcher="mpi", warm=name != "npz")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "<stderr>" not in ended.stderr
     summary = json.loads((tmp_path / "two" / "summary.json").read_text())
@@ -112,7 +113,7 @@ def test_two_ranks_learn_from_each_source(place, name, tmp_path):
     assert name != "imagenet-tfrecords" or len([*place.glob("*/*.ringtrain-index.npz")]) == 2
     if name in ("npz", "cifar10"):
         return  # as every source in memory
-    alone = launching.run(0, [*common, "--run.name", "one", "--train.batch-size", "8"], timeout_s=TIMEOUT_S, cwd=place)
+    alone = launching.run(0, one, timeout_s=TIMEOUT_S, cwd=place, warm=True)
     assert alone.returncode == 0 and alone.stderr == "", alone.stderr
     one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
     assert len(one) == len(two) == 2
@@ -134,7 +135,7 @@ def one_broken(tmp_path):
 def test_a_broken_picture_ends_the_job_with_one_line_that_names_it(one_broken, tmp_path):
     root, names = one_broken
     options = [*SMALL, "--data.name", "image-folder", "--data.dir", root, "--run.directory", tmp_path / "runs"]
-    ended = launching.run(2, [*TRAIN, *options], timeout_s=TIMEOUT_S)
+    ended = launching.run(2, [*TRAIN, *options], timeout_s=TIMEOUT_S, warm=True)
     assert ended.returncode == 2, ended.stdout + ended.stderr
     lines = [line.partition("<stderr>:")[2] for line in ended.stderr.splitlines() if "<stderr>:" in line]
     said = [line for line in lines if line.startswith("ringtrain: ")]
@@ -145,9 +146,8 @@ def test_a_broken_picture_ends_the_job_with_one_line_that_names_it(one_broken, t
 def test_broken_pictures_are_skipped_and_counted_over_all_ranks(one_broken, tmp_path):
     root, names = one_broken
     options = [*SMALL, "--data.name", "image-folder", "--data.dir", root, "--data.on-error", "skip"]
-    ended = launching.run(
-        2, [*TRAIN, *options, "--run.directory", tmp_path, "--run.name", "skipping"], timeout_s=TIMEOUT_S
-    )
+    options += ["--run.directory", tmp_path, "--run.name", "skipping"]
+    ended = launching.run(2, [*TRAIN, *options], timeout_s=TIMEOUT_S, warm=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     lines = [line.partition("<stderr>:")[2] for line in ended.stderr.splitlines() if "<stderr>:" in line]
     assert len({line for line in lines if line}) == 2 and all("skipped" in line for line in lines if line)

@@ -163,7 +163,7 @@ def test_another_run_under_a_taken_name_is_refused_and_the_old_run_stays(digits)
 
     before = written_ns()
     options = ["--run.directory", folder.parent, "--run.name", "main"]
-    ended = launching.run(2, [*TRAIN, *SMALL, *options], timeout_s=TIMEOUT_S)
+    ended = launching.run(2, [*TRAIN, *SMALL, *options], timeout_s=TIMEOUT_S, warm=True)
     assert ended.returncode == 2
     complaint = "was made with data.name = 'digits', this run has 'synthetic': go on with the same, or give the run"
     assert sum(complaint in line for line in said(ended, "stderr")) == 1
@@ -187,9 +187,9 @@ def test_two_ranks_over_gloo_learn_what_one_rank_with_the_big_batch_learns(tmp_p
     common = [*TRAIN, *SMALL, "--optimizer.learning-rate-scaling", "none", "--run.directory", tmp_path]
     two = [*common, "--train.batch-size", "16", "--run.name", "two"]
     one = [*common, "--train.batch-size", "32", "--run.name", "one"]
-    ended = launching.run(2, two, timeout_s=TIMEOUT_S, launcher="gloo")
+    ended = launching.run(2, two, timeout_s=TIMEOUT_S, launcher="gloo", warm=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert launching.run(0, one, timeout_s=TIMEOUT_S).returncode == 0
+    assert launching.run(0, one, timeout_s=TIMEOUT_S, warm=True).returncode == 0
     records = [
         [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("one", "two")
@@ -206,10 +206,10 @@ def test_two_ranks_that_accumulate_learn_what_one_rank_with_the_big_batch_learns
     common = [*TRAIN, *SMALL, *rates, *rule, "--run.directory", tmp_path]
     two = [*common, "--train.batch-size", "8", "--optimizer.accumulation-steps", "3", "--run.name", "two"]
     one = [*common, "--train.batch-size", "48", "--run.name", "one"]
-    ended = launching.run(2, two, timeout_s=TIMEOUT_S)
+    ended = launching.run(2, two, timeout_s=TIMEOUT_S, warm=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert any(line.startswith("global batch   48 = 8 x 2 x 3 batches accumulated") for line in said(ended))
-    assert launching.run(0, one, timeout_s=TIMEOUT_S).returncode == 0
+    assert launching.run(0, one, timeout_s=TIMEOUT_S, warm=True).returncode == 0
     records = [
         [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("one", "two")
@@ -226,7 +226,7 @@ def test_own_model_and_data_of_the_example(tmp_path):
     options = ["--train.epochs", "25", "--schedule.warmup-epochs", "2"]
     options += ["--train.callbacks", "examples.own_callbacks:WeightNorm"]
     folder = ["--run.directory", tmp_path, "--run.name", "own"]
-    ended = launching.run(2, [*TRAIN, *own, *options, *folder], timeout_s=TIMEOUT_S)
+    ended = launching.run(2, [*TRAIN, *own, *options, *folder], timeout_s=TIMEOUT_S, warm=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     summary = json.loads((tmp_path / "own" / "summary.json").read_text())
     assert summary["test_accuracy"] > 0.95 and summary["in_sync"] is True
@@ -239,7 +239,7 @@ def test_own_model_and_data_of_the_example(tmp_path):
 
 def test_a_train_step_without_accuracy_and_weights_that_follow_the_data(tmp_path):
     own = ["--model.name", "odd_model:own_step", "--run.directory", tmp_path, "--run.name", "own"]
-    ended = launching.run(2, [*TRAIN, *SMALL, *own], timeout_s=TIMEOUT_S, env=ODD)
+    ended = launching.run(2, [*TRAIN, *SMALL, *own], timeout_s=TIMEOUT_S, env=ODD, warm=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (warning,) = said(ended, "stderr")
     assert "differ between ranks: moving/mean, moving/positive: each rank keeps its own" in warning
@@ -253,7 +253,7 @@ def test_a_train_step_without_accuracy_and_weights_that_follow_the_data(tmp_path
 
 def test_a_model_that_cannot_be_saved_any_more_leaves_weights_and_summary(tmp_path):
     own = ["--model.name", "odd_model:serializable_untrained", "--run.directory", tmp_path, "--run.name", "own"]
-    ended = launching.run(0, [*TRAIN, *SMALL, *own], timeout_s=TIMEOUT_S, env=ODD)
+    ended = launching.run(0, [*TRAIN, *SMALL, *own], timeout_s=TIMEOUT_S, env=ODD, warm=True)
     assert ended.returncode == 2
     assert "model.keras: cannot be written: TypeError: cannot serialize a lock: the weights are in" in ended.stderr
     summary = json.loads((tmp_path / "own" / "summary.json").read_text())
@@ -267,7 +267,7 @@ def test_fashion_mnist_cnn_over_88_percent_after_two_epochs(tmp_path):
     if not (DEBIAN_FOLDER / "fashion-mnist").exists():
         pytest.skip(f"Debian's package dataset-fashion-mnist is not installed: no {DEBIAN_FOLDER}/fashion-mnist")
     options = ["--config", CONFIGS / "fashion_mnist.toml", "--run.directory", tmp_path, "--run.name", "fashion"]
-    ended = launching.run(2, [*TRAIN, *options], timeout_s=TIMEOUT_S)
+    ended = launching.run(2, [*TRAIN, *options], timeout_s=TIMEOUT_S, warm=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     summary = json.loads((tmp_path / "fashion" / "summary.json").read_text())
     assert summary["test_accuracy"] > 0.88
@@ -328,7 +328,8 @@ def bad_input(folder: Path, case: str) -> tuple[list[str], str]:
 def test_bad_input_is_one_line_and_exit_code_2(case, tmp_path):
     options, message = bad_input(tmp_path, case)
     before = files_in(tmp_path)
-    ended = launching.run(0, [*TRAIN, *options], timeout_s=TIMEOUT_S, cwd=tmp_path)
+    warm = case != "unknown model"
+    ended = launching.run(0, [*TRAIN, *options], timeout_s=TIMEOUT_S, cwd=tmp_path, warm=warm)
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
     assert line.startswith(message)
@@ -350,7 +351,8 @@ def test_no_network_is_said_with_what_to_do(tmp_path):
 def test_bad_input_is_said_once_under_the_launcher(case, tmp_path):
     options, message = bad_input(tmp_path, case)
     before = files_in(tmp_path)
-    ended = launching.run(2, [*TRAIN, *options], timeout_s=TIMEOUT_S, cwd=tmp_path)
+    warm = case != "unknown key"
+    ended = launching.run(2, [*TRAIN, *options], timeout_s=TIMEOUT_S, cwd=tmp_path, warm=warm)
     assert ended.returncode == 2
     (line,) = (line for line in said(ended, "stderr") if line.strip())
     assert line.startswith(message)
@@ -368,7 +370,7 @@ sys.exit(main({options!r}[rank] + ["--run.directory", {runs!r}]))
 def refused_by_rank(options: list[list[str]], runs: Path) -> str:
     """Starts each rank with options of its own, and returns the one line with which the job is refused."""
     program = BY_RANK.format(options=options, runs=str(runs))
-    ended = launching.run(2, [sys.executable, "-c", program], timeout_s=TIMEOUT_S)
+    ended = launching.run(2, [sys.executable, "-c", program], timeout_s=TIMEOUT_S, warm=True)
     assert ended.returncode == 2
     assert not runs.exists()
     (line,) = (line for line in said(ended, "stderr") if line.strip())
@@ -402,7 +404,7 @@ def test_checkpoints_that_one_rank_cannot_list_end_a_restart_on_all_ranks(tmp_pa
     (tmp_path / "runs" / "a" / "checkpoints").mkdir(parents=True)
     program = [sys.executable, "-c", UNLISTED.format(runs=str(tmp_path / "runs"))]
     restart = {env.ATTEMPT: Attempt(number=1, run_name="a").to_json()}
-    ended = launching.run(2, program, timeout_s=TIMEOUT_S, env=restart)
+    ended = launching.run(2, program, timeout_s=TIMEOUT_S, env=restart, warm=True)
     assert ended.returncode == 2, ended.stderr
     (line,) = (line for line in said(ended, "stderr") if line.strip())
     assert line.startswith(f"ringtrain: rank 1 on {os.uname().nodename}: [Errno 5] Input/output error: ")
@@ -443,7 +445,7 @@ def test_ranks_with_other_code_or_samples_are_refused(tmp_path):
     options = ["--data.name", "unlike:data"]
     for folders, what in ((("0", "1"), "module unlike"), (("0", "0"), "test data")):
         program = FROM_FOLDERS.format(folders=[str(tmp_path / folder) for folder in folders], options=options)
-        ended = launching.run(2, [sys.executable, "-c", program], timeout_s=TIMEOUT_S, cwd=tmp_path)
+        ended = launching.run(2, [sys.executable, "-c", program], timeout_s=TIMEOUT_S, cwd=tmp_path, warm=True)
         assert ended.returncode == 2, ended.stderr
         host = os.uname().nodename
         line = f"ringtrain: rank 1 on {host} has another {what} than rank 0 on {host}: "
