@@ -38,22 +38,22 @@ def _optimizer_with(option: str) -> Need:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Where the run's files go."""
+    """Files of the run."""
 
     name: Annotated[str, rule.FOLDER_NAME] = ""
-    """folder of this run; empty: the data set's name and the time"""
+    """folder of this run; empty: name of the data set and time"""
     directory: str = "runs"
     """folder that holds all runs"""
     resume: str = "auto"
-    """auto: go on from the newest checkpoint in this run's folder, if there is one; must: there has to be one; never;
-    or the path of a run or checkpoint to go on from"""
+    """auto: resume from the newest checkpoint in this run's folder, if any; must: fail without one; never; or the path
+    of a run or checkpoint to resume from"""
     init_from: str = ""
-    """checkpoint, run or .keras file to take initial weights from, and nothing else"""
+    """checkpoint, run or .keras file from which only the initial weights are loaded"""
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is learned."""
+    """Training and test data."""
 
     name: str = "digits"
     """digits, fashion-mnist, mnist, cifar10, npz, image-folder, imagenet-tfrecords, synthetic, spark, or
@@ -62,49 +62,49 @@ class DataConfig:
     """folder with the data's files (for cifar10 also its archive); empty: fashion-mnist and mnist look in Debian's
     folder, else Keras downloads them"""
     file: Annotated[str, needs("data.name", "npz")] = ""
-    """the file of npz; empty: the only one in dir"""
+    """file that npz reads; empty: the only one in dir"""
     num_samples: Annotated[int, rule.at_least(16), needs("data.name", "synthetic")] = 4096
-    """samples that synthetic makes, training and test together"""
+    """number of samples that synthetic generates, training and test together"""
     image_size: Annotated[
         int, rule.PIXELS_OR_0, needs("data.name", "synthetic", "image-folder", "imagenet-tfrecords")
     ] = 0
-    """height and width, pixels, of synthetic's images (0: 28) and of those read from files (0: 224)"""
+    """height and width in pixels of generated images (0: 28) and of images read from files (0: 224)"""
     num_classes: Annotated[int, rule.AT_LEAST_0, needs("data.name", "npz", "imagenet-tfrecords")] = 0
-    """labels go from 0 (ImageNet's from 1) to this number of them; 0: as many as the data says"""
+    """number of classes; labels start at 0, those of ImageNet at 1. 0: as in the data"""
     augment: Annotated[bool, needs("data.name", "cifar10", "image-folder", "imagenet-tfrecords")] = True
-    """random crops and flips when training: of images read from files, else their centres, and of cifar10's"""
+    """random crops and flips of training images, for cifar10 and image files; off: centre crops of image files"""
     on_error: Annotated[Literal["fail", "skip"], needs("data.name", "image-folder", "imagenet-tfrecords")] = "fail"
-    """an image file or record that cannot be read ends training, or is left out and counted"""
+    """fail: an unreadable image file or record ends training; skip: it is left out and counted"""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What learns it."""
+    """Model, batch normalization, metrics."""
 
     name: str = "mlp"
     """mlp, cnn, resnet20, resnet50, a name of keras.applications (mobilenet-v2), or module:function for your own"""
     sync_batch_norm: bool = False
-    """batch normalization by the statistics of all ranks' batches together, not of each rank's own"""
+    """normalize by the statistics of all ranks' batches together instead of each rank's; for small batches per rank"""
     label_smoothing: Annotated[float, rule.BELOW_1] = 0.0
-    """share of each label that is spread evenly over all classes"""
+    """fraction of each label that is spread evenly over all classes"""
     metrics: tuple[str, ...] = ()
-    """besides loss and accuracy: top-5, or module:function that returns a Keras metric"""
+    """metrics besides loss and accuracy: top-5, or module:function that returns a Keras metric"""
     not_averaged: tuple[str, ...] = ()
-    """paths of non-trainable weights that stay each rank's own, such as */queue; other weights that
-    follow a rank's data are averaged over the ranks before each evaluation, if they are floating-point numbers"""
+    """paths of non-trainable weights that each rank keeps, such as */queue; all other floating-point weights
+    that depend on a rank's data are averaged over the ranks before each evaluation"""
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """How it is learned."""
+    """Optimizer, learning-rate scaling, gradient accumulation."""
 
     name: Literal[tuple(OPTIMIZERS)] = "adam"  # type: ignore[valid-type]
     """update rule"""
     learning_rate: Annotated[float, rule.ABOVE_0] = 0.001
     """learning rate for a global batch of reference_batch_size"""
     learning_rate_scaling: Literal["auto", "linear", "sqrt", "none"] = "auto"
-    """linear: learning rate times global batch / reference_batch_size; sqrt: times its square root; none: as it is;
-    auto: sqrt for adam, adamw and lamb, else linear. With hvd.op adasum, one rank's batch is what counts"""
+    """linear: learning_rate times global batch / reference_batch_size; sqrt: times its square root; none: unchanged;
+    auto: sqrt for adam, adamw and lamb, else linear. With hvd.op adasum, one rank's batch replaces the global one"""
     reference_batch_size: Annotated[
         int, rule.AT_LEAST_1, needs("optimizer.learning_rate_scaling", "auto", "linear", "sqrt")
     ] = 32
@@ -114,190 +114,190 @@ class OptimizerConfig:
     nesterov: Annotated[bool, _optimizer_with("nesterov"), needs_above_0("optimizer.momentum")] = False
     """Nesterov's momentum, for sgd"""
     weight_decay: Annotated[float, rule.FINITE] = 0.0
-    """pull of weights towards 0, except biases and batch norm: added to the gradient (sgd, lars), else decoupled"""
+    """weight decay, except for biases and batch norm: added to the gradient by sgd and lars, else decoupled"""
     trust_coefficient: Annotated[float, rule.ABOVE_0, _optimizer_with("trust_coefficient")] = 0.001
-    """of lars: a layer's step, relative to the norm of its weights"""
+    """size of a layer's step in lars, relative to the norm of its weights"""
     clip_norm: Annotated[float, rule.FINITE] = 0.0
-    """longest that the averaged gradient of all weights together may be; longer ones are shortened; 0: any"""
+    """maximum global norm of the averaged gradient, which is scaled down to it; use it against divergence. 0: none"""
     accumulation_steps: Annotated[int, rule.AT_LEAST_1] = 1
-    """steps whose gradients are averaged into one update, which makes the global batch so many times as large"""
+    """steps whose gradients are averaged into one update; multiplies the global batch by this number"""
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """How the learning rate changes: up to its full value over the warm-up, then by the rule of that name."""
+    """Learning rate over the run: warm-up to the full rate, then the named decay."""
 
     name: Literal["constant", "steps", "cosine", "polynomial"] = "constant"
-    """what follows the warm-up"""
+    """decay after the warm-up"""
     warmup_epochs: Annotated[float, rule.FINITE] = 0.0
-    """epochs over which the learning rate grows to its full value; may be a fraction; 0: none"""
+    """epochs in which the learning rate grows to its full value, also fractions; 0: no warm-up"""
     warmup_start: Annotated[float, rule.SHARE, needs_above_0("schedule.warmup_epochs")] = 0.0
-    """share of the full learning rate at the first step; 0: what it was before scaling, if that is less"""
+    """first learning rate, as a fraction of the full one; 0: start at the unscaled learning_rate, if that is lower"""
     milestones: Annotated[tuple[float, ...], rule.ASCENDING_EPOCHS, needs("schedule.name", "steps")] = ()
-    """epochs, from the start of the run, at whose end steps multiplies the learning rate by factor"""
+    """epochs, counted from the start of the run, after which steps multiplies the learning rate by factor"""
     factor: Annotated[float, rule.ABOVE_0, needs("schedule.name", "steps")] = 0.1
-    """of steps"""
+    """factor of the learning rate at each milestone of steps"""
     end_factor: Annotated[float, rule.SHARE, needs("schedule.name", "cosine", "polynomial")] = 0.0
-    """share of the full learning rate that cosine and polynomial come down to at the end of the run"""
+    """final learning rate of cosine and polynomial, as a fraction of the full one"""
     power: Annotated[float, rule.ABOVE_0, needs("schedule.name", "polynomial")] = 1.0
-    """of polynomial; 1: a straight line"""
+    """exponent of polynomial; 1: linear decay"""
     plateau_patience: Annotated[int, rule.AT_LEAST_0] = 0
-    """epochs without a better train.monitor after which the learning rate is multiplied by plateau_factor; 0: never"""
+    """epochs without improvement of train.monitor after which plateau_factor is applied; 0: never"""
     plateau_factor: Annotated[float, rule.WITHIN_0_AND_1, needs_above_0("schedule.plateau_patience")] = 0.1
-    """of plateau_patience"""
+    """factor of the learning rate after plateau_patience epochs"""
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long, and in what batches."""
+    """Length of the training, batches, precision, early stopping."""
 
     epochs: Annotated[int, rule.AT_LEAST_1] = 10
     """passes over the training data"""
     batch_size: Annotated[int, rule.AT_LEAST_1] = 32
     """samples per step on each rank; the global batch is this times the number of ranks"""
     precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = "float32"
-    """of computing; weights and sums are float32. mixed_float16 scales the loss, as gradients allow"""
+    """compute dtype; weights and allreduce stay float32. mixed_float16 adds dynamic loss scaling; slower on CPUs"""
     jit: bool = False
     """compile forward and backward pass with XLA; the allreduce stays outside"""
     patience: Annotated[int, rule.AT_LEAST_0] = 0
-    """epochs without a better monitor after which training stops, on all ranks; 0: never"""
+    """epochs without improvement of monitor after which training stops on all ranks; 0: never"""
     monitor: Annotated[str, needs_above_0("train.patience", "schedule.plateau_patience")] = "test_loss"
     """metric that patience and schedule.plateau_patience watch: test_accuracy, loss, ..."""
     min_delta: Annotated[float, rule.FINITE, needs_above_0("train.patience", "schedule.plateau_patience")] = 0.0
-    """a monitor is better if it is so by more than this"""
+    """smallest change of monitor that counts as an improvement"""
     target_accuracy: Annotated[float, rule.SHARE] = 0.0
     """training stops after the first epoch whose test accuracy is at least this; 0: never"""
     callbacks: tuple[str, ...] = ()
-    """Keras callbacks of your own, each module:function that returns one; on every rank, with all ranks' metrics"""
+    """your Keras callbacks, each a module:function that returns one; run on every rank, with averaged metrics"""
     max_time_s: Annotated[float, rule.AT_LEAST_0] = 0.0
-    """training stops, saves and ends after so many seconds; 0: no limit"""
+    """seconds after which training stops and saves; for jobs with a time limit. 0: no limit"""
     check_every_steps: Annotated[int, rule.AT_LEAST_1] = 500
-    """steps between two checks that all ranks hold the same weights (one more after the first step and at the end)"""
+    """steps between two checks that all ranks hold the same weights; also after the first step and at the end"""
 
 
 @dataclass(frozen=True)
 class DeviceConfig:
-    """What it runs on: one GPU per rank where there are any, else a share of the host's cores."""
+    """Devices: one GPU per rank if there are GPUs, else a share of the host's cores."""
 
     memory_growth: bool = True
-    """take a GPU's memory as it is needed, not all at once"""
+    """allocate GPU memory as needed instead of all at start"""
     memory_fraction: Annotated[float, rule.SHARE] = 0.0
-    """share of a GPU's memory to take at start, above 0 and up to 1; 0: memory_growth decides"""
+    """fraction of a GPU's memory that is allocated at start, above 0 and up to 1; 0: see memory_growth"""
     memory_mb: Annotated[int, rule.AT_LEAST_0] = 0
-    """limit of GPU memory per rank, MB; 0: memory_growth decides"""
+    """limit of GPU memory per rank, MB; 0: see memory_growth"""
     share_gpus: bool = False
-    """let several ranks use one GPU when a host has more ranks than GPUs; gradients are then reduced on the CPU"""
+    """let ranks share GPUs if a host has more ranks than GPUs; gradients are then reduced on the CPU"""
     threads: Annotated[int, rule.AT_LEAST_0] = 0
     """CPU threads per rank; 0: the host's cores divided by its ranks"""
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When the run's state is saved, and what is kept."""
+    """When checkpoints are saved, and how many are kept."""
 
     every_epochs: Annotated[int, rule.AT_LEAST_0] = 1
-    """epochs between two checkpoints; 0: none at the end of epochs. The end of the run is always saved"""
+    """epochs between two checkpoints; 0: none after epochs. The end of the run is always saved"""
     every_steps: Annotated[int, rule.AT_LEAST_0] = 0
     """steps between two checkpoints within an epoch; 0: none"""
     every_minutes: Annotated[float, rule.FINITE] = 0.0
-    """minutes between two checkpoints, to the next agreement of the ranks (health.agree_every_steps); 0: none"""
+    """minutes between two checkpoints, rounded up to the next agreement (health.agree_every_steps); 0: none"""
     keep: Annotated[int, rule.AT_LEAST_1] = 3
-    """newest checkpoints that stay, besides the best"""
+    """number of newest checkpoints to keep, besides the best"""
     saved_model: bool = False
-    """also export the trained model as TensorFlow's SavedModel, beside model.keras"""
+    """also export the trained model as a TensorFlow SavedModel, next to model.keras"""
 
 
 @dataclass(frozen=True)
 class TrackingConfig:
-    """What is written down besides the metrics of each epoch."""
+    """Records besides the metrics of each epoch."""
 
     every_steps: Annotated[int, rule.AT_LEAST_0] = 100
-    """steps between two lines of steps.jsonl, with the gradient's norm, also to TensorBoard; 0: none"""
+    """steps between two records of loss and gradient norm in steps.jsonl and TensorBoard; 0: none"""
     histograms: bool = False
-    """of all weights, to TensorBoard after each epoch"""
+    """write histograms of all weights to TensorBoard after each epoch"""
     timeline_steps: Annotated[int, rule.AT_LEAST_0] = 0
-    """steps of which every rank's timeline is drawn, into timeline.json; 0: none"""
+    """number of steps of all ranks that are recorded in timeline.json; 0: none"""
 
 
 @dataclass(frozen=True)
 class HealthConfig:
-    """How a run is watched and ended."""
+    """Stop, stall and straggler detection."""
 
     agree_every_steps: Annotated[int, rule.AT_LEAST_1] = 10
-    """steps between two agreements of the ranks on whether to stop (a signal, the time limit, a loss that is NaN)"""
+    """steps between two agreements of the ranks on whether to stop (signal, time limit, loss of NaN or infinity)"""
     stall_timeout: Annotated[float, rule.FINITE] = 300.0
-    """seconds without any progress, and 20 times the median step, after which the rank that keeps the others waiting is
-    named and the job ends; 0: never"""
+    """seconds without progress on any rank, at least 20 median steps, after which the job names the blocking rank and
+    exits with 75. 0: never"""
     straggler_factor: Annotated[float, rule.FACTOR_OR_0] = 1.5
-    """a rank that needs so many times the median rank's time for 50 steps is named when that has cost 5 s; 0: none"""
+    """name a rank that takes this many times the median rank's time over 50 steps, once it has cost 5 s; 0: never"""
 
 
 @dataclass(frozen=True)
 class ElasticConfig:
-    """What a change of the number of ranks does, under ringtrain launch --elastic."""
+    """Changes of the number of ranks, under ringtrain launch --elastic."""
 
     keep: Literal["global-batch", "per-rank-batch"] = "global-batch"
-    """global-batch: the ranks share it anew, the learning rate stays; per-rank-batch: global batch and learning rate
-    change with the number of ranks, by optimizer.learning_rate_scaling"""
+    """global-batch: the ranks divide the same global batch, the learning rate stays; per-rank-batch: global batch and
+    learning rate change with the number of ranks, by optimizer.learning_rate_scaling"""
     commit_every_steps: Annotated[int, rule.AT_LEAST_1] = 10
-    """steps between two commits, which a failure goes back to, and at which new hosts are taken in"""
+    """steps between two commits, from which training resumes after a failure and at which new hosts join"""
 
 
 @dataclass(frozen=True)
 class StrategyConfig:
-    """What adds up gradients, and who runs a step."""
+    """How gradients are summed, and which processes run a step."""
 
     name: Literal["ring", "mpi-ring", "towers", "multi-worker", "ps-async", "ps-sync"] = "ring"
-    """ring: Horovod; mpi-ring: the readable ring, without Horovod; towers: several copies of the model in one process;
+    """ring: Horovod; mpi-ring: a ring in NumPy, without Horovod; towers: several copies of the model in one process;
     multi-worker: TensorFlow's collectives between the ranks; ps-async, ps-sync: weights on parameter servers, which
     each worker updates alone, or all together"""
     towers: Annotated[int, rule.AT_LEAST_0, needs("strategy.name", "towers")] = 0
-    """copies of the model of towers, each on a device of its own; 0: one per GPU, without GPUs 2"""
+    """copies of the model in towers, each on its own device; 0: one per GPU, or 2 without GPUs"""
     reduction: Annotated[Literal["one-device", "all"], needs("strategy.name", "towers")] = "one-device"
-    """towers' gradients are added up on the controller, or by all devices together"""
+    """sum gradients of towers on the controller, or on all devices together"""
     controller: Annotated[
         str, rule.DEVICE, needs("strategy.name", "towers"), needs("strategy.reduction", "one-device")
     ] = "cpu:0"
-    """device that adds up towers' gradients: cpu:0, gpu:0, gpu:1, ..."""
+    """device that sums gradients of towers: cpu:0, gpu:0, gpu:1, ..."""
     communication: Annotated[Literal["auto", "ring", "nccl"], needs("strategy.name", "multi-worker")] = "auto"
-    """of multi-worker: TensorFlow's ring, NCCL between GPUs, or as it decides"""
+    """collectives of multi-worker: TensorFlow's ring, NCCL between GPUs, or TensorFlow's choice"""
     servers: Annotated[int, rule.AT_LEAST_1, needs("strategy.name", "ps-async", "ps-sync")] = 1
-    """ranks that are parameter servers, the first of them the chief too; ringtrain launch --ps says it as well"""
+    """number of ranks that are parameter servers, the first also the coordinator; also ringtrain launch --ps"""
     variables: Annotated[Literal["round-robin", "by-size"], needs("strategy.name", "ps-async", "ps-sync")] = (
         "round-robin"
     )
-    """spreads variables over the servers: one after the other, or each to the one that holds the fewest bytes"""
+    """placement of variables on servers: in turn, or each on the server with the fewest bytes"""
     backup_workers: Annotated[int, rule.AT_LEAST_0, needs("strategy.name", "ps-sync")] = 0
-    """of ps-sync: each step takes the gradients of all workers but so many, and drops those that come late"""
+    """slowest workers per step whose gradients ps-sync drops; against stragglers"""
 
 
 @dataclass(frozen=True)
 class HvdConfig:
-    """How gradients are combined over the ranks."""
+    """Reduction of gradients over the ranks by Horovod."""
 
     op: Literal["average", "adasum"] = "average"
     """average of the ranks' gradients, or Adasum (arXiv 2006.02924)"""
     compression: Literal["none", "fp16"] = "none"
-    """fp16: send gradients in half precision"""
+    """fp16: send gradients in half precision; for slow networks"""
     fusion_mb: Annotated[float, rule.FINITE_OR_UNSET] = -1.0
-    """MB of gradients that are sent in one message; 0: each alone; -1: 4 without GPUs, else Horovod's 128, or as its
-    environment has it"""
+    """Horovod's fusion buffer, MiB per message; 0: no fusion; -1: HOROVOD_FUSION_THRESHOLD if set, else 4 without NCCL,
+    128 with it"""
     cycle_time_ms: Annotated[float, rule.FINITE_OR_UNSET] = -1.0
-    """milliseconds for which ready gradients are collected; -1: as Horovod has it (1), or its environment"""
+    """milliseconds in which ready gradients are collected; -1: HOROVOD_CYCLE_TIME if set, else 1"""
     groups: Annotated[int, rule.AT_LEAST_0] = 0
-    """groups of gradients, each of which is sent when all of it is ready; 0: each gradient as soon as it is"""
+    """number of groups of gradients, each sent when complete; 0: send each gradient when it is ready"""
     deterministic: bool = False
-    """add the ranks' gradients in the same order in every step and run, also with more than two ranks"""
+    """sum gradients in the same order in every step and run, also with more than two ranks; slower"""
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that shapes a run."""
+    """Configuration of a run."""
 
     seed: Annotated[int, rule.SEED] = 0
-    """of initial weights, sample order and dropout"""
+    """seed of initial weights, sample order and dropout"""
     chaos: str = ""
-    """a fault to try out, e.g. "rank=1 step=20 mode=sigkill"; see docs/faults.md"""
+    """fault to inject, e.g. "rank=1 step=20 mode=sigkill"; see docs/faults.md"""
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
