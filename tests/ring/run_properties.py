@@ -1,11 +1,12 @@
-"""Runs properties on every rank in one start: run_properties.py OUTPUT MODULE.NAME [MODULE.NAME ...].
+"""Runs properties on every rank in one start: run_properties.py OUTPUT LIMIT_S MODULE.NAME [MODULE.NAME ...].
 
-Each rank leaves OUTPUT/<rank>/<property>: empty if it held, else the traceback. A property that hangs leaves no file
-and is the one that OUTPUT/<rank>/started names.
+Each rank leaves OUTPUT/<rank>/<property>: empty if it held, else the traceback. A rank on which one takes longer than
+LIMIT_S seconds prints its stacks and exits, and the launcher ends the others.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import sys
 import traceback
@@ -22,8 +23,8 @@ def main() -> None:
     hvd.init()
     output = Path(sys.argv[1]) / str(hvd.rank())
     output.mkdir(parents=True)
-    for name in sys.argv[2:]:
-        (output / "started").write_text(name)
+    for name in sys.argv[3:]:
+        faulthandler.dump_traceback_later(float(sys.argv[2]), exit=True)
         module, function = name.split(".")
         try:
             getattr(importlib.import_module(f"properties.{module}"), function)()
@@ -32,7 +33,7 @@ def main() -> None:
             outcome = traceback.format_exc()
         (output / name).write_text(outcome)
         hvd.allgather_object(name, name="next_property")
-    (output / "started").unlink()
+    faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import ast
 import functools
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from launching import run
 
 HERE = Path(__file__).parent
 LAUNCHES = (("mpi", 2), ("mpi", 3), ("gloo", 2))
-LIMIT_S = 900  # far above what they take: for machines with other work to do
+LIMIT_S, LAUNCH_LIMIT_S = 300, 1800  # of one property, and of all: far above what they take
 # What Horovod must be told before it starts for a timeline or a process set to be made later.
 OPTIONS = {"HOROVOD_TIMELINE": "DYNAMIC", "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
 
@@ -41,25 +42,71 @@ def _applies(name: str, launcher: str, np: int) -> bool:
 CASES = [(launcher, np, name) for launcher, np in LAUNCHES for name in PROPERTIES if _applies(name, launcher, np)]
 
 
-@functools.cache
-def _outcomes(launcher: str, np: int) -> tuple[dict[str, list[str | None]], str]:
-    """Per property what each rank wrote (None where it wrote nothing), and the launch's own end."""
-    names = [name for case_launcher, case_np, name in CASES if (case_launcher, case_np) == (launcher, np)]
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, HERE / "run_properties.py", folder, *names]
-        try:
-            finished = run(np, command, LIMIT_S, env=OPTIONS, launcher=launcher)
-            end = f"exit code {finished.returncode}\n{finished.stdout[-3000:]}\n{finished.stderr[-3000:]}"
-        except TimeoutError as error:
-            end = str(error)[-6000:]
-        files = {name: [Path(folder) / str(rank) / name for rank in range(np)] for name in names}
-        outcomes = {name: [f.read_text() if f.exists() else None for f in paths] for name, paths in files.items()}
-    return outcomes, end
+def run_all(launcher: str, np: int, names: list[str], limit_s: float = LIMIT_S, **env: str) -> dict[str, str]:
+    """What is wrong with each property, '' if it holds. If one hangs or ends a rank, another start runs the rest."""
+    wrong: dict[str, str] = {}
+    while rest := names[len(wrong) :]:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, HERE / "run_properties.py", folder, limit_s, *rest]
+            ended = run(np, command, LAUNCH_LIMIT_S, env=OPTIONS | env, launcher=launcher, warm=True)
+            for name in rest:
+                files = {rank: Path(folder) / str(rank) / name for rank in range(np)}
+                said = {rank: file.read_text() for rank, file in files.items() if file.exists()}
+                wrong[name] = "".join(f"rank {rank}: {text}" for rank, text in said.items() if text)
+                if len(said) < np:
+                    wrong[name] += f"ranks {sorted(files.keys() - said.keys())} did not come to its end, exit code"
+                    wrong[name] += f" {ended.returncode}\n{ended.stdout[-3000:]}\n{ended.stderr[-6000:]}"
+                    break
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> Callable[[str, int], dict[str, str]]:
+    """What is wrong with the properties that were selected for a launch, all of which it runs in one start."""
+    selected = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+
+    @functools.cache
+    def of(launcher: str, np: int) -> dict[str, str]:
+        cases = [(one.get("launcher"), one.get("np"), one.get("name")) for one in selected]
+        return run_all(launcher, np, [name for name in PROPERTIES if (launcher, np, name) in cases])
+
+    return of
 
 
 @pytest.mark.parametrize(("launcher", "np", "name"), CASES)
-def test_property(launcher: str, np: int, name: str) -> None:
-    outcomes, end = _outcomes(launcher, np)
-    for rank, outcome in enumerate(outcomes[name]):
-        assert outcome is not None, f"rank {rank} did not come to an end with it: {end}"
-        assert outcome == "", f"rank {rank}: {outcome}"
+def test_property(outcomes: Callable[[str, int], dict[str, str]], launcher: str, np: int, name: str) -> None:
+    wrong = outcomes(launcher, np)[name]
+    assert not wrong, wrong
+
+
+ODD = """
+import os, time
+import ringtrain.hvd as hvd
+
+def holds():
+    assert hvd.allreduce(1.0, op=hvd.Sum, name="x") == hvd.size()
+
+def fails_on_rank_1():
+    assert hvd.rank() == 0, "no such luck"
+    hvd.allreduce(1.0, name="never")
+
+def hangs():
+    time.sleep(1000)
+
+def dies():
+    os._exit(3)
+"""
+
+
+def test_one_that_fails_on_one_rank_hangs_or_dies_is_named_and_the_next_ones_are_run(tmp_path: Path) -> None:
+    """The negative control of all of them."""
+    (tmp_path / "properties").mkdir()
+    (tmp_path / "properties" / "odd.py").write_text(ODD)
+    names = ["odd.holds", "odd.fails_on_rank_1", "odd.hangs", "odd.dies", "agreeing.ranks_fail_together_or_not_at_all"]
+    wrong = run_all("mpi", 2, names, 20, PYTHONPATH=str(tmp_path))
+    assert [name for name, text in wrong.items() if text] == names[1:4]
+    assert (
+        "rank 1: " in wrong[names[1]] and "no such luck" in wrong[names[1]] and "ranks [0] did not" in wrong[names[1]]
+    )
+    assert "ranks [0, 1] did not come to its end" in wrong[names[2]] and "in hangs" in wrong[names[2]]
+    assert "exit code 3" in wrong[names[3]]

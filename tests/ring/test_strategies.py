@@ -35,7 +35,7 @@ def train(folder: Path, strategy: str, *options: object, np: int | None = None):
     words = [*OPTIONS, "--strategy.name", strategy, "--run.name", "run", "--run.directory", folder, *options]
     program = ["-m", "ringtrain.train"] if strategy == "ring" else ["-c", WITHOUT_HOROVOD]
     command = [str(word) for word in (sys.executable, *program, *words)]
-    return run(RANKS[strategy] if np is None else np, command, LIMIT_S, {"PYTHONPATH": str(HERE)})
+    return run(RANKS[strategy] if np is None else np, command, LIMIT_S, {"PYTHONPATH": str(HERE)}, warm=True)
 
 
 def summary(folder: Path) -> dict:
@@ -115,8 +115,10 @@ PROPERTIES = [
 
 def test_what_the_ring_promises_holds_without_horovod_on_three_ranks(tmp_path: Path) -> None:
     """Properties of tests/ring/properties: to 1e-6 of one process with the whole batch, and their negative control."""
-    command = [sys.executable, HERE / "run_properties.py", tmp_path, *PROPERTIES]
-    ended = run(3, command, LIMIT_S, {"RINGTRAIN_COLLECTIVES": "mpi4py", "OMPI_MCA_rmaps_base_oversubscribe": "1"})
+    command = [sys.executable, HERE / "run_properties.py", tmp_path, "300", *PROPERTIES]
+    ended = run(
+        3, command, LIMIT_S, {"RINGTRAIN_COLLECTIVES": "mpi4py", "OMPI_MCA_rmaps_base_oversubscribe": "1"}, warm=True
+    )
     for rank in range(3):
         for name in PROPERTIES:
             assert (tmp_path / str(rank) / name).read_text() == "", ended.stdout + ended.stderr
@@ -148,18 +150,18 @@ sys.exit(main())
 def test_gradients_that_are_not_added_up_are_noticed(tmp_path: Path, blind: str, said: str) -> None:
     """Before the first step, by the reduction itself; were that blind, after it, by the weights."""
     words = [*OPTIONS, "--strategy.name", "towers", "--run.directory", str(tmp_path), blind]
-    ended = run(0, [sys.executable, "-c", BROKEN, *words], LIMIT_S, {"PYTHONPATH": str(HERE)})
+    ended = run(0, [sys.executable, "-c", BROKEN, *words], LIMIT_S, {"PYTHONPATH": str(HERE)}, warm=True)
     assert ended.returncode == 2 and said in ended.stderr, ended.stderr
 
 
 def test_a_start_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
     started = ["--strategy.name", "towers", "--run.directory", str(tmp_path / "runs")]
-    ended = run(2, [sys.executable, "-m", "ringtrain.train", *started], LIMIT_S)
+    ended = run(2, [sys.executable, "-m", "ringtrain.train", *started], LIMIT_S, warm=True)
     assert ended.returncode == 2
     assert ended.stderr.count("strategy.name: towers is one process, this run has 2 ranks: start it without") == 1
     over_gloo = {"HOROVOD_SIZE": "2", "HOROVOD_RANK": "0"}
     started[1] = "mpi-ring"
-    ended = run(0, [sys.executable, "-m", "ringtrain.train", *started], LIMIT_S, over_gloo)
+    ended = run(0, [sys.executable, "-m", "ringtrain.train", *started], LIMIT_S, over_gloo, warm=True)
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
     assert line.startswith("ringtrain: these ranks were started over Gloo, and other strategies than ring need MPI: ")
