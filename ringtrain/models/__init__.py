@@ -44,13 +44,13 @@ def builder(config: ModelConfig) -> Build:
     Raises:
         ConfigError: the model does not exist.
     """
-    found = _found(config.name)
+    function = _function_of(config.name)
 
     def build(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
         import keras
 
         try:
-            model = found(input_shape, num_classes)
+            model = function(input_shape, num_classes)
             # The call builds a model that is not built yet, such as a keras.Model subclass.
             output_shape = tuple(model(keras.KerasTensor((None, *input_shape))).shape)
         except ValueError as error:
@@ -87,7 +87,7 @@ def seed_by_rank(model: keras.Model, seed: int, rank: int) -> None:
             one.assign(np.random.default_rng([seed, number, index]).integers(0, 2**31, state.shape))
 
 
-def _found(name: str) -> Build:
+def _function_of(name: str) -> Build:
     known: dict[str, Build] = {**APPLICATIONS, **MODELS}
     plain = {_plain(other): other for other in known}  # MODELS last: resnet-50 is ringtrain's, ResNet50 Keras'
     name = name if name in known else plain.get(_plain(name), name)

@@ -64,12 +64,12 @@ def metrics(names: Sequence[str]) -> Callable[[], list[keras.metrics.Metric]]:
     Raises:
         ConfigError: a name does not exist.
     """
-    found = [find("model.metrics", name, METRICS) for name in names]
+    functions = [find("model.metrics", name, METRICS) for name in names]
 
     def make() -> list[keras.metrics.Metric]:
         import keras
 
-        made = [function() for function in found]
+        made = [function() for function in functions]
         for name, metric in zip(names, made, strict=True):
             if not isinstance(metric, keras.metrics.Metric):
                 raise ConfigError(f"model.metrics: {name} returned {type(metric).__name__}, expected a Keras metric")

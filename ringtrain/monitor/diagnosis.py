@@ -113,8 +113,8 @@ def keeping_waiting(rows: Collection[Row]) -> list[Row]:
     # Ranks without a heartbeat; if none, those that left training; if none, those outside a collective that are behind.
     working = [row for row in rows if not row.is_done and row.phase != "reduce"]
     groups = [[row for row in rows if row.is_silent], [row for row in rows if row.is_done]]
-    if found := next(filter(None, groups), None):
-        return found
+    if blocking := next(filter(None, groups), None):
+        return blocking
     least = min((_progress(row) for row in working), default=None)
     others = min((row.step for row in rows), default=0)
     return [row for row in working if _progress(row) == least and row.step <= others]
@@ -193,13 +193,13 @@ def stragglers(rows: Collection[Row], factor: float) -> list[tuple[Row, str, flo
         return []
     # Sorted once, since there may be thousands of ranks.
     ordered = {part: sorted(_part_s(row, part) for row in rows) for part in ("own", *PARTS)}
-    found = []
+    slow = []
     for row in rows:
         usual_s = _median_of_others(ordered["own"], row.times.own_s)
         if row.times.own_s > max(factor * usual_s, usual_s + MIN_LAG_S):
             lag = {part: _part_s(row, part) - _median_of_others(ordered[part], _part_s(row, part)) for part in PARTS}
-            found.append((row, max(PARTS, key=lambda part: lag[part]), row.times.own_s / max(usual_s, 1e-9)))
-    return found
+            slow.append((row, max(PARTS, key=lambda part: lag[part]), row.times.own_s / max(usual_s, 1e-9)))
+    return slow
 
 
 def _part_s(row: Row, part: str) -> float:
@@ -209,9 +209,9 @@ def _part_s(row: Row, part: str) -> float:
 
 def _median_of_others(ordered: Sequence[float], value: float) -> float:
     """Median of sorted values, excluding `value`."""
-    own = bisect.bisect_left(ordered, value)
+    index = bisect.bisect_left(ordered, value)
     middle = len(ordered) - 1
-    low, high = (place + (place >= own) for place in ((middle - 1) // 2, middle // 2))
+    low, high = (place + (place >= index) for place in ((middle - 1) // 2, middle // 2))
     return (ordered[low] + ordered[high]) / 2
 
 
@@ -225,11 +225,11 @@ class SlowRanks:
 
     def look(self, rows: Collection[Row]) -> list[tuple[Row, str, float]]:
         """Returns the stragglers to report now, in the format of `stragglers`."""
-        found = stragglers(rows, self.factor)
-        self._since = {row.rank: self._since.get(row.rank, row.own_steps - WINDOW_STEPS) for row, _, _ in found}
+        slow = stragglers(rows, self.factor)
+        self._since = {row.rank: self._since.get(row.rank, row.own_steps - WINDOW_STEPS) for row, _, _ in slow}
         due = [
             (row, part, times)
-            for row, part, times in found
+            for row, part, times in slow
             if row.rank not in self.named and lost_s(row, times, row.own_steps - self._since[row.rank]) >= MIN_LOST_S
         ]
         self.named |= {row.rank for row, _, _ in due}

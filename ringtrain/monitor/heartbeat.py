@@ -115,9 +115,9 @@ class Monitor:
         self._slate, self._box = transport.Slate(), pulse.clock.box
         self._is_wanted = bool(config.stall_timeout or config.straggler_factor)
         self._wire = transport.Wire(secrets.token_hex(16), self._is_wanted and self.rank == 0 and self.size > 1)
-        own = Row(self.rank, self.host, os.getpid(), self._slate.descriptor)
-        told = (own, transport.own_addresses(), self._wire.port, self._wire.token)
-        self._rank_0, addresses, self._port, self._wire.token = hvd.broadcast_object(told, 0, name="ringtrain_beats")
+        row = Row(self.rank, self.host, os.getpid(), self._slate.descriptor)
+        address = (row, transport.own_addresses(), self._wire.port, self._wire.token)
+        self._rank_0, addresses, self._port, self._wire.token = hvd.broadcast_object(address, 0, name="ringtrain_beats")
         self._addresses = ["127.0.0.1", *addresses] if self._rank_0.host == self.host else addresses
         self._leaving, self._called = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="ringtrain-heartbeat", daemon=True)
@@ -213,8 +213,8 @@ class Monitor:
                     complained = True
                     where = ", ".join(self._addresses)
                     self.say(
-                        f"rank {self.rank} on {self.host} cannot reach rank 0 at {where}, port {self._port}: training"
-                        f" goes on, but nobody notices where this rank stands"
+                        f"rank {self.rank} on {self.host} cannot connect to rank 0 at {where}, port {self._port}:"
+                        " training continues without monitoring this rank: check the firewall"
                     )
                 self._called.set()
                 if not self.rows:
@@ -353,11 +353,11 @@ def stacks(own_thread: int | None = None) -> str:
     """Python stacks of this process: the main thread first, and up to 3 others that do not just wait for work."""
     frames, main = sys._current_frames(), threading.main_thread().ident
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    told = []
+    texts = []
     for number in sorted(frames, key=lambda number: number != main):
         stack = traceback.extract_stack(frames[number])
         if number == own_thread or not stack or (number != main and stack[-1].filename.endswith(IDLE_THREADS)):
             continue
         lines = "".join(traceback.format_list(stack)).rstrip().splitlines()[-STACK_LINES:]
-        told.append(f"thread {names.get(number, number)}, latest call last:\n" + "\n".join(lines))
-    return "\n".join(told[:4])
+        texts.append(f"thread {names.get(number, number)}, latest call last:\n" + "\n".join(lines))
+    return "\n".join(texts[:4])

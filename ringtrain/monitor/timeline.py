@@ -139,9 +139,9 @@ def clock_offset(now: Callable[[], float] = time.time, clock: str | None = None)
             begin_s = now()
             hvd.allreduce([0.0], name=f"ringtrain_clock_to_{number}")
             # float64 seconds: float32 would round them to minutes.
-            told = hvd.broadcast(np.array([now()]), root_rank=0, name=f"ringtrain_clock_from_{number}")
+            received = hvd.broadcast(np.array([now()]), root_rank=0, name=f"ringtrain_clock_from_{number}")
             end_s = now()
-            rounds.append((end_s - begin_s, float(told[0]) - (begin_s + end_s) / 2))
+            rounds.append((end_s - begin_s, float(received[0]) - (begin_s + end_s) / 2))
     if is_same or not rounds:
         return 0.0, 0.0
     shortest_s, offset_s = min(rounds)

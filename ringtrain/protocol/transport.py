@@ -209,9 +209,9 @@ def own_addresses() -> list[str]:
     import psutil
 
     families = (socket.AF_INET, socket.AF_INET6)
-    found = [entry for entries in psutil.net_if_addrs().values() for entry in entries if entry.family in families]
-    found.sort(key=lambda entry: families.index(entry.family))
-    addresses = [entry.address for entry in found]
+    entries = [entry for each in psutil.net_if_addrs().values() for entry in each if entry.family in families]
+    entries.sort(key=lambda entry: families.index(entry.family))
+    addresses = [entry.address for entry in entries]
     return [one for one in addresses if not one.startswith(("127.", "fe80")) and one != "::1"]
 
 
