@@ -1,4 +1,4 @@
-"""Main path of training on one rank or many, in the order of the run.
+"""Main path of training on one rank or many: setup -> agree -> fit -> finish.
 
 python -m ringtrain.train --config configs/digits.toml
 horovodrun -np 2 -H localhost:2 python -m ringtrain.train --config configs/digits.toml
@@ -12,22 +12,26 @@ if __name__ == "__main__":
     # Until training handles signals itself, Ctrl-C ends the process at once, without a traceback from an import.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+import contextlib
 import functools
 import socket
 import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ringtrain import config_io, data, strategies
 from ringtrain.config import Config
-from ringtrain.derived import derive
 from ringtrain.errors import RingtrainError
+from ringtrain.models import lazy_keras
 from ringtrain.monitor import journal
 from ringtrain.protocol import failures, status
 from ringtrain.protocol.attempt import Attempt
-from ringtrain.run import checkpoint, consistency, console, devices, lazy_keras, log_capture, setup
+from ringtrain.run import consistency, console, log_capture
+from ringtrain.run.context import Job, Process, RunContext
+from ringtrain.run.setup import Named, add_model, find, read_data
 from ringtrain.strategies.parameter_server import worker
+from ringtrain.strategies.parameter_server.cluster import RankGroup
 
 SECONDS_FOR_RANK_0 = 10.0
 
@@ -44,9 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     stages = journal.Stages()
     try:
-        return train(config_io.read(sys.argv[1:] if argv is None else argv), stages)
+        return _walk(config_io.read(sys.argv[1:] if argv is None else argv), stages)[1]
     except RingtrainError as error:
-        journal.note_failure(error, exit_code=2)
         # An error on one rank is raised on every rank (hvd.run_together). Rank 0 prints it, and launchers end the job
         # when the first rank exits. A rank that still runs after this pause has an error of its own.
         if console.launched_rank():
@@ -54,39 +57,63 @@ def main(argv: Sequence[str] | None = None) -> int:
         failures.report_failure(error, console.launched_rank() or 0, exit_code=2, with_traceback=False)
         print(f"ringtrain: {error}", file=sys.stderr)
         return 2
-    except Exception as error:
-        journal.note_failure(error, exit_code=1)
-        raise
 
 
-def train(config: Config, stages: journal.Stages | None = None) -> int:
-    """Trains and evaluates a model, verifies that the ranks agree, and fills the run folder.
+def train(config: Config) -> dict[str, Any]:
+    """Trains and evaluates the configured model, verifies that the ranks agree, and fills the run folder.
 
-    Every rank runs this function and takes part in every collective; code for rank 0 alone contains none.
+    Every rank calls it, with the same configuration. It can be called many times in one process, with one exception:
+    what a process fixes when it starts. These are its devices, the strategy's transport (ring; mpi-ring, towers and the
+    others), Horovod's settings (hvd.fusion_mb, hvd.cycle_time_ms, hvd.deterministic) and its timeline; another value
+    raises. Layer names are counted from one again for each call.
 
     Args:
-        stages: timestamps of the start-up stages, to be recorded.
+        config: for example `config_io.read(["--config", "configs/digits.toml"])`.
 
     Returns:
-        0, or 128 + the number of the signal that ended training.
+        What rank 0 writes to summary.json: metrics, checksum, folder's contents and timings; on parameter servers and
+        their workers {}.
 
     Raises:
         RingtrainError: on every rank, whichever rank caused it. Until training begins, nothing is written.
+
+    Example:
+        >>> from ringtrain import config, train
+        >>> summary = train.train(config.Config(run=config.RunConfig(name="first")))
+        >>> summary["test_accuracy"], summary["checksum"]
     """
+    return dict(_walk(config, journal.Stages())[0])
+
+
+def _walk(config: Config, stages: journal.Stages) -> tuple[Mapping[str, Any], int]:
+    """Summary, and exit code: 0, or 128 + the number of the signal that ended training."""
     # Names first, so that a misspelled one is reported at once. Importing hvd loads TensorFlow, which prints messages.
     log_capture.watch()
     lazy_keras.start()
-    stages = stages or journal.Stages()
-    attempt = Attempt.from_environment()
-    named = setup.find(config)
+    named = find(config)
     strategies.prepare(config)
     crew = strategies.meet(config)
     if crew is not None and crew.rank:
-        return worker.keep(config, crew)  # a server or a worker, controlled by rank 0
+        return {}, worker.keep(config, crew)  # a server or a worker, controlled by rank 0
+    process = setup(config, named, crew, stages)
+    try:
+        if process.strategy.ranks_change:
+            from ringtrain import elastic
+
+            return elastic.keep(process, lambda run: finish(fit(run)))
+        run = agree(process)
+        return finish(fit(run)) if isinstance(run, RunContext) else (run, 0)
+    except Exception as error:
+        process.journal.write_failure(error)
+        raise
+
+
+def setup(config: Config, named: Named, crew: RankGroup | None, stages: journal.Stages) -> Process:
+    """Loads the libraries, starts Horovod and pins this rank's devices."""
     import ringtrain.hvd as hvd  # first: it reports missing packages
     from ringtrain import elastic
-    from ringtrain.monitor import heartbeat, timeline
-    from ringtrain.run import resume, run_folder, stopping, tracking
+    from ringtrain.monitor import timeline
+    from ringtrain.run import stopping, tracking
 
     stages.done("libraries")
     hvd.configure(config.hvd)
@@ -94,70 +121,84 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
     config, timeline_file = (config, "") if hvd.elastic.is_on() else timeline.wanted(config)
     hvd.init()
     stages.done("init")
-    if hvd.elastic.is_on():  # ranks join and leave: another main path, with the same building blocks
-        return elastic.train(config, named, attempt)
-    rank, size = hvd.rank(), hvd.size()
+    hvd.step_timing.PLACE.reset()
     hvd.check_op(config.hvd)
     # Before TensorFlow uses a device: it would allocate memory on the host's first GPU for every rank.
-    strategy = strategies.make(config, crew)
+    strategy = elastic.Elastic(config) if hvd.elastic.is_on() else strategies.make(config, crew)
     pinning = strategy.begin()
-    box = status.StatusLine(rank)
-    hvd.check_placement("" if config.device.share_gpus else devices.identity(pinning))
-    host = socket.gethostname()
-    code = hvd.run_together(lambda: consistency.of_code(config, tracking.versions()))
-    consistency.refuse(hvd.allgather_object((host, code), name="ringtrain_code"))
+    events = journal.Journal()
+    return Process(
+        config=config,
+        named=named,
+        attempt=Attempt.from_environment(),
+        strategy=strategy,
+        pinning=pinning,
+        code=strategy.together(lambda: consistency.of_code(config, tracking.versions())),
+        status=status.StatusLine(hvd.rank()),
+        signals=stopping.Signals(events),
+        journal=events,
+        stages=stages,
+        timeline_file=timeline_file,
+    )
+
+
+def agree(process: Process, job: Job | None = None) -> RunContext | Mapping[str, Any]:
+    """Verifies that the ranks train the same, restores the run's state, and opens its folder. Collective.
+
+    Every rank takes part in every collective; code for rank 0 alone contains none.
+
+    Args:
+        job: a caller's data and compiled model, with a distributed optimizer; None: those that the configuration names.
+
+    Returns:
+        The run; or summary.json, if it is complete and stays unchanged.
+    """
+    from ringtrain import hvd
+    from ringtrain.monitor import heartbeat, timeline
+    from ringtrain.run import resume, tracking
+
+    strategy, stages, rank, size = process.strategy, process.stages, hvd.rank(), hvd.size()
+    consistency.same_code(process)
     stages.done("checks")
 
     # Data: each rank trains its shard of every global batch, and evaluates its shard of the test samples.
     hvd.run_together(tracking.check_packages)
-    config = config if crew else resume.same_global_batch(config, attempt, size)
-    config = hvd.run_together(functools.partial(resume.started_again, config, attempt))
-    for is_first in (rank == 0, rank > 0 and hvd.local_rank() == 0):  # hosts may have the data on local disks
-        hvd.run_together(functools.partial(data.prepare, config.data, is_first))
-    data_set = hvd.run_together(named.read_data)
-    numbers = hvd.run_together(lambda: derive(config, size * strategy.copies, len(data_set.train), len(data_set.test)))
-    setup.refuse_differences(hvd.allgather_object((config, numbers), name="ringtrain_numbers"))
-    checksums = hvd.run_together(lambda: data.checksums(data_set))
-    consistency.refuse(hvd.allgather_object((host, checksums), name="ringtrain_data"))
-    strategy.check(code | checksums)
+    process.config = strategy.same_global_batch(process.config, process.attempt)
+    process.config = hvd.run_together(functools.partial(resume.started_again, process.config, process.attempt))
+    config = process.config
+    if job is None:
+        for is_first in (rank == 0, rank > 0 and hvd.local_rank() == 0):  # hosts may have the data on local disks
+            hvd.run_together(functools.partial(data.prepare, config.data, is_first))
+        job = read_data(process, hvd.run_together)
+    consistency.same_job(process, job)
     stages.done("data")
 
     # Model and optimizer: rank 0's on every rank, from the newest checkpoint if there is one, kept equal by averaged
     # gradients.
-    model = setup.compiled_model(named, data_set, config, numbers, strategy)
-    hvd.run_together(lambda: checkpoint.check_exportable(model))
+    if job.model is None:
+        add_model(process, job, config, hvd.run_together)
     stages.done("model")
-    gradient_norm = strategy.gradient_norm(model.optimizer) if config.tracking.every_steps else None
-    users_callbacks = hvd.run_together(named.make_callbacks)
-    lock = run_folder.RunLock()  # held until the end
-    setup.lock_folder(lock, config, attempt)
-    start = resume.restore(model, *resume.source_of(config), config, numbers)
-    if setup.is_complete(lock, config, start, start.global_step >= numbers.num_steps):
-        lock.release()
+    numbers = job.numbers
+    start, summary = consistency.restore(process, job, numbers, lambda start: start.global_step >= numbers.num_steps)
+    if summary:
+        process.lock.release()
         strategy.end(0)
-        return 0
-    if config.run.init_from and not start.source:
-        hvd.run_together(lambda: resume.load_weights(model, Path(config.run.init_from)) if rank == 0 else None)
-        hvd.broadcast_model(model, root_rank=0)
-    hvd.check_in_sync(model)
-    gradients = hvd.check_averaging(model.optimizer)
+        return summary
+    hvd.check_in_sync(job.model)
+    gradients = hvd.check_averaging(job.model.optimizer)
     stages.done("agreement")
 
     # Run folder: only now, after all checks of the configuration.
-    folder = setup.agree_on_folder(config, numbers, attempt, lock)
+    folder = consistency.make_folder(process, numbers, start)
     strategy.folder, strategy.numbers = folder, numbers
-    if rank == 0:
-        failures.report_run(folder.name)
-    if start.source:
-        saved = folder / "checkpoints"
-        hvd.run_together(lambda: checkpoint.remove_after(saved, start.global_step) if rank == 0 else None)
+    host = socket.gethostname()
     log = folder / "logs" / f"rank-{rank}.log"
-    hvd.run_together(lambda: log_capture.log_to(log, f"rank {rank} of {size} on {host}: {pinning}"))
-    hosts = list(crew.roles.hosts) if crew else hvd.allgather_object(host, name="ringtrain_hosts")
+    hvd.run_together(lambda: log_capture.log_to(log, f"rank {rank} of {size} on {host}: {process.pinning}"))
+    hosts = strategy.hosts()
     start_s = hvd.broadcast_object(time.time(), root_rank=0, name="ringtrain_start_s")
-    own_journal = journal.Journal(folder, rank, size, attempt.number, start_s)
-    journal.begin(
-        own_journal,
+    process.journal.open(folder, rank, size, process.attempt.number, start_s)
+    process.journal.write(
+        "start",
         global_step=start.global_step,
         resumed_from=start.source,
         hosts=hosts,
@@ -165,72 +206,75 @@ def train(config: Config, stages: journal.Stages | None = None) -> int:
         versions=tracking.versions(),
     )
     terminal = console.console_for(rank)
-    console.show_plan(terminal, config, numbers, pinning, hosts, strategy.about)
-    console.show_start(terminal, config, start, attempt.causes)
+    console.show_plan(terminal, config, numbers, process.pinning, hosts, strategy.about)
+    console.show_start(terminal, config, start, process.attempt.causes)
+    run = RunContext(
+        **{**vars(process), **vars(job)},
+        rank=rank,
+        size=size,
+        hosts=hosts,
+        start=start,
+        folder=folder,
+        gradients=gradients,
+        terminal=terminal,
+    )
+    run.clock = strategy.clock(run)
+    strategy.watch(run.model)
+    if config.tracking.timeline_steps:
+        run.timeline = timeline.Timeline(folder, config.tracking, process.timeline_file)
+    step_timer = heartbeat.StepTimer(hvd.step_timing.PLACE, run.clock)
+    step_timer.trace = run.timeline.step if run.timeline else step_timer.trace
+    run.monitor = heartbeat.Monitor(step_timer, config.health, journal=process.journal)
+    return run
 
-    # Training: every rank makes the same number of steps and ends after the same one, so that none waits for another.
-    clock = resume.Clock(start, numbers.steps_per_epoch, box, own_journal)
-    pulse = heartbeat.StepTimer(hvd.step_timing.PLACE, clock)
-    strategy.watch(model)
-    drawn = timeline.Timeline(folder, config.tracking, timeline_file) if config.tracking.timeline_steps else None
-    pulse.trace = drawn.step if drawn else pulse.trace
-    with (
-        console.Progress(terminal, numbers.num_steps, config.train.epochs, log_capture.to_log) as progress,
-        stopping.Signals() as signals,
-        heartbeat.Monitor(pulse, config.health) as monitor,
-    ):
-        course = setup.Course(
-            config,
-            numbers,
-            model,
-            data_set,
-            folder,
-            start,
-            clock,
-            own_journal,
-            progress,
-            signals,
-            named.faults,
-            users_callbacks,
-            gradient_norm,
-            pulse,
-        )
-        for part in resume.segments(start.global_step, numbers.steps_per_epoch, config.train.epochs):
-            if course.stop.stopped_by:
+
+def fit(run: RunContext) -> RunContext:
+    """Trains to the end of the run, or until all ranks stop after the same step. Every rank makes the same steps."""
+    from ringtrain import hvd
+    from ringtrain.run.callbacks import Callbacks
+
+    config, strategy = run.config, run.strategy
+    run.started = time.time()
+    with contextlib.ExitStack() as stack:
+        progress = console.Progress(run.terminal, run.numbers.num_steps, config.train.epochs, log_capture.to_log)
+        stack.enter_context(progress)
+        if not strategy.ranks_change:  # there, signals are handled from one agreement of the ranks to the next
+            stack.enter_context(run.signals)
+        if run.monitor:
+            stack.enter_context(run.monitor)
+        run.callbacks = Callbacks(run, progress)
+        for part in strategy.segments(run):
+            if run.callbacks.stop.stopped_by:
                 break
-            # Batches that are accumulated into one update, or trained by several copies of the model, are cut from one:
-            # this rank's shard of the global batch.
-            updates, steps = divmod(part.first_step, numbers.accumulation_steps)
-            batches_per_update = numbers.accumulation_steps * strategy.copies
-            batches = data.training_batches(
-                data_set.train,
-                numbers.batch_size * batches_per_update,
-                rank,
-                size,
-                config.seed,
-                part.end_epoch,
-                updates,
-            )
-            if batches_per_update > 1:
-                batches = batches.rebatch(numbers.batch_size, drop_remainder=True).skip(steps * strategy.copies)
-            strategy.fit(model, batches, part, course.callbacks)
-        course.saver.finish()
+            strategy.fit(run.model, strategy.batches(run, part), part, run.callbacks.ordered)
+        run.callbacks.saver.finish()
         # Only now: a run that was stopped resumes with each rank's own.
-        hvd.average_moving_statistics(model, config.model.not_averaged)
+        hvd.average_moving_statistics(run.model, config.model.not_averaged)
+    return run
 
-    # Result, and the verification once more, of what was saved.
-    ranks = hvd.allgather_object(monitor.own_times(), name="ringtrain_times")
-    more = {"skipped_samples": len(data_set.skipped | crew.skipped)} if crew else {}
-    summary = course.finish(hosts, attempt, ranks=ranks, strategy=strategy.about, **more)
-    console.show_ranks(terminal, ranks, heartbeat.slow_ranks(ranks, config.health))
-    console.show_result(terminal, folder, summary, gradients)
-    stopped_by, exit_code = course.stop.stopped_by, course.stop.exit_code
-    own_journal.write("end", global_step=clock.global_step, stopped_by=stopped_by, exit_code=exit_code)
-    if drawn:
-        drawn.close()  # last: with many ranks and steps it takes a while
-    lock.release()
-    strategy.end(exit_code)
-    return exit_code
+
+def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
+    """Verifies once more what was saved, and writes the run's results. Returns the summary and the exit code."""
+    from ringtrain.monitor import heartbeat
+    from ringtrain.run import tracking
+
+    stop, strategy = run.callbacks.stop, run.strategy
+    summary = tracking.write_results(run, strategy.summary(run))
+    if "ranks" in summary:
+        console.show_ranks(run.terminal, summary["ranks"], heartbeat.slow_ranks(summary["ranks"], run.config.health))
+    console.show_result(run.terminal, run.folder, summary, run.gradients)
+    run.journal.write(
+        "end",
+        global_step=run.clock.global_step,
+        stopped_by=stop.stopped_by,
+        exit_code=stop.exit_code,
+        **strategy.place(),
+    )
+    if run.timeline:
+        run.timeline.close()  # last: with many ranks and steps it takes a while
+    run.lock.release()
+    strategy.end(stop.exit_code)
+    return summary, stop.exit_code
 
 
 if __name__ == "__main__":

@@ -38,19 +38,28 @@ def configure(options: HvdConfig, environ: MutableMapping[str, str] | None = Non
         environ: Environment to change. None: that of this process.
 
     Raises:
-        ConfigError: Deterministic mode with Horovod's autotuning, which changes the order of additions during the run.
+        ConfigError: Deterministic mode with Horovod's autotuning, which changes the order of additions during the run;
+            or Horovod was started in this process with other values.
     """
     environ = os.environ if environ is None else environ
+    wanted: dict[str, tuple[str, str]] = {}
     if options.fusion_mb >= 0:
-        environ["HOROVOD_FUSION_THRESHOLD"] = str(round(options.fusion_mb * 2**20))
+        wanted["HOROVOD_FUSION_THRESHOLD"] = "hvd.fusion_mb", str(round(options.fusion_mb * 2**20))
     if options.cycle_time_ms >= 0:
-        environ["HOROVOD_CYCLE_TIME"] = str(options.cycle_time_ms)
+        wanted["HOROVOD_CYCLE_TIME"] = "hvd.cycle_time_ms", str(options.cycle_time_ms)
     if options.deterministic:
         if environ.get("HOROVOD_AUTOTUNE", "0") not in ("", "0"):
             raise ConfigError(
                 "hvd.deterministic: HOROVOD_AUTOTUNE changes the order of additions while it tries settings: unset it"
             )
-        environ["HOROVOD_FUSION_THRESHOLD"] = "0"
+        wanted["HOROVOD_FUSION_THRESHOLD"] = "hvd.deterministic", "0"
+    for variable, (option, value) in wanted.items():
+        if horovod.is_initialized() and environ.get(variable) != value:
+            raise ConfigError(
+                f"{option}: needs {variable}={value}, and Horovod was started in this process with"
+                f" {environ.get(variable, 'its default')}: start a process of its own for this run"
+            )
+        environ[variable] = value
 
 
 def check_op(options: HvdConfig) -> None:

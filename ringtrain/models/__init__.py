@@ -3,6 +3,7 @@
 zoo:            mlp, cnn and ResNets
 applications:   models of keras.applications
 losses_metrics: cross-entropy, accuracy, top-5
+lazy_keras:     defers the import of Keras modules that training does not use
 """
 
 from __future__ import annotations

@@ -23,9 +23,10 @@ import keras
 
 from ringtrain import hvd
 from ringtrain.config import HealthConfig
-from ringtrain.errors import RingtrainError, Stalled
-from ringtrain.monitor import diagnosis, journal
+from ringtrain.errors import Stalled
+from ringtrain.monitor import diagnosis
 from ringtrain.monitor.diagnosis import Row, Times
+from ringtrain.monitor.journal import Journal
 from ringtrain.protocol import failures, transport
 
 BEAT_S = 1.0
@@ -105,9 +106,16 @@ class Monitor:
     The constructor is a collective: rank 0 broadcasts its address. `say` prints a line; None: to stderr.
     """
 
-    def __init__(self, pulse: StepTimer, config: HealthConfig, say: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        pulse: StepTimer,
+        config: HealthConfig,
+        say: Callable[[str], None] | None = None,
+        journal: Journal | None = None,
+    ) -> None:
         self.pulse = pulse
         self.config = config
+        self.journal = journal or Journal()
         self.say = say or (lambda text: print(f"ringtrain: {text}", file=sys.stderr, flush=True))
         self.rank, self.size, self.host = hvd.rank(), hvd.size(), socket.gethostname()
         self.slow = diagnosis.SlowRanks(config.straggler_factor)
@@ -138,8 +146,8 @@ class Monitor:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, Exception):
-            code = 2 if isinstance(error, RingtrainError) else 1
-            journal.note_failure(error, code, global_step=self.pulse.clock.global_step)
+            self.journal.write_failure(error, global_step=self.pulse.clock.global_step)
+        self.pulse.place.on_change = lambda: None
         self._leaving.set()
         self._wire.wake()
         if self._thread.is_alive():
@@ -279,7 +287,7 @@ class Monitor:
         for row, part, times in self.slow.look(rows):
             self.say(diagnosis.slow_words(row, part, times))
             facts = {"of_rank": row.rank, "of_host": row.host, "part": part, "times": round(times, 2)}
-            journal.note("straggler", global_step=row.step, **facts, **dataclasses.asdict(row.times))
+            self.journal.write("straggler", global_step=row.step, **facts, **dataclasses.asdict(row.times))
 
     def _look_for_stall(self) -> None:
         rows = list(self.rows.values())
@@ -334,7 +342,7 @@ class Monitor:
 
     def _journal(self, text: str, culprits: list[int]) -> None:
         step, phase = self.pulse.clock.global_step, self.pulse.phase()
-        journal.note("stall", global_step=step, phase=phase, text=text, of_ranks=culprits)
+        self.journal.write("stall", global_step=step, phase=phase, text=text, of_ranks=culprits)
 
 
 def slow_ranks(ranks: Sequence[dict[str, Any]], config: HealthConfig) -> list[int]:

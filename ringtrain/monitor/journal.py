@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ringtrain.errors import RingtrainError
 from ringtrain.protocol.json_text import INVALID, parse_json
 
 # "training": the first step after a start is done; "fault": injected by --chaos.
@@ -29,9 +30,6 @@ KINDS: Mapping[str, Any] = {
 """types of values that readers of journals rely on"""
 MAX_TIME_S = 1e11
 
-_own: list[Journal] = []
-_failures: list[BaseException] = []
-
 
 class Stages:
     """Timestamps of the stages of a start, for the first event of its journal: Unix time in seconds, in order."""
@@ -45,33 +43,27 @@ class Stages:
         self.moments[name] = time.time()
 
 
-def begin(own: Journal, event: str = "start", **facts: Any) -> None:
-    """Sets the journal of this process, for `note`, and writes its first event: start, or resize of a running rank."""
-    _own[:] = [own]
-    note(event, **facts)
-
-
-def note(event: str, **facts: Any) -> None:
-    """Writes an event to the journal of this process, if there is one."""
-    for journal in _own:
-        journal.write(event, **facts)
-
-
-def note_failure(error: BaseException, exit_code: int, **facts: Any) -> None:
-    """Writes the error that ends this process, once."""
-    if error not in _failures:
-        _failures.append(error)
-        note("failure", kind=type(error).__name__, text=str(error), exit_code=exit_code, **facts)
-
-
 class Journal:
     """Writer of one rank's events. Each is written immediately, so that it remains if the process is killed.
 
-    Successive processes with the same rank append to one file. `run_start`: number of restarts of the run. `start_s`:
-    Unix time in seconds at which rank 0 started, the same on all ranks, which identifies the attempt.
+    Successive processes with the same rank append to one file. Without a folder, it drops events until `open`.
     """
 
-    def __init__(self, folder: Path, rank: int, size: int, run_start: int = 0, start_s: float = 0.0) -> None:
+    def __init__(
+        self, folder: Path | None = None, rank: int = 0, size: int = 1, run_start: int = 0, start_s: float = 0.0
+    ) -> None:
+        self.path: Path | None = None
+        self.failure: BaseException | None = None
+        if folder is not None:
+            self.open(folder, rank, size, run_start, start_s)
+
+    def open(self, folder: Path, rank: int, size: int, run_start: int = 0, start_s: float = 0.0) -> None:
+        """Writes to a run folder from now on.
+
+        Args:
+            run_start: Number of restarts of the run.
+            start_s: Unix time at which rank 0 started, the same on all ranks, which identifies the attempt.
+        """
         self.path = path_of(folder, rank)
         self.about = {"rank": rank, "size": size, "host": socket.gethostname(), "process": os.getpid()}
         self.starts = {"run_start": run_start, "start_s": start_s}
@@ -80,6 +72,8 @@ class Journal:
         """Appends an event with facts (plain values: global_step, epoch, ...). A full disk drops it silently."""
         if event not in EVENTS:
             raise ValueError(f"got {event!r}, expected one of {', '.join(EVENTS)}")
+        if self.path is None:
+            return
         line = {"time_s": time.time(), "event": event, **self.about, **self.starts, **facts}
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,6 +82,13 @@ class Journal:
                 os.write(descriptor, f"{json.dumps(line)}\n".encode())
             finally:
                 os.close(descriptor)
+
+    def write_failure(self, error: BaseException, **facts: Any) -> None:
+        """Appends the error that ends this rank, once."""
+        if error is not self.failure:
+            self.failure = error
+            exit_code = 2 if isinstance(error, RingtrainError) else 1
+            self.write("failure", kind=type(error).__name__, text=str(error), exit_code=exit_code, **facts)
 
 
 def printable(text: str) -> str:

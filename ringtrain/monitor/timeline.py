@@ -17,7 +17,7 @@ import numpy as np
 
 from ringtrain import hvd
 from ringtrain.config import Config, TrackingConfig
-from ringtrain.errors import RunDirectoryError
+from ringtrain.errors import ConfigError, RunDirectoryError
 from ringtrain.monitor import trace
 
 HOROVODS = "HOROVOD_TIMELINE"
@@ -42,6 +42,11 @@ def wanted(config: Config, environ: MutableMapping[str, str] | None = None) -> t
     named = "" if named == "DYNAMIC" else named
     num_steps = config.tracking.timeline_steps or (STEPS if named else 0)
     if num_steps:
+        if hvd.is_initialized() and environ.get(HOROVODS) != "DYNAMIC":
+            raise ConfigError(
+                "tracking.timeline_steps: Horovod was started in this process without a timeline: start a process of"
+                " its own for this run"
+            )
         environ[HOROVODS] = "DYNAMIC"
     tracking = dataclasses.replace(config.tracking, timeline_steps=num_steps)
     return dataclasses.replace(config, tracking=tracking), os.path.abspath(named) if named else ""

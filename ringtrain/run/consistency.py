@@ -1,14 +1,25 @@
-"""Verifies before training that code, versions and data are the same on all ranks."""
+"""Agreement of the ranks before training: the same placement, code, options and data, one run folder, one start."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import socket
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from ringtrain.config import Config
+from ringtrain import config_io
+from ringtrain.config import Config, option_types, value_of
+from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError
+from ringtrain.protocol import failures
+from ringtrain.run import checkpoint, console, devices, run_folder
+
+if TYPE_CHECKING:
+    from ringtrain.run.context import Job, Process
+    from ringtrain.run.resume import Start
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -72,3 +83,137 @@ def git_revision(start: Path) -> str | None:
         return next((line.split()[0] for line in packed if line.endswith(f" {branch}")), None)
     except OSError:
         return None
+
+
+def refuse_options(plans: Sequence[tuple[Config, Numbers | None]]) -> None:
+    """Raises ConfigError with the first rank and value that differ from rank 0: unequal step counts would hang."""
+    flat = [
+        {option: value_of(config, option) for option in option_types()}
+        | (dataclasses.asdict(numbers) if numbers else {})
+        for config, numbers in plans
+    ]
+    for rank, values in enumerate(flat):
+        for name, value in values.items():
+            if value != flat[0][name]:
+                raise ConfigError(
+                    f"rank {rank} has {name} {value}, rank 0 has {flat[0][name]}: start all ranks with the same"
+                    f" configuration, and give them the same data"
+                )
+
+
+# ---- collectives of all ranks --------------------------------------------------------------------------------------
+
+
+def same_code(process: Process) -> None:
+    """Verifies that each rank has its own device, and the same code as rank 0. Collective."""
+    from ringtrain import hvd
+
+    hvd.check_placement("" if process.config.device.share_gpus else devices.identity(process.pinning))
+    refuse(hvd.allgather_object((socket.gethostname(), process.code), name="ringtrain_code"))
+
+
+def same_job(process: Process, job: Job) -> None:
+    """Verifies that all ranks have the same options, derived numbers and data. Collective."""
+    from ringtrain import hvd
+
+    refuse_options(hvd.allgather_object((process.config, job.numbers), name="ringtrain_numbers"))
+    refuse(hvd.allgather_object((socket.gethostname(), job.checksums), name="ringtrain_data"))
+    process.strategy.check({**process.code, **job.checksums})
+
+
+def lock_folder(process: Process) -> None:
+    """Lets rank 0 lock an existing run folder before anything is read from it. Collective; raises RunDirectoryError."""
+    from ringtrain import hvd
+
+    config = process.config
+    existing = Path(config.run.directory) / config.run.name
+
+    def take() -> None:
+        if hvd.rank() == 0 and config.run.name and run_folder.is_run(existing):
+            process.lock.take(existing, same_job=process.attempt.number > 0)
+
+    hvd.run_together(take)
+
+
+def restore(
+    process: Process, job: Job, numbers: Numbers, is_trained: Callable[[Start], bool]
+) -> tuple[Start, Mapping[str, Any]]:
+    """Restores the newest checkpoint of the run on every rank, if it has one. Collective.
+
+    Args:
+        numbers: those that the checkpoint must have.
+        is_trained: whether no step is left after a start.
+
+    Returns:
+        Position from which the run starts; summary.json, if the run is complete, which rank 0 then prints, else {}.
+    """
+    from ringtrain import hvd
+    from ringtrain.run import resume
+
+    config = process.config
+    lock_folder(process)
+    start = resume.restore(job.model, *resume.source_of(config), config, numbers)
+    summary = complete_summary(process, start, is_trained(start))
+    if not summary and config.run.init_from and not start.source:
+        source = Path(config.run.init_from)
+        hvd.run_together(lambda: resume.load_weights(job.model, source) if hvd.rank() == 0 else None)
+        hvd.broadcast_model(job.model, root_rank=0)
+    return start, summary
+
+
+def complete_summary(process: Process, start: Start, is_trained: bool) -> Mapping[str, Any]:
+    """Summary of a run with nothing left to train or to export, which rank 0 then prints; else {}. Collective."""
+    from ringtrain import hvd
+    from ringtrain.run import stopping
+
+    config, folder = process.config, process.lock.folder
+    accuracy = start.metrics.get("test_accuracy", 0.0)
+    ended_by = "" if is_trained else stopping.reason_to_stop(config, start.monitored, accuracy)
+
+    def read() -> Mapping[str, Any]:
+        if hvd.rank() or folder is None or Path(start.source).parent != folder / "checkpoints":
+            return {}
+        summary = run_folder.read_summary(folder)
+        exported = ["model.keras", *(["saved_model"] if config.checkpoint.saved_model else [])]
+        has_all = summary.get("global_step") == start.global_step and "not_exported" not in summary
+        has_all = has_all and all((folder / name).exists() for name in exported)
+        return summary if has_all and (is_trained or ended_by) else {}
+
+    summary: Mapping[str, Any] = hvd.broadcast_object(hvd.run_together(read), root_rank=0, name="ringtrain_complete")
+    if summary and folder is not None:
+        console.show_complete(console.console_for(hvd.rank()), folder, summary, ended_by)
+    return summary
+
+
+def make_folder(process: Process, numbers: Numbers, start: Start) -> Path:
+    """Creates the run folder on rank 0, or takes the one of the attempt before, and broadcasts its path. Collective.
+
+    Raises RunDirectoryError on every rank if rank 0 cannot create it.
+    """
+    from ringtrain import hvd
+
+    config, lock = process.config, process.lock
+
+    def make() -> Path:
+        name = config.run.name or run_folder.default_name(config.data.name)
+        folder = run_folder.create_folder(
+            Path(config.run.directory),
+            name,
+            number_if_taken=not config.run.name,
+            # Without the lock, the folder did not exist when checkpoints were searched.
+            go_on=lock.folder is not None
+            and (config.run.resume != "never" or process.attempt.run_name == config.run.name),
+        )
+        lock.take(folder)
+        derived = "".join(f"# {name} = {value}\n" for name, value in dataclasses.asdict(numbers).items())
+        (folder / "config.toml").write_text(f"# derived:\n{derived}\n{config_io.to_toml(config)}", encoding="utf-8")
+        return folder
+
+    made = hvd.run_together(make if hvd.rank() == 0 else lambda: None)
+    folder: Path = hvd.broadcast_object(made, root_rank=0, name="ringtrain_folder")
+    if hvd.rank() == 0:
+        failures.report_run(folder.name)
+    if start.source:
+        saved = folder / "checkpoints"
+        hvd.run_together(lambda: checkpoint.remove_after(saved, start.global_step) if hvd.rank() == 0 else None)
+    return folder

@@ -105,7 +105,8 @@ def pin(local_rank: int, local_size: int, options: DeviceConfig, environ: Mappin
     """Configures TensorFlow for this rank's device. Call it before anything uses a device.
 
     If `environ` shows that other jobs have slots on this host, all slots share the cores. Raises DeviceError as `plan`;
-    all GPUs are then hidden, so that ranks can still exchange the error.
+    all GPUs are then hidden, so that ranks can still exchange the error. Also raises it if this process already uses
+    other devices.
     """
     import tensorflow as tf
 
@@ -120,6 +121,8 @@ def pin(local_rank: int, local_size: int, options: DeviceConfig, environ: Mappin
     except DeviceError:
         tf.config.set_visible_devices([], "GPU")
         raise
+    except RuntimeError as error:  # TensorFlow has initialized its devices, differently
+        raise DeviceError(f"device: {error}: start a process of its own for this run") from error
     return pinning
 
 

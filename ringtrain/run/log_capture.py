@@ -18,6 +18,7 @@ from ringtrain.protocol.reader import Lines
 MARK = b"\0ringtrain:"  # separates output from commands to the watcher
 END = b"end\n"
 LOG_ONLY = b"log only\n"
+NEW_RUN = b"new run\n"
 TO_LOG = b"to log: "
 SILENT = 3
 """Exit code of a watcher after `log_only`."""
@@ -36,13 +37,23 @@ CHATTER = re.compile(
 DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
+_watched_by: list[int] = []
+"""ID of the process whose standard error is captured: one that is forked is not captured itself."""
+
+
 def watch() -> None:
     """Keeps TensorFlow's log lines off the terminal; all other standard error still reaches it.
 
     C++ code writes to file descriptor 2 before any setting takes effect, so the descriptor becomes a pipe. A separate
-    process reads it, so that no output of a crashing rank is lost. Call it before any thread is started. Calls nest: at
-    exit each one restores the descriptor that it found, even if its watcher was killed.
+    process reads it, so that no output of a crashing rank is lost. Call it before any thread is started. A further call
+    in this process begins another run: what follows belongs to the log that `log_to` names next.
     """
+    if _watched_by == [os.getpid()]:
+        with contextlib.suppress(BrokenPipeError):  # the watcher was killed
+            sys.stderr.flush()
+            os.write(2, MARK + NEW_RUN)
+        return
+    _watched_by[:] = [os.getpid()]
     source, sink = os.pipe()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, DEAF_TO)  # until the watcher ignores them
     watcher = os.fork()
@@ -120,6 +131,9 @@ def _pass_on(source: int) -> bool:
                 return shown
             if command == LOG_ONLY:
                 shown = False
+            elif command == NEW_RUN:
+                log.close()
+                log = io.BytesIO()
             elif command.startswith(b"/") and isinstance(log, io.BytesIO):
                 with contextlib.suppress(OSError):
                     so_far = log.getvalue()

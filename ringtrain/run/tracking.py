@@ -1,8 +1,9 @@
-"""Files that rank 0 writes during training: metrics.jsonl, steps.jsonl, TensorBoard and curves.png."""
+"""Files that rank 0 writes: metrics.jsonl, steps.jsonl and TensorBoard during training, then results and curves.png."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import importlib.util
 import json
@@ -13,22 +14,27 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 import ringtrain
+from ringtrain import hvd
 from ringtrain.config import TrackingConfig
 from ringtrain.derived import Numbers
-from ringtrain.errors import MissingDependency
+from ringtrain.errors import CheckpointError, MissingDependency
 from ringtrain.optim.optimizers import last_learning_rate
-from ringtrain.optim.schedules import Schedule, curve
+from ringtrain.optim.schedules import Schedule, curve, schedule_of
 from ringtrain.protocol.env import ALONE, COLLECTIVES
 from ringtrain.protocol.json_text import INVALID, parse_json
+from ringtrain.run import checkpoint, consistency
 from ringtrain.run.console import Progress, speed
-from ringtrain.run.run_folder import METRICS, STEPS, plain
+from ringtrain.run.run_folder import METRICS, STEPS, plain, write_summary
+
+if TYPE_CHECKING:
+    from ringtrain.run.context import RunContext
 
 NO_METRICS = (
     *("epoch", "global_step", "time_s", "train_s", "evaluate_s"),
@@ -267,3 +273,59 @@ def versions() -> dict[str, str]:
         by: importlib.metadata.version(by),
         "numpy": importlib.metadata.version("numpy"),
     }
+
+
+def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Compares the ranks once more, lets rank 0 export the model and write the run's results. Collective.
+
+    Args:
+        facts: added to the summary, in place of values of the same name.
+
+    Returns:
+        What summary.json holds.
+    """
+    skipped = set().union(*hvd.allgather_object(run.data_set.skipped, name="ringtrain_skipped"))
+    callbacks, numbers = run.callbacks, run.numbers
+    metrics, recorder = callbacks.saver.metrics, callbacks.recorder
+    summary = {
+        "test_accuracy": metrics.get("test_accuracy"),
+        "test_loss": metrics.get("test_loss"),
+        "metrics": metrics,
+        "images_per_s": recorder.images_per_s if recorder else math.nan,
+        "num_ranks": numbers.num_ranks,
+        "num_parameters": sum(math.prod(variable.shape) for variable in run.model.trainable_variables),
+        "global_step": run.clock.global_step,
+        "stopped_by": callbacks.stop.stopped_by,
+        "resumed_from": run.start.source,
+        "restarts": run.attempt.number,
+        "restart_causes": run.attempt.causes,
+        "skipped_samples": len(skipped),
+        "in_sync": True,
+        "checksum": hvd.check_in_sync(run.model),
+        "check_s": callbacks.in_sync.seconds,
+        "evaluate_s": callbacks.evaluation.seconds,
+        "saves": callbacks.saver.saves,
+        "fit_s": time.time() - run.started,
+        "started": run.started,
+        "hosts": run.hosts,
+        "git_revision": consistency.git_revision(Path.cwd()),
+        **facts,
+        "numbers": dataclasses.asdict(numbers),
+        "versions": versions(),
+        "config": dataclasses.asdict(run.config),
+    }
+
+    def write() -> None:
+        if not recorder:
+            return
+        try:
+            checkpoint.export(run.model, run.folder, saved_model=run.config.checkpoint.saved_model)
+        except (CheckpointError, OSError) as error:  # the other files are written nevertheless
+            summary["not_exported"] = str(error)
+            raise
+        finally:
+            write_summary(run.folder, summary)
+            draw_curves(run.folder, recorder.epochs, schedule_of(run.config, numbers), numbers.steps_per_epoch)
+
+    hvd.run_together(write)
+    return summary

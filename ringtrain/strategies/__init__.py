@@ -2,6 +2,7 @@
 
 This module does not import TensorFlow: unsupported options are reported before it is loaded.
 
+base:             base class: what a run asks of a strategy
 ring:             one process per rank and Keras' fit: ring over Horovod, mpi-ring over mpi4py
 mirrored:         towers and multi-worker: TensorFlow's strategies in a loop that calls Keras' callbacks
 parameter_server: ps-sync and ps-async
@@ -20,8 +21,8 @@ from ringtrain.run import console
 from ringtrain.strategies.parameter_server import cluster
 
 if TYPE_CHECKING:
+    from ringtrain.strategies.base import Strategy
     from ringtrain.strategies.parameter_server.cluster import RankGroup
-    from ringtrain.strategies.ring import Ring
 
 _HOROVODS = ("hvd.op", "hvd.compression", "hvd.fusion_mb", "hvd.cycle_time_ms", "hvd.groups", "tracking.timeline_steps")
 _TENSORFLOWS = (
@@ -74,20 +75,20 @@ def meet(config: Config) -> RankGroup | None:
     return cluster.meet(config)
 
 
-def make(config: Config, crew: RankGroup | None = None) -> Ring:
+def make(config: Config, crew: RankGroup | None = None) -> Strategy:
     """Creates the configured strategy, after `prepare`; `crew` is the result of `meet`."""
-    from ringtrain.strategies.ring import Ring
-
     if crew is not None:
         from ringtrain.strategies.parameter_server.asynchronous import Asynchronous
         from ringtrain.strategies.parameter_server.synchronous import Synchronous
 
         return {"ps-async": Asynchronous, "ps-sync": Synchronous}[config.strategy.name](config, crew)
 
+    from ringtrain.strategies.ring import Ring
+
     kinds: dict[str, Any] = {"ring": Ring, "mpi-ring": Ring}
     if config.strategy.name not in kinds:
         from ringtrain.strategies.mirrored import MultiWorker, Towers
 
         kinds |= {"towers": Towers, "multi-worker": MultiWorker}
-    strategy: Ring = kinds[config.strategy.name](config)
+    strategy: Strategy = kinds[config.strategy.name](config)
     return strategy

@@ -22,8 +22,8 @@ from ringtrain import hvd
 from ringtrain.errors import ConfigError, DeviceError
 from ringtrain.hvd.distributed import distribute
 from ringtrain.run import devices
+from ringtrain.strategies.base import Strategy
 from ringtrain.strategies.parameter_server import cluster, listening
-from ringtrain.strategies.ring import Ring
 
 if TYPE_CHECKING:
     from ringtrain.run.resume import Segment
@@ -64,7 +64,7 @@ class SumReduction:
         return {"op": "averaged", "by": type(self.strategy).__name__}
 
 
-class Mirrored(Ring):
+class Mirrored(Strategy):
     """Base class of towers and multi-worker; `strategy` is set by `begin`."""
 
     strategy: tf.distribute.Strategy

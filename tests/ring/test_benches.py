@@ -10,7 +10,7 @@ from launching import BIN, run
 SMALL = ["--data.name", "synthetic", "--data.num-samples", 128, "--data.image-size", 8, "--model.name", "mlp"]
 LEAN = """
 import sys
-from ringtrain.run import lazy_keras
+from ringtrain.models import lazy_keras
 lazy_keras.start()
 import inspect, tensorflow, keras
 inspect.getmodule(lazy_keras.start)  # walks through all modules

@@ -86,7 +86,7 @@ def load() -> None:
     """Imports what training imports, but for Horovod and ringtrain, which not every run loads alike."""
     import importlib
 
-    from ringtrain.run import lazy_keras
+    from ringtrain.models import lazy_keras
 
     lazy_keras.start()
     for name in ("tensorflow", "keras", "h5py", "matplotlib.pyplot", "psutil", "ringtrain.train", "sklearn.datasets"):

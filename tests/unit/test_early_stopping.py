@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringtrain.run.early_stopping import lower_is_better, plateaus
+from ringtrain.run.stopping import lower_is_better, plateaus
 
 
 class Stopped:

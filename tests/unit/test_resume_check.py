@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +14,7 @@ from ringtrain.config import CheckpointConfig, Config, HvdConfig, OptimizerConfi
 from ringtrain.derived import derive
 from ringtrain.errors import ConfigError
 from ringtrain.protocol.attempt import Attempt
-from ringtrain.run import resume, run_folder, setup
+from ringtrain.run import consistency, resume, run_folder
 from ringtrain.run.checkpoint import Checkpoint
 
 ADASUM = Config(
@@ -107,7 +108,8 @@ def test_a_run_is_complete_with_all_that_it_is_to_export(tmp_path, monkeypatch, 
     lock.take(tmp_path)
 
     def is_complete(**options) -> bool:
-        return setup.is_complete(lock, Config(checkpoint=CheckpointConfig(**options)), start, trained=True)
+        process = SimpleNamespace(config=Config(checkpoint=CheckpointConfig(**options)), lock=lock)
+        return bool(consistency.complete_summary(process, start, is_trained=True))
 
     assert not is_complete()
     (tmp_path / "model.keras").write_bytes(b"")

@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +20,7 @@ from ringtrain.config import Config, RunConfig
 from ringtrain.errors import RunDirectoryError
 from ringtrain.optim.schedules import Schedule
 from ringtrain.protocol.attempt import Attempt
-from ringtrain.run import run_folder, setup, tracking
+from ringtrain.run import consistency, run_folder, tracking
 
 
 def test_default_name_says_what_and_when(monkeypatch):
@@ -189,8 +190,8 @@ def test_a_restart_is_the_same_job_also_when_no_run_was_reported(tmp_path, holde
     monkeypatch.setattr("ringtrain.hvd.run_together", lambda function: function())
     lock = run_folder.RunLock()
     with pytest.raises(RunDirectoryError, match="in use by process"):
-        setup.lock_folder(lock, config, Attempt())
-    setup.lock_folder(lock, config, Attempt(number=1))
+        consistency.lock_folder(SimpleNamespace(config=config, lock=lock, attempt=Attempt()))
+    consistency.lock_folder(SimpleNamespace(config=config, lock=lock, attempt=Attempt(number=1)))
     assert lock.folder == tmp_path
 
 

@@ -24,7 +24,7 @@ from ringtrain.protocol import mpi_world, transport
 from ringtrain.protocol.env import SERVERS
 from ringtrain.protocol.launcher_args import expectation
 from ringtrain.protocol.placement import RankPlacement, difference
-from ringtrain.run import setup
+from ringtrain.run import consistency
 
 CONNECT_S = 3.0
 POLL_S = 0.02
@@ -167,7 +167,7 @@ def meet(config: Config) -> RankGroup:
     """
     MPI = mpi_world.start()
     comm, host, servers = MPI.COMM_WORLD, socket.gethostname(), num_servers(config)
-    setup.refuse_differences(comm.allgather((config, None)))
+    consistency.refuse_options(comm.allgather((config, None)))
     if comm.size <= servers:
         raise LaunchError(
             f"strategy.servers: got {servers}, and {comm.size} ranks, of which none is left to work: ringtrain launch"

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -26,11 +26,12 @@ from ringtrain.hvd.distributed import distribute
 from ringtrain.monitor import fault_injection, journal
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.run import consistency, devices, log_capture
+from ringtrain.strategies.base import Strategy
 from ringtrain.strategies.parameter_server import listening, server
 from ringtrain.strategies.parameter_server.cluster import RankGroup
-from ringtrain.strategies.ring import Ring
 
 if TYPE_CHECKING:
+    from ringtrain.run.context import RunContext
     from ringtrain.run.resume import Segment
 
 
@@ -58,7 +59,7 @@ class NoReduction:
         return {}
 
 
-class ParameterServers(Ring):
+class ParameterServers(Strategy):
     """Base class of ps-async and ps-sync, on the coordinator."""
 
     def __init__(self, config: Config, crew: RankGroup) -> None:
@@ -96,8 +97,14 @@ class ParameterServers(Ring):
         }
         return pinning
 
-    def check(self, own: dict[str, str]) -> None:
-        consistency.refuse([(self.crew.roles.hosts[0], own), *self.prints])
+    def same_global_batch(self, config: Config, attempt: Attempt) -> Config:
+        return config
+
+    def hosts(self) -> list[str]:
+        return list(self.crew.roles.hosts)
+
+    def check(self, checksums: Mapping[str, str]) -> None:
+        consistency.refuse([(self.crew.roles.hosts[0], checksums), *self.prints])
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -262,6 +269,9 @@ class ParameterServers(Ring):
             "waiting": [idle_s / (idle_s + busy_s) if busy_s else None for idle_s, busy_s in shares],
             "workers_lost": self.crew.lost,
         }
+
+    def summary(self, run: RunContext) -> dict[str, Any]:
+        return {**super().summary(run), "skipped_samples": len(run.data_set.skipped | self.crew.skipped)}
 
     def end(self, exit_code: int) -> None:
         """Stops the other ranks, then sends stderr to the log only: TensorFlow logs errors on disconnect."""

@@ -25,9 +25,10 @@ from ringtrain import data
 from ringtrain.config import Config
 from ringtrain.derived import derive
 from ringtrain.errors import ConfigError, RingtrainError
+from ringtrain.models import lazy_keras
 from ringtrain.monitor import fault_injection, journal
 from ringtrain.protocol.attempt import Attempt
-from ringtrain.run import consistency, devices, lazy_keras, log_capture
+from ringtrain.run import consistency, devices, log_capture
 from ringtrain.strategies.parameter_server import listening
 from ringtrain.strategies.parameter_server.cluster import SIGNALS, Roles
 

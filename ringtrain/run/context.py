@@ -1,0 +1,87 @@
+"""State of one run on one rank: of its process, of its job, and, once the ranks agree, of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ringtrain.config import Config
+from ringtrain.derived import Numbers
+from ringtrain.monitor.journal import Journal, Stages
+from ringtrain.protocol.attempt import Attempt
+from ringtrain.protocol.status import StatusLine
+from ringtrain.run.run_folder import RunLock
+
+if TYPE_CHECKING:
+    import keras
+    from rich.console import Console
+
+    from ringtrain import data
+    from ringtrain.hvd import GradientNorm
+    from ringtrain.monitor.heartbeat import Monitor
+    from ringtrain.monitor.timeline import Timeline
+    from ringtrain.run.callbacks import Callbacks
+    from ringtrain.run.devices import Pinning
+    from ringtrain.run.resume import Clock, Start
+    from ringtrain.run.setup import Named
+    from ringtrain.run.stopping import Signals
+    from ringtrain.strategies.base import Strategy
+
+
+@dataclass(kw_only=True)
+class Process:
+    """This rank after `setup`, before it has exchanged anything about the job with the others."""
+
+    config: Config
+    named: Named
+    attempt: Attempt
+    strategy: Strategy
+    pinning: Pinning
+    code: Mapping[str, str]
+    """versions, and checksums of code"""
+    status: StatusLine
+    signals: Signals
+    journal: Journal
+    """closed until the run has a folder"""
+    stages: Stages
+    timeline_file: str = ""
+    lock: RunLock = field(default_factory=RunLock)
+    """held by rank 0 from before it reads the run folder until the end"""
+
+
+@dataclass(kw_only=True)
+class Job:
+    """What is trained: made from the configuration, or by a caller who enters the run at `agree`."""
+
+    data_set: data.DataSet
+    numbers: Numbers
+    checksums: Mapping[str, str]
+    """of the data"""
+    model: keras.Model | Any = None
+    """compiled, with a distributed optimizer; None: built from the configuration once the ranks agree on the data"""
+    users_callbacks: list[keras.callbacks.Callback] = field(default_factory=list)
+    gradient_norm: GradientNorm | None = None
+
+
+@dataclass(kw_only=True)
+class RunContext(Process, Job):
+    """A run on which all ranks agree, as `fit` and `finish` need it."""
+
+    rank: int
+    size: int
+    hosts: list[str]
+    """by rank"""
+    start: Start
+    folder: Path
+    gradients: str
+    """how gradients were verified to be averaged"""
+    terminal: Console
+    clock: Clock = field(init=False)
+    monitor: Monitor | None = None
+    timeline: Timeline | None = None
+    callbacks: Callbacks = field(init=False)
+    """set by `fit`"""
+    started: float = 0.0
+    """Unix time at which training began"""

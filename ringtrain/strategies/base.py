@@ -1,0 +1,195 @@
+"""Base class of all strategies: what a run asks of the way in which its gradients are reduced and its steps run."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+
+from ringtrain import data, hvd
+from ringtrain.config import Config
+from ringtrain.derived import Numbers
+from ringtrain.errors import ConfigError
+from ringtrain.protocol.attempt import Attempt
+from ringtrain.run import devices, resume
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ringtrain.run.context import RunContext
+    from ringtrain.run.resume import Segment
+
+
+class Strategy:
+    """One way to train on several devices. A subclass overrides `distribute`, `fit` and what else differs.
+
+    Attributes:
+        about: Facts on the strategy for summary.json, besides its options.
+        copies: Copies of the model in this process.
+        folder: Run folder, set after `begin`.
+        numbers: Derived numbers of the run, set after `begin`.
+        ranks_change: Whether ranks join and leave during training.
+    """
+
+    copies = 1
+    ranks_change = False
+    folder: Path
+    numbers: Numbers
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        loaded = "Horovod" if hvd.backend.WITH_HOROVOD else "mpi4py"  # which ranks with parameter servers use, too
+        if loaded != ("Horovod" if config.strategy.name == "ring" else "mpi4py"):
+            raise ConfigError(
+                f"strategy.name: got {config.strategy.name} in a process whose ranks talk by {loaded}: only"
+                f" ringtrain.train, started by itself, has other strategies than ring"
+            )
+        self.about: dict[str, Any] = {"ranks_talk_by": loaded}
+
+    # ---- before training ---------------------------------------------------------------------------------------------
+
+    def begin(self) -> devices.Pinning:
+        """Pins this rank's devices, before TensorFlow initializes one. Collective.
+
+        Raises RingtrainError on every rank if the devices or the number of ranks do not match the configuration.
+        """
+        pinning = hvd.run_together(lambda: devices.pin(hvd.local_rank(), hvd.local_size(), self.config.device))
+        if hvd.local_rank() == 0 and (warning := devices.missing_gpu(pinning, bool(hvd.nccl_built()))):
+            print(f"ringtrain: {warning}", file=sys.stderr, flush=True)
+        return pinning
+
+    def together(self, function: Callable[[], Any]) -> Any:
+        """Result of a function that each rank calls; its error is raised on every rank."""
+        return hvd.run_together(function)
+
+    def same_global_batch(self, config: Config, attempt: Attempt) -> Config:
+        """Configuration with which a restart on another number of ranks keeps the first attempt's global batch."""
+        return resume.same_global_batch(config, attempt, hvd.size())
+
+    def hosts(self) -> list[str]:
+        """Host of each rank. Collective."""
+        hosts: list[str] = hvd.allgather_object(socket.gethostname(), name="ringtrain_hosts")
+        return hosts
+
+    def check(self, checksums: Mapping[str, str]) -> None:
+        """Raises ConfigError if workers have other code or data than this process; does nothing here."""
+
+    @property
+    def device_of_sums(self) -> str:
+        """Device of the reduction, "": that of the gradients. CPU:0 with shared GPUs: NCCL allows one rank per GPU."""
+        return "CPU:0" if self.config.device.share_gpus else ""
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Context in which the model and its optimizer must be created."""
+        return contextlib.nullcontext()
+
+    def distribute(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+        """Wraps an optimizer so that it averages gradients over all copies of the model."""
+        raise NotImplementedError
+
+    def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
+        """Prepares a compiled model for its first step; does nothing here."""
+
+    def make_all(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
+        """Creates the variables that Keras would create in the first step, each in the right scope."""
+        with self.scope():
+            model.optimizer.build(model.trainable_variables)
+        # Metrics are local to this process. Created in a step, they would be the strategy's and summed when read.
+        model.compute_metrics(
+            tf.zeros([1, *input_shape]), tf.zeros([1], tf.int64), tf.zeros([1, num_classes]), sample_weight=None
+        )
+        model.reset_metrics()
+        object.__setattr__(model, "_distribute_strategy", None)  # evaluate runs on one copy, without the strategy
+
+    def gradient_norm(self, optimizer: keras.optimizers.Optimizer) -> hvd.GradientNorm | None:
+        """Tracker of the global gradient norm; None if the strategy has none."""
+        return hvd.track_gradient_norm(optimizer)
+
+    def watch(self, model: keras.Model) -> None:
+        """Measures the phases of a compiled model's steps."""
+        hvd.step_timing.PLACE.watch(model, each_gradient=self.config.tracking.timeline_steps > 0)
+
+    def clock(self, run: RunContext) -> resume.Clock:
+        """Callback that counts the run's steps."""
+        return resume.Clock(run.start, run.numbers.steps_per_epoch, run.status, run.journal)
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def segments(self, run: RunContext) -> Iterable[Segment]:
+        """Calls of `fit` that make up the rest of the run."""
+        return resume.segments(run.start.global_step, run.numbers.steps_per_epoch, run.config.train.epochs)
+
+    def batches(self, run: RunContext, part: Segment) -> Any:
+        """Batches of this rank for a segment: tf.data.Dataset of (inputs, labels)."""
+        # Batches that are accumulated into one update, or trained by several copies of the model, are cut from one:
+        # this rank's shard of the global batch.
+        numbers = run.numbers
+        updates, steps = divmod(part.first_step, numbers.accumulation_steps)
+        per_update = numbers.accumulation_steps * self.copies
+        batches = data.training_batches(
+            run.data_set.train,
+            numbers.batch_size * per_update,
+            run.rank,
+            run.size,
+            run.config.seed,
+            part.end_epoch,
+            updates,
+        )
+        if per_update > 1:
+            batches = batches.rebatch(numbers.batch_size, drop_remainder=True).skip(steps * self.copies)
+        return batches
+
+    def last_callbacks(self, run: RunContext) -> Sequence[keras.callbacks.Callback]:
+        """Callbacks of the strategy, after all others; none here."""
+        return []
+
+    def fit(
+        self, model: keras.Model, batches: Any, part: Segment, callbacks: Sequence[keras.callbacks.Callback]
+    ) -> None:
+        """Trains a segment of the run; `batches` are this process', its copies take turns."""
+        raise NotImplementedError
+
+    def call(
+        self,
+        model: keras.Model,
+        steps: Iterator[Mapping[str, Any]],
+        part: Segment,
+        callbacks: Sequence[keras.callbacks.Callback],
+    ) -> None:
+        """Training loop that calls callbacks as Keras' fit does; `steps` runs a step per item and yields metrics."""
+        called = keras.callbacks.CallbackList(
+            list(callbacks), model=model, epochs=part.end_epoch, steps=part.num_steps, verbose=0
+        )
+        model.stop_training = False
+        called.on_train_begin()
+        for epoch in range(part.first_epoch, part.end_epoch):
+            model.reset_metrics()
+            called.on_epoch_begin(epoch)
+            for number in range(part.num_steps):
+                called.on_train_batch_begin(number)
+                called.on_train_batch_end(number, next(steps))
+                if model.stop_training:
+                    break
+            called.on_epoch_end(epoch, dict(model.get_metrics_result()))
+            if model.stop_training:
+                break
+        called.on_train_end()
+
+    # ---- after training ----------------------------------------------------------------------------------------------
+
+    def summary(self, run: RunContext) -> dict[str, Any]:
+        """Facts for summary.json. Collective."""
+        times = run.monitor.own_times() if run.monitor else {}
+        return {"ranks": hvd.allgather_object(times, name="ringtrain_times"), "strategy": self.about}
+
+    def place(self) -> dict[str, Any]:
+        """Facts for the journal's last event; none here."""
+        return {}
+
+    def end(self, exit_code: int) -> None:
+        """Called last, when the other ranks are no longer needed; does nothing here."""
