@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ringtrain.cluster import host_agent
-from ringtrain.cluster.exit_cause import Ending
+from ringtrain.cluster.agents import HostAgent, HostsLost, raise_limits
 from ringtrain.cluster.host_agent import LEASE_S
 from ringtrain.cluster.hosts import Host, parse_hosts
 from ringtrain.cluster.job import Job, Plan
 from ringtrain.cluster.processes import call, say
-from ringtrain.cluster.supervisor import HostAgent, HostsLost, Stopped, Supervisor, SupervisorOptions
+from ringtrain.cluster.supervisor import Supervisor, SupervisorOptions
 from ringtrain.errors import LaunchError
 from ringtrain.protocol.env import JOB
 from ringtrain.protocol.placement import PlannedPlacement, RankPlacement
@@ -32,6 +32,7 @@ SCRIPT_S = 30.0  # timeout of the user's program
 AGAIN_S = 15.0  # before a host that does not answer is tried again
 UNHEARD_S = 20.0  # after which an idle host is announced again
 PUBLISHED = "ringtrain-discovery-"
+NEVER_S = float("inf")
 
 
 def discovery(script: str, fixed: Sequence[Host]) -> Callable[[], tuple[Host, ...]]:
@@ -56,21 +57,25 @@ class ElasticHost:
     """A host of an elastic job, from its first listing on."""
 
     host: Host
-    keeper: HostAgent | None = None
+    agent: HostAgent | None = None
     published_s: float = 0.0
     """time.monotonic() since which Horovod is shown it; 0: it is not"""
     ask_again_s: float = 0.0
 
 
 class ElasticSupervisor(Supervisor):
-    """Supervisor of a job under elastic horovodrun, which starts once `job.num_ranks` slots are there."""
+    """Supervisor of a job under elastic horovodrun, which starts once `first_ranks` slots are available."""
 
-    says_last = False
+    defers_failures = False
 
-    def __init__(self, name: str, job: Job, terms: SupervisorOptions, discover: Callable[[], tuple[Host, ...]]) -> None:
-        super().__init__(name, job, terms)
+    def __init__(
+        self, job: Job, options: SupervisorOptions, discover: Callable[[], tuple[Host, ...]], first_ranks: int
+    ) -> None:
+        super().__init__(job, options)
+        self.planned_placement = PlannedPlacement(job.num_ranks)  # which host has which rank changes
         self.discover = discover
-        self.guests: dict[str, ElasticHost] = {}
+        self.first_ranks = first_ranks
+        self.hosts: dict[str, ElasticHost] = {}
         self.complaint = ""
         self._listed: tuple[Host, ...] | None = None
         self._looked_up: set[str] = set()
@@ -92,69 +97,64 @@ class ElasticSupervisor(Supervisor):
                 self._listed, self.complaint = listed, ""
             except LaunchError as error:
                 if not self.complaint:
-                    say(f"{error}; the hosts stay as they are")
+                    say(f"{error}; the list of hosts is unchanged")
                 self.complaint = str(error)
 
     # ---- hosts ----------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
         """Starts agents until enough hosts are ready and none is pending. Raises LaunchError if there are too few."""
-        self._raise_limits()
-        self._start_keeper("", look=True)
+        raise_limits()
+        self.agents.start("", is_checked=True)
         self._asking.start()
-        deadline = time.monotonic() + self.terms.start_timeout_s
+        deadline = time.monotonic() + self.options.start_timeout_s
         while True:
-            self._poll()
-            if self._received:
-                self.stopped_by = self._received[0]
-                raise Stopped(self.stopped_by)
-            self._look_for_lost_hosts()
-            self._welcome()
-            pending = self._listed is None or any(guest.keeper and not guest.keeper.ready for guest in self._present())
-            enough = sum(guest.host.slots for guest in self._present() if guest.published_s) >= self.job.num_ranks
-            if enough and not pending:
+            self._poll_unless_stopped()
+            self._check_agents()
+            self._add_hosts()
+            present = self._present()
+            is_pending = self._listed is None or any(host.agent and not host.agent.ready for host in present)
+            is_enough = sum(host.host.slots for host in present if host.published_s) >= self.first_ranks
+            if is_enough and not is_pending:
                 return
             if time.monotonic() > deadline:
-                if enough:
+                if is_enough:
                     return
-                said = self.complaint or ", ".join(str(guest.host) for guest in self._present()) or "no host"
+                listed = self.complaint or ", ".join(str(host.host) for host in present) or "no host"
                 raise LaunchError(
-                    f"{self.job.num_ranks} ranks are to begin with, but in {self.terms.start_timeout_s:g} s there were"
-                    f" too few hosts that answer ({said}): look at the hosts, or give --min-np"
+                    f"{self.first_ranks} ranks are needed to start, but within {self.options.start_timeout_s:g} s too"
+                    f" few hosts answered ({listed}): check the hosts, or lower -np and --min-np"
                 )
 
     def _present(self) -> list[ElasticHost]:
         """Hosts listed now."""
         listed = {host.name for host in self._listed or ()}
-        return [guest for name, guest in self.guests.items() if name in listed]
+        return [host for name, host in self.hosts.items() if name in listed]
 
-    def _welcome(self) -> None:
+    def _add_hosts(self) -> None:
         """Starts agents on new hosts, and shows Horovod those that are ready."""
         now = time.monotonic()
-        for host in self._listed or ():
-            guest = self.guests.setdefault(host.name, ElasticHost(host))
-            guest.host = host
-            if guest.keeper is None and now >= guest.ask_again_s:
-                here = self._keepers[0] if host.name in self.here else None
-                guest.keeper = here or self._start_keeper(host.name, look=True)
-        for guest in self._present():
-            if guest.keeper and guest.keeper.ready and not guest.published_s and self._is_alike(guest):
-                guest.published_s = now
+        for listed in self._listed or ():
+            host = self.hosts.setdefault(listed.name, ElasticHost(listed))
+            host.host = listed
+            if host.agent is None and now >= host.ask_again_s:
+                here = self.agents.members[0] if listed.name in self.here else None
+                host.agent = here or self.agents.start(listed.name, is_checked=True)
+        for host in self._present():
+            if host.agent and host.agent.ready and not host.published_s and self._has_same_version(host, host.agent):
+                host.published_s = now
         self._publish(now)
 
-    def _is_alike(self, guest: ElasticHost) -> bool:
-        """Whether a host has the same ringtrain as this one; if not, says so once and excludes it."""
-        own, other = (self._version(each) for each in (self._keepers[0], guest.keeper))
-        if own == other:
+    def _has_same_version(self, host: ElasticHost, agent: HostAgent) -> bool:
+        """Whether a host has the same ringtrain as this one; if not, prints so once and excludes it."""
+        here = self.agents.members[0].version
+        if here == agent.version:
             return True
-        if guest.ask_again_s < float("inf"):
-            say(f"{guest.host.name} has ringtrain {other}, this host {own}: left out; install the same everywhere")
-            guest.ask_again_s = float("inf")
+        if host.ask_again_s < NEVER_S:
+            name = host.host.name
+            say(f"{name} has ringtrain {agent.version}, this host {here}: excluded; install the same everywhere")
+            host.ask_again_s = NEVER_S
         return False
-
-    def _version(self, each: HostAgent | None) -> str:
-        lines = [line.split() for line in (each.lines if each else ()) if line.startswith(f"{host_agent.SAYS}ready")]
-        return lines[0][2] if lines and len(lines[0]) > 2 else ""
 
     def _publish(self, now: float) -> None:
         """Writes the file that Horovod's driver reads each second.
@@ -163,17 +163,17 @@ class ElasticSupervisor(Supervisor):
         listed again.
         """
         shown = []
-        used = {seat.host for seat in self.reports.seats}
-        for guest in self._present():
-            if not guest.published_s:
+        used = {rank.host for rank in self.reports.ranks}
+        for host in self._present():
+            if not host.published_s:
                 continue
-            for_s = now - guest.published_s
-            if self._process and for_s > UNHEARD_S and guest.keeper and self._name_of(guest.keeper) not in used:
+            for_s = now - host.published_s
+            if self._process and for_s > UNHEARD_S and host.agent and host.agent.own_name not in used:
                 if for_s > UNHEARD_S + 3 * ASK_S:
-                    guest.published_s = now
+                    host.published_s = now
                 else:
                     continue
-            shown.append(guest.host)
+            shown.append(host.host)
         text = "".join(f"{host.name}:{host.slots}\n" for host in shown)
         if self._published and text != self._text:
             part = self._published.with_suffix(".part")
@@ -181,63 +181,52 @@ class ElasticSupervisor(Supervisor):
             os.replace(part, self._published)
             self._text = text
 
-    def _look_for_lost_hosts(self) -> None:
+    def _check_agents(self) -> None:
         """Drops hosts whose agents were lost; an agent cut off from the launcher cleans up when its lease expires."""
-        for each in list(self._keepers):
-            if each.process.poll() is None:
+        for agent in list(self.agents.members):
+            if not agent.has_exited:
                 continue
             self._poll()
-            if not each.host:
-                raise HostsLost([""], f"lost the keeper of this host while it ran: {self._why(each)}")
-            self._keepers.remove(each)
-            self._let_go(each)
-            guest = self.guests[each.host]
-            if not each.ready and not guest.ask_again_s:
-                say(f"{self._why(each)}; left out until it does")
-            wait_s = LEASE_S + AGAIN_S if each.ready else AGAIN_S  # the lost agent may still be cleaning up
-            guest.keeper, guest.published_s, guest.ask_again_s = None, 0.0, time.monotonic() + wait_s
-            if each.ready and self._process:
-                say(f"lost {each.host}: {self._why(each)}; goes on without")
+            why = self.agents.why_lost(agent)
+            if not agent.host:
+                raise HostsLost([""], f"lost the host agent of this host while the job ran: {why}")
+            self.agents.drop(agent)
+            host = self.hosts[agent.host]
+            if not agent.ready and not host.ask_again_s:
+                say(f"{why}; excluded until it does")
+            wait_s = LEASE_S + AGAIN_S if agent.ready else AGAIN_S  # the lost agent may still be cleaning up
+            host.agent, host.published_s, host.ask_again_s = None, 0.0, time.monotonic() + wait_s
+            if agent.ready and self._process:
+                say(f"lost {agent.host}: {why}; continues without")
                 self._publish(time.monotonic())
-                self._end_ssh_to(each.host)
+                self._end_ssh_to(agent.host)
 
     def _end_ssh_to(self, host: str) -> None:
         """Kills horovodrun's own ssh to a lost host, which would wait for it for a long time."""
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                ours = f"{JOB}={self.name}".encode() in (folder / "environ").read_bytes()
-                if ours and os.path.basename(words[0]) == "ssh" and host in words:
+                is_ours = f"{JOB}={self.job.id}".encode() in (folder / "environ").read_bytes()
+                if is_ours and os.path.basename(words[0]) == "ssh" and host in words:
                     os.kill(int(folder.name), signal.SIGKILL)
             except OSError:
                 continue  # the process has exited, or is another user's
 
     # ---- while it runs --------------------------------------------------------------------------------------------
 
-    def _look_at(self, expected: PlannedPlacement, began_s: float) -> None:
+    def _check_start(self, began_s: float) -> None:
         """Starts agents on new hosts; there is no planned placement to compare with."""
-        self._welcome()
-        if not self.reports.seats and time.monotonic() > began_s + self.terms.start_timeout_s and not self.stopped_by:
+        self._add_hosts()
+        timeout_s = self.options.start_timeout_s
+        if not self.reports.ranks and time.monotonic() > began_s + timeout_s and not self.stopped_by:
             raise LaunchError(
-                f"no rank has begun after {self.terms.start_timeout_s:g} s: look at what horovodrun says above; on"
-                f" hosts whose interfaces differ in name it finds none: give --network-interface, or more time:"
-                f" --start-timeout"
+                f"no rank started within {timeout_s:g} s: check horovodrun's output above; if the hosts' interfaces"
+                f" differ in name it finds none: give --network-interface, or raise --start-timeout"
             )
 
-    def _look_back_at(self, expected: PlannedPlacement, returncode: int) -> None:
+    def _check_end(self, returncode: int) -> None:
         """Accepts any number of ranks at the end."""
 
-    def _keeper_of(self, seat: RankPlacement) -> str:
+    def _agent_host(self, rank: RankPlacement) -> str:
         """Host whose agent can reach a rank's process."""
-        return next((each.host for each in self._keepers if self._name_of(each) == seat.host), "")
-
-    def _name_of(self, each: HostAgent) -> str:
-        """Name by which an agent's host calls itself."""
-        lines = [line.split() for line in each.lines if line.startswith(f"{host_agent.SAYS}ready")]
-        return lines[0][1] if lines else ""
-
-    def conclude(
-        self, returncode: int, launcher: str, expected: PlannedPlacement, lost: HostsLost | None = None
-    ) -> Ending:
-        """Result without a planned placement: the host of each rank is no longer known."""
-        return super().conclude(returncode, launcher, PlannedPlacement(expected.size), lost)
+        return next((agent.host for agent in self.agents.members if agent.own_name == rank.host), "")

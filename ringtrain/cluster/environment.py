@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ringtrain.cluster.job import Job
+from ringtrain.cluster.job import Flag, Job, words
 from ringtrain.errors import LaunchError
-from ringtrain.protocol.env import SERVERS
+from ringtrain.protocol.env import ATTEMPT, JOB, PLAN, SERVERS
 
 USUAL = re.compile(
     # TF_VAR_, TF_TOKEN_ and TF_CLI_ are Terraform's.
@@ -83,18 +83,38 @@ def withheld(job: Job) -> tuple[str, ...]:
     return tuple(sorted(name for name in job.environment if name not in kept and not OF_THE_LAUNCHER.fullmatch(name)))
 
 
-def not_handed_on(job: Job) -> str:
+def clean_start(job: Job, launcher: str, folder: str = "") -> list[Flag]:
+    """Arguments before a launcher that set its directory, if one is given, and remove the withheld variables."""
+    hidden = withheld(job)
+    if not hidden and not folder:
+        return []
+    flags = [words("env", because=f"prepares {launcher}'s start")]
+    if folder:
+        flags.append(words("-C", folder, because=f"ranks start in the directory of {launcher}"))
+    if hidden:
+        because = f"ranks of this host inherit all variables of {launcher}: these are not for ranks"
+        flags.append(Flag(tuple(word for name in hidden for word in ("-u", name)), because))
+    return flags
+
+
+def not_forwarded(job: Job) -> str:
     """Message with the user's variables that ranks do not get; "" if there are none."""
     names = [name for name in withheld(job) if NAME.fullmatch(name) and not OF_A_SESSION.fullmatch(name)]
     if not names:
         return ""
     shown = ", ".join([*names[:MAX_SHOWN], *["..."][: len(names) - MAX_SHOWN]])
-    return f"not handed on to ranks: {len(names)} variable{'s' * (len(names) != 1)} ({shown}): --forward NAME adds one"
+    return f"not forwarded to ranks: {len(names)} variable{'s' * (len(names) != 1)} ({shown}): --forward NAME adds one"
 
 
 def settings(job: Job) -> list[Setting]:
     """Variables that a job sets for its ranks under any launcher."""
     found = []
+    if job.id:
+        found += [
+            Setting(JOB, job.id, "ID of the job, by which its processes are found on every host; new at each start"),
+            Setting(PLAN, job.planned.to_json(), "planned placement, with which each rank compares its own"),
+            Setting(ATTEMPT, job.attempt, "number of this attempt, and exit causes of earlier ones"),
+        ]
     if job.threads_per_rank:
         reason = "threads of a rank, as asked for (--threads)"
         names = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")

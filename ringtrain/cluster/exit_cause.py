@@ -62,7 +62,7 @@ class Ending:
     run_name: str = ""
     stopped: bool = False
     """by a signal to the launcher"""
-    unswept: tuple[str, ...] = ()
+    not_cleaned_up: tuple[str, ...] = ()
     """hosts that did not confirm the clean-up: processes may run there until the agent's lease expires"""
     out_of_memory: bool = False
     """the kernel of that host killed processes for lack of memory meanwhile"""
@@ -108,75 +108,81 @@ def decide(
     code = returncode if returncode >= 0 else 128 - returncode
     if code == 0 and not silent:
         return ExitCause(0)
-    hosts = {seat.rank: seat.host for seat in reports.seats}
     failure = reports.first_failure()
     if failure and not failure.is_consequence:
         return ExitCause(failure.exit_code, _in_its_words(failure), failure.rank, failure.kind)
-    killed, exited = KILLED.search(said_by_launcher), EXITED.search(said_by_launcher)
-    if ended := HYDRA.search(said_by_launcher):
-        return _by_hydra(ended, code, reports, failure)
-    if killed:
-        rank, number = int(killed[1]), int(killed[3])
-        where = hosts.get(rank, killed[2])
-        return ExitCause(128 + number, f"rank {rank} on {where} was killed by {signal_name(number)}", rank)
-    if exited and int(exited[1]) not in reports.failures:
-        rank, rank_code = int(exited[1]), int(exited[2])
-        rank_code = rank_code if rank_code >= 0 else 128 - rank_code
-        where = f"rank {rank} on {hosts[rank]}" if rank in hosts else f"rank {rank}"
-        if rank_code > 128 and rank_code - 128 in signal.valid_signals():
-            why = f"{where} was killed by {signal_name(rank_code - 128)}, or ended so"
-        else:
-            why = f"{where} was the first to end, with exit code {rank_code}"
-        tail = "\n".join(f"  {line}" for line in tails.get(rank, ()))
-        return ExitCause(rank_code, f"{why}{'; its last lines:' * bool(tail)}\n{tail}".rstrip(), rank)
-    if ended_elastic := EXITED_ELASTIC.search(said_by_launcher):
-        rank_code = int(ended_elastic[2])
-        number = rank_code - 128
-        how = f"was killed by {signal_name(number)}, or ended so" if number in signal.valid_signals() else ""
-        how = how or f"was the first to end, with exit code {rank_code}"
-        said = f"; it said:\n{failure.text}" if failure else ""
-        return ExitCause(rank_code, f"of the last ranks, one on {ended_elastic[1]} {how}{said}")
+    if named := _named_by_launcher(said_by_launcher, code, reports, tails, failure):
+        return named
     if silent:
         lost_hosts = ", ".join(silent)
-        return ExitCause(2, f"lost {lost_hosts} while it ran: no answer from there; the host or its network failed")
+        return ExitCause(2, f"lost {lost_hosts} while the job ran: its host or network failed")
     if failure:
         return ExitCause(
             failure.exit_code,
-            f"{_in_its_words(failure)}\nthat is a consequence: another rank ended before and left no reason: it called"
-            f" exit, was killed, or its host was; look at its output and at the host's kernel log",
+            f"{_in_its_words(failure)}\nthis is a follow-up error: another rank exited before without a report: it"
+            f" called exit, was killed, or its host was lost: check its output and the host's kernel log",
         )
-    lost = LOST.search(said_by_launcher)
-    if lost:
+    if lost := LOST.search(said_by_launcher):
         return ExitCause(
             code, f"{launcher} lost its daemon on {lost[1]}: the host or its network failed, or it was killed"
         )
     if returncode < 0:
         return ExitCause(code, f"{launcher} was killed by {signal_name(-returncode)}")
     # Open MPI 4 sometimes does not name the rank if it was on another host.
-    spoken = [(f"rank {rank} on {hosts[rank]}", tail[-1]) for rank, tail in tails.items() if tail and rank in hosts]
-    if spoken:
-        lines = "\n".join(f"  {who}: {line}" for who, line in spoken[-MAX_SPEAKERS:])
-        return ExitCause(
-            code, f"a rank ended with exit code {code}, {launcher} does not say which; last errors:\n{lines}"
-        )
+    hosts = {rank.rank: rank.host for rank in reports.ranks}
+    last = [(f"rank {rank} on {hosts[rank]}", tail[-1]) for rank, tail in tails.items() if tail and rank in hosts]
+    if last:
+        lines = "\n".join(f"  {who}: {line}" for who, line in last[-MAX_SPEAKERS:])
+        return ExitCause(code, f"a rank exited with code {code}, {launcher} does not name it; last errors:\n{lines}")
     if any(line.startswith("ringtrain: ") for line in said_by_launcher.splitlines()):  # printed by ringtrain itself
         return ExitCause(code)
-    how = f"{launcher} ended with exit code {code}"
+    how = f"{launcher} exited with code {code}"
     if code - 128 in signal.valid_signals():
-        how += f": a rank was killed by {signal_name(code - 128)}, or ended so; {launcher} does not say which"
+        how += f": a rank was killed by {signal_name(code - 128)}, or exited with its code; {launcher} does not name it"
     return ExitCause(code, how)
+
+
+def _named_by_launcher(
+    text: str, code: int, reports: Reader, tails: Mapping[int, Sequence[str]], consequence: Failure | None
+) -> ExitCause | None:
+    """Cause by the launcher's message about the rank that exited first; None without one."""
+    hosts = {rank.rank: rank.host for rank in reports.ranks}
+    if ended := HYDRA.search(text):
+        return _by_hydra(ended, code, reports, consequence)
+    if killed := KILLED.search(text):
+        rank, number = int(killed[1]), int(killed[3])
+        where = hosts.get(rank, killed[2])
+        return ExitCause(128 + number, f"rank {rank} on {where} was killed by {signal_name(number)}", rank)
+    if (exited := EXITED.search(text)) and int(exited[1]) not in reports.failures:
+        rank, rank_code = int(exited[1]), int(exited[2])
+        rank_code = rank_code if rank_code >= 0 else 128 - rank_code
+        where = f"rank {rank} on {hosts[rank]}" if rank in hosts else f"rank {rank}"
+        tail = "\n".join(f"  {line}" for line in tails.get(rank, ()))
+        why = f"{where} {_how(rank_code)}{'; its last lines:' * bool(tail)}\n{tail}".rstrip()
+        return ExitCause(rank_code, why, rank)
+    if ended := EXITED_ELASTIC.search(text):
+        said = f"; its output:\n{consequence.text}" if consequence else ""
+        return ExitCause(int(ended[2]), f"of the last ranks, one on {ended[1]} {_how(int(ended[2]))}{said}")
+    return None
+
+
+def _how(exit_code: int) -> str:
+    """How a rank exited first; a shell reports a signal as 128 + its number."""
+    if exit_code - 128 in signal.valid_signals():
+        return f"was killed by {signal_name(exit_code - 128)}, or exited with its code"
+    return f"exited first, with code {exit_code}"
 
 
 def _by_hydra(ended: re.Match[str], code: int, reports: Reader, consequence: Failure | None) -> ExitCause:
     process, host, number = int(ended[1]), ended[2], int(ended[3])
-    seat = next((seat for seat in reports.seats if seat.process == process), None)
-    who = f"rank {seat.rank} on {seat.host}" if seat else f"process {process} on {host}"
-    rank = seat.rank if seat else -1
+    placement = next((rank for rank in reports.ranks if rank.process == process), None)
+    who = f"rank {placement.rank} on {placement.host}" if placement else f"process {process} on {host}"
+    rank = placement.rank if placement else -1
     if "KILLED BY SIGNAL" in ended[0] or ended[4]:
         number = int(ended[4] or number)
         return ExitCause(128 + number, f"{who} was killed by {signal_name(number)}", rank)
-    said = f"; it said:\n{consequence.text}" if consequence else ""
-    return ExitCause(number or code, f"{who} was the first to end, with exit code {number}{said}", rank)
+    said = f"; its output:\n{consequence.text}" if consequence else ""
+    return ExitCause(number or code, f"{who} exited first, with code {number}{said}", rank)
 
 
 def signal_name(number: int) -> str:

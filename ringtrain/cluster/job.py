@@ -13,12 +13,14 @@ from typing import Literal
 
 from ringtrain.cluster.hosts import Host
 from ringtrain.errors import LaunchError
-from ringtrain.protocol.env import JOB
+from ringtrain.protocol.placement import PlannedPlacement
 
 NUM_HOSTS_LARGE = 64
 """number of hosts from which on a launcher starts them differently"""
 FRESH, FRESH_NAME = "/tmp/ringtrain.XXXXXXXXXX", "ringtrain_folder"
 """as Job.files_folder: directory made by a pasted line, and its variable; a predictable name could be taken already"""
+FRESH_ID = "$(cat /proc/sys/kernel/random/uuid)"
+"""as Job.id: new at each start of a pasted line"""
 MAX_WORD_LETTERS = 32_000
 """of one argument of a generated command line, in characters; the kernel's limit is 131,072"""
 
@@ -65,6 +67,14 @@ class Job:
     """the launching user is root, which Open MPI refuses without a flag"""
     files_folder: str = "/tmp"
     """directory of a launcher's files (hosts, scripts) if `output` is "" """
+    id: str = ""
+    """by which its processes are known on every host; "": the job is not supervised"""
+    attempt: str = "{}"
+    """see protocol.attempt, as JSON"""
+
+    @property
+    def planned(self) -> PlannedPlacement:
+        return PlannedPlacement(self.num_ranks, tuple((host.name, host.slots) for host in self.hosts))
 
     @property
     def several_hosts(self) -> bool:
@@ -112,7 +122,7 @@ class Plan:
         for path, text in self.files.items():
             lines = shlex.join(text.removesuffix("\n").split("\n"))
             writes.append(f"printf '%s\\n' {lines} >{_in_shell(path)} &&")
-        settings = [f"{name}={_in_shell(value)}" for name, value in sorted(self.env.items())]
+        settings = [f"{name}={_value(value)}" for name, value in sorted(self.env.items())]
         return " ".join([*writes, *settings, *map(_in_shell, self.argv)])
 
 
@@ -121,13 +131,18 @@ def _in_shell(word: str) -> str:
     return f'"${FRESH_NAME}"'.join(shlex.quote(part) if part else "" for part in word.split(FRESH)) or "''"
 
 
+def _value(text: str) -> str:
+    """Value of a variable, quoted for a shell."""
+    return f'"{text}"' if text == FRESH_ID else _in_shell(text)
+
+
 def explain(plan: Plan) -> list[tuple[str, str]]:
     """Rows of arguments and reason for each part of a plan: files, environment, flags, the ranks' command."""
     rows = [
         (f"file {path}", f"{text.count(chr(10))} lines, written before the start") for path, text in plan.files.items()
     ]
     for name, reason in plan.env_reasons.items():
-        rows.append((f"{name}={shlex.quote(plan.env[name])}" if name in plan.env else f"{name} as it is", reason))
+        rows.append((f"{name}={_value(plan.env[name])}" if name in plan.env else f"{name} as it is", reason))
     rows += [(shlex.join(flag.words), flag.reason) for flag in plan.flags]
     return [*rows, (shlex.join(plan.command), "what every rank runs")] if plan.command else rows
 
@@ -178,7 +193,7 @@ def file_path(job: Job, kind: str, text: str) -> str:
     folder = PurePath(job.output or job.files_folder)
     stem, _, suffix = kind.partition(".")
     owner = job.environment.get("USER", "")
-    number = zlib.crc32(f"{owner} {text}{job.environment.get(JOB, '')}".encode(errors="surrogateescape"))
+    number = zlib.crc32(f"{owner} {text}{job.id}".encode(errors="surrogateescape"))
     return str(folder / f"ringtrain-{stem}-{number:08x}.{suffix}")
 
 

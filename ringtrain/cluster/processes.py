@@ -13,10 +13,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.job import Plan
 from ringtrain.errors import LaunchError
-from ringtrain.protocol.env import OWN_RANK, STARTER
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
@@ -118,20 +116,6 @@ def written_files(plan: Plan, own_folder: str) -> Iterator[None]:
     finally:
         for path in own:
             path.unlink(missing_ok=True)
-
-
-def starter(hosts: Sequence[Host]) -> str:
-    """Shell script that starts a rank's command, and shows each rank the GPUs of its host's slots only."""
-    cases, first = [], 0
-    for host in hosts:
-        if host.indices:
-            ranks = "|".join(str(rank) for rank in range(first, first + host.slots))
-            # Chosen from the GPUs that the host's environment shows, if it is set there.
-            shown = f"${{CUDA_VISIBLE_DEVICES-{','.join(map(str, range(max(host.indices) + 1)))}}}"
-            places = ",".join(str(index + 1) for index in host.indices)
-            cases.append(f'{ranks}) export CUDA_VISIBLE_DEVICES="$(echo "{shown}" | cut -d, -f{places})" ;;')
-        first += host.slots
-    return f'case "{OWN_RANK}" in {" ".join(cases)} esac; {STARTER}' if cases else STARTER
 
 
 def say(text: str) -> None:

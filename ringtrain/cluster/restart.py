@@ -1,22 +1,16 @@
-"""Restarts a failed job from its newest checkpoint, on the hosts that still answer."""
+"""Rules of restarts: whether a failed job runs again, when, and on which of its hosts."""
 
 from __future__ import annotations
 
 import re
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 
-from ringtrain.cluster import processes, supervisor
 from ringtrain.cluster.exit_cause import HOST_LOST, Ending
-from ringtrain.cluster.host_agent import LEASE_S
 from ringtrain.cluster.hosts import Host
-from ringtrain.cluster.job import Job, Plan
-from ringtrain.cluster.supervisor import HostsLost, SupervisorOptions
 from ringtrain.errors import LaunchError
 from ringtrain.protocol.attempt import Attempt
-from ringtrain.protocol.env import ATTEMPT
 
 FAILURES_OF_A_HOST = 2  # after which it is excluded
 ANSWER_S = 20.0  # for a host to answer before the job restarts without it
@@ -66,6 +60,11 @@ class History:
         self.endings.append(ending)
         self.failures.update(ending.hosts)
 
+    def next_attempt(self, last: Attempt) -> Attempt:
+        """Attempt after the last one, which has been added."""
+        run_name = self.endings[-1].run_name or last.run_name
+        return replace(last, number=len(self.endings), causes=causes_of(self.endings), run_name=run_name)
+
     def delay_s(self, policy: Policy) -> float:
         """Seconds to wait before the next attempt."""
         steps = [ending.global_step for ending in self.endings]
@@ -80,19 +79,21 @@ def why_not(ending: Ending, before: Sequence[Ending], policy: Policy) -> str:
     if ending.stopped:
         return "it was stopped"
     if len(before) >= policy.max_restarts:
-        return f"it was started again {policy.max_restarts} times already" if policy.max_restarts else "not asked for"
+        return f"it was restarted {times(policy.max_restarts)} already" if policy.max_restarts else "not asked for"
     if policy.give_up_on and re.search(policy.give_up_on, ending.text):
         return f"--give-up-on {policy.give_up_on!r} is in the cause"
     if policy.restart_on and re.search(policy.restart_on, ending.text):
         return ""
     if ending.exit_code in ASKED_TO_STOP:
-        return "a rank was asked to stop, and all have"
+        return "a rank was asked to stop, and all have stopped"
     if ending.out_of_memory or NO_MEMORY.search(ending.text):
-        return "memory was not enough, and would not be the next time: look at batch and model size"
+        return "out of memory, as the next attempt would be: reduce the batch or the model"
     if ending.kind == "NonFiniteLoss":
-        return "the same loss would be no number again"
+        return "the loss would become NaN or infinite again"
     if ending.kind != HOST_LOST and ending.exit_code == 2:
-        return "what is wrong stays wrong until somebody mends it"
+        return (
+            "exit code 2 is a configuration, data or set-up error, which a restart does not fix: see the message above"
+        )
     if ending.exit_code in NOT_FOUND:
         return "the command cannot be run"
     last = before[-1] if before else None
@@ -108,7 +109,7 @@ def remaining(hosts: Sequence[Host], failures: Counter[str], policy: Policy, sil
     """
     answering = [host for host in hosts if host.name not in silent]
     good = [host for host in answering if policy.keep_hosts or failures[host.name] < FAILURES_OF_A_HOST]
-    return good if _slots(good) >= max(1, policy.min_ranks) else answering
+    return good if num_slots(good) >= max(1, policy.min_ranks) else answering
 
 
 def ranks_on(slots: int, num_ranks: int, min_ranks: int = 1) -> int:
@@ -118,82 +119,14 @@ def ranks_on(slots: int, num_ranks: int, min_ranks: int = 1) -> int:
     return next(fitting, 0)
 
 
-def run_again(
-    hosts: Sequence[Host],
-    num_ranks: int,
-    oversubscribe: bool,
-    job_on: Callable[[Sequence[Host], int], Job],
-    planner: Callable[[Job], Plan],
-    policy: Policy,
-    terms: SupervisorOptions,
-) -> int:
-    """Runs a job, restarts it as the policy says, and returns the exit code of its last attempt."""
-    history, silent, attempt = History(), set[str](), Attempt(num_ranks=num_ranks)
-
-    def left() -> tuple[list[Host], int]:
-        """Hosts and number of ranks for the next attempt; 0 ranks: too few hosts."""
-        found = remaining(hosts, history.failures, policy, silent)
-        enough = oversubscribe and found
-        return found, num_ranks if enough else ranks_on(_slots(found), num_ranks, policy.min_ranks)
-
-    used, now = list(hosts), num_ranks
-    while True:
-        job = job_on(used, now)
-        try:
-            ending = supervisor.run(
-                replace(job, environment={**job.environment, ATTEMPT: attempt.to_json()}), planner, terms
-            )
-        except HostsLost as lost:
-            if not history.endings or not {*lost.hosts} <= {host.name for host in used}:
-                raise
-            silent |= {*lost.hosts}
-            used, now = left()
-            processes.say(f"{lost}{'; goes on without' * bool(now)}")
-            if now:
-                continue
-            ending = Ending(2, str(lost), HOST_LOST, hosts=lost.hosts)  # the hosts may come back
-        if not ending.exit_code:
-            if history.endings:
-                processes.say(f"complete; started again {_times(len(history.endings))}")
-            return 0
-        reason = why_not(ending, history.endings, policy)
-        history.add(ending)
-        if reason:
-            if policy.max_restarts and not ending.stopped:
-                processes.say(f"not started again: {reason}")
-            return ending.exit_code
-        # Lost hosts are tried again only if the others have too few slots.
-        silent = {*ending.hosts} if ending.kind == HOST_LOST else set()
-        used, now = left()
-        if now < num_ranks:
-            silent = set()
-            used, now = left()
-        if not now:
-            processes.say(f"not started again: {_slots(used)} slots are too few for --min-np {policy.min_ranks}")
-            return ending.exit_code
-        number = len(history.endings)
-        attempt = Attempt(
-            number=number,
-            causes=causes_of(history.endings),
-            run_name=ending.run_name or attempt.run_name,
-            num_ranks=num_ranks,
-        )
-        delay_s = history.delay_s(policy)
-        if job.hosts and job.hosts[0].name in ending.unswept:
-            delay_s = max(delay_s, LEASE_S)  # until the previous rank 0 can no longer write there
-        processes.say(f"restart {number} of {policy.max_restarts} in {delay_s:g} s, after: {ending.in_a_line}")
-        terms = replace(terms, answer_timeout_s=ANSWER_S)
-        time.sleep(delay_s)
-
-
 def causes_of(endings: Sequence[Ending]) -> tuple[str, ...]:
     """Causes of the latest failures, short enough for one environment variable: Linux's limit is 128 KiB."""
     return tuple(ending.in_a_line[:MAX_CAUSE_CHARACTERS] for ending in endings[-MAX_CAUSES:])
 
 
-def _slots(hosts: Iterable[Host]) -> int:
+def num_slots(hosts: Iterable[Host]) -> int:
     return sum(host.slots for host in hosts)
 
 
-def _times(count: int) -> str:
+def times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"

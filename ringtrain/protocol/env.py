@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ringtrain.protocol.launchers import in_shell
+
 JOB = "RINGTRAIN_JOB"
 """ID of the job, inherited by all its processes"""
 PLAN = "RINGTRAIN_PLAN"
@@ -21,14 +23,10 @@ ALONE = "nothing"
 SERVERS = "RINGTRAIN_SERVERS"
 """number of parameter-server ranks, if the launcher was given one"""
 MARK = "ringtrain-report"
-# Rank as a shell expression: each launcher sets another variable.
-OWN_RANK = "${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-${HOROVOD_RANK:-${PMIX_RANK:-$SLURM_PROCID}}}}"
 # Prints a line with the rank's placement and runs its command in the same process. The line is one write, so that
-# lines of other ranks do not mix with it. Each MPI has its own names for the same three numbers.
+# lines of other ranks do not mix with it.
 STARTER = (
     f"printf '{MARK}:%s:seat:%s:%s:%s:%s:%s\\n' \"${JOB}\""
-    f' "{OWN_RANK}"'
-    ' "${OMPI_COMM_WORLD_SIZE:-${PMI_SIZE:-${HOROVOD_SIZE:-$SLURM_NTASKS}}}"'
-    ' "${OMPI_COMM_WORLD_LOCAL_RANK:-${MPI_LOCALRANKID:-${HOROVOD_LOCAL_RANK:-$SLURM_LOCALID}}}"'
+    f' "{in_shell("rank")}" "{in_shell("size")}" "{in_shell("local_rank")}"'
     f' $$ "$(uname -n)" >&2; export {FIRST_PROCESS}=$$; exec "$@"'
 )

@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ringtrain.protocol import launchers
 from ringtrain.protocol.env import PLAN
 from ringtrain.protocol.placement import PlannedPlacement
 
-LAUNCHERS = ("horovodrun", "mpirun", "mpiexec", "orterun", "prterun", "mpiexec.hydra")
-WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "HOROVOD_SIZE", "SLURM_STEP_NUM_TASKS")
 NUM_WORDS = ("-np", "--np", "-n", "--n", "-c", "--num-proc")
 HOST_WORDS = ("-H", "--host", "-host", "-hosts", "--hosts")
 FILE_WORDS = ("-hostfile", "--hostfile", "-machinefile", "--machinefile", "-f")
@@ -43,7 +42,7 @@ def expectation(environ: Mapping[str, str], process: int = 0, proc: Path = Path(
     """
     if PLAN in environ:
         return PlannedPlacement.from_json(environ[PLAN])
-    size = next((int(environ[name]) for name in WORLD_SIZES if NUMBER.fullmatch(environ.get(name, ""))), 0)
+    size = next((int(environ[name]) for name in launchers.names("size") if NUMBER.fullmatch(environ.get(name, ""))), 0)
     told = told_on_command_line(
         launcher_among_ancestors(process or os.getpid(), proc), read_lines, socket.gethostname()
     )
@@ -62,7 +61,7 @@ def launcher_among_ancestors(process: int, proc: Path = Path("/proc")) -> list[s
             words = (proc / str(process) / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
             # A launcher may be a script, preceded by its interpreter.
             for start in (0, 1):
-                if os.path.basename("".join(words[start : start + 1])) in LAUNCHERS:
+                if os.path.basename("".join(words[start : start + 1])) in launchers.PROGRAMS:
                     return words[start:]
             process = int((proc / str(process) / "stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, ValueError, IndexError):

@@ -41,18 +41,18 @@ class PlannedPlacement:
     source: str = "ringtrain launch"
     """origin of the plan, for messages"""
 
-    def seats(self) -> list[tuple[str, int]]:
+    def ranks(self) -> list[tuple[str, int]]:
         """Host and local rank of each rank; empty if they may be anywhere."""
-        seats = ((name, local_rank) for name, slots in self.hosts for local_rank in range(slots))
-        return list(itertools.islice(seats, max(0, self.size)))
+        places = ((name, local_rank) for name, slots in self.hosts for local_rank in range(slots))
+        return list(itertools.islice(places, max(0, self.size)))
 
     def counts(self, rank: int) -> dict[str, int]:
         """Sizes that a rank should find; without hosts only the number of ranks."""
-        seats = self.seats()
-        if rank >= len(seats):
+        ranks = self.ranks()
+        if rank >= len(ranks):
             return {"ranks": self.size}
-        host, local_rank = seats[rank]
-        sizes = Counter(name for name, _ in seats)
+        host, local_rank = ranks[rank]
+        sizes = Counter(name for name, _ in ranks)
         return {
             "ranks": self.size,
             "local rank": local_rank,
@@ -76,13 +76,13 @@ class PlannedPlacement:
             raise ValueError(f"{PLAN}={text[:200]!r}: expected what ringtrain launch writes: unset it") from error
 
 
-def difference(expected: PlannedPlacement, seats: Iterable[RankPlacement]) -> str:
+def difference(expected: PlannedPlacement, ranks: Iterable[RankPlacement]) -> str:
     """Table of differences between planned and actual placement, with a hint how to fix them; "" if there are none.
 
     Hosts may call themselves by other names than the plan's, as long as each planned host is one host, and no two of
-    them are the same. `seats`: All ranks, or those known so far.
+    them are the same. `ranks`: All ranks, or those known so far.
     """
-    planned = expected.seats()
+    planned = expected.ranks()
     short = Counter(_short(name) for name, _ in expected.hosts)
     by_name = {_short(name): name for name, _ in expected.hosts if short[_short(name)] == 1}
     found_of: dict[str, str] = {}
@@ -90,27 +90,27 @@ def difference(expected: PlannedPlacement, seats: Iterable[RankPlacement]) -> st
     taken: dict[tuple[str, str], int] = {}
     seen: set[int] = set()
     rows: list[tuple[str, str, str]] = []
-    seats = sorted(seats, key=lambda seat: seat.rank)
-    for seat in seats:
-        if seat.size != expected.size or seat.rank >= expected.size or seat.rank in seen:
-            rows.append((str(seat.rank), f"one of {expected.size}", f"{_ranks(seat.size)}, on {seat.host}"))
+    ranks = sorted(ranks, key=lambda rank: rank.rank)
+    for rank in ranks:
+        if rank.size != expected.size or rank.rank >= expected.size or rank.rank in seen:
+            rows.append((str(rank.rank), f"one of {expected.size}", f"{_ranks(rank.size)}, on {rank.host}"))
             continue
-        seen.add(seat.rank)
-        if seat.rank < len(planned):
-            name, local_rank = planned[seat.rank]
-            named = by_name.get(_short(seat.host), name)
-            same = found_of.setdefault(name, seat.host) == seat.host
-            own = planned_of.setdefault(seat.host, name) == name
-            if not (same and own and named == name) or seat.local_rank not in (-1, local_rank):
-                local = f", local rank {seat.local_rank}" if seat.local_rank >= 0 else ""
-                rows.append((str(seat.rank), f"{name}, local rank {local_rank}", f"{seat.host}{local}"))
-        first = taken.setdefault((seat.host, seat.device), seat.rank)
-        if seat.device and first != seat.rank:
-            rows.append((str(seat.rank), "a GPU of its own", f"{seat.device}, which rank {first} has"))
+        seen.add(rank.rank)
+        if rank.rank < len(planned):
+            name, local_rank = planned[rank.rank]
+            named = by_name.get(_short(rank.host), name)
+            same = found_of.setdefault(name, rank.host) == rank.host
+            own = planned_of.setdefault(rank.host, name) == name
+            if not (same and own and named == name) or rank.local_rank not in (-1, local_rank):
+                local = f", local rank {rank.local_rank}" if rank.local_rank >= 0 else ""
+                rows.append((str(rank.rank), f"{name}, local rank {local_rank}", f"{rank.host}{local}"))
+        first = taken.setdefault((rank.host, rank.device), rank.rank)
+        if rank.device and first != rank.rank:
+            rows.append((str(rank.rank), "a GPU of its own", f"{rank.device}, which rank {first} has"))
     if not rows:
         return ""
     lines = table(("rank", "planned", "found"), rows)
-    return f"ranks are not where {expected.source} has them\n{lines}\n{_advice(expected, seats)}"
+    return f"ranks are not where {expected.source} has them\n{lines}\n{_advice(expected, ranks)}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -125,12 +125,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def _advice(expected: PlannedPlacement, seats: Sequence[RankPlacement]) -> str:
-    if expected.size > 1 and all(seat.size == 1 for seat in seats):
+def _advice(expected: PlannedPlacement, ranks: Sequence[RankPlacement]) -> str:
+    if expected.size > 1 and all(rank.size == 1 for rank in ranks):
         return "each process is alone: use the mpirun of the MPI that Horovod (or mpi4py) was built with"
-    if len(expected.hosts) > 1 and len({seat.host for seat in seats}) == 1:
-        return f"all run on {seats[0].host}: the launcher did not get the hosts, or their names mean one machine"
-    if any(seat.device for seat in seats):
+    if len(expected.hosts) > 1 and len({rank.host for rank in ranks}) == 1:
+        return f"all run on {ranks[0].host}: the launcher did not get the hosts, or their names mean one machine"
+    if any(rank.device for rank in ranks):
         return "give each rank of a host a GPU of its own (hvd.local_rank()), or let them share: --device.share-gpus"
     return "look for settings of the launcher's own (a hostfile, OMPI_MCA_* or PRTE_MCA_*) that win over the plan"
 

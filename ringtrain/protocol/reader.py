@@ -65,15 +65,15 @@ class Reader:
     Attributes:
         failures: First failure of each rank.
         run_name: "" until rank 0 has reported it.
-        boxes: Step and phase of ranks that have exited, if their launcher reports them.
+        status: Step and phase of ranks that have exited, if their launcher reports them.
         processes: Process that trains, by host and first process of a rank, if the two differ.
     """
 
     def __init__(self, job: str) -> None:
-        self.seats: list[RankPlacement] = []
+        self.ranks: list[RankPlacement] = []
         self.failures: dict[int, Failure] = {}
         self.run_name = ""
-        self.boxes: dict[int, tuple[int, str]] = {}
+        self.status: dict[int, tuple[int, str]] = {}
         self.processes: dict[tuple[str, int], int] = {}
         self._pieces: dict[int, dict[str, str]] = {}
         self._mark = f"{MARK}:{job}:"
@@ -87,7 +87,7 @@ class Reader:
         try:
             if kind == "seat":
                 rank, size, local_rank, process, host = rest.split(":", 4)
-                self.seats.append(
+                self.ranks.append(
                     RankPlacement(int(rank), int(size), host, int(local_rank or -1), process=int(process))
                 )
             elif kind == "process":
@@ -100,7 +100,7 @@ class Reader:
                 self.run_name = base64.b64decode(rest[:-1], validate=True).decode()
             elif kind == "box":
                 rank, step, phase = rest.split(":", 2)
-                self.boxes[int(rank)] = int(step), phase.strip()
+                self.status[int(rank)] = int(step), phase.strip()
             elif kind == "failure":
                 self._take_piece(*rest.split(":", 2))
         except (*INVALID, zlib.error):

@@ -59,9 +59,9 @@ def nothing_is_left(hosts: lab.Lab, *names: str) -> None:
 
 
 def run(hosts: lab.Lab, *words: str, env: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """Its exit code and standard error, without the line about what is not handed on of this test's environment."""
+    """Its exit code and standard error, without the line about what is not forwarded of this test's environment."""
     ended = hosts.run("host1", words, TIMEOUT_S, env=environment(env))
-    return ended.returncode, re.sub(r"^ringtrain: not handed on to ranks: .*\n", "", ended.stderr)
+    return ended.returncode, re.sub(r"^ringtrain: not forwarded to ranks: .*\n", "", ended.stderr)
 
 
 def find(hosts: lab.Lab, host: str, program: str) -> int:
@@ -87,7 +87,7 @@ def find_rank(hosts: lab.Lab, host: str) -> int:
 
 def interrupt_twice(started: Started) -> None:
     started.process.send_signal(signal.SIGINT)
-    while "once more ends them at once" not in (line := started.process.stderr.readline()):
+    while "a second one ends them at once" not in (line := started.process.stderr.readline()):
         assert line
     started.process.send_signal(signal.SIGINT)
 
@@ -199,7 +199,7 @@ def test_a_link_cut_in_the_middle_of_training_ends_the_job_names_the_host_and_ke
         two_hosts.cut("host2")
         _, stderr = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 2, stderr
-    assert stderr.splitlines()[-1].startswith("ringtrain: lost host2 while it ran"), stderr
+    assert stderr.splitlines()[-1].startswith("ringtrain: lost host2 while the job ran"), stderr
     nothing_is_left(two_hosts, "host1")
     two_hosts.restore("host2")
     lab.wait_for(lambda: not two_hosts.processes("host2"), TIMEOUT_S, "the part that was cut off has ended by itself")
@@ -214,9 +214,9 @@ def test_a_rank_of_another_host_is_named_with_its_last_words(two_hosts: lab.Lab)
     *_, before, last = stderr.splitlines()
     # Open MPI 4 says who was first in nine of ten cases.
     assert (before, last) in (
-        ("ringtrain: rank 2 on host2 was the first to end, with exit code 5; its last lines:", "  why it left"),
+        ("ringtrain: rank 2 on host2 exited first, with code 5; its last lines:", "  why it left"),
         (
-            "ringtrain: a rank ended with exit code 5, mpirun does not say which; last errors:",
+            "ringtrain: a rank exited with code 5, mpirun does not name it; last errors:",
             "  rank 2 on host2: why it left",
         ),
     )
@@ -264,7 +264,7 @@ def changed_copy(folder: Path) -> Path:
     [
         (stop_sshd, "host2 does not answer: .*Connection refused"),
         (other_key, "host2 does not answer: Host key verification failed."),
-        (no_network, "host2 does not answer: (.*timed out.*|.*No route to host|no word in 3 s)"),
+        (no_network, "host2 does not answer: (.*timed out.*|.*No route to host|no answer in 3 s)"),
         (no_ringtrain, "host2: its python has no ringtrain: .*"),
         (other_version, r"host2 has ringtrain 9\.9\.9, this host has .*: install the same everywhere"),
     ],

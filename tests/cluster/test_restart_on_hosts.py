@@ -39,7 +39,7 @@ def test_a_host_in_reserve_takes_the_place_of_one_that_is_lost(make_lab, tmp_pat
         hosts.cut("host2")
         stdout, stderr = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, stdout + stderr
-    assert "restart 1 of 2 in 1 s, after: lost host2 while it ran" in stderr
+    assert "restart 1 of 2 in 1 s, after: lost host2 while the job ran" in stderr
     assert summary(tmp_path)["hosts"] == ["host1", "host3"]
     assert summary(tmp_path)["checksum"] == summary(tmp_path / "whole")["checksum"]
     assert summary(tmp_path)["restarts"] == 1

@@ -89,8 +89,8 @@ def test_a_corrupt_checkpoint_a_bug_an_exit_and_a_full_disk_in_one_run(
 @pytest.mark.parametrize(
     ("chaos", "code", "said"),
     [
-        ("rank=1 step=20 mode=nan", 2, "not started again: the same loss would be no number again"),
-        ("rank=1 step=20 mode=sigterm", 143, "not started again: a rank was asked to stop"),
+        ("rank=1 step=20 mode=nan", 2, "not restarted: the loss would become NaN or infinite again"),
+        ("rank=1 step=20 mode=sigterm", 143, "not restarted: a rank was asked to stop"),
     ],
 )
 def test_what_would_happen_again_or_was_asked_for_is_not_tried_again(
@@ -108,5 +108,5 @@ def test_the_same_step_twice_ends_it(tmp_path: Path) -> None:
     """A bug that a restart does not heal: a callback fails at each start after step 9."""
     ended = train(tmp_path, "", "--max-restarts", "5", options=("--train.callbacks", "bad_luck:at_step_9"))
     assert ended.returncode == 1, ended.stdout + ended.stderr
-    assert "not started again: it failed at the same step twice (step 9" in ended.stderr.splitlines()[-1]
+    assert "not restarted: it failed at the same step twice (step 9" in ended.stderr.splitlines()[-1]
     assert ended.stderr.count("restart 1 of 5") == 1 and "restart 2" not in ended.stderr

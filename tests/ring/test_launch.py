@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -166,7 +167,7 @@ def test_a_rank_that_leaves_is_named_last_with_its_code_and_words(launch, launch
     code, stderr = started.end()
     assert code == 5
     *_, before, last = stderr.splitlines()
-    assert re.fullmatch(r"ringtrain: rank 1 on \S+ was the first to end, with exit code 5; its last lines:", before)
+    assert re.fullmatch(r"ringtrain: rank 1 on \S+ exited first, with code 5; its last lines:", before)
     assert last == "  why it left"
     assert started.left() == {}
 
@@ -176,7 +177,7 @@ def test_a_killed_rank_is_named_with_its_signal(launch) -> None:
     code, stderr = started.end()
     assert code == 137
     # Open MPI 4 on a busy machine now and then does not say which rank it was.
-    which = r"(rank 1 on \S+|mpirun ended with exit code 137: a rank) was killed by SIGKILL \(signal 9\).*"
+    which = r"(rank 1 on \S+|mpirun exited with code 137: a rank) was killed by SIGKILL \(signal 9\).*"
     assert re.search(rf"^ringtrain: {which}\n\Z", stderr, re.MULTILINE)
     assert started.left() == {}
 
@@ -250,7 +251,7 @@ def test_the_second_signal_ends_at_once(launch) -> None:
     started.wait_for_ranks()
     started.process.send_signal(signal.SIGINT)
     assert started.process.stderr is not None
-    while "once more ends them at once" not in (line := started.process.stderr.readline()):
+    while "a second one ends them at once" not in (line := started.process.stderr.readline()):
         assert line
     started.process.send_signal(signal.SIGINT)
     assert started.end()[0] == 128 + signal.SIGINT
@@ -358,7 +359,7 @@ def test_a_launcher_that_starts_nothing_is_named_in_time(launch, tmp_path: Path)
     started = launch(*words, env=liar(tmp_path, "exec sleep 600"))
     code, stderr = started.end()
     assert code == 2
-    assert stderr.count("2 of 2 ranks have not begun after 1 s, on localhost") == 3, "twice, and as the restart's cause"
+    assert stderr.count("2 of 2 ranks did not start within 1 s, on localhost") == 3, "twice, and as the restart's cause"
     assert "restart 1 of 1 in 1 s" in stderr
     assert started.left() == {}
 
@@ -389,20 +390,20 @@ while [ "$1" != far ]; do shift; done; shift; eval "$@"
     )  # the first names are shown
     code, stderr = started.end()
     assert code == 0, stderr
-    (line,) = [line for line in stderr.splitlines() if line.startswith("ringtrain: not handed on to ranks: ")]
+    (line,) = [line for line in stderr.splitlines() if line.startswith("ringtrain: not forwarded to ranks: ")]
     assert "A_DATA_DIR" in line
     assert not busy.exists() and "kex" not in stderr
     assert "restart 1 of 3 in 1 s" in stderr
     assert "far does not answer: ssh: connect to host far: No route to host" in stderr
     assert "restart 2 of 3 in 2 s" in stderr
-    assert stderr.splitlines()[-1] == "ringtrain: complete; started again 2 times"
+    assert stderr.splitlines()[-1] == "ringtrain: complete; restarted 2 times"
     assert started.left() == {}
 
 
 def test_a_launcher_that_ends_well_without_ranks_has_not_done_well(launch, tmp_path: Path) -> None:
     code, stderr = launch(*ringtrain(*shell("sleep 600")), env=liar(tmp_path, "exit 0")).end()
     assert code == 2
-    assert "2 of 2 ranks have not begun although mpirun has ended well, on localhost" in stderr
+    assert "2 of 2 ranks did not start although mpirun exited with code 0, on localhost" in stderr
 
 
 def test_under_bare_horovodrun_ranks_compare_with_what_it_was_told(launch) -> None:
@@ -421,6 +422,82 @@ def test_a_rank_that_is_alone_says_so_before_any_collective(launch) -> None:
     assert code == 1
     assert re.search(r"PlacementError: .*\n.*\n +ranks +2 +1\n", stderr)
     assert "each process is alone: use the mpirun of the MPI that Horovod" in stderr
+
+
+# ---- what is printed is what runs -----------------------------------------------------------------------------------
+
+IDLE = "echo begun; while :; do sleep 0.1; done"
+FAR_SSH = """#!/bin/sh
+while [ "$1" != far ]; do shift; done; shift; eval "$@"
+"""
+
+
+def printed(*words: str | Path, env: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Arguments and environment of the line that --dry-run prints, as a shell reads them."""
+    at = words.index("--")
+    start = [str(word) for word in (*words[:at], "--dry-run", *words[at:])]
+    ended = subprocess.run(start, env=env, cwd=launching.ROOT, capture_output=True, text=True, check=True)
+    arguments, settings = shlex.split(ended.stdout), dict(env)
+    while "=" in arguments[0]:
+        name, _, value = arguments.pop(0).partition("=")
+        settings[name] = value
+    if arguments[0] == "env":
+        arguments.pop(0)
+        while (option := arguments[0]) in ("-C", "-u"):
+            if option == "-u":
+                del settings[arguments[1]]
+            del arguments[:2]
+    return arguments, settings
+
+
+def of_process(folder: Path) -> tuple[list[str], dict[str, str]]:
+    """Arguments and environment with which a process was started."""
+    arguments = (folder / "cmdline").read_text().split("\0")[:-1]
+    variables = (folder / "environ").read_text().split("\0")[:-1]
+    return arguments, dict(variable.split("=", 1) for variable in variables)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "words"),
+    [
+        ("mpirun", []),
+        ("mpirun", ["--timeline", "drawn.json", "--threads", "1", "--ps", "1"]),
+        ("mpirun", ["--include", "localhost:1,localhost:3"]),
+        ("horovodrun-gloo", ["--threads", "1"]),  # over MPI, horovodrun becomes mpirun
+        ("far", ["--forward", "FORWARDED_TOKEN"]),
+    ],
+)
+def test_a_dry_run_prints_what_is_started(launch, tmp_path: Path, launcher: str, words: list[str]) -> None:
+    """Each argument and variable of the launcher's process is in the line that --dry-run prints, and no other."""
+    secrets = {"LC_ALL": "C.UTF-8", "FORWARDED_TOKEN": "sesame-1", "OTHER_TOKEN": "sesame-2"}
+    hosts = "far:2" if launcher == "far" else "localhost:4"
+    env = environment(secrets)
+    if launcher == "far":  # in place of another machine, and of an mpirun that starts ranks there
+        (tmp_path / "ssh").write_text(FAR_SSH)
+        (tmp_path / "ssh").chmod(0o755)
+        as_ranks = 'export OMPI_COMM_WORLD_SIZE=2; OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_RANK=0 "$@" &'
+        as_ranks += ' OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_LOCAL_RANK=1 "$@" & wait'
+        env |= liar(tmp_path, f"shift $(($# - 7)); {as_ranks}")
+    start = [sys.executable, "-m", "ringtrain", "launch", "--launcher", launcher.replace("far", "mpirun")]
+    command = [*start, "-H", hosts, "-np", "2", *words, "--", "sh", "-c", IDLE]
+    started = launch(*command, env=env)
+    started.wait_for_ranks()
+    arguments, settings = printed(*command, env=env | {MARK: started.mark})
+    children = f"/proc/{started.process.pid}/task/{started.process.pid}/children"
+    seen = [of_process(Path("/proc", child)) for child in Path(children).read_text().split()]
+    if launcher == "far":
+        seen = [(argv[1:] if "bash" in argv[0] else argv, variables) for argv, variables in seen]
+    (found,) = [(argv, variables) for argv, variables in seen if "RINGTRAIN_PLAN" in variables]
+    assert re.fullmatch("[0-9a-f]{32}", found[1]["RINGTRAIN_JOB"]) and settings["RINGTRAIN_JOB"].startswith("$(")
+    settings["RINGTRAIN_JOB"] = found[1]["RINGTRAIN_JOB"]
+    assert found[0] == arguments
+    own = {"OPAL_PREFIX"}  # set by the mpirun of Open MPI from PyPI, a script that becomes the real one
+    assert {name: value for name, value in found[1].items() ^ settings.items() if name not in own} == {}
+    assert ("OTHER_TOKEN" in found[1]) is (launcher != "far")
+    assert "sesame" not in " ".join(arguments)
+    started.process.send_signal(signal.SIGTERM)
+    started.end()
+    assert started.left() == {}
 
 
 # ---- the trainer --------------------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def test_good_input_starts_mpirun(bin_dir: Path) -> None:
     """The control of the test above; this mpirun starts no ranks, which is found out."""
     ended = ringtrain("launch", "-H", "localhost:2", "--", "true", bin_dir=bin_dir)
     assert ended.returncode == 2
-    assert "2 of 2 ranks have not begun although mpirun has ended well" in ended.stderr
+    assert "2 of 2 ranks did not start although mpirun exited with code 0" in ended.stderr
     assert (bin_dir / "mpirun.started").exists()
 
 
@@ -172,8 +172,8 @@ def test_a_dry_run_prints_a_line_that_can_be_pasted(bin_dir: Path, tmp_path: Pat
     assert ended.returncode == 0
     assert not (bin_dir / "mpirun.started").exists()
     (line,) = ended.stdout.splitlines()
-    show = 'mpirun() { printf "%s\\n" "$@"; }\n'
-    pasted = subprocess.run(["bash", "-c", show + line], capture_output=True, text=True, check=True).stdout
+    (bin_dir / "mpirun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    pasted = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True).stdout
     assert pasted.splitlines()[-4:] == words
     assert "host1:2,host2:2" in pasted.splitlines()
 
@@ -275,11 +275,48 @@ def test_launch_py_needs_no_installation(tmp_path: Path, bin_dir: Path) -> None:
 
 
 def test_slots_by_number_are_refused_where_ranks_would_not_hear_of_them(bin_dir: Path) -> None:
-    for words in (["--dry-run"], ["--launcher", "sbatch"]):
-        ended = ringtrain("launch", "-H", "host1:4", "--include", "host1:2-3", *words, "--", "true", bin_dir=bin_dir)
-        assert ended.returncode == 2
-        (line,) = ended.stderr.splitlines()
-        assert line.startswith("ringtrain: host1: slots that are not its first ones")
+    words = ["-H", "host1:4", "--include", "host1:2-3", "--dry-run", "--", "true"]
+    ended = ringtrain("launch", "--launcher", "sbatch", *words, bin_dir=bin_dir)
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("ringtrain: host1: slots that are not its first ones")
+    assert "${CUDA_VISIBLE_DEVICES-0,1,2,3}" in ringtrain("launch", *words, bin_dir=bin_dir).stdout
+
+
+def test_help_shows_only_options_that_the_command_uses(bin_dir: Path) -> None:
+    used = {
+        "launch": "--dry-run --elastic --master --image --max-restarts -np --hostfile",
+        "hosts": "--hostfile --include",
+        "doctor": "--ssh-port --timeout",
+        "sweep": "--max-restarts --ranks-per-trial --launcher",
+        "compare": "--ps --launcher -np",
+        "tune": "-np --timeline --bind",
+        "bench train": "-np --oversubscribe --bind",
+    }
+    unused = {
+        "hosts": "--ssh-port --subnet -np",
+        "doctor": "-np --launcher",
+        "sweep": "--dry-run --elastic --np --output --timeline --bind --oversubscribe --master --image",
+        "compare": "--dry-run --elastic --workers --output --timeline --master --image",
+        "tune": "--dry-run --explain --elastic --image --max-np",
+        "bench train": "--dry-run --explain --elastic --image --host-discovery",
+    }
+    for command in used:
+        text = ringtrain(*command.split(), "--help", bin_dir=bin_dir).stdout
+        assert [
+            option for option in used[command].split() if f"  {option}" not in text and f", {option}" not in text
+        ] == []
+        assert [option for option in unused.get(command, "").split() if f"  {option}" in text] == [], command
+
+
+def test_an_elastic_job_starts_with_all_slots(bin_dir: Path) -> None:
+    words = ["--elastic", "-H", "a:4,b:4", "--min-np", "4"]
+    (bin_dir / "horovodrun").symlink_to(bin_dir / "mpirun")
+    for more, first in (([], "-np 4"), (["-np", "6"], "-np 6")):
+        ended = ringtrain("launch", *words, *more, "--dry-run", "--", "true", bin_dir=bin_dir)
+        assert ended.returncode == 0, ended.stderr
+        assert f" {first} --min-np 4 --max-np 8 " in ended.stdout
+        assert "a:4 b:4 >" in ended.stdout, "the file of hosts names both"
 
 
 def test_without_an_ssh_client_other_hosts_are_refused_in_one_line(bin_dir: Path) -> None:
@@ -297,7 +334,7 @@ def test_a_silent_host_has_all_of_the_start_timeout_whatever_the_grace_is(bin_di
     began_s = time.monotonic()
     words = ["-H", "192.0.2.1:1", "--start-timeout", "2", "--grace", "0.1", "--", "sh", "-c", "true"]
     ended = ringtrain("launch", *words, bin_dir=bin_dir)
-    assert (ended.returncode, ended.stderr) == (2, "ringtrain: 192.0.2.1 does not answer: no word in 2 s\n")
+    assert (ended.returncode, ended.stderr) == (2, "ringtrain: 192.0.2.1 does not answer: no answer in 2 s\n")
     assert time.monotonic() - began_s >= 2
 
 
@@ -323,7 +360,7 @@ def test_files_of_a_launch_are_this_users_alone_and_go_again(tmp_path: Path) -> 
 
 
 def test_a_progress_bar_is_shown_while_it_is_written_and_never_half_a_report(capfd) -> None:
-    watch = supervisor.Supervisor("job", Job(("true",), 1, (Host("localhost"),)), supervisor.SupervisorOptions())
+    watch = supervisor.Supervisor(Job(("true",), 1, (Host("localhost"),), id="job"), supervisor.SupervisorOptions())
     source, sink = os.pipe()
     watch._selector.register(source, selectors.EVENT_READ, None)
     for step in range(5000):
@@ -334,24 +371,26 @@ def test_a_progress_bar_is_shown_while_it_is_written_and_never_half_a_report(cap
         watch._poll()
         shown += capfd.readouterr().err
     assert shown.count("of 5000") == 5000
-    assert [*watch.tails[0]] == ["last words"], "what a bar overwrites is nobody's last words"
+    assert [*watch.output.tails[0]] == ["last words"], "what a bar overwrites is nobody's last words"
     os.write(sink, b"\n[1,1]<stderr>:loading[1,0]<stderr>:ringtrain-report:job:sea")
     before = time.monotonic()
     while time.monotonic() < before + 2 * Lines.WAIT_S:
         watch._poll()
     os.write(sink, b"t:0:1:0:77:host1\n")
     os.close(sink)
-    while not watch.reports.seats:
+    while not watch.reports.ranks:
         watch._poll()
     assert capfd.readouterr().err == "\n[1,1]<stderr>:loading"
-    watch._take([b"[1,0]<stderr>:ringtrain-report:jo[1,0]<stderr>:b:seat:1:2:1:78:host1\n"])  # as mpirun cuts it in two
-    assert len(watch.reports.seats) == 2 and capfd.readouterr().err == ""
+    watch.output.take(
+        [b"[1,0]<stderr>:ringtrain-report:jo[1,0]<stderr>:b:seat:1:2:1:78:host1\n"]
+    )  # as mpirun cuts it in two
+    assert len(watch.reports.ranks) == 2 and capfd.readouterr().err == ""
     os.close(source)
 
 
 def test_an_error_is_shown_once_and_nothing_else_is_lost(capfd) -> None:
     watch = supervisor.Supervisor(
-        "job", Job(("true",), 2, (Host("host1", 2),), here=frozenset()), supervisor.SupervisorOptions()
+        Job(("true",), 2, (Host("host1", 2),), here=frozenset(), id="job"), supervisor.SupervisorOptions()
     )
     lines = []
     for rank in (0, 1):
@@ -365,9 +404,9 @@ def test_an_error_is_shown_once_and_nothing_else_is_lost(capfd) -> None:
         lines += ["-" * 74, text, "a non-zero exit code.", "-" * 74]
     lines[-8:-8] = ["=" * 83, "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES", "=   EXIT CODE: 2", "=" * 83]
     lines += ["-" * 74, "half a block"]
-    watch._take([f"{line}\n".encode() for line in lines])
-    watch._show_block()
-    ending = watch.conclude(2, "mpirun", PlannedPlacement(2, (("host1", 2),)))
+    watch.output.take([f"{line}\n".encode() for line in lines])
+    watch.output.show_block()
+    ending = watch.conclude(2)
     first = ["ringtrain: rank 0 on host1 failed first:", "DataError: file0: gone", "  look there"]
     other = ["[1,1]<stderr>:ringtrain: file1: gone", "[1,1]<stderr>:  look there"]
     assert capfd.readouterr().err.splitlines() == [*lines[-6:], *other, *first]
@@ -419,17 +458,16 @@ def test_names_are_looked_up_side_by_side_and_not_waited_for_without_end(monkeyp
 def test_where_ranks_are_is_not_compared_for_each_of_them(monkeypatch) -> None:
     size, asked = 2000, []
     hosts = tuple(Host(f"host{number}", 8) for number in range(size // 8))
-    watch = supervisor.Supervisor("job", Job(("true",), size, hosts, here=frozenset()), supervisor.SupervisorOptions())
-    expected = PlannedPlacement(size, tuple((host.name, host.slots) for host in hosts))
-    seats = expected.seats
-    monkeypatch.setattr(PlannedPlacement, "seats", lambda self: asked.append(1) or seats())
+    watch = supervisor.Supervisor(Job(("true",), size, hosts, here=frozenset()), supervisor.SupervisorOptions())
+    placements = watch.planned_placement.ranks
+    monkeypatch.setattr(PlannedPlacement, "ranks", lambda self: asked.append(1) or placements())
     for rank in range(size):
-        watch.reports.seats.append(RankPlacement(rank, size, f"host{rank // 8}", rank % 8))
-        watch._look_at(expected, time.monotonic())
+        watch.reports.ranks.append(RankPlacement(rank, size, f"host{rank // 8}", rank % 8))
+        watch._check_start(time.monotonic())
     assert 1 <= len(asked) <= size / 10
-    watch.reports.seats[-1] = RankPlacement(size - 1, size, "host0", 7)
+    watch.reports.ranks[-1] = RankPlacement(size - 1, size, "host0", 7)
     with pytest.raises(PlacementError, match="host249, local rank 7  host0"):
-        watch._look_back_at(expected, 0)
+        watch._check_end(0)
 
 
 def test_a_host_is_here_by_name_or_address_and_no_other_is() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ringtrain.cluster import supervisor
+from ringtrain.cluster import agents, supervisor
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.job import Job
 
@@ -42,10 +42,10 @@ cat answer-$number >&2; exit 255
 """)
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(supervisor, "AGAIN_S", 0.01)
-    job = Job(("true",), 1, (Host("far", 1),), {"PATH": os.environ["PATH"]}, here=frozenset())
-    watch = supervisor.Supervisor("test-of-connecting", job, supervisor.SupervisorOptions(start_timeout_s=4))
-    with pytest.raises(supervisor.HostsLost, match="far does not answer") as lost, watch:
+    monkeypatch.setattr(agents, "AGAIN_S", 0.01)
+    job = Job(("true",), 1, (Host("far", 1),), {"PATH": os.environ["PATH"]}, here=frozenset(), id="test-of-connecting")
+    watch = supervisor.Supervisor(job, supervisor.SupervisorOptions(start_timeout_s=4))
+    with pytest.raises(agents.HostsLost, match="far does not answer") as lost, watch:
         watch.prepare()
     assert str(lost.value) == f"far does not answer: {said}"
     assert (tmp_path / "tries").read_text().count("\n") == tries

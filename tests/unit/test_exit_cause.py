@@ -29,7 +29,7 @@ HOROVODRUN_GLOO = "RuntimeError: Horovod detected ...\nProcess name: 1\nExit cod
 
 def reader(*failures: tuple[int, float, str, int]) -> Reader:
     reports = Reader("j")
-    reports.seats = [RankPlacement(0, 2, "host1", 0, process=76), RankPlacement(1, 2, "host2", 0, process=77)]
+    reports.ranks = [RankPlacement(0, 2, "host1", 0, process=76), RankPlacement(1, 2, "host2", 0, process=77)]
     for rank, time_s, text, code in failures:
         reports.failures[rank] = Failure(rank, f"host{rank + 1}", time_s, text.partition(":")[0], text, code)
     return reports
@@ -51,7 +51,7 @@ def test_a_rank_that_left_without_a_word_is_named_before_those_it_took_along(tex
     decided = decide(1, reader(*others), text, {1: ["last", "words"]}, "mpirun")
     assert decided.exit_code == 5
     assert decided.text.splitlines() == [
-        "rank 1 on host2 was the first to end, with exit code 5; its last lines:",
+        "rank 1 on host2 exited first, with code 5; its last lines:",
         "  last",
         "  words",
     ]
@@ -65,37 +65,37 @@ def test_a_killed_rank_is_named_with_its_signal(said: str) -> None:
 
 def test_hydra_names_a_process_and_we_its_rank() -> None:
     decided = decide(5, reader(), MPICH_EXITED, {}, "mpirun")
-    assert (decided.exit_code, decided.text) == (5, "rank 1 on host2 was the first to end, with exit code 5")
+    assert (decided.exit_code, decided.text) == (5, "rank 1 on host2 exited first, with code 5")
     strange = decide(5, Reader("j"), MPICH_EXITED, {}, "mpirun")
-    assert strange.text == "process 77 on host2 was the first to end, with exit code 5"
+    assert strange.text == "process 77 on host2 exited first, with code 5"
 
 
 def test_of_an_elastic_job_the_host_is_named() -> None:
     said = "The first process to do so was:\nProcess name: host2[0]\nExit code: {}\n"
     killed = decide(1, reader(), said.format(137), {}, "horovodrun")
-    why = "of the last ranks, one on host2 was killed by SIGKILL (signal 9), or ended so"
+    why = "of the last ranks, one on host2 was killed by SIGKILL (signal 9), or exited with its code"
     assert (killed.exit_code, killed.text) == (137, why)
     left = decide(1, reader(), said.format(5), {}, "horovodrun")
-    assert (left.exit_code, left.text) == (5, "of the last ranks, one on host2 was the first to end, with exit code 5")
+    assert (left.exit_code, left.text) == (5, "of the last ranks, one on host2 exited first, with code 5")
 
 
 def test_shut_down_is_never_the_last_word() -> None:
     decided = decide(1, reader((0, 1.0, SHUT_DOWN, 1)), "", {}, "mpirun")
     assert "Horovod has been shut down" not in decided.text.splitlines()[-1]
-    assert "another rank ended before" in decided.text
+    assert "another rank exited before" in decided.text
 
 
 def test_where_nobody_says_who_was_first_the_last_errors_are_shown() -> None:
     decided = decide(5, reader(), "", {1: ["some", "words"]}, "mpirun")
     assert decided.exit_code == 5
     assert decided.text.splitlines() == [
-        "a rank ended with exit code 5, mpirun does not say which; last errors:",
+        "a rank exited with code 5, mpirun does not name it; last errors:",
         "  rank 1 on host2: words",
     ]
 
 
 def test_a_launcher_that_fails_by_itself() -> None:
-    assert decide(213, Reader("j"), "no slots", {}, "mpirun").text == "mpirun ended with exit code 213"
+    assert decide(213, Reader("j"), "no slots", {}, "mpirun").text == "mpirun exited with code 213"
     assert decide(-9, Reader("j"), "", {}, "mpirun").exit_code == 137
 
 
@@ -117,7 +117,7 @@ def test_whose_line_it_is(line: str, found: tuple[int, str] | None) -> None:
 
 
 def test_a_host_that_is_silent_at_the_end_is_the_cause_where_no_rank_has_another() -> None:
-    said = "lost host2 while it ran: no answer from there; the host or its network failed"
+    said = "lost host2 while the job ran: its host or network failed"
     for code in (0, 255):  # Open MPI 5 calls it a success
         assert decide(code, Reader("job"), "", {}, "mpirun", ["host2"]) == ExitCause(2, said)
     assert decide(0, Reader("job"), "", {}, "mpirun") == ExitCause(0)

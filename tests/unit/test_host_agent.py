@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import selectors
 import subprocess
-from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,15 @@ import pytest
 from planning import TWO_HOSTS
 
 from ringtrain.cluster import host_agent
+from ringtrain.cluster.agents import HostAgent
 from ringtrain.cluster.plans import mpirun
-from ringtrain.cluster.supervisor import HostAgent, Supervisor, SupervisorOptions
+from ringtrain.cluster.supervisor import Supervisor, SupervisorOptions
 
 
 def test_a_line_that_comes_in_two_parts_is_read_whole() -> None:
-    watch = Supervisor("id", TWO_HOSTS, SupervisorOptions(over_ssh=False))
+    watch = Supervisor(TWO_HOSTS, SupervisorOptions(over_ssh=False))
     process: Any = None
-    agents = [HostAgent(host, process, lines=deque(maxlen=20)) for host in ("host1", "host2")]
+    agents = [HostAgent(host, process) for host in ("host1", "host2")]
     pipes = [os.pipe() for _ in agents]
     for agent, (end, _) in zip(agents, pipes, strict=True):
         watch._selector.register(end, selectors.EVENT_READ, agent)
@@ -52,22 +52,22 @@ def test_a_host_agent_reports_the_address_that_ssh_reaches() -> None:
         env = {"PATH": os.environ["PATH"], "SSH_CONNECTION": connection}
         said = subprocess.run(words, env=env, input=b"end\n", stdout=subprocess.PIPE, check=True, timeout=60).stdout
         process: Any = None
-        agents.append(HostAgent("host2", process, lines=deque(maxlen=20)))
-        Supervisor("id", TWO_HOSTS, SupervisorOptions(over_ssh=False))._hear(agents[-1], said)
+        agents.append(HostAgent("host2", process))
+        Supervisor(TWO_HOSTS, SupervisorOptions(over_ssh=False)).agents.read(agents[-1], said)
     assert [agent.reached for agent in agents] == ["10.1.0.3", "", "", ""]
-    assert all(agent.ready and agent.swept for agent in agents)
+    assert all(agent.ready and agent.cleaned_up for agent in agents)
 
 
 def test_this_host_is_reached_by_the_address_it_sends_from(capfd: pytest.CaptureFixture[str]) -> None:
-    watch = Supervisor("id", TWO_HOSTS, SupervisorOptions(over_ssh=False))
+    watch = Supervisor(TWO_HOSTS, SupervisorOptions(over_ssh=False))
     process: Any = None
     here = HostAgent("", process, networks="127.0.0.5/32 192.168.0.0/16:bridge")
     there = HostAgent("host2", process, networks="10.1.0.4/24", reached="127.0.0.1")
-    watch._keepers = [here, there]
-    assert watch.local_networks() == ("192.168.0.0/16",)
+    watch.agents.members = [here, there]
+    assert watch.agents.local_networks() == ("192.168.0.0/16",)
     # The address that the kernel sends from, in a network of another mask on a bridge.
     here.networks, there.reached = f"{host_agent.source_address('10.1.0.4')}/20:bridge", "10.1.0.4"
-    assert watch.local_networks() == ()
+    assert watch.agents.local_networks() == ()
     watch.check_networks(mpirun.plan(TWO_HOSTS, "openmpi4"))
     assert capfd.readouterr().err == ""
     here.networks = ""

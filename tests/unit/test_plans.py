@@ -104,7 +104,9 @@ def test_names_on_the_list_are_handed_on_and_no_others(dialect: str) -> None:
     names = ("XLA_FLAGS", "KERAS_BACKEND", "UCX_TLS", "CUDA_DEVICE_ORDER", "TFX", "OMPI_X", "CUDA_VISIBLE_DEVICES")
     terraform = ("TF_VAR_db", "TF_TOKEN_app_io", "TF_CLI_ARGS")
     job = replace(TWO_HOSTS, environment={**ENVIRONMENT, **dict.fromkeys((*names, *terraform), "")})
-    flags = mpirun.plan(job, dialect).argv
+    argv = mpirun.plan(job, dialect).argv
+    removed, flags = argv[: argv.index("mpirun")], argv[argv.index("mpirun") :]
+    assert {"AWS_SECRET_ACCESS_KEY", "TFX", "TF_TOKEN_app_io"} <= {*removed} and not {"PATH", "OMPI_X"} & {*removed}
     found = {word for word in re.split("[ ,]", " ".join(flags)) if word in job.environment}
     wanted = {"PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "NCCL_DEBUG", "TF_API_KEY", "XLA_FLAGS"}
     assert found == wanted | {"KERAS_BACKEND", "UCX_TLS", "CUDA_DEVICE_ORDER"}
@@ -176,7 +178,7 @@ def test_ranks_on_the_launching_host_alone_are_alike_without_losing_anything() -
     here = frozenset(("host1", "localhost"))
     job = replace(TWO_HOSTS, hosts=TWO_HOSTS.hosts[:1], num_ranks=4, here=here)
     assert environment.withheld(job) == ()
-    assert environment.not_handed_on(job) == ""
+    assert environment.not_forwarded(job) == ""
     assert not any("-u" in flag.words for flag in horovodrun.plan(job, gloo=True).flags)
     for other in (replace(TWO_HOSTS, here=here), replace(job, here=frozenset()), replace(job, hosts=())):
         assert "EDITOR" in environment.withheld(other)
@@ -186,14 +188,14 @@ def test_what_a_user_has_set_and_ranks_do_not_get_is_named_in_a_line() -> None:
     session = ("SSH_CONNECTION", "LS_COLORS", "TERM_PROGRAM", "DBUS_SESSION_BUS_ADDRESS", "bad;name", "BASH_FUNC_x%%")
     job = replace(TWO_HOSTS, environment={**ENVIRONMENT, **dict.fromkeys((*session, "HF_HOME", "https_proxy"), VALUE)})
     names = "AWS_SECRET_ACCESS_KEY, HF_HOME, HF_TOKEN, https_proxy"
-    assert environment.not_handed_on(job) == f"not handed on to ranks: 4 variables ({names}): --forward NAME adds one"
+    assert environment.not_forwarded(job) == f"not forwarded to ranks: 4 variables ({names}): --forward NAME adds one"
     asked = replace(job, forward=("HF_HOME", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"))
     assert (
-        environment.not_handed_on(asked) == "not handed on to ranks: 1 variable (https_proxy): --forward NAME adds one"
+        environment.not_forwarded(asked) == "not forwarded to ranks: 1 variable (https_proxy): --forward NAME adds one"
     )
     many = replace(TWO_HOSTS, environment={f"DATA_{number}": "" for number in range(8)})
-    assert "8 variables (DATA_0, DATA_1, DATA_2, DATA_3, DATA_4, DATA_5, ...)" in environment.not_handed_on(many)
-    assert environment.not_handed_on(replace(TWO_HOSTS, environment=dict.fromkeys(session, ""))) == ""
+    assert "8 variables (DATA_0, DATA_1, DATA_2, DATA_3, DATA_4, DATA_5, ...)" in environment.not_forwarded(many)
+    assert environment.not_forwarded(replace(TWO_HOSTS, environment=dict.fromkeys(session, ""))) == ""
 
 
 # ---- networks -----------------------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ def test_a_plan_that_is_none_is_refused(text: str) -> None:
         {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "PMIX_RANK": "3"},
         {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1"},
         {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "8", "HOROVOD_LOCAL_RANK": "1"},
-        {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"},
+        {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"},
         {
             "OMPI_COMM_WORLD_RANK": "3",
             "OMPI_COMM_WORLD_SIZE": "8",
@@ -135,7 +135,7 @@ def test_a_rank_says_where_it_is_and_becomes_its_command(environ: dict[str, str]
     )
     reader = Reader("j1")
     assert [reader.take(line) for line in ended.stderr.splitlines()] == [True]
-    (seat,) = reader.seats
+    (seat,) = reader.ranks
     assert (seat.rank, seat.size, seat.local_rank) == (3, 8, 1)
     assert ended.stdout == f"{seat.process} a $(touch b) 'c'\n"  # the same process, the same words
     assert ended.returncode == 7
@@ -188,7 +188,7 @@ def test_other_lines_are_not_taken(line: str) -> None:
 def test_a_damaged_report_is_taken_and_does_no_harm(rest: str) -> None:
     reader = Reader("j")
     assert reader.take(f"ringtrain-report:j:{rest}")
-    assert (reader.seats, reader.failures) == ([], {})
+    assert (reader.ranks, reader.failures) == ([], {})
 
 
 def test_the_earliest_cause_wins_and_a_consequence_never() -> None:

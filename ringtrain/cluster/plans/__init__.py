@@ -8,5 +8,5 @@ hydra:      flags of MPICH and Intel MPI
 horovodrun: horovodrun over MPI, over Gloo, and elastic
 slurm:      srun, and a script for sbatch
 kubernetes: manifest of an MPIJob
-rank_logs:  a log per rank for launchers that keep none
+rank_start: arguments before a rank's command: the report of its placement, and a log per rank
 """

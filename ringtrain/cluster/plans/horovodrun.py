@@ -10,7 +10,7 @@ import re
 import shlex
 from collections.abc import Iterator
 
-from ringtrain.cluster.environment import as_mapping, names_for_ranks, settings, withheld
+from ringtrain.cluster.environment import as_mapping, clean_start, names_for_ranks, settings
 from ringtrain.cluster.job import (
     MAX_WORD_LETTERS,
     Flag,
@@ -23,6 +23,7 @@ from ringtrain.cluster.job import (
     words,
 )
 from ringtrain.cluster.plans import openmpi
+from ringtrain.cluster.plans.rank_start import reported
 from ringtrain.errors import LaunchError
 
 PLAIN_PATH = re.compile(r"[A-Za-z0-9_@%+=:,./-]*")
@@ -68,50 +69,53 @@ def elastic(
     *,
     min_ranks: int,
     max_ranks: int,
+    first_ranks: int = 0,
     discovery: str = "",
     interface: str = "",
     start_timeout_s: int = 60,
     cooldown_s: tuple[int, int] = (0, 0),
     python: str = "python3",
 ) -> Plan:
-    """Command that starts an elastic job over Gloo once there are `num_ranks` slots.
+    """Command that starts an elastic job over Gloo.
 
     Args:
+        first_ranks: Slots with which it starts, if more are not available yet; 0: the job's number of ranks.
         max_ranks: Slots beyond these are not used.
-        discovery: Program that prints a line host:slots for each current host; "": a file with the job's hosts, which
-            can be edited while it runs.
+        discovery: Program that prints a line host:slots for each current host. The launcher runs it and writes its
+            output to a file; "": the file lists the job's hosts.
         interface: Network interface of the ranks, the same on all hosts; "": horovodrun looks for it once there are two
             hosts, and never starts on one.
         cooldown_s: Time for which a host is excluded after a rank has failed on it: twice to three times the first
             number, doubled each time, up to the second; zeros: for good.
     """
     _check(job)
-    if not 1 <= min_ranks <= job.num_ranks <= max_ranks:
+    first_ranks = min(first_ranks or job.num_ranks, job.num_ranks)
+    if not 1 <= min_ranks <= first_ranks <= max_ranks:
         raise LaunchError(
-            f"got {min_ranks} ranks at least, {job.num_ranks} to begin with and {max_ranks} at most, expected them in"
+            f"got {min_ranks} ranks at least, {first_ranks} to begin with and {max_ranks} at most, expected them in"
             f" this order, from 1 on"
         )
-    if len(job.hosts) < 2 and not (discovery or interface):
+    if len(job.hosts) < 2 and not interface:
         raise LaunchError(
             "got one host: an elastic horovodrun waits for a second one to find the interface between them: name more"
             " hosts, or the interface (lo, if it stays at this host)"
         )
-    files = {}
-    asked = shlex.quote(discovery)
-    if not discovery:
-        text = "".join(f"{host.name}:{host.slots}\n" for host in job.hosts)
-        path = file_path(job, "discovery.txt", text)  # may change while the job runs
-        files[path] = text
-        asked = shlex.join(["cat", path])
+    text = "".join(f"{host.name}:{host.slots}\n" for host in job.hosts)
+    path = file_path(job, "discovery.txt", text)  # may change while the job runs
+    source = f"printed by {shlex.quote(discovery)}" if discovery else "given"
     limits = [
         words("--min-np", min_ranks, because="with fewer ranks it waits for hosts"),
         words("--max-np", max_ranks, because="with more slots the rest is left out"),
-        words("--host-discovery-script", asked, because="asked every second which hosts there are"),
+        words(
+            "--host-discovery-script",
+            shlex.join(["cat", path]),
+            because=f"run every second; ringtrain launch writes to this file which of the hosts {source} answer",
+        ),
     ]
     if any(cooldown_s):
         because = "seconds, shortest and longest, after which a host whose rank has failed may come back"
         limits.append(words("--blacklist-cooldown-range", *cooldown_s, because=because))
-    return _plan(job, True, limits, interface, start_timeout_s, files, python=python, waits_for_hosts=True)
+    return _plan(job, True, limits, interface, start_timeout_s, {path: text}, python=python, first_ranks=first_ranks)
 
 
 def _check(job: Job) -> None:
@@ -137,7 +141,7 @@ def _plan(
     files: dict[str, str],
     prefix: str = "",
     python: str = "python3",
-    waits_for_hosts: bool = False,
+    first_ranks: int = 0,
 ) -> Plan:
     if gloo:
         _check_gloo(job)
@@ -148,15 +152,15 @@ def _plan(
             reasons[name] = f"horovodrun sets it to {chosen}"
         elif gloo:  # mpirun keeps the value set here
             reasons[name] = f"horovodrun sets it to {chosen}, whatever is set here: see --network-interface"
-    if waits_for_hosts and GLOO_TIMEOUT not in job.environment:
+    if first_ranks and GLOO_TIMEOUT not in job.environment:
         values[GLOO_TIMEOUT] = str(GLOO_TIMEOUT_S)
         reasons[GLOO_TIMEOUT] = "for ranks of a host that has just come to load TensorFlow, while the others wait"
     because = "horovodrun, Horovod's own launcher, without services that others can use"
-    found = [*_clean_start(job), words(python, "-m", DRIVER, because=because)]
+    found = [*clean_start(job, "horovodrun", job.working_directory), words(python, "-m", DRIVER, because=because)]
     if names := names_for_ranks(job, values):
         because = "variables that ranks on other hosts get, by name: no value is on a command line"
         found.append(words("--export", ",".join(names), because=because))
-    found.append(words("-np", job.num_ranks, because="ranks in all"))
+    found.append(words("-np", first_ranks or job.num_ranks, because="ranks in all"))
     found += hosts
     if interface:
         found.append(words("--network-interfaces", interface, because="not looked for, as asked for"))
@@ -171,7 +175,7 @@ def _plan(
         found.append(words("--output-filename", folder, because="keeps a log per rank"))
     if not gloo:
         found += _mpi_arguments(job, prefix)
-    return Plan(tuple(found), job.command, values, reasons, files)
+    return Plan((*found, *reported(job)), job.command, values, reasons, files)
 
 
 def _check_gloo(job: Job) -> None:
@@ -184,19 +188,6 @@ def _check_gloo(job: Job) -> None:
             f"{shlex.quote(folder)}: over Gloo, horovodrun gives this folder to other hosts' shells as it is: start in"
             f" one without spaces and signs, or use --launcher mpirun"
         )
-
-
-def _clean_start(job: Job) -> Iterator[Flag]:
-    """Arguments before horovodrun that set its directory and remove variables."""
-    hidden = withheld(job)
-    if not hidden and not job.working_directory:
-        return
-    yield words("env", because="prepares horovodrun's start")
-    if job.working_directory:
-        yield words("-C", job.working_directory, because="ranks start in the folder that horovodrun stands in")
-    if hidden:
-        because = "ranks of this host inherit all that horovodrun has: it starts without what they do not need"
-        yield Flag(tuple(word for name in hidden for word in ("-u", name)), because)
 
 
 def _mpi_arguments(job: Job, prefix: str) -> Iterator[Flag]:

@@ -106,7 +106,8 @@ def manifest(job: Job, cluster: Cluster) -> dict[str, Any]:
     inner = replace(job, working_directory="", environment=kept, allow_root=cluster.ssh_home == "/root/.ssh")
     names = forwarded(inner)
     # Ranks get the image's PATH, which is forwarded: sshd has another one.
-    launch = mpirun.plan(replace(inner, environment={**kept, "PATH": ""}), cluster.dialect, hostfile=HOSTFILE)
+    passed = {**{name: kept[name] for name in names}, "PATH": ""}
+    launch = mpirun.plan(replace(inner, environment=passed), cluster.dialect, hostfile=HOSTFILE)
     image = {"image": cluster.image, "imagePullPolicy": "IfNotPresent"}
     security = {} if inner.allow_root else {"securityContext": UNPRIVILEGED}
     gpus = {"nvidia.com/gpu": cluster.gpus_per_worker} if cluster.gpus_per_worker else {}

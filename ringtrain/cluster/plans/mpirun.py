@@ -6,11 +6,12 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ringtrain.cluster.environment import Setting, as_mapping, names_for_ranks, settings
+from ringtrain.cluster.environment import Setting, as_mapping, clean_start, names_for_ranks, settings
 from ringtrain.cluster.job import Flag, Job, Plan, check, words
 from ringtrain.cluster.plans import hydra, openmpi
-from ringtrain.cluster.plans.rank_logs import logged
+from ringtrain.cluster.plans.rank_start import logged, reported
 from ringtrain.errors import LaunchError
+from ringtrain.protocol.launchers import RANK_VARIABLES
 
 
 @dataclass(frozen=True)
@@ -37,21 +38,21 @@ DIALECTS = {
         title="Open MPI 5",
         version=re.compile(r"mpirun \(Open MPI\) 5\."),
         flags=lambda job, names, hostfile: openmpi.flags(job, openmpi.FIVE, names, hostfile),
-        rank_variable="OMPI_COMM_WORLD_RANK",
+        rank_variable=RANK_VARIABLES["Open MPI"].rank,
     ),
     "mpich": Dialect(
         title="MPICH",
         version=re.compile(r"HYDRA build details:"),
         flags=lambda job, names, hostfile: hydra.flags(job, False, names, hostfile),
         settings=lambda job: hydra.settings(job, False),
-        rank_variable="PMI_RANK",
+        rank_variable=RANK_VARIABLES["Hydra"].rank,
     ),
     "intel": Dialect(
         title="Intel MPI",
         version=re.compile(r"Intel\(R\) MPI Library"),
         flags=lambda job, names, hostfile: hydra.flags(job, True, names, hostfile),
         settings=lambda job: hydra.settings(job, True),
-        rank_variable="PMI_RANK",
+        rank_variable=RANK_VARIABLES["Hydra"].rank,
     ),
 }
 
@@ -84,5 +85,5 @@ def plan(job: Job, dialect: str, program: str = "mpirun", hostfile: str = "") ->
     if job.output and row.rank_variable:
         because = f"{row.title} would not show what it logs: each rank copies it to DIR/rank.N/stdout and stderr"
         flags.append(logged(job.output, row.rank_variable, because))
-    flags.insert(0, words(program, because=f"starts ranks; this one is {row.title}"))
-    return Plan(tuple(flags), job.command, values, reasons, files)
+    start = [*clean_start(job, "mpirun"), words(program, because=f"starts ranks; this one is {row.title}")]
+    return Plan((*start, *flags, *reported(job)), job.command, values, reasons, files)

@@ -137,6 +137,8 @@ def network(job: Job, dialect: Words) -> Iterator[Flag]:
         yield words("--mca", "btl_tcp_if_include", job.subnet, because=f"by subnet: interface names differ{also}")
     elif job.several_hosts:
         because = "interfaces that each host has for itself alone lead to no other host"
+        if job.id and not job.local_networks:
+            because += "; further ones that host agents find are added at the start"
         excluded = ",".join([EXCLUDED_NETWORKS, *job.local_networks])
         yield words("--mca", "btl_tcp_if_exclude", excluded, because=because)
     if job.several_hosts and f"OMPI_MCA_{TCP_PIECES}" not in job.environment:

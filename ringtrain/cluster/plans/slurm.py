@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 
 from ringtrain.cluster.environment import Setting, as_mapping, names_for_ranks, settings
 from ringtrain.cluster.job import MAX_WORD_LETTERS, Flag, Job, Plan, check, check_names, file_path, words
-from ringtrain.cluster.plans.rank_logs import WAITING_SCRIPT, logged
+from ringtrain.cluster.plans.rank_start import WAITING_SCRIPT, logged, reported
 from ringtrain.errors import LaunchError
+from ringtrain.protocol.launchers import RANK_VARIABLES
 
 HOST_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 OPTION = re.compile(r"[A-Za-z0-9_.@:,+-]+")
@@ -35,14 +36,14 @@ class Batch:
     """before the time limit, for ranks to save"""
 
 
-def srun(job: Job, mpi: str = "pmix") -> Plan:
+def srun(job: Job, mpi: str = "pmix", program: str = "srun") -> Plan:
     """Command that starts a job in an allocation; without hosts Slurm places the ranks. mpi: Slurm's plug-in."""
     check(job)
     check_names(job.hosts, "srun", HOST_NAME)
     values, reasons = as_mapping([*settings(job), *_settings(job, mpi)])
     files: dict[str, str] = {}
     found = [
-        words("srun", because="starts ranks in this allocation"),
+        words(program, because="starts ranks in this allocation"),
         words("--ntasks", job.num_ranks, because="ranks in all"),
     ]
     found += _placement(job, values, reasons, files)
@@ -68,8 +69,8 @@ def srun(job: Job, mpi: str = "pmix") -> Plan:
         )
     if job.output:
         because = "each rank copies its output to DIR/rank.N/stdout and stderr"
-        found.append(logged(job.output, "SLURM_PROCID", because, WAITING_SCRIPT))
-    return Plan(tuple(found), job.command, values, reasons, files)
+        found.append(logged(job.output, RANK_VARIABLES["Slurm"].rank, because, WAITING_SCRIPT))
+    return Plan((*found, *reported(job)), job.command, values, reasons, files)
 
 
 def sbatch(job: Job, batch: Batch = Batch()) -> Plan:
@@ -147,7 +148,7 @@ def _export(job: Job, also: dict[str, str] | tuple[str, ...], reason: str) -> Fl
 def _script(job: Job, batch: Batch) -> str:
     """Script that sbatch submits; it can also be edited and submitted by hand."""
     # The allocation's own hosts and environment, and the directory given to sbatch.
-    inner = srun(replace(job, hosts=(), environment={}, forward=(), working_directory=""))
+    inner = srun(replace(job, hosts=(), environment={}, forward=(), working_directory="", id=""))
     lines = ["#!/usr/bin/env bash", *_header(job, batch), ""]
     lines += ["# Ranks save and end at SIGUSR1 and SIGTERM; they go on from there when the job runs again."]
     for name, value in inner.env.items():

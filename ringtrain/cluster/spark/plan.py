@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from ringtrain.cluster.environment import as_mapping, names_for_ranks, settings
 from ringtrain.cluster.job import Job, Plan, check, words
-from ringtrain.cluster.plans.rank_logs import logged
+from ringtrain.cluster.plans.rank_start import logged, reported
 from ringtrain.cluster.spark.session import local_slots
 from ringtrain.errors import LaunchError
+from ringtrain.protocol.launchers import RANK_VARIABLES
 
 
 def plan(
@@ -45,8 +46,12 @@ def plan(
     found.append(words(f"--export={names}", because="variables that ranks get, by name: no value is on a command line"))
     found.append(words("--", because="what every rank runs follows"))
     if job.output:
-        found.append(logged(job.output, "HOROVOD_RANK", "each rank copies its output to DIR/rank.N/stdout and stderr"))
-    return Plan(tuple(found), job.command, values, reasons)
+        found.append(
+            logged(
+                job.output, RANK_VARIABLES["Gloo"].rank, "each rank copies its output to DIR/rank.N/stdout and stderr"
+            )
+        )
+    return Plan((*found, *reported(job)), job.command, values, reasons)
 
 
 def check_slots(num_ranks: int, master: str) -> None:

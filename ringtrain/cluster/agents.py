@@ -1,0 +1,258 @@
+"""Host agents of a job as the launcher has them: their processes, connections and messages."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+import selectors
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ringtrain.cluster import host_agent
+from ringtrain.cluster.host_agent import SAYS
+from ringtrain.cluster.job import Job
+from ringtrain.errors import LaunchError
+
+CONNECTING = 32  # concurrent ssh connections that are not ready yet
+# Pause before the next try of a host whose sshd, or the bastion before it, has too many unauthenticated connections.
+# It doubles with each try, and fewer connections are opened concurrently.
+AGAIN_S, MAX_TRIES, MIN_CONNECTING = 1.0, 5, 8
+TURNED_AWAY = re.compile(r"[a-z]+_exchange_identification: |banner exchange")
+CLOSED = re.compile(r"Connection (closed|reset) by ")
+MAX_LINES = 20
+
+
+class HostsLost(LaunchError):
+    """Hosts do not answer, or no longer, or their ranks do not start."""
+
+    def __init__(self, hosts: Sequence[str], text: str) -> None:
+        super().__init__(text)
+        self.hosts = tuple(hosts)
+
+
+@dataclass
+class HostAgent:
+    """Process of a host agent, and its messages."""
+
+    host: str
+    """"": this one"""
+    process: subprocess.Popen[bytes]
+    ready: bool = False
+    cleaned_up: bool = False
+    closed: bool = False
+    """has exited, and its output is read"""
+    tries: int = 1
+    """to connect to the host, this one included"""
+    refusal: str = ""
+    """last line of the previous try"""
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_LINES))
+    unfinished: bytes = b""
+    own_name: str = ""
+    """by which its host calls itself"""
+    version: str = ""
+    """of its host's ringtrain; "": not asked for"""
+    networks: str = ""
+    """of its host, see host_agent.local_networks"""
+    reached: str = ""
+    """IPv4 address by which ssh reaches its host; "": not known"""
+
+    @property
+    def name(self) -> str:
+        return self.host or "this host"
+
+    @property
+    def has_exited(self) -> bool:
+        return self.process.poll() is not None
+
+    def send(self, order: str) -> None:
+        """Sends a line. An agent that is gone has cleaned up already, or its host is lost."""
+        with contextlib.suppress(OSError):
+            os.write(self.process.stdin.fileno(), f"{order}\n".encode())  # type: ignore[union-attr]
+
+    def may_connect_later(self) -> bool:
+        """Whether sshd closed the connection before authentication, as beyond its MaxStartups: another try may help.
+
+        If it sent a message first, it will refuse the next connection for the same reason.
+        """
+        lines = [line for line in self.lines if line]
+        turned_away = any(map(TURNED_AWAY.search, lines)) or bool(lines and CLOSED.match(lines[0]))
+        return bool(self.host) and self.tries < MAX_TRIES and turned_away
+
+
+class HostAgents:
+    """The agents of one job's hosts, with what they have reported."""
+
+    def __init__(self, job: Job, selector: selectors.BaseSelector, patience_s: float) -> None:
+        self.job = job
+        self.selector = selector
+        self.patience_s = patience_s
+        self.members: list[HostAgent] = []
+        self.status: dict[int, tuple[int, str]] = {}
+        """step and phase of ranks that have exited"""
+        self.out_of_memory: set[str] = set()
+
+    def send(self, order: str) -> None:
+        for agent in list(self.members):
+            agent.send(order)
+
+    # ---- start ----------------------------------------------------------------------------------------------------
+
+    def connect(self, hosts: Sequence[str], is_used: bool, poll: Callable[[], None]) -> None:
+        """Starts an agent here and on other hosts, and waits until all are ready.
+
+        is_used: This host has ranks, and is checked as well. Raises HostsLost if a host does not answer, LaunchError if
+        it lacks the program or has another ringtrain.
+        """
+        raise_limits()
+        waiting = deque(["", *hosts])
+        deadline = time.monotonic() + self.patience_s
+        refused: dict[str, HostAgent] = {}
+        max_connecting, pause_until = CONNECTING, 0.0
+        while waiting or not all(agent.ready for agent in self.members):
+            num_connecting = sum(not agent.ready for agent in self.members)
+            while waiting and num_connecting < max_connecting and time.monotonic() > pause_until:
+                host = waiting.popleft()
+                agent = self.start(host, is_checked=bool(host) or is_used)
+                if before := refused.pop(host, None):
+                    agent.tries, agent.refusal = before.tries + 1, before.lines[-1]
+                num_connecting += 1
+            poll()
+            failed = [agent for agent in self.members if not agent.ready and agent.has_exited]
+            silent = [agent for agent in self.members if not agent.ready] if time.monotonic() > deadline else []
+            if failed or silent:
+                poll()
+            for agent in [agent for agent in failed if agent.may_connect_later()]:
+                now, pause_s = time.monotonic(), AGAIN_S * 2 ** (agent.tries - 1)
+                if now + pause_s < deadline:
+                    if now > pause_until:
+                        max_connecting = max(MIN_CONNECTING, max_connecting // 2)
+                    refused[agent.host], pause_until = agent, max(pause_until, now + pause_s)
+                    failed.remove(agent)
+                    self.drop(agent)
+                    waiting.append(agent.host)
+            if lost := failed or silent:
+                why = "; ".join(self.why_lost(agent) for agent in lost)
+                if any(f"{SAYS}lacks" in line for agent in failed for line in agent.lines):
+                    raise LaunchError(why)
+                raise HostsLost([agent.host for agent in lost], why)
+        self._refuse_other_versions()
+
+    def start(self, host: str, is_checked: bool) -> HostAgent:
+        """Starts the agent of a host. is_checked: It must have the ranks' program."""
+        environ, job = self.job.environment, self.job
+        argv = host_agent.argv(
+            host,
+            job.id,
+            job.command if is_checked else (),
+            Path(job.working_directory or Path.cwd()),
+            environ.get("PATH", os.defpath),
+            environ.get("PYTHONPATH", ""),
+            timeout_s=self.patience_s,
+            port=job.ssh_port,
+        )
+        pipe = subprocess.PIPE
+        try:
+            # In its own session: signals of the terminal reach this process only, which forwards them.
+            process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, start_new_session=True)
+        except OSError as error:
+            raise LaunchError(f"{host or 'this host'}: {argv[0]} cannot be started here: {error.strerror}") from error
+        self.members.append(HostAgent(host, process))
+        self.selector.register(process.stdout, selectors.EVENT_READ, self.members[-1])  # type: ignore[arg-type]
+        return self.members[-1]
+
+    def drop(self, agent: HostAgent) -> None:
+        """Ends an agent's process, which then cleans up on its host."""
+        self.members.remove(agent)
+        agent.process.kill()
+        agent.process.wait()
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            self.selector.unregister(agent.process.stdout)  # type: ignore[arg-type]
+        for pipe in filter(None, (agent.process.stdin, agent.process.stdout)):
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+    def why_lost(self, agent: HostAgent) -> str:
+        """Message about a host that is not ready, or no longer."""
+        host = agent.name
+        if any(line.startswith(f"{SAYS}lacks-folder") for line in agent.lines):
+            return f"{host} has no directory {self.job.working_directory}, where ranks start: create it there"
+        if any(line.startswith(f"{SAYS}lacks") for line in agent.lines):
+            return f"{host} has no {self.job.command[0]!r} on PATH={self.job.environment.get('PATH', '')}: install it"
+        lines = [line for line in agent.lines if line and not line.startswith(("@", SAYS))]
+        silent = agent.refusal or f"no answer in {self.patience_s:g} s"
+        why = next((line for line in reversed(lines) if not CLOSED.match(line)), lines[-1] if lines else silent)
+        return f"{host} does not answer: {why}"
+
+    def _refuse_other_versions(self) -> None:
+        versions = {agent.name: agent.version for agent in self.members if agent.version}
+        for host, version in versions.items():
+            if version == "none":
+                raise LaunchError(
+                    f"{host}: its {self.job.command[0]} has no ringtrain: set it up there, or start from a directory"
+                    f" and with a PATH that all hosts share"
+                )
+            first, other = next(iter(versions.items()))
+            if version != other:
+                raise LaunchError(f"{host} has ringtrain {version}, {first} has {other}: install the same everywhere")
+
+    # ---- messages -------------------------------------------------------------------------------------------------
+
+    def read(self, agent: HostAgent, data: bytes) -> None:
+        """Parses output of an agent; b"": its end."""
+        complete, _, agent.unfinished = (agent.unfinished + (data or b"\n")).rpartition(b"\n")
+        for line in complete.decode(errors="replace").splitlines():
+            agent.lines.append(line.strip())
+            if line.startswith(SAYS):
+                self._take(agent, *line.removeprefix(SAYS).split())
+        agent.closed = not data
+
+    def _take(self, agent: HostAgent, kind: str = "", *rest: str) -> None:
+        if kind == "ready":
+            agent.ready = True
+            agent.own_name, agent.version = [*rest, "", ""][:2]
+        elif kind == "swept":
+            agent.cleaned_up = True
+        elif kind == "box":
+            rank, step, *phase = [*rest, "", ""]
+            with contextlib.suppress(ValueError):
+                self.status[int(rank)] = int(step), " ".join(phase).strip()
+        elif kind == "networks":
+            agent.networks = " ".join(rest)
+        elif kind == "reached" and agent.host:
+            agent.reached = "".join(rest)
+        elif kind == "memory":
+            self.out_of_memory.add(agent.host)
+
+    # ---- networks -------------------------------------------------------------------------------------------------
+
+    def of_hosts(self) -> list[HostAgent]:
+        """Agents of the job's hosts, which need not include this one."""
+        elsewhere = {agent.host for agent in self.members}
+        is_used = any(host.name not in elsewhere for host in self.job.hosts)
+        return [agent for agent in self.members if agent.host or is_used]
+
+    def local_networks(self) -> tuple[str, ...]:
+        """Networks of the job's hosts that connect no hosts."""
+        agents = self.of_hosts()
+        reached = {agent.reached for agent in agents if agent.reached}
+        if not all(agent.host for agent in agents):
+            for address in [*reached]:  # the others reach this host by the addresses that it sends from
+                with contextlib.suppress(OSError):
+                    reached.add(host_agent.source_address(address))
+        return host_agent.local_networks([agent.networks for agent in agents], reached)
+
+    def without_networks(self) -> list[str]:
+        """Names of hosts that cannot report their networks."""
+        return [agent.name for agent in self.of_hosts() if not agent.networks]
+
+
+def raise_limits() -> None:
+    """Raises the limit of open files: an agent takes two."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))

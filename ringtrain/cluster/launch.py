@@ -1,0 +1,360 @@
+"""`ringtrain launch`: options -> hosts -> job -> plan -> supervised attempts."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ringtrain.cluster import elastic, environment, host_agent, job, processes, restart, schedulers, supervisor
+from ringtrain.cluster.agents import HostsLost
+from ringtrain.cluster.exit_cause import HOST_LOST, Ending
+from ringtrain.cluster.hosts import Host, parse_hosts, read_hostfile, select, take
+from ringtrain.cluster.job import Job, Plan
+from ringtrain.cluster.launch_options import LaunchOptions
+from ringtrain.cluster.plans import horovodrun, kubernetes, mpirun, slurm
+from ringtrain.cluster.restart import Policy
+from ringtrain.cluster.supervisor import SupervisorOptions
+from ringtrain.errors import LaunchError
+from ringtrain.protocol.attempt import Attempt
+
+Planner = Callable[[Job], Plan]
+VERSION_TIMEOUT_S = 20.0
+SPARK_START_S = 60.0
+"""for Spark itself to start, before it is asked for slots"""
+GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Everything that the attempts of a job have in common."""
+
+    options: LaunchOptions
+    hosts: tuple[Host, ...]
+    num_ranks: int
+    """of the first attempt"""
+    planner: Planner
+    supervision: SupervisorOptions
+    here: frozenset[str] = frozenset()
+    """names of hosts that mean this machine"""
+    starts_here: bool = False
+    """the launcher fills this machine first, wherever it is listed"""
+
+    def job_on(self, hosts: Sequence[Host], attempt: Attempt, num_ranks: int) -> Job:
+        """Job of one attempt."""
+        used = take(hosts, num_ranks, self.options.oversubscribe and not self.options.elastic)
+        if self.starts_here:
+            first = next((host for host in used if host.name in self.here), used[0])
+            used = (first, *(host for host in used if host != first))
+        return job_of(self.options, used, num_ranks, self.here, attempt)
+
+
+def launch(options: LaunchOptions) -> int:
+    """Runs a job and returns its exit code, or prints its plan."""
+    options = options.checked()
+    work = (elastic_launch if options.elastic else fixed_launch)(options)
+    policy = policy_of(options, work.num_ranks)
+    first = work.job_on(work.hosts, Attempt(num_ranks=work.num_ranks), work.num_ranks)
+    chosen = next((host for host in first.hosts if host.indices), None)
+    if chosen and options.started_by.submits:
+        raise LaunchError(
+            f"{chosen.name}: slots that are not its first ones (--include, --exclude) are assigned by ringtrain launch"
+            f" itself when ranks start: take --launcher mpirun, horovodrun or srun"
+        )
+    shown = replace(first, id=job.FRESH_ID if first.id else "")
+    if options.explain:
+        explain(work.planner(shown))
+        return 0
+    if options.dry_run:
+        show_dry(work.planner(replace(shown, files_folder=job.FRESH)), options.started_by.submits, first.output)
+        return 0
+    if options.started_by.submits:
+        return processes.submit(work.planner(first), first.files_folder)
+    if options.launcher == "spark":
+        from ringtrain.cluster.spark.session import check_installed
+
+        check_installed()
+    else:
+        processes.find("horovodrun" if options.elastic else options.started_by.program)
+    if options.started_by.over_ssh and (line := environment.not_forwarded(first)):
+        processes.say(line)
+    return run_attempts(work, policy)
+
+
+def run_attempts(work: Launch, policy: Policy) -> int:
+    """Runs a job, restarts it as the policy says, and returns the exit code of its last attempt."""
+    history, silent, attempt = restart.History(), set[str](), Attempt(num_ranks=work.num_ranks)
+
+    def remaining() -> tuple[list[Host], int]:
+        """Hosts and number of ranks for the next attempt; 0 ranks: too few hosts."""
+        hosts = restart.remaining(work.hosts, history.failures, policy, silent)
+        if work.options.oversubscribe and not work.options.elastic and hosts:
+            return hosts, work.num_ranks
+        return hosts, restart.ranks_on(restart.num_slots(hosts), work.num_ranks, policy.min_ranks)
+
+    used, num_ranks, supervision = list(work.hosts), work.num_ranks, work.supervision
+    while True:
+        now = work.job_on(used, attempt, num_ranks)
+        try:
+            ending = supervisor.run(now, work.planner, supervision)
+        except HostsLost as lost:
+            if not history.endings or not {*lost.hosts} <= {host.name for host in used}:
+                raise
+            silent |= {*lost.hosts}
+            used, num_ranks = remaining()
+            processes.say(f"{lost}{'; continues without' * bool(num_ranks)}")
+            if num_ranks:
+                continue
+            ending = Ending(2, str(lost), HOST_LOST, hosts=lost.hosts)  # the hosts may come back
+        if not ending.exit_code:
+            if history.endings:
+                processes.say(f"complete; restarted {restart.times(len(history.endings))}")
+            return 0
+        reason = restart.why_not(ending, history.endings, policy)
+        history.add(ending)
+        if reason:
+            if policy.max_restarts and not ending.stopped:
+                processes.say(f"not restarted: {reason}")
+            return ending.exit_code
+        # Lost hosts are tried again only if the others have too few slots.
+        silent = {*ending.hosts} if ending.kind == HOST_LOST else set()
+        used, num_ranks = remaining()
+        if num_ranks < work.num_ranks:
+            silent = set()
+            used, num_ranks = remaining()
+        if not num_ranks:
+            few = restart.num_slots(used)
+            processes.say(f"not restarted: {few} slots are too few for --min-np {policy.min_ranks}")
+            return ending.exit_code
+        attempt = history.next_attempt(attempt)
+        delay_s = history.delay_s(policy)
+        if now.hosts and now.hosts[0].name in ending.not_cleaned_up:
+            delay_s = max(delay_s, host_agent.LEASE_S)  # until the previous rank 0 can no longer write there
+        processes.say(f"restart {attempt.number} of {policy.max_restarts} in {delay_s:g} s, after: {ending.in_a_line}")
+        supervision = replace(supervision, answer_timeout_s=restart.ANSWER_S)
+        time.sleep(delay_s)
+
+
+def fixed_launch(options: LaunchOptions) -> Launch:
+    """Launch on hosts that are known."""
+    hosts, _ = find_hosts(options)
+    planner, dialect = planner_of(options)
+    over_ssh = options.started_by.over_ssh
+    return Launch(
+        options,
+        hosts,
+        sum(host.slots for host in hosts) if options.np is None else options.np,
+        planner,
+        SupervisorOptions(
+            launcher=options.launcher,
+            start_timeout_s=options.start_timeout + (SPARK_START_S if options.launcher == "spark" else 0),
+            grace_s=options.grace,
+            over_ssh=over_ssh,
+        ),
+        here=host_agent.here(host.name for host in hosts) if over_ssh else frozenset(),
+        starts_here=dialect == "openmpi4",
+    )
+
+
+def elastic_launch(options: LaunchOptions) -> Launch:
+    """Launch on hosts that join and leave."""
+    hosts = elastic.discovery(options.host_discovery, ())() if options.host_discovery else find_hosts(options)[0]
+    if any(host.indices for host in hosts):
+        raise LaunchError(
+            "slots that are not a host's first ones (--include, --exclude) cannot be used by an elastic job"
+        )
+    first_ranks = options.min_np if options.np is None else options.np
+    policy_of(options, first_ranks)
+    slots = sum(host.slots for host in hosts)
+    max_ranks = options.max_np or max(first_ranks, slots)
+    planner = partial(
+        horovodrun.elastic,
+        first_ranks=first_ranks,
+        min_ranks=options.min_np,
+        max_ranks=max_ranks,
+        discovery=options.host_discovery,
+        interface=options.network_interface,
+        start_timeout_s=max(1, int(options.start_timeout)),
+        cooldown_s=options.blacklist_cooldown,
+        python=sys.executable,
+    )
+    discover = elastic.discovery(options.host_discovery, hosts)
+    supervision = SupervisorOptions(
+        launcher="horovodrun",
+        start_timeout_s=options.start_timeout,
+        grace_s=options.grace,
+        watcher=lambda job, terms: elastic.ElasticSupervisor(job, terms, discover, min(first_ranks, job.num_ranks)),
+    )
+    return Launch(options, hosts, max(first_ranks, min(max_ranks, slots)), planner, supervision)
+
+
+# ---- hosts --------------------------------------------------------------------------------------------------------
+
+
+def find_hosts(options: LaunchOptions) -> tuple[tuple[Host, ...], str]:
+    """Hosts of the command line, else of the scheduler, else this machine; and their source."""
+    if options.launcher == "spark":
+        return (Host("spark", spark_slots(options)),), "Spark"
+    if options.hostfile is not None:
+        hosts, source = read_hostfile(Path(options.hostfile)), options.hostfile
+    elif options.hosts is not None:
+        hosts, source = parse_hosts(options.hosts), "-H"
+    elif allocation := schedulers.find(os.environ):
+        hosts, source = allocation.hosts, f"{allocation.scheduler}: {allocation.source}"
+    else:
+        # A launcher that submits the job uses this as the number of ranks, and requests other machines.
+        hosts = (Host("localhost", (options.started_by.submits and options.np) or slots_here()),)
+        source = "this machine"
+    if options.include or options.exclude:
+        hosts = select(hosts, options.include, options.exclude)
+    return hosts, source
+
+
+def slots_here(gpus: Path = GPUS) -> int:
+    """Slots of this machine: one per GPU, without GPUs one per core."""
+    num_gpus = len(list(gpus.iterdir())) if gpus.is_dir() else 0
+    return num_gpus or len(os.sched_getaffinity(0))
+
+
+def spark_slots(options: LaunchOptions) -> int:
+    """Slots to request from Spark: -np, else those of a local master. Spark itself chooses the hosts."""
+    from ringtrain.cluster.spark.session import local_slots
+
+    if options.hostfile or options.hosts or options.include or options.exclude:
+        raise LaunchError("got hosts with --launcher spark, which has executors instead: leave them out, give --master")
+    slots = local_slots(options.master) if options.np is None else options.np
+    if slots is None:
+        raise LaunchError("got no -np, and only a local Spark tells its number of slots: give -np")
+    if slots < 1:
+        raise LaunchError(f"got -np {slots}, expected 1 rank or more")
+    return slots
+
+
+# ---- job and plan -------------------------------------------------------------------------------------------------
+
+
+def job_of(
+    options: LaunchOptions, used: tuple[Host, ...], num_ranks: int, here: frozenset[str], attempt: Attempt
+) -> Job:
+    """Job of the command line. used: Hosts with as many slots as they get ranks."""
+    environ = {**os.environ, **options.environ}
+    # The other hosts' cores are not known; hosts of a job are mostly alike.
+    full = max(host.slots for host in used) >= len(os.sched_getaffinity(0))
+    yields = environ.get("OMPI_MCA_mpi_yield_when_idle")
+    return Job(
+        id="" if options.started_by.submits else uuid.uuid4().hex,
+        attempt=attempt.to_json(),
+        command=options.command,
+        num_ranks=num_ranks,
+        hosts=() if options.launcher == "spark" else used,
+        environment=environ,
+        forward=(*options.forward, *options.environ),
+        working_directory=str(Path.cwd()),
+        bind=options.bind,
+        network=options.network,
+        subnet=options.subnet,
+        ssh_port=options.ssh_port,
+        threads_per_rank=options.threads,
+        oversubscribe=options.oversubscribe,
+        output=str(Path(options.output).absolute()) if options.output else "",
+        num_servers=options.ps or 0,
+        timeline=str(Path(options.timeline).absolute()) if options.timeline else "",
+        here=here,
+        allow_root=os.geteuid() == 0,
+        files_folder=os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/ringtrain-{os.geteuid()}",
+        yield_when_idle=full if yields is None else yields == "1",
+    )
+
+
+def planner_of(options: LaunchOptions) -> tuple[Planner, str]:
+    """Function that plans a job for the chosen launcher, and the dialect of mpirun, "" if it is not used."""
+    horovod = partial(
+        horovodrun.plan,
+        python=sys.executable,
+        start_timeout_s=max(1, int(options.start_timeout)),
+        interface=options.network_interface,
+    )
+    if options.launcher in ("mpirun", "horovodrun"):
+        dialect = mpirun.identify(processes.call(["mpirun", "--version"], VERSION_TIMEOUT_S))
+        if options.launcher == "mpirun":
+            return partial(mpirun.plan, dialect=dialect, program=processes.find("mpirun")), dialect
+        return partial(horovod, dialect=dialect), dialect
+    if options.launcher == "spark":
+        from ringtrain.cluster.spark import plan as spark
+
+        planner = partial(spark.plan, master=options.master, spark_settings=options.spark_conf)
+        return partial(planner, data=options.spark_data, start_timeout_s=options.start_timeout), ""
+    planners: dict[str, Planner] = {
+        "horovodrun-gloo": partial(horovod, gloo=True),
+        "srun": partial(slurm.srun, program=shutil.which("srun") or "srun"),
+        "sbatch": slurm.sbatch,
+        "mpijob": lambda job: kubernetes.plan(job, cluster_of(options)),
+    }
+    return planners[options.launcher], ""
+
+
+def cluster_of(options: LaunchOptions) -> kubernetes.Cluster:
+    """Request to Kubernetes. Raises LaunchError for invalid --gpus or --resources."""
+    if options.gpus < 0:
+        raise LaunchError(f"got --gpus {options.gpus}, expected the number of GPUs of each worker, 0 or more")
+    pairs = [item.partition("=") for item in options.resources.split(",") if item]
+    for name, sign, amount in pairs:
+        if not (name and sign and amount):
+            raise LaunchError(
+                f"got --resources {options.resources}, expected amounts by name such as cpu=8,memory=32Gi"
+            )
+    given: dict[str, Any] = {"image": options.image, "name": options.job_name, "namespace": options.namespace}
+    return kubernetes.Cluster(
+        **{name: value for name, value in given.items() if value},
+        gpus_per_worker=options.gpus,
+        resources={name: amount for name, _, amount in pairs},
+    )
+
+
+def policy_of(options: LaunchOptions, num_ranks: int) -> Policy:
+    """Restart policy. Raises LaunchError for an invalid --min-np."""
+    if not 1 <= options.min_np <= max(1, num_ranks):
+        raise LaunchError(f"got --min-np {options.min_np}, expected 1 to {num_ranks}, the number of ranks")
+    return Policy(
+        options.max_restarts,
+        restart_on=options.restart_on,
+        give_up_on=options.give_up_on,
+        keep_hosts=options.keep_hosts,
+        # With servers, fewer ranks would have other roles, which no option gives.
+        min_ranks=options.min_np if options.ps is None else num_ranks,
+    )
+
+
+def explain(plan: Plan) -> None:
+    """Prints a plan as a table: every flag and variable with its reason."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("part", "reason", box=box.SIMPLE_HEAD)
+    for part, reason in job.explain(plan):
+        table.add_row(Text(part, overflow="fold"), Text(reason, overflow="fold"))
+    Console().print(table)
+
+
+def show_dry(plan: Plan, is_submitted: bool, output: str) -> None:
+    """Prints the line to paste; for a scheduler the script or manifest, with the command to submit it on stderr."""
+    if not is_submitted:
+        print(plan.shell())
+        return
+    ((path, text),) = plan.files.items()
+    name = Path(path).suffix.removeprefix(".")
+    print(text, end="")
+    sys.stdout.flush()
+    line = shlex.join(f"job.{name}" if word == path else word for word in plan.argv)
+    line = f"mkdir -p -- {shlex.quote(output)} && {line}" if output else line
+    print(f"# keep it as job.{name}, and submit it by: {line}", file=sys.stderr)

@@ -1,0 +1,228 @@
+"""Options of `ringtrain launch` and of the commands that start ranks as it does: each stands here once."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import Field, dataclass, field, fields, replace
+from typing import Any, Literal
+
+from ringtrain.errors import LaunchError
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Program that starts ranks."""
+
+    program: str = ""
+    """which must be on PATH"""
+    over_ssh: bool = False
+    """host agents supervise its hosts"""
+    submits: bool = False
+    """the job to a scheduler, which then supervises it"""
+
+
+LAUNCHERS = {
+    "mpirun": Launcher("mpirun", over_ssh=True),
+    "horovodrun": Launcher("horovodrun", over_ssh=True),
+    "horovodrun-gloo": Launcher("horovodrun", over_ssh=True),
+    "srun": Launcher("srun"),
+    "sbatch": Launcher(submits=True),
+    "mpijob": Launcher(submits=True),
+    "spark": Launcher(),
+}
+HOSTS, JOB, SHOW = "hosts", "job", "show"
+SPARK, MPIJOB = "with --launcher spark (docs/spark.md)", "with --launcher mpijob (docs/docker.md)"
+RESTARTS, ELASTIC = "when the job fails", "hosts that join and leave (docs/elastic.md)"
+ONLY_WITH = {SPARK: "spark", MPIJOB: "mpijob"}
+"""launcher of a group of options"""
+ONE_OF = (("hostfile", "hosts"), ("dry_run", "explain"))
+KINDS: dict[str, dict[str, Any]] = {
+    "bool": {"action": "store_true"},
+    "int": {"type": int},
+    "int | None": {"type": int},
+    "float": {"type": float},
+    "tuple[str, ...]": {"action": "append"},
+    "tuple[int, int]": {"type": int, "nargs": 2},
+}
+
+
+def option(group: str, default: Any, metavar: Any, text: str, *flags: str, **more: Any) -> Any:
+    """Field that is an option. flags: Instead of `--` and the field's name; more: Keywords of add_argument."""
+    return field(default=default, metadata={"group": group, "flags": flags, "metavar": metavar, "help": text, **more})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """What to launch where, as given on the command line."""
+
+    command: tuple[str, ...] = ()
+    """of every rank"""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """variables for the ranks besides those of the launching environment"""
+
+    hostfile: str | None = option(HOSTS, None, "FILE", "hosts and slots, in any of the usual formats")
+    hosts: str | None = option(HOSTS, None, "LIST", "the same in a line: host1:4,host2:4", "-H", "--hosts")
+    include: str = option(HOSTS, "", "LIST", "use only these hosts or slots, counted from 0: host1,host2:0-1 (all)")
+    exclude: str = option(HOSTS, "", "LIST", "use all but these: host1:3")
+    ssh_port: int = option(HOSTS, 0, "PORT", "port of every host's sshd (as ssh itself has it configured)")
+    subnet: str = option(HOSTS, "", "CIDR", "network of the ranks, e.g. 10.1.0.0/16 (any)")
+
+    np: int | None = option(JOB, None, "N", "number of ranks (all slots)", "-np")
+    ps: int | None = option(JOB, None, "P", "number of ranks that are parameter servers (docs/strategies.md)")
+    workers: int | None = option(JOB, None, "W", "number of ranks that train besides them; -np is the sum of both")
+    launcher: str = option(JOB, "mpirun", None, "program that starts the ranks (mpirun)", choices=tuple(LAUNCHERS))
+    bind: Literal["none", "core"] = option(
+        JOB, "none", None, "core: --threads cores for each rank (none)", choices=("none", "core")
+    )
+    network: Literal["tcp", "ucx"] = option(
+        JOB, "tcp", None, "TCP, or InfiniBand and RoCE (tcp)", choices=("tcp", "ucx")
+    )
+    network_interface: str = option(JOB, "", "NAME", "interface of all hosts, for horovodrun (searched for)")
+    threads: int = option(JOB, 0, "N", "CPU threads of a rank (the rank decides)")
+    forward: tuple[str, ...] = option(JOB, (), "NAME", "forward a variable besides the usual ones; may be repeated")
+    oversubscribe: bool = option(JOB, False, None, "allow more ranks than slots")
+    output: str = option(JOB, "", "DIR", "keep a log per rank")
+    timeline: str = option(JOB, "", "FILE", "write timelines of all ranks of ringtrain.train, for Perfetto")
+    start_timeout: float = option(JOB, 60, "S", "seconds for hosts to answer and for ranks to start (60)")
+    grace: float = option(JOB, 8, "S", "seconds after SIGTERM for ranks to save before they are killed (8)")
+
+    master: str = option(SPARK, "", "URL", "e.g. local[2] (as in spark-defaults.conf)")
+    spark_data: str = option(
+        SPARK, "", "MODULE:FUNCTION", "function that returns DataFrames for --data.name spark of ranks"
+    )
+    spark_conf: tuple[str, ...] = option(SPARK, (), "NAME=VALUE", "setting of Spark; may be repeated")
+
+    image: str = option(MPIJOB, "", "NAME", "image of all containers (ringtrain)")
+    job_name: str = option(MPIJOB, "", "NAME", "name of the MPIJob (ringtrain)")
+    namespace: str = option(MPIJOB, "", "NAME", "namespace of the MPIJob (kubectl's)")
+    gpus: int = option(MPIJOB, 0, "N", "GPUs of each worker (0)")
+    resources: str = option(
+        MPIJOB, "", "LIST", "limits of each worker, for namespaces with a quota: cpu=8,memory=32Gi (none)"
+    )
+
+    max_restarts: int = option(RESTARTS, 0, "N", "restart it up to N times, from its newest checkpoint (0)")
+    restart_on: str = option(RESTARTS, "", "REGEX", "restart on any failure whose message matches")
+    give_up_on: str = option(RESTARTS, "", "REGEX", "never restart on a match")
+    keep_hosts: bool = option(RESTARTS, False, None, "never exclude a host that has failed twice")
+    min_np: int = option(RESTARTS, 1, "N", "continue with fewer ranks, down to N (1)")
+
+    elastic: bool = option(ELASTIC, False, None, "continue with the hosts that are available, over Gloo")
+    max_np: int | None = option(ELASTIC, None, "N", "maximum number of ranks (all slots at the start)")
+    host_discovery: str = option(ELASTIC, "", "PROGRAM", "program that prints the current hosts: host:slots")
+    blacklist_cooldown: tuple[int, int] = option(
+        *(ELASTIC, (15, 600), ("S", "MAX")),
+        "a host whose rank has failed may return after about twice S seconds, longer each time (15 600); 0 0: never",
+    )
+
+    dry_run: bool = option(SHOW, False, None, "print the command, script or manifest and exit")
+    explain: bool = option(SHOW, False, None, "print every flag and variable with its reason and exit")
+
+    @classmethod
+    def of(cls, given: argparse.Namespace) -> LaunchOptions:
+        """Options of a parsed command line; those that its command does not have are at their defaults."""
+        values: dict[str, Any] = {}
+        for name in (one.name for one in fields(cls) if hasattr(given, one.name)):
+            value = getattr(given, name)
+            values[name] = tuple(value) if isinstance(value, list) else value
+        return cls(**values)
+
+    @property
+    def started_by(self) -> Launcher:
+        return LAUNCHERS[self.launcher]
+
+    def checked(self) -> LaunchOptions:
+        """These options, with -np set if some ranks are parameter servers. Raises LaunchError for invalid ones."""
+        if not self.command:
+            raise LaunchError("got no command to run: ringtrain launch [options] -- python -m ringtrain.train ...")
+        for name in ("start_timeout", "grace"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise LaunchError(f"got {_flag(name)} {getattr(self, name):g}, expected a number of seconds above 0")
+        if self.bind == "core" and self.threads < 1:
+            raise LaunchError("got --bind core without --threads: give --threads N, the number of cores of each rank")
+        self._check_launcher()
+        return self if self.ps is None and self.workers is None else self._with_roles()
+
+    def _check_launcher(self) -> None:
+        for one in fields(self):
+            launcher = ONLY_WITH.get(one.metadata.get("group", ""), self.launcher)
+            if launcher != self.launcher and getattr(self, one.name):
+                raise LaunchError(
+                    f"got {_flag(one.name)} with --launcher {self.launcher}, expected --launcher {launcher}"
+                )
+        if self.max_restarts < 0:
+            raise LaunchError(f"got --max-restarts {self.max_restarts}, expected 0 or more")
+        if self.max_restarts and self.started_by.submits:
+            raise LaunchError(
+                f"got --max-restarts with --launcher {self.launcher}, which submits the job and does not supervise it:"
+                f" leave it out; Slurm's --requeue and Kubernetes' backoffLimit do the same there"
+            )
+        if not self.elastic:
+            return
+        if self.launcher not in ("mpirun", "horovodrun-gloo"):
+            raise LaunchError(
+                f"got --launcher {self.launcher} with --elastic, which runs horovodrun over Gloo: leave it out"
+            )
+        if self.timeline:
+            raise LaunchError("got --timeline with --elastic, whose ranks join and leave: leave it out")
+        if self.ps or self.workers:
+            raise LaunchError("got --ps or --workers with --elastic, whose ranks are all alike: leave them out")
+
+    def _with_roles(self) -> LaunchOptions:
+        if self.launcher in ("horovodrun-gloo", "spark"):
+            raise LaunchError(f"got --ps or --workers with --launcher {self.launcher}, whose ranks have no MPI")
+        num_servers = 1 if self.ps is None else self.ps
+        if num_servers < 1 or (self.workers is not None and self.workers < 1):
+            raise LaunchError(f"got --ps {num_servers} --workers {self.workers}, expected 1 or more of each")
+        if self.workers is None:
+            if self.np is not None and self.np <= num_servers:
+                raise LaunchError(f"got --ps {num_servers} with -np {self.np}: no rank is left to be a worker")
+            return replace(self, ps=num_servers)
+        if self.np not in (None, num_servers + self.workers):
+            raise LaunchError(
+                f"got -np {self.np} with --ps {num_servers} --workers {self.workers}: leave out one of the three"
+            )
+        return replace(self, ps=num_servers, np=num_servers + self.workers)
+
+
+def add_options(
+    parser: argparse.ArgumentParser,
+    groups: Collection[str] = (),
+    hidden: Collection[str] = (),
+    hidden_groups: Collection[str] = (),
+) -> None:
+    """Adds the options of some groups, all by default. hidden: Accepted, but not in the help of the command."""
+    sections: dict[str, Any] = {HOSTS: parser, JOB: parser, SHOW: parser}
+    exclusive: dict[tuple[str, str], Any] = {}
+    for one in fields(LaunchOptions):
+        group = one.metadata.get("group")
+        if group is None or (groups and group not in groups):
+            continue
+        if group not in sections:
+            sections[group] = parser.add_argument_group(group) if group not in hidden_groups else parser
+        section = sections[group]
+        for names in ONE_OF:
+            if one.name in names:
+                exclusive.setdefault(names, None)
+                exclusive[names] = section = exclusive[names] or section.add_mutually_exclusive_group()
+        section.add_argument(*_flags(one), **_keywords(one, one.name in hidden or group in hidden_groups))
+
+
+def _flags(one: Field[Any]) -> tuple[str, ...]:
+    return one.metadata["flags"] or (_flag(one.name),)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _keywords(one: Field[Any], is_hidden: bool) -> dict[str, Any]:
+    words = {key: value for key, value in one.metadata.items() if key not in ("group", "flags") and value is not None}
+    default = [] if one.default == () else one.default
+    return {
+        **KINDS.get(str(one.type), {}),
+        "default": default,
+        **words,
+        **({"help": argparse.SUPPRESS} if is_hidden else {}),
+    }

@@ -1,0 +1,43 @@
+"""Environment variables with which each launcher tells a process its place in the job, and the launchers' programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RankVariables:
+    """Names of the variables; "" if the launcher sets none."""
+
+    rank: str
+    size: str = ""
+    local_rank: str = ""
+    local_size: str = ""
+
+
+# In order of precedence: a rank of mpirun in a job of Slurm has Slurm's variables as well.
+RANK_VARIABLES = {
+    "Open MPI": RankVariables(
+        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
+    ),
+    "Hydra": RankVariables("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "Gloo": RankVariables("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+    "PMIx": RankVariables("PMIX_RANK"),
+    # SLURM_NTASKS is set in a batch script as well, which is no rank.
+    "Slurm": RankVariables("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+}
+PROGRAMS = ("horovodrun", "mpirun", "mpiexec", "orterun", "prterun", "mpiexec.hydra")
+"""programs that start ranks, as in a process table"""
+
+
+def names(field: str) -> tuple[str, ...]:
+    """Names of one variable under all launchers, e.g. of "local_rank"."""
+    return tuple(name for row in RANK_VARIABLES.values() if (name := getattr(row, field)))
+
+
+def in_shell(field: str) -> str:
+    """Shell expression with the value of one variable under any launcher; empty without a launcher."""
+    text = ""
+    for name in reversed(names(field)):
+        text = f"${{{name}:-{text}}}" if text else f"${name}"
+    return text
