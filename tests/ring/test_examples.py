@@ -26,7 +26,7 @@ FULL_LR = BASE_LR * NUM_RANKS * BATCHES_PER_ALLREDUCE
 
 def _start(folder: Path, script: Path, *arguments: Any) -> tuple[Any, list[dict[str, Any]]]:
     """Runs an example on two ranks; returns the launch, and the report of each rank that came to its end."""
-    finished = run(NUM_RANKS, [sys.executable, DRIVER, folder, script, *arguments], LIMIT_S)
+    finished = run(NUM_RANKS, [sys.executable, DRIVER, folder, script, *arguments], LIMIT_S, warm=True)
     files = [folder / str(rank) / "report.json" for rank in range(NUM_RANKS)]
     return finished, [json.loads(file.read_text()) for file in files if file.exists()]
 

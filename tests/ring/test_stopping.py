@@ -21,10 +21,10 @@ STEPS_PER_EPOCH = 22
 NEVER_BETTER = ["--train.min-delta", "1000"]  # than the first epoch
 
 
-def train(folder: Path, *options: object, np: int = 2, **launch) -> subprocess.CompletedProcess:
+def train(folder: Path, *options: object, np: int = 2, warm: bool = True, **launch) -> subprocess.CompletedProcess:
     words = [*TRAIN, "--run.directory", folder, *options]
     env = {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])}
-    return run(np, [str(word) for word in words], 600, env=env, **launch)
+    return run(np, [str(word) for word in words], 600, env=env, warm=warm, **launch)
 
 
 def summary(folder: Path) -> dict:
@@ -128,6 +128,7 @@ def test_a_rank_that_gets_out_of_step_ends_all_and_is_named(tmp_path):
         5,
         "--train.epochs",
         9,
+        warm=False,
     )
     assert ended.returncode == 2
     (line,) = [line for line in ended.stderr.splitlines() if "ringtrain:" in line]
@@ -170,7 +171,7 @@ def test_on_a_full_disk_training_goes_on_and_the_checkpoint_before_stays(tmp_pat
         pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
     assert mounted.returncode == 0, mounted.stderr
     try:
-        ended = train(disk, "--train.epochs", 9, "--checkpoint.keep", 100)
+        ended = train(disk, "--train.epochs", 9, "--checkpoint.keep", 100, warm=False)
         names = sorted(path.name for path in (disk / "run" / "checkpoints").iterdir())
     finally:
         subprocess.run(["umount", disk], check=True)
@@ -198,7 +199,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
     watcher.start()
     options = ["--data.num-samples", 400000, "--data.image-size", 4, "--health.agree-every-steps", 10**6]
     try:
-        stopped = train(tmp_path, "--data.name", "synthetic", *options, "--tracking.every-steps", 10, np=0)
+        stopped = train(tmp_path, "--data.name", "synthetic", *options, "--tracking.every-steps", 10, np=0, warm=False)
     finally:
         ended.set()
         watcher.join()
@@ -224,7 +225,7 @@ def test_a_script_whose_ranks_wait_for_different_things_ends_and_names_them():
 
     Before, rank 0 has evaluated in a graph for longer than the limit, while rank 1 waited: that ended nothing.
     """
-    finished = run(2, [sys.executable, HERE / "hanging.py"], 120, env={"RINGTRAIN_STALL_TIMEOUT": "3"})
+    finished = run(2, [sys.executable, HERE / "hanging.py"], 120, env={"RINGTRAIN_STALL_TIMEOUT": "3"}, warm=True)
     assert finished.returncode == 75, finished.stderr
     host = socket.gethostname()
     (warning,) = [line for line in finished.stderr.splitlines() if "the other ranks have waited" in line]
