@@ -23,8 +23,7 @@ from ringtrain.config_io import find
 from ringtrain.data.dataset import DataSet, Samples, Split, checked, checksums
 from ringtrain.data.pipeline import dealt_batches, evaluation_batches, training_batches
 from ringtrain.data.sharding import evaluation_shard, part_of, training_shard
-from ringtrain.data.sources import DATASETS
-from ringtrain.data.tfrecords import write_index
+from ringtrain.data.sources import DATASETS, PREPARE
 from ringtrain.errors import DataError
 
 __all__ = [
@@ -45,9 +44,9 @@ __all__ = [
 
 
 def prepare(config: DataConfig, is_first: bool = True) -> None:
-    """Writes an index of TFRecords for other ranks and later starts, if `is_first`; the other ranks wait for it."""
-    if is_first and config.name == "imagenet-tfrecords" and config.dir:
-        write_index(Path(config.dir))
+    """Prepares files for the other ranks and later starts, e.g. an index of TFRecords, if `is_first`."""
+    if is_first and config.dir and config.name in PREPARE:
+        PREPARE[config.name](Path(config.dir))
 
 
 def source(config: DataConfig) -> Callable[[], DataSet]:
@@ -63,16 +62,15 @@ def source(config: DataConfig) -> Callable[[], DataSet]:
     Raises:
         ConfigError: the source does not exist.
     """
-    found = find("data.name", config.name, DATASETS)
+    function = find("data.name", config.name, DATASETS)
 
-    def ours() -> DataSet:
+    def read() -> DataSet:
+        if config.name not in DATASETS:
+            train, test = function()
+            return checked(config.name, train, test, config.num_classes)
         try:
-            return found(config)
-        except OSError as error:  # not handled by the source, e.g. a folder without permission
+            return function(config)
+        except OSError as error:  # not handled by the source, e.g. a directory without permission
             raise DataError(f"{error.filename or config.name}: cannot be read: {error.strerror or error}") from error
 
-    def own() -> DataSet:
-        train, test = found()
-        return checked(config.name, train, test, config.num_classes)
-
-    return ours if config.name in DATASETS else own
+    return read

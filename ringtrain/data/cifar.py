@@ -39,22 +39,22 @@ def cifar10(config: DataConfig) -> DataSet:
     batches than published are accepted. With data.augment, training images are shifted and flipped.
     """
     if not config.dir:
-        raise DataError(f"{config.name}: give its folder or archive with --data.dir")
+        raise DataError(f"{config.name}: give its directory or archive with --data.dir")
     place = Path(config.dir)
     try:
-        found = {name: (where, content) for name, where, content in _files(place)}
+        files = {name: (where, content) for name, where, content in _files(place)}
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         raise DataError(f"{place}: cannot be read: {reason}") from error
     # never both versions: that would train every image twice
-    version = ".bin" if "test_batch.bin" in found else ""
-    names = sorted(name for name in found if BATCH.fullmatch(name).group(2) == (version or None))  # type: ignore[union-attr]
+    version = ".bin" if "test_batch.bin" in files else ""
+    names = sorted(name for name in files if BATCH.fullmatch(name).group(2) == (version or None))  # type: ignore[union-attr]
     if f"test_batch{version}" not in names or len(names) < 2:
         raise DataError(
-            f"{place}: holds no CIFAR-10, expected data_batch_1, ... and test_batch, with or without .bin, or"
+            f"{place}: contains no CIFAR-10, expected data_batch_1, ... and test_batch, with or without .bin, or"
             f" {' or '.join(ARCHIVES)}"
         )
-    batches = {name: _batch(*found[name], binary=bool(version)) for name in names}
+    batches = {name: _batch(*files[name], binary=bool(version)) for name in names}
     test = batches.pop(f"test_batch{version}")
     images, labels = zip(*batches.values(), strict=True)
     data_set = checked(str(place), (np.concatenate(images), np.concatenate(labels)), test, NUM_CLASSES)
@@ -93,10 +93,10 @@ def _members(archive: Path) -> Iterator[tuple[str, str, bytes]]:
 def _batch(where: str, content: bytes, binary: bool) -> Batch:
     pixels, labels = _from_binary(where, content) if binary else _from_pickle(where, content)
     if len(labels) == 0:
-        raise DataError(f"{where}: holds no picture")
+        raise DataError(f"{where}: contains no image")
     if labels.max() >= NUM_CLASSES or labels.min() < 0:
         number = int(np.argmax((labels >= NUM_CLASSES) | (labels < 0)))
-        raise DataError(f"{where}: picture {number} has label {labels[number]}, expected 0 to {NUM_CLASSES - 1}")
+        raise DataError(f"{where}: image {number} has label {labels[number]}, expected 0 to {NUM_CLASSES - 1}")
     return pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels
 
 
@@ -104,7 +104,7 @@ def _from_binary(where: str, content: bytes) -> Batch:
     if not content or len(content) % (1 + NUM_PIXELS):
         raise DataError(
             f"{where}: got {len(content)} bytes, expected a multiple of {1 + NUM_PIXELS} (a label and 32x32 pixels in"
-            f" three colours): fetch the file again"
+            f" three colors): download the file again"
         )
     records = np.frombuffer(content, np.uint8).reshape(-1, 1 + NUM_PIXELS)
     return records[:, 1:], records[:, 0].astype(np.int64)
@@ -120,7 +120,7 @@ def _from_pickle(where: str, content: bytes) -> Batch:
         raise DataError(f"{where}: {error}") from error
     except Exception as error:  # a broken pickle may raise anything
         raise DataError(
-            f"{where}: not a batch of CIFAR-10's Python version: {error!r}: fetch the file again"
+            f"{where}: not a batch of CIFAR-10's Python version: {error!r}: download the file again"
         ) from error
     if (
         pixels.dtype != np.uint8
@@ -129,7 +129,7 @@ def _from_pickle(where: str, content: bytes) -> Batch:
     ):
         raise DataError(
             f"{where}: got data of {pixels.dtype} and shape {pixels.shape} with {len(labels)} labels of {labels.dtype},"
-            f" expected bytes of shape (pictures, {NUM_PIXELS}) and as many whole numbers"
+            f" expected bytes of shape (images, {NUM_PIXELS}) and as many integers"
         )
     return pixels, labels.astype(np.int64)
 
@@ -141,9 +141,7 @@ class _ArraysOnly(pickle.Unpickler):
         try:
             return ALLOWED[module, name]
         except KeyError:
-            raise DataError(
-                f"the pickle asks for {module}.{name}, which no batch of CIFAR-10 needs: not loaded"
-            ) from None
+            raise DataError(f"the pickle asks for {module}.{name}, which CIFAR-10 does not need: not loaded") from None
 
 
 def _encode(text: str, encoding: str) -> bytes:

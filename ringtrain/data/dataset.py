@@ -155,7 +155,7 @@ def checked(name: str, train: tuple[Any, Any], test: tuple[Any, Any], num_classe
                 f"{name}: {split} data: sample {labels.argmax()} has label {labels.max()}, expected 0 to"
                 f" {num_classes - 1}"
             )
-        _refuse_what_is_no_number(f"{name}: {split} data", inputs)
+        _check_numbers(f"{name}: {split} data", inputs)
         if inputs.ndim == 3:
             inputs = inputs[..., np.newaxis]
         splits.append(Samples(inputs, labels.astype(np.int64)))
@@ -168,19 +168,15 @@ def checked(name: str, train: tuple[Any, Any], test: tuple[Any, Any], num_classe
     return DataSet(splits[0], splits[1], num_classes or largest + 1, shapes[0])
 
 
-def _refuse_what_is_no_number(where: str, inputs: NDArray[Any]) -> None:
+def _check_numbers(where: str, inputs: NDArray[Any]) -> None:
     if inputs.dtype.kind not in "buif":
         raise DataError(f"{where}: got inputs of {inputs.dtype}, expected numbers")
     if inputs.dtype.kind == "f":
         for number, sample in enumerate(inputs):  # one by one: no second array of the data's size
             if not np.isfinite(sample).all():
                 raise DataError(
-                    f"{where}: sample {number} holds {'NaN' if np.isnan(sample).any() else 'an infinite value'}"
+                    f"{where}: sample {number} contains {'NaN' if np.isnan(sample).any() else 'an infinite value'}"
                 )
-
-
-NUM_IN_MEMORY = 256
-NUM_IN_FILES = 16
 
 
 def checksums(data_set: DataSet) -> dict[str, str]:
@@ -191,13 +187,13 @@ def checksums(data_set: DataSet) -> dict[str, str]:
 
 def _checksum(split: Split) -> int:
     if isinstance(split, Samples):
-        chosen = split.inputs[_spaced(len(split), NUM_IN_MEMORY)]
+        chosen = split.inputs[_spaced(len(split), 256)]
         return zlib.crc32(np.ascontiguousarray(chosen).tobytes(), zlib.crc32(split.labels.tobytes()))
     if isinstance(split, InMemory):
         return len(split)  # spark_rows.Share: each rank has other samples
     import tensorflow as tf
 
-    order = tf.data.Dataset.from_tensor_slices(_spaced(len(split), NUM_IN_FILES))
+    order = tf.data.Dataset.from_tensor_slices(_spaced(len(split), 16))
     checksum = len(split)
     for encoded, label in order.flat_map(split.read).ignore_errors():  # type: ignore[attr-defined]
         checksum = zlib.crc32(encoded.numpy() + str(int(label)).encode(), checksum)

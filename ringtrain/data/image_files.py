@@ -36,11 +36,11 @@ class Unreadable:
     """Numbers of the samples among them that have one."""
     error: DataError | None = None
 
-    def found(self, name: str, problem: str) -> None:
+    def add(self, name: str, problem: str) -> None:
         """Records an unreadable sample or file by its location, `name`. Raises DataError unless it may be skipped."""
         if not self.skip:
             self.error = self.error or DataError(
-                f"{name}: {problem}: mend or remove it, or leave out what is like it with --data.on-error skip"
+                f"{name}: {problem}: fix or remove it, or skip unreadable samples with --data.on-error skip"
             )
             raise self.error
         if name not in self.skipped and len(self.skipped) < LINES_ABOUT_SKIPPED:
@@ -137,9 +137,9 @@ class Images:
             with contextlib.suppress(DataError):  # the error is kept, and raised on all ranks together
                 for number in blanks.tolist():
                     self.unreadable.numbers.add(number)
-                    self.unreadable.found(self.name_of(number), self._problem(number))
+                    self.unreadable.add(self.name_of(number), self._problem(number))
             if training and not anything_left:
-                message = f"{self.name_of(int(blanks[0]))}: nor can any other sample of its batch be read"
+                message = f"{self.name_of(int(blanks[0]))}: and no other sample of its batch can be read"
                 self.unreadable.error = self.unreadable.error or DataError(message)
             return np.array(True)
 
@@ -168,9 +168,9 @@ class Images:
                     first = self.first_label
                     return f"label {label + first}, expected {first} to {first + self.num_classes - 1}"
                 picture(encoded, self.size, None)
-                return "broken outside of its centre"
-            return "cut short"
+                return "damaged outside of its center"
+            return "truncated"
         except tf.errors.DataLossError:
-            return "corrupt: its checksum does not fit, or it is cut short"
+            return "corrupt: its checksum differs, or it is truncated"
         except tf.errors.OpError as error:
             return re.sub(r"\{\{.*?\}\} | \[Op:.*", "", error.message).strip().splitlines()[0]

@@ -29,7 +29,7 @@ def image_folder(config: DataConfig) -> DataSet:
     Raises DataError if a folder is missing, empty or unreadable, or if training and test classes differ.
     """
     if not config.dir:
-        raise DataError(f"{config.name}: give its folder with --data.dir")
+        raise DataError(f"{config.name}: give its directory with --data.dir")
     root = Path(config.dir)
     classes = class_names(root / "train")
     size = config.image_size or DEFAULT_SIZE
@@ -46,7 +46,7 @@ def class_names(folder: Path) -> list[str]:
     """Returns the sorted subfolders, whose indices are the classes. Raises DataError if there are none."""
     names = sorted(path.name for path in _entries(folder) if path.is_dir())
     if not names:
-        raise DataError(f"{folder}: holds no folders, expected one per class")
+        raise DataError(f"{folder}: contains no directories, expected one per class")
     return names
 
 
@@ -57,17 +57,19 @@ def evaluation_folder(root: Path, classes: list[str]) -> Path:
             names = class_names(folder)
             if names != classes:
                 odd = sorted(set(names) ^ set(classes))[0]
-                raise DataError(f"{folder}: expected the same classes as in {root / 'train'}: only one has {odd!r}")
+                raise DataError(
+                    f"{folder}: expected the same classes as in {root / 'train'}: only one of them has {odd!r}"
+                )
             return folder
-    raise DataError(f"{root}: holds neither {' nor '.join(TEST_FOLDERS)}, expected a folder of pictures for the test")
+    raise DataError(f"{root}: contains neither {' nor '.join(TEST_FOLDERS)}, expected a directory of test images")
 
 
 def pictures(folder: Path) -> list[Path]:
     """Returns the image files of a folder, sorted. Raises DataError if it cannot be read or has none."""
-    found = sorted(path for path in _entries(folder) if path.suffix.lower() in ENDINGS)
-    if not found:
-        raise DataError(f"{folder}: holds no pictures, expected files that end in {', '.join(ENDINGS)}")
-    return found
+    paths = sorted(path for path in _entries(folder) if path.suffix.lower() in ENDINGS)
+    if not paths:
+        raise DataError(f"{folder}: contains no images, expected files that end in {', '.join(ENDINGS)}")
+    return paths
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """Makes TFRecords from a folder of pictures: train/<class>/*.jpg and val/<class>/*.jpg (or test/)."""
+    """Writes a directory of images as TFRecords: train/<class>/*.jpg and val/<class>/*.jpg (or test/)."""
 
     source: Annotated[str, tyro.conf.arg(name="from")]
-    """folder of pictures"""
+    """directory of the images"""
     to: str
-    """folder of the records, to be made"""
+    """directory for the records, which must not exist"""
     shards: int = 16
-    """files for training; an eighth of them, but at least one, for validation"""
+    """number of training files; validation gets an eighth of it, at least one"""
     seed: int = 0
-    """of the order in which the pictures are written"""
+    """random seed of the order in which the images are written"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RingtrainError as error:
         print(f"ringtrain: {error}", file=sys.stderr)
         return 2
-    print("".join(f"{stem}: {count:,} pictures\n" for stem, count in counts.items()), end="")
+    print("".join(f"{stem}: {count:,} images\n" for stem, count in counts.items()), end="")
     return 0
 
 
@@ -63,7 +63,7 @@ def make(source: Path, target: Path, num_shards: int, seed: int) -> dict[str, in
     if num_shards < 1:
         raise DataError(f"--shards: got {num_shards}, expected 1 or more")
     if target.exists():
-        raise DataError(f"{target}: exists already: choose another folder with --to")
+        raise DataError(f"{target}: already exists: choose another directory with --to")
     counts = {}
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,9 @@ def make(source: Path, target: Path, num_shards: int, seed: int) -> dict[str, in
                 files = [files[k] for k in np.random.default_rng(seed).permutation(len(files))]
                 shards = num_shards if stem == "train" else max(1, num_shards // 8)
                 if shards > len(files):
-                    raise DataError(f"{folder}: {len(files)} pictures for {shards} shards: expected no empty shard")
+                    raise DataError(
+                        f"{folder}: {len(files)} images for {shards} shards, expected at least one image per shard"
+                    )
                 for shard, start, end in _cuts(len(files), shards):
                     _write(unfinished / f"{stem}-{shard:05}-of-{shards:05}", files[start:end], classes)
                 counts[stem] = len(files)
@@ -115,7 +117,7 @@ def _example(path: Path, label: int, name: str) -> tf.train.Example:
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     except tf.errors.InvalidArgumentError as error:
-        raise DataError(f"{path}: neither a whole JPEG nor a whole PNG picture: mend or remove it") from error
+        raise DataError(f"{path}: not a complete JPEG or PNG image: fix or remove it") from error
 
     def text(value: bytes) -> tf.train.Feature:
         return tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))

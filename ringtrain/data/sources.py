@@ -1,4 +1,4 @@
-"""Data sources: each is a function from the configuration to a DataSet."""
+"""Data sources, as functions from the configuration to a DataSet. A new one is a function and a row of DATASETS."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringtrain.config import DataConfig
-from ringtrain.data import sources
 from ringtrain.data.cifar import cifar10
 from ringtrain.data.dataset import DataSet, checked
 from ringtrain.data.image_folder import image_folder
 from ringtrain.data.spark_rows import spark
-from ringtrain.data.tfrecords import imagenet_tfrecords
+from ringtrain.data.tfrecords import imagenet_tfrecords, write_index
 from ringtrain.errors import DataError
 
 DEBIAN_FOLDER = Path("/usr/share/datasets")
+UNSIGNED_BYTE = 8  # type code of IDX
 
 
 def digits(config: DataConfig) -> DataSet:
@@ -52,8 +52,8 @@ def mnist_like(config: DataConfig, keras_name: str) -> DataSet:
         return _keras_download(config, keras_name)
 
     def split(part: str) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        images = sources.read(sources.find(folder, f"{part}-images-idx3-ubyte"), num_dimensions=3)
-        return images, sources.read(sources.find(folder, f"{part}-labels-idx1-ubyte"), num_dimensions=1)
+        images = read_idx(find_idx(folder, f"{part}-images-idx3-ubyte"), num_dimensions=3)
+        return images, read_idx(find_idx(folder, f"{part}-labels-idx1-ubyte"), num_dimensions=1)
 
     return checked(f"{config.name} in {folder}", split("train"), split("t10k"), num_classes=10)
 
@@ -69,7 +69,7 @@ def _keras_download(config: DataConfig, keras_name: str) -> DataSet:
             train, test = getattr(keras.datasets, keras_name).load_data()
     except Exception as error:  # Keras raises any error of its downloader, even a bare Exception
         raise DataError(
-            f"{config.name}: not on this host, and not to be had from the network ({error}): give the folder of its"
+            f"{config.name}: not on this host, and not to be had from the network ({error}): give the directory of its"
             f" four IDX files with --data.dir{', or install dataset-fashion-mnist' * (config.name == 'fashion-mnist')}"
         ) from error
     return checked(config.name, train, test)
@@ -78,30 +78,27 @@ def _keras_download(config: DataConfig, keras_name: str) -> DataSet:
 def npz(config: DataConfig) -> DataSet:
     """Reads the arrays x_train, y_train, x_test and y_test from one file that numpy.savez wrote. Raises DataError."""
     if not config.file and not config.dir:
-        raise DataError(f"{config.name}: give its file with --data.file, or its folder with --data.dir")
+        raise DataError(f"{config.name}: give its file with --data.file, or its directory with --data.dir")
     path = Path(config.dir, config.file) if config.file else _only_npz(Path(config.dir))
     names = ("x_train", "y_train", "x_test", "y_test")
     try:
         with np.load(path, allow_pickle=False) as arrays:
             missing = [name for name in names if name not in arrays]
             if missing:
-                raise DataError(f"{path}: holds {', '.join(arrays) or 'nothing'}, expected {', '.join(names)}")
+                raise DataError(f"{path}: contains {', '.join(arrays) or 'nothing'}, expected {', '.join(names)}")
             train_x, train_y, test_x, test_y = (arrays[name] for name in names)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{path}: not a file of arrays as numpy.savez writes it: {error}") from error
+        raise DataError(f"{path}: not a file of arrays written by numpy.savez: {error}") from error
     return checked(str(path), (train_x, train_y), (test_x, test_y), config.num_classes)
 
 
 def _only_npz(folder: Path) -> Path:
-    try:
-        found = sorted(path for path in folder.iterdir() if path.suffix == ".npz")
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be read: {error.strerror}") from error
-    if len(found) != 1:
-        raise DataError(f"{folder}: holds {len(found)} files that end in .npz: name one with --data.file")
-    return found[0]
+    files = sorted(path for path in folder.iterdir() if path.suffix == ".npz")
+    if len(files) != 1:
+        raise DataError(f"{folder}: contains {len(files)} files that end in .npz: name one with --data.file")
+    return files[0]
 
 
 def synthetic(config: DataConfig) -> DataSet:
@@ -116,32 +113,14 @@ def synthetic(config: DataConfig) -> DataSet:
     return checked(config.name, (images[num_test:], labels[num_test:]), (images[:num_test], labels[:num_test]))
 
 
-DATASETS: dict[str, Callable[[DataConfig], DataSet]] = {
-    "cifar10": cifar10,
-    "digits": digits,
-    "fashion-mnist": functools.partial(mnist_like, keras_name="fashion_mnist"),
-    "image-folder": image_folder,
-    "imagenet-tfrecords": imagenet_tfrecords,
-    "mnist": functools.partial(mnist_like, keras_name="mnist"),
-    "npz": npz,
-    "spark": spark,
-    "synthetic": synthetic,
-}
-
-
-UNSIGNED_BYTE = 8
-
-
-def read(path: Path, num_dimensions: int) -> NDArray[np.uint8]:
+def read_idx(path: Path, num_dimensions: int) -> NDArray[np.uint8]:
     """Reads an IDX file of unsigned bytes, also gzipped: 3 dimensions for images, 1 for labels. Raises DataError."""
     try:
         content = path.read_bytes()
         if content[:2] == b"\x1f\x8b":
             content = gzip.decompress(content)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: broken gzip: {error}: fetch the file again") from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        raise DataError(f"{path}: damaged gzip file: {error}: download the file again") from error
     header = 4 + 4 * num_dimensions
     if len(content) < header:
         raise DataError(f"{path}: truncated: got {len(content)} bytes, expected a header of {header} bytes")
@@ -153,16 +132,30 @@ def read(path: Path, num_dimensions: int) -> NDArray[np.uint8]:
         )
     shape = struct.unpack(f">{num_dimensions}I", content[4:header])
     if len(content) != header + math.prod(shape):
-        problem = "truncated" if len(content) < header + math.prod(shape) else "longer than it says"
-        raise DataError(
-            f"{path}: {problem}: got {len(content)} bytes, expected {header + math.prod(shape)}: fetch the file again"
-        )
+        expected = header + math.prod(shape)
+        problem = "truncated" if len(content) < expected else "longer than its header says"
+        raise DataError(f"{path}: {problem}: got {len(content)} bytes, expected {expected}: download the file again")
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
 
 
-def find(folder: Path, stem: str) -> Path:
+def find_idx(folder: Path, stem: str) -> Path:
     """Returns the path of a file, e.g. "train-images-idx3-ubyte", or of its .gz. Raises DataError without either."""
     for path in (folder / stem, folder / f"{stem}.gz"):
         if path.exists():
             return path
     raise DataError(f"{folder / stem}: not found, nor the same with .gz")
+
+
+DATASETS: dict[str, Callable[[DataConfig], DataSet]] = {
+    "cifar10": cifar10,
+    "digits": digits,
+    "fashion-mnist": functools.partial(mnist_like, keras_name="fashion_mnist"),
+    "image-folder": image_folder,
+    "imagenet-tfrecords": imagenet_tfrecords,
+    "mnist": functools.partial(mnist_like, keras_name="mnist"),
+    "npz": npz,
+    "spark": spark,
+    "synthetic": synthetic,
+}
+PREPARE = {"imagenet-tfrecords": write_index}
+"""By name: functions of data.dir that one rank calls before the others read."""

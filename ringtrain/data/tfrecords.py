@@ -50,7 +50,7 @@ def imagenet_tfrecords(config: DataConfig) -> DataSet:
     DataError if files are missing, empty or damaged; data.on_error "skip" skips damaged ones.
     """
     if not config.dir:
-        raise DataError(f"{config.name}: give its folder with --data.dir")
+        raise DataError(f"{config.name}: give its directory with --data.dir")
     folder = Path(config.dir)
     num_classes = config.num_classes or _classes_in(folder) or IMAGENET_CLASSES
     size = config.image_size or DEFAULT_SIZE
@@ -60,7 +60,7 @@ def imagenet_tfrecords(config: DataConfig) -> DataSet:
         paths = shards(folder, stem)
         starts = _indexed(folder, stem, paths)
         if starts is None:
-            starts = _walked(paths, unreadable)
+            starts = _scanned(paths, unreadable)
         if not any(map(len, starts)):
             raise DataError(f"{folder}: no record in any file {stem}-*")
         return _split(paths, starts, num_classes, size, augment, unreadable)
@@ -83,7 +83,7 @@ def write_index(folder: Path) -> None:
             try:
                 with unfinished.open("wb") as file:  # first: in a read-only folder the records are not scanned
                     files = _state(paths)
-                    starts = _walked(paths, Unreadable(skip=False))
+                    starts = _scanned(paths, Unreadable(skip=False))
                     _not_written[folder, stem] = files, starts
                     np.savez(file, files=files, lengths=[len(one) for one in starts], starts=np.concatenate(starts))
                 unfinished.replace(folder / INDEX.format(stem))
@@ -105,9 +105,9 @@ def _indexed(folder: Path, stem: str, paths: Sequence[Path]) -> list[NDArray[np.
         if fits and np.array_equal(files, _state(paths)):
             return list(np.split(starts, np.cumsum(lengths)[:-1]))
     if (folder, stem) in _not_written:
-        files, walked = _not_written[folder, stem]
+        files, starts = _not_written[folder, stem]
         if np.array_equal(files, _state(paths)):
-            return walked
+            return starts
     return None
 
 
@@ -117,33 +117,29 @@ def _state(paths: Sequence[Path]) -> NDArray[np.int64]:
     return np.array([(state.st_size, state.st_mtime_ns) for state in states], np.int64)
 
 
-def _walked(paths: Sequence[Path], unreadable: Unreadable) -> list[NDArray[np.int64]]:
+def _scanned(paths: Sequence[Path], unreadable: Unreadable) -> list[NDArray[np.int64]]:
     with ThreadPoolExecutor(NUM_READERS) as readers:
         return list(readers.map(functools.partial(record_starts, unreadable=unreadable), paths))
 
 
 def shards(folder: Path, stem: str) -> list[Path]:
     """Returns the files of a split, "train" or "validation", in order. Raises DataError if any of them is missing."""
-    try:
-        names = sorted(path.name for path in folder.iterdir())
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be read: {error.strerror}") from error
-    found = [name for name in names if re.fullmatch(rf"{stem}-\d+-of-\d+", name)]
-    if not found:
-        raise DataError(f"{folder}: holds no {stem}-00000-of-..., expected TFRecords under such names")
-    total = found[0].rpartition("-")[2]
+    names = sorted(path.name for path in folder.iterdir() if re.fullmatch(rf"{stem}-\d+-of-\d+", path.name))
+    if not names:
+        raise DataError(f"{folder}: contains no {stem}-00000-of-..., expected TFRecords with such names")
+    total = names[0].rpartition("-")[2]
     expected = [f"{stem}-{number:0{len(total)}}-of-{total}" for number in range(int(total))]
-    odd = sorted(set(found) ^ set(expected))
+    odd = sorted(set(names) ^ set(expected))
     if odd:
         problem = "is missing" if odd[0] in expected else f"is not one of {total}"
         raise DataError(f"{folder / odd[0]}: {problem}: expected {expected[0]} to {expected[-1]} and no others")
-    return [folder / name for name in found]
+    return [folder / name for name in names]
 
 
 def record_starts(path: Path, unreadable: Unreadable) -> NDArray[np.int64]:
     """Returns the byte positions of a file's records up to a damaged one. Raises DataError unless it may be skipped."""
     starts: list[int] = []
-    lengths_sums: list[bytes] = []
+    headers: list[bytes] = []
     position = 0
     try:
         with path.open("rb", buffering=0) as file:
@@ -151,20 +147,20 @@ def record_starts(path: Path, unreadable: Unreadable) -> NDArray[np.int64]:
             while position < size:
                 header = os.pread(file.fileno(), HEADER, position)
                 starts.append(position)
-                lengths_sums.append(header)
+                headers.append(header)
                 if len(header) < HEADER:
                     break
                 position += HEADER + int.from_bytes(header[:8], "little") + FOOTER
     except OSError as error:
-        unreadable.found(str(path), f"cannot be read: {error.strerror}")
+        unreadable.add(str(path), f"cannot be read: {error.strerror}")
         return np.array([], np.int64)
     if not starts:
-        unreadable.found(str(path), "holds no record")
+        unreadable.add(str(path), "contains no record")
     elif position != size:
-        wrong = [number for number, header in enumerate(lengths_sums) if not _length_fits(header)]
+        wrong = [number for number, header in enumerate(headers) if not _length_fits(header)]
         number = wrong[0] if wrong else len(starts) - 1
-        problem = "corrupt length, and so what follows cannot be found" if wrong else "the file ends within it"
-        unreadable.found(record_name(path, number), problem)
+        problem = "corrupt length: the records after it cannot be located" if wrong else "the file ends within it"
+        unreadable.add(record_name(path, number), problem)
         del starts[number:]
     return np.array(starts, np.int64)
 

@@ -120,12 +120,12 @@ BAD = {
     "other size": ("py", replaced(data=np.zeros((3, 99), np.uint8)), "got data of uint8 and shape (3, 99) with 3"),
     "other type": ("py", replaced(data=np.zeros((3, 3072))), "got data of float64"),
     "fewer labels": ("py", replaced(labels=[1, 2]), "with 2 labels"),
-    "label": ("py", replaced(labels=[1, 2, 10]), "picture 2 has label 10, expected 0 to 9"),
-    "negative label": ("py", replaced(labels=[1, -2, 1]), "picture 1 has label -2, expected 0 to 9"),
-    "no labels": ("py", replaced(data=np.zeros((0, 3072), np.uint8), labels=[]), "holds no picture"),
+    "label": ("py", replaced(labels=[1, 2, 10]), "image 2 has label 10, expected 0 to 9"),
+    "negative label": ("py", replaced(labels=[1, -2, 1]), "image 1 has label -2, expected 0 to 9"),
+    "no labels": ("py", replaced(data=np.zeros((0, 3072), np.uint8), labels=[]), "contains no image"),
     "binary cut": ("bin", content("data_batch_2", "bin")[:-1], "got 9218 bytes, expected a multiple of 3073"),
     "binary empty": ("bin", b"", "got 0 bytes"),
-    "binary label": ("bin", b"\x0b" + content("data_batch_2", "bin")[1:], "picture 0 has label 11, expected 0 to 9"),
+    "binary label": ("bin", b"\x0b" + content("data_batch_2", "bin")[1:], "image 0 has label 11, expected 0 to 9"),
 }
 
 
@@ -153,9 +153,11 @@ def test_a_broken_archive_is_named(tmp_path, how):
 
 
 def test_what_is_missing_is_said(tmp_path):
-    with pytest.raises(DataError, match=rf"{tmp_path}: holds no CIFAR-10, expected data_batch_1, ... and test_batch"):
+    with pytest.raises(
+        DataError, match=rf"{tmp_path}: contains no CIFAR-10, expected data_batch_1, ... and test_batch"
+    ):
         load(tmp_path)
     write(tmp_path, "bin", "files")
     (tmp_path / "test_batch.bin").unlink()
-    with pytest.raises(DataError, match="holds no CIFAR-10"):
+    with pytest.raises(DataError, match="contains no CIFAR-10"):
         load(tmp_path)

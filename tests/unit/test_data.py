@@ -55,12 +55,12 @@ whole = encode(np.zeros((20, 5, 4), np.uint8))
 BAD_CONTENT = {
     "empty": (b"", "truncated: got 0 bytes, expected a header of 16 bytes"),
     "cut": (whole[:-3], "truncated: got 413 bytes, expected 416"),
-    "long": (whole + b"x", "longer than it says: got 417 bytes, expected 416"),
+    "long": (whole + b"x", "longer than its header says: got 417 bytes, expected 416"),
     "text": (b"<!DOCTYPE html><html>404 not found</html>", "got magic number 1008813135, expected 2051"),
     "labels for images": (encode(np.zeros(20, np.uint8)), "got magic number 2049, expected 2051"),
-    "gzip cut": (gzip.compress(whole)[:-9], "broken gzip: "),
-    "gzip flipped": (gzip.compress(whole)[:-8] + b"\0\0\0\0\0\0\0\0", "broken gzip: "),
-    "gzip garbage": (b"\x1f\x8b" + b"garbage" * 9, "broken gzip: "),
+    "gzip cut": (gzip.compress(whole)[:-9], "damaged gzip file: "),
+    "gzip flipped": (gzip.compress(whole)[:-8] + b"\0\0\0\0\0\0\0\0", "damaged gzip file: "),
+    "gzip garbage": (b"\x1f\x8b" + b"garbage" * 9, "damaged gzip file: "),
 }
 
 
@@ -81,7 +81,7 @@ def test_any_flipped_byte_of_the_header_is_noticed(tmp_path, position):
     content[position] ^= 1
     (tmp_path / "x").write_bytes(content)
     with pytest.raises(DataError):
-        sources.read(tmp_path / "x", 3)
+        sources.read_idx(tmp_path / "x", 3)
 
 
 def test_missing_file_is_named(tmp_path):
@@ -180,8 +180,8 @@ def with_value(value: float) -> np.ndarray:
 
 
 BAD_NUMBERS = {
-    "NaN": (with_value(np.nan), np.zeros(4, int), "mine: training data: sample 2 holds NaN"),
-    "infinity": (with_value(-np.inf), np.zeros(4, int), "mine: training data: sample 2 holds an infinite value"),
+    "NaN": (with_value(np.nan), np.zeros(4, int), "mine: training data: sample 2 contains NaN"),
+    "infinity": (with_value(-np.inf), np.zeros(4, int), "mine: training data: sample 2 contains an infinite value"),
     "text": (np.array([["a"]] * 4), np.zeros(4, int), "mine: training data: got inputs of <U1, expected numbers"),
     "label": (with_value(0), np.array([0, 1, 0, 3]), "mine: training data: sample 3 has label 3, expected 0 to 2"),
 }
@@ -222,15 +222,15 @@ def pickled(path: Path) -> None:
 
 BAD_NPZ = {
     "none": (Path.unlink, "{path}: cannot be read: No such file or directory"),
-    "text": (lambda path: path.write_text("404 not found"), "{path}: not a file of arrays as numpy.savez writes it"),
-    "empty": (lambda path: path.write_bytes(b""), "{path}: not a file of arrays as numpy.savez writes it"),
+    "text": (lambda path: path.write_text("404 not found"), "{path}: not a file of arrays written by numpy.savez"),
+    "empty": (lambda path: path.write_bytes(b""), "{path}: not a file of arrays written by numpy.savez"),
     "cut": (lambda path: path.write_bytes(path.read_bytes()[:-50]), "{path}: not a file of arrays"),
     "flipped": (lambda path: flip(path, 100), "{path}: not a file of arrays"),
     "objects": (pickled, "{path}: not a file of arrays"),
     "one array": (lambda path: np.save(path.open("wb"), np.zeros(3)), "{path}: not a file of arrays"),
     "no y_test": (
         lambda path: save_npz(path, y_test=None),
-        "{path}: holds x_train, y_train, x_test, expected x_train, ",
+        "{path}: contains x_train, y_train, x_test, expected x_train, ",
     ),
     "label": (
         lambda path: save_npz(path, y_train=np.arange(9)),
@@ -257,7 +257,7 @@ def test_broken_npz_is_named(tmp_path, case):
 
 def test_npz_of_a_folder_has_to_be_the_only_one(tmp_path):
     for number in (0, 2):
-        with pytest.raises(DataError, match=f"holds {number} files that end in .npz: name one with --data.file"):
+        with pytest.raises(DataError, match=f"contains {number} files that end in .npz: name one with --data.file"):
             data.source(DataConfig(name="npz", dir=str(tmp_path)))()
         save_npz(tmp_path / "a.npz")
         save_npz(tmp_path / "b.npz")

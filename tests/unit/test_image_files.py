@@ -207,7 +207,7 @@ BROKEN = {
     "text in the folder": ("image-folder", break_folder, "text", "Unknown image file format"),
     "empty file in the folder": ("image-folder", break_folder, "empty", "Input is empty"),
     "JPEG cut short": ("image-folder", break_folder, "cut", "Invalid JPEG data"),
-    "flipped bit": ("imagenet-tfrecords", break_record, "flipped", "corrupt: its checksum does not fit"),
+    "flipped bit": ("imagenet-tfrecords", break_record, "flipped", "corrupt: its checksum differs"),
     "label": ("imagenet-tfrecords", break_record, "label", "label 3, expected 1 to 2"),
     "no picture": ("imagenet-tfrecords", break_record, "no picture", "Unknown image file format"),
     "no feature": ("imagenet-tfrecords", break_record, "no feature", "image/encoded"),
@@ -261,7 +261,7 @@ def test_a_broken_test_sample_is_left_out(photographs, name):
 def test_a_batch_of_which_nothing_can_be_read_ends_training_also_when_skipping(photographs):
     for path in (photographs / "image-folder" / "train").rglob("*.jpg"):
         path.write_bytes(b"x")
-    with pytest.raises(DataError, match="nor can any other sample of its batch be read"):
+    with pytest.raises(DataError, match="no other sample of its batch can be read"):
         train_all(load(photographs, "image-folder", on_error="skip"))
 
 
@@ -362,7 +362,7 @@ BROKEN_FILES = {
     "cut within a length": (lambda path: cut(path, starts_in(path)[4] + 5), "{path}: record 4: the file ends", 10),
     "corrupt length": (lambda path: flip(path, starts_in(path)[2] + 1), "{path}: record 2: corrupt length", 8),
     "huge length": (lambda path: flip(path, starts_in(path)[2] + 6), "{path}: record 2: corrupt length", 8),
-    "empty": (lambda path: path.write_bytes(b""), "{path}: holds no record", 6),
+    "empty": (lambda path: path.write_bytes(b""), "{path}: contains no record", 6),
     "folder": (lambda path: (path.unlink(), path.mkdir()), "{path}: cannot be read: Is a directory", 6),
 }
 
@@ -389,20 +389,30 @@ def test_crc32c_of_the_rfc():
 
 MISSING = {
     "no folder": ("image-folder", "train", shutil.rmtree, "{path}: cannot be read: No such file or directory"),
-    "no classes": ("image-folder", "train", lambda p: (shutil.rmtree(p), p.mkdir()), "{path}: holds no folders"),
-    "empty class": ("image-folder", "train/flower", lambda p: (shutil.rmtree(p), p.mkdir()), "{path}: holds no pictu"),
-    "no test": ("image-folder", "val", shutil.rmtree, "{root}: holds neither val nor test"),
+    "no classes": ("image-folder", "train", lambda p: (shutil.rmtree(p), p.mkdir()), "{path}: contains no directories"),
+    "empty class": (
+        "image-folder",
+        "train/flower",
+        lambda p: (shutil.rmtree(p), p.mkdir()),
+        "{path}: contains no image",
+    ),
+    "no test": ("image-folder", "val", shutil.rmtree, "{root}: contains neither val nor test"),
     "other classes": ("image-folder", "val/x", lambda p: p.mkdir(), "{root}/val: expected the same classes as in"),
     "no records": (
         "imagenet-tfrecords",
         "",
         lambda p: (shutil.rmtree(p), p.mkdir()),
-        "{root}: holds no train-",
+        "{root}: contains no train-",
     ),
     "no record folder": ("imagenet-tfrecords", "", shutil.rmtree, "{root}: cannot be read: No such file"),
     "missing shard": ("imagenet-tfrecords", "train-00001-of-00002", Path.unlink, "{path}: is missing: expected train-"),
     "other shard": ("imagenet-tfrecords", "train-00001-of-00003", Path.touch, "{path}: is not one of 00002"),
-    "no validation": ("imagenet-tfrecords", "validation-00000-of-00001", Path.unlink, "{root}: holds no validation-0"),
+    "no validation": (
+        "imagenet-tfrecords",
+        "validation-00000-of-00001",
+        Path.unlink,
+        "{root}: contains no validation-0",
+    ),
 }
 
 
@@ -480,12 +490,12 @@ def test_a_picture_that_may_not_be_read_is_named(open_to_all):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--shards", "13"], "12 pictures for 13 shards"),
+        (["--shards", "13"], "12 images for 13 shards"),
         (["--shards", "0"], "--shards: got 0, expected 1 or more"),
-        (["--to", "{root}/image-folder"], "{root}/image-folder: exists already"),
+        (["--to", "{root}/image-folder"], "{root}/image-folder: already exists"),
         (["--to", "/proc/records"], "/proc/records: cannot be written"),
         (["--from", "{root}"], "{root}/train: cannot be read"),
-        ([], "{root}/image-folder/train/flower/0004.jpg: neither a whole JPEG nor a whole PNG"),
+        ([], "{root}/image-folder/train/flower/0004.jpg: not a complete JPEG or PNG image"),
     ],
 )
 def test_records_are_made_whole_or_not_at_all(photographs, options, message, capsys):
