@@ -245,7 +245,9 @@ def _begin(process: Process, job: Job, state: Any, terminal: Any) -> Mapping[str
     sums = hvd.allgather_object(start.metrics_state, name="ringtrain_metrics_state")
     state.start = dataclasses.replace(start, metrics_state=tuple(sum(parts) for parts in zip(*sums, strict=True)))
     state.place = Place(planned, started=time.time(), **_place_of(saved, start))
-    console.show_plan(terminal, config, numbers, process.pinning, process.strategy.hosts())
+    strategy = process.strategy
+    placement = strategy.placement(numbers, process.pinning, strategy.hosts())
+    console.show_plan(terminal, config, numbers, placement, strategy.shard(numbers), strategy.shown_name)
     console.show_start(terminal, config, start, process.attempt.causes)
     return {}
 

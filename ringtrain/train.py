@@ -206,7 +206,8 @@ def agree(process: Process, job: Job | None = None) -> RunContext | Mapping[str,
         versions=tracking.versions(),
     )
     terminal = console.console_for(rank)
-    console.show_plan(terminal, config, numbers, process.pinning, hosts, strategy.about)
+    placement = strategy.placement(numbers, process.pinning, hosts)
+    console.show_plan(terminal, config, numbers, placement, strategy.shard(numbers), strategy.shown_name)
     console.show_start(terminal, config, start, process.attempt.causes)
     run = RunContext(
         **{**vars(process), **vars(job)},
@@ -262,7 +263,7 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
     summary = tracking.write_results(run, strategy.summary(run))
     if "ranks" in summary:
         console.show_ranks(run.terminal, summary["ranks"], heartbeat.slow_ranks(summary["ranks"], run.config.health))
-    console.show_result(run.terminal, run.folder, summary, run.gradients)
+    console.show_result(run.terminal, run.folder, summary, strategy.proof(summary, run.gradients))
     run.journal.write(
         "end",
         global_step=run.clock.global_step,

@@ -25,8 +25,6 @@ from ringtrain.protocol.env import HOST_SLOTS
 LAUNCHERS = ("ringtrain", "horovodrun", "mpirun", "mpiexec", "orterun")
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "HOROVOD_RANK")
 SECONDS_BETWEEN_LINES = 10.0
-OVER_GRPC = dict.fromkeys(("multi-worker", "ps-sync", "ps-async"), "; its servers obey every user of these hosts")
-"""TensorFlow's servers have no authentication: see docs/launching.md."""
 
 
 class SteadyConsole(Console):
@@ -172,13 +170,18 @@ def show_plan(
     console: Console,
     config: Config,
     numbers: Numbers,
-    pinning: object,
-    hosts: Sequence[str],
-    strategy: Mapping[str, Any] | None = None,
+    placement: Mapping[str, str],
+    shard: str,
+    strategy: str,
 ) -> None:
-    """Prints the plan, with every number derived from the configuration. `pinning`: device of rank 0."""
+    """Prints the plan, with every number derived from the configuration.
+
+    Args:
+        placement: rows on processes and devices.
+        shard: number of samples that one of them trains per epoch, and which.
+        strategy: shown name; "": no row.
+    """
     n, optimizer = numbers, config.optimizer
-    per_host = ", ".join(f"{host}: {hosts.count(host)}" for host in dict.fromkeys(hosts))
     factor = f"{scaled_batch(config, n.global_batch_size, n.num_ranks)} / {optimizer.reference_batch_size}"
     rule, why = scaling_of(config)
     scaling = {"linear": f" x {factor}", "sqrt": f" x sqrt({factor})", "none": ""}[rule]
@@ -186,22 +189,14 @@ def show_plan(
     reason = f"; {why}" if why and n.global_batch_size != optimizer.reference_batch_size else ""
     accumulated = f" x {n.accumulation_steps} batches accumulated" if n.accumulation_steps > 1 else ""
     rest = f", {n.dropped_per_epoch} left over, others each time" if n.dropped_per_epoch else ""
-    placed = {"ranks": f"{n.num_ranks} ({per_host}), rank 0 on {pinning}"}
-    name = config.strategy.name
-    if name == "towers":
-        placed = {"towers": f"{n.num_ranks} in one process on {hosts[0]}: {pinning}"}
-    trainers, shard = "rank", n.steps_per_epoch * n.batch_size
-    if strategy and "servers" in strategy:
-        placed = {role: f"{len(strategy[role])}: {_shortened(strategy[role])}" for role in ("servers", "workers")}
-        trainers, shard = "worker", n.steps_per_epoch * n.global_batch_size // len(strategy["workers"])
     rows = {
-        **placed,
+        **placement,
         "data": f"{config.data.name}: {n.num_train:,} to train, {n.num_test:,} to test",
-        **({"strategy": f"{name}{OVER_GRPC.get(name, '')}"} if name not in ("ring", "towers") else {}),
+        **({"strategy": strategy} if strategy else {}),
         "model": config.model.name,
         "global batch": f"{n.global_batch_size} = {n.batch_size} x {n.num_ranks}{accumulated}",
         "steps": f"{n.num_steps:,} = {config.train.epochs} epochs x {n.steps_per_epoch:,}{rest}",
-        "shard": f"{shard:,} samples an epoch on each {trainers}",
+        "shard": shard,
         "learning rate": f"{n.learning_rate:g}{scaled} ({optimizer.name}, {config.schedule.name}{reason})",
         **_table_of_rates(schedules.schedule_of(config, n), n.steps_per_epoch),
         "seed": str(config.seed),
@@ -240,8 +235,8 @@ def show_complete(console: Console, folder: Path, summary: Mapping[str, Any], en
     _show_rows(console, rows)
 
 
-def show_result(console: Console, folder: Path, summary: Mapping[str, Any], gradients: str) -> None:
-    """Prints the result; the verification comes last."""
+def show_result(console: Console, folder: Path, summary: Mapping[str, Any], proof: str) -> None:
+    """Prints the result; what was verified (`proof`) comes last."""
     usual = {"test_accuracy": "{:.2%}", "test_loss": "{:.4f}"}
     metrics = summary["metrics"]
     skipped = summary.get("skipped_samples", 0)
@@ -264,33 +259,8 @@ def show_result(console: Console, folder: Path, summary: Mapping[str, Any], grad
     }
     console.print()
     _show_rows(console, rows)
-    line, strategy = f"1 rank: nothing to compare, weights and optimizer {summary['checksum']}", summary["strategy"]
-    num_workers = len(strategy.get("workers", ()))
-    workers = f"{num_workers} worker{'s' * (num_workers > 1)}, one copy of the weights"
-    if "staleness" in strategy:
-        mean, most = (strategy["staleness"][name] for name in ("mean", "max"))
-        line = (
-            f"{workers}: each applied gradients of its own,"
-            f" {mean:.1f} updates late ({most} at most), so nothing is proven equal; weights and optimizer"
-            f" {summary['checksum']}"
-        )
-    elif "dropped" in strategy:
-        line = (
-            f"{workers}: gradients {gradients},"
-            f" {sum(strategy['dropped'])} dropped; weights and optimizer {summary['checksum']}"
-        )
-    elif summary["num_ranks"] > 1:
-        copies = "towers" if summary["config"]["strategy"]["name"] == "towers" else "ranks"
-        line = (
-            f"{summary['num_ranks']} {copies} in step: gradients {gradients},"
-            f" weights and optimizer equal {summary['checksum']}"
-        )
     # A narrow terminal breaks it between words: the checksum stays in one piece.
-    console.print(line, highlight=False, markup=False, soft_wrap=not console.is_terminal, style="bold")
-
-
-def _shortened(names: Sequence[str], most: int = 4) -> str:
-    return ", ".join([*names[:most], *["..."][: len(names) > most]])
+    console.print(proof, highlight=False, markup=False, soft_wrap=not console.is_terminal, style="bold")
 
 
 def show_ranks(console: Console, ranks: Sequence[Mapping[str, Any]], slow: Sequence[int]) -> None:

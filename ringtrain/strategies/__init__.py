@@ -11,8 +11,9 @@ parameter_server: ps-sync and ps-async
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ringtrain.config import Config, value_of
 from ringtrain.errors import ConfigError, LaunchError
@@ -29,10 +30,6 @@ _TENSORFLOWS = (
     *(*_HOROVODS, "hvd.deterministic", "optimizer.accumulation_steps", "model.sync_batch_norm", "train.jit"),
     *("checkpoint.saved_model", "train.precision mixed_float16"),
 )
-REFUSED = {"ring": (), "mpi-ring": _HOROVODS}
-REFUSED |= dict.fromkeys(("towers", "multi-worker", "ps-async", "ps-sync"), _TENSORFLOWS)
-"""options that a strategy does not support; if a value follows the name, only that value"""
-PARAMETER_SERVERS = ("ps-async", "ps-sync")
 HOROVODS_VARIABLES = {
     "HOROVOD_ELASTIC": "ranks that come and go",
     "HOROVOD_TIMELINE": "a timeline",
@@ -40,27 +37,90 @@ HOROVODS_VARIABLES = {
 }
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What is known of a strategy before TensorFlow is loaded."""
+
+    load: Callable[[], type[Strategy]]
+    """imports its class"""
+    refused: tuple[str, ...] = ()
+    """options that it does not support; if a value follows the name, only that value"""
+    collectives: str = "mpi4py"
+    """RINGTRAIN_COLLECTIVES; "": Horovod"""
+    has_servers: bool = False
+    """whether rank 0 coordinates servers and workers, and trains alone"""
+    is_one_process: bool = False
+
+    def launch_words(self, copies: int, servers: int) -> list[str]:
+        """Options of ringtrain launch for this many copies of the model, and servers if it uses any."""
+        if self.has_servers:  # servers mostly wait: they need no slots of their own
+            return ["--ps", str(servers), "--workers", str(copies), "--oversubscribe"]
+        return ["-np", "1" if self.is_one_process else str(copies)]
+
+
+def _ring() -> type[Strategy]:
+    from ringtrain.strategies.ring import Ring
+
+    return Ring
+
+
+def _towers() -> type[Strategy]:
+    from ringtrain.strategies.mirrored import Towers
+
+    return Towers
+
+
+def _multi_worker() -> type[Strategy]:
+    from ringtrain.strategies.mirrored import MultiWorker
+
+    return MultiWorker
+
+
+def _asynchronous() -> type[Strategy]:
+    from ringtrain.strategies.parameter_server.asynchronous import Asynchronous
+
+    return Asynchronous
+
+
+def _synchronous() -> type[Strategy]:
+    from ringtrain.strategies.parameter_server.synchronous import Synchronous
+
+    return Synchronous
+
+
+STRATEGIES = {
+    "ring": Kind(_ring, collectives=""),
+    "mpi-ring": Kind(_ring, _HOROVODS),
+    "towers": Kind(_towers, _TENSORFLOWS, is_one_process=True),
+    "multi-worker": Kind(_multi_worker, _TENSORFLOWS),
+    "ps-async": Kind(_asynchronous, _TENSORFLOWS, ALONE, has_servers=True),
+    "ps-sync": Kind(_synchronous, _TENSORFLOWS, ALONE, has_servers=True),
+}
+"""strategy.name, and what it means; the configuration lists the names as choices"""
+
+
 def prepare(config: Config, environ: MutableMapping[str, str] = os.environ) -> None:
     """Selects the collectives, before ringtrain.hvd is loaded; raises ConfigError if an option is not supported."""
     name, defaults = config.strategy.name, Config()
+    kind = STRATEGIES[name]
     cluster.num_servers(config, environ)
-    if name == "ring":
+    for refused in kind.refused:
+        option, _, value = refused.partition(" ")
+        given = value_of(config, option)
+        if str(given) == value or (not value and given != value_of(defaults, option)):
+            raise ConfigError(f"strategy.name: {name} has no {option} {given}: leave it out, or train with ring")
+    if not kind.collectives:
         environ.pop(COLLECTIVES, None)
         return
-    for refused in REFUSED[name]:
-        option, _, value = refused.partition(" ")
-        found = value_of(config, option)
-        if str(found) == value or (not value and found != value_of(defaults, option)):
-            raise ConfigError(f"strategy.name: {name} has no {option} {found}: leave it out, or train with ring")
     for variable, what in HOROVODS_VARIABLES.items():
         if environ.get(variable, "0") not in ("", "0"):
             raise ConfigError(f"strategy.name: {name} has no {what} ({variable}): leave it out, or train with ring")
-    environ[COLLECTIVES] = ALONE if name in PARAMETER_SERVERS else "mpi4py"
+    environ[COLLECTIVES] = kind.collectives
 
 
 def meet(config: Config) -> RankGroup | None:
     """Rank group of a job with parameter servers, where only rank 0 trains; else None. See cluster.meet."""
-    if config.strategy.name not in PARAMETER_SERVERS:
+    if not STRATEGIES[config.strategy.name].has_servers:
         return None
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # otherwise servers print their settings
     if console.launched_rank() is None:
@@ -77,18 +137,5 @@ def meet(config: Config) -> RankGroup | None:
 
 def make(config: Config, crew: RankGroup | None = None) -> Strategy:
     """Creates the configured strategy, after `prepare`; `crew` is the result of `meet`."""
-    if crew is not None:
-        from ringtrain.strategies.parameter_server.asynchronous import Asynchronous
-        from ringtrain.strategies.parameter_server.synchronous import Synchronous
-
-        return {"ps-async": Asynchronous, "ps-sync": Synchronous}[config.strategy.name](config, crew)
-
-    from ringtrain.strategies.ring import Ring
-
-    kinds: dict[str, Any] = {"ring": Ring, "mpi-ring": Ring}
-    if config.strategy.name not in kinds:
-        from ringtrain.strategies.mirrored import MultiWorker, Towers
-
-        kinds |= {"towers": Towers, "multi-worker": MultiWorker}
-    strategy: Strategy = kinds[config.strategy.name](config)
-    return strategy
+    strategy = STRATEGIES[config.strategy.name].load()
+    return strategy(config) if crew is None else strategy(config, crew)  # type: ignore[call-arg]

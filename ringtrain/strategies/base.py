@@ -17,6 +17,7 @@ from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.run import devices, resume
+from ringtrain.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,18 +26,24 @@ if TYPE_CHECKING:
     from ringtrain.run.resume import Segment
 
 
+OVER_GRPC = "; its servers obey every user of these hosts"
+"""TensorFlow's servers have no authentication: see docs/launching.md."""
+
+
 class Strategy:
     """One way to train on several devices. A subclass overrides `distribute`, `fit` and what else differs.
 
     Attributes:
         about: Facts on the strategy for summary.json, besides its options.
         copies: Copies of the model in this process.
+        copies_name: What they are called.
         folder: Run folder, set after `begin`.
         numbers: Derived numbers of the run, set after `begin`.
         ranks_change: Whether ranks join and leave during training.
     """
 
     copies = 1
+    copies_name = "ranks"
     ranks_change = False
     folder: Path
     numbers: Numbers
@@ -44,12 +51,37 @@ class Strategy:
     def __init__(self, config: Config) -> None:
         self.config = config
         loaded = "Horovod" if hvd.backend.WITH_HOROVOD else "mpi4py"  # which ranks with parameter servers use, too
-        if loaded != ("Horovod" if config.strategy.name == "ring" else "mpi4py"):
+        if loaded != ("mpi4py" if STRATEGIES[config.strategy.name].collectives else "Horovod"):
             raise ConfigError(
                 f"strategy.name: got {config.strategy.name} in a process whose ranks talk by {loaded}: only"
                 f" ringtrain.train, started by itself, has other strategies than ring"
             )
         self.about: dict[str, Any] = {"ranks_talk_by": loaded}
+
+    # ---- what a person sees ------------------------------------------------------------------------------------------
+
+    @property
+    def shown_name(self) -> str:
+        """Name in the plan, with what a user must know; "": not shown."""
+        return self.config.strategy.name
+
+    def placement(self, numbers: Numbers, pinning: devices.Pinning, hosts: Sequence[str]) -> dict[str, str]:
+        """Rows of the plan on processes and devices."""
+        per_host = ", ".join(f"{host}: {hosts.count(host)}" for host in dict.fromkeys(hosts))
+        return {"ranks": f"{numbers.num_ranks} ({per_host}), rank 0 on {pinning}"}
+
+    def shard(self, numbers: Numbers) -> str:
+        """Row of the plan on the samples that one rank trains."""
+        return f"{numbers.steps_per_epoch * numbers.batch_size:,} samples an epoch on each rank"
+
+    def proof(self, summary: Mapping[str, Any], gradients: str) -> str:
+        """Last line of a run: what was verified. `gradients`: how they were found to be averaged."""
+        if summary["num_ranks"] == 1:
+            return f"1 rank: nothing to compare, weights and optimizer {summary['checksum']}"
+        return (
+            f"{summary['num_ranks']} {self.copies_name} in step: gradients {gradients},"
+            f" weights and optimizer equal {summary['checksum']}"
+        )
 
     # ---- before training ---------------------------------------------------------------------------------------------
 

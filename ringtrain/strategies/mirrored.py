@@ -19,10 +19,11 @@ from keras.src.losses.loss import scale_loss_for_distribution
 from numpy.typing import NDArray
 
 from ringtrain import hvd
+from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError, DeviceError
 from ringtrain.hvd.distributed import distribute
 from ringtrain.run import devices
-from ringtrain.strategies.base import Strategy
+from ringtrain.strategies.base import OVER_GRPC, Strategy
 from ringtrain.strategies.parameter_server import cluster, listening
 
 if TYPE_CHECKING:
@@ -101,6 +102,9 @@ class Mirrored(Strategy):
 class Towers(Mirrored):
     """In-graph replication: one process, a copy of the model on each device, no messages."""
 
+    copies_name = "towers"
+    shown_name = ""
+
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         options, gpus = config.strategy, len(tf.config.list_physical_devices("GPU"))
@@ -128,6 +132,9 @@ class Towers(Mirrored):
         self.about["copies"] = self.copies
         return pinning
 
+    def placement(self, numbers: Numbers, pinning: devices.Pinning, hosts: Sequence[str]) -> dict[str, str]:
+        return {"towers": f"{numbers.num_ranks} in one process on {hosts[0]}: {pinning}"}
+
     def feed(self, batches: Any) -> Iterator[Any]:
         """Yields one batch per copy. Repeats forever: with an end, each step would first check every copy for it."""
         return iter(self.strategy.distribute_datasets_from_function(lambda context: batches.repeat()))
@@ -135,6 +142,10 @@ class Towers(Mirrored):
 
 class MultiWorker(Mirrored):
     """One process per rank, with TensorFlow's own collectives over gRPC or NCCL."""
+
+    @property
+    def shown_name(self) -> str:
+        return f"{self.config.strategy.name}{OVER_GRPC}"
 
     def begin(self) -> devices.Pinning:
         pinning = super().begin()

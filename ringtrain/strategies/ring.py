@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 class Ring(Strategy):
     """Strategies ring and mpi-ring."""
 
+    @property
+    def shown_name(self) -> str:
+        name = self.config.strategy.name
+        return name if name != "ring" else ""
+
     def distribute(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
         options = self.config.hvd
         return hvd.DistributedOptimizer(

@@ -14,7 +14,9 @@ from rich.console import Console
 from ringtrain.config import Config, HvdConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from ringtrain.derived import derive
 from ringtrain.run.console import Progress, launched_rank, show_plan, show_ranks, show_result, terminal_of_launcher
+from ringtrain.run.devices import Pinning
 from ringtrain.run.tracking import figures_of
+from ringtrain.strategies.ring import Ring
 
 PTS = "/dev/pts/3"
 
@@ -112,7 +114,7 @@ def test_an_epochs_line_and_the_checksum_fit_into_80_columns():
         **{"num_ranks": 2, "checksum": "aa1822a1d28747a5", "strategy": {}},
         "config": {"strategy": {"name": "ring"}, "run": {"resume": "auto"}},
     }
-    show_result(console, Path("runs/a"), summary, "averaged")
+    show_result(console, Path("runs/a"), summary, Ring(Config()).proof(summary, "averaged"))
     assert output.getvalue().splitlines()[-1] == "aa1822a1d28747a5"
     times = {f"{part}_s": 0.0523 for part in ("step", "input", "compute", "callbacks", "wait")}
     show_ranks(console, [{"rank": rank, "host": "host12", **times} for rank in (0, 1)], [1])
@@ -129,7 +131,7 @@ def test_a_stopped_run_tells_how_to_resume_it(resume, more):
         **{"num_ranks": 2, "checksum": "aa1822a1d28747a5", "strategy": {}, "global_step": 660},
         "config": {"strategy": {"name": "ring"}, "run": {"resume": resume, "name": ""}},
     }
-    show_result(Console(file=output, width=120), Path("runs/digits-2"), summary, "averaged")
+    show_result(Console(file=output, width=120), Path("runs/digits-2"), summary, "proof")
     told = f"after step 660, by SIGINT; to resume, repeat the command with --run.name digits-2{more}\n"
     assert told in output.getvalue()
 
@@ -137,7 +139,9 @@ def test_a_stopped_run_tells_how_to_resume_it(resume, more):
 def shown_plan(config: Config) -> str:
     output = io.StringIO()
     numbers = derive(config, num_ranks=2, num_train=1437, num_test=360)
-    show_plan(Console(file=output, width=120), config, numbers, "CPU", ["here", "here"])
+    strategy = Ring(config)
+    placement = strategy.placement(numbers, Pinning(num_threads=1), ["here", "here"])
+    show_plan(Console(file=output, width=120), config, numbers, placement, strategy.shard(numbers), strategy.shown_name)
     return output.getvalue()
 
 

@@ -32,6 +32,7 @@ from ringtrain.lab.starts import Start
 from ringtrain.lab.tune.cli import seconds_of
 from ringtrain.protocol.env import HOST_SLOTS
 from ringtrain.run import setup
+from ringtrain.strategies import STRATEGIES
 
 ALONE = "one"
 """instead of a strategy: one copy of the model, with the fraction of the cores that one of several has"""
@@ -163,9 +164,7 @@ def file_name(entry: Entry) -> str:
 
 def launch_words(strategy: str, copies: int, servers: int) -> list[str]:
     """Options of ringtrain launch for a strategy with the given copies of the model, and servers if it uses any."""
-    if strategy.startswith("ps-"):  # servers mostly wait: they need no slots of their own
-        return ["--ps", str(servers), "--workers", str(copies), "--oversubscribe"]
-    return ["-np", "1" if strategy in ("towers", ALONE) else str(copies)]
+    return ["-np", "1"] if strategy == ALONE else STRATEGIES[strategy].launch_words(copies, servers)
 
 
 def claim(folder: Path, base: Config, copies: int, servers: int, words: Sequence[str]) -> None:

@@ -106,6 +106,12 @@ class Asynchronous(ParameterServers):
                 raise found
             return found
 
+    def gradients_seen(self, gradients: str) -> str:
+        mean, most = (self.about["staleness"][name] for name in ("mean", "max"))
+        return (
+            f"each applied gradients of its own, {mean:.1f} updates late ({most} at most), so nothing is proven equal"
+        )
+
     def told(self) -> dict[str, Any]:
         """Adds the staleness: the number of updates between reading the weights and updating them."""
         values = np.array(sorted(self.staleness.elements()) or [0])

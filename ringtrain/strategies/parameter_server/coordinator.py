@@ -21,12 +21,13 @@ from numpy.typing import NDArray
 
 from ringtrain import hvd
 from ringtrain.config import Config
+from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError
 from ringtrain.hvd.distributed import distribute
 from ringtrain.monitor import fault_injection, journal
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.run import consistency, devices, log_capture
-from ringtrain.strategies.base import Strategy
+from ringtrain.strategies.base import OVER_GRPC, Strategy
 from ringtrain.strategies.parameter_server import listening, server
 from ringtrain.strategies.parameter_server.cluster import RankGroup
 
@@ -96,6 +97,26 @@ class ParameterServers(Strategy):
             "workers": [f"rank {rank} on {roles.hosts[rank]}: {ready[rank].pinning}" for rank in roles.workers],
         }
         return pinning
+
+    @property
+    def shown_name(self) -> str:
+        return f"{self.config.strategy.name}{OVER_GRPC}"
+
+    def placement(self, numbers: Numbers, pinning: devices.Pinning, hosts: Sequence[str]) -> dict[str, str]:
+        ranks = {role: self.about[role] for role in ("servers", "workers")}
+        return {role: f"{len(all_)}: {', '.join(all_[:4])}{', ...' * (len(all_) > 4)}" for role, all_ in ranks.items()}
+
+    def shard(self, numbers: Numbers) -> str:
+        num_samples = numbers.steps_per_epoch * numbers.global_batch_size // self.num_workers
+        return f"{num_samples:,} samples an epoch on each worker"
+
+    def proof(self, summary: Mapping[str, Any], gradients: str) -> str:
+        workers = f"{self.num_workers} worker{'s' * (self.num_workers > 1)}, one copy of the weights"
+        return f"{workers}: {self.gradients_seen(gradients)}; weights and optimizer {summary['checksum']}"
+
+    def gradients_seen(self, gradients: str) -> str:
+        """What the proof says of the gradients."""
+        raise NotImplementedError
 
     def same_global_batch(self, config: Config, attempt: Attempt) -> Config:
         return config

@@ -130,6 +130,9 @@ class Synchronous(ParameterServers):
                 logs = self.saw(found)
             yield logs
 
+    def gradients_seen(self, gradients: str) -> str:
+        return f"gradients {gradients}, {sum(self.about['dropped'])} dropped"
+
     def told(self) -> dict[str, Any]:
         """Adds the number of dropped gradients by worker."""
         return {**super().told(), "dropped": [self.dropped[worker] for worker in range(self.num_workers)]}
