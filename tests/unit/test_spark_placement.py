@@ -1,4 +1,4 @@
-"""Ranks on Spark, what of it is plain values: seats, slots, the command, and the store that Gloo's ranks meet at."""
+"""Ranks on Spark, what of it is plain values: placement, slots, the command, and the store of Gloo's rendezvous."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import attacker
 import pytest
 
 from ringtrain.cluster.job import Job
-from ringtrain.cluster.spark.placement import Caller, seats
+from ringtrain.cluster.spark.placement import Caller, assign
 from ringtrain.cluster.spark.plan import plan
 from ringtrain.cluster.spark.rendezvous import MAX_VALUE_BYTES, Store
 from ringtrain.cluster.spark.session import local_slots, reason
+from ringtrain.cluster.spark.task import _environment
 from ringtrain.errors import LaunchError
 
 
@@ -27,7 +28,7 @@ def test_ranks_fill_a_host_before_the_next() -> None:
         Caller(3, "b", ("2",)),
         Caller(4, "a", ("4",)),
     ]
-    found = seats(callers[::-1])
+    found = assign(callers[::-1])
     assert [caller.index for caller, _ in found] == [0, 2, 3, 1, 4]
     names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
     numbers = [tuple(int(environ[f"HOROVOD_{name}"]) for name in names) for _, environ in found]
@@ -42,7 +43,7 @@ def test_ranks_fill_a_host_before_the_next() -> None:
 
 
 def test_without_gpus_of_spark_ranks_see_what_their_host_has() -> None:
-    assert "CUDA_VISIBLE_DEVICES" not in seats([Caller(0, "a")])[0][1]
+    assert "CUDA_VISIBLE_DEVICES" not in assign([Caller(0, "a")])[0][1]
 
 
 @pytest.mark.parametrize(
@@ -79,6 +80,19 @@ def test_no_value_of_a_variable_is_on_the_command_line() -> None:
             "train.py",
         ),
     )
+
+
+def test_a_network_interface_that_is_set_here_replaces_the_choice_of_the_task() -> None:
+    made = plan(Job(("true",), 2, (), environment={"NCCL_SOCKET_IFNAME": "eth1"}))
+    assert "--export=NCCL_SOCKET_IFNAME" in made.argv
+    assert "ranks get 'eth1'" in made.env_reasons["NCCL_SOCKET_IFNAME"]
+    assert (
+        made.env_reasons["HOROVOD_GLOO_IFACE"] == "each rank takes the interface by which its host reaches the driver"
+    )
+    assert _environment({"NCCL_SOCKET_IFNAME": "eth1"}, "eth0").items() >= {
+        ("NCCL_SOCKET_IFNAME", "eth1"),
+        ("HOROVOD_GLOO_IFACE", "eth0"),
+    }
 
 
 def test_more_ranks_than_slots_are_refused() -> None:
@@ -148,7 +162,7 @@ def test_the_reason_is_the_line_that_says_it() -> None:
 
 
 def test_tasks_with_rows_of_their_own_keep_their_numbers() -> None:
-    found = seats([Caller(2, "a"), Caller(1, "b"), Caller(0, "a")], by_index=True)
+    found = assign([Caller(2, "a"), Caller(1, "b"), Caller(0, "a")], by_index=True)
     assert [(caller.index, environ["HOROVOD_RANK"], environ["HOROVOD_LOCAL_RANK"]) for caller, environ in found] == [
         (0, "0", "0"),
         (1, "1", "0"),

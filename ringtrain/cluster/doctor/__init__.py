@@ -1,9 +1,13 @@
 """`ringtrain doctor`: checks hosts and the links between them before a job starts.
 
 preflight: probes every host, measures the ring, prints the findings
-probe:     collects the facts of one host; sent to it as source, standard library only
-checks:    the checks, one table column each: from facts to cells
-findings:  cells and findings, with the commands that fix them
-links:     results of the ring measurement: each link, an allreduce, the slowest link
+session:   the conversation with one host, and the test whether hosts share the run directory
+probe:     the program that runs on a host; sent to it as source, standard library only
+checks:    the table: every check on every host
+software:  checks of Python, packages, ringtrain, the user's code and MPI: fact, rule and fix
+machine:   checks of GPUs, cores, memory, disk and limits
+network:   checks of ssh, clocks, names and subnets
+findings:  data classes; cells and findings, with the commands that fix them
+ring:      measures each link of the ring of hosts, and an allreduce; finds slow links
 report:    prints the report as a table or as JSON
 """

@@ -1,16 +1,18 @@
-"""Data classes of `ringtrain doctor`: probe results, table cells, and findings with fix commands. Pure functions."""
+"""Data classes of `ringtrain doctor`: probe results, checks, table cells, and findings with fix commands."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ringtrain.cluster.hosts import Host
 
-Level = Literal["unknown", "well", "warns", "hurts"]
-LEVELS: tuple[Level, ...] = ("unknown", "well", "warns", "hurts")
+Level = Literal["unknown", "ok", "warning", "error"]
+LEVELS: tuple[Level, ...] = ("unknown", "ok", "warning", "error")
+Facts = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -18,12 +20,9 @@ class Probe:
     """Result of probing one host."""
 
     host: Host
-    facts: Mapping[str, Any] | None = None
-    """from probe.facts; None: the host did not answer"""
-    error: str = ""
-    """why the host did not answer, as ssh reports it"""
-    connect_s: float | None = None
-    """until ssh had a shell; None: this machine, without ssh"""
+    facts: Facts | None = None  # from probe.facts; None: the host did not answer
+    error: str = ""  # why the host did not answer, as ssh reports it
+    connect_s: float | None = None  # until ssh had a shell; None: this machine, without ssh
     clock_s: tuple[float, float] | None = None
     """offset of its clock from this machine's (positive: ahead), and the uncertainty"""
     finds: bool | None = None
@@ -40,17 +39,13 @@ class Scene:
     """Input of a check."""
 
     probes: tuple[Probe, ...]
-    here: Mapping[str, Any]
-    """facts of the machine that doctor runs on, which need not be one of the hosts"""
-    python: str
-    """path of the Python that ranks are started with"""
-    ssh_port: int = 0
-    """0: from ssh's configuration"""
-    subnet: str = ""
-    """CIDR that every host must be in; "": a shared one is searched"""
+    here: Facts  # facts of the machine that doctor runs on, which need not be one of the hosts
+    python: str  # path of the Python that ranks are started with
+    ssh_port: int = 0  # 0: from ssh's configuration
+    subnet: str = ""  # CIDR that every host must be in; "": a shared one is searched
 
     @property
-    def answers(self) -> list[Mapping[str, Any]]:
+    def answers(self) -> list[Facts]:
         """Facts of the hosts that answered."""
         return [probe.facts for probe in self.probes if probe.facts is not None]
 
@@ -60,13 +55,25 @@ class Cell:
     """Result of one check on one host."""
 
     value: str
-    level: Level = "well"
-    text: str = ""
-    """the finding, with the received and the expected value; "": no finding"""
-    mend: str = ""
-    """fix command; {host} stands for the host name"""
+    level: Level = "ok"
+    text: str = ""  # the finding, with the received and the expected value; "": no finding
+    fix: str = ""  # fix command; {host} stands for the host name
     where: Literal["there", "here", "file"] = "there"
     """where the fix applies: a command on the host, a command on the machine doctor runs on, or a hostfile line"""
+
+
+UNKNOWN = Cell("", "unknown")
+
+
+@dataclass(frozen=True)
+class Check:
+    """Column of the table: the facts that each host collects, and the rule that turns them into a cell with its fix."""
+
+    rule: Callable[[Probe, Facts, Scene], Cell]
+    facts: tuple[Callable[[Mapping[str, Any]], Any], ...]
+    """functions that run on the host, named as their fact. Their source is sent: they use the imports and functions of
+    probe.py and the standard library of Python 3.8. They get the request; None: the fact cannot be read"""
+    may_lack: bool = False  # whether the rule judges a host that cannot read a fact; otherwise its cell is unknown
 
 
 @dataclass(frozen=True)
@@ -77,8 +84,7 @@ class Finding:
     level: Level
     hosts: tuple[str, ...]
     text: str
-    mend: str
-    """fix commands, to paste on the machine doctor ran on"""
+    fix: str  # fix commands, to paste on the machine doctor ran on
 
 
 def gather(table: Mapping[str, Sequence[Cell]], probes: Sequence[Probe]) -> list[Finding]:
@@ -87,25 +93,35 @@ def gather(table: Mapping[str, Sequence[Cell]], probes: Sequence[Probe]) -> list
     for check, cells in table.items():
         for cell, probe in zip(cells, probes, strict=True):
             if cell.text:
-                common = Cell("", cell.level, cell.text, cell.mend, cell.where)
+                common = Cell("", cell.level, cell.text, cell.fix, cell.where)
                 groups.setdefault((check, common), []).append(probe)
-    found = [
+    findings = [
         Finding(check, cell.level, tuple(probe.host.name for probe in group), cell.text, _lines(cell, group))
         for (check, cell), group in groups.items()
     ]
-    return sorted(found, key=lambda finding: -LEVELS.index(finding.level))
+    return sorted(findings, key=lambda finding: -LEVELS.index(finding.level))
 
 
 def _lines(cell: Cell, group: Sequence[Probe]) -> str:
     """Fix commands to paste on the machine doctor ran on; remote hosts are reached over ssh."""
     if cell.where == "file":
-        return "\n".join(dict.fromkeys(cell.mend.replace("{host}", probe.host.name) for probe in group))
-    if not cell.mend or (cell.where == "here" and "{host}" not in cell.mend):
-        return cell.mend
+        return "\n".join(dict.fromkeys(cell.fix.replace("{host}", probe.host.name) for probe in group))
+    if not cell.fix or (cell.where == "here" and "{host}" not in cell.fix):
+        return cell.fix
     elsewhere = [shlex.quote(probe.host.name) for probe in group if probe.remote or cell.where == "here"]
-    lines = [cell.mend] if len(elsewhere) < len(group) else []
+    lines = [cell.fix] if len(elsewhere) < len(group) else []
     if elsewhere:
         host = elsewhere[0] if len(elsewhere) == 1 else '"$host"'
-        line = f"ssh -t {host} {shlex.quote(cell.mend)}" if cell.where == "there" else cell.mend.replace("{host}", host)
+        line = f"ssh -t {host} {shlex.quote(cell.fix)}" if cell.where == "there" else cell.fix.replace("{host}", host)
         lines.append(line if len(elsewhere) == 1 else f"for host in {' '.join(elsewhere)}; do {line}; done")
     return "\n".join(lines)
+
+
+def most(values: Iterable[Any]) -> Any:
+    """Most frequent value other than None, on a tie the first; None if there is none."""
+    counted = Counter(value for value in values if value is not None).most_common(1)
+    return counted[0][0] if counted else None
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ringtrain.cluster.doctor import links
-from ringtrain.cluster.doctor.findings import LEVELS, Cell, Finding, Level, Scene
+from ringtrain.cluster.doctor.findings import LEVELS, Cell, Finding, Level, Scene, count
+from ringtrain.cluster.doctor.ring import Ring, describe
 
-STYLES: dict[Level, str] = {"unknown": "dim", "well": "", "warns": "yellow", "hurts": "bold red"}
-MARKS: dict[Level, str] = {"unknown": "", "well": "", "warns": "! ", "hurts": "!! "}  # for output without colors
-EXIT_CODES: dict[Level, int] = {"unknown": 0, "well": 0, "warns": 1, "hurts": 2}
+STYLES: dict[Level, str] = {"unknown": "dim", "ok": "", "warning": "yellow", "error": "bold red"}
+MARKS: dict[Level, str] = {"unknown": "", "ok": "", "warning": "! ", "error": "!! "}  # for output without colors
+EXIT_CODES: dict[Level, int] = {"unknown": 0, "ok": 0, "warning": 1, "error": 2}
 MOST_HOSTS = 6  # listed in a finding
 PADDING = 2
 
@@ -28,20 +28,16 @@ class Report:
     """Complete result of a doctor run."""
 
     scene: Scene
-    table: Mapping[str, Sequence[Cell]]
-    """by check name, one cell per host"""
-    findings: tuple[Finding, ...]
-    """worst first"""
-    subnet: str
-    """for --subnet; "": the hosts share none"""
-    ring: links.Ring | None
-    """None: not measured"""
+    table: Mapping[str, Sequence[Cell]]  # by check name, one cell per host
+    findings: tuple[Finding, ...]  # worst first
+    subnet: str  # for --subnet; "": the hosts share none
+    ring: Ring | None  # None: not measured
     took_s: float
 
     @property
     def level(self) -> Level:
         """Worst level of all findings."""
-        return max((finding.level for finding in self.findings), key=LEVELS.index, default="well")
+        return max((finding.level for finding in self.findings), key=LEVELS.index, default="ok")
 
 
 def show(report: Report, console: Console, as_json: bool = False) -> int:
@@ -71,7 +67,7 @@ def fold(report: Report, width: int) -> Iterator[list[str]]:
     part: list[str] = []
     used = first
     for name, cells in report.table.items():
-        needed = PADDING + max([cell_len(name), *(cell_len(_said(cell)) for cell in cells)])
+        needed = PADDING + max([cell_len(name), *(cell_len(_text(cell)) for cell in cells)])
         if part and used + needed > width:
             yield part
             part, used = [], first
@@ -84,18 +80,18 @@ def as_plain_values(report: Report) -> dict[str, object]:
     """Converts a report to JSON types, with each host's facts except the hashes of single files."""
     hosts = []
     for number, probe in enumerate(report.scene.probes):
-        facts = dict(probe.facts) if probe.facts is not None else None
+        cells = {name: cells[number] for name, cells in report.table.items()}
+        host = {name: getattr(probe, name) for name in ("error", "connect_s", "clock_s", "facts")}
         for group in ("ringtrain", "code"):
-            if facts and facts[group]:
-                facts[group] = {name: value for name, value in facts[group].items() if name != "files"}
-        checks = {n: {"value": cells[number].value, "level": cells[number].level} for n, cells in report.table.items()}
-        host = {"name": probe.host.name, "slots": probe.host.slots, "error": probe.error}
-        times = {"connect_s": probe.connect_s, "clock_s": probe.clock_s}
-        hosts.append({**host, **times, "checks": checks, "facts": facts})
+            if probe.facts and probe.facts[group]:
+                less = {name: value for name, value in probe.facts[group].items() if name != "files"}
+                host["facts"] = {**host["facts"], group: less}
+        levels = {name: {"value": cell.value, "level": cell.level} for name, cell in cells.items()}
+        hosts.append({"name": probe.host.name, "slots": probe.host.slots, **host, "checks": levels})
     return {
         "level": report.level,
         "hosts": hosts,
-        "findings": [dataclasses.asdict(finding) for finding in report.findings],
+        "findings": [{**dataclasses.asdict(finding), "mend": finding.fix} for finding in report.findings],
         "subnet": report.subnet,
         "ring": dataclasses.asdict(report.ring) if report.ring is not None else None,
         "took_s": round(report.took_s, 3),
@@ -108,37 +104,36 @@ def _draw(report: Report, columns: Sequence[str]) -> Table:
         table.add_column(name, no_wrap=True)
     for number, probe in enumerate(report.scene.probes):
         cells = [report.table[name][number] for name in columns]
-        row = [Text(_plain(_said(cell)), STYLES[cell.level]) for cell in cells]
+        row = [Text(_plain(_text(cell)), STYLES[cell.level]) for cell in cells]
         worst = max((report.table[name][number].level for name in report.table), key=LEVELS.index)
-        table.add_row(Text(probe.host.name, STYLES[worst] if worst == "hurts" else ""), *row)
+        table.add_row(Text(probe.host.name, STYLES[worst] if worst == "error" else ""), *row)
     return table
 
 
 def _lines(report: Report) -> Iterator[tuple[str, Level]]:
     """Lines below the table, each with the level that sets its color."""
     if report.ring is not None and report.ring.links:
-        yield from ((line, "well") for line in links.describe(report.ring))
-        yield "", "well"
+        yield from ((line, "ok") for line in describe(report.ring))
+        yield "", "ok"
     for finding in report.findings:
-        who = ", ".join(finding.hosts[:MOST_HOSTS])
+        hosts = ", ".join(finding.hosts[:MOST_HOSTS])
         if len(finding.hosts) > MOST_HOSTS:
-            who += f" and {len(finding.hosts) - MOST_HOSTS} more"
-        yield f"{MARKS[finding.level]}{': '.join(filter(None, [who, finding.check, finding.text]))}", finding.level
-        yield from ((f"       {line}", "well") for line in finding.mend.splitlines())
+            hosts += f" and {len(finding.hosts) - MOST_HOSTS} more"
+        yield f"{MARKS[finding.level]}{': '.join(filter(None, [hosts, finding.check, finding.text]))}", finding.level
+        yield from ((f"       {line}", "ok") for line in finding.fix.splitlines())
     if report.findings:
-        yield "", "well"
+        yield "", "ok"
     if report.subnet and len(report.scene.answers) > 1:
-        yield f"all hosts are in {report.subnet}: ringtrain launch --subnet {report.subnet}", "well"
-    count = {level: sum(finding.level == level for finding in report.findings) for level in LEVELS}
-    hosts = f"{len(report.scene.probes)} host{'s' * (len(report.scene.probes) != 1)}"
-    verdict = {"hurts": f"{count['hurts']} hurt, {count['warns']} warn", "warns": f"{count['warns']} warn"}
-    yield f"{hosts}: {verdict.get(report.level, 'all is well')} ({report.took_s:.1f} s)", report.level
+        yield f"all hosts are in {report.subnet}: ringtrain launch --subnet {report.subnet}", "ok"
+    counts = [count(sum(finding.level == level for finding in report.findings), level) for level in LEVELS[:1:-1]]
+    summary = ", ".join(text for text in counts if not text.startswith("0 ")) or "all ok"
+    yield f"{count(len(report.scene.probes), 'host')}: {summary} ({report.took_s:.1f} s)", report.level
 
 
-def _said(cell: Cell) -> str:
+def _text(cell: Cell) -> str:
     return MARKS[cell.level] + (cell.value or "-")
 
 
 def _plain(text: str) -> str:
     """Replaces control characters: output of a host must not move the cursor."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+    return "".join(character if character.isprintable() else "?" for character in text)

@@ -14,20 +14,12 @@ if TYPE_CHECKING:
 
 
 def shares(spark: SparkSession, name: str, num_ranks: int) -> tuple[RDD, str]:
-    """Distributes rows over the ranks round-robin: shard lengths differ by at most one.
+    """Distributes rows over the ranks round-robin: shard lengths differ by at most one; raises LaunchError, DataError.
 
-    Args:
-        name: module:function of the user. It gets the session and returns (training data, test data). Each is a
-            DataFrame with a column "label" (classes from 0) and either one column of arrays or several of numbers, or
-            an RDD of (inputs, label) pairs.
-
-    Returns:
-        The shards by rank, with rows (split, index in the shard, inputs, label), where split is 0 for training and 1
-        for test; and a string of three numbers: training rows, test rows, classes.
-
-    Raises:
-        LaunchError: The function does not exist or returns something else.
-        DataError: A split has fewer rows than there are ranks, or a row cannot be read.
+    The user's function `name` (module:function) gets the session and returns (training data, test data). Each is a
+    DataFrame with a column "label" (classes from 0) and either one column of arrays or several of numbers, or an RDD of
+    (inputs, label) pairs. Returns the shards by rank, with rows (split: 0 training, 1 test; index in the shard; inputs;
+    label), and a string of three numbers: training rows, test rows, classes.
     """
     module, _, function = name.partition(":")
     try:
@@ -50,9 +42,9 @@ def shares(spark: SparkSession, name: str, num_ranks: int) -> tuple[RDD, str]:
             raise DataError(f"--spark-data {name}: {length} {what} rows for {num_ranks} ranks, expected one for each")
         lengths.append(length)
         num_classes = max(num_classes, largest + 1)
-        parts.append(numbered.map(_dealer(split, num_ranks)))
-    dealt = parts[0].union(parts[1]).partitionBy(num_ranks, lambda rank: rank).values()
-    return dealt, f"{lengths[0]} {lengths[1]} {num_classes}"
+        parts.append(numbered.map(_numbered_by_rank(split, num_ranks)))
+    shards = parts[0].union(parts[1]).partitionBy(num_ranks, lambda rank: rank).values()
+    return shards, f"{lengths[0]} {lengths[1]} {num_classes}"
 
 
 def _is_rdd(data: Any) -> bool:
@@ -61,7 +53,7 @@ def _is_rdd(data: Any) -> bool:
     return isinstance(data, RDD)
 
 
-def _dealer(split: int, num_ranks: int) -> Any:
+def _numbered_by_rank(split: int, num_ranks: int) -> Any:
     return lambda row: (row[1] % num_ranks, (split, row[1] // num_ranks, *row[0]))
 
 

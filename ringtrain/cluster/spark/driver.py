@@ -37,10 +37,8 @@ from ringtrain.protocol.status import STATUS_FILES
 if TYPE_CHECKING:
     from pyspark import RDD
 
-GRACE_S = 5.0
-"""for ranks to exit after one has failed or after SIGTERM"""
-HANDSHAKE_S = 10
-"""limit for each read of a new connection, until it is authenticated"""
+GRACE_S = 5.0  # for ranks to exit after one has failed or after SIGTERM
+HANDSHAKE_S = 10  # limit for each read of a new connection, until it is authenticated
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -50,13 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     It is 128 + n if signal n killed the rank. A user error is printed in one line.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    own, command = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
-    options = parser().parse_args(own)
+    end = words.index("--") if "--" in words else len(words)
+    options, command = parser().parse_args(words[:end]), words[end + 1 :]
     try:
         if not command:
             raise LaunchError("got no command to run: expected it after --")
         check_slots(options.num_ranks, options.master)
-        named = [setting.partition("=") for setting in options.set]
         defaults = {
             "spark.cores.max": str(options.num_ranks),  # a standalone cluster would otherwise allocate all its cores
             "spark.executor.instances": str(options.num_ranks),
@@ -64,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "spark.task.maxFailures": "1",  # a lost rank ends the job, which may then be restarted as a whole
             "spark.ui.enabled": "false",
         }
-        settings = {"spark.ui.showConsoleProgress": "false", **{name: value for name, _, value in named}}
+        settings = {"spark.ui.showConsoleProgress": "false", **dict(setting.split("=", 1) for setting in options.set)}
         spark = start(options.master, settings, defaults)
         try:
             check_slots(options.num_ranks, spark.sparkContext.master)
@@ -73,10 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             for module in (task, dataframe):
                 cloudpickle.register_pickle_by_value(module)  # executors need no ringtrain to report errors
             slots = spark.sparkContext.parallelize(range(options.num_ranks), options.num_ranks)
-            fed = ""
+            row_counts = ""
             if options.data:
-                slots, fed = dataframe.shares(spark, options.data, options.num_ranks)
-            return Job(slots, fed, options, command, os.environ).run()
+                slots, row_counts = dataframe.shares(spark, options.data, options.num_ranks)
+            return Job(slots, row_counts, options, command, os.environ).run()
         finally:
             spark.sparkContext.cancelAllJobs()
             spark.stop()
@@ -88,11 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="ringtrain.cluster.spark.driver", description=__doc__.partition("\n")[0])
     made.add_argument("--num-ranks", type=int, required=True, metavar="N")
-    made.add_argument("--master", default="", metavar="URL", help="else what spark-defaults.conf says, else local[*]")
-    made.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of Spark")
-    made.add_argument("--data", default="", metavar="MODULE:FUNCTION", help="gives rows to be fed to ranks")
-    made.add_argument("--start-timeout", type=float, default=60, metavar="S", help="for the slots to be there (60)")
-    made.add_argument("--folder", default="", metavar="DIR", help="for ranks to start in, where it is there")
+    made.add_argument("--master", default="", metavar="URL", help="default: from spark-defaults.conf, else local[*]")
+    made.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="Spark setting")
+    made.add_argument("--data", default="", metavar="MODULE:FUNCTION", help="returns the rows to stream to ranks")
+    made.add_argument("--start-timeout", type=float, default=60, metavar="S", help="seconds to wait for slots (60)")
+    made.add_argument("--folder", default="", metavar="DIR", help="directory that ranks start in, if it exists")
     made.add_argument("--export", default="", metavar="NAMES", help="variables that ranks get: NAME,NAME")
     return made
 
@@ -100,16 +97,21 @@ def parser() -> argparse.ArgumentParser:
 class Job:
     """Ranks of one job, from the connection of their tasks to their exit.
 
-    `slots` has one partition per rank. `fed` has the counts from dataframe.shares; "" streams no rows to ranks.
+    `slots` has one partition per rank. `row_counts` is that from dataframe.shares; "" streams no rows to ranks.
     """
 
     def __init__(
-        self, slots: RDD, fed: str, options: argparse.Namespace, command: Sequence[str], environ: Mapping[str, str]
+        self,
+        slots: RDD,
+        row_counts: str,
+        options: argparse.Namespace,
+        command: Sequence[str],
+        environ: Mapping[str, str],
     ) -> None:
-        self.slots, self.fed, self.options, self.command = slots, fed, options, list(command)
+        self.slots, self.row_counts, self.options, self.command = slots, row_counts, options, list(command)
         self.context = slots.context
         self.environ = {name: environ[name] for name in options.export.split(",") if name in environ}
-        self.heard: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        self.messages: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         self.ranks: dict[Connection, int] = {}
         """ranks that have not exited"""
         self.exit_code, self.last_signal = 0, 0
@@ -125,12 +127,12 @@ class Job:
             listens_on = conf.get("spark.driver.bindAddress", here)
         key = secrets.token_bytes(32)
         for number in SIGNALS:
-            signal.signal(number, lambda received, _: self.heard.put((None, received)))
+            signal.signal(number, lambda received, _: self.messages.put((None, received)))
         store = Store(listens_on)
         try:
             with Listener((listens_on, 0), family="AF_INET", backlog=1024) as listener:
                 threading.Thread(target=self._listen, args=(listener, key), daemon=True).start()
-                threading.Thread(target=self._hold, args=((here, listener.address[1]), key), daemon=True).start()
+                threading.Thread(target=self._run_spark, args=((here, listener.address[1]), key), daemon=True).start()
                 callers = self._wait_for_slots()
                 self._place(callers, store.environ(here))
                 return self._follow()
@@ -139,23 +141,23 @@ class Job:
 
     # ---- background threads ----------------------------------------------------------------------------------------
 
-    def _hold(self, address: tuple[str, int], key: bytes) -> None:
+    def _run_spark(self, address: tuple[str, int], key: bytes) -> None:
         """Runs Spark's job until it ends."""
         try:
             self.slots.mapPartitionsWithIndex(task.task(address, key)).collect()
         except Exception as error:
-            self.heard.put((None, error))
+            self.messages.put((None, error))
 
     def _listen(self, listener: Listener, key: bytes) -> None:
         while True:
             try:
-                threading.Thread(target=self._hear, args=(listener.accept(), key), daemon=True).start()
+                threading.Thread(target=self._receive, args=(listener.accept(), key), daemon=True).start()
             except OSError as error:
                 if error.errno not in (errno.ECONNABORTED, errno.EMFILE, errno.ENFILE):
                     return  # the listener was closed: the job has ended
                 time.sleep(0.1)
 
-    def _hear(self, connection: Connection, key: bytes) -> None:
+    def _receive(self, connection: Connection, key: bytes) -> None:
         """Authenticates one connection by the key, then queues its messages."""
         try:
             wait_at_most(connection, HANDSHAKE_S)
@@ -163,9 +165,9 @@ class Job:
             answer_challenge(connection, key)
             wait_at_most(connection, 0)
             while True:
-                self.heard.put((connection, connection.recv()))
+                self.messages.put((connection, connection.recv()))
         except (EOFError, OSError, AuthenticationError):
-            self.heard.put((connection, None))
+            self.messages.put((connection, None))
 
     # ---- main path -------------------------------------------------------------------------------------------------
 
@@ -176,17 +178,16 @@ class Job:
         deadline = time.monotonic() + timeout_s
         while len(callers) < num_ranks:
             try:
-                connection, message = self.heard.get(timeout=max(0.0, deadline - time.monotonic()))
+                connection, message = self.messages.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 raise LaunchError(
                     f"got {len(callers)} of {num_ranks} slots from Spark at {self.context.master} in {timeout_s:g} s,"
-                    f" expected one for each rank: ask for fewer ranks (-np), free or add executors, or give more time"
-                    f" (--start-timeout)"
+                    " expected one for each rank: start fewer ranks (-np), add executors, or raise --start-timeout"
                 ) from None
             if isinstance(message, Exception):
                 raise LaunchError(f"Spark's executors cannot run ranks: {reason(message)}")
             if connection is None:
-                raise LaunchError(f"stopped by {signal.Signals(message).name} before ranks had begun")
+                raise LaunchError(f"stopped by {signal.Signals(message).name} before the ranks started")
             if message is None:
                 callers.pop(connection, None)
             else:
@@ -196,18 +197,18 @@ class Job:
     def _place(self, callers: Mapping[Connection, placement.Caller], rendezvous: Mapping[str, str]) -> None:
         """Sends every task its rank and command, which starts the rank."""
         connections = {caller: connection for connection, caller in callers.items()}
-        for rank, (caller, environ) in enumerate(placement.seats([*callers.values()], bool(self.fed))):
+        for rank, (caller, environ) in enumerate(placement.assign([*callers.values()], bool(self.row_counts))):
             connection = connections[caller]
-            if self.fed:
-                environ[FEED] = f"{rank} {len(callers)} {self.fed}"
+            if self.row_counts:
+                environ[FEED] = f"{rank} {len(callers)} {self.row_counts}"
             self.ranks[connection] = rank
             connection.send(
                 {
                     "command": self.command,
                     "environ": {**self.environ, **rendezvous, **environ},
                     "folder": self.options.folder,
-                    "fed": FEED if self.fed else "",
-                    "box": f"{STATUS_FILES}-{self.environ.get(JOB, '')}-{rank}",
+                    "pipe_variable": FEED if self.row_counts else "",
+                    "status_file": f"{STATUS_FILES}-{self.environ.get(JOB, '')}-{rank}",
                 }
             )
 
@@ -216,10 +217,10 @@ class Job:
         while self.ranks:
             try:
                 timeout_s = None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
-                connection, message = self.heard.get(timeout=timeout_s)
+                connection, message = self.messages.get(timeout=timeout_s)
             except queue.Empty:
                 if self.last_signal == signal.SIGKILL:
-                    self._ended_with(1, f"{len(self.ranks)} ranks are out of reach")
+                    self._ended_with(1, f"{len(self.ranks)} ranks cannot be reached")
                     break
                 self._signal(signal.SIGKILL, GRACE_S)
                 continue
@@ -241,7 +242,7 @@ class Job:
     def _end(self, rank: int, message: dict[str, Any] | None) -> None:
         """Handles the exit of a rank or, if `message` is None, its lost connection."""
         if message is None:
-            self._ended_with(1, f"lost rank {rank}: its executor has ended, or its host or the network failed")
+            self._ended_with(1, f"lost rank {rank}: its executor exited, or its host or the network failed")
             return
         if message["step"]:
             step, _, phase = message["step"].partition(" ")

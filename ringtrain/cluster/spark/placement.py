@@ -12,11 +12,10 @@ class Caller:
 
     index: int
     host: str
-    gpus: tuple[str, ...] = ()
-    """addresses of the GPUs that Spark assigned to the task"""
+    gpus: tuple[str, ...] = ()  # addresses of the GPUs that Spark assigned to the task
 
 
-def seats(callers: Sequence[Caller], by_index: bool = False) -> list[tuple[Caller, dict[str, str]]]:
+def assign(callers: Sequence[Caller], by_index: bool = False) -> list[tuple[Caller, dict[str, str]]]:
     """Assigns ranks host by host; returns, by rank, its task and the placement variables of Horovod over Gloo.
 
     All ranks of a host see the GPUs of that host's ranks, one per rank in the order of local ranks. With `by_index`,
@@ -25,16 +24,16 @@ def seats(callers: Sequence[Caller], by_index: bool = False) -> list[tuple[Calle
     by_host: dict[str, list[Caller]] = {}
     for caller in sorted(callers, key=lambda each: each.index):
         by_host.setdefault(caller.host, []).append(caller)
-    dealt = [(caller, local_rank) for group in by_host.values() for local_rank, caller in enumerate(group)]
+    assigned = [(caller, local_rank) for group in by_host.values() for local_rank, caller in enumerate(group)]
     if by_index:
-        dealt.sort(key=lambda seat: seat[0].index)
-    found = []
-    for rank, (caller, local_rank) in enumerate(dealt):
+        assigned.sort(key=lambda pair: pair[0].index)
+    placements = []
+    for rank, (caller, local_rank) in enumerate(assigned):
         group = by_host[caller.host]
         cross = [host for host, others in by_host.items() if len(others) > local_rank]
         numbers = {
             "RANK": rank,
-            "SIZE": len(dealt),
+            "SIZE": len(assigned),
             "LOCAL_RANK": local_rank,
             "LOCAL_SIZE": len(group),
             "CROSS_RANK": cross.index(caller.host),
@@ -44,5 +43,5 @@ def seats(callers: Sequence[Caller], by_index: bool = False) -> list[tuple[Calle
         environ |= {"HOROVOD_HOSTNAME": caller.host, "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
         if all(each.gpus for each in group):
             environ["CUDA_VISIBLE_DEVICES"] = ",".join(each.gpus[0] for each in group)
-        found.append((caller, environ))
-    return found
+        placements.append((caller, environ))
+    return placements

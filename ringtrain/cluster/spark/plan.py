@@ -16,35 +16,37 @@ from ringtrain.protocol.launchers import RANK_VARIABLES
 def plan(
     job: Job, master: str = "", spark_settings: Sequence[str] = (), data: str = "", start_timeout_s: float = 60
 ) -> Plan:
-    """Command that starts a job on Spark, which chooses the hosts.
+    """Command that starts a job on Spark, which chooses the hosts. Raises LaunchError if Spark cannot run the job.
 
-    Args:
-        master: URL of Spark's master; "": from spark-defaults.conf, else this machine.
-        spark_settings: NAME=VALUE each.
-        data: module:function that returns the rows to stream to the ranks; "": none.
-        start_timeout_s: Limit for one slot per rank to be available, once Spark has started.
-
-    Raises:
-        LaunchError: Spark cannot run the job, or does not support an option.
+    `master` "" is that of spark-defaults.conf, else this machine; `spark_settings` are NAME=VALUE each; `data` is the
+    module:function that returns the rows to stream to the ranks, or "".
     """
     check(job)
     _check(job, master, spark_settings)
     values, reasons = as_mapping(settings(job))
-    reasons["NCCL_SOCKET_IFNAME"] = "each rank takes the interface by which its host reaches the driver"
+    for name in ("NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"):
+        if not job.environment.get(name):  # a value that is set here replaces the task's choice
+            reasons[name] = "each rank takes the interface by which its host reaches the driver"
     because = "Spark's driver, which starts a task for each rank"
     found = [words(sys.executable, "-m", "ringtrain.cluster.spark.driver", because=because)]
-    found.append(words("--num-ranks", job.num_ranks, because="ranks in all, a slot of Spark's for each"))
+    found.append(words("--num-ranks", job.num_ranks, because="number of ranks, each takes a slot of Spark"))
     if master:
-        found.append(words("--master", master, because="where Spark runs, as asked for"))
-    found += [words("--set", setting, because="a setting of Spark, as asked for") for setting in spark_settings]
+        found.append(words("--master", master, because="URL of Spark's master, from --master"))
+    found += [words("--set", setting, because="a Spark setting, from --spark-conf") for setting in spark_settings]
     if data:
-        found.append(words("--data", data, because="gives rows, which ranks get shared out, as asked for"))
-    found.append(words("--start-timeout", f"{start_timeout_s:g}", because="seconds for the slots to be there"))
+        found.append(
+            words("--data", data, because="returns the rows that are distributed over the ranks, from --spark-data")
+        )
+    found.append(words("--start-timeout", f"{start_timeout_s:g}", because="seconds to wait for the slots"))
     if job.working_directory:
-        found.append(words("--folder", job.working_directory, because="ranks start in it, on executors that have it"))
+        found.append(
+            words("--folder", job.working_directory, because="working directory of ranks, on executors that have it")
+        )
     names = ",".join(names_for_ranks(job, values))
-    found.append(words(f"--export={names}", because="variables that ranks get, by name: no value is on a command line"))
-    found.append(words("--", because="what every rank runs follows"))
+    found.append(
+        words(f"--export={names}", because="names of the variables that ranks get: values are not on the command line")
+    )
+    found.append(words("--", because="the command of every rank follows"))
     if job.output:
         found.append(
             logged(
@@ -59,16 +61,18 @@ def check_slots(num_ranks: int, master: str) -> None:
     slots = local_slots(master)
     if slots is not None and slots < num_ranks:
         raise LaunchError(
-            f"got -np {num_ranks}, but Spark's master {master} has {slots} slot{'s' * (slots != 1)}, of which each rank"
-            f" takes one: ask for fewer ranks, or for more slots: --master 'local[{num_ranks}]'"
+            f"got -np {num_ranks}, but Spark's master {master} has {slots} slot{'s' * (slots != 1)}, one for each rank"
+            f" is required: start fewer ranks, or use more slots: --master 'local[{num_ranks}]'"
         )
 
 
 def _check(job: Job, master: str, spark_settings: Sequence[str]) -> None:
-    unlike = {"--subnet": job.subnet, "--network ucx": job.network == "ucx", "--bind core": job.bind == "core"}
-    unlike |= {"--oversubscribe": job.oversubscribe, "--ssh-port": job.ssh_port}
-    for option in (option for option, given in unlike.items() if given):
-        raise LaunchError(f"got {option}, but Spark places its ranks, and they talk by Gloo over TCP: leave it out")
+    unsupported = {"--subnet": job.subnet, "--network ucx": job.network == "ucx", "--bind core": job.bind == "core"}
+    unsupported |= {"--oversubscribe": job.oversubscribe, "--ssh-port": job.ssh_port}
+    for option in (option for option, given in unsupported.items() if given):
+        raise LaunchError(
+            f"got {option}, but Spark places its ranks, which communicate by Gloo over TCP: remove the option"
+        )
     for setting in spark_settings:
         if not setting.partition("=")[0].startswith("spark.") or "=" not in setting:
             raise LaunchError(f"got --spark-conf {setting!r}, expected spark.NAME=VALUE")

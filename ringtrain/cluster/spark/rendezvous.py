@@ -12,8 +12,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
 
-MAX_VALUE_BYTES = 1 << 24
-"""for one rank's addresses, about 150 bytes per other rank"""
+MAX_VALUE_BYTES = 1 << 24  # for one rank's addresses, about 150 bytes per other rank
 
 
 class Store(ThreadingTCPServer):  # HTTPServer would look up the host's full name, which can be slow
@@ -68,36 +67,32 @@ class _Handler(BaseHTTPRequestHandler):
         path = [*self.raw_requestline.split(), b"", b""][1]
         known = f"/{self.server.token}:{self.server.port}/".encode()
         self.close_connection = True
-        return hmac.compare_digest(path[: len(known)], known) and super().parse_request()
+        if not (hmac.compare_digest(path[: len(known)], known) and super().parse_request()):
+            return False
+        _, self.scope, self.key = [*self.path.removeprefix("/").split("/", 2), ""][:3]
+        return True
 
     def do_GET(self) -> None:
-        scope, key = self._scope_and_key()
         with self.server.lock:
-            value = self.server.values[scope].get(key)
+            value = self.server.values[self.scope].get(self.key)
         self._answer(HTTPStatus.NOT_FOUND if value is None else HTTPStatus.OK, value or b"")
 
     def do_PUT(self) -> None:
-        scope, key = self._scope_and_key()
         length = self.headers.get("Content-Length", "")
         if not re.fullmatch(r"[0-9]{1,9}", length) or int(length) > MAX_VALUE_BYTES:
             self._answer(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
             return
         value = self.rfile.read(int(length))
         with self.server.lock:
-            self.server.values[scope][key] = value
+            self.server.values[self.scope][self.key] = value
         self._answer(HTTPStatus.OK)
 
     def do_DELETE(self) -> None:
-        scope, key = self._scope_and_key()
         with self.server.lock:
-            self.server.deleted[scope].add(key)
-            if self.server.deleted[scope] >= self.server.values[scope].keys():
-                del self.server.deleted[scope], self.server.values[scope]
+            self.server.deleted[self.scope].add(self.key)
+            if self.server.deleted[self.scope] >= self.server.values[self.scope].keys():
+                del self.server.deleted[self.scope], self.server.values[self.scope]
         self._answer(HTTPStatus.OK)
-
-    def _scope_and_key(self) -> tuple[str, str]:
-        _, scope, key = [*self.path.removeprefix("/").split("/", 2), ""][:3]
-        return scope, key
 
     def _answer(self, status: HTTPStatus, value: bytes = b"") -> None:
         self.send_response(status)

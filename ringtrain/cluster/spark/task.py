@@ -19,8 +19,7 @@ from typing import Any
 
 PR_SET_PDEATHSIG = 1
 SIOCGIFADDR = 0x8915  # ioctl: IPv4 address of an interface
-PIPE_S = 2.0
-"""for processes that a rank left behind to close its output"""
+PIPE_S = 2.0  # for processes that a rank left behind to close its output
 PATHS = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 NOT_STARTED = 127
 
@@ -28,19 +27,20 @@ NOT_STARTED = 127
 def task(address: tuple[str, int], key: bytes) -> Callable[[int, Iterable[Any]], Iterator[None]]:
     """Function for mapPartitionsWithIndex, which Spark runs once per rank; `address` is the driver's."""
 
-    def sit(index: int, rows: Iterable[Any]) -> Iterator[None]:
+    def run_rank(index: int, rows: Iterable[Any]) -> Iterator[None]:
         from pyspark import TaskContext
 
-        found = TaskContext.get().resources().get("gpu")
+        gpus = TaskContext.get().resources().get("gpu")
         with Client(address, authkey=key) as connection:
-            gpus = list(found.addresses) if found else []
-            connection.send({"index": index, "host": socket.gethostname(), "gpus": gpus})
+            connection.send(
+                {"index": index, "host": socket.gethostname(), "gpus": list(gpus.addresses) if gpus else []}
+            )
             # The driver closes the connection of a duplicate task of Spark.
             with contextlib.suppress(EOFError, ConnectionError):
                 run(connection, rows, **connection.recv())
         yield from ()
 
-    return sit
+    return run_rank
 
 
 def run(
@@ -49,36 +49,33 @@ def run(
     command: list[str],
     environ: dict[str, str],
     folder: str,
-    box: str,
-    fed: str,
+    status_file: str,
+    pipe_variable: str,
 ) -> None:
     """Runs a rank's command until it exits or the driver disconnects.
 
-    Args:
-        connection: To the driver. It carries output and the exit code there, and signals back.
-        command: A `python` in it is the executor's.
-        environ: Added to the executor's variables.
-        folder: Working directory, if it exists.
-        box: Path of the rank's status file, which contains its current step.
-        fed: Variable that passes the descriptor of the sample pipe to the rank; "": no samples are streamed.
+    `connection` carries output and the exit code to the driver, and signals back. A `python` in `command` is the
+    executor's. `status_file` contains the rank's current step. `pipe_variable` passes the descriptor of the row pipe to
+    the rank; "": no rows are streamed.
     """
     lock = threading.Lock()
 
-    def tell(**message: Any) -> None:
+    def report(**message: Any) -> None:
         with lock, contextlib.suppress(OSError):
             connection.send(message)
 
     if folder and not os.path.isdir(folder):
         folder, missing = os.getcwd(), folder
-        tell(stream=2, line=f"{socket.gethostname()} has no folder {missing}: the rank starts in {folder}\n".encode())
-    reading, writing = os.pipe() if fed else (-1, -1)
-    if fed:
-        environ[fed] = f"{reading} {environ[fed]}"
+        line = f"{socket.gethostname()} has no directory {missing}: the rank starts in {folder}\n"
+        report(stream=2, line=line.encode())
+    reading, writing = os.pipe() if pipe_variable else (-1, -1)
+    if pipe_variable:
+        environ[pipe_variable] = f"{reading} {environ[pipe_variable]}"
     try:
         process = subprocess.Popen(
             command,
             env=_environment(environ, _interface(_own_address(connection))),
-            pass_fds=(reading,) if fed else (),
+            pass_fds=(reading,) if pipe_variable else (),
             cwd=folder or None,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -87,22 +84,22 @@ def run(
             preexec_fn=_die_with_parent,
         )
     except OSError as error:
-        tell(stream=2, line=f"{command[0]} cannot be started: {error.strerror}\n".encode())
-        tell(ended=NOT_STARTED, step="")
+        report(stream=2, line=f"{command[0]} cannot be started: {error.strerror}\n".encode())
+        report(ended=NOT_STARTED, step="")
         return
 
-    def feed() -> None:
+    def stream_rows() -> None:
         # A full pipe blocks, so Spark waits for a slower rank.
         with contextlib.suppress(BrokenPipeError), os.fdopen(writing, "wb") as pipe:
             for row in rows:
                 pickle.dump(row, pipe)
             pickle.dump(None, pipe)
 
-    def pass_on(number: int, stream: Any) -> None:
+    def forward(number: int, stream: Any) -> None:
         for line in stream:
-            tell(stream=number, line=line)
+            report(stream=number, line=line)
 
-    def obey() -> None:
+    def receive_signals() -> None:
         try:
             while True:
                 number = connection.recv()
@@ -113,35 +110,35 @@ def run(
                 _kill(process.pid)
 
     streams = ((1, process.stdout), (2, process.stderr))
-    readers = [threading.Thread(target=pass_on, args=stream, daemon=True) for stream in streams]
-    for thread in (*readers, threading.Thread(target=obey, daemon=True)):
+    readers = [threading.Thread(target=forward, args=stream, daemon=True) for stream in streams]
+    for thread in (*readers, threading.Thread(target=receive_signals, daemon=True)):
         thread.start()
-    if fed:
+    if pipe_variable:
         os.close(reading)
-        threading.Thread(target=feed, daemon=True).start()
+        threading.Thread(target=stream_rows, daemon=True).start()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # keeps the process and group ID reserved
     for reader in readers:
         reader.join(PIPE_S)
     _kill(process.pid)
     step = ""
-    if os.path.isfile(box):  # a FIFO of that name would block
-        with contextlib.suppress(OSError), open(box) as said:
-            step = said.read().strip()
-            os.unlink(box)
-    tell(ended=process.wait(), step=step)
+    if os.path.isfile(status_file):  # a FIFO of that name would block
+        with contextlib.suppress(OSError), open(status_file) as file:
+            step = file.read().strip()
+            os.unlink(status_file)
+    report(ended=process.wait(), step=step)
     with contextlib.suppress(OSError), socket_of(connection) as same:
         same.shutdown(socket.SHUT_RDWR)  # the driver must not wait: the executor's Python may keep running
 
 
-def _environment(told: dict[str, str], interface: str) -> dict[str, str]:
-    """Executor's variables, overridden by the job's; PATHS are joined, with the executor's Python first in PATH."""
-    own = dict(os.environ)
-    own.pop("OMP_NUM_THREADS", None)  # Spark sets it to a task's cores, but a rank sets its own threads
-    joined = {name: ":".join(filter(None, (told.get(name), own.get(name)))) for name in PATHS}
+def _environment(forwarded: dict[str, str], interface: str) -> dict[str, str]:
+    """Executor's variables and `interface`, replaced by the job's; PATHS are joined, the executor's Python first."""
+    environ = dict(os.environ)
+    environ.pop("OMP_NUM_THREADS", None)  # Spark sets it to a task's cores, but a rank sets its own threads
+    joined = {name: ":".join(filter(None, (forwarded.get(name), environ.get(name)))) for name in PATHS}
     joined["PATH"] = f"{os.path.dirname(sys.executable)}:{joined['PATH']}"
     if interface:
-        own |= {"HOROVOD_GLOO_IFACE": interface, "NCCL_SOCKET_IFNAME": interface}
-    return {**own, **told, **{name: value for name, value in joined.items() if value}}
+        environ |= {"HOROVOD_GLOO_IFACE": interface, "NCCL_SOCKET_IFNAME": interface}
+    return {**environ, **forwarded, **{name: value for name, value in joined.items() if value}}
 
 
 def socket_of(connection: Connection) -> socket.socket:

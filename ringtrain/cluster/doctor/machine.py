@@ -1,0 +1,236 @@
+"""Hardware and limits in `ringtrain doctor`: GPUs, cores, memory, disk, run directory, shared memory, open files."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import resource
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from ringtrain.cluster.doctor.findings import UNKNOWN, Cell, Check, Facts, Level, Probe, Scene, count, most
+from ringtrain.cluster.doctor.probe import outcome, read
+
+MEMORY_PER_RANK_MB = 1024  # TensorFlow, Keras and a small model take about 0.7 GB
+SHM_PER_RANK_MB = 64  # a container's default for all its ranks together, without --shm-size
+DISK_MB, DISK_TIGHT_MB = 1024, 10240
+OPEN_FILES, OPEN_FILES_PER_RANK = 1024, 8
+# TensorFlow's CUDA 12 runs from driver 525 on. Horovod with NCCL, as launch/setup.sh builds it, contains the CUDA 13
+# runtime, which needs 580: nvcc 13 is the only one on PyPI.
+OLDEST_DRIVER, OLDEST_DRIVER_NCCL = 525, 580
+
+# ---- facts: these functions run on the hosts ---------------------------------------------------------------------
+
+
+def gpus(wanted: Mapping[str, Any]) -> list[str]:
+    """One entry per GPU, from nvidia-smi, or else from the driver's directory."""
+    answer = outcome(wanted["path"], "nvidia-smi", "--query-gpu=name,uuid,memory.total", "--format=csv,noheader")
+    if answer and answer["status"] == 0:
+        return [line.strip() for line in answer["said"].splitlines() if line.strip()]
+    folder = "/proc/driver/nvidia/gpus"
+    return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+
+
+def driver(wanted: Mapping[str, Any]) -> str | None:
+    """Version of NVIDIA's kernel driver, e.g. "580.65.06"; None without a driver."""
+    match = re.search(r"Kernel Module\D*([\d.]+)", read("/proc/driver/nvidia/version"))
+    return match.group(1) if match else None
+
+
+def pci_gpus(wanted: Mapping[str, Any]) -> int:
+    """Number of NVIDIA display devices on the PCI bus, with or without a driver."""
+    folder = "/sys/bus/pci/devices"
+    kinds = [(read(f"{folder}/{name}/vendor"), read(f"{folder}/{name}/class")) for name in os.listdir(folder)]
+    return sum(vendor == "0x10de" and kind.startswith("0x03") for vendor, kind in kinds)
+
+
+def cores(wanted: Mapping[str, Any]) -> int:
+    """Number of cores that this process may use, including a container's limit."""
+    available = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):
+        allowed_us, period_us = read("/sys/fs/cgroup/cpu.max").split()
+        available = min(available, max(1, int(allowed_us) // int(period_us)))
+    return available
+
+
+def memory(wanted: Mapping[str, Any]) -> dict[str, int]:
+    """{"total_mb", "available_mb"}, including a container's limit."""
+    kb = dict(re.findall(r"^(\w+):\s+(\d+) kB", read("/proc/meminfo"), re.MULTILINE))
+    total, available = int(kb["MemTotal"]) // 1024, int(kb["MemAvailable"]) // 1024
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            limit = int(read("/sys/fs/cgroup/" + name)) >> 20
+            total, available = min(total, limit), min(available, limit)
+    return {"total_mb": total, "available_mb": available}
+
+
+def disk(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """{"folder", "free_mb", "writable"} of the run directory, or of its nearest existing parent."""
+    folder = os.path.join(wanted["folder"], wanted["run_directory"])
+    while not os.path.isdir(folder) and folder != os.path.dirname(folder):
+        folder = os.path.dirname(folder)
+    status = os.statvfs(folder)
+    free_mb = status.f_bavail * status.f_frsize >> 20
+    return {"folder": folder, "free_mb": free_mb, "writable": os.access(folder, os.W_OK | os.X_OK)}
+
+
+def shm_mb(wanted: Mapping[str, Any]) -> int:
+    status = os.statvfs("/dev/shm")
+    return status.f_blocks * status.f_frsize >> 20
+
+
+def ptrace_scope(wanted: Mapping[str, Any]) -> int:
+    return int(read("/proc/sys/kernel/yama/ptrace_scope"))
+
+
+def cma_error(wanted: Mapping[str, Any]) -> int:
+    """Tests whether a process can read a sibling's memory, as MPI's local ranks do: 0, or the errno, e.g. 1 (EPERM)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    source, target = ctypes.create_string_buffer(b"ringtrain"), ctypes.create_string_buffer(10)
+    size = ctypes.sizeof(source)
+    remote = (ctypes.c_size_t * 2)(ctypes.addressof(source), size)  # an iovec: address, length
+    local = (ctypes.c_size_t * 2)(ctypes.addressof(target), size)
+    waiting, done = os.pipe()
+    owner = os.fork()
+    if owner == 0:
+        os.close(done)
+        os.read(waiting, 1)  # returns when the parent closes its end
+        os._exit(0)
+    reader = os.fork()
+    if reader == 0:
+        one = ctypes.c_ulong(1)
+        copied = libc.process_vm_readv(owner, ctypes.byref(local), one, ctypes.byref(remote), one, ctypes.c_ulong(0))
+        os._exit(0 if copied == size else ctypes.get_errno() or 255)
+    status = os.waitpid(reader, 0)[1]
+    os.close(done)
+    os.close(waiting)
+    os.waitpid(owner, 0)
+    return status >> 8
+
+
+def open_files(wanted: Mapping[str, Any]) -> tuple[int, int]:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+# ---- rules -------------------------------------------------------------------------------------------------------
+
+
+def check_gpus(probe: Probe, facts: Facts, scene: Scene) -> Cell:
+    available, slots, version = len(facts["gpus"] or ()), probe.host.slots, facts["driver"]
+    upgrade = "sudo apt-get install --only-upgrade nvidia-driver && sudo reboot"
+    if facts["pci_gpus"] and not version:
+        text = f"{count(facts['pci_gpus'], 'NVIDIA GPU')}, but no driver is loaded (/proc/driver/nvidia/version)"
+        return Cell("no driver", "error", text, "sudo apt-get install nvidia-driver && sudo reboot")
+    if not any(answer["gpus"] for answer in scene.answers):
+        return Cell("0")
+    value = f"{available}, {version}" if version else str(available)
+    if available < slots:
+        text = f"{count(slots, 'slot')}, but {count(available, 'GPU')}: each rank needs its own GPU"
+        return Cell(value, "error", text, f"{{host}} slots={available}" if available else "# without {host}", "file")
+    nccl = "NCCL" in (facts["horovod_operations"] or ())
+    oldest, reason = (OLDEST_DRIVER_NCCL, "Horovod's CUDA 13") if nccl else (OLDEST_DRIVER, "TensorFlow's CUDA 12")
+    if version and int(version.partition(".")[0]) < oldest:
+        return Cell(value, "error", f"driver {version}, {reason} needs {oldest} or newer", upgrade)
+    usual = most(answer["driver"] for answer in scene.answers)
+    if version != usual:
+        return Cell(value, "warning", f"driver {version}, other hosts have {usual}", upgrade)
+    if available > slots:
+        text = f"{count(available, 'GPU')}, but {count(slots, 'slot')}: the other GPUs are not used"
+        return Cell(value, "warning", text, f"{{host}} slots={available}", "file")
+    return Cell(value)
+
+
+def check_cores(probe: Probe, facts: Facts, scene: Scene) -> Cell:
+    available, slots = facts["cores"], probe.host.slots
+    if available < slots:
+        text = f"{count(slots, 'slot')} on {count(available, 'core')}: ranks wait for each other"
+        return Cell(str(available), "warning", text, f"{{host}} slots={available}", "file")
+    return Cell(str(available))
+
+
+def check_memory(probe: Probe, facts: Facts, scene: Scene) -> Cell:
+    total, available = facts["memory"]["total_mb"], facts["memory"]["available_mb"]
+    needed = probe.host.slots * MEMORY_PER_RANK_MB
+    if available >= needed:
+        return Cell(_size(available))
+    text = f"{_size(available)} of {_size(total)} free for {count(probe.host.slots, 'rank')}, each takes about 1 GB"
+    if total >= needed:
+        return Cell(_size(available), "warning", text, "ps aux --sort -rss | head  # the largest processes")
+    return Cell(_size(available), "error", text, f"{{host}} slots={max(1, total // MEMORY_PER_RANK_MB)}", "file")
+
+
+def check_disk(probe: Probe, facts: Facts, scene: Scene) -> Cell:
+    folder, free = facts["disk"]["folder"], facts["disk"]["free_mb"]
+    if not facts["disk"]["writable"]:
+        return Cell("read-only", "error", f"{folder} is not writable", f"ls -ld {shlex.quote(folder)}")
+    if free < DISK_TIGHT_MB:
+        level: Level = "error" if free < DISK_MB else "warning"
+        fix = f"df -h {shlex.quote(folder)}  # free space, or train with another --run.directory"
+        return Cell(_size(free), level, f"{_size(free)} free in {folder}, for checkpoints and logs", fix)
+    return Cell(_size(free))
+
+
+def check_shared(probe: Probe, facts: Facts, scene: Scene) -> Cell:
+    if probe.finds is None:
+        return Cell("alone") if len(scene.probes) == 1 else UNKNOWN
+    if probe.finds:
+        return Cell("yes")
+    text = (
+        "the run directory is not shared with the other hosts: logs of this host's ranks stay there, and a run can"
+        " only be resumed with rank 0 on the host it was on"
+    )
+    folder = shlex.quote(facts["disk"]["folder"]) if facts["disk"] else "FOLDER"
+    fix = f"sudo mount -t nfs SERVER:EXPORT {folder}  # or set --run.directory to a shared directory"
+    return Cell("no", "warning", text, fix)
+
+
+def check_shm(probe: Probe, facts: Facts, scene: Scene) -> Cell:
+    size, slots = facts["shm_mb"], probe.host.slots
+    if slots > 1 and size < slots * SHM_PER_RANK_MB:
+        text = f"/dev/shm has {_size(size)} for {slots} ranks, which communicate through it: {SHM_PER_RANK_MB} MB each"
+        fix = "sudo mount -o remount,size=8G /dev/shm  # in Docker: docker run --shm-size=8g"
+        return Cell(_size(size), "error" if facts["gpus"] else "warning", text, fix)
+    return Cell(_size(size))
+
+
+def check_cma(probe: Probe, facts: Facts, scene: Scene) -> Cell:
+    scope, error = facts["ptrace_scope"], facts["cma_error"]
+    if error is None:
+        return UNKNOWN
+    value = ("yes" if error == 0 else "no") + (f", scope {scope}" if scope is not None else "")
+    if not error or probe.host.slots == 1:
+        return Cell(value)
+    text = f"ranks on this host cannot read each other's memory (error {error}, ptrace_scope {scope}): MPI copies twice"
+    if scope:
+        return Cell(value, "warning", text, "sudo sysctl -w kernel.yama.ptrace_scope=0")
+    fix = "export OMPI_MCA_btl_vader_single_copy_mechanism=none  # or: docker run --cap-add=SYS_PTRACE"
+    return Cell(value, "warning", text, fix, "here")
+
+
+def check_open_files(probe: Probe, facts: Facts, scene: Scene) -> Cell:
+    limit = facts["open_files"][0]
+    needed = max(OPEN_FILES, OPEN_FILES // 2 + OPEN_FILES_PER_RANK * sum(p.host.slots for p in scene.probes))
+    if 0 <= limit < needed:
+        text = f"a process may open {limit} files: {needed} are enough for this number of ranks"
+        fix = "echo '* - nofile 65536' | sudo tee /etc/security/limits.d/90-nofile.conf"
+        return Cell(str(limit), "error" if limit < needed // 4 else "warning", text, fix)
+    return Cell("any" if limit < 0 else str(limit))
+
+
+def _size(mb: int) -> str:
+    return f"{mb / 1024:.0f} GB" if mb >= 10240 else f"{mb / 1024:.1f} GB" if mb >= 1024 else f"{mb} MB"
+
+
+CHECKS = {
+    "GPUs": Check(check_gpus, (gpus, driver, pci_gpus), may_lack=True),
+    "cores": Check(check_cores, (cores,)),
+    "memory": Check(check_memory, (memory,)),
+    "disk": Check(check_disk, (disk,)),
+    "shared": Check(check_shared, (), may_lack=True),
+    "/dev/shm": Check(check_shm, (shm_mb,)),
+    "CMA": Check(check_cma, (ptrace_scope, cma_error), may_lack=True),
+    "files": Check(check_open_files, (open_files,)),
+}

