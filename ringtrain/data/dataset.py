@@ -190,7 +190,7 @@ def _checksum(split: Split) -> int:
         chosen = split.inputs[_spaced(len(split), 256)]
         return zlib.crc32(np.ascontiguousarray(chosen).tobytes(), zlib.crc32(split.labels.tobytes()))
     if isinstance(split, InMemory):
-        return len(split)  # spark_rows.Share: each rank has other samples
+        return len(split)  # spark_rows.Shard: each rank has other samples
     import tensorflow as tf
 
     order = tf.data.Dataset.from_tensor_slices(_spaced(len(split), 16))

@@ -69,7 +69,7 @@ def _keras_download(config: DataConfig, keras_name: str) -> DataSet:
             train, test = getattr(keras.datasets, keras_name).load_data()
     except Exception as error:  # Keras raises any error of its downloader, even a bare Exception
         raise DataError(
-            f"{config.name}: not on this host, and not to be had from the network ({error}): give the directory of its"
+            f"{config.name}: not on this host, and the download failed ({error}): give the directory of its"
             f" four IDX files with --data.dir{', or install dataset-fashion-mnist' * (config.name == 'fashion-mnist')}"
         ) from error
     return checked(config.name, train, test)

@@ -24,7 +24,7 @@ SPLITS = ("training", "test")
 
 
 @dataclass(frozen=True)
-class Share(InMemory):
+class Shard(InMemory):
     """Split of which only this rank's part is in memory.
 
     Sample numbers count through the parts, rank after rank, each as long as in `sharding.part_of`.
@@ -61,13 +61,13 @@ def spark(config: DataConfig, environ: Mapping[str, str] = os.environ) -> DataSe
     They come through a pipe, which slows down the executor if this process is slower, and stay in memory. Raises
     DataError if no rows are streamed or if they end too early.
     """
-    told = environ.get(FEED, "").split()
-    if len(told) != 6:
+    fields = environ.get(FEED, "").split()
+    if len(fields) != 6:
         raise DataError(
-            f"{config.name}: nobody feeds this process: expected ringtrain launch --launcher spark --spark-data"
-            f" module:function -- python -m ringtrain.train --data.name {config.name}"
+            f"{config.name}: no rows are streamed to this process: start it with ringtrain launch --launcher spark"
+            f" --spark-data module:function -- python -m ringtrain.train --data.name {config.name}"
         )
-    descriptor, rank, size, num_train, num_test, num_classes = map(int, told)
+    descriptor, rank, size, num_train, num_test, num_classes = map(int, fields)
     totals = num_train, num_test
     inputs: list[NDArray[Any] | None] = [None, None]
     parts = [sharding.part_of(total, rank, size) for total in totals]
@@ -75,22 +75,22 @@ def spark(config: DataConfig, environ: Mapping[str, str] = os.environ) -> DataSe
     try:
         with os.fdopen(descriptor, "rb") as pipe:
             while (row := pickle.load(pipe)) is not None:
-                split, place, sample, label = row
-                held = inputs[split]
-                if held is None:
-                    held = inputs[split] = np.zeros((len(labels[split]), *sample.shape), sample.dtype)
-                held[place], labels[split][place] = sample, label
+                split, index, sample, label = row
+                array = inputs[split]
+                if array is None:
+                    array = inputs[split] = np.zeros((len(labels[split]), *sample.shape), sample.dtype)
+                array[index], labels[split][index] = sample, label
     except (EOFError, OSError, pickle.UnpicklingError) as error:
-        raise DataError(f"{config.name}: the rows broke off: look for Spark's error above ({error})") from error
+        raise DataError(f"{config.name}: the row stream was interrupted: see Spark's error above ({error})") from error
     except ValueError as error:
-        raise DataError(f"{config.name}: rows are not alike: {error}") from error
+        raise DataError(f"{config.name}: rows differ in shape or type: {error}") from error
     for split, (own, total) in enumerate(zip(labels, totals, strict=True)):
         if missing := int((own < 0).sum()):
             raise DataError(
-                f"{config.name}: {missing} of {len(own)} rows of rank {rank} did not come, of {total} {SPLITS[split]}"
-                f" rows: --spark-data has to give the same rows each time that Spark asks for them: cache or store them"
+                f"{config.name}: {missing} of {len(own)} rows of rank {rank} did not arrive, of {total}"
+                f" {SPLITS[split]} rows: --spark-data must return the same rows each time: cache or store them"
             )
     train, test = zip(inputs, labels, strict=True)
     made = checked(config.name, train, test, num_classes)
-    shared = [Share(samples, total, rank, size) for samples, total in zip((made.train, made.test), totals, strict=True)]
-    return DataSet(shared[0], shared[1], made.num_classes, made.input_shape)
+    shards = [Shard(samples, total, rank, size) for samples, total in zip((made.train, made.test), totals, strict=True)]
+    return DataSet(shards[0], shards[1], made.num_classes, made.input_shape)

@@ -343,7 +343,7 @@ def test_no_network_is_said_with_what_to_do(tmp_path):
     ended = launching.run(2, [*TRAIN, *options], timeout_s=TIMEOUT_S, env=nowhere)
     assert ended.returncode == 2
     (line,) = (line for line in said(ended, "stderr") if line.strip())
-    assert line.startswith("ringtrain: mnist: not on this host, and not to be had from the network (")
+    assert line.startswith("ringtrain: mnist: not on this host, and the download failed (")
     assert "--data.dir" in line and not (tmp_path / "runs").exists()
 
 

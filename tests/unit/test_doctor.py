@@ -623,6 +623,16 @@ def test_the_probe_tells_every_fact_of_this_machine(tmp_path: Path) -> None:
     assert software.mpi_of(facts["mpirun"])[1]
 
 
+def test_every_gpu_of_a_large_host_counts(tmp_path: Path) -> None:
+    name = "NVIDIA H100 80GB HBM3, GPU-{:08}-0000-0000-0000-000000000000, 81559 MiB"
+    listed = "\n".join(map(name.format, range(16)))
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho '{listed}'\n")
+    program.chmod(0o755)
+    (facts,) = talk(question(tmp_path, path=f"{tmp_path}:{os.environ['PATH']}"))
+    assert facts["gpus"] == listed.splitlines()
+
+
 def test_nothing_that_is_slow_is_imported(tmp_path: Path) -> None:
     program = f"import sys; from ringtrain.cluster.doctor import probe, preflight; probe.facts({question(tmp_path)!r});"
     program += "print(sorted({'tensorflow', 'keras', 'horovod', 'numpy', 'mpi4py'} & set(sys.modules)))"

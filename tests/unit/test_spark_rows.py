@@ -69,11 +69,11 @@ def test_every_sample_belongs_to_one_rank_and_is_trained_once_in_equal_steps() -
 
 
 def test_rows_that_break_off_are_told() -> None:
-    with pytest.raises(DataError, match="the rows broke off"):
+    with pytest.raises(DataError, match="the row stream was interrupted"):
         fed(0, rows_of(0))
-    with pytest.raises(DataError, match=r"1 of 17 rows of rank 0 did not come, of 50 training rows"):
+    with pytest.raises(DataError, match=r"1 of 17 rows of rank 0 did not arrive, of 50 training rows"):
         fed(0, [*rows_of(0)[1:], None])
-    with pytest.raises(DataError, match="rows are not alike"):
+    with pytest.raises(DataError, match="rows differ in shape or type"):
         fed(0, [(0, 0, np.zeros(2), 0), (0, 1, np.zeros(3), 0), None])
 
 

@@ -180,16 +180,15 @@ def _interfaces(facts: Facts) -> list[ipaddress.IPv4Interface | ipaddress.IPv6In
 def _known_as(probe: Probe, scene: Scene) -> list[str]:
     """Non-loopback addresses to which the other hosts resolve a host's name."""
     others = [p.facts["names"] or {} for p in scene.probes if p.facts is not None and p is not probe]
-    meanings = [where for known in others for where in known.get(probe.host.name) or ()]
-    return [address for address in dict.fromkeys(meanings) if not _is_loopback(address) and "%" not in address]
+    meanings = dict.fromkeys(address for known in others for address in known.get(probe.host.name) or ())
+    return [address for address in meanings if not _is_loopback(address) and "%" not in address]
 
 
 def _address(probe: Probe, scene: Scene) -> str:
     """Address of a host for the others: in the best shared subnet, else the one its name resolves to; "" if unknown."""
-    subnets = shared_subnets(scene)
     interfaces = _interfaces(probe.facts) if probe.facts is not None else []
-    inside = (str(i.ip) for i in interfaces if subnets and i.ip in subnets[0])
-    return next(inside, next(iter(_known_as(probe, scene)), ""))
+    inside = [str(i.ip) for net in shared_subnets(scene)[:1] for i in interfaces if i.ip in net]
+    return next(iter(inside + _known_as(probe, scene)), "")
 
 
 def _rename(name: str, address: str) -> str:

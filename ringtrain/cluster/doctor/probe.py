@@ -64,7 +64,7 @@ def outcome(path: str, name: str, *arguments: str) -> dict[str, Any] | None:
         ended = subprocess.run([program, *arguments], timeout=PROGRAM_TIMEOUT_S, **kwargs)
     except subprocess.TimeoutExpired:
         return {"program": program, "said": f"no answer in {PROGRAM_TIMEOUT_S} s", "status": None}
-    return {"program": program, "said": ended.stdout.decode(errors="replace").strip()[:400], "status": ended.returncode}
+    return {"program": program, "said": ended.stdout.decode(errors="replace").strip(), "status": ended.returncode}
 
 
 def folder_of(package: str) -> str:

@@ -70,7 +70,8 @@ def code(wanted: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def mpirun(wanted: Mapping[str, Any]) -> dict[str, Any] | None:
-    return outcome(wanted["path"], "mpirun", "--version")
+    answer = outcome(wanted["path"], "mpirun", "--version")
+    return answer and {**answer, "said": answer["said"][:400]}
 
 
 # ---- rules -------------------------------------------------------------------------------------------------------
