@@ -1,4 +1,4 @@
-"""Samples that another process streams to this rank: its own part of the data only."""
+"""Samples that another process streams to this rank: only its part of the data."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Shard(InMemory):
         return self.total
 
     def epoch_order(self, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-        """Returns the order of one epoch: the columns of a rank are samples of its own part."""
+        """Returns the order of one epoch: the columns of a rank are samples of its part."""
         steps, batch_size = self.total // global_batch_size, global_batch_size // self.size
         columns = []
         for rank in range(self.size):
             first, last = sharding.part_of(self.total, rank, self.size)
-            own = sharding.epoch_order(last - first, batch_size, seed * self.size + rank, epoch)
-            columns.append(first + own[:steps])
+            local = sharding.epoch_order(last - first, batch_size, seed * self.size + rank, epoch)
+            columns.append(first + local[:steps])
         return np.hstack(columns)
 
     def batches(self, order: tf.data.Dataset, batch_size: int, seed: int | None) -> tf.data.Dataset:
@@ -84,10 +84,10 @@ def spark(config: DataConfig, environ: Mapping[str, str] = os.environ) -> DataSe
         raise DataError(f"{config.name}: the row stream was interrupted: see Spark's error above ({error})") from error
     except ValueError as error:
         raise DataError(f"{config.name}: rows differ in shape or type: {error}") from error
-    for split, (own, total) in enumerate(zip(labels, totals, strict=True)):
-        if missing := int((own < 0).sum()):
+    for split, (local, total) in enumerate(zip(labels, totals, strict=True)):
+        if missing := int((local < 0).sum()):
             raise DataError(
-                f"{config.name}: {missing} of {len(own)} rows of rank {rank} did not arrive, of {total}"
+                f"{config.name}: {missing} of {len(local)} rows of rank {rank} did not arrive, of {total}"
                 f" {SPLITS[split]} rows: --spark-data must return the same rows each time: cache or store them"
             )
     train, test = zip(inputs, labels, strict=True)

@@ -24,25 +24,25 @@ def run(payload: bytes) -> dict[str, Any]:
     """
     from pyspark import TaskContext
 
-    found = TaskContext.get().resources().get("gpu")
-    gpus = tuple(found.addresses) if found else ()
-    told = {"result": b"", "error": "", "message": "", "traceback": "", "host": socket.gethostname(), "gpus": gpus}
+    resource = TaskContext.get().resources().get("gpu")
+    gpus = tuple(resource.addresses) if resource else ()
+    outcome = {"result": b"", "error": "", "message": "", "traceback": "", "host": socket.gethostname(), "gpus": gpus}
     if not payload:
-        return told
+        return outcome
     receiver, sender = multiprocessing.Pipe(duplex=False)
     began_s = time.monotonic()
     process = multiprocessing.get_context("fork").Process(target=_run_apart, args=(payload, gpus, sender))
     process.start()
     sender.close()  # so that the pipe closes when the process exits
     try:
-        told |= receiver.recv()
+        outcome |= receiver.recv()
     except EOFError:
         process.join()
         code = process.exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"called exit({code})"
-        told |= {"error": "ProcessDied", "message": f"its process {how} before it returned"}
+        outcome |= {"error": "ProcessDied", "message": f"its process {how} before it returned"}
     process.join()
-    return told | {"seconds": time.monotonic() - began_s}
+    return outcome | {"seconds": time.monotonic() - began_s}
 
 
 def _run_apart(payload: bytes, gpus: tuple[str, ...], sender: Connection) -> None:

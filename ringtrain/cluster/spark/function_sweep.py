@@ -113,8 +113,8 @@ def combinations(args_dict: Mapping[str, Sequence[Any]], how: str = "grid") -> l
             raise LaunchError(f"args_dict[{name!r}]: got an empty list, expected at least one value")
     lengths = {name: len(values) for name, values in args_dict.items()}
     if how == "zip" and len({*lengths.values()}) > 1:
-        told = ", ".join(f"{name} {length}" for name, length in lengths.items())
-        raise LaunchError(f"how='zip': got lists of unequal lengths ({told}), expected as many values of each argument")
+        listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise LaunchError(f"how='zip': got lists of unequal lengths ({listed}), expected equal lengths")
     if how == "zip" and args_dict:
         return [dict(zip(args_dict, values, strict=True)) for values in zip(*args_dict.values(), strict=True)]
     return [dict(zip(args_dict, values, strict=True)) for values in itertools.product(*args_dict.values())]
@@ -145,10 +145,10 @@ def _pickled(dumps: Callable[[Any], bytes], map_fun: Callable[..., Any], run: Ma
     try:
         return dumps((map_fun, dict(run)))
     except Exception as error:  # any type: objects define how they are pickled
-        said = " ".join(str(error).split())
+        reason_text = " ".join(str(error).split())
         raise LaunchError(
-            f"{_name(map_fun)} and its arguments cannot be sent to executors: {type(error).__name__}: {said}: make what"
-            f" it refers to (sessions, locks, open files) inside of the function"
+            f"{_name(map_fun)} and its arguments cannot be sent to executors: {type(error).__name__}: {reason_text}:"
+            f" create sessions, locks and open files inside the function"
         ) from error
 
 

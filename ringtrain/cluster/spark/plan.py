@@ -28,32 +28,32 @@ def plan(
         if not job.environment.get(name):  # a value that is set here replaces the task's choice
             reasons[name] = "each rank takes the interface by which its host reaches the driver"
     because = "Spark's driver, which starts a task for each rank"
-    found = [words(sys.executable, "-m", "ringtrain.cluster.spark.driver", because=because)]
-    found.append(words("--num-ranks", job.num_ranks, because="number of ranks, each takes a slot of Spark"))
+    flags = [words(sys.executable, "-m", "ringtrain.cluster.spark.driver", because=because)]
+    flags.append(words("--num-ranks", job.num_ranks, because="number of ranks, each takes a slot of Spark"))
     if master:
-        found.append(words("--master", master, because="URL of Spark's master, from --master"))
-    found += [words("--set", setting, because="a Spark setting, from --spark-conf") for setting in spark_settings]
+        flags.append(words("--master", master, because="URL of Spark's master, from --master"))
+    flags += [words("--set", setting, because="a Spark setting, from --spark-conf") for setting in spark_settings]
     if data:
-        found.append(
+        flags.append(
             words("--data", data, because="returns the rows that are distributed over the ranks, from --spark-data")
         )
-    found.append(words("--start-timeout", f"{start_timeout_s:g}", because="seconds to wait for the slots"))
+    flags.append(words("--start-timeout", f"{start_timeout_s:g}", because="seconds to wait for the slots"))
     if job.working_directory:
-        found.append(
+        flags.append(
             words("--folder", job.working_directory, because="working directory of ranks, on executors that have it")
         )
     names = ",".join(names_for_ranks(job, values))
-    found.append(
+    flags.append(
         words(f"--export={names}", because="names of the variables that ranks get: values are not on the command line")
     )
-    found.append(words("--", because="the command of every rank follows"))
+    flags.append(words("--", because="the command of every rank follows"))
     if job.output:
-        found.append(
+        flags.append(
             logged(
                 job.output, RANK_VARIABLES["Gloo"].rank, "each rank copies its output to DIR/rank.N/stdout and stderr"
             )
         )
-    return Plan((*found, *reported(job)), job.command, values, reasons)
+    return Plan((*flags, *reported(job)), job.command, values, reasons)
 
 
 def check_slots(num_ranks: int, master: str) -> None:

@@ -79,22 +79,22 @@ def start(
         return SparkSession.builder.config(conf=conf).getOrCreate()
     except Exception as error:
         if "JAVA_GATEWAY_EXITED" in str(error):
-            raise LaunchError(f"Java ended before Spark had begun, see above: Spark needs {JAVA}") from error
+            raise LaunchError(f"Java exited before Spark started, see above: Spark needs {JAVA}") from error
         raise LaunchError(f"Spark does not start on {master or 'its default master'}: {reason(error)}") from error
 
 
 def reason(error: BaseException) -> str:
     """One-line cause of an error that pyspark raised, extracted from Spark's long message."""
     text = str(error)
-    if found := OTHER_PYTHON.search(text):
+    if match := OTHER_PYTHON.search(text):
         return (
-            f"executors run Python {found[1]}, the driver {found[2]}: give both the same, by PYSPARK_PYTHON for the"
+            f"executors run Python {match[1]}, the driver {match[2]}: use the same, by PYSPARK_PYTHON for the"
             f" executors (now {os.environ.get('PYSPARK_PYTHON', 'not set')})"
         )
     if "stopped SparkContext" in text:  # Spark gives up after trying its master for a minute
         return "the master does not answer"
-    if found := NO_PYTHON.search(text):
-        return f"a host of the executors cannot start Python as {found[1]}: set PYSPARK_PYTHON to where it is there"
+    if match := NO_PYTHON.search(text):
+        return f"a host of the executors cannot start Python as {match[1]}: set PYSPARK_PYTHON to its path on that host"
     remote = text.partition("Traceback (most recent call last)")[2].partition("\n\n")[0]
     lines = PYTHON_ERROR.findall(remote) or JAVA_ERROR.findall(text) or text.split("\n")
     return " ".join(lines[-1 if remote else 0].split())[:MAX_REASON_LETTERS] or type(error).__name__
