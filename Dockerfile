@@ -42,6 +42,7 @@ RUN useradd --create-home --uid 1000 --shell /bin/bash ringtrain \
         >/etc/ssh/ssh_config.d/ringtrain.conf
 COPY --from=environment /opt/ringtrain/.venv .venv
 COPY CHANGELOG.md LICENSE README.md constraints.txt hashes.txt pyproject.toml setup.py ./
+COPY benchmarks benchmarks
 COPY compat compat
 COPY configs configs
 COPY examples examples

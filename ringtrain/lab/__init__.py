@@ -1,8 +1,8 @@
 """Measuring, comparing and predicting training.
 
-commands: options of bench, tune, sweep, compare, predict and report
-starts:   starts a part of a bench on ranks and reads its result
-ranks:    what such a part begins with on each rank
+commands: the commands bench, tune, sweep, compare, predict and report
+options:  options of a command as a frozen dataclass
+ranks:    calls a function on ranks and returns its result; what such functions begin with
 jobs:     several jobs side by side, each on slots of its own
 stats:    medians, spreads and the machine they are from; tables and JSON
 plots:    an empty figure, and writing it as PNG

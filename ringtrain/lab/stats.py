@@ -35,6 +35,11 @@ class Spread:
         p10, median, p90 = np.percentile(np.asarray(values, float), [10, 50, 90])
         return cls(float(median), float(p10), float(p90), len(values))
 
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Any:
+        """Converts a JSON object to a Spread if it is one, for json.loads."""
+        return cls(**value) if value.keys() == {"median", "p10", "p90", "repeats"} else value
+
     def times(self, factor: float) -> Spread:
         """Converts to another unit."""
         return Spread(factor * self.median, factor * self.p10, factor * self.p90, self.repeats)
@@ -47,12 +52,6 @@ class Spread:
 def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
     """Computes the ratios of two quantities measured alternately, one pair per round."""
     return Spread.of([first / second for first, second in zip(numerators, denominators, strict=True)])
-
-
-def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits into the arguments of the bench and those after `--`, for ringtrain.train."""
-    words = list(words)
-    return (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
 
 
 def machine() -> dict[str, Any]:

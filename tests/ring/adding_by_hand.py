@@ -7,7 +7,7 @@ from mpi4py import MPI
 
 from ringtrain import ring_allreduce
 from ringtrain.errors import OutOfSync
-from ringtrain.lab.bench import allreduce_on_ranks
+from ringtrain.lab.bench import allreduce
 
 SHAPES = ((), (1,), (2,), (7,), (3, 5), (1000,), (64, 1025))
 COMM = MPI.COMM_WORLD
@@ -46,7 +46,7 @@ def is_refused() -> bool:
     """Whether bench allreduce does not time a broken ring, on any rank."""
     lossy = {"lossy": lambda array: lambda: ring_allreduce.allreduce(array, LosesTheLastMessage())}
     try:
-        allreduce_on_ranks.measure(lossy, [4096], 1, COMM.Get_rank(), COMM.allgather)
+        allreduce.measure(lossy, [4096], 1, COMM.Get_rank(), COMM.allgather)
     except OutOfSync:
         return all(COMM.allgather(True))
     return False

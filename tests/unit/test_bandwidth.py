@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ringtrain.errors import LaunchError, OutOfSync
-from ringtrain.lab.bench import allreduce, allreduce_on_ranks
+from ringtrain.lab.bench import allreduce
 
 
 def test_sizes_are_lists_and_ranges():
@@ -31,10 +31,10 @@ def test_bus_bandwidth_is_what_a_ring_moves_through_a_ranks_link():
     measured = [
         {"method": method, "bytes": 4000, "seconds": seconds, "wire_bytes": 6000.0}
         for method, seconds in (
-            (allreduce_on_ranks.MPI_ALLREDUCE, [1e-6, 2e-6]),
-            (allreduce_on_ranks.COPY, [1e-6]),
+            (allreduce.MPI_ALLREDUCE, [1e-6, 2e-6]),
+            (allreduce.COPY, [1e-6]),
             ("Horovod over MPI", [2e-6, 2e-6]),
-            (allreduce_on_ranks.MPI_ALLREDUCE, [4e-6]),
+            (allreduce.MPI_ALLREDUCE, [4e-6]),
             ("Horovod over MPI", [8e-6]),
         )
     ]
@@ -49,7 +49,7 @@ def test_a_wrong_sum_is_noticed():
         return [value]
 
     right, wrong = (lambda array: lambda: array), (lambda array: lambda: array + (array == 7))
-    (found,) = allreduce_on_ranks.measure({"right": right}, [64], 2, 0, alone)
+    (found,) = allreduce.measure({"right": right}, [64], 2, 0, alone)
     assert len(found["seconds"]) == 2
     with pytest.raises(OutOfSync, match=r"wrong: the sum of 64 bytes is wrong on ranks \[0\]"):
-        allreduce_on_ranks.measure({"right": right, "wrong": wrong}, [64], 2, 0, alone)
+        allreduce.measure({"right": right, "wrong": wrong}, [64], 2, 0, alone)

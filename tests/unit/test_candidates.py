@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 
 import pytest
 
@@ -153,18 +154,15 @@ def test_what_fails_is_left_out_and_what_has_no_time_is_not_decided():
 def fake_start(speed_of, clock, seconds):
     """Ranks that are as fast as speed_of says; each start takes so many seconds on the clock."""
 
-    def start(words, num_ranks, environ=(), launcher=""):
-        own, told = words[: words.index("--")], words[words.index("--") + 1 :]
+    def call(on_ranks, trial, train_args, num_ranks, environ=(), launcher=""):
         clock[0] += seconds
-        variants = [own[place + 1] for place, word in enumerate(own) if word == "--variant"]
-        turns = int(own[own.index("--turns") + 1]) if "--turns" in own else 0
-        told = [told, environ, launcher]
+        told = [train_args, environ, launcher]
         found = {"facts": vars(ONE_HOST), "step_s": 0.01}
-        if not turns:
+        if trial.autotune_s:
             return found | {"autotuned": {"fusion_mb": 16.126, "cycle_time_ms": 2.5}}
-        return found | {"images_per_s": [[speed_of(f"{told} {variant}")] * turns for variant in variants]}
+        return found | {"images_per_s": [[speed_of(f"{told} {one}")] * trial.turns for one in trial.variants]}
 
-    return start
+    return call
 
 
 def test_the_search_keeps_what_gains_within_its_budget():
@@ -195,14 +193,14 @@ def test_the_search_keeps_what_gains_within_its_budget():
 
 
 def test_a_budget_that_allows_no_comparison_writes_no_toml(tmp_path):
-    out, start = tmp_path / "tuned.toml", fake_start(lambda text: 100.0, [0.0], 0.0)
-    options = {"only": "groups", "command": ["--model.name", "cnn"], "allow_compression": False, "launcher": "mpirun"}
-    options |= {"out": str(out), "launch_words": []}
+    out, call = tmp_path / "tuned.toml", fake_start(lambda text: 100.0, [0.0], 0.0)
+    given = argparse.Namespace(command=["--model.name", "cnn"], launcher="mpirun", launch_words=[])
+    options = tune_cli.Options(only="groups", budget="1s", out=str(out))
     with pytest.raises(LaunchError, match=r"compared nothing in 1 s") as error:
-        tune_cli.main(argparse.Namespace(budget="1s", **options), start)
+        tune_cli.main(options, given, call)
     assert not out.exists()
     enough = str(error.value).partition("--budget ")[2].partition(" ")[0]
-    assert tune_cli.main(argparse.Namespace(budget=enough, **options), start) == 0
+    assert tune_cli.main(dataclasses.replace(options, budget=enough), given, call) == 0
     assert out.exists()
 
 

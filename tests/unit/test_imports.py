@@ -11,12 +11,9 @@ import pytest
 HEAVY = {"tensorflow", "keras", "horovod", "mpi4py", "pyspark"}
 LAUNCHING = [
     "cli",
-    *(
-        f"lab.{name}"
-        for name in ("commands", "jobs", "starts", "stats", "plots", "bench.__main__", "bench.on_ranks_alone")
-    ),
-    *(f"lab.bench.{name}" for name in ("train", "allreduce", "peers", "startup")),
-    "lab.bench.allreduce_on_ranks",  # MPI crashes at its end where TensorFlow has been loaded after it
+    *(f"lab.{name}" for name in ("commands", "options", "jobs", "ranks", "stats", "plots")),
+    # MPI crashes at its end where TensorFlow has been loaded after it: bench allreduce.
+    *(f"lab.bench.{name}" for name in ("train", "allreduce", "peers", "startup", "checkpoint", "input")),
     *(f"lab.{name}.cli" for name in ("tune", "sweep", "compare", "predict", "report")),
 ]
 """modules of processes that start ranks or show results"""

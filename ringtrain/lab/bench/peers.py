@@ -1,23 +1,45 @@
-"""bench peers: the same training by ringtrain and its alternatives, alternately, each run in its own start."""
+"""bench peers: the same training by ringtrain and its alternatives, alternately, each run in its own start.
+
+The alternatives are in benchmarks/peers of the repository, which is not installed.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import importlib
 import json
+import os
+import signal
 import socket
+import sys
 import tempfile
-from collections.abc import Iterable
-from dataclasses import dataclass
+import threading
+import time
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
+
+from ringtrain import config_io
 from ringtrain.cluster.hosts import parse_hosts
-from ringtrain.errors import LaunchError
-from ringtrain.lab import stats
-from ringtrain.lab.bench.peers_on_ranks import WARM_STEPS
-from ringtrain.lab.starts import Start
+from ringtrain.config import Config
+from ringtrain.derived import derive
+from ringtrain.errors import ConfigError, LaunchError
+from ringtrain.lab import options as opt
+from ringtrain.lab import ranks, stats
+from ringtrain.run import console, setup
 
+if TYPE_CHECKING:
+    import keras
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+WARM_STEPS = 10
+POLL_S = 0.5
 COMMON = (
     *("--model.name", "cnn", "--data.name", "synthetic", "--train.batch-size", "64", "--device.threads", "1"),
     *("--optimizer.name", "sgd", "--optimizer.learning-rate", "0.01"),
@@ -30,7 +52,7 @@ class Peer:
 
     title: str
     run: str
-    """module:function of ringtrain.lab.bench.baselines; "": ringtrain.train"""
+    """module:function of benchmarks/peers; "": ringtrain.train"""
     processes: str = "per worker"
     """per worker; one; servers: one more than workers"""
     alone: bool = False
@@ -73,48 +95,74 @@ OVER = {
 """peers that are not compared with ringtrain on all workers"""
 
 
-def main(options: argparse.Namespace, start: Start) -> int:
+@dataclass(frozen=True)
+class Options:
+    """Options of the bench."""
+
+    turns: int = opt.turns(5)
+    steps: int = opt.count(60, "steps of a measurement")
+    peers: str = opt.option("", "some of them: ringtrain,by-hand,towers (all)", "LIST")
+    limit: int = opt.count(120, "seconds that one start may take")
+    out: str = opt.out()
+
+
+@dataclass(frozen=True)
+class OneStart:
+    """One start of a peer."""
+
+    run: str
+    """as of Peer"""
+    workers: int
+    ranks: int
+    """processes"""
+    ports: Sequence[int]
+    """unused ones, one more than processes"""
+    steps: int
+    """after the warm-up steps"""
+    limit_s: int
+    """after which each process exits"""
+    folder: str
+    """for the results of all ranks"""
+
+
+def main(options: Options, given: argparse.Namespace, call: ranks.Call) -> int:
     """Measures, prints and writes.
 
     Raises:
         LaunchError: A peer is unknown.
     """
     names = options.peers.split(",") if options.peers else list(PEERS)
-    strangers = [name for name in names if name not in PEERS]
-    if strangers:
-        raise LaunchError(f"got --peers {strangers[0]}, expected some of {','.join(PEERS)}")
-    workers = options.np or (sum(host.slots for host in parse_hosts(options.hosts)) if options.hosts else 2)
-    options.oversubscribe = True  # for the parameter server, which mostly waits
+    if unknown := [name for name in names if name not in PEERS]:
+        raise LaunchError(f"got --peers {unknown[0]}, expected some of {','.join(PEERS)}")
+    workers = given.np or (sum(host.slots for host in parse_hosts(given.hosts)) if given.hosts else 2)
+    given.oversubscribe = True  # for the parameter server, which mostly waits
+    train_args = [*COMMON, *given.command]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for _ in range(options.turns):
         for name, before in runs.items():
             never = before and not worked(before)  # it would fail again
-            before.append(before[-1] if never else train_once(PEERS[name], workers, options, start))
+            before.append(before[-1] if never else train_once(PEERS[name], workers, options, train_args, call))
     found = {name: summary(name, runs, workers) for name in names}
-    show(found, workers, options)
+    show(found, f"{workers} workers of one thread: {' '.join(train_args)}")
     if options.out:
-        told = {
-            "steps": options.steps,
-            "turns": options.turns,
-            "workers": workers,
-            "command": [*COMMON, *options.command],
-        }
-        stats.write(Path(options.out), "peers", told, found)
+        about = {"steps": options.steps, "turns": options.turns, "workers": workers, "command": train_args}
+        stats.write(Path(options.out), "peers", about, found)
     return 0
 
 
-def train_once(peer: Peer, workers: int, options: argparse.Namespace, start: Start) -> dict[str, Any]:
+def train_once(
+    peer: Peer, workers: int, options: Options, train_args: Sequence[str], call: ranks.Call
+) -> dict[str, Any]:
     """Runs one start: images_per_s, losses and checksums of all copies of the weights; or the first error."""
+    if peer.run and not BENCHMARKS.is_dir():
+        return {"error": f"{BENCHMARKS} is missing: it is not installed, run from a checkout of ringtrain's repository"}
     workers = 1 if peer.alone else workers
-    ranks = peer.ranks(workers)
+    num_ranks = peer.ranks(workers)
     with tempfile.TemporaryDirectory(prefix="ringtrain-peers-") as folder:
-        words = ["peer", "--run", peer.run, "--workers", str(workers), "--ranks", str(ranks)]
-        words += ["--ports", ",".join(map(str, free_ports(workers + 2))), "--steps", str(options.steps)]
-        words += ["--limit", str(options.limit), "--folder", folder]
-        words += ["--", *COMMON, *peer.options(workers), *options.command]
+        one = OneStart(peer.run, workers, num_ranks, free_ports(workers + 2), options.steps, options.limit, folder)
         failure = ""
         try:
-            start(words, ranks, QUIET)
+            call(on_ranks, one, [*train_args, *peer.options(workers)], num_ranks, QUIET)
         except LaunchError as error:
             failure = str(error)
         said = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).glob("rank-*.json"))]
@@ -168,7 +216,7 @@ def worked(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [one for one in runs if "error" not in one]
 
 
-def show(found: dict[str, dict[str, Any]], workers: int, options: argparse.Namespace) -> None:
+def show(found: dict[str, dict[str, Any]], title: str) -> None:
     """Prints the measurements, and the reasons of failures."""
     rows, notes = [], []
     for one in found.values():
@@ -186,6 +234,154 @@ def show(found: dict[str, dict[str, Any]], workers: int, options: argparse.Names
             equal += f", as {one['over']}'s"
         losses = f"{one['losses'][0]:.3f} to {one['losses'][-1]:.3f}"
         rows.append([one["title"], one["images_per_s"].text(",.0f"), ratio, losses, equal])
-    title = f"{workers} workers of one thread: {' '.join([*COMMON, *options.command])}"
     stats.show(title, ("", "images/s", "of ringtrain's", "loss", "weights"), rows)
     print("\n".join(notes))
+
+
+def on_ranks(options: OneStart, train_args: Sequence[str]) -> None:
+    """Trains on all ranks; each writes rank-N.json, and rank 0 exits last."""
+    rank, folder = console.launched_rank() or 0, Path(options.folder)
+    end = End(folder, rank, options.limit_s)
+    try:
+        config = _enough(config_io.read(train_args), options)
+        trained = _by_hand(config, options, rank) if options.run else _ringtrain(config, options)
+    except KeyboardInterrupt:
+        os._exit(128 + signal.SIGINT)  # not a failure of the peer
+    except BaseException as error:
+        end.now({"error": in_a_line(error)})
+    end.write(dataclasses.asdict(trained))
+    while rank == 0 and len(list(folder.glob("rank-*.json"))) < options.ranks:
+        time.sleep(0.1)  # other ranks may need rank 0 until they have exited
+
+
+def in_a_line(error: BaseException) -> str:
+    """Formats an error's type and the first and last line of its message."""
+    lines = [line[:200] for line in str(error).strip().splitlines()] or [""]
+    return f"{type(error).__name__}: {' ... '.join([lines[0], *lines[1:][-1:]])}"
+
+
+class End:
+    """Exit of this process: within the time limit, after an error of another rank, and with the reason recorded."""
+
+    def __init__(self, folder: Path, rank: int, limit_s: float) -> None:
+        self.folder, self.path, self.limit_s = folder, folder / f"rank-{rank}.json", limit_s
+        signal.alarm(int(limit_s) + 5)  # if Python code no longer runs
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def write(self, found: dict[str, Any]) -> None:
+        """Writes the result of this rank, once."""
+        if not self.path.exists():
+            unfinished = self.path.with_suffix(".unfinished")
+            unfinished.write_text(json.dumps({"time_s": time.time(), **found}), encoding="utf-8")
+            unfinished.replace(self.path)
+
+    def now(self, found: dict[str, Any]) -> NoReturn:
+        """Writes the result and exits at once, since TensorFlow's servers may keep a process from exiting."""
+        self.write(found)
+        sys.stdout.flush()
+        os._exit(0)
+
+    def _look(self) -> None:
+        begin_s = time.monotonic()
+        while time.monotonic() < begin_s + self.limit_s:
+            time.sleep(POLL_S)
+            for path in self.folder.glob("rank-*.json"):
+                if path != self.path and "error" in json.loads(path.read_text(encoding="utf-8")):
+                    self.now({"error": f"ended because of {path.stem}"})
+        self.now({"error": f"TimeoutError: no end within {self.limit_s:g} s"})
+
+
+def _enough(config: Config, options: OneStart) -> Config:
+    """Sets as many samples as one epoch of these steps needs."""
+    if config.data.name != "synthetic":
+        raise ConfigError(f"data.name: got {config.data.name}, expected synthetic, of which bench peers makes enough")
+    num_train = (WARM_STEPS + options.steps) * config.train.batch_size * options.workers
+    data = dataclasses.replace(config.data, num_samples=-(-8 * num_train // 7))  # an eighth is for the test
+    return dataclasses.replace(config, data=data, train=dataclasses.replace(config.train, epochs=1))
+
+
+def _ringtrain(config: Config, options: OneStart) -> Trained:
+    """Runs the ordinary trainer with one more callback."""
+    from ringtrain import train
+
+    config = dataclasses.replace(
+        config,
+        run=dataclasses.replace(config.run, directory=options.folder),
+        train=dataclasses.replace(config.train, callbacks=(*config.train.callbacks, f"{__name__}:watch")),
+    )
+    train.train(config)
+    if not WATCHED:
+        return Trained(0)  # a rank of parameter servers
+    asynchronous = config.strategy.name == "ps-async"
+    WATCHED[-1].images_per_end = config.train.batch_size * (1 if asynchronous else options.workers)
+    return WATCHED[-1]
+
+
+def _by_hand(config: Config, options: OneStart, rank: int) -> Trained:
+    """Runs a function of benchmarks/peers."""
+    sys.path.insert(0, str(BENCHMARKS))
+    module, _, function = options.run.partition(":")
+    run = getattr(importlib.import_module(f"peers.{module}"), function)
+    data_set = setup.find(config).read_data()
+    numbers = derive(config, options.workers, len(data_set.train), len(data_set.test))
+    if "tensorflow" in sys.modules:
+        import tensorflow as tf
+
+        here = -(-options.workers // options.ranks)  # workers in this process
+        tf.config.threading.set_intra_op_parallelism_threads(config.device.threads)
+        tf.config.threading.set_inter_op_parallelism_threads(config.device.threads * here)
+    training = importlib.import_module("peers.training").Training
+    return run(training(config, numbers, data_set, options.workers, rank, options.ports, Path(options.folder)))
+
+
+@dataclass
+class Trained:
+    """Measurements of one process."""
+
+    images_per_end: int
+    """samples of all workers per step"""
+    ends_s: list[float] = field(default_factory=list)
+    """end times of steps, by the clock that all processes of a host share"""
+    losses: list[float] = field(default_factory=list)
+    """of these steps, on one worker's batch"""
+    checksums: list[str] = field(default_factory=list)
+    """of each copy of the weights in this process, at the end"""
+
+    def note(self, loss: Any) -> None:
+        """Records the end of a step."""
+        self.ends_s.append(time.time())
+        self.losses.append(float(loss))
+
+
+def checksum(weights: Iterable[Any]) -> str:
+    """Checksum of arrays or variables."""
+    value = 0
+    for weight in weights:
+        value = zlib.crc32(np.ascontiguousarray(weight).tobytes(), value)
+    return f"{value:08x}"
+
+
+WATCHED: list[Trained] = []
+"""of the callbacks that watch() has made, which train.train makes by name"""
+
+
+def watch() -> keras.callbacks.Callback:
+    """Callback that records when steps end, in its `trained` and in WATCHED."""
+    import keras
+
+    class Watch(keras.callbacks.Callback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trained, self.sum = Trained(0), 0.0
+            WATCHED.append(self.trained)
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            so_far = float((logs or {})["loss"]) * (len(self.trained.losses) + 1)  # Keras reports the mean so far
+            self.trained.note(so_far - self.sum)
+            self.sum = so_far
+
+        def on_train_end(self, logs: Any = None) -> None:
+            copies = [getattr(weight.value, "values", (weight.value,)) for weight in self.model.trainable_variables]
+            self.trained.checksums = [checksum(copy) for copy in zip(*copies, strict=True)]
+
+    return Watch()

@@ -17,14 +17,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ringtrain import config_io, data
 from ringtrain.cluster.processes import call
 from ringtrain.errors import LaunchError
-from ringtrain.lab import stats
-from ringtrain.lab.starts import Start
+from ringtrain.lab import options as opt
+from ringtrain.lab import ranks, stats
 from ringtrain.monitor import journal
 
 TIMEOUT_S = 1800.0
@@ -54,18 +55,26 @@ print(imported_s, time.time())
 """
 
 
-def main(options: argparse.Namespace, start: Start) -> int:
-    """Measures, prints and writes. `start` is unused: the bench runs commands as typed by a user."""
-    told = list(options.command) or list(SMALL)
+@dataclass(frozen=True)
+class Options:
+    """Options of the bench."""
+
+    turns: int = opt.turns(5)
+    out: str = opt.out()
+
+
+def main(options: Options, given: argparse.Namespace, call: ranks.Call) -> int:
+    """Measures commands as typed by a user, without `call`; prints and writes."""
+    told = list(given.command) or list(SMALL)
     config = config_io.read(told)
     data_set = data.source(config.data)()
     model = json.dumps([dataclasses.asdict(config.model), data_set.input_shape, data_set.num_classes])
-    launchers = ("mpirun", "horovodrun") if options.launcher == "mpirun" else (options.launcher,)
+    launchers = ("mpirun", "horovodrun") if given.launcher == "mpirun" else (given.launcher,)
     stages: dict[str, list[dict[str, float]]] = {launcher: [] for launcher in launchers}
     plain: list[dict[str, float]] = []
     for _ in range(options.turns):
         for launcher in launchers:
-            turn, num_ranks = launched([*options.launch_words, "--launcher", launcher], told)
+            turn, num_ranks = launched([*given.launch_words, "--launcher", launcher], told)
             stages[launcher].append(turn)
         plain.append(imported(num_ranks, model))
     built_s = [turn["built"] for turn in plain]

@@ -1,39 +1,70 @@
-"""Launching side of bench train: runs it at several numbers of ranks; tables, JSON and a plot."""
+"""bench train: images per second, what a step's time goes into, and ring efficiency, measured in turns.
+
+    ringtrain bench train -np 2 --out speed.json -- --model.name cnn --data.name synthetic
+
+Ring efficiency is the throughput of N ranks that train one model over that of the same N processes, on the same cores,
+each of which trains a model of its own without communicating: blocks of steps of both kinds alternate within one start.
+"""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ringtrain.lab import plots, stats
+import numpy as np
+
+from ringtrain import config_io
+from ringtrain.config import Config
+from ringtrain.lab import options as opt
+from ringtrain.lab import plots, ranks, stats
 from ringtrain.lab.predict import points
-from ringtrain.lab.starts import Start
+from ringtrain.lab.predict.profile import Gradient, Profile
+from ringtrain.monitor.trace import PHASES
+
+if TYPE_CHECKING:
+    import keras
 
 SPREADS = {"images_per_s": ",.0f", "images_per_s_alone": ",.0f", "ring_efficiency": ".3f"}
 """columns of the scaling table and their formats"""
+WARM_STEPS = 3  # of each block
+PROFILE_WARM_STEPS = 120  # after which TensorFlow has learned that a note of the time costs nothing, and is not put off
 
 
-def main(options: argparse.Namespace, start: Start) -> int:
+@dataclass(frozen=True)
+class Options:
+    """Options of the bench."""
+
+    turns: int = opt.turns(7)
+    steps: int = opt.count(40, "steps of a measurement")
+    ranks: str = opt.option("", "numbers of ranks to compare: 1,2,4 (-np alone)", "LIST")
+    out: str = opt.out()
+    plot: str = opt.plot()
+    profile: str = opt.option("", "for ringtrain predict --profile FILE", "FILE")
+
+
+def main(options: Options, given: argparse.Namespace, call: ranks.Call) -> int:
     """Measures, prints and writes."""
-    words = ["train", "--steps", str(options.steps), "--turns", str(options.turns), "--", *options.command]
-    measured = [start(words, num) for num in (points.parse_ranks(options.ranks) if options.ranks else [0])]
-    profiles = [found.pop("profile") for found in measured]
-    for found in measured:
-        show(found)
-    table = [{name: found[name] for name in ("num_ranks", *SPREADS)} for found in measured]
+    numbers = points.parse_ranks(options.ranks) if options.ranks else [0]
+    measured = [call(on_ranks, options, given.command, number) for number in numbers]
+    profiles = [results.pop("profile") for results in measured]
+    for results in measured:
+        show(results)
+    table = [{name: results[name] for name in ("num_ranks", *SPREADS)} for results in measured]
     if len(table) > 1:
         head = ("ranks", "images/s", "as many, not talking", "ring efficiency")
-        cells = [[stats.Spread(**one[name]).text(form) for name, form in SPREADS.items()] for one in table]
-        rows = [[str(one["num_ranks"]), *row] for one, row in zip(table, cells, strict=True)]
+        rows = [[str(row["num_ranks"]), *(row[name].text(form) for name, form in SPREADS.items())] for row in table]
         stats.show("scaling", head, rows)
     if options.profile:
         Path(options.profile).write_text(json.dumps(profiles[0]) + "\n", encoding="utf-8")
     if options.out:
-        told = {"steps": options.steps, "turns": options.turns}
-        stats.write(Path(options.out), "train", told, {**measured[-1], "scaling": table})
+        about = {"steps": options.steps, "turns": options.turns}
+        stats.write(Path(options.out), "train", about, {**measured[-1], "scaling": table})
     if options.plot:
         draw(table, f"{measured[0]['model']}, batch {measured[0]['batch_size']} on each rank", Path(options.plot))
     return 0
@@ -48,7 +79,7 @@ def draw(table: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
     axes, write_png = plots.canvas(title, "ranks", "images/s", log=False)
     num_ranks = [one["num_ranks"] for one in table]
     for name, label, line in (("images_per_s_alone", "as many processes alone", "--"), ("images_per_s", "ring", "-")):
-        spreads = [stats.Spread(**one[name]) for one in table]
+        spreads = [one[name] for one in table]
         middle = [one.median for one in spreads]
         off = [[one.median - one.p10 for one in spreads], [one.p90 - one.median for one in spreads]]
         axes.errorbar(num_ranks, middle, yerr=off, fmt=f"o{line}", capsize=3, label=label)
@@ -60,9 +91,9 @@ def draw(table: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
 def show(found: dict[str, Any]) -> None:
     """Prints the measurements."""
     rows = [
-        ["images/s, all ranks", stats.Spread(**found["images_per_s"]).text(",.0f")],
-        ["images/s, as many processes alone", stats.Spread(**found["images_per_s_alone"]).text(",.0f")],
-        ["ring efficiency", stats.Spread(**found["ring_efficiency"]).text(".3f")],
+        ["images/s, all ranks", found["images_per_s"].text(",.0f")],
+        ["images/s, as many processes alone", found["images_per_s_alone"].text(",.0f")],
+        ["ring efficiency", found["ring_efficiency"].text(".3f")],
         ["step, ms", _ms(found["step_s"])],
         *([f"  {part}, ms", _ms(found["parts_s"][part])] for part in found["parts_s"]),
         ["step of a process alone, ms", _ms(found["step_alone_s"])],
@@ -71,5 +102,150 @@ def show(found: dict[str, Any]) -> None:
     stats.show(title, ("", "median (p10 to p90)"), rows)
 
 
-def _ms(seconds: dict[str, Any]) -> str:
-    return stats.Spread(**seconds).times(1e3).text()
+def _ms(seconds: stats.Spread) -> str:
+    return seconds.times(1e3).text()
+
+
+def on_ranks(options: Options, train_args: Sequence[str]) -> dict[str, Any]:
+    """Measures on all ranks."""
+    config = config_io.read(train_args)
+    ranks.begin(config)
+    return measure(config, options.steps, options.turns)
+
+
+def measure(config: Config, num_steps: int, turns: int) -> dict[str, Any]:
+    """Times blocks of steps on all ranks. A collective.
+
+    Args:
+        num_steps: Steps of a block, without its warm-up steps.
+
+    Returns:
+        On every rank: images per second of all ranks together, for the ring and for processes alone, per turn; their
+        ratio; seconds of a step and of its parts, on this rank.
+    """
+    from ringtrain import hvd
+
+    training = ranks.Training.of(config)
+    ring, alone, batches = training.model(), training.model(distributed=False), training.batches()
+    hvd.broadcast_model(ring, root_rank=0)
+    hvd.step_timing.PLACE.watch(ring)
+    kinds: dict[str, tuple[keras.Model, list[float], Stopwatch]] = {
+        "ring": (ring, [], Stopwatch(hvd.step_timing.PLACE)),
+        "alone": (alone, [], Stopwatch(None)),
+    }
+    for turn in range(turns + 1):  # the first makes the graphs
+        for model, images_per_s, watch in kinds.values():
+            hvd.allreduce([0.0], name="ringtrain_bench_barrier")
+            model.fit(
+                batches,
+                steps_per_epoch=WARM_STEPS + num_steps,
+                epochs=1,
+                callbacks=[watch.callback()],
+                shuffle=False,
+                verbose=0,
+            )
+            own = config.train.batch_size * num_steps / watch.block_s
+            if turn:
+                images_per_s.append(sum(hvd.allgather_object(own, name="ringtrain_bench")))
+            else:
+                watch.forget()
+    _, together, watch = kinds["ring"]
+    return {
+        "model": config.model.name,
+        "data": config.data.name,
+        "batch_size": config.train.batch_size,
+        "num_ranks": hvd.size(),
+        "images_per_s": stats.Spread.of(together),
+        "images_per_s_alone": stats.Spread.of(kinds["alone"][1]),
+        "ring_efficiency": stats.ratios(together, kinds["alone"][1]),
+        "step_s": stats.Spread.of(watch.steps),
+        "parts_s": {part: stats.Spread.of(watch.parts[part]) for part in PHASES},
+        "step_alone_s": stats.Spread.of(kinds["alone"][2].steps),
+        "profile": profile_of(config, alone, batches, num_steps, float(np.mean(kinds["alone"][2].steps))),
+    }
+
+
+def profile_of(config: Config, model: keras.Model, batches: Any, num_steps: int, step_s: float) -> Profile:
+    """Profiles when each gradient is ready while all ranks compute without communication. A collective.
+
+    Args:
+        model: compiled, and not distributed.
+        step_s: mean time of a step of fit; what it takes besides the gradients is the update's.
+    """
+    import tensorflow as tf
+
+    from ringtrain import hvd
+
+    variables = model.trainable_variables
+
+    @tf.function
+    def step(x: Any, y: Any) -> Any:
+        with tf.control_dependencies([x, y]):
+            begin_s = tf.timestamp()
+        with tf.control_dependencies([begin_s]):
+            x = tf.identity(x)
+        with tf.GradientTape() as tape:
+            loss = model.compute_loss(x=x, y=y, y_pred=model(x, training=True))
+        gradients = tape.gradient(loss, [variable.value for variable in variables])
+        ready_s = [hvd.step_timing.clock_after(gradient) for gradient in gradients]
+        with tf.control_dependencies(ready_s):  # a lone thread might else come to them after the update
+            model.optimizer.apply([tf.identity(gradient) for gradient in gradients], variables)
+        return tf.stack([begin_s, *ready_s])
+
+    rows = []
+    hvd.allreduce([0.0], name="ringtrain_bench_profile")
+    for x, y in batches.take(PROFILE_WARM_STEPS + num_steps):
+        moments = step(x, y).numpy()
+        rows.append(moments[1:] - moments[0])
+    ready = np.median(np.array(rows[PROFILE_WARM_STEPS:]), axis=0)
+    computed = [float(row.max()) for row in rows[PROFILE_WARM_STEPS:]]
+    compute_s = float(np.mean(computed))
+    gradients = [
+        Gradient(4 * int(np.prod(variable.shape)), min(float(at), compute_s), variable.path)
+        for variable, at in zip(variables, ready, strict=True)
+    ]
+    name, batch_size = config.model.name, config.train.batch_size
+    update_s = max(0.0, step_s - compute_s)
+    return Profile(name, batch_size, compute_s, tuple(gradients), update_s, step_s=tuple(computed))
+
+
+class Stopwatch:
+    """Times the steps of blocks without their warm-up steps.
+
+    Args:
+        place: hvd's phase tracker with the timestamps within a step; None: only whole steps are timed.
+    """
+
+    def __init__(self, place: Any) -> None:
+        self.place = place
+        self.block_s = 0.0
+        self.forget()
+
+    def callback(self) -> keras.callbacks.Callback:
+        """Callback of one block."""
+        import keras
+
+        self.number = 0
+        return keras.callbacks.LambdaCallback(on_train_batch_begin=self._begin, on_train_batch_end=self._end)
+
+    def forget(self) -> None:
+        """Discards all times."""
+        self.steps: list[float] = []
+        self.parts: dict[str, list[float]] = {part: [] for part in PHASES}
+
+    def _begin(self, batch: int, logs: Any) -> None:
+        self.begin_s = time.time()
+
+    def _end(self, batch: int, logs: Any) -> None:
+        end_s = time.time()
+        self.number += 1
+        if self.number <= WARM_STEPS:
+            self.block_begin_s = self.before_s = end_s
+            return
+        self.block_s = end_s - self.block_begin_s
+        self.steps.append(end_s - self.before_s)
+        self.before_s = end_s
+        if self.place is not None:
+            edges = (self.begin_s, *self.place.moments(), end_s)
+            for part, (first_s, last_s) in zip(PHASES, itertools.pairwise(edges), strict=True):
+                self.parts[part].append(max(0.0, last_s - first_s))

@@ -16,7 +16,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import NoReturn, get_args
 
@@ -25,10 +25,10 @@ from ringtrain.cluster import processes
 from ringtrain.cluster.hosts import take
 from ringtrain.config import Config, nearest, option_types, value_of
 from ringtrain.errors import LaunchError, RunDirectoryError
-from ringtrain.lab import jobs, stats
+from ringtrain.lab import jobs, ranks, stats
+from ringtrain.lab import options as opt
 from ringtrain.lab.compare import results
 from ringtrain.lab.compare.results import Result
-from ringtrain.lab.starts import Start
 from ringtrain.lab.tune.cli import seconds_of
 from ringtrain.protocol.env import HOST_SLOTS
 from ringtrain.run import setup
@@ -52,11 +52,21 @@ class Entry:
     """options of ringtrain.train"""
 
 
-def main(options: argparse.Namespace, _: Start) -> int:
-    """Trains, prints and writes the results.
+@dataclass(frozen=True)
+class Options:
+    """Options of the command."""
 
-    Args:
-        options: Of the command; found_hosts and run_words come from the options of launch.
+    strategies: str = opt.option(MISSING, "e.g. ring,towers:reduction=all,one (one: a copy alone)", "LIST")
+    config: str = opt.option("", "TOML of the job, as of ringtrain.train", "FILE")
+    budget: str = opt.option("", "epochs=5, time=60s, accuracy=0.97, what comes first; else as the job has it", "LIST")
+    seeds: int = opt.option(3, "runs under each (3)", "N", least=1)
+    out: str = opt.out()
+    plot: str = opt.plot()
+    html: str = opt.option("", "write a page about them", "FILE")
+
+
+def main(options: Options, given: argparse.Namespace, _: ranks.Call) -> int:
+    """Trains, prints and writes the results.
 
     Returns:
         0, or 1 if a run failed.
@@ -65,11 +75,11 @@ def main(options: argparse.Namespace, _: Start) -> int:
         LaunchError, ConfigError: The options are invalid.
         SystemExit: 128 + the number of the signal that ended the comparison.
     """
-    refuse(options)
-    servers = options.ps or 1
-    copies = options.np or sum(host.slots for host in options.found_hosts)
-    slots = take(options.found_hosts, copies, options.oversubscribe)[0].slots
-    told = [*(["--config", options.config] if options.config else []), *options.command, *budget(options.budget)]
+    refuse(given)
+    servers = given.ps or 1
+    copies = given.np or sum(host.slots for host in given.found_hosts)
+    slots = take(given.found_hosts, copies, given.oversubscribe)[0].slots
+    told = [*(["--config", options.config] if options.config else []), *given.command, *budget(options.budget)]
     base, entries = config_io.read(told), read(options.strategies, copies)
     for entry in entries:  # report a mistake before anything starts
         setup.find(config_io.read([*told, *entry.words]))
@@ -82,7 +92,7 @@ def main(options: argparse.Namespace, _: Start) -> int:
                 raise RunDirectoryError(
                     f"{folder}: another ringtrain compare works there: wait, or give another --run.name"
                 )
-            claim(folder, base, copies, servers, options.run_words)
+            claim(folder, base, copies, servers, given.launch_words)
             trained: list[Result] = []
             for seed in range(base.seed, base.seed + options.seeds):
                 for entry in entries:
@@ -90,7 +100,7 @@ def main(options: argparse.Namespace, _: Start) -> int:
                     if earlier and all(one.error for one in earlier):  # it would fail again
                         continue
                     slots_of_others = slots if entry.name == ALONE else 1
-                    argv = ["ringtrain", "launch", *options.run_words, *launch_words(entry.name, copies, servers)]
+                    argv = ["ringtrain", "launch", *given.launch_words, *launch_words(entry.name, copies, servers)]
                     argv = [sys.executable, "-m", *argv, "--", "python", "-m", "ringtrain.train", *told, *entry.words]
                     trained.append(train_once(entry, seed, folder, argv, slots_of_others, lock))
                     say(results.in_words(trained[-1]))
@@ -100,22 +110,21 @@ def main(options: argparse.Namespace, _: Start) -> int:
     return conclude(trained, options, told, {"copies": copies, "servers": servers})
 
 
-def refuse(options: argparse.Namespace) -> None:
+def refuse(given: argparse.Namespace) -> None:
     """Rejects options of launch that a comparison cannot use.
 
     Raises:
         LaunchError: Names the option.
     """
-    for name in ("seeds", "ps"):
-        if getattr(options, name) is not None and getattr(options, name) < 1:
-            raise LaunchError(f"got --{name} {getattr(options, name)}, expected 1 or more")
-    if options.workers is not None:
-        raise LaunchError(f"got --workers {options.workers}: all have as many, -np: leave it out")
+    if given.ps is not None and given.ps < 1:
+        raise LaunchError(f"got --ps {given.ps}, expected 1 or more")
+    if given.workers is not None:
+        raise LaunchError(f"got --workers {given.workers}: all have as many, -np: leave it out")
     for name in ("output", "timeline"):
-        if getattr(options, name):
+        if getattr(given, name):
             raise LaunchError(f"got --{name}: each run keeps its own in its folder: leave it out")
-    if options.launcher not in LAUNCHERS:
-        raise LaunchError(f"got --launcher {options.launcher}, expected one of {', '.join(LAUNCHERS)}")
+    if given.launcher not in LAUNCHERS:
+        raise LaunchError(f"got --launcher {given.launcher}, expected one of {', '.join(LAUNCHERS)}")
 
 
 def budget(text: str) -> list[str]:
@@ -203,9 +212,7 @@ def train_once(entry: Entry, seed: int, folder: Path, argv: Sequence[str], slots
     return Result(entry.label, seed, own, jobs.reason_of(log, code) if code else "")
 
 
-def conclude(
-    trained: Sequence[Result], options: argparse.Namespace, told: Sequence[str], numbers: Mapping[str, int]
-) -> int:
+def conclude(trained: Sequence[Result], options: Options, told: Sequence[str], numbers: Mapping[str, int]) -> int:
     """Prints and writes the results; returns 1 if a run failed, else 0."""
     target, found = config_io.read(told).train.target_accuracy, results.summaries(trained)
     title = f"{numbers['copies']} copies, {options.seeds} seed{'s' * (options.seeds > 1)}: {shlex.join(told)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
@@ -14,28 +15,30 @@ from rich.table import Table
 
 from ringtrain.cluster.doctor.report import plain_or_terminal
 from ringtrain.errors import ConfigError
+from ringtrain.lab import options as opt
 from ringtrain.lab import plots
 from ringtrain.lab.predict import points
 from ringtrain.lab.predict.formulas import Prediction, Way, parameter_servers, predict, reach
 from ringtrain.lab.predict.points import Case, Point
+
+WHAT = "what"
 
 
 @dataclass(frozen=True)
 class Wanted:
     """Output options of ringtrain predict."""
 
-    ranks: str = "..128"
-    reach: float = 0.0
-    """efficiency to reach at the highest number of ranks; 0: off"""
-    measured: str = ""
-    """path of a file of measured points to predict instead"""
-    as_json: bool = False
-    plot: str = ""
-    """path of the PNG"""
+    ranks: str = opt.option(
+        "..128", "numbers of ranks: 1,2,4, or ..128 for the powers of two (..128)", "LIST", group=WHAT
+    )
+    reach: float = opt.option(0.0, "what reaches this efficiency on the most of these ranks?", "X", group=WHAT)
+    measured: str = opt.option("", "measured points, to see predictions beside them", "FILE", group=WHAT)
+    json: bool = opt.option(False, "print JSON instead of tables", group=WHAT)
+    plot: str = opt.option("", "draw images/s over ranks as PNG", "FILE", group=WHAT)
 
 
-def main(values: Mapping[str, Any], wanted: Wanted) -> int:
-    """Predicts and prints.
+def main(given: argparse.Namespace) -> int:
+    """Predicts and prints; `given` has only options of the command line.
 
     Returns:
         Exit code 0; with reach 1 if no change reaches it.
@@ -43,11 +46,13 @@ def main(values: Mapping[str, Any], wanted: Wanted) -> int:
     Raises:
         ConfigError: The options are invalid or do not fit together.
     """
+    wanted = opt.read(Wanted, given)
+    values = {field.name: vars(given)[field.name] for field in dataclasses.fields(Case) if field.name in given}
     if wanted.measured:
         if values or wanted.reach or wanted.plot:
             raise ConfigError("--measured: the file's points say everything: leave other options but --json out")
         measured = points.read_points(Path(wanted.measured))
-        _show([_beside(measured)], [_as_values(point) for point in measured], wanted.as_json)
+        _show([_beside(measured)], [_as_values(point) for point in measured], wanted.json)
         return 0
     ranks = points.parse_ranks(wanted.ranks)
     case = Case.of(values)
@@ -56,7 +61,7 @@ def main(values: Mapping[str, Any], wanted: Wanted) -> int:
     if wanted.reach:
         ways = reach(step, cluster, case.setting(ranks[-1]), wanted.reach)
         title = f"{wanted.reach:.0%} at {ranks[-1]} ranks: what reaches it, all else being as it is"
-        _show([_ways(ways, title)], [dataclasses.asdict(way) for way in ways], wanted.as_json)
+        _show([_ways(ways, title)], [dataclasses.asdict(way) for way in ways], wanted.json)
         return 0 if any(way.needed for way in ways) else 1
     names: list[Any] = ["ring", "hierarchical", *(["halving"] if case.transport == "mpi" else []), case.algorithm]
     lines: dict[str, list[Prediction]] = {
@@ -71,7 +76,7 @@ def main(values: Mapping[str, Any], wanted: Wanted) -> int:
         f"{step.name}, batch {step.batch_size} per rank, {step.total_bytes / 1e6:.1f} MB of gradients;"
         f" {case.ranks_per_host} per host, {case.link}, {case.transport}"
     )
-    _show([_speeds(lines, title), _parts(lines[case.algorithm], case.algorithm)], plain, wanted.as_json)
+    _show([_speeds(lines, title), _parts(lines[case.algorithm], case.algorithm)], plain, wanted.json)
     if wanted.plot:
         draw(Path(wanted.plot), lines, title)
     return 0

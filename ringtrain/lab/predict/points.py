@@ -11,12 +11,15 @@ from typing import Any, get_type_hints
 
 from ringtrain.config import nearest
 from ringtrain.errors import ConfigError
+from ringtrain.lab import options as opt
 from ringtrain.lab.predict import network, profile
 from ringtrain.lab.predict.formulas import Prediction, Setting, calibrated, parameter_servers, predict
 from ringtrain.lab.predict.network import TRANSPORTS, Cluster, Link
 from ringtrain.lab.predict.profile import Profile
 from ringtrain.protocol.json_text import INVALID, parse_json
 
+STEP, WHERE, HOW = "one process' step", "where", "how"
+"""groups of options"""
 CHOICES = {
     "transport": tuple(TRANSPORTS),
     "algorithm": tuple(network.ALGORITHMS),
@@ -28,38 +31,31 @@ CHOICES = {
 class Case:
     """Set-up without its number of ranks. The field names are keys of a file and options of ringtrain predict."""
 
-    profile: str = ""
-    """path of a profile written by bench train; relative to the file of points"""
-    model: str = ""
-    """known model, instead of a profile"""
-    model_images_per_s: float = 0.0
-    """measured speed of one process with that model"""
-    model_batch: int = 64
-    """batch size of that measurement"""
-    jitter: float = -1.0
-    """standard deviation of a step as a fraction; -1: from the profile"""
-    batch: int = 0
-    """per rank; 0: from the profile"""
-    link: str = "25Gbps"
-    """of each host, or the path of a file from doctor --json or bench allreduce --out"""
-    latency_us: float = 25.0
-    local_link: str = "10GB/s"
-    """between two ranks of a host"""
-    local_latency_us: float = 5.0
-    ranks_per_host: int = 1
-    cores_per_host: float = 0.0
-    transport: str = "nccl-tcp"
-    calibrate_ranks: int = 0
-    """ranks of a measured point on one host, to calibrate copying and adding; 0: no calibration"""
-    calibrate_images_per_s: float = 0.0
-    """of that point"""
-    algorithm: str = "ring"
-    compression: str = "none"
-    accumulation: int = 1
-    fusion_mb: float = 128.0
-    cycle_ms: float = 1.0
-    servers: int = 0
-    """parameter servers; 0: none"""
+    profile: str = opt.option("", "as bench train writes it", "FILE", group=STEP)
+    """path; relative to the file of points"""
+    model: str = opt.option("", "instead: resnet50, resnet101, inceptionv3 or vgg16", "NAME", group=STEP)
+    model_images_per_s: float = opt.option(0.0, "of that model on one device", "X", group=STEP)
+    model_batch: int = opt.option(64, "with this batch (64)", "N", group=STEP)
+    batch: int = opt.option(0, "predict for another batch per rank", "N", group=STEP)
+    jitter: float = opt.option(-1.0, "standard deviation of a step's time, as a share of it", "X", group=STEP)
+    """-1: from the profile"""
+    link: str = opt.option(
+        "25Gbps", "of a host: 25Gbps, 1.4GB/s, or what doctor or bench allreduce wrote (25Gbps)", "RATE", group=WHERE
+    )
+    latency_us: float = opt.option(25.0, "of that, one way (25)", "X", group=WHERE)
+    local_link: str = opt.option("10GB/s", "between two ranks of a host (10GB/s)", "RATE", group=WHERE)
+    local_latency_us: float = opt.option(5.0, "of that, one way (5)", "X", group=WHERE)
+    ranks_per_host: int = opt.option(1, "ranks of a host (1)", "N", group=WHERE)
+    cores_per_host: float = opt.option(0.0, "that ranks compute on; else each has a GPU", "X", group=WHERE)
+    calibrate_ranks: int = opt.option(0, "a measured point on one host: so many ranks", "N", group=WHERE)
+    calibrate_images_per_s: float = opt.option(0.0, "were so fast, all together", "X", group=WHERE)
+    transport: str = opt.option("nccl-tcp", "nccl-tcp, nccl-rdma, mpi, mpi-rdma or gloo (nccl-tcp)", "NAME", group=HOW)
+    algorithm: str = opt.option("ring", "ring, hierarchical, halving: for --reach and parts (ring)", "NAME", group=HOW)
+    compression: str = opt.option("none", "none or fp16 (none)", "NAME", group=HOW)
+    accumulation: int = opt.option(1, "steps per update (1)", "N", group=HOW)
+    fusion_mb: float = opt.option(128.0, "Horovod's fusion buffer (128)", "X", group=HOW)
+    cycle_ms: float = opt.option(1.0, "Horovod's cycle time (1)", "X", group=HOW)
+    servers: int = opt.option(0, "also with so many parameter servers", "N", group=HOW)
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ringtrain.errors import LaunchError, RunDirectoryError
+from ringtrain.lab import options as opt
 from ringtrain.lab.report import benches, curves, html, postmortem, run_folder
 from ringtrain.lab.report.charts import number
 from ringtrain.lab.report.html import Note, Section, Table
@@ -18,6 +20,19 @@ from ringtrain.monitor import journal, trace
 MAX_EVENTS = 100
 AS_NUMBERS = ("save", "commit", "training")
 """journal events that are reported as numbers"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the command."""
+
+    run: Sequence[str] = opt.option(
+        (), "folder of a run, e.g. runs/digits, or a file that bench --out wrote", "RUN", nargs="+"
+    )
+    out: str = opt.option("", "write it there (report.html in the first folder)", "FILE")
+    markdown: bool = opt.option(False, "print its tables as Markdown instead")
+    post_mortem: bool = opt.option(False, "all ranks' journals in one table, with a verdict")
+    timeline: str = opt.option("", "merge what the ranks of a run that was killed left", "FILE")
 
 
 def main(options: argparse.Namespace) -> int:

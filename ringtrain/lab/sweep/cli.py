@@ -12,14 +12,15 @@ import argparse
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
 from ringtrain import config_io
 from ringtrain.config import Config, lower_is_better, option_types, value_of, with_values
 from ringtrain.errors import HostsError, LaunchError, RunDirectoryError
-from ringtrain.lab import jobs, stats
-from ringtrain.lab.starts import Start
+from ringtrain.lab import jobs, ranks, stats
+from ringtrain.lab import options as opt
 from ringtrain.lab.sweep import progress, space
 from ringtrain.lab.sweep.study import FILE, Study, Trial
 from ringtrain.run import setup
@@ -31,11 +32,37 @@ REPORTED = 3
 """number of best trials that the final hint compares"""
 
 
-def main(options: argparse.Namespace, start: Start) -> int:
-    """Runs the sweep, prints and writes its results.
+@dataclass(frozen=True)
+class Options:
+    """Options of the command."""
 
-    Args:
-        options: Of the command; found_hosts and trial_words come from the options of launch.
+    space: str = opt.option(MISSING, "TOML with the values of each option to try", "FILE")
+    trials: int = opt.option(0, "in all (20; of a grid all)", "N", least=0)
+    sampler: str = opt.option(
+        "tpe", "all combinations, any, or those that promise most (tpe)", choices=("grid", "random", "tpe")
+    )
+    prune: str = opt.option("none", "end trials that fall behind (none)", choices=("asha", "none"))
+    ranks_per_trial: int = opt.option(1, "of each trial's ring (1)", "R", least=1)
+    ensemble: int = opt.option(0, "also evaluate the averaged prediction of the best K", "K", least=0)
+
+
+@dataclass(frozen=True)
+class Best:
+    """Models whose predictions are averaged."""
+
+    runs: Sequence[str]
+    """folders, the best first"""
+
+
+def on_ranks(options: Best, train_args: Sequence[str]) -> dict[str, Any]:
+    """Evaluates models and the average of their predictions."""
+    from ringtrain.lab.sweep import ensemble
+
+    return ensemble.evaluate(options.runs)
+
+
+def main(options: Options, given: argparse.Namespace, call: ranks.Call) -> int:
+    """Runs the sweep, prints and writes its results.
 
     Returns:
         0, or 128 + the number of the signal that ended the sweep.
@@ -43,12 +70,8 @@ def main(options: argparse.Namespace, start: Start) -> int:
     Raises:
         LaunchError, ConfigError: The options are invalid, or no trial completed.
     """
-    for name, least in (("trials", 0), ("ranks_per_trial", 1), ("ensemble", 0)):
-        if getattr(options, name) < least:
-            flag = name.replace("_", "-")
-            raise LaunchError(f"got --{flag} {getattr(options, name)}, expected {max(1, least)} or more")
-    refuse(options)
-    base, path = config_io.read(options.command), Path(options.space)
+    refuse(given)
+    base, path = config_io.read(given.command), Path(options.space)
     if base.run.resume != "auto":
         raise LaunchError("got run.resume: trials go on by themselves: leave it out; run.init_from gives weights")
     found, began_s = space.read(path), time.monotonic()
@@ -58,7 +81,7 @@ def main(options: argparse.Namespace, start: Start) -> int:
             setup.find(with_values(base, {option: value}))
     points = space.grid(path, found) if options.sampler == "grid" else []
     most = min(options.trials or len(points), len(points)) if points else options.trials or DEFAULT_TRIALS
-    hosts, num_ranks = options.found_hosts, options.ranks_per_trial
+    hosts, num_ranks = given.found_hosts, options.ranks_per_trial
     num_slots = sum(host.slots for host in hosts)
     if num_ranks > num_slots:
         listed = ",".join(map(str, hosts))
@@ -78,14 +101,14 @@ def main(options: argparse.Namespace, start: Start) -> int:
             shown.say(f"{most} trials in {folder}, for the {aim} {monitor} of the last epoch")
             if also := scales_rate(base, found):
                 shown.say(also)
-            sweep = jobs.Sweep(folder, study, base, most, num_ranks, hosts, options.trial_words, shown)
+            sweep = jobs.Sweep(folder, study, base, most, num_ranks, hosts, given.launch_words, shown)
             sweep.go()
             if sweep.stopped_by:
                 name = signal.Signals(sweep.stopped_by).name
                 shown.say(f"stopped by {name}; the same command goes on")
                 return 128 + sweep.stopped_by
         wall_s, new = time.monotonic() - began_s, [one for one in study.trials() if one.number not in before]
-        return conclude(folder, study, base, options, found, speed_of(new, wall_s, num_slots // num_ranks), start)
+        return conclude(folder, study, base, options, found, speed_of(new, wall_s, num_slots // num_ranks), call)
 
 
 def scales_rate(base: Config, found: space.Space) -> str:
@@ -101,7 +124,7 @@ def scales_rate(base: Config, found: space.Space) -> str:
     )
 
 
-def refuse(options: argparse.Namespace) -> None:
+def refuse(given: argparse.Namespace) -> None:
     """Rejects options of launch that parallel trials cannot use.
 
     Raises:
@@ -113,15 +136,15 @@ def refuse(options: argparse.Namespace) -> None:
         "timeline": "all trials would write that file: give --tracking.timeline-steps after --",
         "oversubscribe": "trials take the slots that there are",
     }.items():
-        if getattr(options, name):
+        if getattr(given, name):
             raise LaunchError(f"got {'-' if name == 'np' else '--'}{name}: {why}: leave it out")
-    if options.bind != "none":
+    if given.bind != "none":
         raise LaunchError("got --bind core: each trial would bind its ranks to a host's first cores: leave it out")
-    if options.launcher not in ("mpirun", "horovodrun", "horovodrun-gloo"):
-        raise LaunchError(f"got --launcher {options.launcher}, expected mpirun, horovodrun or horovodrun-gloo")
+    if given.launcher not in ("mpirun", "horovodrun", "horovodrun-gloo"):
+        raise LaunchError(f"got --launcher {given.launcher}, expected mpirun, horovodrun or horovodrun-gloo")
 
 
-def claim(folder: Path, options: argparse.Namespace, base: Config, found: space.Space) -> None:
+def claim(folder: Path, options: Options, base: Config, found: space.Space) -> None:
     """Records this sweep's settings in the folder, or checks that they match those on record.
 
     Raises:
@@ -148,10 +171,10 @@ def conclude(
     folder: Path,
     study: Study,
     base: Config,
-    options: argparse.Namespace,
+    options: Options,
     found: space.Space,
     speed: Mapping[str, Any],
-    start: Start,
+    call: ranks.Call,
 ) -> int:
     """Writes results, the best configuration and plots, and prints their paths."""
     trials, best, monitor = study.trials(), study.best(), base.train.monitor
@@ -191,9 +214,10 @@ def conclude(
     if options.ensemble:
         if options.ensemble > len(best):
             raise LaunchError(f"got --ensemble {options.ensemble}, but {len(best)} trials completed")
-        words = ["ensemble", *(word for run in runs[: options.ensemble] for word in ("--run", run))]
-        ensemble: dict[str, Any] = start(words, 1)
-        head_of_table, *rows = ensemble.pop("table")
-        stats.show(f"the averaged probabilities of {options.ensemble} models", head_of_table, rows)
+        ensemble = call(on_ranks, Best(runs[: options.ensemble]), num_ranks=1)
+        scores = [*ensemble["models"], {"run": "all averaged", **ensemble["averaged"]}]
+        rows = [[one["run"], f"{one['accuracy']:.2%}", f"{one['loss']:.4f}"] for one in scores]
+        title = f"the averaged probabilities of {options.ensemble} models"
+        stats.show(title, ["", "test accuracy", "cross-entropy"], rows)
         stats.write(folder / "results.json", "sweep", told, {**results, "ensemble": ensemble})
     return 0

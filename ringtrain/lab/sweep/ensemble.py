@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -12,43 +12,35 @@ from numpy.typing import NDArray
 
 from ringtrain import config_io, data
 from ringtrain.errors import LaunchError
-from ringtrain.lab import ranks, stats
+from ringtrain.lab import ranks
 from ringtrain.run import resume, setup
 
 
-def main(words: Sequence[str]) -> int:
+def evaluate(runs: Sequence[str]) -> dict[str, Any]:
     """Evaluates models on the test samples of their own configurations.
 
     Args:
-        words: --run FOLDER per model, the best first; --out FILE.
+        runs: Folders, the best first.
 
     Raises:
         LaunchError: The models have different test samples.
     """
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--run", action="append", required=True)
-    parser.add_argument("--out", required=True)
-    options = parser.parse_args(stats.split(words)[0])
-    ranks.begin(config_io.read_toml(Path(options.run[0], "config.toml")))
-    labels, first = predict(Path(options.run[0]))
-    found = [first]
-    for run in options.run[1:]:
-        own, probabilities = predict(Path(run))
-        if not np.array_equal(own, labels):
-            raise LaunchError(f"{run}: was tested on other samples than {options.run[0]}: an ensemble needs the same")
-        found.append(probabilities)
-    named = dict(zip([*map(str, options.run), "all averaged"], [*found, np.mean(found, axis=0)], strict=True))
-    scores = {name: score(labels, probabilities) for name, probabilities in named.items()}
-    rows = [[name, f"{one['accuracy']:.2%}", f"{one['loss']:.4f}"] for name, one in scores.items()]
-    results = {
-        "table": [["", "test accuracy", "cross-entropy"], *rows],
-        "models": [{"run": run, **scores[run]} for run in options.run],
-        "averaged": scores["all averaged"],
-        "better_than_best_by": scores["all averaged"]["accuracy"] - scores[options.run[0]]["accuracy"],
-        "num_test": len(found[0]),
+    ranks.begin(config_io.read_toml(Path(runs[0], "config.toml")))
+    labels, first = predict(Path(runs[0]))
+    predicted = [first]
+    for run in runs[1:]:
+        its_labels, probabilities = predict(Path(run))
+        if not np.array_equal(its_labels, labels):
+            raise LaunchError(f"{run}: was tested on other samples than {runs[0]}: an ensemble needs the same")
+        predicted.append(probabilities)
+    scores = [score(labels, probabilities) for probabilities in predicted]
+    averaged = score(labels, np.mean(predicted, axis=0))
+    return {
+        "models": [{"run": run, **its} for run, its in zip(runs, scores, strict=True)],
+        "averaged": averaged,
+        "better_than_best_by": averaged["accuracy"] - scores[0]["accuracy"],
+        "num_test": len(first),
     }
-    stats.write(Path(options.out), "ensemble", {}, results)
-    return 0
 
 
 def predict(run: Path) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

@@ -90,6 +90,20 @@ class Outcome:
     """"kept", or the reason it was not"""
 
 
+@dataclass(frozen=True)
+class Trial:
+    """One start of ranks."""
+
+    variants: Sequence[Sequence[str]]
+    """arguments for ringtrain.train of each, measured alternately"""
+    limit_s: int
+    """after which the ranks are killed"""
+    turns: int = 1
+    block_s: float = 2.0
+    autotune_s: float = 0.0
+    """seconds for Horovod's autotuner instead"""
+
+
 class BudgetOver(Exception):
     """The remaining budget is too short for another start."""
 

@@ -20,8 +20,8 @@ from typing import Any
 from ringtrain import config_io
 from ringtrain.config import nearest
 from ringtrain.errors import LaunchError
-from ringtrain.lab import stats
-from ringtrain.lab.starts import Start
+from ringtrain.lab import options as opt
+from ringtrain.lab import ranks, stats
 from ringtrain.lab.tune.candidates import (
     LEVERS,
     UNDECIDED,
@@ -29,6 +29,7 @@ from ringtrain.lab.tune.candidates import (
     Choice,
     Facts,
     Outcome,
+    Trial,
     compare,
     next_lever,
     order,
@@ -41,6 +42,16 @@ GRAPH_S = 1.5  # to trace the graph of a further variant
 AUTOTUNE_S = 20.0
 FOR_RANKS = 0.9  # fraction of the remaining time; the launcher needs the rest
 MARGIN = 1.15  # a start may take this factor longer than the longest one before
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of the command."""
+
+    only: str = opt.option("", "levers to try, e.g. groups,threads; else all", "LIST")
+    budget: str = opt.option("5m", "at most so long: 90s, 5m, 1h (5m)", "TIME")
+    out: str = opt.option("", "write the settings as TOML, for ringtrain.train --config", "FILE")
+    allow_compression: bool = opt.option(False, "keep 16-bit gradients if they are faster: numbers change")
 
 
 class Budget:
@@ -79,8 +90,8 @@ class Budget:
 class Trials:
     """Measures by starting ranks, within the budget."""
 
-    def __init__(self, start: Start, told: Sequence[str], budget: Budget, say: Callable[[str], None]) -> None:
-        self.start, self.told, self.budget, self.say = start, list(told), budget, say
+    def __init__(self, call: ranks.Call, train_args: Sequence[str], budget: Budget, say: Callable[[str], None]) -> None:
+        self.call, self.train_args, self.budget, self.say = call, list(train_args), budget, say
         self.step_s = 0.0
         self.facts: dict[str, Facts] = {}
 
@@ -88,41 +99,48 @@ class Trials:
         """Images per second, per variant and round; see Run."""
         several = len(variants) > 1
         block_s = BLOCK_WITHIN_S if several else BLOCK_S
-        tried = [",".join(word.removeprefix("--") for word in variant.words()) or "as-is" for variant in variants]
-        words = [word for text in tried for word in ("--variant", text)]
         # A start's own time includes one block of one variant; on slow links a block is as long as its fewest steps.
         each_s = GRAPH_S + SHORTEST_BLOCK_STEPS * self.step_s + turns * max(block_s, SHORTEST_BLOCK_STEPS * self.step_s)
-        found = self._start(
+        results = self._start(
             choice,
             ", ".join(variant.text() for variant in variants) if several else choice.text(),
-            [*words, "--turns", str(turns), "--block-s", str(block_s)],
+            Trial([variant.words() for variant in variants], 0, turns, block_s),
             len(variants) * each_s if several else 0.0,
         )
-        self.step_s = found["step_s"]
-        return found["images_per_s"]
+        self.step_s = results["step_s"]
+        return results["images_per_s"]
 
     def autotuned(self, best: Choice) -> Choice | None:
         """Fusion and cycle time found by Horovod's autotuner; None if it found none in its time."""
         free = Choice({"hvd.fusion_mb": -1, "hvd.cycle_time_ms": -1}).over(best)
-        words = ["--variant", "as-is", "--autotune-s", str(AUTOTUNE_S)]
-        found = self._start(free, "Horovod's autotuner", words, 1.5 * AUTOTUNE_S)["autotuned"]
+        trial = Trial([[]], 0, autotune_s=AUTOTUNE_S)
+        found = self._start(free, "Horovod's autotuner", trial, 1.5 * AUTOTUNE_S)["autotuned"]
         return Choice({f"hvd.{name}": round(value, 2) for name, value in found.items()}) if found else None
 
-    def _start(self, choice: Choice, shown: str, words: Sequence[str], extra_s: float) -> dict[str, Any]:
+    def _start(self, choice: Choice, shown: str, trial: Trial, extra_s: float) -> dict[str, Any]:
         ended = self.budget.start(extra_s)
         self.say(shown)
         begin_s = self.budget.spent_s
         limit_s = max(1, int(FOR_RANKS * (self.budget.seconds - begin_s)))
-        part = ["tune", *words, "--limit-s", str(limit_s), "--", *self.told, *choice.words()]
+        trial = dataclasses.replace(trial, limit_s=limit_s)
         try:
-            found = self.start(part, 0, choice.environ, choice.launcher)
+            results = self.call(
+                on_ranks, trial, [*self.train_args, *choice.words()], 0, choice.environ, choice.launcher
+            )
         except LaunchError:
             if self.budget.spent_s - begin_s >= limit_s:  # the ranks exited at their time limit
                 raise BudgetOver from None
             raise
         ended()
-        self.facts[choice.text()] = Facts(**found["facts"])
-        return found
+        self.facts[choice.text()] = Facts(**results["facts"])
+        return results
+
+
+def on_ranks(options: Trial, train_args: Sequence[str]) -> dict[str, Any]:
+    """Measures on all ranks."""
+    from ringtrain.lab.tune import measure
+
+    return measure.trial(options, train_args)
 
 
 def search(
@@ -148,7 +166,7 @@ def search(
         if only and name not in only:
             continue
         facts = trials.facts.get(best.text(), facts)  # variants within one start share its facts
-        config = config_io.read([*trials.told, *best.words()])
+        config = config_io.read([*trials.train_args, *best.words()])
         lever = next_lever(name, facts, config, best.launcher or launcher, allow_compression)
         if lever.autotuned:
             try:
@@ -218,7 +236,7 @@ def seconds_of(text: str) -> float:
     return seconds
 
 
-def main(options: argparse.Namespace, start: Start) -> int:
+def main(options: Options, given: argparse.Namespace, call: ranks.Call) -> int:
     """Searches, prints the outcomes and writes the TOML."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -228,7 +246,7 @@ def main(options: argparse.Namespace, start: Start) -> int:
     for name in only:
         if name not in LEVERS:
             raise LaunchError(f"got --only {name}: {nearest(name, LEVERS)}")
-    config_io.read(options.command)  # report a mistake in it before anything starts
+    config_io.read(given.command)  # report a mistake in it before anything starts
     console = Console(stderr=True)
     columns = (
         TextColumn("tune"),
@@ -245,14 +263,14 @@ def main(options: argparse.Namespace, start: Start) -> int:
             if not console.is_terminal:
                 print(f"tune: {budget.spent_s:.0f} s of {budget.seconds:.0f} s: {what}", file=console.file, flush=True)
 
-        trials = Trials(start, options.command, budget, say)
-        best = search(trials, options.allow_compression, options.launcher, outcomes.append, only)
+        trials = Trials(call, given.command, budget, say)
+        best = search(trials, options.allow_compression, given.launcher, outcomes.append, only)
     title = f"images/s over those of the best so far, median (p10 to p90), in {budget.spent_s:.0f} s"
     stats.show(title, ("lever", "candidate", "ratio", "turns", "verdict"), rows(outcomes))
-    train = ["--config", options.out] if options.out else [*options.command, *best.words()]
-    line = launch_line(best, options.launch_words, train)
+    train = ["--config", options.out] if options.out else [*given.command, *best.words()]
+    line = launch_line(best, given.launch_words, train)
     if options.out:
-        Path(options.out).write_text(toml(best, options.command, line, outcomes), encoding="utf-8")
+        Path(options.out).write_text(toml(best, given.command, line, outcomes), encoding="utf-8")
     print(f"best: {best.text()}")
     print(line)
     return 0

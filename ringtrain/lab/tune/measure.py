@@ -1,8 +1,7 @@
-"""A trial of ringtrain tune, on the ranks: images per second with settings that one start can have, in turns."""
+"""A trial of ringtrain tune on ranks: images per second with settings that one start can have, alternately."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import os
@@ -18,8 +17,8 @@ import numpy as np
 
 from ringtrain import config_io, hvd
 from ringtrain.config import Config
-from ringtrain.lab import ranks, stats
-from ringtrain.lab.tune.candidates import YIELDING
+from ringtrain.lab import ranks
+from ringtrain.lab.tune.candidates import YIELDING, Trial
 from ringtrain.run import devices
 
 FIRST_STEPS = 3  # to trace the graph and time a step
@@ -112,26 +111,11 @@ def facts(variant: Variant, config: Config) -> dict[str, Any]:
     }
 
 
-def configs_of(told: Sequence[str], variants: Sequence[str]) -> list[Config]:
-    """Configurations of variants, each written as "hvd.groups=4,hvd.compression=fp16" or "as-is"."""
-    changes = [[] if text == "as-is" else [f"--{change}" for change in text.split(",")] for text in variants]
-    return [config_io.read([*told, *changed]) for changed in changes]
-
-
-def main(argv: Sequence[str]) -> int:
-    """Measures on all ranks and writes on rank 0."""
-    own, told = stats.split(argv)
-    parser = argparse.ArgumentParser(prog="bench tune", description=__doc__)
-    parser.add_argument("--variant", action="append", required=True, help="options, or as-is; more than one in turns")
-    parser.add_argument("--block-s", type=float, default=2.0)
-    parser.add_argument("--turns", type=int, default=1)
-    parser.add_argument("--autotune-s", type=float, default=0.0, help="seconds for Horovod's autotuner instead")
-    parser.add_argument("--limit-s", type=int, default=600, help="after so many the rank is ended")
-    parser.add_argument("--out", required=True, help="JSON file of the results")
-    options = parser.parse_args(own)
+def trial(options: Trial, train_args: Sequence[str]) -> dict[str, Any]:
+    """Measures on all ranks."""
     end_s = time.perf_counter() + 0.9 * options.limit_s
     signal.alarm(options.limit_s)  # a setting that hangs the ranks must not use up the whole budget
-    configs = configs_of(told, options.variant)
+    configs = [config_io.read([*train_args, *changes]) for changes in options.variants]
     with tempfile.TemporaryDirectory(prefix="ringtrain-tune-") as folder:
         log = Path(folder, "autotune.csv")
         if options.autotune_s:
@@ -139,11 +123,7 @@ def main(argv: Sequence[str]) -> int:
         ranks.begin(configs[0])
         training = ranks.Training.of(configs[0])
         variants = [Variant(dataclasses.replace(training, config=config)) for config in configs]
-        found: dict[str, Any] = {"facts": facts(variants[0], configs[0])}
+        results: dict[str, Any] = {"facts": facts(variants[0], configs[0])}
         if options.autotune_s:
-            found["autotuned"] = autotune(variants[0], options.autotune_s, log)
-        else:
-            found |= measure(variants, options.block_s, options.turns, end_s)
-    if hvd.rank() == 0:
-        stats.write(Path(options.out), "tune", {}, found)
-    return 0
+            return results | {"autotuned": autotune(variants[0], options.autotune_s, log)}
+        return results | measure(variants, options.block_s, options.turns, end_s)

@@ -7,7 +7,8 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from ringtrain.lab.bench.baselines.training import Trained, Training, checksum
+from peers.training import Training
+from ringtrain.lab.bench.peers import Trained, checksum
 
 
 def run(training: Training) -> Trained:

@@ -1,10 +1,10 @@
-"""bench input: how many samples per second the pipeline gives with no model to eat them, beside the same without it.
+"""bench input: samples per second of the input pipeline without a model, compared with the same without it.
 
     ringtrain bench input -np 1 --out input.json --rank-images-per-s 900
 
-In turns, each rank for itself and all at once, on as many threads: what `ringtrain.train` trains from; samples of the
-same arrays cut out by NumPy, or pictures of the same TFRecords read from first to last and decoded, whole and at their
-own size; and for pictures the very work of the pipeline, crop and resizing too, in a plain parallel map.
+Alternately, all ranks at once, on as many threads: the batches that `ringtrain.train` trains on; samples of the same
+arrays selected by NumPy, or pictures of the same TFRecords read sequentially and decoded in full at their original
+size; and for pictures the same work as the pipeline's, including crop and resizing, in a plain parallel map.
 """
 
 from __future__ import annotations
@@ -16,23 +16,73 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tensorflow as tf
 
-from ringtrain import config_io, data, hvd
+from ringtrain import config_io, data
 from ringtrain.config import Config
-from ringtrain.data import augment, make_tfrecords, tfrecords
 from ringtrain.errors import DataError
+from ringtrain.lab import options as opt
 from ringtrain.lab import ranks, stats
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 WARM_BATCHES = 2
 NUM_PICTURES = 256
 RECORDS = "imagenet-tfrecords"
 SOURCES = ("digits", "fashion-mnist", RECORDS)
 PIPELINE, ALONE, SAME = "pipeline", "alone", "same work"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the bench."""
+
+    turns: int = opt.turns(7)
+    batches: int = opt.count(20, "batches of a measurement")
+    rank_images_per_s: float = opt.option(0.0, "that a rank trains", "X")
+    out: str = opt.out()
+
+
+def main(options: Options, given: argparse.Namespace, call: ranks.Call) -> int:
+    """Measures, prints and writes."""
+    title, results = call(on_ranks, options, given.command)
+    rows, failed = [], []
+    for name, measured in results.items():
+        if isinstance(measured, str):
+            failed.append([f"{name}: {measured}", ""])
+            continue
+        for what, spread in measured.items():
+            rows.append([f"{name}, {what}", spread.text(",.0f" if what[0] != "/" else ".3f")])
+        if options.rank_images_per_s:
+            times = measured[PIPELINE].times(1 / options.rank_images_per_s)
+            rows.append([f"{name}, {PIPELINE} / what a rank trains", times.text(".1f")])
+    stats.show(title, ["", "median (p10 to p90)"], rows + failed)
+    if options.out:
+        stats.write(Path(options.out), "input", opt.by_flag(options), results)
+    return 0
+
+
+def on_ranks(options: Options, train_args: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """Measures every source on all ranks; a source without data is its error."""
+    from ringtrain import hvd
+
+    config = config_io.read(train_args)
+    ranks.begin(config)
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="ringtrain-input-") as folder:
+        for name in SOURCES:
+            path = str(make_records(Path(folder), NUM_PICTURES)) if name == RECORDS else ""
+            source = dataclasses.replace(config, data=dataclasses.replace(config.data, dir=path))
+            try:
+                results[name] = measure(source, name, options.batches, options.turns)
+            except DataError as error:
+                results[name] = str(error)
+    return f"samples/s of rank 0 of {hvd.size()}, batch {config.train.batch_size}", results
 
 
 def measure(config: Config, name: str, num_batches: int, turns: int) -> dict[str, stats.Spread]:
@@ -44,6 +94,11 @@ def measure(config: Config, name: str, num_batches: int, turns: int) -> dict[str
     Raises:
         DataError: The data are missing.
     """
+    import tensorflow as tf
+
+    from ringtrain import hvd
+    from ringtrain.data import augment, tfrecords
+
     its = dataclasses.replace(config.data, name=name)
     data_set = data.source(its)()
     batch_size, rank, size = config.train.batch_size, hvd.rank(), hvd.size()
@@ -79,6 +134,10 @@ def decoded(files: Sequence[str], decode: Callable[[tf.Tensor], tf.Tensor], batc
     Args:
         batch_size: Of batches of a pixel and the label per picture: pictures of different sizes cannot be batched.
     """
+    import tensorflow as tf
+
+    from ringtrain.data import tfrecords
+
     threads = tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
 
     def one(record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -102,7 +161,10 @@ def cut_out(samples: Any, batch_size: int, seed: int) -> Iterator[Any]:
 
 def make_records(folder: Path, num_pictures: int) -> Path:
     """Writes TFRecords of JPEG pictures: crops of scikit-learn's two photographs in sizes typical of ImageNet."""
+    import tensorflow as tf
     from sklearn.datasets import load_sample_images
+
+    from ringtrain.data import make_tfrecords
 
     random = np.random.default_rng(0)
     photographs = load_sample_images()
@@ -120,41 +182,3 @@ def make_records(folder: Path, num_pictures: int) -> Path:
             path.write_bytes(encoded.numpy())
     make_tfrecords.make(folder / "pictures", folder / "records", 4, seed=0)
     return folder / "records"
-
-
-def main(argv: Sequence[str]) -> int:
-    """Measures on all ranks and writes on rank 0."""
-    own, told = stats.split(argv)
-    parser = argparse.ArgumentParser(prog="bench input", description=__doc__.partition("\n")[0])
-    parser.add_argument("--turns", type=int, default=7, help="measurements of each kind")
-    parser.add_argument("--batches", type=int, default=20, help="of a measurement")
-    parser.add_argument("--rank-images-per-s", type=float, default=0, help="that a rank trains")
-    parser.add_argument("--out", required=True, help="JSON file of the results")
-    options = parser.parse_args(own)
-    config = config_io.read(told)
-    ranks.begin(config)
-    found: dict[str, Any] = {}
-    rows = []
-    with tempfile.TemporaryDirectory(prefix="ringtrain-input-") as folder:
-        for name in SOURCES:
-            its = dataclasses.replace(config.data, dir="")
-            if name == RECORDS:
-                its = dataclasses.replace(its, dir=str(make_records(Path(folder), NUM_PICTURES)))
-            try:
-                found[name] = measure(dataclasses.replace(config, data=its), name, options.batches, options.turns)
-            except DataError as error:
-                found[name] = str(error)
-                continue
-            rows += [
-                [f"{name}, {what}", spread.text(",.0f" if what[0] != "/" else ".3f")]
-                for what, spread in found[name].items()
-            ]
-            if options.rank_images_per_s:
-                times = found[name][PIPELINE].times(1 / options.rank_images_per_s)
-                rows.append([f"{name}, {PIPELINE} / what a rank trains", times.text(".1f")])
-    rows += [[f"{name}: {error}", ""] for name, error in found.items() if isinstance(error, str)]
-    if hvd.rank() == 0:
-        title = f"samples/s of rank 0 of {hvd.size()}, batch {config.train.batch_size}"
-        found["table"] = [title, ["", "median (p10 to p90)"], rows]
-        stats.write(Path(options.out), "input", {"batches": options.batches, "turns": options.turns}, found)
-    return 0

@@ -7,8 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringtrain.lab.bench.baselines.by_fit import fit
-from ringtrain.lab.bench.baselines.training import Trained, Training, checksum
+from peers.by_fit import fit
+from peers.training import Training
+from ringtrain.lab.bench.peers import Trained, checksum
 
 
 def run(training: Training) -> Trained:

@@ -1,6 +1,6 @@
-"""The same training by other means than ringtrain's trainer, as functions from a Training to a Trained.
+"""The same training by other means than ringtrain's trainer: functions from a Training to a Trained of bench peers.
 
-training:          what a baseline receives and returns
+training:          what a baseline receives: model, samples, number of steps
 by_fit:            Keras' fit: one process, or under a tf.distribute strategy
 by_hand:           Horovod's tape in a loop written by hand
 synchronous:       MirroredStrategy, MultiWorkerMirroredStrategy

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from peers.training import Training
 from ringtrain.errors import ConfigError, MissingDependency
-from ringtrain.lab.bench.baselines.training import Trained, Training, checksum
+from ringtrain.lab.bench.peers import Trained, checksum
 
 try:
     import torch

@@ -1,11 +1,9 @@
-"""Input and result of every baseline."""
+"""Input of every baseline."""
 
 from __future__ import annotations
 
-import time
-import zlib
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +31,7 @@ class Training:
     """each with its own batch in every step"""
     rank: int
     """of this process"""
-    ports: tuple[int, ...]
+    ports: Sequence[int]
     """unused ports of this host, one more than processes"""
     folder: Path
     """shared by all processes; rank-0.json exists when rank 0 has trained"""
@@ -81,30 +79,3 @@ class Training:
         batches = tf.data.Dataset.from_tensor_slices(self.samples(workers))
         batches = batches.batch(self.numbers.batch_size, drop_remainder=True).repeat()
         return batches.prefetch(2).with_options(options)
-
-
-@dataclass
-class Trained:
-    """Measurements of one process."""
-
-    images_per_end: int
-    """samples of all workers per step"""
-    ends_s: list[float] = field(default_factory=list)
-    """end times of steps, by the clock that all processes of a host share"""
-    losses: list[float] = field(default_factory=list)
-    """of these steps, on one worker's batch"""
-    checksums: list[str] = field(default_factory=list)
-    """of each copy of the weights in this process, at the end"""
-
-    def note(self, loss: Any) -> None:
-        """Records the end of a step."""
-        self.ends_s.append(time.time())
-        self.losses.append(float(loss))
-
-
-def checksum(weights: Iterable[Any]) -> str:
-    """Checksum of arrays or variables."""
-    value = 0
-    for weight in weights:
-        value = zlib.crc32(np.ascontiguousarray(weight).tobytes(), value)
-    return f"{value:08x}"

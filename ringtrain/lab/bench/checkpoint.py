@@ -1,0 +1,143 @@
+"""bench checkpoint: how long training waits for a save, compared with writing the same bytes.
+
+    ringtrain bench checkpoint -np 2 --out checkpoint.json -- --model.name cnn --data.name synthetic
+
+Alternately: some steps with a save after the last of them, as `ringtrain.train` makes it; then, with nothing else
+running, the files of that checkpoint written and flushed to the same disk by plain `write` and `fsync`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ringtrain import config_io
+from ringtrain.config import Config
+from ringtrain.lab import options as opt
+from ringtrain.lab import ranks, stats
+from ringtrain.monitor import journal
+from ringtrain.protocol import status
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the bench."""
+
+    turns: int = opt.turns(9)
+    steps: int = opt.count(20, "steps between two saves")
+    out: str = opt.out()
+
+
+def main(options: Options, given: argparse.Namespace, call: ranks.Call) -> int:
+    """Measures, prints and writes."""
+    results = call(on_ranks, options, given.command)
+    title = results.pop("title")
+    rows = [
+        ["training stands still, ms", results["stall_s"].times(1e3).text()],
+        ["plain write and fsync of the same bytes, ms", results["plain_write_s"].times(1e3).text()],
+        ["stands still / plain write", results["ratio"].text(".3f")],
+        ["writing in the background, ms", results["write_s"].times(1e3).text()],
+    ]
+    stats.show(title, ["", "median (p10 to p90)"], rows)
+    if options.out:
+        stats.write(Path(options.out), "checkpoint", opt.by_flag(options), results)
+    return 0
+
+
+def on_ranks(options: Options, train_args: Sequence[str]) -> dict[str, Any]:
+    """Measures on all ranks, in a folder that is deleted at the end."""
+    from ringtrain import hvd
+
+    config = config_io.read(train_args)
+    every = dataclasses.replace(config.checkpoint, every_steps=options.steps, every_epochs=0)
+    config = dataclasses.replace(config, checkpoint=every)
+    ranks.begin(config)
+
+    def make() -> Path:
+        Path(config.run.directory).mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix="bench-", dir=config.run.directory))
+
+    made = hvd.run_together(make if hvd.rank() == 0 else lambda: None)
+    folder = hvd.broadcast_object(made, root_rank=0, name="ringtrain_folder")
+    try:
+        return measure(config, options.steps, options.turns, folder)
+    finally:
+        if hvd.rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def measure(config: Config, num_steps: int, turns: int, folder: Path) -> dict[str, Any]:
+    """Trains and saves. A collective.
+
+    Args:
+        turns: Measured saves, after one warm-up save.
+
+    Returns:
+        On rank 0: seconds of its training thread per save, of the thread that writes, and of plain writing; bytes; the
+        first of these as a share of the third. Elsewhere nothing.
+    """
+    from ringtrain import hvd
+    from ringtrain.run import checkpoint, resume, saver
+
+    class TimedSaver(saver.Saver):
+        """Times all that the training thread does for a save, including its line in the journal."""
+
+        stall_s = 0.0
+
+        def save(self) -> None:
+            begin_s = time.perf_counter()
+            super().save()
+            self.stall_s = time.perf_counter() - begin_s
+
+    training = ranks.Training.of(config)
+    model, batches = training.model(), training.batches()
+    model.optimizer.build(model.trainable_variables)
+    hvd.broadcast_model(model, root_rank=0)
+    rank = hvd.rank()
+    own_journal = journal.Journal(folder, rank, hvd.size())
+    clock = resume.Clock(resume.Start(), 10**9, status.StatusLine(rank), own_journal)  # the epoch does not end
+    facts = {"numbers": dataclasses.asdict(training.numbers)}
+    timed = TimedSaver(model, folder, config, facts, clock, {}, own_journal)
+    stalls, writes, plain, num_bytes = [], [], [], 0
+    for _ in range(turns + 1):
+        before_s = timed.saves["write_s"]
+        model.fit(batches, steps_per_epoch=num_steps, callbacks=[clock, timed], shuffle=False, verbose=0)
+        timed.wait()
+        stalls.append(timed.stall_s)
+        writes.append(timed.saves["write_s"] - before_s)
+        if rank == 0:
+            contents = [path.read_bytes() for path in checkpoint.saved_in(folder)[0].iterdir()]
+            num_bytes = sum(map(len, contents))
+            plain.append(write(folder, contents))
+        hvd.allreduce([0.0], name="ringtrain_bench_barrier")
+    if rank:
+        return {}
+    return {
+        "title": f"{config.model.name}, {num_bytes / 1e6:.1f} MB, {hvd.size()} ranks, a save every {num_steps} steps",
+        "bytes": num_bytes,
+        "stall_s": stats.Spread.of(stalls[1:]),
+        "plain_write_s": stats.Spread.of(plain[1:]),
+        "ratio": stats.ratios(stalls[1:], plain[1:]),
+        "write_s": stats.Spread.of(writes[1:]),
+    }
+
+
+def write(folder: Path, contents: Sequence[bytes]) -> float:
+    """Writes files, flushes them to disk and removes them; returns the seconds of writing and flushing."""
+    begin_s = time.perf_counter()
+    for number, content in enumerate(contents):
+        with open(folder / f"plain-{number}", "wb", buffering=0) as file:
+            file.write(content)
+            os.fsync(file.fileno())
+    seconds = time.perf_counter() - begin_s
+    for number in range(len(contents)):
+        (folder / f"plain-{number}").unlink()
+    return seconds
