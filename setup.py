@@ -23,6 +23,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.14",
     packages=find_packages(include=["ringtrain", "ringtrain.*"]),
+    package_data={"ringtrain.lab.report": ["page.css"]},
     install_requires=[
         "numpy>=1.26",
         "rich>=13",

@@ -3,8 +3,9 @@
 commands: the commands bench, tune, sweep, compare, predict and report
 options:  options of a command as a frozen dataclass
 ranks:    calls a function on ranks and returns its result; what such functions begin with
-jobs:     several jobs side by side, each on slots of its own
-stats:    medians, spreads and the machine they are from; tables and JSON
+jobs:     folders of jobs that run side by side, and the slots that they share
+stats:    medians, spreads and the machine they are from, as JSON
+tables:   a table for terminal and Markdown; report/ has it as HTML
 plots:    an empty figure, and writing it as PNG
 bench:    ringtrain bench
 tune:     ringtrain tune

@@ -90,3 +90,19 @@ def read(options: type[T], given: argparse.Namespace) -> T:
 def by_flag(options: Any) -> dict[str, Any]:
     """Values by flag, without the file of results."""
     return {flag_of(name): value for name, value in vars(options).items() if name != "out"}
+
+
+def seconds_of(text: str) -> float:
+    """Converts "300", "300s", "5m" or "1h" to seconds.
+
+    Raises:
+        LaunchError: The text is not a time above 0.
+    """
+    number, factor = (text[:-1], {"s": 1, "m": 60, "h": 3600}[text[-1]]) if text[-1:] in ("s", "m", "h") else (text, 1)
+    try:
+        seconds = float(number) * factor
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise LaunchError(f"got --budget {text}, expected a time such as 90s, 5m or 1h")
+    return seconds

@@ -92,20 +92,3 @@ def write(path: Path, name: str, options: Mapping[str, Any], results: Any) -> No
         "results": results,
     }
     path.write_text(json.dumps(record, indent=1, default=asdict) + "\n", encoding="utf-8")
-
-
-def show(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table, as plain text if standard output is not a terminal."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    # A launcher gives its ranks a pseudo-terminal: lines must not be colored or wrapped.
-    console = Console(width=120, force_terminal=False, color_system=None)
-    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, name in enumerate(head):
-        table.add_column(name, justify="left" if number == 0 else "right")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    console.print(table)

@@ -11,6 +11,7 @@ from ringtrain import cli, config_io
 from ringtrain.config import Config
 from ringtrain.errors import ConfigError, LaunchError
 from ringtrain.lab import commands
+from ringtrain.lab import options as opt
 from ringtrain.lab.tune import candidates
 from ringtrain.lab.tune import cli as tune_cli
 from ringtrain.lab.tune.candidates import BudgetOver, Choice, Facts, Lever
@@ -238,13 +239,13 @@ def test_the_line_to_launch_repeats_the_options_that_were_given():
 
 @pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("5m", 300), ("1.5h", 5400)])
 def test_budgets(text, seconds):
-    assert tune_cli.seconds_of(text) == seconds
+    assert opt.seconds_of(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "m", "0", "-5m", "nan", "5 minutes"])
 def test_bad_budgets(text):
     with pytest.raises(LaunchError, match="--budget"):
-        tune_cli.seconds_of(text)
+        opt.seconds_of(text)
 
 
 @pytest.mark.parametrize(

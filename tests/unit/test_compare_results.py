@@ -112,12 +112,12 @@ def test_figures_are_read_from_the_runs(tmp_path: Path) -> None:
     assert (servers["staleness"], servers["dropped"], ring["staleness"]) == (1.5, 7, None)
     assert trained[4].points == [] and "no complete epoch" in results.in_words(trained[4])
 
-    (_, head, rows), (_, second, costs) = results.tables(results.summaries(trained), 0.9)
-    assert head == ["", "test accuracy, %", "s to 90 %", "samples to it", "training, s"]
-    by_name = {row[0]: row[1:] for row in rows}
+    first, second = results.tables(results.summaries(trained), 0.9)
+    assert first.head == ["", "test accuracy, %", "s to 90 %", "samples to it", "training, s"]
+    by_name = {row[0]: row[1:] for row in first.rows}
     assert by_name["ring"] == ["75.00 (71.00 to 79.00)", "1.00 [1 of 2]", "200 [1 of 2]", "1.50"]
     assert by_name["towers"] == ["failed", "", "", ""] and by_name["ps-async"][1] == ""
-    assert second[-2:] == ["staleness", "dropped"] and costs[1][-2:] == ["1.50", "7"]
+    assert second.head[-2:] == ["staleness", "dropped"] and second.rows[1][-2:] == ["1.50", "7"]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)

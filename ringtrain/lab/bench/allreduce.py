@@ -27,6 +27,7 @@ from ringtrain.config import DeviceConfig
 from ringtrain.errors import LaunchError, OutOfSync
 from ringtrain.lab import options as opt
 from ringtrain.lab import plots, ranks, stats
+from ringtrain.lab.tables import Table
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 Call = Callable[[], Any]
@@ -170,7 +171,7 @@ def show(found: Sequence[Mapping[str, Any]], num_ranks: int, repeats: str) -> No
     head = ["size", "method", "time (p10 to p90)", "bus MB/s", "speed / MPI", "wire / size"]
     if LINK not in {one["method"] for one in found}:
         head, rows = head[:-1], [row[:-1] for row in rows]
-    stats.show(f"allreduce, {num_ranks} ranks, {repeats}", head, rows)
+    Table(head, rows, f"allreduce, {num_ranks} ranks, {repeats}").show()
 
 
 def _time_text(seconds: stats.Spread) -> str:

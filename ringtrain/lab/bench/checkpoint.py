@@ -23,6 +23,7 @@ from ringtrain import config_io
 from ringtrain.config import Config
 from ringtrain.lab import options as opt
 from ringtrain.lab import ranks, stats
+from ringtrain.lab.tables import Table
 from ringtrain.monitor import journal
 from ringtrain.protocol import status
 
@@ -46,7 +47,7 @@ def main(options: Options, given: argparse.Namespace, call: ranks.Call) -> int:
         ["stands still / plain write", results["ratio"].text(".3f")],
         ["writing in the background, ms", results["write_s"].times(1e3).text()],
     ]
-    stats.show(title, ["", "median (p10 to p90)"], rows)
+    Table(["", "median (p10 to p90)"], rows, title).show()
     if options.out:
         stats.write(Path(options.out), "checkpoint", opt.by_flag(options), results)
     return 0

@@ -27,6 +27,7 @@ from ringtrain.config import Config
 from ringtrain.errors import DataError
 from ringtrain.lab import options as opt
 from ringtrain.lab import ranks, stats
+from ringtrain.lab.tables import Table
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -61,7 +62,7 @@ def main(options: Options, given: argparse.Namespace, call: ranks.Call) -> int:
         if options.rank_images_per_s:
             times = measured[PIPELINE].times(1 / options.rank_images_per_s)
             rows.append([f"{name}, {PIPELINE} / what a rank trains", times.text(".1f")])
-    stats.show(title, ["", "median (p10 to p90)"], rows + failed)
+    Table(["", "median (p10 to p90)"], rows + failed, title).show()
     if options.out:
         stats.write(Path(options.out), "input", opt.by_flag(options), results)
     return 0

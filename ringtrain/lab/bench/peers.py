@@ -32,6 +32,7 @@ from ringtrain.derived import derive
 from ringtrain.errors import ConfigError, LaunchError
 from ringtrain.lab import options as opt
 from ringtrain.lab import ranks, stats
+from ringtrain.lab.tables import Table
 from ringtrain.run import console, setup
 
 if TYPE_CHECKING:
@@ -234,7 +235,7 @@ def show(found: dict[str, dict[str, Any]], title: str) -> None:
             equal += f", as {one['over']}'s"
         losses = f"{one['losses'][0]:.3f} to {one['losses'][-1]:.3f}"
         rows.append([one["title"], one["images_per_s"].text(",.0f"), ratio, losses, equal])
-    stats.show(title, ("", "images/s", "of ringtrain's", "loss", "weights"), rows)
+    Table(("", "images/s", "of ringtrain's", "loss", "weights"), rows, title).show()
     print("\n".join(notes))
 
 

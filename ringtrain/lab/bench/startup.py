@@ -26,6 +26,7 @@ from ringtrain.cluster.processes import call
 from ringtrain.errors import LaunchError
 from ringtrain.lab import options as opt
 from ringtrain.lab import ranks, stats
+from ringtrain.lab.tables import Table
 from ringtrain.monitor import journal
 
 TIMEOUT_S = 1800.0
@@ -153,4 +154,4 @@ def show(found: Mapping[str, Mapping[str, Any]], plain: Sequence[Mapping[str, fl
             ["first step / that", its["ratio"].text()],
             ["from the last word to the command's end", stages["ending"].text()],
         ]
-        stats.show(f"{title}, ringtrain launch --launcher {launcher}", head, rows)
+        Table(head, rows, f"{title}, ringtrain launch --launcher {launcher}").show()

@@ -25,6 +25,7 @@ from ringtrain.lab import options as opt
 from ringtrain.lab import plots, ranks, stats
 from ringtrain.lab.predict import points
 from ringtrain.lab.predict.profile import Gradient, Profile
+from ringtrain.lab.tables import Table
 from ringtrain.monitor.trace import PHASES
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def main(options: Options, given: argparse.Namespace, call: ranks.Call) -> int:
     if len(table) > 1:
         head = ("ranks", "images/s", "as many, not talking", "ring efficiency")
         rows = [[str(row["num_ranks"]), *(row[name].text(form) for name, form in SPREADS.items())] for row in table]
-        stats.show("scaling", head, rows)
+        Table(head, rows, "scaling").show()
     if options.profile:
         Path(options.profile).write_text(json.dumps(profiles[0]) + "\n", encoding="utf-8")
     if options.out:
@@ -99,7 +100,7 @@ def show(found: dict[str, Any]) -> None:
         ["step of a process alone, ms", _ms(found["step_alone_s"])],
     ]
     title = f"{found['model']}, {found['data']}, batch {found['batch_size']} on each of {found['num_ranks']} ranks"
-    stats.show(title, ("", "median (p10 to p90)"), rows)
+    Table(("", "median (p10 to p90)"), rows, title).show()
 
 
 def _ms(seconds: stats.Spread) -> str:

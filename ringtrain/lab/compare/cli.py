@@ -29,7 +29,6 @@ from ringtrain.lab import jobs, ranks, stats
 from ringtrain.lab import options as opt
 from ringtrain.lab.compare import results
 from ringtrain.lab.compare.results import Result
-from ringtrain.lab.tune.cli import seconds_of
 from ringtrain.protocol.env import HOST_SLOTS
 from ringtrain.run import setup
 from ringtrain.strategies import STRATEGIES
@@ -138,7 +137,7 @@ def budget(text: str) -> list[str]:
         kind, _, value = part.partition("=")
         if kind not in BUDGETS:
             raise LaunchError(f"got --budget {part}, expected epochs=5, time=60s or accuracy=0.97, or several: a,b")
-        words += [BUDGETS[kind], str(seconds_of(value)) if kind == "time" else value]
+        words += [BUDGETS[kind], str(opt.seconds_of(value)) if kind == "time" else value]
     return words
 
 
@@ -218,8 +217,8 @@ def conclude(trained: Sequence[Result], options: Options, told: Sequence[str], n
     title = f"{numbers['copies']} copies, {options.seeds} seed{'s' * (options.seeds > 1)}: {shlex.join(told)}"
     tables = results.tables(found, target)
     print(title)
-    for name, head, rows in tables:
-        stats.show(name, head, rows)
+    for table in tables:
+        table.show()
     if options.out:
         runs = [one.told() for one in trained]
         about = {"strategies": options.strategies, "seeds": options.seeds, **numbers, "command": told}

@@ -6,7 +6,7 @@ import functools
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from ringtrain.lab import plots
 from ringtrain.lab.report import cli, html, run_folder
 from ringtrain.lab.report.charts import Chart, Line
 from ringtrain.lab.stats import Spread
+from ringtrain.lab.tables import Table
 
 FLOAT_BYTES = 4
 """per weight and gradient, independent of the compute precision"""
@@ -152,8 +153,8 @@ def summaries(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def tables(found: Mapping[str, Mapping[str, Any]], target: float) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Title, head and rows of each table without empty columns and tables; target is an accuracy, 0: none."""
+def tables(found: Mapping[str, Mapping[str, Any]], target: float) -> list[Table]:
+    """Tables without empty columns and tables; target is an accuracy, 0: none."""
     made = []
     for title, columns in TABLES.items():
         shown = {head: how for head, how in columns.items() if any(how[0] in one for one in found.values())}
@@ -161,7 +162,7 @@ def tables(found: Mapping[str, Mapping[str, Any]], target: float) -> list[tuple[
         for row, one in zip(rows, found.values(), strict=True):
             row[1:2] = row[1:2] if one["runs"] else ["failed"]
         if shown:
-            made.append((title, ["", *(head.format(target=100 * target) for head in shown)], rows))
+            made.append(Table(["", *(head.format(target=100 * target) for head in shown)], rows, title))
     return made
 
 
@@ -218,9 +219,7 @@ def draw(path: Path, results: Sequence[Result], title: str) -> None:
     write_png(path)
 
 
-def write_page(
-    path: Path, results: Sequence[Result], shown: Sequence[tuple[str, list[str], list[list[str]]]], title: str
-) -> None:
+def write_page(path: Path, results: Sequence[Result], shown: Sequence[Table], title: str) -> None:
     """Writes an HTML page: tables, curves, and the report of the first run of each strategy."""
 
     def chart(x: str, axis: str) -> Chart:
@@ -230,7 +229,7 @@ def write_page(
     first = [one.run for one, _, is_first, _ in _lines(results, "samples") if is_first]
     sections = [
         html.Section("", [title, *(html.Note(in_words(one)) for one in results if one.error)]),
-        *(html.Section(name, [html.Table(head, rows)]) for name, head, rows in shown),
+        *(html.Section(table.title, [replace(table, title="")]) for table in shown),
         html.Section("Accuracy", [chart("train_s", "seconds of training"), chart("samples", "samples seen"), WORDS]),
         *(cli.sections(first) if first else []),
     ]

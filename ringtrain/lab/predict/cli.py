@@ -10,16 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.table import Table
-
-from ringtrain.cluster.doctor.report import plain_or_terminal
 from ringtrain.errors import ConfigError
 from ringtrain.lab import options as opt
 from ringtrain.lab import plots
 from ringtrain.lab.predict import points
 from ringtrain.lab.predict.formulas import Prediction, Way, parameter_servers, predict, reach
 from ringtrain.lab.predict.points import Case, Point
+from ringtrain.lab.tables import Table
 
 WHAT = "what"
 
@@ -100,56 +97,46 @@ def draw(path: Path, lines: Mapping[str, Sequence[Prediction]], title: str) -> N
 
 
 def _show(tables: Sequence[Table], values: object, as_json: bool) -> None:
-    console = plain_or_terminal()
     if as_json:
-        console.out(json.dumps(values, indent=1), highlight=False)
+        print(json.dumps(values, indent=1))
         return
     for table in tables:
-        console.print(table)
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for name in columns:
-        table.add_column(name, justify="left" if name in ("set-up", "change", "needed") else "right")
-    return table
+        table.show()
 
 
 def _speeds(lines: Mapping[str, Sequence[Prediction]], title: str) -> Table:
-    table = _table(title, "ranks", "hosts", *(f"{kind}: images/s" for kind in lines))
-    for row in zip(*lines.values(), strict=True):
-        cells = [f"{p.images_per_s:,.0f} ({p.efficiency:.1%})" for p in row]
-        table.add_row(str(row[0].num_ranks), str(row[0].num_hosts), *cells)
-    return table
+    head = ["ranks", "hosts", *(f"{kind}: images/s" for kind in lines)]
+    rows = [
+        [str(row[0].num_ranks), str(row[0].num_hosts), *(f"{p.images_per_s:,.0f} ({p.efficiency:.1%})" for p in row)]
+        for row in zip(*lines.values(), strict=True)
+    ]
+    return Table(head, rows, title)
 
 
 def _parts(predictions: Sequence[Prediction], kind: str) -> Table:
     """Breaks down the time of an update."""
-    table = _table(
-        f"an update's time, {kind}, ms", "ranks", "computing", "slowest rank", "communication not hidden", "update",
-        "communication in all", "allreduces", "MB sent",
-    )  # fmt: skip
+    head = ["ranks", "computing", "slowest rank", "communication not hidden", "update", "communication in all"]
+    rows = []
     for p in predictions:
         times = (p.compute_s, p.waiting_s, p.exposed_s, p.update_s, p.communication_s)
         cells = (f"{1e3 * value:,.1f}" for value in times)
-        table.add_row(str(p.num_ranks), *cells, str(p.num_allreduces), f"{1e3 * p.sent_gb:,.1f}")
-    return table
+        rows.append([str(p.num_ranks), *cells, str(p.num_allreduces), f"{1e3 * p.sent_gb:,.1f}"])
+    return Table([*head, "allreduces", "MB sent"], rows, f"an update's time, {kind}, ms")
 
 
 def _ways(ways: Sequence[Way], title: str) -> Table:
-    table = _table(title, "change", "needed", "efficiency")
-    for way in ways:
-        table.add_row(way.change, way.needed or "does not reach it", f"{way.efficiency:.1%}")
-    return table
+    rows = [[way.change, way.needed or "does not reach it", f"{way.efficiency:.1%}"] for way in ways]
+    return Table(["change", "needed", "efficiency"], rows, title)
 
 
 def _beside(points: Sequence[Point]) -> Table:
-    table = _table("predicted beside measured", "set-up", "ranks", "measured", "predicted", "efficiency", "error")
+    rows = []
     for point in points:
         speeds = (f"{value:,.{0 if value >= 100 else 1}f}" for value in (point.measured, point.prediction.images_per_s))
         error = "fitted" if point.fitted else f"{point.error:+.1%}"
-        table.add_row(point.setup, str(point.num_ranks), *speeds, f"{point.prediction.efficiency:.1%}", error)
-    return table
+        rows.append([point.setup, str(point.num_ranks), *speeds, f"{point.prediction.efficiency:.1%}", error])
+    head = ["set-up", "ranks", "measured", "predicted", "efficiency", "error"]
+    return Table(head, rows, "predicted beside measured")
 
 
 def _as_values(point: Point) -> dict[str, object]:

@@ -11,7 +11,8 @@ from typing import Any
 
 from ringtrain.errors import LaunchError
 from ringtrain.lab.report.charts import Bars, Chart, Line, number
-from ringtrain.lab.report.html import Part, Section, Table
+from ringtrain.lab.report.html import Part, Section
+from ringtrain.lab.tables import Table
 from ringtrain.protocol.json_text import INVALID, parse_json
 
 SPREAD = {"median", "p10", "p90"}

@@ -12,7 +12,7 @@ COLOURS = 6
 MAX_POINTS = 400
 """of a line"""
 WIDTH, HEIGHT = 380.0, 220.0
-LEFT, RIGHT, TOP, BOTTOM = 48.0, 8.0, 8.0, 32.0
+LEFT, RIGHT, TOP, BOTTOM = 48.0, 8.0, 14.0, 32.0
 BAR, NAME, NUMBER = 22.0, 96.0, 52.0
 
 Point = tuple[float, float | None]

@@ -13,8 +13,9 @@ from ringtrain.errors import LaunchError, RunDirectoryError
 from ringtrain.lab import options as opt
 from ringtrain.lab.report import benches, curves, html, postmortem, run_folder
 from ringtrain.lab.report.charts import number
-from ringtrain.lab.report.html import Note, Section, Table
+from ringtrain.lab.report.html import Note, Section
 from ringtrain.lab.report.run_folder import Run
+from ringtrain.lab.tables import Table
 from ringtrain.monitor import journal, trace
 
 MAX_EVENTS = 100

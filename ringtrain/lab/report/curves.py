@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ringtrain.lab.report.charts import Bars, Chart, Line, number
-from ringtrain.lab.report.html import Part, Table
+from ringtrain.lab.report.html import Part
 from ringtrain.lab.report.run_folder import Run
+from ringtrain.lab.tables import Table
 
 PARTS = {"input": "input_s", "compute": "compute_s", "callbacks": "callbacks_s", "waiting": "wait_s"}
 MAX_RANKS = 16

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ringtrain.errors import RunDirectoryError
+from ringtrain.lab import tables
 from ringtrain.monitor import journal
 from ringtrain.protocol.failures import CONSEQUENCE
 
 Event = Mapping[str, Any]
 ABOUT = ("time_s", "event", "rank", "size", "host", "process", "run_start", "start_s", "global_step")
 MAX_RANKS = 1 << 16
-WIDTH = 160
-"""characters, if standard output is not a terminal"""
 PLANNED = ("train.max_time_s", "SIGTERM", "SIGINT", "SIGUSR1")
 """causes that stop a run before it is complete"""
 
@@ -27,24 +25,18 @@ def show(folder: Path) -> None:
     Raises:
         RunDirectoryError: The run has no journals.
     """
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     events = journal.read(folder) if folder.is_dir() else []
     if not events:
         raise RunDirectoryError(f"{folder}: no journals in {folder}/logs: give the folder of a run, e.g. runs/digits")
-    console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
     for line in verdict(events):
-        console.print(journal.printable(line), highlight=False, markup=False, style="bold")
-    table = Table("time", "rank", "host", "event", "facts", box=box.SIMPLE_HEAD)
+        tables.console().print(journal.printable(line), highlight=False, markup=False, style="bold")
+    rows = []
     shown = [event for event in events if event["event"] != "save" or not event.get("rank")]  # all ranks save at once
     for event in shown:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time_s"]))
         cells = [when, event.get("rank", "?"), event.get("host", "?"), event["event"], in_words(event)]
-        table.add_row(*(Text(journal.printable(str(cell)), overflow="fold") for cell in cells))
-    console.print(table)
+        rows.append([journal.printable(str(cell)) for cell in cells])
+    tables.Table(["time", "rank", "host", "event", "facts"], rows).show()
 
 
 def verdict(events: Sequence[Event]) -> list[str]:

@@ -1,6 +1,7 @@
 """`ringtrain sweep`: trains with many values of some options.
 
-cli:      trial by trial; the best as TOML
+cli:      the command; the best as TOML
+runner:   runs trials in parallel, each on its own slots
 space:    the file of values and ranges
 study:    what to try next, in Optuna's storage
 progress: the live table, results and plots

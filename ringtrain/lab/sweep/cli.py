@@ -21,8 +21,9 @@ from ringtrain.config import Config, lower_is_better, option_types, value_of, wi
 from ringtrain.errors import HostsError, LaunchError, RunDirectoryError
 from ringtrain.lab import jobs, ranks, stats
 from ringtrain.lab import options as opt
-from ringtrain.lab.sweep import progress, space
+from ringtrain.lab.sweep import progress, runner, space
 from ringtrain.lab.sweep.study import FILE, Study, Trial
+from ringtrain.lab.tables import Table
 from ringtrain.run import setup
 
 DEFAULT_TRIALS = 20
@@ -101,7 +102,7 @@ def main(options: Options, given: argparse.Namespace, call: ranks.Call) -> int:
             shown.say(f"{most} trials in {folder}, for the {aim} {monitor} of the last epoch")
             if also := scales_rate(base, found):
                 shown.say(also)
-            sweep = jobs.Sweep(folder, study, base, most, num_ranks, hosts, given.launch_words, shown)
+            sweep = runner.Sweep(folder, study, base, most, num_ranks, hosts, given.launch_words, shown)
             sweep.go()
             if sweep.stopped_by:
                 name = signal.Signals(sweep.stopped_by).name
@@ -218,6 +219,6 @@ def conclude(
         scores = [*ensemble["models"], {"run": "all averaged", **ensemble["averaged"]}]
         rows = [[one["run"], f"{one['accuracy']:.2%}", f"{one['loss']:.4f}"] for one in scores]
         title = f"the averaged probabilities of {options.ensemble} models"
-        stats.show(title, ["", "test accuracy", "cross-entropy"], rows)
+        Table(["", "test accuracy", "cross-entropy"], rows, title).show()
         stats.write(folder / "results.json", "sweep", told, {**results, "ensemble": ensemble})
     return 0

@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ringtrain.lab import plots, stats
+from ringtrain.lab import plots
 from ringtrain.lab.sweep.space import Range, Space
+from ringtrain.lab.tables import Table
 
 if TYPE_CHECKING:
-    from ringtrain.lab.jobs import Running
+    from ringtrain.lab.sweep.runner import Running
     from ringtrain.lab.sweep.study import Study, Trial
 
 BEST = 5
@@ -62,7 +63,7 @@ class Shown:
         """Redraws the table, at most every REDRAW_S seconds."""
         if not self.console.is_terminal or time.monotonic() < self.drawn_s + REDRAW_S:
             return
-        from rich.table import Table
+        from rich.table import Table as RichTable
         from rich.text import Text
 
         self.drawn_s = time.monotonic()
@@ -71,7 +72,9 @@ class Shown:
             f"{sum(one.state == state for one in trials)} {state}"
             for state in ("running", "complete", "pruned", "failed")
         )
-        table = Table("trial", "", self.monitor, "epochs", "s", "values", title=f"{counts}, of {self.most}", box=None)
+        table = RichTable(
+            "trial", "", self.monitor, "epochs", "s", "values", title=f"{counts}, of {self.most}", box=None
+        )
         for one in running:
             cells = [str(one.trial.number), "running", number(one.value), str(one.epoch), f"{one.seconds:.0f}"]
             table.add_row(*cells, Text(in_words(one.values), overflow="ellipsis", no_wrap=True))
@@ -107,7 +110,7 @@ def show(trials: Sequence[Trial], best: Sequence[Trial], monitor: str, options: 
         rate = number(one.facts.get("learning_rate"))
         rows.append([str(one.number), one.state, number(one.value), str(one.epochs), seconds, *values, rate])
     head = ("trial", "", monitor, "epochs", "s", *(option.rpartition(".")[2] for option in options), "trained rate")
-    stats.show(f"{len(best)} of {len(trials)} trials complete", head, rows)
+    Table(head, rows, f"{len(best)} of {len(trials)} trials complete").show()
     for one in rest:
         if one.state == "failed":
             print(f"trial {one.number} failed: {one.facts.get('reason')}")

@@ -9,10 +9,10 @@ from typing import Any
 from ringtrain.config import Config
 from ringtrain.errors import LaunchError
 from ringtrain.lab import stats
+from ringtrain.lab.jobs import YIELDING
 
 LEVERS = ("controller", "yielding", "threads", "groups", "fusion", "hierarchical", "compression")
 WITHIN_A_START = ("hvd.groups", "hvd.compression")
-YIELDING = "OMPI_MCA_mpi_yield_when_idle"
 HIERARCHICAL = "HOROVOD_HIERARCHICAL_ALLREDUCE"
 OWN_TURNS = 3  # where each measurement is a separate start
 TURNS_WITHIN = 5

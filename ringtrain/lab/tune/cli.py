@@ -22,6 +22,7 @@ from ringtrain.config import nearest
 from ringtrain.errors import LaunchError
 from ringtrain.lab import options as opt
 from ringtrain.lab import ranks, stats
+from ringtrain.lab.tables import Table
 from ringtrain.lab.tune.candidates import (
     LEVERS,
     UNDECIDED,
@@ -220,28 +221,12 @@ def launch_line(best: Choice, words: Sequence[str], told: Sequence[str]) -> str:
     return " ".join([*exported, shlex.join(["ringtrain", "launch", *words, *launcher, *forwarded, "--", *train])])
 
 
-def seconds_of(text: str) -> float:
-    """Converts "300", "300s", "5m" or "1h" to seconds.
-
-    Raises:
-        LaunchError: The text is not a time above 0.
-    """
-    number, factor = (text[:-1], {"s": 1, "m": 60, "h": 3600}[text[-1]]) if text[-1:] in ("s", "m", "h") else (text, 1)
-    try:
-        seconds = float(number) * factor
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise LaunchError(f"got --budget {text}, expected a time such as 90s, 5m or 1h")
-    return seconds
-
-
 def main(options: Options, given: argparse.Namespace, call: ranks.Call) -> int:
     """Searches, prints the outcomes and writes the TOML."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    budget = Budget(seconds_of(options.budget))
+    budget = Budget(opt.seconds_of(options.budget))
     only = [name for name in options.only.split(",") if name]
     for name in only:
         if name not in LEVERS:
@@ -266,7 +251,7 @@ def main(options: Options, given: argparse.Namespace, call: ranks.Call) -> int:
         trials = Trials(call, given.command, budget, say)
         best = search(trials, options.allow_compression, given.launcher, outcomes.append, only)
     title = f"images/s over those of the best so far, median (p10 to p90), in {budget.spent_s:.0f} s"
-    stats.show(title, ("lever", "candidate", "ratio", "turns", "verdict"), rows(outcomes))
+    Table(("lever", "candidate", "ratio", "turns", "verdict"), rows(outcomes), title).show()
     train = ["--config", options.out] if options.out else [*given.command, *best.words()]
     line = launch_line(best, given.launch_words, train)
     if options.out:

@@ -18,7 +18,8 @@ import numpy as np
 from ringtrain import config_io, hvd
 from ringtrain.config import Config
 from ringtrain.lab import ranks
-from ringtrain.lab.tune.candidates import YIELDING, Trial
+from ringtrain.lab.jobs import YIELDING
+from ringtrain.lab.tune.candidates import Trial
 from ringtrain.run import devices
 
 FIRST_STEPS = 3  # to trace the graph and time a step

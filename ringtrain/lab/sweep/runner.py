@@ -1,0 +1,252 @@
+"""Runs the trials of a sweep in parallel, each under its own ringtrain launch on its own slots."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ringtrain import config_io
+from ringtrain.cluster import processes
+from ringtrain.cluster.hosts import Host
+from ringtrain.cluster.restart import ASKED_TO_STOP
+from ringtrain.config import Config, with_values
+from ringtrain.errors import ConfigError
+from ringtrain.lab.jobs import (
+    SIGNALS,
+    YIELDING,
+    Place,
+    allot,
+    epochs_of,
+    held,
+    in_words,
+    is_done,
+    numbers,
+    reason_of,
+    words_of,
+)
+from ringtrain.lab.sweep.progress import Shown
+from ringtrain.lab.sweep.study import Study
+from ringtrain.protocol.env import HOST_SLOTS
+from ringtrain.protocol.json_text import INVALID, parse_json
+
+POLL_S = 0.1
+SETTLE_S = 1.0  # a signal that ends a trial usually reaches this process as well, a moment later
+
+
+@dataclass
+class Running:
+    """Running trial of a sweep."""
+
+    trial: Any
+    """Optuna trial"""
+    values: Mapping[str, Any]
+    config: Config
+    place: Place
+    process: Any
+    log: Path
+    began_s: float = field(default_factory=time.monotonic)
+    epoch: int = 0
+    """last reported epoch"""
+    value: float | None = None
+    seen: tuple[float, int] = (0, 0)
+    """modification time and size of metrics.jsonl when last read"""
+    stopped_at: int = 0
+    """epoch at which the trial was pruned; 0: not pruned"""
+
+    @property
+    def seconds(self) -> float:
+        """Time since the start of the trial."""
+        return time.monotonic() - self.began_s
+
+    @property
+    def where(self) -> str:
+        """Placement as text, e.g. "host1:0,1"."""
+        return in_words(self.place)
+
+
+class Sweep:
+    """Runs trials until the study has enough or a signal arrives.
+
+    Args:
+        launch_words: Options of ringtrain launch for all trials.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        study: Study,
+        base: Config,
+        most: int,
+        num_ranks: int,
+        hosts: Sequence[Host],
+        launch_words: Sequence[str],
+        shown: Shown,
+    ) -> None:
+        self.folder, self.study, self.base, self.most, self.num_ranks = folder, study, base, most, num_ranks
+        self.hosts, self.shown = hosts, shown
+        self.launch = [sys.executable, "-m", "ringtrain", "launch", *launch_words]
+        self.free = {host.name: set(numbers(host)) for host in hosts}
+        self.running: list[Running] = []
+        self.waiting = study.interrupted()
+        self.no_more = False
+        self.stopped_by = 0
+
+    def go(self) -> None:
+        """Runs all trials in the main thread; stopped_by is then the signal that ended the sweep, or 0."""
+        before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        try:
+            while (not self.stopped_by and self._begin_another()) or self.running:
+                time.sleep(POLL_S)
+                for one in [*self.running]:
+                    code = one.process.poll()
+                    self._follow(one)
+                    if code is not None:
+                        self._end(one, code)
+                self.shown.update(self.running)
+        finally:
+            self._stop()
+            for one in self.running:
+                one.process.wait()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: object) -> None:
+        if not self.stopped_by:
+            self.stopped_by = number
+            self._stop()
+
+    def _stop(self) -> None:
+        """Asks all trials to save and exit, with SIGTERM to their ringtrain launch."""
+        for one in self.running:
+            one.process.send_signal(signal.SIGTERM)
+
+    # ---- beginning ------------------------------------------------------------------------------------------------
+
+    def _begin_another(self) -> bool:
+        """Starts a trial on each free set of slots; False if there are no more trials to start."""
+        while not self.no_more and (place := allot(self.free, self.num_ranks)):
+            trial = self.waiting.pop(0) if self.waiting else self.study.next(self.most)
+            if trial is None:
+                self.no_more = True
+                break
+            if not self._begin(trial, place):
+                self.waiting.append(trial)  # its previous attempt is still exiting
+                break
+        return not self.no_more
+
+    def _begin(self, trial: Any, place: Place) -> bool:
+        """Starts a trial, or records its result if it is already finished."""
+        name = f"trial-{trial.number:04d}"
+        starts = self.folder / "starts"
+        starts.mkdir(exist_ok=True)
+        with held(starts / f"{name}.lock") as lock:
+            if lock is None:
+                return False
+            values = self.study.values(trial)
+            try:
+                config = with_values(
+                    self.base, {**values, "run.name": name, "run.directory": str(self.folder), "run.resume": "auto"}
+                )
+            except ConfigError as error:
+                self._finish(trial, values, "failed", reason=str(error))
+                return True
+            own, log = self.folder / name, starts / f"{name}.log"
+            one = Running(trial, values, config, place, None, log)
+            kept = self.study.trials()[trial.number]
+            one.epoch, one.stopped_at = kept.epochs, kept.facts.get("stopped_at", 0)
+            if one.stopped_at:
+                self._finish(trial, values, "pruned")
+                return True
+            if is_done(own):
+                self._follow(one)
+                self._judge(one, 0)
+                return True
+            if own.exists() and not (own / "config.toml").exists():
+                shutil.rmtree(own)  # an earlier attempt ended after creating it
+            toml = starts / f"{name}.toml"
+            toml.write_text(config_io.to_toml(config), encoding="utf-8")
+            train = ["python", "-m", "ringtrain.train", "--config", str(toml)]
+            argv = [*self.launch, *words_of(place, self.hosts), "--", *train]
+            one.process = processes.start_beside(argv, self._environ(place), log, lock)
+        for host, taken in place.items():
+            self.free[host] -= {*taken}
+        self.running.append(one)
+        if self.stopped_by:  # a signal arrived since the last check
+            one.process.send_signal(signal.SIGTERM)
+        self.shown.began(one)
+        return True
+
+    def _environ(self, place: Place) -> dict[str, str]:
+        most = max(host.slots for host in self.hosts if host.name in place)
+        # Ranks of several trials together fill a host.
+        full = {YIELDING: "1"} if most >= len(os.sched_getaffinity(0)) else {}
+        return {**full, **os.environ, HOST_SLOTS: str(most)}
+
+    # ---- while it runs --------------------------------------------------------------------------------------------
+
+    def _follow(self, one: Running) -> None:
+        """Reports new epochs of a trial and stops it if Optuna prunes it."""
+        path = self.folder / one.config.run.name / "metrics.jsonl"
+        with contextlib.suppress(FileNotFoundError):
+            stat = path.stat()
+            if one.seen == (stat.st_mtime, stat.st_size):
+                return
+            one.seen = stat.st_mtime, stat.st_size
+            for epoch, value in epochs_of(path, self.base.train.monitor):
+                one.value = value
+                if epoch <= one.epoch:
+                    continue
+                one.epoch = epoch
+                enough = self.study.report(one.trial, epoch, math.nan if value is None else value)
+                if enough and not one.stopped_at and one.process and epoch < one.config.train.epochs:
+                    one.stopped_at = epoch
+                    one.trial.set_user_attr("stopped_at", epoch)
+                    one.process.send_signal(signal.SIGTERM)
+
+    # ---- ending ---------------------------------------------------------------------------------------------------
+
+    def _end(self, one: Running, code: int) -> None:
+        """Frees the slots of a trial and records its result."""
+        self.running.remove(one)
+        for host, taken in one.place.items():
+            self.free[host] |= {*taken}
+        if (code < 0 or code in ASKED_TO_STOP) and not one.stopped_at:
+            time.sleep(0 if self.stopped_by else SETTLE_S)
+            if self.stopped_by:
+                return  # resumed when the sweep is
+        self._judge(one, code)
+
+    def _judge(self, one: Running, code: int) -> None:
+        rate = rate_of(self.folder / one.config.run.name)
+        facts: dict[str, Any] = {"seconds": round(one.seconds, 3), "where": one.where, "learning_rate": rate}
+        if code and one.stopped_at:
+            self._finish(one.trial, one.values, "pruned", **facts)
+        elif code:
+            self._finish(one.trial, one.values, "failed", reason=reason_of(one.log, code), **facts)
+        elif one.value is None or not math.isfinite(one.value):
+            why = f"its last epoch has no {self.base.train.monitor}" if one.epoch else "it ended before its first epoch"
+            self._finish(one.trial, one.values, "failed", reason=why, **facts)
+        else:
+            self._finish(one.trial, one.values, "complete", one.value, **facts)
+
+    def _finish(
+        self, trial: Any, values: Mapping[str, Any], state: str, value: float | None = None, **facts: Any
+    ) -> None:
+        self.study.finish(trial, state, value, **facts)
+        self.shown.ended(self.study.trials()[trial.number])
+
+
+def rate_of(folder: Path) -> float | None:
+    """Learning rate of a run after scaling by the global batch; None if rank 0 did not record one."""
+    with contextlib.suppress(OSError, *INVALID):
+        return float(parse_json((folder / "summary.json").read_text(encoding="utf-8"))["numbers"]["learning_rate"])
+    return None

@@ -1,0 +1,64 @@
+"""A table of text, for a terminal and as Markdown."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+NUMBER = re.compile(r"^[-+]?[\d.,]+(e[-+]?\d+)?( ?(%|s|ms|us|min|h|images/s|times|MB|GB))?( [(\[].*)?$")
+"""cell of a column of numbers, also with its spread"""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under a head; numbers with their units."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    folded: bool = False
+    """collapsed in HTML until opened by the reader"""
+
+    def is_number(self, column: int) -> bool:
+        """Whether a column has only numbers, which are right-aligned."""
+        return all(not row[column] or NUMBER.match(row[column]) for row in self.rows)
+
+    def show(self) -> None:
+        """Prints to standard output."""
+        from rich import box
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+        for column, name in enumerate(self.head):
+            table.add_column(Text(name), justify="right" if column and self.is_number(column) else "left")
+        for row in self.rows:
+            table.add_row(*(Text(cell, overflow="fold") for cell in row))
+        printed = console()
+        if self.title:
+            printed.print(Text(self.title, style="italic"))
+        printed.print(table)
+
+    def markdown(self) -> str:
+        """Formats without the title."""
+        rows = [self.head, ["---"] * len(self.head), *self.rows]
+        return "\n".join(f"| {' | '.join(map(plain, row))} |" for row in rows)
+
+
+def console() -> Console:
+    """Console on standard output; without colors, control characters and line breaks unless that is a terminal."""
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() else Console(force_terminal=False, color_system=None, width=10_000)
+
+
+def plain(text: str) -> str:
+    """Escapes text for Markdown."""
+    text = re.sub(r"([\\`*_|\[\]])", r"\\\1", text) if text != "---" else text
+    return " ".join(text.replace("&", "&amp;").replace("<", "&lt;").split())
