@@ -36,11 +36,7 @@ def held(path: Path) -> Iterator[int | None]:
 
 
 def claim(path: Path, own: Mapping[str, Any], what: str) -> None:
-    """Records the settings that a folder belongs to, or checks that they match those on record.
-
-    Raises:
-        LaunchError: The folder belongs to different settings; names the first difference.
-    """
+    """Records the settings that a folder belongs to, or checks that they match those on record."""
     own = json.loads(json.dumps(own))
     if not path.exists():
         unfinished = path.with_suffix(".unfinished")

@@ -72,11 +72,7 @@ def add(parser: argparse.ArgumentParser, options: type) -> None:
 
 
 def read(options: type[T], given: argparse.Namespace) -> T:
-    """Builds the dataclass from parsed arguments; omitted ones have their defaults.
-
-    Raises:
-        LaunchError: A number is too small.
-    """
+    """Builds the dataclass from parsed arguments; omitted ones have their defaults."""
     values = {}
     for field in dataclasses.fields(options):  # type: ignore[arg-type]
         if hasattr(given, field.name):
@@ -93,11 +89,7 @@ def by_flag(options: Any) -> dict[str, Any]:
 
 
 def seconds_of(text: str) -> float:
-    """Converts "300", "300s", "5m" or "1h" to seconds.
-
-    Raises:
-        LaunchError: The text is not a time above 0.
-    """
+    """Converts "300", "300s", "5m" or "1h" to seconds."""
     number, factor = (text[:-1], {"s": 1, "m": 60, "h": 3600}[text[-1]]) if text[-1:] in ("s", "m", "h") else (text, 1)
     try:
         seconds = float(number) * factor

@@ -14,9 +14,6 @@ def canvas(title: str, x: str, y: str, log: bool = True) -> tuple[Any, Callable[
 
     Returns:
         matplotlib's axes, and a function that writes the plot as PNG.
-
-    Raises:
-        MissingDependency: matplotlib is not installed.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

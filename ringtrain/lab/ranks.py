@@ -47,9 +47,6 @@ def caller(given: argparse.Namespace, launch: Callable[[argparse.Namespace], int
             options: Dataclass of values that JSON can hold.
             num_ranks: 0: `-np` of the command line, else all slots.
             launcher: "": from the command line.
-
-        Raises:
-            LaunchError: A rank failed; its output is on standard error.
         """
         with tempfile.TemporaryDirectory(prefix="ringtrain-bench-") as folder:
             out = Path(folder, "out.json")

@@ -63,11 +63,7 @@ class Options:
 
 
 def sizes(text: str) -> list[int]:
-    """Parses sizes such as "1KiB,64MiB", or "1KiB..256MiB" in steps of four, to bytes.
-
-    Raises:
-        LaunchError: The text is not a list of sizes.
-    """
+    """Parses sizes such as "1KiB,64MiB", or "1KiB..256MiB" in steps of four, to bytes."""
     found = []
     for word in text.split(","):
         first, dots, last = word.partition("..")
@@ -184,11 +180,7 @@ def _rate_text(rate: stats.Spread) -> str:
 
 
 def draw(found: Sequence[Mapping[str, Any]], num_ranks: int, path: Path) -> None:
-    """Draws bus bandwidth over size.
-
-    Raises:
-        MissingDependency: matplotlib is not installed.
-    """
+    """Draws bus bandwidth over size."""
     axes, write_png = plots.canvas(f"allreduce, {num_ranks} ranks", "size", "bus bandwidth, GB/s")
     for method in dict.fromkeys(one["method"] for one in found if one["method"] != NOTHING):
         own = [one for one in found if one["method"] == method]
@@ -235,9 +227,6 @@ def measure(
     Returns:
         On every rank, per size and way: {"method", "bytes", "seconds": of a call, one per measurement, the slowest
         rank's; "wire_bytes": that the busiest host sends for it over its network}.
-
-    Raises:
-        OutOfSync: On every rank, if any rank received a wrong sum.
     """
     found = []
     num_ranks = len(gather(rank))

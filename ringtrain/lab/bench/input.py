@@ -91,9 +91,6 @@ def measure(config: Config, name: str, num_batches: int, turns: int) -> dict[str
 
     Returns:
         Samples per second of this rank, by PIPELINE, ALONE and SAME, and the ratios of PIPELINE to the others.
-
-    Raises:
-        DataError: The data are missing.
     """
     import tensorflow as tf
 

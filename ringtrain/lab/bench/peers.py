@@ -127,11 +127,7 @@ class OneStart:
 
 
 def main(options: Options, given: argparse.Namespace, call: ranks.Call) -> int:
-    """Measures, prints and writes.
-
-    Raises:
-        LaunchError: A peer is unknown.
-    """
+    """Measures, prints and writes."""
     names = options.peers.split(",") if options.peers else list(PEERS)
     if unknown := [name for name in names if name not in PEERS]:
         raise LaunchError(f"got --peers {unknown[0]}, expected some of {','.join(PEERS)}")

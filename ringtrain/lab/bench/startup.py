@@ -103,9 +103,6 @@ def launched(words: Sequence[str], told: Sequence[str]) -> tuple[dict[str, float
     """Trains an epoch from the command line; returns rank 0's seconds per stage and the number of ranks.
 
     "ending" is the time from rank 0's last journal entry to the end of the command.
-
-    Raises:
-        LaunchError: The training failed; its output is on standard error.
     """
     with tempfile.TemporaryDirectory(prefix="ringtrain-startup-") as folder:
         run = ["--train.epochs", "1", "--run.directory", folder, "--run.name", "startup"]

@@ -72,11 +72,7 @@ def main(options: Options, given: argparse.Namespace, call: ranks.Call) -> int:
 
 
 def draw(table: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
-    """Draws images/s over ranks, from one row per number of ranks.
-
-    Raises:
-        MissingDependency: matplotlib is not installed.
-    """
+    """Draws images/s over ranks, from one row per number of ranks."""
     axes, write_png = plots.canvas(title, "ranks", "images/s", log=False)
     num_ranks = [one["num_ranks"] for one in table]
     for name, label, line in (("images_per_s_alone", "as many processes alone", "--"), ("images_per_s", "ring", "-")):

@@ -69,10 +69,6 @@ def main(options: Options, given: argparse.Namespace, _: ranks.Call) -> int:
 
     Returns:
         0, or 1 if a run failed.
-
-    Raises:
-        LaunchError, ConfigError: The options are invalid.
-        SystemExit: 128 + the number of the signal that ended the comparison.
     """
     refuse(given)
     servers = given.ps or 1
@@ -110,11 +106,7 @@ def main(options: Options, given: argparse.Namespace, _: ranks.Call) -> int:
 
 
 def refuse(given: argparse.Namespace) -> None:
-    """Rejects options of launch that a comparison cannot use.
-
-    Raises:
-        LaunchError: Names the option.
-    """
+    """Rejects options of launch that a comparison cannot use."""
     if given.ps is not None and given.ps < 1:
         raise LaunchError(f"got --ps {given.ps}, expected 1 or more")
     if given.workers is not None:
@@ -127,11 +119,7 @@ def refuse(given: argparse.Namespace) -> None:
 
 
 def budget(text: str) -> list[str]:
-    """Converts a budget such as "accuracy=0.97,epochs=50" to options of ringtrain.train; "": none.
-
-    Raises:
-        LaunchError: The budget is invalid.
-    """
+    """Converts a budget such as "accuracy=0.97,epochs=50" to options of ringtrain.train; "": none."""
     words: list[str] = []
     for part in filter(None, text.split(",")):
         kind, _, value = part.partition("=")
@@ -146,9 +134,6 @@ def read(text: str, copies: int) -> list[Entry]:
 
     Args:
         text: E.g. "ring,towers:reduction=all,ring:hvd.groups=4"; options without a section are those of the strategy.
-
-    Raises:
-        LaunchError: A strategy is unknown or listed twice.
     """
     known, found = [*get_args(option_types()["strategy.name"]), ALONE], dict[str, Entry]()
     for label in text.split(","):
@@ -176,11 +161,7 @@ def launch_words(strategy: str, copies: int, servers: int) -> list[str]:
 
 
 def claim(folder: Path, base: Config, copies: int, servers: int, words: Sequence[str]) -> None:
-    """Records this comparison's settings in the folder, or checks them; strategies and seeds may be added.
-
-    Raises:
-        LaunchError: The folder holds another comparison; names the first difference.
-    """
+    """Records this comparison's settings in the folder, or checks them; strategies and seeds may be added."""
     own = {option: value_of(base, option) for option in option_types() if not option.startswith("run.")}
     jobs.claim(folder / "compare.json", {"-np": copies, "--ps": servers, "launch": list(words), **own}, "comparison")
 

@@ -200,11 +200,7 @@ def _lines(results: Sequence[Result], x: str) -> list[tuple[Result, int, bool, l
 
 
 def draw(path: Path, results: Sequence[Result], title: str) -> None:
-    """Draws test accuracy over seconds of training and over samples seen, as PNG.
-
-    Raises:
-        MissingDependency: matplotlib is not installed.
-    """
+    """Draws test accuracy over seconds of training and over samples seen, as PNG."""
     left, write_png = plots.canvas("", "seconds of training", "test accuracy, %", log=False)
     left.figure.set_size_inches(11, 4.5)
     left.figure.suptitle(title, fontsize=9, wrap=True)

@@ -39,9 +39,6 @@ def main(given: argparse.Namespace) -> int:
 
     Returns:
         Exit code 0; with reach 1 if no change reaches it.
-
-    Raises:
-        ConfigError: The options are invalid or do not fit together.
     """
     wanted = opt.read(Wanted, given)
     values = {field.name: vars(given)[field.name] for field in dataclasses.fields(Case) if field.name in given}
@@ -80,11 +77,7 @@ def main(given: argparse.Namespace) -> int:
 
 
 def draw(path: Path, lines: Mapping[str, Sequence[Prediction]], title: str) -> None:
-    """Draws images/s over the number of ranks, with an ideal line without communication.
-
-    Raises:
-        MissingDependency: matplotlib is not installed.
-    """
+    """Draws images/s over the number of ranks, with an ideal line without communication."""
     axes, write_png = plots.canvas(title, "ranks", "images/s")
     first = next(iter(lines.values()))
     free = [p.images_per_s / p.efficiency for p in first]

@@ -189,9 +189,6 @@ def parameter_servers(profile: Profile, cluster: Cluster, setting: Setting, num_
     Args:
         cluster: Its transport is ignored, since servers use gRPC over TCP.
         setting: Algorithm, fusion and cycle time are ignored.
-
-    Raises:
-        ConfigError: num_servers is below 1.
     """
     if num_servers < 1:
         raise ConfigError(f"got {num_servers} parameter servers, expected 1 or more")
@@ -229,9 +226,6 @@ def calibrated(profile: Profile, cluster: Cluster, setting: Setting, images_per_
     """Returns the cluster with the host_s_per_gb that predicts one point measured on one host.
 
     The cost is 0 if the point is faster than any prediction.
-
-    Raises:
-        ConfigError: The point's ranks are not all on one host, or fewer than 2.
     """
     if cluster.num_hosts(setting.num_ranks) > 1 or setting.num_ranks < 2:
         raise ConfigError(
@@ -270,11 +264,7 @@ class Way:
 
 
 def reach(profile: Profile, cluster: Cluster, setting: Setting, efficiency: float) -> list[Way]:
-    """Inverse problem: the link, batch, accumulation, algorithm or compression that reaches an efficiency.
-
-    Raises:
-        ConfigError: The efficiency is not above 0 and below 1.
-    """
+    """Inverse problem: the link, batch, accumulation, algorithm or compression that reaches an efficiency."""
     if not 0 < efficiency < 1:
         raise ConfigError(f"--reach: got {efficiency:g}, expected an efficiency between 0 and 1, such as 0.9")
 

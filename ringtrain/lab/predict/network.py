@@ -179,11 +179,7 @@ def negotiation_s(cluster: Cluster, num_ranks: int) -> float:
 
 
 def parse_rate(text: str) -> float:
-    """Converts a link rate such as 25Gbps, 100Mbit/s or, in bytes, 1.4GB/s to GB/s.
-
-    Raises:
-        ConfigError: The text is not a rate above 0.
-    """
+    """Converts a link rate such as 25Gbps, 100Mbit/s or, in bytes, 1.4GB/s to GB/s."""
     match = RATE.fullmatch(text.strip())
     if not match or not float(match[1]):
         raise ConfigError(f"got a link of {text}, expected a rate such as 25Gbps, 100Mbps or 1.4GB/s")
@@ -197,9 +193,6 @@ def read_link(text: str, latency_s: float, folder: Path = Path()) -> Link:
         text: Rate, or path of such a JSON file. Of doctor's links the slowest counts. Of allreduces between hosts, the
             rate is that of the busiest host in the largest, and the latency comes from the time of the smallest.
         folder: Base of a relative path.
-
-    Raises:
-        ConfigError: The text or the file is invalid.
     """
     if not text.endswith(".json"):
         return Link(parse_rate(text), latency_s)

@@ -143,9 +143,6 @@ def read_points(path: Path) -> list[Point]:
         path: JSON object. "points" is a list of objects with setup (a name), ranks, images_per_s (measured, of all
             ranks) and keys of Case. Instead of ranks and images_per_s, a point may have measured, an object of both:
             {"2": 668, "4": 979}. "defaults" holds default keys of all points. Other keys of the file are ignored.
-
-    Raises:
-        ConfigError: The file or a point is invalid; names the point.
     """
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
@@ -185,11 +182,7 @@ def _points(values: dict[str, Any], folder: Path) -> list[Point]:
 
 
 def parse_ranks(text: str) -> Sequence[int]:
-    """Parses numbers of ranks such as 1,2,4, or ..128 for all powers of two below 128 and 128 itself.
-
-    Raises:
-        ConfigError: The text is neither.
-    """
+    """Parses numbers of ranks such as 1,2,4, or ..128 for all powers of two below 128 and 128 itself."""
     words = text.removeprefix("..").split(",")
     if not all(word.isdigit() and int(word) > 0 for word in words) or (text.startswith("..") and len(words) > 1):
         raise ConfigError(f"--ranks: got {text}, expected numbers above 0 such as 1,2,4,8, or ..128")

@@ -118,9 +118,6 @@ class Profile:
         Args:
             text: JSON object with the fields of this class; gradients is a list of objects with bytes, ready_s and,
                 optionally, name. Other keys (versions, machine) are ignored.
-
-        Raises:
-            ConfigError: The text is invalid.
         """
         try:
             return cls.from_values(parse_json(text))
@@ -206,11 +203,7 @@ JITTER = 0.02
 
 
 def known(model: str, images_per_s: float, batch_size: int, jitter: float = JITTER) -> Profile:
-    """Profile of a known model on a device of known speed.
-
-    Raises:
-        ConfigError: The model is unknown, or the speed or batch size is not positive.
-    """
+    """Profile of a known model on a device of known speed."""
     if model not in MODELS:
         raise ConfigError(f"model: got {model}, {nearest(model, MODELS)}")
     if not images_per_s > 0 or batch_size < 1:

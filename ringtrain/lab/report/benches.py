@@ -21,11 +21,7 @@ MAX_CELLS = 12
 
 
 def read(path: Path) -> Section:
-    """Reads the results of a bench as a section.
-
-    Raises:
-        LaunchError: The file cannot be read or is not from ringtrain bench.
-    """
+    """Reads the results of a bench as a section."""
     try:
         record = parse_json(path.read_text(encoding="utf-8"))
         bench, machine, results = str(record["bench"]), dict(record["machine"]), record["results"]

@@ -20,11 +20,7 @@ PLANNED = ("train.max_time_s", "SIGTERM", "SIGINT", "SIGUSR1")
 
 
 def show(folder: Path) -> None:
-    """Prints the exit cause of a run and all its events.
-
-    Raises:
-        RunDirectoryError: The run has no journals.
-    """
+    """Prints the exit cause of a run and all its events."""
     events = journal.read(folder) if folder.is_dir() else []
     if not events:
         raise RunDirectoryError(f"{folder}: no journals in {folder}/logs: give the folder of a run, e.g. runs/digits")

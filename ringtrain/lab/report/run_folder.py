@@ -51,11 +51,7 @@ class Run:
 
 
 def read(folder: Path) -> Run:
-    """Reads a run.
-
-    Raises:
-        RunDirectoryError: The folder contains no files of a run.
-    """
+    """Reads a run."""
     kept: dict[str, str] = {}
     for name in ("metrics.jsonl", "steps.jsonl", "summary.json", "config.toml"):
         with contextlib.suppress(OSError):

@@ -67,9 +67,6 @@ def main(options: Options, given: argparse.Namespace, call: ranks.Call) -> int:
 
     Returns:
         0, or 128 + the number of the signal that ended the sweep.
-
-    Raises:
-        LaunchError, ConfigError: The options are invalid, or no trial completed.
     """
     refuse(given)
     base, path = config_io.read(given.command), Path(options.space)
@@ -126,11 +123,7 @@ def scales_rate(base: Config, found: space.Space) -> str:
 
 
 def refuse(given: argparse.Namespace) -> None:
-    """Rejects options of launch that parallel trials cannot use.
-
-    Raises:
-        LaunchError: Names the option.
-    """
+    """Rejects options of launch that parallel trials cannot use."""
     for name, why in {
         "np": "a trial's ranks are --ranks-per-trial",
         "output": "each trial keeps its logs in its folder",
@@ -146,11 +139,7 @@ def refuse(given: argparse.Namespace) -> None:
 
 
 def claim(folder: Path, options: Options, base: Config, found: space.Space) -> None:
-    """Records this sweep's settings in the folder, or checks that they match those on record.
-
-    Raises:
-        LaunchError: The folder holds another sweep; names the first difference.
-    """
+    """Records this sweep's settings in the folder, or checks that they match those on record."""
     own: dict[str, Any] = {f"space of {option}": vars(one) for option, one in found.items()}
     own |= {f"--{name.replace('_', '-')}": getattr(options, name) for name in ("sampler", "prune", "ranks_per_trial")}
     own |= {option: value_of(base, option) for option in option_types() if not option.startswith("run.")}

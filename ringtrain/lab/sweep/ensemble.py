@@ -21,9 +21,6 @@ def evaluate(runs: Sequence[str]) -> dict[str, Any]:
 
     Args:
         runs: Folders, the best first.
-
-    Raises:
-        LaunchError: The models have different test samples.
     """
     ranks.begin(config_io.read_toml(Path(runs[0], "config.toml")))
     labels, first = predict(Path(runs[0]))

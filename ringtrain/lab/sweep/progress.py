@@ -117,11 +117,7 @@ def show(trials: Sequence[Trial], best: Sequence[Trial], monitor: str, options: 
 
 
 def draw(folder: Path, trials: Sequence[Trial], monitor: str, minimize: bool, space: Space) -> list[Path]:
-    """Draws the objective over trials and over each option, and returns the paths of the plots.
-
-    Raises:
-        MissingDependency: matplotlib is not installed.
-    """
+    """Draws the objective over trials and over each option, and returns the paths of the plots."""
     known = [one for one in trials if one.value is not None and math.isfinite(one.value)]
     complete = [one for one in known if one.state == "complete"]
     written = []

@@ -20,19 +20,8 @@ from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.restart import ASKED_TO_STOP
 from ringtrain.config import Config, with_values
 from ringtrain.errors import ConfigError
-from ringtrain.lab.jobs import (
-    SIGNALS,
-    YIELDING,
-    Place,
-    allot,
-    epochs_of,
-    held,
-    in_words,
-    is_done,
-    numbers,
-    reason_of,
-    words_of,
-)
+from ringtrain.lab import jobs
+from ringtrain.lab.jobs import Place
 from ringtrain.lab.sweep.progress import Shown
 from ringtrain.lab.sweep.study import Study
 from ringtrain.protocol.env import HOST_SLOTS
@@ -70,7 +59,7 @@ class Running:
     @property
     def where(self) -> str:
         """Placement as text, e.g. "host1:0,1"."""
-        return in_words(self.place)
+        return jobs.in_words(self.place)
 
 
 class Sweep:
@@ -94,7 +83,7 @@ class Sweep:
         self.folder, self.study, self.base, self.most, self.num_ranks = folder, study, base, most, num_ranks
         self.hosts, self.shown = hosts, shown
         self.launch = [sys.executable, "-m", "ringtrain", "launch", *launch_words]
-        self.free = {host.name: set(numbers(host)) for host in hosts}
+        self.free = {host.name: set(jobs.numbers(host)) for host in hosts}
         self.running: list[Running] = []
         self.waiting = study.interrupted()
         self.no_more = False
@@ -102,7 +91,7 @@ class Sweep:
 
     def go(self) -> None:
         """Runs all trials in the main thread; stopped_by is then the signal that ended the sweep, or 0."""
-        before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        before = {number: signal.signal(number, self._receive) for number in jobs.SIGNALS}
         try:
             while (not self.stopped_by and self._begin_another()) or self.running:
                 time.sleep(POLL_S)
@@ -133,7 +122,7 @@ class Sweep:
 
     def _begin_another(self) -> bool:
         """Starts a trial on each free set of slots; False if there are no more trials to start."""
-        while not self.no_more and (place := allot(self.free, self.num_ranks)):
+        while not self.no_more and (place := jobs.allot(self.free, self.num_ranks)):
             trial = self.waiting.pop(0) if self.waiting else self.study.next(self.most)
             if trial is None:
                 self.no_more = True
@@ -148,7 +137,7 @@ class Sweep:
         name = f"trial-{trial.number:04d}"
         starts = self.folder / "starts"
         starts.mkdir(exist_ok=True)
-        with held(starts / f"{name}.lock") as lock:
+        with jobs.held(starts / f"{name}.lock") as lock:
             if lock is None:
                 return False
             values = self.study.values(trial)
@@ -166,7 +155,7 @@ class Sweep:
             if one.stopped_at:
                 self._finish(trial, values, "pruned")
                 return True
-            if is_done(own):
+            if jobs.is_done(own):
                 self._follow(one)
                 self._judge(one, 0)
                 return True
@@ -175,7 +164,7 @@ class Sweep:
             toml = starts / f"{name}.toml"
             toml.write_text(config_io.to_toml(config), encoding="utf-8")
             train = ["python", "-m", "ringtrain.train", "--config", str(toml)]
-            argv = [*self.launch, *words_of(place, self.hosts), "--", *train]
+            argv = [*self.launch, *jobs.words_of(place, self.hosts), "--", *train]
             one.process = processes.start_beside(argv, self._environ(place), log, lock)
         for host, taken in place.items():
             self.free[host] -= {*taken}
@@ -188,7 +177,7 @@ class Sweep:
     def _environ(self, place: Place) -> dict[str, str]:
         most = max(host.slots for host in self.hosts if host.name in place)
         # Ranks of several trials together fill a host.
-        full = {YIELDING: "1"} if most >= len(os.sched_getaffinity(0)) else {}
+        full = {jobs.YIELDING: "1"} if most >= len(os.sched_getaffinity(0)) else {}
         return {**full, **os.environ, HOST_SLOTS: str(most)}
 
     # ---- while it runs --------------------------------------------------------------------------------------------
@@ -201,7 +190,7 @@ class Sweep:
             if one.seen == (stat.st_mtime, stat.st_size):
                 return
             one.seen = stat.st_mtime, stat.st_size
-            for epoch, value in epochs_of(path, self.base.train.monitor):
+            for epoch, value in jobs.epochs_of(path, self.base.train.monitor):
                 one.value = value
                 if epoch <= one.epoch:
                     continue
@@ -231,7 +220,7 @@ class Sweep:
         if code and one.stopped_at:
             self._finish(one.trial, one.values, "pruned", **facts)
         elif code:
-            self._finish(one.trial, one.values, "failed", reason=reason_of(one.log, code), **facts)
+            self._finish(one.trial, one.values, "failed", reason=jobs.reason_of(one.log, code), **facts)
         elif one.value is None or not math.isfinite(one.value):
             why = f"its last epoch has no {self.base.train.monitor}" if one.epoch else "it ended before its first epoch"
             self._finish(one.trial, one.values, "failed", reason=why, **facts)

@@ -69,11 +69,7 @@ Space = Mapping[str, Choice | Range]
 
 
 def read(path: Path) -> Space:
-    """Reads a search space.
-
-    Raises:
-        ConfigError: The file cannot be read, or a key or a value is invalid; names the file and the key.
-    """
+    """Reads a search space."""
     sections, types = get_type_hints(Config), option_types()
     found: dict[str, Choice | Range] = {}
     for name, value in tables_of(path).items():
@@ -93,11 +89,7 @@ def read(path: Path) -> Space:
 
 
 def grid(path: Path, space: Space) -> list[dict[str, Any]]:
-    """All combinations, the last option changing fastest.
-
-    Raises:
-        ConfigError: A range is continuous.
-    """
+    """All combinations, the last option changing fastest."""
     points = {option: one.points() for option, one in space.items()}
     for option, own in points.items():
         if own is None:

@@ -43,9 +43,6 @@ class Study:
     Args:
         sampler: grid, random or tpe.
         prune: asha or none.
-
-    Raises:
-        MissingDependency: Optuna is not installed.
     """
 
     def __init__(

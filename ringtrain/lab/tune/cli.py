@@ -72,9 +72,6 @@ class Budget:
 
         Args:
             extra_s: Seconds on top of those that every start takes.
-
-        Raises:
-            BudgetOver: The start would probably not end in time.
         """
         missing_s = self.longest_s * MARGIN + extra_s - (self.seconds - self.spent_s)
         if missing_s > 0:
@@ -152,9 +149,6 @@ def search(
     Args:
         say: Called with the outcome of every candidate.
         only: Tuning parameters to try; empty: all.
-
-    Raises:
-        LaunchError: The training fails unchanged, or the budget is too short for a first start or any comparison.
     """
     best, budget = Choice(), trials.budget
     has_measured, undecided = False, 0
