@@ -170,7 +170,7 @@ def _how(exit_code: int) -> str:
     """How a rank exited first; a shell reports a signal as 128 + its number."""
     if exit_code - 128 in signal.valid_signals():
         return f"was killed by {signal_name(exit_code - 128)}, or exited with its code"
-    return f"exited first, with code {exit_code}"
+    return f"exited first, with exit code {exit_code}"
 
 
 def _by_hydra(ended: re.Match[str], code: int, reports: Reader, consequence: Failure | None) -> ExitCause:
@@ -182,7 +182,7 @@ def _by_hydra(ended: re.Match[str], code: int, reports: Reader, consequence: Fai
         number = int(ended[4] or number)
         return ExitCause(128 + number, f"{who} was killed by {signal_name(number)}", rank)
     said = f"; its output:\n{consequence.text}" if consequence else ""
-    return ExitCause(number or code, f"{who} exited first, with code {number}{said}", rank)
+    return ExitCause(number or code, f"{who} exited first, with exit code {number}{said}", rank)
 
 
 def signal_name(number: int) -> str:

@@ -167,7 +167,7 @@ def test_a_rank_that_leaves_is_named_last_with_its_code_and_words(launch, launch
     code, stderr = started.end()
     assert code == 5
     *_, before, last = stderr.splitlines()
-    assert re.fullmatch(r"ringtrain: rank 1 on \S+ exited first, with code 5; its last lines:", before)
+    assert re.fullmatch(r"ringtrain: rank 1 on \S+ exited first, with exit code 5; its last lines:", before)
     assert last == "  why it left"
     assert started.left() == {}
 

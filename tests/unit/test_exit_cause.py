@@ -51,7 +51,7 @@ def test_a_rank_that_left_without_a_word_is_named_before_those_it_took_along(tex
     decided = decide(1, reader(*others), text, {1: ["last", "words"]}, "mpirun")
     assert decided.exit_code == 5
     assert decided.text.splitlines() == [
-        "rank 1 on host2 exited first, with code 5; its last lines:",
+        "rank 1 on host2 exited first, with exit code 5; its last lines:",
         "  last",
         "  words",
     ]
@@ -65,9 +65,9 @@ def test_a_killed_rank_is_named_with_its_signal(said: str) -> None:
 
 def test_hydra_names_a_process_and_we_its_rank() -> None:
     decided = decide(5, reader(), MPICH_EXITED, {}, "mpirun")
-    assert (decided.exit_code, decided.text) == (5, "rank 1 on host2 exited first, with code 5")
+    assert (decided.exit_code, decided.text) == (5, "rank 1 on host2 exited first, with exit code 5")
     strange = decide(5, Reader("j"), MPICH_EXITED, {}, "mpirun")
-    assert strange.text == "process 77 on host2 exited first, with code 5"
+    assert strange.text == "process 77 on host2 exited first, with exit code 5"
 
 
 def test_of_an_elastic_job_the_host_is_named() -> None:
@@ -76,7 +76,7 @@ def test_of_an_elastic_job_the_host_is_named() -> None:
     why = "of the last ranks, one on host2 was killed by SIGKILL (signal 9), or exited with its code"
     assert (killed.exit_code, killed.text) == (137, why)
     left = decide(1, reader(), said.format(5), {}, "horovodrun")
-    assert (left.exit_code, left.text) == (5, "of the last ranks, one on host2 exited first, with code 5")
+    assert (left.exit_code, left.text) == (5, "of the last ranks, one on host2 exited first, with exit code 5")
 
 
 def test_shut_down_is_never_the_last_word() -> None:
