@@ -41,6 +41,7 @@ def configure(options: HvdConfig, environ: MutableMapping[str, str] | None = Non
         ConfigError: Deterministic mode with Horovod's autotuning, which changes the order of additions during the run;
             or Horovod was started in this process with other values.
     """
+    is_started = environ is None and horovod.is_initialized()
     environ = os.environ if environ is None else environ
     wanted: dict[str, tuple[str, str]] = {}
     if options.fusion_mb >= 0:
@@ -54,7 +55,7 @@ def configure(options: HvdConfig, environ: MutableMapping[str, str] | None = Non
             )
         wanted["HOROVOD_FUSION_THRESHOLD"] = "hvd.deterministic", "0"
     for variable, (option, value) in wanted.items():
-        if horovod.is_initialized() and environ.get(variable) != value:
+        if is_started and environ.get(variable) != value:
             raise ConfigError(
                 f"{option}: needs {variable}={value}, and Horovod was started in this process with"
                 f" {environ.get(variable, 'its default')}: start a process of its own for this run"
