@@ -77,7 +77,7 @@ def place(tmp_path_factory):
     pictures.write_folder(root / "pictures", 35, 7)
     (tool,) = (shlex.split(line) for line in PAGE.splitlines() if line.startswith("python -m ringtrain.data.make"))
     made = launching.run(0, [sys.executable, *tool[1:]], timeout_s=TIMEOUT_S, cwd=root)
-    assert made.returncode == 0 and made.stdout == "train: 35 pictures\nvalidation: 7 pictures\n", made.stderr
+    assert made.returncode == 0 and made.stdout == "train: 35 images\nvalidation: 7 images\n", made.stderr
     draw = np.random.default_rng(0)
     arrays = {"x_train": draw.random((35, 4)), "y_train": np.arange(35) % 2}
     np.savez(root / "arrays.npz", **arrays, x_test=arrays["x_train"][:7], y_test=arrays["y_train"][:7])

@@ -105,7 +105,7 @@ def jobs(cluster: standalone.Cluster, tmp_path_factory: pytest.TempPathFactory) 
 def test_the_first_failure_ends_the_job_with_its_exit_code_and_is_said_last(jobs: dict[str, Job]) -> None:
     code, _, stderr = jobs["fails"].end()
     assert code == 3, stderr
-    said = r"ringtrain: rank 1 on \S+ exited first, with code 3; its last lines:\n  why\n$"
+    said = r"ringtrain: rank 1 on \S+ exited first, with exit code 3; its last lines:\n  why\n$"
     assert re.search(said, stderr)
     assert not standalone.alive(f"{jobs['fails'].folder}/sleeper")
 
