@@ -214,7 +214,7 @@ def test_a_rank_of_another_host_is_named_with_its_last_words(two_hosts: lab.Lab)
     *_, before, last = stderr.splitlines()
     # Open MPI 4 says who was first in nine of ten cases.
     assert (before, last) in (
-        ("ringtrain: rank 2 on host2 exited first, with code 5; its last lines:", "  why it left"),
+        ("ringtrain: rank 2 on host2 exited first, with exit code 5; its last lines:", "  why it left"),
         (
             "ringtrain: a rank exited with code 5, mpirun does not name it; last errors:",
             "  rank 2 on host2: why it left",
