@@ -1,16 +1,14 @@
 """Horovod for Keras 3, under Horovod's own names: `import ringtrain.hvd as hvd` in place of `horovod.tensorflow.keras`.
 
 Parts of Horovod 0.28.1 that work under Keras 3 are re-exported: collectives, process sets, timeline, queries. ringtrain
-replaces the others: `DistributedOptimizer`, the callbacks, `load_model`, `elastic`, broadcasts of Keras variables,
-`SyncBatchNormalization`. It adds `broadcast_model`, `check_in_sync`, `check_averaging`,
-`check_placement`, `run_together`, `average_moving_statistics`, `moving_statistics`, `weights_of_one_rank`,
-`synchronize_batch_norm`, `jit_gradients`, `track_gradient_norm`, `during`, `step_timing`, `copies_of`, `num_copies`,
-`gather_bytes`, `scatter_bytes` and `configure`. Training also works without Horovod: see `backend.py`.
+replaces the others and adds checks, `broadcast_model` and `gather_bytes`. Training also works without Horovod: see
+`backend.py`.
 
 backend:        source of Horovod's names (Horovod or mpi4py), and Horovod's settings
 mpi_backend:    the part of Horovod's API that training needs, in mpi4py and NumPy
-collectives:    init, and Horovod's collectives for Keras variables
-optimizer:      DistributedOptimizer, PartialDistributedOptimizer, load_model
+process:        state of the process between init and shutdown
+collectives:    init, shutdown, and Horovod's collectives for Keras variables
+optimizer:      distributed optimizers and gradient tapes, load_model
 distributed:    subclass that makes an optimizer reduce its gradients
 reduction:      reduction of gradients over the ranks
 keras_patches:  patches of private Keras API (loss scale, XLA), and a check for Horovod's own wrapper
@@ -82,7 +80,6 @@ from ringtrain.hvd.backend import (
     rank_op,
     remove_process_set,
     rocm_built,
-    shutdown,
     size,
     size_op,
     start_timeline,
@@ -96,8 +93,6 @@ from ringtrain.hvd.batch_norm import (
     weights_of_one_rank,
 )
 from ringtrain.hvd.collectives import (
-    DistributedGradientTape,
-    PartialDistributedGradientTape,
     allgather,
     allgather_object,
     allreduce,
@@ -113,10 +108,17 @@ from ringtrain.hvd.collectives import (
     num_copies,
     reducescatter,
     scatter_bytes,
+    shutdown,
 )
 from ringtrain.hvd.distributed import GradientNorm, track_gradient_norm
 from ringtrain.hvd.keras_patches import jit_gradients
-from ringtrain.hvd.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
+from ringtrain.hvd.optimizer import (
+    DistributedGradientTape,
+    DistributedOptimizer,
+    PartialDistributedGradientTape,
+    PartialDistributedOptimizer,
+    load_model,
+)
 from ringtrain.hvd.placement import check_placement
 from ringtrain.hvd.stall_watch import broadcast_variables
 from ringtrain.hvd.step_timing import during

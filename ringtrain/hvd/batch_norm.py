@@ -1,9 +1,8 @@
 """Batch normalization over ranks, and other non-trainable weights that depend on a rank's data.
 
 By default each rank normalizes by the statistics of its own batch (Goyal et al. 2017, arXiv 1706.02677, section 2.3)
-and keeps local moving statistics; `average_moving_statistics` averages them before evaluation and before saving.
-`SyncBatchNormalization` normalizes by the statistics of all ranks' batches together. Other non-trainable weights that a
-step changes, such as a codebook of moving averages, are handled like moving statistics.
+and keeps local moving statistics; `average_moving_statistics` averages them before evaluation and before saving. Other
+non-trainable weights that a step changes, such as a codebook of moving averages, are handled like moving statistics.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import tensorflow as tf
 from ringtrain.errors import RingtrainError
 from ringtrain.hvd.backend import Sum, horovod
 from ringtrain.hvd.collectives import copies_of, elastic, num_copies, unique_in_graph
-from ringtrain.hvd.distributed import saved_as_its_base
+from ringtrain.hvd.keras_patches import layers_of, non_trainable_variables_made_by, saved_as_its_base
 from ringtrain.hvd.placement import CPU
 
 
@@ -68,8 +67,8 @@ def weights_of_one_rank(model: keras.Model) -> list[Any]:
     These are weights that layers create as non-trainable: moving statistics, codebooks, counters. Frozen weights
     (`layer.trainable = False`) and the statistics of synchronized batch normalization are equal on all ranks.
     """
-    layers = [layer for layer in model._flatten_layers() if not isinstance(layer, _Synchronized)]
-    made = {id(variable) for layer in layers for variable in layer._non_trainable_variables}
+    layers = [layer for layer in layers_of(model) if not isinstance(layer, _Synchronized)]
+    made = {id(variable) for layer in layers for variable in non_trainable_variables_made_by(layer)}
     return [variable for variable in model.weights if id(variable) in made]
 
 
@@ -100,7 +99,7 @@ def synchronize_batch_norm(model: keras.Model, device: str = "") -> int:
 
 def batch_norm_layers(model: keras.Model) -> Iterator[Any]:
     """Yields all batch normalization layers of a model, including nested ones."""
-    return (layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization))
+    return (layer for layer in layers_of(model) if isinstance(layer, keras.layers.BatchNormalization))
 
 
 class _Synchronized(keras.layers.BatchNormalization):
@@ -135,13 +134,9 @@ class _Synchronized(keras.layers.BatchNormalization):
 
 
 def _sum_over_ranks(values: Any, device: str) -> Any:
-    """Sums a vector over the ranks; its gradient is the sum of the ranks' gradients.
-
-    Each rank thus has the gradient of the sum of all losses, which a distributed optimizer averages. Horovod's gradient
-    computes the same, but takes its name from tensors, whose names may differ between ranks.
-    """
+    """Sums a vector over the ranks; its gradient is the sum of the ranks' gradients."""
+    # Horovod's gradient computes the same, but takes its name from tensors, whose names may differ between ranks.
     name = f"HorovodAllreduce_{unique_in_graph('SyncBatchNormalization')}"
-
     options = {"op": Sum, "ignore_name_scope": True, "device_dense": device}
 
     @tf.custom_gradient

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -16,18 +16,9 @@ from ringtrain.errors import RingtrainError
 from ringtrain.hvd import stall_watch
 from ringtrain.hvd.backend import Sum, horovod
 from ringtrain.hvd.collectives import allgather_object
-from ringtrain.hvd.keras_patches import innermost
+from ringtrain.hvd.keras_patches import has_schedule, innermost, velocities
 from ringtrain.hvd.placement import CPU
 from ringtrain.hvd.sync import broadcast_model, check_in_sync, differing_weights
-
-__all__ = [
-    "BestModelCheckpoint",
-    "BroadcastGlobalVariablesCallback",
-    "CheckInSyncCallback",
-    "LearningRateScheduleCallback",
-    "LearningRateWarmupCallback",
-    "MetricAverageCallback",
-]
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -148,9 +139,12 @@ class MetricAverageCallback(keras.callbacks.Callback):
             return
         train = _num_samples(self.model) if self._train_samples is None else self._train_samples
         validation = 1.0 if self._validation_samples is None else self._validation_samples
-        values = {name: np.asarray(value, np.float64) for name, value in sorted(logs.items()) if _is_number(value)}
-        weights = {name: validation if name.startswith("val_") else train for name in values}
-        parts = [part for name, value in values.items() for part in _weighed(value, weights[name])]
+        numbers = {name: np.asarray(value) for name, value in sorted(logs.items())}
+        values = {name: value.astype(np.float64) for name, value in numbers.items() if value.dtype.kind in "fiub"}
+        parts = []
+        for name, value in values.items():
+            weight = validation if name.startswith("val_") else train
+            parts += [value.reshape(-1) * weight if weight else np.zeros(value.size), np.array([weight])]
         with tf.device(self.device or CPU):
             sums = horovod.allreduce(tf.constant(np.concatenate(parts)), op=Sum, name="ringtrain_metric_average")
         flat = sums.numpy()
@@ -248,15 +242,6 @@ def _num_samples(model: keras.Model) -> float:
     return 1.0
 
 
-def _is_number(value: Any) -> bool:
-    return np.asarray(value).dtype.kind in "fiub"
-
-
-def _weighed(value: np.ndarray, weight: float) -> Iterator[np.ndarray]:
-    yield value.reshape(-1) * weight if weight else np.zeros(value.size)
-    yield np.array([weight])
-
-
 class LearningRateScheduleCallback(keras.callbacks.Callback):
     """Sets the learning rate to `initial_lr * multiplier(epoch)`, from `start_epoch` up to `end_epoch`.
 
@@ -300,7 +285,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         optimizer = self.model.optimizer
-        if isinstance(innermost(optimizer)._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
+        if has_schedule(optimizer):
             raise ValueError(
                 f"{type(self).__name__}: the optimizer has a LearningRateSchedule of its own; give it a number, "
                 "or leave the callback out"
@@ -341,7 +326,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         holds_rate = isinstance(optimizer, keras.optimizers.SGD | keras.optimizers.RMSprop) and optimizer.momentum
         if self.momentum_correction and holds_rate and old > 0 and new != old:
             # Velocities contain the old rate: v <- m v - lr g. Scaling them equals scaling m for one step.
-            for velocity in _velocities(optimizer):
+            for velocity in velocities(optimizer):
                 velocity.assign(velocity * (new / old))
 
 
@@ -387,8 +372,3 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         if self.verbose and epoch + 1 == self.end_epoch and horovod.rank() == 0:
             rate = float(self.model.optimizer.learning_rate)
             print(f"\nEpoch {epoch + 1}: warm-up finished at a learning rate of {rate:g}.")
-
-
-def _velocities(optimizer: Any) -> list[Any]:
-    slots = getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", None) or []
-    return [velocity for velocity in slots if velocity is not None]

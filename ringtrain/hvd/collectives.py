@@ -1,19 +1,13 @@
-"""Horovod's `init` and collectives, which also work without a launcher and with Keras 3 variables.
-
-Every rank of the process set must call a collective, in the same order.
-"""
+"""Horovod's `init` and collectives, also for one process and Keras 3 variables. All ranks call them in one order."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import inspect
 import io
 import os
-import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +19,11 @@ from numpy.typing import NDArray
 from tensorflow.python.ops import control_flow_v2_func_graphs as func_graphs
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from ringtrain.errors import RingtrainError
+from ringtrain.errors import LaunchError, RingtrainError
 from ringtrain.hvd.backend import WITH_HOROVOD, Average, Compression, ProcessSet, global_process_set, horovod
 from ringtrain.hvd.keras_patches import teach_keras
 from ringtrain.hvd.placement import CPU, check_own_seat
-from ringtrain.hvd.step_timing import PLACE
+from ringtrain.hvd.process import PROCESS, open_sockets
 from ringtrain.protocol.failures import report_process, report_uncaught
 from ringtrain.protocol.launchers import names
 
@@ -38,8 +32,6 @@ BRANCHES = (func_graphs.CondBranchFuncGraph, func_graphs.WhileCondFuncGraph, fun
 
 PIECE_BYTES = 2**28
 """bytes per message of gather_bytes or scatter_bytes, summed over the ranks: MPI counts in 32 bits"""
-
-_opened: set[tuple[int, str]] = set()
 
 # Horovod's broadcast lacks these types: they are sent as integers of the same width.
 _BROADCAST_AS = {tf.bfloat16: tf.uint16, tf.uint32: tf.int32, tf.uint64: tf.int64}
@@ -54,12 +46,18 @@ def init(*args: Any, **kwargs: Any) -> None:
 
     Raises:
         PlacementError: The rank runs on another host or local rank than planned, or its world has another size.
+        LaunchError: `shutdown` has ended MPI, which starts only once in a process.
     """
+    if PROCESS.has_ended_mpi:
+        raise LaunchError(
+            "hvd.init after hvd.shutdown: MPI starts only once in a process: start the ranks over Gloo (horovodrun "
+            "--gloo), or write `from mpi4py import MPI` before the first hvd.init"
+        )
     prepare_environment(os.environ, Path(sys.prefix), len(os.sched_getaffinity(0)), bool(horovod.nccl_built()))
-    before = _sockets()
+    before = open_sockets()
     horovod.init(*args, **kwargs)
     teach_keras()
-    _opened.update(_sockets() - before)
+    PROCESS.sockets |= open_sockets() - before
     rank = horovod.rank()
     report_uncaught(lambda: rank)
     report_process()
@@ -67,25 +65,15 @@ def init(*args: Any, **kwargs: Any) -> None:
         check_own_seat()
 
 
-def hang_up() -> None:
-    """Closes the connections that `init` has opened; call it after `shutdown`."""
-    # Horovod leaves Gloo's connections open. If one worker fails and a second one notices it, the rest would wait for
-    # the second one until Gloo's timeout.
-    for descriptor, _ in _opened & _sockets():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-            connection.shutdown(socket.SHUT_RDWR)
-    _opened.clear()
+def shutdown() -> None:
+    """Ends Horovod and everything that `init` and the collectives have started; `init` may be called again.
 
-
-def _sockets() -> set[tuple[int, str]]:
-    """Sockets of this process: descriptor, and inode as in "socket:[123]", since descriptors are reused."""
-    found = set()
-    for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            target = os.readlink(path)
-            if target.startswith("socket:"):
-                found.add((int(path.name), target))
-    return found
+    Over MPI, which starts only once in a process, it may be called again only if the script imports mpi4py's MPI first.
+    """
+    ends_mpi = WITH_HOROVOD and horovod.is_initialized() and horovod.mpi_enabled() and "mpi4py.MPI" not in sys.modules
+    horovod.shutdown()
+    PROCESS.clear()
+    PROCESS.has_ended_mpi = PROCESS.has_ended_mpi or ends_mpi
 
 
 def prepare_environment(environ: MutableMapping[str, str], prefix: Path, num_cores: int, nccl: bool) -> None:
@@ -357,11 +345,7 @@ def elastic() -> bool:
 
 
 def unique_in_graph(name: str) -> str:
-    """Returns `name`, with a number from its second use in an outermost graph on.
-
-    Ranks match operations by name, so names must be the same on all ranks. Automatic layer names are not, for example
-    if one rank builds an additional model.
-    """
+    """Returns `name`, with a number from its second use in an outermost graph on: the same names on all ranks."""
     if tf.executing_eagerly():
         return name
     graph = tf.compat.v1.get_default_graph()
@@ -378,58 +362,6 @@ def unique_in_graph(name: str) -> str:
     return name if count == 1 else f"{name}_{count}"
 
 
-def DistributedGradientTape(gradtape: tf.GradientTape, *args: Any, **kwargs: Any) -> tf.GradientTape:
-    """Horovod's tape, whose `gradient` is reduced over the ranks, with Keras variables allowed as sources.
-
-    Arguments are those of `horovod.tensorflow.DistributedGradientTape`. Sparse gradients contain each row once and are
-    equal on every rank, bit for bit.
-    """
-    bound = inspect.signature(horovod.DistributedGradientTape).bind(gradtape, *args, **kwargs)
-    bound.apply_defaults()
-    tape = horovod.DistributedGradientTape(gradtape, *args, **kwargs)
-    if not bound.arguments["sparse_as_dense"]:
-        _sum_sparse_in_one_order(tape, bound.arguments)
-    reduce, num_ranks = tape._allreduce_grads, bound.arguments["process_set"].size()
-    if num_ranks > 1 and not elastic():
-        tape._allreduce_grads = lambda grads, *rest: PLACE.reducing(num_ranks, grads, lambda: reduce(grads, *rest))
-    return _taking_keras_variables(tape)
-
-
-def _sum_sparse_in_one_order(tape: Any, options: Mapping[str, Any]) -> None:
-    from ringtrain.hvd.reduction import Reduction  # which imports this module
-
-    reduce_dense = tape._allreduce_grads
-    taken = ("device_dense", "device_sparse", "compression", "sparse_as_dense", "op", "process_set")
-    reduction = Reduction(
-        "DistributedGradientTape",
-        **{name: options[name] for name in (*taken, "scale_local_gradients")},
-        gradient_predivide_factor=1.0,  # which would cancel out
-        groups=None,
-        share=None,
-    )
-
-    def reduce(gradients: Any, sources: Any = None, *args: Any) -> list[Any]:
-        sparse = [index for index, gradient in enumerate(gradients) if isinstance(gradient, tf.IndexedSlices)]
-        dense = [None if index in sparse else gradient for index, gradient in enumerate(gradients)]
-        results = list(reduce_dense(dense, sources, *args)) if len(sparse) < len(dense) else dense
-        chosen = [gradients[index] for index in sparse]
-        for index, result in zip(sparse, reduction._reduce(chosen, sparse, [False] * len(sparse)), strict=True):
-            results[index] = result
-        return results
-
-    tape._allreduce_grads = reduce
-
-
-def PartialDistributedGradientTape(
-    gradtape: tf.GradientTape, *args: Any, local_layers: Any = None, **kwargs: Any
-) -> tf.GradientTape:
-    """`DistributedGradientTape` that does not reduce the gradients of `local_layers`."""
-    tape = DistributedGradientTape(gradtape, *args, **kwargs)
-    for variable in layer_variables(local_layers):
-        tape.register_local_source(variable)
-    return tape
-
-
 def layer_variables(layers: Any) -> list[Any]:
     """Trainable variables of a Keras layer or a sequence of layers; empty for None. Raises ValueError otherwise."""
     if layers is None:
@@ -440,17 +372,3 @@ def layer_variables(layers: Any) -> list[Any]:
     if strangers:
         raise ValueError(f"local_layers: got {strangers[0]!r}, expected keras.Layer objects")
     return [variable for layer in layers for variable in layer.trainable_weights]
-
-
-def _taking_keras_variables(tape: Any) -> tf.GradientTape:
-    # Horovod's tape calls super(self.__class__, self), which recurses without end in a subclass.
-    gradient, register = tape.gradient, tape.register_local_source
-
-    def gradient_of(target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-        refuse_xla()
-        flat = [tensor_of(source) for source in tf.nest.flatten(sources)]
-        return tf.nest.pack_sequence_as(sources, gradient(target, flat, *args, **kwargs))
-
-    tape.gradient = gradient_of
-    tape.register_local_source = lambda source: register(tensor_of(source))
-    return tape

@@ -1,32 +1,27 @@
 """Subclass that makes a Keras optimizer reduce its gradients.
 
-It reduces in `_clip_gradients`, which Keras calls once per update, after gradients are unscaled and accumulated and
-before they are clipped, decayed and applied. The method is private: tests/ring checks that Keras still calls it. Inside
-a `LossScaleOptimizer`, gradients are reduced earlier: see keras_patches.
+It reduces in `_clip_gradients`, which Keras calls once per update, after gradients are accumulated and before they are
+clipped, decayed and applied. Inside a `LossScaleOptimizer`, gradients are reduced earlier: see keras_patches.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.saving import object_registration
 
 from ringtrain.errors import OutOfSync
-from ringtrain.hvd.keras_patches import distributed, innermost
+from ringtrain.hvd.keras_patches import distributed, innermost, saved_as_its_base
 from ringtrain.hvd.reduction import Reduction
 from ringtrain.hvd.step_timing import PLACE
 
 
 def distribute(optimizer: Any, reduction: Reduction, backward_passes: int) -> Any:
-    """Changes an optimizer, not a `LossScaleOptimizer`, in place to one that reduces, and returns it.
-
-    `backward_passes`: micro-steps per update; 1 keeps the optimizer's `gradient_accumulation_steps`.
-    """
+    """Makes an optimizer reduce, in place; `backward_passes` 1 keeps its `gradient_accumulation_steps`."""
     base = type(optimizer)
     mixin = _DistributedMulti if isinstance(optimizer, keras.optimizers.MultiOptimizer) else _Distributed
     if backward_passes > 1:
@@ -89,26 +84,14 @@ def track_gradient_norm(optimizer: Any) -> GradientNorm:
     return norm
 
 
-def saved_as_its_base(mixin: type, base: type, attributes: Mapping[str, Any]) -> type:
-    """Returns a subclass of `mixin` and `base` with base's name, module and registration, saved as a plain `base`."""
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    subclass = type(base.__name__, (mixin, base), {**names, **attributes})
-    registered = object_registration.get_registered_name(base)
-    if registered != base.__name__:
-        object_registration.GLOBAL_CUSTOM_NAMES[subclass] = registered
-    return subclass
-
-
 class Bypassed(OutOfSync):
     """An optimizer overrides methods so that Keras does not call the one that reduces."""
 
 
 def probe(optimizer: Any, length: int, reduction: Any = None) -> Callable[[Any], tf.Tensor]:
-    """Returns a function that sends a vector of `length` through an optimizer and returns the gradient of its update.
+    """Returns a function that sends a vector of `length` through a plain copy of an optimizer, and returns its update.
 
-    It uses a new optimizer of the same class and settings, without clipping, weight decay and averages, whose update
-    stores the gradient; `optimizer` is unchanged. `LossScaleOptimizer` is supported, `MultiOptimizer` is not.
-    `reduction` replaces that of the optimizer.
+    The copy neither clips, decays nor averages weights. `reduction` replaces that of the optimizer.
     """
     # A user's schedule need not be registered with Keras.
     simpler = {"learning_rate": 1.0, "use_ema": False}
@@ -135,11 +118,7 @@ def probe(optimizer: Any, length: int, reduction: Any = None) -> Callable[[Any],
 
 
 def hands_on(optimizer: Any) -> bool:
-    """Returns whether gradients reach an optimizer's update unchanged, apart from clipping, tested on this rank.
-
-    False also if that cannot be tested, for example without a complete `get_config`. Raises `Bypassed` if the optimizer
-    does not call the method that reduces.
-    """
+    """Returns whether gradients reach an optimizer's update unchanged; False also without a complete `get_config`."""
     vector = np.array([3.0, -7.0, 2.0], np.float32)
     try:
         received = probe(optimizer, len(vector), _Local())(tf.constant(vector))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import queue
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,28 +24,15 @@ from ringtrain.hvd.backend import (
     network,
     notification_manager,
 )
-from ringtrain.hvd.collectives import broadcast_object, broadcast_variables, hang_up, init
-from ringtrain.hvd.collectives import elastic as is_on
+from ringtrain.hvd.collectives import broadcast_object, broadcast_variables, elastic, init
 from ringtrain.hvd.keras_patches import innermost
 from ringtrain.hvd.placement import CPU
+from ringtrain.hvd.process import PROCESS
 from ringtrain.hvd.sync import broadcast_model
 from ringtrain.protocol import plain_pickle
 
-__all__ = [
-    "CommitStateCallback",
-    "KerasState",
-    "TensorFlowKerasState",
-    "TensorFlowState",
-    "UpdateBatchStateCallback",
-    "UpdateEpochStateCallback",
-    "is_on",
-    "listen",
-    "run",
-    "set_share",
-]
-
+is_on = elastic
 SAME_FAILURES = 3
-_news: queue.Queue[Any] = queue.Queue()
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,7 +60,9 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                     state.restore()
                 except HostsUpdatedInterrupt:
                     pass
-                _restart()
+                horovod.shutdown()
+                PROCESS.hang_up()
+                init()
                 state.on_reset()
         finally:
             notification_manager.remove_listener(state)
@@ -95,7 +83,7 @@ def listen() -> None:
 
 class _Early:
     def on_hosts_updated(self, *news: Any) -> None:
-        _news.put(news)
+        PROCESS.host_changes.put(news)
 
 
 def set_share(optimizer: Any, share: float) -> None:
@@ -129,9 +117,9 @@ class _VariablesState(ObjectState):
         Horovod's method asks rank 0 only. If hosts have only left, it skips `sync` on the others, even if a spare host
         replaces them and waits for `sync`.
         """
-        heard = not _news.empty()
-        while not _news.empty():
-            _news.get()
+        heard = not PROCESS.host_changes.empty()
+        while not PROCESS.host_changes.empty():
+            PROCESS.host_changes.get()
         with tf.device(CPU):
             heard_by = horovod.allreduce(tf.constant(int(heard)), op=horovod.Max, name="ringtrain_hosts_updated")
         if heard_by > 0:
@@ -139,7 +127,7 @@ class _VariablesState(ObjectState):
 
     def on_hosts_updated(self, timestamp: int, update_res: Any) -> None:
         """Called by Horovod."""
-        _news.put((timestamp, update_res))
+        PROCESS.host_changes.put((timestamp, update_res))
 
     def save(self) -> None:
         """Copies the current state to host memory."""
@@ -278,9 +266,3 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.state.epoch = self.initial_epoch + epoch + 1
-
-
-def _restart() -> None:
-    horovod.shutdown()
-    hang_up()
-    init()

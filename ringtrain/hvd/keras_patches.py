@@ -1,4 +1,4 @@
-"""Patches of four Keras functions for distributed optimizers, and `jit_gradients`.
+"""Private API of Keras: patches of four functions for distributed optimizers, `jit_gradients`, and queries.
 
 Keras has no hooks in these places. Its functions are therefore replaced once per process. The replacements behave the
 same unless the optimizer is distributed or, for the choice of XLA, Horovod is initialized.
@@ -6,10 +6,12 @@ same unless the optimizer is distributed or, for the choice of XLA, Horovod is i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.saving import object_registration
 from keras.src.trainers import trainer
 
 from ringtrain.errors import RingtrainError
@@ -60,11 +62,9 @@ def _finite_on_all_ranks(check_finite: Any) -> Any:
 
 
 def _reducing_first(apply: Any) -> Any:
-    """Reduces gradients before `apply`, whose branch waits until all gradients are checked for overflow.
-
-    Each gradient is thus sent as soon as it is computed, and the check also finds a sum that overflows. With gradient
-    accumulation only the update communicates, so its gradients are reduced in the branch.
-    """
+    """Reduces gradients before `apply`, whose branch waits until all gradients are checked for overflow."""
+    # Each gradient is thus sent as soon as it is computed, and the check also finds a sum that overflows. With gradient
+    # accumulation only the update communicates, so its gradients are reduced in the branch.
 
     def apply_reduced(self: Any, grads: Any, trainable_variables: Any = None) -> None:
         inner = innermost(self)
@@ -101,6 +101,37 @@ def innermost(optimizer: Any) -> Any:
     while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
     return optimizer
+
+
+def has_schedule(optimizer: Any) -> bool:
+    """Returns whether the learning rate of an optimizer is a `LearningRateSchedule`."""
+    return isinstance(innermost(optimizer)._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
+
+
+def velocities(optimizer: Any) -> list[Any]:
+    """Variables of an SGD or RMSprop that contain its momentum."""
+    slots = getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", None) or []
+    return [velocity for velocity in slots if velocity is not None]
+
+
+def layers_of(model: keras.Model) -> list[keras.Layer]:
+    """All layers of a model, including those of models nested in it."""
+    return list(model._flatten_layers())
+
+
+def non_trainable_variables_made_by(layer: keras.Layer) -> list[Any]:
+    """Variables that a layer has created as non-trainable; not those that `trainable = False` freezes."""
+    return list(layer._non_trainable_variables)
+
+
+def saved_as_its_base(mixin: type, base: type, attributes: Mapping[str, Any]) -> type:
+    """Returns a subclass of `mixin` and `base` with base's name, module and registration, saved as a plain `base`."""
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    subclass = type(base.__name__, (mixin, base), {**names, **attributes})
+    registered = object_registration.get_registered_name(base)
+    if registered != base.__name__:
+        object_registration.GLOBAL_CUSTOM_NAMES[subclass] = registered
+    return subclass
 
 
 def jit_gradients(model: keras.Model) -> None:
@@ -142,7 +173,7 @@ def _refuse(model: keras.Model) -> None:
             f"jit: {type(model).__name__} has a train_step of its own, which cannot be taken apart around the"
             " allreduce: leave train_step to Keras, or train without jit"
         )
-    layer = next((layer for layer in model._flatten_layers() if not layer.supports_jit), None)
+    layer = next((layer for layer in layers_of(model) if not layer.supports_jit), None)
     if layer is not None:
         raise RingtrainError(
             f"jit: Keras says that layer {layer.name} ({type(layer).__name__}) does not support XLA: train without jit"

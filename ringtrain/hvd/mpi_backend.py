@@ -2,9 +2,7 @@
 
 Floating-point sums use the ring of `ring_allreduce.py`, as in Baidu's mpi_collectives for TensorFlow; other reductions
 are MPI's. Calls run one at a time, in program order, which must be the same on every rank. A tf.function keeps that
-order, since NumPy calls are stateful ops. There is no background thread.
-
-Other functions (process sets, Adasum, join, timelines, ...) raise MissingDependency when called.
+order, since NumPy calls are stateful ops. Other functions (join, timelines, ...) raise MissingDependency when called.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from numpy.typing import NDArray
 
 from ringtrain import ring_allreduce
 from ringtrain.errors import LaunchError, MissingDependency
+from ringtrain.hvd.process import PROCESS
 from ringtrain.protocol import mpi_world
 from ringtrain.protocol.env import ALONE, COLLECTIVES
 
@@ -80,12 +79,9 @@ class World:
     """ranks with the same local rank"""
 
 
-_worlds: list[World] = []
-
-
 def init(*args: Any, **kwargs: Any) -> None:
     """Starts MPI; raises MissingDependency without mpi4py, LaunchError if the launcher did not start MPI ranks."""
-    if _worlds:
+    if is_initialized():
         return
     if args or kwargs:
         raise MissingDependency("hvd.init: only Horovod starts a part of the ranks: leave out arguments")
@@ -97,22 +93,26 @@ def init(*args: Any, **kwargs: Any) -> None:
     MPI = mpi_world.start()
     comm = MPI.COMM_SELF if os.environ.get(COLLECTIVES) == ALONE else MPI.COMM_WORLD
     host = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
-    _worlds.append(World(MPI, comm, host, comm.Split(host.rank, comm.rank)))
+    PROCESS.mpi_world = World(MPI, comm, host, comm.Split(host.rank, comm.rank))
 
 
 def shutdown() -> None:
-    """Does nothing: MPI ends with the process."""
+    """Frees the communicators that `init` has made; MPI itself ends with the process."""
+    if is_initialized():
+        _world().host.Free()
+        _world().hosts.Free()
+        PROCESS.mpi_world = None
 
 
 def is_initialized() -> bool:
-    """Returns whether `init` was called."""
-    return bool(_worlds)
+    """Returns whether `init` was called, and not `shutdown` after it."""
+    return PROCESS.mpi_world is not None
 
 
-def _world() -> World:
-    if not _worlds:
+def _world() -> Any:
+    if PROCESS.mpi_world is None:
         raise ValueError("MPI has not been initialized: call hvd.init() first")
-    return _worlds[0]
+    return PROCESS.mpi_world
 
 
 def rank() -> int:

@@ -1,4 +1,4 @@
-"""Keras 3 optimizers whose gradients are reduced over all ranks.
+"""Keras 3 optimizers and gradient tapes whose gradients are reduced over all ranks.
 
 Horovod 0.28.1 overrides methods that Keras 3 never calls: its wrapper silently trains a different model on each rank.
 Averaging follows Sergeev & Del Balso 2018 (arXiv 1802.05799), Adasum Maleki et al. 2020 (arXiv 2006.02924).
@@ -6,16 +6,20 @@ Averaging follows Sergeev & Del Balso 2018 (arXiv 1802.05799), Adasum Maleki et 
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import keras
+import tensorflow as tf
 
-from ringtrain.hvd.backend import Adasum, Average, Compression, ProcessSet, global_process_set
-from ringtrain.hvd.collectives import layer_variables
+from ringtrain.hvd.backend import Adasum, Average, Compression, ProcessSet, global_process_set, horovod
+from ringtrain.hvd.collectives import elastic, layer_variables, refuse_xla, tensor_of
 from ringtrain.hvd.distributed import distribute, refuse_bypassing
 from ringtrain.hvd.keras_patches import distributed, innermost, refuse_horovods_own, teach_keras
 from ringtrain.hvd.reduction import Reduction
+from ringtrain.hvd.step_timing import PLACE
 
 
 def DistributedOptimizer(
@@ -101,7 +105,11 @@ def DistributedOptimizer(
     refuse_bypassing(innermost(optimizer))
     teach_keras()
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        _refuse_own_check_finite(optimizer)
+        if type(optimizer).check_finite is not keras.optimizers.LossScaleOptimizer.check_finite:
+            raise ValueError(
+                f"{type(optimizer).__name__} has a check_finite of its own, with which one rank may skip a step while "
+                "the others wait: write keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(inner))"
+            )
         optimizer.inner_optimizer = distribute(optimizer.inner_optimizer, reduction, backward_passes_per_step)
         object.__setattr__(optimizer, "register_local_var", optimizer.inner_optimizer.register_local_var)
         return optimizer
@@ -181,9 +189,61 @@ def load_model(
     return model
 
 
-def _refuse_own_check_finite(optimizer: Any) -> None:
-    if type(optimizer).check_finite is not keras.optimizers.LossScaleOptimizer.check_finite:
-        raise ValueError(
-            f"{type(optimizer).__name__} has a check_finite of its own, with which one rank may skip a step while "
-            "the others wait: write keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(inner))"
-        )
+def DistributedGradientTape(gradtape: tf.GradientTape, *args: Any, **kwargs: Any) -> tf.GradientTape:
+    """Horovod's tape, whose `gradient` is reduced over the ranks, with Keras variables allowed as sources.
+
+    Arguments are those of `horovod.tensorflow.DistributedGradientTape`. Sparse gradients contain each row once and are
+    equal on every rank, bit for bit.
+    """
+    bound = inspect.signature(horovod.DistributedGradientTape).bind(gradtape, *args, **kwargs)
+    bound.apply_defaults()
+    tape = horovod.DistributedGradientTape(gradtape, *args, **kwargs)
+    if not bound.arguments["sparse_as_dense"]:
+        _sum_sparse_in_one_order(tape, bound.arguments)
+    reduce, num_ranks = tape._allreduce_grads, bound.arguments["process_set"].size()
+    if num_ranks > 1 and not elastic():
+        tape._allreduce_grads = lambda grads, *rest: PLACE.reducing(num_ranks, grads, lambda: reduce(grads, *rest))
+    # Horovod's tape calls super(self.__class__, self), which recurses without end in a subclass.
+    gradient, register = tape.gradient, tape.register_local_source
+
+    def gradient_of(target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        refuse_xla()
+        flat = [tensor_of(source) for source in tf.nest.flatten(sources)]
+        return tf.nest.pack_sequence_as(sources, gradient(target, flat, *args, **kwargs))
+
+    tape.gradient = gradient_of
+    tape.register_local_source = lambda source: register(tensor_of(source))
+    return tape
+
+
+def _sum_sparse_in_one_order(tape: Any, options: Mapping[str, Any]) -> None:
+    reduce_dense = tape._allreduce_grads
+    taken = ("device_dense", "device_sparse", "compression", "sparse_as_dense", "op", "process_set")
+    reduction = Reduction(
+        "DistributedGradientTape",
+        **{name: options[name] for name in (*taken, "scale_local_gradients")},
+        gradient_predivide_factor=1.0,  # which would cancel out
+        groups=None,
+        share=None,
+    )
+
+    def reduce(gradients: Any, sources: Any = None, *args: Any) -> list[Any]:
+        sparse = [index for index, gradient in enumerate(gradients) if isinstance(gradient, tf.IndexedSlices)]
+        dense = [None if index in sparse else gradient for index, gradient in enumerate(gradients)]
+        results = list(reduce_dense(dense, sources, *args)) if len(sparse) < len(dense) else dense
+        chosen = [gradients[index] for index in sparse]
+        for index, result in zip(sparse, reduction._reduce(chosen, sparse, [False] * len(sparse)), strict=True):
+            results[index] = result
+        return results
+
+    tape._allreduce_grads = reduce
+
+
+def PartialDistributedGradientTape(
+    gradtape: tf.GradientTape, *args: Any, local_layers: Any = None, **kwargs: Any
+) -> tf.GradientTape:
+    """`DistributedGradientTape` that does not reduce the gradients of `local_layers`."""
+    tape = DistributedGradientTape(gradtape, *args, **kwargs)
+    for variable in layer_variables(local_layers):
+        tape.register_local_source(variable)
+    return tape

@@ -19,29 +19,27 @@ CPU = "CPU:0"
 
 
 def check_own_seat() -> None:
-    """Compares this rank's placement with the plan, without a collective; raises PlacementError with a table.
-
-    It runs before the first collective, since a process that is alone in its world by mistake cannot reach the others.
-    """
+    """Compares this rank's placement with the plan, without a collective; raises PlacementError with a table."""
+    # No collective: a process that is alone in its world by mistake cannot reach the others.
     if os.environ.get("HOROVOD_ELASTIC") == "1" or os.environ.get(COLLECTIVES) == ALONE:
         return  # elastic ranks join and leave; with parameter servers, ranks were checked before
     expected = expectation(os.environ)
     if expected is None:
         return
     rank, host = horovod.rank(), socket.gethostname()
-    found = {
+    actual = {
         "ranks": horovod.size(),
         "local rank": horovod.local_rank(),
         "ranks on this host": horovod.local_size(),
         "hosts with such a rank": horovod.cross_size(),
     }
     planned = expected.counts(rank)
-    rows = [(name, str(planned[name]), str(found[name])) for name in planned if planned[name] != found[name]]
+    rows = [(name, str(planned[name]), str(actual[name])) for name in planned if planned[name] != actual[name]]
     seat = RankPlacement(rank, horovod.size(), host, horovod.local_rank())
     elsewhere = difference(expected, [seat])
     if rows:
         lines = table((f"rank {rank} on {host}", "planned", "found"), rows)
-        advice = elsewhere.rpartition("\n")[2] if elsewhere else _advice(found["hosts with such a rank"], expected)
+        advice = elsewhere.rpartition("\n")[2] if elsewhere else _advice(actual["hosts with such a rank"], expected)
         raise PlacementError(f"ranks are not where {expected.source} has them\n{lines}\n{advice}")
     if elsewhere:
         raise PlacementError(elsewhere)
@@ -85,4 +83,4 @@ def check_placement(device: str = "") -> None:
 def _advice(num_hosts: int, expected: PlannedPlacement) -> str:
     if num_hosts < len(expected.hosts):
         return "the launcher did not get the hosts, or their names mean one machine"
-    return "look for settings of the launcher's own (OMPI_MCA_*, PRTE_MCA_*) that win over what it was told"
+    return "look for settings in the environment (OMPI_MCA_*, PRTE_MCA_*) that override the launcher's options"

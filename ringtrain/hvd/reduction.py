@@ -217,11 +217,8 @@ def _joined(tensors: list[tf.Tensor], reduce: Callable[[tf.Tensor], tf.Tensor]) 
 
 
 def _summed_by_row(values: tf.Tensor, indices: tf.Tensor, counts: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Sums values with the same index in rank order, bit for bit equal on every rank and device.
-
-    An update that scatters several values into one row adds them in any order, on several threads. `values` and
-    `indices` are concatenated over ranks; `counts` has each rank's number of indices, which are unique within a rank.
-    """
+    """Sums values with the same index in rank order, bit for bit equal everywhere; `counts`: indices of each rank."""
+    # An update that scatters several values into one row would add them in any order, on several threads.
     rows, places = tf.unique(indices)
 
     def add(rank: tf.Tensor, begin: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:

@@ -1,9 +1,8 @@
 """Stall detection for user scripts: ends a job whose ranks wait for different collectives, and names each of these.
 
-Horovod only warns. A thread per rank reports the position of the main thread to rank 0 once a second, without delaying
-training. The job ends only if all main threads were idle for the limit, in an eager collective or in the reduction of
-gradients, and each of these lacks ranks. Other graphs may compute or read on other threads: their ranks are named in
-one line, and the job continues. ringtrain's trainer uses ringtrain/monitor/heartbeat.py, which reports more.
+A thread per rank reports the position of the main thread to rank 0 once a second. The job ends only if all main threads
+were idle for the limit, in an eager collective or in the reduction of gradients, and each of these lacks ranks. Other
+graphs may compute or read on other threads: their ranks are named in one line, and the job continues.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from ringtrain.config import HealthConfig
 from ringtrain.errors import RingtrainError, Stalled
 from ringtrain.hvd import collectives
 from ringtrain.hvd.backend import WITH_HOROVOD, ProcessSet, global_process_set, horovod
+from ringtrain.hvd.process import PROCESS
 from ringtrain.hvd.step_timing import PLACE
 from ringtrain.protocol import transport
 from ringtrain.protocol.failures import report_failure
@@ -113,15 +113,15 @@ class Watch:
     def __init__(self) -> None:
         self.step = ""
         self.iterations: Any = None
-        self.has_warned = False
+        self.has_warned = self._has_stopped = False
         self.rank, self.size, self.host = horovod.rank(), horovod.size(), socket.gethostname()
         try:
-            own_limit_s = float(os.environ.get(TIMEOUT) or HealthConfig.stall_timeout)
+            limit_s = float(os.environ.get(TIMEOUT) or HealthConfig.stall_timeout)
         except ValueError:
             raise RingtrainError(f"{TIMEOUT}: got {os.environ[TIMEOUT]!r}, expected seconds, or 0 for never") from None
-        self._wire = transport.Wire(secrets.token_hex(16), listens=self.rank == 0 and own_limit_s > 0)
-        told = (own_limit_s, self.host, transport.own_addresses(), self._wire.port, self._wire.token)
-        answer = collectives.broadcast_object(told, 0, name="ringtrain_watch")
+        self._wire = transport.Wire(secrets.token_hex(16), listens=self.rank == 0 and limit_s > 0)
+        address = (limit_s, self.host, transport.own_addresses(), self._wire.port, self._wire.token)
+        answer = collectives.broadcast_object(address, 0, name="ringtrain_watch")
         self._limit_s, host, addresses, self._port, self._wire.token = answer
         self._addresses: Sequence[str] = ["127.0.0.1", *addresses] if host == self.host else addresses
         if self._limit_s > 0:
@@ -142,7 +142,7 @@ class Watch:
                 flush=True,
             )
             return
-        while self.rank == 0 or self._wire.is_connected:
+        while not self._has_stopped and (self.rank == 0 or self._wire.is_connected):
             now_s, was_used_s, used_s = time.monotonic(), used_s, time.clock_gettime(clock)
             # Time in which this thread did not run, as in a suspended job, does not count.
             passed_s, last_s = min(now_s - last_s, 2 * BEAT_S), now_s
@@ -164,6 +164,12 @@ class Watch:
                 if is_deadlock(fresh):
                     self._end(fresh)
                 self._warn([row for row in fresh if not row.collective])
+        self._wire.close()
+
+    def stop(self) -> None:
+        """Ends the thread, and closes its connections."""
+        self._has_stopped = True
+        self._wire.wake()
 
     def _warn(self, rows: Sequence[Row]) -> None:
         if rows and not self.has_warned:
@@ -193,17 +199,15 @@ class Watch:
         os._exit(Stalled.EXIT_CODE)
 
 
-_watches: list[Watch] = []
-
-
 def begin() -> Watch | None:
     """Starts stall detection; the first call is a collective. None with one rank, if elastic, or without Horovod."""
     if not WITH_HOROVOD or collectives.elastic() or horovod.size() == 1:
         return None
-    if not _watches:
+    if PROCESS.stall_watch is None:
         with tf.init_scope():
-            _watches.append(Watch())
-    return _watches[0]
+            PROCESS.stall_watch = Watch()
+    watch: Watch = PROCESS.stall_watch
+    return watch
 
 
 def broadcast_variables(

@@ -1,7 +1,6 @@
 """Current phase of this process, readable from other threads: a part of a step, evaluation, or waiting for other ranks.
 
-A step is one graph, which Python cannot inspect. Nodes of the graph, for which almost nothing else waits, therefore
-record three timestamps: input, local gradients and reduced gradients are ready.
+A step is one graph, in which nodes record three timestamps: input, local gradients and reduced gradients are ready.
 """
 
 from __future__ import annotations

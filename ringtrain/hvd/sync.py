@@ -135,9 +135,13 @@ def check_averaging(optimizer: Any) -> str:
         return "left to this rank"
     if isinstance(inner, keras.optimizers.MultiOptimizer) and not inner.built:
         raise OutOfSync(f"{type(inner).__name__} has no parts before it is built: compile and build it first")
+
+    def alone(length: int) -> Callable[[Any], Any]:
+        variable = keras.Variable(np.zeros(length), dtype="float32", name="probe")
+        return lambda vector: reduction([vector], [variable], [False])[0]
+
     for part in inner.optimizers if isinstance(inner, keras.optimizers.MultiOptimizer) else [optimizer]:
-        through = functools.partial(probe, part) if hands_on(part) else functools.partial(_reduction_alone, reduction)
-        found = reduction.trial(through)
+        found = reduction.trial(functools.partial(probe, part) if hands_on(part) else alone)
         num_ranks, device = found.shape[-1], getattr(reduction, "device_dense", "")
         divisor = {"averaged": num_ranks, "summed": 1}.get(OP_WORDS[reduction.op])
         if divisor is None:
@@ -150,11 +154,6 @@ def check_averaging(optimizer: Any) -> str:
                 "everywhere"
             )
     return OP_WORDS[reduction.op]
-
-
-def _reduction_alone(reduction: Any, length: int) -> Callable[[Any], Any]:
-    variable = keras.Variable(np.zeros(length), dtype="float32", name="probe")
-    return lambda own: reduction([own], [variable], [False])[0]
 
 
 def run_together(action: Callable[[], T]) -> T:

@@ -1,0 +1,56 @@
+"""State of this process between `init` and `shutdown`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class ProcessState:
+    """Everything that `init` and later collectives create once per process, and that `shutdown` clears."""
+
+    sockets: set[tuple[int, str]] = field(default_factory=set)
+    """sockets that `init` has opened: see `open_sockets`"""
+    mpi_world: Any = None
+    """communicators of `mpi_backend`"""
+    stall_watch: Any = None
+    """thread of `stall_watch`"""
+    host_changes: queue.Queue[Any] = field(default_factory=queue.Queue)
+    """changes of hosts that an elastic run has not handled yet"""
+    has_ended_mpi: bool = False
+    """Horovod's `shutdown` has finalized MPI"""
+
+    def hang_up(self) -> None:
+        """Closes the connections that `init` has opened; call it after Horovod's `shutdown`."""
+        # Horovod leaves Gloo's connections open. If one worker fails and a second one notices it, the rest would wait
+        # for the second one until Gloo's timeout.
+        for descriptor, _ in self.sockets & open_sockets():
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+        self.sockets.clear()
+
+    def clear(self) -> None:
+        """Ends the stall watch and forgets the rest, so that `init` starts like the first time."""
+        if self.stall_watch is not None:
+            self.stall_watch.stop()
+        self.sockets, self.stall_watch, self.host_changes = set(), None, queue.Queue()
+
+
+def open_sockets() -> set[tuple[int, str]]:
+    """Sockets of this process: descriptor, and inode as in "socket:[123]", since descriptors are reused."""
+    sockets = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            target = os.readlink(path)
+            if target.startswith("socket:"):
+                sockets.add((int(path.name), target))
+    return sockets
+
+
+PROCESS = ProcessState()
