@@ -46,12 +46,12 @@ def init(*args: Any, **kwargs: Any) -> None:
 
     Raises:
         PlacementError: The rank runs on another host or local rank than planned, or its world has another size.
-        LaunchError: `shutdown` has ended MPI, which starts only once in a process.
+        LaunchError: `shutdown` has finalized MPI, which starts only once in a process.
     """
-    if PROCESS.has_ended_mpi:
+    if PROCESS.has_finalized_mpi:
         raise LaunchError(
-            "hvd.init after hvd.shutdown: MPI starts only once in a process: start the ranks over Gloo (horovodrun "
-            "--gloo), or write `from mpi4py import MPI` before the first hvd.init"
+            "hvd.init after hvd.shutdown: MPI starts only once in a process: call hvd.init once, and hvd.shutdown at"
+            " the end of the process or not at all"
         )
     prepare_environment(os.environ, Path(sys.prefix), len(os.sched_getaffinity(0)), bool(horovod.nccl_built()))
     before = open_sockets()
@@ -66,14 +66,15 @@ def init(*args: Any, **kwargs: Any) -> None:
 
 
 def shutdown() -> None:
-    """Ends Horovod and everything that `init` and the collectives have started; `init` may be called again.
-
-    Over MPI, which starts only once in a process, it may be called again only if the script imports mpi4py's MPI first.
-    """
-    ends_mpi = WITH_HOROVOD and horovod.is_initialized() and horovod.mpi_enabled() and "mpi4py.MPI" not in sys.modules
+    """Ends Horovod and stall detection. `init` may be called again, but over MPI it then raises LaunchError."""
+    used_mpi = WITH_HOROVOD and horovod.is_initialized() and horovod.mpi_enabled()
     horovod.shutdown()
-    PROCESS.clear()
-    PROCESS.has_ended_mpi = PROCESS.has_ended_mpi or ends_mpi
+    if used_mpi:  # Horovod finalizes MPI if it has started it, and not if the script did, by importing mpi4py.MPI first
+        mpi4py = sys.modules.get("mpi4py.MPI")
+        PROCESS.has_finalized_mpi = mpi4py is None or mpi4py.Is_finalized()
+    if PROCESS.stall_watch is not None:
+        PROCESS.stall_watch.stop()
+        PROCESS.stall_watch = None
 
 
 def prepare_environment(environ: MutableMapping[str, str], prefix: Path, num_cores: int, nccl: bool) -> None:

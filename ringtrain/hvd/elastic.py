@@ -24,7 +24,7 @@ from ringtrain.hvd.backend import (
     network,
     notification_manager,
 )
-from ringtrain.hvd.collectives import broadcast_object, broadcast_variables, elastic, init
+from ringtrain.hvd.collectives import broadcast_object, broadcast_variables, elastic, init, shutdown
 from ringtrain.hvd.keras_patches import innermost
 from ringtrain.hvd.placement import CPU
 from ringtrain.hvd.process import PROCESS
@@ -60,7 +60,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                     state.restore()
                 except HostsUpdatedInterrupt:
                     pass
-                horovod.shutdown()
+                shutdown()
                 PROCESS.hang_up()
                 init()
                 state.on_reset()

@@ -1,4 +1,4 @@
-"""State of this process between `init` and `shutdown`."""
+"""State of this process that is created once: by `init`, or by the first collectives after it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from typing import Any
 
 @dataclass
 class ProcessState:
-    """Everything that `init` and later collectives create once per process, and that `shutdown` clears."""
+    """Everything that `init` and the collectives create once per process."""
 
     sockets: set[tuple[int, str]] = field(default_factory=set)
     """sockets that `init` has opened: see `open_sockets`"""
     mpi_world: Any = None
-    """communicators of `mpi_backend`"""
+    """communicators of `mpi_backend`; None before `init` and after `shutdown`"""
     stall_watch: Any = None
-    """thread of `stall_watch`"""
+    """`stall_watch.Watch`; None until a collective starts it, and after `shutdown`"""
     host_changes: queue.Queue[Any] = field(default_factory=queue.Queue)
-    """changes of hosts that an elastic run has not handled yet"""
-    has_ended_mpi: bool = False
-    """Horovod's `shutdown` has finalized MPI"""
+    """changes of hosts that an elastic run has not handled; `shutdown` keeps them: the driver announces each once"""
+    has_finalized_mpi: bool = False
 
     def hang_up(self) -> None:
         """Closes the connections that `init` has opened; call it after Horovod's `shutdown`."""
@@ -34,12 +33,6 @@ class ProcessState:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
         self.sockets.clear()
-
-    def clear(self) -> None:
-        """Ends the stall watch and forgets the rest, so that `init` starts like the first time."""
-        if self.stall_watch is not None:
-            self.stall_watch.stop()
-        self.sockets, self.stall_watch, self.host_changes = set(), None, queue.Queue()
 
 
 def open_sockets() -> set[tuple[int, str]]:

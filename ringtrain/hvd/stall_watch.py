@@ -134,6 +134,8 @@ class Watch:
         used_s = last_s = 0.0
         own = Row(self.rank, self.host)
         if self.rank and not self._wire.connect(self._addresses, self._port, {}):
+            if self._has_stopped:
+                return
             where = f"{', '.join(self._addresses)}, port {self._port}"
             print(
                 f"ringtrain: rank {self.rank} on {self.host} cannot connect to rank 0 at {where}: no rank notices when"

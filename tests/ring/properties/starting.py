@@ -1,4 +1,4 @@
-"""`init` after `shutdown` starts like the first time."""
+"""`init` after `shutdown` starts stall detection again, and over MPI is refused before MPI ends the process."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import small
 from only import only
 
 import ringtrain.hvd as hvd
+from ringtrain.errors import LaunchError
 from ringtrain.hvd.process import PROCESS
 
 JOIN_S = 60
@@ -17,21 +18,31 @@ JOIN_S = 60
 
 @only(launcher="gloo")
 def a_process_starts_again_after_its_end():
-    checksums = []
-    for _ in range(3):
-        model = small.build(seed=hvd.rank())
-        model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse")
-        inputs, targets = (np.concatenate(arrays) for arrays in zip(*small.shares(3), strict=True))
-        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-        model.fit(inputs, targets, batch_size=small.BATCH, shuffle=False, verbose=0, callbacks=[broadcast])
-        checksums.append(hvd.check_in_sync(model))
-        (watch,) = _watches()
-        hvd.shutdown()
-        watch.join(JOIN_S)
-        assert not hvd.is_initialized() and not _watches()
-        assert PROCESS.stall_watch is None and not PROCESS.sockets
-        hvd.init()
-    assert len(set(checksums)) == 1, checksums
+    first = _trained()
+    (watch,) = _watches()
+    hvd.shutdown()
+    watch.join(JOIN_S)
+    assert not hvd.is_initialized() and not _watches() and PROCESS.stall_watch is None
+    hvd.init()
+    assert _trained() == first and len(_watches()) == 1
+
+
+@only(launcher="mpi")
+def a_second_start_of_mpi_is_refused():
+    PROCESS.has_finalized_mpi = True
+    try:
+        assert "MPI starts only once in a process" in small.raised(LaunchError, hvd.init)
+    finally:
+        PROCESS.has_finalized_mpi = False
+
+
+def _trained():
+    model = small.build(seed=hvd.rank())
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse")
+    inputs, targets = (np.concatenate(arrays) for arrays in zip(*small.shares(3), strict=True))
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(inputs, targets, batch_size=small.BATCH, shuffle=False, verbose=0, callbacks=[broadcast])
+    return hvd.check_in_sync(model)
 
 
 def _watches():
