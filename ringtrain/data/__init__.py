@@ -20,27 +20,11 @@ from pathlib import Path
 
 from ringtrain.config import DataConfig
 from ringtrain.config_io import find
-from ringtrain.data.dataset import DataSet, Samples, Split, checked, checksums
+from ringtrain.data.dataset import DataSet, Samples, checked, checksums
 from ringtrain.data.pipeline import dealt_batches, evaluation_batches, training_batches
 from ringtrain.data.sharding import evaluation_shard, part_of, training_shard
 from ringtrain.data.sources import DATASETS, PREPARE
 from ringtrain.errors import DataError
-
-__all__ = [
-    "DATASETS",
-    "DataSet",
-    "Samples",
-    "Split",
-    "checksums",
-    "dealt_batches",
-    "evaluation_batches",
-    "evaluation_shard",
-    "part_of",
-    "prepare",
-    "source",
-    "training_batches",
-    "training_shard",
-]
 
 
 def prepare(config: DataConfig, is_first: bool = True) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,28 +16,33 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 
-class Split(Protocol):
-    """Samples, numbered from 0: `Samples` in memory, or `Images` read from files."""
+class Split:
+    """Samples, numbered from 0: `Samples` and `Shard` in memory, or `Images` read from files."""
 
     @property
     def skipped(self) -> frozenset[str]:
         """Names of the samples that this process could not read and skipped."""
-        ...
+        return frozenset()
 
     @property
     def error(self) -> DataError | None:
         """Error of the first sample that this process could not read, if it was not to be skipped; it ends the run."""
-        ...
+        return None
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        raise NotImplementedError
 
     def num_readable(self, numbers: NDArray[np.int64]) -> int:
         """Returns the number of these samples that this process has not found unreadable so far."""
-        ...
+        return len(numbers)
+
+    def checksum(self) -> int:
+        """Checksum by which ranks compare their data; without one, the number of samples."""
+        return len(self)
 
     def epoch_order(self, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
         """Returns the sample numbers of one epoch, [steps, global batch size], all different, equal on all ranks."""
-        ...
+        raise NotImplementedError
 
     def batches(self, order: tf.data.Dataset, batch_size: int, seed: int | None) -> tf.data.Dataset:
         """Reads samples.
@@ -52,26 +57,11 @@ class Split(Protocol):
             does not end the pipeline, since other ranks would wait for this one forever: in training another sample of
             its batch replaces it, in evaluation it is dropped. `StopTogether` ends the run.
         """
-        ...
-
-
-class InMemory:
-    """Base class of splits whose samples are all in memory."""
-
-    @property
-    def skipped(self) -> frozenset[str]:
-        return frozenset()
-
-    @property
-    def error(self) -> DataError | None:
-        return None
-
-    def num_readable(self, numbers: NDArray[np.int64]) -> int:
-        return len(numbers)
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Samples(InMemory):
+class Samples(Split):
     """Inputs with their labels, in memory."""
 
     inputs: NDArray[Any]
@@ -83,6 +73,11 @@ class Samples(InMemory):
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def checksum(self) -> int:
+        """Checksum of all labels and 256 inputs, evenly spaced."""
+        inputs = np.ascontiguousarray(self.inputs[spaced(len(self), 256)])
+        return zlib.crc32(inputs.tobytes(), zlib.crc32(self.labels.tobytes()))
 
     def epoch_order(self, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
         return sharding.epoch_order(len(self), global_batch_size, seed, epoch)
@@ -115,7 +110,6 @@ class DataSet:
 
     @property
     def skipped(self) -> frozenset[str]:
-        """Names of the samples that this process could not read and skipped."""
         return self.train.skipped | self.test.skipped
 
     def raise_unreadable(self) -> None:
@@ -180,25 +174,11 @@ def _check_numbers(where: str, inputs: NDArray[Any]) -> None:
 
 
 def checksums(data_set: DataSet) -> dict[str, str]:
-    """Returns a checksum per split: of all labels and 256 inputs in memory, or of 16 images in files, evenly spaced."""
+    """Returns a checksum per split, in words."""
     splits = {"training data": data_set.train, "test data": data_set.test}
-    return {name: f"with checksum {_checksum(split):08x}" for name, split in splits.items()}
+    return {name: f"with checksum {split.checksum():08x}" for name, split in splits.items()}
 
 
-def _checksum(split: Split) -> int:
-    if isinstance(split, Samples):
-        chosen = split.inputs[_spaced(len(split), 256)]
-        return zlib.crc32(np.ascontiguousarray(chosen).tobytes(), zlib.crc32(split.labels.tobytes()))
-    if isinstance(split, InMemory):
-        return len(split)  # spark_rows.Shard: each rank has other samples
-    import tensorflow as tf
-
-    order = tf.data.Dataset.from_tensor_slices(_spaced(len(split), 16))
-    checksum = len(split)
-    for encoded, label in order.flat_map(split.read).ignore_errors():  # type: ignore[attr-defined]
-        checksum = zlib.crc32(encoded.numpy() + str(int(label)).encode(), checksum)
-    return checksum
-
-
-def _spaced(total: int, count: int) -> np.ndarray:
+def spaced(total: int, count: int) -> NDArray[np.int64]:
+    """Returns up to `count` numbers below `total`, evenly spaced."""
     return np.unique(np.linspace(0, total - 1, min(count, total)).astype(np.int64))

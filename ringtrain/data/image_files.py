@@ -7,6 +7,7 @@ import functools
 import os
 import re
 import sys
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringtrain.data.augment import picture
+from ringtrain.data.dataset import Split, spaced
 from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -49,8 +51,8 @@ class Unreadable:
 
 
 @dataclass(frozen=True)
-class Images:
-    """Split of images in files (see `dataset.Split`); only their locations are in memory."""
+class Images(Split):
+    """Split of images in files; only their locations are in memory."""
 
     num_images: int
     read: Callable[[tf.Tensor], tf.data.Dataset]
@@ -80,6 +82,16 @@ class Images:
 
     def num_readable(self, numbers: NDArray[np.int64]) -> int:
         return len(set(numbers.tolist()) - self.unreadable.numbers)
+
+    def checksum(self) -> int:
+        """Checksum of 16 images and their labels, evenly spaced."""
+        import tensorflow as tf
+
+        order = tf.data.Dataset.from_tensor_slices(spaced(len(self), 16))
+        checksum = len(self)
+        for encoded, label in order.flat_map(self.read).ignore_errors():
+            checksum = zlib.crc32(encoded.numpy() + str(int(label)).encode(), checksum)
+        return checksum
 
     def epoch_order(self, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
         return self.order(global_batch_size, seed, epoch)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,9 +13,6 @@ from ringtrain.data import sharding
 from ringtrain.data.dataset import DataSet
 from ringtrain.data.image_files import Images, Unreadable
 from ringtrain.errors import DataError
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 ENDINGS = (".jpg", ".jpeg", ".png")
 TEST_FOLDERS = ("val", "test")
@@ -35,8 +31,27 @@ def image_folder(config: DataConfig) -> DataSet:
     size = config.image_size or DEFAULT_SIZE
 
     def split(folder: Path, augment: bool) -> Images:
+        import tensorflow as tf
+
         files = [[os.fsencode(path) for path in pictures(folder / name)] for name in classes]
-        return _split(files, size, augment, Unreadable(config.on_error == "skip"))
+        with tf.device("CPU"):
+            paths = tf.constant([path for of_class in files for path in of_class])
+            labels = tf.constant(np.repeat(np.arange(len(files)), [len(of_class) for of_class in files]))
+
+        def read(number: tf.Tensor) -> tf.data.Dataset:
+            file = tf.data.Dataset.from_tensors(number)
+            return file.map(lambda number: (tf.io.read_file(tf.gather(paths, number)), tf.gather(labels, number)))
+
+        return Images(
+            num_images=len(paths),
+            read=read,
+            name_of=lambda number: os.fsdecode(paths[number].numpy()),
+            order=functools.partial(sharding.epoch_order, len(paths)),
+            num_classes=len(files),
+            size=size,
+            augment=augment,
+            unreadable=Unreadable(config.on_error == "skip"),
+        )
 
     test = split(evaluation_folder(root, classes), augment=False)
     return DataSet(split(root / "train", config.augment), test, len(classes), (size, size, 3))
@@ -77,27 +92,3 @@ def _entries(folder: Path) -> list[Path]:
         return [path for path in folder.iterdir() if not path.name.startswith(".")]
     except OSError as error:
         raise DataError(f"{folder}: cannot be read: {error.strerror}") from error
-
-
-def _split(files: list[list[bytes]], size: int, augment: bool, unreadable: Unreadable) -> Images:
-    """Makes a split of the paths of each class."""
-    import tensorflow as tf
-
-    with tf.device("CPU"):
-        paths = tf.constant([path for of_class in files for path in of_class])
-        labels = tf.constant(np.repeat(np.arange(len(files)), [len(of_class) for of_class in files]))
-
-    def read(number: tf.Tensor) -> tf.data.Dataset:
-        file = tf.data.Dataset.from_tensors(number)
-        return file.map(lambda number: (tf.io.read_file(tf.gather(paths, number)), tf.gather(labels, number)))
-
-    return Images(
-        num_images=len(paths),
-        read=read,
-        name_of=lambda number: os.fsdecode(paths[number].numpy()),
-        order=functools.partial(sharding.epoch_order, len(paths)),
-        num_classes=len(files),
-        size=size,
-        augment=augment,
-        unreadable=unreadable,
-    )

@@ -5,6 +5,7 @@ python -m ringtrain.data.make_tfrecords --from pictures --to records --shards 8
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import sys
@@ -77,7 +78,8 @@ def make(source: Path, target: Path, num_shards: int, seed: int) -> dict[str, in
                     raise DataError(
                         f"{folder}: {len(files)} images for {shards} shards, expected at least one image per shard"
                     )
-                for shard, start, end in _cuts(len(files), shards):
+                ends = [len(files) * shard // shards for shard in range(shards + 1)]
+                for shard, (start, end) in enumerate(itertools.pairwise(ends)):
                     _write(unfinished / f"{stem}-{shard:05}-of-{shards:05}", files[start:end], classes)
                 counts[stem] = len(files)
             (unfinished / LABELS_FILE).write_text("".join(f"{name}\n" for name in classes), encoding="utf-8")
@@ -88,12 +90,6 @@ def make(source: Path, target: Path, num_shards: int, seed: int) -> dict[str, in
     except OSError as error:
         raise DataError(f"{target}: cannot be written: {error.strerror}") from error
     return counts
-
-
-def _cuts(num_files: int, shards: int) -> list[tuple[int, int, int]]:
-    """Returns the number, first and last (exclusive) image of each shard."""
-    ends = [num_files * k // shards for k in range(shards + 1)]
-    return [(k, ends[k], ends[k + 1]) for k in range(shards)]
 
 
 def _write(path: Path, files: Sequence[tuple[Path, int]], classes: Sequence[str]) -> None:

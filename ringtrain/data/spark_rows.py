@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ringtrain.config import DataConfig
 from ringtrain.data import sharding
-from ringtrain.data.dataset import DataSet, InMemory, Split, checked
+from ringtrain.data.dataset import DataSet, Split, checked
 from ringtrain.errors import DataError
 from ringtrain.protocol.env import FEED
 
@@ -24,8 +24,8 @@ SPLITS = ("training", "test")
 
 
 @dataclass(frozen=True)
-class Shard(InMemory):
-    """Split of which only this rank's part is in memory.
+class Shard(Split):
+    """Split of which only this rank's part is in memory; it has no checksum, since each rank has other samples.
 
     Sample numbers count through the parts, rank after rank, each as long as in `sharding.part_of`.
     """

@@ -56,6 +56,8 @@ def imagenet_tfrecords(config: DataConfig) -> DataSet:
     size = config.image_size or DEFAULT_SIZE
 
     def split(stem: str, augment: bool) -> Images:
+        import tensorflow as tf
+
         unreadable = Unreadable(config.on_error == "skip")
         paths = shards(folder, stem)
         starts = _indexed(folder, stem, paths)
@@ -63,7 +65,32 @@ def imagenet_tfrecords(config: DataConfig) -> DataSet:
             starts = _scanned(paths, unreadable)
         if not any(map(len, starts)):
             raise DataError(f"{folder}: no record in any file {stem}-*")
-        return _split(paths, starts, num_classes, size, augment, unreadable)
+        per_file = [len(file) for file in starts]
+        first_in_file = np.cumsum([0, *per_file])
+        with tf.device("CPU"):
+            path_of_file = tf.constant([str(path) for path in paths])
+            file_of = tf.constant(np.repeat(np.arange(len(paths), dtype=np.int32), per_file))
+            start_of = tf.constant(np.concatenate(starts))
+
+        def read(number: tf.Tensor) -> tf.data.Dataset:
+            path = tf.gather(path_of_file, tf.gather(file_of, number))
+            return _record(path, tf.gather(start_of, number)).map(encoded_and_class)
+
+        def name_of(number: int) -> str:
+            file = int(np.searchsorted(first_in_file, number, side="right")) - 1
+            return record_name(paths[file], number - int(first_in_file[file]))
+
+        return Images(
+            num_images=int(first_in_file[-1]),
+            read=read,
+            name_of=name_of,
+            order=functools.partial(sharding.file_order, per_file),
+            num_classes=num_classes,
+            size=size,
+            augment=augment,
+            unreadable=unreadable,
+            first_label=FIRST_LABEL,
+        )
 
     return DataSet(split("train", config.augment), split("validation", False), num_classes, (size, size, 3))
 
@@ -166,46 +193,7 @@ def record_starts(path: Path, unreadable: Unreadable) -> NDArray[np.int64]:
 
 
 def record_name(path: Path, number: int) -> str:
-    """Returns the name of a record in messages; numbers count from 0."""
     return f"{path}: record {number}"
-
-
-def _split(
-    paths: Sequence[Path],
-    starts: Sequence[NDArray[np.int64]],
-    num_classes: int,
-    size: int,
-    augment: bool,
-    unreadable: Unreadable,
-) -> Images:
-    import tensorflow as tf
-
-    per_file = [len(file) for file in starts]
-    first_in_file = np.cumsum([0, *per_file])
-    with tf.device("CPU"):
-        path_of_file = tf.constant([str(path) for path in paths])
-        file_of = tf.constant(np.repeat(np.arange(len(paths), dtype=np.int32), per_file))
-        start_of = tf.constant(np.concatenate(starts))
-
-    def read(number: tf.Tensor) -> tf.data.Dataset:
-        path = tf.gather(path_of_file, tf.gather(file_of, number))
-        return _record(path, tf.gather(start_of, number)).map(encoded_and_class)
-
-    def name_of(number: int) -> str:
-        file = int(np.searchsorted(first_in_file, number, side="right")) - 1
-        return record_name(paths[file], number - int(first_in_file[file]))
-
-    return Images(
-        num_images=int(first_in_file[-1]),
-        read=read,
-        name_of=name_of,
-        order=functools.partial(sharding.file_order, per_file),
-        num_classes=num_classes,
-        size=size,
-        augment=augment,
-        unreadable=unreadable,
-        first_label=FIRST_LABEL,
-    )
 
 
 def _record(path: tf.Tensor, start: tf.Tensor) -> tf.data.Dataset:
@@ -225,14 +213,10 @@ def encoded_and_class(record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Parses a record, string [], to the encoded image, string [], and the class, int64 [] from 0."""
     import tensorflow as tf
 
-    features = tf.io.parse_single_example(
-        record,
-        {
-            "image/encoded": tf.io.FixedLenFeature([], tf.string),
-            "image/class/label": tf.io.FixedLenFeature([], tf.int64),
-        },
-    )
-    return features["image/encoded"], features["image/class/label"] - FIRST_LABEL
+    types = {"image/encoded": tf.string, "image/class/label": tf.int64}
+    features = {name: tf.io.FixedLenFeature([], dtype) for name, dtype in types.items()}
+    values = tf.io.parse_single_example(record, features)
+    return values["image/encoded"], values["image/class/label"] - FIRST_LABEL
 
 
 def _classes_in(folder: Path) -> int:
@@ -248,8 +232,8 @@ def _length_fits(header: bytes) -> bool:
     """Returns whether a record's length matches the checksum after it: CRC-32C, rotated and shifted."""
     if len(header) < HEADER:
         return True  # truncated, which is a different error
-    sum_ = crc32c(header[:8])
-    masked = ((sum_ >> 15 | sum_ << 17) + 0xA282EAD8) & 0xFFFFFFFF
+    checksum = crc32c(header[:8])
+    masked = ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF
     return masked == struct.unpack("<I", header[8:])[0]
 
 
