@@ -22,7 +22,7 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from ringtrain.errors import LaunchError, RingtrainError
 from ringtrain.hvd.backend import WITH_HOROVOD, Average, Compression, ProcessSet, global_process_set, horovod
 from ringtrain.hvd.keras_patches import teach_keras
-from ringtrain.hvd.placement import CPU, check_own_seat
+from ringtrain.hvd.placement import CPU, check_local_placement
 from ringtrain.hvd.process import PROCESS, open_sockets
 from ringtrain.protocol.failures import report_process, report_uncaught
 from ringtrain.protocol.launchers import names
@@ -62,7 +62,7 @@ def init(*args: Any, **kwargs: Any) -> None:
     report_uncaught(lambda: rank)
     report_process()
     if not args and not kwargs.get("comm"):  # else the caller wants a subset of the launcher's ranks
-        check_own_seat()
+        check_local_placement()
 
 
 def shutdown() -> None:

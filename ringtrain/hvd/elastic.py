@@ -10,6 +10,7 @@ import functools
 import os
 import re
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -78,12 +79,11 @@ def listen() -> None:
     if is_on() and not notification_manager._listeners:
         plain_pickle.restrict(network, plain_pickle.address_of(os.environ.get("HOROVOD_GLOO_IFACE", "")))
         notification_manager.init()
-        notification_manager.register_listener(_Early())
+        notification_manager.register_listener(SimpleNamespace(on_hosts_updated=_keep_change))
 
 
-class _Early:
-    def on_hosts_updated(self, *news: Any) -> None:
-        PROCESS.host_changes.put(news)
+def _keep_change(*change: Any) -> None:
+    PROCESS.host_changes.put(change)
 
 
 def set_share(optimizer: Any, share: float) -> None:
@@ -117,17 +117,17 @@ class _VariablesState(ObjectState):
         Horovod's method asks rank 0 only. If hosts have only left, it skips `sync` on the others, even if a spare host
         replaces them and waits for `sync`.
         """
-        heard = not PROCESS.host_changes.empty()
+        notified = not PROCESS.host_changes.empty()
         while not PROCESS.host_changes.empty():
             PROCESS.host_changes.get()
         with tf.device(CPU):
-            heard_by = horovod.allreduce(tf.constant(int(heard)), op=horovod.Max, name="ringtrain_hosts_updated")
-        if heard_by > 0:
+            any_notified = horovod.allreduce(tf.constant(int(notified)), op=horovod.Max, name="ringtrain_hosts_updated")
+        if any_notified > 0:
             raise HostsUpdatedInterrupt(skip_sync=False)
 
     def on_hosts_updated(self, timestamp: int, update_res: Any) -> None:
         """Called by Horovod."""
-        PROCESS.host_changes.put((timestamp, update_res))
+        _keep_change(timestamp, update_res)
 
     def save(self) -> None:
         """Copies the current state to host memory."""
@@ -141,13 +141,9 @@ class _VariablesState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        """Broadcasts the state of rank 0 to all workers, and saves it."""
-        self._broadcast()
+        """Broadcasts the state of rank 0 to all workers, and saves it; subclasses broadcast the variables first."""
         self._keep()
         super().sync()
-
-    def _broadcast(self) -> None:
-        broadcast_variables(self._variables(), 0)
 
     def _keep(self) -> None:
         self._committed = [keras.ops.convert_to_numpy(variable).copy() for variable in self._variables()]
@@ -177,8 +173,9 @@ class KerasState(_VariablesState):
             self.optimizer.build(model.trainable_variables)
         super().__init__(**kwargs)
 
-    def _broadcast(self) -> None:
+    def sync(self) -> None:
         broadcast_model(self.model, 0, optimizer=self.optimizer)
+        super().sync()
 
     def _variables(self) -> list[Any]:
         return [*self.model.weights, *self.optimizer.variables]
@@ -208,6 +205,10 @@ class TensorFlowState(_VariablesState):
             raise ValueError("TensorFlowState: got no variables; TensorFlow 2 keeps no list of all: give them")
         self.variables = list(variables)
         super().__init__(**kwargs)
+
+    def sync(self) -> None:
+        broadcast_variables(self.variables, 0)
+        super().sync()
 
     def _variables(self) -> list[Any]:
         return self.variables

@@ -105,7 +105,6 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Returns whether `init` was called, and not `shutdown` after it."""
     return PROCESS.mpi_world is not None
 
 
@@ -115,34 +114,13 @@ def _world() -> Any:
     return PROCESS.mpi_world
 
 
-def rank() -> int:
-    """Rank of this process."""
-    return int(_world().comm.rank)
+def _number(communicator: str, name: str) -> Callable[[], int]:
+    return lambda: int(getattr(getattr(_world(), communicator), name))
 
 
-def size() -> int:
-    """Number of ranks."""
-    return int(_world().comm.size)
-
-
-def local_rank() -> int:
-    """Rank of this process among those of its host."""
-    return int(_world().host.rank)
-
-
-def local_size() -> int:
-    """Number of ranks on this host."""
-    return int(_world().host.size)
-
-
-def cross_rank() -> int:
-    """Index of this host among the hosts that have this local rank."""
-    return int(_world().hosts.rank)
-
-
-def cross_size() -> int:
-    """Number of hosts that have this local rank."""
-    return int(_world().hosts.size)
+rank, size = _number("comm", "rank"), _number("comm", "size")
+local_rank, local_size = _number("host", "rank"), _number("host", "size")
+cross_rank, cross_size = _number("hosts", "rank"), _number("hosts", "size")
 
 
 def is_homogeneous() -> bool:
@@ -151,11 +129,7 @@ def is_homogeneous() -> bool:
 
 
 def mpi_built() -> bool:
-    """True."""
     return True
-
-
-mpi_enabled = mpi_threads_supported = mpi_built
 
 
 def nccl_built() -> bool:
@@ -163,6 +137,7 @@ def nccl_built() -> bool:
     return False
 
 
+mpi_enabled = mpi_threads_supported = mpi_built
 gloo_built = gloo_enabled = cuda_built = rocm_built = ccl_built = ddl_built = nccl_built
 
 

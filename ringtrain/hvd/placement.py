@@ -18,7 +18,7 @@ CPU = "CPU:0"
 """device of small collectives: NCCL rejects ranks without a GPU, and two ranks on one GPU"""
 
 
-def check_own_seat() -> None:
+def check_local_placement() -> None:
     """Compares this rank's placement with the plan, without a collective; raises PlacementError with a table."""
     # No collective: a process that is alone in its world by mistake cannot reach the others.
     if os.environ.get("HOROVOD_ELASTIC") == "1" or os.environ.get(COLLECTIVES) == ALONE:
@@ -35,11 +35,14 @@ def check_own_seat() -> None:
     }
     planned = expected.counts(rank)
     rows = [(name, str(planned[name]), str(actual[name])) for name in planned if planned[name] != actual[name]]
-    seat = RankPlacement(rank, horovod.size(), host, horovod.local_rank())
-    elsewhere = difference(expected, [seat])
+    elsewhere = difference(expected, [RankPlacement(rank, horovod.size(), host, horovod.local_rank())])
     if rows:
         lines = table((f"rank {rank} on {host}", "planned", "found"), rows)
-        advice = elsewhere.rpartition("\n")[2] if elsewhere else _advice(actual["hosts with such a rank"], expected)
+        advice = "look for settings in the environment (OMPI_MCA_*, PRTE_MCA_*) that override the launcher's options"
+        if elsewhere:
+            advice = elsewhere.rpartition("\n")[2]
+        elif actual["hosts with such a rank"] < len(expected.hosts):
+            advice = "the launcher did not get the hosts, or their names mean one machine"
         raise PlacementError(f"ranks are not where {expected.source} has them\n{lines}\n{advice}")
     if elsewhere:
         raise PlacementError(elsewhere)
@@ -57,30 +60,23 @@ def check_placement(device: str = "") -> None:
     """
     if os.environ.get(COLLECTIVES) == ALONE:
         return
-    own = RankPlacement(horovod.rank(), horovod.size(), socket.gethostname(), horovod.local_rank(), device)
+    local = RankPlacement(horovod.rank(), horovod.size(), socket.gethostname(), horovod.local_rank(), device)
     elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
     expected = None if elastic else expectation(os.environ)
-    report = (own, expected, ringtrain.__version__)
+    report = (local, expected, ringtrain.__version__)
     with tf.device(CPU):
-        everybody = horovod.allgather_object(report, name="ringtrain_placement") if horovod.size() > 1 else [report]
-    seats, expectations, versions = zip(*everybody, strict=True)
-    told = next((each for each in expectations if each is not None and each.hosts), None) or expected
-    told = told or PlannedPlacement(own.size, source="the launcher")
-    if wrong := difference(told, seats):
+        reports = horovod.allgather_object(report, name="ringtrain_placement") if horovod.size() > 1 else [report]
+    ranks, plans, versions = zip(*reports, strict=True)
+    plan = next((each for each in plans if each is not None and each.hosts), None) or expected
+    if wrong := difference(plan or PlannedPlacement(local.size, source="the launcher"), ranks):
         raise PlacementError(wrong)
-    without = [f"rank {seat.rank} on {seat.host}" for seat in seats if not seat.device]
-    if horovod.nccl_built() and 0 < len(without) < len(seats):
+    without = [f"rank {rank.rank} on {rank.host}" for rank in ranks if not rank.device]
+    if horovod.nccl_built() and 0 < len(without) < len(ranks):
         raise PlacementError(
             f"{', '.join(without)} found no GPU, and others did: NCCL cannot add up gradients of both: give every rank "
             "a GPU, or hide all of them on every host (CUDA_VISIBLE_DEVICES=)"
         )
     if len(set(versions)) > 1:
-        rows = [(str(seat.rank), seat.host, version) for seat, version in zip(seats, versions, strict=True)]
+        rows = [(str(rank.rank), rank.host, version) for rank, version in zip(ranks, versions, strict=True)]
         lines = table(("rank", "host", "ringtrain"), rows)
         raise PlacementError(f"ranks run different versions of ringtrain: install the same everywhere\n{lines}")
-
-
-def _advice(num_hosts: int, expected: PlannedPlacement) -> str:
-    if num_hosts < len(expected.hosts):
-        return "the launcher did not get the hosts, or their names mean one machine"
-    return "look for settings in the environment (OMPI_MCA_*, PRTE_MCA_*) that override the launcher's options"

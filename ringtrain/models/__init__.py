@@ -24,8 +24,6 @@ from ringtrain.models.zoo import cnn, mlp, resnet20, resnet50
 if TYPE_CHECKING:
     import keras
 
-__all__ = ["MODELS", "Build", "builder", "cross_entropy", "metrics", "seed_by_rank"]
-
 Build = Callable[[tuple[int, ...], int], "keras.Model"]
 
 MODELS: dict[str, Build] = {"mlp": mlp, "cnn": cnn, "resnet20": resnet20, "resnet50": resnet50}
@@ -45,7 +43,11 @@ def builder(config: ModelConfig) -> Build:
     Raises:
         ConfigError: the model does not exist.
     """
-    function = _function_of(config.name)
+    known: dict[str, Build] = {**APPLICATIONS, **MODELS}
+    plain = {_plain(name): name for name in known}  # MODELS last: resnet-50 is ringtrain's, ResNet50 Keras'
+    name = config.name if config.name in known else plain.get(_plain(config.name), config.name)
+    # The forty names of Keras are listed only if one of them was probably meant.
+    function = find("model.name", name, known if difflib.get_close_matches(name, known, cutoff=0.5) else MODELS)
 
     def build(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
         import keras
@@ -83,17 +85,8 @@ def seed_by_rank(model: keras.Model, seed: int, rank: int) -> None:
     states = (variable for variable in model.variables if id(variable) not in weights)
     for index, state in enumerate(states):
         copies = getattr(state.value, "values", None) or [state]
-        for copy, one in enumerate(copies):
-            number = rank * len(copies) + copy
-            one.assign(np.random.default_rng([seed, number, index]).integers(0, 2**31, state.shape))
-
-
-def _function_of(name: str) -> Build:
-    known: dict[str, Build] = {**APPLICATIONS, **MODELS}
-    plain = {_plain(other): other for other in known}  # MODELS last: resnet-50 is ringtrain's, ResNet50 Keras'
-    name = name if name in known else plain.get(_plain(name), name)
-    # The forty names of Keras are listed only if one of them was probably meant.
-    return find("model.name", name, known if difflib.get_close_matches(name, known, cutoff=0.5) else MODELS)
+        for number, copy in enumerate(copies, rank * len(copies)):
+            copy.assign(np.random.default_rng([seed, number, index]).integers(0, 2**31, state.shape))
 
 
 def _plain(name: str) -> str:

@@ -51,13 +51,13 @@ def resnet20(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
     from keras import Input, Model, layers
 
     inputs = Input(input_shape)
-    x = _relu(_normalized_convolution(inputs, 16, 3))
+    x = layers.ReLU()(_normalized_convolution(inputs, 16, 3))
     for filters in (16, 32, 64):
         for block in range(3):
             stride = 2 if block == 0 and filters > 16 else 1
-            residual = _relu(_normalized_convolution(x, filters, 3, stride))
+            residual = layers.ReLU()(_normalized_convolution(x, filters, 3, stride))
             residual = _normalized_convolution(residual, filters, 3)
-            x = _relu(layers.add([residual, _thinned(x, filters) if stride > 1 else x]))
+            x = layers.ReLU()(layers.add([residual, _thinned(x, filters) if stride > 1 else x]))
     return Model(inputs, _classifier(x, num_classes, "he_normal"), name="resnet20")
 
 
@@ -72,16 +72,16 @@ def resnet50(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
     from keras import Input, Model, initializers, layers
 
     inputs = Input(input_shape)
-    x = _relu(_normalized_convolution(inputs, 64, 7, 2))
+    x = layers.ReLU()(_normalized_convolution(inputs, 64, 7, 2))
     x = layers.MaxPooling2D(3, 2, padding="same")(x)
     for filters, num_blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
         for block in range(num_blocks):
             stride = 2 if block == 0 and filters > 64 else 1
-            residual = _relu(_normalized_convolution(x, filters, 1))
-            residual = _relu(_normalized_convolution(residual, filters, 3, stride))
+            residual = layers.ReLU()(_normalized_convolution(x, filters, 1))
+            residual = layers.ReLU()(_normalized_convolution(residual, filters, 3, stride))
             residual = _normalized_convolution(residual, 4 * filters, 1, gamma="zeros")
             shortcut = _normalized_convolution(x, 4 * filters, 1, stride) if block == 0 else x
-            x = _relu(layers.add([residual, shortcut]))
+            x = layers.ReLU()(layers.add([residual, shortcut]))
     return Model(inputs, _classifier(x, num_classes, initializers.RandomNormal(stddev=0.01)), name="resnet50")
 
 
@@ -90,12 +90,6 @@ def _normalized_convolution(x: Any, filters: int, size: int, stride: int = 1, ga
 
     x = layers.Conv2D(filters, size, stride, padding="same", use_bias=False, kernel_initializer="he_normal")(x)
     return layers.BatchNormalization(momentum=0.9, epsilon=1e-5, gamma_initializer=gamma)(x)
-
-
-def _relu(x: Any) -> Any:
-    from keras import layers
-
-    return layers.ReLU()(x)
 
 
 def _thinned(x: Any, filters: int) -> Any:

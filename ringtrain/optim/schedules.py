@@ -69,35 +69,27 @@ class Schedule:
         return ops.where(begun < self.warmup_steps, warming, decayed)
 
 
-def _constant(schedule: Schedule, step: Any, passed: Any, ops: Any) -> Any:
-    return 1.0 + 0.0 * passed
-
-
 def _steps(schedule: Schedule, step: Any, passed: Any, ops: Any) -> Any:
-    share = 1.0 + 0.0 * passed
+    fraction = 1.0 + 0.0 * passed
     for milestone in schedule.milestone_steps:
-        share = ops.where(step >= milestone, share * schedule.factor, share)
-    return share
+        fraction = ops.where(step >= milestone, fraction * schedule.factor, fraction)
+    return fraction
 
 
-def _cosine(schedule: Schedule, step: Any, passed: Any, ops: Any) -> Any:
-    return _down_to(schedule.end_factor, (1.0 + ops.cos(math.pi * passed)) / 2.0)
-
-
-def _polynomial(schedule: Schedule, step: Any, passed: Any, ops: Any) -> Any:
-    return _down_to(schedule.end_factor, ops.power(1.0 - passed, schedule.power))
-
-
-def _down_to(end: float, share: Any) -> Any:
-    return share + end * (1.0 - share)
+def _down_to(end: float, fraction: Any) -> Any:
+    return fraction + end * (1.0 - fraction)
 
 
 # Fraction of the full rate, given the fraction (0 to 1) of the steps after the warm-up that have passed.
 DECAYS: dict[str, Callable[[Schedule, Any, Any, Any], Any]] = {
-    "constant": _constant,
+    "constant": lambda schedule, step, passed, ops: 1.0 + 0.0 * passed,
     "steps": _steps,
-    "cosine": _cosine,
-    "polynomial": _polynomial,
+    "cosine": lambda schedule, step, passed, ops: _down_to(
+        schedule.end_factor, (1.0 + ops.cos(math.pi * passed)) / 2.0
+    ),
+    "polynomial": lambda schedule, step, passed, ops: _down_to(
+        schedule.end_factor, ops.power(1.0 - passed, schedule.power)
+    ),
 }
 
 
