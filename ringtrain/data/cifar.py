@@ -40,42 +40,42 @@ def cifar10(config: DataConfig) -> DataSet:
     """
     if not config.dir:
         raise DataError(f"{config.name}: give its directory or archive with --data.dir")
-    place = Path(config.dir)
+    path = Path(config.dir)
     try:
-        files = {name: (where, content) for name, where, content in _files(place)}
+        files = {name: (where, content) for name, where, content in _files(path)}
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        raise DataError(f"{place}: cannot be read: {reason}") from error
+        raise DataError(f"{path}: cannot be read: {reason}") from error
     # never both versions: that would train every image twice
     version = ".bin" if "test_batch.bin" in files else ""
     names = sorted(name for name in files if BATCH.fullmatch(name).group(2) == (version or None))  # type: ignore[union-attr]
     if f"test_batch{version}" not in names or len(names) < 2:
         raise DataError(
-            f"{place}: contains no CIFAR-10, expected data_batch_1, ... and test_batch, with or without .bin, or"
+            f"{path}: contains no CIFAR-10, expected data_batch_1, ... and test_batch, with or without .bin, or"
             f" {' or '.join(ARCHIVES)}"
         )
     batches = {name: _batch(*files[name], binary=bool(version)) for name in names}
     test = batches.pop(f"test_batch{version}")
     images, labels = zip(*batches.values(), strict=True)
-    data_set = checked(str(place), (np.concatenate(images), np.concatenate(labels)), test, NUM_CLASSES)
+    data_set = checked(str(path), (np.concatenate(images), np.concatenate(labels)), test, NUM_CLASSES)
     train = dataclasses.replace(data_set.train, padding=PADDING if config.augment else 0)  # type: ignore[type-var]
     return dataclasses.replace(data_set, train=train)
 
 
-def _files(place: Path) -> Iterator[tuple[str, str, bytes]]:
+def _files(path: Path) -> Iterator[tuple[str, str, bytes]]:
     """Yields name, location for messages, and content of every batch; reads an archive only if there are no files."""
-    if place.is_file():
-        yield from _members(place)
+    if path.is_file():
+        yield from _members(path)
         return
-    for folder in (place / name for name in FOLDERS):
-        paths = [path for path in sorted(folder.iterdir()) if BATCH.fullmatch(path.name)] if folder.is_dir() else []
-        for path in paths:
-            yield path.name, str(path), path.read_bytes()
-        if paths:
+    for folder in (path / name for name in FOLDERS):
+        files = [file for file in sorted(folder.iterdir()) if BATCH.fullmatch(file.name)] if folder.is_dir() else []
+        for file in files:
+            yield file.name, str(file), file.read_bytes()
+        if files:
             return
-    for path in (place / name for name in ARCHIVES):
-        if path.exists():
-            yield from _members(path)
+    for archive in (path / name for name in ARCHIVES):
+        if archive.exists():
+            yield from _members(archive)
             return
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def left_out(num_samples: int, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+def skipped_samples(num_samples: int, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """Returns the samples that an epoch, from 0, does not train because they do not fill a global batch.
 
     They are a rotating subset, in an order that the seed determines. So no sample is left out in two consecutive
@@ -16,15 +16,15 @@ def left_out(num_samples: int, global_batch_size: int, seed: int, epoch: int) ->
     one.
     """
     rest = num_samples % global_batch_size
-    circle = np.random.default_rng([seed, 0, 1]).permutation(num_samples)  # [seed, epoch] is for the order of an epoch
-    return circle[(epoch * rest + np.arange(rest)) % num_samples]
+    order = np.random.default_rng([seed, 0, 1]).permutation(num_samples)  # [seed, epoch] is for the order of an epoch
+    return order[(epoch * rest + np.arange(rest)) % num_samples]
 
 
 def epoch_order(num_samples: int, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Returns all samples but `left_out` in the order of one epoch, [steps, global_batch_size], equal on all ranks."""
+    """Returns the order of one epoch without `skipped_samples`, [steps, global_batch_size], equal on all ranks."""
     order = np.random.default_rng([seed, epoch]).permutation(num_samples)
     trained = np.ones(num_samples, bool)
-    trained[left_out(num_samples, global_batch_size, seed, epoch)] = False
+    trained[skipped_samples(num_samples, global_batch_size, seed, epoch)] = False
     return order[trained[order]].reshape(-1, global_batch_size)
 
 
@@ -41,7 +41,7 @@ def file_order(samples_per_file: Sequence[int], global_batch_size: int, seed: in
     ends = np.cumsum(samples_per_file)
     num_samples = int(ends[-1])
     line = np.concatenate([np.arange(ends[k] - samples_per_file[k], ends[k]) for k in draw.permutation(len(ends))])
-    line = line[~np.isin(line, left_out(num_samples, global_batch_size, seed, epoch))]
+    line = line[~np.isin(line, skipped_samples(num_samples, global_batch_size, seed, epoch))]
     return draw.permuted(line.reshape(global_batch_size, num_samples // global_batch_size), axis=1).T
 
 

@@ -36,13 +36,13 @@ def average_moving_statistics(model: keras.Model, not_averaged: Sequence[str] = 
     num_models = horovod.size() * num_copies(model)
     if not variables or num_models == 1:
         return
-    own = [np.sum([copy.numpy() for copy in copies_of(one)], axis=0, dtype=np.float64) for one in variables]
+    local = [np.sum([copy.numpy() for copy in copies_of(v)], axis=0, dtype=np.float64) for v in variables]
     # In float64, so that the order of additions is rounded away for any number of ranks.
     with tf.device(CPU):
-        flat = tf.constant(np.concatenate([values.reshape(-1) for values in own]))
+        flat = tf.constant(np.concatenate([values.reshape(-1) for values in local]))
         sums = horovod.allreduce(flat, op=Sum, name="ringtrain_moving_statistics").numpy()
-    ends = np.cumsum([values.size for values in own])
-    for variable, values, mean in zip(variables, own, np.split(sums / num_models, ends[:-1]), strict=True):
+    ends = np.cumsum([values.size for values in local])
+    for variable, values, mean in zip(variables, local, np.split(sums / num_models, ends[:-1]), strict=True):
         variable.assign(mean.reshape(values.shape))
 
 
@@ -112,20 +112,18 @@ class _Synchronized(keras.layers.BatchNormalization):
         self.supports_jit = False  # XLA has no kernel for Horovod's allreduce
 
     def _moments(self, inputs: Any, mask: Any) -> Any:
-        mean, variance = super()._moments(inputs, mask)
+        local_mean, local_variance = super()._moments(inputs, mask)
         if horovod.size() == 1 and not elastic():
-            return mean, variance
+            return local_mean, local_variance
         # float32 sums of squares lose too many digits if a mean is large. These are one number per channel.
-        own_mean, own_variance = tf.cast(mean, tf.float64), tf.cast(variance, tf.float64)
-        own_count = tf.cast(self._count(inputs, mask), tf.float64)
-        squares = own_variance + tf.square(own_mean)
-        own_sums = tf.concat([own_count[None], own_count * own_mean, own_count * squares], 0)
-        count, sums, sums_of_squares = tf.split(
-            _sum_over_ranks(own_sums, self.device_of_sums), [1, mean.shape[0], mean.shape[0]]
-        )
-        whole_mean = tf.math.divide_no_nan(sums, count)
-        whole_variance = tf.math.divide_no_nan(sums_of_squares, count) - tf.square(whole_mean)
-        return tf.cast(whole_mean, mean.dtype), tf.cast(tf.nn.relu(whole_variance), variance.dtype)
+        mean, variance = tf.cast(local_mean, tf.float64), tf.cast(local_variance, tf.float64)
+        count = tf.cast(self._count(inputs, mask), tf.float64)
+        local_sums = tf.concat([count[None], count * mean, count * (variance + tf.square(mean))], 0)
+        sums = _sum_over_ranks(local_sums, self.device_of_sums)
+        count, sum_, sum_of_squares = tf.split(sums, [1, mean.shape[0], mean.shape[0]])
+        mean = tf.math.divide_no_nan(sum_, count)
+        variance = tf.math.divide_no_nan(sum_of_squares, count) - tf.square(mean)
+        return tf.cast(mean, local_mean.dtype), tf.cast(tf.nn.relu(variance), local_variance.dtype)
 
     def _count(self, inputs: Any, mask: Any) -> Any:
         if mask is not None:

@@ -54,12 +54,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         reduction = getattr(innermost(self.model.optimizer), "reduction", None)
-        own = None
+        batches = None
         if reduction is not None and reduction.process_set.included():
             steps, epochs = self.params.get("steps"), self.params.get("epochs")
-            own = (reduction.process_set.process_set_id, socket.gethostname(), steps, epochs)
-        ranks = allgather_object((self.model.built, own), name="ringtrain_train_begin")
-        refuse_other_batches([own for _, own in ranks])
+            batches = (reduction.process_set.process_set_id, socket.gethostname(), steps, epochs)
+        ranks = allgather_object((self.model.built, batches), name="ringtrain_train_begin")
+        refuse_other_batches([batches for _, batches in ranks])
         self._watch = stall_watch.begin()
         if not self.broadcast_done and all(built for built, _ in ranks):
             self._broadcast()
@@ -93,14 +93,13 @@ def refuse_other_batches(ranks: Sequence[tuple[int, str, int | None, int | None]
     `ranks`: process set, host, batches per epoch (None: unknown, as with a generator), epochs; None: reduces nothing.
     """
     sets: dict[int, dict[str, str]] = {}
-    for rank, own in enumerate(ranks):
-        if own is not None and own[2] is not None:
-            process_set, host, steps, epochs = own
-            words = f"{steps} batches per epoch, {epochs} epochs"
-            sets.setdefault(process_set, {})[f"rank {rank} on {host}"] = words
+    for rank, batches in enumerate(ranks):
+        if batches is not None and batches[2] is not None:
+            process_set, host, steps, epochs = batches
+            sets.setdefault(process_set, {})[f"rank {rank} on {host}"] = f"{steps} batches per epoch, {epochs} epochs"
     for members in sets.values():
         if len(set(members.values())) > 1:
-            lines = "\n".join(f"  {rank}: {words}" for rank, words in members.items())
+            lines = "\n".join(f"  {rank}: {number}" for rank, number in members.items())
             raise RingtrainError(
                 f"ranks would wait for each other for ever: they have different numbers of batches\n{lines}\ngive all "
                 "ranks equally many, for example with steps_per_epoch, or dataset.shard(...).batch(..., "

@@ -201,8 +201,10 @@ def allgather_object(
     if not tf.executing_eagerly() or not WITH_HOROVOD:
         return horovod.allgather_object(obj, session=session, name=name, process_set=process_set)
     with tf.device(CPU):
-        own = tf.constant(np.frombuffer(cloudpickle.dumps(obj), np.uint8))
-        stream = io.BytesIO(horovod.allgather(own, name=name or type(obj).__name__, process_set=process_set).numpy())
+        pickled = tf.constant(np.frombuffer(cloudpickle.dumps(obj), np.uint8))
+        stream = io.BytesIO(
+            horovod.allgather(pickled, name=name or type(obj).__name__, process_set=process_set).numpy()
+        )
     return [cloudpickle.load(stream) for _ in range(process_set.size())]  # a pickle marks its end
 
 
@@ -281,11 +283,11 @@ def scatter_bytes(rows: Sequence[NDArray[np.uint8]] | None, length: int, name: s
     Returns:
         This rank's row, shape (length,).
     """
-    size, own = horovod.size(), np.empty(length, np.uint8)
+    size, received = horovod.size(), np.empty(length, np.uint8)
     for begin, end in _pieces(length, size):
-        sent = own[:0] if rows is None else np.concatenate([row[begin:end] for row in rows])
-        own[begin:end] = _exchange(sent, [0 if rows is None else end - begin] * size, name)
-    return own
+        sent = received[:0] if rows is None else np.concatenate([row[begin:end] for row in rows])
+        received[begin:end] = _exchange(sent, [0 if rows is None else end - begin] * size, name)
+    return received
 
 
 def _pieces(length: int, size: int) -> list[tuple[int, int]]:
@@ -365,11 +367,8 @@ def unique_in_graph(name: str) -> str:
 
 def layer_variables(layers: Any) -> list[Any]:
     """Trainable variables of a Keras layer or a sequence of layers; empty for None. Raises ValueError otherwise."""
-    if layers is None:
-        layers = []
-    elif isinstance(layers, keras.Layer):
-        layers = [layers]
-    strangers = [layer for layer in layers if not isinstance(layer, keras.Layer)]
-    if strangers:
-        raise ValueError(f"local_layers: got {strangers[0]!r}, expected keras.Layer objects")
+    layers = [layers] if isinstance(layers, keras.Layer) else (layers or [])
+    for layer in layers:
+        if not isinstance(layer, keras.Layer):
+            raise ValueError(f"local_layers: got {layer!r}, expected keras.Layer objects")
     return [variable for layer in layers for variable in layer.trainable_weights]

@@ -109,9 +109,9 @@ def probe(optimizer: Any, length: int, reduction: Any = None) -> Callable[[Any],
     received = keras.Variable(np.zeros(length), dtype="float32", name="probe")
     twin.build([received])
 
-    def send(own: Any) -> tf.Tensor:
+    def send(vector: Any) -> tf.Tensor:
         for _ in range(single.gradient_accumulation_steps or 1):
-            twin.apply_gradients([(twin.scale_loss(own), received)])
+            twin.apply_gradients([(twin.scale_loss(vector), received)])
         return tf.convert_to_tensor(received.value)
 
     return send
@@ -150,12 +150,12 @@ class _Local:
 
 
 def _accumulate(optimizer: Any, backward_passes: int) -> None:
-    own = optimizer.gradient_accumulation_steps
+    steps = optimizer.gradient_accumulation_steps
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):
         raise ValueError("backward_passes_per_step: give MultiOptimizer's parts gradient_accumulation_steps instead")
-    if own not in (None, backward_passes):
-        raise ValueError(f"backward_passes_per_step={backward_passes}, gradient_accumulation_steps={own}: give one")
-    if own is None and optimizer.built:
+    if steps not in (None, backward_passes):
+        raise ValueError(f"backward_passes_per_step={backward_passes}, gradient_accumulation_steps={steps}: give one")
+    if steps is None and optimizer.built:
         raise ValueError("backward_passes_per_step: the optimizer is built already; wrap it before compile and fit")
     optimizer.gradient_accumulation_steps = backward_passes
 

@@ -53,18 +53,7 @@ class ProcessSet:
 
 global_process_set = ProcessSet()
 
-# For elastic runs, which need Horovod's driver.
-ObjectState: Any = object
-notification_manager = None
-network = None
-
-
-class HorovodInternalError(Exception):
-    """Never raised."""
-
-
-class HostsUpdatedInterrupt(Exception):
-    """Never raised."""
+ObjectState: Any = object  # base class in elastic.py; elastic runs need Horovod
 
 
 @dataclass(frozen=True)

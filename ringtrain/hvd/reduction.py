@@ -104,7 +104,9 @@ class Reduction:
             refuse_xla()
         prefix = unique_in_graph(self.name)
         if self.share is not None:
-            gradients = [g if own else _scaled(g, self.share) for g, own in zip(gradients, local, strict=True)]
+            gradients = [
+                g if is_local else _scaled(g, self.share) for g, is_local in zip(gradients, local, strict=True)
+            ]
         reduced = list(gradients)
         dense = []
         for index, gradient in enumerate(gradients):
@@ -184,9 +186,9 @@ class Reduction:
         if not isinstance(self.groups, list):
             length = -(-len(dense) // self.groups) or 1
             return [dense[start : start + length] for start in range(0, len(dense), length)]
-        place = {id(tensor_of(variables[index])): index for index in dense}
-        listed = [[place.pop(id(tensor_of(v))) for v in group if id(tensor_of(v)) in place] for group in self.groups]
-        return [group for group in listed if group] + [[index] for index in place.values()]
+        rest = {id(tensor_of(variables[index])): index for index in dense}
+        listed = [[rest.pop(id(tensor_of(v))) for v in group if id(tensor_of(v)) in rest] for group in self.groups]
+        return [group for group in listed if group] + [[index] for index in rest.values()]
 
     def _as_one(self) -> bool:
         return self.deterministic and self.op != Adasum

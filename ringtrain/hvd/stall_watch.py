@@ -35,12 +35,12 @@ from ringtrain.protocol.failures import report_failure
 
 TIMEOUT = "RINGTRAIN_STALL_TIMEOUT"
 """environment variable: seconds without progress after which the job ends; 0: never"""
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 FRESH_S = 5.0
 """maximum age of a row"""
 PROGRESS_S = 0.002
 """CPU time of the main thread between two heartbeats that counts as progress"""
-SPEAKER_FIRST_S = 5.0
+REPORT_DELAY_S = 5.0
 """delay before the other ranks exit, so that rank 0's report reaches the launcher first"""
 COLLECTIVE_FILE = "horovod/tensorflow/mpi_ops.py"
 JOIN = "join"
@@ -74,17 +74,16 @@ class Row:
 
 def is_standstill(rows: Collection[Row], size: int, limit_s: float) -> bool:
     """Returns whether `size` ranks are idle for `limit_s` in collectives or graphs, and not all in one collective."""
-    stand = all(row.idle_s >= limit_s and (row.collective or row.is_in_graph) for row in rows)
-    return len(rows) == size and stand and len({row.collective for row in rows}) > 1
+    all_idle = all(row.idle_s >= limit_s and (row.collective or row.is_in_graph) for row in rows)
+    return len(rows) == size and all_idle and len({row.collective for row in rows}) > 1
 
 
 def is_deadlock(rows: Collection[Row]) -> bool:
     """Returns whether stalled ranks wait for each other forever: no collective has all of its ranks."""
     if any(row.collective in ("", JOIN) for row in rows):  # "" may compute, join takes part in the others' reductions
         return False
-    return all(
-        count < num_ranks for (_, num_ranks), count in Counter((r.collective, r.num_ranks) for r in rows).items()
-    )
+    waiting = Counter((row.collective, row.num_ranks) for row in rows)
+    return all(count < num_ranks for (_, num_ranks), count in waiting.items())
 
 
 def place_of(frame: FrameType | None) -> dict[str, Any]:
@@ -132,7 +131,7 @@ class Watch:
         clock = time.pthread_getcpuclockid(main)
         rows: dict[int, tuple[float, Row]] = {}
         used_s = last_s = 0.0
-        own = Row(self.rank, self.host)
+        local = Row(self.rank, self.host)
         if self.rank and not self._wire.connect(self._addresses, self._port, {}):
             if self._has_stopped:
                 return
@@ -147,20 +146,19 @@ class Watch:
         while not self._has_stopped and (self.rank == 0 or self._wire.is_connected):
             now_s, was_used_s, used_s = time.monotonic(), used_s, time.clock_gettime(clock)
             # Time in which this thread did not run, as in a suspended job, does not count.
-            passed_s, last_s = min(now_s - last_s, 2 * BEAT_S), now_s
-            place = place_of(sys._current_frames().get(main))
+            passed_s, last_s = min(now_s - last_s, 2 * HEARTBEAT_S), now_s
             step = self.step or ("" if self.iterations is None else f"after {int(self.iterations)} updates")
-            row = Row(self.rank, self.host, step, idle_s=own.idle_s, **place)
-            stands = row == own and used_s - was_used_s < PROGRESS_S
-            own = replace(row, idle_s=row.idle_s + passed_s if stands else 0.0)
-            for message in self._wire.exchange(asdict(own) if self.rank else {}, BEAT_S):
+            row = Row(self.rank, self.host, step, idle_s=local.idle_s, **place_of(sys._current_frames().get(main)))
+            is_idle = row == local and used_s - was_used_s < PROGRESS_S
+            local = replace(row, idle_s=row.idle_s + passed_s if is_idle else 0.0)
+            for message in self._wire.exchange(asdict(local) if self.rank else {}, HEARTBEAT_S):
                 if "end" in message:
-                    time.sleep(SPEAKER_FIRST_S)
+                    time.sleep(REPORT_DELAY_S)
                     self._exit()
                 if message and not self.rank:
                     rows[message["rank"]] = (time.monotonic(), Row(**message))
-            rows[self.rank] = (time.monotonic(), own)
-            fresh = [row for heard_s, row in rows.values() if time.monotonic() - heard_s < FRESH_S]
+            rows[self.rank] = (time.monotonic(), local)
+            fresh = [row for received_s, row in rows.values() if time.monotonic() - received_s < FRESH_S]
             if not self.rank and is_standstill(fresh, self.size, self._limit_s):
                 fresh.sort(key=lambda row: row.rank)
                 if is_deadlock(fresh):

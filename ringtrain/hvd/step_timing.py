@@ -103,10 +103,10 @@ class PhaseTracker:
         for variable, gradient in zip(variables, gradients, strict=True) if self._each else ():
             if gradient is None or variable.path not in self.gradients:
                 continue
-            place, now_s = self.gradients.index(variable.path), clock_after(gradient)
+            index, now_s = self.gradients.index(variable.path), clock_after(gradient)
             with tf.device("CPU:0"):
                 handle = self._each[moment].handle
-                tf.raw_ops.ResourceScatterUpdate(resource=handle, indices=[place], updates=[now_s])
+                tf.raw_ops.ResourceScatterUpdate(resource=handle, indices=[index], updates=[now_s])
 
     def each(self) -> tuple[list[float], list[float]]:
         """Timestamps of each local and each reduced gradient. Unix time in seconds; 0.0: none yet."""

@@ -85,16 +85,16 @@ def check_in_sync(model: keras.Model, optimizer: Any = None) -> str:
     optimizer = model.optimizer if optimizer is None else optimizer
     refuse_horovods_own(optimizer)
     process_set = _process_set(optimizer)
-    own = [tuple(zip(*_checksums(model, optimizer, copy), strict=True)) for copy in range(num_copies(model))]
-    digests = [hashlib.sha256(np.array(checksums, np.uint32).tobytes()).digest()[:8] for _, checksums in own]
+    copies = [tuple(zip(*_checksums(model, optimizer, copy), strict=True)) for copy in range(num_copies(model))]
+    digests = [hashlib.sha256(np.array(checksums, np.uint32).tobytes()).digest()[:8] for _, checksums in copies]
     if not process_set.included():
         return digests[0].hex()  # nothing to compare with
     with during("reduce"), tf.device(CPU):
         flat = tf.constant(np.frombuffer(b"".join(digests), np.int64))
-        everybody = horovod.allgather(flat, name="ringtrain_check_in_sync", process_set=process_set).numpy()
-    if len(set(everybody.tolist())) > 1:
-        details = allgather_object(own, name="ringtrain_out_of_sync", process_set=process_set)
-        raise OutOfSync(_difference(process_set, everybody.tolist(), [one for each in details for one in each]))
+        gathered = horovod.allgather(flat, name="ringtrain_check_in_sync", process_set=process_set).numpy().tolist()
+    if len(set(gathered)) > 1:
+        ranks = allgather_object(copies, name="ringtrain_out_of_sync", process_set=process_set)
+        raise OutOfSync(_difference(process_set, gathered, [copy for rank in ranks for copy in rank]))
     return digests[0].hex()
 
 
@@ -105,10 +105,10 @@ def differing_weights(model: keras.Model) -> list[str]:
     process_set = _process_set(model.optimizer)
     if not variables or not process_set.included():
         return []
-    own = [[_checksum(copy.numpy()) for copy in copies_of(variable)] for variable in variables]
-    everybody = allgather_object(own, name="ringtrain_differing_weights", process_set=process_set)
-    values = [{checksum for rank in everybody for checksum in rank[index]} for index in range(len(variables))]
-    return [variable.path for variable, found in zip(variables, values, strict=True) if len(found) > 1]
+    checksums = [[_checksum(copy.numpy()) for copy in copies_of(variable)] for variable in variables]
+    ranks = allgather_object(checksums, name="ringtrain_differing_weights", process_set=process_set)
+    values = [{checksum for rank in ranks for checksum in rank[index]} for index in range(len(variables))]
+    return [variable.path for variable, different in zip(variables, values, strict=True) if len(different) > 1]
 
 
 def check_averaging(optimizer: Any) -> str:
@@ -141,17 +141,17 @@ def check_averaging(optimizer: Any) -> str:
         return lambda vector: reduction([vector], [variable], [False])[0]
 
     for part in inner.optimizers if isinstance(inner, keras.optimizers.MultiOptimizer) else [optimizer]:
-        found = reduction.trial(functools.partial(probe, part) if hands_on(part) else alone)
-        num_ranks, device = found.shape[-1], getattr(reduction, "device_dense", "")
+        result = reduction.trial(functools.partial(probe, part) if hands_on(part) else alone)
+        num_ranks, device = result.shape[-1], getattr(reduction, "device_dense", "")
         divisor = {"averaged": num_ranks, "summed": 1}.get(OP_WORDS[reduction.op])
         if divisor is None:
             gpus = tf.config.list_logical_devices("GPU")
             divisor = averaged_by_adasum(device, gpus, horovod.nccl_built(), horovod.local_size())
         expected = reduction.accumulated_scale / divisor
-        if not np.allclose(found, expected, rtol=1e-3):
+        if not np.allclose(result, expected, rtol=1e-3):
             raise OutOfSync(
-                f"{type(part).__name__}: the reduction of {num_ranks} ranks gave {found.tolist()}, expected {expected} "
-                "everywhere"
+                f"{type(part).__name__}: the reduction of {num_ranks} ranks gave {result.tolist()}, expected"
+                f" {expected} everywhere"
             )
     return OP_WORDS[reduction.op]
 
@@ -195,16 +195,15 @@ def _process_set(optimizer: Any) -> ProcessSet:
 def _require_same_settings(optimizer: Any, process_set: ProcessSet) -> None:
     inner = innermost(optimizer)
     reduction = getattr(inner, "reduction", None)
-    own = {
+    settings = {
         "optimizer": type(inner).__name__,
         "gradient_accumulation_steps": inner.gradient_accumulation_steps,
         **({"reduction": "none"} if reduction is None else reduction.settings()),
     }
-    first, *others = allgather_object(own, name="ringtrain_optimizer_settings", process_set=process_set)
+    first, *others = allgather_object(settings, name="ringtrain_optimizer_settings", process_set=process_set)
     for rank, other in zip((process_set.ranks or range(len(others) + 1))[1:], others, strict=True):
-        differing = [name for name in {**first, **other} if first.get(name) != other.get(name)]
-        if differing:
-            name = differing[0]
+        name = next((name for name in {**first, **other} if first.get(name) != other.get(name)), None)
+        if name:
             raise OutOfSync(
                 f"ranks have different optimizers: {name} is {other.get(name)} on rank {rank}, {first.get(name)} on "
                 "the first rank: build and load the optimizer with the same arguments everywhere (hvd.load_model takes "
@@ -213,9 +212,9 @@ def _require_same_settings(optimizer: Any, process_set: ProcessSet) -> None:
 
 
 def _checksums(model: keras.Model, optimizer: Any, copy: int) -> Iterator[tuple[str, int]]:
-    left_out = {id(variable) for variable in (*weights_of_one_rank(model), *_local_variables(model, optimizer))}
+    excluded = {id(variable) for variable in (*weights_of_one_rank(model), *_local_variables(model, optimizer))}
     for variable in (*model.weights, *(optimizer.variables if optimizer is not None else ())):
-        if id(variable) not in left_out:
+        if id(variable) not in excluded:
             yield variable.path, _checksum(copies_of(variable)[copy].numpy())
 
 
@@ -234,10 +233,10 @@ def _local_variables(model: keras.Model, optimizer: Any) -> Iterator[Any]:
         return
     yield from (variable for variable in model.trainable_variables if optimizer.is_local(variable))
     for single in parts:
-        places = [i for i, v in enumerate(single._trainable_variables) if optimizer.is_local(v)]
+        indices = [index for index, v in enumerate(single._trainable_variables) if optimizer.is_local(v)]
         for slots in vars(single).values():
             if isinstance(slots, list) and len(slots) == len(single._trainable_variables):
-                yield from (slots[place] for place in places)
+                yield from (slots[index] for index in indices)
 
 
 def _difference(process_set: ProcessSet, digests: Sequence[int], details: Sequence[Any]) -> str:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringtrain.data import Samples, dealt_batches
-from ringtrain.data.sharding import epoch_order, evaluation_shard, file_order, left_out, part_of, training_shard
+from ringtrain.data.sharding import epoch_order, evaluation_shard, file_order, part_of, skipped_samples, training_shard
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -57,7 +57,7 @@ def test_samples_take_turns_at_being_left_out(sizes, seed, num_epochs):
         assert np.all(np.isin(before, trained))  # what one epoch left out, the next one trains
         before = np.setdiff1d(np.arange(num_samples), trained)
         assert len(before) == num_samples % global_batch_size
-        assert np.array_equal(np.sort(left_out(num_samples, global_batch_size, seed, epoch)), before)
+        assert np.array_equal(np.sort(skipped_samples(num_samples, global_batch_size, seed, epoch)), before)
         assert times.max() - times.min() <= 1
 
 
