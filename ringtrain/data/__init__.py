@@ -40,11 +40,8 @@ def source(config: DataConfig) -> Callable[[], DataSet]:
         config: `name` is a key of DATASETS, or module:function of a function without arguments that returns (training
             inputs, training labels), (test inputs, test labels), as those of keras.datasets do.
 
-    Returns:
-        A function that reads the data; it raises DataError.
-
     Raises:
-        ConfigError: the source does not exist.
+        ConfigError: The source does not exist. The returned function raises DataError.
     """
     function = find("data.name", config.name, DATASETS)
 

@@ -138,10 +138,9 @@ class _ArraysOnly(pickle.Unpickler):
     """Unpickler that can only build arrays, as a pickle may otherwise call any function by name."""
 
     def find_class(self, module: str, name: str) -> Any:
-        try:
-            return ALLOWED[module, name]
-        except KeyError:
-            raise DataError(f"the pickle asks for {module}.{name}, which CIFAR-10 does not need: not loaded") from None
+        if (module, name) not in ALLOWED:
+            raise DataError(f"the pickle asks for {module}.{name}, which CIFAR-10 does not need: not loaded")
+        return ALLOWED[module, name]
 
 
 def _encode(text: str, encoding: str) -> bytes:

@@ -45,17 +45,15 @@ class Split:
         raise NotImplementedError
 
     def batches(self, order: tf.data.Dataset, batch_size: int, seed: int | None) -> tf.data.Dataset:
-        """Reads samples.
+        """Reads batches: pairs of inputs, float32 [up to batch_size, ...], and labels, int64.
+
+        An unreadable sample does not end the pipeline, since other ranks would wait for this one forever: in training
+        another sample of its batch replaces it, in evaluation it is dropped. `StopTogether` ends the run.
 
         Args:
             order: pairs of an epoch, int64 [], and the sample numbers of one batch, int64 [up to batch_size].
             batch_size: samples per step on this rank.
             seed: seed of the run, for random crops and flips; None: evaluation, which has none.
-
-        Returns:
-            Pairs of inputs, float32 [up to batch_size, ...], and labels, int64, in the same order. An unreadable sample
-            does not end the pipeline, since other ranks would wait for this one forever: in training another sample of
-            its batch replaces it, in evaluation it is dropped. `StopTogether` ends the run.
         """
         raise NotImplementedError
 
@@ -120,14 +118,9 @@ class DataSet:
 
 
 def checked(name: str, train: tuple[Any, Any], test: tuple[Any, Any], num_classes: int = 0) -> DataSet:
-    """Validates arrays and makes a DataSet of them. Images without a channel, [samples, height, width], get one.
+    """Validates inputs [samples, ...] and labels [samples] or [samples, 1]; raises DataError if they are invalid.
 
-    Args:
-        train: inputs [samples, ...] and labels [samples] or [samples, 1].
-        num_classes: labels are less than this; 0: the largest label + 1.
-
-    Raises:
-        DataError: inputs and labels do not match, a label is out of range, or a value is NaN or infinite.
+    Images without a channel, [samples, height, width], get one. `num_classes` 0: the largest label + 1.
     """
     splits = []
     for split, (inputs, labels) in (("training", train), ("test", test)):

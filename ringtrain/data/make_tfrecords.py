@@ -56,7 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make(source: Path, target: Path, num_shards: int, seed: int) -> dict[str, int]:
     """Writes train-*-of-*, validation-*-of-* and labels.txt, all or none; returns the number of images per split.
 
-    `seed` is that of the order in which images are written: those of one class are in one folder and should be mixed.
     Raises DataError if the source or target cannot be used, or if an image is damaged (the message names it).
     """
     classes = class_names(source / "train")

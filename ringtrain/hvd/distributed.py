@@ -33,10 +33,7 @@ def distribute(optimizer: Any, reduction: Reduction, backward_passes: int) -> An
 
 
 class GradientNorm:
-    """Global norm of the reduced gradients of an update, before clipping; `float` returns the last recorded one.
-
-    Recording takes one more pass over all gradients; it is off until `want(True)`.
-    """
+    """Global norm of the reduced gradients of an update, before clipping, recorded after `want(True)`: see `float`."""
 
     def __init__(self) -> None:
         self._value = tf.Variable(0.0, trainable=False)
@@ -89,10 +86,7 @@ class Bypassed(OutOfSync):
 
 
 def probe(optimizer: Any, length: int, reduction: Any = None) -> Callable[[Any], tf.Tensor]:
-    """Returns a function that sends a vector of `length` through a plain copy of an optimizer, and returns its update.
-
-    The copy neither clips, decays nor averages weights. `reduction` replaces that of the optimizer.
-    """
+    """Returns a function that sends a vector of `length` through an unclipped copy of an optimizer to its update."""
     # A user's schedule need not be registered with Keras.
     simpler = {"learning_rate": 1.0, "use_ema": False}
     inner = innermost(optimizer)

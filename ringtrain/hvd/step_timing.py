@@ -26,7 +26,6 @@ class PhaseTracker:
         phase: start, step, callbacks, evaluate, save, or reduce while it waits for the other ranks.
         changes: Number of changes of phase, evaluated batches and other signs of progress.
         waited_s: Total seconds in reduce, outside of the steps' graphs.
-        on_change: Called after each change of phase.
         gradients: Paths of the weights whose gradients are recorded one by one; empty: none.
     """
 
@@ -50,7 +49,6 @@ class PhaseTracker:
         self.on_change()
 
     def advance(self) -> None:
-        """Counts one sign of progress."""
         self.changes += 1
 
     def moments(self) -> tuple[float, float, float]:

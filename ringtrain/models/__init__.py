@@ -37,11 +37,8 @@ def builder(config: ModelConfig) -> Build:
             module:function of a function (input_shape, num_classes) that returns a Keras model from inputs, float32
             [batch, *input_shape], to logits, [batch, num_classes].
 
-    Returns:
-        The function; it raises ConfigError if the model has other outputs.
-
     Raises:
-        ConfigError: the model does not exist.
+        ConfigError: The model does not exist; in the returned function, the model has other outputs.
     """
     known: dict[str, Build] = {**APPLICATIONS, **MODELS}
     plain = {_plain(name): name for name in known}  # MODELS last: resnet-50 is ringtrain's, ResNet50 Keras'
@@ -77,10 +74,8 @@ def seed_by_rank(model: keras.Model, seed: int, rank: int) -> None:
 
     Weights and Keras' seed generators are made from the same seed on every rank: without this, all ranks would drop the
     same units. If a process has several copies of the model, each counts as a rank.
-
-    Args:
-        model: built and not yet compiled: all its variables but the weights are then states of seed generators.
     """
+    # Before `compile`, all variables of a model but the weights are states of seed generators.
     weights = {id(variable) for variable in model.weights}
     states = (variable for variable in model.variables if id(variable) not in weights)
     for index, state in enumerate(states):

@@ -20,11 +20,7 @@ def cross_entropy(label_smoothing: float = 0.0) -> keras.losses.Loss:
 
         loss = (1 - s) * -log p(label) + s * mean over classes of -log p
 
-    Args:
-        label_smoothing: s, 0 <= s < 1. The loss on test data is smoothed, too.
-
-    Returns:
-        Keras' SparseCategoricalCrossentropy. A saved model contains the plain one, without smoothing.
+    The loss on test data is smoothed, too. A saved model contains Keras' plain loss, without smoothing.
     """
     import keras
 
@@ -41,7 +37,6 @@ def cross_entropy(label_smoothing: float = 0.0) -> keras.losses.Loss:
 
 
 def _top_5() -> keras.metrics.Metric:
-    """Creates a metric: the fraction of samples whose label is among the five largest logits."""
     import keras
 
     return keras.metrics.SparseTopKCategoricalAccuracy(5, name="top_5")
@@ -58,11 +53,8 @@ def metrics(names: Sequence[str]) -> Callable[[], list[keras.metrics.Metric]]:
             of labels, int64 [batch], and logits, float32 [batch, num_classes]. Its variables are added over all ranks,
             so they must be sums, counts or the like, as in all Keras metrics.
 
-    Returns:
-        A function that creates new metrics; it raises ConfigError if one is not a Keras metric.
-
     Raises:
-        ConfigError: a name does not exist.
+        ConfigError: A name does not exist; in the returned function, an object is not a Keras metric.
     """
     functions = [find("model.metrics", name, METRICS) for name in names]
 

@@ -18,12 +18,7 @@ from ringtrain.optim.schedules import Schedule, schedule_of
 
 @keras.saving.register_keras_serializable(package="ringtrain")
 class LearningRate(keras.optimizers.schedules.LearningRateSchedule):
-    """A `Schedule` as a Keras learning-rate schedule, called with the number of steps that the optimizer has made.
-
-    Args:
-        share: fraction of the schedule's rate that is used; `set_share` changes it.
-        numbers: fields of `Schedule`.
-    """
+    """A `Schedule` as a Keras schedule; `share`: fraction of its rate that is used; `numbers`: its fields."""
 
     def __init__(self, share: float = 1.0, **numbers: Any) -> None:
         self.share = tf.Variable(share, trainable=False, dtype=tf.float64)
@@ -39,11 +34,9 @@ class LearningRate(keras.optimizers.schedules.LearningRateSchedule):
 
 
 class _Momentum(keras.optimizers.Optimizer):
-    """Base class of SGD and LARS: a velocity per variable, and weight decay as part of the gradient.
+    """Base class of SGD and LARS: a velocity per variable, and weight decay as part of the gradient."""
 
-    Keras' own `weight_decay` is subtracted from the weights directly, so the base class must not receive ours.
-    """
-
+    # Keras subtracts its `weight_decay` from the weights directly, so super().__init__ must not receive this one.
     def __init__(self, learning_rate: Any, momentum: float, weight_decay: float, **options: Any) -> None:
         super().__init__(learning_rate=learning_rate, **options)
         self.momentum = momentum
@@ -71,14 +64,7 @@ class SGD(_Momentum):
 
     Keras' own SGD keeps the learning rate inside v (equation 10), where each change of the rate needs a momentum
     correction (section 3, remark 2), and subtracts weight decay from the weights, outside the momentum. At a constant
-    rate and without decay both are the same.
-
-    Args:
-        learning_rate: a number or a schedule.
-        momentum: 0 <= momentum < 1.
-        nesterov: whether to use Nesterov momentum.
-        weight_decay: not applied to biases and batch norm, see `is_decayed`.
-        options: further arguments of any Keras optimizer: clipping, gradient_accumulation_steps, ...
+    rate and without decay both are the same. Biases and batch norm have no decay: see `is_decayed`.
     """
 
     def __init__(
@@ -115,14 +101,8 @@ class LARS(_Momentum):
         v     <- m * v + learning_rate * local * (g + weight_decay * w)
         w     <- w - v
 
-    Biases and batch norm (see `is_decayed`) have local = 1 and no decay. Weights that are all 0 have local = 1.
-
-    Args:
-        learning_rate: a number or a schedule; good values are about 10 to 100 times those of SGD.
-        momentum: 0 <= momentum < 1.
-        weight_decay: at least 0.
-        trust_coefficient: greater than 0.
-        options: further arguments of any Keras optimizer: clipping, gradient_accumulation_steps, ...
+    Biases and batch norm (see `is_decayed`) have local = 1 and no decay. Weights that are all 0 have local = 1. Good
+    learning rates are about 10 to 100 times those of SGD.
     """
 
     def __init__(
@@ -155,20 +135,14 @@ class LARS(_Momentum):
 
 
 def is_decayed(variable: Any) -> bool:
-    """Returns whether weight decay (and LARS' adaptation) applies to a trainable Keras variable.
-
-    It does not apply to vectors and scalars, such as biases and the scales and offsets of batch and layer
-    normalization, nor to variables that are named bias (a recurrent layer has two in one matrix).
-    """
+    """Returns whether weight decay (and LARS' adaptation) applies: not to vectors, scalars and biases."""
+    # The name is compared because the biases of a recurrent layer are two in one matrix.
     return len(variable.shape) > 1 and variable.name != "bias"
 
 
 def build(config: Config, numbers: Numbers, model: keras.Model) -> keras.optimizers.Optimizer:
-    """Creates the configured optimizer, not yet distributed. Biases and normalization have no weight decay.
-
-    Its learning rate is a `LearningRate`, or a number if the schedule is constant: callbacks can then set it, and a
-    saved model does not need ringtrain.
-    """
+    """Creates the configured optimizer, not yet distributed. Biases and normalization have no weight decay."""
+    # A constant rate is a number: callbacks can set it, and a saved model does not need ringtrain.
     options, schedule = config.optimizer, schedule_of(config, numbers)
     kind = OPTIMIZERS[options.name]
     optimizer: keras.optimizers.Optimizer = find("optimizer.name", kind.path, {})(
