@@ -10,7 +10,7 @@ import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,9 +113,15 @@ class Images(Split):
             crop = None
             if seed is not None and self.augment:
                 crop = tf.stack([tf.constant(seed, tf.int64), epoch * self.num_images + number])
-            good = self._decoded(number, crop).map(lambda image, label: (number, True, image, label))
+
+            def decode(encoded: tf.Tensor, label: tf.Tensor) -> tuple[Any, ...]:
+                in_range = tf.debugging.Assert((label >= 0) & (label < self.num_classes), [label])
+                with tf.control_dependencies([in_range] if in_range is not None else []):
+                    return number, True, picture(encoded, self.size, crop), label
+
             blank = (number, False, tf.zeros([self.size, self.size, 3]), tf.constant(0, tf.int64))
-            return good.ignore_errors().concatenate(tf.data.Dataset.from_tensors(blank)).take(1)
+            good = self.read(number).map(decode).ignore_errors()
+            return good.concatenate(tf.data.Dataset.from_tensors(blank)).take(1)
 
         samples = order.flat_map(numbered).interleave(
             sample, cycle_length=threads, num_parallel_calls=threads, deterministic=True
@@ -128,16 +134,6 @@ class Images(Split):
         if self.unreadable.skip:
             return batches.filter(lambda images, labels: tf.size(labels) > 0)
         return batches.apply(tf.data.experimental.assert_cardinality(order.cardinality()))
-
-    def _decoded(self, number: tf.Tensor, crop: tf.Tensor | None) -> tf.data.Dataset:
-        import tensorflow as tf
-
-        def decode(encoded: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            in_range = tf.debugging.Assert((label >= 0) & (label < self.num_classes), [label])
-            with tf.control_dependencies([in_range] if in_range is not None else []):
-                return picture(encoded, self.size, crop), label
-
-        return self.read(number).map(decode)
 
     def _readable(
         self, numbers: tf.Tensor, readable: tf.Tensor, images: tf.Tensor, labels: tf.Tensor, training: bool

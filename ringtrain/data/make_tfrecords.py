@@ -114,25 +114,21 @@ def _example(path: Path, label: int, name: str) -> tf.train.Example:
     except tf.errors.InvalidArgumentError as error:
         raise DataError(f"{path}: not a complete JPEG or PNG image: fix or remove it") from error
 
-    def text(value: bytes) -> tf.train.Feature:
-        return tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))
-
-    def number(value: int) -> tf.train.Feature:
-        return tf.train.Feature(int64_list=tf.train.Int64List(value=[value]))
-
-    features = {
-        "image/encoded": text(encoded),
-        "image/format": text(b"JPEG" if encoded[:2] == b"\xff\xd8" else b"PNG"),
-        "image/filename": text(os.fsencode(path.name)),
-        "image/height": number(height),
-        "image/width": number(width),
-        "image/colorspace": text(b"RGB"),
-        "image/channels": number(3),
-        "image/class/label": number(label),
-        "image/class/synset": text(os.fsencode(name)),
-        "image/class/text": text(os.fsencode(name)),
+    texts = {
+        "image/encoded": encoded,
+        "image/format": b"JPEG" if encoded[:2] == b"\xff\xd8" else b"PNG",
+        "image/filename": os.fsencode(path.name),
+        "image/colorspace": b"RGB",
+        "image/class/synset": os.fsencode(name),
+        "image/class/text": os.fsencode(name),
     }
-    return tf.train.Example(features=tf.train.Features(feature=features))
+    numbers = {"image/height": height, "image/width": width, "image/channels": 3, "image/class/label": label}
+    example = tf.train.Example()
+    for key, text in texts.items():
+        example.features.feature[key].bytes_list.value.append(text)
+    for key, number in numbers.items():
+        example.features.feature[key].int64_list.value.append(number)
+    return example
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -56,18 +56,6 @@ global_process_set = ProcessSet()
 ObjectState: Any = object  # base class in elastic.py; elastic runs need Horovod
 
 
-@dataclass(frozen=True)
-class World:
-    """MPI communicators of this process."""
-
-    mpi: Any
-    comm: Any
-    host: Any
-    """ranks of this host"""
-    hosts: Any
-    """ranks with the same local rank"""
-
-
 def init(*args: Any, **kwargs: Any) -> None:
     """Starts MPI; raises MissingDependency without mpi4py, LaunchError if the launcher did not start MPI ranks."""
     if is_initialized():
@@ -82,7 +70,8 @@ def init(*args: Any, **kwargs: Any) -> None:
     MPI = mpi_world.start()
     comm = MPI.COMM_SELF if os.environ.get(COLLECTIVES) == ALONE else MPI.COMM_WORLD
     host = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
-    PROCESS.mpi_world = World(MPI, comm, host, comm.Split(host.rank, comm.rank))
+    hosts = comm.Split(host.rank, comm.rank)  # ranks with the same local rank
+    PROCESS.mpi_world = SimpleNamespace(mpi=MPI, comm=comm, host=host, hosts=hosts)
 
 
 def shutdown() -> None:

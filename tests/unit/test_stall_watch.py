@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 import sys
+import threading
 import time
 
 import keras
+import pytest
 import tensorflow as tf
 
-from ringtrain.hvd.stall_watch import JOIN, REDUCTION, Row, is_deadlock, is_standstill, place_of
+from ringtrain.hvd import stall_watch
+from ringtrain.hvd.stall_watch import JOIN, REDUCTION, Row, Watch, is_deadlock, is_standstill, place_of
 from ringtrain.hvd.step_timing import PhaseTracker
 
 LIMIT_S = 300.0
@@ -60,6 +64,21 @@ def test_a_reduction_is_noted_while_its_graph_waits_in_it():
     assert place.awaited() == 0
     step(tf.ones(2))
     assert seen == [3] and place.awaited() == 0
+
+
+def test_a_stopped_watch_ends_its_thread_and_closes_its_port(monkeypatch):
+    monkeypatch.setattr(stall_watch.horovod, "rank", lambda: 0)
+    monkeypatch.setattr(stall_watch.horovod, "size", lambda: 2)
+    monkeypatch.setattr(stall_watch.collectives, "broadcast_object", lambda value, root_rank, name: value)
+    watch = Watch()
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "ringtrain-watch")
+    address = ("127.0.0.1", watch._wire.port)
+    socket.create_connection(address).close()
+    watch.stop()
+    thread.join(60)
+    assert not thread.is_alive()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address)
 
 
 def test_a_stack_tells_the_users_line():
