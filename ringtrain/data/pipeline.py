@@ -22,7 +22,6 @@ def training_batches(
 
     They are pairs of inputs, float32 [batch_size, ...], and labels, int64 [batch_size]. Earlier batches are not read.
     """
-
     steps_per_epoch = max(1, len(samples) // (batch_size * size))
     first_epoch, step_in_epoch = divmod(first_step, steps_per_epoch)
 
@@ -53,7 +52,6 @@ def dealt_batches(
         global_batch_size: samples per step on all ranks; the last step has the remainder. Each rank gets its `part_of`
             them; a rank with an empty part gets one sample of another rank.
     """
-
     length = len(samples) // dealt_by * dealt_by
     whole = (length - position) // global_batch_size * global_batch_size + position
 

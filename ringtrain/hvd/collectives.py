@@ -317,29 +317,20 @@ def broadcast_variables(
 
     prefix = unique_in_graph("HorovodBroadcast")
 
+    def sent(value: Any, name: str) -> tf.Tensor:
+        tensor = tf.convert_to_tensor(value)
+        sent_as = _BROADCAST_AS.get(tensor.dtype)
+        bits = tensor if sent_as is None else tf.bitcast(tensor, sent_as)
+        received = horovod.broadcast(bits, root_rank, name=name, ignore_name_scope=True, process_set=process_set)
+        return received if sent_as is None else tf.bitcast(received, tensor.dtype)
+
     @tf.function(autograph=False)
     def send() -> list[tf.Tensor]:
         with tf.device(device):
-            return [
-                _broadcast_bits(value, root_rank, f"{prefix}_{index}", process_set)
-                for index, value in enumerate(values)
-            ]
+            return [sent(value, f"{prefix}_{index}") for index, value in enumerate(values)]
 
     for variable, value in zip(variables, send(), strict=True):
         variable.assign(value)
-
-
-def _broadcast_bits(value: Any, root_rank: int, name: str, process_set: ProcessSet) -> tf.Tensor:
-    tensor = tf.convert_to_tensor(value)
-    sent_as = _BROADCAST_AS.get(tensor.dtype)
-    received = horovod.broadcast(
-        tensor if sent_as is None else tf.bitcast(tensor, sent_as),
-        root_rank,
-        name=name,
-        ignore_name_scope=True,
-        process_set=process_set,
-    )
-    return received if sent_as is None else tf.bitcast(received, tensor.dtype)
 
 
 def elastic() -> bool:

@@ -147,7 +147,19 @@ def jit_gradients(model: keras.Model) -> None:
         RingtrainError: The model overrides train_step, a layer does not support XLA, or Keras does not (macOS, or op
             determinism).
     """
-    _refuse(model)
+    if type(model).train_step is not keras.Model.train_step:
+        raise RingtrainError(
+            f"jit: {type(model).__name__} has a train_step of its own, which cannot be taken apart around the"
+            " allreduce: leave train_step to Keras, or train without jit"
+        )
+    layer = next((layer for layer in layers_of(model) if not layer.supports_jit), None)
+    if layer is not None:
+        raise RingtrainError(
+            f"jit: Keras says that layer {layer.name} ({type(layer).__name__}) does not support XLA: train without jit"
+        )
+    supports_jit = getattr(trainer.model_supports_jit, "before_ringtrain", trainer.model_supports_jit)
+    if not supports_jit(model):
+        raise RingtrainError("jit: Keras does not support XLA here (macOS, or op determinism is on): train without jit")
 
     @tf.function(jit_compile=True, reduce_retracing=True, autograph=False)
     def forward_and_backward(x: Any, y: Any, sample_weight: Any) -> Any:
@@ -165,19 +177,3 @@ def jit_gradients(model: keras.Model) -> None:
         return model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
 
     object.__setattr__(model, "train_step", train_step)
-
-
-def _refuse(model: keras.Model) -> None:
-    if type(model).train_step is not keras.Model.train_step:
-        raise RingtrainError(
-            f"jit: {type(model).__name__} has a train_step of its own, which cannot be taken apart around the"
-            " allreduce: leave train_step to Keras, or train without jit"
-        )
-    layer = next((layer for layer in layers_of(model) if not layer.supports_jit), None)
-    if layer is not None:
-        raise RingtrainError(
-            f"jit: Keras says that layer {layer.name} ({type(layer).__name__}) does not support XLA: train without jit"
-        )
-    supports_jit = getattr(trainer.model_supports_jit, "before_ringtrain", trainer.model_supports_jit)
-    if not supports_jit(model):
-        raise RingtrainError("jit: Keras does not support XLA here (macOS, or op determinism is on): train without jit")
