@@ -10,7 +10,6 @@ import functools
 import os
 import re
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -79,11 +78,13 @@ def listen() -> None:
     if is_on() and not notification_manager._listeners:
         plain_pickle.restrict(network, plain_pickle.address_of(os.environ.get("HOROVOD_GLOO_IFACE", "")))
         notification_manager.init()
-        notification_manager.register_listener(SimpleNamespace(on_hosts_updated=_keep_change))
+        notification_manager.register_listener(_Listener())
 
 
-def _keep_change(*change: Any) -> None:
-    PROCESS.host_changes.put(change)
+class _Listener:
+    def on_hosts_updated(self, timestamp: int, update_res: Any) -> None:
+        """Called by Horovod."""
+        PROCESS.host_changes.put((timestamp, update_res))
 
 
 def set_share(optimizer: Any, share: float) -> None:
@@ -97,7 +98,7 @@ def set_share(optimizer: Any, share: float) -> None:
     innermost(optimizer).reduction.share.assign(share)
 
 
-class _VariablesState(ObjectState):
+class _VariablesState(_Listener, ObjectState):
     """Variables and named objects that are committed, restored and synchronized together."""
 
     def __init__(self, **kwargs: Any) -> None:
@@ -124,10 +125,6 @@ class _VariablesState(ObjectState):
             any_notified = horovod.allreduce(tf.constant(int(notified)), op=horovod.Max, name="ringtrain_hosts_updated")
         if any_notified > 0:
             raise HostsUpdatedInterrupt(skip_sync=False)
-
-    def on_hosts_updated(self, timestamp: int, update_res: Any) -> None:
-        """Called by Horovod."""
-        _keep_change(timestamp, update_res)
 
     def save(self) -> None:
         """Copies the current state to host memory."""
