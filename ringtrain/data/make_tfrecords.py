@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -67,8 +66,10 @@ def make(source: Path, target: Path, num_shards: int, seed: int) -> dict[str, in
     counts = {}
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-        try:
+        with tempfile.TemporaryDirectory(
+            dir=target.parent, prefix=f".{target.name}-", ignore_cleanup_errors=True
+        ) as temporary:
+            unfinished = Path(temporary)
             for stem, folder in folders.items():
                 files = [(path, k) for k, name in enumerate(classes, FIRST_LABEL) for path in pictures(folder / name)]
                 files = [files[k] for k in np.random.default_rng(seed).permutation(len(files))]
@@ -84,8 +85,6 @@ def make(source: Path, target: Path, num_shards: int, seed: int) -> dict[str, in
             (unfinished / LABELS_FILE).write_text("".join(f"{name}\n" for name in classes), encoding="utf-8")
             unfinished.chmod(0o755)
             unfinished.rename(target)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
     except OSError as error:
         raise DataError(f"{target}: cannot be written: {error.strerror}") from error
     return counts

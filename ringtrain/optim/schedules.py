@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -94,19 +94,9 @@ DECAYS: dict[str, Callable[[Schedule, Any, Any, Any], Any]] = {
 
 
 def schedule_of(config: Config, numbers: Numbers) -> Schedule:
-    """Returns the configured schedule."""
-    return Schedule(
-        name=config.schedule.name,
-        learning_rate=numbers.learning_rate,
-        initial_learning_rate=numbers.initial_learning_rate,
-        warmup_steps=numbers.warmup_steps,
-        num_steps=numbers.num_steps,
-        accumulation_steps=numbers.accumulation_steps,
-        milestone_steps=numbers.milestone_steps,
-        factor=config.schedule.factor,
-        end_factor=config.schedule.end_factor,
-        power=config.schedule.power,
-    )
+    """Returns the configured schedule: the fields of `Schedule` are named as in `Numbers` and in the configuration."""
+    values = {**vars(numbers), **vars(config.schedule)}
+    return Schedule(**{field.name: values[field.name] for field in fields(Schedule)})
 
 
 def corners(schedule: Schedule) -> list[tuple[int, str]]:
