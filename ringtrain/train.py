@@ -27,6 +27,7 @@ from ringtrain.models import lazy_keras
 from ringtrain.monitor import journal
 from ringtrain.protocol import failures, status
 from ringtrain.protocol.attempt import Attempt
+from ringtrain.protocol.launchers import launched_rank
 from ringtrain.run import consistency, console, log_capture
 from ringtrain.run.context import Job, Process, RunContext
 from ringtrain.run.setup import Named, add_model, find, read_data
@@ -52,9 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RingtrainError as error:
         # An error on one rank is raised on every rank (hvd.run_together). Rank 0 prints it, and launchers end the job
         # when the first rank exits. A rank that still runs after this pause has an error of its own.
-        if console.launched_rank():
+        rank = launched_rank() or 0
+        if rank:
             time.sleep(SECONDS_FOR_RANK_0)
-        failures.report_failure(error, console.launched_rank() or 0, exit_code=2, with_traceback=False)
+        failures.report_failure(error, rank, exit_code=2, with_traceback=False)
         print(f"ringtrain: {error}", file=sys.stderr)
         return 2
 

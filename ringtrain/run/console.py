@@ -21,9 +21,8 @@ from ringtrain.config import Config, changed_options, without_effect
 from ringtrain.derived import Numbers, scaled_batch, scaling_of
 from ringtrain.optim import schedules
 from ringtrain.protocol.env import HOST_SLOTS
+from ringtrain.protocol.launchers import PROGRAMS, launched_rank
 
-LAUNCHERS = ("ringtrain", "horovodrun", "mpirun", "mpiexec", "orterun")
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "HOROVOD_RANK")
 SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -65,7 +64,7 @@ def terminal_of_launcher(proc: Path = Path("/proc")) -> str:
             words = (proc / str(process) / "cmdline").read_bytes().split(b"\0")[:3]
             status = (proc / str(process) / "stat").read_text().rpartition(")")[2].split()
             parent, group, foreground = int(status[1]), int(status[2]), int(status[5])
-            if any(os.path.basename(word).decode() in LAUNCHERS for word in words):
+            if any(os.path.basename(word).decode() in ("ringtrain", *PROGRAMS) for word in words):
                 output = os.readlink(proc / str(process) / "fd" / "1")
                 is_terminal = output.startswith(("/dev/pts/", "/dev/tty"))
                 found = output if is_terminal and group == foreground else ""
@@ -73,11 +72,6 @@ def terminal_of_launcher(proc: Path = Path("/proc")) -> str:
             return ""
         process = parent
     return found
-
-
-def launched_rank(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Returns this process's rank as set by its launcher, before Horovod knows it; None without a launcher."""
-    return next((int(environ[name]) for name in RANK_VARIABLES if name in environ), None)
 
 
 class AboveBar(io.TextIOBase):

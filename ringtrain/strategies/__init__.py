@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ringtrain.config import Config, value_of
 from ringtrain.errors import ConfigError, LaunchError
 from ringtrain.protocol.env import ALONE, COLLECTIVES
-from ringtrain.run import console
+from ringtrain.protocol.launchers import launched_rank
 from ringtrain.strategies.parameter_server import cluster
 
 if TYPE_CHECKING:
@@ -123,13 +123,13 @@ def meet(config: Config) -> RankGroup | None:
     if not STRATEGIES[config.strategy.name].has_servers:
         return None
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # otherwise servers print their settings
-    if console.launched_rank() is None:
+    if launched_rank() is None:
         count = cluster.num_servers(config)
         raise LaunchError(
             f"strategy.name: {config.strategy.name} has ranks for servers and workers, this is one process alone:"
             f" ringtrain launch --ps {count} --workers 2 -- python -m ringtrain.train ..."
         )
-    if console.launched_rank() == 0:
+    if launched_rank() == 0:
         # On exit Open MPI calls its copy of hwloc, or TensorFlow's if that was loaded later.
         import tensorflow  # noqa: F401
     return cluster.meet(config)

@@ -13,7 +13,8 @@ from rich.console import Console
 
 from ringtrain.config import Config, HvdConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from ringtrain.derived import derive
-from ringtrain.run.console import Progress, launched_rank, show_plan, show_ranks, show_result, terminal_of_launcher
+from ringtrain.protocol.launchers import launched_rank
+from ringtrain.run.console import Progress, show_plan, show_ranks, show_result, terminal_of_launcher
 from ringtrain.run.devices import Pinning
 from ringtrain.run.tracking import figures_of
 from ringtrain.strategies.ring import Ring
@@ -70,6 +71,8 @@ def test_rank_before_horovod_is_known_from_the_environment():
     assert launched_rank({}) is None
     assert launched_rank({"OMPI_COMM_WORLD_RANK": "3"}) == 3
     assert launched_rank({"HOROVOD_RANK": "0"}) == 0
+    in_a_batch_script = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}
+    assert launched_rank(in_a_batch_script) is None
 
 
 def test_piped_progress_is_whole_lines():
