@@ -207,18 +207,10 @@ def agree(process: Process, job: Job, state: Any) -> RunContext | Mapping[str, A
         log_capture.log_to(path, f"rank {rank} of {size} on {socket.gethostname()}: {process.pinning}")
         strategy.has_log = True
     metrics_state = state.start.metrics_state if rank == 0 else tuple(0 * sums for sums in state.start.metrics_state)
-    run = RunContext(
-        **{**vars(process), **vars(job)},
-        rank=rank,
-        size=size,
-        hosts=hosts,
-        start=dataclasses.replace(state.start, metrics_state=metrics_state),
-        folder=folder,
-        gradients=gradients,
-        terminal=terminal,
+    start = dataclasses.replace(state.start, metrics_state=metrics_state)
+    return RunContext(
+        **vars(process), **vars(job), hosts=hosts, start=start, folder=folder, gradients=gradients, terminal=terminal
     )
-    run.clock = strategy.clock(run)
-    return run
 
 
 def _begin(process: Process, job: Job, state: Any, terminal: Any) -> Mapping[str, Any]:

@@ -120,7 +120,7 @@ def setup(config: Config, named: Named, crew: RankGroup | None, stages: journal.
     stages.done("libraries")
     hvd.configure(config.hvd)
     hvd.elastic.listen()
-    config, timeline_file = (config, "") if hvd.elastic.is_on() else timeline.wanted(config)
+    config, timeline_file = (config, "") if hvd.elastic.is_on() else timeline.resolved(config)
     hvd.init()
     stages.done("init")
     hvd.step_timing.PLACE.reset()
@@ -212,22 +212,12 @@ def agree(process: Process, job: Job | None = None) -> RunContext | Mapping[str,
     console.show_plan(terminal, config, numbers, placement, strategy.shard(numbers), strategy.shown_name)
     console.show_start(terminal, config, start, process.attempt.causes)
     run = RunContext(
-        **{**vars(process), **vars(job)},
-        rank=rank,
-        size=size,
-        hosts=hosts,
-        start=start,
-        folder=folder,
-        gradients=gradients,
-        terminal=terminal,
+        **vars(process), **vars(job), hosts=hosts, start=start, folder=folder, gradients=gradients, terminal=terminal
     )
-    run.clock = strategy.clock(run)
     strategy.watch(run.model)
     if config.tracking.timeline_steps:
-        run.timeline = timeline.Timeline(folder, config.tracking, process.timeline_file)
-    step_timer = heartbeat.StepTimer(hvd.step_timing.PLACE, run.clock)
-    step_timer.trace = run.timeline.step if run.timeline else step_timer.trace
-    run.monitor = heartbeat.Monitor(step_timer, config.health, journal=process.journal)
+        run.timeline = timeline.Timeline(run)
+    run.monitor = heartbeat.Monitor(run)
     return run
 
 

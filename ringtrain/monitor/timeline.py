@@ -11,14 +11,17 @@ import sys
 import time
 from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 
 from ringtrain import hvd
-from ringtrain.config import Config, TrackingConfig
+from ringtrain.config import Config
 from ringtrain.errors import ConfigError, RunDirectoryError
 from ringtrain.monitor import trace
+
+if TYPE_CHECKING:
+    from ringtrain.run.context import RunContext
 
 HOROVODS = "HOROVOD_TIMELINE"
 """environment variable that horovodrun --timeline-filename and ringtrain launch --timeline set"""
@@ -29,7 +32,7 @@ FLUSH_S = 1.0
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-def wanted(config: Config, environ: MutableMapping[str, str] | None = None) -> tuple[Config, str]:
+def resolved(config: Config, environ: MutableMapping[str, str] = os.environ) -> tuple[Config, str]:
     """Resolves the timeline options of configuration and environment; call it before `hvd.init`, on every rank.
 
     Sets HOROVOD_TIMELINE=DYNAMIC, since Horovod would otherwise write rank 0's timeline to the file named there.
@@ -37,7 +40,6 @@ def wanted(config: Config, environ: MutableMapping[str, str] | None = None) -> t
     Returns:
         Configuration with the number of steps to record, and the output file; "": timeline.json in the run folder.
     """
-    environ = os.environ if environ is None else environ
     named = environ.get(HOROVODS, "")
     named = "" if named == "DYNAMIC" else named
     num_steps = config.tracking.timeline_steps or (STEPS if named else 0)
@@ -53,19 +55,17 @@ def wanted(config: Config, environ: MutableMapping[str, str] | None = None) -> t
 
 
 class Timeline:
-    """Writer of this rank's part of the timeline. The constructor and `close`, which merges all, are collectives.
+    """Writer of this rank's part of the timeline. The constructor and `close`, which merges all, are collectives."""
 
-    `out`: output file of all ranks; "": timeline.json in `folder`.
-    """
-
-    def __init__(self, folder: Path, config: TrackingConfig, out: str) -> None:
-        self.parts, self.out = folder / trace.PARTS, Path(out) if out else folder / "timeline.json"
-        self.steps_left, self.flush_at_s = config.timeline_steps, 0.0
-        self.rank = hvd.rank()
+    def __init__(self, run: RunContext) -> None:
+        self.parts = run.folder / trace.PARTS
+        self.out = Path(run.timeline_file) if run.timeline_file else run.folder / "timeline.json"
+        self.steps_left, self.flush_at_s = run.config.tracking.timeline_steps, 0.0
+        self.rank = run.rank
         hvd.run_together(lambda: self._clear() if self.rank == 0 else None)
         self.file = hvd.run_together(self._open)
         offset_s, error_s = clock_offset()
-        about = {"rank": self.rank, "size": hvd.size(), "host": socket.gethostname(), "process": os.getpid()}
+        about = {"rank": self.rank, "size": run.size, "host": socket.gethostname(), "process": os.getpid()}
         about |= {"offset_s": offset_s, "error_s": error_s, "gradients": hvd.step_timing.PLACE.gradients}
         self._write(about)
         if self.rank == 0:
@@ -81,8 +81,8 @@ class Timeline:
         if not self.steps_left:
             self._end()
 
-    def close(self) -> Path:
-        """Merges the ranks' parts on rank 0, and returns the path of the output file."""
+    def close(self) -> None:
+        """Merges the ranks' parts on rank 0."""
         if self.steps_left:
             self._end()
         with contextlib.suppress(OSError):
@@ -93,7 +93,6 @@ class Timeline:
                 trace.merge(self.parts, self.out)
             except (RunDirectoryError, OSError) as error:  # the run itself is not affected
                 print(f"ringtrain: no timeline: {error}", file=sys.stderr)
-        return self.out
 
     def _clear(self) -> None:
         try:

@@ -69,8 +69,6 @@ class Job:
 class RunContext(Process, Job):
     """A run on which all ranks agree, as `fit` and `finish` need it."""
 
-    rank: int
-    size: int
     hosts: list[str]
     """by rank"""
     start: Start
@@ -78,6 +76,8 @@ class RunContext(Process, Job):
     gradients: str
     """how gradients were verified to be averaged"""
     terminal: Console
+    rank: int = field(init=False)
+    size: int = field(init=False)
     clock: Clock = field(init=False)
     monitor: Monitor | None = None
     timeline: Timeline | None = None
@@ -85,3 +85,13 @@ class RunContext(Process, Job):
     """set by `fit`"""
     started: float = 0.0
     """Unix time at which training began"""
+
+    def __post_init__(self) -> None:
+        from ringtrain import hvd
+
+        self.rank, self.size = hvd.rank(), hvd.size()
+        self.clock = self.strategy.clock(self)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"

@@ -122,12 +122,12 @@ def source_of(config: Config) -> tuple[Path | None, bool]:
 class Clock(keras.callbacks.Callback):
     """Counts the steps of a run. It must be the first callback, since the others read it."""
 
-    def __init__(self, start: Start, steps_per_epoch: int, box: StatusLine, journal: Journal) -> None:
+    def __init__(self, start: Start, steps_per_epoch: int, status: StatusLine, journal: Journal) -> None:
         super().__init__()
-        self.box = box
+        self.status = status
         self.journal = journal
         self.begun = False
-        box.put(start.global_step, "")
+        status.put(start.global_step, "")
         self.global_step = start.global_step
         self.steps_per_epoch = steps_per_epoch
         self.metrics_state = start.metrics_state
@@ -139,7 +139,7 @@ class Clock(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.global_step += 1
-        self.box.put(self.global_step, "")
+        self.status.put(self.global_step, "")
         if not self.begun:
             self.begun = True
             self.journal.write("training", global_step=self.global_step)

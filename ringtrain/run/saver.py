@@ -13,20 +13,19 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from ringtrain import hvd
-from ringtrain.config import Config
 from ringtrain.errors import CheckpointError, NonFiniteLoss
-from ringtrain.monitor.journal import Journal
-from ringtrain.run import checkpoint, model_state
+from ringtrain.run import checkpoint, model_state, tracking
 from ringtrain.run.model_state import Arrays
-from ringtrain.run.resume import Clock
+
+if TYPE_CHECKING:
+    from ringtrain.run.context import RunContext
 
 BEST_BY = "test_accuracy"
 
@@ -39,44 +38,36 @@ class Saver(keras.callbacks.Callback):
     callbacks that add to an epoch's metrics and after `StopTogether`.
 
     Args:
-        facts: further plain values for the manifest: numbers, versions.
-        metrics: those of the last complete epoch.
         monitored: values of train.monitor; grows during training.
         is_due: whether the ranks have agreed to save now; the same on every rank.
         while_saving: called on rank 0 with the global step, in the middle of every save.
 
     Attributes:
+        facts: plain values for the manifest.
+        metrics: those of the last complete epoch.
         saves: statistics and failures of all saves so far, for the summary.
     """
 
     def __init__(
         self,
-        model: keras.Model,
-        folder: Path,
-        config: Config,
-        facts: Mapping[str, Any],
-        clock: Clock,
-        metrics: Mapping[str, float],
-        journal: Journal,
+        run: RunContext,
         monitored: Sequence[float] = (),
         is_due: Callable[[], bool] = lambda: False,
         while_saving: Callable[[int], None] = lambda global_step: None,
     ) -> None:
         super().__init__()
-        self.set_model(model)  # fit does that too, but a run with nothing left to train does not call it
-        self.folder = folder
-        self.config = config
-        self.facts = {"config": dataclasses.asdict(config), **facts}
-        self.clock = clock
-        self.metrics = dict(metrics)
-        self.journal = journal
+        self.set_model(run.model)  # fit does that too, but a run with nothing left to train does not call it
+        self.folder, self.config, self.clock, self.journal = run.checkpoints, run.config, run.clock, run.journal
+        self.facts = {"config": dataclasses.asdict(run.config), "numbers": dataclasses.asdict(run.numbers)}
+        self.facts["versions"] = tracking.versions()
+        self.metrics = dict(run.start.metrics)
         self.monitored = monitored
         self.is_due = is_due
         self.while_saving = while_saving
         self.saved_step = -1
         self._failed_step = -2
         self.saves: dict[str, Any] = {"count": 0, "stall_s": 0.0, "longest_stall_s": 0.0, "write_s": 0.0, "failed": []}
-        self._floating = [weight for weight in model.weights if keras.backend.is_float_dtype(weight.dtype)]
+        self._floating = [weight for weight in run.model.weights if keras.backend.is_float_dtype(weight.dtype)]
         self._sum_of_weights = tf.function(
             lambda: tf.add_n([tf.cast(tf.reduce_sum(weight.value), tf.float32) for weight in self._floating]),
             autograph=False,
