@@ -79,7 +79,9 @@ class Elastic(Ring):
                 "optimizer.accumulation_steps: got more than 1 in an elastic run, which commits whole steps: 1"
             )
         if config.tracking.timeline_steps:
-            raise ConfigError("tracking.timeline_steps: got more than 0 in an elastic run, whose ranks come and go: 0")
+            raise ConfigError(
+                "tracking.timeline_steps: got more than 0 in an elastic run, whose ranks join and leave: 0"
+            )
         self.dealer: Dealer
         self.state: Any = None
         self.reached = 0
@@ -123,11 +125,9 @@ class Elastic(Ring):
     def last_callbacks(self, run: RunContext) -> Sequence[keras.callbacks.Callback]:
         return [Committer(self.state, run)]
 
-    def fit(
-        self, model: keras.Model, batches: Any, part: Segment, callbacks: Sequence[keras.callbacks.Callback]
-    ) -> None:
+    def fit(self, run: RunContext, part: Segment) -> None:
         try:
-            super().fit(model, batches, part, callbacks)
+            super().fit(run, part)
         finally:
             # After a failure: before another rank, or this one again, saves the same step.
             self.dealer.callbacks.saver.wait()

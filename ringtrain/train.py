@@ -94,10 +94,10 @@ def _walk(config: Config, stages: journal.Stages) -> tuple[Mapping[str, Any], in
     lazy_keras.start()
     named = find(config)
     strategies.prepare(config)
-    crew = strategies.meet(config)
-    if crew is not None and crew.rank:
-        return {}, worker.keep(config, crew)  # a server or a worker, controlled by rank 0
-    process = setup(config, named, crew, stages)
+    group = strategies.meet(config)
+    if group is not None and group.rank:
+        return {}, worker.supervise(config, group)  # a server or a worker, controlled by rank 0
+    process = setup(config, named, group, stages)
     try:
         if process.strategy.ranks_change:
             from ringtrain import elastic
@@ -110,7 +110,7 @@ def _walk(config: Config, stages: journal.Stages) -> tuple[Mapping[str, Any], in
         raise
 
 
-def setup(config: Config, named: Named, crew: RankGroup | None, stages: journal.Stages) -> Process:
+def setup(config: Config, named: Named, group: RankGroup | None, stages: journal.Stages) -> Process:
     """Loads the libraries, starts Horovod and pins this rank's devices."""
     import ringtrain.hvd as hvd  # first: it reports missing packages
     from ringtrain import elastic
@@ -126,7 +126,7 @@ def setup(config: Config, named: Named, crew: RankGroup | None, stages: journal.
     hvd.step_timing.PLACE.reset()
     hvd.check_op(config.hvd)
     # Before TensorFlow uses a device: it would allocate memory on the host's first GPU for every rank.
-    strategy = elastic.Elastic(config) if hvd.elastic.is_on() else strategies.make(config, crew)
+    strategy = elastic.Elastic(config) if hvd.elastic.is_on() else strategies.make(config, group)
     pinning = strategy.begin()
     events = journal.Journal()
     return Process(
@@ -192,7 +192,6 @@ def agree(process: Process, job: Job | None = None) -> RunContext | Mapping[str,
 
     # Run folder: only now, after all checks of the configuration.
     folder = consistency.make_folder(process, numbers, start)
-    strategy.folder, strategy.numbers = folder, numbers
     host = socket.gethostname()
     log = folder / "logs" / f"rank-{rank}.log"
     hvd.run_together(lambda: log_capture.log_to(log, f"rank {rank} of {size} on {host}: {process.pinning}"))
@@ -239,7 +238,7 @@ def fit(run: RunContext) -> RunContext:
         for part in strategy.segments(run):
             if run.callbacks.stop.stopped_by:
                 break
-            strategy.fit(run.model, strategy.batches(run, part), part, run.callbacks.ordered)
+            strategy.fit(run, part)
         run.callbacks.saver.finish()
         # Only now: a run that was stopped resumes with each rank's own.
         hvd.average_moving_statistics(run.model, config.model.not_averaged)

@@ -17,10 +17,8 @@ class Callbacks:
     """Callbacks of one rank; `ordered` is the list for Keras' fit."""
 
     def __init__(self, run: RunContext, progress: Progress) -> None:
-        numbers = run.numbers
-        faults = fault_injection.FaultInjector(
-            run.named.faults, run.rank, numbers.num_steps, numbers.steps_per_epoch, run.folder, run.journal
-        )
+        lengths = run.numbers.lengths
+        faults = fault_injection.FaultInjector(run.named.faults, run.rank, *lengths, run.folder, run.journal)
         self.evaluation = evaluation.Evaluation(run)
         self.in_sync = hvd.callbacks.CheckInSyncCallback(run.config.train.check_every_steps)
         self.stop = stopping.StopTogether(run)

@@ -20,8 +20,6 @@ from ringtrain.run import devices, resume
 from ringtrain.strategies import STRATEGIES
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ringtrain.run.context import RunContext
     from ringtrain.run.resume import Segment
 
@@ -37,16 +35,12 @@ class Strategy:
         about: Facts on the strategy for summary.json, besides its options.
         copies: Copies of the model in this process.
         copies_name: What they are called.
-        folder: Run folder, set after `begin`.
-        numbers: Derived numbers of the run, set after `begin`.
         ranks_change: Whether ranks join and leave during training.
     """
 
     copies = 1
     copies_name = "ranks"
     ranks_change = False
-    folder: Path
-    numbers: Numbers
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -180,37 +174,30 @@ class Strategy:
         """Callbacks of the strategy, after all others; none here."""
         return []
 
-    def fit(
-        self, model: keras.Model, batches: Any, part: Segment, callbacks: Sequence[keras.callbacks.Callback]
-    ) -> None:
-        """Trains a segment of the run; `batches` are this process', its copies take turns."""
+    def fit(self, run: RunContext, part: Segment) -> None:
+        """Trains a segment of the run, on `batches` and with the run's callbacks."""
         raise NotImplementedError
 
-    def call(
-        self,
-        model: keras.Model,
-        steps: Iterator[Mapping[str, Any]],
-        part: Segment,
-        callbacks: Sequence[keras.callbacks.Callback],
-    ) -> None:
+    def call(self, run: RunContext, steps: Iterator[Mapping[str, Any]], part: Segment) -> None:
         """Training loop that calls callbacks as Keras' fit does; `steps` runs a step per item and yields metrics."""
-        called = keras.callbacks.CallbackList(
-            list(callbacks), model=model, epochs=part.end_epoch, steps=part.num_steps, verbose=0
+        model = run.model
+        callbacks = keras.callbacks.CallbackList(
+            run.callbacks.ordered, model=model, epochs=part.end_epoch, steps=part.num_steps, verbose=0
         )
         model.stop_training = False
-        called.on_train_begin()
+        callbacks.on_train_begin()
         for epoch in range(part.first_epoch, part.end_epoch):
             model.reset_metrics()
-            called.on_epoch_begin(epoch)
+            callbacks.on_epoch_begin(epoch)
             for number in range(part.num_steps):
-                called.on_train_batch_begin(number)
-                called.on_train_batch_end(number, next(steps))
+                callbacks.on_train_batch_begin(number)
+                callbacks.on_train_batch_end(number, next(steps))
                 if model.stop_training:
                     break
-            called.on_epoch_end(epoch, dict(model.get_metrics_result()))
+            callbacks.on_epoch_end(epoch, dict(model.get_metrics_result()))
             if model.stop_training:
                 break
-        called.on_train_end()
+        callbacks.on_train_end()
 
     # ---- after training ----------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from ringtrain.strategies.parameter_server.cluster import LOOK_S
 from ringtrain.strategies.parameter_server.coordinator import AHEAD, ParameterServers
 
 if TYPE_CHECKING:
+    from ringtrain.run.context import RunContext
     from ringtrain.run.resume import Segment
 
 
@@ -43,12 +44,10 @@ class Asynchronous(ParameterServers):
     def gradient_norm(self, optimizer: keras.optimizers.Optimizer) -> None:
         """None, since concurrent updates would overwrite the norm while it is read."""
 
-    def fit(
-        self, model: keras.Model, batches: Any, part: Segment, callbacks: Sequence[keras.callbacks.Callback]
-    ) -> None:
+    def fit(self, run: RunContext, part: Segment) -> None:
         """Trains a segment. Updates in flight when an earlier segment was interrupted do not count as steps."""
-        model.optimizer.iterations.assign(part.first_step)
-        super().fit(model, batches, part, callbacks)
+        run.model.optimizer.iterations.assign(part.first_step)
+        super().fit(run, part)
 
     def _on_a_worker(self, where: tf.Tensor) -> tf.Tensor:
         iterations = self.model.optimizer.iterations.value
@@ -62,7 +61,7 @@ class Asynchronous(ParameterServers):
         self.model.optimizer.apply(gradients, [v.value for v in self.model.trainable_variables])
         return self.seen([begun, end_s, newest - version, loss], labels, outputs)
 
-    def beside(self) -> Sequence[Callable[[], None]]:
+    def thread_targets(self) -> Sequence[Callable[[], None]]:
         """One thread per step that may be scheduled in advance; it waits for the step's result."""
         return [self._wait_for_steps] * self.ahead
 
@@ -89,8 +88,8 @@ class Asynchronous(ParameterServers):
                     self._give_out(self.global_step + self.ahead)
                 self.global_step += 1
                 self.staleness[int(found[3])] += 1
-                self.note(found)
-                yield self.saw(found)
+                self.record_times(found)
+                yield self.count(found)
 
     def _give_out(self, step: int) -> None:
         self.given.put(self.coordinator.schedule(self.step, args=(self.where(step // self.num_workers, step),)))
@@ -112,13 +111,13 @@ class Asynchronous(ParameterServers):
             f"each applied gradients of its own, {mean:.1f} updates late ({most} at most), so nothing is proven equal"
         )
 
-    def told(self) -> dict[str, Any]:
+    def statistics(self) -> dict[str, Any]:
         """Adds the staleness: the number of updates between reading the weights and updating them."""
         values = np.array(sorted(self.staleness.elements()) or [0])
         spread = {"mean": float(values.mean()), "max": int(values.max())}
         spread |= {f"p{share}": int(np.percentile(values, share, method="nearest")) for share in (50, 90)}
         return {
-            **super().told(),
+            **super().statistics(),
             "staleness": spread,
             "not_promised": "bit-exact results, samples seen once, equality with ring",
         }

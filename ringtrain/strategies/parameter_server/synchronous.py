@@ -28,8 +28,8 @@ class Synchronous(ParameterServers):
     A worker contributes at most one gradient per step.
     """
 
-    def __init__(self, config: Config, crew: RankGroup) -> None:
-        super().__init__(config, crew)
+    def __init__(self, config: Config, group: RankGroup) -> None:
+        super().__init__(config, group)
         self.copies = self.num_workers - config.strategy.backup_workers
         self.dropped = Counter[int]()
         self.changed = threading.Condition()
@@ -72,7 +72,7 @@ class Synchronous(ParameterServers):
         self.strategy.extended._allow_run_without_coordinator = True
         return pinning
 
-    def beside(self) -> Sequence[Callable[[], None]]:
+    def thread_targets(self) -> Sequence[Callable[[], None]]:
         """One thread per worker."""
         self.ended = False
         return [functools.partial(self._work, worker, self.version) for worker in range(self.num_workers)]
@@ -103,7 +103,7 @@ class Synchronous(ParameterServers):
                     self.failure = error
                     self.changed.notify_all()
                 return
-            self.note(found)
+            self.record_times(found)
             with self.changed:
                 if version == self.version and len(self.arrived) < self.copies:
                     self.arrived.append((worker, found, gradients))
@@ -127,12 +127,12 @@ class Synchronous(ParameterServers):
             self.update([gradients for _, _, gradients in first])
             self.global_step += 1
             for _, found, _ in first:
-                logs = self.saw(found)
+                logs = self.count(found)
             yield logs
 
     def gradients_seen(self, gradients: str) -> str:
         return f"gradients {gradients}, {sum(self.about['dropped'])} dropped"
 
-    def told(self) -> dict[str, Any]:
+    def statistics(self) -> dict[str, Any]:
         """Adds the number of dropped gradients by worker."""
-        return {**super().told(), "dropped": [self.dropped[worker] for worker in range(self.num_workers)]}
+        return {**super().statistics(), "dropped": [self.dropped[worker] for worker in range(self.num_workers)]}
