@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
+from numpy.typing import NDArray
 
 from ringtrain import data, hvd
 from ringtrain.errors import DataError
@@ -65,14 +67,20 @@ def over_all_ranks(model: keras.Model, num_samples: int) -> dict[str, Any]:
     number of samples that each rank has seen, is 0.
     """
     variables = model.metrics_variables
-    parts = [np.asarray(keras.ops.convert_to_numpy(variable), np.float64) for variable in variables]
-    flat = np.concatenate([*(part.reshape(-1) for part in parts), [num_samples]])
+    values = [keras.ops.convert_to_numpy(variable) for variable in variables]
     with hvd.during("reduce"):
-        *sums, total = hvd.allreduce(flat, op=hvd.Sum, name="ringtrain_metrics").numpy()
-    if not total:
+        *sums, total_samples = sums_over_ranks([*values, np.array(num_samples)], "ringtrain_metrics")
+    if not total_samples:
         raise DataError("none of the samples could be read: those that were skipped are named in the run's logs/")
+    for variable, total in zip(variables, sums, strict=True):
+        variable.assign(total)
+    metrics = {name: keras.ops.convert_to_numpy(value) for name, value in model.get_metrics_result().items()}
+    return {name: float(value) if np.ndim(value) == 0 else np.asarray(value) for name, value in metrics.items()}
+
+
+def sums_over_ranks(arrays: Sequence[NDArray[Any]], name: str) -> list[NDArray[np.float64]]:
+    """Sum of each array over the ranks, in one allreduce. Collective."""
+    parts = [np.asarray(array, np.float64) for array in arrays]
+    total = hvd.allreduce(np.concatenate([part.reshape(-1) for part in parts]), op=hvd.Sum, name=name).numpy()
     ends = np.cumsum([part.size for part in parts])[:-1]
-    for variable, part, total_of_part in zip(variables, parts, np.split(np.asarray(sums), ends), strict=True):
-        variable.assign(np.reshape(total_of_part, part.shape))
-    values = {name: keras.ops.convert_to_numpy(value) for name, value in model.get_metrics_result().items()}
-    return {name: float(value) if np.ndim(value) == 0 else np.asarray(value) for name, value in values.items()}
+    return [sums.reshape(part.shape) for sums, part in zip(np.split(total, ends), parts, strict=True)]
