@@ -32,7 +32,7 @@ from ringtrain.derived import Numbers, derive
 from ringtrain.errors import ConfigError
 from ringtrain.optim import optimizers, schedules
 from ringtrain.protocol import failures
-from ringtrain.run import consistency, console, devices, evaluation, log_capture, resume, tracking
+from ringtrain.run import consistency, console, devices, evaluation, log_capture, resume
 from ringtrain.run.context import Job, Process, RunContext
 from ringtrain.run.resume import Segment
 from ringtrain.run.setup import add_model, read_data
@@ -147,27 +147,24 @@ class Elastic(Ring):
         return {"generation": self.state.place.generation}
 
 
-def keep(process: Process, walk: Callable[[RunContext], Any]) -> Any:
+def run(process: Process, fit_and_finish: Callable[[RunContext], Any]) -> Any:
     """Makes this rank's model alone, then agrees with the others and trains, again after every change of ranks.
 
-    Args:
-        walk: trains and finishes a run, and returns its summary and exit code.
+    Returns the summary and the exit code, as `fit_and_finish` does.
     """
     strategy: Any = process.strategy  # Elastic
-    tracking.check_packages()
-    process.config = resume.started_again(process.config, process.attempt)
-    job = read_data(process, strategy.together)
+    job = read_data(process)
     # The schedule's rates are set from outside: ranks that join later must build the same.
     flat = dataclasses.replace(process.config, schedule=ScheduleConfig())
     flat_job = dataclasses.replace(job, numbers=_numbers(flat, job, hvd.size()))
-    add_model(process, flat_job, flat, strategy.together)
+    add_model(process, flat_job, flat)
     strategy.state = hvd.elastic.KerasState(
         flat_job.model, folder="", place=Place(planned_ranks=hvd.size()), start=resume.Start()
     )
 
     def from_last_commit(state: Any) -> tuple[Mapping[str, Any], int]:
-        run = agree(process, flat_job, state)
-        return walk(run) if isinstance(run, RunContext) else (run, 0)
+        agreed = agree(process, flat_job, state)
+        return fit_and_finish(agreed) if isinstance(agreed, RunContext) else (agreed, 0)
 
     with process.signals:
         return hvd.elastic.run(from_last_commit)(strategy.state)
@@ -237,10 +234,8 @@ def _begin(process: Process, job: Job, state: Any, terminal: Any) -> Mapping[str
     sums = hvd.allgather_object(start.metrics_state, name="ringtrain_metrics_state")
     state.start = dataclasses.replace(start, metrics_state=tuple(sum(parts) for parts in zip(*sums, strict=True)))
     state.place = Place(planned, started=time.time(), **_place_of(saved, start))
-    strategy = process.strategy
-    placement = strategy.placement(numbers, process.pinning, strategy.hosts())
-    console.show_plan(terminal, config, numbers, placement, strategy.shard(numbers), strategy.shown_name)
-    console.show_start(terminal, config, start, process.attempt.causes)
+    console.show_plan(terminal, process, numbers, process.strategy.hosts())
+    console.show_start(terminal, process, start)
     return {}
 
 

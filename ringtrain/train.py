@@ -102,7 +102,7 @@ def _walk(config: Config, stages: journal.Stages) -> tuple[Mapping[str, Any], in
         if process.strategy.ranks_change:
             from ringtrain import elastic
 
-            return elastic.keep(process, lambda run: finish(fit(run)))
+            return elastic.run(process, lambda run: finish(fit(run)))
         run = agree(process)
         return finish(fit(run)) if isinstance(run, RunContext) else (run, 0)
     except Exception as error:
@@ -115,7 +115,7 @@ def setup(config: Config, named: Named, group: RankGroup | None, stages: journal
     import ringtrain.hvd as hvd  # first: it reports missing packages
     from ringtrain import elastic
     from ringtrain.monitor import timeline
-    from ringtrain.run import stopping, tracking
+    from ringtrain.run import resume, stopping, tracking
 
     stages.done("libraries")
     hvd.configure(config.hvd)
@@ -128,11 +128,12 @@ def setup(config: Config, named: Named, group: RankGroup | None, stages: journal
     # Before TensorFlow uses a device: it would allocate memory on the host's first GPU for every rank.
     strategy = elastic.Elastic(config) if hvd.elastic.is_on() else strategies.make(config, group)
     pinning = strategy.begin()
-    events = journal.Journal()
+    strategy.together(tracking.check_packages)
+    attempt, events = Attempt.from_environment(), journal.Journal()
     return Process(
-        config=config,
+        config=strategy.together(lambda: resume.started_again(config, attempt)),
         named=named,
-        attempt=Attempt.from_environment(),
+        attempt=attempt,
         strategy=strategy,
         pinning=pinning,
         code=strategy.together(lambda: consistency.of_code(config, tracking.versions())),
@@ -157,28 +158,25 @@ def agree(process: Process, job: Job | None = None) -> RunContext | Mapping[str,
     """
     from ringtrain import hvd
     from ringtrain.monitor import heartbeat, timeline
-    from ringtrain.run import resume, tracking
+    from ringtrain.run import tracking
 
     strategy, stages, rank, size = process.strategy, process.stages, hvd.rank(), hvd.size()
     consistency.same_code(process)
     stages.done("checks")
 
     # Data: each rank trains its shard of every global batch, and evaluates its shard of the test samples.
-    hvd.run_together(tracking.check_packages)
-    process.config = strategy.same_global_batch(process.config, process.attempt)
-    process.config = hvd.run_together(functools.partial(resume.started_again, process.config, process.attempt))
-    config = process.config
+    config = process.config = strategy.same_global_batch(process.config, process.attempt)
     if job is None:
         for is_first in (rank == 0, rank > 0 and hvd.local_rank() == 0):  # hosts may have the data on local disks
             hvd.run_together(functools.partial(data.prepare, config.data, is_first))
-        job = read_data(process, hvd.run_together)
+        job = read_data(process)
     consistency.same_job(process, job)
     stages.done("data")
 
     # Model and optimizer: rank 0's on every rank, from the newest checkpoint if there is one, kept equal by averaged
     # gradients.
     if job.model is None:
-        add_model(process, job, config, hvd.run_together)
+        add_model(process, job, config)
     stages.done("model")
     numbers = job.numbers
     start, summary = consistency.restore(process, job, numbers, lambda start: start.global_step >= numbers.num_steps)
@@ -207,9 +205,8 @@ def agree(process: Process, job: Job | None = None) -> RunContext | Mapping[str,
         versions=tracking.versions(),
     )
     terminal = console.console_for(rank)
-    placement = strategy.placement(numbers, process.pinning, hosts)
-    console.show_plan(terminal, config, numbers, placement, strategy.shard(numbers), strategy.shown_name)
-    console.show_start(terminal, config, start, process.attempt.causes)
+    console.show_plan(terminal, process, numbers, hosts)
+    console.show_start(terminal, process, start)
     run = RunContext(
         **vars(process), **vars(job), hosts=hosts, start=start, folder=folder, gradients=gradients, terminal=terminal
     )

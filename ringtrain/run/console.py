@@ -11,17 +11,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import rich.progress
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
-from ringtrain.config import Config, changed_options, without_effect
+from ringtrain.config import changed_options, without_effect
 from ringtrain.derived import Numbers, scaled_batch, scaling_of
 from ringtrain.optim import schedules
 from ringtrain.protocol.env import HOST_SLOTS
 from ringtrain.protocol.launchers import PROGRAMS, launched_rank
+
+if TYPE_CHECKING:
+    from ringtrain.run.context import Process
+    from ringtrain.run.resume import Start
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -160,21 +164,9 @@ def speed(images_per_s: float) -> str:
     return f"{images_per_s:,.0f} images/s" if math.isfinite(images_per_s) else "too short to measure speed"
 
 
-def show_plan(
-    console: Console,
-    config: Config,
-    numbers: Numbers,
-    placement: Mapping[str, str],
-    shard: str,
-    strategy: str,
-) -> None:
-    """Prints the plan, with every number derived from the configuration.
-
-    Args:
-        placement: rows on processes and devices.
-        shard: number of samples that one of them trains per epoch, and which.
-        strategy: shown name; "": no row.
-    """
+def show_plan(console: Console, process: Process, numbers: Numbers, hosts: Sequence[str]) -> None:
+    """Prints the plan, with every number derived from the configuration. `hosts`: host of each rank."""
+    config, strategy = process.config, process.strategy
     n, optimizer = numbers, config.optimizer
     factor = f"{scaled_batch(config, n.global_batch_size, n.num_ranks)} / {optimizer.reference_batch_size}"
     rule, why = scaling_of(config)
@@ -184,13 +176,13 @@ def show_plan(
     accumulated = f" x {n.accumulation_steps} batches accumulated" if n.accumulation_steps > 1 else ""
     rest = f", {n.dropped_per_epoch} left over, others each time" if n.dropped_per_epoch else ""
     rows = {
-        **placement,
+        **strategy.placement(numbers, process.pinning, hosts),
         "data": f"{config.data.name}: {n.num_train:,} to train, {n.num_test:,} to test",
-        **({"strategy": strategy} if strategy else {}),
+        **({"strategy": strategy.shown_name} if strategy.shown_name else {}),
         "model": config.model.name,
         "global batch": f"{n.global_batch_size} = {n.batch_size} x {n.num_ranks}{accumulated}",
         "steps": f"{n.num_steps:,} = {config.train.epochs} epochs x {n.steps_per_epoch:,}{rest}",
-        "shard": shard,
+        "shard": strategy.shard(numbers),
         "learning rate": f"{n.learning_rate:g}{scaled} ({optimizer.name}, {config.schedule.name}{reason})",
         **_table_of_rates(schedules.schedule_of(config, n), n.steps_per_epoch),
         "seed": str(config.seed),
@@ -200,14 +192,14 @@ def show_plan(
     _show_rows(console, rows)
 
 
-def show_start(console: Console, config: Config, start: Any, causes: Sequence[str]) -> None:
-    """Prints where a run resumes, which checkpoints were skipped, and why earlier attempts ended (`causes`)."""
-    for number, cause in enumerate(causes, 1):
+def show_start(console: Console, process: Process, start: Start) -> None:
+    """Prints where a run resumes, which checkpoints were skipped, and why earlier attempts ended."""
+    for number, cause in enumerate(process.attempt.causes, 1):
         console.print(f"start {number} ended  {cause}", highlight=False, markup=False, soft_wrap=True)
     for reason in start.refused:
         console.print(f"passed over    {reason}", highlight=False, soft_wrap=True)
     if start.source:
-        unused = " (run.init_from has no effect)" if config.run.init_from else ""
+        unused = " (run.init_from has no effect)" if process.config.run.init_from else ""
         _show_rows(console, {"going on": f"after step {start.global_step:,}, from {start.source}{unused}"})
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -142,9 +143,8 @@ def test_a_stopped_run_tells_how_to_resume_it(resume, more):
 def shown_plan(config: Config) -> str:
     output = io.StringIO()
     numbers = derive(config, num_ranks=2, num_train=1437, num_test=360)
-    strategy = Ring(config)
-    placement = strategy.placement(numbers, Pinning(num_threads=1), ["here", "here"])
-    show_plan(Console(file=output, width=120), config, numbers, placement, strategy.shard(numbers), strategy.shown_name)
+    process = SimpleNamespace(config=config, strategy=Ring(config), pinning=Pinning(num_threads=1))
+    show_plan(Console(file=output, width=120), process, numbers, ["here", "here"])
     return output.getvalue()
 
 
