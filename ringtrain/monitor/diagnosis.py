@@ -22,11 +22,11 @@ MIN_LOST_S = 5.0
 """minimum time that a straggler costs without a pause: other load makes any rank slow for a moment"""
 ORDER = ("start", "callbacks", "save", "evaluate", "input", "compute", "update")
 STATES = {
-    "": "its process has ended",
+    "": "its process has exited",
     "T": "its process is stopped (SIGSTOP, or a scheduler's suspend)",
     "t": "its process is held by a debugger",
     "D": "its process waits for a disk or a file server",
-    "Z": "its process has ended",
+    "Z": "its process has exited",
 }
 PARTS = ("input", "compute", "callbacks")
 
@@ -135,11 +135,11 @@ def located(row: Row, rows: Collection[Row]) -> Row:
 def report(rows: Collection[Row], culprits: Sequence[Row]) -> str:
     """Stall report: blocking ranks, hosts, idle time, waiting ranks and stacks."""
     if not culprits:
-        where = "; ".join(f"rank {row.rank} on {row.host} at step {row.step}" for row in sorted(rows, key=_rank)[:8])
+        where = ", ".join(f"rank {row.rank} on {row.host} at step {row.step}" for row in sorted(rows, key=_rank)[:8])
         stack = next((f"\n{row.stacks}" for row in sorted(rows, key=_rank) if row.stacks), "")
         return (
-            f"no rank has made progress for {idle_s(rows):.0f} s, each waits for the others in a collective: {where}:"
-            f" look at the network between the hosts, or for a collective that only some ranks take part in{stack}"
+            f"no progress on any rank for {idle_s(rows):.0f} s; all wait in a collective ({where}): check the network"
+            f" between the hosts, and look for a collective that only some ranks call{stack}"
         )
     sentences = [sentence(row, rows) for row in culprits[:3]]
     if len(culprits) > 3:
@@ -161,12 +161,14 @@ def sentence(row: Row, rows: Collection[Row]) -> str:
     seen = next((one.saw[str(row.rank)] for one in rows if str(row.rank) in one.saw), None)
     if seen is None:
         return (
-            f"{said}, last heard of in {phase} of step {row.step}; it does not answer: its host, or the network to it,"
-            f" may be down, or its process stopped"
+            f"{said}, last heartbeat in {phase} of step {row.step}: its host or the network to it may be down, or its"
+            f" process stopped"
         )
     said = f"{said}, in {phase}"
-    why = STATES.get(seen["state"], "its process runs, but no Python in it does: look for C code that keeps the lock")
-    return f"{said}; it does not answer: {why}"
+    why = STATES.get(
+        seen["state"], "its process runs but executes no Python code: look for native code that holds the GIL"
+    )
+    return f"{said}; no heartbeat: {why}"
 
 
 def waiting(rows: Collection[Row], culprits: Collection[Row]) -> str:
@@ -245,8 +247,8 @@ def slow_words(row: Row, part: str, times: float) -> str:
     """Sentence about a straggler."""
     part_s = getattr(row.times, f"{part}_s")
     return (
-        f"rank {row.rank} on {row.host} is slow: it needs {times:.1f} times as long for its own part of a step as the"
-        f" other ranks ({1000 * row.times.own_s:.1f} ms, of that {part} {1000 * part_s:.1f} ms), and all wait for it"
+        f"straggler: rank {row.rank} on {row.host} takes {times:.1f} times the other ranks' median per step"
+        f" ({1000 * row.times.own_s:.1f} ms, of which {1000 * part_s:.1f} ms in {part}); all ranks wait for it"
     )
 
 

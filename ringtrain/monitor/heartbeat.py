@@ -168,7 +168,7 @@ class Monitor:
         try:
             self._listen() if self.rank == 0 else self._call()
         except Exception:  # a bug here must not end training
-            _print(f"rank {self.rank} is not watched any more:\n{traceback.format_exc()}")
+            _print(f"rank {self.rank} is no longer monitored:\n{traceback.format_exc()}")
 
     def _listen(self) -> None:
         """Thread of rank 0: receives all heartbeats and finds stalls and stragglers."""

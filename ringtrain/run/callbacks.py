@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import keras
+
 from ringtrain import hvd
 from ringtrain.monitor import fault_injection
 from ringtrain.run import evaluation, saver, stopping, tracking
@@ -19,6 +21,9 @@ class Callbacks:
     def __init__(self, run: RunContext, progress: Progress) -> None:
         lengths = run.numbers.lengths
         faults = fault_injection.FaultInjector(run.named.faults, run.rank, *lengths, run.folder, run.journal)
+        inject = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: faults.after_step(run.clock.global_step, run.model)
+        )
         self.evaluation = evaluation.Evaluation(run)
         self.in_sync = hvd.callbacks.CheckInSyncCallback(run.config.train.check_every_steps)
         self.stop = stopping.StopTogether(run)
@@ -35,6 +40,6 @@ class Callbacks:
             self.stop,  # agrees on all requests to stop, and that the loss is finite, before anything is saved
             self.in_sync,  # ranks that have diverged save nothing
             self.saver,  # saves a state on which all ranks agree
-            *([fault_injection.callback(faults, run.clock)] if run.named.faults else []),  # breaks what is complete
+            *([inject] if run.named.faults else []),  # breaks what is complete
             *run.strategy.last_callbacks(run),  # an elastic commit interrupts fit: nothing may follow it
         ]

@@ -113,25 +113,24 @@ def verify(folder: Path) -> Checkpoint:
         DamagedCheckpoint: a file is missing, truncated or changed.
         CheckpointError: it cannot be read, even after retries, or a newer ringtrain wrote it.
     """
-    pauses_s = iter(READ_AGAIN_S)
-    while True:
-        try:
+    for pause_s in READ_AGAIN_S:
+        with contextlib.suppress(OSError):
             return _verify(folder)
-        except OSError as error:
-            pause_s = next(pauses_s, None)
-            if pause_s is None:
-                raise CheckpointError(
-                    f"{error.filename or folder}: cannot be read: {error.strerror}: nothing was removed; start again"
-                    f" when it can be read, or give --run.resume the path of another one, with another --run.name"
-                ) from error
         time.sleep(pause_s)
+    try:
+        return _verify(folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or folder}: cannot be read: {error.strerror}: nothing was removed; start again when it"
+            f" can be read, or give --run.resume the path of another one, with another --run.name"
+        ) from error
 
 
 def _verify(folder: Path) -> Checkpoint:
     try:
         head, _, body = (folder / MANIFEST).read_text(encoding="utf-8").partition("\n")
         if parse_json(head)["sha256"] != hashlib.sha256(body.encode()).hexdigest():
-            raise DamagedCheckpoint(f"{folder / MANIFEST}: does not have the checksum it says")
+            raise DamagedCheckpoint(f"{folder / MANIFEST}: its content does not match its checksum")
         manifest = parse_json(body)
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{folder}: no {MANIFEST}: not a checkpoint, or not a whole one") from None

@@ -295,7 +295,7 @@ def load_weights(model: keras.Model, source: Path) -> None:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{source}: cannot be read as a Keras model: {error}") from error
         if [w.shape for w in weights] != [tuple(v.shape) for v in model.weights]:
-            raise CheckpointError(f"{source}: a model with other weights than this one")
+            raise CheckpointError(f"{source}: has weights of other shapes: use a model of the same architecture")
         model.set_weights(weights)
         return
     found, _ = _find(source, must=True)

@@ -107,8 +107,7 @@ class Saver(keras.callbacks.Callback):
             reports = hvd.allgather_object((digests, self._not_finite()), name="ringtrain_own_state")
         if worst := next((path for _, path in reports if path), ""):
             raise NonFiniteLoss(
-                f"after step {step} {worst} is no finite number any more: look at the learning rate; the last"
-                f" checkpoint is from before"
+                f"non-finite weight {worst} after step {step}: lower the learning rate; the last checkpoint is older"
             )
         own = self._own_state(model_state.places_to_save(self.model, [one for copies, _ in reports for one in copies]))
         with hvd.during("reduce"):
@@ -142,7 +141,7 @@ class Saver(keras.callbacks.Callback):
     def _finish(self) -> None:
         self.wait()
         if self._failed_step == self.saved_step:
-            raise CheckpointError(f"{self.saves['failed'][-1]['error']}; what was saved before stays")
+            raise CheckpointError(f"{self.saves['failed'][-1]['error']}; earlier checkpoints are kept")
 
     def wait(self) -> None:
         """Waits until the pending save is on disk or has failed."""
@@ -199,11 +198,11 @@ class Saver(keras.callbacks.Callback):
             why = error.strerror if isinstance(error, OSError) else error
             text = f"{self.folder}/step-{step:08d}: cannot be written: {why}"
             self.saves["failed"].append({"global_step": step, "error": text})
-            print(f"ringtrain: {text}; training goes on", file=sys.stderr, flush=True)
+            print(f"ringtrain: {text}; training continues", file=sys.stderr, flush=True)
         else:
             try:
                 checkpoint.prune(self.folder, self.config.checkpoint.keep, BEST_BY)
             except OSError as error:
-                text = f"{error.filename or self.folder}: older checkpoints stay: {error.strerror}"
+                text = f"{error.filename or self.folder}: older checkpoints are not removed: {error.strerror}"
                 print(f"ringtrain: {text}", file=sys.stderr, flush=True)
         self.saves["write_s"] += time.perf_counter() - begin_s

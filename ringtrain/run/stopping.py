@@ -141,8 +141,8 @@ class StopTogether(keras.callbacks.Callback):
         step, rank, host = min((step, rank, host) for rank, (step, host) in enumerate(first_bad) if step)
         epoch, batch = divmod(step - 1, self.run.numbers.steps_per_epoch)
         raise NonFiniteLoss(
-            f"the loss is no finite number on rank {rank} ({host}) from step {step} on (epoch {epoch + 1}, batch"
-            f" {batch + 1}): look at the learning rate and at that batch's data; the last checkpoint is from before"
+            f"non-finite loss on rank {rank} ({host}) at step {step} (epoch {epoch + 1}, batch {batch + 1}): lower the"
+            f" learning rate or check this batch; the last checkpoint is older"
         )
 
 

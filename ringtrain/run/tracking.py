@@ -55,7 +55,7 @@ class Recorder(keras.callbacks.Callback):
         self.first_step = run.clock.global_step
         self.timed_steps = 0
         self.timed_s = 0.0
-        self.complained = False
+        self.reported = False
         self.unwritten: dict[str, list[str]] = {}
         self.epochs = _records_until(self.folder / METRICS, self.first_step)
         _records_until(self.folder / STEPS, self.first_step)
@@ -120,15 +120,12 @@ class Recorder(keras.callbacks.Callback):
         """Reports a failed write once; records then stay in memory, and training continues."""
         try:
             yield
-        except OSError as error:
-            self._complain(error.strerror or str(error))
-        except tf.errors.OpError as error:  # TensorBoard's files
-            self._complain(error.message)
-
-    def _complain(self, why: str) -> None:
-        if not self.complained:
-            print(f"ringtrain: {self.folder}: cannot be written: {why}; training goes on", file=sys.stderr, flush=True)
-        self.complained = True
+        except (OSError, tf.errors.OpError) as error:  # the latter from TensorBoard's files
+            why = error.message if isinstance(error, tf.errors.OpError) else error.strerror or error
+            if not self.reported:
+                text = f"{self.folder}: cannot be written: {why}; training continues"
+                print(f"ringtrain: {text}", file=sys.stderr, flush=True)
+            self.reported = True
 
     def _append(self, file_name: str, *lines: str) -> None:
         """Appends lines to a file, after those that could not be written before."""

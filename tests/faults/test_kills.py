@@ -81,7 +81,7 @@ def test_a_corrupt_checkpoint_a_bug_an_exit_and_a_full_disk_in_one_run(
     assert "rank 0 on " in second and "exit code 1" in second and "(step 30" in second
     (failed,) = summary(tmp_path)["saves"]["failed"]
     assert failed["global_step"] == 42
-    assert "step-00000042: cannot be written: No space left on device; training goes on" in ended.stderr
+    assert "step-00000042: cannot be written: No space left on device; training continues" in ended.stderr
     assert final_files(tmp_path) == final_files(undisturbed)
     tally("a corrupt checkpoint, a bug, an exit and a full disk in one run", "as undisturbed, bit for bit")
 

@@ -77,22 +77,22 @@ def test_the_report_says_who_where_how_long_and_who_waits() -> None:
     assert report(rows, keeping_waiting(rows)) == (
         "rank 1 on host1 has made no progress for 12 s: at step 20, in input; ranks 0, 2 wait for it\nin read"
     )
-    assert "each waits for the others in a collective: rank 0 on host0 at step 20" in report([row(0), row(1)], [])
+    assert "all wait in a collective (rank 0 on host0 at step 20, rank 1" in report([row(0), row(1)], [])
 
 
 @pytest.mark.parametrize(
     ("saw", "words"),
     [
-        ({}, "at step 20, last heard of in compute of step 17; it does not answer: its host, or the network"),
+        ({}, "at step 20, last heartbeat in compute of step 17: its host or the network"),
         (
             {"state": "T", "step": 19, "phase": "save"},
-            "at step 19, in save; it does not answer: its process is sto",
+            "at step 19, in save; no heartbeat: its process is stopped",
         ),
-        ({"state": "T"}, "at step 20, in compute; it does not answer: its process is stopped"),
-        ({"state": ""}, "its process has ended"),
+        ({"state": "T"}, "at step 20, in compute; no heartbeat: its process is stopped"),
+        ({"state": ""}, "its process has exited"),
         (
             {"state": "R", "step": 20, "phase": "step"},
-            "in input, compute or reduce; it does not answer: its proce",
+            "in input, compute or reduce; no heartbeat: its process runs",
         ),
     ],
 )

@@ -218,7 +218,7 @@ def a_last_save_that_failed_is_tried_again():
                 shutil.rmtree(folder / "step-00000001")
         else:
             message = small.raised(CheckpointError, saver.finish)
-            assert "step-00000001: cannot be written: No space left on device; what was saved before stays" in message
+            assert "step-00000001: cannot be written: No space left on device; earlier checkpoints are kept" in message
     if hvd.rank() == 0:
         shutil.rmtree(folder)
 
