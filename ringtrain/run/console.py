@@ -78,17 +78,17 @@ def terminal_of_launcher(proc: Path = Path("/proc")) -> str:
     return found
 
 
-class AboveBar(io.TextIOBase):
+class _StderrAboveBar(io.TextIOBase):
     """Standard error while a bar moves: logs whole lines, and prints them above the bar to leave no copy of it."""
 
-    def __init__(self, console: Console, to_log: Callable[[str], None], instead_of: TextIO) -> None:
-        self.console, self.to_log, self.instead_of = console, to_log, instead_of
-        self._begun = ""
+    def __init__(self, console: Console, to_log: Callable[[str], None], stderr: TextIO) -> None:
+        self.console, self.to_log, self.stderr = console, to_log, stderr
+        self._unfinished = ""
 
     def write(self, text: str) -> int:
         """Shows complete lines and keeps the rest."""
-        *lines, rest = (self._begun + text).split("\n")
-        self._begun = _as_last_written(rest) + "\r" * rest.endswith("\r")
+        *lines, rest = (self._unfinished + text).split("\n")
+        self._unfinished = _as_last_written(rest) + "\r" * rest.endswith("\r")
         for line in map(_as_last_written, lines):
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
             self.to_log(line)
@@ -96,7 +96,7 @@ class AboveBar(io.TextIOBase):
 
     def fileno(self) -> int:
         """Descriptor of standard error, for child processes."""
-        return self.instead_of.fileno()
+        return self.stderr.fileno()
 
 
 def _as_last_written(line: str) -> str:
@@ -105,7 +105,7 @@ def _as_last_written(line: str) -> str:
 
 
 class Progress:
-    """Progress of a run: a bar if it can move, else a line per epoch and every 10 s. `to_log`: as in `AboveBar`."""
+    """Progress of a run: a bar if it can move, else a line per epoch and every 10 s. `to_log` writes a line."""
 
     def __init__(
         self, console: Console, num_steps: int, num_epochs: int, to_log: Callable[[str], None] | None = None
@@ -122,7 +122,7 @@ class Progress:
             TimeRemainingColumn(),
             console=console,
             disable=console.quiet or not console.is_terminal,
-            redirect_stderr=False,  # AboveBar does that, and writes to the rank's log
+            redirect_stderr=False,  # _StderrAboveBar does that, and writes to the rank's log
             transient=True,
             expand=True,
         )
@@ -133,7 +133,7 @@ class Progress:
         self.bar.start()
         self.stderr = sys.stderr
         if self.to_log and not self.bar.disable:
-            sys.stderr = AboveBar(self.console, self.to_log, sys.stderr)
+            sys.stderr = _StderrAboveBar(self.console, self.to_log, sys.stderr)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -174,7 +174,7 @@ def show_plan(console: Console, process: Process, numbers: Numbers, hosts: Seque
     scaled = f" = {optimizer.learning_rate:g}{scaling}" if n.learning_rate != optimizer.learning_rate else ""
     reason = f"; {why}" if why and n.global_batch_size != optimizer.reference_batch_size else ""
     accumulated = f" x {n.accumulation_steps} batches accumulated" if n.accumulation_steps > 1 else ""
-    rest = f", {n.dropped_per_epoch} left over, others each time" if n.dropped_per_epoch else ""
+    rest = f", {n.dropped_per_epoch} left out, others in each epoch" if n.dropped_per_epoch else ""
     rows = {
         **strategy.placement(numbers, process.pinning, hosts),
         "data": f"{config.data.name}: {n.num_train:,} to train, {n.num_test:,} to test",
@@ -195,12 +195,12 @@ def show_plan(console: Console, process: Process, numbers: Numbers, hosts: Seque
 def show_start(console: Console, process: Process, start: Start) -> None:
     """Prints where a run resumes, which checkpoints were skipped, and why earlier attempts ended."""
     for number, cause in enumerate(process.attempt.causes, 1):
-        console.print(f"start {number} ended  {cause}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"attempt {number} ended: {cause}", highlight=False, markup=False, soft_wrap=True)
     for reason in start.refused:
-        console.print(f"passed over    {reason}", highlight=False, soft_wrap=True)
+        console.print(f"{'skipped':<14} {reason}", highlight=False, soft_wrap=True)
     if start.source:
         unused = " (run.init_from has no effect)" if process.config.run.init_from else ""
-        _show_rows(console, {"going on": f"after step {start.global_step:,}, from {start.source}{unused}"})
+        _show_rows(console, {"resumes": f"after step {start.global_step:,}, from {start.source}{unused}"})
 
 
 def show_complete(console: Console, folder: Path, summary: Mapping[str, Any], ended_by: str) -> None:
