@@ -253,30 +253,23 @@ def _place_of(saved: dict[str, Any], start: resume.Start) -> dict[str, Any]:
 def _resized(state: Any, process: Process, terminal: Any) -> None:
     """Records the current ranks in the state that a failure returns to."""
     strategy: Any = process.strategy  # Elastic
-    place, size, global_step = state.place, hvd.size(), state.start.global_step
-    news = hvd.allgather_object((strategy.reached, f"{time.time_ns():x}"), name="ringtrain_news")
-    lost_steps = max(0, max(reached for reached, _ in news) - global_step) if place.num_ranks else 0
-    event, resizes = "start", place.resizes
-    if place.num_ranks and hvd.rank() == 0:
-        failures.report_recovery()
+    place, size, global_step, resizes = state.place, hvd.size(), state.start.global_step, state.place.resizes
+    of_ranks = hvd.allgather_object((strategy.reached, f"{time.time_ns():x}"), name="ringtrain_news")
+    lost_steps = max(0, max(reached for reached, _ in of_ranks) - global_step) if place.num_ranks else 0
+    change = {"from": place.num_ranks, "to": size, "lost_steps": lost_steps}
     if place.num_ranks:
-        event = "resize"
-        resizes = (
-            *resizes,
-            {"global_step": global_step, "from": place.num_ranks, "to": size, "lost_steps": lost_steps},
-        )
-        again = f"; {lost_steps} steps are made again" * bool(lost_steps)
-        ranks = "1 rank" if place.num_ranks == 1 else f"{place.num_ranks} ranks"
-        terminal.print(f"{ranks} became {size} after step {global_step}{again}", highlight=False)
-    generation, after = news[0][1], place.generation
+        if hvd.rank() == 0:
+            failures.report_recovery()
+        resizes = (*resizes, {"global_step": global_step, **change})
+        repeated = f"; {lost_steps} steps are repeated" * bool(lost_steps)
+        text = f"number of ranks changed from {place.num_ranks} to {size} after step {global_step}{repeated}"
+        terminal.print(text, highlight=False)
+    generation, event = of_ranks[0][1], "resize" if place.num_ranks else "start"
     state.place = dataclasses.replace(place, num_ranks=size, generation=generation, resizes=resizes)
     state.save()
     strategy.reached = global_step
-    process.journal.write(
-        event,
-        **{"global_step": global_step, "epoch": place.epoch, "position": place.position},
-        **{"generation": generation, "after": after, "from": place.num_ranks, "to": size, "lost_steps": lost_steps},
-    )
+    where = {"global_step": global_step, "epoch": place.epoch, "position": place.position}
+    process.journal.write(event, **where, generation=generation, after=place.generation, **change)
 
 
 class BatchScheduler(resume.Clock):

@@ -122,7 +122,7 @@ class Monitor:
         self._addresses = ["127.0.0.1", *addresses] if self._rank_0.host == self.host else addresses
         self._leaving, self._connected = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="ringtrain-heartbeat", daemon=True)
-        self._seen: Any = None
+        self._progress: Any = None
         self._idle_s = 0.0
         self._warned = False
         self._asked_s: float | None = None
@@ -165,14 +165,14 @@ class Monitor:
     # ---- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        self._exchanged_s = time.monotonic()
         try:
-            self._listen() if self.rank == 0 else self._call()
+            self._receive_heartbeats() if self.rank == 0 else self._send_heartbeats()
         except Exception:  # a bug here must not end training
             _print(f"rank {self.rank} is no longer monitored:\n{traceback.format_exc()}")
 
-    def _listen(self) -> None:
+    def _receive_heartbeats(self) -> None:
         """Thread of rank 0: receives all heartbeats and finds stalls and stragglers."""
-        last_s = time.monotonic()
         self.rows[0] = self._rank_0
         while not self._leaving.is_set():
             ask = self._asked_s is not None
@@ -183,35 +183,30 @@ class Monitor:
                 "silent": [[row.rank, row.host, row.process, row.slate] for row in silent],
                 "stacks_of": [row.rank for row in blocking],
             }
-            received = self._transport.exchange(message, HEARTBEAT_S)
-            # Time in which this thread did not run, as in a suspended job, does not count.
-            now_s = time.monotonic()
-            passed_s, last_s = min(now_s - last_s, 2 * HEARTBEAT_S), now_s
+            received, passed_s = self._exchange(message)
             for rank, row in self.rows.items():
                 self.rows[rank] = dataclasses.replace(row, silent_s=row.silent_s + passed_s)
             for fields in received:
                 row = Row.from_json(fields["row"])
                 self.rows[row.rank] = row
             self._silent = silent
-            self.rows[0] = self._own_row(passed_s, with_stacks=ask)
+            self.rows[0] = self._local_row(with_stacks=ask)
             self._check_for_stragglers()
             if self.config.stall_timeout:
                 self._check_for_stall()
         self._transport.exchange({"row": None, "done": True}, 0.0)
         self._transport.close()
 
-    def _call(self) -> None:
+    def _send_heartbeats(self) -> None:
         """Thread of the other ranks: sends heartbeats, follows rank 0's requests, and supervises rank 0."""
-        last_s = time.monotonic()
-        done = complained = False
+        done = reported = False
         rank_0_silent_s = 0.0
         while not self._leaving.is_set() and not done:
             if not self._transport.is_connected:
-                beat = {"row": dataclasses.asdict(self._own_row(0.0))}
-                if self._transport.connect(self._addresses, self._port, beat):
+                if self._transport.connect(self._addresses, self._port, _message(self._local_row())):
                     self.rows.setdefault(0, self._rank_0)
-                elif not self.rows and not complained:
-                    complained = True
+                elif not self.rows and not reported:
+                    reported = True
                     where = ", ".join(self._addresses)
                     _print(
                         f"rank {self.rank} on {self.host} cannot connect to rank 0 at {where}, port {self._port}:"
@@ -221,11 +216,7 @@ class Monitor:
                 if not self.rows:
                     self._leaving.wait(RECONNECT_S)
                     continue
-            beat = {"row": dataclasses.asdict(self._own_row(0.0, self._wants_stacks))}
-            received = self._transport.exchange(beat, HEARTBEAT_S)
-            now_s = time.monotonic()
-            passed_s, last_s = min(now_s - last_s, 2 * HEARTBEAT_S), now_s
-            self._update_idle_time(passed_s)
+            received, passed_s = self._exchange(_message(self._local_row(self._wants_stacks)))
             rank_0_silent_s = 0.0 if received else rank_0_silent_s + passed_s
             if self._leaving.is_set():
                 break
@@ -235,27 +226,29 @@ class Monitor:
                     self._end_after(message["end"])
                 if message.get("row"):
                     self.rows[0] = Row.from_json(message["row"])
-                    self._silent = [Row(rank, host, process, slate) for rank, host, process, slate in message["silent"]]
+                    self._silent = [Row(*fields) for fields in message["silent"]]
                     self._wants_stacks = self.rank in message["stacks_of"]
             if 0 in self.rows and self.config.stall_timeout and not done:
                 self.rows[0] = dataclasses.replace(self.rows[0], silent_s=rank_0_silent_s)
                 self._check_for_rank_0()
-        self._transport.exchange(
-            {"row": dataclasses.asdict(dataclasses.replace(self._own_row(0.0), is_done=True))}, 0.0
-        )
+        self._transport.exchange(_message(dataclasses.replace(self._local_row(), is_done=True)), 0.0)
         self._transport.close()
 
     # ---- heartbeat of this rank -------------------------------------------------------------------------------------
 
-    def _update_idle_time(self, passed_s: float) -> None:
+    def _exchange(self, message: dict[str, Any]) -> tuple[list[dict[str, Any]], float]:
+        """Sends a heartbeat; returns the messages received in one interval and its length. Updates the idle time."""
+        received = self._transport.exchange(message, HEARTBEAT_S)
+        # Time in which this thread did not run, as in a suspended job, does not count.
+        now_s = time.monotonic()
+        passed_s, self._exchanged_s = min(now_s - self._exchanged_s, 2 * HEARTBEAT_S), now_s
         tracker = self.step_timer.tracker
-        seen = (self.clock.global_step, tracker.changes, tracker.moments())
-        self._idle_s = self._idle_s + passed_s if seen == self._seen else 0.0
-        self._seen = seen
+        progress = (self.clock.global_step, tracker.changes, tracker.moments())
+        self._idle_s = self._idle_s + passed_s if progress == self._progress else 0.0
+        self._progress = progress
+        return received, passed_s
 
-    def _own_row(self, passed_s: float, with_stacks: bool = False) -> Row:
-        if passed_s:
-            self._update_idle_time(passed_s)
+    def _local_row(self, with_stacks: bool = False) -> Row:
         here = [row for row in self._silent if row.host == self.host]
         return Row(
             rank=self.rank,
@@ -310,7 +303,7 @@ class Monitor:
         if not self.rows[0].is_silent:
             return
         self._silent = [self.rows[0]]
-        rows = [self.rows[0], self._own_row(0.0)]
+        rows = [self.rows[0], self._local_row()]
         limit_s = diagnosis.limit_s(rows, self.config.stall_timeout)
         # Rank 1 reports for all. Without it, each rank reports.
         if diagnosis.idle_s(rows) > limit_s + (REPORT_FIRST_S if self.rank > 1 else 0.0):
@@ -323,7 +316,7 @@ class Monitor:
             self._transport.exchange({"row": None, "end": {"text": text, "culprits": [r.rank for r in blocking]}}, 0.2)
         error = Stalled(text)
         _print(text)
-        of = blocking[0] if blocking else self._own_row(0.0)
+        of = blocking[0] if blocking else self._local_row()
         failures.report_failure(error, of.rank, exit_code=Stalled.EXIT_CODE, with_traceback=False, host=of.host)
         time.sleep(0.2)  # until this rank's output has reached its log
         os._exit(Stalled.EXIT_CODE)
@@ -334,8 +327,12 @@ class Monitor:
         os._exit(Stalled.EXIT_CODE)
 
     def _journal(self, text: str, blocking: list[int]) -> None:
-        step, phase = self.clock.global_step, self.step_timer.phase()
-        self.journal.write("stall", global_step=step, phase=phase, text=text, of_ranks=blocking)
+        phase = self.step_timer.phase()
+        self.journal.write("stall", global_step=self.clock.global_step, phase=phase, text=text, of_ranks=blocking)
+
+
+def _message(row: Row) -> dict[str, Any]:
+    return {"row": dataclasses.asdict(row)}
 
 
 def _print(text: str) -> None:
