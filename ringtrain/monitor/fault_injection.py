@@ -51,11 +51,7 @@ class Fault:
 
 
 def parse(text: str) -> tuple[Fault, ...]:
-    """Parses faults, such as "rank=1 step=20 mode=kill", separated by commas; "": none.
-
-    Raises:
-        ConfigError: Unknown key or mode, invalid value or unsupported combination.
-    """
+    """Parses faults, such as "rank=1 step=20 mode=kill", separated by commas; "": none. Raises ConfigError."""
     return tuple(_fault(part) for part in text.split(",") if part.strip())
 
 

@@ -100,10 +100,7 @@ class StepTimer(keras.callbacks.Callback):
 
 
 class Monitor:
-    """Heartbeat thread of one rank, as a context manager around training. Exits with code 75 when the job stalls.
-
-    The constructor is a collective: rank 0 broadcasts its address.
-    """
+    """Heartbeat thread of one rank, as a context manager around training. Exits with code 75 when the job stalls."""
 
     def __init__(self, run: RunContext) -> None:
         self.run, self.config, self.journal, self.clock = run, run.config.health, run.journal, run.clock

@@ -58,12 +58,7 @@ class Journal:
             self.open(folder, rank, size, run_start, start_s)
 
     def open(self, folder: Path, rank: int, size: int, run_start: int = 0, start_s: float = 0.0) -> None:
-        """Writes to a run folder from now on.
-
-        Args:
-            run_start: Number of restarts of the run.
-            start_s: Unix time at which rank 0 started, the same on all ranks, which identifies the attempt.
-        """
+        """Writes to a run folder from now on. `start_s`: Unix time of rank 0's start, which identifies the attempt."""
         self.path = path_of(folder, rank)
         self.about = {"rank": rank, "size": size, "host": socket.gethostname(), "process": os.getpid()}
         self.starts = {"run_start": run_start, "start_s": start_s}

@@ -33,12 +33,10 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def resolved(config: Config, environ: MutableMapping[str, str] = os.environ) -> tuple[Config, str]:
-    """Resolves the timeline options of configuration and environment; call it before `hvd.init`, on every rank.
+    """Number of steps to record, in a new configuration, and output file, "" for timeline.json in the run folder.
 
-    Sets HOROVOD_TIMELINE=DYNAMIC, since Horovod would otherwise write rank 0's timeline to the file named there.
-
-    Returns:
-        Configuration with the number of steps to record, and the output file; "": timeline.json in the run folder.
+    Call it before `hvd.init`, on every rank. It sets HOROVOD_TIMELINE=DYNAMIC, since Horovod would otherwise write rank
+    0's timeline to the file named there.
     """
     named = environ.get(HOROVODS, "")
     named = "" if named == "DYNAMIC" else named
@@ -125,13 +123,10 @@ class Timeline:
 
 
 def clock_offset(now: Callable[[], float] = time.time, clock: str | None = None) -> tuple[float, float]:
-    """Measures by how much this rank's clock is behind rank 0's, by Cristian's algorithm (1989). A collective.
+    """Seconds by which this rank's clock is behind rank 0's, and the maximum error; 0.0 for the same clock. Collective.
 
-    Rank 0 reads its clock between the begin of one collective and the end of another, on all other ranks. Of several
-    rounds, the shortest is the most accurate. `clock` identifies the clock of a host; None: the kernel's boot ID.
-
-    Returns:
-        Seconds to add to this rank's times, and their maximum error; both 0.0 if rank 0 has the same clock.
+    Cristian's algorithm (1989): rank 0 reads its clock between the begin of one collective and the end of another, on
+    all other ranks. Of several rounds, the shortest is the most accurate. `clock` identifies the clock of a host.
     """
     if clock is None:
         clock = BOOT.read_text() if BOOT.exists() else socket.gethostname()

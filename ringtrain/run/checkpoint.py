@@ -63,14 +63,9 @@ def save(
 ) -> Path:
     """Writes a checkpoint and returns its folder; for rank 0 only. Keeps a valid checkpoint of the same step.
 
-    Args:
-        files: arrays by name, for each file name without extension.
-        facts: further plain values for the manifest.
-        after_file: called with each file name once it is written, while the checkpoint is still incomplete.
-
-    Raises:
-        OSError: writing failed; nothing of the checkpoint remains.
-        CheckpointError: a checkpoint of the same step exists and cannot be read now; it is kept.
+    Raises OSError if writing failed, and CheckpointError if an existing checkpoint of this step cannot be read now.
+    Then nothing of the new one remains. `after_file` is called with each file name while the checkpoint is still
+    incomplete.
     """
     final = folder / f"step-{global_step:08d}"
     unfinished = folder / f"{UNFINISHED}{global_step:08d}-{socket.gethostname()}-{os.getpid()}"  # unique per process
@@ -109,9 +104,8 @@ def save(
 def verify(folder: Path) -> Checkpoint:
     """Verifies every file of a checkpoint against its manifest.
 
-    Raises:
-        DamagedCheckpoint: a file is missing, truncated or changed.
-        CheckpointError: it cannot be read, even after retries, or a newer ringtrain wrote it.
+    Raises DamagedCheckpoint if a file is missing, truncated or changed; CheckpointError if it cannot be read, even
+    after retries, or a newer ringtrain wrote it.
     """
     for pause_s in READ_AGAIN_S:
         with contextlib.suppress(OSError):
@@ -186,11 +180,7 @@ def prune(folder: Path, keep: int, best_by: str) -> None:
 
 
 def remove_after(folder: Path, global_step: int) -> None:
-    """Removes checkpoints of later steps, and incomplete folders, when a run resumes.
-
-    Raises:
-        CheckpointError: a later checkpoint that may be valid cannot be read; nothing was removed.
-    """
+    """Removes later checkpoints, and incomplete folders, on resume; none if one that may be valid is unreadable."""
     later = [path for path in saved_in(folder) if int(path.name.removeprefix("step-")) > global_step]
     for path in later:
         with contextlib.suppress(DamagedCheckpoint):
@@ -225,9 +215,8 @@ def check_exportable(model: Any) -> None:
 def export(model: Any, folder: Path, saved_model: bool) -> None:
     """Exports the trained model, without its optimizer, as model.keras for use without ringtrain; for rank 0 only.
 
-    Raises:
-        OSError: it cannot be written; an earlier export is kept.
-        CheckpointError: Keras cannot write it; its weights are in model.weights.h5.
+    Raises OSError if it cannot be written; an earlier export is kept. Raises CheckpointError if Keras cannot write it;
+    its weights are then in model.weights.h5.
     """
     unfinished, name = folder / ".unfinished.keras", "model.keras"
     try:

@@ -140,12 +140,8 @@ def restore(
 ) -> tuple[Start, Mapping[str, Any]]:
     """Restores the newest checkpoint of the run on every rank, if it has one. Collective.
 
-    Args:
-        numbers: those that the checkpoint must have.
-        is_trained: whether no step is left after a start.
-
-    Returns:
-        Position from which the run starts; summary.json, if the run is complete, which rank 0 then prints, else {}.
+    Returns the position from which the run starts and, if the run is complete, its summary.json, which rank 0 then
+    prints.
     """
     from ringtrain import hvd
     from ringtrain.run import resume
@@ -186,10 +182,7 @@ def complete_summary(process: Process, start: Start, is_trained: bool) -> Mappin
 
 
 def make_folder(process: Process, numbers: Numbers, start: Start) -> Path:
-    """Creates the run folder on rank 0, or takes the one of the attempt before, and broadcasts its path. Collective.
-
-    Raises RunDirectoryError on every rank if rank 0 cannot create it.
-    """
+    """Creates the run folder on rank 0, or reuses that of the previous attempt, and broadcasts its path. Collective."""
     from ringtrain import hvd
 
     config, lock = process.config, process.lock

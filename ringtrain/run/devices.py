@@ -137,10 +137,7 @@ def missing_gpu(pinning: Pinning, nccl: bool, environ: Mapping[str, str] = os.en
 
 
 def spread(towers: int, options: DeviceConfig) -> Pinning:
-    """Gives each copy of the model in one process a GPU, else a logical CPU; returns the device of the first.
-
-    Threads and memory limits hold for each copy. Raises DeviceError if there are more copies than GPUs.
-    """
+    """Gives each copy of the model in one process a GPU, else a logical CPU; returns the device of the first."""
     import tensorflow as tf
 
     gpus, host = tf.config.list_physical_devices("GPU"), socket.gethostname()

@@ -88,11 +88,7 @@ def started_again(config: Config, attempt: Attempt) -> Config:
 
 
 def same_global_batch(config: Config, attempt: Attempt, size: int) -> Config:
-    """Adapts a restart with other ranks to the global batch and learning rate of the first attempt.
-
-    Raises:
-        ConfigError: the global batch is not divisible by the number of ranks.
-    """
+    """Keeps the global batch and learning rate of the first attempt in a restart with other ranks."""
     then, batch_size = attempt.num_ranks, config.train.batch_size
     if not attempt.number or then in (0, size):
         return config
@@ -152,12 +148,9 @@ class Clock(keras.callbacks.Callback):
 def restore(model: keras.Model, folder: Path | None, must: bool, config: Config, numbers: Numbers) -> Start:
     """Restores on every rank the newest valid checkpoint that rank 0 finds; returns the same position on all.
 
-    Args:
-        folder: run folder, its folder of checkpoints, or one checkpoint; None: start from scratch.
-
-    Raises:
-        CheckpointError: no checkpoint is valid although there are some or one is required, or it is of another model.
-        ConfigError: the checkpoint was made with other options.
+    `folder` is a run folder, its folder of checkpoints, or one checkpoint. Raises CheckpointError if no checkpoint is
+    valid although there are some or one is required, or it is of another model; ConfigError if it was made with other
+    options.
     """
     found, start = hvd.run_together(lambda: _find(folder, must) if hvd.rank() == 0 else (None, Start()))
 

@@ -36,14 +36,11 @@ def default_name(data_name: str, now_s: float | None = None) -> str:
 
 
 def create_folder(parent: Path, name: str, number_if_taken: bool, go_on: bool = False) -> Path:
-    """Creates the run folder and its subfolders.
+    """Creates the run folder and its subfolders, or raises RunDirectoryError.
 
     Args:
         number_if_taken: try name-2, name-3, ... if the name is taken; otherwise that is an error.
         go_on: reuse the folder of a run of that name.
-
-    Raises:
-        RunDirectoryError: the folder exists and holds files, or cannot be created.
     """
     candidate, number = parent / name, 1
     try:
@@ -97,13 +94,9 @@ class RunLock:
     def take(self, folder: Path, same_job: bool = False) -> None:
         """Takes the lock of a folder, unless this object holds it. Another lock of this process is released first.
 
-        Args:
-            same_job: the lock may be held by an earlier attempt or an earlier rank 0 of this job. It gets 30 s to exit,
-                as does an earlier start of the scheduler's job. Then the lock is taken over if the holder is on another
-                host, which is considered lost. Any other process on another host gets 100 s.
-
-        Raises:
-            RunDirectoryError: another process holds the lock, or the lock cannot be written.
+        With `same_job`, an earlier attempt or rank 0 of this job may hold it. That process gets 30 s to exit, as does
+        an earlier start of the scheduler's job. The lock is then taken over if the holder is on another host, which is
+        considered lost. Any other process on another host gets 100 s. Raises RunDirectoryError.
         """
         if self.folder == folder:
             return

@@ -127,10 +127,7 @@ class Saver(keras.callbacks.Callback):
             self._written = self._writer.submit(self._write, step, *state)
 
     def finish(self) -> None:
-        """Saves the current state and waits until it is on disk. Collective.
-
-        Raises on every rank: NonFiniteLoss as in `save`, and CheckpointError if the checkpoint could not be written.
-        """
+        """Saves the current state and waits until it is on disk; raises CheckpointError on every rank. Collective."""
         self.save()
         self.wait()
         if hvd.broadcast_object(self._failed_step == self.saved_step, 0, name="ringtrain_last_save"):

@@ -67,14 +67,7 @@ def add_model(process: Process, job: Job, config: Config) -> None:
 
 
 def own_callbacks(config: Config) -> Callable[[], list[keras.callbacks.Callback]]:
-    """Resolves the user's callbacks without creating them.
-
-    Args:
-        config: `train.callbacks` names functions or classes that are called without arguments.
-
-    Returns:
-        A function that creates new callbacks. It raises ConfigError if one is not a Keras callback.
-    """
+    """Resolves the user's callbacks; the returned function creates them. It raises ConfigError if one is not Keras'."""
     names = config.train.callbacks
     found = [config_io.find("train.callbacks", name, {}) for name in names]
 

@@ -204,10 +204,7 @@ def figures_of(record: Mapping[str, Any]) -> list[str]:
 
 
 def draw_curves(folder: Path, epochs: Sequence[Mapping[str, Any]], schedule: Schedule, steps_per_epoch: int) -> None:
-    """Draws curves.png: loss and accuracy, or the model's first two metrics, and the learning rate over the epochs.
-
-    `schedule` is the planned learning rate; the recorded rates are dots on it.
-    """
+    """Draws curves.png: loss and accuracy, or the model's first two metrics, and the learning rate."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 3.5), layout="constrained")
@@ -261,13 +258,9 @@ def versions() -> dict[str, str]:
 
 
 def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Compares the ranks once more, lets rank 0 export the model and write the run's results. Collective.
+    """Compares the ranks once more, exports the model on rank 0, and writes and returns the summary. Collective.
 
-    Args:
-        facts: added to the summary, in place of values of the same name.
-
-    Returns:
-        What summary.json holds.
+    `facts` replace values of the same name.
     """
     skipped = set().union(*hvd.allgather_object(run.data_set.skipped, name="ringtrain_skipped"))
     callbacks, numbers = run.callbacks, run.numbers

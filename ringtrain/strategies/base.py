@@ -80,10 +80,7 @@ class Strategy:
     # ---- before training ---------------------------------------------------------------------------------------------
 
     def begin(self) -> devices.Pinning:
-        """Pins this rank's devices, before TensorFlow initializes one. Collective.
-
-        Raises RingtrainError on every rank if the devices or the number of ranks do not match the configuration.
-        """
+        """Pins this rank's devices, before TensorFlow initializes one. Raises errors on every rank. Collective."""
         pinning = hvd.run_together(lambda: devices.pin(hvd.local_rank(), hvd.local_size(), self.config.device))
         if hvd.local_rank() == 0 and (warning := devices.missing_gpu(pinning, bool(hvd.nccl_built()))):
             print(f"ringtrain: {warning}", file=sys.stderr, flush=True)

@@ -163,10 +163,7 @@ def num_servers(config: Config, environ: Mapping[str, str] = os.environ) -> int:
 
 
 def meet(config: Config) -> RankGroup:
-    """Assigns the roles; the first collective of all ranks. Servers are spread over hosts, in local-rank order.
-
-    Raises RingtrainError on every rank if there are too few ranks or their placement differs from the plan.
-    """
+    """Assigns the roles; the first collective of all ranks. Servers are spread over hosts, in local-rank order."""
     MPI = mpi_world.start()
     comm, host, servers = MPI.COMM_WORLD, socket.gethostname(), num_servers(config)
     consistency.refuse_options(comm.allgather((config, None)))
