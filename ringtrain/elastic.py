@@ -262,7 +262,7 @@ def _resized(state: Any, process: Process, terminal: Any) -> None:
             failures.report_recovery()
         resizes = (*resizes, {"global_step": global_step, **change})
         repeated = f"; {lost_steps} steps are repeated" * bool(lost_steps)
-        text = f"number of ranks changed from {place.num_ranks} to {size} after step {global_step}{repeated}"
+        text = f"continues after step {global_step} with {size} ranks, before with {place.num_ranks}{repeated}"
         terminal.print(text, highlight=False)
     generation, event = of_ranks[0][1], "resize" if place.num_ranks else "start"
     state.place = dataclasses.replace(place, num_ranks=size, generation=generation, resizes=resizes)

@@ -62,7 +62,7 @@ def terminal_of_launcher(proc: Path = Path("/proc")) -> str:
     breaks a progress bar. Returns "" if no ancestor of this process is a launcher, if it runs in the background, or if
     its output goes to a file or pipe.
     """
-    process, found = os.getpid(), ""
+    process, terminal = os.getpid(), ""
     while process > 1:
         try:
             words = (proc / str(process) / "cmdline").read_bytes().split(b"\0")[:3]
@@ -71,11 +71,11 @@ def terminal_of_launcher(proc: Path = Path("/proc")) -> str:
             if any(os.path.basename(word).decode() in ("ringtrain", *PROGRAMS) for word in words):
                 output = os.readlink(proc / str(process) / "fd" / "1")
                 is_terminal = output.startswith(("/dev/pts/", "/dev/tty"))
-                found = output if is_terminal and group == foreground else ""
+                terminal = output if is_terminal and group == foreground else ""
         except OSError:
             return ""
         process = parent
-    return found
+    return terminal
 
 
 class _StderrAboveBar(io.TextIOBase):

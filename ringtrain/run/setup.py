@@ -69,12 +69,12 @@ def add_model(process: Process, job: Job, config: Config) -> None:
 def own_callbacks(config: Config) -> Callable[[], list[keras.callbacks.Callback]]:
     """Resolves the user's callbacks; the returned function creates them. It raises ConfigError if one is not Keras'."""
     names = config.train.callbacks
-    found = [config_io.find("train.callbacks", name, {}) for name in names]
+    functions = [config_io.find("train.callbacks", name, {}) for name in names]
 
     def make() -> list[keras.callbacks.Callback]:
         import keras
 
-        made = [function() for function in found]
+        made = [function() for function in functions]
         for name, callback in zip(names, made, strict=True):
             if not isinstance(callback, keras.callbacks.Callback):
                 kind = type(callback).__name__

@@ -59,7 +59,7 @@ class Asynchronous(ParameterServers):
         with tf.control_dependencies(there):
             end_s, newest = tf.timestamp(), iterations.read_value()  # before this update is counted, in code order
         self.model.optimizer.apply(gradients, [v.value for v in self.model.trainable_variables])
-        return self.seen([begun, end_s, newest - version, loss], labels, outputs)
+        return self.report([begun, end_s, newest - version, loss], labels, outputs)
 
     def thread_targets(self) -> Sequence[Callable[[], None]]:
         """One thread per step that may be scheduled in advance; it waits for the step's result."""
@@ -83,13 +83,13 @@ class Asynchronous(ParameterServers):
             for step in range(self.global_step, min(self.global_step + self.ahead, end)):
                 self._give_out(step)
             while self.global_step < end:
-                found = self._next()
+                report = self._next()
                 if self.global_step + self.ahead < end:
                     self._give_out(self.global_step + self.ahead)
                 self.global_step += 1
-                self.staleness[int(found[3])] += 1
-                self.record_times(found)
-                yield self.count(found)
+                self.staleness[int(report[3])] += 1
+                self.record_times(report)
+                yield self.count(report)
 
     def _give_out(self, step: int) -> None:
         self.given.put(self.coordinator.schedule(self.step, args=(self.where(step // self.num_workers, step),)))
@@ -97,13 +97,13 @@ class Asynchronous(ParameterServers):
     def _next(self) -> Any:
         while True:
             try:
-                found = self.done.get(timeout=LOOK_S)
+                report = self.done.get(timeout=LOOK_S)
             except queue.Empty:
                 self.wait_on(range(self.num_workers))
                 continue
-            if isinstance(found, BaseException):
-                raise found
-            return found
+            if isinstance(report, BaseException):
+                raise report
+            return report
 
     def gradients_seen(self, gradients: str) -> str:
         mean, most = (self.about["staleness"][name] for name in ("mean", "max"))

@@ -85,7 +85,7 @@ class ParameterServers(Strategy):
         self.tokens = {ready[rank].token for rank in roles.workers}
         if len(self.tokens) > 1:
             raise ConfigError(f"workers name their functions {', '.join(sorted(self.tokens))}: expected the same name")
-        self.prints = [(ready[rank].host, ready[rank].prints) for rank in roles.workers]
+        self.fingerprints = [(ready[rank].host, ready[rank].prints) for rank in roles.workers]
         cluster = tf.train.ClusterSpec(roles.cluster)
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(cluster, "", "chief", 0, rpc_layer="grpc")
         with listening.only_for(roles.addresses, [roles.port_of("chief", 0)]):
@@ -125,7 +125,7 @@ class ParameterServers(Strategy):
         return list(self.group.roles.hosts)
 
     def check(self, checksums: Mapping[str, str]) -> None:
-        consistency.refuse([(self.group.roles.hosts[0], checksums), *self.prints])
+        consistency.refuse([(self.group.roles.hosts[0], checksums), *self.fingerprints])
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -231,7 +231,7 @@ class ParameterServers(Strategy):
         """Runs the steps of a segment and yields the metrics after each."""
         raise NotImplementedError
 
-    def seen(self, facts: Sequence[Any], labels: Any, outputs: Any) -> tf.Tensor:
+    def report(self, facts: Sequence[Any], labels: Any, outputs: Any) -> tf.Tensor:
         """Worker's report on a batch: one float64 vector, since each tensor would be a separate message.
 
         Args:
@@ -242,26 +242,26 @@ class ParameterServers(Strategy):
         return tf.concat([tf.reshape(tf.cast(part, tf.float64), [-1]) for part in (*facts, labels, outputs)], 0)
 
     @tf.function(autograph=False, reduce_retracing=True)
-    def observe(self, seen: Any) -> dict[str, Any]:
+    def observe(self, report: Any) -> dict[str, Any]:
         """Updates the coordinator's metrics from a worker's report."""
         model, batch_size = self.model, self.config.train.batch_size
-        loss, labels = seen[NUM_FACTS - 1], tf.cast(seen[NUM_FACTS : NUM_FACTS + batch_size], tf.int64)
-        outputs = tf.cast(tf.reshape(seen[NUM_FACTS + batch_size :], [batch_size, -1]), tf.float32)
+        loss, labels = report[NUM_FACTS - 1], tf.cast(report[NUM_FACTS : NUM_FACTS + batch_size], tf.int64)
+        outputs = tf.cast(tf.reshape(report[NUM_FACTS + batch_size :], [batch_size, -1]), tf.float32)
         model._loss_tracker.update_state(loss, sample_weight=batch_size)
         results: dict[str, Any] = model.compute_metrics(None, labels, outputs, sample_weight=None)
         return results
 
-    def count(self, seen: NDArray[np.float64]) -> dict[str, Any]:
-        """Counts an applied gradient, from the report `seen`; returns the metrics."""
+    def count(self, report: NDArray[np.float64]) -> dict[str, Any]:
+        """Counts an applied gradient, from a worker's report; returns the metrics."""
         self.group.receive_all()
         for injector in self.fault_injectors:
             injector.after_step(self.global_step, self.model)
-        self.updates[int(seen[0])] += 1
-        return self.observe(seen)
+        self.updates[int(report[0])] += 1
+        return self.observe(report)
 
-    def record_times(self, seen: NDArray[np.float64]) -> None:
-        """Records when a gradient was computed, from the report `seen`, also if it is dropped."""
-        worker, begin_s, end_s = int(seen[0]), seen[1], seen[2]
+    def record_times(self, report: NDArray[np.float64]) -> None:
+        """Records when a gradient was computed, from a worker's report, also if it is dropped."""
+        worker, begin_s, end_s = int(report[0]), report[1], report[2]
         if worker in self.ended_s:
             self.busy_s[worker] += end_s - begin_s
             self.idle_s[worker] += max(0.0, begin_s - self.ended_s[worker])
