@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from ringtrain.run.resume import Segment
 
 
-OVER_GRPC = "; its servers obey every user of these hosts"
-"""TensorFlow's servers have no authentication: see docs/launching.md."""
-
-
 class Strategy:
     """One way to train on several devices. A subclass overrides `distribute`, `fit` and what else differs.
 
@@ -35,11 +31,13 @@ class Strategy:
         about: Facts on the strategy for summary.json, besides its options.
         copies: Copies of the model in this process.
         copies_name: What they are called.
+        over_grpc: Whether ranks use gRPC, which has no authentication: see docs/launching.md.
         ranks_change: Whether ranks join and leave during training.
     """
 
     copies = 1
     copies_name = "ranks"
+    over_grpc = False
     ranks_change = False
 
     def __init__(self, config: Config) -> None:
@@ -57,7 +55,7 @@ class Strategy:
     @property
     def shown_name(self) -> str:
         """Name in the plan, with what a user must know; "": not shown."""
-        return self.config.strategy.name
+        return self.config.strategy.name + "; its servers obey every user of these hosts" * self.over_grpc
 
     def placement(self, numbers: Numbers, pinning: devices.Pinning, hosts: Sequence[str]) -> dict[str, str]:
         """Rows of the plan on processes and devices."""

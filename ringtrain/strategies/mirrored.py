@@ -23,7 +23,7 @@ from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError, DeviceError
 from ringtrain.hvd.distributed import distribute
 from ringtrain.run import devices
-from ringtrain.strategies.base import OVER_GRPC, Strategy
+from ringtrain.strategies.base import Strategy
 from ringtrain.strategies.parameter_server import cluster, listening
 
 if TYPE_CHECKING:
@@ -142,9 +142,7 @@ class Towers(Mirrored):
 class MultiWorker(Mirrored):
     """One process per rank, with TensorFlow's own collectives over gRPC or NCCL."""
 
-    @property
-    def shown_name(self) -> str:
-        return f"{self.config.strategy.name}{OVER_GRPC}"
+    over_grpc = True
 
     def begin(self) -> devices.Pinning:
         pinning = super().begin()

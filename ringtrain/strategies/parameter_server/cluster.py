@@ -65,7 +65,7 @@ class Roles:
 
 
 class RankGroup:
-    """Messages between ranks with parameter servers. Only the coordinator calls wait_until_ready, look and end."""
+    """Messages between ranks with parameter servers. Only the coordinator calls receive_all and end."""
 
     def __init__(self, comm: Any, roles: Roles) -> None:
         self.comm, self.roles = comm, roles

@@ -27,7 +27,7 @@ from ringtrain.hvd.distributed import distribute
 from ringtrain.monitor import fault_injection, journal
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.run import consistency, devices, log_capture
-from ringtrain.strategies.base import OVER_GRPC, Strategy
+from ringtrain.strategies.base import Strategy
 from ringtrain.strategies.parameter_server import listening, server
 from ringtrain.strategies.parameter_server.cluster import RankGroup
 
@@ -63,6 +63,8 @@ class NoReduction:
 class ParameterServers(Strategy):
     """Base class of ps-async and ps-sync, on the coordinator."""
 
+    over_grpc = True
+
     def __init__(self, config: Config, group: RankGroup) -> None:
         super().__init__(config)
         self.group = group
@@ -97,10 +99,6 @@ class ParameterServers(Strategy):
             "workers": [f"rank {rank} on {roles.hosts[rank]}: {ready[rank].pinning}" for rank in roles.workers],
         }
         return pinning
-
-    @property
-    def shown_name(self) -> str:
-        return f"{self.config.strategy.name}{OVER_GRPC}"
 
     def placement(self, numbers: Numbers, pinning: devices.Pinning, hosts: Sequence[str]) -> dict[str, str]:
         ranks = {role: self.about[role] for role in ("servers", "workers")}
