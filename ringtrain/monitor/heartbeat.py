@@ -174,7 +174,7 @@ class Monitor:
         while not self._leaving.is_set():
             ask = self._asked_s is not None
             silent = [row for row in self.rows.values() if row.is_silent]
-            blocking = diagnosis.keeping_waiting(self.rows.values()) if ask else []
+            blocking = diagnosis.blocking_ranks(self.rows.values()) if ask else []
             message = {
                 "row": dataclasses.asdict(self.rows[0]),
                 "silent": [[row.rank, row.host, row.process, row.slate] for row in silent],
@@ -268,7 +268,7 @@ class Monitor:
         if len(rows) < self.size or any(row.is_done for row in rows):
             return
         for row, part, times in self.slow.look(rows):
-            _print(diagnosis.slow_words(row, part, times))
+            _print(diagnosis.straggler_text(row, part, times))
             facts = {"of_rank": row.rank, "of_host": row.host, "part": part, "times": round(times, 2)}
             self.journal.write("straggler", global_step=row.step, **facts, **dataclasses.asdict(row.times))
 
@@ -278,7 +278,7 @@ class Monitor:
         if idle_s <= 2 * HEARTBEAT_S:
             self._warned, self._asked_s = False, None
         if not self._warned and idle_s > diagnosis.warning_s(rows, self.config.stall_timeout):
-            blocking = diagnosis.keeping_waiting(rows)
+            blocking = diagnosis.blocking_ranks(rows)
             late = idle_s > diagnosis.warning_s(rows, self.config.stall_timeout) + STACKS_TIMEOUT_S
             if diagnosis.waiting(rows, blocking) and (late or all(diagnosis.is_located(row, rows) for row in blocking)):
                 self._warned = True
@@ -288,7 +288,7 @@ class Monitor:
             if idle_s > diagnosis.limit_s(rows, self.config.stall_timeout):
                 self._asked_s = time.monotonic()
             return
-        blocking = diagnosis.keeping_waiting(rows)
+        blocking = diagnosis.blocking_ranks(rows)
         answered = all(
             row.stacks if not row.is_silent else diagnosis.is_located(row, rows) for row in blocking or [self.rows[0]]
         )

@@ -60,8 +60,8 @@ class Journal:
     def open(self, folder: Path, rank: int, size: int, run_start: int = 0, start_s: float = 0.0) -> None:
         """Writes to a run folder from now on. `start_s`: Unix time of rank 0's start, which identifies the attempt."""
         self.path = path_of(folder, rank)
-        self.about = {"rank": rank, "size": size, "host": socket.gethostname(), "process": os.getpid()}
-        self.starts = {"run_start": run_start, "start_s": start_s}
+        self.about: dict[str, Any] = {"rank": rank, "size": size, "host": socket.gethostname(), "process": os.getpid()}
+        self.about |= {"run_start": run_start, "start_s": start_s}
 
     def write(self, event: str, **facts: Any) -> None:
         """Appends an event with facts (plain values: global_step, epoch, ...). A full disk drops it silently."""
@@ -69,7 +69,7 @@ class Journal:
             raise ValueError(f"got {event!r}, expected one of {', '.join(EVENTS)}")
         if self.path is None:
             return
-        line = {"time_s": time.time(), "event": event, **self.about, **self.starts, **facts}
+        line = {"time_s": time.time(), "event": event, **self.about, **facts}
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
