@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +31,7 @@ from ringtrain.derived import Numbers, derive
 from ringtrain.errors import ConfigError
 from ringtrain.optim import optimizers, schedules
 from ringtrain.protocol import failures
-from ringtrain.run import consistency, console, devices, evaluation, log_capture, resume
+from ringtrain.run import consistency, console, devices, evaluation, resume
 from ringtrain.run.context import Job, Process, RunContext
 from ringtrain.run.resume import Segment
 from ringtrain.run.setup import add_model, read_data
@@ -200,8 +199,7 @@ def agree(process: Process, job: Job, state: Any) -> RunContext | Mapping[str, A
     hosts = strategy.hosts()
     if not strategy.has_log:
         later = f"-from-step-{state.start.global_step}" if state.place.resizes else ""
-        path = folder / "logs" / f"rank-{rank}{later}.log"
-        log_capture.log_to(path, f"rank {rank} of {size} on {socket.gethostname()}: {process.pinning}")
+        consistency.open_log(process, folder / "logs" / f"rank-{rank}{later}.log")
         strategy.has_log = True
     metrics_state = state.start.metrics_state if rank == 0 else tuple(0 * sums for sums in state.start.metrics_state)
     start = dataclasses.replace(state.start, metrics_state=metrics_state)

@@ -14,7 +14,6 @@ if __name__ == "__main__":
 
 import contextlib
 import functools
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -190,9 +189,7 @@ def agree(process: Process, job: Job | None = None) -> RunContext | Mapping[str,
 
     # Run folder: only now, after all checks of the configuration.
     folder = consistency.make_folder(process, numbers, start)
-    host = socket.gethostname()
-    log = folder / "logs" / f"rank-{rank}.log"
-    hvd.run_together(lambda: log_capture.log_to(log, f"rank {rank} of {size} on {host}: {process.pinning}"))
+    consistency.open_log(process, folder / "logs" / f"rank-{rank}.log")
     hosts = strategy.hosts()
     start_s = hvd.broadcast_object(time.time(), root_rank=0, name="ringtrain_start_s")
     process.journal.open(folder, rank, size, process.attempt.number, start_s)

@@ -15,7 +15,7 @@ from ringtrain.config import Config, option_types, value_of
 from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError
 from ringtrain.protocol import failures
-from ringtrain.run import checkpoint, console, devices, run_folder
+from ringtrain.run import checkpoint, console, devices, log_capture, run_folder
 
 if TYPE_CHECKING:
     from ringtrain.run.context import Job, Process
@@ -179,6 +179,14 @@ def complete_summary(process: Process, start: Start, is_trained: bool) -> Mappin
     if summary and folder is not None:
         console.show_complete(console.console_for(hvd.rank()), folder, summary, ended_by)
     return summary
+
+
+def open_log(process: Process, path: Path) -> None:
+    """Also writes standard error to the log of this rank from now on."""
+    from ringtrain import hvd
+
+    first_line = f"rank {hvd.rank()} of {hvd.size()} on {socket.gethostname()}: {process.pinning}"
+    process.strategy.together(lambda: log_capture.log_to(path, first_line))
 
 
 def make_folder(process: Process, numbers: Numbers, start: Start) -> Path:

@@ -42,21 +42,18 @@ class Evaluation(keras.callbacks.Callback):
         hvd.average_moving_statistics(self.model, self.run.config.model.not_averaged)
         num_samples = self.test.num_readable(self.shard)
         if num_samples:
+            # Each evaluated batch is progress, for the detection of stalls.
+            advance = keras.callbacks.LambdaCallback(
+                on_test_batch_end=lambda batch, logs: hvd.step_timing.PLACE.advance()
+            )
             with warnings.catch_warnings():  # with skipped samples, Keras does not know the number of batches
                 warnings.filterwarnings("ignore", "Your input ran out of data")
-                self.model.evaluate(self.batches, verbose=0, callbacks=[_Advance()])
+                self.model.evaluate(self.batches, verbose=0, callbacks=[advance])
         else:
             self.model.reset_metrics()
         hvd.run_together(self.run.data_set.raise_unreadable)
         logs |= {f"test_{name}": value for name, value in over_all_ranks(self.model, num_samples).items()}
         self.seconds += time.perf_counter() - begin_s
-
-
-class _Advance(keras.callbacks.Callback):
-    """Marks each evaluated batch as progress, for the detection of stalls."""
-
-    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        hvd.step_timing.PLACE.advance()
 
 
 def over_all_ranks(model: keras.Model, num_samples: int) -> dict[str, Any]:

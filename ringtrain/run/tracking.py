@@ -53,8 +53,7 @@ class Recorder(keras.callbacks.Callback):
         self.run, self.folder, self.progress = run, run.folder, progress
         self.images_per_step = run.numbers.batch_size * run.numbers.num_ranks
         self.first_step = run.clock.global_step
-        self.timed_steps = 0
-        self.timed_s = 0.0
+        self.timed_steps, self.timed_s = 0, 0.0
         self.reported = False
         self.unwritten: dict[str, list[str]] = {}
         self.epochs = _records_until(self.folder / METRICS, self.first_step)
@@ -145,13 +144,15 @@ class Recorder(keras.callbacks.Callback):
     def _record(self, file_name: str, prefix: str, epoch: int, logs: Any, **more: float) -> dict[str, Any]:
         """Appends a record to a file, and its numbers to TensorBoard."""
         steps, seconds = self.global_step - self.steps_before, self.epoch_end_s - self.epoch_start_s
+        optimizer = self.model.optimizer
+        is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         record = {
             "epoch": epoch + 1,
             "global_step": self.global_step,
             "time_s": time.time(),
             **{name: np.asarray(value).tolist() for name, value in (logs or {}).items() if name != "lr"},
-            "learning_rate": last_learning_rate(self.model.optimizer),
-            **loss_scale_of(self.model.optimizer),
+            "learning_rate": last_learning_rate(optimizer),
+            **({"loss_scale": float(optimizer.dynamic_scale)} if is_scaled else {}),
             **({} if self.run.gradient_norm is None else {"gradient_norm": float(self.run.gradient_norm)}),
             "images_per_s": steps * self.images_per_step / seconds if seconds else math.nan,
             **more,
@@ -179,12 +180,6 @@ def _records_until(path: Path, global_step: int) -> list[dict[str, Any]]:
     unfinished.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     os.replace(unfinished, path)
     return records
-
-
-def loss_scale_of(optimizer: Any) -> dict[str, float]:
-    """Returns the current loss scale of mixed_float16 as {"loss_scale": ...}, else {}."""
-    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    return {"loss_scale": float(optimizer.dynamic_scale)} if scaled else {}
 
 
 def figures_of(record: Mapping[str, Any]) -> list[str]:
