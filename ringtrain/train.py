@@ -72,8 +72,7 @@ def train(config: Config) -> dict[str, Any]:
         config: for example `config_io.read(["--config", "configs/digits.toml"])`.
 
     Returns:
-        What rank 0 writes to summary.json: metrics, checksum, folder's contents and timings; on parameter servers and
-        their workers {}.
+        Content of summary.json: metrics, checksum and timings. {} on parameter servers and their workers.
 
     Raises:
         RingtrainError: on every rank, whichever rank caused it. Until training begins, nothing is written.

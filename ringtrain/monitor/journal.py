@@ -137,12 +137,12 @@ def ledger(events: Sequence[Mapping[str, Any]], num_epochs: int) -> Ledger:
     begun = {e["generation"]: e for e in events if e["event"] in ("start", "resize") and "generation" in e}
     ends = [event for event in events if event["event"] == "end" and "generation" in event]
     if not ends:
-        return Ledger({}, ("no rank has written its end",))
+        return Ledger({}, ("no journal has an end",))
     breaches: list[str] = []
     chain, upto, name = [], ends[-1]["global_step"], ends[-1]["generation"]
     while name:
         if name not in begun:
-            return Ledger({}, (f"nobody has written how generation {name} began",))
+            return Ledger({}, (f"no journal has the start of generation {name}",))
         chain.append((begun[name], upto))
         upto, name = begun[name]["global_step"], begun[name]["after"]
     epoch, position, undone, trained = 0, 0, 0, dict.fromkeys(range(num_epochs), 0)
@@ -153,15 +153,15 @@ def ledger(events: Sequence[Mapping[str, Any]], num_epochs: int) -> Ledger:
         steps, later = _steps_of(first, last_step, events)
         undone += later
         for step in range(first["global_step"] + 1, last_step + 1):
-            said = steps.get(step, {})
-            if len(said) != first["to"]:
-                breaches.append(f"step {step}: {len(said)} of {first['to']} ranks have written what they trained")
-            for its_epoch, _, begin, end in sorted(said.values(), key=lambda part: part[2:]):
+            parts = steps.get(step, {})
+            if len(parts) != first["to"]:
+                breaches.append(f"step {step}: {len(parts)} of {first['to']} ranks have recorded their samples")
+            for its_epoch, _, begin, end in sorted(parts.values(), key=lambda part: part[2:]):
                 if (its_epoch, begin) != (epoch, position) and begin < end:
                     breaches.append(f"step {step}: trained {begin} of epoch {its_epoch}, not {position} of {epoch}")
                 position += end - begin
             trained[epoch] = position
-            if any(position >= length for _, length, _, _ in said.values()):
+            if any(position >= length for _, length, _, _ in parts.values()):
                 epoch, position = epoch + 1, 0
     if (epoch, position) != (num_epochs, 0):
         breaches.append(f"it ends in epoch {epoch} at {position}, not after epoch {num_epochs - 1}")

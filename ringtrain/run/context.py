@@ -40,20 +40,22 @@ class Process:
     strategy: Strategy
     pinning: Pinning
     code: Mapping[str, str]
-    """versions, and checksums of code"""
+    """versions and checksums of code, as loaded: the files may change during a run"""
     status: StatusLine
+    """in shared memory, for the host agent"""
     signals: Signals
     journal: Journal
     """closed until the run has a folder"""
     stages: Stages
     timeline_file: str = ""
+    """named by HOROVOD_TIMELINE; "": timeline.json in the run folder"""
     lock: RunLock = field(default_factory=RunLock)
     """held by rank 0 from before it reads the run folder until the end"""
 
 
 @dataclass(kw_only=True)
 class Job:
-    """What is trained: made from the configuration, or by a caller who enters the run at `agree`."""
+    """Data and model of a run, from the configuration or from a caller who passes them to `agree`."""
 
     data_set: data.DataSet
     numbers: Numbers

@@ -204,7 +204,7 @@ def gpu_memory_mb(index: int, driver: Any = None) -> int:
     size = ctypes.c_size_t()
     if failed := _ask_driver("cuDeviceTotalMem_v2", size, index, driver):
         raise DeviceError(
-            f"device.memory_fraction: the CUDA driver does not tell the memory of GPU {index} ({failed}):"
+            f"device.memory_fraction: the CUDA driver does not report the memory of GPU {index} ({failed}):"
             f" give a limit in MB instead, with --device.memory-mb"
         )
     return size.value // 2**20

@@ -61,9 +61,7 @@ class Saver(keras.callbacks.Callback):
         self.facts = {"config": dataclasses.asdict(run.config), "numbers": dataclasses.asdict(run.numbers)}
         self.facts["versions"] = tracking.versions()
         self.metrics = dict(run.start.metrics)
-        self.monitored = monitored
-        self.is_due = is_due
-        self.while_saving = while_saving
+        self.monitored, self.is_due, self.while_saving = monitored, is_due, while_saving
         self.saved_step = -1
         self._failed_step = -2
         self.saves: dict[str, Any] = {"count": 0, "stall_s": 0.0, "longest_stall_s": 0.0, "write_s": 0.0, "failed": []}

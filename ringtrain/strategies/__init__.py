@@ -40,7 +40,7 @@ HOROVOD_VARIABLES = {
 
 @dataclass(frozen=True)
 class Kind:
-    """What is known of a strategy before TensorFlow is loaded."""
+    """Facts about a strategy that are needed before TensorFlow is loaded."""
 
     create: Callable[..., Strategy]
     """its class"""

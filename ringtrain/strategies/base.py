@@ -30,7 +30,7 @@ class Strategy:
     Attributes:
         about: Facts on the strategy for summary.json, besides its options.
         copies: Copies of the model in this process.
-        copies_name: What they are called.
+        copies_name: Plural noun for the copies in messages.
         over_grpc: Whether ranks use gRPC, which has no authentication: see docs/launching.md.
         ranks_change: Whether ranks join and leave during training.
     """

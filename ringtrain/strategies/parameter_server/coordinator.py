@@ -113,7 +113,7 @@ class ParameterServers(Strategy):
         return f"{workers}: {self.gradients_seen(gradients)}; weights and optimizer {summary['checksum']}"
 
     def gradients_seen(self, gradients: str) -> str:
-        """What the proof says of the gradients."""
+        """Clause of the proof about the gradients."""
         raise NotImplementedError
 
     def same_global_batch(self, config: Config, attempt: Attempt) -> Config:
