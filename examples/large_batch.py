@@ -53,7 +53,7 @@ def train(study, way, seed):
     if not done.exists():
         print(f"{way}, seed {seed}", flush=True)
         ended = subprocess.run(command, capture_output=True, text=True)
-        diverged = "no finite number" in ended.stdout + ended.stderr
+        diverged = "non-finite" in ended.stdout + ended.stderr
         if ended.returncode and not diverged:
             raise SystemExit(f"{line}\n{ended.stdout}{ended.stderr}")
         done.write_text(line)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
-from ringtrain.config import Config, nearest, option_types, value_of
+from ringtrain.config import Config, nearest, option_types, value_of, with_values
 from ringtrain.errors import ConfigError
 
 
@@ -81,19 +81,15 @@ def read_toml(path: Path) -> Config:
     for section, table in tables.items():
         if section not in sections:
             raise ConfigError(f"{path}: unknown key {section}: {nearest(section, list(sections))}")
-        if section in options:
-            values[section] = checked(path, section, table, options[section])
-            continue
-        if not isinstance(table, dict):
+        if section not in options and not isinstance(table, dict):
             raise ConfigError(f"{path}: {section}: got {table!r}, expected a table: [{section}]")
-        for key, value in table.items():
-            option = f"{section}.{key}"
+        in_table = {section: table} if section in options else {f"{section}.{key}": table[key] for key in table}
+        for option, value in in_table.items():
             if option not in options:
                 raise ConfigError(f"{path}: unknown key {option}: {nearest(option, list(options))}")
-            table[key] = checked(path, option, value, options[option])
-        values[section] = sections[section](**table)
+            values[option] = checked(path, option, value, options[option])
     try:
-        return Config(**values)
+        return with_values(Config(), values)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 

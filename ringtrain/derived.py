@@ -62,6 +62,11 @@ class Numbers:
     milestone_steps: tuple[int, ...]
     """first steps after each of the schedule's milestones"""
 
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Steps of the whole run and of an epoch."""
+        return self.num_steps, self.steps_per_epoch
+
 
 def derive(config: Config, num_ranks: int, num_train: int, num_test: int) -> Numbers:
     """Derives the numbers of a run; raises ConfigError if the global batch is larger than the training data.

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,8 +31,7 @@ from ringtrain.derived import Numbers, derive
 from ringtrain.errors import ConfigError
 from ringtrain.optim import optimizers, schedules
 from ringtrain.protocol import failures
-from ringtrain.run import consistency, console, devices, log_capture, resume, tracking
-from ringtrain.run.callbacks import Callbacks
+from ringtrain.run import consistency, console, devices, evaluation, resume
 from ringtrain.run.context import Job, Process, RunContext
 from ringtrain.run.resume import Segment
 from ringtrain.run.setup import add_model, read_data
@@ -65,7 +63,7 @@ class Elastic(Ring):
     """Strategy ring whose ranks join and leave. Until `agree`, no collectives: other ranks may be training.
 
     Attributes:
-        dealer: Batch scheduler of the current generation.
+        scheduler: Batch scheduler of the current generation.
         reached: Furthest step of this process so far.
         has_log: Whether this process writes to a log of the run.
     """
@@ -79,8 +77,10 @@ class Elastic(Ring):
                 "optimizer.accumulation_steps: got more than 1 in an elastic run, which commits whole steps: 1"
             )
         if config.tracking.timeline_steps:
-            raise ConfigError("tracking.timeline_steps: got more than 0 in an elastic run, whose ranks come and go: 0")
-        self.dealer: Dealer
+            raise ConfigError(
+                "tracking.timeline_steps: got more than 0 in an elastic run, whose ranks join and leave: 0"
+            )
+        self.scheduler: BatchScheduler
         self.state: Any = None
         self.reached = 0
         self.has_log = False
@@ -95,26 +95,27 @@ class Elastic(Ring):
     def watch(self, model: keras.Model) -> None:
         """Does nothing: no heartbeats are compared."""
 
-    def clock(self, run: RunContext) -> Dealer:
-        self.dealer = Dealer(run, self.state.place)
-        return self.dealer
+    def clock(self, run: RunContext) -> BatchScheduler:
+        self.scheduler = BatchScheduler(run, self.state.place)
+        return self.scheduler
 
     def segments(self, run: RunContext) -> Iterator[Segment]:
         """Rest of the current epoch, then of the run."""
-        dealer = self.dealer
-        while dealer.place.epoch < run.config.train.epochs:
-            dealer.turn_over()
-            end = dealer.epoch + 1 if dealer.position else run.config.train.epochs
-            steps = math.ceil((dealer.length - dealer.position) / run.numbers.global_batch_size)
-            yield Segment(dealer.epoch, end, steps, run.clock.global_step)
+        scheduler = self.scheduler
+        while scheduler.place.epoch < run.config.train.epochs:
+            scheduler.turn_over()
+            place = scheduler.current
+            end = place.epoch + 1 if place.position else run.config.train.epochs
+            steps = math.ceil((place.length - place.position) / run.numbers.global_batch_size)
+            yield Segment(place.epoch, end, steps, run.clock.global_step)
 
     def batches(self, run: RunContext, part: Segment) -> Any:
         return data.dealt_batches(
             run.data_set.train,
             range(part.first_epoch, part.end_epoch),
             run.config.seed,
-            self.dealer.dealt_by,
-            self.dealer.position,
+            self.scheduler.current.dealt_by,
+            self.scheduler.current.position,
             run.numbers.global_batch_size,
             run.rank,
             run.size,
@@ -123,15 +124,13 @@ class Elastic(Ring):
     def last_callbacks(self, run: RunContext) -> Sequence[keras.callbacks.Callback]:
         return [Committer(self.state, run)]
 
-    def fit(
-        self, model: keras.Model, batches: Any, part: Segment, callbacks: Sequence[keras.callbacks.Callback]
-    ) -> None:
+    def fit(self, run: RunContext, part: Segment) -> None:
         try:
-            super().fit(model, batches, part, callbacks)
+            super().fit(run, part)
         finally:
             # After a failure: before another rank, or this one again, saves the same step.
-            self.dealer.callbacks.saver.wait()
-        self.dealer.write_down()
+            run.callbacks.saver.wait()
+        self.scheduler.write_down()
 
     def summary(self, run: RunContext) -> dict[str, Any]:
         place = self.state.place
@@ -147,27 +146,24 @@ class Elastic(Ring):
         return {"generation": self.state.place.generation}
 
 
-def keep(process: Process, walk: Callable[[RunContext], Any]) -> Any:
+def run(process: Process, fit_and_finish: Callable[[RunContext], Any]) -> Any:
     """Makes this rank's model alone, then agrees with the others and trains, again after every change of ranks.
 
-    Args:
-        walk: trains and finishes a run, and returns its summary and exit code.
+    Returns the summary and the exit code, as `fit_and_finish` does.
     """
     strategy: Any = process.strategy  # Elastic
-    tracking.check_packages()
-    process.config = resume.started_again(process.config, process.attempt)
-    job = read_data(process, strategy.together)
+    job = read_data(process)
     # The schedule's rates are set from outside: ranks that join later must build the same.
     flat = dataclasses.replace(process.config, schedule=ScheduleConfig())
     flat_job = dataclasses.replace(job, numbers=_numbers(flat, job, hvd.size()))
-    add_model(process, flat_job, flat, strategy.together)
+    add_model(process, flat_job, flat)
     strategy.state = hvd.elastic.KerasState(
         flat_job.model, folder="", place=Place(planned_ranks=hvd.size()), start=resume.Start()
     )
 
     def from_last_commit(state: Any) -> tuple[Mapping[str, Any], int]:
-        run = agree(process, flat_job, state)
-        return walk(run) if isinstance(run, RunContext) else (run, 0)
+        agreed = agree(process, flat_job, state)
+        return fit_and_finish(agreed) if isinstance(agreed, RunContext) else (agreed, 0)
 
     with process.signals:
         return hvd.elastic.run(from_last_commit)(strategy.state)
@@ -203,22 +199,13 @@ def agree(process: Process, job: Job, state: Any) -> RunContext | Mapping[str, A
     hosts = strategy.hosts()
     if not strategy.has_log:
         later = f"-from-step-{state.start.global_step}" if state.place.resizes else ""
-        path = folder / "logs" / f"rank-{rank}{later}.log"
-        log_capture.log_to(path, f"rank {rank} of {size} on {socket.gethostname()}: {process.pinning}")
+        consistency.open_log(process, folder / "logs" / f"rank-{rank}{later}.log")
         strategy.has_log = True
     metrics_state = state.start.metrics_state if rank == 0 else tuple(0 * sums for sums in state.start.metrics_state)
-    run = RunContext(
-        **{**vars(process), **vars(job)},
-        rank=rank,
-        size=size,
-        hosts=hosts,
-        start=dataclasses.replace(state.start, metrics_state=metrics_state),
-        folder=folder,
-        gradients=gradients,
-        terminal=terminal,
+    start = dataclasses.replace(state.start, metrics_state=metrics_state)
+    return RunContext(
+        **vars(process), **vars(job), hosts=hosts, start=start, folder=folder, gradients=gradients, terminal=terminal
     )
-    run.clock = strategy.clock(run)
-    return run
 
 
 def _begin(process: Process, job: Job, state: Any, terminal: Any) -> Mapping[str, Any]:
@@ -245,10 +232,8 @@ def _begin(process: Process, job: Job, state: Any, terminal: Any) -> Mapping[str
     sums = hvd.allgather_object(start.metrics_state, name="ringtrain_metrics_state")
     state.start = dataclasses.replace(start, metrics_state=tuple(sum(parts) for parts in zip(*sums, strict=True)))
     state.place = Place(planned, started=time.time(), **_place_of(saved, start))
-    strategy = process.strategy
-    placement = strategy.placement(numbers, process.pinning, strategy.hosts())
-    console.show_plan(terminal, config, numbers, placement, strategy.shard(numbers), strategy.shown_name)
-    console.show_start(terminal, config, start, process.attempt.causes)
+    console.show_plan(terminal, process, numbers, process.strategy.hosts())
+    console.show_start(terminal, process, start)
     return {}
 
 
@@ -266,118 +251,109 @@ def _place_of(saved: dict[str, Any], start: resume.Start) -> dict[str, Any]:
 def _resized(state: Any, process: Process, terminal: Any) -> None:
     """Records the current ranks in the state that a failure returns to."""
     strategy: Any = process.strategy  # Elastic
-    place, size, global_step = state.place, hvd.size(), state.start.global_step
-    news = hvd.allgather_object((strategy.reached, f"{time.time_ns():x}"), name="ringtrain_news")
-    lost_steps = max(0, max(reached for reached, _ in news) - global_step) if place.num_ranks else 0
-    event, resizes = "start", place.resizes
-    if place.num_ranks and hvd.rank() == 0:
-        failures.report_recovery()
+    place, size, global_step, resizes = state.place, hvd.size(), state.start.global_step, state.place.resizes
+    of_ranks = hvd.allgather_object((strategy.reached, f"{time.time_ns():x}"), name="ringtrain_news")
+    lost_steps = max(0, max(reached for reached, _ in of_ranks) - global_step) if place.num_ranks else 0
+    change = {"from": place.num_ranks, "to": size, "lost_steps": lost_steps}
     if place.num_ranks:
-        event = "resize"
-        resizes = (
-            *resizes,
-            {"global_step": global_step, "from": place.num_ranks, "to": size, "lost_steps": lost_steps},
-        )
-        again = f"; {lost_steps} steps are made again" * bool(lost_steps)
-        ranks = "1 rank" if place.num_ranks == 1 else f"{place.num_ranks} ranks"
-        terminal.print(f"{ranks} became {size} after step {global_step}{again}", highlight=False)
-    generation, after = news[0][1], place.generation
+        if hvd.rank() == 0:
+            failures.report_recovery()
+        resizes = (*resizes, {"global_step": global_step, **change})
+        repeated = f"; {lost_steps} steps are repeated" * bool(lost_steps)
+        text = f"continues after step {global_step} with {size} ranks, before with {place.num_ranks}{repeated}"
+        terminal.print(text, highlight=False)
+    generation, event = of_ranks[0][1], "resize" if place.num_ranks else "start"
     state.place = dataclasses.replace(place, num_ranks=size, generation=generation, resizes=resizes)
     state.save()
     strategy.reached = global_step
-    process.journal.write(
-        event,
-        **{"global_step": global_step, "epoch": place.epoch, "position": place.position},
-        **{"generation": generation, "after": after, "from": place.num_ranks, "to": size, "lost_steps": lost_steps},
-    )
+    where = {"global_step": global_step, "epoch": place.epoch, "position": place.position}
+    process.journal.write(event, **where, generation=generation, after=place.generation, **change)
 
 
-class Dealer(resume.Clock):
-    """Elastic batch scheduler: counts steps and samples, and sets gradient weight and learning rate of each step."""
+class BatchScheduler(resume.Clock):
+    """Counts steps and samples, and sets gradient weight and learning rate of each step.
+
+    Attributes:
+        current: Position in the current epoch, also after its last step.
+    """
 
     def __init__(self, run: RunContext, place: Place) -> None:
         super().__init__(run.start, run.numbers.steps_per_epoch, run.status, run.journal)
-        self.context, self.begun_at, self.numbers = run, place, run.numbers
-        self.rank, self.size = run.rank, run.size
-        self.strategy: Any = run.strategy
-        self.epoch, self.position = place.epoch, place.position
-        self.dealt_by, self.length = place.dealt_by, place.length
-        config = run.config
-        self.schedule = schedules.schedule_of(config, run.numbers)
+        self.run, self.current = run, place
+        self.schedule = schedules.schedule_of(run.config, run.numbers)
         self.rate = math.nan
         self.trained: list[tuple[int, int]] = []
-        self.kept: list[np.ndarray] | None = None
+        self.metrics_before: list[np.ndarray] = []
+        config = run.config
         every = (config.elastic.commit_every_steps, config.health.agree_every_steps, config.checkpoint.every_steps)
         self.written_every = [steps for steps in every if steps]
         self.last_written = run.start.global_step
 
     @property
-    def callbacks(self) -> Callbacks:
-        return self.context.callbacks
-
-    @property
     def epoch_complete(self) -> bool:
-        return self.position in (0, self.length)
+        return self.current.position in (0, self.current.length)
 
     @property
     def place(self) -> Place:
         """Current position; after an epoch's last step, the start of the next one."""
-        if self.position == self.length > 0:
-            return dataclasses.replace(self.begun_at, epoch=self.epoch + 1, position=0, dealt_by=0, length=0)
-        epoch, position, dealt_by, length = self.epoch, self.position, self.dealt_by, self.length
-        return dataclasses.replace(self.begun_at, epoch=epoch, position=position, dealt_by=dealt_by, length=length)
+        current = self.current
+        if current.position == current.length > 0:
+            return dataclasses.replace(current, epoch=current.epoch + 1, position=0, dealt_by=0, length=0)
+        return current
 
     def turn_over(self) -> None:
         """Moves to the next epoch, if this one is over."""
-        self.epoch, self.position = self.place.epoch, self.place.position
-        if not self.position:
-            self.dealt_by = self.numbers.global_batch_size
-            self.length = self.numbers.steps_per_epoch * self.dealt_by
+        self.current = self.place
+        if not self.current.position:
+            size, steps = self.run.numbers.global_batch_size, self.run.numbers.steps_per_epoch
+            self.current = dataclasses.replace(self.current, dealt_by=size, length=steps * size)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self.turn_over()
-        in_step = min(self.numbers.global_batch_size, self.length - self.position)
-        first, last = data.part_of(in_step, self.rank, self.size)
-        self.part = self.position + first, self.position + last
-        self.position_then = self.position + in_step
-        hvd.elastic.set_share(self.model.optimizer, (last - first) * self.size / in_step)
+        current, numbers, rank, size = self.current, self.run.numbers, self.run.rank, self.run.size
+        self.in_step = min(numbers.global_batch_size, current.length - current.position)
+        first, last = data.part_of(self.in_step, rank, size)
+        self.part = current.position + first, current.position + last
+        hvd.elastic.set_share(self.model.optimizer, (last - first) * size / self.in_step)
         if first == last:  # a sample of another rank, which counts it
-            self.kept = [keras.ops.convert_to_numpy(variable) for variable in self.model.metrics_variables]
-        steps = self.numbers.steps_per_epoch
-        rate = float(self.schedule.rate(self.epoch * steps + self.position * steps // self.length))
-        rate *= self.callbacks.plateau.share
+            self.metrics_before = [keras.ops.convert_to_numpy(value) for value in self.model.metrics_variables]
+        steps = numbers.steps_per_epoch
+        rate = float(self.schedule.rate(current.epoch * steps + current.position * steps // current.length))
+        rate *= self.run.callbacks.plateau.share
         if rate != self.rate:  # otherwise a rate set by callbacks is kept
             self.rate = rate
             optimizers.set_rate(self.model.optimizer, rate)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self.kept is not None:
+        if self.part[0] == self.part[1]:
             self.model.reset_metrics()
-            for variable, array in zip(self.model.metrics_variables, self.kept, strict=False):
+            for variable, array in zip(self.model.metrics_variables, self.metrics_before, strict=False):
                 variable.assign(array)
-            self.kept = None
         super().on_train_batch_end(batch, logs)
-        self.position = self.position_then
-        self.strategy.reached = self.global_step
+        self.current = dataclasses.replace(self.current, position=self.current.position + self.in_step)
+        strategy: Any = self.run.strategy  # Elastic
+        strategy.reached = self.global_step
         self.trained.append(self.part)
-        self.callbacks.saver.facts["elastic"] = self._to_save()
+        not_saved = ("planned_ranks", "num_ranks", "started")
+        place = {name: value for name, value in vars(self.place).items() if name not in not_saved}
+        self.run.callbacks.saver.facts["elastic"] = place
         if self.epoch_complete or any(self.global_step % every == 0 for every in self.written_every):
             self.write_down()
 
     def write_down(self) -> None:
         """Writes to the journal what this rank has trained, before a commit or a checkpoint may contain it."""
         if self.trained:
-            what = {"epoch": self.epoch, "length": self.length, "after_step": self.last_written}
-            generation = self.begun_at.generation
+            current, after_step = self.current, self.last_written
             self.journal.write(
-                "commit", generation=generation, global_step=self.global_step, **what, trained=self.trained
+                "commit",
+                generation=current.generation,
+                global_step=self.global_step,
+                epoch=current.epoch,
+                length=current.length,
+                after_step=after_step,
+                trained=self.trained,
             )
         self.trained, self.last_written = [], self.global_step
-
-    def _to_save(self) -> dict[str, Any]:
-        place = self.place
-        names = ("epoch", "position", "dealt_by", "length", "generation", "resizes")
-        return {name: getattr(place, name) for name in names}
 
 
 class Committer(keras.callbacks.Callback):
@@ -385,35 +361,29 @@ class Committer(keras.callbacks.Callback):
 
     def __init__(self, state: Any, run: RunContext) -> None:
         super().__init__()
-        self.state = state
-        self.context = run
-        self.dealer: Any = run.clock
-        self.every_steps = run.config.elastic.commit_every_steps
+        self.state, self.run = state, run
+        self.scheduler: Any = run.clock
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self.dealer.global_step % self.every_steps == 0 and not self.dealer.epoch_complete:
+        is_due = self.scheduler.global_step % self.run.config.elastic.commit_every_steps == 0
+        if is_due and not self.scheduler.epoch_complete:
             self._commit()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._commit()
 
     def _commit(self) -> None:
-        dealer, callbacks = self.dealer, self.context.callbacks
-        hvd.average_moving_statistics(self.model, self.context.config.model.not_averaged)
+        scheduler, callbacks = self.scheduler, self.run.callbacks
+        hvd.average_moving_statistics(self.model, self.run.config.model.not_averaged)
         # Every rank has written what it trained to the journal before any rank has the sums.
-        sums: tuple[Any, ...] = ()
-        own = [np.asarray(keras.ops.convert_to_numpy(one), np.float64) for one in self.model.metrics_variables]
-        flat = np.concatenate([part.reshape(-1) for part in own])
-        total = hvd.allreduce(flat, op=hvd.Sum, name="ringtrain_commit").numpy()
-        if not dealer.epoch_complete:
-            ends = np.cumsum([part.size for part in own])[:-1]
-            sums = tuple(part.reshape(one.shape) for part, one in zip(np.split(total, ends), own, strict=True))
-        self.state.place = dealer.place
+        values = [keras.ops.convert_to_numpy(variable) for variable in self.model.metrics_variables]
+        sums = evaluation.sums_over_ranks(values, "ringtrain_commit")
+        self.state.place = scheduler.place
         self.state.start = dataclasses.replace(
             self.state.start,
-            global_step=dealer.global_step,
+            global_step=scheduler.global_step,
             metrics=callbacks.saver.metrics,
             monitored=tuple(callbacks.plateau.values),
-            metrics_state=sums,
+            metrics_state=() if scheduler.epoch_complete else tuple(sums),
         )
         self.state.commit()

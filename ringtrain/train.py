@@ -14,7 +14,6 @@ if __name__ == "__main__":
 
 import contextlib
 import functools
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,7 @@ from ringtrain.models import lazy_keras
 from ringtrain.monitor import journal
 from ringtrain.protocol import failures, status
 from ringtrain.protocol.attempt import Attempt
+from ringtrain.protocol.launchers import launched_rank
 from ringtrain.run import consistency, console, log_capture
 from ringtrain.run.context import Job, Process, RunContext
 from ringtrain.run.setup import Named, add_model, find, read_data
@@ -52,9 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RingtrainError as error:
         # An error on one rank is raised on every rank (hvd.run_together). Rank 0 prints it, and launchers end the job
         # when the first rank exits. A rank that still runs after this pause has an error of its own.
-        if console.launched_rank():
+        rank = launched_rank() or 0
+        if rank:
             time.sleep(SECONDS_FOR_RANK_0)
-        failures.report_failure(error, console.launched_rank() or 0, exit_code=2, with_traceback=False)
+        failures.report_failure(error, rank, exit_code=2, with_traceback=False)
         print(f"ringtrain: {error}", file=sys.stderr)
         return 2
 
@@ -71,8 +72,7 @@ def train(config: Config) -> dict[str, Any]:
         config: for example `config_io.read(["--config", "configs/digits.toml"])`.
 
     Returns:
-        What rank 0 writes to summary.json: metrics, checksum, folder's contents and timings; on parameter servers and
-        their workers {}.
+        Content of summary.json: metrics, checksum and timings. {} on parameter servers and their workers.
 
     Raises:
         RingtrainError: on every rank, whichever rank caused it. Until training begins, nothing is written.
@@ -92,15 +92,15 @@ def _walk(config: Config, stages: journal.Stages) -> tuple[Mapping[str, Any], in
     lazy_keras.start()
     named = find(config)
     strategies.prepare(config)
-    crew = strategies.meet(config)
-    if crew is not None and crew.rank:
-        return {}, worker.keep(config, crew)  # a server or a worker, controlled by rank 0
-    process = setup(config, named, crew, stages)
+    group = strategies.meet(config)
+    if group is not None and group.rank:
+        return {}, worker.supervise(config, group)  # a server or a worker, controlled by rank 0
+    process = setup(config, named, group, stages)
     try:
         if process.strategy.ranks_change:
             from ringtrain import elastic
 
-            return elastic.keep(process, lambda run: finish(fit(run)))
+            return elastic.run(process, lambda run: finish(fit(run)))
         run = agree(process)
         return finish(fit(run)) if isinstance(run, RunContext) else (run, 0)
     except Exception as error:
@@ -108,29 +108,30 @@ def _walk(config: Config, stages: journal.Stages) -> tuple[Mapping[str, Any], in
         raise
 
 
-def setup(config: Config, named: Named, crew: RankGroup | None, stages: journal.Stages) -> Process:
+def setup(config: Config, named: Named, group: RankGroup | None, stages: journal.Stages) -> Process:
     """Loads the libraries, starts Horovod and pins this rank's devices."""
     import ringtrain.hvd as hvd  # first: it reports missing packages
     from ringtrain import elastic
     from ringtrain.monitor import timeline
-    from ringtrain.run import stopping, tracking
+    from ringtrain.run import resume, stopping, tracking
 
     stages.done("libraries")
     hvd.configure(config.hvd)
     hvd.elastic.listen()
-    config, timeline_file = (config, "") if hvd.elastic.is_on() else timeline.wanted(config)
+    config, timeline_file = (config, "") if hvd.elastic.is_on() else timeline.resolved(config)
     hvd.init()
     stages.done("init")
     hvd.step_timing.PLACE.reset()
     hvd.check_op(config.hvd)
     # Before TensorFlow uses a device: it would allocate memory on the host's first GPU for every rank.
-    strategy = elastic.Elastic(config) if hvd.elastic.is_on() else strategies.make(config, crew)
+    strategy = elastic.Elastic(config) if hvd.elastic.is_on() else strategies.make(config, group)
     pinning = strategy.begin()
-    events = journal.Journal()
+    strategy.together(tracking.check_packages)
+    attempt, events = Attempt.from_environment(), journal.Journal()
     return Process(
-        config=config,
+        config=strategy.together(lambda: resume.started_again(config, attempt)),
         named=named,
-        attempt=Attempt.from_environment(),
+        attempt=attempt,
         strategy=strategy,
         pinning=pinning,
         code=strategy.together(lambda: consistency.of_code(config, tracking.versions())),
@@ -155,28 +156,25 @@ def agree(process: Process, job: Job | None = None) -> RunContext | Mapping[str,
     """
     from ringtrain import hvd
     from ringtrain.monitor import heartbeat, timeline
-    from ringtrain.run import resume, tracking
+    from ringtrain.run import tracking
 
     strategy, stages, rank, size = process.strategy, process.stages, hvd.rank(), hvd.size()
     consistency.same_code(process)
     stages.done("checks")
 
     # Data: each rank trains its shard of every global batch, and evaluates its shard of the test samples.
-    hvd.run_together(tracking.check_packages)
-    process.config = strategy.same_global_batch(process.config, process.attempt)
-    process.config = hvd.run_together(functools.partial(resume.started_again, process.config, process.attempt))
-    config = process.config
+    config = process.config = strategy.same_global_batch(process.config, process.attempt)
     if job is None:
         for is_first in (rank == 0, rank > 0 and hvd.local_rank() == 0):  # hosts may have the data on local disks
             hvd.run_together(functools.partial(data.prepare, config.data, is_first))
-        job = read_data(process, hvd.run_together)
+        job = read_data(process)
     consistency.same_job(process, job)
     stages.done("data")
 
     # Model and optimizer: rank 0's on every rank, from the newest checkpoint if there is one, kept equal by averaged
     # gradients.
     if job.model is None:
-        add_model(process, job, config, hvd.run_together)
+        add_model(process, job, config)
     stages.done("model")
     numbers = job.numbers
     start, summary = consistency.restore(process, job, numbers, lambda start: start.global_step >= numbers.num_steps)
@@ -190,10 +188,7 @@ def agree(process: Process, job: Job | None = None) -> RunContext | Mapping[str,
 
     # Run folder: only now, after all checks of the configuration.
     folder = consistency.make_folder(process, numbers, start)
-    strategy.folder, strategy.numbers = folder, numbers
-    host = socket.gethostname()
-    log = folder / "logs" / f"rank-{rank}.log"
-    hvd.run_together(lambda: log_capture.log_to(log, f"rank {rank} of {size} on {host}: {process.pinning}"))
+    consistency.open_log(process, folder / "logs" / f"rank-{rank}.log")
     hosts = strategy.hosts()
     start_s = hvd.broadcast_object(time.time(), root_rank=0, name="ringtrain_start_s")
     process.journal.open(folder, rank, size, process.attempt.number, start_s)
@@ -206,26 +201,15 @@ def agree(process: Process, job: Job | None = None) -> RunContext | Mapping[str,
         versions=tracking.versions(),
     )
     terminal = console.console_for(rank)
-    placement = strategy.placement(numbers, process.pinning, hosts)
-    console.show_plan(terminal, config, numbers, placement, strategy.shard(numbers), strategy.shown_name)
-    console.show_start(terminal, config, start, process.attempt.causes)
+    console.show_plan(terminal, process, numbers, hosts)
+    console.show_start(terminal, process, start)
     run = RunContext(
-        **{**vars(process), **vars(job)},
-        rank=rank,
-        size=size,
-        hosts=hosts,
-        start=start,
-        folder=folder,
-        gradients=gradients,
-        terminal=terminal,
+        **vars(process), **vars(job), hosts=hosts, start=start, folder=folder, gradients=gradients, terminal=terminal
     )
-    run.clock = strategy.clock(run)
     strategy.watch(run.model)
     if config.tracking.timeline_steps:
-        run.timeline = timeline.Timeline(folder, config.tracking, process.timeline_file)
-    step_timer = heartbeat.StepTimer(hvd.step_timing.PLACE, run.clock)
-    step_timer.trace = run.timeline.step if run.timeline else step_timer.trace
-    run.monitor = heartbeat.Monitor(step_timer, config.health, journal=process.journal)
+        run.timeline = timeline.Timeline(run)
+    run.monitor = heartbeat.Monitor(run)
     return run
 
 
@@ -247,7 +231,7 @@ def fit(run: RunContext) -> RunContext:
         for part in strategy.segments(run):
             if run.callbacks.stop.stopped_by:
                 break
-            strategy.fit(run.model, strategy.batches(run, part), part, run.callbacks.ordered)
+            strategy.fit(run, part)
         run.callbacks.saver.finish()
         # Only now: a run that was stopped resumes with each rank's own.
         hvd.average_moving_statistics(run.model, config.model.not_averaged)

@@ -19,7 +19,8 @@ from ringtrain.config import Config
 from ringtrain.derived import Numbers, derive
 from ringtrain.errors import LaunchError, RingtrainError
 from ringtrain.lab import stats
-from ringtrain.run import console, log_capture, setup
+from ringtrain.protocol.launchers import launched_rank
+from ringtrain.run import log_capture, setup
 
 if TYPE_CHECKING:
     import keras
@@ -85,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
     except RingtrainError as error:
         print(f"ringtrain: {error}", file=sys.stderr)
         return 2
-    if not console.launched_rank():
+    if not launched_rank():
         Path(out).write_text(json.dumps(result, default=asdict), encoding="utf-8")
     if not {"horovod", "mpi4py"} & set(sys.modules):  # else MPI must be finalized
         sys.stdout.flush()

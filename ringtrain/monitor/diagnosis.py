@@ -22,11 +22,11 @@ MIN_LOST_S = 5.0
 """minimum time that a straggler costs without a pause: other load makes any rank slow for a moment"""
 ORDER = ("start", "callbacks", "save", "evaluate", "input", "compute", "update")
 STATES = {
-    "": "its process has ended",
+    "": "its process has exited",
     "T": "its process is stopped (SIGSTOP, or a scheduler's suspend)",
     "t": "its process is held by a debugger",
     "D": "its process waits for a disk or a file server",
-    "Z": "its process has ended",
+    "Z": "its process has exited",
 }
 PARTS = ("input", "compute", "callbacks")
 
@@ -108,7 +108,7 @@ def warning_s(rows: Collection[Row], timeout_s: float) -> float:
     return min(half_s, max(MIN_WARNING_S, TIMES_MEDIAN * max((row.times.step_s for row in rows), default=0.0)))
 
 
-def keeping_waiting(rows: Collection[Row]) -> list[Row]:
+def blocking_ranks(rows: Collection[Row]) -> list[Row]:
     """Blocking ranks, given the rows of all ranks, none of which makes progress; empty if all wait."""
     # Ranks without a heartbeat; if none, those that left training; if none, those outside a collective that are behind.
     working = [row for row in rows if not row.is_done and row.phase != "reduce"]
@@ -132,20 +132,20 @@ def located(row: Row, rows: Collection[Row]) -> Row:
     return dataclasses.replace(row, step=seen.get("step", step), phase=seen.get("phase", row.phase))
 
 
-def report(rows: Collection[Row], culprits: Sequence[Row]) -> str:
+def report(rows: Collection[Row], blocking: Sequence[Row]) -> str:
     """Stall report: blocking ranks, hosts, idle time, waiting ranks and stacks."""
-    if not culprits:
-        where = "; ".join(f"rank {row.rank} on {row.host} at step {row.step}" for row in sorted(rows, key=_rank)[:8])
+    if not blocking:
+        where = ", ".join(f"rank {row.rank} on {row.host} at step {row.step}" for row in sorted(rows, key=_rank)[:8])
         stack = next((f"\n{row.stacks}" for row in sorted(rows, key=_rank) if row.stacks), "")
         return (
-            f"no rank has made progress for {idle_s(rows):.0f} s, each waits for the others in a collective: {where}:"
-            f" look at the network between the hosts, or for a collective that only some ranks take part in{stack}"
+            f"no progress on any rank for {idle_s(rows):.0f} s; all wait in a collective ({where}): check the network"
+            f" between the hosts, and look for a collective that only some ranks call{stack}"
         )
-    sentences = [sentence(row, rows) for row in culprits[:3]]
-    if len(culprits) > 3:
-        sentences.append(f"and {ranks([row.rank for row in culprits[3:]])} likewise")
-    stacks = [f"\n{row.stacks}" for row in culprits[:3] if row.stacks]
-    return "\n".join(sentences) + waiting(rows, culprits) + "".join(stacks)
+    sentences = [sentence(row, rows) for row in blocking[:3]]
+    if len(blocking) > 3:
+        sentences.append(f"and {ranks([row.rank for row in blocking[3:]])} likewise")
+    stacks = [f"\n{row.stacks}" for row in blocking[:3] if row.stacks]
+    return "\n".join(sentences) + waiting(rows, blocking) + "".join(stacks)
 
 
 def sentence(row: Row, rows: Collection[Row]) -> str:
@@ -155,23 +155,25 @@ def sentence(row: Row, rows: Collection[Row]) -> str:
     at = located(row, rows) if row.is_silent else row
     phase = {"step": "input, compute or reduce"}.get(at.phase, at.phase)
     idle_s = row.idle_s + row.silent_s
-    said = f"rank {row.rank} on {row.host} has made no progress for {idle_s:.0f} s: at step {at.step}"
+    text = f"rank {row.rank} on {row.host} has made no progress for {idle_s:.0f} s: at step {at.step}"
     if not row.is_silent:
-        return f"{said}, in {phase}"
+        return f"{text}, in {phase}"
     seen = next((one.saw[str(row.rank)] for one in rows if str(row.rank) in one.saw), None)
     if seen is None:
         return (
-            f"{said}, last heard of in {phase} of step {row.step}; it does not answer: its host, or the network to it,"
-            f" may be down, or its process stopped"
+            f"{text}, last heartbeat in {phase} of step {row.step}: its host or the network to it may be down, or its"
+            f" process stopped"
         )
-    said = f"{said}, in {phase}"
-    why = STATES.get(seen["state"], "its process runs, but no Python in it does: look for C code that keeps the lock")
-    return f"{said}; it does not answer: {why}"
+    text = f"{text}, in {phase}"
+    why = STATES.get(
+        seen["state"], "its process runs but executes no Python code: look for native code that holds the GIL"
+    )
+    return f"{text}; no heartbeat: {why}"
 
 
-def waiting(rows: Collection[Row], culprits: Collection[Row]) -> str:
+def waiting(rows: Collection[Row], blocking: Collection[Row]) -> str:
     """Waiting ranks as in "; ranks 0, 2 wait for it"; "" if there are none."""
-    names = {row.rank for row in culprits}
+    names = {row.rank for row in blocking}
     others = [row.rank for row in rows if row.rank not in names and not row.is_done and not row.is_silent]
     if not others:
         return ""
@@ -241,12 +243,12 @@ def lost_s(row: Row, times: float, num_steps: int) -> float:
     return num_steps * row.times.own_s * (1 - 1 / times)
 
 
-def slow_words(row: Row, part: str, times: float) -> str:
+def straggler_text(row: Row, part: str, times: float) -> str:
     """Sentence about a straggler."""
     part_s = getattr(row.times, f"{part}_s")
     return (
-        f"rank {row.rank} on {row.host} is slow: it needs {times:.1f} times as long for its own part of a step as the"
-        f" other ranks ({1000 * row.times.own_s:.1f} ms, of that {part} {1000 * part_s:.1f} ms), and all wait for it"
+        f"straggler: rank {row.rank} on {row.host} takes {times:.1f} times the other ranks' median per step"
+        f" ({1000 * row.times.own_s:.1f} ms, of which {1000 * part_s:.1f} ms in {part}); all ranks wait for it"
     )
 
 

@@ -51,11 +51,7 @@ class Fault:
 
 
 def parse(text: str) -> tuple[Fault, ...]:
-    """Parses faults, such as "rank=1 step=20 mode=kill", separated by commas; "": none.
-
-    Raises:
-        ConfigError: Unknown key or mode, invalid value or unsupported combination.
-    """
+    """Parses faults, such as "rank=1 step=20 mode=kill", separated by commas; "": none. Raises ConfigError."""
     return tuple(_fault(part) for part in text.split(",") if part.strip())
 
 
@@ -137,7 +133,7 @@ class FaultInjector:
             file.flush()
             os.fsync(file.fileno())
         if fault.mode == "exception":
-            raise ChaosError(f"a fault as ordered: {fault}")
+            raise ChaosError(f"injected by --chaos: {fault}")
         if fault.mode == "exit":
             os._exit(1)
         if fault.mode == "disk-full":
@@ -173,17 +169,6 @@ def check_roles(faults: tuple[Fault, ...], servers: Sequence[int], workers: Sequ
                 f"chaos: got mode={fault.mode} for rank {fault.rank}, a"
                 f" {'worker' if fault.rank in workers else 'server'}: expected {', '.join(can)}"
             )
-
-
-def callback(saboteur: FaultInjector, clock: Any) -> keras.callbacks.Callback:
-    """Callback that calls the fault injector after every step; belongs last in the list."""
-    import keras
-
-    class Chaos(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            saboteur.after_step(clock.global_step, self.model)
-
-    return Chaos()
 
 
 def _step_of(fault: Fault, num_steps: int, steps_per_epoch: int) -> int:

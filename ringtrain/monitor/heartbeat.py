@@ -15,9 +15,9 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
@@ -26,13 +26,15 @@ from ringtrain.config import HealthConfig
 from ringtrain.errors import Stalled
 from ringtrain.monitor import diagnosis
 from ringtrain.monitor.diagnosis import Row, Times
-from ringtrain.monitor.journal import Journal
 from ringtrain.protocol import failures, transport
 
-BEAT_S = 1.0
-ANSWERS_S = 3.0
+if TYPE_CHECKING:
+    from ringtrain.run.context import RunContext
+
+HEARTBEAT_S = 1.0
+STACKS_TIMEOUT_S = 3.0
 """time for a blocking rank to send its stacks"""
-SPEAKER_FIRST_S = 5.0
+REPORT_FIRST_S = 5.0
 """delay before the other ranks exit, so that the stall report reaches the launcher first"""
 RECONNECT_S = 10.0
 FIRST_CALL_S = 5.0
@@ -42,20 +44,15 @@ IDLE_THREADS = ("threading.py", "queue.py", "selectors.py", "concurrent/futures/
 
 
 class StepTimer(keras.callbacks.Callback):
-    """Callback that measures the parts of this rank's steps; must follow `Clock` in the list.
+    """Callback that measures the parts of this rank's steps; must follow `Clock` in the list."""
 
-    `trace` is called after each step with its number and five timestamps: begin, input, computed, reduced, end.
-    """
-
-    def __init__(self, place: hvd.step_timing.PhaseTracker, clock: Any) -> None:
+    def __init__(self, run: RunContext) -> None:
         super().__init__()
-        self.place = place
-        self.clock = clock
+        self.run, self.tracker = run, hvd.step_timing.PLACE
         self.own_steps = 0
         self.begin_s = 0.0
         self.window: deque[tuple[float, float, float, float]] = deque(maxlen=diagnosis.WINDOW_STEPS)
         self.totals: list[float] = [0.0] * 4
-        self.trace: Callable[[int, Sequence[float]], None] = lambda global_step, edges_s: None
         self._returned_s = 0.0
         self._waited_s = 0.0
 
@@ -64,285 +61,279 @@ class StepTimer(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self.begin_s = time.time()
-        self.place.enter("step")
+        self.tracker.enter("step")
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        end_s, waited_s = time.time(), self.place.waited_s
+        end_s, waited_s = time.time(), self.tracker.waited_s
         self.own_steps += 1
-        there_s, computed_s, reduced_s = self.place.moments()
+        input_s, computed_s, reduced_s = self.tracker.moments()
         # Without new timestamps, as with a user's train_step, the whole step counts as computing.
-        there_s = there_s if self.begin_s <= there_s <= end_s else self.begin_s
-        wait_s = max(0.0, reduced_s - computed_s) if computed_s >= there_s else 0.0
+        input_s = input_s if self.begin_s <= input_s <= end_s else self.begin_s
+        wait_s = max(0.0, reduced_s - computed_s) if computed_s >= input_s else 0.0
         between_s = self.begin_s - self._returned_s if self._returned_s else 0.0
         waited_between_s = waited_s - self._waited_s if self._returned_s else 0.0
         step = (
-            max(0.0, there_s - self.begin_s),
-            max(0.0, end_s - there_s - wait_s),
+            max(0.0, input_s - self.begin_s),
+            max(0.0, end_s - input_s - wait_s),
             max(0.0, between_s - waited_between_s),
             max(0.0, wait_s + waited_between_s),
         )
         self._returned_s, self._waited_s = end_s, waited_s
-        self.trace(self.clock.global_step, (self.begin_s, there_s, computed_s, reduced_s, end_s))
+        if self.run.timeline:
+            edges_s = self.begin_s, input_s, computed_s, reduced_s, end_s
+            self.run.timeline.step(self.run.clock.global_step, edges_s)
         if self.own_steps > 1:  # the first step builds the graph
             self.window.append(step)
             self.totals = [total + seconds for total, seconds in zip(self.totals, step, strict=True)]
-        self.place.enter("callbacks")
+        self.tracker.enter("callbacks")
 
     def phase(self) -> str:
         """Current phase of this rank, including the parts of a step."""
-        if self.place.phase != hvd.step_timing.GRAPH:
-            return self.place.phase
-        there_s, computed_s, reduced_s = self.place.moments()
-        if there_s < self.begin_s - 1e-3:  # timestamps are rounded
+        if self.tracker.phase != hvd.step_timing.GRAPH:
+            return self.tracker.phase
+        input_s, computed_s, reduced_s = self.tracker.moments()
+        if input_s < self.begin_s - 1e-3:  # timestamps are rounded
             return "input"
-        if computed_s < there_s:
+        if computed_s < input_s:
             return "compute"
         return "reduce" if reduced_s < computed_s else "update"
 
 
 class Monitor:
-    """Heartbeat thread of one rank, as a context manager around training. Exits with code 75 when the job stalls.
+    """Heartbeat thread of one rank, as a context manager around training. Exits with code 75 when the job stalls."""
 
-    The constructor is a collective: rank 0 broadcasts its address. `say` prints a line; None: to stderr.
-    """
-
-    def __init__(
-        self,
-        pulse: StepTimer,
-        config: HealthConfig,
-        say: Callable[[str], None] | None = None,
-        journal: Journal | None = None,
-    ) -> None:
-        self.pulse = pulse
-        self.config = config
-        self.journal = journal or Journal()
-        self.say = say or (lambda text: print(f"ringtrain: {text}", file=sys.stderr, flush=True))
-        self.rank, self.size, self.host = hvd.rank(), hvd.size(), socket.gethostname()
-        self.slow = diagnosis.SlowRanks(config.straggler_factor)
+    def __init__(self, run: RunContext) -> None:
+        self.run, self.config, self.journal, self.clock = run, run.config.health, run.journal, run.clock
+        self.step_timer = StepTimer(run)
+        self.rank, self.size, self.host = run.rank, run.size, socket.gethostname()
+        self.slow = diagnosis.SlowRanks(self.config.straggler_factor)
         self.rows: dict[int, Row] = {}
-        self._slate, self._box = transport.Slate(), pulse.clock.box
-        self._is_wanted = bool(config.stall_timeout or config.straggler_factor)
-        self._wire = transport.Wire(secrets.token_hex(16), self._is_wanted and self.rank == 0 and self.size > 1)
+        self._slate = transport.Slate()
+        self._is_wanted = bool(self.config.stall_timeout or self.config.straggler_factor)
+        self._transport = transport.Wire(secrets.token_hex(16), self._is_wanted and self.rank == 0 and self.size > 1)
         row = Row(self.rank, self.host, os.getpid(), self._slate.descriptor)
-        address = (row, transport.own_addresses(), self._wire.port, self._wire.token)
-        self._rank_0, addresses, self._port, self._wire.token = hvd.broadcast_object(address, 0, name="ringtrain_beats")
+        address = (row, transport.own_addresses(), self._transport.port, self._transport.token)
+        self._rank_0, addresses, self._port, self._transport.token = hvd.broadcast_object(
+            address, 0, name="ringtrain_beats"
+        )
         self._addresses = ["127.0.0.1", *addresses] if self._rank_0.host == self.host else addresses
-        self._leaving, self._called = threading.Event(), threading.Event()
+        self._leaving, self._connected = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="ringtrain-heartbeat", daemon=True)
-        self._seen: Any = None
+        self._progress: Any = None
         self._idle_s = 0.0
         self._warned = False
         self._asked_s: float | None = None
         self._wants_stacks = False
-        self._strange: list[Row] = []
+        self._silent: list[Row] = []
 
     def __enter__(self) -> Monitor:
-        self.pulse.place.on_change = self._put
+        self.step_timer.tracker.on_change = self._put_status
         if self._is_wanted:
             self._thread.start()
             # A rank that hangs immediately must be known to rank 0.
-            self._called.wait(FIRST_CALL_S if self.rank else 0.0)
+            self._connected.wait(FIRST_CALL_S if self.rank else 0.0)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, Exception):
-            self.journal.write_failure(error, global_step=self.pulse.clock.global_step)
-        self.pulse.place.on_change = lambda: None
+            self.journal.write_failure(error, global_step=self.clock.global_step)
+        self.step_timer.tracker.on_change = lambda: None
         self._leaving.set()
-        self._wire.wake()
+        self._transport.wake()
         if self._thread.is_alive():
-            self._thread.join(timeout=2 * BEAT_S)
+            self._thread.join(timeout=2 * HEARTBEAT_S)
 
     def own_times(self) -> dict[str, Any]:
         """Step times of this rank for summary.json: medians over the last steps, and totals of all but the first."""
-        num_steps = max(0, self.pulse.own_steps - 1)
-        totals = dataclasses.replace(Times.of([self.pulse.totals], sum), num_steps=num_steps)
+        num_steps = max(0, self.step_timer.own_steps - 1)
+        totals = dataclasses.replace(Times.of([self.step_timer.totals], sum), num_steps=num_steps)
         return {
             "rank": self.rank,
             "host": self.host,
-            **dataclasses.asdict(Times.of(list(self.pulse.window))),
+            **dataclasses.asdict(Times.of(list(self.step_timer.window))),
             "totals": dataclasses.asdict(totals),
         }
 
-    def _put(self) -> None:
-        step, phase = self.pulse.clock.global_step, self.pulse.place.phase
+    def _put_status(self) -> None:
+        step, phase = self.clock.global_step, self.step_timer.tracker.phase
         self._slate.put(step, phase)
-        self._box.put(step, phase)
+        self.run.status.put(step, phase)
 
     # ---- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        self._exchanged_s = time.monotonic()
         try:
-            self._listen() if self.rank == 0 else self._call()
+            self._receive_heartbeats() if self.rank == 0 else self._send_heartbeats()
         except Exception:  # a bug here must not end training
-            self.say(f"rank {self.rank} is not watched any more:\n{traceback.format_exc()}")
+            _print(f"rank {self.rank} is no longer monitored:\n{traceback.format_exc()}")
 
-    def _listen(self) -> None:
+    def _receive_heartbeats(self) -> None:
         """Thread of rank 0: receives all heartbeats and finds stalls and stragglers."""
-        last_s = time.monotonic()
         self.rows[0] = self._rank_0
         while not self._leaving.is_set():
             ask = self._asked_s is not None
             silent = [row for row in self.rows.values() if row.is_silent]
-            culprits = diagnosis.keeping_waiting(self.rows.values()) if ask else []
+            blocking = diagnosis.blocking_ranks(self.rows.values()) if ask else []
             message = {
                 "row": dataclasses.asdict(self.rows[0]),
                 "silent": [[row.rank, row.host, row.process, row.slate] for row in silent],
-                "stacks_of": [row.rank for row in culprits],
+                "stacks_of": [row.rank for row in blocking],
             }
-            heard = self._wire.exchange(message, BEAT_S)
-            # Time in which this thread did not run, as in a suspended job, does not count.
-            now_s = time.monotonic()
-            passed_s, last_s = min(now_s - last_s, 2 * BEAT_S), now_s
+            received, passed_s = self._exchange(message)
             for rank, row in self.rows.items():
                 self.rows[rank] = dataclasses.replace(row, silent_s=row.silent_s + passed_s)
-            for fields in heard:
+            for fields in received:
                 row = Row.from_json(fields["row"])
                 self.rows[row.rank] = row
-            self._strange = silent
-            self.rows[0] = self._own_row(passed_s, with_stacks=ask)
-            self._look_for_stragglers()
+            self._silent = silent
+            self.rows[0] = self._local_row(with_stacks=ask)
+            self._check_for_stragglers()
             if self.config.stall_timeout:
-                self._look_for_stall()
-        self._wire.exchange({"row": None, "done": True}, 0.0)
-        self._wire.close()
+                self._check_for_stall()
+        self._transport.exchange({"row": None, "done": True}, 0.0)
+        self._transport.close()
 
-    def _call(self) -> None:
+    def _send_heartbeats(self) -> None:
         """Thread of the other ranks: sends heartbeats, follows rank 0's requests, and supervises rank 0."""
-        last_s = time.monotonic()
-        done = complained = False
+        done = reported = False
         rank_0_silent_s = 0.0
         while not self._leaving.is_set() and not done:
-            if not self._wire.is_connected:
-                beat = {"row": dataclasses.asdict(self._own_row(0.0))}
-                if self._wire.connect(self._addresses, self._port, beat):
+            if not self._transport.is_connected:
+                if self._transport.connect(self._addresses, self._port, _message(self._local_row())):
                     self.rows.setdefault(0, self._rank_0)
-                elif not self.rows and not complained:
-                    complained = True
+                elif not self.rows and not reported:
+                    reported = True
                     where = ", ".join(self._addresses)
-                    self.say(
+                    _print(
                         f"rank {self.rank} on {self.host} cannot connect to rank 0 at {where}, port {self._port}:"
                         " training continues without monitoring this rank: check the firewall"
                     )
-                self._called.set()
+                self._connected.set()
                 if not self.rows:
                     self._leaving.wait(RECONNECT_S)
                     continue
-            beat = {"row": dataclasses.asdict(self._own_row(0.0, self._wants_stacks))}
-            heard = self._wire.exchange(beat, BEAT_S)
-            now_s = time.monotonic()
-            passed_s, last_s = min(now_s - last_s, 2 * BEAT_S), now_s
-            self._note_progress(passed_s)
-            rank_0_silent_s = 0.0 if heard else rank_0_silent_s + passed_s
+            received, passed_s = self._exchange(_message(self._local_row(self._wants_stacks)))
+            rank_0_silent_s = 0.0 if received else rank_0_silent_s + passed_s
             if self._leaving.is_set():
                 break
-            for message in heard:
+            for message in received:
                 done = done or bool(message.get("done"))
                 if message.get("end"):
                     self._end_after(message["end"])
                 if message.get("row"):
                     self.rows[0] = Row.from_json(message["row"])
-                    self._strange = [
-                        Row(rank, host, process, slate) for rank, host, process, slate in message["silent"]
-                    ]
+                    self._silent = [Row(*fields) for fields in message["silent"]]
                     self._wants_stacks = self.rank in message["stacks_of"]
             if 0 in self.rows and self.config.stall_timeout and not done:
                 self.rows[0] = dataclasses.replace(self.rows[0], silent_s=rank_0_silent_s)
-                self._look_for_rank_0()
-        self._wire.exchange({"row": dataclasses.asdict(dataclasses.replace(self._own_row(0.0), is_done=True))}, 0.0)
-        self._wire.close()
+                self._check_for_rank_0()
+        self._transport.exchange(_message(dataclasses.replace(self._local_row(), is_done=True)), 0.0)
+        self._transport.close()
 
     # ---- heartbeat of this rank -------------------------------------------------------------------------------------
 
-    def _note_progress(self, passed_s: float) -> None:
-        place = self.pulse.place
-        seen = (self.pulse.clock.global_step, place.changes, place.moments())
-        self._idle_s = self._idle_s + passed_s if seen == self._seen else 0.0
-        self._seen = seen
+    def _exchange(self, message: dict[str, Any]) -> tuple[list[dict[str, Any]], float]:
+        """Sends a heartbeat; returns the messages received in one interval and its length. Updates the idle time."""
+        received = self._transport.exchange(message, HEARTBEAT_S)
+        # Time in which this thread did not run, as in a suspended job, does not count.
+        now_s = time.monotonic()
+        passed_s, self._exchanged_s = min(now_s - self._exchanged_s, 2 * HEARTBEAT_S), now_s
+        tracker = self.step_timer.tracker
+        progress = (self.clock.global_step, tracker.changes, tracker.moments())
+        self._idle_s = self._idle_s + passed_s if progress == self._progress else 0.0
+        self._progress = progress
+        return received, passed_s
 
-    def _own_row(self, passed_s: float, with_stacks: bool = False) -> Row:
-        if passed_s:
-            self._note_progress(passed_s)
-        here = [row for row in self._strange if row.host == self.host]
+    def _local_row(self, with_stacks: bool = False) -> Row:
+        here = [row for row in self._silent if row.host == self.host]
         return Row(
             rank=self.rank,
             host=self.host,
             process=os.getpid(),
             slate=self._slate.descriptor,
-            step=self.pulse.clock.global_step,
-            own_steps=self.pulse.own_steps,
-            phase=self.pulse.phase(),
+            step=self.clock.global_step,
+            own_steps=self.step_timer.own_steps,
+            phase=self.step_timer.phase(),
             idle_s=self._idle_s,
-            times=Times.of(list(self.pulse.window)),
+            times=Times.of(list(self.step_timer.window)),
             stacks=stacks(self._thread.ident) if with_stacks else "",
             saw={str(row.rank): transport.look_at(row.process, row.slate) for row in here},
         )
 
     # ---- decisions --------------------------------------------------------------------------------------------------
 
-    def _look_for_stragglers(self) -> None:
+    def _check_for_stragglers(self) -> None:
         rows = list(self.rows.values())
         if len(rows) < self.size or any(row.is_done for row in rows):
             return
         for row, part, times in self.slow.look(rows):
-            self.say(diagnosis.slow_words(row, part, times))
+            _print(diagnosis.straggler_text(row, part, times))
             facts = {"of_rank": row.rank, "of_host": row.host, "part": part, "times": round(times, 2)}
             self.journal.write("straggler", global_step=row.step, **facts, **dataclasses.asdict(row.times))
 
-    def _look_for_stall(self) -> None:
+    def _check_for_stall(self) -> None:
         rows = list(self.rows.values())
         idle_s = diagnosis.idle_s(rows)
-        if idle_s <= 2 * BEAT_S:
+        if idle_s <= 2 * HEARTBEAT_S:
             self._warned, self._asked_s = False, None
         if not self._warned and idle_s > diagnosis.warning_s(rows, self.config.stall_timeout):
-            culprits = diagnosis.keeping_waiting(rows)
-            late = idle_s > diagnosis.warning_s(rows, self.config.stall_timeout) + ANSWERS_S
-            if diagnosis.waiting(rows, culprits) and (late or all(diagnosis.is_located(row, rows) for row in culprits)):
+            blocking = diagnosis.blocking_ranks(rows)
+            late = idle_s > diagnosis.warning_s(rows, self.config.stall_timeout) + STACKS_TIMEOUT_S
+            if diagnosis.waiting(rows, blocking) and (late or all(diagnosis.is_located(row, rows) for row in blocking)):
                 self._warned = True
-                names = "; ".join(diagnosis.sentence(row, rows) for row in culprits[:3])
-                self.say(f"{names}{diagnosis.waiting(rows, culprits)}")
+                names = "; ".join(diagnosis.sentence(row, rows) for row in blocking[:3])
+                _print(f"{names}{diagnosis.waiting(rows, blocking)}")
         if self._asked_s is None:
             if idle_s > diagnosis.limit_s(rows, self.config.stall_timeout):
                 self._asked_s = time.monotonic()
             return
-        culprits = diagnosis.keeping_waiting(rows)
+        blocking = diagnosis.blocking_ranks(rows)
         answered = all(
-            row.stacks if not row.is_silent else diagnosis.is_located(row, rows) for row in culprits or [self.rows[0]]
+            row.stacks if not row.is_silent else diagnosis.is_located(row, rows) for row in blocking or [self.rows[0]]
         )
-        if answered or time.monotonic() - self._asked_s > ANSWERS_S:
-            self._speak(rows, culprits)
+        if answered or time.monotonic() - self._asked_s > STACKS_TIMEOUT_S:
+            self._report_stall(rows, blocking)
 
-    def _look_for_rank_0(self) -> None:
+    def _check_for_rank_0(self) -> None:
         """Reports a stall of rank 0, if it has no heartbeat: the only decision of the other ranks."""
         if not self.rows[0].is_silent:
             return
-        self._strange = [self.rows[0]]
-        rows = [self.rows[0], self._own_row(0.0)]
+        self._silent = [self.rows[0]]
+        rows = [self.rows[0], self._local_row()]
         limit_s = diagnosis.limit_s(rows, self.config.stall_timeout)
         # Rank 1 reports for all. Without it, each rank reports.
-        if diagnosis.idle_s(rows) > limit_s + (SPEAKER_FIRST_S if self.rank > 1 else 0.0):
-            self._speak(rows, [self.rows[0]])
+        if diagnosis.idle_s(rows) > limit_s + (REPORT_FIRST_S if self.rank > 1 else 0.0):
+            self._report_stall(rows, [self.rows[0]])
 
-    def _speak(self, rows: Sequence[Row], culprits: Sequence[Row]) -> None:
-        text = diagnosis.report(rows, culprits)
-        self._journal(text, [row.rank for row in culprits])
+    def _report_stall(self, rows: Sequence[Row], blocking: Sequence[Row]) -> None:
+        text = diagnosis.report(rows, blocking)
+        self._journal(text, [row.rank for row in blocking])
         if self.rank == 0:
-            self._wire.exchange({"row": None, "end": {"text": text, "culprits": [r.rank for r in culprits]}}, 0.2)
+            self._transport.exchange({"row": None, "end": {"text": text, "culprits": [r.rank for r in blocking]}}, 0.2)
         error = Stalled(text)
-        self.say(text)
-        of = culprits[0] if culprits else self._own_row(0.0)
+        _print(text)
+        of = blocking[0] if blocking else self._local_row()
         failures.report_failure(error, of.rank, exit_code=Stalled.EXIT_CODE, with_traceback=False, host=of.host)
         time.sleep(0.2)  # until this rank's output has reached its log
         os._exit(Stalled.EXIT_CODE)
 
     def _end_after(self, order: dict[str, Any]) -> None:
         self._journal(order["text"], order["culprits"])
-        time.sleep(SPEAKER_FIRST_S)
+        time.sleep(REPORT_FIRST_S)
         os._exit(Stalled.EXIT_CODE)
 
-    def _journal(self, text: str, culprits: list[int]) -> None:
-        step, phase = self.pulse.clock.global_step, self.pulse.phase()
-        self.journal.write("stall", global_step=step, phase=phase, text=text, of_ranks=culprits)
+    def _journal(self, text: str, blocking: list[int]) -> None:
+        phase = self.step_timer.phase()
+        self.journal.write("stall", global_step=self.clock.global_step, phase=phase, text=text, of_ranks=blocking)
+
+
+def _message(row: Row) -> dict[str, Any]:
+    return {"row": dataclasses.asdict(row)}
+
+
+def _print(text: str) -> None:
+    print(f"ringtrain: {text}", file=sys.stderr, flush=True)
 
 
 def slow_ranks(ranks: Sequence[dict[str, Any]], config: HealthConfig) -> list[int]:

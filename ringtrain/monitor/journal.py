@@ -58,15 +58,10 @@ class Journal:
             self.open(folder, rank, size, run_start, start_s)
 
     def open(self, folder: Path, rank: int, size: int, run_start: int = 0, start_s: float = 0.0) -> None:
-        """Writes to a run folder from now on.
-
-        Args:
-            run_start: Number of restarts of the run.
-            start_s: Unix time at which rank 0 started, the same on all ranks, which identifies the attempt.
-        """
+        """Writes to a run folder from now on. `start_s`: Unix time of rank 0's start, which identifies the attempt."""
         self.path = path_of(folder, rank)
-        self.about = {"rank": rank, "size": size, "host": socket.gethostname(), "process": os.getpid()}
-        self.starts = {"run_start": run_start, "start_s": start_s}
+        self.about: dict[str, Any] = {"rank": rank, "size": size, "host": socket.gethostname(), "process": os.getpid()}
+        self.about |= {"run_start": run_start, "start_s": start_s}
 
     def write(self, event: str, **facts: Any) -> None:
         """Appends an event with facts (plain values: global_step, epoch, ...). A full disk drops it silently."""
@@ -74,7 +69,7 @@ class Journal:
             raise ValueError(f"got {event!r}, expected one of {', '.join(EVENTS)}")
         if self.path is None:
             return
-        line = {"time_s": time.time(), "event": event, **self.about, **self.starts, **facts}
+        line = {"time_s": time.time(), "event": event, **self.about, **facts}
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -142,12 +137,12 @@ def ledger(events: Sequence[Mapping[str, Any]], num_epochs: int) -> Ledger:
     begun = {e["generation"]: e for e in events if e["event"] in ("start", "resize") and "generation" in e}
     ends = [event for event in events if event["event"] == "end" and "generation" in event]
     if not ends:
-        return Ledger({}, ("no rank has written its end",))
+        return Ledger({}, ("no journal has an end",))
     breaches: list[str] = []
     chain, upto, name = [], ends[-1]["global_step"], ends[-1]["generation"]
     while name:
         if name not in begun:
-            return Ledger({}, (f"nobody has written how generation {name} began",))
+            return Ledger({}, (f"no journal has the start of generation {name}",))
         chain.append((begun[name], upto))
         upto, name = begun[name]["global_step"], begun[name]["after"]
     epoch, position, undone, trained = 0, 0, 0, dict.fromkeys(range(num_epochs), 0)
@@ -158,15 +153,15 @@ def ledger(events: Sequence[Mapping[str, Any]], num_epochs: int) -> Ledger:
         steps, later = _steps_of(first, last_step, events)
         undone += later
         for step in range(first["global_step"] + 1, last_step + 1):
-            said = steps.get(step, {})
-            if len(said) != first["to"]:
-                breaches.append(f"step {step}: {len(said)} of {first['to']} ranks have written what they trained")
-            for its_epoch, _, begin, end in sorted(said.values(), key=lambda part: part[2:]):
+            parts = steps.get(step, {})
+            if len(parts) != first["to"]:
+                breaches.append(f"step {step}: {len(parts)} of {first['to']} ranks have recorded their samples")
+            for its_epoch, _, begin, end in sorted(parts.values(), key=lambda part: part[2:]):
                 if (its_epoch, begin) != (epoch, position) and begin < end:
                     breaches.append(f"step {step}: trained {begin} of epoch {its_epoch}, not {position} of {epoch}")
                 position += end - begin
             trained[epoch] = position
-            if any(position >= length for _, length, _, _ in said.values()):
+            if any(position >= length for _, length, _, _ in parts.values()):
                 epoch, position = epoch + 1, 0
     if (epoch, position) != (num_epochs, 0):
         breaches.append(f"it ends in epoch {epoch} at {position}, not after epoch {num_epochs - 1}")

@@ -11,14 +11,17 @@ import sys
 import time
 from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 
 from ringtrain import hvd
-from ringtrain.config import Config, TrackingConfig
+from ringtrain.config import Config
 from ringtrain.errors import ConfigError, RunDirectoryError
 from ringtrain.monitor import trace
+
+if TYPE_CHECKING:
+    from ringtrain.run.context import RunContext
 
 HOROVODS = "HOROVOD_TIMELINE"
 """environment variable that horovodrun --timeline-filename and ringtrain launch --timeline set"""
@@ -29,15 +32,12 @@ FLUSH_S = 1.0
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-def wanted(config: Config, environ: MutableMapping[str, str] | None = None) -> tuple[Config, str]:
-    """Resolves the timeline options of configuration and environment; call it before `hvd.init`, on every rank.
+def resolved(config: Config, environ: MutableMapping[str, str] = os.environ) -> tuple[Config, str]:
+    """Number of steps to record, in a new configuration, and output file, "" for timeline.json in the run folder.
 
-    Sets HOROVOD_TIMELINE=DYNAMIC, since Horovod would otherwise write rank 0's timeline to the file named there.
-
-    Returns:
-        Configuration with the number of steps to record, and the output file; "": timeline.json in the run folder.
+    Call it before `hvd.init`, on every rank. It sets HOROVOD_TIMELINE=DYNAMIC, since Horovod would otherwise write rank
+    0's timeline to the file named there.
     """
-    environ = os.environ if environ is None else environ
     named = environ.get(HOROVODS, "")
     named = "" if named == "DYNAMIC" else named
     num_steps = config.tracking.timeline_steps or (STEPS if named else 0)
@@ -53,19 +53,17 @@ def wanted(config: Config, environ: MutableMapping[str, str] | None = None) -> t
 
 
 class Timeline:
-    """Writer of this rank's part of the timeline. The constructor and `close`, which merges all, are collectives.
+    """Writer of this rank's part of the timeline. The constructor and `close`, which merges all, are collectives."""
 
-    `out`: output file of all ranks; "": timeline.json in `folder`.
-    """
-
-    def __init__(self, folder: Path, config: TrackingConfig, out: str) -> None:
-        self.parts, self.out = folder / trace.PARTS, Path(out) if out else folder / "timeline.json"
-        self.steps_left, self.flush_at_s = config.timeline_steps, 0.0
-        self.rank = hvd.rank()
+    def __init__(self, run: RunContext) -> None:
+        self.parts = run.folder / trace.PARTS
+        self.out = Path(run.timeline_file) if run.timeline_file else run.folder / "timeline.json"
+        self.steps_left, self.flush_at_s = run.config.tracking.timeline_steps, 0.0
+        self.rank = run.rank
         hvd.run_together(lambda: self._clear() if self.rank == 0 else None)
         self.file = hvd.run_together(self._open)
         offset_s, error_s = clock_offset()
-        about = {"rank": self.rank, "size": hvd.size(), "host": socket.gethostname(), "process": os.getpid()}
+        about = {"rank": self.rank, "size": run.size, "host": socket.gethostname(), "process": os.getpid()}
         about |= {"offset_s": offset_s, "error_s": error_s, "gradients": hvd.step_timing.PLACE.gradients}
         self._write(about)
         if self.rank == 0:
@@ -81,8 +79,8 @@ class Timeline:
         if not self.steps_left:
             self._end()
 
-    def close(self) -> Path:
-        """Merges the ranks' parts on rank 0, and returns the path of the output file."""
+    def close(self) -> None:
+        """Merges the ranks' parts on rank 0."""
         if self.steps_left:
             self._end()
         with contextlib.suppress(OSError):
@@ -93,7 +91,6 @@ class Timeline:
                 trace.merge(self.parts, self.out)
             except (RunDirectoryError, OSError) as error:  # the run itself is not affected
                 print(f"ringtrain: no timeline: {error}", file=sys.stderr)
-        return self.out
 
     def _clear(self) -> None:
         try:
@@ -126,13 +123,10 @@ class Timeline:
 
 
 def clock_offset(now: Callable[[], float] = time.time, clock: str | None = None) -> tuple[float, float]:
-    """Measures by how much this rank's clock is behind rank 0's, by Cristian's algorithm (1989). A collective.
+    """Seconds by which this rank's clock is behind rank 0's, and the maximum error; 0.0 for the same clock. Collective.
 
-    Rank 0 reads its clock between the begin of one collective and the end of another, on all other ranks. Of several
-    rounds, the shortest is the most accurate. `clock` identifies the clock of a host; None: the kernel's boot ID.
-
-    Returns:
-        Seconds to add to this rank's times, and their maximum error; both 0.0 if rank 0 has the same clock.
+    Cristian's algorithm (1989): rank 0 reads its clock between the begin of one collective and the end of another, on
+    all other ranks. Of several rounds, the shortest is the most accurate. `clock` identifies the clock of a host.
     """
     if clock is None:
         clock = BOOT.read_text() if BOOT.exists() else socket.gethostname()

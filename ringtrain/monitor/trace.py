@@ -29,11 +29,7 @@ Event = dict[str, Any]
 
 
 def merge(folder: Path, out: Path) -> int:
-    """Writes the timelines of all ranks to one file, in rank 0's time, and returns the number of ranks.
-
-    Raises:
-        RunDirectoryError: There is no part, one is damaged, or the file cannot be written.
-    """
+    """Writes the timelines of all ranks to one file, in rank 0's time; returns their number."""
     events: list[Event] = []
     num_ranks = 0
     for path in folder.glob("rank-*.jsonl"):

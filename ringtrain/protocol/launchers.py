@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -23,7 +25,7 @@ RANK_VARIABLES = {
     "Hydra": RankVariables("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "Gloo": RankVariables("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
     "PMIx": RankVariables("PMIX_RANK"),
-    # SLURM_NTASKS is set in a batch script as well, which is no rank.
+    # SLURM_NTASKS and SLURM_PROCID are set in a batch script as well, which is no rank.
     "Slurm": RankVariables("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 }
 PROGRAMS = ("horovodrun", "mpirun", "mpiexec", "orterun", "prterun", "mpiexec.hydra")
@@ -33,6 +35,12 @@ PROGRAMS = ("horovodrun", "mpirun", "mpiexec", "orterun", "prterun", "mpiexec.hy
 def names(field: str) -> tuple[str, ...]:
     """Names of one variable under all launchers, e.g. of "local_rank"."""
     return tuple(name for row in RANK_VARIABLES.values() if (name := getattr(row, field)))
+
+
+def launched_rank(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Rank of this process as set by its launcher, before Horovod knows it; None without a launcher."""
+    launchers = (row.rank for name, row in RANK_VARIABLES.items() if name != "Slurm")  # a batch script has its rank 0
+    return next((int(environ[name]) for name in launchers if name in environ), None)
 
 
 def in_shell(field: str) -> str:

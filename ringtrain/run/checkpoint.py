@@ -63,14 +63,9 @@ def save(
 ) -> Path:
     """Writes a checkpoint and returns its folder; for rank 0 only. Keeps a valid checkpoint of the same step.
 
-    Args:
-        files: arrays by name, for each file name without extension.
-        facts: further plain values for the manifest.
-        after_file: called with each file name once it is written, while the checkpoint is still incomplete.
-
-    Raises:
-        OSError: writing failed; nothing of the checkpoint remains.
-        CheckpointError: a checkpoint of the same step exists and cannot be read now; it is kept.
+    Raises OSError if writing failed, and CheckpointError if an existing checkpoint of this step cannot be read now.
+    Then nothing of the new one remains. `after_file` is called with each file name while the checkpoint is still
+    incomplete.
     """
     final = folder / f"step-{global_step:08d}"
     unfinished = folder / f"{UNFINISHED}{global_step:08d}-{socket.gethostname()}-{os.getpid()}"  # unique per process
@@ -109,29 +104,27 @@ def save(
 def verify(folder: Path) -> Checkpoint:
     """Verifies every file of a checkpoint against its manifest.
 
-    Raises:
-        DamagedCheckpoint: a file is missing, truncated or changed.
-        CheckpointError: it cannot be read, even after retries, or a newer ringtrain wrote it.
+    Raises DamagedCheckpoint if a file is missing, truncated or changed; CheckpointError if it cannot be read, even
+    after retries, or a newer ringtrain wrote it.
     """
-    pauses_s = iter(READ_AGAIN_S)
-    while True:
-        try:
+    for pause_s in READ_AGAIN_S:
+        with contextlib.suppress(OSError):
             return _verify(folder)
-        except OSError as error:
-            pause_s = next(pauses_s, None)
-            if pause_s is None:
-                raise CheckpointError(
-                    f"{error.filename or folder}: cannot be read: {error.strerror}: nothing was removed; start again"
-                    f" when it can be read, or give --run.resume the path of another one, with another --run.name"
-                ) from error
         time.sleep(pause_s)
+    try:
+        return _verify(folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or folder}: cannot be read: {error.strerror}: nothing was removed; start again when it"
+            f" can be read, or give --run.resume the path of another one, with another --run.name"
+        ) from error
 
 
 def _verify(folder: Path) -> Checkpoint:
     try:
         head, _, body = (folder / MANIFEST).read_text(encoding="utf-8").partition("\n")
         if parse_json(head)["sha256"] != hashlib.sha256(body.encode()).hexdigest():
-            raise DamagedCheckpoint(f"{folder / MANIFEST}: does not have the checksum it says")
+            raise DamagedCheckpoint(f"{folder / MANIFEST}: its content does not match its checksum")
         manifest = parse_json(body)
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{folder}: no {MANIFEST}: not a checkpoint, or not a whole one") from None
@@ -187,11 +180,7 @@ def prune(folder: Path, keep: int, best_by: str) -> None:
 
 
 def remove_after(folder: Path, global_step: int) -> None:
-    """Removes checkpoints of later steps, and incomplete folders, when a run resumes.
-
-    Raises:
-        CheckpointError: a later checkpoint that may be valid cannot be read; nothing was removed.
-    """
+    """Removes later checkpoints, and incomplete folders, on resume; none if one that may be valid is unreadable."""
     later = [path for path in saved_in(folder) if int(path.name.removeprefix("step-")) > global_step]
     for path in later:
         with contextlib.suppress(DamagedCheckpoint):
@@ -226,9 +215,8 @@ def check_exportable(model: Any) -> None:
 def export(model: Any, folder: Path, saved_model: bool) -> None:
     """Exports the trained model, without its optimizer, as model.keras for use without ringtrain; for rank 0 only.
 
-    Raises:
-        OSError: it cannot be written; an earlier export is kept.
-        CheckpointError: Keras cannot write it; its weights are in model.weights.h5.
+    Raises OSError if it cannot be written; an earlier export is kept. Raises CheckpointError if Keras cannot write it;
+    its weights are then in model.weights.h5.
     """
     unfinished, name = folder / ".unfinished.keras", "model.keras"
     try:

@@ -15,7 +15,7 @@ from ringtrain.config import Config, option_types, value_of
 from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError
 from ringtrain.protocol import failures
-from ringtrain.run import checkpoint, console, devices, run_folder
+from ringtrain.run import checkpoint, console, devices, log_capture, run_folder
 
 if TYPE_CHECKING:
     from ringtrain.run.context import Job, Process
@@ -26,15 +26,15 @@ PACKAGE = Path(__file__).parents[1]
 
 def of_code(config: Config, versions: Mapping[str, str]) -> dict[str, str]:
     """Returns this rank's versions, and checksums of ringtrain's files and of the user's modules."""
-    found = {f"version of {name}": version for name, version in versions.items()}
+    checksums = {f"version of {name}": version for name, version in versions.items()}
     files = sorted(PACKAGE.rglob("*.py"))
-    found |= {f"ringtrain/{path.relative_to(PACKAGE)}": checksum_of(path) for path in files}
+    checksums |= {f"ringtrain/{path.relative_to(PACKAGE)}": checksum_of(path) for path in files}
     for name in (config.data.name, config.model.name, *config.model.metrics, *config.train.callbacks):
         module, colon, _ = name.partition(":")
         path = _path_of(module) if colon else None
         if path is not None:
-            found[f"module {module}"] = checksum_of(path)
-    return found
+            checksums[f"module {module}"] = checksum_of(path)
+    return checksums
 
 
 def checksum_of(path: Path) -> str:
@@ -42,16 +42,16 @@ def checksum_of(path: Path) -> str:
     return f"with checksum {zlib.crc32(path.read_bytes()):08x}"
 
 
-def refuse(prints: Sequence[tuple[str, Mapping[str, str]]]) -> None:
-    """Raises ConfigError with the first rank that differs from rank 0. `prints`: host and values of each rank."""
-    host_0, first = prints[0]
-    for rank, (host, other) in enumerate(prints):
+def refuse(of_ranks: Sequence[tuple[str, Mapping[str, str]]]) -> None:
+    """Raises ConfigError with the first rank that differs from rank 0. `of_ranks`: host and values of each rank."""
+    host_0, first = of_ranks[0]
+    for rank, (host, other) in enumerate(of_ranks):
         for name in sorted({*first, *other}, key=lambda name: ("/" in name, name)):
-            own, theirs = first.get(name, "missing"), other.get(name, "missing")
+            expected, received = first.get(name, "missing"), other.get(name, "missing")
             # A user's module that only one rank has is a different configuration, which another check reports.
-            if own != theirs and not (name.startswith("module ") and "missing" in (own, theirs)):
+            if expected != received and not (name.startswith("module ") and "missing" in (expected, received)):
                 raise ConfigError(
-                    f"rank {rank} on {host} has another {name} than rank 0 on {host_0}: {theirs}, not {own}:"
+                    f"rank {rank} on {host} has another {name} than rank 0 on {host_0}: {received}, not {expected}:"
                     f" bring code, libraries and data to the same state on all hosts"
                 )
 
@@ -140,12 +140,8 @@ def restore(
 ) -> tuple[Start, Mapping[str, Any]]:
     """Restores the newest checkpoint of the run on every rank, if it has one. Collective.
 
-    Args:
-        numbers: those that the checkpoint must have.
-        is_trained: whether no step is left after a start.
-
-    Returns:
-        Position from which the run starts; summary.json, if the run is complete, which rank 0 then prints, else {}.
+    Returns the position from which the run starts and, if the run is complete, its summary.json, which rank 0 then
+    prints.
     """
     from ringtrain import hvd
     from ringtrain.run import resume
@@ -185,11 +181,16 @@ def complete_summary(process: Process, start: Start, is_trained: bool) -> Mappin
     return summary
 
 
-def make_folder(process: Process, numbers: Numbers, start: Start) -> Path:
-    """Creates the run folder on rank 0, or takes the one of the attempt before, and broadcasts its path. Collective.
+def open_log(process: Process, path: Path) -> None:
+    """Also writes standard error to the log of this rank from now on."""
+    from ringtrain import hvd
 
-    Raises RunDirectoryError on every rank if rank 0 cannot create it.
-    """
+    first_line = f"rank {hvd.rank()} of {hvd.size()} on {socket.gethostname()}: {process.pinning}"
+    process.strategy.together(lambda: log_capture.log_to(path, first_line))
+
+
+def make_folder(process: Process, numbers: Numbers, start: Start) -> Path:
+    """Creates the run folder on rank 0, or reuses that of the previous attempt, and broadcasts its path. Collective."""
     from ringtrain import hvd
 
     config, lock = process.config, process.lock
@@ -201,7 +202,7 @@ def make_folder(process: Process, numbers: Numbers, start: Start) -> Path:
             name,
             number_if_taken=not config.run.name,
             # Without the lock, the folder did not exist when checkpoints were searched.
-            go_on=lock.folder is not None
+            reuse=lock.folder is not None
             and (config.run.resume != "never" or process.attempt.run_name == config.run.name),
         )
         lock.take(folder)

@@ -11,19 +11,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import rich.progress
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
-from ringtrain.config import Config, changed_options, without_effect
+from ringtrain.config import changed_options, without_effect
 from ringtrain.derived import Numbers, scaled_batch, scaling_of
 from ringtrain.optim import schedules
 from ringtrain.protocol.env import HOST_SLOTS
+from ringtrain.protocol.launchers import PROGRAMS, launched_rank
 
-LAUNCHERS = ("ringtrain", "horovodrun", "mpirun", "mpiexec", "orterun")
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "HOROVOD_RANK")
+if TYPE_CHECKING:
+    from ringtrain.run.context import Process
+    from ringtrain.run.resume import Start
+
 SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -59,38 +62,33 @@ def terminal_of_launcher(proc: Path = Path("/proc")) -> str:
     breaks a progress bar. Returns "" if no ancestor of this process is a launcher, if it runs in the background, or if
     its output goes to a file or pipe.
     """
-    process, found = os.getpid(), ""
+    process, terminal = os.getpid(), ""
     while process > 1:
         try:
             words = (proc / str(process) / "cmdline").read_bytes().split(b"\0")[:3]
             status = (proc / str(process) / "stat").read_text().rpartition(")")[2].split()
             parent, group, foreground = int(status[1]), int(status[2]), int(status[5])
-            if any(os.path.basename(word).decode() in LAUNCHERS for word in words):
+            if any(os.path.basename(word).decode() in ("ringtrain", *PROGRAMS) for word in words):
                 output = os.readlink(proc / str(process) / "fd" / "1")
                 is_terminal = output.startswith(("/dev/pts/", "/dev/tty"))
-                found = output if is_terminal and group == foreground else ""
+                terminal = output if is_terminal and group == foreground else ""
         except OSError:
             return ""
         process = parent
-    return found
+    return terminal
 
 
-def launched_rank(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Returns this process's rank as set by its launcher, before Horovod knows it; None without a launcher."""
-    return next((int(environ[name]) for name in RANK_VARIABLES if name in environ), None)
-
-
-class AboveBar(io.TextIOBase):
+class _StderrAboveBar(io.TextIOBase):
     """Standard error while a bar moves: logs whole lines, and prints them above the bar to leave no copy of it."""
 
-    def __init__(self, console: Console, to_log: Callable[[str], None], instead_of: TextIO) -> None:
-        self.console, self.to_log, self.instead_of = console, to_log, instead_of
-        self._begun = ""
+    def __init__(self, console: Console, to_log: Callable[[str], None], stderr: TextIO) -> None:
+        self.console, self.to_log, self.stderr = console, to_log, stderr
+        self._unfinished = ""
 
     def write(self, text: str) -> int:
         """Shows complete lines and keeps the rest."""
-        *lines, rest = (self._begun + text).split("\n")
-        self._begun = _as_last_written(rest) + "\r" * rest.endswith("\r")
+        *lines, rest = (self._unfinished + text).split("\n")
+        self._unfinished = _as_last_written(rest) + "\r" * rest.endswith("\r")
         for line in map(_as_last_written, lines):
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
             self.to_log(line)
@@ -98,7 +96,7 @@ class AboveBar(io.TextIOBase):
 
     def fileno(self) -> int:
         """Descriptor of standard error, for child processes."""
-        return self.instead_of.fileno()
+        return self.stderr.fileno()
 
 
 def _as_last_written(line: str) -> str:
@@ -107,7 +105,7 @@ def _as_last_written(line: str) -> str:
 
 
 class Progress:
-    """Progress of a run: a bar if it can move, else a line per epoch and every 10 s. `to_log`: as in `AboveBar`."""
+    """Progress of a run: a bar if it can move, else a line per epoch and every 10 s. `to_log` writes a line."""
 
     def __init__(
         self, console: Console, num_steps: int, num_epochs: int, to_log: Callable[[str], None] | None = None
@@ -124,7 +122,7 @@ class Progress:
             TimeRemainingColumn(),
             console=console,
             disable=console.quiet or not console.is_terminal,
-            redirect_stderr=False,  # AboveBar does that, and writes to the rank's log
+            redirect_stderr=False,  # _StderrAboveBar does that, and writes to the rank's log
             transient=True,
             expand=True,
         )
@@ -135,7 +133,7 @@ class Progress:
         self.bar.start()
         self.stderr = sys.stderr
         if self.to_log and not self.bar.disable:
-            sys.stderr = AboveBar(self.console, self.to_log, sys.stderr)
+            sys.stderr = _StderrAboveBar(self.console, self.to_log, sys.stderr)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -166,21 +164,9 @@ def speed(images_per_s: float) -> str:
     return f"{images_per_s:,.0f} images/s" if math.isfinite(images_per_s) else "too short to measure speed"
 
 
-def show_plan(
-    console: Console,
-    config: Config,
-    numbers: Numbers,
-    placement: Mapping[str, str],
-    shard: str,
-    strategy: str,
-) -> None:
-    """Prints the plan, with every number derived from the configuration.
-
-    Args:
-        placement: rows on processes and devices.
-        shard: number of samples that one of them trains per epoch, and which.
-        strategy: shown name; "": no row.
-    """
+def show_plan(console: Console, process: Process, numbers: Numbers, hosts: Sequence[str]) -> None:
+    """Prints the plan, with every number derived from the configuration. `hosts`: host of each rank."""
+    config, strategy = process.config, process.strategy
     n, optimizer = numbers, config.optimizer
     factor = f"{scaled_batch(config, n.global_batch_size, n.num_ranks)} / {optimizer.reference_batch_size}"
     rule, why = scaling_of(config)
@@ -188,15 +174,15 @@ def show_plan(
     scaled = f" = {optimizer.learning_rate:g}{scaling}" if n.learning_rate != optimizer.learning_rate else ""
     reason = f"; {why}" if why and n.global_batch_size != optimizer.reference_batch_size else ""
     accumulated = f" x {n.accumulation_steps} batches accumulated" if n.accumulation_steps > 1 else ""
-    rest = f", {n.dropped_per_epoch} left over, others each time" if n.dropped_per_epoch else ""
+    rest = f", {n.dropped_per_epoch} left out, others in each epoch" if n.dropped_per_epoch else ""
     rows = {
-        **placement,
+        **strategy.placement(numbers, process.pinning, hosts),
         "data": f"{config.data.name}: {n.num_train:,} to train, {n.num_test:,} to test",
-        **({"strategy": strategy} if strategy else {}),
+        **({"strategy": strategy.shown_name} if strategy.shown_name else {}),
         "model": config.model.name,
         "global batch": f"{n.global_batch_size} = {n.batch_size} x {n.num_ranks}{accumulated}",
         "steps": f"{n.num_steps:,} = {config.train.epochs} epochs x {n.steps_per_epoch:,}{rest}",
-        "shard": shard,
+        "shard": strategy.shard(numbers),
         "learning rate": f"{n.learning_rate:g}{scaled} ({optimizer.name}, {config.schedule.name}{reason})",
         **_table_of_rates(schedules.schedule_of(config, n), n.steps_per_epoch),
         "seed": str(config.seed),
@@ -206,15 +192,15 @@ def show_plan(
     _show_rows(console, rows)
 
 
-def show_start(console: Console, config: Config, start: Any, causes: Sequence[str]) -> None:
-    """Prints where a run resumes, which checkpoints were skipped, and why earlier attempts ended (`causes`)."""
-    for number, cause in enumerate(causes, 1):
-        console.print(f"start {number} ended  {cause}", highlight=False, markup=False, soft_wrap=True)
+def show_start(console: Console, process: Process, start: Start) -> None:
+    """Prints where a run resumes, which checkpoints were skipped, and why earlier attempts ended."""
+    for number, cause in enumerate(process.attempt.causes, 1):
+        console.print(f"attempt {number} ended: {cause}", highlight=False, markup=False, soft_wrap=True)
     for reason in start.refused:
-        console.print(f"passed over    {reason}", highlight=False, soft_wrap=True)
+        console.print(f"{'skipped':<14} {reason}", highlight=False, soft_wrap=True)
     if start.source:
-        unused = " (run.init_from has no effect)" if config.run.init_from else ""
-        _show_rows(console, {"going on": f"after step {start.global_step:,}, from {start.source}{unused}"})
+        unused = " (run.init_from has no effect)" if process.config.run.init_from else ""
+        _show_rows(console, {"resumes": f"after step {start.global_step:,}, from {start.source}{unused}"})
 
 
 def show_complete(console: Console, folder: Path, summary: Mapping[str, Any], ended_by: str) -> None:

@@ -40,20 +40,22 @@ class Process:
     strategy: Strategy
     pinning: Pinning
     code: Mapping[str, str]
-    """versions, and checksums of code"""
+    """versions and checksums of code, as loaded: the files may change during a run"""
     status: StatusLine
+    """in shared memory, for the host agent"""
     signals: Signals
     journal: Journal
     """closed until the run has a folder"""
     stages: Stages
     timeline_file: str = ""
+    """named by HOROVOD_TIMELINE; "": timeline.json in the run folder"""
     lock: RunLock = field(default_factory=RunLock)
     """held by rank 0 from before it reads the run folder until the end"""
 
 
 @dataclass(kw_only=True)
 class Job:
-    """What is trained: made from the configuration, or by a caller who enters the run at `agree`."""
+    """Data and model of a run, from the configuration or from a caller who passes them to `agree`."""
 
     data_set: data.DataSet
     numbers: Numbers
@@ -69,8 +71,6 @@ class Job:
 class RunContext(Process, Job):
     """A run on which all ranks agree, as `fit` and `finish` need it."""
 
-    rank: int
-    size: int
     hosts: list[str]
     """by rank"""
     start: Start
@@ -78,6 +78,8 @@ class RunContext(Process, Job):
     gradients: str
     """how gradients were verified to be averaged"""
     terminal: Console
+    rank: int = field(init=False)
+    size: int = field(init=False)
     clock: Clock = field(init=False)
     monitor: Monitor | None = None
     timeline: Timeline | None = None
@@ -85,3 +87,13 @@ class RunContext(Process, Job):
     """set by `fit`"""
     started: float = 0.0
     """Unix time at which training began"""
+
+    def __post_init__(self) -> None:
+        from ringtrain import hvd
+
+        self.rank, self.size = hvd.rank(), hvd.size()
+        self.clock = self.strategy.clock(self)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"

@@ -137,10 +137,7 @@ def missing_gpu(pinning: Pinning, nccl: bool, environ: Mapping[str, str] = os.en
 
 
 def spread(towers: int, options: DeviceConfig) -> Pinning:
-    """Gives each copy of the model in one process a GPU, else a logical CPU; returns the device of the first.
-
-    Threads and memory limits hold for each copy. Raises DeviceError if there are more copies than GPUs.
-    """
+    """Gives each copy of the model in one process a GPU, else a logical CPU; returns the device of the first."""
     import tensorflow as tf
 
     gpus, host = tf.config.list_physical_devices("GPU"), socket.gethostname()
@@ -195,17 +192,8 @@ def identity(pinning: Pinning, environ: Mapping[str, str] = os.environ, driver: 
     """Returns the UUID of a rank's GPU, else its index on the host, to detect shared GPUs; "" for the CPU."""
     if pinning.gpu is None:
         return ""
-    device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
-    try:
-        cuda = driver or ctypes.CDLL("libcuda.so.1")
-        failed = (
-            cuda.cuInit(0)
-            or cuda.cuDeviceGet(ctypes.byref(device), pinning.gpu)
-            or cuda.cuDeviceGetUuid(ctypes.byref(uuid), device)
-        )
-    except (OSError, AttributeError) as error:
-        failed = error
-    if not failed:
+    uuid = (ctypes.c_ubyte * 16)()
+    if not _ask_driver("cuDeviceGetUuid", uuid, pinning.gpu, driver):
         return f"GPU-{UUID(bytes=bytes(uuid))}"
     visible = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return f"GPU {visible[pinning.gpu] if pinning.gpu < len(visible) else pinning.gpu}"
@@ -213,19 +201,24 @@ def identity(pinning: Pinning, environ: Mapping[str, str] = os.environ, driver: 
 
 def gpu_memory_mb(index: int, driver: Any = None) -> int:
     """Returns a GPU's memory in MB from the CUDA driver, as TensorFlow does not report it. Raises DeviceError."""
-    device, size = ctypes.c_int(), ctypes.c_size_t()
-    try:
-        cuda = driver or ctypes.CDLL("libcuda.so.1")
-        failed = (
-            cuda.cuInit(0)
-            or cuda.cuDeviceGet(ctypes.byref(device), index)
-            or cuda.cuDeviceTotalMem_v2(ctypes.byref(size), device)
-        )
-    except (OSError, AttributeError) as error:
-        failed = error
-    if failed:
+    size = ctypes.c_size_t()
+    if failed := _ask_driver("cuDeviceTotalMem_v2", size, index, driver):
         raise DeviceError(
-            f"device.memory_fraction: the CUDA driver does not tell the memory of GPU {index} ({failed}):"
+            f"device.memory_fraction: the CUDA driver does not report the memory of GPU {index} ({failed}):"
             f" give a limit in MB instead, with --device.memory-mb"
         )
     return size.value // 2**20
+
+
+def _ask_driver(function: str, answer: Any, gpu: int, driver: Any) -> Any:
+    """Fills `answer` by a function of the CUDA driver; returns its error, 0 if there is none."""
+    device = ctypes.c_int()
+    try:
+        cuda = driver or ctypes.CDLL("libcuda.so.1")
+        return (
+            cuda.cuInit(0)
+            or cuda.cuDeviceGet(ctypes.byref(device), gpu)
+            or getattr(cuda, function)(ctypes.byref(answer), device)
+        )
+    except (OSError, AttributeError) as error:
+        return error

@@ -11,83 +11,73 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
-from ringtrain import hvd
+from ringtrain import data, hvd
 from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
-    import tensorflow as tf
-
-    from ringtrain.data import DataSet
-    from ringtrain.run.resume import Clock
+    from ringtrain.run.context import RunContext
 
 
 class Evaluation(keras.callbacks.Callback):
     """Adds the metrics of all ranks to an epoch's logs, and those of the test samples as test_...
 
-    It must be on every rank, before all callbacks that read an epoch's metrics. An interrupted epoch is not evaluated.
-    `own` are the sample numbers of `batches`, this rank's shard of the test samples; they may be empty.
+    It must be on every rank, before all callbacks that read an epoch's metrics. Each rank evaluates its shard of the
+    test samples, which may be empty. An interrupted epoch is not evaluated.
     """
 
-    def __init__(
-        self,
-        batches: tf.data.Dataset,
-        own: NDArray[np.int64],
-        data_set: DataSet,
-        clock: Clock,
-        not_averaged: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, run: RunContext) -> None:
         super().__init__()
-        self.batches = batches
-        self.own = own
-        self.data_set = data_set
-        self.clock = clock
-        self.not_averaged = not_averaged
+        self.run, self.test = run, run.data_set.test
+        self.shard = data.evaluation_shard(run.numbers.num_test, run.rank, run.size)
+        self.batches = data.evaluation_batches(self.test, self.shard, run.numbers.batch_size)
         self.seconds = 0.0
 
     @hvd.during("evaluate")
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if not self.clock.epoch_complete:
+        if not self.run.clock.epoch_complete:
             return  # the partial sums in this rank's metrics are saved with the checkpoint
         logs = {} if logs is None else logs
         logs |= over_all_ranks(self.model, 1)
         begin_s = time.perf_counter()
-        hvd.average_moving_statistics(self.model, self.not_averaged)
-        num_own = self.data_set.test.num_readable(self.own)
-        if num_own:
+        hvd.average_moving_statistics(self.model, self.run.config.model.not_averaged)
+        num_samples = self.test.num_readable(self.shard)
+        if num_samples:
+            # Each evaluated batch is progress, for the detection of stalls.
+            advance = keras.callbacks.LambdaCallback(
+                on_test_batch_end=lambda batch, logs: hvd.step_timing.PLACE.advance()
+            )
             with warnings.catch_warnings():  # with skipped samples, Keras does not know the number of batches
                 warnings.filterwarnings("ignore", "Your input ran out of data")
-                self.model.evaluate(self.batches, verbose=0, callbacks=[_Advance()])
+                self.model.evaluate(self.batches, verbose=0, callbacks=[advance])
         else:
             self.model.reset_metrics()
-        hvd.run_together(self.data_set.raise_unreadable)
-        logs |= {f"test_{name}": value for name, value in over_all_ranks(self.model, num_own).items()}
+        hvd.run_together(self.run.data_set.raise_unreadable)
+        logs |= {f"test_{name}": value for name, value in over_all_ranks(self.model, num_samples).items()}
         self.seconds += time.perf_counter() - begin_s
 
 
-class _Advance(keras.callbacks.Callback):
-    """Marks each evaluated batch as progress, for the detection of stalls."""
-
-    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        hvd.step_timing.PLACE.advance()
-
-
-def over_all_ranks(model: keras.Model, num_own: int) -> dict[str, Any]:
+def over_all_ranks(model: keras.Model, num_samples: int) -> dict[str, Any]:
     """Sums the metrics of all ranks since their reset, and returns each by name, as a float or an array. Collective.
 
     Keras' metrics keep sums, counts and confusion matrices, so one process would have their sum over the ranks.
-    Afterwards the metrics on every rank hold that sum. Raises DataError on every rank if the sum of `num_own`, the
+    Afterwards the metrics on every rank hold that sum. Raises DataError on every rank if the sum of `num_samples`, the
     number of samples that each rank has seen, is 0.
     """
     variables = model.metrics_variables
-    parts = [np.asarray(keras.ops.convert_to_numpy(variable), np.float64) for variable in variables]
-    flat = np.concatenate([*(part.reshape(-1) for part in parts), [num_own]])
+    values = [keras.ops.convert_to_numpy(variable) for variable in variables]
     with hvd.during("reduce"):
-        *sums, total = hvd.allreduce(flat, op=hvd.Sum, name="ringtrain_metrics").numpy()
-    if not total:
+        *sums, total_samples = sums_over_ranks([*values, np.array(num_samples)], "ringtrain_metrics")
+    if not total_samples:
         raise DataError("none of the samples could be read: those that were skipped are named in the run's logs/")
-    start = 0
-    for variable, part in zip(variables, parts, strict=True):
-        variable.assign(np.reshape(sums[start : start + part.size], part.shape))
-        start += part.size
-    values = {name: keras.ops.convert_to_numpy(value) for name, value in model.get_metrics_result().items()}
-    return {name: float(value) if np.ndim(value) == 0 else np.asarray(value) for name, value in values.items()}
+    for variable, total in zip(variables, sums, strict=True):
+        variable.assign(total)
+    metrics = {name: keras.ops.convert_to_numpy(value) for name, value in model.get_metrics_result().items()}
+    return {name: float(value) if np.ndim(value) == 0 else np.asarray(value) for name, value in metrics.items()}
+
+
+def sums_over_ranks(arrays: Sequence[NDArray[Any]], name: str) -> list[NDArray[np.float64]]:
+    """Sum of each array over the ranks, in one allreduce. Collective."""
+    parts = [np.asarray(array, np.float64) for array in arrays]
+    total = hvd.allreduce(np.concatenate([part.reshape(-1) for part in parts]), op=hvd.Sum, name=name).numpy()
+    ends = np.cumsum([part.size for part in parts])[:-1]
+    return [sums.reshape(part.shape) for sums, part in zip(np.split(total, ends), parts, strict=True)]

@@ -118,10 +118,10 @@ def _pass_on(source: int) -> bool:
         if select.select([source], [], [], Lines.WAIT_S if lines.unfinished else None)[0]:
             data = os.read(source, 65536)
             is_open = bool(data)
-            found = lines.add(data) if data else lines.rest()
+            complete = lines.add(data) if data else lines.rest()
         else:
-            found = []
-        for line in [*found, *lines.late()]:
+            complete = []
+        for line in [*complete, *lines.late()]:
             text, _, command = line.partition(MARK)
             if text and shown and not CHATTER.match(text):
                 os.write(2, text)

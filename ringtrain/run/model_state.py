@@ -20,17 +20,17 @@ Spec = list[dict[str, tuple[str, tuple[int, ...]]]]
 """Dtype and shape of the arrays of each dictionary in a list."""
 
 
-def require_same_model(found: checkpoint.Checkpoint, model: keras.Model, weights_only: bool = False) -> None:
-    ours = checkpoint.shapes_of(model.weights if weights_only else shared_variables(model))
-    theirs = found.manifest["variables"][: len(ours) if weights_only else None]
-    for (name, *own), (other_name, *other) in zip(ours, theirs, strict=False):
+def require_same_model(source: checkpoint.Checkpoint, model: keras.Model, weights_only: bool = False) -> None:
+    local = checkpoint.shapes_of(model.weights if weights_only else shared_variables(model))
+    saved = source.manifest["variables"][: len(local) if weights_only else None]
+    for (name, *own), (other_name, *other) in zip(local, saved, strict=False):
         if own != other:
             raise CheckpointError(
-                f"{found.folder}: of another model: {other_name} has shape {other[0]} and type {other[1]}, {name} here"
+                f"{source.folder}: of another model: {other_name} has shape {other[0]} and type {other[1]}, {name} here"
                 f" has {own[0]} and {own[1]}"
             )
-    if len(ours) != len(theirs):
-        raise CheckpointError(f"{found.folder}: of another model: {len(theirs)} variables, expected {len(ours)}")
+    if len(local) != len(saved):
+        raise CheckpointError(f"{source.folder}: of another model: {len(saved)} variables, expected {len(local)}")
 
 
 def shared_variables(model: keras.Model) -> list[Any]:

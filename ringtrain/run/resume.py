@@ -88,11 +88,7 @@ def started_again(config: Config, attempt: Attempt) -> Config:
 
 
 def same_global_batch(config: Config, attempt: Attempt, size: int) -> Config:
-    """Adapts a restart with other ranks to the global batch and learning rate of the first attempt.
-
-    Raises:
-        ConfigError: the global batch is not divisible by the number of ranks.
-    """
+    """Keeps the global batch and learning rate of the first attempt in a restart with other ranks."""
     then, batch_size = attempt.num_ranks, config.train.batch_size
     if not attempt.number or then in (0, size):
         return config
@@ -113,7 +109,7 @@ def source_of(config: Config) -> tuple[Path | None, bool]:
     """Returns the folder to resume from (None: start from scratch), and whether it must hold a checkpoint."""
     resume, own = config.run.resume, Path(config.run.directory) / config.run.name
     if resume == "must" and not config.run.name:
-        raise ConfigError("run.resume: got must, which needs the name of the run that goes on: give --run.name as well")
+        raise ConfigError("run.resume: got must, which needs the name of the run to resume: give --run.name as well")
     if resume in ("auto", "must"):
         return (own if config.run.name else None), resume == "must"
     return (None, False) if resume == "never" else (Path(resume), True)
@@ -122,12 +118,12 @@ def source_of(config: Config) -> tuple[Path | None, bool]:
 class Clock(keras.callbacks.Callback):
     """Counts the steps of a run. It must be the first callback, since the others read it."""
 
-    def __init__(self, start: Start, steps_per_epoch: int, box: StatusLine, journal: Journal) -> None:
+    def __init__(self, start: Start, steps_per_epoch: int, status: StatusLine, journal: Journal) -> None:
         super().__init__()
-        self.box = box
+        self.status = status
         self.journal = journal
         self.begun = False
-        box.put(start.global_step, "")
+        status.put(start.global_step, "")
         self.global_step = start.global_step
         self.steps_per_epoch = steps_per_epoch
         self.metrics_state = start.metrics_state
@@ -139,7 +135,7 @@ class Clock(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.global_step += 1
-        self.box.put(self.global_step, "")
+        self.status.put(self.global_step, "")
         if not self.begun:
             self.begun = True
             self.journal.write("training", global_step=self.global_step)
@@ -152,30 +148,27 @@ class Clock(keras.callbacks.Callback):
 def restore(model: keras.Model, folder: Path | None, must: bool, config: Config, numbers: Numbers) -> Start:
     """Restores on every rank the newest valid checkpoint that rank 0 finds; returns the same position on all.
 
-    Args:
-        folder: run folder, its folder of checkpoints, or one checkpoint; None: start from scratch.
-
-    Raises:
-        CheckpointError: no checkpoint is valid although there are some or one is required, or it is of another model.
-        ConfigError: the checkpoint was made with other options.
+    `folder` is a run folder, its folder of checkpoints, or one checkpoint. Raises CheckpointError if no checkpoint is
+    valid although there are some or one is required, or it is of another model; ConfigError if it was made with other
+    options.
     """
-    found, start = hvd.run_together(lambda: _find(folder, must) if hvd.rank() == 0 else (None, Start()))
+    newest, start = hvd.run_together(lambda: _find(folder, must) if hvd.rank() == 0 else (None, Start()))
 
     size, copies = hvd.size(), hvd.num_copies(model)
 
     def load() -> list[list[Arrays]] | None:
         """Loads the shared state; returns the local state of each rank: of its copies of the model, then metrics."""
-        if found is None:
+        if newest is None:
             return None
-        _require_same_run(found, config, numbers)
+        _require_same_run(newest, config, numbers)
         model.optimizer.build(model.trainable_variables)
-        model_state.require_same_model(found, model)
-        _require_whole_update(found, numbers)
-        model_state.assign(model_state.shared_variables(model), found.arrays("state"))
-        own = model_state.by_rank(found.arrays("ranks"), found.manifest["num_ranks"])
+        model_state.require_same_model(newest, model)
+        _require_whole_update(newest, numbers)
+        model_state.assign(model_state.shared_variables(model), newest.arrays("state"))
+        own = model_state.by_rank(newest.arrays("ranks"), newest.manifest["num_ranks"])
         metrics = [model_state.metrics_state(own, rank, size, copies) for rank in range(size)]
         same = len(own) == size * copies
-        if found.manifest["format"] == 1:  # in which only the seeds have the same indices
+        if newest.manifest["format"] == 1:  # in which only the seeds have the same indices
             seeds = [f"{index:05d}" for index in range(len(model_state.seeds(model)))]
             own = [{place: arrays[place] for place in seeds if place in arrays} for arrays in own]
         copies_of = [own[rank * copies : (rank + 1) * copies] if same else [] for rank in range(size)]
@@ -201,29 +194,29 @@ def restore(model: keras.Model, folder: Path | None, must: bool, config: Config,
 
 def manifest_of(folder: Path | None) -> Mapping[str, Any]:
     """Returns the manifest of the checkpoint that `restore` would find, or {} if there is none."""
-    found, _ = _find(folder, must=False)
-    return found.manifest if found else {}
+    newest, _ = _find(folder, must=False)
+    return newest.manifest if newest else {}
 
 
 def _find(folder: Path | None, must: bool) -> tuple[checkpoint.Checkpoint | None, Start]:
     if folder is None:
         return None, Start()
-    found: checkpoint.Checkpoint | None
+    newest: checkpoint.Checkpoint | None
     refused: list[str] = []
     if (folder / checkpoint.MANIFEST).exists():
-        found = checkpoint.verify(folder)
+        newest = checkpoint.verify(folder)
     else:
         inner = folder / "checkpoints"
-        found, refused = checkpoint.newest(inner if inner.is_dir() else folder)
-    if found is None and refused:
+        newest, refused = checkpoint.newest(inner if inner.is_dir() else folder)
+    if newest is None and refused:
         raise CheckpointError(f"{folder}: no checkpoint verifies; {'; '.join(refused)}")
-    if found is None and must:
+    if newest is None and must:
         raise CheckpointError(f"{folder}: no checkpoint here")
-    if found is None:
+    if newest is None:
         return None, Start()
-    saved = found.manifest
+    saved = newest.manifest
     monitored = tuple(saved.get("monitored", ()))
-    return found, Start(found.global_step, str(found.folder), saved["metrics"], monitored, refused=tuple(refused))
+    return newest, Start(newest.global_step, str(newest.folder), saved["metrics"], monitored, refused=tuple(refused))
 
 
 def _anew(config: Config) -> str:
@@ -231,15 +224,15 @@ def _anew(config: Config) -> str:
     return "give the run another --run.name" if config.run.resume in ("auto", "must") else "leave out --run.resume"
 
 
-def _require_same_run(found: checkpoint.Checkpoint, config: Config, numbers: Numbers) -> None:
-    saved = found.manifest
+def _require_same_run(newest: checkpoint.Checkpoint, config: Config, numbers: Numbers) -> None:
+    saved = newest.manifest
     then, now = saved["numbers"]["global_batch_size"], numbers.global_batch_size
     if then != now:
         raise ConfigError(
-            f"{found.folder}: has a global batch of {then}, this run one of {now} = {numbers.batch_size} x"
+            f"{newest.folder}: has a global batch of {then}, this run one of {now} = {numbers.batch_size} x"
             f" {numbers.num_ranks}: set train.batch_size so that they are equal, or {_anew(config)}"
         )
-    rates, warm = ("learning_rate", "initial_learning_rate"), found.global_step >= numbers.warmup_steps
+    rates, warm = ("learning_rate", "initial_learning_rate"), newest.global_step >= numbers.warmup_steps
     new = [getattr(numbers, name) for name in rates[: 2 - warm]]
     old = [saved["numbers"].get(name, rate) for name, rate in zip(rates, new, strict=False)]
     same_rates = all(map(math.isclose, old, new))
@@ -256,7 +249,7 @@ def _require_same_run(found: checkpoint.Checkpoint, config: Config, numbers: Num
         shapes_rates = option == "train.epochs" and config.schedule.name in ("cosine", "polynomial")
         if (shapes_rates or not option.startswith(FREE)) and before != wanted:
             raise ConfigError(
-                f"{found.folder}: was made with {option} = {before!r}, this run has {wanted!r}: go on with the same, or"
+                f"{newest.folder}: was made with {option} = {before!r}, this run has {wanted!r}: use the same value, or"
                 f" {_anew(config)}"
             )
     if not same_rates:
@@ -264,25 +257,25 @@ def _require_same_run(found: checkpoint.Checkpoint, config: Config, numbers: Num
         had, has = (" after a warm-up from ".join(map(str, each)) for each in (old, new))
         ranks, keep = saved["numbers"]["num_ranks"], f"keep it with --{SCALING.replace('_', '-')} none"
         raise ConfigError(
-            f"{found.folder}: has the learning rate {had} with {ranks} ranks, this run {has} with {numbers.num_ranks}:"
+            f"{newest.folder}: has the learning rate {had} with {ranks} ranks, this run {has} with {numbers.num_ranks}:"
             f" {keep} --optimizer.learning-rate {old[0]!r}{start}, or {_anew(config)}"
         )
 
 
-def _require_whole_update(found: checkpoint.Checkpoint, numbers: Numbers) -> None:
+def _require_whole_update(newest: checkpoint.Checkpoint, numbers: Numbers) -> None:
     """Raises ConfigError if the number of ranks changed within an update: accumulated gradients are per shard."""
-    then, accumulated = found.manifest["num_ranks"], numbers.accumulation_steps
-    if not found.global_step % accumulated:
+    then, accumulated = newest.manifest["num_ranks"], numbers.accumulation_steps
+    if not newest.global_step % accumulated:
         return
-    between = f"between two updates (step {found.global_step}, optimizer.accumulation_steps {accumulated})"
-    if then > 1 and found.manifest["format"] == 1:
+    between = f"between two updates (step {newest.global_step}, optimizer.accumulation_steps {accumulated})"
+    if then > 1 and newest.manifest["format"] == 1:
         raise ConfigError(
-            f"{found.folder}: was made {between} in format 1, of which each rank's gradients cannot be restored: go on"
-            f" from a checkpoint of an epoch's end"
+            f"{newest.folder}: was made {between} in format 1, of which each rank's gradients cannot be restored:"
+            f" resume from a checkpoint of an epoch's end"
         )
     if then != numbers.num_ranks:
         raise ConfigError(
-            f"{found.folder}: was made by {then} ranks {between}: go on with {then} ranks, or from a checkpoint of an"
+            f"{newest.folder}: was made by {then} ranks {between}: resume with {then} ranks, or from a checkpoint of an"
             f" epoch's end"
         )
 
@@ -295,10 +288,10 @@ def load_weights(model: keras.Model, source: Path) -> None:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{source}: cannot be read as a Keras model: {error}") from error
         if [w.shape for w in weights] != [tuple(v.shape) for v in model.weights]:
-            raise CheckpointError(f"{source}: a model with other weights than this one")
+            raise CheckpointError(f"{source}: has weights of other shapes: use a model of the same architecture")
         model.set_weights(weights)
         return
-    found, _ = _find(source, must=True)
-    if found is not None:
-        model_state.require_same_model(found, model, weights_only=True)
-        model_state.assign(model.weights, found.arrays("state"))
+    newest, _ = _find(source, must=True)
+    if newest is not None:
+        model_state.require_same_model(newest, model, weights_only=True)
+        model_state.assign(model.weights, newest.arrays("state"))

@@ -35,20 +35,17 @@ def default_name(data_name: str, now_s: float | None = None) -> str:
     return f"{stem}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now_s))}"
 
 
-def create_folder(parent: Path, name: str, number_if_taken: bool, go_on: bool = False) -> Path:
-    """Creates the run folder and its subfolders.
+def create_folder(parent: Path, name: str, number_if_taken: bool, reuse: bool = False) -> Path:
+    """Creates the run folder and its subfolders, or raises RunDirectoryError.
 
     Args:
         number_if_taken: try name-2, name-3, ... if the name is taken; otherwise that is an error.
-        go_on: reuse the folder of a run of that name.
-
-    Raises:
-        RunDirectoryError: the folder exists and holds files, or cannot be created.
+        reuse: reuse the folder of a run of that name.
     """
     candidate, number = parent / name, 1
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        known = go_on and (candidate / "config.toml").is_file()
+        known = reuse and (candidate / "config.toml").is_file()
         while not known and not _claimed(candidate, only_new=number_if_taken):
             if not number_if_taken:
                 raise RunDirectoryError(f"{candidate}: exists already: choose another --run.name, or delete it")
@@ -97,19 +94,15 @@ class RunLock:
     def take(self, folder: Path, same_job: bool = False) -> None:
         """Takes the lock of a folder, unless this object holds it. Another lock of this process is released first.
 
-        Args:
-            same_job: the lock may be held by an earlier attempt or an earlier rank 0 of this job. It gets 30 s to exit,
-                as does an earlier start of the scheduler's job. Then the lock is taken over if the holder is on another
-                host, which is considered lost. Any other process on another host gets 100 s.
-
-        Raises:
-            RunDirectoryError: another process holds the lock, or the lock cannot be written.
+        With `same_job`, an earlier attempt or rank 0 of this job may hold it. That process gets 30 s to exit, as does
+        an earlier start of the scheduler's job. The lock is then taken over if the holder is on another host, which is
+        considered lost. Any other process on another host gets 100 s. Raises RunDirectoryError.
         """
         if self.folder == folder:
             return
         for other in [lock for lock in _taken if lock.folder == folder]:
             other.release()  # of a failed start
-        path, begin_s, told = folder / LOCK, time.monotonic(), False
+        path, begin_s, reported = folder / LOCK, time.monotonic(), False
         try:
             while not self._locked(path):
                 holder = _holder(path)
@@ -119,10 +112,10 @@ class RunLock:
                 process, host, since = (holder.get(key, "?") for key in ("process", "host", "since"))
                 by = f"process {process} on {host} since {since}"
                 if time.monotonic() < begin_s + wait_s:
-                    if elsewhere and not told:
+                    if elsewhere and not reported:
                         why = f"waiting up to {wait_s:g} s: if that host is lost, its lock expires"
                         print(f"ringtrain: {folder}: in use by {by}: {why}", file=sys.stderr, flush=True)
-                        told = True
+                        reported = True
                     time.sleep(0.2)
                 elif earlier and elsewhere:
                     path.unlink(missing_ok=True)  # the server has no lock for a new file

@@ -13,20 +13,19 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from ringtrain import hvd
-from ringtrain.config import Config
 from ringtrain.errors import CheckpointError, NonFiniteLoss
-from ringtrain.monitor.journal import Journal
-from ringtrain.run import checkpoint, model_state
+from ringtrain.run import checkpoint, model_state, tracking
 from ringtrain.run.model_state import Arrays
-from ringtrain.run.resume import Clock
+
+if TYPE_CHECKING:
+    from ringtrain.run.context import RunContext
 
 BEST_BY = "test_accuracy"
 
@@ -39,44 +38,34 @@ class Saver(keras.callbacks.Callback):
     callbacks that add to an epoch's metrics and after `StopTogether`.
 
     Args:
-        facts: further plain values for the manifest: numbers, versions.
-        metrics: those of the last complete epoch.
         monitored: values of train.monitor; grows during training.
         is_due: whether the ranks have agreed to save now; the same on every rank.
         while_saving: called on rank 0 with the global step, in the middle of every save.
 
     Attributes:
+        facts: plain values for the manifest.
+        metrics: those of the last complete epoch.
         saves: statistics and failures of all saves so far, for the summary.
     """
 
     def __init__(
         self,
-        model: keras.Model,
-        folder: Path,
-        config: Config,
-        facts: Mapping[str, Any],
-        clock: Clock,
-        metrics: Mapping[str, float],
-        journal: Journal,
+        run: RunContext,
         monitored: Sequence[float] = (),
         is_due: Callable[[], bool] = lambda: False,
         while_saving: Callable[[int], None] = lambda global_step: None,
     ) -> None:
         super().__init__()
-        self.set_model(model)  # fit does that too, but a run with nothing left to train does not call it
-        self.folder = folder
-        self.config = config
-        self.facts = {"config": dataclasses.asdict(config), **facts}
-        self.clock = clock
-        self.metrics = dict(metrics)
-        self.journal = journal
-        self.monitored = monitored
-        self.is_due = is_due
-        self.while_saving = while_saving
+        self.set_model(run.model)  # fit does that too, but a run with nothing left to train does not call it
+        self.folder, self.config, self.clock, self.journal = run.checkpoints, run.config, run.clock, run.journal
+        self.facts = {"config": dataclasses.asdict(run.config), "numbers": dataclasses.asdict(run.numbers)}
+        self.facts["versions"] = tracking.versions()
+        self.metrics = dict(run.start.metrics)
+        self.monitored, self.is_due, self.while_saving = monitored, is_due, while_saving
         self.saved_step = -1
         self._failed_step = -2
         self.saves: dict[str, Any] = {"count": 0, "stall_s": 0.0, "longest_stall_s": 0.0, "write_s": 0.0, "failed": []}
-        self._floating = [weight for weight in model.weights if keras.backend.is_float_dtype(weight.dtype)]
+        self._floating = [weight for weight in run.model.weights if keras.backend.is_float_dtype(weight.dtype)]
         self._sum_of_weights = tf.function(
             lambda: tf.add_n([tf.cast(tf.reduce_sum(weight.value), tf.float32) for weight in self._floating]),
             autograph=False,
@@ -116,8 +105,7 @@ class Saver(keras.callbacks.Callback):
             reports = hvd.allgather_object((digests, self._not_finite()), name="ringtrain_own_state")
         if worst := next((path for _, path in reports if path), ""):
             raise NonFiniteLoss(
-                f"after step {step} {worst} is no finite number any more: look at the learning rate; the last"
-                f" checkpoint is from before"
+                f"non-finite weight {worst} after step {step}: lower the learning rate; the last checkpoint is older"
             )
         own = self._own_state(model_state.places_to_save(self.model, [one for copies, _ in reports for one in copies]))
         with hvd.during("reduce"):
@@ -137,10 +125,7 @@ class Saver(keras.callbacks.Callback):
             self._written = self._writer.submit(self._write, step, *state)
 
     def finish(self) -> None:
-        """Saves the current state and waits until it is on disk. Collective.
-
-        Raises on every rank: NonFiniteLoss as in `save`, and CheckpointError if the checkpoint could not be written.
-        """
+        """Saves the current state and waits until it is on disk; raises CheckpointError on every rank. Collective."""
         self.save()
         self.wait()
         if hvd.broadcast_object(self._failed_step == self.saved_step, 0, name="ringtrain_last_save"):
@@ -151,7 +136,7 @@ class Saver(keras.callbacks.Callback):
     def _finish(self) -> None:
         self.wait()
         if self._failed_step == self.saved_step:
-            raise CheckpointError(f"{self.saves['failed'][-1]['error']}; what was saved before stays")
+            raise CheckpointError(f"{self.saves['failed'][-1]['error']}; earlier checkpoints are kept")
 
     def wait(self) -> None:
         """Waits until the pending save is on disk or has failed."""
@@ -208,11 +193,11 @@ class Saver(keras.callbacks.Callback):
             why = error.strerror if isinstance(error, OSError) else error
             text = f"{self.folder}/step-{step:08d}: cannot be written: {why}"
             self.saves["failed"].append({"global_step": step, "error": text})
-            print(f"ringtrain: {text}; training goes on", file=sys.stderr, flush=True)
+            print(f"ringtrain: {text}; training continues", file=sys.stderr, flush=True)
         else:
             try:
                 checkpoint.prune(self.folder, self.config.checkpoint.keep, BEST_BY)
             except OSError as error:
-                text = f"{error.filename or self.folder}: older checkpoints stay: {error.strerror}"
+                text = f"{error.filename or self.folder}: older checkpoints are not removed: {error.strerror}"
                 print(f"ringtrain: {text}", file=sys.stderr, flush=True)
         self.saves["write_s"] += time.perf_counter() - begin_s

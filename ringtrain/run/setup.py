@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ringtrain import config_io, data, models
 from ringtrain.config import Config
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     import keras
 
     from ringtrain.strategies.base import Strategy
-
-
-Together = Callable[[Callable[[], Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -46,25 +43,22 @@ def find(config: Config) -> Named:
     )
 
 
-def read_data(process: Process, together: Together) -> Job:
-    """Reads the data that the configuration names, and derives the numbers of the run.
-
-    Args:
-        together: runs a function on this rank, and raises its error on every rank; it may also just call the function.
-    """
+def read_data(process: Process) -> Job:
+    """Reads the data that the configuration names, and derives the numbers of the run."""
     from ringtrain import hvd
 
-    config = process.config
+    config, together = process.config, process.strategy.together
     data_set = together(process.named.read_data)
     num_shards = hvd.size() * process.strategy.copies
     numbers = together(lambda: derive(config, num_shards, len(data_set.train), len(data_set.test)))
     return Job(data_set=data_set, numbers=numbers, checksums=together(lambda: data.checksums(data_set)))
 
 
-def add_model(process: Process, job: Job, config: Config, together: Together) -> None:
+def add_model(process: Process, job: Job, config: Config) -> None:
     """Builds the model and the user's callbacks that the configuration names."""
     import keras
 
+    together = process.strategy.together
     keras.utils.clear_session()  # each run of a process gives its layers the same names, which checkpoints hold
     job.model = compiled_model(process.named, job.data_set, config, job.numbers, process.strategy)
     together(lambda: checkpoint.check_exportable(job.model))
@@ -73,21 +67,14 @@ def add_model(process: Process, job: Job, config: Config, together: Together) ->
 
 
 def own_callbacks(config: Config) -> Callable[[], list[keras.callbacks.Callback]]:
-    """Resolves the user's callbacks without creating them.
-
-    Args:
-        config: `train.callbacks` names functions or classes that are called without arguments.
-
-    Returns:
-        A function that creates new callbacks. It raises ConfigError if one is not a Keras callback.
-    """
+    """Resolves the user's callbacks; the returned function creates them. It raises ConfigError if one is not Keras'."""
     names = config.train.callbacks
-    found = [config_io.find("train.callbacks", name, {}) for name in names]
+    functions = [config_io.find("train.callbacks", name, {}) for name in names]
 
     def make() -> list[keras.callbacks.Callback]:
         import keras
 
-        made = [function() for function in found]
+        made = [function() for function in functions]
         for name, callback in zip(names, made, strict=True):
             if not isinstance(callback, keras.callbacks.Callback):
                 kind = type(callback).__name__

@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +20,12 @@ import numpy as np
 
 from ringtrain import hvd
 from ringtrain.config import Config, lower_is_better, nearest
-from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError, DataError, NonFiniteLoss
 from ringtrain.monitor.journal import Journal
 from ringtrain.optim import optimizers
 
 if TYPE_CHECKING:
-    from ringtrain.run.resume import Clock, Start
+    from ringtrain.run.context import RunContext
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 NAMES = {number.name: number for number in SIGNALS}
@@ -36,7 +35,7 @@ ACCURACY = "test_accuracy"
 class Signals:
     """Records the first of SIGTERM, SIGINT and SIGUSR1; a SIGINT after it ends the process at once."""
 
-    def __init__(self, journal: Journal | None = None) -> None:
+    def __init__(self, journal: Journal) -> None:
         self.received = 0
         self.journal = journal
         self._before: dict[signal.Signals, Any] = {}
@@ -53,8 +52,7 @@ class Signals:
         if number == signal.SIGINT and self.received:
             os._exit(128 + number)
         self.received = self.received or number
-        if self.journal:
-            self.journal.write("signal", signal=signal.Signals(number).name)
+        self.journal.write("signal", signal=signal.Signals(number).name)
 
 
 class StopTogether(keras.callbacks.Callback):
@@ -65,36 +63,20 @@ class StopTogether(keras.callbacks.Callback):
     EarlyStopping, ends all ranks as well. It must be on every rank, after all callbacks that may request a stop and
     before those that save.
 
-    Args:
-        global_step: steps completed before.
-        raise_unreadable: raises DataError if this rank could not read a sample.
-
     Attributes:
         save_is_due: whether the ranks have just agreed that checkpoint.every_minutes is over; the same on every rank.
         stopped_by: why training ended before its last step: a signal's name, "train.max_time_s", "train.patience",
             "train.target_accuracy" or "a callback"; "" if it did not.
     """
 
-    def __init__(
-        self,
-        signals: Signals,
-        config: Config,
-        global_step: int,
-        steps_per_epoch: int,
-        raise_unreadable: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, run: RunContext) -> None:
         super().__init__()
-        self.raise_unreadable = raise_unreadable
-        self.signals = signals
+        self.run, config, steps_per_epoch = run, run.config, run.numbers.steps_per_epoch
         every_save = config.checkpoint.every_steps or steps_per_epoch
         self.every_steps = {config.health.agree_every_steps, every_save, steps_per_epoch}
-        self.max_time_s = config.train.max_time_s
-        self.global_step = global_step
-        self.steps_per_epoch = steps_per_epoch
-        self.every_save_s = 60 * config.checkpoint.every_minutes
         self.save_is_due = False
         self.stopped_by = ""
-        self._wanted = ""
+        self._reason = ""
         self._begin_s = self._saved_s = time.monotonic()
         self._first_bad_step = 0
 
@@ -103,64 +85,64 @@ class StopTogether(keras.callbacks.Callback):
         """0, or 128 + the number of the signal that ended training."""
         return 128 + NAMES[self.stopped_by] if self.stopped_by in NAMES else 0
 
-    def want(self, reason: str) -> None:
+    def request(self, reason: str) -> None:
         """Requests the end of training at the next agreement of the ranks, at the latest after the epoch."""
-        self._wanted = self._wanted or reason
+        self._reason = self._reason or reason
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        self.global_step += 1
+        global_step = self.run.clock.global_step
         self.save_is_due = False
-        self._take_over()
+        self._read_stop_training()
         if not self._first_bad_step and not math.isfinite(float((logs or {}).get("loss", 0.0))):
-            self._first_bad_step = self.global_step
-        if any(self.global_step % every == 0 for every in self.every_steps):
+            self._first_bad_step = global_step
+        if any(global_step % every == 0 for every in self.every_steps):
             self._agree()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._take_over()
+        self._read_stop_training()
         self._agree()
 
-    def _take_over(self) -> None:
+    def _read_stop_training(self) -> None:
         """Turns a callback's `stop_training` into a request: Keras would end this rank alone, and the others wait."""
         if self.model.stop_training and not self.stopped_by:
-            self.want("a callback")
+            self.request("a callback")
             self.model.stop_training = False
 
     @hvd.during("reduce")
     def _agree(self) -> None:
-        now_s = time.monotonic()
-        time_is_up = hvd.rank() == 0 and 0 < self.max_time_s < now_s - self._begin_s
-        save = hvd.rank() == 0 and 0 < self.every_save_s < now_s - self._saved_s
-        wishes = [self.signals.received, time_is_up, bool(self._wanted), save]
-        own = np.array([self._first_bad_step > 0, self._unreadable(), *wishes], np.int32)
-        if hvd.size() > 1:
-            own = hvd.allreduce(own, op=hvd.Max, name="ringtrain_stop").numpy()
-        bad, unreadable, number, time_is_up, wanted, save = own
+        run, now_s = self.run, time.monotonic()
+        time_is_up = run.rank == 0 and 0 < run.config.train.max_time_s < now_s - self._begin_s
+        save = run.rank == 0 and 0 < 60 * run.config.checkpoint.every_minutes < now_s - self._saved_s
+        requests = [run.signals.received, time_is_up, bool(self._reason), save]
+        local = np.array([self._first_bad_step > 0, self._unreadable(), *requests], np.int32)
+        if run.size > 1:
+            local = hvd.allreduce(local, op=hvd.Max, name="ringtrain_stop").numpy()
+        bad, unreadable, number, time_is_up, requested, save = local
         if save:
             self.save_is_due, self._saved_s = True, now_s
         if unreadable:
-            hvd.run_together(self.raise_unreadable)
+            hvd.run_together(run.data_set.raise_unreadable)
         if bad:
             self._raise_together()
-        if not self.stopped_by and (number or time_is_up or wanted):
-            asked = "train.max_time_s" if time_is_up else self._wanted or "a callback"
-            self.stopped_by = signal.Signals(number).name if number else asked
+        if not self.stopped_by and (number or time_is_up or requested):
+            reason = "train.max_time_s" if time_is_up else self._reason or "a callback"
+            self.stopped_by = signal.Signals(number).name if number else reason
             self.model.stop_training = True
 
     def _unreadable(self) -> bool:
         try:
-            self.raise_unreadable()
+            self.run.data_set.raise_unreadable()
         except DataError:
             return True
         return False
 
     def _raise_together(self) -> None:
-        everybody = hvd.allgather_object((self._first_bad_step, socket.gethostname()), name="ringtrain_bad_loss")
-        step, rank, host = min((step, rank, host) for rank, (step, host) in enumerate(everybody) if step)
-        epoch, batch = divmod(step - 1, self.steps_per_epoch)
+        first_bad = hvd.allgather_object((self._first_bad_step, socket.gethostname()), name="ringtrain_bad_loss")
+        step, rank, host = min((step, rank, host) for rank, (step, host) in enumerate(first_bad) if step)
+        epoch, batch = divmod(step - 1, self.run.numbers.steps_per_epoch)
         raise NonFiniteLoss(
-            f"the loss is no finite number on rank {rank} ({host}) from step {step} on (epoch {epoch + 1}, batch"
-            f" {batch + 1}): look at the learning rate and at that batch's data; the last checkpoint is from before"
+            f"non-finite loss on rank {rank} ({host}) at step {step} (epoch {epoch + 1}, batch {batch + 1}): lower the"
+            f" learning rate or check this batch; the last checkpoint is older"
         )
 
 
@@ -180,56 +162,45 @@ def plateaus(values: Sequence[float], patience: int, lower_is_better: bool, min_
 class Plateau(keras.callbacks.Callback):
     """Applies patience, plateau_patience and target_accuracy. Belongs after `Evaluation`, before `StopTogether`."""
 
-    def __init__(self, config: Config, numbers: Numbers, clock: Clock, stop: StopTogether, start: Start) -> None:
+    def __init__(self, run: RunContext, stop: StopTogether) -> None:
         super().__init__()
-        self.config = config
-        self.full_rate = numbers.learning_rate
-        self.clock = clock
-        self.stop = stop
-        self.values = list(start.monitored)
-        stop.stopped_by = self._over(start.metrics.get(ACCURACY, 0.0))
+        self.run, self.config, self.stop = run, run.config, stop
+        self.values = list(run.start.monitored)
+        stop.stopped_by = reason_to_stop(run.config, self.values, run.start.metrics.get(ACCURACY, 0.0))
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._set_rate()
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        if not self.clock.epoch_complete:
+        if not self.run.clock.epoch_complete:
             return
         # Rank 0's values for all ranks, so that all decide the same even if a callback changes one rank's logs.
-        train, names = self.config.train, list(logs or {})
-        own = [
-            None if (value := (logs or {}).get(name)) is None else float(value) for name in (train.monitor, ACCURACY)
-        ]
-        value, accuracy = hvd.broadcast_object(own, 0, name="ringtrain_monitor")
+        train, logs = self.config.train, logs or {}
+        local = [None if logs.get(name) is None else float(logs[name]) for name in (train.monitor, ACCURACY)]
+        value, accuracy = hvd.broadcast_object(local, 0, name="ringtrain_monitor")
         if value is None and (train.patience or self.config.schedule.plateau_patience):
-            raise ConfigError(
-                f"train.monitor: got {train.monitor}, expected a metric of this model: {', '.join(names)}"
-            )
+            raise ConfigError(f"train.monitor: got {train.monitor}, expected a metric of this model: {', '.join(logs)}")
         if accuracy is None and train.target_accuracy:
             raise ConfigError(
-                f"train.target_accuracy: this model has no {ACCURACY}, only {', '.join(names)}: leave it out"
+                f"train.target_accuracy: this model has no {ACCURACY}, only {', '.join(logs)}: leave it out"
             )
         self.values += [] if value is None else [value]
         self._set_rate()
-        if why := self._over(accuracy or 0.0):
-            self.stop.want(why)
+        if reason := reason_to_stop(self.config, self.values, accuracy or 0.0):
+            self.stop.request(reason)
 
     @property
     def share(self) -> float:
         """Remaining fraction of the learning rate."""
-        patience = self.config.schedule.plateau_patience
-        return self.config.schedule.plateau_factor ** self._plateaus(patience) if patience else 1.0
+        schedule, train = self.config.schedule, self.config.train
+        if not schedule.plateau_patience:
+            return 1.0
+        falls = lower_is_better(train.monitor)
+        return schedule.plateau_factor ** plateaus(self.values, schedule.plateau_patience, falls, train.min_delta)
 
     def _set_rate(self) -> None:
         if self.config.schedule.plateau_patience:
-            optimizers.set_share(self.model.optimizer, self.full_rate, self.share)
-
-    def _over(self, accuracy: float) -> str:
-        return reason_to_stop(self.config, self.values, accuracy)
-
-    def _plateaus(self, patience: int) -> int:
-        train = self.config.train
-        return plateaus(self.values, patience, lower_is_better(train.monitor), train.min_delta)
+            optimizers.set_share(self.model.optimizer, self.run.numbers.learning_rate, self.share)
 
 
 def reason_to_stop(config: Config, values: Sequence[float], accuracy: float) -> str:

@@ -22,8 +22,6 @@ import tensorflow as tf
 
 import ringtrain
 from ringtrain import hvd
-from ringtrain.config import TrackingConfig
-from ringtrain.derived import Numbers
 from ringtrain.errors import CheckpointError, MissingDependency
 from ringtrain.optim.optimizers import last_learning_rate
 from ringtrain.optim.schedules import Schedule, curve, schedule_of
@@ -50,35 +48,25 @@ class Recorder(keras.callbacks.Callback):
     steps after the resume point are dropped. `gradient_norm` is computed only for recorded steps.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        progress: Progress,
-        numbers: Numbers,
-        clock: Any,
-        options: TrackingConfig,
-        gradient_norm: Any = None,
-    ) -> None:
+    def __init__(self, run: RunContext, progress: Progress) -> None:
         super().__init__()
-        self.folder = folder
-        self.progress = progress
-        self.options = options
-        self.gradient_norm = gradient_norm
-        self.accumulation_steps = numbers.accumulation_steps
-        self.images_per_step = numbers.batch_size * numbers.num_ranks
-        self.clock = clock
-        self.first_step = self.global_step = clock.global_step
-        self.timed_steps = 0
-        self.timed_s = 0.0
-        self.complained = False
+        self.run, self.folder, self.progress = run, run.folder, progress
+        self.images_per_step = run.numbers.batch_size * run.numbers.num_ranks
+        self.first_step = run.clock.global_step
+        self.timed_steps, self.timed_s = 0, 0.0
+        self.reported = False
         self.unwritten: dict[str, list[str]] = {}
-        self.epochs = _records_until(folder / METRICS, self.first_step)
-        _records_until(folder / STEPS, self.first_step)
+        self.epochs = _records_until(self.folder / METRICS, self.first_step)
+        _records_until(self.folder / STEPS, self.first_step)
 
     @property
     def images_per_s(self) -> float:
         """Samples that all ranks together train per second, over the whole run."""
         return self.timed_steps * self.images_per_step / self.timed_s if self.timed_s else math.nan
+
+    @property
+    def global_step(self) -> int:
+        return self.run.clock.global_step
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.summaries = tf.summary.create_file_writer(str(self.folder / "tensorboard"))
@@ -89,19 +77,18 @@ class Recorder(keras.callbacks.Callback):
         self.steps_before = self.global_step
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self.gradient_norm is not None:
+        if self.run.gradient_norm is not None:
             # For the last update before a record, in steps.jsonl or at the end of the epoch.
-            until_lines = -(self.global_step + 1) % self.options.every_steps, self.params["steps"] - 1 - batch
-            self.gradient_norm.want(min(until_lines) < self.accumulation_steps)
+            to_record = -(self.global_step + 1) % self.run.config.tracking.every_steps, self.params["steps"] - 1 - batch
+            self.run.gradient_norm.want(min(to_record) < self.run.numbers.accumulation_steps)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.epoch_end_s = time.perf_counter()
-        self.global_step += 1
         if self.global_step == self.first_step + 1:
             self.epoch_start_s, self.steps_before = self.epoch_end_s, self.global_step
         figures = "  ".join(f"{name} {value:.4f}" for name, value in (logs or {}).items() if np.ndim(value) == 0)
         self.progress.step(self.global_step, self.epoch, figures)
-        every = self.options.every_steps
+        every = self.run.config.tracking.every_steps
         if every and self.global_step % every == 0:
             self._record(STEPS, "steps/", self.epoch, logs)
 
@@ -109,12 +96,12 @@ class Recorder(keras.callbacks.Callback):
         steps, seconds = self.global_step - self.steps_before, self.epoch_end_s - self.epoch_start_s
         self.timed_steps += steps
         self.timed_s += seconds
-        if not self.clock.epoch_complete:
+        if not self.run.clock.epoch_complete:
             return  # interrupted
         train_s, evaluate_s = self.epoch_end_s - self.epoch_begin_s, time.perf_counter() - self.epoch_end_s
         self.epochs.append(self._record(METRICS, "", epoch, logs, train_s=train_s, evaluate_s=evaluate_s))
         with self._disk_may_be_full():
-            if self.options.histograms:
+            if self.run.config.tracking.histograms:
                 with self.summaries.as_default():
                     for weight in self.model.trainable_weights:
                         tf.summary.histogram(weight.path, weight.value, step=self.global_step)
@@ -132,15 +119,12 @@ class Recorder(keras.callbacks.Callback):
         """Reports a failed write once; records then stay in memory, and training continues."""
         try:
             yield
-        except OSError as error:
-            self._complain(error.strerror or str(error))
-        except tf.errors.OpError as error:  # TensorBoard's files
-            self._complain(error.message)
-
-    def _complain(self, why: str) -> None:
-        if not self.complained:
-            print(f"ringtrain: {self.folder}: cannot be written: {why}; training goes on", file=sys.stderr, flush=True)
-        self.complained = True
+        except (OSError, tf.errors.OpError) as error:  # the latter from TensorBoard's files
+            why = error.message if isinstance(error, tf.errors.OpError) else error.strerror or error
+            if not self.reported:
+                text = f"{self.folder}: cannot be written: {why}; training continues"
+                print(f"ringtrain: {text}", file=sys.stderr, flush=True)
+            self.reported = True
 
     def _append(self, file_name: str, *lines: str) -> None:
         """Appends lines to a file, after those that could not be written before."""
@@ -160,14 +144,16 @@ class Recorder(keras.callbacks.Callback):
     def _record(self, file_name: str, prefix: str, epoch: int, logs: Any, **more: float) -> dict[str, Any]:
         """Appends a record to a file, and its numbers to TensorBoard."""
         steps, seconds = self.global_step - self.steps_before, self.epoch_end_s - self.epoch_start_s
+        optimizer = self.model.optimizer
+        is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         record = {
             "epoch": epoch + 1,
             "global_step": self.global_step,
             "time_s": time.time(),
             **{name: np.asarray(value).tolist() for name, value in (logs or {}).items() if name != "lr"},
-            "learning_rate": last_learning_rate(self.model.optimizer),
-            **loss_scale_of(self.model.optimizer),
-            **({} if self.gradient_norm is None else {"gradient_norm": float(self.gradient_norm)}),
+            "learning_rate": last_learning_rate(optimizer),
+            **({"loss_scale": float(optimizer.dynamic_scale)} if is_scaled else {}),
+            **({} if self.run.gradient_norm is None else {"gradient_norm": float(self.run.gradient_norm)}),
             "images_per_s": steps * self.images_per_step / seconds if seconds else math.nan,
             **more,
         }
@@ -196,12 +182,6 @@ def _records_until(path: Path, global_step: int) -> list[dict[str, Any]]:
     return records
 
 
-def loss_scale_of(optimizer: Any) -> dict[str, float]:
-    """Returns the current loss scale of mixed_float16 as {"loss_scale": ...}, else {}."""
-    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    return {"loss_scale": float(optimizer.dynamic_scale)} if scaled else {}
-
-
 def figures_of(record: Mapping[str, Any]) -> list[str]:
     """Formats an epoch's record, the least important last. A model without loss or accuracy shows its first metrics."""
     usual = {
@@ -219,10 +199,7 @@ def figures_of(record: Mapping[str, Any]) -> list[str]:
 
 
 def draw_curves(folder: Path, epochs: Sequence[Mapping[str, Any]], schedule: Schedule, steps_per_epoch: int) -> None:
-    """Draws curves.png: loss and accuracy, or the model's first two metrics, and the learning rate over the epochs.
-
-    `schedule` is the planned learning rate; the recorded rates are dots on it.
-    """
+    """Draws curves.png: loss and accuracy, or the model's first two metrics, and the learning rate."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 3.5), layout="constrained")
@@ -276,13 +253,9 @@ def versions() -> dict[str, str]:
 
 
 def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Compares the ranks once more, lets rank 0 export the model and write the run's results. Collective.
+    """Compares the ranks once more, exports the model on rank 0, and writes and returns the summary. Collective.
 
-    Args:
-        facts: added to the summary, in place of values of the same name.
-
-    Returns:
-        What summary.json holds.
+    `facts` replace values of the same name.
     """
     skipped = set().union(*hvd.allgather_object(run.data_set.skipped, name="ringtrain_skipped"))
     callbacks, numbers = run.callbacks, run.numbers

@@ -15,23 +15,24 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ringtrain import config_io
 from ringtrain.config import Config, value_of
 from ringtrain.errors import ConfigError, LaunchError
 from ringtrain.protocol.env import ALONE, COLLECTIVES
-from ringtrain.run import console
+from ringtrain.protocol.launchers import launched_rank
 from ringtrain.strategies.parameter_server import cluster
 
 if TYPE_CHECKING:
     from ringtrain.strategies.base import Strategy
     from ringtrain.strategies.parameter_server.cluster import RankGroup
 
-_HOROVODS = ("hvd.op", "hvd.compression", "hvd.fusion_mb", "hvd.cycle_time_ms", "hvd.groups", "tracking.timeline_steps")
-_TENSORFLOWS = (
-    *(*_HOROVODS, "hvd.deterministic", "optimizer.accumulation_steps", "model.sync_batch_norm", "train.jit"),
+_HOROVOD = ("hvd.op", "hvd.compression", "hvd.fusion_mb", "hvd.cycle_time_ms", "hvd.groups", "tracking.timeline_steps")
+_NOT_IN_TENSORFLOW = (
+    *(*_HOROVOD, "hvd.deterministic", "optimizer.accumulation_steps", "model.sync_batch_norm", "train.jit"),
     *("checkpoint.saved_model", "train.precision mixed_float16"),
 )
-HOROVODS_VARIABLES = {
-    "HOROVOD_ELASTIC": "ranks that come and go",
+HOROVOD_VARIABLES = {
+    "HOROVOD_ELASTIC": "ranks that join and leave",
     "HOROVOD_TIMELINE": "a timeline",
     "HOROVOD_AUTOTUNE": "autotuning",
 }
@@ -39,10 +40,10 @@ HOROVODS_VARIABLES = {
 
 @dataclass(frozen=True)
 class Kind:
-    """What is known of a strategy before TensorFlow is loaded."""
+    """Facts about a strategy that are needed before TensorFlow is loaded."""
 
-    load: Callable[[], type[Strategy]]
-    """imports its class"""
+    create: Callable[..., Strategy]
+    """its class"""
     refused: tuple[str, ...] = ()
     """options that it does not support; if a value follows the name, only that value"""
     collectives: str = "mpi4py"
@@ -58,43 +59,18 @@ class Kind:
         return ["-np", "1" if self.is_one_process else str(copies)]
 
 
-def _ring() -> type[Strategy]:
-    from ringtrain.strategies.ring import Ring
-
-    return Ring
-
-
-def _towers() -> type[Strategy]:
-    from ringtrain.strategies.mirrored import Towers
-
-    return Towers
-
-
-def _multi_worker() -> type[Strategy]:
-    from ringtrain.strategies.mirrored import MultiWorker
-
-    return MultiWorker
-
-
-def _asynchronous() -> type[Strategy]:
-    from ringtrain.strategies.parameter_server.asynchronous import Asynchronous
-
-    return Asynchronous
-
-
-def _synchronous() -> type[Strategy]:
-    from ringtrain.strategies.parameter_server.synchronous import Synchronous
-
-    return Synchronous
+def _class(path: str) -> Callable[..., Strategy]:
+    """Constructor of a class in this folder, which is imported when it is called."""
+    return config_io.find("strategy.name", f"ringtrain.strategies.{path}", {})
 
 
 STRATEGIES = {
-    "ring": Kind(_ring, collectives=""),
-    "mpi-ring": Kind(_ring, _HOROVODS),
-    "towers": Kind(_towers, _TENSORFLOWS, is_one_process=True),
-    "multi-worker": Kind(_multi_worker, _TENSORFLOWS),
-    "ps-async": Kind(_asynchronous, _TENSORFLOWS, ALONE, has_servers=True),
-    "ps-sync": Kind(_synchronous, _TENSORFLOWS, ALONE, has_servers=True),
+    "ring": Kind(_class("ring:Ring"), collectives=""),
+    "mpi-ring": Kind(_class("ring:Ring"), _HOROVOD),
+    "towers": Kind(_class("mirrored:Towers"), _NOT_IN_TENSORFLOW, is_one_process=True),
+    "multi-worker": Kind(_class("mirrored:MultiWorker"), _NOT_IN_TENSORFLOW),
+    "ps-async": Kind(_class("parameter_server.asynchronous:Asynchronous"), _NOT_IN_TENSORFLOW, ALONE, has_servers=True),
+    "ps-sync": Kind(_class("parameter_server.synchronous:Synchronous"), _NOT_IN_TENSORFLOW, ALONE, has_servers=True),
 }
 """strategy.name, and what it means; the configuration lists the names as choices"""
 
@@ -112,7 +88,7 @@ def prepare(config: Config, environ: MutableMapping[str, str] = os.environ) -> N
     if not kind.collectives:
         environ.pop(COLLECTIVES, None)
         return
-    for variable, what in HOROVODS_VARIABLES.items():
+    for variable, what in HOROVOD_VARIABLES.items():
         if environ.get(variable, "0") not in ("", "0"):
             raise ConfigError(f"strategy.name: {name} has no {what} ({variable}): leave it out, or train with ring")
     environ[COLLECTIVES] = kind.collectives
@@ -123,19 +99,19 @@ def meet(config: Config) -> RankGroup | None:
     if not STRATEGIES[config.strategy.name].has_servers:
         return None
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # otherwise servers print their settings
-    if console.launched_rank() is None:
+    if launched_rank() is None:
         count = cluster.num_servers(config)
         raise LaunchError(
             f"strategy.name: {config.strategy.name} has ranks for servers and workers, this is one process alone:"
             f" ringtrain launch --ps {count} --workers 2 -- python -m ringtrain.train ..."
         )
-    if console.launched_rank() == 0:
+    if launched_rank() == 0:
         # On exit Open MPI calls its copy of hwloc, or TensorFlow's if that was loaded later.
         import tensorflow  # noqa: F401
     return cluster.meet(config)
 
 
-def make(config: Config, crew: RankGroup | None = None) -> Strategy:
-    """Creates the configured strategy, after `prepare`; `crew` is the result of `meet`."""
-    strategy = STRATEGIES[config.strategy.name].load()
-    return strategy(config) if crew is None else strategy(config, crew)  # type: ignore[call-arg]
+def make(config: Config, group: RankGroup | None = None) -> Strategy:
+    """Creates the configured strategy, after `prepare`; `group` is the result of `meet`."""
+    create = STRATEGIES[config.strategy.name].create
+    return create(config) if group is None else create(config, group)

@@ -20,14 +20,8 @@ from ringtrain.run import devices, resume
 from ringtrain.strategies import STRATEGIES
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ringtrain.run.context import RunContext
     from ringtrain.run.resume import Segment
-
-
-OVER_GRPC = "; its servers obey every user of these hosts"
-"""TensorFlow's servers have no authentication: see docs/launching.md."""
 
 
 class Strategy:
@@ -36,17 +30,15 @@ class Strategy:
     Attributes:
         about: Facts on the strategy for summary.json, besides its options.
         copies: Copies of the model in this process.
-        copies_name: What they are called.
-        folder: Run folder, set after `begin`.
-        numbers: Derived numbers of the run, set after `begin`.
+        copies_name: Plural noun for the copies in messages.
+        over_grpc: Whether ranks use gRPC, which has no authentication: see docs/launching.md.
         ranks_change: Whether ranks join and leave during training.
     """
 
     copies = 1
     copies_name = "ranks"
+    over_grpc = False
     ranks_change = False
-    folder: Path
-    numbers: Numbers
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -63,7 +55,7 @@ class Strategy:
     @property
     def shown_name(self) -> str:
         """Name in the plan, with what a user must know; "": not shown."""
-        return self.config.strategy.name
+        return self.config.strategy.name + "; its servers obey every user of these hosts" * self.over_grpc
 
     def placement(self, numbers: Numbers, pinning: devices.Pinning, hosts: Sequence[str]) -> dict[str, str]:
         """Rows of the plan on processes and devices."""
@@ -86,10 +78,7 @@ class Strategy:
     # ---- before training ---------------------------------------------------------------------------------------------
 
     def begin(self) -> devices.Pinning:
-        """Pins this rank's devices, before TensorFlow initializes one. Collective.
-
-        Raises RingtrainError on every rank if the devices or the number of ranks do not match the configuration.
-        """
+        """Pins this rank's devices, before TensorFlow initializes one. Raises errors on every rank. Collective."""
         pinning = hvd.run_together(lambda: devices.pin(hvd.local_rank(), hvd.local_size(), self.config.device))
         if hvd.local_rank() == 0 and (warning := devices.missing_gpu(pinning, bool(hvd.nccl_built()))):
             print(f"ringtrain: {warning}", file=sys.stderr, flush=True)
@@ -180,37 +169,30 @@ class Strategy:
         """Callbacks of the strategy, after all others; none here."""
         return []
 
-    def fit(
-        self, model: keras.Model, batches: Any, part: Segment, callbacks: Sequence[keras.callbacks.Callback]
-    ) -> None:
-        """Trains a segment of the run; `batches` are this process', its copies take turns."""
+    def fit(self, run: RunContext, part: Segment) -> None:
+        """Trains a segment of the run, on `batches` and with the run's callbacks."""
         raise NotImplementedError
 
-    def call(
-        self,
-        model: keras.Model,
-        steps: Iterator[Mapping[str, Any]],
-        part: Segment,
-        callbacks: Sequence[keras.callbacks.Callback],
-    ) -> None:
+    def call(self, run: RunContext, steps: Iterator[Mapping[str, Any]], part: Segment) -> None:
         """Training loop that calls callbacks as Keras' fit does; `steps` runs a step per item and yields metrics."""
-        called = keras.callbacks.CallbackList(
-            list(callbacks), model=model, epochs=part.end_epoch, steps=part.num_steps, verbose=0
+        model = run.model
+        callbacks = keras.callbacks.CallbackList(
+            run.callbacks.ordered, model=model, epochs=part.end_epoch, steps=part.num_steps, verbose=0
         )
         model.stop_training = False
-        called.on_train_begin()
+        callbacks.on_train_begin()
         for epoch in range(part.first_epoch, part.end_epoch):
             model.reset_metrics()
-            called.on_epoch_begin(epoch)
+            callbacks.on_epoch_begin(epoch)
             for number in range(part.num_steps):
-                called.on_train_batch_begin(number)
-                called.on_train_batch_end(number, next(steps))
+                callbacks.on_train_batch_begin(number)
+                callbacks.on_train_batch_end(number, next(steps))
                 if model.stop_training:
                     break
-            called.on_epoch_end(epoch, dict(model.get_metrics_result()))
+            callbacks.on_epoch_end(epoch, dict(model.get_metrics_result()))
             if model.stop_training:
                 break
-        called.on_train_end()
+        callbacks.on_train_end()
 
     # ---- after training ----------------------------------------------------------------------------------------------
 

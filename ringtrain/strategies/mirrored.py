@@ -23,10 +23,11 @@ from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError, DeviceError
 from ringtrain.hvd.distributed import distribute
 from ringtrain.run import devices
-from ringtrain.strategies.base import OVER_GRPC, Strategy
+from ringtrain.strategies.base import Strategy
 from ringtrain.strategies.parameter_server import cluster, listening
 
 if TYPE_CHECKING:
+    from ringtrain.run.context import RunContext
     from ringtrain.run.resume import Segment
 
 
@@ -82,20 +83,18 @@ class Mirrored(Strategy):
     def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
         self.make_all(model, input_shape, num_classes)
 
-    def fit(
-        self, model: keras.Model, batches: Any, part: Segment, callbacks: Sequence[keras.callbacks.Callback]
-    ) -> None:
-        local, fed = self.strategy.experimental_local_results, self.feed(batches)
+    def fit(self, run: RunContext, part: Segment) -> None:
+        local = self.strategy.experimental_local_results
 
         @tf.function(autograph=False)
         def step(data: Any) -> Any:
-            logs = self.strategy.run(model.train_step, args=(data,))
+            logs = self.strategy.run(run.model.train_step, args=(data,))
             return {name: local(value)[-1] for name, value in logs.items()}  # those of the last copy cover all copies
 
-        self.call(model, map(step, fed), part, callbacks)
+        self.call(run, map(step, self.inputs(self.batches(run, part))), part)
 
-    def feed(self, batches: Any) -> Iterator[Any]:
-        """Yields the input of each step."""
+    def inputs(self, batches: Any) -> Iterator[Any]:
+        """Input of each step."""
         return iter(batches)
 
 
@@ -135,17 +134,15 @@ class Towers(Mirrored):
     def placement(self, numbers: Numbers, pinning: devices.Pinning, hosts: Sequence[str]) -> dict[str, str]:
         return {"towers": f"{numbers.num_ranks} in one process on {hosts[0]}: {pinning}"}
 
-    def feed(self, batches: Any) -> Iterator[Any]:
-        """Yields one batch per copy. Repeats forever: with an end, each step would first check every copy for it."""
+    def inputs(self, batches: Any) -> Iterator[Any]:
+        """One batch per copy. Repeats forever: with an end, each step would first check every copy for it."""
         return iter(self.strategy.distribute_datasets_from_function(lambda context: batches.repeat()))
 
 
 class MultiWorker(Mirrored):
     """One process per rank, with TensorFlow's own collectives over gRPC or NCCL."""
 
-    @property
-    def shown_name(self) -> str:
-        return f"{self.config.strategy.name}{OVER_GRPC}"
+    over_grpc = True
 
     def begin(self) -> devices.Pinning:
         pinning = super().begin()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import keras
 
@@ -11,6 +10,7 @@ from ringtrain import hvd
 from ringtrain.strategies.base import Strategy
 
 if TYPE_CHECKING:
+    from ringtrain.run.context import RunContext
     from ringtrain.run.resume import Segment
 
 
@@ -34,15 +34,13 @@ class Ring(Strategy):
             deterministic=options.deterministic or self.config.strategy.name == "mpi-ring",
         )
 
-    def fit(
-        self, model: keras.Model, batches: Any, part: Segment, callbacks: Sequence[keras.callbacks.Callback]
-    ) -> None:
-        model.fit(
-            batches,
+    def fit(self, run: RunContext, part: Segment) -> None:
+        run.model.fit(
+            self.batches(run, part),
             initial_epoch=part.first_epoch,
             epochs=part.end_epoch,
             steps_per_epoch=part.num_steps,
-            callbacks=list(callbacks),
+            callbacks=list(run.callbacks.ordered),
             shuffle=False,  # the shards are already shuffled, in the same way on every rank
             verbose=0,
         )

@@ -205,7 +205,7 @@ def test_a_link_cut_in_the_middle_of_training_ends_the_job_names_the_host_and_ke
     lab.wait_for(lambda: not two_hosts.processes("host2"), TIMEOUT_S, "the part that was cut off has ended by itself")
     again = two_hosts.run("host1", [*launch, "--train.max-time-s", "0.001"], TIMEOUT_S, env=environment())
     assert again.returncode == 0, again.stderr
-    assert "going on" in again.stdout and "2 ranks in step" in again.stdout
+    assert "resumes" in again.stdout and "2 ranks in step" in again.stdout
 
 
 def test_a_rank_of_another_host_is_named_with_its_last_words(two_hosts: lab.Lab) -> None:

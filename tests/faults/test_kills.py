@@ -74,14 +74,14 @@ def test_a_corrupt_checkpoint_a_bug_an_exit_and_a_full_disk_in_one_run(
     ended = train(tmp_path, chaos, "--max-restarts", "3")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     # The save of step 18 takes place beside the next steps: it was the newest at step 20, or was not there yet.
-    assert ("after step 12, from " in ended.stdout) is ("passed over" in ended.stdout)
+    assert ("after step 12, from " in ended.stdout) is ("skipped  " in ended.stdout)
     assert "after step 12, from " in ended.stdout or "after step 18, from " in ended.stdout
     first, second = summary(tmp_path)["restart_causes"]
     assert "rank 1 on " in first and "ChaosError" in first and "(step 21" in first
     assert "rank 0 on " in second and "exit code 1" in second and "(step 30" in second
     (failed,) = summary(tmp_path)["saves"]["failed"]
     assert failed["global_step"] == 42
-    assert "step-00000042: cannot be written: No space left on device; training goes on" in ended.stderr
+    assert "step-00000042: cannot be written: No space left on device; training continues" in ended.stderr
     assert final_files(tmp_path) == final_files(undisturbed)
     tally("a corrupt checkpoint, a bug, an exit and a full disk in one run", "as undisturbed, bit for bit")
 

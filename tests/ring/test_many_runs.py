@@ -31,12 +31,12 @@ for name, options in runs:
 
 class Looped(Ring):
     # A strategy of one file: Horovod's ring, and a loop of its own in place of Keras' fit.
-    def fit(self, model, batches, part, callbacks):
-        step = tf.function(model.train_step, autograph=False)
-        self.call(model, map(step, batches), part, callbacks)
+    def fit(self, run, part):
+        step = tf.function(run.model.train_step, autograph=False)
+        self.call(run, map(step, self.batches(run, part)), part)
 
 
-STRATEGIES["looped"] = Kind(lambda: Looped, collectives="")
+STRATEGIES["looped"] = Kind(Looped, collectives="")
 config = config_io.read([*BASE, "--model.name", "cnn", "--run.directory", folder, "--run.name", "looped"])
 config = dataclasses.replace(config, strategy=dataclasses.replace(config.strategy, name="looped"))
 results.append(train.train(config)["checksum"])

@@ -181,7 +181,7 @@ def test_what_a_strategy_cannot_do_is_refused_by_name() -> None:
         assert "no optimizer.accumulation_steps 4:" in refusal(name, optimizer=OptimizerConfig(accumulation_steps=4))
         assert "no train.precision mixed_float16:" in refusal(name, train=TrainConfig(precision="mixed_float16"))
         assert "no train.jit True:" in refusal(name, train=TrainConfig(jit=True))
-    assert "has no ranks that come and go (HOROVOD_ELASTIC):" in refusal("towers", {"HOROVOD_ELASTIC": "1"})
+    assert "has no ranks that join and leave (HOROVOD_ELASTIC):" in refusal("towers", {"HOROVOD_ELASTIC": "1"})
     environ = {}
     strategies.prepare(
         Config(strategy=StrategyConfig("towers"), train=TrainConfig(precision="mixed_bfloat16")), environ

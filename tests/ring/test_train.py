@@ -165,7 +165,7 @@ def test_another_run_under_a_taken_name_is_refused_and_the_old_run_stays(digits)
     options = ["--run.directory", folder.parent, "--run.name", "main"]
     ended = launching.run(2, [*TRAIN, *SMALL, *options], timeout_s=TIMEOUT_S, warm=True)
     assert ended.returncode == 2
-    complaint = "was made with data.name = 'digits', this run has 'synthetic': go on with the same, or give the run"
+    complaint = "was made with data.name = 'digits', this run has 'synthetic': use the same value, or give the run"
     assert sum(complaint in line for line in said(ended, "stderr")) == 1
     assert written_ns() == before
 

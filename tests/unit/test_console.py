@@ -7,13 +7,15 @@ import os
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from ringtrain.config import Config, HvdConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from ringtrain.derived import derive
-from ringtrain.run.console import Progress, launched_rank, show_plan, show_ranks, show_result, terminal_of_launcher
+from ringtrain.protocol.launchers import launched_rank
+from ringtrain.run.console import Progress, show_plan, show_ranks, show_result, terminal_of_launcher
 from ringtrain.run.devices import Pinning
 from ringtrain.run.tracking import figures_of
 from ringtrain.strategies.ring import Ring
@@ -70,6 +72,8 @@ def test_rank_before_horovod_is_known_from_the_environment():
     assert launched_rank({}) is None
     assert launched_rank({"OMPI_COMM_WORLD_RANK": "3"}) == 3
     assert launched_rank({"HOROVOD_RANK": "0"}) == 0
+    in_a_batch_script = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}
+    assert launched_rank(in_a_batch_script) is None
 
 
 def test_piped_progress_is_whole_lines():
@@ -139,9 +143,8 @@ def test_a_stopped_run_tells_how_to_resume_it(resume, more):
 def shown_plan(config: Config) -> str:
     output = io.StringIO()
     numbers = derive(config, num_ranks=2, num_train=1437, num_test=360)
-    strategy = Ring(config)
-    placement = strategy.placement(numbers, Pinning(num_threads=1), ["here", "here"])
-    show_plan(Console(file=output, width=120), config, numbers, placement, strategy.shard(numbers), strategy.shown_name)
+    process = SimpleNamespace(config=config, strategy=Ring(config), pinning=Pinning(num_threads=1))
+    show_plan(Console(file=output, width=120), process, numbers, ["here", "here"])
     return output.getvalue()
 
 

@@ -15,8 +15,8 @@ from ringtrain.monitor.diagnosis import (
     Row,
     SlowRanks,
     Times,
+    blocking_ranks,
     idle_s,
-    keeping_waiting,
     limit_s,
     lost_s,
     report,
@@ -51,7 +51,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_who_keeps_the_others_waiting(case: str) -> None:
     rows, expected = CASES[case]
-    assert [one.rank for one in keeping_waiting(rows)] == expected
+    assert [one.rank for one in blocking_ranks(rows)] == expected
 
 
 def test_a_stall_is_when_nobody_makes_progress() -> None:
@@ -74,31 +74,31 @@ def test_how_long_nobody_may_make_progress() -> None:
 
 def test_the_report_says_who_where_how_long_and_who_waits() -> None:
     rows = [row(0), row(1, "input", stacks="in read"), row(2)]
-    assert report(rows, keeping_waiting(rows)) == (
+    assert report(rows, blocking_ranks(rows)) == (
         "rank 1 on host1 has made no progress for 12 s: at step 20, in input; ranks 0, 2 wait for it\nin read"
     )
-    assert "each waits for the others in a collective: rank 0 on host0 at step 20" in report([row(0), row(1)], [])
+    assert "all wait in a collective (rank 0 on host0 at step 20, rank 1" in report([row(0), row(1)], [])
 
 
 @pytest.mark.parametrize(
     ("saw", "words"),
     [
-        ({}, "at step 20, last heard of in compute of step 17; it does not answer: its host, or the network"),
+        ({}, "at step 20, last heartbeat in compute of step 17: its host or the network"),
         (
             {"state": "T", "step": 19, "phase": "save"},
-            "at step 19, in save; it does not answer: its process is sto",
+            "at step 19, in save; no heartbeat: its process is stopped",
         ),
-        ({"state": "T"}, "at step 20, in compute; it does not answer: its process is stopped"),
-        ({"state": ""}, "its process has ended"),
+        ({"state": "T"}, "at step 20, in compute; no heartbeat: its process is stopped"),
+        ({"state": ""}, "its process has exited"),
         (
             {"state": "R", "step": 20, "phase": "step"},
-            "in input, compute or reduce; it does not answer: its proce",
+            "in input, compute or reduce; no heartbeat: its process runs",
         ),
     ],
 )
 def test_a_rank_that_does_not_answer_is_seen_by_another_of_its_host(saw: dict, words: str) -> None:
     rows = [row(0, saw={"1": saw} if saw else {}), row(1, "compute", step=17, silent_s=9.0, idle_s=0.0)]
-    said = report(rows, keeping_waiting(rows))
+    said = report(rows, blocking_ranks(rows))
     assert said.startswith("rank 1 on host1 has made no progress for 9 s: ")
     assert words in said
 

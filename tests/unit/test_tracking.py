@@ -53,11 +53,11 @@ def test_a_folder_of_a_run_that_was_killed_while_it_began_may_be_used(tmp_path):
     folder = run_folder.create_folder(tmp_path, "mine", number_if_taken=False)
     run_folder.RunLock().take(folder)
     assert run_folder.is_run(folder)
-    assert run_folder.create_folder(tmp_path, "mine", number_if_taken=False, go_on=True) == folder
+    assert run_folder.create_folder(tmp_path, "mine", number_if_taken=False, reuse=True) == folder
     (folder / "notes.txt").write_text("")
     assert not run_folder.is_run(folder)
     with pytest.raises(RunDirectoryError, match="exists already"):
-        run_folder.create_folder(tmp_path, "mine", number_if_taken=False, go_on=True)
+        run_folder.create_folder(tmp_path, "mine", number_if_taken=False, reuse=True)
 
 
 @pytest.fixture

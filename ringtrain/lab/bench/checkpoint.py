@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ringtrain import config_io
@@ -105,8 +106,10 @@ def measure(config: Config, num_steps: int, turns: int, folder: Path) -> dict[st
     rank = hvd.rank()
     own_journal = journal.Journal(folder, rank, hvd.size())
     clock = resume.Clock(resume.Start(), 10**9, status.StatusLine(rank), own_journal)  # the epoch does not end
-    facts = {"numbers": dataclasses.asdict(training.numbers)}
-    timed = TimedSaver(model, folder, config, facts, clock, {}, own_journal)
+    start = resume.Start()
+    run: Any = SimpleNamespace(model=model, checkpoints=folder, config=config, numbers=training.numbers, start=start)
+    run.clock, run.journal = clock, own_journal
+    timed = TimedSaver(run)
     stalls, writes, plain, num_bytes = [], [], [], 0
     for _ in range(turns + 1):
         before_s = timed.saves["write_s"]

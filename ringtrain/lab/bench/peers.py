@@ -33,7 +33,8 @@ from ringtrain.errors import ConfigError, LaunchError
 from ringtrain.lab import options as opt
 from ringtrain.lab import ranks, stats
 from ringtrain.lab.tables import Table
-from ringtrain.run import console, setup
+from ringtrain.protocol.launchers import launched_rank
+from ringtrain.run import setup
 
 if TYPE_CHECKING:
     import keras
@@ -237,7 +238,7 @@ def show(found: dict[str, dict[str, Any]], title: str) -> None:
 
 def on_ranks(options: OneStart, train_args: Sequence[str]) -> None:
     """Trains on all ranks; each writes rank-N.json, and rank 0 exits last."""
-    rank, folder = console.launched_rank() or 0, Path(options.folder)
+    rank, folder = launched_rank() or 0, Path(options.folder)
     end = End(folder, rank, options.limit_s)
     try:
         config = _enough(config_io.read(train_args), options)

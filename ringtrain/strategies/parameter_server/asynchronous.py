@@ -17,6 +17,7 @@ from ringtrain.strategies.parameter_server.cluster import LOOK_S
 from ringtrain.strategies.parameter_server.coordinator import AHEAD, ParameterServers
 
 if TYPE_CHECKING:
+    from ringtrain.run.context import RunContext
     from ringtrain.run.resume import Segment
 
 
@@ -43,12 +44,10 @@ class Asynchronous(ParameterServers):
     def gradient_norm(self, optimizer: keras.optimizers.Optimizer) -> None:
         """None, since concurrent updates would overwrite the norm while it is read."""
 
-    def fit(
-        self, model: keras.Model, batches: Any, part: Segment, callbacks: Sequence[keras.callbacks.Callback]
-    ) -> None:
+    def fit(self, run: RunContext, part: Segment) -> None:
         """Trains a segment. Updates in flight when an earlier segment was interrupted do not count as steps."""
-        model.optimizer.iterations.assign(part.first_step)
-        super().fit(model, batches, part, callbacks)
+        run.model.optimizer.iterations.assign(part.first_step)
+        super().fit(run, part)
 
     def _on_a_worker(self, where: tf.Tensor) -> tf.Tensor:
         iterations = self.model.optimizer.iterations.value
@@ -60,9 +59,9 @@ class Asynchronous(ParameterServers):
         with tf.control_dependencies(there):
             end_s, newest = tf.timestamp(), iterations.read_value()  # before this update is counted, in code order
         self.model.optimizer.apply(gradients, [v.value for v in self.model.trainable_variables])
-        return self.seen([begun, end_s, newest - version, loss], labels, outputs)
+        return self.report([begun, end_s, newest - version, loss], labels, outputs)
 
-    def beside(self) -> Sequence[Callable[[], None]]:
+    def thread_targets(self) -> Sequence[Callable[[], None]]:
         """One thread per step that may be scheduled in advance; it waits for the step's result."""
         return [self._wait_for_steps] * self.ahead
 
@@ -84,13 +83,13 @@ class Asynchronous(ParameterServers):
             for step in range(self.global_step, min(self.global_step + self.ahead, end)):
                 self._give_out(step)
             while self.global_step < end:
-                found = self._next()
+                report = self._next()
                 if self.global_step + self.ahead < end:
                     self._give_out(self.global_step + self.ahead)
                 self.global_step += 1
-                self.staleness[int(found[3])] += 1
-                self.note(found)
-                yield self.saw(found)
+                self.staleness[int(report[3])] += 1
+                self.record_times(report)
+                yield self.count(report)
 
     def _give_out(self, step: int) -> None:
         self.given.put(self.coordinator.schedule(self.step, args=(self.where(step // self.num_workers, step),)))
@@ -98,13 +97,13 @@ class Asynchronous(ParameterServers):
     def _next(self) -> Any:
         while True:
             try:
-                found = self.done.get(timeout=LOOK_S)
+                report = self.done.get(timeout=LOOK_S)
             except queue.Empty:
                 self.wait_on(range(self.num_workers))
                 continue
-            if isinstance(found, BaseException):
-                raise found
-            return found
+            if isinstance(report, BaseException):
+                raise report
+            return report
 
     def gradients_seen(self, gradients: str) -> str:
         mean, most = (self.about["staleness"][name] for name in ("mean", "max"))
@@ -112,13 +111,13 @@ class Asynchronous(ParameterServers):
             f"each applied gradients of its own, {mean:.1f} updates late ({most} at most), so nothing is proven equal"
         )
 
-    def told(self) -> dict[str, Any]:
+    def statistics(self) -> dict[str, Any]:
         """Adds the staleness: the number of updates between reading the weights and updating them."""
         values = np.array(sorted(self.staleness.elements()) or [0])
         spread = {"mean": float(values.mean()), "max": int(values.max())}
         spread |= {f"p{share}": int(np.percentile(values, share, method="nearest")) for share in (50, 90)}
         return {
-            **super().told(),
+            **super().statistics(),
             "staleness": spread,
             "not_promised": "bit-exact results, samples seen once, equality with ring",
         }

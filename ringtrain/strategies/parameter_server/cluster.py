@@ -65,7 +65,7 @@ class Roles:
 
 
 class RankGroup:
-    """Messages between ranks with parameter servers. Only the coordinator calls wait_until_ready, look and end."""
+    """Messages between ranks with parameter servers. Only the coordinator calls receive_all and end."""
 
     def __init__(self, comm: Any, roles: Roles) -> None:
         self.comm, self.roles = comm, roles
@@ -77,12 +77,12 @@ class RankGroup:
         self._ended = 0
         self._sent: list[Any] = []
 
-    def tell(self, rank: int, *words: Any) -> None:
+    def send(self, rank: int, *words: Any) -> None:
         """Sends a message without waiting for the receiver."""
         self._sent = [request for request in self._sent if not request.Test()]
         self._sent.append(self.comm.isend(words, rank))
 
-    def heard(self, rank: int | None = None) -> tuple[int, Any] | None:
+    def receive(self, rank: int | None = None) -> tuple[int, Any] | None:
         """Returns the sender and content of a received message, or None if there is none."""
         source = mpi_world.start().ANY_SOURCE if rank is None else rank
         if not self.comm.iprobe(source):
@@ -95,26 +95,26 @@ class RankGroup:
         """Waits for the "ready" report of every other rank; raises RingtrainError if a process could not start."""
         ready: dict[int, Any] = {}
         while len(ready) < self.size - 1:
-            if (found := self.heard()) is None:
+            if (received := self.receive()) is None:
                 time.sleep(POLL_S)
                 continue
-            rank, (word, *rest) = found
+            rank, (word, *rest) = received
             if word == "ready":
                 ready[rank] = rest[0]
             elif word == "lost":
                 ready.pop(rank, None)
                 if not rest[1]:
                     raise LaunchError(f"rank {rank} on {self.roles.hosts[rank]} {rest[0]}")
-            self._take(rank, word, rest)
+            self._handle(rank, word, rest)
         return ready
 
-    def look(self) -> None:
+    def receive_all(self) -> None:
         """Reads all pending messages; raises RingtrainError if no worker is left or a process reported an error."""
-        while (found := self.heard()) is not None:
-            rank, (word, *rest) = found
-            self._take(rank, word, rest)
+        while (received := self.receive()) is not None:
+            rank, (word, *rest) = received
+            self._handle(rank, word, rest)
 
-    def _take(self, rank: int, word: str, rest: Sequence[Any]) -> None:
+    def _handle(self, rank: int, word: str, rest: Sequence[Any]) -> None:
         if word == "failed":
             kind, message = rest
             raise kind(f"rank {rank} on {self.roles.hosts[rank]}: {message}")
@@ -135,9 +135,9 @@ class RankGroup:
     def end(self, exit_code: int) -> None:
         """Stops all other ranks and waits for their acknowledgment."""
         for rank in range(1, self.size):
-            self.tell(rank, "end", exit_code)
+            self.send(rank, "end", exit_code)
         while self._ended < self.size - 1:
-            self.look()
+            self.receive_all()
             time.sleep(POLL_S)
         self.finish()
 
@@ -149,22 +149,21 @@ class RankGroup:
 
 def num_servers(config: Config, environ: Mapping[str, str] = os.environ) -> int:
     """Number of servers, from `ringtrain launch --ps` or the configuration; ConfigError if --ps conflicts with it."""
-    told, wanted = int(environ.get(SERVERS, 0)), config.strategy.servers
-    if told and config.strategy.name not in ("ps-async", "ps-sync"):
+    launched, configured = int(environ.get(SERVERS, 0)), config.strategy.servers
+    if launched and config.strategy.name not in ("ps-async", "ps-sync"):
         raise ConfigError(
             f"strategy.name: {config.strategy.name} has no parameter servers, which ringtrain launch --ps asks for:"
             f" leave out --ps and --workers, or train with ps-async or ps-sync"
         )
-    if told and wanted not in (told, Config().strategy.servers):
-        raise ConfigError(f"strategy.servers: got {wanted}, and ringtrain launch --ps {told}: leave one of them out")
-    return told or wanted
+    if launched and configured not in (launched, Config().strategy.servers):
+        raise ConfigError(
+            f"strategy.servers: got {configured}, and ringtrain launch --ps {launched}: leave one of them out"
+        )
+    return launched or configured
 
 
 def meet(config: Config) -> RankGroup:
-    """Assigns the roles; the first collective of all ranks. Servers are spread over hosts, in local-rank order.
-
-    Raises RingtrainError on every rank if there are too few ranks or their placement differs from the plan.
-    """
+    """Assigns the roles; the first collective of all ranks. Servers are spread over hosts, in local-rank order."""
     MPI = mpi_world.start()
     comm, host, servers = MPI.COMM_WORLD, socket.gethostname(), num_servers(config)
     consistency.refuse_options(comm.allgather((config, None)))
@@ -179,25 +178,25 @@ def meet(config: Config) -> RankGroup:
             f"strategy.backup_workers: got {backup}, and {comm.size - servers} workers: expected fewer than workers"
         )
     local_rank = int(comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank).rank)
-    seat = RankPlacement(comm.rank, comm.size, host, local_rank)
-    everybody = comm.allgather((seat, expectation(os.environ), ringtrain.__version__))
-    seats, plans, versions = zip(*everybody, strict=True)
+    placement = RankPlacement(comm.rank, comm.size, host, local_rank)
+    of_ranks = comm.allgather((placement, expectation(os.environ), ringtrain.__version__))
+    placements, plans, versions = zip(*of_ranks, strict=True)
     plan = next((each for each in plans if each is not None and each.hosts), plans[0])
-    if plan is not None and (wrong := difference(plan, seats)):
+    if plan is not None and (wrong := difference(plan, placements)):
         raise PlacementError(wrong)
     if len(set(versions)) > 1:
         raise PlacementError(f"ranks run ringtrain {', '.join(sorted(set(versions)))}: install the same everywhere")
-    by_place = sorted(range(comm.size), key=lambda rank: (seats[rank].local_rank, rank))
-    chosen = sorted(by_place[:servers])
-    workers = tuple(rank for rank in range(comm.size) if rank not in chosen)
-    fault_injection.check_roles(fault_injection.parse(config.chaos), chosen, workers)
-    places, callers = addresses(comm.rank, comm.allgather, num_ports=2 if comm.rank == 0 else 1)
+    by_local_rank = sorted(range(comm.size), key=lambda rank: (placements[rank].local_rank, rank))
+    server_ranks = sorted(by_local_rank[:servers])
+    workers = tuple(rank for rank in range(comm.size) if rank not in server_ranks)
+    fault_injection.check_roles(fault_injection.parse(config.chaos), server_ranks, workers)
+    endpoints, callers = addresses(comm.rank, comm.allgather, num_ports=2 if comm.rank == 0 else 1)
     cluster = {
-        "chief": [places[0][1]],
-        "ps": [places[rank][0] for rank in chosen],
-        "worker": [places[rank][0] for rank in workers],
+        "chief": [endpoints[0][1]],
+        "ps": [endpoints[rank][0] for rank in server_ranks],
+        "worker": [endpoints[rank][0] for rank in workers],
     }
-    return RankGroup(comm, Roles(tuple(one.host for one in seats), tuple(chosen), workers, cluster, callers))
+    return RankGroup(comm, Roles(tuple(one.host for one in placements), tuple(server_ranks), workers, cluster, callers))
 
 
 def addresses(
@@ -211,41 +210,41 @@ def addresses(
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(socket.create_server(("", 0), backlog=4096)) for _ in range(num_ports)]
         own = (socket.gethostname(), transport.own_addresses(), [one.getsockname()[1] for one in listeners])
-        everybody = allgather(own)
-        hosts = [host for host, _, _ in everybody]
-        callers = tuple(sorted({address for _, each, _ in everybody for address in each}))
+        of_ranks = allgather(own)
+        hosts = [host for host, _, _ in of_ranks]
+        callers = tuple(sorted({address for _, each, _ in of_ranks for address in each}))
         if len(set(hosts)) == 1:
-            return [[f"127.0.0.1:{port}" for port in ports] for _, _, ports in everybody], ()
+            return [[f"127.0.0.1:{port}" for port in ports] for _, _, ports in of_ranks], ()
         # Each rank is tested from another host: by rank 0, or, on its host, by the first rank of another host.
         first_elsewhere = next(other for other, host in enumerate(hosts) if host != hosts[0])
         called_by = [first_elsewhere if host == hosts[0] else 0 for host in hosts]
-        found, failure = {}, ""
+        reached, failure = {}, ""
         try:
             for other, caller in enumerate(called_by):
                 if caller == rank:
-                    found[other] = _answering(other, *everybody[other])
+                    reached[other] = _answering(other, *of_ranks[other])
         except LaunchError as error:
             failure = str(error)
-        told = allgather((found, failure))
-        if failures := [text for _, text in told if text]:
+        results = allgather((reached, failure))
+        if failures := [text for _, text in results if text]:
             raise LaunchError(failures[0])
-        answering = {other: address for each, _ in told for other, address in each.items()}
+        answering = {other: address for each, _ in results for other, address in each.items()}
         # The source addresses of incoming connections, which a host may not know itself.
         callers = tuple(sorted({*callers, *(one for seen in allgather(_callers(listeners[0])) for one in seen)}))
-        places = [[f"{answering[other]}:{port}" for port in ports] for other, (_, _, ports) in enumerate(everybody)]
-        return places, callers
+        endpoints = [[f"{answering[other]}:{port}" for port in ports] for other, (_, _, ports) in enumerate(of_ranks)]
+        return endpoints, callers
 
 
 def _callers(listener: socket.socket) -> set[str]:
     """Source addresses of the pending connections, which it closes."""
     listener.setblocking(False)
-    found = set()
+    callers = set()
     with contextlib.suppress(BlockingIOError):
         while True:
             connection, (address, _) = listener.accept()
             connection.close()
-            found.add(address)
-    return found
+            callers.add(address)
+    return callers
 
 
 def _answering(rank: int, host: str, candidates: Sequence[str], ports: Sequence[int]) -> str:

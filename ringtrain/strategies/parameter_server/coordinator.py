@@ -27,7 +27,7 @@ from ringtrain.hvd.distributed import distribute
 from ringtrain.monitor import fault_injection, journal
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.run import consistency, devices, log_capture
-from ringtrain.strategies.base import OVER_GRPC, Strategy
+from ringtrain.strategies.base import Strategy
 from ringtrain.strategies.parameter_server import listening, server
 from ringtrain.strategies.parameter_server.cluster import RankGroup
 
@@ -63,10 +63,12 @@ class NoReduction:
 class ParameterServers(Strategy):
     """Base class of ps-async and ps-sync, on the coordinator."""
 
-    def __init__(self, config: Config, crew: RankGroup) -> None:
+    over_grpc = True
+
+    def __init__(self, config: Config, group: RankGroup) -> None:
         super().__init__(config)
-        self.crew = crew
-        self.num_workers = len(crew.roles.workers)
+        self.group = group
+        self.num_workers = len(group.roles.workers)
         self.updates = Counter[int]()
         """applied gradients by worker"""
         self.busy_s, self.idle_s = Counter[int](), Counter[int]()
@@ -78,14 +80,14 @@ class ParameterServers(Strategy):
 
     def begin(self) -> devices.Pinning:
         """Starts the first server and waits for the workers. Uses no GPU, and cores like any rank of its host."""
-        roles = self.crew.roles
+        roles = self.group.roles
         pinning = devices.coordinate(roles.hosts.count(roles.hosts[0]), self.config.device)
         server.start(roles, "ps", 0, pinning)
-        ready = self.crew.wait_until_ready()
+        ready = self.group.wait_until_ready()
         self.tokens = {ready[rank].token for rank in roles.workers}
         if len(self.tokens) > 1:
             raise ConfigError(f"workers name their functions {', '.join(sorted(self.tokens))}: expected the same name")
-        self.prints = [(ready[rank].host, ready[rank].prints) for rank in roles.workers]
+        self.fingerprints = [(ready[rank].host, ready[rank].prints) for rank in roles.workers]
         cluster = tf.train.ClusterSpec(roles.cluster)
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(cluster, "", "chief", 0, rpc_layer="grpc")
         with listening.only_for(roles.addresses, [roles.port_of("chief", 0)]):
@@ -97,10 +99,6 @@ class ParameterServers(Strategy):
             "workers": [f"rank {rank} on {roles.hosts[rank]}: {ready[rank].pinning}" for rank in roles.workers],
         }
         return pinning
-
-    @property
-    def shown_name(self) -> str:
-        return f"{self.config.strategy.name}{OVER_GRPC}"
 
     def placement(self, numbers: Numbers, pinning: devices.Pinning, hosts: Sequence[str]) -> dict[str, str]:
         ranks = {role: self.about[role] for role in ("servers", "workers")}
@@ -115,17 +113,17 @@ class ParameterServers(Strategy):
         return f"{workers}: {self.gradients_seen(gradients)}; weights and optimizer {summary['checksum']}"
 
     def gradients_seen(self, gradients: str) -> str:
-        """What the proof says of the gradients."""
+        """Clause of the proof about the gradients."""
         raise NotImplementedError
 
     def same_global_batch(self, config: Config, attempt: Attempt) -> Config:
         return config
 
     def hosts(self) -> list[str]:
-        return list(self.crew.roles.hosts)
+        return list(self.group.roles.hosts)
 
     def check(self, checksums: Mapping[str, str]) -> None:
-        consistency.refuse([(self.crew.roles.hosts[0], checksums), *self.prints])
+        consistency.refuse([(self.group.roles.hosts[0], checksums), *self.fingerprints])
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -184,7 +182,7 @@ class ParameterServers(Strategy):
         return inputs, labels, begun
 
     def where(self, position: int, step: int) -> tf.Tensor:
-        """Argument of `batch`, see server.Feed."""
+        """Argument of `batch`, see server.WorkerBatches."""
         return tf.constant(f"{position} {step} {self.folder}")
 
     def gradients(self, inputs: Any, labels: Any) -> tuple[tf.Tensor, tf.Tensor, list[Any]]:
@@ -195,40 +193,31 @@ class ParameterServers(Strategy):
             loss = model.compute_loss(inputs, labels, outputs, None, training=True)
         return loss, outputs, tape.gradient(loss, [variable.value for variable in model.trainable_variables])
 
-    def fit(
-        self, model: keras.Model, batches: Any, part: Segment, callbacks: Sequence[keras.callbacks.Callback]
-    ) -> None:
-        self.global_step, self.saboteurs = part.first_step, self._of_servers(model)
-        with self.stepping():
-            self.call(model, self.steps(part), part, callbacks)
-        self.crew.look()
-        self.about |= self.told()
-
-    def _of_servers(self, model: keras.Model) -> list[fault_injection.FaultInjector]:
-        """Fault injectors of the servers, which run no steps themselves."""
-        faults, folder, roles = fault_injection.parse(self.config.chaos), self.folder, self.crew.roles
-        made = []
-        for rank in {fault.rank for fault in faults} & {*roles.servers[1:]}:
-            own = journal.Journal(folder, rank, self.crew.size, Attempt.from_environment().number)
-            kill = functools.partial(self.crew.tell, rank, "signal")
-            length = self.numbers.num_steps, self.numbers.steps_per_epoch
-            made.append(fault_injection.FaultInjector(faults, rank, *length, folder, own, kill))
-        return made
-
-    @contextlib.contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Runs the threads of `beside`; without a pool, which would wait for steps of lost workers."""
-        threads = [threading.Thread(target=target, daemon=True) for target in self.beside()]
+    def fit(self, run: RunContext, part: Segment) -> None:
+        self.folder, self.global_step, self.fault_injectors = run.folder, part.first_step, self._of_servers(run)
+        # No pool of threads, which would wait for steps of lost workers.
+        threads = [threading.Thread(target=target, daemon=True) for target in self.thread_targets()]
         for thread in threads:
             thread.start()
         try:
-            yield
+            self.call(run, self.steps(part), part)
         finally:
             self.release()
         for thread in threads:
             thread.join()
+        self.group.receive_all()
+        self.about |= self.statistics()
 
-    def beside(self) -> Sequence[Callable[[], None]]:
+    def _of_servers(self, run: RunContext) -> list[fault_injection.FaultInjector]:
+        """Fault injectors of the servers, which run no steps themselves."""
+        faults, length, group, injectors = run.named.faults, run.numbers.lengths, self.group, []
+        for rank in {fault.rank for fault in faults} & {*group.roles.servers[1:]}:
+            events = journal.Journal(run.folder, rank, group.size, run.attempt.number)
+            kill = functools.partial(group.send, rank, "signal")
+            injectors.append(fault_injection.FaultInjector(faults, rank, *length, run.folder, events, kill))
+        return injectors
+
+    def thread_targets(self) -> Sequence[Callable[[], None]]:
         """Functions of the threads that run during the steps."""
         raise NotImplementedError
 
@@ -240,7 +229,7 @@ class ParameterServers(Strategy):
         """Runs the steps of a segment and yields the metrics after each."""
         raise NotImplementedError
 
-    def seen(self, facts: Sequence[Any], labels: Any, outputs: Any) -> tf.Tensor:
+    def report(self, facts: Sequence[Any], labels: Any, outputs: Any) -> tf.Tensor:
         """Worker's report on a batch: one float64 vector, since each tensor would be a separate message.
 
         Args:
@@ -251,26 +240,26 @@ class ParameterServers(Strategy):
         return tf.concat([tf.reshape(tf.cast(part, tf.float64), [-1]) for part in (*facts, labels, outputs)], 0)
 
     @tf.function(autograph=False, reduce_retracing=True)
-    def observe(self, seen: Any) -> dict[str, Any]:
+    def observe(self, report: Any) -> dict[str, Any]:
         """Updates the coordinator's metrics from a worker's report."""
         model, batch_size = self.model, self.config.train.batch_size
-        loss, labels = seen[NUM_FACTS - 1], tf.cast(seen[NUM_FACTS : NUM_FACTS + batch_size], tf.int64)
-        outputs = tf.cast(tf.reshape(seen[NUM_FACTS + batch_size :], [batch_size, -1]), tf.float32)
+        loss, labels = report[NUM_FACTS - 1], tf.cast(report[NUM_FACTS : NUM_FACTS + batch_size], tf.int64)
+        outputs = tf.cast(tf.reshape(report[NUM_FACTS + batch_size :], [batch_size, -1]), tf.float32)
         model._loss_tracker.update_state(loss, sample_weight=batch_size)
         results: dict[str, Any] = model.compute_metrics(None, labels, outputs, sample_weight=None)
         return results
 
-    def saw(self, seen: NDArray[np.float64]) -> dict[str, Any]:
-        """Counts an applied gradient, from the report `seen`; returns the metrics."""
-        self.crew.look()
-        for saboteur in self.saboteurs:
-            saboteur.after_step(self.global_step, self.model)
-        self.updates[int(seen[0])] += 1
-        return self.observe(seen)
+    def count(self, report: NDArray[np.float64]) -> dict[str, Any]:
+        """Counts an applied gradient, from a worker's report; returns the metrics."""
+        self.group.receive_all()
+        for injector in self.fault_injectors:
+            injector.after_step(self.global_step, self.model)
+        self.updates[int(report[0])] += 1
+        return self.observe(report)
 
-    def note(self, seen: NDArray[np.float64]) -> None:
-        """Records when a gradient was computed, from the report `seen`, also if it is dropped."""
-        worker, begin_s, end_s = int(seen[0]), seen[1], seen[2]
+    def record_times(self, report: NDArray[np.float64]) -> None:
+        """Records when a gradient was computed, from a worker's report, also if it is dropped."""
+        worker, begin_s, end_s = int(report[0]), report[1], report[2]
         if worker in self.ended_s:
             self.busy_s[worker] += end_s - begin_s
             self.idle_s[worker] += max(0.0, begin_s - self.ended_s[worker])
@@ -278,23 +267,23 @@ class ParameterServers(Strategy):
 
     def wait_on(self, workers: Sequence[int]) -> None:
         """Reads messages and records which workers training waits for, so that a stall report names them."""
-        self.crew.look()
-        ranks = ", ".join(str(self.crew.roles.workers[worker]) for worker in workers[:4])
+        self.group.receive_all()
+        ranks = ", ".join(str(self.group.roles.workers[worker]) for worker in workers[:4])
         hvd.step_timing.PLACE.phase = f"the wait for gradients of rank {ranks}{', ...' * (len(workers) > 4)}"
 
-    def told(self) -> dict[str, Any]:
+    def statistics(self) -> dict[str, Any]:
         """Statistics of the steps for summary.json."""
         shares = [(self.idle_s[worker], self.busy_s[worker]) for worker in range(self.num_workers)]
         return {
             "updates": [self.updates[worker] for worker in range(self.num_workers)],
             "waiting": [idle_s / (idle_s + busy_s) if busy_s else None for idle_s, busy_s in shares],
-            "workers_lost": self.crew.lost,
+            "workers_lost": self.group.lost,
         }
 
     def summary(self, run: RunContext) -> dict[str, Any]:
-        return {**super().summary(run), "skipped_samples": len(run.data_set.skipped | self.crew.skipped)}
+        return {**super().summary(run), "skipped_samples": len(run.data_set.skipped | self.group.skipped)}
 
     def end(self, exit_code: int) -> None:
         """Stops the other ranks, then sends stderr to the log only: TensorFlow logs errors on disconnect."""
-        self.crew.end(exit_code)
+        self.group.end(exit_code)
         log_capture.log_only()

@@ -74,13 +74,13 @@ def _sockets(ports: Sequence[int]) -> list[tuple[int, str]]:
                 fields = line.split()
                 if int(fields[1].rpartition(":")[2], 16) in ports:
                     inodes.add(f"socket:[{fields[9]}]")
-    found = []
+    sockets = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
             target = os.readlink(f"/proc/self/fd/{name}")
             if target in inodes:
-                found.append((int(name), target))
-    return found
+                sockets.append((int(name), target))
+    return sockets
 
 
 def _attach(descriptor: int, addresses: Sequence[str]) -> None:

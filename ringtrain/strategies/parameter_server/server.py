@@ -34,7 +34,7 @@ from ringtrain.strategies.parameter_server.cluster import SIGNALS, Roles
 
 
 @dataclass(frozen=True)
-class Place:
+class Task:
     """Identity of a process in the job."""
 
     config: Config
@@ -56,58 +56,58 @@ class Ready:
     pinning: str = ""
 
 
-def main(place: Place, told: Connection, held: Connection) -> None:
-    """Serves until the rank closes its end of `held`, or dies.
+def main(task: Task, sender: Connection, lifeline: Connection) -> None:
+    """Serves until the rank closes its end of `lifeline`, or dies.
 
-    Sends ("ready", Ready), ("failed", error class, message) and ("skipped", sample names) to `told`.
+    Sends ("ready", Ready), ("failed", error class, message) and ("skipped", sample names) to `sender`.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_the_rank, args=(held,), daemon=True).start()
+    threading.Thread(target=_exit_with_the_rank, args=(lifeline,), daemon=True).start()
     log_capture.watch()
     lazy_keras.start()
     lock = threading.Lock()
 
-    def tell(message: Any) -> None:
+    def send(message: Any) -> None:
         with lock:
-            told.send(message)
+            sender.send(message)
 
     try:
-        tell(("ready", _serve(place, tell)))
+        send(("ready", _serve(task, send)))
     except (RingtrainError, OSError) as error:
         kind = type(error) if isinstance(error, RingtrainError) else RingtrainError
-        tell(("failed", kind, str(error)))
+        send(("failed", kind, str(error)))
     threading.Event().wait()
 
 
-def _end_with_the_rank(held: Connection) -> None:
+def _exit_with_the_rank(lifeline: Connection) -> None:
     with contextlib.suppress(EOFError, OSError):
-        held.recv()
+        lifeline.recv()
     os._exit(0)
 
 
-def _serve(place: Place, tell: Callable[[Any], None]) -> Ready:
+def _serve(task: Task, send: Callable[[Any], None]) -> Ready:
     from ringtrain.run import setup, tracking
 
-    role, index = place.roles.of(place.rank)
+    role, index = task.roles.of(task.rank)
     host = socket.gethostname()
     if role == "ps":
-        return Ready(host, pinning=start(place.roles, role, index, devices.Pinning(num_threads=1)))
-    config = place.config
-    beside = place.roles.on_host_of(place.rank)
-    pinning = devices.decide(beside.index(place.rank), len(beside), config.device)
+        return Ready(host, pinning=start(task.roles, role, index, devices.Pinning(num_threads=1)))
+    config = task.config
+    on_this_host = task.roles.on_host_of(task.rank)
+    pinning = devices.decide(on_this_host.index(task.rank), len(on_this_host), config.device)
     # Function before server, which accepts steps immediately; server before data, while its port is still free.
-    feed = Feed(place, index, tell)
-    token, used = feed.register(), start(place.roles, role, index, pinning)
+    batches = WorkerBatches(task, index, send)
+    token, devices_text = batches.register(), start(task.roles, role, index, pinning)
     data_set = setup.find(config).read_data()
-    together = config.train.batch_size * len(place.roles.workers)
-    if together > len(data_set.train):
+    global_batch_size = config.train.batch_size * len(task.roles.workers)
+    if global_batch_size > len(data_set.train):
         raise ConfigError(
-            f"train.batch_size: got {config.train.batch_size}, and {len(place.roles.workers)} workers, which are"
-            f" {together} samples at a time: expected no more than the {len(data_set.train)} that there are"
+            f"train.batch_size: got {config.train.batch_size}, and {len(task.roles.workers)} workers, which are"
+            f" {global_batch_size} samples at a time: expected no more than the {len(data_set.train)} that there are"
         )
-    feed.begin(data_set)
-    return Ready(host, token, consistency.of_code(config, tracking.versions()) | data.checksums(data_set), used)
+    batches.begin(data_set)
+    return Ready(host, token, consistency.of_code(config, tracking.versions()) | data.checksums(data_set), devices_text)
 
 
 def start(roles: Roles, role: str, index: int, pinning: devices.Pinning) -> str:
@@ -137,20 +137,20 @@ def restrict(settings: Any, pinning: devices.Pinning) -> None:
         own.experimental.virtual_devices.add(memory_limit_mb=[pinning.memory_mb])
 
 
-class Feed:
+class WorkerBatches:
     """Batches of a worker, one per call. Its shard is that of rank `index` in a job with one rank per worker."""
 
-    def __init__(self, place: Place, index: int, tell: Callable[[Any], None]) -> None:
-        self.place, self.index, self.tell = place, index, tell
-        self.lock, self.begun = threading.Lock(), threading.Event()
+    def __init__(self, task: Task, index: int, send: Callable[[Any], None]) -> None:
+        self.task, self.index, self.send = task, index, send
+        self.lock, self.has_data = threading.Lock(), threading.Event()
         self.skipped: frozenset[str] = frozenset()
         self.batches: Iterator[tuple[NDArray[Any], NDArray[Any]]] | None = None
-        self.saboteur: fault_injection.FaultInjector | None = None
+        self.fault_injector: fault_injection.FaultInjector | None = None
 
     def begin(self, data_set: data.DataSet) -> None:
         """Sets the data; calls before that wait."""
         self.data_set = data_set
-        self.begun.set()
+        self.has_data.set()
 
     def __call__(self, where: bytes) -> list[NDArray[Any]]:
         """Next batch: inputs, labels, and float64 [2] of the worker's index and the Unix time of the call.
@@ -160,11 +160,11 @@ class Feed:
                 call only), completed steps of the run, run folder.
         """
         facts = np.array([self.index, time.time()])
-        self.begun.wait()
+        self.has_data.wait()
         position, step, folder = where.split(b" ", 2)
         with self.lock:
-            config, roles = self.place.config, self.place.roles
-            if self.batches is None or self.saboteur is None:
+            config, roles = self.task.config, self.task.roles
+            if self.batches is None or self.fault_injector is None:
                 # Practically endless: fast workers compute more batches than others.
                 epochs = (config.train.epochs + 1) * (len(roles.workers) + 1)
                 size, batch_size = len(roles.workers), config.train.batch_size
@@ -172,17 +172,17 @@ class Feed:
                     self.data_set.train, batch_size, self.index, size, config.seed, epochs, int(position)
                 )
                 self.batches = batches.as_numpy_iterator()
-                self.saboteur = self._saboteur(Path(os.fsdecode(folder)))
-            self.saboteur.after_step(int(step), None)
+                self.fault_injector = self._make_fault_injector(Path(os.fsdecode(folder)))
+            self.fault_injector.after_step(int(step), None)
             inputs, labels = next(self.batches)
             try:
                 self.data_set.raise_unreadable()
             except RingtrainError as error:
-                self.tell(("failed", type(error), str(error)))
+                self.send(("failed", type(error), str(error)))
                 threading.Event().wait()  # until the process exits: there is no batch to return
             if self.data_set.skipped != self.skipped:
                 self.skipped = self.data_set.skipped
-                self.tell(("skipped", set(self.skipped)))
+                self.send(("skipped", set(self.skipped)))
             return [inputs, labels, facts]
 
     def register(self) -> str:
@@ -194,14 +194,10 @@ class Feed:
             outputs = tf.numpy_function(self, [tf.constant("")], [tf.float32, tf.int64, tf.float64])
         return str(outputs[0].op.get_attr("token").decode())
 
-    def _saboteur(self, folder: Path) -> fault_injection.FaultInjector:
-        config, roles = self.place.config, self.place.roles
-        attempt = Attempt.from_environment()
-        own_journal = journal.Journal(folder, self.place.rank, len(roles.hosts), attempt.number)
-        faults = tuple(fault for fault in fault_injection.parse(config.chaos) if fault.rank == self.place.rank)
+    def _make_fault_injector(self, folder: Path) -> fault_injection.FaultInjector:
+        config, roles = self.task.config, self.task.roles
+        rank, faults = self.task.rank, fault_injection.parse(config.chaos)
+        events = journal.Journal(folder, rank, len(roles.hosts), Attempt.from_environment().number)
         copies = 1 if config.strategy.name == "ps-async" else len(roles.workers) - config.strategy.backup_workers
         numbers = derive(config, copies, len(self.data_set.train), len(self.data_set.test))
-        own = self.place.rank
-        return fault_injection.FaultInjector(
-            faults, own, numbers.num_steps, numbers.steps_per_epoch, folder, own_journal
-        )
+        return fault_injection.FaultInjector(faults, rank, *numbers.lengths, folder, events)

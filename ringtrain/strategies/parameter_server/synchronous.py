@@ -28,8 +28,8 @@ class Synchronous(ParameterServers):
     A worker contributes at most one gradient per step.
     """
 
-    def __init__(self, config: Config, crew: RankGroup) -> None:
-        super().__init__(config, crew)
+    def __init__(self, config: Config, group: RankGroup) -> None:
+        super().__init__(config, group)
         self.copies = self.num_workers - config.strategy.backup_workers
         self.dropped = Counter[int]()
         self.changed = threading.Condition()
@@ -52,17 +52,17 @@ class Synchronous(ParameterServers):
         dense = [None if one is None else tf.convert_to_tensor(one) for one in gradients]
         with tf.control_dependencies([one for one in dense if one is not None]):
             end_s = tf.timestamp()
-        return self.seen([begun, end_s, 0, loss], labels, outputs), dense
+        return self.report([begun, end_s, 0, loss], labels, outputs), dense
 
-    def _together(self, everybody: Any) -> None:
+    def _together(self, of_workers: Any) -> None:
         variables = [variable.value for variable in self.model.trainable_variables]
-        means = self._means(everybody, [one.device for one in variables])
+        means = self._means(of_workers, [one.device for one in variables])
         self.strategy.run(self.model.optimizer.apply, args=(means, variables))  # Keras requires it
 
-    def _means(self, everybody: Any, places: Sequence[str]) -> list[Any]:
+    def _means(self, of_workers: Any, places: Sequence[str]) -> list[Any]:
         """Means over workers, summed in their order, each on the device of its weight."""
         means = []
-        for place, parts in zip(places, zip(*everybody, strict=True), strict=True):
+        for place, parts in zip(places, zip(*of_workers, strict=True), strict=True):
             with tf.device(place):
                 means.append(None if parts[0] is None else sum(parts[1:], parts[0]) / len(parts))
         return means
@@ -72,7 +72,7 @@ class Synchronous(ParameterServers):
         self.strategy.extended._allow_run_without_coordinator = True
         return pinning
 
-    def beside(self) -> Sequence[Callable[[], None]]:
+    def thread_targets(self) -> Sequence[Callable[[], None]]:
         """One thread per worker."""
         self.ended = False
         return [functools.partial(self._work, worker, self.version) for worker in range(self.num_workers)]
@@ -96,17 +96,17 @@ class Synchronous(ParameterServers):
                 where = self.where(self.global_step, self.global_step)
             try:
                 with tf.device(device):
-                    seen, gradients = self.compute(where)
-                found = seen.numpy()
+                    result, gradients = self.compute(where)
+                report = result.numpy()
             except Exception as error:
                 with self.changed:
                     self.failure = error
                     self.changed.notify_all()
                 return
-            self.note(found)
+            self.record_times(report)
             with self.changed:
                 if version == self.version and len(self.arrived) < self.copies:
-                    self.arrived.append((worker, found, gradients))
+                    self.arrived.append((worker, report, gradients))
                     self.changed.notify_all()
                 else:
                     self.dropped[worker] += 1
@@ -126,13 +126,13 @@ class Synchronous(ParameterServers):
                 first = sorted(self.arrived, key=lambda each: each[0])
             self.update([gradients for _, _, gradients in first])
             self.global_step += 1
-            for _, found, _ in first:
-                logs = self.saw(found)
+            for _, report, _ in first:
+                logs = self.count(report)
             yield logs
 
     def gradients_seen(self, gradients: str) -> str:
         return f"gradients {gradients}, {sum(self.about['dropped'])} dropped"
 
-    def told(self) -> dict[str, Any]:
+    def statistics(self) -> dict[str, Any]:
         """Adds the number of dropped gradients by worker."""
-        return {**super().told(), "dropped": [self.dropped[worker] for worker in range(self.num_workers)]}
+        return {**super().statistics(), "dropped": [self.dropped[worker] for worker in range(self.num_workers)]}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import shutil
 import zipfile
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
+from types import SimpleNamespace
 
 import horovod.tensorflow.keras
 import keras
@@ -218,7 +218,7 @@ def a_last_save_that_failed_is_tried_again():
                 shutil.rmtree(folder / "step-00000001")
         else:
             message = small.raised(CheckpointError, saver.finish)
-            assert "step-00000001: cannot be written: No space left on device; what was saved before stays" in message
+            assert "step-00000001: cannot be written: No space left on device; earlier checkpoints are kept" in message
     if hvd.rank() == 0:
         shutil.rmtree(folder)
 
@@ -241,11 +241,16 @@ def _saver(model, folder):
     journal = Journal(folder, hvd.rank(), hvd.size())
     clock = resume.Clock(resume.Start(), numbers.steps_per_epoch, StatusLine(hvd.rank()), journal)
     clock.set_model(model)
-    return (
-        saver.Saver(model, folder, settings, {"numbers": dataclasses.asdict(numbers)}, clock, {}, journal),
-        settings,
-        numbers,
+    run = SimpleNamespace(
+        model=model,
+        checkpoints=folder,
+        config=settings,
+        numbers=numbers,
+        start=resume.Start(),
+        clock=clock,
+        journal=journal,
     )
+    return saver.Saver(run), settings, numbers
 
 
 def _values(model):
