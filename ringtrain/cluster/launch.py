@@ -16,7 +16,7 @@ from typing import Any
 
 from ringtrain.cluster import elastic, environment, host_agent, job, processes, restart, schedulers, supervisor
 from ringtrain.cluster.agents import HostsLost
-from ringtrain.cluster.exit_cause import HOST_LOST, Ending
+from ringtrain.cluster.exit_cause import HOST_LOST, JobResult
 from ringtrain.cluster.hosts import Host, parse_hosts, read_hostfile, select, take
 from ringtrain.cluster.job import Job, Plan
 from ringtrain.cluster.launch_options import LaunchOptions
@@ -104,28 +104,28 @@ def run_attempts(work: Launch, policy: Policy) -> int:
     while True:
         now = work.job_on(used, attempt, num_ranks)
         try:
-            ending = supervisor.run(now, work.planner, supervision)
+            result = supervisor.run(now, work.planner, supervision)
         except HostsLost as lost:
-            if not history.endings or not {*lost.hosts} <= {host.name for host in used}:
+            if not history.results or not {*lost.hosts} <= {host.name for host in used}:
                 raise
             silent |= {*lost.hosts}
             used, num_ranks = remaining()
             processes.say(f"{lost}{'; continues without' * bool(num_ranks)}")
             if num_ranks:
                 continue
-            ending = Ending(2, str(lost), HOST_LOST, hosts=lost.hosts)  # the hosts may come back
-        if not ending.exit_code:
-            if history.endings:
-                processes.say(f"complete; restarted {restart.times(len(history.endings))}")
+            result = JobResult(2, str(lost), HOST_LOST, hosts=lost.hosts)  # the hosts may come back
+        if not result.exit_code:
+            if history.results:
+                processes.say(f"complete; restarted {restart.times(len(history.results))}")
             return 0
-        reason = restart.why_not(ending, history.endings, policy)
-        history.add(ending)
+        reason = restart.why_not(result, history.results, policy)
+        history.add(result)
         if reason:
-            if policy.max_restarts and not ending.stopped:
+            if policy.max_restarts and not result.stopped:
                 processes.say(f"not restarted: {reason}")
-            return ending.exit_code
+            return result.exit_code
         # Lost hosts are tried again only if the others have too few slots.
-        silent = {*ending.hosts} if ending.kind == HOST_LOST else set()
+        silent = {*result.hosts} if result.kind == HOST_LOST else set()
         used, num_ranks = remaining()
         if num_ranks < work.num_ranks:
             silent = set()
@@ -133,12 +133,12 @@ def run_attempts(work: Launch, policy: Policy) -> int:
         if not num_ranks:
             few = restart.num_slots(used)
             processes.say(f"not restarted: {few} slots are too few for --min-np {policy.min_ranks}")
-            return ending.exit_code
+            return result.exit_code
         attempt = history.next_attempt(attempt)
         delay_s = history.delay_s(policy)
-        if now.hosts and now.hosts[0].name in ending.not_cleaned_up:
+        if now.hosts and now.hosts[0].name in result.not_cleaned_up:
             delay_s = max(delay_s, host_agent.LEASE_S)  # until the previous rank 0 can no longer write there
-        processes.say(f"restart {attempt.number} of {policy.max_restarts} in {delay_s:g} s, after: {ending.in_a_line}")
+        processes.say(f"restart {attempt.number} of {policy.max_restarts} in {delay_s:g} s, after: {result.in_a_line}")
         supervision = replace(supervision, answer_timeout_s=restart.ANSWER_S)
         time.sleep(delay_s)
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 
-from ringtrain.cluster.exit_cause import HOST_LOST, Ending
+from ringtrain.cluster.exit_cause import HOST_LOST, JobResult
 from ringtrain.cluster.hosts import Host
 from ringtrain.errors import LaunchError
 from ringtrain.protocol.attempt import Attempt
@@ -52,53 +52,53 @@ class Policy:
 class History:
     """Results of a job's attempts so far."""
 
-    endings: list[Ending] = field(default_factory=list)
+    results: list[JobResult] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
     """by host"""
 
-    def add(self, ending: Ending) -> None:
-        self.endings.append(ending)
-        self.failures.update(ending.hosts)
+    def add(self, result: JobResult) -> None:
+        self.results.append(result)
+        self.failures.update(result.hosts)
 
     def next_attempt(self, last: Attempt) -> Attempt:
         """Attempt after the last one, which has been added."""
-        run_name = self.endings[-1].run_name or last.run_name
-        return replace(last, number=len(self.endings), causes=causes_of(self.endings), run_name=run_name)
+        run_name = self.results[-1].run_name or last.run_name
+        return replace(last, number=len(self.results), causes=causes_of(self.results), run_name=run_name)
 
     def delay_s(self, policy: Policy) -> float:
         """Seconds to wait before the next attempt."""
-        steps = [ending.global_step for ending in self.endings]
+        steps = [result.global_step for result in self.results]
         in_vain = 0
         while in_vain + 1 < len(steps) and steps[-1 - in_vain] <= max(steps[: -1 - in_vain]):
             in_vain += 1
         return min(policy.first_delay_s * 2**in_vain, policy.longest_delay_s)
 
 
-def why_not(ending: Ending, before: Sequence[Ending], policy: Policy) -> str:
+def why_not(result: JobResult, before: Sequence[JobResult], policy: Policy) -> str:
     """Reason why a job is not restarted; "" if it is. before: Results of earlier attempts."""
-    if ending.stopped:
+    if result.stopped:
         return "it was stopped"
     if len(before) >= policy.max_restarts:
         return f"it was restarted {times(policy.max_restarts)} already" if policy.max_restarts else "not asked for"
-    if policy.give_up_on and re.search(policy.give_up_on, ending.text):
+    if policy.give_up_on and re.search(policy.give_up_on, result.text):
         return f"--give-up-on {policy.give_up_on!r} is in the cause"
-    if policy.restart_on and re.search(policy.restart_on, ending.text):
+    if policy.restart_on and re.search(policy.restart_on, result.text):
         return ""
-    if ending.exit_code in ASKED_TO_STOP:
+    if result.exit_code in ASKED_TO_STOP:
         return "a rank was asked to stop, and all have stopped"
-    if ending.out_of_memory or NO_MEMORY.search(ending.text):
+    if result.out_of_memory or NO_MEMORY.search(result.text):
         return "out of memory, as the next attempt would be: reduce the batch or the model"
-    if ending.kind == "NonFiniteLoss":
+    if result.kind == "NonFiniteLoss":
         return "the loss would become NaN or infinite again"
-    if ending.kind != HOST_LOST and ending.exit_code == 2:
+    if result.kind != HOST_LOST and result.exit_code == 2:
         return (
             "exit code 2 is a configuration, data or set-up error, which a restart does not fix: see the message above"
         )
-    if ending.exit_code in NOT_FOUND:
+    if result.exit_code in NOT_FOUND:
         return "the command cannot be run"
     last = before[-1] if before else None
-    if last and ending.where == last.where and ending.kind != HOST_LOST:
-        return f"it failed at the same step twice ({ending.where_in_words})"
+    if last and result.where == last.where and result.kind != HOST_LOST:
+        return f"it failed at the same step twice ({result.where_in_words})"
     return ""
 
 
@@ -119,9 +119,9 @@ def ranks_on(slots: int, num_ranks: int, min_ranks: int = 1) -> int:
     return next(fitting, 0)
 
 
-def causes_of(endings: Sequence[Ending]) -> tuple[str, ...]:
+def causes_of(results: Sequence[JobResult]) -> tuple[str, ...]:
     """Causes of the latest failures, short enough for one environment variable: Linux's limit is 128 KiB."""
-    return tuple(ending.in_a_line[:MAX_CAUSE_CHARACTERS] for ending in endings[-MAX_CAUSES:])
+    return tuple(result.in_a_line[:MAX_CAUSE_CHARACTERS] for result in results[-MAX_CAUSES:])
 
 
 def num_slots(hosts: Iterable[Host]) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 
 from ringtrain.cluster import exit_cause, host_agent
 from ringtrain.cluster.agents import HostAgents, HostsLost
-from ringtrain.cluster.exit_cause import Ending, ExitCause
+from ringtrain.cluster.exit_cause import JobResult
 from ringtrain.cluster.job import Job, Plan
 from ringtrain.cluster.output import Output
 from ringtrain.cluster.processes import find, say, written_files
@@ -60,7 +60,7 @@ class SupervisorOptions:
         return min(self.start_timeout_s, self.answer_timeout_s)
 
 
-def run(job: Job, planner: Callable[[Job], Plan], options: SupervisorOptions = SupervisorOptions()) -> Ending:
+def run(job: Job, planner: Callable[[Job], Plan], options: SupervisorOptions = SupervisorOptions()) -> JobResult:
     """Runs a job on its hosts, waits for its end, prints the exit cause last and returns the result.
 
     Raises:
@@ -312,30 +312,26 @@ class Supervisor:
             stream: Any = self._process.stderr
             self.output.drain(stream.fileno())
 
-    def conclude(self, returncode: int, lost: HostsLost | None = None) -> Ending:
+    def conclude(self, returncode: int, lost: HostsLost | None = None) -> JobResult:
         """Prints the exit cause last and returns the result. lost: Hosts for which the job was stopped."""
         text, launcher = "\n".join(self.output.launcher_lines), self.options.launcher
-        cause = exit_cause.decide(returncode, self.reports, text, self.output.tails, launcher, self.lost_hosts)
+        result = exit_cause.decide(returncode, self.reports, text, self.output.tails, launcher, self.lost_hosts)
         if lost is not None:
-            cause = ExitCause(2, str(lost))
-        elif self.stopped_by and cause.exit_code:
-            cause = ExitCause(128 + self.stopped_by, f"stopped by {signal.Signals(self.stopped_by).name}")
-        lost_hosts = lost.hosts if lost else tuple(self.lost_hosts) if cause.rank < 0 else ()
+            result = JobResult(2, str(lost))
+        elif self.stopped_by and result.exit_code:
+            result = JobResult(128 + self.stopped_by, f"stopped by {signal.Signals(self.stopped_by).name}")
+        lost_hosts = lost.hosts if lost else tuple(self.lost_hosts) if result.rank < 0 else ()
         placements = self.planned_placement.ranks()
-        hosts = lost_hosts or ((placements[cause.rank][0],) if 0 <= cause.rank < len(placements) else ())
+        hosts = lost_hosts or ((placements[result.rank][0],) if 0 <= result.rank < len(placements) else ())
         status = self.reports.status | self.agents.status
         furthest = max(status.values(), default=(-1, ""))
-        step, phase = status.get(cause.rank, (furthest[0], ""))
-        without_memory = {
-            host for host in hosts if {host, "" if host in self.here else host} & self.agents.out_of_memory
-        }
-        out_of_memory = bool(without_memory) and cause.exit_code == 128 + signal.SIGKILL
-        memory = "; the kernel of its host killed processes for lack of memory" * out_of_memory
-        ending = Ending(
-            cause.exit_code,
-            cause.text + memory,
-            exit_cause.HOST_LOST if lost_hosts else cause.kind,
-            rank=cause.rank,
+        step, phase = status.get(result.rank, (furthest[0], ""))
+        agents = {"" if host in self.here else host for host in hosts}
+        out_of_memory = result.exit_code == 128 + signal.SIGKILL and bool(agents & self.agents.out_of_memory)
+        result = replace(
+            result,
+            text=result.text + "; the kernel of its host killed processes for lack of memory" * out_of_memory,
+            kind=exit_cause.HOST_LOST if lost_hosts else result.kind,
             hosts=hosts,
             global_step=step,
             phase=phase,
@@ -344,7 +340,7 @@ class Supervisor:
             not_cleaned_up=tuple(self.lost_hosts),
             out_of_memory=out_of_memory,
         )
-        self.output.show_deferred(ending.text)
-        if ending.text:
-            say(ending.text)
-        return ending
+        self.output.show_deferred(result.text)
+        if result.text:
+            say(result.text)
+        return result
