@@ -188,10 +188,10 @@ def local_networks(hosts: Iterable[str], reached: Iterable[str] = ()) -> tuple[s
     return tuple(map(str, sorted(found))) if len(distinct) > 1 else ()
 
 
-def source_address(host: str) -> str:
-    """Local address from which packets to a host are sent. Raises OSError without an IPv4 address or a route."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing: the kernel selects the source address
+def source_address(host: str, family: int = socket.AF_INET, scope: Sequence[int] = ()) -> str:
+    """Local address from which packets to a host are sent. Raises OSError without an address or a route."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9, *scope))  # sends nothing: the kernel selects the source address
         return str(probe.getsockname()[0])
 
 
@@ -265,13 +265,8 @@ def is_here(host: str) -> bool:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
     except OSError:
         return False
-    for family, kind, protocol, _, address in found:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                # Sends nothing: the kernel selects the source address, for a local address that address itself.
-                probe.connect((address[0], 9, *address[2:]))
-                if probe.getsockname()[0] == address[0] or str(address[0]).startswith("127."):
-                    return True
-        except OSError:
-            continue
+    for family, _, _, _, (address, _, *scope) in found:
+        with contextlib.suppress(OSError):  # a local address is its own source address
+            if source_address(str(address), family, scope) == address or str(address).startswith("127."):
+                return True
     return False

@@ -19,15 +19,11 @@ from ringtrain.errors import LaunchError
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
-def call(
-    argv: Sequence[str], timeout_s: float, environ: Mapping[str, str] = os.environ, only_good: bool = False
-) -> str:
+def call(argv: Sequence[str], timeout_s: float, only_good: bool = False) -> str:
     """Output of a short command, with stderr unless `only_good`, which requires exit code 0. Raises LaunchError."""
-    program = find(argv[0], environ)
     try:
         ended = subprocess.run(
-            [program, *argv[1:]],
-            env=dict(environ),
+            [find(argv[0]), *argv[1:]],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=None if only_good else subprocess.STDOUT,
@@ -80,38 +76,32 @@ def start_beside(argv: Sequence[str], environ: Mapping[str, str], log: Path, hel
         )
 
 
-def submit(plan: Plan, own_folder: str, environ: Mapping[str, str] = os.environ) -> int:
+def submit(plan: Plan, own_folder: str) -> int:
     """Writes a plan's files, runs its command, which must copy them and submit the job, and returns its exit code."""
-    program = find(plan.argv[0], environ)
+    program = find(plan.argv[0])
     with written_files(plan, own_folder):
-        return subprocess.run([program, *plan.argv[1:]], env={**environ, **plan.env}, check=False).returncode
-
-
-def write_files(plan: Plan, own_folder: str) -> list[Path]:
-    """Writes a plan's files and returns those in own_folder, which is created if missing.
-
-    Raises LaunchError if a file cannot be written, or others than this user can write to own_folder.
-    """
-    own = []
-    for path, text in ((Path(name), text) for name, text in plan.files.items()):
-        try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if path.parent == Path(own_folder):
-                seen = os.lstat(own_folder)
-                if seen.st_uid != os.geteuid() or seen.st_mode & 0o022:
-                    raise LaunchError(f"{own_folder}: others may write there: remove it, or set XDG_RUNTIME_DIR")
-                own.append(path)
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise LaunchError(f"{path}: cannot be written: {error.strerror}") from error
-    return own
+        return subprocess.run([program, *plan.argv[1:]], env={**os.environ, **plan.env}, check=False).returncode
 
 
 @contextlib.contextmanager
 def written_files(plan: Plan, own_folder: str) -> Iterator[None]:
-    """Writes a plan's files as write_files does, and removes those in own_folder afterwards."""
-    own = write_files(plan, own_folder)
+    """Writes a plan's files, and removes those in own_folder afterwards, which is created if missing.
+
+    Raises LaunchError if a file cannot be written, or others than this user can write to own_folder.
+    """
+    own = []
     try:
+        for path, text in ((Path(name), text) for name, text in plan.files.items()):
+            try:
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                if path.parent == Path(own_folder):
+                    seen = os.lstat(own_folder)
+                    if seen.st_uid != os.geteuid() or seen.st_mode & 0o022:
+                        raise LaunchError(f"{own_folder}: others may write there: remove it, or set XDG_RUNTIME_DIR")
+                    own.append(path)
+                path.write_text(text, encoding="utf-8")
+            except OSError as error:
+                raise LaunchError(f"{path}: cannot be written: {error.strerror}") from error
         yield
     finally:
         for path in own:

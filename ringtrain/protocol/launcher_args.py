@@ -16,18 +16,8 @@ from ringtrain.protocol.placement import PlannedPlacement
 NUM_WORDS = ("-np", "--np", "-n", "--n", "-c", "--num-proc")
 HOST_WORDS = ("-H", "--host", "-host", "-hosts", "--hosts")
 FILE_WORDS = ("-hostfile", "--hostfile", "-machinefile", "--machinefile", "-f")
-NO_VALUE = (
-    "allow-run-as-root",
-    "tag-output",
-    "timestamp-output",
-    "oversubscribe",
-    "verbose",
-    "v",
-    "q",
-    "l",
-    "gloo",
-    "mpi",
-)
+NO_VALUE = re.compile(r"-+(allow-run-as-root|(tag|timestamp)-output|oversubscribe|verbose|v|q|l|gloo|mpi)")
+TWO_VALUES = re.compile(r"--?(mca|pmixmca|prtemca|gmca)|-genv")
 NUMBER = re.compile(r"[0-9]{1,9}")
 # Options that may place ranks in another order than slot by slot: then only their number can be compared.
 OTHER_ORDER = re.compile(
@@ -105,15 +95,10 @@ def told_on_command_line(
 
 def is_program(words: Sequence[str], place: int) -> bool:
     """Whether an argument may be the ranks' program: the first one that belongs to no option."""
-    if words[place].startswith("-") or (place > 1 and takes_two(words[place - 2])):
+    if words[place].startswith("-") or (place > 1 and TWO_VALUES.fullmatch(words[place - 2])):
         return False
     before = words[place - 1] if place else ""
-    return not before.startswith("-") or before.lstrip("-") in NO_VALUE
-
-
-def takes_two(word: str) -> bool:
-    """Whether an option takes a name and a value."""
-    return word in ("-mca", "--mca", "-pmixmca", "--pmixmca", "-prtemca", "--prtemca", "-genv", "-gmca", "--gmca")
+    return not before.startswith("-") or NO_VALUE.fullmatch(before) is not None
 
 
 def slots_of(item: str) -> tuple[str, int]:

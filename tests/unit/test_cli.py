@@ -355,8 +355,8 @@ def test_files_of_a_launch_are_this_users_alone_and_go_again(tmp_path: Path) -> 
         assert own.stat().st_mode & 0o077 == 0
     assert not (own / "hosts.txt").exists() and (tmp_path / "kept" / "x").exists()
     own.chmod(0o777)
-    with pytest.raises(LaunchError, match="others may write there"):
-        processes.write_files(plan, str(own))
+    with pytest.raises(LaunchError, match="others may write there"), processes.written_files(plan, str(own)):
+        pass
 
 
 def test_a_progress_bar_is_shown_while_it_is_written_and_never_half_a_report(capfd) -> None:

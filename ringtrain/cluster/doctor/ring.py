@@ -163,8 +163,8 @@ def measure(
             dialect = mpirun.identify(local_mpirun["said"])
             supported = job if dialect in SUBNETS else replace(job, subnet="")
             plan = mpirun.plan(supported, dialect, local_mpirun["program"])
-            processes.write_files(plan, folder)
-            output, reason = _run(plan, {**environ, **plan.env}, stderr, 3 * options.timeout_s + 2 * len(names))
+            with processes.written_files(plan, folder):
+                output, reason = _run(plan, {**environ, **plan.env}, stderr, 3 * options.timeout_s + 2 * len(names))
             measured = [parse_json(line) for line in re.findall(r'\{"ring": (\[.*?\])\}', output)]
         except (LaunchError, OSError) as error:
             measured, reason = [], str(error)
