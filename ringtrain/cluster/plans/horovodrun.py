@@ -11,17 +11,7 @@ import shlex
 from collections.abc import Iterator
 
 from ringtrain.cluster.environment import as_mapping, clean_start, names_for_ranks, settings
-from ringtrain.cluster.job import (
-    MAX_WORD_LETTERS,
-    Flag,
-    Job,
-    Plan,
-    check,
-    check_names,
-    file_path,
-    named_hosts,
-    words,
-)
+from ringtrain.cluster.job import MAX_WORD_LETTERS, Flag, Job, Plan, add_file, check, check_names, named_hosts, words
 from ringtrain.cluster.plans import openmpi
 from ringtrain.cluster.plans.rank_start import reported
 from ringtrain.errors import LaunchError
@@ -100,8 +90,9 @@ def elastic(
             "got one host: an elastic horovodrun waits for a second one to find the interface between them: name more"
             " hosts, or the interface (lo, if it stays at this host)"
         )
-    text = "".join(f"{host.name}:{host.slots}\n" for host in job.hosts)
-    path = file_path(job, "discovery.txt", text)  # may change while the job runs
+    files: dict[str, str] = {}
+    text = "".join(f"{host.name}:{host.slots}\n" for host in job.hosts)  # may change while the job runs
+    path = add_file(files, job, "discovery.txt", text)
     source = f"printed by {shlex.quote(discovery)}" if discovery else "given"
     limits = [
         words("--min-np", min_ranks, because="with fewer ranks it waits for hosts"),
@@ -115,7 +106,7 @@ def elastic(
     if any(cooldown_s):
         because = "seconds, shortest and longest, after which a host whose rank has failed may come back"
         limits.append(words("--blacklist-cooldown-range", *cooldown_s, because=because))
-    return _plan(job, True, limits, interface, start_timeout_s, {path: text}, python=python, first_ranks=first_ranks)
+    return _plan(job, True, limits, interface, start_timeout_s, files, python=python, first_ranks=first_ranks)
 
 
 def _check(job: Job) -> None:
@@ -193,8 +184,8 @@ def _check_gloo(job: Job) -> None:
 def _mpi_arguments(job: Job, prefix: str) -> Iterator[Flag]:
     """Arguments that horovodrun passes on to mpirun, through a shell."""
     # With a port, horovodrun itself passes options of ssh, which mpirun accepts once only.
-    control = openmpi.control(job, openmpi.FOUR, ssh_options=not job.ssh_port)
-    own = [flag for flag in control if not flag.words[1].startswith(("plm_rsh_no_tree", "plm_rsh_num"))]
+    left_out = ("plm_rsh_no_tree", "plm_rsh_num", *(["plm_rsh_args"] if job.ssh_port else []))
+    own = [flag for flag in openmpi.control(job, openmpi.FOUR) if not flag.words[1].startswith(left_out)]
     if prefix:
         own.append(words("--prefix", prefix, because="where Open MPI is, on other hosts too"))
     if job.oversubscribe:

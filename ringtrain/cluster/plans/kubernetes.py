@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ringtrain.cluster.environment import forwarded, is_private
-from ringtrain.cluster.job import Flag, Job, Plan, check, file_path, words
+from ringtrain.cluster.job import Flag, Job, Plan, add_file, check, words
 from ringtrain.cluster.plans import mpirun
 from ringtrain.errors import LaunchError
 
@@ -75,16 +75,10 @@ def plan(job: Job, cluster: Cluster = Cluster()) -> Plan:
     if not cluster.image:
         raise LaunchError("got an empty name of the image, expected one such as registry.example/team/ringtrain:1")
     _refuse_local_paths(job)
-    text = "".join(_lines(manifest(job, cluster)))
-    path = file_path(job, "job.yaml", text)
-    return Plan(
-        (
-            words("kubectl", "apply", because="hands the job to Kubernetes, where the MPI Operator runs it"),
-            words("-f", path, because="the manifest"),
-        ),
-        (),
-        files={path: text},
-    )
+    files: dict[str, str] = {}
+    path = add_file(files, job, "job.yaml", "".join(_lines(manifest(job, cluster))))
+    apply = words("kubectl", "apply", because="hands the job to Kubernetes, where the MPI Operator runs it")
+    return Plan((apply, words("-f", path, because="the manifest")), (), files=files)
 
 
 def _refuse_local_paths(job: Job) -> None:

@@ -7,8 +7,9 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from ringtrain.cluster import job as jobs
 from ringtrain.cluster.environment import Setting, as_mapping, names_for_ranks, settings
-from ringtrain.cluster.job import MAX_WORD_LETTERS, Flag, Job, Plan, check, check_names, file_path, words
+from ringtrain.cluster.job import MAX_WORD_LETTERS, Flag, Job, Plan, add_file, check, check_names, words
 from ringtrain.cluster.plans.rank_start import WAITING_SCRIPT, logged, reported
 from ringtrain.errors import LaunchError
 from ringtrain.protocol.launchers import RANK_VARIABLES
@@ -42,35 +43,29 @@ def srun(job: Job, mpi: str = "pmix", program: str = "srun") -> Plan:
     check_names(job.hosts, "srun", HOST_NAME)
     values, reasons = as_mapping([*settings(job), *_settings(job, mpi)])
     files: dict[str, str] = {}
-    found = [
+    flags = [
         words(program, because="starts ranks in this allocation"),
-        words("--ntasks", job.num_ranks, because="ranks in all"),
+        words("--ntasks", job.num_ranks, because=jobs.NUM_RANKS),
+        *_placement(job, values, reasons, files),
+        words(f"--mpi={mpi}", because="how ranks find each other; srun --mpi=list shows what there is"),
+        words("--kill-on-bad-exit=1", because="one rank that fails ends the job: the others would wait for ever"),
+        words("--label", because=jobs.TAGGED),
     ]
-    found += _placement(job, values, reasons, files)
-    found.append(words(f"--mpi={mpi}", because="how ranks find each other; srun --mpi=list shows what there is"))
-    found.append(
-        words("--kill-on-bad-exit=1", because="one rank that fails ends the job: the others would wait for ever")
-    )
-    found.append(words("--label", because="each line says which rank wrote it"))
     if job.bind == "core":
         because = f"each rank has {job.cores_per_rank} cores of its own (--bind core)"
-        found.append(words("--cpu-bind=cores", f"--cpus-per-task={job.cores_per_rank}", because=because))
+        flags.append(words("--cpu-bind=cores", f"--cpus-per-task={job.cores_per_rank}", because=because))
     else:
-        found.append(
-            words("--cpu-bind=none", because="ranks use many threads: bound to a core, all of them would share it")
-        )
+        flags.append(words("--cpu-bind=none", because=jobs.ALL_CORES))
     if job.working_directory:
-        found.append(words("--chdir", job.working_directory, because="ranks start in this folder, on every host"))
+        flags.append(words("--chdir", job.working_directory, because=jobs.FOLDER))
     if job.environment:
-        found.append(_export(job, values, "variables that ranks get, by name: no value is on the command line"))
+        flags.append(_export(job, values, "variables that ranks get, by name: no value is on the command line"))
     else:
-        found.append(
-            words("--export=ALL", because="what is set here; else ranks get what sbatch was told, and no more")
-        )
+        because = "what is set here; else ranks get what sbatch was told, and no more"
+        flags.append(words("--export=ALL", because=because))
     if job.output:
-        because = "each rank copies its output to DIR/rank.N/stdout and stderr"
-        found.append(logged(job.output, RANK_VARIABLES["Slurm"].rank, because, WAITING_SCRIPT))
-    return Plan((*found, *reported(job)), job.command, values, reasons, files)
+        flags.append(logged(job.output, RANK_VARIABLES["Slurm"].rank, jobs.LOGGED, WAITING_SCRIPT))
+    return Plan((*flags, *reported(job)), job.command, values, reasons, files)
 
 
 def sbatch(job: Job, batch: Batch = Batch()) -> Plan:
@@ -86,8 +81,8 @@ def sbatch(job: Job, batch: Batch = Batch()) -> Plan:
         raise LaunchError(
             f"got {job.num_ranks} ranks on {batch.num_nodes} nodes, expected a multiple, and no hosts named"
         )
-    script = _script(replace(job, hosts=hosts), batch)
-    path = file_path(job, "job.sbatch", script)
+    files: dict[str, str] = {}
+    path = add_file(files, job, "job.sbatch", _script(replace(job, hosts=hosts), batch))
     found = [words("sbatch", because="hands the job to Slurm")]
     if job.environment:
         found.append(_export(job, HOME, "variables that the job gets, by name: Slurm would keep a copy of all of them"))
@@ -97,7 +92,7 @@ def sbatch(job: Job, batch: Batch = Batch()) -> Plan:
         pattern = f"{job.output.replace('%', '%%')}/slurm-%j.log"
         found.append(words("--output", pattern, because="what all ranks write; a requeued job goes on in it"))
     found.append(words(path, because="the script"))
-    return Plan(tuple(found), (), files={path: script})
+    return Plan(tuple(found), (), files=files)
 
 
 def _placement(job: Job, values: dict[str, str], reasons: dict[str, str], files: dict[str, str]) -> Iterator[Flag]:
@@ -107,16 +102,13 @@ def _placement(job: Job, values: dict[str, str], reasons: dict[str, str], files:
     yield words("--nodes", len(job.hosts), because="hosts in all")
     if len({host.slots for host in job.hosts}) > 1:
         text = "".join(f"{host.name}\n" * host.slots for host in job.hosts)
-        path = values["SLURM_HOSTFILE"] = file_path(job, "tasks.txt", text)
+        values["SLURM_HOSTFILE"] = add_file(files, job, "tasks.txt", text)
         reasons["SLURM_HOSTFILE"] = "a line with the host of each rank, since they take different numbers"
-        files[path] = text
         yield words("--distribution=arbitrary", because="ranks go where SLURM_HOSTFILE has them")
         return
     names = ",".join(host.name for host in job.hosts)
     if len(names) > MAX_WORD_LETTERS:
-        text = names.replace(",", "\n") + "\n"
-        names = file_path(job, "hosts.txt", text)
-        files[names] = text
+        names = add_file(files, job, "hosts.txt", names.replace(",", "\n") + "\n")
     yield words("--nodelist", names, because="hosts")
     yield words("--ntasks-per-node", job.hosts[0].slots, because="ranks that each host takes")
     yield words("--distribution=block", because="ranks fill a host before the next")
@@ -128,14 +120,13 @@ def _settings(job: Job, mpi: str) -> Iterator[Setting]:
         because = "Slurm's PMIx offers munge as well, which Open MPI from PyPI lacks, and says so on every rank"
         yield Setting("PMIX_MCA_psec", "^munge", because)
     if job.network == "ucx":
-        yield Setting("OMPI_MCA_pml", "ucx", "InfiniBand or RoCE, through UCX (--network ucx)")
+        yield Setting("OMPI_MCA_pml", "ucx", jobs.UCX)
     else:
         yield Setting("OMPI_MCA_pml", "ob1", "Open MPI: shared memory on a host, TCP between hosts")
         if job.subnet:
             yield Setting("OMPI_MCA_btl_tcp_if_include", job.subnet, "by subnet: interface names differ between hosts")
     if job.yield_when_idle:
-        because = "ranks fill the cores: waiting ones give theirs away (1.3 to 1.5 times the speed)"
-        yield Setting("OMPI_MCA_mpi_yield_when_idle", "1", because)
+        yield Setting("OMPI_MCA_mpi_yield_when_idle", "1", jobs.YIELDS)
 
 
 def _export(job: Job, also: dict[str, str] | tuple[str, ...], reason: str) -> Flag:
