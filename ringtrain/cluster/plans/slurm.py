@@ -19,6 +19,8 @@ OPTION = re.compile(r"[A-Za-z0-9_.@:,+-]+")
 HOME = ("HOME", "LANG", "LOGNAME", "SHELL", "TMPDIR", "USER")
 SAVED = (128 + 10, 128 + 15)
 """exit codes of ranks that saved and exited at SIGUSR1 and SIGTERM"""
+NOTICE_S = 120
+"""before the time limit, for ranks to save"""
 
 
 @dataclass(frozen=True)
@@ -28,13 +30,8 @@ class Batch:
     name: str = "ringtrain"
     time_limit: str = ""
     """as Slurm writes it, e.g. 1-00:00:00; "": the partition's"""
-    partition: str = ""
-    account: str = ""
     num_nodes: int = 0
     """chosen by Slurm, with the same number of ranks each; 0: any number, or the job's hosts"""
-    gpus_per_node: int = 0
-    notice_s: int = 120
-    """before the time limit, for ranks to save"""
 
 
 def srun(job: Job, mpi: str = "pmix", program: str = "srun") -> Plan:
@@ -177,16 +174,13 @@ def _header(job: Job, batch: Batch) -> Iterator[str]:
     num_nodes = len(job.hosts) or batch.num_nodes
     asked: dict[str, str | int] = {
         "job-name": batch.name,
-        "partition": batch.partition,
-        "account": batch.account,
         "time": batch.time_limit,
         "nodes": num_nodes,
         "nodelist": ",".join(host.name for host in job.hosts),
         "ntasks": job.num_ranks,
         "ntasks-per-node": job.num_ranks // num_nodes if num_nodes else 0,
         "cpus-per-task": job.threads_per_rank,
-        "gpus-per-node": batch.gpus_per_node,
-        "signal": f"B:USR1@{batch.notice_s}",
+        "signal": f"B:USR1@{NOTICE_S}",
         "open-mode": "append",
     }
     for option, value in asked.items():
@@ -195,8 +189,7 @@ def _header(job: Job, batch: Batch) -> Iterator[str]:
         if value:
             yield f"#SBATCH --{option}={value}"
     yield "#SBATCH --requeue"
-    if not batch.gpus_per_node:
-        yield "# On GPUs, one for each rank of a node, also: --gpus-per-node=4"
+    yield "# On GPUs, one for each rank of a node, also: --gpus-per-node=4"
 
 
 def _in_line(text: str) -> str:
