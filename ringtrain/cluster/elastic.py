@@ -15,14 +15,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ringtrain.cluster import host_agent
 from ringtrain.cluster.agents import HostAgent, HostsLost, raise_limits
 from ringtrain.cluster.host_agent import LEASE_S
 from ringtrain.cluster.hosts import Host, parse_hosts
-from ringtrain.cluster.job import Job, Plan
+from ringtrain.cluster.job import Plan
 from ringtrain.cluster.processes import call, say
-from ringtrain.cluster.supervisor import Supervisor, SupervisorOptions
+from ringtrain.cluster.supervisor import Supervisor
 from ringtrain.errors import LaunchError
 from ringtrain.protocol.env import JOB
 from ringtrain.protocol.placement import PlannedPlacement, RankPlacement
@@ -68,13 +69,11 @@ class ElasticSupervisor(Supervisor):
 
     defers_failures = False
 
-    def __init__(
-        self, job: Job, options: SupervisorOptions, discover: Callable[[], tuple[Host, ...]], first_ranks: int
-    ) -> None:
-        super().__init__(job, options)
-        self.planned_placement = PlannedPlacement(job.num_ranks)  # which host has which rank changes
+    def __init__(self, *args: Any, discover: Callable[[], tuple[Host, ...]], first_ranks: int) -> None:
+        super().__init__(*args)
+        self.planned_placement = PlannedPlacement(self.job.num_ranks)  # which host has which rank changes
         self.discover = discover
-        self.first_ranks = first_ranks
+        self.first_ranks = min(first_ranks, self.job.num_ranks)
         self.hosts: dict[str, ElasticHost] = {}
         self.complaint = ""
         self._listed: tuple[Host, ...] | None = None
@@ -107,7 +106,7 @@ class ElasticSupervisor(Supervisor):
         raise_limits()
         self.agents.start("", is_checked=True)
         self._asking.start()
-        deadline = time.monotonic() + self.options.start_timeout_s
+        deadline = time.monotonic() + self.options.start_timeout
         while True:
             self._poll_unless_stopped()
             self._check_agents()
@@ -122,7 +121,7 @@ class ElasticSupervisor(Supervisor):
                     return
                 listed = self.complaint or ", ".join(str(host.host) for host in present) or "no host"
                 raise LaunchError(
-                    f"{self.first_ranks} ranks are needed to start, but within {self.options.start_timeout_s:g} s too"
+                    f"{self.first_ranks} ranks are needed to start, but within {self.options.start_timeout:g} s too"
                     f" few hosts answered ({listed}): check the hosts, or lower -np and --min-np"
                 )
 
@@ -217,7 +216,7 @@ class ElasticSupervisor(Supervisor):
     def _check_start(self, began_s: float) -> None:
         """Starts agents on new hosts; there is no planned placement to compare with."""
         self._add_hosts()
-        timeout_s = self.options.start_timeout_s
+        timeout_s = self.options.start_timeout
         if not self.reports.ranks and time.monotonic() > began_s + timeout_s and not self.stopped_by:
             raise LaunchError(
                 f"no rank started within {timeout_s:g} s: check horovodrun's output above; if the hosts' interfaces"

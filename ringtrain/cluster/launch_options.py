@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, Literal
@@ -139,6 +140,12 @@ class LaunchOptions:
         for name in ("start_timeout", "grace"):
             if not 0 < getattr(self, name) < math.inf:
                 raise LaunchError(f"got {_flag(name)} {getattr(self, name):g}, expected a number of seconds above 0")
+        for name in ("restart_on", "give_up_on"):
+            try:
+                re.compile(getattr(self, name))
+            except re.error as error:
+                text = f"got {_flag(name)} {getattr(self, name)!r}, expected a regular expression: {error}"
+                raise LaunchError(text) from None
         if self.bind == "core" and self.threads < 1:
             raise LaunchError("got --bind core without --threads: give --threads N, the number of cores of each rank")
         self._check_launcher()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,12 +11,14 @@ from hypothesis import strategies as st
 
 from ringtrain.cluster.exit_cause import HOST_LOST, JobResult
 from ringtrain.cluster.hosts import Host
-from ringtrain.cluster.restart import History, Policy, causes_of, ranks_on, remaining, why_not
+from ringtrain.cluster.launch_options import LaunchOptions
+from ringtrain.cluster.restart import History, causes_of, ranks_on, remaining, why_not
 from ringtrain.errors import LaunchError
 from ringtrain.protocol.attempt import Attempt
 
 KILLED = JobResult(137, "rank 1 on host2 was killed by SIGKILL (signal 9)", rank=1, hosts=("host2",), global_step=20)
-THREE = Policy(3)
+ONCE = LaunchOptions(command=("train",))
+THREE = replace(ONCE, max_restarts=3)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +54,7 @@ def test_as_often_as_allowed():
     results = [JobResult(137, "killed", rank=1, global_step=step) for step in (1, 2, 3)]
     assert why_not(KILLED, results[:2], THREE) == ""
     assert "3 times already" in why_not(KILLED, results, THREE)
-    assert why_not(KILLED, [], Policy()) == "not asked for"
+    assert why_not(KILLED, [], ONCE) == "not asked for"
 
 
 def test_the_same_rank_at_the_same_step_for_the_same_reason_twice():
@@ -70,11 +73,11 @@ def test_the_same_rank_at_the_same_step_for_the_same_reason_twice():
 
 def test_a_user_knows_better():
     bug = JobResult(2, "rank 0 failed first: DataError: the file server is away", "DataError", rank=0)
-    assert why_not(bug, [bug], Policy(3, restart_on="file server")) == ""
-    assert "--give-up-on" in why_not(KILLED, [], Policy(3, give_up_on="SIGKILL"))
-    assert "--give-up-on" in why_not(KILLED, [], Policy(3, restart_on="SIGKILL", give_up_on="SIGKILL"))
+    assert why_not(bug, [bug], replace(THREE, restart_on="file server")) == ""
+    assert "--give-up-on" in why_not(KILLED, [], replace(THREE, give_up_on="SIGKILL"))
+    assert "--give-up-on" in why_not(KILLED, [], replace(THREE, restart_on="SIGKILL", give_up_on="SIGKILL"))
     with pytest.raises(LaunchError, match=r"got --give-up-on '\(', expected a regular expression"):
-        Policy(give_up_on="(")
+        replace(ONCE, give_up_on="(").checked()
 
 
 HOSTS = [Host("host1", 4), Host("host2", 4), Host("host3", 4)]
@@ -86,11 +89,11 @@ def names(hosts):
 
 def test_a_host_that_failed_twice_is_left_out():
     failures = Counter(host1=1, host2=2)
-    assert names(remaining(HOSTS, failures, Policy())) == ["host1", "host3"]
-    assert names(remaining(HOSTS, failures, Policy(keep_hosts=True))) == ["host1", "host2", "host3"]
-    assert names(remaining(HOSTS, failures, Policy(min_ranks=9))) == ["host1", "host2", "host3"]
-    assert names(remaining(HOSTS, failures, Policy(), silent=["host3"])) == ["host1"]
-    assert names(remaining(HOSTS[:1], Counter(host1=7), Policy())) == ["host1"], "there is no other"
+    assert names(remaining(HOSTS, failures, ONCE)) == ["host1", "host3"]
+    assert names(remaining(HOSTS, failures, replace(ONCE, keep_hosts=True))) == ["host1", "host2", "host3"]
+    assert names(remaining(HOSTS, failures, replace(ONCE, min_np=9))) == ["host1", "host2", "host3"]
+    assert names(remaining(HOSTS, failures, ONCE, silent=["host3"])) == ["host1"]
+    assert names(remaining(HOSTS[:1], Counter(host1=7), ONCE)) == ["host1"], "there is no other"
 
 
 @given(st.integers(0, 64), st.integers(1, 64), st.integers(1, 64))
@@ -107,7 +110,7 @@ def test_waits_longer_and_longer_until_there_are_new_steps():
     history, waits = History(), []
     for step in (-1, -1, 20, 20, 18, 30, 31, 31, *[31] * 9):
         history.add(JobResult(137, "killed", global_step=step))
-        waits.append(history.delay_s(Policy()))
+        waits.append(history.delay_s())
     assert waits == [1, 2, 1, 2, 4, 1, 1, 2, 4, 8, 16, 32, 60, 60, 60, 60, 60]
 
 
