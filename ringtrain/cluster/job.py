@@ -181,11 +181,14 @@ def check(job: Job) -> None:
         )
     if not 0 <= job.ssh_port < 65536:
         raise LaunchError(f"got --ssh-port {job.ssh_port}, expected 1 to 65535, or 0 for what ssh has configured")
-    if job.subnet:
-        try:
-            ipaddress.ip_network(job.subnet, strict=False)
-        except ValueError as error:
-            raise LaunchError(f"got --subnet {job.subnet!r}, expected a network such as 10.1.0.0/16") from error
+    check_subnet(job.subnet)
+
+
+def check_subnet(subnet: str) -> None:
+    try:
+        ipaddress.ip_network(subnet or "::/0", strict=False)
+    except ValueError as error:
+        raise LaunchError(f"got --subnet {subnet!r}, expected a network such as 10.1.0.0/16") from error
 
 
 def check_names(hosts: Iterable[Host], launcher: str, pattern: str = r"[A-Za-z0-9][A-Za-z0-9.-]*") -> None:

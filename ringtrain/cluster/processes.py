@@ -113,9 +113,9 @@ def say(text: str) -> None:
     write(f"ringtrain: {text}\n".encode())
 
 
-def write(data: bytes) -> None:
-    """Writes to standard error, whose terminal may be closed by now."""
+def write(data: bytes, stream: int = 2) -> None:
+    """Writes to standard output (1) or standard error (2), whose terminal may be closed by now."""
     with contextlib.suppress(OSError):
         sys.stderr.flush()
         while data:
-            data = data[os.write(2, data) :]
+            data = data[os.write(stream, data) :]

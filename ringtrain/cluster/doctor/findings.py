@@ -121,7 +121,3 @@ def most(values: Iterable[Any]) -> Any:
     """Most frequent value other than None, on a tie the first; None if there is none."""
     counted = Counter(value for value in values if value is not None).most_common(1)
     return counted[0][0] if counted else None
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"

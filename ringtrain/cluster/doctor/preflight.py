@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import sys
 import threading
@@ -17,6 +16,7 @@ from ringtrain.cluster.doctor.findings import LEVELS, Scene, gather
 from ringtrain.cluster.doctor.report import Report, plain_or_terminal, show
 from ringtrain.cluster.doctor.session import Marker, Options, visit
 from ringtrain.cluster.hosts import Host
+from ringtrain.cluster.job import check_subnet
 from ringtrain.errors import LaunchError
 
 
@@ -76,7 +76,4 @@ def check(options: Options) -> None:
         raise LaunchError(f"got --timeout {options.timeout_s:g}, expected a number of seconds above 0")
     if not os.path.isdir(options.code):
         raise LaunchError(f"got --code {options.code!r}, expected the directory of your code")
-    try:
-        ipaddress.ip_network(options.subnet or "::/0", strict=False)
-    except ValueError as error:
-        raise LaunchError(f"got --subnet {options.subnet!r}, expected a network such as 10.1.0.0/16") from error
+    check_subnet(options.subnet)

@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ringtrain.cluster.doctor.findings import LEVELS, Cell, Finding, Level, Scene, count
+from ringtrain.cluster.doctor.findings import LEVELS, Cell, Finding, Level, Scene
 from ringtrain.cluster.doctor.ring import Ring, describe
+from ringtrain.cluster.hosts import count
 
 STYLES: dict[Level, str] = {"unknown": "dim", "ok": "", "warning": "yellow", "error": "bold red"}
 MARKS: dict[Level, str] = {"unknown": "", "ok": "", "warning": "! ", "error": "!! "}  # for output without colors
