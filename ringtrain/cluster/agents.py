@@ -38,8 +38,6 @@ class HostsLost(LaunchError):
 
 @dataclass
 class HostAgent:
-    """Process of a host agent, and its messages."""
-
     host: str
     """"": this one"""
     process: subprocess.Popen[bytes]
@@ -238,7 +236,6 @@ class HostAgents:
         return [agent for agent in self.members if agent.host or is_used]
 
     def local_networks(self) -> tuple[str, ...]:
-        """Networks of the job's hosts that connect no hosts."""
         agents = self.of_hosts()
         reached = {agent.reached for agent in agents if agent.reached}
         if not all(agent.host for agent in agents):
@@ -248,7 +245,6 @@ class HostAgents:
         return host_agent.local_networks([agent.networks for agent in agents], reached)
 
     def without_networks(self) -> list[str]:
-        """Names of hosts that cannot report their networks."""
         return [agent.name for agent in self.of_hosts() if not agent.networks]
 
 

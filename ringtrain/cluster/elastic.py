@@ -126,7 +126,6 @@ class ElasticSupervisor(Supervisor):
                 )
 
     def _present(self) -> list[ElasticHost]:
-        """Hosts listed now."""
         listed = {host.name for host in self._listed or ()}
         return [host for name, host in self.hosts.items() if name in listed]
 
@@ -227,5 +226,4 @@ class ElasticSupervisor(Supervisor):
         """Accepts any number of ranks at the end."""
 
     def _agent_host(self, rank: RankPlacement) -> str:
-        """Host whose agent can reach a rank's process."""
         return next((agent.host for agent in self.agents.members if agent.own_name == rank.host), "")

@@ -107,7 +107,6 @@ def not_forwarded(job: Job) -> str:
 
 
 def settings(job: Job) -> Iterator[Setting]:
-    """Variables that a job sets for its ranks under any launcher."""
     if job.id:
         because = "ID of the job, by which its processes are found on every host; new at each start"
         yield Setting(JOB, job.id, because)
@@ -130,7 +129,6 @@ def settings(job: Job) -> Iterator[Setting]:
 
 
 def as_mapping(found: Iterable[Setting]) -> tuple[dict[str, str], dict[str, str]]:
-    """Values and reasons, by name."""
     listed = list(found)
     values = {setting.name: setting.value for setting in listed if setting.value is not None}
     return values, {setting.name: setting.reason for setting in listed}

@@ -31,8 +31,6 @@ MAX_SPEAKERS = 8
 
 @dataclass(frozen=True)
 class JobResult:
-    """Result of a job."""
-
     exit_code: int
     """of the rank that failed first, 128 + a signal's number, or 0"""
     text: str = ""

@@ -48,7 +48,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def install(exported: set[str]) -> None:
-    """Replaces the insecure parts of Horovod's launcher."""
     from horovod.runner import gloo_run, mpi_run
     from horovod.runner.common.util import codec, env, network
     from horovod.runner.driver import driver_service

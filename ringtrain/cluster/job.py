@@ -27,8 +27,6 @@ MAX_WORD_LETTERS = 32_000
 
 @dataclass(frozen=True)
 class Job:
-    """What to run where."""
-
     command: tuple[str, ...]
     """program and arguments of every rank"""
     num_ranks: int
@@ -99,8 +97,6 @@ LOGGED = "each rank copies its output to DIR/rank.N/stdout and stderr"
 
 @dataclass(frozen=True)
 class Flag:
-    """Arguments of a command line, and the reason for them."""
-
     words: tuple[str, ...]
     reason: str
 

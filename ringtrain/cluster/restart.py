@@ -25,8 +25,6 @@ MAX_CAUSES, MAX_CAUSE_CHARACTERS = 20, 500  # reported to restarted ranks
 
 @dataclass
 class History:
-    """Results of a job's attempts so far."""
-
     results: list[JobResult] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
     """by host"""
@@ -36,12 +34,10 @@ class History:
         self.failures.update(result.hosts)
 
     def next_attempt(self, last: Attempt) -> Attempt:
-        """Attempt after the last one, which has been added."""
         run_name = self.results[-1].run_name or last.run_name
         return replace(last, number=len(self.results), causes=causes_of(self.results), run_name=run_name)
 
     def delay_s(self) -> float:
-        """Seconds to wait before the next attempt."""
         steps = [result.global_step for result in self.results]
         in_vain = 0
         while in_vain + 1 < len(steps) and steps[-1 - in_vain] <= max(steps[: -1 - in_vain]):

@@ -32,8 +32,6 @@ NOT_READ = {"PE_HOSTFILE": "SGE", "FLUX_JOB_ID": "Flux", "COBALT_NODEFILE": "Cob
 
 @dataclass(frozen=True)
 class Allocation:
-    """Hosts that a scheduler has assigned to this job."""
-
     hosts: tuple[Host, ...]
     scheduler: str
     """a key of SCHEDULERS"""

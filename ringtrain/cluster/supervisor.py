@@ -71,8 +71,6 @@ def run(supervisor: Supervisor, planner: Callable[[Job], Plan]) -> JobResult:
 
 
 class Stopped(Exception):
-    """A signal stops the job at once."""
-
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
@@ -203,7 +201,6 @@ class Supervisor:
             raise PlacementError(why)
 
     def _missing_ranks(self, when: str) -> tuple[list[str], str]:
-        """Hosts of ranks that have not started, and a message."""
         size, placements = self.planned_placement.size, self.planned_placement.ranks()
         started = {rank.rank for rank in self.reports.ranks}
         missing = [rank for rank in range(size) if rank not in started]

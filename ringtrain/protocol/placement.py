@@ -33,8 +33,6 @@ class RankPlacement:
 
 @dataclass(frozen=True)
 class PlannedPlacement:
-    """Planned placement of all ranks."""
-
     size: int
     hosts: tuple[tuple[str, int], ...] = ()
     """name and slots, filled in this order; empty: anywhere"""

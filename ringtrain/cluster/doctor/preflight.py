@@ -71,7 +71,6 @@ def examine(hosts: Sequence[Host], options: Options, environ: Mapping[str, str] 
 
 
 def check(options: Options) -> None:
-    """Raises LaunchError if an option is invalid."""
     if not 0 < options.timeout_s < threading.TIMEOUT_MAX:
         raise LaunchError(f"got --timeout {options.timeout_s:g}, expected a number of seconds above 0")
     if not os.path.isdir(options.code):

@@ -26,8 +26,6 @@ PADDING = 2
 
 @dataclass(frozen=True)
 class Report:
-    """Complete result of a doctor run."""
-
     scene: Scene
     table: Mapping[str, Sequence[Cell]]  # by check name, one cell per host
     findings: tuple[Finding, ...]  # worst first
@@ -37,7 +35,6 @@ class Report:
 
     @property
     def level(self) -> Level:
-        """Worst level of all findings."""
         return max((finding.level for finding in self.findings), key=LEVELS.index, default="ok")
 
 

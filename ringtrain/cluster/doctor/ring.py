@@ -35,8 +35,6 @@ RESNET50_MB = 102.4  # gradients of 25.6 million parameters
 
 @dataclass(frozen=True)
 class Link:
-    """Link from one host to the next in the ring."""
-
     source: str
     target: str
     latency_us: float  # one way: half the round trip of one byte
@@ -106,7 +104,6 @@ def judge(ring: Ring) -> list[Finding]:
 
 
 def describe(ring: Ring) -> list[str]:
-    """Formats the results of a ring as lines of text."""
     if not ring.links:
         return []
     width = max(len(link.source) + len(link.target) for link in ring.links) + 4
@@ -124,7 +121,6 @@ def describe(ring: Ring) -> list[str]:
 
 
 def speed(mb_per_s: float) -> str:
-    """Formats a bandwidth, e.g. "1.2 GB/s"."""
     return f"{mb_per_s / 1e3:.1f} GB/s" if mb_per_s >= 1e3 else f"{mb_per_s:.0f} MB/s"
 
 

@@ -93,7 +93,6 @@ def _refuse_local_paths(job: Job) -> None:
 
 
 def manifest(job: Job, cluster: Cluster) -> dict[str, Any]:
-    """MPIJob as plain values."""
     kept = {name: value for name, value in job.environment.items() if name not in OF_THIS_MACHINE}
     inner = replace(job, working_directory="", environment=kept, allow_root=cluster.ssh_home == "/root/.ssh")
     names = forwarded(inner)

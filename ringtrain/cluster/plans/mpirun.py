@@ -16,8 +16,6 @@ from ringtrain.protocol.launchers import RANK_VARIABLES
 
 @dataclass(frozen=True)
 class Dialect:
-    """Version pattern, flags and settings of one MPI."""
-
     title: str
     version: re.Pattern[str]
     """beginning of the output of `mpirun --version`"""

@@ -23,8 +23,6 @@ TCP_PIECES, TCP_PIECE_BYTES = "btl_tcp_rdma_pipeline_frag_size", 262144
 
 @dataclass(frozen=True)
 class Words:
-    """Differences between the two versions."""
-
     title: str
     control: str
     """option that sets a parameter of the control plane"""
@@ -93,7 +91,6 @@ def ssh_options(job: Job) -> str:
 
 
 def placement(job: Job, dialect: Words) -> Iterator[Flag]:
-    """Core binding and order of ranks."""
     by_slot = dialect.oversubscribe if job.oversubscribe else "slot"
     if job.oversubscribe and by_slot == "slot":
         yield words("--oversubscribe", because="more ranks than slots are allowed, as asked for")
@@ -108,7 +105,6 @@ def placement(job: Job, dialect: Words) -> Iterator[Flag]:
 
 
 def network(job: Job, dialect: Words) -> Iterator[Flag]:
-    """Transport of messages between ranks."""
     if job.network == "ucx":
         yield words("--mca", "pml", "ucx", because=jobs.UCX)
         if dialect is FOUR:
@@ -132,7 +128,6 @@ def network(job: Job, dialect: Words) -> Iterator[Flag]:
 
 
 def control(job: Job, dialect: Words) -> Iterator[Flag]:
-    """Options of the daemons on the hosts."""
     set_to = dialect.control
     if job.several_hosts or job.ssh_port:
         yield words(set_to, f"{dialect.ssh}_args", ssh_options(job), because=WHY_SSH)
@@ -155,7 +150,6 @@ def control(job: Job, dialect: Words) -> Iterator[Flag]:
 
 
 def output(job: Job, dialect: Words) -> Iterator[Flag]:
-    """Tags and logs of the ranks' output."""
     yield Flag(dialect.tag, jobs.TAGGED)
     if job.output and dialect is FOUR:
         if ":" in job.output:

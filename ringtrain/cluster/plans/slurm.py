@@ -25,8 +25,6 @@ NOTICE_S = 120
 
 @dataclass(frozen=True)
 class Batch:
-    """Request to sbatch besides the job."""
-
     name: str = "ringtrain"
     time_limit: str = ""
     """as Slurm writes it, e.g. 1-00:00:00; "": the partition's"""
@@ -93,7 +91,6 @@ def sbatch(job: Job, batch: Batch = Batch()) -> Plan:
 
 
 def _placement(job: Job, values: dict[str, str], reasons: dict[str, str], files: dict[str, str]) -> Iterator[Flag]:
-    """Flags that assign ranks to hosts."""
     if not job.hosts:
         return
     yield words("--nodes", len(job.hosts), because="hosts in all")

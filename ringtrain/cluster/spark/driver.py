@@ -143,7 +143,6 @@ class Job:
     # ---- background threads ----------------------------------------------------------------------------------------
 
     def _run_spark(self, address: tuple[str, int], key: bytes) -> None:
-        """Runs Spark's job until it ends."""
         try:
             self.slots.mapPartitionsWithIndex(task.task(address, key)).collect()
         except Exception as error:
@@ -196,7 +195,6 @@ class Job:
         return callers
 
     def _place(self, callers: Mapping[Connection, placement.Caller], rendezvous: Mapping[str, str]) -> None:
-        """Sends every task its rank and command, which starts the rank."""
         connections = {caller: connection for connection, caller in callers.items()}
         for rank, (caller, environ) in enumerate(placement.assign([*callers.values()], bool(self.row_counts))):
             connection = connections[caller]
@@ -241,7 +239,6 @@ class Job:
         return self.exit_code
 
     def _end(self, rank: int, message: dict[str, Any] | None) -> None:
-        """Handles the exit of a rank or, if `message` is None, its lost connection."""
         if message is None:
             self._ended_with(1, f"lost rank {rank}: its executor exited, or its host or the network failed")
             return
