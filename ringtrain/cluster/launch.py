@@ -93,12 +93,13 @@ def launch(options: LaunchOptions) -> int:
 
 def run_attempts(work: Launch) -> int:
     """Runs a job, restarts it as the options say, and returns the exit code of its last attempt."""
-    history, silent, attempt = restart.History(), set[str](), Attempt(num_ranks=work.num_ranks)
     options, answer_timeout_s = work.options, float("inf")
+    results: list[JobResult] = []
+    silent, attempt = set[str](), Attempt(num_ranks=work.num_ranks)
 
     def remaining() -> tuple[list[Host], int]:
         """Hosts and number of ranks for the next attempt; 0 ranks: too few hosts."""
-        hosts = restart.remaining(work.hosts, history.failures, options, silent)
+        hosts = restart.remaining(work.hosts, results, options, silent)
         if options.oversubscribe and not options.elastic and hosts:
             return hosts, work.num_ranks
         return hosts, restart.ranks_on(restart.num_slots(hosts), work.num_ranks, options.min_np)
@@ -109,7 +110,7 @@ def run_attempts(work: Launch) -> int:
         try:
             result = supervisor.run(work.supervisor(now, options, answer_timeout_s), work.planner)
         except HostsLost as lost:
-            if not history.results or not {*lost.hosts} <= {host.name for host in used}:
+            if not results or not {*lost.hosts} <= {host.name for host in used}:
                 raise
             silent |= {*lost.hosts}
             used, num_ranks = remaining()
@@ -118,11 +119,11 @@ def run_attempts(work: Launch) -> int:
                 continue
             result = JobResult(2, str(lost), HOST_LOST, hosts=lost.hosts)  # the hosts may come back
         if not result.exit_code:
-            if history.results:
-                processes.say(f"complete; restarted {restart.times(len(history.results))}")
+            if results:
+                processes.say(f"complete; restarted {restart.times(len(results))}")
             return 0
-        reason = restart.why_not(result, history.results, options)
-        history.add(result)
+        reason = restart.why_not(result, results, options)
+        results.append(result)
         if reason:
             if options.max_restarts and not result.stopped:
                 processes.say(f"not restarted: {reason}")
@@ -137,8 +138,8 @@ def run_attempts(work: Launch) -> int:
             few = restart.num_slots(used)
             processes.say(f"not restarted: {few} slots are too few for --min-np {options.min_np}")
             return result.exit_code
-        attempt = history.next_attempt(attempt)
-        delay_s = history.delay_s()
+        attempt = restart.next_attempt(results, attempt)
+        delay_s = restart.delay_s(results)
         if now.hosts and now.hosts[0].name in result.not_cleaned_up:
             delay_s = max(delay_s, host_agent.LEASE_S)  # until the previous rank 0 can no longer write there
         processes.say(f"restart {attempt.number} of {options.max_restarts} in {delay_s:g} s, after: {result.in_a_line}")

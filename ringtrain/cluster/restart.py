@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from ringtrain.cluster.exit_cause import HOST_LOST, JobResult
 from ringtrain.cluster.hosts import Host
@@ -23,26 +23,18 @@ NO_MEMORY = re.compile(
 MAX_CAUSES, MAX_CAUSE_CHARACTERS = 20, 500  # reported to restarted ranks
 
 
-@dataclass
-class History:
-    results: list[JobResult] = field(default_factory=list)
-    failures: Counter[str] = field(default_factory=Counter)
-    """by host"""
+def next_attempt(results: Sequence[JobResult], last: Attempt) -> Attempt:
+    """Attempt after the last one, whose result is the last of `results`."""
+    return replace(last, number=len(results), causes=causes_of(results), run_name=results[-1].run_name or last.run_name)
 
-    def add(self, result: JobResult) -> None:
-        self.results.append(result)
-        self.failures.update(result.hosts)
 
-    def next_attempt(self, last: Attempt) -> Attempt:
-        run_name = self.results[-1].run_name or last.run_name
-        return replace(last, number=len(self.results), causes=causes_of(self.results), run_name=run_name)
-
-    def delay_s(self) -> float:
-        steps = [result.global_step for result in self.results]
-        in_vain = 0
-        while in_vain + 1 < len(steps) and steps[-1 - in_vain] <= max(steps[: -1 - in_vain]):
-            in_vain += 1
-        return min(FIRST_DELAY_S * 2**in_vain, MAX_DELAY_S)
+def delay_s(results: Sequence[JobResult]) -> float:
+    """Seconds to wait before the next attempt."""
+    steps = [result.global_step for result in results]
+    in_vain = 0
+    while in_vain + 1 < len(steps) and steps[-1 - in_vain] <= max(steps[: -1 - in_vain]):
+        in_vain += 1
+    return min(FIRST_DELAY_S * 2**in_vain, MAX_DELAY_S)
 
 
 def why_not(result: JobResult, before: Sequence[JobResult], options: LaunchOptions) -> str:
@@ -74,12 +66,13 @@ def why_not(result: JobResult, before: Sequence[JobResult], options: LaunchOptio
 
 
 def remaining(
-    hosts: Sequence[Host], failures: Counter[str], options: LaunchOptions, silent: Iterable[str] = ()
+    hosts: Sequence[Host], results: Sequence[JobResult], options: LaunchOptions, silent: Iterable[str] = ()
 ) -> list[Host]:
-    """Hosts for the next attempt: those that answer and have failed less than twice (`failures` by host).
+    """Hosts for the next attempt: those that answer and have failed less than twice.
 
     Hosts that have failed stay if fewer slots than --min-np would be left. `silent`: Hosts that do not answer.
     """
+    failures = Counter(host for result in results for host in result.hosts)
     answering = [host for host in hosts if host.name not in silent]
     good = [host for host in answering if options.keep_hosts or failures[host.name] < FAILURES_OF_A_HOST]
     return good if num_slots(good) >= max(1, options.min_np) else answering

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from ringtrain.cluster.exit_cause import HOST_LOST, JobResult
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.launch_options import LaunchOptions
-from ringtrain.cluster.restart import History, causes_of, ranks_on, remaining, why_not
+from ringtrain.cluster.restart import causes_of, delay_s, ranks_on, remaining, why_not
 from ringtrain.errors import LaunchError
 from ringtrain.protocol.attempt import Attempt
 
@@ -88,12 +87,12 @@ def names(hosts):
 
 
 def test_a_host_that_failed_twice_is_left_out():
-    failures = Counter(host1=1, host2=2)
+    failures = [JobResult(1, hosts=("host1", "host2")), JobResult(1, hosts=("host2",))]
     assert names(remaining(HOSTS, failures, ONCE)) == ["host1", "host3"]
     assert names(remaining(HOSTS, failures, replace(ONCE, keep_hosts=True))) == ["host1", "host2", "host3"]
     assert names(remaining(HOSTS, failures, replace(ONCE, min_np=9))) == ["host1", "host2", "host3"]
     assert names(remaining(HOSTS, failures, ONCE, silent=["host3"])) == ["host1"]
-    assert names(remaining(HOSTS[:1], Counter(host1=7), ONCE)) == ["host1"], "there is no other"
+    assert names(remaining(HOSTS[:1], [JobResult(1, hosts=("host1",))] * 7, ONCE)) == ["host1"], "there is no other"
 
 
 @given(st.integers(0, 64), st.integers(1, 64), st.integers(1, 64))
@@ -107,10 +106,10 @@ def test_fewer_ranks_share_the_global_batch_evenly(slots, num_ranks, min_ranks):
 
 
 def test_waits_longer_and_longer_until_there_are_new_steps():
-    history, waits = History(), []
+    results, waits = [], []
     for step in (-1, -1, 20, 20, 18, 30, 31, 31, *[31] * 9):
-        history.add(JobResult(137, "killed", global_step=step))
-        waits.append(history.delay_s())
+        results.append(JobResult(137, "killed", global_step=step))
+        waits.append(delay_s(results))
     assert waits == [1, 2, 1, 2, 4, 1, 1, 2, 4, 8, 16, 32, 60, 60, 60, 60, 60]
 
 
