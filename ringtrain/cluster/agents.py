@@ -51,7 +51,7 @@ class HostAgent:
     """last line of the previous try"""
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_LINES))
     unfinished: bytes = b""
-    own_name: str = ""
+    hostname: str = ""
     """by which its host calls itself"""
     version: str = ""
     """of its host's ringtrain; "": not asked for"""
@@ -213,7 +213,7 @@ class HostAgents:
     def _take(self, agent: HostAgent, kind: str = "", *rest: str) -> None:
         if kind == "ready":
             agent.ready = True
-            agent.own_name, agent.version = [*rest, "", ""][:2]
+            agent.hostname, agent.version = [*rest, "", ""][:2]
         elif kind == "swept":
             agent.cleaned_up = True
         elif kind == "box":
@@ -243,9 +243,6 @@ class HostAgents:
                 with contextlib.suppress(OSError):
                     reached.add(host_agent.source_address(address))
         return host_agent.local_networks([agent.networks for agent in agents], reached)
-
-    def without_networks(self) -> list[str]:
-        return [agent.name for agent in self.of_hosts() if not agent.networks]
 
 
 def raise_limits() -> None:

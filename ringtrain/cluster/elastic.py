@@ -166,7 +166,7 @@ class ElasticSupervisor(Supervisor):
             if not host.published_s:
                 continue
             for_s = now - host.published_s
-            if self._process and for_s > UNHEARD_S and host.agent and host.agent.own_name not in used:
+            if self._process and for_s > UNHEARD_S and host.agent and host.agent.hostname not in used:
                 if for_s > UNHEARD_S + 3 * ASK_S:
                     host.published_s = now
                 else:
@@ -226,4 +226,4 @@ class ElasticSupervisor(Supervisor):
         """Accepts any number of ranks at the end."""
 
     def _agent_host(self, rank: RankPlacement) -> str:
-        return next((agent.host for agent in self.agents.members if agent.own_name == rank.host), "")
+        return next((agent.host for agent in self.agents.members if agent.hostname == rank.host), "")

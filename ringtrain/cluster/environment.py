@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ringtrain.cluster.job import Flag, Job, words
@@ -128,10 +128,9 @@ def settings(job: Job) -> Iterator[Setting]:
             yield Setting(name, None, because)
 
 
-def as_mapping(found: Iterable[Setting]) -> tuple[dict[str, str], dict[str, str]]:
-    listed = list(found)
-    values = {setting.name: setting.value for setting in listed if setting.value is not None}
-    return values, {setting.name: setting.reason for setting in listed}
+def as_mapping(settings: Sequence[Setting]) -> tuple[dict[str, str], dict[str, str]]:
+    values = {setting.name: setting.value for setting in settings if setting.value is not None}
+    return values, {setting.name: setting.reason for setting in settings}
 
 
 def names_for_ranks(job: Job, values: Mapping[str, str]) -> tuple[str, ...]:

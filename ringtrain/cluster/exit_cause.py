@@ -68,8 +68,8 @@ class JobResult:
     def in_a_line(self) -> str:
         """Exit cause without a traceback."""
         first, *rest = self.text.splitlines() or [f"exit code {self.exit_code}"]
-        said = f"{first} {rest[-1].strip()}" if rest and first.endswith(":") else first
-        return f"{said} ({self.where_in_words})" if self.rank >= 0 or self.global_step >= 0 else said
+        text = f"{first} {rest[-1].strip()}" if rest and first.endswith(":") else first
+        return f"{text} ({self.where_in_words})" if self.rank >= 0 or self.global_step >= 0 else text
 
 
 def rank_of(line: str) -> tuple[int, str] | None:
@@ -81,7 +81,7 @@ def rank_of(line: str) -> tuple[int, str] | None:
 def decide(
     returncode: int,
     reports: Reader,
-    said_by_launcher: str,
+    launcher_output: str,
     tails: Mapping[int, Sequence[str]],
     launcher: str,
     silent: Sequence[str] = (),
@@ -97,8 +97,8 @@ def decide(
     failure = reports.first_failure()
     if failure and not failure.is_consequence:
         return JobResult(failure.exit_code, _in_its_words(failure), failure.kind, rank=failure.rank)
-    if named := _named_by_launcher(said_by_launcher, code, reports, tails, failure):
-        return named
+    if by_launcher := _named_by_launcher(launcher_output, code, reports, tails, failure):
+        return by_launcher
     if silent:
         lost_hosts = ", ".join(silent)
         return JobResult(2, f"lost {lost_hosts} while the job ran: its host or network failed")
@@ -108,7 +108,7 @@ def decide(
             f"{_in_its_words(failure)}\nthis is a follow-up error: another rank exited before without a report: it"
             f" called exit, was killed, or its host was lost: check its output and the host's kernel log",
         )
-    if lost := LOST.search(said_by_launcher):
+    if lost := LOST.search(launcher_output):
         return JobResult(
             code, f"{launcher} lost its daemon on {lost[1]}: the host or its network failed, or it was killed"
         )
@@ -120,7 +120,7 @@ def decide(
     if last:
         lines = "\n".join(f"  {who}: {line}" for who, line in last[-MAX_SPEAKERS:])
         return JobResult(code, f"a rank exited with code {code}, {launcher} does not name it; last errors:\n{lines}")
-    if any(line.startswith("ringtrain: ") for line in said_by_launcher.splitlines()):  # printed by ringtrain itself
+    if any(line.startswith("ringtrain: ") for line in launcher_output.splitlines()):  # printed by ringtrain itself
         return JobResult(code)
     how = f"{launcher} exited with code {code}"
     if code - 128 in signal.valid_signals():
@@ -133,8 +133,8 @@ def _named_by_launcher(
 ) -> JobResult | None:
     """Cause by the launcher's message about the rank that exited first; None without one."""
     hosts = {rank.rank: rank.host for rank in reports.ranks}
-    if ended := HYDRA.search(text):
-        return _by_hydra(ended, code, reports, consequence)
+    if match := HYDRA.search(text):
+        return _by_hydra(match, code, reports, consequence)
     if killed := KILLED.search(text):
         rank, number = int(killed[1]), int(killed[3])
         where = hosts.get(rank, killed[2])
@@ -146,9 +146,9 @@ def _named_by_launcher(
         tail = "\n".join(f"  {line}" for line in tails.get(rank, ()))
         why = f"{where} {_how(rank_code)}{'; its last lines:' * bool(tail)}\n{tail}".rstrip()
         return JobResult(rank_code, why, rank=rank)
-    if ended := EXITED_ELASTIC.search(text):
-        said = f"; its output:\n{consequence.text}" if consequence else ""
-        return JobResult(int(ended[2]), f"of the last ranks, one on {ended[1]} {_how(int(ended[2]))}{said}")
+    if match := EXITED_ELASTIC.search(text):
+        output = f"; its output:\n{consequence.text}" if consequence else ""
+        return JobResult(int(match[2]), f"of the last ranks, one on {match[1]} {_how(int(match[2]))}{output}")
     return None
 
 
@@ -159,16 +159,16 @@ def _how(exit_code: int) -> str:
     return f"exited first, with code {exit_code}"
 
 
-def _by_hydra(ended: re.Match[str], code: int, reports: Reader, consequence: Failure | None) -> JobResult:
-    process, host, number = int(ended[1]), ended[2], int(ended[3])
+def _by_hydra(match: re.Match[str], code: int, reports: Reader, consequence: Failure | None) -> JobResult:
+    process, host, number = int(match[1]), match[2], int(match[3])
     placement = next((rank for rank in reports.ranks if rank.process == process), None)
     who = f"rank {placement.rank} on {placement.host}" if placement else f"process {process} on {host}"
     rank = placement.rank if placement else -1
-    if "KILLED BY SIGNAL" in ended[0] or ended[4]:
-        number = int(ended[4] or number)
+    if "KILLED BY SIGNAL" in match[0] or match[4]:
+        number = int(match[4] or number)
         return JobResult(128 + number, f"{who} was killed by {signal_name(number)}", rank=rank)
-    said = f"; its output:\n{consequence.text}" if consequence else ""
-    return JobResult(number or code, f"{who} exited first, with code {number}{said}", rank=rank)
+    output = f"; its output:\n{consequence.text}" if consequence else ""
+    return JobResult(number or code, f"{who} exited first, with code {number}{output}", rank=rank)
 
 
 def signal_name(number: int) -> str:

@@ -179,13 +179,13 @@ def local_networks(hosts: Iterable[str], reached: Iterable[str] = ()) -> tuple[s
                 places.setdefault(place.network, []).append((place.ip, kind == "bridge"))
     times = Counter(address for seen in places.values() for address, _ in seen)
     joining = {address for address in map(ipaddress.IPv4Address, reached) if times[address] < 2}
-    found = [
+    networks = [
         network
         for network, seen in places.items()
         if len({address for address, _ in seen}) < len(seen) or (len(seen) == 1 and seen[0][1])
         if not any(address in network for address in joining)
     ]
-    return tuple(map(str, sorted(found))) if len(distinct) > 1 else ()
+    return tuple(map(str, sorted(networks))) if len(distinct) > 1 else ()
 
 
 def source_address(host: str, family: int = socket.AF_INET, scope: Sequence[int] = ()) -> str:
@@ -238,7 +238,7 @@ def ssh(timeout_s: float, port: int = 0) -> list[str]:
 def here(hosts: Iterable[str], patience_s: float = LOOK_UP_S) -> frozenset[str]:
     """Names that mean this machine, looked up concurrently; those not resolved within `patience_s` do not."""
     waiting = [*dict.fromkeys(hosts)]
-    missing, found, answers = len(waiting), set(), queue.SimpleQueue[tuple[str, bool]]()
+    missing, names, answers = len(waiting), set(), queue.SimpleQueue[tuple[str, bool]]()
 
     def look_up() -> None:
         with contextlib.suppress(IndexError):
@@ -252,9 +252,9 @@ def here(hosts: Iterable[str], patience_s: float = LOOK_UP_S) -> frozenset[str]:
     deadline = time.monotonic() + patience_s
     with contextlib.suppress(queue.Empty):
         for _ in range(missing):
-            name, is_own = answers.get(timeout=max(0.0, deadline - time.monotonic()))
-            found |= {name} if is_own else set()
-    return frozenset(found)
+            name, is_local = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            names |= {name} if is_local else set()
+    return frozenset(names)
 
 
 def is_here(host: str) -> bool:
@@ -262,10 +262,10 @@ def is_here(host: str) -> bool:
     if host in ("localhost", socket.gethostname(), socket.gethostname().partition(".")[0]):
         return True
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
+        answers = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
     except OSError:
         return False
-    for family, _, _, _, (address, _, *scope) in found:
+    for family, _, _, _, (address, _, *scope) in answers:
         with contextlib.suppress(OSError):  # a local address is its own source address
             if source_address(str(address), family, scope) == address or str(address).startswith("127."):
                 return True

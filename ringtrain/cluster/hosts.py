@@ -128,10 +128,10 @@ def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> tuple
 
 def collect(mentions: Iterable[Mention], source: str) -> tuple[Host, ...]:
     """Merges mentions into hosts, in order of first mention. `source` is for messages."""
-    found: dict[str, tuple[Mention, int]] = {}
+    merged: dict[str, tuple[Mention, int]] = {}
     for mention in mentions:
         key = _key(mention.name)
-        first, before = found.get(key, (mention, 0))
+        first, before = merged.get(key, (mention, 0))
         if before and mention.slots is not None:
             raise HostsError(
                 f"{mention.where}: got {mention.name} with {count(mention.slots, 'slot')}, expected each host's slots"
@@ -142,10 +142,10 @@ def collect(mentions: Iterable[Mention], source: str) -> tuple[Host, ...]:
             raise HostsError(
                 f"{mention.where}: got {count(slots, 'slot')} for {mention.name}, expected {limit} at most"
             )
-        found[key] = first, slots
-    if not found:
+        merged[key] = first, slots
+    if not merged:
         raise HostsError(f"{source}: got no host, expected {EXPECTED_HOST} at least once")
-    return tuple(Host(first.name, slots, first.max_slots) for first, slots in found.values())
+    return tuple(Host(first.name, slots, first.max_slots) for first, slots in merged.values())
 
 
 def read_text(path: Path) -> str:

@@ -142,7 +142,7 @@ class Supervisor:
 
     def check_networks(self, plan: Plan) -> None:
         """Prints which hosts cannot report their networks, if the plan excludes local ones."""
-        unknown = self.agents.without_networks()
+        unknown = [agent.name for agent in self.agents.of_hosts() if not agent.networks]
         if unknown and "btl_tcp_if_exclude" in plan.argv:
             say(
                 f"networks of {', '.join(unknown[:MAX_SHOWN])} were not compared (no `ip` there): if ranks do not"

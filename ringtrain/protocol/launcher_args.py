@@ -33,14 +33,14 @@ def expectation(environ: Mapping[str, str], process: int = 0, proc: Path = Path(
     if PLAN in environ:
         return PlannedPlacement.from_json(environ[PLAN])
     size = next((int(environ[name]) for name in launchers.names("size") if NUMBER.fullmatch(environ.get(name, ""))), 0)
-    told = told_on_command_line(
+    planned = placement_on_command_line(
         launcher_among_ancestors(process or os.getpid(), proc), read_lines, socket.gethostname()
     )
     policies = [value for name, value in environ.items() if name.startswith(("OMPI_MCA_rmaps_", "PRTE_MCA_rmaps_"))]
-    if told and any(value != "slot" for value in policies):  # mpirun itself sets "slot" for `-map-by slot`
-        told = replace(told, hosts=())
-    if told and (not size or told.size in (0, size)):
-        return replace(told, size=told.size or size) if told.size or size else None
+    if planned and any(value != "slot" for value in policies):  # mpirun itself sets "slot" for `-map-by slot`
+        planned = replace(planned, hosts=())
+    if planned and (not size or planned.size in (0, size)):
+        return replace(planned, size=planned.size or size) if planned.size or size else None
     return PlannedPlacement(size, source="the launcher") if size else None
 
 
@@ -59,12 +59,12 @@ def launcher_among_ancestors(process: int, proc: Path = Path("/proc")) -> list[s
     return []
 
 
-def told_on_command_line(
-    words: Sequence[str], read: Callable[[str], Sequence[str]], own_name: str = ""
+def placement_on_command_line(
+    words: Sequence[str], read: Callable[[str], Sequence[str]], hostname: str = ""
 ) -> PlannedPlacement | None:
     """Ranks and hosts on a launcher's command line; None without one.
 
-    `read` returns the lines of a hostfile; `own_name` is the name of this host, where the launcher runs. Hosts are
+    `read` returns the lines of a hostfile; `hostname` is the name of this host, where the launcher runs. Hosts are
     returned only if it is certain that their slots are filled in order. Size 0: not given.
     """
     if not words:
@@ -89,7 +89,7 @@ def told_on_command_line(
     sure = ordered and size and len(known) == len(hosts) and len(dict(known)) == len(known)
     sure = sure and sum(slots for _, slots in known) >= size
     # Open MPI 4 fills the launching host first, wherever it is listed; Open MPI 5 and Hydra do not.
-    sure = sure and not any(host.partition(".")[0] == own_name.partition(".")[0] for host, _ in known[1:])
+    sure = sure and not any(host.partition(".")[0] == hostname.partition(".")[0] for host, _ in known[1:])
     return PlannedPlacement(size, tuple(known) if sure else (), source=f"`{shown}`")
 
 

@@ -114,10 +114,10 @@ class Reader:
         wanted = [f"{index}/{count}" for index in range(1, min(count, MAX_PIECES) + 1)]
         if all(name in pieces for name in wanted) and int(rank) not in self.failures:
             data = base64.b64decode("".join(pieces[name] for name in wanted), validate=True)
-            told = parse_json(zlib.decompressobj().decompress(data, MAX_FAILURE_BYTES))
-            words = {name: str(told[name]) for name in ("host", "kind", "text")}
+            fields = parse_json(zlib.decompressobj().decompress(data, MAX_FAILURE_BYTES))
+            texts = {name: str(fields[name]) for name in ("host", "kind", "text")}
             failure = Failure(
-                int(told["rank"]), time_s=float(told["time_s"]), exit_code=int(told["exit_code"]), **words
+                int(fields["rank"]), time_s=float(fields["time_s"]), exit_code=int(fields["exit_code"]), **texts
             )
             if 0 <= failure.exit_code < 256:
                 self.failures[int(rank)] = failure

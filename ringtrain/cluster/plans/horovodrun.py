@@ -136,7 +136,7 @@ def _plan(
 ) -> Plan:
     if gloo:
         _check_gloo(job)
-    values, reasons = as_mapping(settings(job))
+    values, reasons = as_mapping([*settings(job)])
     chosen = interface or "the interface that leads to the job's hosts"
     for name in ("NCCL_SOCKET_IFNAME", *(["HOROVOD_GLOO_IFACE"] if gloo else [])):
         if name not in reasons:
@@ -147,26 +147,26 @@ def _plan(
         values[GLOO_TIMEOUT] = str(GLOO_TIMEOUT_S)
         reasons[GLOO_TIMEOUT] = "for ranks of a host that has just come to load TensorFlow, while the others wait"
     because = "horovodrun, Horovod's own launcher, without services that others can use"
-    found = [*clean_start(job, "horovodrun", job.working_directory), words(python, "-m", DRIVER, because=because)]
+    flags = [*clean_start(job, "horovodrun", job.working_directory), words(python, "-m", DRIVER, because=because)]
     if names := names_for_ranks(job, values):
         because = "variables that ranks on other hosts get, by name: no value is on a command line"
-        found.append(words("--export", ",".join(names), because=because))
-    found.append(words("-np", first_ranks or job.num_ranks, because="ranks in all"))
-    found += hosts
+        flags.append(words("--export", ",".join(names), because=because))
+    flags.append(words("-np", first_ranks or job.num_ranks, because="ranks in all"))
+    flags += hosts
     if interface:
-        found.append(words("--network-interfaces", interface, because="not looked for, as asked for"))
+        flags.append(words("--network-interfaces", interface, because="not looked for, as asked for"))
     because = "Gloo, which needs no MPI" if gloo else "MPI starts the ranks and carries what they say"
-    found.append(words("--gloo" if gloo else "--mpi", because=because))
-    found.append(words("--disable-cache", because="looks at the hosts now: what it saw in the last hour may be wrong"))
-    found.append(words("--start-timeout", start_timeout_s, because="seconds for its look at the hosts"))
+    flags.append(words("--gloo" if gloo else "--mpi", because=because))
+    flags.append(words("--disable-cache", because="looks at the hosts now: what it saw in the last hour may be wrong"))
+    flags.append(words("--start-timeout", start_timeout_s, because="seconds for its look at the hosts"))
     if job.ssh_port:
-        found.append(words("-p", job.ssh_port, because="port of every host's sshd"))
+        flags.append(words("-p", job.ssh_port, because="port of every host's sshd"))
     if job.output:
         folder = job.output if gloo else shlex.quote(job.output)
-        found.append(words("--output-filename", folder, because="keeps a log per rank"))
+        flags.append(words("--output-filename", folder, because="keeps a log per rank"))
     if not gloo:
-        found += _mpi_arguments(job, prefix)
-    return Plan((*found, *reported(job)), job.command, values, reasons, files)
+        flags += _mpi_arguments(job, prefix)
+    return Plan((*flags, *reported(job)), job.command, values, reasons, files)
 
 
 def _check_gloo(job: Job) -> None:
@@ -185,14 +185,14 @@ def _mpi_arguments(job: Job, prefix: str) -> Iterator[Flag]:
     """Arguments that horovodrun passes on to mpirun, through a shell."""
     # With a port, horovodrun itself passes options of ssh, which mpirun accepts once only.
     left_out = ("plm_rsh_no_tree", "plm_rsh_num", *(["plm_rsh_args"] if job.ssh_port else []))
-    own = [flag for flag in openmpi.control(job, openmpi.FOUR) if not flag.words[1].startswith(left_out)]
+    flags = [flag for flag in openmpi.control(job, openmpi.FOUR) if not flag.words[1].startswith(left_out)]
     if prefix:
-        own.append(words("--prefix", prefix, because="where Open MPI is, on other hosts too"))
+        flags.append(words("--prefix", prefix, because="where Open MPI is, on other hosts too"))
     if job.oversubscribe:
-        own.append(words("--oversubscribe", because="more ranks than slots are allowed, as asked for"))
-    if own:
-        reasons = dict.fromkeys(flag.reason for flag in own)
-        text = shlex.join([word for flag in own for word in flag.words])
+        flags.append(words("--oversubscribe", because="more ranks than slots are allowed, as asked for"))
+    if flags:
+        reasons = dict.fromkeys(flag.reason for flag in flags)
+        text = shlex.join([word for flag in flags for word in flag.words])
         yield words(f"--mpi-args={text}", because=f"for mpirun: {'; '.join(reasons)}")
     if job.bind == "core":
         binding = shlex.join(["--bind-to", "core", "--map-by", f"slot:PE={job.cores_per_rank}"])

@@ -154,13 +154,13 @@ def _escaped(launch: Plan) -> Iterator[Commented]:
 def _variables(launch: Plan, job: Job, names: Sequence[str]) -> list[dict[str, Any]]:
     """Environment of the launcher container: plain values, and a `secretKeyRef` for each forwarded private variable."""
     values = {**{name: job.environment[name] for name in names}, **launch.env}
-    found: list[dict[str, Any]] = []
+    variables: list[dict[str, Any]] = []
     for name, value in sorted(values.items()):
         if not is_private(name, job):
-            found.append({"name": name, "value": value.replace("$", "$$")})
+            variables.append({"name": name, "value": value.replace("$", "$$")})
         elif name in job.forward:
-            found.append({"name": name, "valueFrom": {"secretKeyRef": {"name": SECRET, "key": name}}})
-    return found
+            variables.append({"name": name, "valueFrom": {"secretKeyRef": {"name": SECRET, "key": name}}})
+    return variables
 
 
 # ---- YAML ---------------------------------------------------------------------------------------------------------

@@ -78,16 +78,16 @@ def sbatch(job: Job, batch: Batch = Batch()) -> Plan:
         )
     files: dict[str, str] = {}
     path = add_file(files, job, "job.sbatch", _script(replace(job, hosts=hosts), batch))
-    found = [words("sbatch", because="hands the job to Slurm")]
+    flags = [words("sbatch", because="hands the job to Slurm")]
     if job.environment:
-        found.append(_export(job, HOME, "variables that the job gets, by name: Slurm would keep a copy of all of them"))
+        flags.append(_export(job, HOME, "variables that the job gets, by name: Slurm would keep a copy of all of them"))
     if job.working_directory:
-        found.append(words("--chdir", job.working_directory, because="the job starts in this folder, on every host"))
+        flags.append(words("--chdir", job.working_directory, because="the job starts in this folder, on every host"))
     if job.output:
         pattern = f"{job.output.replace('%', '%%')}/slurm-%j.log"
-        found.append(words("--output", pattern, because="what all ranks write; a requeued job goes on in it"))
-    found.append(words(path, because="the script"))
-    return Plan(tuple(found), (), files=files)
+        flags.append(words("--output", pattern, because="what all ranks write; a requeued job goes on in it"))
+    flags.append(words(path, because="the script"))
+    return Plan(tuple(flags), (), files=files)
 
 
 def _placement(job: Job, values: dict[str, str], reasons: dict[str, str], files: dict[str, str]) -> Iterator[Flag]:

@@ -23,7 +23,7 @@ def plan(
     """
     check(job)
     _check(job, master, spark_settings)
-    values, reasons = as_mapping(settings(job))
+    values, reasons = as_mapping([*settings(job)])
     for name in ("NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"):
         if not job.environment.get(name):  # a value that is set here replaces the task's choice
             reasons[name] = "each rank takes the interface by which its host reaches the driver"
