@@ -87,10 +87,10 @@ class Job:
 # Reasons that plans of several launchers give.
 NUM_RANKS = "ranks in all"
 ALL_CORES = "ranks use many threads: bound to a core, all of them would share it"
-YIELDS = "ranks fill the cores: waiting ones give theirs away (1.3 to 1.5 times the speed)"
+YIELDS = "ranks fill the cores: waiting ranks yield theirs (1.3 to 1.5 times the speed)"
 UCX = "InfiniBand or RoCE, through UCX (--network ucx)"
-TAGGED = "each line says which rank wrote it"
-FOLDER = "ranks start in this folder, on every host"
+TAGGED = "tags each line with its rank"
+FOLDER = "working directory of the ranks, on every host"
 BY_NAME = "variables that ranks on other hosts get, by name: no value is on the command line"
 LOGGED = "each rank copies its output to DIR/rank.N/stdout and stderr"
 
@@ -149,9 +149,9 @@ def explain(plan: Plan) -> list[tuple[str, str]]:
         (f"file {path}", f"{text.count(chr(10))} lines, written before the start") for path, text in plan.files.items()
     ]
     for name, reason in plan.env_reasons.items():
-        rows.append((f"{name}={_value(plan.env[name])}" if name in plan.env else f"{name} as it is", reason))
+        rows.append((f"{name}={_value(plan.env[name])}" if name in plan.env else f"{name} unchanged", reason))
     rows += [(shlex.join(flag.words), flag.reason) for flag in plan.flags]
-    return [*rows, (shlex.join(plan.command), "what every rank runs")] if plan.command else rows
+    return [*rows, (shlex.join(plan.command), "command of every rank")] if plan.command else rows
 
 
 def check(job: Job) -> None:

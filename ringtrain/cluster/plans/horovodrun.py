@@ -10,8 +10,9 @@ import re
 import shlex
 from collections.abc import Iterator
 
+from ringtrain.cluster import job as jobs
 from ringtrain.cluster.environment import as_mapping, clean_start, names_for_ranks, settings
-from ringtrain.cluster.job import MAX_WORD_LETTERS, Flag, Job, Plan, add_file, check, check_names, named_hosts, words
+from ringtrain.cluster.job import MAX_WORD_LETTERS, Flag, Job, Plan, check, check_names, named_hosts, words
 from ringtrain.cluster.plans import openmpi
 from ringtrain.cluster.plans.rank_start import reported
 from ringtrain.errors import LaunchError
@@ -92,11 +93,11 @@ def elastic(
         )
     files: dict[str, str] = {}
     text = "".join(f"{host.name}:{host.slots}\n" for host in job.hosts)  # may change while the job runs
-    path = add_file(files, job, "discovery.txt", text)
+    path = jobs.add_file(files, job, "discovery.txt", text)
     source = f"printed by {shlex.quote(discovery)}" if discovery else "given"
     limits = [
-        words("--min-np", min_ranks, because="with fewer ranks it waits for hosts"),
-        words("--max-np", max_ranks, because="with more slots the rest is left out"),
+        words("--min-np", min_ranks, because="with fewer slots it waits for hosts"),
+        words("--max-np", max_ranks, because="slots beyond these are not used"),
         words(
             "--host-discovery-script",
             shlex.join(["cat", path]),
@@ -104,7 +105,7 @@ def elastic(
         ),
     ]
     if any(cooldown_s):
-        because = "seconds, shortest and longest, after which a host whose rank has failed may come back"
+        because = "seconds, shortest and longest, after which a host whose rank has failed may return"
         limits.append(words("--blacklist-cooldown-range", *cooldown_s, because=because))
     return _plan(job, True, limits, interface, start_timeout_s, files, python=python, first_ranks=first_ranks)
 
@@ -145,20 +146,19 @@ def _plan(
             reasons[name] = f"horovodrun sets it to {chosen}, whatever is set here: see --network-interface"
     if first_ranks and GLOO_TIMEOUT not in job.environment:
         values[GLOO_TIMEOUT] = str(GLOO_TIMEOUT_S)
-        reasons[GLOO_TIMEOUT] = "for ranks of a host that has just come to load TensorFlow, while the others wait"
-    because = "horovodrun, Horovod's own launcher, without services that others can use"
+        reasons[GLOO_TIMEOUT] = "for ranks of a new host to load TensorFlow, while the others wait"
+    because = "horovodrun, Horovod's launcher, with its services restricted to this job"
     flags = [*clean_start(job, "horovodrun", job.working_directory), words(python, "-m", DRIVER, because=because)]
     if names := names_for_ranks(job, values):
-        because = "variables that ranks on other hosts get, by name: no value is on a command line"
-        flags.append(words("--export", ",".join(names), because=because))
-    flags.append(words("-np", first_ranks or job.num_ranks, because="ranks in all"))
+        flags.append(words("--export", ",".join(names), because=jobs.BY_NAME))
+    flags.append(words("-np", first_ranks or job.num_ranks, because=jobs.NUM_RANKS))
     flags += hosts
     if interface:
-        flags.append(words("--network-interfaces", interface, because="not looked for, as asked for"))
-    because = "Gloo, which needs no MPI" if gloo else "MPI starts the ranks and carries what they say"
+        flags.append(words("--network-interfaces", interface, because="as asked for (--network-interface)"))
+    because = "Gloo, which needs no MPI" if gloo else "MPI starts the ranks and transports their messages"
     flags.append(words("--gloo" if gloo else "--mpi", because=because))
-    flags.append(words("--disable-cache", because="looks at the hosts now: what it saw in the last hour may be wrong"))
-    flags.append(words("--start-timeout", start_timeout_s, because="seconds for its look at the hosts"))
+    flags.append(words("--disable-cache", because="checks the hosts now: cached results are up to an hour old"))
+    flags.append(words("--start-timeout", start_timeout_s, because="seconds for its check of the hosts"))
     if job.ssh_port:
         flags.append(words("-p", job.ssh_port, because="port of every host's sshd"))
     if job.output:

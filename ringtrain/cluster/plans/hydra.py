@@ -59,9 +59,9 @@ def settings(job: Job, intel: bool) -> Iterator[Setting]:
         if not intel:
             yield Setting("UCX_TLS", "tcp,sm,self", "TCP between hosts, where this MPI is built on UCX")
     if job.yield_when_idle and intel:
-        yield Setting("I_MPI_THREAD_YIELD", None, "this MPI has no yielding that is known to help")
+        yield Setting("I_MPI_THREAD_YIELD", None, "no setting for yielding is known to help with this MPI")
     elif job.yield_when_idle:
-        because = "ranks fill the cores: waiting ones give theirs away"
+        because = "ranks fill the cores: waiting ranks yield theirs"
         yield Setting("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1", because)
 
 

@@ -75,7 +75,7 @@ def plan(job: Job, cluster: Cluster = Cluster()) -> Plan:
     _refuse_local_paths(job)
     files: dict[str, str] = {}
     path = add_file(files, job, "job.yaml", "".join(_lines(manifest(job, cluster))))
-    apply = words("kubectl", "apply", because="hands the job to Kubernetes, where the MPI Operator runs it")
+    apply = words("kubectl", "apply", because="submits the job to Kubernetes, whose MPI Operator runs it")
     return Plan((apply, words("-f", path, because="the manifest")), (), files=files)
 
 
@@ -145,7 +145,7 @@ def manifest(job: Job, cluster: Cluster) -> dict[str, Any]:
 
 def _escaped(launch: Plan) -> Iterator[Commented]:
     """Arguments of a plan, escaped so that Kubernetes does not substitute $(NAME)."""
-    for flag in (*launch.flags, Flag(launch.command, "what every rank runs")):
+    for flag in (*launch.flags, Flag(launch.command, "command of every rank")):
         part = Commented(word.replace("$", "$$") for word in flag.words)
         part.reason = flag.reason
         yield part

@@ -16,7 +16,7 @@ SSH_OPTIONS = (
     *("-o", "ServerAliveInterval=4", "-o", "ServerAliveCountMax=2"),
     *(word for name, value in OWN_CONNECTION.items() for word in ("-o", f"{name}={value}")),
 )
-WHY_SSH = "ssh never asks, shares no connection, gives up on a host after 10 s, and on one that has vanished after 8 s"
+WHY_SSH = "ssh never prompts, shares no connection, gives up on a host after 10 s, and on a vanished one after 8 s"
 EXCLUDED_NETWORKS = "127.0.0.0/8,docker0"
 TCP_PIECES, TCP_PIECE_BYTES = "btl_tcp_rdma_pipeline_frag_size", 262144
 
@@ -67,7 +67,7 @@ def flags(job: Job, dialect: Words, names: Sequence[str], hostfile: str, files: 
     listed = named_hosts(job.hosts)
     yield words("-np", job.num_ranks, because=jobs.NUM_RANKS)
     if hostfile:
-        yield words("--hostfile", hostfile, because="hosts and slots; named, since versions differ in what they find")
+        yield words("--hostfile", hostfile, because="hosts and slots; given, since the default differs by version")
     elif len(listed) > MAX_WORD_LETTERS:
         text = "".join(f"{host.name} slots={host.slots}\n" for host in job.hosts)
         because = "hosts with the ranks they take: too many for the command line"
@@ -75,7 +75,7 @@ def flags(job: Job, dialect: Words, names: Sequence[str], hostfile: str, files: 
     elif listed:
         yield words("-H", listed, because="hosts, each with the ranks it takes")
     if job.allow_root:
-        yield words("--allow-run-as-root", because="you are root, and Open MPI wants to be told that this is meant")
+        yield words("--allow-run-as-root", because="Open MPI runs as root only with this flag")
     yield from placement(job, dialect)
     yield from network(job, dialect)
     yield from control(job, dialect)
@@ -108,7 +108,7 @@ def network(job: Job, dialect: Words) -> Iterator[Flag]:
     if job.network == "ucx":
         yield words("--mca", "pml", "ucx", because=jobs.UCX)
         if dialect is FOUR:
-            yield words("--mca", "btl", "^openib", because="the old InfiniBand transport stays out of UCX's way")
+            yield words("--mca", "btl", "^openib", because="disables the old InfiniBand transport, in favor of UCX")
         return
     yield words("--mca", "pml", "ob1", because="messages over the transports named next, and no others")
     transports = f"self,{dialect.shared_memory},tcp"
@@ -139,7 +139,7 @@ def control(job: Job, dialect: Words) -> Iterator[Flag]:
             because = "a host that has vanished is noticed in 4 + 3 x 2 s, not in 8 minutes"
             yield words(set_to, f"oob_tcp_keepalive_{name}", seconds, because=because)
     if dialect.kill:
-        yield words(set_to, dialect.kill, 2, because="ranks that do not heed SIGTERM are killed after 2 s")
+        yield words(set_to, dialect.kill, 2, because="ranks that ignore SIGTERM are killed after 2 s")
     if len(job.hosts) >= NUM_HOSTS_LARGE:
         because = "the launcher reaches every host itself: hosts need no ssh keys for each other"
         yield words(set_to, f"{dialect.ssh}_no_tree_spawn", 1, because=because)

@@ -56,7 +56,7 @@ def srun(job: Job, mpi: str = "pmix", program: str = "srun") -> Plan:
     if job.environment:
         flags.append(_export(job, values, "variables that ranks get, by name: no value is on the command line"))
     else:
-        because = "what is set here; else ranks get what sbatch was told, and no more"
+        because = "variables set here; otherwise ranks get only those given to sbatch"
         flags.append(words("--export=ALL", because=because))
     if job.output:
         flags.append(logged(job.output, RANK_VARIABLES["Slurm"].rank, jobs.LOGGED, WAITING_SCRIPT))
@@ -78,14 +78,14 @@ def sbatch(job: Job, batch: Batch = Batch()) -> Plan:
         )
     files: dict[str, str] = {}
     path = add_file(files, job, "job.sbatch", _script(replace(job, hosts=hosts), batch))
-    flags = [words("sbatch", because="hands the job to Slurm")]
+    flags = [words("sbatch", because="submits the job to Slurm")]
     if job.environment:
         flags.append(_export(job, HOME, "variables that the job gets, by name: Slurm would keep a copy of all of them"))
     if job.working_directory:
-        flags.append(words("--chdir", job.working_directory, because="the job starts in this folder, on every host"))
+        flags.append(words("--chdir", job.working_directory, because="working directory of the job, on every host"))
     if job.output:
         pattern = f"{job.output.replace('%', '%%')}/slurm-%j.log"
-        flags.append(words("--output", pattern, because="what all ranks write; a requeued job goes on in it"))
+        flags.append(words("--output", pattern, because="output of all ranks; a requeued job appends to it"))
     flags.append(words(path, because="the script"))
     return Plan(tuple(flags), (), files=files)
 
@@ -135,7 +135,7 @@ def _script(job: Job, batch: Batch) -> str:
     # The allocation's own hosts and environment, and the directory given to sbatch.
     inner = srun(replace(job, hosts=(), environment={}, forward=(), working_directory="", id=""))
     lines = ["#!/usr/bin/env bash", *_header(job, batch), ""]
-    lines += ["# Ranks save and end at SIGUSR1 and SIGTERM; they go on from there when the job runs again."]
+    lines += ["# Ranks save and exit at SIGUSR1 and SIGTERM; they resume when the job runs again."]
     for name, value in inner.env.items():
         lines.append(f"export {name}={shlex.quote(value)}  # {_in_line(inner.env_reasons[name])}")
     lines.append("launch=(")
