@@ -79,12 +79,9 @@ class ElasticSupervisor(Supervisor):
         self._listed: tuple[Host, ...] | None = None
         self._looked_up: set[str] = set()
         self._published: Path | None = None
+        """file that Horovod's driver reads"""
         self._text = ""
         self._asking = threading.Thread(target=self._ask, daemon=True)
-
-    def planned(self, plan: Plan) -> None:
-        """Finds the file that Horovod's driver reads."""
-        self._published = next((Path(path) for path in plan.files if Path(path).name.startswith(PUBLISHED)), None)
 
     def _ask(self) -> None:
         while not self._over.wait(ASK_S if self._listed is not None else 0):
@@ -101,8 +98,9 @@ class ElasticSupervisor(Supervisor):
 
     # ---- hosts ----------------------------------------------------------------------------------------------------
 
-    def prepare(self) -> None:
+    def prepare(self, plan: Plan) -> None:
         """Starts agents until enough hosts are ready and none is pending. Raises LaunchError if there are too few."""
+        self._published = next((Path(path) for path in plan.files if Path(path).name.startswith(PUBLISHED)), None)
         raise_limits()
         self.agents.start("", is_checked=True)
         self._asking.start()

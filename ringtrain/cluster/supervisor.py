@@ -43,19 +43,15 @@ MAX_SHOWN = 10
 def run(supervisor: Supervisor, planner: Callable[[Job], Plan]) -> JobResult:
     """Runs a job on its hosts, waits for its end, prints the exit cause last and returns the result.
 
-    Raises:
-        HostsLost: Hosts do not answer, before anything has started.
-        LaunchError: A host lacks the program.
-        PlacementError: The ranks' placement is not the planned one.
+    Raises HostsLost or LaunchError before anything has started, and PlacementError for ranks that are misplaced.
     """
     job = supervisor.job
     plan = planner(job)
     find(plan.argv[0], job.environment)
     with supervisor, written_files(plan, job.files_folder):
-        supervisor.planned(plan)
         code, lost = 0, None
         try:
-            supervisor.prepare()
+            supervisor.prepare(plan)
             plan = planner(replace(job, local_networks=supervisor.agents.local_networks()))
             supervisor.check_networks(plan)
             try:
@@ -131,10 +127,7 @@ class Supervisor:
 
     # ---- before the start -----------------------------------------------------------------------------------------
 
-    def planned(self, plan: Plan) -> None:
-        """Called with the plan before the start."""
-
-    def prepare(self) -> None:
+    def prepare(self, plan: Plan) -> None:
         """Starts an agent on every host. Raises LaunchError if one does not answer or lacks the program."""
         names = [host.name for host in self.job.hosts] if self.over_ssh else []
         others = [name for name in names if name not in self.here]

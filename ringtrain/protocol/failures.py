@@ -103,18 +103,16 @@ def report_process(environ: MutableMapping[str, str] = os.environ) -> None:
     the first process from environ, so that child processes do not report.
     """
     first = environ.pop(FIRST_PROCESS, "")
-    if environ.get(JOB) and first in _ancestors():
+    if environ.get(JOB) and first in map(str, ancestors(os.getppid())):
         _write([f"{MARK}:{environ[JOB]}:process:{first}:{os.getpid()}:{socket.gethostname()}"])
 
 
-def _ancestors() -> Iterator[str]:
-    """IDs of this process's ancestors, nearest first, from /proc."""
-    process = str(os.getppid())
-    with contextlib.suppress(OSError):
-        while process != "0":
+def ancestors(process: int, proc: Path = Path("/proc")) -> Iterator[int]:
+    """IDs of a process on this host and of its ancestors, nearest first."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        while process:
             yield process
-            status = Path("/proc", process, "status").read_text(errors="replace")
-            process = status.partition("\nPPid:")[2].split()[0]
+            process = int((proc / str(process) / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
 
 
 def report_recovery(environ: Mapping[str, str] = os.environ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import re
 import socket
@@ -11,6 +13,7 @@ from pathlib import Path
 
 from ringtrain.protocol import launchers
 from ringtrain.protocol.env import PLAN
+from ringtrain.protocol.failures import ancestors
 from ringtrain.protocol.placement import PlannedPlacement
 
 NUM_WORDS = ("-np", "--np", "-n", "--n", "-c", "--num-proc")
@@ -46,16 +49,13 @@ def expectation(environ: Mapping[str, str], process: int = 0, proc: Path = Path(
 
 def launcher_among_ancestors(process: int, proc: Path = Path("/proc")) -> list[str]:
     """Command line of the nearest launcher among the ancestors of a process on this host; empty if there is none."""
-    while process > 1:
-        try:
-            words = (proc / str(process) / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+    with contextlib.suppress(OSError):
+        for ancestor in itertools.takewhile(lambda ancestor: ancestor > 1, ancestors(process, proc)):
+            words = (proc / str(ancestor) / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
             # A launcher may be a script, preceded by its interpreter.
             for start in (0, 1):
                 if os.path.basename("".join(words[start : start + 1])) in launchers.PROGRAMS:
                     return words[start:]
-            process = int((proc / str(process) / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError, IndexError):
-            break
     return []
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ringtrain.cluster import agents, supervisor
 from ringtrain.cluster.hosts import Host
-from ringtrain.cluster.job import Job
+from ringtrain.cluster.job import Job, Plan
 from ringtrain.cluster.launch_options import LaunchOptions
 
 DENIED = "Access denied by pam_slurm_adopt: you have no active jobs on this node"
@@ -47,6 +47,6 @@ cat answer-$number >&2; exit 255
     job = Job(("true",), 1, (Host("far", 1),), {"PATH": os.environ["PATH"]}, here=frozenset(), id="test-of-connecting")
     watch = supervisor.Supervisor(job, LaunchOptions(start_timeout=4))
     with pytest.raises(agents.HostsLost, match="far does not answer") as lost, watch:
-        watch.prepare()
+        watch.prepare(Plan((), ()))
     assert str(lost.value) == f"far does not answer: {said}"
     assert (tmp_path / "tries").read_text().count("\n") == tries

@@ -32,13 +32,10 @@ def plan(
     interface: str = "",
     python: str = "python3",
 ) -> Plan:
-    """Command that starts a job by horovodrun.
+    """Command that starts a job by horovodrun. dialect: Key of mpirun.DIALECTS for the mpirun that it will find.
 
-    Args:
-        dialect: Of the mpirun that horovodrun will find, a key of mpirun.DIALECTS; unused over Gloo.
-        mpi_prefix: Directory above mpirun's bin, by which Open MPI finds its programs on other hosts; "": on PATH.
-        start_timeout_s: For horovodrun's own check of the hosts.
-        interface: Network interface of the ranks, the same on all hosts; "": the one from here to the first other host.
+    `mpi_prefix` is the directory above mpirun's bin, by which Open MPI finds its programs on other hosts; "": on PATH.
+    `interface` is the ranks' on all hosts; "": the one from here to the first other host.
     """
     _check(job)
     if not gloo and dialect != "openmpi4":
@@ -71,11 +68,8 @@ def elastic(
 
     Args:
         first_ranks: Slots with which it starts, if more are not available yet; 0: the job's number of ranks.
-        max_ranks: Slots beyond these are not used.
-        discovery: Program that prints a line host:slots for each current host. The launcher runs it and writes its
-            output to a file; "": the file lists the job's hosts.
-        interface: Network interface of the ranks, the same on all hosts; "": horovodrun looks for it once there are two
-            hosts, and never starts on one.
+        discovery: Program whose output, lines host:slots, the launcher writes to a file; "": the job's hosts.
+        interface: Of all hosts; "": horovodrun looks for it once there are two hosts, and never starts on one.
         cooldown_s: Time for which a host is excluded after a rank has failed on it: twice to three times the first
             number, doubled each time, up to the second; zeros: for good.
     """

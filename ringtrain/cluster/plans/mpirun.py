@@ -69,12 +69,9 @@ def identify(version_text: str) -> str:
 
 
 def plan(job: Job, dialect: str, program: str = "mpirun", hostfile: str = "") -> Plan:
-    """Command that starts a job by mpirun.
+    """Command that starts a job by mpirun. hostfile: Existing one in the dialect's format; "": the job's hosts.
 
-    Args:
-        program: Path of mpirun, by which Open MPI finds its programs on other hosts; the name alone only if a command
-            over ssh finds it on PATH there.
-        hostfile: Existing one in the dialect's format; "": the job's hosts.
+    By the path of `program` Open MPI finds its programs on other hosts: the name alone only if ssh finds it on PATH.
     """
     check(job)
     row = DIALECTS[dialect]
