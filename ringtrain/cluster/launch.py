@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ringtrain.cluster import elastic, environment, host_agent, job, processes, restart, schedulers, supervisor
 from ringtrain.cluster.agents import HostsLost
@@ -50,11 +49,38 @@ class Launch:
 
     def job_on(self, hosts: Sequence[Host], attempt: Attempt, num_ranks: int) -> Job:
         """Job of one attempt."""
-        used = take(hosts, num_ranks, self.options.oversubscribe and not self.options.elastic)
+        options = self.options
+        used = take(hosts, num_ranks, options.oversubscribe and not options.elastic)
         if self.starts_here:
             first = next((host for host in used if host.name in self.here), used[0])
             used = (first, *(host for host in used if host != first))
-        return job_of(self.options, used, num_ranks, self.here, attempt)
+        environ = {**os.environ, **options.environ}
+        # The other hosts' cores are not known; hosts of a job are mostly alike.
+        full = max(host.slots for host in used) >= len(os.sched_getaffinity(0))
+        yields = environ.get("OMPI_MCA_mpi_yield_when_idle")
+        return Job(
+            id="" if options.started_by.submits else uuid.uuid4().hex,
+            attempt=attempt.to_json(),
+            command=options.command,
+            num_ranks=num_ranks,
+            hosts=() if options.launcher == "spark" else used,
+            environment=environ,
+            forward=(*options.forward, *options.environ),
+            working_directory=str(Path.cwd()),
+            bind=options.bind,
+            network=options.network,
+            subnet=options.subnet,
+            ssh_port=options.ssh_port,
+            threads_per_rank=options.threads,
+            oversubscribe=options.oversubscribe,
+            output=str(Path(options.output).absolute()) if options.output else "",
+            num_servers=options.ps or 0,
+            timeline=str(Path(options.timeline).absolute()) if options.timeline else "",
+            here=self.here,
+            allow_root=os.geteuid() == 0,
+            files_folder=os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/ringtrain-{os.geteuid()}",
+            yield_when_idle=full if yields is None else yields == "1",
+        )
 
 
 def launch(options: LaunchOptions) -> int:
@@ -212,7 +238,7 @@ def find_hosts(options: LaunchOptions) -> tuple[tuple[Host, ...], str]:
     elif options.hosts is not None:
         hosts, source = parse_hosts(options.hosts), "-H"
     elif allocation := schedulers.find(os.environ):
-        hosts, source = allocation.hosts, f"{allocation.scheduler}: {allocation.source}"
+        hosts, source = allocation
     else:
         # A launcher that submits the job uses this as the number of ranks, and requests other machines.
         hosts = (Host("localhost", (options.started_by.submits and options.np) or slots_here()),)
@@ -243,39 +269,6 @@ def spark_slots(options: LaunchOptions) -> int:
 
 
 # ---- job and plan -------------------------------------------------------------------------------------------------
-
-
-def job_of(
-    options: LaunchOptions, used: tuple[Host, ...], num_ranks: int, here: frozenset[str], attempt: Attempt
-) -> Job:
-    """Job of the command line. used: Hosts with as many slots as they get ranks."""
-    environ = {**os.environ, **options.environ}
-    # The other hosts' cores are not known; hosts of a job are mostly alike.
-    full = max(host.slots for host in used) >= len(os.sched_getaffinity(0))
-    yields = environ.get("OMPI_MCA_mpi_yield_when_idle")
-    return Job(
-        id="" if options.started_by.submits else uuid.uuid4().hex,
-        attempt=attempt.to_json(),
-        command=options.command,
-        num_ranks=num_ranks,
-        hosts=() if options.launcher == "spark" else used,
-        environment=environ,
-        forward=(*options.forward, *options.environ),
-        working_directory=str(Path.cwd()),
-        bind=options.bind,
-        network=options.network,
-        subnet=options.subnet,
-        ssh_port=options.ssh_port,
-        threads_per_rank=options.threads,
-        oversubscribe=options.oversubscribe,
-        output=str(Path(options.output).absolute()) if options.output else "",
-        num_servers=options.ps or 0,
-        timeline=str(Path(options.timeline).absolute()) if options.timeline else "",
-        here=here,
-        allow_root=os.geteuid() == 0,
-        files_folder=os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/ringtrain-{os.geteuid()}",
-        yield_when_idle=full if yields is None else yields == "1",
-    )
 
 
 def planner_of(options: LaunchOptions) -> tuple[Planner, str]:
@@ -315,9 +308,10 @@ def cluster_of(options: LaunchOptions) -> kubernetes.Cluster:
             raise LaunchError(
                 f"got --resources {options.resources}, expected amounts by name such as cpu=8,memory=32Gi"
             )
-    given: dict[str, Any] = {"image": options.image, "name": options.job_name, "namespace": options.namespace}
     return kubernetes.Cluster(
-        **{name: value for name, value in given.items() if value},
+        image=options.image or "ringtrain",
+        name=options.job_name or "ringtrain",
+        namespace=options.namespace,
         gpus_per_worker=options.gpus,
         resources={name: amount for name, _, amount in pairs},
     )

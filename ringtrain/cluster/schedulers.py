@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ringtrain.cluster.hosts import (
@@ -30,17 +30,10 @@ NOT_READ = {"PE_HOSTFILE": "SGE", "FLUX_JOB_ID": "Flux", "COBALT_NODEFILE": "Cob
 """variable of a job of several hosts, and its scheduler, which is not supported"""
 
 
-@dataclass(frozen=True)
-class Allocation:
-    hosts: tuple[Host, ...]
-    scheduler: str
-    """a key of SCHEDULERS"""
-    source: str
-    """variables or file from which the hosts were read"""
-
-
-def find(environment: Mapping[str, str], kubernetes_folder: Path = Path("/etc/mpi")) -> Allocation | None:
-    """Hosts of the scheduler whose job this is; None outside any scheduler.
+def find(
+    environment: Mapping[str, str], kubernetes_folder: Path = Path("/etc/mpi")
+) -> tuple[tuple[Host, ...], str] | None:
+    """Hosts of the scheduler whose job this is, and their source; None outside any scheduler.
 
     Traces of one scheduler can exist in a job of another: an exported variable, a compatibility layer, a directory in
     an image. Each scheduler therefore gets a score, and the highest wins: 1 for a running job, 2 for a list of hosts (a
@@ -55,7 +48,7 @@ def find(environment: Mapping[str, str], kubernetes_folder: Path = Path("/etc/mp
                 raise HostsError(f"{name}: this is a job of {scheduler}, whose hosts ringtrain does not read: {FIX}")
         return None
     hosts, source = SCHEDULERS[best][1](environment, kubernetes_folder)
-    return Allocation(hosts, best, source)
+    return hosts, f"{best}: {source}"
 
 
 def expand(nodelist: str, where: str = "SLURM_JOB_NODELIST") -> tuple[str, ...]:
