@@ -134,9 +134,7 @@ def essence(output: str) -> str:
 # ---- measurement -------------------------------------------------------------------------------------------------
 
 
-def measure(
-    names: Sequence[str], local_mpirun: Mapping[str, Any], subnet: str, options: Options, environ: Mapping[str, str]
-) -> Ring:
+def measure(names: Sequence[str], local_mpirun: Mapping[str, Any], subnet: str, options: Options) -> Ring:
     """Measures each link of a ring of two or more hosts, with one rank per host, launched as in training."""
     local_names = host_agent.here(names)
     # Open MPI 4 places local ranks first, whatever the host order.
@@ -147,7 +145,7 @@ def measure(
             command=(options.python, "-m", __name__, f"{seconds:.3f}"),
             num_ranks=len(names),
             hosts=tuple(Host(name) for name in names),
-            environment=environ,
+            environment=os.environ,
             working_directory=os.getcwd(),
             subnet=subnet,
             ssh_port=options.ssh_port,
@@ -160,7 +158,7 @@ def measure(
             supported = job if dialect in SUBNETS else replace(job, subnet="")
             plan = mpirun.plan(supported, dialect, local_mpirun["program"])
             with processes.written_files(plan, folder):
-                output, reason = _run(plan, {**environ, **plan.env}, stderr, 3 * options.timeout_s + 2 * len(names))
+                output, reason = _run(plan, stderr, 3 * options.timeout_s + 2 * len(names))
             measured = [parse_json(line) for line in re.findall(r'\{"ring": (\[.*?\])\}', output)]
         except (LaunchError, OSError) as error:
             measured, reason = [], str(error)
@@ -169,10 +167,10 @@ def measure(
     return read(names, measured, reason)
 
 
-def _run(plan: Plan, environ: Mapping[str, str], stderr: IO[bytes], limit_s: float) -> tuple[str, str]:
+def _run(plan: Plan, stderr: IO[bytes], limit_s: float) -> tuple[str, str]:
     """Runs the launcher; returns its output and the reason that applies if that lacks results."""
     streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": stderr}
-    process = subprocess.Popen(plan.argv, env=environ, start_new_session=True, **streams)
+    process = subprocess.Popen(plan.argv, env={**os.environ, **plan.env}, start_new_session=True, **streams)
     try:
         output = process.communicate(timeout=limit_s)[0].decode(errors="replace")
         reason = f"mpirun exited with code {process.returncode}"
