@@ -86,10 +86,10 @@ class HostAgent:
 class HostAgents:
     """The agents of one job's hosts, with what they have reported."""
 
-    def __init__(self, job: Job, selector: selectors.BaseSelector, patience_s: float) -> None:
+    def __init__(self, job: Job, selector: selectors.BaseSelector, answer_timeout_s: float) -> None:
         self.job = job
         self.selector = selector
-        self.patience_s = patience_s
+        self.answer_timeout_s = answer_timeout_s
         self.members: list[HostAgent] = []
         self.status: dict[int, tuple[int, str]] = {}
         """step and phase of ranks that have exited"""
@@ -109,7 +109,7 @@ class HostAgents:
         """
         raise_limits()
         waiting = deque(["", *hosts])
-        deadline = time.monotonic() + self.patience_s
+        deadline = time.monotonic() + self.answer_timeout_s
         refused: dict[str, HostAgent] = {}
         max_connecting, pause_until = CONNECTING, 0.0
         while waiting or not all(agent.ready for agent in self.members):
@@ -151,7 +151,7 @@ class HostAgents:
             Path(job.working_directory or Path.cwd()),
             environ.get("PATH", os.defpath),
             environ.get("PYTHONPATH", ""),
-            timeout_s=self.patience_s,
+            timeout_s=self.answer_timeout_s,
             port=job.ssh_port,
         )
         pipe = subprocess.PIPE
@@ -183,7 +183,7 @@ class HostAgents:
         if any(line.startswith(f"{SAYS}lacks") for line in agent.lines):
             return f"{host} has no {self.job.command[0]!r} on PATH={self.job.environment.get('PATH', '')}: install it"
         lines = [line for line in agent.lines if line and not line.startswith(("@", SAYS))]
-        silent = agent.refusal or f"no answer in {self.patience_s:g} s"
+        silent = agent.refusal or f"no answer in {self.answer_timeout_s:g} s"
         why = next((line for line in reversed(lines) if not CLOSED.match(line)), lines[-1] if lines else silent)
         return f"{host} does not answer: {why}"
 

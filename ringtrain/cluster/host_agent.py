@@ -235,8 +235,8 @@ def ssh(timeout_s: float, port: int = 0) -> list[str]:
     ]
 
 
-def here(hosts: Iterable[str], patience_s: float = LOOK_UP_S) -> frozenset[str]:
-    """Names that mean this machine, looked up concurrently; those not resolved within `patience_s` do not."""
+def here(hosts: Iterable[str], timeout_s: float = LOOK_UP_S) -> frozenset[str]:
+    """Names that mean this machine, looked up concurrently; those not resolved within `timeout_s` do not."""
     waiting = [*dict.fromkeys(hosts)]
     missing, names, answers = len(waiting), set(), queue.SimpleQueue[tuple[str, bool]]()
 
@@ -249,7 +249,7 @@ def here(hosts: Iterable[str], patience_s: float = LOOK_UP_S) -> frozenset[str]:
     # Daemon threads, not a pool, which Python joins at exit: a resolver may take half a minute for each name.
     for _ in range(min(missing, MAX_LOOKING_UP)):
         threading.Thread(target=look_up, daemon=True).start()
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     with contextlib.suppress(queue.Empty):
         for _ in range(missing):
             name, is_local = answers.get(timeout=max(0.0, deadline - time.monotonic()))

@@ -6,7 +6,7 @@ import ipaddress
 import re
 import shlex
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Literal
@@ -211,8 +211,3 @@ def add_file(files: dict[str, str], job: Job, kind: str, text: str) -> str:
 
 def words(*flags: str | int, because: str) -> Flag:
     return Flag(tuple(str(word) for word in flags), because)
-
-
-def named_hosts(hosts: Sequence[Host]) -> str:
-    """Hosts in the format of -H: host1:4,host2:2."""
-    return ",".join(f"{host.name}:{host.slots}" for host in hosts)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from ringtrain.cluster import job as jobs
 from ringtrain.cluster.environment import as_mapping, clean_start, names_for_ranks, settings
-from ringtrain.cluster.job import MAX_WORD_LETTERS, Flag, Job, Plan, check, check_names, named_hosts, words
+from ringtrain.cluster.job import MAX_WORD_LETTERS, Flag, Job, Plan, check, check_names, words
 from ringtrain.cluster.plans import openmpi
 from ringtrain.cluster.plans.rank_start import reported
 from ringtrain.errors import LaunchError
@@ -43,7 +43,7 @@ def plan(
             f"horovodrun over MPI speaks to Open MPI 4 only, and this is {dialect}: use --launcher horovodrun-gloo or"
             f" mpirun"
         )
-    listed = named_hosts(job.hosts)
+    listed = ",".join(map(str, job.hosts))
     if len(listed) > MAX_WORD_LETTERS:
         raise LaunchError(f"{len(job.hosts)} hosts are too many for horovodrun's command line: use --launcher mpirun")
     hosts = words(
@@ -86,7 +86,7 @@ def elastic(
             " hosts, or the interface (lo, if it stays at this host)"
         )
     files: dict[str, str] = {}
-    text = "".join(f"{host.name}:{host.slots}\n" for host in job.hosts)  # may change while the job runs
+    text = "".join(f"{host}\n" for host in job.hosts)  # may change while the job runs
     path = jobs.add_file(files, job, "discovery.txt", text)
     source = f"printed by {shlex.quote(discovery)}" if discovery else "given"
     limits = [

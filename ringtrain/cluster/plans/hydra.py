@@ -21,7 +21,7 @@ def flags(job: Job, intel: bool, names: Sequence[str], hostfile: str, files: dic
         )
     yield words("-np", job.num_ranks, because=jobs.NUM_RANKS)
     if job.hosts and not hostfile:
-        text = "".join(f"{host.name}:{host.slots}\n" for host in job.hosts)
+        text = "".join(f"{host}\n" for host in job.hosts)
         hostfile = jobs.add_file(files, job, "hosts.txt", text)
     if hostfile and intel:
         because = "hosts, each with the ranks it takes; with -f Intel MPI passes over the numbers, -ppn has one for all"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ringtrain.cluster import job as jobs
 from ringtrain.cluster.host_agent import OWN_CONNECTION
-from ringtrain.cluster.job import MAX_WORD_LETTERS, NUM_HOSTS_LARGE, Flag, Job, check_names, named_hosts, words
+from ringtrain.cluster.job import MAX_WORD_LETTERS, NUM_HOSTS_LARGE, Flag, Job, check_names, words
 from ringtrain.errors import LaunchError
 
 SSH_OPTIONS = (
@@ -64,7 +64,7 @@ FIVE = Words(
 def flags(job: Job, dialect: Words, names: Sequence[str], hostfile: str, files: dict[str, str]) -> Iterator[Flag]:
     """Arguments after mpirun. hostfile: Existing one; "": the job's hosts. files: Gets those to write."""
     check_names(job.hosts, dialect.title)
-    listed = named_hosts(job.hosts)
+    listed = ",".join(map(str, job.hosts))
     yield words("-np", job.num_ranks, because=jobs.NUM_RANKS)
     if hostfile:
         yield words("--hostfile", hostfile, because="hosts and slots; given, since the default differs by version")
