@@ -187,7 +187,7 @@ def check_subnet(subnet: str) -> None:
         raise LaunchError(f"got --subnet {subnet!r}, expected a network such as 10.1.0.0/16") from error
 
 
-def check_names(hosts: Iterable[Host], launcher: str, pattern: str = r"[A-Za-z0-9][A-Za-z0-9.-]*") -> None:
+def check_names(hosts: Iterable[Host], launcher: str, pattern: str = r"[A-Za-z0-9_][A-Za-z0-9._-]*") -> None:
     """Raises LaunchError for the first host whose name the launcher does not accept."""
     allowed = re.compile(pattern)
     for host in hosts:

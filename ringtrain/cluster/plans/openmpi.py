@@ -63,7 +63,7 @@ FIVE = Words(
 
 def flags(job: Job, dialect: Words, names: Sequence[str], hostfile: str, files: dict[str, str]) -> Iterator[Flag]:
     """Arguments after mpirun. hostfile: Existing one; "": the job's hosts. files: Gets those to write."""
-    check_names(job.hosts, dialect.title)
+    check_names(job.hosts, dialect.title, r"[A-Za-z0-9][A-Za-z0-9.-]*")
     listed = ",".join(map(str, job.hosts))
     yield words("-np", job.num_ranks, because=jobs.NUM_RANKS)
     if hostfile:

@@ -14,7 +14,6 @@ from ringtrain.cluster.plans.rank_start import WAITING_SCRIPT, logged, reported
 from ringtrain.errors import LaunchError
 from ringtrain.protocol.launchers import RANK_VARIABLES
 
-HOST_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 OPTION = re.compile(r"[A-Za-z0-9_.@:,+-]+")
 HOME = ("HOME", "LANG", "LOGNAME", "SHELL", "TMPDIR", "USER")
 SAVED = (128 + 10, 128 + 15)
@@ -35,7 +34,7 @@ class Batch:
 def srun(job: Job, mpi: str = "pmix", program: str = "srun") -> Plan:
     """Command that starts a job in an allocation; without hosts Slurm places the ranks. mpi: Slurm's plug-in."""
     check(job)
-    check_names(job.hosts, "srun", HOST_NAME)
+    check_names(job.hosts, "srun")
     values, reasons = as_mapping([*settings(job), *_settings(job, mpi)])
     files: dict[str, str] = {}
     flags = [
@@ -67,7 +66,7 @@ def sbatch(job: Job, batch: Batch = Batch()) -> Plan:
     """Command that submits a job, and its script. Hosts are requested by name; for localhost or none, Slurm chooses."""
     check(job)
     hosts = tuple(host for host in job.hosts if host.name != "localhost")
-    check_names(hosts, "sbatch", HOST_NAME)
+    check_names(hosts, "sbatch")
     if len({host.slots for host in hosts}) > 1:
         raise LaunchError(
             "sbatch gives each host as many ranks: choose hosts with the same slots, or use --launcher srun"
