@@ -262,7 +262,7 @@ def spark_slots(options: LaunchOptions) -> int:
         raise LaunchError("got hosts with --launcher spark, which has executors instead: leave them out, give --master")
     slots = local_slots(options.master) if options.np is None else options.np
     if slots is None:
-        raise LaunchError("got no -np, and only a local Spark tells its number of slots: give -np")
+        raise LaunchError("got no -np, and only of a local Spark the number of slots is known: give -np")
     if slots < 1:
         raise LaunchError(f"got -np {slots}, expected 1 rank or more")
     return slots

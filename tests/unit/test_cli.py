@@ -131,8 +131,8 @@ def test_good_input_starts_mpirun(bin_dir: Path) -> None:
     ("version", "said"),
     [
         (None, "no mpirun on PATH"),
-        ("Our Own MPI 1.0", "mpirun --version says 'Our Own MPI 1.0'"),
-        ("", "mpirun --version says ''"),
+        ("Our Own MPI 1.0", "mpirun --version printed 'Our Own MPI 1.0'"),
+        ("", "mpirun --version printed ''"),
     ],
 )
 def test_an_mpirun_that_is_missing_or_unknown(bin_dir: Path, version: str | None, said: str) -> None:

@@ -39,7 +39,7 @@ def plan(
     _check(job)
     if not gloo and dialect != "openmpi4":
         raise LaunchError(
-            f"horovodrun over MPI speaks to Open MPI 4 only, and this is {dialect}: use --launcher horovodrun-gloo or"
+            f"horovodrun over MPI supports Open MPI 4 only, and this is {dialect}: use --launcher horovodrun-gloo or"
             f" mpirun"
         )
     listed = ",".join(map(str, job.hosts))
@@ -82,7 +82,7 @@ def elastic(
     if len(job.hosts) < 2 and not interface:
         raise LaunchError(
             "got one host: an elastic horovodrun waits for a second one to find the interface between them: name more"
-            " hosts, or the interface (lo, if it stays at this host)"
+            " hosts, or give --network-interface (lo, if it stays on this host)"
         )
     files: dict[str, str] = {}
     text = "".join(f"{host}\n" for host in job.hosts)  # may change while the job runs
@@ -114,7 +114,7 @@ def _check(job: Job) -> None:
             f" --launcher mpirun"
         )
     if job.network == "ucx":
-        raise LaunchError("got --network ucx, but horovodrun has MPI and Gloo talk over TCP: use --launcher mpirun")
+        raise LaunchError("got --network ucx, but horovodrun runs MPI and Gloo over TCP: use --launcher mpirun")
 
 
 def _plan(
@@ -169,8 +169,8 @@ def _check_gloo(job: Job) -> None:
     folder = job.working_directory or job.environment.get("PWD", "")
     if len(job.hosts) > 1 and not PLAIN_PATH.fullmatch(folder):
         raise LaunchError(
-            f"{shlex.quote(folder)}: over Gloo, horovodrun gives this folder to other hosts' shells as it is: start in"
-            f" one without spaces and signs, or use --launcher mpirun"
+            f"{shlex.quote(folder)}: over Gloo, horovodrun passes this directory unquoted to other hosts' shells: start"
+            f" in one without spaces and special characters, or use --launcher mpirun"
         )
 
 

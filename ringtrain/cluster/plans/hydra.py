@@ -24,7 +24,7 @@ def flags(job: Job, intel: bool, names: Sequence[str], hostfile: str, files: dic
         text = "".join(f"{host}\n" for host in job.hosts)
         hostfile = jobs.add_file(files, job, "hosts.txt", text)
     if hostfile and intel:
-        because = "hosts, each with the ranks it takes; with -f Intel MPI passes over the numbers, -ppn has one for all"
+        because = "hosts, each with the ranks it takes; with -f Intel MPI ignores the numbers, -ppn has one for all"
         yield words("-machinefile", hostfile, because=because)
     elif hostfile:
         yield words("-f", hostfile, because="hosts, each with the ranks it takes")

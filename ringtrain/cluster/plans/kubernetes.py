@@ -62,7 +62,7 @@ def plan(job: Job, cluster: Cluster = Cluster()) -> Plan:
     slots = {host.slots for host in job.hosts}
     if len(slots) != 1:
         raise LaunchError(
-            "an MPIJob has workers that all take the same number of ranks: choose hosts with the same slots"
+            "the workers of an MPIJob all have the same number of ranks: choose hosts with the same slots"
         )
     for what, name in (("name", cluster.name), ("namespace", cluster.namespace or "any")):
         if not LABEL.fullmatch(name):
@@ -88,7 +88,7 @@ def _refuse_local_paths(job: Job) -> None:
         if any(path == folder or path.startswith(f"{folder}/") for folder in folders):
             raise LaunchError(
                 f"{path} is a path of this machine: containers see what their image holds, and start in its directory:"
-                f" name it as it is there, such as configs/digits.toml"
+                f" give its path there, such as configs/digits.toml"
             )
 
 

@@ -63,7 +63,7 @@ def identify(version_text: str) -> str:
             return name
     first = text.splitlines()[0] if text else ""
     raise LaunchError(
-        f"mpirun --version says {first!r}: expected {', '.join(dialect.title for dialect in DIALECTS.values())}: put"
+        f"mpirun --version printed {first!r}, expected {', '.join(dialect.title for dialect in DIALECTS.values())}: put"
         f" one of these first on PATH, or use --launcher horovodrun-gloo"
     )
 

@@ -136,7 +136,7 @@ def control(job: Job, dialect: Words) -> Iterator[Flag]:
         yield words(set_to, f"{dialect.control_networks}_include", job.subnet, because=because)
     if job.several_hosts:
         for name, seconds in (("time", 4), ("intvl", 2), ("probes", 3)):
-            because = "a host that has vanished is noticed in 4 + 3 x 2 s, not in 8 minutes"
+            because = "a vanished host is noticed in 4 + 3 x 2 s, not in 8 minutes"
             yield words(set_to, f"oob_tcp_keepalive_{name}", seconds, because=because)
     if dialect.kill:
         yield words(set_to, dialect.kill, 2, because="ranks that ignore SIGTERM are killed after 2 s")

@@ -69,7 +69,7 @@ def sbatch(job: Job, batch: Batch = Batch()) -> Plan:
     check_names(hosts, "sbatch")
     if len({host.slots for host in hosts}) > 1:
         raise LaunchError(
-            "sbatch gives each host as many ranks: choose hosts with the same slots, or use --launcher srun"
+            "sbatch starts the same number of ranks on each host: choose hosts with the same slots, or --launcher srun"
         )
     if batch.num_nodes and (hosts or job.num_ranks % batch.num_nodes):
         raise LaunchError(
