@@ -52,7 +52,6 @@ class Parser(argparse.ArgumentParser):
     """Parser whose errors are LaunchErrors of one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises LaunchError instead of printing the usage."""
         raise LaunchError(f"{message}: see {self.prog} --help")
 
 
@@ -91,14 +90,12 @@ def with_ranks(*hidden: str, groups: Sequence[str] = (MPIJOB,)) -> tuple[Parser,
 
 
 def add_hosts(commands: argparse._SubParsersAction[Any]) -> None:
-    """Adds `ringtrain hosts`."""
     listed = commands.add_parser("hosts", help="print the hosts that a launch would use")
     add_options(listed, [HOSTS], hidden=("ssh_port", "subnet"))
     listed.set_defaults(handler=hosts, name="hosts")
 
 
 def add_doctor(commands: argparse._SubParsersAction[Any]) -> None:
-    """Adds `ringtrain doctor`."""
     asked = commands.add_parser(
         "doctor",
         description="Checks every host, and measures the links between hosts. Without hosts: those of the scheduler's"
@@ -115,14 +112,12 @@ def add_doctor(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def launch(options: argparse.Namespace) -> int:
-    """Runs a job, or prints its plan."""
     from ringtrain.cluster.launch import launch
 
     return launch(LaunchOptions.of(options))
 
 
 def hosts(options: argparse.Namespace) -> int:
-    """Prints the hosts with their slots, in the format of -H."""
     listed, source = find_hosts(options)
     for host in listed:
         print(host)
@@ -131,7 +126,6 @@ def hosts(options: argparse.Namespace) -> int:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Checks hosts, and prints the findings."""
     from ringtrain.cluster.doctor import preflight
 
     wanted = preflight.Options(
@@ -146,7 +140,6 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def find_hosts(options: argparse.Namespace) -> tuple[Sequence[Any], str]:
-    """Hosts of a command line, and their source."""
     from ringtrain.cluster.launch import find_hosts
 
     return find_hosts(LaunchOptions.of(options))

@@ -38,8 +38,6 @@ class HostsLost(LaunchError):
 
 @dataclass
 class HostAgent:
-    """Process of a host agent, and its messages."""
-
     host: str
     """"": this one"""
     process: subprocess.Popen[bytes]
@@ -53,7 +51,7 @@ class HostAgent:
     """last line of the previous try"""
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_LINES))
     unfinished: bytes = b""
-    own_name: str = ""
+    hostname: str = ""
     """by which its host calls itself"""
     version: str = ""
     """of its host's ringtrain; "": not asked for"""
@@ -88,10 +86,10 @@ class HostAgent:
 class HostAgents:
     """The agents of one job's hosts, with what they have reported."""
 
-    def __init__(self, job: Job, selector: selectors.BaseSelector, patience_s: float) -> None:
+    def __init__(self, job: Job, selector: selectors.BaseSelector, answer_timeout_s: float) -> None:
         self.job = job
         self.selector = selector
-        self.patience_s = patience_s
+        self.answer_timeout_s = answer_timeout_s
         self.members: list[HostAgent] = []
         self.status: dict[int, tuple[int, str]] = {}
         """step and phase of ranks that have exited"""
@@ -111,7 +109,7 @@ class HostAgents:
         """
         raise_limits()
         waiting = deque(["", *hosts])
-        deadline = time.monotonic() + self.patience_s
+        deadline = time.monotonic() + self.answer_timeout_s
         refused: dict[str, HostAgent] = {}
         max_connecting, pause_until = CONNECTING, 0.0
         while waiting or not all(agent.ready for agent in self.members):
@@ -153,7 +151,7 @@ class HostAgents:
             Path(job.working_directory or Path.cwd()),
             environ.get("PATH", os.defpath),
             environ.get("PYTHONPATH", ""),
-            timeout_s=self.patience_s,
+            timeout_s=self.answer_timeout_s,
             port=job.ssh_port,
         )
         pipe = subprocess.PIPE
@@ -185,7 +183,7 @@ class HostAgents:
         if any(line.startswith(f"{SAYS}lacks") for line in agent.lines):
             return f"{host} has no {self.job.command[0]!r} on PATH={self.job.environment.get('PATH', '')}: install it"
         lines = [line for line in agent.lines if line and not line.startswith(("@", SAYS))]
-        silent = agent.refusal or f"no answer in {self.patience_s:g} s"
+        silent = agent.refusal or f"no answer in {self.answer_timeout_s:g} s"
         why = next((line for line in reversed(lines) if not CLOSED.match(line)), lines[-1] if lines else silent)
         return f"{host} does not answer: {why}"
 
@@ -215,7 +213,7 @@ class HostAgents:
     def _take(self, agent: HostAgent, kind: str = "", *rest: str) -> None:
         if kind == "ready":
             agent.ready = True
-            agent.own_name, agent.version = [*rest, "", ""][:2]
+            agent.hostname, agent.version = [*rest, "", ""][:2]
         elif kind == "swept":
             agent.cleaned_up = True
         elif kind == "box":
@@ -238,7 +236,6 @@ class HostAgents:
         return [agent for agent in self.members if agent.host or is_used]
 
     def local_networks(self) -> tuple[str, ...]:
-        """Networks of the job's hosts that connect no hosts."""
         agents = self.of_hosts()
         reached = {agent.reached for agent in agents if agent.reached}
         if not all(agent.host for agent in agents):
@@ -246,10 +243,6 @@ class HostAgents:
                 with contextlib.suppress(OSError):
                     reached.add(host_agent.source_address(address))
         return host_agent.local_networks([agent.networks for agent in agents], reached)
-
-    def without_networks(self) -> list[str]:
-        """Names of hosts that cannot report their networks."""
-        return [agent.name for agent in self.of_hosts() if not agent.networks]
 
 
 def raise_limits() -> None:

@@ -15,14 +15,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ringtrain.cluster import host_agent
 from ringtrain.cluster.agents import HostAgent, HostsLost, raise_limits
 from ringtrain.cluster.host_agent import LEASE_S
 from ringtrain.cluster.hosts import Host, parse_hosts
-from ringtrain.cluster.job import Job, Plan
+from ringtrain.cluster.job import Plan
 from ringtrain.cluster.processes import call, say
-from ringtrain.cluster.supervisor import Supervisor, SupervisorOptions
+from ringtrain.cluster.supervisor import Supervisor
 from ringtrain.errors import LaunchError
 from ringtrain.protocol.env import JOB
 from ringtrain.protocol.placement import PlannedPlacement, RankPlacement
@@ -68,24 +69,19 @@ class ElasticSupervisor(Supervisor):
 
     defers_failures = False
 
-    def __init__(
-        self, job: Job, options: SupervisorOptions, discover: Callable[[], tuple[Host, ...]], first_ranks: int
-    ) -> None:
-        super().__init__(job, options)
-        self.planned_placement = PlannedPlacement(job.num_ranks)  # which host has which rank changes
+    def __init__(self, *args: Any, discover: Callable[[], tuple[Host, ...]], first_ranks: int) -> None:
+        super().__init__(*args)
+        self.planned_placement = PlannedPlacement(self.job.num_ranks)  # which host has which rank changes
         self.discover = discover
-        self.first_ranks = first_ranks
+        self.first_ranks = min(first_ranks, self.job.num_ranks)
         self.hosts: dict[str, ElasticHost] = {}
         self.complaint = ""
         self._listed: tuple[Host, ...] | None = None
         self._looked_up: set[str] = set()
         self._published: Path | None = None
+        """file that Horovod's driver reads"""
         self._text = ""
         self._asking = threading.Thread(target=self._ask, daemon=True)
-
-    def planned(self, plan: Plan) -> None:
-        """Finds the file that Horovod's driver reads."""
-        self._published = next((Path(path) for path in plan.files if Path(path).name.startswith(PUBLISHED)), None)
 
     def _ask(self) -> None:
         while not self._over.wait(ASK_S if self._listed is not None else 0):
@@ -102,12 +98,13 @@ class ElasticSupervisor(Supervisor):
 
     # ---- hosts ----------------------------------------------------------------------------------------------------
 
-    def prepare(self) -> None:
+    def prepare(self, plan: Plan) -> None:
         """Starts agents until enough hosts are ready and none is pending. Raises LaunchError if there are too few."""
+        self._published = next((Path(path) for path in plan.files if Path(path).name.startswith(PUBLISHED)), None)
         raise_limits()
         self.agents.start("", is_checked=True)
         self._asking.start()
-        deadline = time.monotonic() + self.options.start_timeout_s
+        deadline = time.monotonic() + self.options.start_timeout
         while True:
             self._poll_unless_stopped()
             self._check_agents()
@@ -122,12 +119,11 @@ class ElasticSupervisor(Supervisor):
                     return
                 listed = self.complaint or ", ".join(str(host.host) for host in present) or "no host"
                 raise LaunchError(
-                    f"{self.first_ranks} ranks are needed to start, but within {self.options.start_timeout_s:g} s too"
+                    f"{self.first_ranks} ranks are needed to start, but within {self.options.start_timeout:g} s too"
                     f" few hosts answered ({listed}): check the hosts, or lower -np and --min-np"
                 )
 
     def _present(self) -> list[ElasticHost]:
-        """Hosts listed now."""
         listed = {host.name for host in self._listed or ()}
         return [host for name, host in self.hosts.items() if name in listed]
 
@@ -168,7 +164,7 @@ class ElasticSupervisor(Supervisor):
             if not host.published_s:
                 continue
             for_s = now - host.published_s
-            if self._process and for_s > UNHEARD_S and host.agent and host.agent.own_name not in used:
+            if self._process and for_s > UNHEARD_S and host.agent and host.agent.hostname not in used:
                 if for_s > UNHEARD_S + 3 * ASK_S:
                     host.published_s = now
                 else:
@@ -217,7 +213,7 @@ class ElasticSupervisor(Supervisor):
     def _check_start(self, began_s: float) -> None:
         """Starts agents on new hosts; there is no planned placement to compare with."""
         self._add_hosts()
-        timeout_s = self.options.start_timeout_s
+        timeout_s = self.options.start_timeout
         if not self.reports.ranks and time.monotonic() > began_s + timeout_s and not self.stopped_by:
             raise LaunchError(
                 f"no rank started within {timeout_s:g} s: check horovodrun's output above; if the hosts' interfaces"
@@ -228,5 +224,4 @@ class ElasticSupervisor(Supervisor):
         """Accepts any number of ranks at the end."""
 
     def _agent_host(self, rank: RankPlacement) -> str:
-        """Host whose agent can reach a rank's process."""
-        return next((agent.host for agent in self.agents.members if agent.own_name == rank.host), "")
+        return next((agent.host for agent in self.agents.members if agent.hostname == rank.host), "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ringtrain.cluster.job import Flag, Job, words
@@ -106,42 +106,31 @@ def not_forwarded(job: Job) -> str:
     return f"not forwarded to ranks: {len(names)} variable{'s' * (len(names) != 1)} ({shown}): --forward NAME adds one"
 
 
-def settings(job: Job) -> list[Setting]:
-    """Variables that a job sets for its ranks under any launcher."""
-    found = []
+def settings(job: Job) -> Iterator[Setting]:
     if job.id:
-        found += [
-            Setting(JOB, job.id, "ID of the job, by which its processes are found on every host; new at each start"),
-            Setting(PLAN, job.planned.to_json(), "planned placement, with which each rank compares its own"),
-            Setting(ATTEMPT, job.attempt, "number of this attempt, and exit causes of earlier ones"),
-        ]
+        because = "ID of the job, by which its processes are found on every host; new at each start"
+        yield Setting(JOB, job.id, because)
+        yield Setting(PLAN, job.planned.to_json(), "planned placement, with which each rank compares its own")
+        yield Setting(ATTEMPT, job.attempt, "number of this attempt, and exit causes of earlier ones")
     if job.threads_per_rank:
-        reason = "threads of a rank, as asked for (--threads)"
-        names = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
-        found += [Setting(name, str(job.threads_per_rank), reason) for name in names]
+        for name in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"):
+            yield Setting(name, str(job.threads_per_rank), "threads of a rank, as asked for (--threads)")
     if job.num_servers:
-        found.append(Setting(SERVERS, str(job.num_servers), "ranks that are parameter servers (--ps)"))
+        yield Setting(SERVERS, str(job.num_servers), "ranks that are parameter servers (--ps)")
     if job.timeline:
-        found.append(Setting("HOROVOD_TIMELINE", job.timeline, "timelines of all ranks go there (--timeline)"))
+        yield Setting("HOROVOD_TIMELINE", job.timeline, "timelines of all ranks go there (--timeline)")
     for name in ("NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"):
         if job.environment.get(name):
-            found.append(
-                Setting(name, None, f"set here: ranks get {job.environment[name]!r}, which every host must have")
-            )
+            because = f"set here: ranks get {job.environment[name]!r}, which every host must have"
+            yield Setting(name, None, because)
         elif job.subnet:
-            found.append(
-                Setting(
-                    name, None, f"knows interfaces by name only, and {job.subnet} is a subnet: it chooses for itself"
-                )
-            )
-    return found
+            because = f"knows interfaces by name only, and {job.subnet} is a subnet: it chooses for itself"
+            yield Setting(name, None, because)
 
 
-def as_mapping(found: Iterable[Setting]) -> tuple[dict[str, str], dict[str, str]]:
-    """Values and reasons, by name."""
-    listed = list(found)
-    values = {setting.name: setting.value for setting in listed if setting.value is not None}
-    return values, {setting.name: setting.reason for setting in listed}
+def as_mapping(settings: Sequence[Setting]) -> tuple[dict[str, str], dict[str, str]]:
+    values = {setting.name: setting.value for setting in settings if setting.value is not None}
+    return values, {setting.name: setting.reason for setting in settings}
 
 
 def names_for_ranks(job: Job, values: Mapping[str, str]) -> tuple[str, ...]:

@@ -30,21 +30,7 @@ MAX_SPEAKERS = 8
 
 
 @dataclass(frozen=True)
-class ExitCause:
-    """The launcher's last message, and its exit code."""
-
-    exit_code: int
-    text: str = ""
-    rank: int = -1
-    """first to exit; -1: not known"""
-    kind: str = ""
-    """class name of its exception, if it reported one"""
-
-
-@dataclass(frozen=True)
-class Ending:
-    """Result of a job."""
-
+class JobResult:
     exit_code: int
     """of the rank that failed first, 128 + a signal's number, or 0"""
     text: str = ""
@@ -82,8 +68,8 @@ class Ending:
     def in_a_line(self) -> str:
         """Exit cause without a traceback."""
         first, *rest = self.text.splitlines() or [f"exit code {self.exit_code}"]
-        said = f"{first} {rest[-1].strip()}" if rest and first.endswith(":") else first
-        return f"{said} ({self.where_in_words})" if self.rank >= 0 or self.global_step >= 0 else said
+        text = f"{first} {rest[-1].strip()}" if rest and first.endswith(":") else first
+        return f"{text} ({self.where_in_words})" if self.rank >= 0 or self.global_step >= 0 else text
 
 
 def rank_of(line: str) -> tuple[int, str] | None:
@@ -95,11 +81,11 @@ def rank_of(line: str) -> tuple[int, str] | None:
 def decide(
     returncode: int,
     reports: Reader,
-    said_by_launcher: str,
+    launcher_output: str,
     tails: Mapping[int, Sequence[str]],
     launcher: str,
     silent: Sequence[str] = (),
-) -> ExitCause:
+) -> JobResult:
     """Exit code and cause of the rank that exited first: its exception, else its signal or exit code and last lines.
 
     A follow-up error such as "Horovod has been shut down" is the cause only if there is no other, with an explanation.
@@ -107,62 +93,62 @@ def decide(
     """
     code = returncode if returncode >= 0 else 128 - returncode
     if code == 0 and not silent:
-        return ExitCause(0)
+        return JobResult(0)
     failure = reports.first_failure()
     if failure and not failure.is_consequence:
-        return ExitCause(failure.exit_code, _in_its_words(failure), failure.rank, failure.kind)
-    if named := _named_by_launcher(said_by_launcher, code, reports, tails, failure):
-        return named
+        return JobResult(failure.exit_code, _in_its_words(failure), failure.kind, rank=failure.rank)
+    if by_launcher := _named_by_launcher(launcher_output, code, reports, tails, failure):
+        return by_launcher
     if silent:
         lost_hosts = ", ".join(silent)
-        return ExitCause(2, f"lost {lost_hosts} while the job ran: its host or network failed")
+        return JobResult(2, f"lost {lost_hosts} while the job ran: its host or network failed")
     if failure:
-        return ExitCause(
+        return JobResult(
             failure.exit_code,
             f"{_in_its_words(failure)}\nthis is a follow-up error: another rank exited before without a report: it"
             f" called exit, was killed, or its host was lost: check its output and the host's kernel log",
         )
-    if lost := LOST.search(said_by_launcher):
-        return ExitCause(
+    if lost := LOST.search(launcher_output):
+        return JobResult(
             code, f"{launcher} lost its daemon on {lost[1]}: the host or its network failed, or it was killed"
         )
     if returncode < 0:
-        return ExitCause(code, f"{launcher} was killed by {signal_name(-returncode)}")
+        return JobResult(code, f"{launcher} was killed by {signal_name(-returncode)}")
     # Open MPI 4 sometimes does not name the rank if it was on another host.
     hosts = {rank.rank: rank.host for rank in reports.ranks}
     last = [(f"rank {rank} on {hosts[rank]}", tail[-1]) for rank, tail in tails.items() if tail and rank in hosts]
     if last:
         lines = "\n".join(f"  {who}: {line}" for who, line in last[-MAX_SPEAKERS:])
-        return ExitCause(code, f"a rank exited with code {code}, {launcher} does not name it; last errors:\n{lines}")
-    if any(line.startswith("ringtrain: ") for line in said_by_launcher.splitlines()):  # printed by ringtrain itself
-        return ExitCause(code)
+        return JobResult(code, f"a rank exited with code {code}, {launcher} does not name it; last errors:\n{lines}")
+    if any(line.startswith("ringtrain: ") for line in launcher_output.splitlines()):  # printed by ringtrain itself
+        return JobResult(code)
     how = f"{launcher} exited with code {code}"
     if code - 128 in signal.valid_signals():
         how += f": a rank was killed by {signal_name(code - 128)}, or exited with its code; {launcher} does not name it"
-    return ExitCause(code, how)
+    return JobResult(code, how)
 
 
 def _named_by_launcher(
     text: str, code: int, reports: Reader, tails: Mapping[int, Sequence[str]], consequence: Failure | None
-) -> ExitCause | None:
+) -> JobResult | None:
     """Cause by the launcher's message about the rank that exited first; None without one."""
     hosts = {rank.rank: rank.host for rank in reports.ranks}
-    if ended := HYDRA.search(text):
-        return _by_hydra(ended, code, reports, consequence)
+    if match := HYDRA.search(text):
+        return _by_hydra(match, code, reports, consequence)
     if killed := KILLED.search(text):
         rank, number = int(killed[1]), int(killed[3])
         where = hosts.get(rank, killed[2])
-        return ExitCause(128 + number, f"rank {rank} on {where} was killed by {signal_name(number)}", rank)
+        return JobResult(128 + number, f"rank {rank} on {where} was killed by {signal_name(number)}", rank=rank)
     if (exited := EXITED.search(text)) and int(exited[1]) not in reports.failures:
         rank, rank_code = int(exited[1]), int(exited[2])
         rank_code = rank_code if rank_code >= 0 else 128 - rank_code
         where = f"rank {rank} on {hosts[rank]}" if rank in hosts else f"rank {rank}"
         tail = "\n".join(f"  {line}" for line in tails.get(rank, ()))
         why = f"{where} {_how(rank_code)}{'; its last lines:' * bool(tail)}\n{tail}".rstrip()
-        return ExitCause(rank_code, why, rank)
-    if ended := EXITED_ELASTIC.search(text):
-        said = f"; its output:\n{consequence.text}" if consequence else ""
-        return ExitCause(int(ended[2]), f"of the last ranks, one on {ended[1]} {_how(int(ended[2]))}{said}")
+        return JobResult(rank_code, why, rank=rank)
+    if match := EXITED_ELASTIC.search(text):
+        output = f"; its output:\n{consequence.text}" if consequence else ""
+        return JobResult(int(match[2]), f"of the last ranks, one on {match[1]} {_how(int(match[2]))}{output}")
     return None
 
 
@@ -173,16 +159,16 @@ def _how(exit_code: int) -> str:
     return f"exited first, with exit code {exit_code}"
 
 
-def _by_hydra(ended: re.Match[str], code: int, reports: Reader, consequence: Failure | None) -> ExitCause:
-    process, host, number = int(ended[1]), ended[2], int(ended[3])
+def _by_hydra(match: re.Match[str], code: int, reports: Reader, consequence: Failure | None) -> JobResult:
+    process, host, number = int(match[1]), match[2], int(match[3])
     placement = next((rank for rank in reports.ranks if rank.process == process), None)
     who = f"rank {placement.rank} on {placement.host}" if placement else f"process {process} on {host}"
     rank = placement.rank if placement else -1
-    if "KILLED BY SIGNAL" in ended[0] or ended[4]:
-        number = int(ended[4] or number)
-        return ExitCause(128 + number, f"{who} was killed by {signal_name(number)}", rank)
-    said = f"; its output:\n{consequence.text}" if consequence else ""
-    return ExitCause(number or code, f"{who} exited first, with exit code {number}{said}", rank)
+    if "KILLED BY SIGNAL" in match[0] or match[4]:
+        number = int(match[4] or number)
+        return JobResult(128 + number, f"{who} was killed by {signal_name(number)}", rank=rank)
+    output = f"; its output:\n{consequence.text}" if consequence else ""
+    return JobResult(number or code, f"{who} exited first, with exit code {number}{output}", rank=rank)
 
 
 def signal_name(number: int) -> str:

@@ -48,7 +48,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def install(exported: set[str]) -> None:
-    """Replaces the insecure parts of Horovod's launcher."""
     from horovod.runner import gloo_run, mpi_run
     from horovod.runner.common.util import codec, env, network
     from horovod.runner.driver import driver_service
@@ -63,17 +62,17 @@ def install(exported: set[str]) -> None:
     rendezvous = make_rendezvous()
     gloo_run.RendezvousServer = rendezvous
     exported_values: dict[str, str] = {}
-    own_values: dict[str, str] = {}
+    horovod_values: dict[str, str] = {}
 
     def rank_values() -> dict[str, str]:
         """Environment of all ranks; Horovod's own variables override the user's."""
-        return {**exported_values, "PYTHONUNBUFFERED": "1", **own_values}
+        return {**exported_values, "PYTHONUNBUFFERED": "1", **horovod_values}
 
     def run_command(command: Sequence[str], address: str, nics: Any, port: object, elastic: bool = False) -> str:
         """Ranks' command without values: Horovod's own variables are sent with the environment."""
         at = rendezvous.opened.listen(address)
-        own_values.update({k: str(v) for k, v in gloo_run.create_run_env_vars(at, nics, "", elastic).items()})
-        own_values["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(rendezvous.opened.port)
+        horovod_values.update({k: str(v) for k, v in gloo_run.create_run_env_vars(at, nics, "", elastic).items()})
+        horovod_values["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(rendezvous.opened.port)
         return shlex.join(command)
 
     def slot_command(command: str, environ: dict[str, str]) -> Any:
@@ -81,8 +80,8 @@ def install(exported: set[str]) -> None:
         exported_values.update({name: value for name, value in environ.items() if name in exported})
 
         def of_slot(slot: Any) -> str:
-            own = [f"{name}={value}" for name, value in gloo_run.create_slot_env_vars(slot).items()]
-            return f"env {shlex.join(own)} {command}"
+            variables = [f"{name}={value}" for name, value in gloo_run.create_slot_env_vars(slot).items()]
+            return f"env {shlex.join(variables)} {command}"
 
         return of_slot
 

@@ -179,19 +179,19 @@ def local_networks(hosts: Iterable[str], reached: Iterable[str] = ()) -> tuple[s
                 places.setdefault(place.network, []).append((place.ip, kind == "bridge"))
     times = Counter(address for seen in places.values() for address, _ in seen)
     joining = {address for address in map(ipaddress.IPv4Address, reached) if times[address] < 2}
-    found = [
+    networks = [
         network
         for network, seen in places.items()
         if len({address for address, _ in seen}) < len(seen) or (len(seen) == 1 and seen[0][1])
         if not any(address in network for address in joining)
     ]
-    return tuple(map(str, sorted(found))) if len(distinct) > 1 else ()
+    return tuple(map(str, sorted(networks))) if len(distinct) > 1 else ()
 
 
-def source_address(host: str) -> str:
-    """Local address from which packets to a host are sent. Raises OSError without an IPv4 address or a route."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing: the kernel selects the source address
+def source_address(host: str, family: int = socket.AF_INET, scope: Sequence[int] = ()) -> str:
+    """Local address from which packets to a host are sent. Raises OSError without an address or a route."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9, *scope))  # sends nothing: the kernel selects the source address
         return str(probe.getsockname()[0])
 
 
@@ -235,10 +235,10 @@ def ssh(timeout_s: float, port: int = 0) -> list[str]:
     ]
 
 
-def here(hosts: Iterable[str], patience_s: float = LOOK_UP_S) -> frozenset[str]:
-    """Names that mean this machine, looked up concurrently; those not resolved within `patience_s` do not."""
+def here(hosts: Iterable[str], timeout_s: float = LOOK_UP_S) -> frozenset[str]:
+    """Names that mean this machine, looked up concurrently; those not resolved within `timeout_s` do not."""
     waiting = [*dict.fromkeys(hosts)]
-    missing, found, answers = len(waiting), set(), queue.SimpleQueue[tuple[str, bool]]()
+    missing, names, answers = len(waiting), set(), queue.SimpleQueue[tuple[str, bool]]()
 
     def look_up() -> None:
         with contextlib.suppress(IndexError):
@@ -249,12 +249,12 @@ def here(hosts: Iterable[str], patience_s: float = LOOK_UP_S) -> frozenset[str]:
     # Daemon threads, not a pool, which Python joins at exit: a resolver may take half a minute for each name.
     for _ in range(min(missing, MAX_LOOKING_UP)):
         threading.Thread(target=look_up, daemon=True).start()
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     with contextlib.suppress(queue.Empty):
         for _ in range(missing):
-            name, is_own = answers.get(timeout=max(0.0, deadline - time.monotonic()))
-            found |= {name} if is_own else set()
-    return frozenset(found)
+            name, is_local = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            names |= {name} if is_local else set()
+    return frozenset(names)
 
 
 def is_here(host: str) -> bool:
@@ -262,16 +262,11 @@ def is_here(host: str) -> bool:
     if host in ("localhost", socket.gethostname(), socket.gethostname().partition(".")[0]):
         return True
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
+        answers = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
     except OSError:
         return False
-    for family, kind, protocol, _, address in found:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                # Sends nothing: the kernel selects the source address, for a local address that address itself.
-                probe.connect((address[0], 9, *address[2:]))
-                if probe.getsockname()[0] == address[0] or str(address[0]).startswith("127."):
-                    return True
-        except OSError:
-            continue
+    for family, _, _, _, (address, _, *scope) in answers:
+        with contextlib.suppress(OSError):  # a local address is its own source address
+            if source_address(str(address), family, scope) == address or str(address).startswith("127."):
+                return True
     return False

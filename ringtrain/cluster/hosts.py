@@ -74,14 +74,14 @@ def take(hosts: Sequence[Host], num_ranks: int, oversubscribe: bool = False) -> 
     num_slots = sum(host.slots for host in hosts)
     if num_ranks > num_slots and not oversubscribe:
         raise HostsError(
-            f"got -np {num_ranks}, but {_count(len(hosts), 'host')} with {_count(num_slots, 'slot')} in all"
+            f"got -np {num_ranks}, but {count(len(hosts), 'host')} with {count(num_slots, 'slot')} in all"
             f" ({_listed(hosts)}): ask for fewer ranks, name more hosts, or allow more ranks than slots with"
             f" --oversubscribe"
         )
     limits = [host.max_slots or max(MAX_SLOTS, host.slots) for host in hosts]
     if num_ranks > sum(limits):
         raise HostsError(
-            f"got -np {num_ranks}, but {_count(len(hosts), 'host')} that take {_count(sum(limits), 'rank')} at most"
+            f"got -np {num_ranks}, but {count(len(hosts), 'host')} that take {count(sum(limits), 'rank')} at most"
             f" ({_listed(hosts)}): ask for fewer ranks, or raise max_slots (up to {MAX_SLOTS} for each host)"
         )
     used, left = [], num_ranks
@@ -121,31 +121,31 @@ def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> tuple
         num_slots = sum(host.slots for host in hosts)
         raise HostsError(
             f"got --include {shown(include)} --exclude {shown(exclude)}, which leave none of"
-            f" {_count(num_slots, 'slot')} ({_listed(hosts)}): expected at least one"
+            f" {count(num_slots, 'slot')} ({_listed(hosts)}): expected at least one"
         )
     return tuple(kept)
 
 
 def collect(mentions: Iterable[Mention], source: str) -> tuple[Host, ...]:
     """Merges mentions into hosts, in order of first mention. `source` is for messages."""
-    found: dict[str, tuple[Mention, int]] = {}
+    merged: dict[str, tuple[Mention, int]] = {}
     for mention in mentions:
         key = _key(mention.name)
-        first, before = found.get(key, (mention, 0))
+        first, before = merged.get(key, (mention, 0))
         if before and mention.slots is not None:
             raise HostsError(
-                f"{mention.where}: got {mention.name} with {_count(mention.slots, 'slot')}, expected each host's slots"
+                f"{mention.where}: got {mention.name} with {count(mention.slots, 'slot')}, expected each host's slots"
                 f" once: it has {before} since {first.where}"
             )
         slots, limit = before + (mention.slots or 1), first.max_slots or MAX_SLOTS
         if slots > limit:
             raise HostsError(
-                f"{mention.where}: got {_count(slots, 'slot')} for {mention.name}, expected {limit} at most"
+                f"{mention.where}: got {count(slots, 'slot')} for {mention.name}, expected {limit} at most"
             )
-        found[key] = first, slots
-    if not found:
+        merged[key] = first, slots
+    if not merged:
         raise HostsError(f"{source}: got no host, expected {EXPECTED_HOST} at least once")
-    return tuple(Host(first.name, slots, first.max_slots) for first, slots in found.values())
+    return tuple(Host(first.name, slots, first.max_slots) for first, slots in merged.values())
 
 
 def read_text(path: Path) -> str:
@@ -176,7 +176,7 @@ def _named(hosts: Sequence[Host], text: str, option: str) -> dict[str, set[int]]
         name, slots = divide(item.strip(), where)
         host = known.get(_key(name))
         if not host:
-            raise HostsError(f"{where}: got {name}, expected one of {_count(len(hosts), 'host')}: {_listed(hosts)}")
+            raise HostsError(f"{where}: got {name}, expected one of {count(len(hosts), 'host')}: {_listed(hosts)}")
         there = _indices(host)
         if slots is None:
             named[_key(name)] = set(there)
@@ -208,7 +208,7 @@ def _listed(hosts: Sequence[Host]) -> str:
     return ", ".join(map(str, hosts[:4])) + (", ..." if len(hosts) > 4 else "")
 
 
-def _count(number: int, noun: str) -> str:
+def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 

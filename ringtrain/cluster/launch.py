@@ -12,17 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ringtrain.cluster import elastic, environment, host_agent, job, processes, restart, schedulers, supervisor
 from ringtrain.cluster.agents import HostsLost
-from ringtrain.cluster.exit_cause import HOST_LOST, Ending
+from ringtrain.cluster.exit_cause import HOST_LOST, JobResult
 from ringtrain.cluster.hosts import Host, parse_hosts, read_hostfile, select, take
 from ringtrain.cluster.job import Job, Plan
 from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.cluster.plans import horovodrun, kubernetes, mpirun, slurm
-from ringtrain.cluster.restart import Policy
-from ringtrain.cluster.supervisor import SupervisorOptions
+from ringtrain.cluster.supervisor import Supervisor
 from ringtrain.errors import LaunchError
 from ringtrain.protocol.attempt import Attempt
 
@@ -42,26 +40,56 @@ class Launch:
     num_ranks: int
     """of the first attempt"""
     planner: Planner
-    supervision: SupervisorOptions
     here: frozenset[str] = frozenset()
     """names of hosts that mean this machine"""
     starts_here: bool = False
     """the launcher fills this machine first, wherever it is listed"""
+    supervisor: Callable[..., Supervisor] = Supervisor
+    """class or function with the parameters of Supervisor"""
 
     def job_on(self, hosts: Sequence[Host], attempt: Attempt, num_ranks: int) -> Job:
         """Job of one attempt."""
-        used = take(hosts, num_ranks, self.options.oversubscribe and not self.options.elastic)
+        options = self.options
+        used = take(hosts, num_ranks, options.oversubscribe and not options.elastic)
         if self.starts_here:
             first = next((host for host in used if host.name in self.here), used[0])
             used = (first, *(host for host in used if host != first))
-        return job_of(self.options, used, num_ranks, self.here, attempt)
+        environ = {**os.environ, **options.environ}
+        # The other hosts' cores are not known; hosts of a job are mostly alike.
+        full = max(host.slots for host in used) >= len(os.sched_getaffinity(0))
+        yields = environ.get("OMPI_MCA_mpi_yield_when_idle")
+        return Job(
+            id="" if options.started_by.submits else uuid.uuid4().hex,
+            attempt=attempt.to_json(),
+            command=options.command,
+            num_ranks=num_ranks,
+            hosts=() if options.launcher == "spark" else used,
+            environment=environ,
+            forward=(*options.forward, *options.environ),
+            working_directory=str(Path.cwd()),
+            bind=options.bind,
+            network=options.network,
+            subnet=options.subnet,
+            ssh_port=options.ssh_port,
+            threads_per_rank=options.threads,
+            oversubscribe=options.oversubscribe,
+            output=str(Path(options.output).absolute()) if options.output else "",
+            num_servers=options.ps or 0,
+            timeline=str(Path(options.timeline).absolute()) if options.timeline else "",
+            here=self.here,
+            allow_root=os.geteuid() == 0,
+            files_folder=os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/ringtrain-{os.geteuid()}",
+            yield_when_idle=full if yields is None else yields == "1",
+        )
 
 
 def launch(options: LaunchOptions) -> int:
     """Runs a job and returns its exit code, or prints its plan."""
     options = options.checked()
     work = (elastic_launch if options.elastic else fixed_launch)(options)
-    policy = policy_of(options, work.num_ranks)
+    check_min_np(options, work.num_ranks)
+    if options.ps is not None:  # fewer ranks would have other roles, which no option gives
+        work = replace(work, options=replace(work.options, min_np=work.num_ranks))
     first = work.job_on(work.hosts, Attempt(num_ranks=work.num_ranks), work.num_ranks)
     chosen = next((host for host in first.hosts if host.indices), None)
     if chosen and options.started_by.submits:
@@ -83,63 +111,65 @@ def launch(options: LaunchOptions) -> int:
 
         check_installed()
     else:
-        processes.find("horovodrun" if options.elastic else options.started_by.program)
+        processes.find(work.options.started_by.program)
     if options.started_by.over_ssh and (line := environment.not_forwarded(first)):
         processes.say(line)
-    return run_attempts(work, policy)
+    return run_attempts(work)
 
 
-def run_attempts(work: Launch, policy: Policy) -> int:
-    """Runs a job, restarts it as the policy says, and returns the exit code of its last attempt."""
-    history, silent, attempt = restart.History(), set[str](), Attempt(num_ranks=work.num_ranks)
+def run_attempts(work: Launch) -> int:
+    """Runs a job, restarts it as the options say, and returns the exit code of its last attempt."""
+    options, answer_timeout_s = work.options, float("inf")
+    results: list[JobResult] = []
+    silent, attempt = set[str](), Attempt(num_ranks=work.num_ranks)
 
     def remaining() -> tuple[list[Host], int]:
         """Hosts and number of ranks for the next attempt; 0 ranks: too few hosts."""
-        hosts = restart.remaining(work.hosts, history.failures, policy, silent)
-        if work.options.oversubscribe and not work.options.elastic and hosts:
+        hosts = restart.remaining(work.hosts, results, options, silent)
+        if options.oversubscribe and not options.elastic and hosts:
             return hosts, work.num_ranks
-        return hosts, restart.ranks_on(restart.num_slots(hosts), work.num_ranks, policy.min_ranks)
+        return hosts, restart.ranks_on(restart.num_slots(hosts), work.num_ranks, options.min_np)
 
-    used, num_ranks, supervision = list(work.hosts), work.num_ranks, work.supervision
+    used, num_ranks = list(work.hosts), work.num_ranks
     while True:
         now = work.job_on(used, attempt, num_ranks)
         try:
-            ending = supervisor.run(now, work.planner, supervision)
+            result = supervisor.run(work.supervisor(now, options, answer_timeout_s), work.planner)
         except HostsLost as lost:
-            if not history.endings or not {*lost.hosts} <= {host.name for host in used}:
+            if not results or not {*lost.hosts} <= {host.name for host in used}:
                 raise
             silent |= {*lost.hosts}
             used, num_ranks = remaining()
             processes.say(f"{lost}{'; continues without' * bool(num_ranks)}")
             if num_ranks:
                 continue
-            ending = Ending(2, str(lost), HOST_LOST, hosts=lost.hosts)  # the hosts may come back
-        if not ending.exit_code:
-            if history.endings:
-                processes.say(f"complete; restarted {restart.times(len(history.endings))}")
+            result = JobResult(2, str(lost), HOST_LOST, hosts=lost.hosts)  # the hosts may come back
+        if not result.exit_code:
+            if results:
+                processes.say(f"complete; restarted {restart.times(len(results))}")
             return 0
-        reason = restart.why_not(ending, history.endings, policy)
-        history.add(ending)
+        reason = restart.why_not(result, results, options)
+        results.append(result)
         if reason:
-            if policy.max_restarts and not ending.stopped:
+            if options.max_restarts and not result.stopped:
                 processes.say(f"not restarted: {reason}")
-            return ending.exit_code
+            return result.exit_code
         # Lost hosts are tried again only if the others have too few slots.
-        silent = {*ending.hosts} if ending.kind == HOST_LOST else set()
+        silent = {*result.hosts} if result.kind == HOST_LOST else set()
         used, num_ranks = remaining()
         if num_ranks < work.num_ranks:
             silent = set()
             used, num_ranks = remaining()
         if not num_ranks:
             few = restart.num_slots(used)
-            processes.say(f"not restarted: {few} slots are too few for --min-np {policy.min_ranks}")
-            return ending.exit_code
-        attempt = history.next_attempt(attempt)
-        delay_s = history.delay_s(policy)
-        if now.hosts and now.hosts[0].name in ending.not_cleaned_up:
+            processes.say(f"not restarted: {few} slots are too few for --min-np {options.min_np}")
+            return result.exit_code
+        attempt = restart.next_attempt(results, attempt)
+        delay_s = restart.delay_s(results)
+        if now.hosts and now.hosts[0].name in result.not_cleaned_up:
             delay_s = max(delay_s, host_agent.LEASE_S)  # until the previous rank 0 can no longer write there
-        processes.say(f"restart {attempt.number} of {policy.max_restarts} in {delay_s:g} s, after: {ending.in_a_line}")
-        supervision = replace(supervision, answer_timeout_s=restart.ANSWER_S)
+        processes.say(f"restart {attempt.number} of {options.max_restarts} in {delay_s:g} s, after: {result.in_a_line}")
+        answer_timeout_s = restart.ANSWER_S
         time.sleep(delay_s)
 
 
@@ -147,19 +177,14 @@ def fixed_launch(options: LaunchOptions) -> Launch:
     """Launch on hosts that are known."""
     hosts, _ = find_hosts(options)
     planner, dialect = planner_of(options)
-    over_ssh = options.started_by.over_ssh
+    if options.launcher == "spark":
+        options = replace(options, start_timeout=options.start_timeout + SPARK_START_S)
     return Launch(
         options,
         hosts,
         sum(host.slots for host in hosts) if options.np is None else options.np,
         planner,
-        SupervisorOptions(
-            launcher=options.launcher,
-            start_timeout_s=options.start_timeout + (SPARK_START_S if options.launcher == "spark" else 0),
-            grace_s=options.grace,
-            over_ssh=over_ssh,
-        ),
-        here=host_agent.here(host.name for host in hosts) if over_ssh else frozenset(),
+        here=host_agent.here(host.name for host in hosts) if options.started_by.over_ssh else frozenset(),
         starts_here=dialect == "openmpi4",
     )
 
@@ -172,7 +197,7 @@ def elastic_launch(options: LaunchOptions) -> Launch:
             "slots that are not a host's first ones (--include, --exclude) cannot be used by an elastic job"
         )
     first_ranks = options.min_np if options.np is None else options.np
-    policy_of(options, first_ranks)
+    check_min_np(options, first_ranks)
     slots = sum(host.slots for host in hosts)
     max_ranks = options.max_np or max(first_ranks, slots)
     planner = partial(
@@ -187,13 +212,18 @@ def elastic_launch(options: LaunchOptions) -> Launch:
         python=sys.executable,
     )
     discover = elastic.discovery(options.host_discovery, hosts)
-    supervision = SupervisorOptions(
-        launcher="horovodrun",
-        start_timeout_s=options.start_timeout,
-        grace_s=options.grace,
-        watcher=lambda job, terms: elastic.ElasticSupervisor(job, terms, discover, min(first_ranks, job.num_ranks)),
+    return Launch(
+        replace(options, launcher="horovodrun"),
+        hosts,
+        max(first_ranks, min(max_ranks, slots)),
+        planner,
+        supervisor=partial(elastic.ElasticSupervisor, discover=discover, first_ranks=first_ranks),
     )
-    return Launch(options, hosts, max(first_ranks, min(max_ranks, slots)), planner, supervision)
+
+
+def check_min_np(options: LaunchOptions, num_ranks: int) -> None:
+    if not 1 <= options.min_np <= max(1, num_ranks):
+        raise LaunchError(f"got --min-np {options.min_np}, expected 1 to {num_ranks}, the number of ranks")
 
 
 # ---- hosts --------------------------------------------------------------------------------------------------------
@@ -208,7 +238,7 @@ def find_hosts(options: LaunchOptions) -> tuple[tuple[Host, ...], str]:
     elif options.hosts is not None:
         hosts, source = parse_hosts(options.hosts), "-H"
     elif allocation := schedulers.find(os.environ):
-        hosts, source = allocation.hosts, f"{allocation.scheduler}: {allocation.source}"
+        hosts, source = allocation
     else:
         # A launcher that submits the job uses this as the number of ranks, and requests other machines.
         hosts = (Host("localhost", (options.started_by.submits and options.np) or slots_here()),)
@@ -232,46 +262,13 @@ def spark_slots(options: LaunchOptions) -> int:
         raise LaunchError("got hosts with --launcher spark, which has executors instead: leave them out, give --master")
     slots = local_slots(options.master) if options.np is None else options.np
     if slots is None:
-        raise LaunchError("got no -np, and only a local Spark tells its number of slots: give -np")
+        raise LaunchError("got no -np, and only of a local Spark the number of slots is known: give -np")
     if slots < 1:
         raise LaunchError(f"got -np {slots}, expected 1 rank or more")
     return slots
 
 
 # ---- job and plan -------------------------------------------------------------------------------------------------
-
-
-def job_of(
-    options: LaunchOptions, used: tuple[Host, ...], num_ranks: int, here: frozenset[str], attempt: Attempt
-) -> Job:
-    """Job of the command line. used: Hosts with as many slots as they get ranks."""
-    environ = {**os.environ, **options.environ}
-    # The other hosts' cores are not known; hosts of a job are mostly alike.
-    full = max(host.slots for host in used) >= len(os.sched_getaffinity(0))
-    yields = environ.get("OMPI_MCA_mpi_yield_when_idle")
-    return Job(
-        id="" if options.started_by.submits else uuid.uuid4().hex,
-        attempt=attempt.to_json(),
-        command=options.command,
-        num_ranks=num_ranks,
-        hosts=() if options.launcher == "spark" else used,
-        environment=environ,
-        forward=(*options.forward, *options.environ),
-        working_directory=str(Path.cwd()),
-        bind=options.bind,
-        network=options.network,
-        subnet=options.subnet,
-        ssh_port=options.ssh_port,
-        threads_per_rank=options.threads,
-        oversubscribe=options.oversubscribe,
-        output=str(Path(options.output).absolute()) if options.output else "",
-        num_servers=options.ps or 0,
-        timeline=str(Path(options.timeline).absolute()) if options.timeline else "",
-        here=here,
-        allow_root=os.geteuid() == 0,
-        files_folder=os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/ringtrain-{os.geteuid()}",
-        yield_when_idle=full if yields is None else yields == "1",
-    )
 
 
 def planner_of(options: LaunchOptions) -> tuple[Planner, str]:
@@ -311,25 +308,12 @@ def cluster_of(options: LaunchOptions) -> kubernetes.Cluster:
             raise LaunchError(
                 f"got --resources {options.resources}, expected amounts by name such as cpu=8,memory=32Gi"
             )
-    given: dict[str, Any] = {"image": options.image, "name": options.job_name, "namespace": options.namespace}
     return kubernetes.Cluster(
-        **{name: value for name, value in given.items() if value},
+        image=options.image or "ringtrain",
+        name=options.job_name or "ringtrain",
+        namespace=options.namespace,
         gpus_per_worker=options.gpus,
         resources={name: amount for name, _, amount in pairs},
-    )
-
-
-def policy_of(options: LaunchOptions, num_ranks: int) -> Policy:
-    """Restart policy. Raises LaunchError for an invalid --min-np."""
-    if not 1 <= options.min_np <= max(1, num_ranks):
-        raise LaunchError(f"got --min-np {options.min_np}, expected 1 to {num_ranks}, the number of ranks")
-    return Policy(
-        options.max_restarts,
-        restart_on=options.restart_on,
-        give_up_on=options.give_up_on,
-        keep_hosts=options.keep_hosts,
-        # With servers, fewer ranks would have other roles, which no option gives.
-        min_ranks=options.min_np if options.ps is None else num_ranks,
     )
 
 

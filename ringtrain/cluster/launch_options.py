@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Collection, Mapping
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from ringtrain.errors import LaunchError
@@ -122,11 +123,9 @@ class LaunchOptions:
     @classmethod
     def of(cls, given: argparse.Namespace) -> LaunchOptions:
         """Options of a parsed command line; those that its command does not have are at their defaults."""
-        values: dict[str, Any] = {}
-        for name in (one.name for one in fields(cls) if hasattr(given, one.name)):
-            value = getattr(given, name)
-            values[name] = tuple(value) if isinstance(value, list) else value
-        return cls(**values)
+        names = {one.name for one in fields(cls)}
+        values: dict[str, Any] = {name: value for name, value in vars(given).items() if name in names}
+        return cls(**values | {name: tuple(value) for name, value in values.items() if isinstance(value, list)})
 
     @property
     def started_by(self) -> Launcher:
@@ -139,6 +138,12 @@ class LaunchOptions:
         for name in ("start_timeout", "grace"):
             if not 0 < getattr(self, name) < math.inf:
                 raise LaunchError(f"got {_flag(name)} {getattr(self, name):g}, expected a number of seconds above 0")
+        for name in ("restart_on", "give_up_on"):
+            try:
+                re.compile(getattr(self, name))
+            except re.error as error:
+                got = f"{_flag(name)} {getattr(self, name)!r}"
+                raise LaunchError(f"got {got}, expected a regular expression: {error}") from None
         if self.bind == "core" and self.threads < 1:
             raise LaunchError("got --bind core without --threads: give --threads N, the number of cores of each rank")
         self._check_launcher()
@@ -196,8 +201,9 @@ def add_options(
     sections: dict[str, Any] = {HOSTS: parser, JOB: parser, SHOW: parser}
     exclusive: dict[tuple[str, str], Any] = {}
     for one in fields(LaunchOptions):
-        group = one.metadata.get("group")
-        if group is None or (groups and group not in groups):
+        keywords = {name: value for name, value in one.metadata.items() if value is not None}
+        group, flags = keywords.pop("group", ""), keywords.pop("flags", ())
+        if not group or (groups and group not in groups):
             continue
         if group not in sections:
             sections[group] = parser.add_argument_group(group) if group not in hidden_groups else parser
@@ -206,23 +212,11 @@ def add_options(
             if one.name in names:
                 exclusive.setdefault(names, None)
                 exclusive[names] = section = exclusive[names] or section.add_mutually_exclusive_group()
-        section.add_argument(*_flags(one), **_keywords(one, one.name in hidden or group in hidden_groups))
-
-
-def _flags(one: Field[Any]) -> tuple[str, ...]:
-    return one.metadata["flags"] or (_flag(one.name),)
+        if one.name in hidden or group in hidden_groups:
+            keywords["help"] = argparse.SUPPRESS
+        keywords = {"default": [] if one.default == () else one.default, **KINDS.get(str(one.type), {}), **keywords}
+        section.add_argument(*(flags or (_flag(one.name),)), **keywords)
 
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def _keywords(one: Field[Any], is_hidden: bool) -> dict[str, Any]:
-    words = {key: value for key, value in one.metadata.items() if key not in ("group", "flags") and value is not None}
-    default = [] if one.default == () else one.default
-    return {
-        **KINDS.get(str(one.type), {}),
-        "default": default,
-        **words,
-        **({"help": argparse.SUPPRESS} if is_hidden else {}),
-    }

@@ -19,15 +19,11 @@ from ringtrain.errors import LaunchError
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
-def call(
-    argv: Sequence[str], timeout_s: float, environ: Mapping[str, str] = os.environ, only_good: bool = False
-) -> str:
+def call(argv: Sequence[str], timeout_s: float, only_good: bool = False) -> str:
     """Output of a short command, with stderr unless `only_good`, which requires exit code 0. Raises LaunchError."""
-    program = find(argv[0], environ)
     try:
-        ended = subprocess.run(
-            [program, *argv[1:]],
-            env=dict(environ),
+        completed = subprocess.run(
+            [find(argv[0]), *argv[1:]],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=None if only_good else subprocess.STDOUT,
@@ -38,20 +34,20 @@ def call(
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"{shlex.join(argv)}: {error}") from error
-    if only_good and ended.returncode:
-        raise LaunchError(f"{shlex.join(argv)}: ended with {ended.returncode}")
-    return ended.stdout
+    if only_good and completed.returncode:
+        raise LaunchError(f"{shlex.join(argv)}: exited with code {completed.returncode}")
+    return completed.stdout
 
 
 def find(program: str, environ: Mapping[str, str] = os.environ) -> str:
     """Path of a program. Raises LaunchError if it is not on PATH."""
-    found = shutil.which(program, path=environ.get("PATH", ""))
-    if not found:
+    path = shutil.which(program, path=environ.get("PATH", ""))
+    if not path:
         raise LaunchError(
             f"no {program} on PATH: activate the environment (source .venv/bin/activate), load the MPI's module, or"
             f" choose another --launcher"
         )
-    return found
+    return path
 
 
 def start_beside(argv: Sequence[str], environ: Mapping[str, str], log: Path, held: int) -> subprocess.Popen[bytes]:
@@ -80,41 +76,35 @@ def start_beside(argv: Sequence[str], environ: Mapping[str, str], log: Path, hel
         )
 
 
-def submit(plan: Plan, own_folder: str, environ: Mapping[str, str] = os.environ) -> int:
+def submit(plan: Plan, folder: str) -> int:
     """Writes a plan's files, runs its command, which must copy them and submit the job, and returns its exit code."""
-    program = find(plan.argv[0], environ)
-    with written_files(plan, own_folder):
-        return subprocess.run([program, *plan.argv[1:]], env={**environ, **plan.env}, check=False).returncode
-
-
-def write_files(plan: Plan, own_folder: str) -> list[Path]:
-    """Writes a plan's files and returns those in own_folder, which is created if missing.
-
-    Raises LaunchError if a file cannot be written, or others than this user can write to own_folder.
-    """
-    own = []
-    for path, text in ((Path(name), text) for name, text in plan.files.items()):
-        try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if path.parent == Path(own_folder):
-                seen = os.lstat(own_folder)
-                if seen.st_uid != os.geteuid() or seen.st_mode & 0o022:
-                    raise LaunchError(f"{own_folder}: others may write there: remove it, or set XDG_RUNTIME_DIR")
-                own.append(path)
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise LaunchError(f"{path}: cannot be written: {error.strerror}") from error
-    return own
+    program = find(plan.argv[0])
+    with written_files(plan, folder):
+        return subprocess.run([program, *plan.argv[1:]], env={**os.environ, **plan.env}, check=False).returncode
 
 
 @contextlib.contextmanager
-def written_files(plan: Plan, own_folder: str) -> Iterator[None]:
-    """Writes a plan's files as write_files does, and removes those in own_folder afterwards."""
-    own = write_files(plan, own_folder)
+def written_files(plan: Plan, folder: str) -> Iterator[None]:
+    """Writes a plan's files, and removes those in folder afterwards, which is created if missing.
+
+    Raises LaunchError if a file cannot be written, or others than this user can write to folder.
+    """
+    private = []
     try:
+        for path, text in ((Path(name), text) for name, text in plan.files.items()):
+            try:
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                if path.parent == Path(folder):
+                    status = os.lstat(folder)
+                    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+                        raise LaunchError(f"{folder}: others may write there: remove it, or set XDG_RUNTIME_DIR")
+                    private.append(path)
+                path.write_text(text, encoding="utf-8")
+            except OSError as error:
+                raise LaunchError(f"{path}: cannot be written: {error.strerror}") from error
         yield
     finally:
-        for path in own:
+        for path in private:
             path.unlink(missing_ok=True)
 
 
@@ -123,9 +113,9 @@ def say(text: str) -> None:
     write(f"ringtrain: {text}\n".encode())
 
 
-def write(data: bytes) -> None:
-    """Writes to standard error, whose terminal may be closed by now."""
+def write(data: bytes, stream: int = 2) -> None:
+    """Writes to standard output (1) or standard error (2), whose terminal may be closed by now."""
     with contextlib.suppress(OSError):
         sys.stderr.flush()
         while data:
-            data = data[os.write(2, data) :]
+            data = data[os.write(stream, data) :]

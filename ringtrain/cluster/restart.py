@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import replace
 
-from ringtrain.cluster.exit_cause import HOST_LOST, Ending
+from ringtrain.cluster.exit_cause import HOST_LOST, JobResult
 from ringtrain.cluster.hosts import Host
-from ringtrain.errors import LaunchError
+from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.protocol.attempt import Attempt
 
 FAILURES_OF_A_HOST = 2  # after which it is excluded
 ANSWER_S = 20.0  # for a host to answer before the job restarts without it
 ASKED_TO_STOP = (129, 130, 138, 143)  # 128 + SIGHUP, SIGINT, SIGUSR1, SIGTERM: the job saved and exited
+FIRST_DELAY_S, MAX_DELAY_S = 1.0, 60.0  # before a restart; doubled for each failure without new steps
 NOT_FOUND = (126, 127)
 NO_MEMORY = re.compile(
     r"ResourceExhausted|MemoryError|out of memory|OUT_OF_MEMORY|\bOOM\b|std::bad_alloc", re.IGNORECASE
@@ -22,94 +23,59 @@ NO_MEMORY = re.compile(
 MAX_CAUSES, MAX_CAUSE_CHARACTERS = 20, 500  # reported to restarted ranks
 
 
-@dataclass(frozen=True)
-class Policy:
-    """When a job is restarted."""
-
-    max_restarts: int = 0
-    _: KW_ONLY
-    restart_on: str = ""
-    """regular expression; a cause that matches is always retried"""
-    give_up_on: str = ""
-    """regular expression; a cause that matches is never retried"""
-    keep_hosts: bool = False
-    """exclude no host for its failures"""
-    min_ranks: int = 1
-    """a job is not restarted with fewer"""
-    first_delay_s: float = 1.0
-    """before the first restart; doubled for each failure without new steps"""
-    longest_delay_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        for name, text in (("restart-on", self.restart_on), ("give-up-on", self.give_up_on)):
-            try:
-                re.compile(text)
-            except re.error as error:
-                raise LaunchError(f"got --{name} {text!r}, expected a regular expression: {error}") from None
+def next_attempt(results: Sequence[JobResult], last: Attempt) -> Attempt:
+    """Attempt after the last one, whose result is the last of `results`."""
+    return replace(last, number=len(results), causes=causes_of(results), run_name=results[-1].run_name or last.run_name)
 
 
-@dataclass
-class History:
-    """Results of a job's attempts so far."""
-
-    endings: list[Ending] = field(default_factory=list)
-    failures: Counter[str] = field(default_factory=Counter)
-    """by host"""
-
-    def add(self, ending: Ending) -> None:
-        self.endings.append(ending)
-        self.failures.update(ending.hosts)
-
-    def next_attempt(self, last: Attempt) -> Attempt:
-        """Attempt after the last one, which has been added."""
-        run_name = self.endings[-1].run_name or last.run_name
-        return replace(last, number=len(self.endings), causes=causes_of(self.endings), run_name=run_name)
-
-    def delay_s(self, policy: Policy) -> float:
-        """Seconds to wait before the next attempt."""
-        steps = [ending.global_step for ending in self.endings]
-        in_vain = 0
-        while in_vain + 1 < len(steps) and steps[-1 - in_vain] <= max(steps[: -1 - in_vain]):
-            in_vain += 1
-        return min(policy.first_delay_s * 2**in_vain, policy.longest_delay_s)
+def delay_s(results: Sequence[JobResult]) -> float:
+    """Seconds to wait before the next attempt."""
+    steps = [result.global_step for result in results]
+    in_vain = 0
+    while in_vain + 1 < len(steps) and steps[-1 - in_vain] <= max(steps[: -1 - in_vain]):
+        in_vain += 1
+    return min(FIRST_DELAY_S * 2**in_vain, MAX_DELAY_S)
 
 
-def why_not(ending: Ending, before: Sequence[Ending], policy: Policy) -> str:
+def why_not(result: JobResult, before: Sequence[JobResult], options: LaunchOptions) -> str:
     """Reason why a job is not restarted; "" if it is. before: Results of earlier attempts."""
-    if ending.stopped:
+    if result.stopped:
         return "it was stopped"
-    if len(before) >= policy.max_restarts:
-        return f"it was restarted {times(policy.max_restarts)} already" if policy.max_restarts else "not asked for"
-    if policy.give_up_on and re.search(policy.give_up_on, ending.text):
-        return f"--give-up-on {policy.give_up_on!r} is in the cause"
-    if policy.restart_on and re.search(policy.restart_on, ending.text):
+    if len(before) >= options.max_restarts:
+        return f"it was restarted {times(options.max_restarts)} already" if options.max_restarts else "not asked for"
+    if options.give_up_on and re.search(options.give_up_on, result.text):
+        return f"--give-up-on {options.give_up_on!r} is in the cause"
+    if options.restart_on and re.search(options.restart_on, result.text):
         return ""
-    if ending.exit_code in ASKED_TO_STOP:
+    if result.exit_code in ASKED_TO_STOP:
         return "a rank was asked to stop, and all have stopped"
-    if ending.out_of_memory or NO_MEMORY.search(ending.text):
+    if result.out_of_memory or NO_MEMORY.search(result.text):
         return "out of memory, as the next attempt would be: reduce the batch or the model"
-    if ending.kind == "NonFiniteLoss":
+    if result.kind == "NonFiniteLoss":
         return "the loss would become NaN or infinite again"
-    if ending.kind != HOST_LOST and ending.exit_code == 2:
+    if result.kind != HOST_LOST and result.exit_code == 2:
         return (
             "exit code 2 is a configuration, data or set-up error, which a restart does not fix: see the message above"
         )
-    if ending.exit_code in NOT_FOUND:
+    if result.exit_code in NOT_FOUND:
         return "the command cannot be run"
     last = before[-1] if before else None
-    if last and ending.where == last.where and ending.kind != HOST_LOST:
-        return f"it failed at the same step twice ({ending.where_in_words})"
+    if last and result.where == last.where and result.kind != HOST_LOST:
+        return f"it failed at the same step twice ({result.where_in_words})"
     return ""
 
 
-def remaining(hosts: Sequence[Host], failures: Counter[str], policy: Policy, silent: Iterable[str] = ()) -> list[Host]:
-    """Hosts for the next attempt: those that answer and have failed less than twice (`failures` by host).
+def remaining(
+    hosts: Sequence[Host], results: Sequence[JobResult], options: LaunchOptions, silent: Iterable[str] = ()
+) -> list[Host]:
+    """Hosts for the next attempt: those that answer and have failed less than twice.
 
-    Hosts that have failed stay if too few slots for the policy would be left. `silent`: Hosts that do not answer.
+    Hosts that have failed stay if fewer slots than --min-np would be left. `silent`: Hosts that do not answer.
     """
+    failures = Counter(host for result in results for host in result.hosts)
     answering = [host for host in hosts if host.name not in silent]
-    good = [host for host in answering if policy.keep_hosts or failures[host.name] < FAILURES_OF_A_HOST]
-    return good if num_slots(good) >= max(1, policy.min_ranks) else answering
+    good = [host for host in answering if options.keep_hosts or failures[host.name] < FAILURES_OF_A_HOST]
+    return good if num_slots(good) >= max(1, options.min_np) else answering
 
 
 def ranks_on(slots: int, num_ranks: int, min_ranks: int = 1) -> int:
@@ -119,9 +85,9 @@ def ranks_on(slots: int, num_ranks: int, min_ranks: int = 1) -> int:
     return next(fitting, 0)
 
 
-def causes_of(endings: Sequence[Ending]) -> tuple[str, ...]:
+def causes_of(results: Sequence[JobResult]) -> tuple[str, ...]:
     """Causes of the latest failures, short enough for one environment variable: Linux's limit is 128 KiB."""
-    return tuple(ending.in_a_line[:MAX_CAUSE_CHARACTERS] for ending in endings[-MAX_CAUSES:])
+    return tuple(result.in_a_line[:MAX_CAUSE_CHARACTERS] for result in results[-MAX_CAUSES:])
 
 
 def num_slots(hosts: Iterable[Host]) -> int:

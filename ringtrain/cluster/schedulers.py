@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ringtrain.cluster.hosts import (
@@ -25,24 +25,15 @@ from ringtrain.errors import HostsError
 
 MAX_HOSTS = 100_000
 """of a Slurm job: a few brackets can name more hosts than fit into memory"""
-MEND = "name the hosts with --hostfile or -H"
+FIX = "name the hosts with --hostfile or -H"
 NOT_READ = {"PE_HOSTFILE": "SGE", "FLUX_JOB_ID": "Flux", "COBALT_NODEFILE": "Cobalt", "OAR_NODEFILE": "OAR"}
 """variable of a job of several hosts, and its scheduler, which is not supported"""
 
 
-@dataclass(frozen=True)
-class Allocation:
-    """Hosts that a scheduler has assigned to this job."""
-
-    hosts: tuple[Host, ...]
-    scheduler: str
-    """a key of SCHEDULERS"""
-    source: str
-    """variables or file from which the hosts were read"""
-
-
-def find(environment: Mapping[str, str], kubernetes_folder: Path = Path("/etc/mpi")) -> Allocation | None:
-    """Hosts of the scheduler whose job this is; None outside any scheduler.
+def find(
+    environment: Mapping[str, str], kubernetes_folder: Path = Path("/etc/mpi")
+) -> tuple[tuple[Host, ...], str] | None:
+    """Hosts of the scheduler whose job this is, and their source; None outside any scheduler.
 
     Traces of one scheduler can exist in a job of another: an exported variable, a compatibility layer, a directory in
     an image. Each scheduler therefore gets a score, and the highest wins: 1 for a running job, 2 for a list of hosts (a
@@ -54,10 +45,10 @@ def find(environment: Mapping[str, str], kubernetes_folder: Path = Path("/etc/mp
     if not scores[best]:
         for name, scheduler in NOT_READ.items():
             if environment.get(name):
-                raise HostsError(f"{name}: this is a job of {scheduler}, whose hosts ringtrain does not read: {MEND}")
+                raise HostsError(f"{name}: this is a job of {scheduler}, whose hosts ringtrain does not read: {FIX}")
         return None
     hosts, source = SCHEDULERS[best][1](environment, kubernetes_folder)
-    return Allocation(hosts, best, source)
+    return hosts, f"{best}: {source}"
 
 
 def expand(nodelist: str, where: str = "SLURM_JOB_NODELIST") -> tuple[str, ...]:
@@ -99,11 +90,7 @@ def _score(job: object, hosts: object, slots: object) -> int:
 
 
 def _slurm_score(environment: Mapping[str, str], _: Path) -> int:
-    return _score(
-        environment.get("SLURM_JOB_ID"),
-        environment.get("SLURM_JOB_NODELIST"),
-        environment.get("SLURM_TASKS_PER_NODE"),
-    )
+    return _score(*map(environment.get, ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE")))
 
 
 def _slurm(environment: Mapping[str, str], _: Path) -> tuple[tuple[Host, ...], str]:
@@ -111,7 +98,7 @@ def _slurm(environment: Mapping[str, str], _: Path) -> tuple[tuple[Host, ...], s
         if environment.get(name):
             raise HostsError(
                 f"{name}: a heterogeneous job of {shown(environment[name])} components, of which SLURM_JOB_NODELIST has"
-                f" one: {MEND}"
+                f" one: {FIX}"
             )
     names = expand(_needed(environment, "SLURM_JOB_NODELIST", "host[1-2]"))
     where = "SLURM_TASKS_PER_NODE"
@@ -126,7 +113,7 @@ def _slurm(environment: Mapping[str, str], _: Path) -> tuple[tuple[Host, ...], s
         step = f"this is a step of srun on {len(tasks)} of them: start it outside of srun, or"
         raise HostsError(
             f"{where}: got tasks of {len(tasks)} nodes, expected {len(names)} as in SLURM_JOB_NODELIST:"
-            f" {f'{step} ' if 'SLURM_STEP_NODELIST' in environment else ''}{MEND}"
+            f" {f'{step} ' if 'SLURM_STEP_NODELIST' in environment else ''}{FIX}"
         )
     mentions = (Mention("SLURM_JOB_NODELIST", name, slots) for name, slots in zip(names, tasks, strict=True))
     return collect(mentions, "SLURM_JOB_NODELIST"), "SLURM_JOB_NODELIST and SLURM_TASKS_PER_NODE"
@@ -135,10 +122,6 @@ def _slurm(environment: Mapping[str, str], _: Path) -> tuple[tuple[Host, ...], s
 def _pbs_score(environment: Mapping[str, str], _: Path) -> int:
     there = _names_a_file(environment, "PBS_NODEFILE")
     return _score(environment.get("PBS_JOBID"), there, there)
-
-
-def _pbs(environment: Mapping[str, str], _: Path) -> tuple[tuple[Host, ...], str]:
-    return _read_named_file(environment, "PBS_NODEFILE")
 
 
 def _lsf_score(environment: Mapping[str, str], _: Path) -> int:
@@ -197,7 +180,7 @@ Read = Callable[[Mapping[str, str], Path], tuple[tuple[Host, ...], str]]
 SCHEDULERS: Mapping[str, tuple[Score, Read]] = {
     "Slurm": (_slurm_score, _slurm),
     "LSF": (_lsf_score, _lsf),
-    "PBS": (_pbs_score, _pbs),
+    "PBS": (_pbs_score, lambda environment, _: _read_named_file(environment, "PBS_NODEFILE")),
     "Kubernetes": (_kubernetes_score, _kubernetes),
 }
 
@@ -205,7 +188,7 @@ SCHEDULERS: Mapping[str, tuple[Score, Read]] = {
 def _needed(environment: Mapping[str, str], name: str, example: str) -> str:
     if not environment.get(name):
         raise HostsError(
-            f"{name}: not set, though other variables say that a job is running: expected {example}: {MEND}"
+            f"{name}: not set, though other variables say that a job is running: expected {example}: {FIX}"
         )
     return environment[name]
 

@@ -15,13 +15,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ringtrain.cluster import exit_cause, host_agent
 from ringtrain.cluster.agents import HostAgents, HostsLost
-from ringtrain.cluster.exit_cause import Ending, ExitCause
+from ringtrain.cluster.exit_cause import JobResult
 from ringtrain.cluster.job import Job, Plan
+from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.cluster.output import Output
 from ringtrain.cluster.processes import find, say, written_files
 from ringtrain.errors import PlacementError
@@ -39,43 +40,18 @@ MAX_SHOWN = 10
 """names of hosts in a message"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SupervisorOptions:
-    launcher: str = "mpirun"
-    """name for messages"""
-    start_timeout_s: float = 60
-    """for every host to answer, and again for every rank to start"""
-    answer_timeout_s: float = float("inf")
-    """for every host to answer, if shorter"""
-    grace_s: float = 8
-    """for ranks to save and exit after SIGTERM or a closed terminal"""
-    over_ssh: bool = True
-    """supervise the hosts by agents over ssh; otherwise the launcher's own means must suffice"""
-    watcher: Callable[[Job, SupervisorOptions], Supervisor] | None = None
-    """class or function that makes the supervisor; None: Supervisor"""
-
-    @property
-    def patience_s(self) -> float:
-        """Seconds that every host has to answer."""
-        return min(self.start_timeout_s, self.answer_timeout_s)
-
-
-def run(job: Job, planner: Callable[[Job], Plan], options: SupervisorOptions = SupervisorOptions()) -> Ending:
+def run(supervisor: Supervisor, planner: Callable[[Job], Plan]) -> JobResult:
     """Runs a job on its hosts, waits for its end, prints the exit cause last and returns the result.
 
-    Raises:
-        HostsLost: Hosts do not answer, before anything has started.
-        LaunchError: A host lacks the program.
-        PlacementError: The ranks' placement is not the planned one.
+    Raises HostsLost or LaunchError before anything has started, and PlacementError for ranks that are misplaced.
     """
+    job = supervisor.job
     plan = planner(job)
     find(plan.argv[0], job.environment)
-    supervisor = (options.watcher or Supervisor)(job, options)
     with supervisor, written_files(plan, job.files_folder):
-        supervisor.planned(plan)
         code, lost = 0, None
         try:
-            supervisor.prepare()
+            supervisor.prepare(plan)
             plan = planner(replace(job, local_networks=supervisor.agents.local_networks()))
             supervisor.check_networks(plan)
             try:
@@ -91,8 +67,6 @@ def run(job: Job, planner: Callable[[Job], Plan], options: SupervisorOptions = S
 
 
 class Stopped(Exception):
-    """A signal stops the job at once."""
-
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
@@ -104,12 +78,15 @@ class Supervisor:
     defers_failures = True
     """a rank's failure ends the job, and the job's last line repeats it"""
 
-    def __init__(self, job: Job, options: SupervisorOptions) -> None:
+    def __init__(self, job: Job, options: LaunchOptions, answer_timeout_s: float = float("inf")) -> None:
+        """answer_timeout_s: For every host to answer, if shorter than the options' start_timeout."""
         self.job = job
         self.options = options
+        self.over_ssh = options.started_by.over_ssh
+        """agents over ssh supervise the hosts; otherwise the launcher's own means must suffice"""
         self.planned_placement = job.planned
         # Before the signal handlers are installed: looking up names may take a while, and Ctrl-C must end it.
-        hosts = [host.name for host in job.hosts] if options.over_ssh else []
+        hosts = [host.name for host in job.hosts] if self.over_ssh else []
         self.here = host_agent.here(hosts) if job.here is None else job.here
         self.reports = Reader(job.id)
         self.output = Output(self.reports, self.defers_failures)
@@ -119,7 +96,7 @@ class Supervisor:
         self._host_of_rank = [host.name for host in job.hosts for _ in range(host.slots)]
         self._received: list[int] = []
         self._selector = selectors.DefaultSelector()
-        self.agents = HostAgents(job, self._selector, options.patience_s)
+        self.agents = HostAgents(job, self._selector, min(options.start_timeout, answer_timeout_s))
         self._process: subprocess.Popen[bytes] | None = None
         self._num_compared, self._compared_s, self._wrong_since_s = 0, 0.0, 0.0
         self._handlers: dict[int, Any] = {}
@@ -150,18 +127,15 @@ class Supervisor:
 
     # ---- before the start -----------------------------------------------------------------------------------------
 
-    def planned(self, plan: Plan) -> None:
-        """Called with the plan before the start."""
-
-    def prepare(self) -> None:
+    def prepare(self, plan: Plan) -> None:
         """Starts an agent on every host. Raises LaunchError if one does not answer or lacks the program."""
-        names = [host.name for host in self.job.hosts] if self.options.over_ssh else []
+        names = [host.name for host in self.job.hosts] if self.over_ssh else []
         others = [name for name in names if name not in self.here]
         self.agents.connect(others, len(others) < len(names) or not names, self._poll_unless_stopped)
 
     def check_networks(self, plan: Plan) -> None:
         """Prints which hosts cannot report their networks, if the plan excludes local ones."""
-        unknown = self.agents.without_networks()
+        unknown = [agent.name for agent in self.agents.of_hosts() if not agent.networks]
         if unknown and "btl_tcp_if_exclude" in plan.argv:
             say(
                 f"networks of {', '.join(unknown[:MAX_SHOWN])} were not compared (no `ip` there): if ranks do not"
@@ -207,8 +181,8 @@ class Supervisor:
             self._wrong_since_s = now if difference(planned, ranks) else 0.0
         if self._wrong_since_s and (now > self._wrong_since_s + SETTLE_S or len(ranks) >= planned.size):
             raise PlacementError(difference(planned, ranks))
-        if len(ranks) < planned.size and now > began_s + self.options.start_timeout_s and not self.stopped_by:
-            hosts, why = self._missing_ranks(f"within {self.options.start_timeout_s:g} s")
+        if len(ranks) < planned.size and now > began_s + self.options.start_timeout and not self.stopped_by:
+            hosts, why = self._missing_ranks(f"within {self.options.start_timeout:g} s")
             raise HostsLost(hosts, f"{why}, or raise --start-timeout")
 
     def _check_end(self, returncode: int) -> None:
@@ -220,7 +194,6 @@ class Supervisor:
             raise PlacementError(why)
 
     def _missing_ranks(self, when: str) -> tuple[list[str], str]:
-        """Hosts of ranks that have not started, and a message."""
         size, placements = self.planned_placement.size, self.planned_placement.ranks()
         started = {rank.rank for rank in self.reports.ranks}
         missing = [rank for rank in range(size) if rank not in started]
@@ -238,12 +211,12 @@ class Supervisor:
             raise Stopped(self.stopped_by)
         self.stopped_by = number
         is_final = number in ENDING
-        then = f"killed in {self.options.grace_s:g} s (--grace)" if is_final else "a second one ends them at once"
+        then = f"killed in {self.options.grace:g} s (--grace)" if is_final else "a second one ends them at once"
         self.output.end_line()
         say(f"{signal.Signals(number).name}: ranks may save and exit; {then}")
         # Ranks treat a closed terminal like SIGTERM.
         forwarded = int(signal.SIGTERM if is_final else number)
-        if self.options.over_ssh:
+        if self.over_ssh:
             by_host: dict[str, list[str]] = {}
             for rank in known:
                 process = self.reports.processes.get((rank.host, rank.process), rank.process)
@@ -253,7 +226,7 @@ class Supervisor:
                     agent.send(f"signal {forwarded} {' '.join(processes)}")
         elif self._process:
             self._process.send_signal(signal.SIGUSR1)  # srun forwards it; at other signals it ends the ranks itself
-        return time.monotonic() + self.options.grace_s if is_final else float("inf")
+        return time.monotonic() + self.options.grace if is_final else float("inf")
 
     def _agent_host(self, rank: RankPlacement) -> str:
         """Host of the agent that can reach a rank's process; "": this machine."""
@@ -288,7 +261,7 @@ class Supervisor:
 
     def end(self) -> None:
         """Cleans up on every host that answers; may be called again."""
-        if self._process and self._process.poll() is None and not self.options.over_ssh:
+        if self._process and self._process.poll() is None and not self.over_ssh:
             self._process.terminate()  # a scheduler's launcher then ends its ranks
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(CLEAN_UP_S)
@@ -312,30 +285,26 @@ class Supervisor:
             stream: Any = self._process.stderr
             self.output.drain(stream.fileno())
 
-    def conclude(self, returncode: int, lost: HostsLost | None = None) -> Ending:
+    def conclude(self, returncode: int, lost: HostsLost | None = None) -> JobResult:
         """Prints the exit cause last and returns the result. lost: Hosts for which the job was stopped."""
         text, launcher = "\n".join(self.output.launcher_lines), self.options.launcher
-        cause = exit_cause.decide(returncode, self.reports, text, self.output.tails, launcher, self.lost_hosts)
+        result = exit_cause.decide(returncode, self.reports, text, self.output.tails, launcher, self.lost_hosts)
         if lost is not None:
-            cause = ExitCause(2, str(lost))
-        elif self.stopped_by and cause.exit_code:
-            cause = ExitCause(128 + self.stopped_by, f"stopped by {signal.Signals(self.stopped_by).name}")
-        lost_hosts = lost.hosts if lost else tuple(self.lost_hosts) if cause.rank < 0 else ()
+            result = JobResult(2, str(lost))
+        elif self.stopped_by and result.exit_code:
+            result = JobResult(128 + self.stopped_by, f"stopped by {signal.Signals(self.stopped_by).name}")
+        lost_hosts = lost.hosts if lost else tuple(self.lost_hosts) if result.rank < 0 else ()
         placements = self.planned_placement.ranks()
-        hosts = lost_hosts or ((placements[cause.rank][0],) if 0 <= cause.rank < len(placements) else ())
+        hosts = lost_hosts or ((placements[result.rank][0],) if 0 <= result.rank < len(placements) else ())
         status = self.reports.status | self.agents.status
         furthest = max(status.values(), default=(-1, ""))
-        step, phase = status.get(cause.rank, (furthest[0], ""))
-        without_memory = {
-            host for host in hosts if {host, "" if host in self.here else host} & self.agents.out_of_memory
-        }
-        out_of_memory = bool(without_memory) and cause.exit_code == 128 + signal.SIGKILL
-        memory = "; the kernel of its host killed processes for lack of memory" * out_of_memory
-        ending = Ending(
-            cause.exit_code,
-            cause.text + memory,
-            exit_cause.HOST_LOST if lost_hosts else cause.kind,
-            rank=cause.rank,
+        step, phase = status.get(result.rank, (furthest[0], ""))
+        agents = {"" if host in self.here else host for host in hosts}
+        out_of_memory = result.exit_code == 128 + signal.SIGKILL and bool(agents & self.agents.out_of_memory)
+        result = replace(
+            result,
+            text=result.text + "; the kernel of its host killed processes for lack of memory" * out_of_memory,
+            kind=exit_cause.HOST_LOST if lost_hosts else result.kind,
             hosts=hosts,
             global_step=step,
             phase=phase,
@@ -344,7 +313,7 @@ class Supervisor:
             not_cleaned_up=tuple(self.lost_hosts),
             out_of_memory=out_of_memory,
         )
-        self.output.show_deferred(ending.text)
-        if ending.text:
-            say(ending.text)
-        return ending
+        self.output.show_deferred(result.text)
+        if result.text:
+            say(result.text)
+        return result

@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -52,10 +52,8 @@ class Failure:
         """Failure as short lines for standard error."""
         text = base64.b64encode(zlib.compress(json.dumps(asdict(self)).encode(), 9)).decode()
         pieces = [text[start : start + PIECE_LETTERS] for start in range(0, len(text), PIECE_LETTERS)]
-        return [
-            f"{MARK}:{job}:failure:{self.rank}:{number}/{len(pieces)}:{piece}"
-            for number, piece in enumerate(pieces, start=1)
-        ]
+        start = f"{MARK}:{job}:failure:{self.rank}:"
+        return [f"{start}{number}/{len(pieces)}:{piece}" for number, piece in enumerate(pieces, start=1)]
 
 
 def report_failure(error: BaseException, rank: int, exit_code: int, with_traceback: bool, host: str = "") -> None:
@@ -67,11 +65,15 @@ def report_failure(error: BaseException, rank: int, exit_code: int, with_traceba
     text = "".join(traceback.format_exception(error)) if with_traceback else f"{type(error).__name__}: {error}"
     text = text if len(text) < 20_000 else f"{text[:10_000]}\n...\n{text[-10_000:]}"
     failure = Failure(rank, host or socket.gethostname(), time.time(), type(error).__name__, text.rstrip(), exit_code)
+    _write(failure.lines(job))
+
+
+def _write(lines: Sequence[str], times: int = 2) -> None:
+    """Writes lines, twice because mixed with the output of many ranks a line may arrive incomplete."""
     sys.stderr.flush()
-    for _ in range(2):  # twice: mixed with the output of many ranks a line may arrive incomplete
-        for line in failure.lines(job):
-            os.write(2, f"{line}\n".encode())
-            time.sleep(0.002)  # so that the launcher reads line by line
+    for line in [*lines] * times:
+        os.write(2, f"{line}\n".encode())
+        time.sleep(0.002)  # so that the launcher reads line by line
 
 
 def ended_well() -> bool:
@@ -101,35 +103,25 @@ def report_process(environ: MutableMapping[str, str] = os.environ) -> None:
     the first process from environ, so that child processes do not report.
     """
     first = environ.pop(FIRST_PROCESS, "")
-    if environ.get(JOB) and first in _ancestors():
-        sys.stderr.flush()
-        for _ in range(2):  # as failures
-            os.write(2, f"{MARK}:{environ[JOB]}:process:{first}:{os.getpid()}:{socket.gethostname()}\n".encode())
-            time.sleep(0.002)
+    if environ.get(JOB) and first in map(str, ancestors(os.getppid())):
+        _write([f"{MARK}:{environ[JOB]}:process:{first}:{os.getpid()}:{socket.gethostname()}"])
 
 
-def _ancestors() -> Iterator[str]:
-    """IDs of this process's ancestors, nearest first, from /proc."""
-    process = str(os.getppid())
-    with contextlib.suppress(OSError):
-        while process != "0":
+def ancestors(process: int, proc: Path = Path("/proc")) -> Iterator[int]:
+    """IDs of a process on this host and of its ancestors, nearest first."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        while process:
             yield process
-            status = Path("/proc", process, "status").read_text(errors="replace")
-            process = status.partition("\nPPid:")[2].split()[0]
+            process = int((proc / str(process) / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
 
 
 def report_recovery(environ: Mapping[str, str] = os.environ) -> None:
     """Reports that the ranks continue, so that failures reported before are no exit cause any more."""
     if environ.get(JOB):
-        sys.stderr.flush()
-        os.write(2, f"{MARK}:{environ[JOB]}:recovery:\n".encode())
+        _write([f"{MARK}:{environ[JOB]}:recovery:"], times=1)
 
 
 def report_run(name: str, environ: Mapping[str, str] = os.environ) -> None:
     """Reports the name of the run, which the next attempt resumes. Called by rank 0."""
     if environ.get(JOB):
-        text = base64.b64encode(name.encode()).decode()
-        sys.stderr.flush()
-        for _ in range(2):  # as failures
-            os.write(2, f"{MARK}:{environ[JOB]}:run:{text}:\n".encode())
-            time.sleep(0.002)
+        _write([f"{MARK}:{environ[JOB]}:run:{base64.b64encode(name.encode()).decode()}:"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import re
 import socket
@@ -11,23 +13,14 @@ from pathlib import Path
 
 from ringtrain.protocol import launchers
 from ringtrain.protocol.env import PLAN
+from ringtrain.protocol.failures import ancestors
 from ringtrain.protocol.placement import PlannedPlacement
 
 NUM_WORDS = ("-np", "--np", "-n", "--n", "-c", "--num-proc")
 HOST_WORDS = ("-H", "--host", "-host", "-hosts", "--hosts")
 FILE_WORDS = ("-hostfile", "--hostfile", "-machinefile", "--machinefile", "-f")
-NO_VALUE = (
-    "allow-run-as-root",
-    "tag-output",
-    "timestamp-output",
-    "oversubscribe",
-    "verbose",
-    "v",
-    "q",
-    "l",
-    "gloo",
-    "mpi",
-)
+NO_VALUE = re.compile(r"-+(allow-run-as-root|(tag|timestamp)-output|oversubscribe|verbose|v|q|l|gloo|mpi)")
+TWO_VALUES = re.compile(r"--?(mca|pmixmca|prtemca|gmca)|-genv")
 NUMBER = re.compile(r"[0-9]{1,9}")
 # Options that may place ranks in another order than slot by slot: then only their number can be compared.
 OTHER_ORDER = re.compile(
@@ -43,38 +36,35 @@ def expectation(environ: Mapping[str, str], process: int = 0, proc: Path = Path(
     if PLAN in environ:
         return PlannedPlacement.from_json(environ[PLAN])
     size = next((int(environ[name]) for name in launchers.names("size") if NUMBER.fullmatch(environ.get(name, ""))), 0)
-    told = told_on_command_line(
+    planned = placement_on_command_line(
         launcher_among_ancestors(process or os.getpid(), proc), read_lines, socket.gethostname()
     )
     policies = [value for name, value in environ.items() if name.startswith(("OMPI_MCA_rmaps_", "PRTE_MCA_rmaps_"))]
-    if told and any(value != "slot" for value in policies):  # mpirun itself sets "slot" for `-map-by slot`
-        told = replace(told, hosts=())
-    if told and (not size or told.size in (0, size)):
-        return replace(told, size=told.size or size) if told.size or size else None
+    if planned and any(value != "slot" for value in policies):  # mpirun itself sets "slot" for `-map-by slot`
+        planned = replace(planned, hosts=())
+    if planned and (not size or planned.size in (0, size)):
+        return replace(planned, size=planned.size or size) if planned.size or size else None
     return PlannedPlacement(size, source="the launcher") if size else None
 
 
 def launcher_among_ancestors(process: int, proc: Path = Path("/proc")) -> list[str]:
     """Command line of the nearest launcher among the ancestors of a process on this host; empty if there is none."""
-    while process > 1:
-        try:
-            words = (proc / str(process) / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+    with contextlib.suppress(OSError):
+        for ancestor in itertools.takewhile(lambda ancestor: ancestor > 1, ancestors(process, proc)):
+            words = (proc / str(ancestor) / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
             # A launcher may be a script, preceded by its interpreter.
             for start in (0, 1):
                 if os.path.basename("".join(words[start : start + 1])) in launchers.PROGRAMS:
                     return words[start:]
-            process = int((proc / str(process) / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError, IndexError):
-            break
     return []
 
 
-def told_on_command_line(
-    words: Sequence[str], read: Callable[[str], Sequence[str]], own_name: str = ""
+def placement_on_command_line(
+    words: Sequence[str], read: Callable[[str], Sequence[str]], hostname: str = ""
 ) -> PlannedPlacement | None:
     """Ranks and hosts on a launcher's command line; None without one.
 
-    `read` returns the lines of a hostfile; `own_name` is the name of this host, where the launcher runs. Hosts are
+    `read` returns the lines of a hostfile; `hostname` is the name of this host, where the launcher runs. Hosts are
     returned only if it is certain that their slots are filled in order. Size 0: not given.
     """
     if not words:
@@ -99,21 +89,16 @@ def told_on_command_line(
     sure = ordered and size and len(known) == len(hosts) and len(dict(known)) == len(known)
     sure = sure and sum(slots for _, slots in known) >= size
     # Open MPI 4 fills the launching host first, wherever it is listed; Open MPI 5 and Hydra do not.
-    sure = sure and not any(host.partition(".")[0] == own_name.partition(".")[0] for host, _ in known[1:])
+    sure = sure and not any(host.partition(".")[0] == hostname.partition(".")[0] for host, _ in known[1:])
     return PlannedPlacement(size, tuple(known) if sure else (), source=f"`{shown}`")
 
 
 def is_program(words: Sequence[str], place: int) -> bool:
     """Whether an argument may be the ranks' program: the first one that belongs to no option."""
-    if words[place].startswith("-") or (place > 1 and takes_two(words[place - 2])):
+    if words[place].startswith("-") or (place > 1 and TWO_VALUES.fullmatch(words[place - 2])):
         return False
     before = words[place - 1] if place else ""
-    return not before.startswith("-") or before.lstrip("-") in NO_VALUE
-
-
-def takes_two(word: str) -> bool:
-    """Whether an option takes a name and a value."""
-    return word in ("-mca", "--mca", "-pmixmca", "--pmixmca", "-prtemca", "--prtemca", "-genv", "-gmca", "--gmca")
+    return not before.startswith("-") or NO_VALUE.fullmatch(before) is not None
 
 
 def slots_of(item: str) -> tuple[str, int]:

@@ -33,8 +33,6 @@ class RankPlacement:
 
 @dataclass(frozen=True)
 class PlannedPlacement:
-    """Planned placement of all ranks."""
-
     size: int
     hosts: tuple[tuple[str, int], ...] = ()
     """name and slots, filled in this order; empty: anywhere"""
@@ -85,7 +83,7 @@ def difference(expected: PlannedPlacement, ranks: Iterable[RankPlacement]) -> st
     planned = expected.ranks()
     short = Counter(_short(name) for name, _ in expected.hosts)
     by_name = {_short(name): name for name, _ in expected.hosts if short[_short(name)] == 1}
-    found_of: dict[str, str] = {}
+    actual_of: dict[str, str] = {}
     planned_of: dict[str, str] = {}
     taken: dict[tuple[str, str], int] = {}
     seen: set[int] = set()
@@ -99,9 +97,9 @@ def difference(expected: PlannedPlacement, ranks: Iterable[RankPlacement]) -> st
         if rank.rank < len(planned):
             name, local_rank = planned[rank.rank]
             named = by_name.get(_short(rank.host), name)
-            same = found_of.setdefault(name, rank.host) == rank.host
-            own = planned_of.setdefault(rank.host, name) == name
-            if not (same and own and named == name) or rank.local_rank not in (-1, local_rank):
+            same = actual_of.setdefault(name, rank.host) == rank.host
+            reverse = planned_of.setdefault(rank.host, name) == name
+            if not (same and reverse and named == name) or rank.local_rank not in (-1, local_rank):
                 local = f", local rank {rank.local_rank}" if rank.local_rank >= 0 else ""
                 rows.append((str(rank.rank), f"{name}, local rank {local_rank}", f"{rank.host}{local}"))
         first = taken.setdefault((rank.host, rank.device), rank.rank)

@@ -60,21 +60,14 @@ class Lines:
 
 
 class Reader:
-    """Extracts the reports of one job from the output of its ranks.
-
-    Attributes:
-        failures: First failure of each rank.
-        run_name: "" until rank 0 has reported it.
-        status: Step and phase of ranks that have exited, if their launcher reports them.
-        processes: Process that trains, by host and first process of a rank, if the two differ.
-    """
+    """Extracts the reports of one job from the output of its ranks."""
 
     def __init__(self, job: str) -> None:
         self.ranks: list[RankPlacement] = []
-        self.failures: dict[int, Failure] = {}
-        self.run_name = ""
-        self.status: dict[int, tuple[int, str]] = {}
-        self.processes: dict[tuple[str, int], int] = {}
+        self.failures: dict[int, Failure] = {}  # the first of each rank
+        self.run_name = ""  # until rank 0 has reported it
+        self.status: dict[int, tuple[int, str]] = {}  # step and phase of ranks that have exited
+        self.processes: dict[tuple[str, int], int] = {}  # that trains, by host and first process, if they differ
         self._pieces: dict[int, dict[str, str]] = {}
         self._mark = f"{MARK}:{job}:"
 
@@ -114,10 +107,10 @@ class Reader:
         wanted = [f"{index}/{count}" for index in range(1, min(count, MAX_PIECES) + 1)]
         if all(name in pieces for name in wanted) and int(rank) not in self.failures:
             data = base64.b64decode("".join(pieces[name] for name in wanted), validate=True)
-            told = parse_json(zlib.decompressobj().decompress(data, MAX_FAILURE_BYTES))
-            words = {name: str(told[name]) for name in ("host", "kind", "text")}
+            fields = parse_json(zlib.decompressobj().decompress(data, MAX_FAILURE_BYTES))
+            texts = {name: str(fields[name]) for name in ("host", "kind", "text")}
             failure = Failure(
-                int(told["rank"]), time_s=float(told["time_s"]), exit_code=int(told["exit_code"]), **words
+                int(fields["rank"]), time_s=float(fields["time_s"]), exit_code=int(fields["exit_code"]), **texts
             )
             if 0 <= failure.exit_code < 256:
                 self.failures[int(rank)] = failure

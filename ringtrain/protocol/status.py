@@ -27,8 +27,8 @@ class StatusLine:
                 name = f"{STATUS_FILES}-{environ[JOB]}-{rank}"
                 # O_NONBLOCK: a FIFO without a reader would block.
                 descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-                found = os.fstat(descriptor)
-                if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink == 1:
+                opened = os.fstat(descriptor)
+                if stat.S_ISREG(opened.st_mode) and opened.st_uid == os.geteuid() and opened.st_nlink == 1:
                     self._descriptor = descriptor
                 else:
                     os.close(descriptor)

@@ -20,7 +20,7 @@ from ringtrain.protocol.json_text import parse_json
 
 MAX_LINE_BYTES = 1 << 20
 RECEIVE_BYTES = 1 << 16
-MAX_STRANGERS = 256
+MAX_UNAUTHENTICATED = 256
 """unauthenticated connections; with one more, the oldest is closed"""
 CONNECT_TIMEOUT_S = 2.0
 TOKEN_TIMEOUT_S = 5.0
@@ -89,13 +89,13 @@ class Wire:
             if not connection.to_send and connection.knows_token:
                 connection.to_send = self._line
                 self._send(connection)
-        heard: list[dict[str, Any]] = []
+        messages: list[dict[str, Any]] = []
         end_s = time.monotonic() + seconds
         while (left_s := end_s - time.monotonic()) > 0 and not is_enough():
             for key, events in self._selector.select(left_s):
                 if key.fileobj is self._woken:
                     self._woken.recv(64)
-                    return heard
+                    return messages
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.fd in self._connections:
@@ -103,11 +103,11 @@ class Wire:
                     if events & selectors.EVENT_WRITE:
                         self._send(connection)
                     if events & selectors.EVENT_READ:
-                        heard += self._receive(connection)
-        for stranger in self._strangers():
-            if time.monotonic() - stranger.since_s > TOKEN_TIMEOUT_S:
-                self._close(stranger)
-        return heard
+                        messages += self._receive(connection)
+        for connection in self._unauthenticated():
+            if time.monotonic() - connection.since_s > TOKEN_TIMEOUT_S:
+                self._close(connection)
+        return messages
 
     def wake(self) -> None:
         """Ends an exchange of another thread."""
@@ -126,7 +126,7 @@ class Wire:
         """Line that both sides send first."""
         return self.token.encode() + b"\n"
 
-    def _strangers(self) -> list[_Connection]:
+    def _unauthenticated(self) -> list[_Connection]:
         """Unauthenticated connections, the oldest first."""
         return [connection for connection in self._connections.values() if not connection.knows_token]
 
@@ -134,8 +134,8 @@ class Wire:
         with contextlib.suppress(OSError):
             if self._listener:
                 self._add(self._listener.accept()[0])
-        for stranger in self._strangers()[:-MAX_STRANGERS]:
-            self._close(stranger)
+        for connection in self._unauthenticated()[:-MAX_UNAUTHENTICATED]:
+            self._close(connection)
 
     def _add(self, new: socket.socket) -> _Connection:
         new.setblocking(False)

@@ -9,7 +9,8 @@ import pytest
 
 from ringtrain.cluster import agents, supervisor
 from ringtrain.cluster.hosts import Host
-from ringtrain.cluster.job import Job
+from ringtrain.cluster.job import Job, Plan
+from ringtrain.cluster.launch_options import LaunchOptions
 
 DENIED = "Access denied by pam_slurm_adopt: you have no active jobs on this node"
 EARLY = "kex_exchange_identification: Connection closed by remote host"
@@ -44,8 +45,8 @@ cat answer-$number >&2; exit 255
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(agents, "AGAIN_S", 0.01)
     job = Job(("true",), 1, (Host("far", 1),), {"PATH": os.environ["PATH"]}, here=frozenset(), id="test-of-connecting")
-    watch = supervisor.Supervisor(job, supervisor.SupervisorOptions(start_timeout_s=4))
+    watch = supervisor.Supervisor(job, LaunchOptions(start_timeout=4))
     with pytest.raises(agents.HostsLost, match="far does not answer") as lost, watch:
-        watch.prepare()
+        watch.prepare(Plan((), ()))
     assert str(lost.value) == f"far does not answer: {said}"
     assert (tmp_path / "tries").read_text().count("\n") == tries

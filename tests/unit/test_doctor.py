@@ -28,6 +28,7 @@ from ringtrain.errors import LaunchError
 
 ROOT = Path(__file__).parents[2]
 PYTHON = "/env/bin/python"
+HERE = Host("localhost")
 FILES = {"hash": "0123456789ab", "files": {"train.py": "aaaaaaaaaaaa", "run.toml": "bbbbbbbbbbbb"}}
 Facts = dict[str, Any]
 
@@ -594,7 +595,7 @@ def swap_mb(wanted: Mapping[str, Any]) -> int:
 def test_a_new_column_is_a_row_with_its_fact(monkeypatch: pytest.MonkeyPatch) -> None:
     row = Check(lambda probe, facts, scene: Cell(f"{facts['swap_mb']} MB"), (swap_mb,))
     monkeypatch.setitem(checks.CHECKS, "swap", row)
-    assert preflight.examine((), preflight.Options()).table["swap"] == [Cell(f"{swap_mb({})} MB")]
+    assert preflight.examine([HERE], preflight.Options()).table["swap"] == [Cell(f"{swap_mb({})} MB")]
 
 
 def question(folder: Path, **changes: Any) -> Facts:
@@ -672,7 +673,7 @@ def test_alone_it_checks_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert preflight.main((), preflight.Options(), as_json=True) in (0, 1)
+    assert preflight.main([HERE], preflight.Options(), as_json=True) in (0, 1)
     value = json.loads(capsys.readouterr().out)
     (host,) = value["hosts"]
     assert (host["name"], host["checks"]["ssh"]["value"]) == ("localhost", "here")
@@ -692,7 +693,7 @@ def test_alone_it_checks_this_machine(
 )
 def test_an_option_that_cannot_be_meant_is_refused(options: preflight.Options, said: str) -> None:
     with pytest.raises(LaunchError, match=re.escape(said)):
-        preflight.examine((), options)
+        preflight.examine([HERE], options)
 
 
 def test_a_silent_host_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -735,6 +736,6 @@ def test_more_hosts_than_connections(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_python_of_the_ranks_that_is_not_there_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = preflight.examine((), preflight.Options(python="/no/such/env/bin/python"))
+    found = preflight.examine([HERE], preflight.Options(python="/no/such/env/bin/python"))
     assert found.table["Python"][0].level == "error"
     assert "no /no/such/env/bin/python" in found.table["Python"][0].text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ringtrain.cluster.exit_cause import ExitCause, decide, rank_of
+from ringtrain.cluster.exit_cause import JobResult, decide, rank_of
 from ringtrain.protocol.failures import Failure
 from ringtrain.protocol.placement import RankPlacement
 from ringtrain.protocol.reader import Reader
@@ -119,5 +119,5 @@ def test_whose_line_it_is(line: str, found: tuple[int, str] | None) -> None:
 def test_a_host_that_is_silent_at_the_end_is_the_cause_where_no_rank_has_another() -> None:
     said = "lost host2 while the job ran: its host or network failed"
     for code in (0, 255):  # Open MPI 5 calls it a success
-        assert decide(code, Reader("job"), "", {}, "mpirun", ["host2"]) == ExitCause(2, said)
-    assert decide(0, Reader("job"), "", {}, "mpirun") == ExitCause(0)
+        assert decide(code, Reader("job"), "", {}, "mpirun", ["host2"]) == JobResult(2, said)
+    assert decide(0, Reader("job"), "", {}, "mpirun") == JobResult(0)

@@ -14,12 +14,13 @@ from planning import TWO_HOSTS
 
 from ringtrain.cluster import host_agent
 from ringtrain.cluster.agents import HostAgent
+from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.cluster.plans import mpirun
-from ringtrain.cluster.supervisor import Supervisor, SupervisorOptions
+from ringtrain.cluster.supervisor import Supervisor
 
 
 def test_a_line_that_comes_in_two_parts_is_read_whole() -> None:
-    watch = Supervisor(TWO_HOSTS, SupervisorOptions(over_ssh=False))
+    watch = Supervisor(TWO_HOSTS, LaunchOptions(launcher="srun"))
     process: Any = None
     agents = [HostAgent(host, process) for host in ("host1", "host2")]
     pipes = [os.pipe() for _ in agents]
@@ -53,13 +54,13 @@ def test_a_host_agent_reports_the_address_that_ssh_reaches() -> None:
         said = subprocess.run(words, env=env, input=b"end\n", stdout=subprocess.PIPE, check=True, timeout=60).stdout
         process: Any = None
         agents.append(HostAgent("host2", process))
-        Supervisor(TWO_HOSTS, SupervisorOptions(over_ssh=False)).agents.read(agents[-1], said)
+        Supervisor(TWO_HOSTS, LaunchOptions(launcher="srun")).agents.read(agents[-1], said)
     assert [agent.reached for agent in agents] == ["10.1.0.3", "", "", ""]
     assert all(agent.ready and agent.cleaned_up for agent in agents)
 
 
 def test_this_host_is_reached_by_the_address_it_sends_from(capfd: pytest.CaptureFixture[str]) -> None:
-    watch = Supervisor(TWO_HOSTS, SupervisorOptions(over_ssh=False))
+    watch = Supervisor(TWO_HOSTS, LaunchOptions(launcher="srun"))
     process: Any = None
     here = HostAgent("", process, networks="127.0.0.5/32 192.168.0.0/16:bridge")
     there = HostAgent("host2", process, networks="10.1.0.4/24", reached="127.0.0.1")

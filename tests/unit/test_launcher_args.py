@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ringtrain.protocol.env import PLAN
-from ringtrain.protocol.launcher_args import expectation, launcher_among_ancestors, told_on_command_line
+from ringtrain.protocol.launcher_args import expectation, launcher_among_ancestors, placement_on_command_line
 from ringtrain.protocol.placement import PlannedPlacement
 
 HOSTFILE = "# ours\nhost1 slots=4 max_slots=8\n\nhost2 slots=4 # the other\n"
@@ -16,7 +16,9 @@ FOUR_AND_FOUR = (("host1", 4), ("host2", 4))
 
 
 def told(line: str) -> tuple[int, tuple[tuple[str, int], ...]]:
-    expected = told_on_command_line(shlex.split(line), lambda path: HOSTFILE.splitlines() if path == "hosts" else [])
+    expected = placement_on_command_line(
+        shlex.split(line), lambda path: HOSTFILE.splitlines() if path == "hosts" else []
+    )
     assert expected is not None
     return expected.size, expected.hosts
 
@@ -93,7 +95,7 @@ def test_the_plan_wins_over_the_command_line_and_that_over_the_environment(tmp_p
 def test_open_mpi_begins_with_the_launching_host_wherever_it_is_named() -> None:
     words = shlex.split("mpirun -np 8 -H host2:4,host1:4 python x.py")
     for own_name, hosts in (("host1", ()), ("host1.cluster", ()), ("host2", None), ("login", None)):
-        expected = told_on_command_line(words, lambda path: [], own_name)
+        expected = placement_on_command_line(words, lambda path: [], own_name)
         assert expected is not None and expected.size == 8
         assert expected.hosts == ((("host2", 4), ("host1", 4)) if hosts is None else hosts)
 

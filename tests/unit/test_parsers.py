@@ -31,7 +31,7 @@ from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.env import ATTEMPT, MARK, PLAN
 from ringtrain.protocol.failures import Failure
 from ringtrain.protocol.json_text import INVALID, parse_json
-from ringtrain.protocol.launcher_args import expectation, launcher_among_ancestors, slots_of, told_on_command_line
+from ringtrain.protocol.launcher_args import expectation, launcher_among_ancestors, placement_on_command_line, slots_of
 from ringtrain.protocol.placement import PlannedPlacement, RankPlacement, difference
 from ringtrain.protocol.reader import Reader
 from ringtrain.run import checkpoint, tracking
@@ -257,7 +257,7 @@ PBS = {"LSB_JOBID": "1", "LSB_MCPU_HOSTS": "a 4 b 4"}
 @given(data=st.data())
 def test_a_launchers_command_line_is_understood_or_left_alone(data: st.DataObject) -> None:
     line, hostfile = data.draw(st.sampled_from(LINES).flatmap(damaged)), data.draw(damaged("a slots=4\nb:4\n"))
-    told = told_on_command_line(line.split(" "), lambda path: hostfile.splitlines(), "a")
+    told = placement_on_command_line(line.split(" "), lambda path: hostfile.splitlines(), "a")
     assert told is None or difference(told, [RankPlacement(0, 2, "a")]) is not None
     assert slots_of(data.draw(damaged("host slots=4 max_slots=8")))[1] >= 0
     with tempfile.TemporaryDirectory() as proc:

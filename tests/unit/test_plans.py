@@ -271,7 +271,7 @@ def test_what_only_one_launcher_refuses() -> None:
         (lambda: mpirun.plan(replace(TWO_HOSTS, output="/a:b"), "openmpi4"), "/a:b"),
         (lambda: mpirun.plan(replace(TWO_HOSTS, subnet="10.0.0.0/8"), "mpich"), "by name only"),
         (lambda: slurm.sbatch(JOBS["uneven hosts"]), "same slots"),
-        (lambda: slurm.sbatch(TWO_HOSTS, slurm.Batch(partition="gpu\nid")), "--partition"),
+        (lambda: slurm.sbatch(TWO_HOSTS, slurm.Batch(time_limit="1:0\nid")), "--time"),
         (lambda: slurm.sbatch(TWO_HOSTS, slurm.Batch(num_nodes=2)), "2 nodes"),
         (lambda: kubernetes.plan(JOBS["uneven hosts"]), "same slots"),
         (lambda: kubernetes.plan(TWO_HOSTS, kubernetes.Cluster(name="Bad: name")), "'Bad: name'"),

@@ -1,77 +1,82 @@
-"""Which endings are worth another start, on which hosts, with how many ranks and after what time."""
+"""Which results are worth another start, on which hosts, with how many ranks and after what time."""
 
 from __future__ import annotations
 
-from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringtrain.cluster.exit_cause import HOST_LOST, Ending
+from ringtrain.cluster.exit_cause import HOST_LOST, JobResult
 from ringtrain.cluster.hosts import Host
-from ringtrain.cluster.restart import History, Policy, causes_of, ranks_on, remaining, why_not
+from ringtrain.cluster.launch_options import LaunchOptions
+from ringtrain.cluster.restart import causes_of, delay_s, ranks_on, remaining, why_not
 from ringtrain.errors import LaunchError
 from ringtrain.protocol.attempt import Attempt
 
-KILLED = Ending(137, "rank 1 on host2 was killed by SIGKILL (signal 9)", rank=1, hosts=("host2",), global_step=20)
-THREE = Policy(3)
+KILLED = JobResult(137, "rank 1 on host2 was killed by SIGKILL (signal 9)", rank=1, hosts=("host2",), global_step=20)
+ONCE = LaunchOptions(command=("train",))
+THREE = replace(ONCE, max_restarts=3)
 
 
 @pytest.mark.parametrize(
-    ("ending", "reason"),
+    ("result", "reason"),
     [
         (KILLED, ""),
-        (Ending(1, "rank 0 on host1 failed first:\nTraceback\n  ...\nKeyError: 3", "KeyError", rank=0), ""),
-        (Ending(75, "rank 1 keeps the others waiting", "Stalled", rank=0), ""),
-        (Ending(2, "lost host2 while the job ran", HOST_LOST, hosts=("host2",)), ""),
-        (Ending(2, "rank 0 on host1 failed first: ConfigError: ...", "ConfigError", rank=0), "a restart does not fix"),
+        (JobResult(1, "rank 0 on host1 failed first:\nTraceback\n  ...\nKeyError: 3", "KeyError", rank=0), ""),
+        (JobResult(75, "rank 1 keeps the others waiting", "Stalled", rank=0), ""),
+        (JobResult(2, "lost host2 while the job ran", HOST_LOST, hosts=("host2",)), ""),
         (
-            Ending(2, "... NonFiniteLoss: non-finite loss", "NonFiniteLoss", rank=1),
+            JobResult(2, "rank 0 on host1 failed first: ConfigError: ...", "ConfigError", rank=0),
+            "a restart does not fix",
+        ),
+        (
+            JobResult(2, "... NonFiniteLoss: non-finite loss", "NonFiniteLoss", rank=1),
             "NaN or infinite again",
         ),
         (
-            Ending(1, "ResourceExhaustedError: OOM when allocating", "ResourceExhaustedError", rank=0),
+            JobResult(1, "ResourceExhaustedError: OOM when allocating", "ResourceExhaustedError", rank=0),
             "out of memory",
         ),
-        (Ending(137, "rank 0 was killed", rank=0, out_of_memory=True), "out of memory"),
-        (Ending(143, "rank 0 was killed by SIGTERM", rank=0), "asked to stop"),
-        (Ending(127, "sh: training: not found", rank=0), "cannot be run"),
-        (Ending(143, "stopped by SIGTERM", stopped=True), "it was stopped"),
+        (JobResult(137, "rank 0 was killed", rank=0, out_of_memory=True), "out of memory"),
+        (JobResult(143, "rank 0 was killed by SIGTERM", rank=0), "asked to stop"),
+        (JobResult(127, "sh: training: not found", rank=0), "cannot be run"),
+        (JobResult(143, "stopped by SIGTERM", stopped=True), "it was stopped"),
     ],
 )
-def test_what_is_tried_again(ending, reason):
-    assert (reason in why_not(ending, [], THREE)) and bool(why_not(ending, [], THREE)) is bool(reason)
+def test_what_is_tried_again(result, reason):
+    assert (reason in why_not(result, [], THREE)) and bool(why_not(result, [], THREE)) is bool(reason)
 
 
 def test_as_often_as_allowed():
-    endings = [Ending(137, "killed", rank=1, global_step=step) for step in (1, 2, 3)]
-    assert why_not(KILLED, endings[:2], THREE) == ""
-    assert "3 times already" in why_not(KILLED, endings, THREE)
-    assert why_not(KILLED, [], Policy()) == "not asked for"
+    results = [JobResult(137, "killed", rank=1, global_step=step) for step in (1, 2, 3)]
+    assert why_not(KILLED, results[:2], THREE) == ""
+    assert "3 times already" in why_not(KILLED, results, THREE)
+    assert why_not(KILLED, [], ONCE) == "not asked for"
 
 
 def test_the_same_rank_at_the_same_step_for_the_same_reason_twice():
     assert "same step twice (step 20)" in why_not(KILLED, [KILLED], THREE)
     others = [
-        Ending(137, KILLED.text, rank=1, hosts=("host2",), global_step=21),
-        Ending(137, KILLED.text, rank=0, hosts=("host2",), global_step=20),
-        Ending(1, "another cause", rank=1, hosts=("host2",), global_step=20),
+        JobResult(137, KILLED.text, rank=1, hosts=("host2",), global_step=21),
+        JobResult(137, KILLED.text, rank=0, hosts=("host2",), global_step=20),
+        JobResult(1, "another cause", rank=1, hosts=("host2",), global_step=20),
     ]
     for other in others:
         assert why_not(KILLED, [other], THREE) == ""
         assert why_not(KILLED, [KILLED, other], THREE) == "", "only the last one counts"
-    lost = Ending(2, "lost host2", HOST_LOST, hosts=("host2",))
+    lost = JobResult(2, "lost host2", HOST_LOST, hosts=("host2",))
     assert why_not(lost, [lost], THREE) == "", "a host that goes twice is left out instead"
 
 
 def test_a_user_knows_better():
-    bug = Ending(2, "rank 0 failed first: DataError: the file server is away", "DataError", rank=0)
-    assert why_not(bug, [bug], Policy(3, restart_on="file server")) == ""
-    assert "--give-up-on" in why_not(KILLED, [], Policy(3, give_up_on="SIGKILL"))
-    assert "--give-up-on" in why_not(KILLED, [], Policy(3, restart_on="SIGKILL", give_up_on="SIGKILL"))
+    bug = JobResult(2, "rank 0 failed first: DataError: the file server is away", "DataError", rank=0)
+    assert why_not(bug, [bug], replace(THREE, restart_on="file server")) == ""
+    assert "--give-up-on" in why_not(KILLED, [], replace(THREE, give_up_on="SIGKILL"))
+    assert "--give-up-on" in why_not(KILLED, [], replace(THREE, restart_on="SIGKILL", give_up_on="SIGKILL"))
     with pytest.raises(LaunchError, match=r"got --give-up-on '\(', expected a regular expression"):
-        Policy(give_up_on="(")
+        replace(ONCE, give_up_on="(").checked()
 
 
 HOSTS = [Host("host1", 4), Host("host2", 4), Host("host3", 4)]
@@ -82,12 +87,12 @@ def names(hosts):
 
 
 def test_a_host_that_failed_twice_is_left_out():
-    failures = Counter(host1=1, host2=2)
-    assert names(remaining(HOSTS, failures, Policy())) == ["host1", "host3"]
-    assert names(remaining(HOSTS, failures, Policy(keep_hosts=True))) == ["host1", "host2", "host3"]
-    assert names(remaining(HOSTS, failures, Policy(min_ranks=9))) == ["host1", "host2", "host3"]
-    assert names(remaining(HOSTS, failures, Policy(), silent=["host3"])) == ["host1"]
-    assert names(remaining(HOSTS[:1], Counter(host1=7), Policy())) == ["host1"], "there is no other"
+    failures = [JobResult(1, hosts=("host1", "host2")), JobResult(1, hosts=("host2",))]
+    assert names(remaining(HOSTS, failures, ONCE)) == ["host1", "host3"]
+    assert names(remaining(HOSTS, failures, replace(ONCE, keep_hosts=True))) == ["host1", "host2", "host3"]
+    assert names(remaining(HOSTS, failures, replace(ONCE, min_np=9))) == ["host1", "host2", "host3"]
+    assert names(remaining(HOSTS, failures, ONCE, silent=["host3"])) == ["host1"]
+    assert names(remaining(HOSTS[:1], [JobResult(1, hosts=("host1",))] * 7, ONCE)) == ["host1"], "there is no other"
 
 
 @given(st.integers(0, 64), st.integers(1, 64), st.integers(1, 64))
@@ -101,10 +106,10 @@ def test_fewer_ranks_share_the_global_batch_evenly(slots, num_ranks, min_ranks):
 
 
 def test_waits_longer_and_longer_until_there_are_new_steps():
-    history, waits = History(), []
+    results, waits = [], []
     for step in (-1, -1, 20, 20, 18, 30, 31, 31, *[31] * 9):
-        history.add(Ending(137, "killed", global_step=step))
-        waits.append(history.delay_s(Policy()))
+        results.append(JobResult(137, "killed", global_step=step))
+        waits.append(delay_s(results))
     assert waits == [1, 2, 1, 2, 4, 1, 1, 2, 4, 8, 16, 32, 60, 60, 60, 60, 60]
 
 
@@ -118,14 +123,14 @@ def test_an_attempt_is_read_as_it_was_written():
 
 def test_a_cause_in_a_line():
     text = "rank 1 on host2 failed first:\nTraceback (most recent call last):\n  ...\nKeyError: 3"
-    ending = Ending(1, text, "KeyError", rank=1, hosts=("host2",), global_step=20, phase="save")
-    assert ending.in_a_line == "rank 1 on host2 failed first: KeyError: 3 (step 20, save)"
-    assert Ending(9).in_a_line == "exit code 9"
+    result = JobResult(1, text, "KeyError", rank=1, hosts=("host2",), global_step=20, phase="save")
+    assert result.in_a_line == "rank 1 on host2 failed first: KeyError: 3 (step 20, save)"
+    assert JobResult(9).in_a_line == "exit code 9"
 
 
 def test_long_causes_of_many_restarts_fit_into_the_environment():
-    endings = [Ending(1, f"failure {number}: " + "\U0001f600" * 50_000, rank=0) for number in range(40)]
-    attempt = Attempt(number=40, causes=causes_of(endings), run_name="digits", num_ranks=2)
+    results = [JobResult(1, f"failure {number}: " + "\U0001f600" * 50_000, rank=0) for number in range(40)]
+    attempt = Attempt(number=40, causes=causes_of(results), run_name="digits", num_ranks=2)
     assert len(attempt.causes) == 20 and attempt.causes[-1].startswith("failure 39: ")
     text = attempt.to_json()
     assert len(text) < 131_072 - 100

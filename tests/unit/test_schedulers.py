@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ringtrain.cluster.hosts import Host
-from ringtrain.cluster.schedulers import SCHEDULERS, Allocation, expand, find
+from ringtrain.cluster.schedulers import SCHEDULERS, expand, find
 from ringtrain.errors import HostsError
 
 NOWHERE = Path("/nonexistent")
@@ -20,7 +20,7 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "host[1-2]", "SLURM_TASKS_PE
 
 def hosts_of(environment: Mapping[str, str], folder: Path) -> tuple[Host, ...]:
     found = find(environment, folder)
-    return found.hosts if found else ()
+    return found[0] if found else ()
 
 
 NODE_LISTS = {
@@ -83,12 +83,13 @@ def test_padding_is_kept(first: int, more: int, width: int, num_digits_after: in
 
 
 def test_slurm() -> None:
-    assert find(SLURM, NOWHERE) == Allocation(
-        (Host("host1", 3), Host("host2", 1)), "Slurm", "SLURM_JOB_NODELIST and SLURM_TASKS_PER_NODE"
+    assert find(SLURM, NOWHERE) == (
+        (Host("host1", 3), Host("host2", 1)),
+        "Slurm: SLURM_JOB_NODELIST and SLURM_TASKS_PER_NODE",
     )
     found = find({**SLURM, "SLURM_JOB_NODELIST": "gpu[08-10],login", "SLURM_TASKS_PER_NODE": "4(x2),3(x1),1"}, NOWHERE)
     assert found
-    assert found.hosts == (Host("gpu08", 4), Host("gpu09", 4), Host("gpu10", 3), Host("login", 1))
+    assert found[0] == (Host("gpu08", 4), Host("gpu09", 4), Host("gpu10", 3), Host("login", 1))
 
 
 @pytest.mark.parametrize(
@@ -120,8 +121,9 @@ def test_pbs(tmp_path: Path) -> None:
     nodes = tmp_path / "nodes"
     nodes.write_text("n1.example.org\nn1.example.org\nn2.example.org\nn1.example.org\n")
     environment = {"PBS_JOBID": "12.server", "PBS_NODEFILE": str(nodes)}
-    assert find(environment, NOWHERE) == Allocation(
-        (Host("n1.example.org", 3), Host("n2.example.org", 1)), "PBS", "PBS_NODEFILE"
+    assert find(environment, NOWHERE) == (
+        (Host("n1.example.org", 3), Host("n2.example.org", 1)),
+        "PBS: PBS_NODEFILE",
     )
     nodes.write_text("n1\n$(id)\n")
     with pytest.raises(HostsError, match=r"PBS_NODEFILE: .*/nodes:2: got '\$\(id\)', expected a host's name"):
@@ -137,9 +139,9 @@ def test_lsf(tmp_path: Path) -> None:
     nodes = tmp_path / "nodes"
     nodes.write_text("n1\nn1\nn2\n")
     pairs = {"LSB_JOBID": "3", "LSB_MCPU_HOSTS": "n1 4 n2 2 "}
-    assert find(pairs, NOWHERE) == Allocation((Host("n1", 4), Host("n2", 2)), "LSF", "LSB_MCPU_HOSTS")
+    assert find(pairs, NOWHERE) == ((Host("n1", 4), Host("n2", 2)), "LSF: LSB_MCPU_HOSTS")
     both = {**pairs, "LSB_DJOB_HOSTFILE": str(nodes)}
-    assert find(both, NOWHERE) == Allocation((Host("n1", 2), Host("n2", 1)), "LSF", "LSB_DJOB_HOSTFILE")
+    assert find(both, NOWHERE) == ((Host("n1", 2), Host("n2", 1)), "LSF: LSB_DJOB_HOSTFILE")
     nodes.unlink()
     assert find(both, NOWHERE) == find(pairs, NOWHERE)
     for value, message in {
@@ -158,9 +160,9 @@ def test_lsf_with_a_batch_host_has_only_compute_hosts() -> None:
     """And, as the control, a host with one slot stays where no batch host is known of."""
     listed = {"LSB_JOBID": "3", "LSB_MCPU_HOSTS": "batch1 1 n1 42 n2 42"}
     found = find({**listed, "CSM_ALLOCATION_ID": "7"}, NOWHERE)
-    assert found and found.hosts == (Host("n1", 42), Host("n2", 42))
+    assert found and found[0] == (Host("n1", 42), Host("n2", 42))
     found = find(listed, NOWHERE)
-    assert found and [host.name for host in found.hosts] == ["batch1", "n1", "n2"]
+    assert found and [host.name for host in found[0]] == ["batch1", "n1", "n2"]
 
 
 @pytest.mark.parametrize("variable", ["SLURM_HET_SIZE", "SLURM_PACK_SIZE"])
@@ -186,7 +188,7 @@ def test_a_job_of_another_scheduler_is_refused_by_name(variable: str, value: str
     with pytest.raises(HostsError, match=f"{variable}: this is a job of {name}, .*: name the hosts with --hostfile"):
         find({variable: value}, NOWHERE)
     found = find({variable: value, "LSB_JOBID": "3", "LSB_MCPU_HOSTS": "n1 4"}, NOWHERE)
-    assert found and found.scheduler == "LSF"
+    assert found and found[1].startswith("LSF: ")
 
 
 def test_the_mpi_operator(tmp_path: Path) -> None:
@@ -195,17 +197,17 @@ def test_the_mpi_operator(tmp_path: Path) -> None:
     marker = tmp_path / "was_run"
     script.write_text(f"#!/bin/sh\necho {workers[0]}:4\necho {workers[1]}:2\n")
     script.chmod(0o755)
-    assert find({}, tmp_path) == Allocation((Host(workers[0], 4), Host(workers[1], 2)), "Kubernetes", str(script))
+    assert find({}, tmp_path) == ((Host(workers[0], 4), Host(workers[1], 2)), f"Kubernetes: {script}")
     hostfile.write_text(f"{workers[0]} slots=4\n{workers[1]} slots=4\n")
-    assert find({}, tmp_path) == Allocation((Host(workers[0], 4), Host(workers[1], 4)), "Kubernetes", str(hostfile))
+    assert find({}, tmp_path) == ((Host(workers[0], 4), Host(workers[1], 4)), f"Kubernetes: {hostfile}")
     hostfile.write_text(f"{workers[0]}:3\n{workers[1]}:3\n")
     assert hosts_of({"OMPI_MCA_orte_set_default_slots": "8"}, tmp_path) == (Host(workers[0], 3), Host(workers[1], 3))
     hostfile.write_text(f"{workers[0]}\n{workers[1]}\n")
     assert hosts_of({}, tmp_path) == (Host(workers[0]), Host(workers[1]))
     found = find({"OMPI_MCA_orte_set_default_slots": "8"}, tmp_path)
     assert found
-    assert found.hosts == (Host(workers[0], 8), Host(workers[1], 8))
-    assert found.source == f"{hostfile} and OMPI_MCA_orte_set_default_slots"
+    assert found[0] == (Host(workers[0], 8), Host(workers[1], 8))
+    assert found[1] == f"Kubernetes: {hostfile} and OMPI_MCA_orte_set_default_slots"
     hostfile.unlink()
     script.write_text(f"#!/bin/sh\n\ntouch {marker}\necho {workers[0]}:4\n")
     with pytest.raises(HostsError, match=r"discover_hosts.sh:3: got 'touch .*', expected 'echo host:4'"):
@@ -246,7 +248,7 @@ def test_the_more_complete_scheduler_is_believed(tmp_path: Path) -> None:
         ({"PBS_NODEFILE": gone}, NOWHERE, None),
     ):
         found = find(environment, folder)
-        assert (found.scheduler if found else None) == scheduler
+        assert (found[1].partition(":")[0] if found else None) == scheduler
     assert list(SCHEDULERS) == ["Slurm", "LSF", "PBS", "Kubernetes"]
 
 
@@ -271,7 +273,7 @@ def test_any_environment_is_hosts_or_one_line_of_error(environment: Mapping[str,
     except HostsError as error:
         assert str(error).isprintable()
     else:
-        for host in found.hosts if found else ():
+        for host in found[0] if found else ():
             assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*|[0-9a-f:.]+", host.name)
             assert 1 <= host.slots <= 4096
 
@@ -279,5 +281,5 @@ def test_any_environment_is_hosts_or_one_line_of_error(environment: Mapping[str,
 def test_ten_thousand_hosts_of_slurm() -> None:
     found = find({**SLURM, "SLURM_JOB_NODELIST": "gpu[00000-09999]", "SLURM_TASKS_PER_NODE": "8(x9999),4"}, NOWHERE)
     assert found
-    assert len(found.hosts) == 10_000
-    assert found.hosts[-1] == Host("gpu09999", 4)
+    assert len(found[0]) == 10_000
+    assert found[0][-1] == Host("gpu09999", 4)

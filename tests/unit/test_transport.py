@@ -87,7 +87,7 @@ def test_a_part_of_the_token_gets_no_answer(hub: transport.Wire) -> None:
 
 
 def test_silent_connections_lock_no_rank_out(hub: transport.Wire) -> None:
-    silent = [socket.create_connection(("127.0.0.1", hub.port), 5) for _ in range(transport.MAX_STRANGERS + 20)]
+    silent = [socket.create_connection(("127.0.0.1", hub.port), 5) for _ in range(transport.MAX_UNAUTHENTICATED + 20)]
     ranks = [socket.create_connection(("127.0.0.1", hub.port), 5) for _ in range(128)]
     for number, rank in enumerate(ranks):
         rank.sendall(b'secret\n{"rank": %d}\n' % number)

@@ -14,16 +14,14 @@ CHECKS = {**software.CHECKS, **machine.CHECKS, **network.CHECKS}
 def judge(scene: Scene) -> dict[str, list[Cell]]:
     """Runs every check on every host; returns, by check name, one cell per host in the order of `scene.probes`."""
     table = {"ssh": [network.ssh(probe, scene) for probe in scene.probes]}
-    for name, check in CHECKS.items():
-        table[name] = [_cell(check, probe, scene) for probe in scene.probes]
-    return table
+    return table | {name: [_cell(check, probe, scene) for probe in scene.probes] for name, check in CHECKS.items()}
 
 
 def _cell(check: Check, probe: Probe, scene: Scene) -> Cell:
-    if probe.facts is None:
+    facts = probe.facts
+    if facts is None or (not check.may_lack and any(facts[fact.__name__] is None for fact in check.facts)):
         return UNKNOWN
-    lacks = any(probe.facts[fact.__name__] is None for fact in check.facts)
-    return UNKNOWN if lacks and not check.may_lack else check.rule(probe, probe.facts, scene)
+    return check.rule(probe, facts, scene)
 
 
 def request() -> dict[str, Any]:

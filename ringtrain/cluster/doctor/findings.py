@@ -17,8 +17,6 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Probe:
-    """Result of probing one host."""
-
     host: Host
     facts: Facts | None = None  # from probe.facts; None: the host did not answer
     error: str = ""  # why the host did not answer, as ssh reports it
@@ -36,8 +34,6 @@ class Probe:
 
 @dataclass(frozen=True)
 class Scene:
-    """Input of a check."""
-
     probes: tuple[Probe, ...]
     here: Facts  # facts of the machine that doctor runs on, which need not be one of the hosts
     python: str  # path of the Python that ranks are started with
@@ -46,14 +42,11 @@ class Scene:
 
     @property
     def answers(self) -> list[Facts]:
-        """Facts of the hosts that answered."""
         return [probe.facts for probe in self.probes if probe.facts is not None]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Result of one check on one host."""
-
     value: str
     level: Level = "ok"
     text: str = ""  # the finding, with the received and the expected value; "": no finding
@@ -78,8 +71,6 @@ class Check:
 
 @dataclass(frozen=True)
 class Finding:
-    """Problem of one or more hosts."""
-
     check: str
     level: Level
     hosts: tuple[str, ...]
@@ -121,7 +112,3 @@ def most(values: Iterable[Any]) -> Any:
     """Most frequent value other than None, on a tie the first; None if there is none."""
     counted = Counter(value for value in values if value is not None).most_common(1)
     return counted[0][0] if counted else None
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"

@@ -11,8 +11,9 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from ringtrain.cluster.doctor.findings import UNKNOWN, Cell, Check, Facts, Level, Probe, Scene, count, most
+from ringtrain.cluster.doctor.findings import UNKNOWN, Cell, Check, Facts, Level, Probe, Scene, most
 from ringtrain.cluster.doctor.probe import outcome, read
+from ringtrain.cluster.hosts import count
 
 MEMORY_PER_RANK_MB = 1024  # TensorFlow, Keras and a small model take about 0.7 GB
 SHM_PER_RANK_MB = 64  # a container's default for all its ranks together, without --shm-size

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 from ringtrain.cluster import host_agent
 from ringtrain.cluster.doctor import checks, network, ring
@@ -17,45 +15,42 @@ from ringtrain.cluster.doctor.findings import LEVELS, Scene, gather
 from ringtrain.cluster.doctor.report import Report, plain_or_terminal, show
 from ringtrain.cluster.doctor.session import Marker, Options, visit
 from ringtrain.cluster.hosts import Host
+from ringtrain.cluster.job import check_subnet
 from ringtrain.errors import LaunchError
 
 
 def main(hosts: Sequence[Host], options: Options, as_json: bool = False) -> int:
-    """Examines hosts (empty: this machine), prints the report, and returns 0: ok, 1: warnings, or 2: errors."""
+    """Examines hosts, prints the report, and returns 0: ok, 1: warnings, or 2: errors."""
     if sys.stderr.isatty() and len(hosts) > 1:
         print(f"probing {len(hosts)} hosts, each has {options.timeout_s:g} s to answer ...", file=sys.stderr)
     return show(examine(hosts, options), plain_or_terminal(), as_json)
 
 
-def examine(hosts: Sequence[Host], options: Options, environ: Mapping[str, str] = os.environ) -> Report:
+def examine(hosts: Sequence[Host], options: Options) -> Report:
     """Probes all hosts concurrently and measures the links between those that answer; host errors become findings.
 
-    Without hosts, examines this machine with one slot per GPU or, without GPUs, per core. Ranks get PATH and PYTHONPATH
-    from `environ`. Raises LaunchError if an option is invalid.
+    Raises LaunchError if an option is invalid.
     """
     check(options)
     start_s = time.monotonic()
-    wanted = hosts or (Host("localhost"),)
     request = {
         "do": "facts",
         "folder": os.getcwd(),
-        "path": environ.get("PATH", ""),
-        "python_path": environ.get("PYTHONPATH", ""),
+        "path": os.environ.get("PATH", ""),
+        "python_path": os.environ.get("PYTHONPATH", ""),
         "run_directory": options.run_directory,
         "code": os.path.abspath(options.code),
-        "names": [host.name for host in wanted] if len(wanted) > 1 else [],
+        "names": [host.name for host in hosts] if len(hosts) > 1 else [],
         **checks.request(),
     }
-    local_names = host_agent.here(host.name for host in wanted)
-    marker = Marker(len(wanted))
-    with ThreadPoolExecutor(min(options.num_connections, len(wanted) + 1)) as pool:
+    local_names = host_agent.here(host.name for host in hosts)
+    marker = Marker(len(hosts))
+    with ThreadPoolExecutor(min(options.num_connections, len(hosts) + 1)) as pool:
         alone = None if local_names else pool.submit(visit, Host("localhost"), request, options, Marker(0))
-        probes = tuple(pool.map(lambda host: visit(host, request, options, marker), wanted))
+        probes = tuple(pool.map(lambda host: visit(host, request, options, marker), hosts))
     local = alone.result() if alone else next(probe for probe in probes if probe.host.name in local_names)
     # The reference for all hosts. If this machine does not answer in time, the first host that does.
     here = local.facts or next((probe.facts for probe in probes if probe.facts), {})
-    if not hosts and local.facts:
-        probes = (replace(local, host=Host("localhost", len(here["gpus"] or ()) or here["cores"] or 1)),)
     scene = Scene(probes, here, options.python, options.ssh_port, options.subnet)
     table = checks.judge(scene)
     findings = gather(table, probes)
@@ -64,19 +59,15 @@ def examine(hosts: Sequence[Host], options: Options, environ: Mapping[str, str] 
     answering = [probe.host.name for probe in probes if probe.facts is not None]
     if options.bandwidth and len(answering) > 1:
         local_mpirun = here.get("mpirun") or {"program": "mpirun", "said": ""}
-        measured = ring.measure(answering, local_mpirun, subnet, options, environ)
+        measured = ring.measure(answering, local_mpirun, subnet, options)
         findings += ring.judge(measured)
     findings.sort(key=lambda finding: -LEVELS.index(finding.level))
     return Report(scene, table, tuple(findings), subnet, measured, time.monotonic() - start_s)
 
 
 def check(options: Options) -> None:
-    """Raises LaunchError if an option is invalid."""
     if not 0 < options.timeout_s < threading.TIMEOUT_MAX:
         raise LaunchError(f"got --timeout {options.timeout_s:g}, expected a number of seconds above 0")
     if not os.path.isdir(options.code):
         raise LaunchError(f"got --code {options.code!r}, expected the directory of your code")
-    try:
-        ipaddress.ip_network(options.subnet or "::/0", strict=False)
-    except ValueError as error:
-        raise LaunchError(f"got --subnet {options.subnet!r}, expected a network such as 10.1.0.0/16") from error
+    check_subnet(options.subnet)

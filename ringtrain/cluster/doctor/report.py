@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ringtrain.cluster.doctor.findings import LEVELS, Cell, Finding, Level, Scene, count
+from ringtrain.cluster.doctor.findings import LEVELS, Cell, Finding, Level, Scene
 from ringtrain.cluster.doctor.ring import Ring, describe
+from ringtrain.cluster.hosts import count
 
 STYLES: dict[Level, str] = {"unknown": "dim", "ok": "", "warning": "yellow", "error": "bold red"}
 MARKS: dict[Level, str] = {"unknown": "", "ok": "", "warning": "! ", "error": "!! "}  # for output without colors
@@ -25,8 +26,6 @@ PADDING = 2
 
 @dataclass(frozen=True)
 class Report:
-    """Complete result of a doctor run."""
-
     scene: Scene
     table: Mapping[str, Sequence[Cell]]  # by check name, one cell per host
     findings: tuple[Finding, ...]  # worst first
@@ -36,7 +35,6 @@ class Report:
 
     @property
     def level(self) -> Level:
-        """Worst level of all findings."""
         return max((finding.level for finding in self.findings), key=LEVELS.index, default="ok")
 
 

@@ -35,8 +35,6 @@ RESNET50_MB = 102.4  # gradients of 25.6 million parameters
 
 @dataclass(frozen=True)
 class Link:
-    """Link from one host to the next in the ring."""
-
     source: str
     target: str
     latency_us: float  # one way: half the round trip of one byte
@@ -106,7 +104,6 @@ def judge(ring: Ring) -> list[Finding]:
 
 
 def describe(ring: Ring) -> list[str]:
-    """Formats the results of a ring as lines of text."""
     if not ring.links:
         return []
     width = max(len(link.source) + len(link.target) for link in ring.links) + 4
@@ -124,7 +121,6 @@ def describe(ring: Ring) -> list[str]:
 
 
 def speed(mb_per_s: float) -> str:
-    """Formats a bandwidth, e.g. "1.2 GB/s"."""
     return f"{mb_per_s / 1e3:.1f} GB/s" if mb_per_s >= 1e3 else f"{mb_per_s:.0f} MB/s"
 
 
@@ -138,9 +134,7 @@ def essence(output: str) -> str:
 # ---- measurement -------------------------------------------------------------------------------------------------
 
 
-def measure(
-    names: Sequence[str], local_mpirun: Mapping[str, Any], subnet: str, options: Options, environ: Mapping[str, str]
-) -> Ring:
+def measure(names: Sequence[str], local_mpirun: Mapping[str, Any], subnet: str, options: Options) -> Ring:
     """Measures each link of a ring of two or more hosts, with one rank per host, launched as in training."""
     local_names = host_agent.here(names)
     # Open MPI 4 places local ranks first, whatever the host order.
@@ -151,7 +145,7 @@ def measure(
             command=(options.python, "-m", __name__, f"{seconds:.3f}"),
             num_ranks=len(names),
             hosts=tuple(Host(name) for name in names),
-            environment=environ,
+            environment=os.environ,
             working_directory=os.getcwd(),
             subnet=subnet,
             ssh_port=options.ssh_port,
@@ -163,8 +157,8 @@ def measure(
             dialect = mpirun.identify(local_mpirun["said"])
             supported = job if dialect in SUBNETS else replace(job, subnet="")
             plan = mpirun.plan(supported, dialect, local_mpirun["program"])
-            processes.write_files(plan, folder)
-            output, reason = _run(plan, {**environ, **plan.env}, stderr, 3 * options.timeout_s + 2 * len(names))
+            with processes.written_files(plan, folder):
+                output, reason = _run(plan, stderr, 3 * options.timeout_s + 2 * len(names))
             measured = [parse_json(line) for line in re.findall(r'\{"ring": (\[.*?\])\}', output)]
         except (LaunchError, OSError) as error:
             measured, reason = [], str(error)
@@ -173,10 +167,10 @@ def measure(
     return read(names, measured, reason)
 
 
-def _run(plan: Plan, environ: Mapping[str, str], stderr: IO[bytes], limit_s: float) -> tuple[str, str]:
+def _run(plan: Plan, stderr: IO[bytes], limit_s: float) -> tuple[str, str]:
     """Runs the launcher; returns its output and the reason that applies if that lacks results."""
     streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": stderr}
-    process = subprocess.Popen(plan.argv, env=environ, start_new_session=True, **streams)
+    process = subprocess.Popen(plan.argv, env={**os.environ, **plan.env}, start_new_session=True, **streams)
     try:
         output = process.communicate(timeout=limit_s)[0].decode(errors="replace")
         reason = f"mpirun exited with code {process.returncode}"

@@ -10,8 +10,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from ringtrain.cluster.doctor.findings import Cell, Check, Facts, Level, Probe, Scene, count, most
+from ringtrain.cluster.doctor.findings import Cell, Check, Facts, Level, Probe, Scene, most
 from ringtrain.cluster.doctor.probe import folder_of, hashes, outcome, read
+from ringtrain.cluster.hosts import count
 
 MPI_KINDS = {"Open MPI": r"\(Open(?: MPI|RTE)\) ([\d.]+)", "Intel MPI": r"Intel.* MPI .*?Version ([\d.]+)"}
 MPI_KINDS |= {"MPICH": r"HYDRA[^V]*Version:\s*([\d.]+)"}

@@ -10,18 +10,9 @@ import re
 import shlex
 from collections.abc import Iterator
 
+from ringtrain.cluster import job as jobs
 from ringtrain.cluster.environment import as_mapping, clean_start, names_for_ranks, settings
-from ringtrain.cluster.job import (
-    MAX_WORD_LETTERS,
-    Flag,
-    Job,
-    Plan,
-    check,
-    check_names,
-    file_path,
-    named_hosts,
-    words,
-)
+from ringtrain.cluster.job import MAX_WORD_LETTERS, Flag, Job, Plan, check, check_names, words
 from ringtrain.cluster.plans import openmpi
 from ringtrain.cluster.plans.rank_start import reported
 from ringtrain.errors import LaunchError
@@ -29,7 +20,6 @@ from ringtrain.errors import LaunchError
 PLAIN_PATH = re.compile(r"[A-Za-z0-9_@%+=:,./-]*")
 DRIVER = "ringtrain.cluster.horovod_driver"
 GLOO_TIMEOUT, GLOO_TIMEOUT_S = "HOROVOD_GLOO_TIMEOUT_SECONDS", 60
-HOST_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 
 
 def plan(
@@ -41,21 +31,18 @@ def plan(
     interface: str = "",
     python: str = "python3",
 ) -> Plan:
-    """Command that starts a job by horovodrun.
+    """Command that starts a job by horovodrun. dialect: Key of mpirun.DIALECTS for the mpirun that it will find.
 
-    Args:
-        dialect: Of the mpirun that horovodrun will find, a key of mpirun.DIALECTS; unused over Gloo.
-        mpi_prefix: Directory above mpirun's bin, by which Open MPI finds its programs on other hosts; "": on PATH.
-        start_timeout_s: For horovodrun's own check of the hosts.
-        interface: Network interface of the ranks, the same on all hosts; "": the one from here to the first other host.
+    `mpi_prefix` is the directory above mpirun's bin, by which Open MPI finds its programs on other hosts; "": on PATH.
+    `interface` is the ranks' on all hosts; "": the one from here to the first other host.
     """
     _check(job)
     if not gloo and dialect != "openmpi4":
         raise LaunchError(
-            f"horovodrun over MPI speaks to Open MPI 4 only, and this is {dialect}: use --launcher horovodrun-gloo or"
+            f"horovodrun over MPI supports Open MPI 4 only, and this is {dialect}: use --launcher horovodrun-gloo or"
             f" mpirun"
         )
-    listed = named_hosts(job.hosts)
+    listed = ",".join(map(str, job.hosts))
     if len(listed) > MAX_WORD_LETTERS:
         raise LaunchError(f"{len(job.hosts)} hosts are too many for horovodrun's command line: use --launcher mpirun")
     hosts = words(
@@ -80,11 +67,8 @@ def elastic(
 
     Args:
         first_ranks: Slots with which it starts, if more are not available yet; 0: the job's number of ranks.
-        max_ranks: Slots beyond these are not used.
-        discovery: Program that prints a line host:slots for each current host. The launcher runs it and writes its
-            output to a file; "": the file lists the job's hosts.
-        interface: Network interface of the ranks, the same on all hosts; "": horovodrun looks for it once there are two
-            hosts, and never starts on one.
+        discovery: Program whose output, lines host:slots, the launcher writes to a file; "": the job's hosts.
+        interface: Of all hosts; "": horovodrun looks for it once there are two hosts, and never starts on one.
         cooldown_s: Time for which a host is excluded after a rank has failed on it: twice to three times the first
             number, doubled each time, up to the second; zeros: for good.
     """
@@ -98,14 +82,15 @@ def elastic(
     if len(job.hosts) < 2 and not interface:
         raise LaunchError(
             "got one host: an elastic horovodrun waits for a second one to find the interface between them: name more"
-            " hosts, or the interface (lo, if it stays at this host)"
+            " hosts, or give --network-interface (lo, if it stays on this host)"
         )
-    text = "".join(f"{host.name}:{host.slots}\n" for host in job.hosts)
-    path = file_path(job, "discovery.txt", text)  # may change while the job runs
+    files: dict[str, str] = {}
+    text = "".join(f"{host}\n" for host in job.hosts)  # may change while the job runs
+    path = jobs.add_file(files, job, "discovery.txt", text)
     source = f"printed by {shlex.quote(discovery)}" if discovery else "given"
     limits = [
-        words("--min-np", min_ranks, because="with fewer ranks it waits for hosts"),
-        words("--max-np", max_ranks, because="with more slots the rest is left out"),
+        words("--min-np", min_ranks, because="with fewer slots it waits for hosts"),
+        words("--max-np", max_ranks, because="slots beyond these are not used"),
         words(
             "--host-discovery-script",
             shlex.join(["cat", path]),
@@ -113,23 +98,23 @@ def elastic(
         ),
     ]
     if any(cooldown_s):
-        because = "seconds, shortest and longest, after which a host whose rank has failed may come back"
+        because = "seconds, shortest and longest, after which a host whose rank has failed may return"
         limits.append(words("--blacklist-cooldown-range", *cooldown_s, because=because))
-    return _plan(job, True, limits, interface, start_timeout_s, {path: text}, python=python, first_ranks=first_ranks)
+    return _plan(job, True, limits, interface, start_timeout_s, files, python=python, first_ranks=first_ranks)
 
 
 def _check(job: Job) -> None:
     check(job)
     if not job.hosts:
         raise LaunchError("horovodrun needs hosts: give --hostfile or -H")
-    check_names(job.hosts, "horovodrun", HOST_NAME)
+    check_names(job.hosts, "horovodrun")
     if job.subnet:
         raise LaunchError(
             f"got --subnet {job.subnet}, but horovodrun chooses interfaces itself, by name: leave it out, or use"
             f" --launcher mpirun"
         )
     if job.network == "ucx":
-        raise LaunchError("got --network ucx, but horovodrun has MPI and Gloo talk over TCP: use --launcher mpirun")
+        raise LaunchError("got --network ucx, but horovodrun runs MPI and Gloo over TCP: use --launcher mpirun")
 
 
 def _plan(
@@ -145,7 +130,7 @@ def _plan(
 ) -> Plan:
     if gloo:
         _check_gloo(job)
-    values, reasons = as_mapping(settings(job))
+    values, reasons = as_mapping([*settings(job)])
     chosen = interface or "the interface that leads to the job's hosts"
     for name in ("NCCL_SOCKET_IFNAME", *(["HOROVOD_GLOO_IFACE"] if gloo else [])):
         if name not in reasons:
@@ -154,28 +139,27 @@ def _plan(
             reasons[name] = f"horovodrun sets it to {chosen}, whatever is set here: see --network-interface"
     if first_ranks and GLOO_TIMEOUT not in job.environment:
         values[GLOO_TIMEOUT] = str(GLOO_TIMEOUT_S)
-        reasons[GLOO_TIMEOUT] = "for ranks of a host that has just come to load TensorFlow, while the others wait"
-    because = "horovodrun, Horovod's own launcher, without services that others can use"
-    found = [*clean_start(job, "horovodrun", job.working_directory), words(python, "-m", DRIVER, because=because)]
+        reasons[GLOO_TIMEOUT] = "for ranks of a new host to load TensorFlow, while the others wait"
+    because = "horovodrun, Horovod's launcher, with its services restricted to this job"
+    flags = [*clean_start(job, "horovodrun", job.working_directory), words(python, "-m", DRIVER, because=because)]
     if names := names_for_ranks(job, values):
-        because = "variables that ranks on other hosts get, by name: no value is on a command line"
-        found.append(words("--export", ",".join(names), because=because))
-    found.append(words("-np", first_ranks or job.num_ranks, because="ranks in all"))
-    found += hosts
+        flags.append(words("--export", ",".join(names), because=jobs.BY_NAME))
+    flags.append(words("-np", first_ranks or job.num_ranks, because=jobs.NUM_RANKS))
+    flags += hosts
     if interface:
-        found.append(words("--network-interfaces", interface, because="not looked for, as asked for"))
-    because = "Gloo, which needs no MPI" if gloo else "MPI starts the ranks and carries what they say"
-    found.append(words("--gloo" if gloo else "--mpi", because=because))
-    found.append(words("--disable-cache", because="looks at the hosts now: what it saw in the last hour may be wrong"))
-    found.append(words("--start-timeout", start_timeout_s, because="seconds for its look at the hosts"))
+        flags.append(words("--network-interfaces", interface, because="as asked for (--network-interface)"))
+    because = "Gloo, which needs no MPI" if gloo else "MPI starts the ranks and transports their messages"
+    flags.append(words("--gloo" if gloo else "--mpi", because=because))
+    flags.append(words("--disable-cache", because="checks the hosts now: cached results are up to an hour old"))
+    flags.append(words("--start-timeout", start_timeout_s, because="seconds for its check of the hosts"))
     if job.ssh_port:
-        found.append(words("-p", job.ssh_port, because="port of every host's sshd"))
+        flags.append(words("-p", job.ssh_port, because="port of every host's sshd"))
     if job.output:
         folder = job.output if gloo else shlex.quote(job.output)
-        found.append(words("--output-filename", folder, because="keeps a log per rank"))
+        flags.append(words("--output-filename", folder, because="keeps a log per rank"))
     if not gloo:
-        found += _mpi_arguments(job, prefix)
-    return Plan((*found, *reported(job)), job.command, values, reasons, files)
+        flags += _mpi_arguments(job, prefix)
+    return Plan((*flags, *reported(job)), job.command, values, reasons, files)
 
 
 def _check_gloo(job: Job) -> None:
@@ -185,23 +169,23 @@ def _check_gloo(job: Job) -> None:
     folder = job.working_directory or job.environment.get("PWD", "")
     if len(job.hosts) > 1 and not PLAIN_PATH.fullmatch(folder):
         raise LaunchError(
-            f"{shlex.quote(folder)}: over Gloo, horovodrun gives this folder to other hosts' shells as it is: start in"
-            f" one without spaces and signs, or use --launcher mpirun"
+            f"{shlex.quote(folder)}: over Gloo, horovodrun passes this directory unquoted to other hosts' shells: start"
+            f" in one without spaces and special characters, or use --launcher mpirun"
         )
 
 
 def _mpi_arguments(job: Job, prefix: str) -> Iterator[Flag]:
     """Arguments that horovodrun passes on to mpirun, through a shell."""
     # With a port, horovodrun itself passes options of ssh, which mpirun accepts once only.
-    control = openmpi.control(job, openmpi.FOUR, ssh_options=not job.ssh_port)
-    own = [flag for flag in control if not flag.words[1].startswith(("plm_rsh_no_tree", "plm_rsh_num"))]
+    left_out = ("plm_rsh_no_tree", "plm_rsh_num", *(["plm_rsh_args"] if job.ssh_port else []))
+    flags = [flag for flag in openmpi.control(job, openmpi.FOUR) if not flag.words[1].startswith(left_out)]
     if prefix:
-        own.append(words("--prefix", prefix, because="where Open MPI is, on other hosts too"))
+        flags.append(words("--prefix", prefix, because="where Open MPI is, on other hosts too"))
     if job.oversubscribe:
-        own.append(words("--oversubscribe", because="more ranks than slots are allowed, as asked for"))
-    if own:
-        reasons = dict.fromkeys(flag.reason for flag in own)
-        text = shlex.join([word for flag in own for word in flag.words])
+        flags.append(words("--oversubscribe", because="more ranks than slots are allowed, as asked for"))
+    if flags:
+        reasons = dict.fromkeys(flag.reason for flag in flags)
+        text = shlex.join([word for flag in flags for word in flag.words])
         yield words(f"--mpi-args={text}", because=f"for mpirun: {'; '.join(reasons)}")
     if job.bind == "core":
         binding = shlex.join(["--bind-to", "core", "--map-by", f"slot:PE={job.cores_per_rank}"])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ringtrain.cluster.environment import forwarded, is_private
-from ringtrain.cluster.job import Flag, Job, Plan, check, file_path, words
+from ringtrain.cluster.job import Flag, Job, Plan, add_file, check, words
 from ringtrain.cluster.plans import mpirun
 from ringtrain.errors import LaunchError
 
@@ -19,13 +19,19 @@ PLAIN_KEY = re.compile(r"[A-Za-z][A-Za-z0-9]*")
 QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|[kKMGTP]i?)?")
 LAUNCHER_RESOURCES = {"cpu": "1", "memory": "1Gi"}
 """limits of the container that runs mpirun; a namespace with a quota requires them"""
+SECRET = "ringtrain"
+"""name of the Secret with the values of variables given by --forward"""
+SHARED_MEMORY = "8Gi"
+"""size limit of /dev/shm, which NCCL and MPI use between ranks of a worker"""
+SSHD, SSHD_PORT = "/opt/ringtrain/launch/sshd.sh", 2222
+"""command of a worker in ringtrain's image, with a port as its argument, and the default port"""
 UNPRIVILEGED = {"runAsNonRoot": True, "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 OF_THIS_MACHINE = ("PATH", "PYTHONPATH", "PYTHONUSERBASE", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Request to the cluster besides the job; the defaults of user, keys and sshd are those of ringtrain's image."""
+    """Request to the cluster besides the job."""
 
     image: str = "ringtrain"
     name: str = "ringtrain"
@@ -36,16 +42,8 @@ class Cluster:
     gpus_per_worker: int = 0
     resources: Mapping[str, str] = field(default_factory=dict)
     """other requests and limits of a worker, e.g. cpu: 8, memory: 32Gi"""
-    shared_memory: str = "8Gi"
-    """size limit of /dev/shm, which NCCL and MPI use between ranks of a worker"""
-    secret: str = "ringtrain"
-    """name of the Secret with the values of variables given by --forward"""
     ssh_home: str = "/home/ringtrain/.ssh"
     """directory of the image user's keys; unless it is /root/.ssh, mpirun runs without the flag for root"""
-    sshd: tuple[str, ...] = ("/opt/ringtrain/launch/sshd.sh",)
-    """command of a worker; a port of the job becomes its last argument"""
-    ssh_port: int = 2222
-    """port of the workers' sshd, set in the image's ssh configuration as well"""
 
 
 class Commented(tuple[str, ...]):
@@ -64,9 +62,9 @@ def plan(job: Job, cluster: Cluster = Cluster()) -> Plan:
     slots = {host.slots for host in job.hosts}
     if len(slots) != 1:
         raise LaunchError(
-            "an MPIJob has workers that all take the same number of ranks: choose hosts with the same slots"
+            "the workers of an MPIJob all have the same number of ranks: choose hosts with the same slots"
         )
-    for what, name in (("name", cluster.name), ("secret", cluster.secret), ("namespace", cluster.namespace or "any")):
+    for what, name in (("name", cluster.name), ("namespace", cluster.namespace or "any")):
         if not LABEL.fullmatch(name):
             raise LaunchError(f"got the {what} {name!r}, expected small letters, digits and '-', 54 at most")
     for name, amount in cluster.resources.items():
@@ -75,16 +73,10 @@ def plan(job: Job, cluster: Cluster = Cluster()) -> Plan:
     if not cluster.image:
         raise LaunchError("got an empty name of the image, expected one such as registry.example/team/ringtrain:1")
     _refuse_local_paths(job)
-    text = "".join(_lines(manifest(job, cluster)))
-    path = file_path(job, "job.yaml", text)
-    return Plan(
-        (
-            words("kubectl", "apply", because="hands the job to Kubernetes, where the MPI Operator runs it"),
-            words("-f", path, because="the manifest"),
-        ),
-        (),
-        files={path: text},
-    )
+    files: dict[str, str] = {}
+    path = add_file(files, job, "job.yaml", "".join(_lines(manifest(job, cluster))))
+    apply = words("kubectl", "apply", because="submits the job to Kubernetes, whose MPI Operator runs it")
+    return Plan((apply, words("-f", path, because="the manifest")), (), files=files)
 
 
 def _refuse_local_paths(job: Job) -> None:
@@ -96,12 +88,11 @@ def _refuse_local_paths(job: Job) -> None:
         if any(path == folder or path.startswith(f"{folder}/") for folder in folders):
             raise LaunchError(
                 f"{path} is a path of this machine: containers see what their image holds, and start in its directory:"
-                f" name it as it is there, such as configs/digits.toml"
+                f" give its path there, such as configs/digits.toml"
             )
 
 
 def manifest(job: Job, cluster: Cluster) -> dict[str, Any]:
-    """MPIJob as plain values."""
     kept = {name: value for name, value in job.environment.items() if name not in OF_THIS_MACHINE}
     inner = replace(job, working_directory="", environment=kept, allow_root=cluster.ssh_home == "/root/.ssh")
     names = forwarded(inner)
@@ -112,22 +103,22 @@ def manifest(job: Job, cluster: Cluster) -> dict[str, Any]:
     security = {} if inner.allow_root else {"securityContext": UNPRIVILEGED}
     gpus = {"nvidia.com/gpu": cluster.gpus_per_worker} if cluster.gpus_per_worker else {}
     limits = {"resources": {"limits": {**cluster.resources, **gpus}}} if cluster.resources or gpus else {}
-    probe = {"tcpSocket": {"port": job.ssh_port or cluster.ssh_port}, "initialDelaySeconds": 1, "periodSeconds": 2}
+    probe = {"tcpSocket": {"port": job.ssh_port or SSHD_PORT}, "initialDelaySeconds": 1, "periodSeconds": 2}
     shared = {"name": "shared-memory", "mountPath": "/dev/shm"}
     worker = {
         "name": "worker",
         **image,
-        "command": [*cluster.sshd, *([str(job.ssh_port)] if job.ssh_port else [])],
+        "command": [SSHD, *([str(job.ssh_port)] if job.ssh_port else [])],
         "readinessProbe": probe,
         **security,
         **limits,
     }
-    volume = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": cluster.shared_memory}}
+    volume = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": SHARED_MEMORY}}
     launcher = {
         "name": "launcher",
         **image,
         "command": list(_escaped(launch)),
-        "env": _variables(launch, inner, names, cluster),
+        "env": _variables(launch, inner, names),
         **security,
         "resources": {"limits": LAUNCHER_RESOURCES},
     }
@@ -154,39 +145,30 @@ def manifest(job: Job, cluster: Cluster) -> dict[str, Any]:
 
 def _escaped(launch: Plan) -> Iterator[Commented]:
     """Arguments of a plan, escaped so that Kubernetes does not substitute $(NAME)."""
-    for flag in (*launch.flags, Flag(launch.command, "what every rank runs")):
+    for flag in (*launch.flags, Flag(launch.command, "command of every rank")):
         part = Commented(word.replace("$", "$$") for word in flag.words)
         part.reason = flag.reason
         yield part
 
 
-def _variables(launch: Plan, job: Job, names: Sequence[str], cluster: Cluster) -> list[dict[str, Any]]:
+def _variables(launch: Plan, job: Job, names: Sequence[str]) -> list[dict[str, Any]]:
     """Environment of the launcher container: plain values, and a `secretKeyRef` for each forwarded private variable."""
     values = {**{name: job.environment[name] for name in names}, **launch.env}
-    found: list[dict[str, Any]] = []
+    variables: list[dict[str, Any]] = []
     for name, value in sorted(values.items()):
         if not is_private(name, job):
-            found.append({"name": name, "value": value.replace("$", "$$")})
+            variables.append({"name": name, "value": value.replace("$", "$$")})
         elif name in job.forward:
-            found.append({"name": name, "valueFrom": {"secretKeyRef": {"name": cluster.secret, "key": name}}})
-    return found
+            variables.append({"name": name, "valueFrom": {"secretKeyRef": {"name": SECRET, "key": name}}})
+    return variables
 
 
 # ---- YAML ---------------------------------------------------------------------------------------------------------
 
 
 def quoted(text: str) -> str:
-    """String in YAML's double quotes, in ASCII, on one line."""
-    return '"' + "".join(_character(character) for character in text) + '"'
-
-
-def _character(character: str) -> str:
-    number = ord(character)
-    if character in '"\\':
-        return f"\\{character}"
-    if 0x20 <= number < 0x7F:
-        return character
-    return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
+    """String in YAML's double quotes, in ASCII, on one line; Python's escapes are YAML's as well."""
+    return '"' + text.encode("unicode_escape").decode().replace('"', '\\"') + '"'
 
 
 def _lines(node: Mapping[str, Any] | list[Any], indent: int = 0) -> Iterator[str]:

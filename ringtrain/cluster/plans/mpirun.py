@@ -16,13 +16,11 @@ from ringtrain.protocol.launchers import RANK_VARIABLES
 
 @dataclass(frozen=True)
 class Dialect:
-    """Version pattern, flags and settings of one MPI."""
-
     title: str
     version: re.Pattern[str]
     """beginning of the output of `mpirun --version`"""
-    flags: Callable[[Job, Sequence[str], str], tuple[list[Flag], dict[str, str]]]
-    """from a job, names of the ranks' variables and an existing hostfile: flags, and files to write"""
+    flags: Callable[[Job, Sequence[str], str, dict[str, str]], Iterable[Flag]]
+    """from a job, names of the ranks' variables, an existing hostfile, and a dictionary that gets files to write"""
     settings: Callable[[Job], Iterable[Setting]] = lambda job: ()
     rank_variable: str = ""
     """variable with the rank, if this MPI cannot both show and log a rank's output; else "" """
@@ -32,25 +30,25 @@ DIALECTS = {
     "openmpi4": Dialect(
         title="Open MPI 4",
         version=re.compile(r"mpirun \(Open MPI\) 4\."),
-        flags=lambda job, names, hostfile: openmpi.flags(job, openmpi.FOUR, names, hostfile),
+        flags=lambda job, *more: openmpi.flags(job, openmpi.FOUR, *more),
     ),
     "openmpi5": Dialect(
         title="Open MPI 5",
         version=re.compile(r"mpirun \(Open MPI\) 5\."),
-        flags=lambda job, names, hostfile: openmpi.flags(job, openmpi.FIVE, names, hostfile),
+        flags=lambda job, *more: openmpi.flags(job, openmpi.FIVE, *more),
         rank_variable=RANK_VARIABLES["Open MPI"].rank,
     ),
     "mpich": Dialect(
         title="MPICH",
         version=re.compile(r"HYDRA build details:"),
-        flags=lambda job, names, hostfile: hydra.flags(job, False, names, hostfile),
+        flags=lambda job, *more: hydra.flags(job, False, *more),
         settings=lambda job: hydra.settings(job, False),
         rank_variable=RANK_VARIABLES["Hydra"].rank,
     ),
     "intel": Dialect(
         title="Intel MPI",
         version=re.compile(r"Intel\(R\) MPI Library"),
-        flags=lambda job, names, hostfile: hydra.flags(job, True, names, hostfile),
+        flags=lambda job, *more: hydra.flags(job, True, *more),
         settings=lambda job: hydra.settings(job, True),
         rank_variable=RANK_VARIABLES["Hydra"].rank,
     ),
@@ -65,23 +63,21 @@ def identify(version_text: str) -> str:
             return name
     first = text.splitlines()[0] if text else ""
     raise LaunchError(
-        f"mpirun --version says {first!r}: expected {', '.join(dialect.title for dialect in DIALECTS.values())}: put"
+        f"mpirun --version printed {first!r}, expected {', '.join(dialect.title for dialect in DIALECTS.values())}: put"
         f" one of these first on PATH, or use --launcher horovodrun-gloo"
     )
 
 
 def plan(job: Job, dialect: str, program: str = "mpirun", hostfile: str = "") -> Plan:
-    """Command that starts a job by mpirun.
+    """Command that starts a job by mpirun. hostfile: Existing one in the dialect's format; "": the job's hosts.
 
-    Args:
-        program: Path of mpirun, by which Open MPI finds its programs on other hosts; the name alone only if a command
-            over ssh finds it on PATH there.
-        hostfile: Existing one in the dialect's format; "": the job's hosts.
+    By the path of `program` Open MPI finds its programs on other hosts: the name alone only if ssh finds it on PATH.
     """
     check(job)
     row = DIALECTS[dialect]
     values, reasons = as_mapping([*settings(job), *row.settings(job)])
-    flags, files = row.flags(job, names_for_ranks(job, values), hostfile)
+    files: dict[str, str] = {}
+    flags = [*row.flags(job, names_for_ranks(job, values), hostfile, files)]
     if job.output and row.rank_variable:
         because = f"{row.title} would not show what it logs: each rank copies it to DIR/rank.N/stdout and stderr"
         flags.append(logged(job.output, row.rank_variable, because))

@@ -6,17 +6,9 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ringtrain.cluster import job as jobs
 from ringtrain.cluster.host_agent import OWN_CONNECTION
-from ringtrain.cluster.job import (
-    MAX_WORD_LETTERS,
-    NUM_HOSTS_LARGE,
-    Flag,
-    Job,
-    check_names,
-    file_path,
-    named_hosts,
-    words,
-)
+from ringtrain.cluster.job import MAX_WORD_LETTERS, NUM_HOSTS_LARGE, Flag, Job, check_names, words
 from ringtrain.errors import LaunchError
 
 SSH_OPTIONS = (
@@ -24,15 +16,13 @@ SSH_OPTIONS = (
     *("-o", "ServerAliveInterval=4", "-o", "ServerAliveCountMax=2"),
     *(word for name, value in OWN_CONNECTION.items() for word in ("-o", f"{name}={value}")),
 )
-WHY_SSH = "ssh never asks, shares no connection, gives up on a host after 10 s, and on one that has vanished after 8 s"
+WHY_SSH = "ssh never prompts, shares no connection, gives up on a host after 10 s, and on a vanished one after 8 s"
 EXCLUDED_NETWORKS = "127.0.0.0/8,docker0"
 TCP_PIECES, TCP_PIECE_BYTES = "btl_tcp_rdma_pipeline_frag_size", 262144
 
 
 @dataclass(frozen=True)
 class Words:
-    """Differences between the two versions."""
-
     title: str
     control: str
     """option that sets a parameter of the control plane"""
@@ -71,44 +61,36 @@ FIVE = Words(
 )
 
 
-def flags(job: Job, dialect: Words, names: Sequence[str], hostfile: str = "") -> tuple[list[Flag], dict[str, str]]:
-    """Arguments after mpirun, and files to write. hostfile: Existing one; "": the job's hosts."""
-    check_names(job.hosts, dialect.title)
-    files: dict[str, str] = {}
-    found = [words("-np", job.num_ranks, because="ranks in all")]
+def flags(job: Job, dialect: Words, names: Sequence[str], hostfile: str, files: dict[str, str]) -> Iterator[Flag]:
+    """Arguments after mpirun. hostfile: Existing one; "": the job's hosts. files: Gets those to write."""
+    check_names(job.hosts, dialect.title, r"[A-Za-z0-9][A-Za-z0-9.-]*")
+    listed = ",".join(map(str, job.hosts))
+    yield words("-np", job.num_ranks, because=jobs.NUM_RANKS)
     if hostfile:
-        found.append(
-            words("--hostfile", hostfile, because="hosts and slots; named, since versions differ in what they find")
-        )
-    elif job.hosts:
-        listed = named_hosts(job.hosts)
-        if len(listed) <= MAX_WORD_LETTERS:
-            found.append(words("-H", listed, because="hosts, each with the ranks it takes"))
-        else:
-            text = "".join(f"{host.name} slots={host.slots}\n" for host in job.hosts)
-            path = file_path(job, "hosts.txt", text)
-            files[path] = text
-            found.append(
-                words("--hostfile", path, because="hosts with the ranks they take: too many for the command line")
-            )
+        yield words("--hostfile", hostfile, because="hosts and slots; given, since the default differs by version")
+    elif len(listed) > MAX_WORD_LETTERS:
+        text = "".join(f"{host.name} slots={host.slots}\n" for host in job.hosts)
+        because = "hosts with the ranks they take: too many for the command line"
+        yield words("--hostfile", jobs.add_file(files, job, "hosts.txt", text), because=because)
+    elif listed:
+        yield words("-H", listed, because="hosts, each with the ranks it takes")
     if job.allow_root:
-        found.append(
-            words("--allow-run-as-root", because="you are root, and Open MPI wants to be told that this is meant")
-        )
-    found += placement(job, dialect)
-    found += network(job, dialect)
-    found += control(job, dialect)
-    found += output(job, dialect)
+        yield words("--allow-run-as-root", because="Open MPI runs as root only with this flag")
+    yield from placement(job, dialect)
+    yield from network(job, dialect)
+    yield from control(job, dialect)
+    yield from output(job, dialect)
     if job.working_directory:
-        found.append(words("-wdir", job.working_directory, because="ranks start in this folder, on every host"))
-    reason = "variables that ranks on other hosts get, by name: no value is on the command line"
+        yield words("-wdir", job.working_directory, because=jobs.FOLDER)
     if names:
-        found.append(Flag(tuple(word for name in names for word in ("-x", name)), reason))
-    return found, files
+        yield Flag(tuple(word for name in names for word in ("-x", name)), jobs.BY_NAME)
+
+
+def ssh_options(job: Job) -> str:
+    return " ".join([*SSH_OPTIONS, *(("-p", str(job.ssh_port)) if job.ssh_port else ())])
 
 
 def placement(job: Job, dialect: Words) -> Iterator[Flag]:
-    """Core binding and order of ranks."""
     by_slot = dialect.oversubscribe if job.oversubscribe else "slot"
     if job.oversubscribe and by_slot == "slot":
         yield words("--oversubscribe", because="more ranks than slots are allowed, as asked for")
@@ -118,16 +100,15 @@ def placement(job: Job, dialect: Words) -> Iterator[Flag]:
         yield words("--bind-to", "core", because="each rank has cores of its own (--bind core)")
         yield words("--map-by", mapped, because=f"ranks fill a host before the next, {job.cores_per_rank} cores each")
     else:
-        yield words("--bind-to", "none", because="ranks use many threads: bound to a core, all of them would share it")
+        yield words("--bind-to", "none", because=jobs.ALL_CORES)
         yield words("--map-by", by_slot, because="ranks fill a host before the next, in the order given")
 
 
 def network(job: Job, dialect: Words) -> Iterator[Flag]:
-    """Transport of messages between ranks."""
     if job.network == "ucx":
-        yield words("--mca", "pml", "ucx", because="InfiniBand or RoCE, through UCX (--network ucx)")
+        yield words("--mca", "pml", "ucx", because=jobs.UCX)
         if dialect is FOUR:
-            yield words("--mca", "btl", "^openib", because="the old InfiniBand transport stays out of UCX's way")
+            yield words("--mca", "btl", "^openib", because="disables the old InfiniBand transport, in favor of UCX")
         return
     yield words("--mca", "pml", "ob1", because="messages over the transports named next, and no others")
     transports = f"self,{dialect.shared_memory},tcp"
@@ -146,37 +127,32 @@ def network(job: Job, dialect: Words) -> Iterator[Flag]:
         yield words("--mca", TCP_PIECES, TCP_PIECE_BYTES, because=because)
 
 
-def control(job: Job, dialect: Words, ssh_options: bool = True) -> Iterator[Flag]:
-    """Options of the daemons on the hosts."""
+def control(job: Job, dialect: Words) -> Iterator[Flag]:
     set_to = dialect.control
-    if ssh_options and (job.several_hosts or job.ssh_port):
-        options = [*SSH_OPTIONS, *(("-p", str(job.ssh_port)) if job.ssh_port else ())]
-        yield words(set_to, f"{dialect.ssh}_args", " ".join(options), because=WHY_SSH)
+    if job.several_hosts or job.ssh_port:
+        yield words(set_to, f"{dialect.ssh}_args", ssh_options(job), because=WHY_SSH)
     if dialect.control_networks and job.subnet:
         because = "control connections by subnet as well"
         yield words(set_to, f"{dialect.control_networks}_include", job.subnet, because=because)
     if job.several_hosts:
         for name, seconds in (("time", 4), ("intvl", 2), ("probes", 3)):
-            because = "a host that has vanished is noticed in 4 + 3 x 2 s, not in 8 minutes"
+            because = "a vanished host is noticed in 4 + 3 x 2 s, not in 8 minutes"
             yield words(set_to, f"oob_tcp_keepalive_{name}", seconds, because=because)
     if dialect.kill:
-        yield words(set_to, dialect.kill, 2, because="ranks that do not heed SIGTERM are killed after 2 s")
+        yield words(set_to, dialect.kill, 2, because="ranks that ignore SIGTERM are killed after 2 s")
     if len(job.hosts) >= NUM_HOSTS_LARGE:
         because = "the launcher reaches every host itself: hosts need no ssh keys for each other"
         yield words(set_to, f"{dialect.ssh}_no_tree_spawn", 1, because=because)
         because = "its ssh connections stay open: with fewer at a time than hosts it would wait for ever"
         yield words(set_to, f"{dialect.ssh}_num_concurrent", len(job.hosts), because=because)
     if job.yield_when_idle:
-        because = "ranks fill the cores: waiting ones give theirs away (1.3 to 1.5 times the speed)"
-        yield words("--mca", "mpi_yield_when_idle", 1, because=because)
+        yield words("--mca", "mpi_yield_when_idle", 1, because=jobs.YIELDS)
 
 
 def output(job: Job, dialect: Words) -> Iterator[Flag]:
-    """Tags and logs of the ranks' output."""
-    yield Flag(dialect.tag, "each line says which rank wrote it")
+    yield Flag(dialect.tag, jobs.TAGGED)
     if job.output and dialect is FOUR:
         if ":" in job.output:
             raise LaunchError(f"got --output {shlex.quote(job.output)}: Open MPI 4 ends a path at ':': choose another")
-        yield words(
-            "--output-filename", job.output, because="keeps DIR/1/rank.N/stdout and stderr, besides showing them"
-        )
+        because = "keeps DIR/1/rank.N/stdout and stderr, besides showing them"
+        yield words("--output-filename", job.output, because=because)

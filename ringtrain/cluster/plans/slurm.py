@@ -7,116 +7,101 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from ringtrain.cluster import job as jobs
 from ringtrain.cluster.environment import Setting, as_mapping, names_for_ranks, settings
-from ringtrain.cluster.job import MAX_WORD_LETTERS, Flag, Job, Plan, check, check_names, file_path, words
+from ringtrain.cluster.job import MAX_WORD_LETTERS, Flag, Job, Plan, add_file, check, check_names, words
 from ringtrain.cluster.plans.rank_start import WAITING_SCRIPT, logged, reported
 from ringtrain.errors import LaunchError
 from ringtrain.protocol.launchers import RANK_VARIABLES
 
-HOST_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 OPTION = re.compile(r"[A-Za-z0-9_.@:,+-]+")
 HOME = ("HOME", "LANG", "LOGNAME", "SHELL", "TMPDIR", "USER")
 SAVED = (128 + 10, 128 + 15)
 """exit codes of ranks that saved and exited at SIGUSR1 and SIGTERM"""
+NOTICE_S = 120
+"""before the time limit, for ranks to save"""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Request to sbatch besides the job."""
-
     name: str = "ringtrain"
     time_limit: str = ""
     """as Slurm writes it, e.g. 1-00:00:00; "": the partition's"""
-    partition: str = ""
-    account: str = ""
     num_nodes: int = 0
     """chosen by Slurm, with the same number of ranks each; 0: any number, or the job's hosts"""
-    gpus_per_node: int = 0
-    notice_s: int = 120
-    """before the time limit, for ranks to save"""
 
 
 def srun(job: Job, mpi: str = "pmix", program: str = "srun") -> Plan:
     """Command that starts a job in an allocation; without hosts Slurm places the ranks. mpi: Slurm's plug-in."""
     check(job)
-    check_names(job.hosts, "srun", HOST_NAME)
+    check_names(job.hosts, "srun")
     values, reasons = as_mapping([*settings(job), *_settings(job, mpi)])
     files: dict[str, str] = {}
-    found = [
+    flags = [
         words(program, because="starts ranks in this allocation"),
-        words("--ntasks", job.num_ranks, because="ranks in all"),
+        words("--ntasks", job.num_ranks, because=jobs.NUM_RANKS),
+        *_placement(job, values, reasons, files),
+        words(f"--mpi={mpi}", because="how ranks find each other; srun --mpi=list shows what there is"),
+        words("--kill-on-bad-exit=1", because="one rank that fails ends the job: the others would wait for ever"),
+        words("--label", because=jobs.TAGGED),
     ]
-    found += _placement(job, values, reasons, files)
-    found.append(words(f"--mpi={mpi}", because="how ranks find each other; srun --mpi=list shows what there is"))
-    found.append(
-        words("--kill-on-bad-exit=1", because="one rank that fails ends the job: the others would wait for ever")
-    )
-    found.append(words("--label", because="each line says which rank wrote it"))
     if job.bind == "core":
         because = f"each rank has {job.cores_per_rank} cores of its own (--bind core)"
-        found.append(words("--cpu-bind=cores", f"--cpus-per-task={job.cores_per_rank}", because=because))
+        flags.append(words("--cpu-bind=cores", f"--cpus-per-task={job.cores_per_rank}", because=because))
     else:
-        found.append(
-            words("--cpu-bind=none", because="ranks use many threads: bound to a core, all of them would share it")
-        )
+        flags.append(words("--cpu-bind=none", because=jobs.ALL_CORES))
     if job.working_directory:
-        found.append(words("--chdir", job.working_directory, because="ranks start in this folder, on every host"))
+        flags.append(words("--chdir", job.working_directory, because=jobs.FOLDER))
     if job.environment:
-        found.append(_export(job, values, "variables that ranks get, by name: no value is on the command line"))
+        flags.append(_export(job, values, "variables that ranks get, by name: no value is on the command line"))
     else:
-        found.append(
-            words("--export=ALL", because="what is set here; else ranks get what sbatch was told, and no more")
-        )
+        because = "variables set here; otherwise ranks get only those given to sbatch"
+        flags.append(words("--export=ALL", because=because))
     if job.output:
-        because = "each rank copies its output to DIR/rank.N/stdout and stderr"
-        found.append(logged(job.output, RANK_VARIABLES["Slurm"].rank, because, WAITING_SCRIPT))
-    return Plan((*found, *reported(job)), job.command, values, reasons, files)
+        flags.append(logged(job.output, RANK_VARIABLES["Slurm"].rank, jobs.LOGGED, WAITING_SCRIPT))
+    return Plan((*flags, *reported(job)), job.command, values, reasons, files)
 
 
 def sbatch(job: Job, batch: Batch = Batch()) -> Plan:
     """Command that submits a job, and its script. Hosts are requested by name; for localhost or none, Slurm chooses."""
     check(job)
     hosts = tuple(host for host in job.hosts if host.name != "localhost")
-    check_names(hosts, "sbatch", HOST_NAME)
+    check_names(hosts, "sbatch")
     if len({host.slots for host in hosts}) > 1:
         raise LaunchError(
-            "sbatch gives each host as many ranks: choose hosts with the same slots, or use --launcher srun"
+            "sbatch starts the same number of ranks on each host: choose hosts with the same slots, or --launcher srun"
         )
     if batch.num_nodes and (hosts or job.num_ranks % batch.num_nodes):
         raise LaunchError(
             f"got {job.num_ranks} ranks on {batch.num_nodes} nodes, expected a multiple, and no hosts named"
         )
-    script = _script(replace(job, hosts=hosts), batch)
-    path = file_path(job, "job.sbatch", script)
-    found = [words("sbatch", because="hands the job to Slurm")]
+    files: dict[str, str] = {}
+    path = add_file(files, job, "job.sbatch", _script(replace(job, hosts=hosts), batch))
+    flags = [words("sbatch", because="submits the job to Slurm")]
     if job.environment:
-        found.append(_export(job, HOME, "variables that the job gets, by name: Slurm would keep a copy of all of them"))
+        flags.append(_export(job, HOME, "variables that the job gets, by name: Slurm would keep a copy of all of them"))
     if job.working_directory:
-        found.append(words("--chdir", job.working_directory, because="the job starts in this folder, on every host"))
+        flags.append(words("--chdir", job.working_directory, because="working directory of the job, on every host"))
     if job.output:
         pattern = f"{job.output.replace('%', '%%')}/slurm-%j.log"
-        found.append(words("--output", pattern, because="what all ranks write; a requeued job goes on in it"))
-    found.append(words(path, because="the script"))
-    return Plan(tuple(found), (), files={path: script})
+        flags.append(words("--output", pattern, because="output of all ranks; a requeued job appends to it"))
+    flags.append(words(path, because="the script"))
+    return Plan(tuple(flags), (), files=files)
 
 
 def _placement(job: Job, values: dict[str, str], reasons: dict[str, str], files: dict[str, str]) -> Iterator[Flag]:
-    """Flags that assign ranks to hosts."""
     if not job.hosts:
         return
     yield words("--nodes", len(job.hosts), because="hosts in all")
     if len({host.slots for host in job.hosts}) > 1:
         text = "".join(f"{host.name}\n" * host.slots for host in job.hosts)
-        path = values["SLURM_HOSTFILE"] = file_path(job, "tasks.txt", text)
+        values["SLURM_HOSTFILE"] = add_file(files, job, "tasks.txt", text)
         reasons["SLURM_HOSTFILE"] = "a line with the host of each rank, since they take different numbers"
-        files[path] = text
         yield words("--distribution=arbitrary", because="ranks go where SLURM_HOSTFILE has them")
         return
     names = ",".join(host.name for host in job.hosts)
     if len(names) > MAX_WORD_LETTERS:
-        text = names.replace(",", "\n") + "\n"
-        names = file_path(job, "hosts.txt", text)
-        files[names] = text
+        names = add_file(files, job, "hosts.txt", names.replace(",", "\n") + "\n")
     yield words("--nodelist", names, because="hosts")
     yield words("--ntasks-per-node", job.hosts[0].slots, because="ranks that each host takes")
     yield words("--distribution=block", because="ranks fill a host before the next")
@@ -128,14 +113,13 @@ def _settings(job: Job, mpi: str) -> Iterator[Setting]:
         because = "Slurm's PMIx offers munge as well, which Open MPI from PyPI lacks, and says so on every rank"
         yield Setting("PMIX_MCA_psec", "^munge", because)
     if job.network == "ucx":
-        yield Setting("OMPI_MCA_pml", "ucx", "InfiniBand or RoCE, through UCX (--network ucx)")
+        yield Setting("OMPI_MCA_pml", "ucx", jobs.UCX)
     else:
         yield Setting("OMPI_MCA_pml", "ob1", "Open MPI: shared memory on a host, TCP between hosts")
         if job.subnet:
             yield Setting("OMPI_MCA_btl_tcp_if_include", job.subnet, "by subnet: interface names differ between hosts")
     if job.yield_when_idle:
-        because = "ranks fill the cores: waiting ones give theirs away (1.3 to 1.5 times the speed)"
-        yield Setting("OMPI_MCA_mpi_yield_when_idle", "1", because)
+        yield Setting("OMPI_MCA_mpi_yield_when_idle", "1", jobs.YIELDS)
 
 
 def _export(job: Job, also: dict[str, str] | tuple[str, ...], reason: str) -> Flag:
@@ -150,7 +134,7 @@ def _script(job: Job, batch: Batch) -> str:
     # The allocation's own hosts and environment, and the directory given to sbatch.
     inner = srun(replace(job, hosts=(), environment={}, forward=(), working_directory="", id=""))
     lines = ["#!/usr/bin/env bash", *_header(job, batch), ""]
-    lines += ["# Ranks save and end at SIGUSR1 and SIGTERM; they go on from there when the job runs again."]
+    lines += ["# Ranks save and exit at SIGUSR1 and SIGTERM; they resume when the job runs again."]
     for name, value in inner.env.items():
         lines.append(f"export {name}={shlex.quote(value)}  # {_in_line(inner.env_reasons[name])}")
     lines.append("launch=(")
@@ -186,16 +170,13 @@ def _header(job: Job, batch: Batch) -> Iterator[str]:
     num_nodes = len(job.hosts) or batch.num_nodes
     asked: dict[str, str | int] = {
         "job-name": batch.name,
-        "partition": batch.partition,
-        "account": batch.account,
         "time": batch.time_limit,
         "nodes": num_nodes,
         "nodelist": ",".join(host.name for host in job.hosts),
         "ntasks": job.num_ranks,
         "ntasks-per-node": job.num_ranks // num_nodes if num_nodes else 0,
         "cpus-per-task": job.threads_per_rank,
-        "gpus-per-node": batch.gpus_per_node,
-        "signal": f"B:USR1@{batch.notice_s}",
+        "signal": f"B:USR1@{NOTICE_S}",
         "open-mode": "append",
     }
     for option, value in asked.items():
@@ -204,8 +185,7 @@ def _header(job: Job, batch: Batch) -> Iterator[str]:
         if value:
             yield f"#SBATCH --{option}={value}"
     yield "#SBATCH --requeue"
-    if not batch.gpus_per_node:
-        yield "# On GPUs, one for each rank of a node, also: --gpus-per-node=4"
+    yield "# On GPUs, one for each rank of a node, also: --gpus-per-node=4"
 
 
 def _in_line(text: str) -> str:

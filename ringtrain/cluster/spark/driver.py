@@ -26,6 +26,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from typing import TYPE_CHECKING, Any
 
+from ringtrain.cluster import processes
 from ringtrain.cluster.spark import dataframe, placement, task
 from ringtrain.cluster.spark.plan import check_slots
 from ringtrain.cluster.spark.rendezvous import Store
@@ -142,7 +143,6 @@ class Job:
     # ---- background threads ----------------------------------------------------------------------------------------
 
     def _run_spark(self, address: tuple[str, int], key: bytes) -> None:
-        """Runs Spark's job until it ends."""
         try:
             self.slots.mapPartitionsWithIndex(task.task(address, key)).collect()
         except Exception as error:
@@ -195,7 +195,6 @@ class Job:
         return callers
 
     def _place(self, callers: Mapping[Connection, placement.Caller], rendezvous: Mapping[str, str]) -> None:
-        """Sends every task its rank and command, which starts the rank."""
         connections = {caller: connection for connection, caller in callers.items()}
         for rank, (caller, environ) in enumerate(placement.assign([*callers.values()], bool(self.row_counts))):
             connection = connections[caller]
@@ -234,19 +233,18 @@ class Job:
                 connection.close()  # a duplicate task of Spark
             elif message and "line" in message:
                 tag = f"[{self.ranks[connection]}]<{'stdout' if message['stream'] == 1 else 'stderr'}>:"
-                write(message["stream"], tag.encode() + message["line"].rstrip(b"\n") + b"\n")
+                processes.write(tag.encode() + message["line"].rstrip(b"\n") + b"\n", message["stream"])
             else:
                 self._end(self.ranks.pop(connection), message)
         return self.exit_code
 
     def _end(self, rank: int, message: dict[str, Any] | None) -> None:
-        """Handles the exit of a rank or, if `message` is None, its lost connection."""
         if message is None:
             self._ended_with(1, f"lost rank {rank}: its executor exited, or its host or the network failed")
             return
         if message["step"]:
             step, _, phase = message["step"].partition(" ")
-            write(2, f"{MARK}:{self.environ.get(JOB, '')}:box:{rank}:{step}:{phase}\n".encode())
+            processes.write(f"{MARK}:{self.environ.get(JOB, '')}:box:{rank}:{step}:{phase}\n".encode())
         code = message["ended"] if message["ended"] >= 0 else 128 - message["ended"]
         if code:
             self._ended_with(code, f"the first rank to end was\nProcess name: {rank}\nExit code: {code}")
@@ -255,7 +253,7 @@ class Job:
         """Records the first failure and stops the other ranks, unless a signal did: then they may be saving."""
         if not self.exit_code:
             self.exit_code = code
-            write(2, f"spark: {why}\n".encode())
+            processes.write(f"spark: {why}\n".encode())
             if not self.last_signal:
                 self._signal(signal.SIGTERM, GRACE_S)
 
@@ -271,13 +269,6 @@ def wait_at_most(connection: Connection, seconds: int) -> None:
     """Limits the duration of each read from a connection; 0: no limit."""
     with task.socket_of(connection) as same:
         same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
-
-
-def write(stream: int, data: bytes) -> None:
-    """Writes complete lines to standard output (1) or standard error (2), even if that is closed."""
-    with contextlib.suppress(OSError):
-        while data:
-            data = data[os.write(stream, data) :]
 
 
 if __name__ == "__main__":

@@ -46,7 +46,6 @@ def run(payload: bytes) -> dict[str, Any]:
 
 
 def _run_apart(payload: bytes, gpus: tuple[str, ...], sender: Connection) -> None:
-    """Runs the function in the forked process and sends the outcome."""
     from pyspark import cloudpickle
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # Spark kills its Python to cancel a task

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Caller:
-    """Task of Spark that waits for its rank."""
-
     index: int
     host: str
     gpus: tuple[str, ...] = ()  # addresses of the GPUs that Spark assigned to the task

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ringtrain.cluster.environment import as_mapping, names_for_ranks, settings
-from ringtrain.cluster.job import Job, Plan, check, words
+from ringtrain.cluster.job import LOGGED, Flag, Job, Plan, check, words
 from ringtrain.cluster.plans.rank_start import logged, reported
 from ringtrain.cluster.spark.session import local_slots
 from ringtrain.errors import LaunchError
@@ -23,37 +23,35 @@ def plan(
     """
     check(job)
     _check(job, master, spark_settings)
-    values, reasons = as_mapping(settings(job))
+    values, reasons = as_mapping([*settings(job)])
     for name in ("NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"):
         if not job.environment.get(name):  # a value that is set here replaces the task's choice
             reasons[name] = "each rank takes the interface by which its host reaches the driver"
-    because = "Spark's driver, which starts a task for each rank"
-    flags = [words(sys.executable, "-m", "ringtrain.cluster.spark.driver", because=because)]
-    flags.append(words("--num-ranks", job.num_ranks, because="number of ranks, each takes a slot of Spark"))
-    if master:
-        flags.append(words("--master", master, because="URL of Spark's master, from --master"))
-    flags += [words("--set", setting, because="a Spark setting, from --spark-conf") for setting in spark_settings]
-    if data:
-        flags.append(
-            words("--data", data, because="returns the rows that are distributed over the ranks, from --spark-data")
-        )
-    flags.append(words("--start-timeout", f"{start_timeout_s:g}", because="seconds to wait for the slots"))
-    if job.working_directory:
-        flags.append(
-            words("--folder", job.working_directory, because="working directory of ranks, on executors that have it")
-        )
-    names = ",".join(names_for_ranks(job, values))
-    flags.append(
-        words(f"--export={names}", because="names of the variables that ranks get: values are not on the command line")
-    )
-    flags.append(words("--", because="the command of every rank follows"))
-    if job.output:
-        flags.append(
-            logged(
-                job.output, RANK_VARIABLES["Gloo"].rank, "each rank copies its output to DIR/rank.N/stdout and stderr"
-            )
-        )
+    flags = _flags(job, master, spark_settings, data, start_timeout_s, names_for_ranks(job, values))
     return Plan((*flags, *reported(job)), job.command, values, reasons)
+
+
+def _flags(
+    job: Job, master: str, spark_settings: Sequence[str], data: str, start_timeout_s: float, names: Sequence[str]
+) -> Iterator[Flag]:
+    because = "Spark's driver, which starts a task for each rank"
+    yield words(sys.executable, "-m", "ringtrain.cluster.spark.driver", because=because)
+    yield words("--num-ranks", job.num_ranks, because="number of ranks, each takes a slot of Spark")
+    if master:
+        yield words("--master", master, because="URL of Spark's master, from --master")
+    for setting in spark_settings:
+        yield words("--set", setting, because="a Spark setting, from --spark-conf")
+    if data:
+        yield words("--data", data, because="returns the rows that are distributed over the ranks, from --spark-data")
+    yield words("--start-timeout", f"{start_timeout_s:g}", because="seconds to wait for the slots")
+    if job.working_directory:
+        because = "working directory of ranks, on executors that have it"
+        yield words("--folder", job.working_directory, because=because)
+    because = "names of the variables that ranks get: values are not on the command line"
+    yield words(f"--export={','.join(names)}", because=because)
+    yield words("--", because="the command of every rank follows")
+    if job.output:
+        yield logged(job.output, RANK_VARIABLES["Gloo"].rank, LOGGED)
 
 
 def check_slots(num_ranks: int, master: str) -> None:
