@@ -142,7 +142,7 @@ class ElasticSupervisor(Supervisor):
         self._publish(now)
 
     def _has_same_version(self, host: ElasticHost, agent: HostAgent) -> bool:
-        """Whether a host has the same ringtrain as this one; if not, prints so once and excludes it."""
+        """Checks that a host has the same ringtrain as this one; excludes one that differs, with one line."""
         here = self.agents.members[0].version
         if here == agent.version:
             return True

@@ -153,7 +153,7 @@ def _named_by_launcher(
 
 
 def _how(exit_code: int) -> str:
-    """How a rank exited first; a shell reports a signal as 128 + its number."""
+    """Description of an exit code; a shell reports a signal as 128 + its number."""
     if exit_code - 128 in signal.valid_signals():
         return f"was killed by {signal_name(exit_code - 128)}, or exited with its code"
     return f"exited first, with exit code {exit_code}"

@@ -56,7 +56,7 @@ def option(group: str, default: Any, metavar: Any, text: str, *flags: str, **mor
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """What to launch where, as given on the command line."""
+    """Options of `ringtrain launch`: the command, its hosts and its ranks."""
 
     command: tuple[str, ...] = ()
     """of every rank"""

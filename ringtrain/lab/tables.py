@@ -26,7 +26,7 @@ class Table:
     """collapsed in HTML until opened by the reader"""
 
     def is_number(self, column: int) -> bool:
-        """Whether a column has only numbers, which are right-aligned."""
+        """True for a column of numbers only, which is right-aligned."""
         return all(not row[column] or NUMBER.match(row[column]) for row in self.rows)
 
     def show(self) -> None:
