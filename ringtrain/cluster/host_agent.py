@@ -21,13 +21,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ringtrain.protocol.env import JOB
+from ringtrain.protocol.env import JOB, LEASE
 from ringtrain.protocol.status import STATUS_FILES, STATUS_LENGTH
 
-SAYS = "ringtrain-keeper:"
-LEASE_S = 30
+SAYS = "ringtrain-agent:"
+LEASE_S = int(os.environ.get(LEASE, 30))
 """seconds without the launcher's heartbeat after which an agent cleans up"""
-BEAT_S = 5
+BEAT_S = LEASE_S / 6
 PATIENCE_S = 2
 """seconds for launchers whose ranks were killed to exit by themselves and remove their files"""
 ALIVE_S, ALIVE_COUNT = 3, 5
@@ -210,7 +210,7 @@ def argv(
     program = command[0] if command else ""
     is_python = os.path.basename(program).startswith("python")
     wants_ringtrain = is_python and any(word.startswith("ringtrain.") for word in command[1:3])
-    words = ["sh", "-c", SCRIPT, "ringtrain-keeper", job, str(folder), program, path, modules, "1" * wants_ringtrain]
+    words = ["sh", "-c", SCRIPT, "ringtrain-agent", job, str(folder), program, path, modules, "1" * wants_ringtrain]
     if not host:
         return words
     # On one line, which every login shell understands, csh included.

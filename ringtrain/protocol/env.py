@@ -22,6 +22,8 @@ ALONE = "nothing"
 """value of COLLECTIVES if this rank trains alone and the others serve it"""
 SERVERS = "RINGTRAIN_SERVERS"
 """number of parameter-server ranks, if the launcher was given one"""
+LEASE = "RINGTRAIN_LEASE_S"
+"""seconds without the launcher's heartbeat after which a host ends its part of the job"""
 MARK = "ringtrain-report"
 # Prints a line with the rank's placement and runs its command in the same process. The line is one write, so that
 # lines of other ranks do not mix with it.

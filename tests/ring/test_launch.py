@@ -20,7 +20,7 @@ from pathlib import Path
 import launching
 import pytest
 
-from ringtrain.cluster.host_agent import BEAT_S, LEASE_S
+from ringtrain.protocol.env import LEASE
 
 TIMEOUT_S = 300  # far above what anything here takes: for machines with other work to do
 LEFT_S = 10  # what the launch promises
@@ -306,10 +306,10 @@ def test_a_killed_launcher_leaves_nothing(launch, launcher: str) -> None:
 
 
 def test_output_that_nobody_reads_does_not_end_the_job(launch) -> None:
-    """As after Ctrl-S, or in a pager: longer than keepers wait for a word."""
+    """As after Ctrl-S, or in a pager: longer than the agents' lease, without which they would end it."""
     script = f"[ {RANK} = 0 ] || exit 0; yes | head -c 1000000 >&2; echo enough >&2"
-    started = launch(*ringtrain(*shell(script)))
-    time.sleep(LEASE_S + BEAT_S)  # nothing shows that a time has passed in which nothing happens
+    started = launch(*ringtrain(*shell(script)), env={LEASE: "3"})
+    time.sleep(4)  # nothing shows that a time has passed in which nothing happens
     assert len(started.alive()) > 3
     code, stderr = started.end()
     assert code == 0
@@ -317,7 +317,7 @@ def test_output_that_nobody_reads_does_not_end_the_job(launch) -> None:
 
 
 def test_a_killed_mpirun_leaves_ranks(launch) -> None:
-    """The negative control: without keepers they would be found."""
+    """The negative control: without agents they would be found."""
     started = launch("mpirun", "--allow-run-as-root", "-np", "2", "-H", "localhost:2", *shell(DEAF))
     started.wait_for_ranks()
     started.process.kill()

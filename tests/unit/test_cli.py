@@ -415,7 +415,7 @@ def test_an_error_is_shown_once_and_nothing_else_is_lost(capfd) -> None:
 @pytest.mark.skipif(
     not shutil.which("ssh") and "RINGTRAIN_REQUIRE_LAB" not in os.environ, reason="needs apt-get install openssh-client"
 )
-@pytest.mark.parametrize("words", [host_agent.ssh(10), ["ssh", *openmpi.SSH_OPTIONS]], ids=["keeper", "MPI"])
+@pytest.mark.parametrize("words", [host_agent.ssh(10), ["ssh", *openmpi.SSH_OPTIONS]], ids=["agent", "MPI"])
 def test_ssh_takes_a_connection_of_its_own_whatever_its_user_has_configured(words: list[str], tmp_path: Path) -> None:
     """A shared one would not notice that the host is lost."""
     config = tmp_path / "config"
@@ -427,7 +427,7 @@ def test_ssh_takes_a_connection_of_its_own_whatever_its_user_has_configured(word
 
 
 @pytest.mark.parametrize("shell", ["sh", "bash", "tcsh"])
-def test_a_keeper_for_another_host_is_one_line_for_its_login_shell(shell: str, tmp_path: Path) -> None:
+def test_an_agent_for_another_host_is_one_line_for_its_login_shell(shell: str, tmp_path: Path) -> None:
     """csh takes no line breaks within quotes. Where tcsh is not installed, the line has to have none."""
     *_, line = host_agent.argv("host1", "job", ["sh"], tmp_path, "/usr/bin:/bin", "", timeout_s=10)
     assert "\n" not in line

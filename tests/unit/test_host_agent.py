@@ -26,7 +26,7 @@ def test_a_line_that_comes_in_two_parts_is_read_whole() -> None:
     pipes = [os.pipe() for _ in agents]
     for agent, (end, _) in zip(agents, pipes, strict=True):
         watch._selector.register(end, selectors.EVENT_READ, agent)
-    for part in (b"ringtrain-keeper:netw", b"orks 10.1.0.\xc3", b"\xbc3/16\nringtrain-keeper:ready host", b"1 1.0"):
+    for part in (b"ringtrain-agent:netw", b"orks 10.1.0.\xc3", b"\xbc3/16\nringtrain-agent:ready host", b"1 1.0"):
         for _, start in pipes:
             os.write(start, part)
         watch._poll()
@@ -36,7 +36,7 @@ def test_a_line_that_comes_in_two_parts_is_read_whole() -> None:
         os.close(start)
     watch._poll()
     assert all(agent.ready and agent.closed for agent in agents)
-    assert agents[0].lines[-1] == "ringtrain-keeper:ready host1 1.0"
+    assert agents[0].lines[-1] == "ringtrain-agent:ready host1 1.0"
     for end, _ in pipes:
         os.close(end)
 
