@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ NUM_STEPS = 44
 
 def train(folder: Path, chaos: str, *launch: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     """Trains into folder/run on two ranks of this host."""
-    words = [BIN / "ringtrain", "launch", "-H", "localhost:2", *launch, "--", "python", "-m", "ringtrain.train"]
+    words = [BIN / "ringtrain", "launch", "-H", "localhost:2", *launch, "--", sys.executable, "-m", "ringtrain.train"]
     before = boxes_left()
     command = [*words, *OPTIONS, *options, "--run.directory", folder, "--chaos", chaos]
-    ended = run(0, command, 1200, env={"PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}"})
+    ended = run(0, command, 1200, env={"PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}"}, warm=True)
     assert not left_of(folder), f"still there: {left_of(folder)}"
     assert not {*boxes_left()} - {*before}, "boxes of jobs that do not live any more"
     return ended

@@ -20,7 +20,7 @@ import psutil
 import pytest
 from faulty import left_of
 from holding import HOLD
-from launching import BIN, ROOT, run
+from launching import BIN, ROOT, run, warm_python
 
 from ringtrain.monitor import journal
 
@@ -43,7 +43,7 @@ class Elastic:
         self.held.touch()
         launch = [BIN / "ringtrain", "launch", "--elastic", "--max-np", "3", "--network-interface", "lo"]
         launch += ["--host-discovery", f"cat {self.hosts}", "--blacklist-cooldown", "1", "3", "--forward", HOLD]
-        command = [*launch, "--", "python", "-m", "ringtrain.train", *TRAIN, *options]
+        command = [*launch, "--", *warm_python(), "-m", "ringtrain.train", *TRAIN, *options]
         command += ["--run.directory", folder, "--train.callbacks", "holding:Holding"]
         # So long, that whoever waits for it does not get through here.
         timeout = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "3600"}

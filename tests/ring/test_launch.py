@@ -426,7 +426,7 @@ def test_a_rank_that_is_alone_says_so_before_any_collective(launch) -> None:
 
 # ---- what is printed is what runs -----------------------------------------------------------------------------------
 
-IDLE = "echo begun; while :; do sleep 0.1; done"
+IDLE = "echo begun; exec sleep 600"
 FAR_SSH = """#!/bin/sh
 while [ "$1" != far ]; do shift; done; shift; eval "$@"
 """

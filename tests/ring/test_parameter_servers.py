@@ -28,11 +28,16 @@ OPTIONS += ["--train.epochs", EPOCHS, "--checkpoint.every-steps", "6", "--checkp
 LIMIT_S = 300
 
 
-def launch(folder: Path, *words: object, roles: tuple[object, ...] = ("--ps", 2, "--workers", 2), slots: int = 4):
+def launch(
+    folder: Path,
+    *words: object,
+    roles: tuple[object, ...] = ("--ps", 2, "--workers", 2),
+    slots: int = 4,
+    warm: bool = True,
+):
     start = [sys.executable, "-m", "ringtrain", "launch", "-H", f"localhost:{slots}", *roles, "--max-restarts", 2]
-    return run(
-        0, [*start, "--", sys.executable, "-m", "ringtrain.train", *OPTIONS, "--run.directory", folder, *words], LIMIT_S
-    )
+    train = [sys.executable, "-m", "ringtrain.train", *OPTIONS, "--run.directory", folder, *words]
+    return run(0, [*start, "--", *train], LIMIT_S, warm=warm)
 
 
 def summary(folder: Path) -> dict:
@@ -63,7 +68,9 @@ def ring(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_all_workers_together_are_the_ring(ring: Path, tmp_path: Path) -> None:
     """On two servers, over restarts after the chief's and a server's death, and from the ring's checkpoint."""
     chaos = "rank=0 step=9 mode=sigkill, rank=1 step=20 mode=sigkill"
-    ended = launch(tmp_path, "--strategy.name", "ps-sync", "--strategy.variables", "by-size", "--chaos", chaos)
+    ended = launch(
+        tmp_path, "--strategy.name", "ps-sync", "--strategy.variables", "by-size", "--chaos", chaos, warm=False
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found, of_ring = summary(tmp_path), summary(ring)
     assert found["checksum"] == of_ring["checksum"]
@@ -107,7 +114,7 @@ def test_a_worker_that_dies_is_done_without_and_taken_back(tmp_path: Path) -> No
     """Of two workers, the one that stays is so slow that the other one is back before it has done all the work."""
     chaos = "rank=1 step=1 mode=slow seconds=0.25, rank=2 step=20 mode=sigkill"
     words = ["--strategy.name", "ps-async", "--chaos", chaos, "--train.epochs", 4]
-    ended = launch(tmp_path, *words, roles=("--ps", 1, "--workers", 2), slots=3)
+    ended = launch(tmp_path, *words, roles=("--ps", 1, "--workers", 2), slots=3, warm=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = summary(tmp_path)
     told, steps = found["strategy"], found["global_step"]
@@ -222,5 +229,5 @@ ALONE = {
 
 @pytest.mark.parametrize("words", ALONE)
 def test_without_ranks_there_are_no_servers(words: tuple[str, ...]) -> None:
-    ended = run(0, [sys.executable, "-m", "ringtrain.train", *OPTIONS, *words], LIMIT_S)
+    ended = run(0, [sys.executable, "-m", "ringtrain.train", *OPTIONS, *words], LIMIT_S, warm=True)
     assert ended.returncode == 2 and ALONE[words] in ended.stderr and ended.stderr.count("\n") == 1

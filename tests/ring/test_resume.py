@@ -200,7 +200,7 @@ def test_nan_on_one_rank_ends_all_and_names_it(tmp_path: Path) -> None:
     finished = train(tmp_path, model="nan_on_rank_1")
     assert finished.returncode == 2
     assert "on rank 1 " in finished.stderr
-    assert "from step 8 on (epoch 1, batch 8)" in finished.stderr
+    assert "at step 8 (epoch 1, batch 8)" in finished.stderr
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000006"], "the one from before the NaN"
 
 
@@ -211,7 +211,7 @@ def test_what_cannot_go_on_is_refused_in_one_line(whole: Path, tmp_path: Path) -
         (["--run.resume", "must", "--run.name", "none"], "no checkpoint here"),
         (["--optimizer.learning-rate", "0.5"], "was made with optimizer.learning_rate = 0.001"),
         (["--train.batch-size", 32], "so that they are equal, or give the run another --run.name"),
-        (["--schedule.name", "cosine", "--run.resume", folder / "run"], "with the same, or leave out --run.resume"),
+        (["--schedule.name", "cosine", "--run.resume", folder / "run"], "use the same value, or leave out --run.resume"),
         (["--run.resume", tmp_path / "nowhere"], "no checkpoint here"),
         (["--run.resume", "never"], "exists already"),
     ]
