@@ -22,11 +22,13 @@ elastic:        Keras state of elastic runs, and `run`
 """
 
 from ringtrain.errors import MissingDependency
+from ringtrain.hvd.process import uncollected
 
 try:
-    import keras
+    with uncollected():
+        import keras
 
-    from ringtrain.hvd import backend
+        from ringtrain.hvd import backend
 except ImportError as error:
     raise MissingDependency(
         f"ringtrain.hvd needs TensorFlow and Horovod built for it ({error}): run launch/setup.sh, or see "

@@ -86,6 +86,9 @@ def prepare_environment(environ: MutableMapping[str, str], prefix: Path, num_cor
     if local_size > 1 and num_cores <= local_size:
         # Open MPI polls while it waits, on cores that the other ranks need.
         environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    # Open MPI's transport "ofi" serves one-sided operations only, and takes a second to end. horovodrun passes ^openib.
+    if environ.get("OMPI_MCA_btl", "" if launched else "^openib") == "^openib":
+        environ["OMPI_MCA_btl"] = "^openib,ofi"
     # Large messages in opposite directions on one TCP connection, unfragmented, alternate and get half of the link.
     environ.setdefault("OMPI_MCA_btl_tcp_rdma_pipeline_frag_size", "262144")
     if not nccl and environ.get("HOROVOD_AUTOTUNE", "0") in ("", "0"):  # autotuning keeps a value that is set

@@ -211,7 +211,7 @@ def test_what_cannot_go_on_is_refused_in_one_line(whole: Path, tmp_path: Path) -
         (["--run.resume", "must", "--run.name", "none"], "no checkpoint here"),
         (["--optimizer.learning-rate", "0.5"], "was made with optimizer.learning_rate = 0.001"),
         (["--train.batch-size", 32], "so that they are equal, or give the run another --run.name"),
-        (["--schedule.name", "cosine", "--run.resume", folder / "run"], "use the same value, or leave out --run.resume"),
+        (["--schedule.name", "cosine", "--run.resume", folder / "run"], "same value, or leave out --run.resume"),
         (["--run.resume", tmp_path / "nowhere"], "no checkpoint here"),
         (["--run.resume", "never"], "exists already"),
     ]

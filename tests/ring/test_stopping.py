@@ -178,7 +178,7 @@ def test_on_a_full_disk_training_goes_on_and_the_checkpoint_before_stays(tmp_pat
     assert ended.returncode == 2, ended.stdout + ended.stderr
     *others, last = [line for line in ended.stderr.splitlines() if "ringtrain:" in line]
     assert others and all("No space left on device; training continues" in line for line in others)
-    assert f"step-{9 * STEPS_PER_EPOCH:08d}: cannot be written: No space left on device; earlier checkpoints are kept" in last
+    assert f"step-{9 * STEPS_PER_EPOCH:08d}: cannot be written: No space left on device; earlier" in last
     assert "epoch 9/9" in ended.stdout
     assert names and names[0] == f"step-{STEPS_PER_EPOCH:08d}"
     assert all(name.startswith("step-") for name in names), "nothing half done is left"

@@ -9,6 +9,7 @@ The caller passes signals on to it, ends as it does, and takes it along when it 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import select
@@ -93,6 +94,7 @@ def load() -> None:
         importlib.import_module(name)
     for name in [name for name in sys.modules if name.partition(".")[0] == "ringtrain"]:
         del sys.modules[name]
+    gc.freeze()  # else each fork would copy what its collector looks at
 
 
 def run(argv: list[str]) -> None:

@@ -52,3 +52,20 @@ def test_tensorflow_is_not_loaded_by(modules: list[str], loaded: list[str]) -> N
     command = [sys.executable, "-c", script]
     ended = subprocess.run(command, cwd=launching.ROOT, capture_output=True, text=True, check=True)
     assert ended.stdout == f"{loaded}\n"
+
+
+COLLECTED = """
+import gc, weakref
+import ringtrain.hvd
+class Cycle: pass
+mine = Cycle()
+mine.own, ended = mine, weakref.ref(mine)
+del mine
+gc.collect()
+print(gc.get_freeze_count() > 200_000, len(gc.get_objects()) < 200_000, gc.isenabled(), ended() is None)
+"""
+
+
+def test_the_collector_skips_the_libraries_and_nothing_else() -> None:
+    ended = subprocess.run([sys.executable, "-c", COLLECTED], cwd=launching.ROOT, capture_output=True, text=True)
+    assert ended.stdout == "True True True True\n", ended.stderr

@@ -1,0 +1,35 @@
+"""What `hvd.init` sets for Open MPI and Horovod, and what it leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ringtrain.hvd.collectives import prepare_environment
+
+RANK = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("given", "transports"),
+    [
+        ({}, "^openib,ofi"),
+        ({"OMPI_MCA_btl": "self,tcp"}, "self,tcp"),
+        (RANK, None),
+        (RANK | {"OMPI_MCA_btl": "^openib"}, "^openib,ofi"),
+        (RANK | {"OMPI_MCA_btl": "self,vader,tcp"}, "self,vader,tcp"),
+    ],
+)
+def test_the_transport_that_ends_slowly_is_left_out_unless_somebody_chose(given, transports, tmp_path: Path) -> None:
+    environ = dict(given)
+    prepare_environment(environ, tmp_path, num_cores=2, nccl=False)
+    assert environ.get("OMPI_MCA_btl") == transports
+
+
+def test_ranks_that_fill_the_cores_yield_them(tmp_path: Path) -> None:
+    yielding = "OMPI_MCA_mpi_yield_when_idle"
+    for cores, chosen, expected in ((2, {}, "1"), (8, {}, None), (2, {yielding: "0"}, "0")):
+        environ = RANK | chosen
+        prepare_environment(environ, tmp_path, num_cores=cores, nccl=False)
+        assert environ.get(yielding) == expected
