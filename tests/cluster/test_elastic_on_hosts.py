@@ -13,13 +13,14 @@ import lab
 import launching
 
 from ringtrain.monitor import journal
+from ringtrain.protocol.env import LEASE
 
 TIMEOUT_S = 300.0
 ATTACKER = launching.ROOT / "tests" / "attacker.py"
 EPOCHS = 10
 PATHS = os.pathsep.join(map(str, (launching.ROOT, launching.ROOT / "tests" / "faults")))  # there is holding.py
 # What the ranks' collectives wait for a host that does not answer; over a real network more.
-ENVIRONMENT = {"PYTHONPATH": PATHS, "HOROVOD_GLOO_TIMEOUT_SECONDS": "10"}
+ENVIRONMENT = {"PYTHONPATH": PATHS, "HOROVOD_GLOO_TIMEOUT_SECONDS": "10", LEASE: "10"}
 
 
 def attack(hosts: lab.Lab, made: Path) -> None:

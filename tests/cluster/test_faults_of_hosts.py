@@ -16,6 +16,8 @@ import launching
 import mpis
 import pytest
 
+from ringtrain.protocol.env import LEASE
+
 TIMEOUT_S = 300  # far above what anything here takes
 LEFT_S = 10  # what the launch promises
 LAUNCH = ["python", "-m", "ringtrain", "launch", "-H", "host1:2,host2:2"]
@@ -192,7 +194,8 @@ def test_a_link_cut_in_the_middle_of_training_ends_the_job_names_the_host_and_ke
     train = ["python", "-m", "ringtrain.train", "--config", "configs/digits.toml", "--train.epochs", "5000"]
     options = ["--run.directory", str(tmp_path), "--run.name", "run"]
     launch = ["python", "-m", "ringtrain", "launch", "-H", "host1:1,host2:1", "--", *train, *options]
-    process = two_hosts.start("host1", launch, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    env = environment({LEASE: "10"})
+    process = two_hosts.start("host1", launch, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     metrics = tmp_path / "run" / "metrics.jsonl"
     with process:
         lab.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 1, TIMEOUT_S, "two epochs")

@@ -10,6 +10,8 @@ import lab
 import launching
 import pytest
 
+from ringtrain.protocol.env import LEASE
+
 TIMEOUT_S = 300
 DIGITS = ["--data.name", "digits", "--train.epochs", "2", "--checkpoint.every-steps", "6", "--run.name", "run"]
 
@@ -26,7 +28,7 @@ def summary(folder: Path) -> dict:
 def test_a_host_in_reserve_takes_the_place_of_one_that_is_lost(make_lab, tmp_path: Path) -> None:
     """While training, rank 1's host is cut off; the job goes on with host3 and ends as one that nothing happened to."""
     hosts = make_lab(3)
-    environment = {"PYTHONPATH": str(launching.ROOT)}
+    environment = {"PYTHONPATH": str(launching.ROOT), LEASE: "10"}
     reference = hosts.run("host1", launch(tmp_path / "whole", "host1:1,host2:1"), TIMEOUT_S, env=environment)
     assert reference.returncode == 0, reference.stderr
     words = launch(

@@ -22,10 +22,10 @@ TRAIN = [sys.executable, "-m", "ringtrain.train", "--data.name", "digits", "--ru
 LAUNCH = [sys.executable, "-m", "ringtrain", "launch", "-np", "2", "--"]
 
 
-def train(folder: Path, *options: object, epochs: int = 2, launcher: tuple[str, ...] = (), np: int = 2):
+def train(folder: Path, *options: object, epochs: int = 2, launcher: tuple[str, ...] = (), warm: bool = False):
     words = [*launcher, *TRAIN, "--train.epochs", epochs, "--run.directory", folder, *options]
     environment = {"PYTHONPATH": f"{HERE}:{ROOT}"}
-    return run(0 if launcher else np, [str(word) for word in words], 300, environment, launcher="mpi")
+    return run(0 if launcher else 2, [str(word) for word in words], 300, environment, launcher="mpi", warm=warm)
 
 
 def summary(folder: Path) -> dict:
@@ -81,7 +81,7 @@ def test_the_stack_of_a_rank_that_hangs_names_the_function(tmp_path: Path) -> No
 
 
 def test_a_slow_rank_is_named_while_training_and_nobody_else(tmp_path: Path) -> None:
-    slow = train(tmp_path, "--chaos", "rank=1 step=5 mode=slow seconds=0.05", epochs=8)
+    slow = train(tmp_path, "--chaos", "rank=1 step=5 mode=slow seconds=0.05", epochs=8, warm=True)
     assert slow.returncode == 0, slow.stderr
     lines = [line for line in slow.stderr.splitlines() if "straggler: " in line]
     assert len(lines) == 1, slow.stderr
@@ -95,8 +95,9 @@ def test_a_slow_rank_is_named_while_training_and_nobody_else(tmp_path: Path) -> 
 
 
 def test_an_undisturbed_run_names_nobody_and_learns_what_one_without_a_monitor_does(tmp_path: Path) -> None:
-    watched = train(tmp_path / "watched", epochs=6)
-    unwatched = train(tmp_path / "unwatched", "--health.stall-timeout", 0, "--health.straggler-factor", 0, epochs=6)
+    watched = train(tmp_path / "watched", epochs=6, warm=True)
+    off = ["--health.stall-timeout", 0, "--health.straggler-factor", 0]
+    unwatched = train(tmp_path / "unwatched", *off, epochs=6, warm=True)
     assert watched.returncode == unwatched.returncode == 0, watched.stderr + unwatched.stderr
     assert "progress" not in watched.stderr
     assert "slow" not in watched.stderr + watched.stdout
