@@ -58,7 +58,7 @@ def test_any_byte_flipped_or_cut_off_is_noticed(tmp_path, where: float, change: 
     checkpoint.verify(path)
 
 
-def test_all_is_on_disk_before_it_has_its_name_and_the_name_before_it_counts(tmp_path, monkeypatch):
+def test_files_are_flushed_before_the_rename_and_the_folder_after_it(tmp_path, monkeypatch):
     """Calls of the operating system in order: a power failure after any of them leaves no half checkpoint."""
     calls: list[tuple[str, str, int]] = []
     fsync, rename = os.fsync, os.rename

@@ -1,4 +1,4 @@
-"""What `hvd.init` sets for Open MPI and Horovod, and what it leaves."""
+"""Environment variables that `hvd.init` sets for Open MPI, unless they are set already."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ RANK = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
         (RANK | {"OMPI_MCA_btl": "self,vader,tcp"}, "self,vader,tcp"),
     ],
 )
-def test_the_transport_that_ends_slowly_is_left_out_unless_somebody_chose(given, transports, tmp_path: Path) -> None:
+def test_the_ofi_transport_is_excluded_unless_transports_are_given(given, transports, tmp_path: Path) -> None:
     environ = dict(given)
     prepare_environment(environ, tmp_path, num_cores=2, nccl=False)
     assert environ.get("OMPI_MCA_btl") == transports
 
 
-def test_ranks_that_fill_the_cores_yield_them(tmp_path: Path) -> None:
+def test_mpi_yields_the_processor_if_ranks_use_all_cores(tmp_path: Path) -> None:
     yielding = "OMPI_MCA_mpi_yield_when_idle"
     for cores, chosen, expected in ((2, {}, "1"), (8, {}, None), (2, {yielding: "0"}, "0")):
         environ = RANK | chosen
