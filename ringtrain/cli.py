@@ -1,14 +1,17 @@
-"""Command line `ringtrain`: launch, measure, report. Modules of a command are imported when it runs."""
+"""Command line `ringtrain`: train, launch, measure, report. Modules of a command are imported when it runs."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, NoReturn
 
+from ringtrain import __version__
 from ringtrain.cluster.launch_options import (
     ELASTIC,
     HOSTS,
@@ -19,24 +22,32 @@ from ringtrain.cluster.launch_options import (
     SPARK,
     LaunchOptions,
     add_options,
+    flags_of,
 )
 from ringtrain.errors import LaunchError, RingtrainError
 
-WITH_COMMAND = ("launch", "bench", "tune", "sweep", "compare")
+WITH_COMMAND = ("bench", "tune", "sweep", "compare")
+"""commands that take words after --; train and launch find the program by themselves"""
 OF_JOBS = (JOB, SPARK, MPIJOB, RESTARTS, ELASTIC, SHOW)
 NOT_MEASURED = ("dry_run", "explain", "elastic", "max_np", "host_discovery", "blacklist_cooldown", "gpus", "resources")
 """options of launch that a command which starts ranks itself refuses, or does not use"""
+STARTS_RANKS = (
+    *("np", "ps", "workers", "hostfile", "hosts", "include", "exclude", "launcher", "master"),
+    *("elastic", "max_np", "host_discovery"),
+)
+"""options with which `ringtrain train` starts ranks; without them it trains in one process"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; 2 after an error, printed in one line. argv None: sys.argv."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    given, command = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    given, command = words, []
+    if words[0] not in ("train", "launch") and "--" in words:
+        given, command = words[: words.index("--")], words[words.index("--") + 1 :]
     try:
-        options = parser().parse_args(given)
+        options = parser().parse_args(given, argparse.Namespace(command=command, environ={}))
         if command and options.name not in WITH_COMMAND:
             raise LaunchError(f"got a command after --, which ringtrain {options.name} does not run: leave it out")
-        options.command, options.environ = command, {}
         return options.handler(options)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader closed the pipe, as `head` does
@@ -49,26 +60,49 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser whose errors are LaunchErrors of one line."""
+    """Parser whose errors are LaunchErrors of one line.
+
+    runs: "program": its options come before a program, which `command` gets with the program's own options, untouched;
+    "trainer": an option that this parser does not know begins the program, too.
+    """
+
+    def __init__(self, *args: Any, runs: str = "", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.runs = runs
 
     def error(self, message: str) -> NoReturn:
         raise LaunchError(f"{message}: see {self.prog} --help")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        own, command = self.split(args) if self.runs else (args, None)
+        given, unknown = super().parse_known_args(own, namespace)
+        if command is not None:
+            given.command = command
+        return given, unknown
+
+    def split(self, words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+        """Splits at "--", else before the first word that is neither an option nor the value of one."""
+        place = 0
+        while place < len(words) and words[place].startswith("-") and words[place] != "--":
+            flag, has_value, _ = words[place].partition("=")
+            action = self._option_string_actions.get(flag)
+            if action is None and self.runs == "trainer":
+                break
+            if action is None:  # abbreviated, or unknown, of which the parser tells
+                action = next((one for name, one in self._option_string_actions.items() if name.startswith(flag)), None)
+            num_values = 0 if action is None or has_value else 1 if action.nargs is None else int(action.nargs)
+            place += 1 + num_values
+        return words[:place], words[place + (words[place : place + 1] == ["--"]) :]
 
 
 def parser() -> argparse.ArgumentParser:
     """Parser of the whole command line."""
     from ringtrain.lab import commands as lab
 
-    top = Parser(prog="ringtrain", description="Starts and examines training jobs on one host or many.")
+    top = Parser(prog="ringtrain", description="Trains, starts and examines training jobs on one host or many.")
+    top.add_argument("--version", action="version", version=f"ringtrain {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
-    launched = commands.add_parser(
-        "launch",
-        usage="ringtrain launch [options] -- COMMAND ...",
-        description="Runs COMMAND as many ranks. Without hosts: those of the scheduler's job, else this machine.",
-        help="run a command as many ranks",
-    )
-    add_options(launched)
-    launched.set_defaults(handler=launch, name="launch")
+    add_programs(commands)
     lab.add_bench(commands, with_ranks(), launch)
     lab.add_tune(commands, with_ranks(), launch)
     of_trials = ("np", "ps", "workers", "bind", "oversubscribe", "output", "timeline")
@@ -79,6 +113,30 @@ def parser() -> argparse.ArgumentParser:
     lab.add_predict(commands)
     lab.add_report(commands)
     return top
+
+
+def add_programs(commands: argparse._SubParsersAction[Any]) -> None:
+    """Adds `ringtrain train` and `ringtrain launch`, the commands that run a program."""
+    trained = commands.add_parser(
+        "train",
+        runs="trainer",
+        usage="ringtrain train [options of launch] [--config FILE] [options of the trainer]\n"
+        "       ringtrain train [options of launch] SCRIPT.py [its options]",
+        description="Trains on the ranks that -np, --hostfile or -H ask for, without them in one process.",
+        help="train a model in one process or, with -np, on many ranks",
+    )
+    add_options(trained)
+    trained.set_defaults(handler=train, name="train")
+    launched = commands.add_parser(
+        "launch",
+        runs="program",
+        usage="ringtrain launch [options] COMMAND ...",
+        description="Runs COMMAND as many ranks. Without hosts: those of the scheduler's job, else this machine."
+        " Options after COMMAND are its own.",
+        help="run a command as many ranks",
+    )
+    add_options(launched)
+    launched.set_defaults(handler=launch, name="launch")
 
 
 def with_ranks(*hidden: str, groups: Sequence[str] = (MPIJOB,)) -> tuple[Parser, Parser]:
@@ -109,6 +167,33 @@ def add_doctor(commands: argparse._SubParsersAction[Any]) -> None:
     asked.add_argument("--timeout", type=float, default=10, metavar="S", help="seconds for a host to answer (10)")
     asked.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     asked.set_defaults(handler=doctor, name="doctor")
+
+
+def train(options: argparse.Namespace) -> int:
+    """Starts the trainer or a script, as `ringtrain launch` does, or replaces this process by it."""
+    words, given = options.command, LaunchOptions.of(options)
+    is_script = bool(words) and not words[0].startswith("-")
+    if is_script and not words[0].endswith(".py"):
+        raise LaunchError(
+            f"got {words[0]}, expected SCRIPT.py or options of the trainer such as --config FILE; other programs:"
+            f" ringtrain launch {words[0]}"
+        )
+    flags = {flag for one in fields(given) if one.metadata for flag in flags_of(one)}
+    if late := [] if is_script else [word for word in words if word.partition("=")[0] in flags]:
+        raise LaunchError(f"got {late[0]} after {words[0]}, expected options of launch before those of the trainer")
+    command = tuple(words) if is_script else ("-m", "ringtrain.train", *words)
+    changed = {one.name for one in fields(given) if one.metadata and getattr(given, one.name) != one.default}
+    if changed.intersection(STARTS_RANKS):
+        options.command = ("python", *command)
+        return launch(options)
+    if useless := sorted(changed - {"dry_run", "explain"}):
+        flag = next(flags_of(one)[-1] for one in fields(given) if one.name == useless[0])
+        raise LaunchError(f"got {flag} without ranks to start: give -np N, the number of ranks, or leave {flag} out")
+    if changed:
+        print(shlex.join(["python", *command]))
+        return 0
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *command])
 
 
 def launch(options: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import argparse
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from ringtrain.errors import LaunchError
@@ -134,7 +134,7 @@ class LaunchOptions:
     def checked(self) -> LaunchOptions:
         """These options, with -np set if some ranks are parameter servers. Raises LaunchError for invalid ones."""
         if not self.command:
-            raise LaunchError("got no command to run: ringtrain launch [options] -- python -m ringtrain.train ...")
+            raise LaunchError("got no command to run: ringtrain launch [options] python -m ringtrain.train ...")
         for name in ("start_timeout", "grace"):
             if not 0 < getattr(self, name) < math.inf:
                 raise LaunchError(f"got {_flag(name)} {getattr(self, name):g}, expected a number of seconds above 0")
@@ -202,7 +202,8 @@ def add_options(
     exclusive: dict[tuple[str, str], Any] = {}
     for one in fields(LaunchOptions):
         keywords = {name: value for name, value in one.metadata.items() if value is not None}
-        group, flags = keywords.pop("group", ""), keywords.pop("flags", ())
+        group = keywords.pop("group", "")
+        keywords.pop("flags", None)
         if not group or (groups and group not in groups):
             continue
         if group not in sections:
@@ -215,7 +216,12 @@ def add_options(
         if one.name in hidden or group in hidden_groups:
             keywords["help"] = argparse.SUPPRESS
         keywords = {"default": [] if one.default == () else one.default, **KINDS.get(str(one.type), {}), **keywords}
-        section.add_argument(*(flags or (_flag(one.name),)), **keywords)
+        section.add_argument(*flags_of(one), **keywords)
+
+
+def flags_of(one: Field[Any]) -> tuple[str, ...]:
+    """Command-line flags of an option."""
+    return one.metadata["flags"] or (_flag(one.name),)
 
 
 def _flag(name: str) -> str:
