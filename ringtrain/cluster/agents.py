@@ -94,6 +94,8 @@ class HostAgents:
         self.status: dict[int, tuple[int, str]] = {}
         """step and phase of ranks that have exited"""
         self.out_of_memory: set[str] = set()
+        self.tensorflow: set[str] = set()
+        """"alone": on a host ranks have loaded TensorFlow without Horovod or MPI; other words: with one of them"""
 
     def send(self, order: str) -> None:
         for agent in list(self.members):
@@ -224,6 +226,8 @@ class HostAgents:
             agent.networks = " ".join(rest)
         elif kind == "reached" and agent.host:
             agent.reached = "".join(rest)
+        elif kind == "tensorflow":
+            self.tensorflow |= {*rest}
         elif kind == "memory":
             self.out_of_memory.add(agent.host)
 

@@ -84,6 +84,7 @@ class LaunchOptions:
     threads: int = option(JOB, 0, "N", "CPU threads of a rank (the rank decides)")
     forward: tuple[str, ...] = option(JOB, (), "NAME", "forward a variable besides the usual ones; may be repeated")
     oversubscribe: bool = option(JOB, False, None, "allow more ranks than slots")
+    require_init: bool = option(JOB, False, None, "exit with 2 if no rank has called hvd.init() (a warning)")
     output: str = option(JOB, "", "DIR", "keep a log per rank")
     timeline: str = option(JOB, "", "FILE", "write timelines of all ranks of ringtrain.train, for Perfetto")
     start_timeout: float = option(JOB, 60, "S", "seconds for hosts to answer and for ranks to start (60)")
@@ -158,6 +159,8 @@ class LaunchOptions:
                 )
         if self.max_restarts < 0:
             raise LaunchError(f"got --max-restarts {self.max_restarts}, expected 0 or more")
+        if self.require_init and self.started_by.submits:
+            raise LaunchError(f"got --require-init with --launcher {self.launcher}, which only submits: leave it out")
         if self.max_restarts and self.started_by.submits:
             raise LaunchError(
                 f"got --max-restarts with --launcher {self.launcher}, which submits the job and does not supervise it:"
