@@ -25,6 +25,7 @@ setup(
     packages=find_packages(include=["ringtrain", "ringtrain.*"]),
     package_data={"ringtrain.lab.report": ["page.css"]},
     install_requires=[
+        "docstring-parser>=0.16",
         "numpy>=1.26",
         "rich>=13",
         "tyro>=0.9",

@@ -111,7 +111,7 @@ def parser() -> argparse.ArgumentParser:
     add_hosts(commands)
     add_doctor(commands)
     lab.add_predict(commands)
-    lab.add_report(commands)
+    lab.add_plain(commands)
     return top
 
 

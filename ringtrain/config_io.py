@@ -103,9 +103,13 @@ def to_toml(config: Config) -> str:
         if table != section:
             section = table
             lines += ["", f"[{table}]"]
-        # JSON strings, numbers and booleans are valid TOML.
-        lines.append(f"{key} = {json.dumps(value_of(config, option), ensure_ascii=False)}")
+        lines.append(f"{key} = {toml_value(value_of(config, option))}")
     return "\n".join(lines) + "\n"
+
+
+def toml_value(value: Any) -> str:
+    """Value of an option as TOML, of which JSON's strings, numbers, booleans and lists are a part."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def checked(path: Path, option: str, value: Any, kind: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Commands bench, tune, sweep, compare, predict and report; their modules are imported on use."""
+"""Commands init, bench, tune, sweep, compare, predict, report and runs; their modules are imported on use."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ FindHosts = Callable[[argparse.Namespace], tuple[Sequence[Any], str]]
 
 @dataclass(frozen=True)
 class Command:
-    """Command that starts ranks."""
+    """Command of the lab."""
 
     module: str
-    """of ringtrain.lab, with Options, a dataclass, and main(options, given, call)"""
+    """of ringtrain.lab, with Options, a dataclass, and main(options, given, call), main(given) if it starts no ranks"""
     help: str
     description: str
     usage: str = ""
@@ -62,6 +62,26 @@ COMPARE = Command(
     "--strategies LIST --config FILE ",
     ("np", "ps"),
 )
+
+PLAIN = {
+    "init": Command(
+        "init.cli",
+        "write a first configuration and job file",
+        "Writes config.toml, with comments, and job.py, with a model and data to replace; both train as they are."
+        " Overwrites nothing.",
+    ),
+    "runs": Command(
+        "report.runs",
+        "list the runs of a folder",
+        "Lists the runs of a folder, the newest first: state, steps, metrics, speed, ranks and start.",
+    ),
+    "report": Command(
+        "report.cli",
+        "say what came of a run, or what happened to it",
+        "Writes one HTML page, which needs nothing else, about a run, or about several side by side. See"
+        " docs/tracking.md.",
+    ),
+}
 
 
 def add_bench(commands: Commands, parents: Sequence[argparse.ArgumentParser], launch: Launch) -> None:
@@ -167,16 +187,12 @@ def add_predict(commands: Commands) -> None:
     parser.set_defaults(handler=_handler("predict.cli"), name="predict")
 
 
-def add_report(commands: Commands) -> None:
-    """Adds `ringtrain report`."""
-    parser = commands.add_parser(
-        "report",
-        description="Writes one HTML page, which needs nothing else, about a run, or about several side by side. See"
-        " docs/tracking.md.",
-        help="say what came of a run, or what happened to it",
-    )
-    _on_use(parser, "report.cli")
-    parser.set_defaults(handler=_handler("report.cli"), name="report")
+def add_plain(commands: Commands) -> None:
+    """Adds the commands that start no ranks."""
+    for name, command in PLAIN.items():
+        parser = commands.add_parser(name, description=command.description, help=command.help)
+        _on_use(parser, command.module)
+        parser.set_defaults(handler=_handler(command.module), name=name)
 
 
 def _handler(module: str) -> Callable[[argparse.Namespace], int]:

@@ -59,7 +59,8 @@ def add(parser: argparse.ArgumentParser, options: type) -> None:
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         if "nargs" in rules:
-            groups[title].add_argument(field.name, metavar=field.metadata["metavar"], **rules)
+            rules |= {"metavar": field.metadata["metavar"], "default": field.default}
+            groups[title].add_argument(field.name, **rules)
         elif kinds[field.name] is bool:
             groups[title].add_argument(flag_of(field.name), action="store_true", **rules)
         else:
