@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import signal
@@ -36,12 +37,16 @@ STARTS_RANKS = (
     *("elastic", "max_np", "host_discovery"),
 )
 """options with which `ringtrain train` starts ranks; without them it trains in one process"""
+STARTING = ("np", "hosts", "hostfile", "launcher", "dry_run")
+"""options of launch in the help of `ringtrain train`"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; 2 after an error, printed in one line. argv None: sys.argv."""
     words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     given, command = words, []
+    if "_ARGCOMPLETE" in os.environ:
+        complete()  # and exits
     if words[0] not in ("train", "launch") and "--" in words:
         given, command = words[: words.index("--")], words[words.index("--") + 1 :]
     try:
@@ -95,6 +100,23 @@ class Parser(argparse.ArgumentParser):
         return words[:place], words[place + (words[place : place + 1] == ["--"]) :]
 
 
+def complete() -> None:
+    """Answers the shell, which asks for the words that may follow, and exits. Set up by register-python-argcomplete."""
+    import argcomplete
+
+    from ringtrain import config, config_help
+
+    top = parser()
+    (commands,) = (one for one in top._actions if isinstance(one, argparse._SubParsersAction))
+    trained = commands.choices["train"]
+    trained.runs = ""  # the options of the trainer are options of this parser
+    trained.add_argument("--config")
+    trained.add_argument("--help", choices=[*config_help.sections(), config_help.ALL])
+    config_help.add_options(trained, config.option_types(), config.Config())
+    trained.add_argument("script", nargs="?")
+    argcomplete.autocomplete(top)
+
+
 def parser() -> argparse.ArgumentParser:
     """Parser of the whole command line."""
     from ringtrain.lab import commands as lab
@@ -110,6 +132,12 @@ def parser() -> argparse.ArgumentParser:
     lab.add_compare(commands, with_ranks("workers", "output", "timeline", groups=(SPARK, MPIJOB)), launch, find_hosts)
     add_hosts(commands)
     add_doctor(commands)
+    written = commands.add_parser(
+        "schema",
+        description="Prints the JSON schema of the configuration, from which editors complete a TOML file.",
+        help="print the JSON schema of the configuration",
+    )
+    written.set_defaults(handler=schema, name="schema")
     lab.add_predict(commands)
     lab.add_plain(commands)
     return top
@@ -120,9 +148,7 @@ def add_programs(commands: argparse._SubParsersAction[Any]) -> None:
     trained = commands.add_parser(
         "train",
         runs="trainer",
-        usage="ringtrain train [options of launch] [--config FILE] [options of the trainer]\n"
-        "       ringtrain train [options of launch] SCRIPT.py [its options]",
-        description="Trains on the ranks that -np, --hostfile or -H ask for, without them in one process.",
+        add_help=False,  # the trainer's own, see train
         help="train a model in one process or, with -np, on many ranks",
     )
     add_options(trained)
@@ -171,8 +197,12 @@ def add_doctor(commands: argparse._SubParsersAction[Any]) -> None:
 
 def train(options: argparse.Namespace) -> int:
     """Starts the trainer or a script, as `ringtrain launch` does, or replaces this process by it."""
+    from ringtrain import config_help
+
     words, given = options.command, LaunchOptions.of(options)
     is_script = bool(words) and not words[0].startswith("-")
+    if not is_script and config_help.asks_for_help(words):
+        return help_of_train(words)
     if is_script and not words[0].endswith(".py"):
         raise LaunchError(
             f"got {words[0]}, expected SCRIPT.py or options of the trainer such as --config FILE; other programs:"
@@ -196,10 +226,35 @@ def train(options: argparse.Namespace) -> int:
     os.execv(sys.executable, [sys.executable, *command])
 
 
+def help_of_train(words: Sequence[str]) -> int:
+    """Prints the help of `ringtrain train`: the trainer's options, and the most important ones of launch."""
+    from ringtrain import config, config_help
+
+    usage = (
+        "ringtrain train [options of launch] [--config FILE] [options]\n"
+        "       ringtrain train [options of launch] SCRIPT.py [its options]"
+    )
+    description = "Trains on the ranks that -np or hosts ask for, without them in one process."
+    shown = config_help.help_parser(words, config.Config(), usage, description)
+    if words[-1] in ("-h", "--help"):
+        group = shown.add_argument_group("options of launch, which come first (all: ringtrain launch --help)")
+        names = {one.name for one in fields(LaunchOptions)}
+        add_options(group, [HOSTS, JOB, SHOW], hidden=names - {*STARTING})
+    shown.print_help()
+    return 0
+
+
 def launch(options: argparse.Namespace) -> int:
     from ringtrain.cluster.launch import launch
 
     return launch(LaunchOptions.of(options))
+
+
+def schema(options: argparse.Namespace) -> int:
+    from ringtrain import config_help
+
+    print(json.dumps(config_help.schema(), indent=1))
+    return 0
 
 
 def hosts(options: argparse.Namespace) -> int:

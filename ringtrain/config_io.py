@@ -16,8 +16,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
+from ringtrain import config_help
 from ringtrain.config import Config, nearest, option_types, value_of, with_values
 from ringtrain.errors import ConfigError
+
+PROGRAM = "python -m ringtrain.train"
 
 
 def read(argv: Sequence[str]) -> Config:
@@ -32,23 +35,20 @@ def read(argv: Sequence[str]) -> Config:
     path = file_option.parse_known_args(argv)[0].config
     from_file = read_toml(Path(path)) if path else Config()
 
-    def train(settings: Annotated[Config, tyro.conf.arg(name="")] = from_file, config: str = "") -> Config:
-        """Trains a model, on one rank or, under a launcher, on many.
+    if config_help.asks_for_help(argv):
+        description = "Trains a model, on one rank or, under a launcher, on many."
+        config_help.help_parser(argv, from_file, f"{PROGRAM} [--config FILE] [options]", description).print_help()
+        raise SystemExit(0)
 
-        Args:
-            config: TOML file with any of the options below; the command line wins over it
-        """
+    def train(settings: Annotated[Config, tyro.conf.arg(name="")] = from_file, config: str = "") -> Config:
+        """Takes all options, and --config."""
         return settings
 
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            settings, unknown = tyro.cli(
-                train, args=list(argv), prog="python -m ringtrain.train", return_unknown_args=True
-            )
-    except SystemExit as end:
-        if end.code == 0:
-            raise
+            settings, unknown = tyro.cli(train, args=list(argv), prog=PROGRAM, return_unknown_args=True)
+    except SystemExit:
         raise ConfigError(_first_sentence(complaint.getvalue())) from None
     if unknown:
         name = unknown[0].partition("=")[0]

@@ -195,7 +195,7 @@ class LaunchOptions:
 
 
 def add_options(
-    parser: argparse.ArgumentParser,
+    parser: argparse._ActionsContainer,
     groups: Collection[str] = (),
     hidden: Collection[str] = (),
     hidden_groups: Collection[str] = (),

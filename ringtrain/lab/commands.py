@@ -129,7 +129,8 @@ def _add(
         description=command.description,
         help=command.help,
     )
-    _on_use(parser, command.module)
+    parser._optionals.title = "options of ringtrain launch"
+    _on_use(parser, command.module, first="options")
 
     def run(given: argparse.Namespace) -> int:
         """Runs the module; sets given.launch_words and, for a command that places ranks itself, given.found_hosts."""
@@ -146,14 +147,20 @@ def _add(
     parser.set_defaults(handler=run, name=(prefix or name).strip())
 
 
-def _on_use(parser: argparse.ArgumentParser, module: str, *names: str) -> None:
-    """Adds the options of a module (its Options, or these) on first use, so that others do not import it."""
-    parse = parser.parse_known_args
+def _on_use(parser: argparse.ArgumentParser, module: str, *names: str, first: str = "") -> None:
+    """Adds the options of a module (its Options, or these) on first use, so that others do not import it.
+
+    first: They come first in the help, under this title.
+    """
+    parse, groups = parser.parse_known_args, parser._action_groups
 
     def parse_with_options(*args: Any, **kwargs: Any) -> Any:
         parser.parse_known_args = parse  # type: ignore[method-assign]
+        present = len(groups)
         for name in names or ("Options",):
-            options.add(parser, getattr(importlib.import_module(f"ringtrain.lab.{module}"), name))
+            options.add(parser, getattr(importlib.import_module(f"ringtrain.lab.{module}"), name), first)
+        if first:
+            groups[:] = groups[present:] + groups[:present]
         return parse(*args, **kwargs)
 
     parser.parse_known_args = parse_with_options  # type: ignore[method-assign]

@@ -49,9 +49,9 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def add(parser: argparse.ArgumentParser, options: type) -> None:
-    """Adds the fields of a dataclass to a parser."""
-    groups: dict[str, argparse._ActionsContainer] = {"": parser}
+def add(parser: argparse.ArgumentParser, options: type, title: str = "") -> None:
+    """Adds the fields of a dataclass to a parser, in a group with this title, if there is one."""
+    groups: dict[str, argparse._ActionsContainer] = {"": parser.add_argument_group(title) if title else parser}
     kinds = get_type_hints(options)
     for field in dataclasses.fields(options):
         rules = {"help": field.metadata["help"], **field.metadata["rules"]}
