@@ -138,7 +138,7 @@ def parser() -> argparse.ArgumentParser:
         help="print the JSON schema of the configuration",
     )
     written.set_defaults(handler=schema, name="schema")
-    lab.add_predict(commands)
+    lab.add_forecast(commands)
     lab.add_plain(commands)
     return top
 

@@ -1,6 +1,6 @@
-"""Measuring, comparing and predicting training.
+"""Measuring, comparing and forecasting training.
 
-commands: the commands init, bench, tune, sweep, compare, predict, report and runs
+commands: the commands init, bench, tune, sweep, compare, forecast, report and runs
 options:  options of a command as a frozen dataclass
 ranks:    calls a function on ranks and returns its result; what such functions begin with
 jobs:     folders of jobs that run side by side, and the slots that they share
@@ -12,6 +12,6 @@ bench:    ringtrain bench
 tune:     ringtrain tune
 sweep:    ringtrain sweep
 compare:  ringtrain compare
-predict:  ringtrain predict
+forecast: ringtrain forecast
 report:   ringtrain report, ringtrain runs
 """

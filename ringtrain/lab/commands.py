@@ -1,9 +1,10 @@
-"""Commands init, bench, tune, sweep, compare, predict, report and runs; their modules are imported on use."""
+"""Commands init, bench, tune, sweep, compare, forecast, report and runs; their modules are imported on use."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -181,17 +182,25 @@ def words_of(parser: argparse.ArgumentParser, given: argparse.Namespace, left_ou
     return words
 
 
-def add_predict(commands: Commands) -> None:
-    """Adds `ringtrain predict`."""
-    parser = commands.add_parser(
-        "predict",
-        argument_default=argparse.SUPPRESS,
-        description="Predicts images/s at any number of ranks from one process' step and a network; or says what would"
-        " reach an efficiency. See docs/predict.md.",
-        help="say how fast training would be on more ranks",
-    )
-    _on_use(parser, "predict.cli", "Case", "Wanted")
-    parser.set_defaults(handler=_handler("predict.cli"), name="predict")
+def add_forecast(commands: Commands) -> None:
+    """Adds `ringtrain forecast`, and `ringtrain predict`, its old name."""
+    for name in ("forecast", "predict"):
+        listed: dict[str, Any] = {"help": "say how fast training would be on more ranks"} if name == "forecast" else {}
+        parser = commands.add_parser(
+            name,
+            argument_default=argparse.SUPPRESS,
+            description="Forecasts images/s at any number of ranks from one process' step and a network; or says what"
+            " would reach an efficiency. See docs/forecast.md.",
+            **listed,
+        )
+        _on_use(parser, "forecast.cli", "Case", "Wanted")
+        parser.set_defaults(handler=_forecast, name=name)
+
+
+def _forecast(given: argparse.Namespace) -> int:
+    if given.name == "predict":
+        print("ringtrain: predict is called forecast now: ringtrain forecast takes the same options", file=sys.stderr)
+    return _handler("forecast.cli")(given)
 
 
 def add_plain(commands: Commands) -> None:

@@ -87,7 +87,7 @@ LAUNCHES = {
 }
 HOSTFILES = ("cluster", "deepspeed", "hydra", "ipv6")
 
-COMMANDS = ("launch", "tune", "sweep", "compare", "hosts", "doctor", "predict", "report", "bench")
+COMMANDS = ("launch", "tune", "sweep", "compare", "hosts", "doctor", "forecast", "report", "bench")
 BENCHES = ("train", "peers", "allreduce", "startup", "checkpoint", "input")
 HELP = (
     *("ringtrain", *(f"ringtrain {name}" for name in COMMANDS), *(f"ringtrain bench {name}" for name in BENCHES)),
