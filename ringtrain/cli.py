@@ -30,7 +30,10 @@ from ringtrain.errors import LaunchError, RingtrainError
 WITH_COMMAND = ("bench", "tune", "sweep", "compare")
 """commands that take words after --; train and launch find the program by themselves"""
 OF_JOBS = (JOB, SPARK, MPIJOB, RESTARTS, ELASTIC, SHOW)
-NOT_MEASURED = ("dry_run", "explain", "elastic", "max_np", "host_discovery", "blacklist_cooldown", "gpus", "resources")
+NOT_MEASURED = (
+    *("dry_run", "explain", "elastic", "max_np", "host_discovery", "blacklist_cooldown", "gpus", "resources"),
+    "require_init",
+)
 """options of launch that a command which starts ranks itself refuses, or does not use"""
 STARTS_RANKS = (
     *("np", "ps", "workers", "hostfile", "hosts", "include", "exclude", "launcher", "master"),
@@ -125,11 +128,13 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"ringtrain {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
     add_programs(commands)
+    lab.add_plain(commands)
     lab.add_bench(commands, with_ranks(), launch)
     lab.add_tune(commands, with_ranks(), launch)
     of_trials = ("np", "ps", "workers", "bind", "oversubscribe", "output", "timeline")
     lab.add_sweep(commands, with_ranks(*of_trials, groups=(SPARK, MPIJOB)), launch, find_hosts)
     lab.add_compare(commands, with_ranks("workers", "output", "timeline", groups=(SPARK, MPIJOB)), launch, find_hosts)
+    lab.add_forecast(commands)
     add_hosts(commands)
     add_doctor(commands)
     written = commands.add_parser(
@@ -138,8 +143,6 @@ def parser() -> argparse.ArgumentParser:
         help="print the JSON schema of the configuration",
     )
     written.set_defaults(handler=schema, name="schema")
-    lab.add_forecast(commands)
-    lab.add_plain(commands)
     return top
 
 
