@@ -118,7 +118,6 @@ def items(scratch: Path) -> dict[str, Callable[[], Any]]:
     for name in HELP:
         functions[f"help: {name}"] = functools.partial(printed, f"python -m {name} --help", scratch)
     functions["help: all options"] = functools.partial(printed, "python -m ringtrain.train --help all", scratch)
-    functions["schema"] = functools.partial(printed, "python -m ringtrain schema", scratch)
     for name in HOSTFILES:
         command = f"python -m ringtrain hosts --hostfile hostfiles/{name}.txt"
         functions[f"hosts: {name}"] = functools.partial(printed, command, scratch)
