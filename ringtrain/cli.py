@@ -71,7 +71,7 @@ class Parser(argparse.ArgumentParser):
     """Parser whose errors are LaunchErrors of one line.
 
     runs: "program": its options come before a program, which `command` gets with the program's own options, untouched;
-    "trainer": an option that this parser does not know begins the program, too.
+    "trainer": an option that this parser does not know begins the program, too. `flags` gets each option.
     """
 
     def __init__(self, *args: Any, runs: str = "", **kwargs: Any) -> None:
@@ -82,15 +82,16 @@ class Parser(argparse.ArgumentParser):
         raise LaunchError(f"{message}: see {self.prog} --help")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        own, command = self.split(args) if self.runs else (args, None)
-        given, unknown = super().parse_known_args(own, namespace)
-        if command is not None:
-            given.command = command
+        if not self.runs:
+            return super().parse_known_args(args, namespace)
+        flags, length = self.options_before_program(args)
+        given, unknown = super().parse_known_args(args[:length], namespace)
+        given.flags, given.command = flags, args[length + (args[length : length + 1] == ["--"]) :]
         return given, unknown
 
-    def split(self, words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-        """Splits at "--", else before the first word that is neither an option nor the value of one."""
-        place = 0
+    def options_before_program(self, words: Sequence[str]) -> tuple[dict[str, str], int]:
+        """Flags by the names of their options, and number of words before "--" or the first of no option."""
+        place, flags = 0, dict[str, str]()
         while place < len(words) and words[place].startswith("-") and words[place] != "--":
             flag, has_value, _ = words[place].partition("=")
             action = self._option_string_actions.get(flag)
@@ -98,9 +99,11 @@ class Parser(argparse.ArgumentParser):
                 break
             if action is None:  # abbreviated, or unknown, of which the parser tells
                 action = next((one for name, one in self._option_string_actions.items() if name.startswith(flag)), None)
-            num_values = 0 if action is None or has_value else 1 if action.nargs is None else int(action.nargs)
-            place += 1 + num_values
-        return words[:place], words[place + (words[place : place + 1] == ["--"]) :]
+            place += 1
+            if action is not None:
+                flags[action.dest] = flag
+                place += 0 if has_value else 1 if action.nargs is None else int(action.nargs)
+        return flags, min(place, len(words))
 
 
 def complete() -> None:
@@ -202,7 +205,7 @@ def train(options: argparse.Namespace) -> int:
     """Starts the trainer or a script, as `ringtrain launch` does, or replaces this process by it."""
     from ringtrain import config_help
 
-    words, given = options.command, LaunchOptions.of(options)
+    words, chosen = options.command, options.flags
     is_script = bool(words) and not words[0].startswith("-")
     if not is_script and config_help.asks_for_help(words):
         return help_of_train(words)
@@ -211,18 +214,16 @@ def train(options: argparse.Namespace) -> int:
             f"got {words[0]}, expected SCRIPT.py or options of the trainer such as --config FILE; other programs:"
             f" ringtrain launch {words[0]}"
         )
-    flags = {flag for one in fields(given) if one.metadata for flag in flags_of(one)}
+    flags = {flag for one in fields(LaunchOptions) if one.metadata for flag in flags_of(one)}
     if late := [] if is_script else [word for word in words if word.partition("=")[0] in flags]:
         raise LaunchError(f"got {late[0]} after {words[0]}, expected options of launch before those of the trainer")
     command = tuple(words) if is_script else ("-m", "ringtrain.train", *words)
-    changed = {one.name for one in fields(given) if one.metadata and getattr(given, one.name) != one.default}
-    if changed.intersection(STARTS_RANKS):
+    if chosen.keys() & {*STARTS_RANKS}:
         options.command = ("python", *command)
         return launch(options)
-    if useless := sorted(changed - {"dry_run", "explain"}):
-        flag = next(flags_of(one)[-1] for one in fields(given) if one.name == useless[0])
+    for flag in [flag for name, flag in chosen.items() if name not in ("dry_run", "explain")]:
         raise LaunchError(f"got {flag} without ranks to start: give -np N, the number of ranks, or leave {flag} out")
-    if changed:
+    if chosen:
         print(shlex.join(["python", *command]))
         return 0
     sys.stdout.flush()
@@ -231,14 +232,14 @@ def train(options: argparse.Namespace) -> int:
 
 def help_of_train(words: Sequence[str]) -> int:
     """Prints the help of `ringtrain train`: the trainer's options, and the most important ones of launch."""
-    from ringtrain import config, config_help
+    from ringtrain import config_help, config_io
 
     usage = (
         "ringtrain train [options of launch] [--config FILE] [options]\n"
         "       ringtrain train [options of launch] SCRIPT.py [its options]"
     )
     description = "Trains on the ranks that -np or hosts ask for, without them in one process."
-    shown = config_help.help_parser(words, config.Config(), usage, description)
+    shown = config_help.help_parser(words, config_io.file_of(words), usage, description)
     if words[-1] in ("-h", "--help"):
         group = shown.add_argument_group("options of launch, which come first (all: ringtrain launch --help)")
         names = {one.name for one in fields(LaunchOptions)}

@@ -30,11 +30,7 @@ def read(argv: Sequence[str]) -> Config:
         ConfigError: Unknown option or key, or a value of the wrong type or out of range.
         SystemExit: After --help.
     """
-    file_option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    file_option.add_argument("--config", nargs="?", default="")
-    path = file_option.parse_known_args(argv)[0].config
-    from_file = read_toml(Path(path)) if path else Config()
-
+    from_file = file_of(argv)
     if config_help.asks_for_help(argv):
         description = "Trains a model, on one rank or, under a launcher, on many."
         config_help.help_parser(argv, from_file, f"{PROGRAM} [--config FILE] [options]", description).print_help()
@@ -57,6 +53,14 @@ def read(argv: Sequence[str]) -> Config:
         known = ["--help", "--config", *(f"--{option.replace('_', '-')}" for option in option_types())]
         raise ConfigError(f"command line: unknown option {name}: {nearest(name.replace('_', '-'), known)} (see --help)")
     return settings
+
+
+def file_of(argv: Sequence[str]) -> Config:
+    """Configuration of the file that --config names, else the defaults."""
+    option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    option.add_argument("--config", nargs="?", default="")
+    path = option.parse_known_args(argv)[0].config
+    return read_toml(Path(path)) if path else Config()
 
 
 def tables_of(path: Path) -> dict[str, Any]:

@@ -263,7 +263,7 @@ def test_train_starts_ranks_if_it_is_given_a_number_or_hosts(capsys: pytest.Capt
         ([], "python -m ringtrain.train"),
     ):
         assert printed(capsys, "train", "--dry-run", *words) == (f"{command}\n", "")
-        for start in (["-np", "2"], ["-H", "localhost:2"]):
+        for start in (["-np", "2"], ["-H", "localhost:2"], ["--launcher", "mpirun"]):
             ended = ringtrain("train", *start, "--dry-run", *words, bin_dir=bin_dir)
             assert ended.stdout.endswith(f" rank {command}\n") and "mpirun" in ended.stdout, ended
             launched = ringtrain("launch", *start, "--dry-run", *command.split(), bin_dir=bin_dir)

@@ -90,6 +90,8 @@ def test_values_of_a_file_are_shown_as_defaults(tmp_path: Path, capsys: pytest.C
     (tmp_path / "mine.toml").write_text("[train]\nepochs = 77\n")
     assert "(default: 77)" in shown(capsys, "--config", str(tmp_path / "mine.toml"), "--help")
     assert "(default: 77)" not in shown(capsys, "--help")
+    assert cli.main(["train", "-np", "2", "--config", str(tmp_path / "mine.toml"), "--help"]) == 0
+    assert "(default: 77)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--help", "all"]])
@@ -100,7 +102,7 @@ def test_help_is_as_wide_as_the_terminal(words, monkeypatch, capsys: pytest.Capt
 
 
 def test_train_shows_the_trainers_options_before_those_of_launch(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["--help"], ["-np", "2", "-h"], ["--config", "x.toml", "--help"]):
+    for words in (["--help"], ["-np", "2", "-h"], ["--config", str(ROOT / "configs" / "digits.toml"), "--help"]):
         assert cli.main(["train", *words]) == 0
         text = capsys.readouterr().out
         assert text.index("--data.name") < text.index("-np N") < text.index("sections:")
