@@ -21,6 +21,11 @@ from ringtrain.protocol.json_text import parse_json
 
 METRICS = "metrics.jsonl"
 STEPS = "steps.jsonl"
+NO_METRICS = (
+    *("epoch", "global_step", "time_s", "train_s", "evaluate_s"),
+    *("learning_rate", "loss_scale", "gradient_norm", "images_per_s"),
+)
+"""keys of these files that are no metrics"""
 LOCK = ".lock"
 LEASE_S = 30.0
 """Seconds that a restart gives the previous attempt's process to exit, equal to the lease timeout of a host agent."""

@@ -17,7 +17,7 @@ from ringtrain.lab import options as opt
 from ringtrain.lab.report import curves, postmortem, run_folder
 from ringtrain.lab.report.charts import number
 from ringtrain.lab.report.run_folder import Run
-from ringtrain.run.run_folder import is_locked, plain
+from ringtrain.run.run_folder import NO_METRICS, is_locked, plain
 
 RUNS = "runs"
 MAX_METRICS = 3
@@ -87,10 +87,6 @@ def facts(folder: Path) -> dict[str, Any]:
     }
 
 
-NO_METRICS = ("epoch", "global_step", "time_s", "images_per_s", "learning_rate", "evaluate_s")
-"""keys of metrics.jsonl that are no metrics"""
-
-
 def _state(run: Run) -> str:
     if run.events:
         return postmortem.state(run.events)
@@ -99,7 +95,7 @@ def _state(run: Run) -> str:
 
 def table(found: Sequence[Mapping[str, Any]]) -> tables.Table:
     """Table of runs."""
-    # Metrics on data that is not trained on say more, and a loss is always there.
+    # First the metrics that most runs have, of these the ones on test data, of these the ones besides the loss.
     count = Counter(key for run in found for key in run["metrics"])
     columns = sorted(count, key=lambda key: (-count[key], not key.startswith(("test_", "val_")), "loss" in key))
     rows = []
