@@ -104,6 +104,7 @@ BAD = {
     ),
     "no time to start": (["--start-timeout", "0", "--", "true"], "got --start-timeout 0, expected"),
     "a program that is not there": (["--", "no-such-program"], "this host has no 'no-such-program' on PATH="),
+    "a script without python": (["fit.py", "--epochs", "3"], ": start it by python fit.py"),
     "a variable that is not set": (["--forward", "NOT_SET", "--", "true"], "--forward NOT_SET"),
 }
 
