@@ -247,7 +247,8 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
     summary = tracking.write_results(run, strategy.summary(run))
     if "ranks" in summary:
         console.show_ranks(run.terminal, summary["ranks"], heartbeat.slow_ranks(summary["ranks"], run.config.health))
-    console.show_result(run.terminal, run.folder, summary, strategy.proof(summary, run.gradients))
+    total_s = time.time() - run.stages.moments["python"]
+    console.show_result(run.terminal, run.folder, summary, strategy.proof(summary, run.gradients), total_s)
     run.journal.write(
         "end",
         global_step=run.clock.global_step,

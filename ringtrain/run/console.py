@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import math
 import os
+import shlex
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import rich.progress
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from ringtrain.config import changed_options, without_effect
 from ringtrain.derived import Numbers, scaled_batch, scaling_of
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
     from ringtrain.run.resume import Start
 
 SECONDS_BETWEEN_LINES = 10.0
+BAR_WIDTH, RESULT_WIDTH = 40, 72
+"""maximum number of columns of the progress bar, and of the rows of a result, where words allow it"""
 
 
 class SteadyConsole(Console):
@@ -116,7 +122,7 @@ class Progress:
         self.num_epochs = num_epochs
         self.bar = rich.progress.Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
+            BarColumn(bar_width=None, table_column=Column(max_width=BAR_WIDTH)),
             MofNCompleteColumn(),
             TextColumn("steps  {task.fields[figures]}"),
             TimeRemainingColumn(),
@@ -124,7 +130,6 @@ class Progress:
             disable=console.quiet or not console.is_terminal,
             redirect_stderr=False,  # _StderrAboveBar does that, and writes to the rank's log
             transient=True,
-            expand=True,
         )
         self.task = self.bar.add_task("epoch 1", total=num_steps, figures="")
         self.last_line_s = time.monotonic()
@@ -221,8 +226,16 @@ def show_complete(console: Console, folder: Path, summary: Mapping[str, Any], en
     _show_rows(console, rows)
 
 
-def show_result(console: Console, folder: Path, summary: Mapping[str, Any], proof: str) -> None:
-    """Prints the result; what was verified (`proof`) comes last."""
+def duration(seconds: float) -> str:
+    """Formats a time, e.g. "4.2 s", "3 min 12 s" or "2 h 5 min"."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds) // 60
+    return f"{minutes} min {round(seconds) % 60} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def show_result(console: Console, folder: Path, summary: Mapping[str, Any], proof: str, total_s: float) -> None:
+    """Prints the result; what was verified (`proof`) comes last. `total_s`: from the start, with libraries and data."""
     usual = {"test_accuracy": "{:.2%}", "test_loss": "{:.4f}"}
     metrics = summary["metrics"]
     skipped = summary.get("skipped_samples", 0)
@@ -238,11 +251,14 @@ def show_result(console: Console, folder: Path, summary: Mapping[str, Any], proo
         **({"stopped": f"after step {summary['global_step']:,}, {stopped}"} if summary["stopped_by"] else {}),
         **{name.replace("_", " "): text.format(metrics[name]) for name, text in usual.items() if name in metrics},
         "speed": speed(summary["images_per_s"]),
+        "time": f"{duration(summary['fit_s'])} of training, {duration(total_s)} in all",
         **({"not saved": "; ".join(one["error"] for one in failed)} if failed else {}),
         **({"restarts": f"{restarts}, the reasons are in summary.json"} if restarts else {}),
         **({"skipped": f"{skipped:,} that could not be read, see {folder}/logs/"} if skipped else {}),
-        "files": f"{folder}/",
     }
+    wrap = functools.partial(textwrap.wrap, width=RESULT_WIDTH - 15, break_long_words=False, break_on_hyphens=False)
+    rows = {name: f"\n{'':<15}".join(wrap(value)) for name, value in rows.items()}
+    rows |= {"files": f"{folder}/", "next": f"ringtrain report {shlex.quote(str(folder))}"}  # whole, to be pasted
     console.print()
     _show_rows(console, rows)
     # A narrow terminal breaks it between words: the checksum stays in one piece.

@@ -29,15 +29,10 @@ from ringtrain.protocol.env import ALONE, COLLECTIVES
 from ringtrain.protocol.json_text import INVALID, parse_json
 from ringtrain.run import checkpoint, consistency
 from ringtrain.run.console import Progress, speed
-from ringtrain.run.run_folder import METRICS, STEPS, plain, write_summary
+from ringtrain.run.run_folder import METRICS, NO_METRICS, STEPS, plain, write_summary
 
 if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
-
-NO_METRICS = (
-    *("epoch", "global_step", "time_s", "train_s", "evaluate_s"),
-    *("learning_rate", "loss_scale", "gradient_norm", "images_per_s"),
-)
 
 
 class Recorder(keras.callbacks.Callback):
