@@ -186,6 +186,7 @@ def show_plan(console: Console, process: Process, numbers: Numbers, hosts: Seque
         "learning rate": f"{n.learning_rate:g}{scaled} ({optimizer.name}, {config.schedule.name}{reason})",
         **_table_of_rates(schedules.schedule_of(config, n), n.steps_per_epoch),
         "seed": str(config.seed),
+        **strategy.plan_of_job(numbers),
         "options": ", ".join(f"{name}={value}" for name, value in changed_options(config).items()) or "defaults",
         **{"note" + " " * number: sentence for number, sentence in enumerate(without_effect(config))},
     }
@@ -239,6 +240,7 @@ def show_result(console: Console, folder: Path, summary: Mapping[str, Any], proo
         **{name.replace("_", " "): text.format(metrics[name]) for name, text in usual.items() if name in metrics},
         "speed": speed(summary["images_per_s"]),
         **({"not saved": "; ".join(one["error"] for one in failed)} if failed else {}),
+        **({"not exported": summary["not_exported"]} if "not_exported" in summary else {}),
         **({"restarts": f"{restarts}, the reasons are in summary.json"} if restarts else {}),
         **({"skipped": f"{skipped:,} that could not be read, see {folder}/logs/"} if skipped else {}),
         "files": f"{folder}/",
