@@ -284,8 +284,6 @@ def _job(process: Process, model: keras.Model, x: Any, y: Any, arguments: Argume
     numbers = _numbers(process.config, model, len(train), len(test), batch_size)
     process.config = with_values(process.config, {"train.batch_size": numbers.batch_size})
     process.strategy.config = process.config
-    strategy: Any = process.strategy
-    strategy.plan = _plan(process.config, model, numbers)
     users = [one for one in arguments.callbacks if rank == 0 or type(one).__name__ not in ON_RANK_0]
     data_set = data.DataSet(train, test, 0, ())
     return Job(
@@ -295,6 +293,7 @@ def _job(process: Process, model: keras.Model, x: Any, y: Any, arguments: Argume
         model=model,
         users_callbacks=[*users, keras.callbacks.History()],
         validation=validation,
+        plan=_plan(process.config, model, numbers),
     )
 
 

@@ -210,7 +210,7 @@ def agree(process: Process, job: Job | None = None) -> RunContext | Mapping[str,
         versions=tracking.versions(),
     )
     terminal = strategy.console()
-    console.show_plan(terminal, process, numbers, hosts)
+    console.show_plan(terminal, process, numbers, hosts, job.plan)
     console.show_start(terminal, process, start)
     run = RunContext(
         **vars(process), **vars(job), hosts=hosts, start=start, folder=folder, gradients=gradients, terminal=terminal

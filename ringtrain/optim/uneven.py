@@ -101,11 +101,8 @@ class UnevenBatches:
         return loss, self._share / hvd.size()
 
     def _of_values(self, loss: Any, num_rows: Any) -> tuple[Any, Any]:
-        """Loss of a step, which counts its rows. Without a reduction, each of its values counts them all."""
-        if not loss.shape.rank:
-            return loss, num_rows
-        part = self._share / hvd.size()
-        return loss * tf.cast(part, loss.dtype), tf.math.divide_no_nan(tf.cast(num_rows, tf.float64), part)
+        """Loss of a step. Without a reduction it has a value per row, of which Keras tracks the mean."""
+        return (loss * tf.cast(self._share / hvd.size(), loss.dtype) if loss.shape.rank else loss), num_rows
 
     @property
     def _share(self) -> Any:

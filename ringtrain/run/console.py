@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from ringtrain.run.resume import Start
 
 SECONDS_BETWEEN_LINES = 10.0
+USUAL = {"accuracy": "{:.2%}", "loss": "{:.4f}"}
+"""metrics that are shown with the result, and their format"""
 
 
 class SteadyConsole(Console):
@@ -164,8 +166,13 @@ def speed(images_per_s: float) -> str:
     return f"{images_per_s:,.0f} images/s" if math.isfinite(images_per_s) else "too short to measure speed"
 
 
-def show_plan(console: Console, process: Process, numbers: Numbers, hosts: Sequence[str]) -> None:
-    """Prints the plan, with every number derived from the configuration. `hosts`: host of each rank."""
+def show_plan(
+    console: Console, process: Process, numbers: Numbers, hosts: Sequence[str], rows: Mapping[str, str] | None = None
+) -> None:
+    """Prints the plan, with every number derived from the configuration.
+
+    `hosts`: host of each rank; `rows`: replace those of the configuration.
+    """
     config, strategy = process.config, process.strategy
     n, optimizer = numbers, config.optimizer
     factor = f"{scaled_batch(config, n.global_batch_size, n.num_ranks)} / {optimizer.reference_batch_size}"
@@ -175,22 +182,22 @@ def show_plan(console: Console, process: Process, numbers: Numbers, hosts: Seque
     reason = f"; {why}" if why and n.global_batch_size != optimizer.reference_batch_size else ""
     accumulated = f" x {n.accumulation_steps} batches accumulated" if n.accumulation_steps > 1 else ""
     rest = f", {n.dropped_per_epoch} left out, others in each epoch" if n.dropped_per_epoch else ""
-    rows = {
-        **strategy.placement(numbers, process.pinning, hosts),
+    shown = {
+        **strategy.placement(n, process.pinning, hosts),
         "data": f"{config.data.name}: {n.num_train:,} to train, {n.num_test:,} to test",
         **({"strategy": strategy.shown_name} if strategy.shown_name else {}),
         "model": config.model.name,
         "global batch": f"{n.global_batch_size} = {n.batch_size} x {n.num_ranks}{accumulated}",
         "steps": f"{n.num_steps:,} = {config.train.epochs} epochs x {n.steps_per_epoch:,}{rest}",
-        "shard": strategy.shard(numbers),
+        "shard": strategy.shard(n),
         "learning rate": f"{n.learning_rate:g}{scaled} ({optimizer.name}, {config.schedule.name}{reason})",
         **_table_of_rates(schedules.schedule_of(config, n), n.steps_per_epoch),
         "seed": str(config.seed),
-        **strategy.plan_of_job(numbers),
         "options": ", ".join(f"{name}={value}" for name, value in changed_options(config).items()) or "defaults",
+        **(rows or {}),
         **{"note" + " " * number: sentence for number, sentence in enumerate(without_effect(config))},
     }
-    _show_rows(console, rows)
+    _show_rows(console, shown)
 
 
 def show_start(console: Console, process: Process, start: Start) -> None:
@@ -224,7 +231,7 @@ def show_complete(console: Console, folder: Path, summary: Mapping[str, Any], en
 
 def show_result(console: Console, folder: Path, summary: Mapping[str, Any], proof: str) -> None:
     """Prints the result; what was verified (`proof`) comes last."""
-    usual = {"test_accuracy": "{:.2%}", "test_loss": "{:.4f}"}
+    usual = {f"{prefix}_{name}": text for prefix in ("test", "val") for name, text in USUAL.items()}
     metrics = summary["metrics"]
     skipped = summary.get("skipped_samples", 0)
     failed, restarts = summary["saves"]["failed"], summary["restarts"]

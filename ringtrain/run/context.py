@@ -82,6 +82,8 @@ class Job:
     users_callbacks: list[keras.callbacks.Callback] = field(default_factory=list)
     gradient_norm: GradientNorm | None = None
     validation: Validation = field(default_factory=Validation)
+    plan: dict[str, str] = field(default_factory=dict)
+    """rows of the printed plan that differ from those of the configuration, for what is compiled elsewhere"""
 
 
 @dataclass(kw_only=True)

@@ -192,6 +192,7 @@ def figures_of(record: Mapping[str, Any]) -> list[str]:
     }
     if missing := usual.keys() - record.keys():
         names = [name for name, value in record.items() if name not in NO_METRICS and np.ndim(value) == 0]
+        names.sort(key=lambda name: name not in ("loss", "val_loss"))  # else by name, from a script
         shown = [f"{name.replace('_', ' ')} {record[name]:.4f}" for name in names[: len(missing) + 2]]
     else:
         shown = [text.format(record[name]) for name, text in usual.items()]
@@ -307,7 +308,7 @@ def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
                 raise
         finally:
             write_summary(run.folder, summary)
-            schedule = None if run.strategy.is_scripted else schedule_of(run.config, numbers)
+            schedule = None if "learning rate" in run.plan else schedule_of(run.config, numbers)
             draw_curves(run.folder, recorder.epochs, schedule, numbers.steps_per_epoch)
 
     hvd.run_together(write)

@@ -70,10 +70,6 @@ class Strategy:
         """Row of the plan on the samples that one rank trains."""
         return f"{numbers.steps_per_epoch * numbers.batch_size:,} samples an epoch on each rank"
 
-    def plan_of_job(self, numbers: Numbers) -> dict[str, str]:
-        """Rows of the plan that replace those of the configuration; none here."""
-        return {}
-
     def console(self) -> Console:
         """Console of this rank."""
         return console.console_for(hvd.rank())

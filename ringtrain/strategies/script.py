@@ -31,7 +31,6 @@ class Script(Ring):
 
     Attributes:
         is_quiet: Whether nothing is printed.
-        plan: Rows of the plan that describe the script's data and model.
     """
 
     is_scripted = True
@@ -39,10 +38,6 @@ class Script(Ring):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.is_quiet = False
-        self.plan: dict[str, str] = {}
-
-    def plan_of_job(self, numbers: Numbers) -> dict[str, str]:
-        return self.plan
 
     def console(self) -> Console:
         return console.console_for(1 if self.is_quiet else hvd.rank())
