@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from ringtrain.run.resume import Start
 
 SECONDS_BETWEEN_LINES = 10.0
+USUAL = {"accuracy": "{:.2%}", "loss": "{:.4f}"}
+"""metrics that are shown with the result, and their format"""
 BAR_WIDTH, RESULT_WIDTH = 40, 72
 """maximum number of columns of the progress bar, and of the rows of a result, where words allow it"""
 
@@ -169,8 +171,13 @@ def speed(images_per_s: float) -> str:
     return f"{images_per_s:,.0f} images/s" if math.isfinite(images_per_s) else "too short to measure speed"
 
 
-def show_plan(console: Console, process: Process, numbers: Numbers, hosts: Sequence[str]) -> None:
-    """Prints the plan, with every number derived from the configuration. `hosts`: host of each rank."""
+def show_plan(
+    console: Console, process: Process, numbers: Numbers, hosts: Sequence[str], rows: Mapping[str, str] | None = None
+) -> None:
+    """Prints the plan, with every number derived from the configuration.
+
+    `hosts`: host of each rank; `rows`: replace those of the configuration.
+    """
     config, strategy = process.config, process.strategy
     n, optimizer = numbers, config.optimizer
     factor = f"{scaled_batch(config, n.global_batch_size, n.num_ranks)} / {optimizer.reference_batch_size}"
@@ -180,21 +187,22 @@ def show_plan(console: Console, process: Process, numbers: Numbers, hosts: Seque
     reason = f"; {why}" if why and n.global_batch_size != optimizer.reference_batch_size else ""
     accumulated = f" x {n.accumulation_steps} batches accumulated" if n.accumulation_steps > 1 else ""
     rest = f", {n.dropped_per_epoch} left out, others in each epoch" if n.dropped_per_epoch else ""
-    rows = {
-        **strategy.placement(numbers, process.pinning, hosts),
+    shown = {
+        **strategy.placement(n, process.pinning, hosts),
         "data": f"{config.data.name}: {n.num_train:,} to train, {n.num_test:,} to test",
         **({"strategy": strategy.shown_name} if strategy.shown_name else {}),
         "model": config.model.name,
         "global batch": f"{n.global_batch_size} = {n.batch_size} x {n.num_ranks}{accumulated}",
         "steps": f"{n.num_steps:,} = {config.train.epochs} epochs x {n.steps_per_epoch:,}{rest}",
-        "shard": strategy.shard(numbers),
+        "shard": strategy.shard(n),
         "learning rate": f"{n.learning_rate:g}{scaled} ({optimizer.name}, {config.schedule.name}{reason})",
         **_table_of_rates(schedules.schedule_of(config, n), n.steps_per_epoch),
         "seed": str(config.seed),
         "options": ", ".join(f"{name}={value}" for name, value in changed_options(config).items()) or "defaults",
+        **(rows or {}),
         **{"note" + " " * number: sentence for number, sentence in enumerate(without_effect(config))},
     }
-    _show_rows(console, rows)
+    _show_rows(console, shown)
 
 
 def show_start(console: Console, process: Process, start: Start) -> None:
@@ -236,7 +244,7 @@ def duration(seconds: float) -> str:
 
 def show_result(console: Console, folder: Path, summary: Mapping[str, Any], proof: str, total_s: float) -> None:
     """Prints the result; what was verified (`proof`) comes last. `total_s`: from the start, with libraries and data."""
-    usual = {"test_accuracy": "{:.2%}", "test_loss": "{:.4f}"}
+    usual = {f"{prefix}_{name}": text for prefix in ("test", "val") for name, text in USUAL.items()}
     metrics = summary["metrics"]
     skipped = summary.get("skipped_samples", 0)
     failed, restarts = summary["saves"]["failed"], summary["restarts"]
@@ -253,6 +261,7 @@ def show_result(console: Console, folder: Path, summary: Mapping[str, Any], proo
         "speed": speed(summary["images_per_s"]),
         "time": f"{duration(summary['fit_s'])} of training, {duration(total_s)} in all",
         **({"not saved": "; ".join(one["error"] for one in failed)} if failed else {}),
+        **({"not exported": summary["not_exported"]} if "not_exported" in summary else {}),
         **({"restarts": f"{restarts}, the reasons are in summary.json"} if restarts else {}),
         **({"skipped": f"{skipped:,} that could not be read, see {folder}/logs/"} if skipped else {}),
     }
