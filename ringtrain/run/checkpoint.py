@@ -122,7 +122,7 @@ def verify(folder: Path) -> Checkpoint:
 
 def _verify(folder: Path) -> Checkpoint:
     try:
-        head, _, body = (folder / MANIFEST).read_text(encoding="utf-8").partition("\n")
+        head, _, body = (folder / MANIFEST).read_bytes().decode().partition("\n")
         if parse_json(head)["sha256"] != hashlib.sha256(body.encode()).hexdigest():
             raise DamagedCheckpoint(f"{folder / MANIFEST}: its content does not match its checksum")
         manifest = parse_json(body)
