@@ -28,7 +28,7 @@ def test_what_init_writes_trains_as_it_is_and_is_listed(tmp_path: Path) -> None:
     for options in ([], ["-np", "2"]):
         ended = run(0, [*RINGTRAIN, "train", *options, "--config", "config.toml"], LIMIT_S, cwd=tmp_path)
         assert ended.returncode == 0, ended.stderr[-3000:]
-        assert f"{'2 ranks' if options else '1 rank'} " in ended.stdout.splitlines()[-1]
+        assert ("2 ranks in step" if options else "1 rank: nothing to compare") in ended.stdout.splitlines()[-1]
         assert "without meeting" not in ended.stderr
     listed = json.loads(run(0, [*RINGTRAIN, "runs", "--json"], LIMIT_S, cwd=tmp_path).stdout)
     assert [(one["state"], one["num_ranks"], one["global_step"]) for one in listed] == [
