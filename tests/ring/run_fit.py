@@ -15,10 +15,11 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import ringtrain
 import ringtrain.hvd as hvd
-from ringtrain.config import CheckpointConfig, Config, ModelConfig, RunConfig, TrackingConfig
+from ringtrain.config import CheckpointConfig, Config, HealthConfig, ModelConfig, RunConfig, TrackingConfig
 
 OUTPUT = Path(sys.argv[1])
 RANDOM = np.random.default_rng(0)
@@ -171,6 +172,70 @@ def weights_of_samples_and_classes() -> None:
     equals_one_process(make, X, CLASSES, "weights", sample_weight=WEIGHTS, validation_split=0.2)
 
 
+def accumulated_updates() -> None:
+    """Unequal parts of batches whose gradients Keras averages into one update."""
+
+    def make() -> keras.Model:
+        return compiled(dense(), optimizer=keras.optimizers.SGD(0.05, gradient_accumulation_steps=3), metrics=["mae"])
+
+    equals_one_process(make, X[:97], Y[:97], "accumulated")
+
+
+def eagerly() -> None:
+    def make() -> keras.Model:
+        return compiled(dense(), run_eagerly=True)
+
+    equals_one_process(make, X[:33], Y[:33], "eagerly", epochs=1)
+
+
+class OwnStep(keras.Model):
+    """A step of its own, with a number in its logs that is no metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = keras.layers.Dense(3)
+        self.mean = keras.metrics.Mean("own")
+
+    def call(self, inputs: Any) -> Any:
+        return self.last(inputs)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x))
+        self.optimizer.apply_gradients(
+            zip(tape.gradient(loss, self.trainable_weights), self.trainable_weights, strict=True)
+        )
+        self.mean.update_state(loss, sample_weight=tf.shape(x)[0])
+        return {"own": self.mean.result(), "half": loss / 2}
+
+
+def own_train_step() -> None:
+    def make() -> keras.Model:
+        keras.utils.set_random_seed(4)
+        model = OwnStep()
+        model.build((None, 6))
+        return compiled(model)
+
+    _, history = equals_one_process(make, X, Y, "own-step", logs=False)
+    assert len(set(hvd.allgather_object(str(history.history)))) == 1, "ranks have different logs"
+    assert {"own", "half"} <= set(history.history)
+
+
+def mixed_float16() -> None:
+    """An overflow on one rank skips the step on all of them."""
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = compiled(dense(dtype="float32"), optimizer=keras.optimizers.SGD(0.05))
+        x = X.copy()
+        x[32 + 16 :, 0] = np.where(np.arange(52) == 0, 1e7, x[48:, 0])  # on the last rank, in the second step
+        ringtrain.fit(model, x, Y, batch_size=32, epochs=1, shuffle=False, verbose=0, options=options())
+        hvd.check_in_sync(model)
+        assert all(np.isfinite(weight).all() for weight in model.get_weights())
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
 def fitted_before() -> None:
     """The step that Keras has traced before does not reduce gradients: it is traced anew, and once more for Keras."""
 
@@ -275,6 +340,40 @@ def killed_and_resumed() -> None:
     _, complete, _ = _run("uninterrupted", KillAfter(0))
     assert complete.history == history.history
     assert complete.checksum == history.checksum
+
+
+def a_signal_saves_and_ends_all() -> None:
+    """SIGTERM to one rank ends all after the same step, with its exit code; what is saved is resumed."""
+
+    def run(chaos: str = "") -> tuple[keras.Model, Any]:
+        model = _resumable()
+        config = options(chaos=chaos, health=HealthConfig(agree_every_steps=1))
+        arguments = {"batch_size": 32, "epochs": 2, "verbose": 0}
+        return model, ringtrain.fit(model, X, Y, name="signal" + "led" * bool(chaos), options=config, **arguments)
+
+    reference, _ = run()
+    chaos = "rank=1 step=3 mode=sigterm"
+    try:
+        run(chaos)
+    except SystemExit as end:
+        assert end.code == 143
+    else:
+        raise AssertionError("not ended")
+    resumed, history = run(chaos)  # the fault happens once
+    assert distance(reference, resumed) == 0
+    assert len(history.history["loss"]) == 2
+
+
+def a_loss_of_nan_is_named() -> None:
+    y = Y.copy()
+    y[-1] = np.nan  # in the last batch, on the last rank that has a row of it
+    model = compiled(dense())
+    try:
+        ringtrain.fit(model, X, y, batch_size=32, epochs=2, shuffle=False, verbose=0, options=options())
+    except ringtrain.errors.NonFiniteLoss as error:
+        assert f"on rank {hvd.size() - 1}" in str(error) and "epoch 1, batch 4" in str(error), error
+    else:
+        raise AssertionError("trained on")
 
 
 def resumed_by_other_ranks() -> None:
