@@ -289,6 +289,10 @@ def early_stopping() -> None:
     expected = reference.fit(X, Y, callbacks=callbacks(), **arguments)
     assert len(history.epoch) == len(expected.epoch) < 30
     assert distance(ours, reference) < 1e-6
+    # A run that its callbacks have ended is complete: again the best weights.
+    once_more = make()
+    again = ringtrain.fit(once_more, X, Y, name="stops", callbacks=callbacks(), options=options(), **arguments)
+    assert again.history == history.history and distance(once_more, ours) == 0
 
 
 class Killed(Exception):
@@ -400,11 +404,15 @@ def resumed_by_other_ranks() -> None:
 
 
 def what_differs_is_refused() -> None:
-    """Other data on one rank, data that are no arrays, a model that is not compiled, another batch on resume."""
+    """Other data or another model on one rank, data that are no arrays, a model that is not compiled."""
     for words, arguments in (
         ("rank 1 on", {"y": Y + hvd.rank()}),
         ("expected arrays in memory", {"x": iter(())}),
         ("not compiled", {"model": dense()}),
+        (
+            "has another model than rank 0",
+            {"model": compiled(dense(*map(keras.layers.Dense, range(8, 8 + hvd.rank()))))},
+        ),
     ):
         given = {"model": compiled(dense()), "x": X, "y": Y} | arguments
         try:
