@@ -380,6 +380,29 @@ def a_loss_of_nan_is_named() -> None:
         raise AssertionError("trained on")
 
 
+def another_run_is_not_resumed() -> None:
+    """A checkpoint of another batch, rate, optimizer or model is refused, with the fix."""
+    arguments: dict[str, Any] = {"epochs": 1, "verbose": 0, "options": options()}
+    ringtrain.fit(compiled(dense()), X, Y, name="another", batch_size=32, **arguments)
+    adam, faster = keras.optimizers.Adam(0.05), keras.optimizers.SGD(0.1)
+    for words, model, batch_size in (
+        ("set batch_size so that they are equal, or give fit another name", compiled(dense()), 16),
+        (
+            "optimizer.learning_rate = 0.05, this run has 0.1: use the same value, or give fit",
+            compiled(dense(), optimizer=faster),
+            32,
+        ),
+        ("was made with optimizer.name = 'SGD', this run has 'Adam'", compiled(dense(), optimizer=adam), 32),
+        ("of another model", compiled(dense(keras.layers.Dense(8))), 32),
+    ):
+        try:
+            ringtrain.fit(model, X, Y, name="another", batch_size=batch_size, **arguments)
+        except ringtrain.errors.RingtrainError as error:
+            assert words in str(error), error
+        else:
+            raise AssertionError(f"resumed in spite of {words}")
+
+
 def resumed_by_other_ranks() -> None:
     """Begun by 2 ranks and ended by 3: the weights of one process."""
 
