@@ -5,8 +5,11 @@ Not named `fit`, since a module of that name would replace the function.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import signal
+import sys
+import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from ringtrain import data, strategies
 from ringtrain.config import Config, changed_options, with_values
 from ringtrain.derived import Numbers
-from ringtrain.errors import ConfigError, DataError
+from ringtrain.errors import CheckpointError, ConfigError, DataError
 from ringtrain.monitor import fault_injection, journal
+from ringtrain.run import checkpoint, consistency
 from ringtrain.run.context import Job, Process, RunContext, Validation
 from ringtrain.run.setup import Named
 
@@ -178,7 +182,7 @@ def _fit(
     strategy.is_quiet = arguments.verbose == 0
     with unchanged_afterwards(model):
         try:
-            job = _job(process, model, x, y, arguments)
+            job = strategy.together(lambda: _job(process, model, x, y, arguments))
             run = train.agree(process, job)
             summary, exit_code = train.finish(train.fit(run)) if isinstance(run, RunContext) else (run, 0)
         except Exception as error:
@@ -193,7 +197,8 @@ def _fit(
     history.run = Path(process.config.run.directory) / process.config.run.name
     if isinstance(run, RunContext):
         history.run = run.folder
-    else:  # it was complete before: its model is restored
+    else:
+        _restore_result(model, history.run)
         saved = hvd.run_together(lambda: resume.manifest_of(history.run)["callbacks"] if hvd.rank() == 0 else [])
         states = hvd.broadcast_object(saved, root_rank=0, name="ringtrain_history")
         of_history = model_state.with_arrays({"dict": states[-1]}, {})
@@ -269,7 +274,7 @@ def _named(config: Config) -> Named:
 
 
 def _job(process: Process, model: keras.Model, x: Any, y: Any, arguments: Arguments) -> Job:
-    """The script's data, and its model with a distributed optimizer. Collective."""
+    """The script's data, and its model with a distributed optimizer."""
     import keras
 
     from ringtrain import hvd
@@ -284,17 +289,38 @@ def _job(process: Process, model: keras.Model, x: Any, y: Any, arguments: Argume
     numbers = _numbers(process.config, model, len(train), len(test), batch_size)
     process.config = with_values(process.config, {"train.batch_size": numbers.batch_size})
     process.strategy.config = process.config
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    process.code = {**process.code, **({"script": consistency.checksum_of(Path(script))} if script else {})}
     users = [one for one in arguments.callbacks if rank == 0 or type(one).__name__ not in ON_RANK_0]
     data_set = data.DataSet(train, test, 0, ())
     return Job(
         data_set=data_set,
         numbers=numbers,
-        checksums=data.checksums(data_set),
+        checksums={**data.checksums(data_set), "model": _checksum(checkpoint.shapes_of(model.weights))},
         model=model,
         users_callbacks=[*users, keras.callbacks.History()],
         validation=validation,
         plan=_plan(process.config, model, numbers),
     )
+
+
+def _checksum(shapes: list[list[Any]]) -> str:
+    """Checksum of the weights' shapes and dtypes; their names depend on earlier models of the process."""
+    return f"with {len(shapes)} weights and checksum {zlib.crc32(str([one[1:] for one in shapes]).encode()):08x}"
+
+
+def _restore_result(model: keras.Model, folder: Path) -> None:
+    """Gives a model the weights with which a complete run has ended, which callbacks or averages may have set."""
+    from ringtrain import hvd
+    from ringtrain.run import resume
+
+    def load() -> None:
+        # A model that Keras cannot load has the weights of the last checkpoint.
+        with contextlib.suppress(CheckpointError):
+            resume.load_weights(model, folder / "model.keras")
+
+    hvd.run_together(load if hvd.rank() == 0 else lambda: None)
+    hvd.broadcast_model(model, root_rank=0)
 
 
 def _splits(x: Any, y: Any, arguments: Arguments) -> tuple[data.Arrays, Any]:

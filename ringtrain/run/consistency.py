@@ -157,7 +157,9 @@ def restore(
     return start, summary
 
 
-def complete_summary(process: Process, start: Start, is_trained: bool, accuracy_name: str) -> Mapping[str, Any]:
+def complete_summary(
+    process: Process, start: Start, is_trained: bool, accuracy_name: str = "test_accuracy"
+) -> Mapping[str, Any]:
     """Summary of a run with nothing left to train or to export, which rank 0 then prints; else {}. Collective."""
     from ringtrain import hvd
     from ringtrain.run import stopping
@@ -173,7 +175,9 @@ def complete_summary(process: Process, start: Start, is_trained: bool, accuracy_
         exported = ["model.keras", *(["saved_model"] if config.checkpoint.saved_model else [])]
         has_all = summary.get("global_step") == start.global_step and "not_exported" not in summary
         has_all = has_all and all((folder / name).exists() for name in exported)
-        return summary if has_all and (is_trained or ended_by) else {}
+        # A configured run goes on after its callbacks have ended it, a script's callbacks decide for good.
+        is_ended = "script" in summary and summary["stopped_by"] == console.A_CALLBACK
+        return summary if has_all and (is_trained or ended_by or is_ended) else {}
 
     summary: Mapping[str, Any] = hvd.broadcast_object(hvd.run_together(read), root_rank=0, name="ringtrain_complete")
     if summary and folder is not None:

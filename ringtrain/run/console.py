@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from ringtrain.run.resume import Start
 
 SECONDS_BETWEEN_LINES = 10.0
+A_CALLBACK = "a callback"
+"""why a run was stopped: one of its callbacks has set `stop_training`"""
 USUAL = {"accuracy": "{:.2%}", "loss": "{:.4f}"}
 """metrics that are shown with the result, and their format"""
 BAR_WIDTH, RESULT_WIDTH = 40, 72
@@ -224,6 +226,9 @@ def show_complete(console: Console, folder: Path, summary: Mapping[str, Any], en
         more = f"change --{ended_by}, which ended it"
     elif summary["config"]["schedule"]["name"] in ("cosine", "polynomial"):
         more = "give another --run.name: its learning rate depends on --train.epochs"
+    elif "script" in summary:
+        ended = f"{summary['stopped_by']} ended it: " if summary["stopped_by"] else "raise epochs, or "
+        more = f"{ended}give another name"
     accuracy = summary["test_accuracy"]
     rows = {
         "complete": f"since {since}, after step {summary['global_step']:,}",
@@ -255,6 +260,9 @@ def show_result(console: Console, folder: Path, summary: Mapping[str, Any], proo
         stopped = f"{watched['patience']} epochs without a better {watched['monitor']}"
     elif summary["stopped_by"] == "train.target_accuracy":
         stopped = "the target of test accuracy is reached"
+    elif "script" in summary:
+        resumed = f"; to resume, start the script again with name={folder.name!r}"
+        stopped = f"by {summary['stopped_by']}" + resumed * (summary["stopped_by"] != A_CALLBACK)
     rows = {
         **({"stopped": f"after step {summary['global_step']:,}, {stopped}"} if summary["stopped_by"] else {}),
         **{name.replace("_", " "): text.format(metrics[name]) for name, text in usual.items() if name in metrics},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -41,7 +41,10 @@ class Evaluation(keras.callbacks.Callback):
         if not self.run.clock.epoch_complete:
             return  # the partial sums in this rank's metrics are saved with the checkpoint
         logs = self.logs = {} if logs is None else logs
-        logs |= over_all_ranks(self.model, 1)
+        metrics = over_all_ranks(self.model, 1)
+        if self.run.strategy.is_scripted:
+            logs |= means_over_ranks({name: value for name, value in logs.items() if name not in metrics})
+        logs |= metrics
         if not self.run.numbers.num_test or not self.run.validation.is_due(epoch):
             return
         begin_s = time.perf_counter()
@@ -83,6 +86,17 @@ def over_all_ranks(model: keras.Model, num_samples: int) -> dict[str, Any]:
         variable.assign(total)
     metrics = {name: keras.ops.convert_to_numpy(value) for name, value in model.get_metrics_result().items()}
     return {name: float(value) if np.ndim(value) == 0 else np.asarray(value) for name, value in metrics.items()}
+
+
+def means_over_ranks(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Means of the ranks' logs that are no metrics, such as those of a model's own train_step. Collective if any."""
+    if not logs:
+        return {}
+    sums = sums_over_ranks([np.asarray(value) for value in logs.values()], "ringtrain_logs")
+    return {
+        name: float(total / hvd.size()) if total.ndim == 0 else total / hvd.size()
+        for name, total in zip(logs, sums, strict=True)
+    }
 
 
 def sums_over_ranks(arrays: Sequence[NDArray[Any]], name: str) -> list[NDArray[np.float64]]:

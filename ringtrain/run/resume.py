@@ -17,7 +17,7 @@ import keras
 from numpy.typing import NDArray
 
 from ringtrain import hvd
-from ringtrain.config import Config, option_types, value_of
+from ringtrain.config import OPTIMIZERS, Config, option_types, value_of
 from ringtrain.derived import Numbers, scaling_rule
 from ringtrain.errors import CheckpointError, ConfigError
 from ringtrain.monitor.journal import Journal
@@ -235,7 +235,14 @@ def _find(folder: Path | None, must: bool) -> tuple[checkpoint.Checkpoint | None
 
 def _anew(config: Config) -> str:
     """Returns a hint how to train from scratch instead."""
+    if _is_of_a_script(config):
+        return "give fit another name"
     return "give the run another --run.name" if config.run.resume in ("auto", "must") else "leave out --run.resume"
+
+
+def _is_of_a_script(config: Config) -> bool:
+    """Returns whether `ringtrain.fit` has made a configuration: its optimizer is the name of a class."""
+    return config.optimizer.name not in OPTIMIZERS
 
 
 def _require_same_run(newest: checkpoint.Checkpoint, config: Config, numbers: Numbers) -> None:
@@ -244,7 +251,8 @@ def _require_same_run(newest: checkpoint.Checkpoint, config: Config, numbers: Nu
     if then != now:
         raise ConfigError(
             f"{newest.folder}: has a global batch of {then}, this run one of {now} = {numbers.batch_size} x"
-            f" {numbers.num_ranks}: set train.batch_size so that they are equal, or {_anew(config)}"
+            f" {numbers.num_ranks}: set {'' if _is_of_a_script(config) else 'train.'}batch_size so that they are equal,"
+            f" or {_anew(config)}"
         )
     rates, warm = ("learning_rate", "initial_learning_rate"), newest.global_step >= numbers.warmup_steps
     new = [getattr(numbers, name) for name in rates[: 2 - warm]]

@@ -108,20 +108,20 @@ def compiled_model(
     keras.utils.set_random_seed(config.seed)
     with strategy.scope():
         model = named.build_model(data_set.input_shape, data_set.num_classes)
-        is_compiled = model.compiled
-        optimizer = model.optimizer if _has_own_optimizer(model, config) else optimizers.build(config, numbers, model)
+        is_compiled, has_own = model.compiled, _has_own_optimizer(model, config)
+        optimizer = model.optimizer if has_own else optimizers.build(config, numbers, model)
     if config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model, strategy.device_of_sums):
         raise ConfigError(f"model.sync_batch_norm: {config.model.name} has no BatchNormalization layers: leave it out")
     _check_not_averaged(model, config.model.not_averaged)
     models.seed_by_rank(model, config.seed, hvd.rank())
-    if config.train.precision == "mixed_float16" and optimizer is not model.optimizer:
+    if config.train.precision == "mixed_float16" and not has_own:
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     if distributed:
         optimizer = strategy.distribute(optimizer)
     # XLA has no kernel for Horovod's allreduce; "auto" would enable XLA on GPUs.
     if is_compiled:
         _check_own_compile(config, strategy)
-        if optimizer is model.optimizer and plan is not None:
+        if has_own and plan is not None:
             kind, rate = type(optimizer).__name__, optimizers.last_learning_rate(optimizer)
             plan["learning rate"] = f"{rate:g} ({kind}, as {config.model.name} compiles it)"
         model.optimizer, model.jit_compile = optimizer, False

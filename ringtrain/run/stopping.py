@@ -23,6 +23,7 @@ from ringtrain.config import Config, lower_is_better, nearest
 from ringtrain.errors import ConfigError, DataError, NonFiniteLoss
 from ringtrain.monitor.journal import Journal
 from ringtrain.optim import optimizers
+from ringtrain.run.console import A_CALLBACK
 
 if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
@@ -104,7 +105,7 @@ class StopTogether(keras.callbacks.Callback):
     def _read_stop_training(self) -> None:
         """Turns a callback's `stop_training` into a request: Keras would end this rank alone, and the others wait."""
         if self.model.stop_training and not self.stopped_by:
-            self.request("a callback")
+            self.request(A_CALLBACK)
             self.model.stop_training = False
 
     @hvd.during("reduce")
@@ -124,7 +125,7 @@ class StopTogether(keras.callbacks.Callback):
         if bad:
             self._raise_together()
         if not self.stopped_by and (number or time_is_up or requested):
-            reason = "train.max_time_s" if time_is_up else self._reason or "a callback"
+            reason = "train.max_time_s" if time_is_up else self._reason or A_CALLBACK
             self.stopped_by = signal.Signals(number).name if number else reason
             self.model.stop_training = True
 

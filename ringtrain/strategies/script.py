@@ -6,6 +6,7 @@ Keras' own `fit` cannot resume within an epoch: a second call of it would begin 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,9 @@ class Script(Ring):
     def clock(self, run: RunContext) -> resume.Clock:
         per_call = run.model.steps_per_execution
         return resume.Clock(run.start, run.numbers.steps_per_epoch, run.status, run.journal, per_call)
+
+    def summary(self, run: RunContext) -> dict[str, Any]:
+        return {**super().summary(run), "script": sys.argv[0]}
 
     def segments(self, run: RunContext) -> list[Segment]:
         """The rest of the run, if any."""

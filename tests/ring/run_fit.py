@@ -15,10 +15,11 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import ringtrain
 import ringtrain.hvd as hvd
-from ringtrain.config import CheckpointConfig, Config, ModelConfig, RunConfig, TrackingConfig
+from ringtrain.config import CheckpointConfig, Config, HealthConfig, ModelConfig, RunConfig, TrackingConfig
 
 OUTPUT = Path(sys.argv[1])
 RANDOM = np.random.default_rng(0)
@@ -171,6 +172,70 @@ def weights_of_samples_and_classes() -> None:
     equals_one_process(make, X, CLASSES, "weights", sample_weight=WEIGHTS, validation_split=0.2)
 
 
+def accumulated_updates() -> None:
+    """Unequal parts of batches whose gradients Keras averages into one update."""
+
+    def make() -> keras.Model:
+        return compiled(dense(), optimizer=keras.optimizers.SGD(0.05, gradient_accumulation_steps=3), metrics=["mae"])
+
+    equals_one_process(make, X[:97], Y[:97], "accumulated")
+
+
+def eagerly() -> None:
+    def make() -> keras.Model:
+        return compiled(dense(), run_eagerly=True)
+
+    equals_one_process(make, X[:33], Y[:33], "eagerly", epochs=1)
+
+
+class OwnStep(keras.Model):
+    """A step of its own, with a number in its logs that is no metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = keras.layers.Dense(3)
+        self.mean = keras.metrics.Mean("own")
+
+    def call(self, inputs: Any) -> Any:
+        return self.last(inputs)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x))
+        self.optimizer.apply_gradients(
+            zip(tape.gradient(loss, self.trainable_weights), self.trainable_weights, strict=True)
+        )
+        self.mean.update_state(loss, sample_weight=tf.shape(x)[0])
+        return {"own": self.mean.result(), "half": loss / 2}
+
+
+def own_train_step() -> None:
+    def make() -> keras.Model:
+        keras.utils.set_random_seed(4)
+        model = OwnStep()
+        model.build((None, 6))
+        return compiled(model)
+
+    _, history = equals_one_process(make, X, Y, "own-step", logs=False)
+    assert len(set(hvd.allgather_object(str(history.history)))) == 1, "ranks have different logs"
+    assert {"own", "half"} <= set(history.history)
+
+
+def mixed_float16() -> None:
+    """An overflow on one rank skips the step on all of them."""
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = compiled(dense(dtype="float32"), optimizer=keras.optimizers.SGD(0.05))
+        x = X.copy()
+        x[32 + 16 :, 0] = np.where(np.arange(52) == 0, 1e7, x[48:, 0])  # on the last rank, in the second step
+        ringtrain.fit(model, x, Y, batch_size=32, epochs=1, shuffle=False, verbose=0, options=options())
+        hvd.check_in_sync(model)
+        assert all(np.isfinite(weight).all() for weight in model.get_weights())
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
 def fitted_before() -> None:
     """The step that Keras has traced before does not reduce gradients: it is traced anew, and once more for Keras."""
 
@@ -224,6 +289,10 @@ def early_stopping() -> None:
     expected = reference.fit(X, Y, callbacks=callbacks(), **arguments)
     assert len(history.epoch) == len(expected.epoch) < 30
     assert distance(ours, reference) < 1e-6
+    # A run that its callbacks have ended is complete: again the best weights.
+    once_more = make()
+    again = ringtrain.fit(once_more, X, Y, name="stops", callbacks=callbacks(), options=options(), **arguments)
+    assert again.history == history.history and distance(once_more, ours) == 0
 
 
 class Killed(Exception):
@@ -277,6 +346,63 @@ def killed_and_resumed() -> None:
     assert complete.checksum == history.checksum
 
 
+def a_signal_saves_and_ends_all() -> None:
+    """SIGTERM to one rank ends all after the same step, with its exit code; what is saved is resumed."""
+
+    def run(chaos: str = "") -> tuple[keras.Model, Any]:
+        model = _resumable()
+        config = options(chaos=chaos, health=HealthConfig(agree_every_steps=1))
+        arguments = {"batch_size": 32, "epochs": 2, "verbose": 0}
+        return model, ringtrain.fit(model, X, Y, name="signal" + "led" * bool(chaos), options=config, **arguments)
+
+    reference, _ = run()
+    chaos = "rank=1 step=3 mode=sigterm"
+    try:
+        run(chaos)
+    except SystemExit as end:
+        assert end.code == 143
+    else:
+        raise AssertionError("not ended")
+    resumed, history = run(chaos)  # the fault happens once
+    assert distance(reference, resumed) == 0
+    assert len(history.history["loss"]) == 2
+
+
+def a_loss_of_nan_is_named() -> None:
+    y = Y.copy()
+    y[-1] = np.nan  # in the last batch, on the last rank that has a row of it
+    model = compiled(dense())
+    try:
+        ringtrain.fit(model, X, y, batch_size=32, epochs=2, shuffle=False, verbose=0, options=options())
+    except ringtrain.errors.NonFiniteLoss as error:
+        assert f"on rank {hvd.size() - 1}" in str(error) and "epoch 1, batch 4" in str(error), error
+    else:
+        raise AssertionError("trained on")
+
+
+def another_run_is_not_resumed() -> None:
+    """A checkpoint of another batch, rate, optimizer or model is refused, with the fix."""
+    arguments: dict[str, Any] = {"epochs": 1, "verbose": 0, "options": options()}
+    ringtrain.fit(compiled(dense()), X, Y, name="another", batch_size=32, **arguments)
+    adam, faster = keras.optimizers.Adam(0.05), keras.optimizers.SGD(0.1)
+    for words, model, batch_size in (
+        ("set batch_size so that they are equal, or give fit another name", compiled(dense()), 16),
+        (
+            "optimizer.learning_rate = 0.05, this run has 0.1: use the same value, or give fit",
+            compiled(dense(), optimizer=faster),
+            32,
+        ),
+        ("was made with optimizer.name = 'SGD', this run has 'Adam'", compiled(dense(), optimizer=adam), 32),
+        ("of another model", compiled(dense(keras.layers.Dense(8))), 32),
+    ):
+        try:
+            ringtrain.fit(model, X, Y, name="another", batch_size=batch_size, **arguments)
+        except ringtrain.errors.RingtrainError as error:
+            assert words in str(error), error
+        else:
+            raise AssertionError(f"resumed in spite of {words}")
+
+
 def resumed_by_other_ranks() -> None:
     """Begun by 2 ranks and ended by 3: the weights of one process."""
 
@@ -301,11 +427,15 @@ def resumed_by_other_ranks() -> None:
 
 
 def what_differs_is_refused() -> None:
-    """Other data on one rank, data that are no arrays, a model that is not compiled, another batch on resume."""
+    """Other data or another model on one rank, data that are no arrays, a model that is not compiled."""
     for words, arguments in (
         ("rank 1 on", {"y": Y + hvd.rank()}),
         ("expected arrays in memory", {"x": iter(())}),
         ("not compiled", {"model": dense()}),
+        (
+            "has another model than rank 0",
+            {"model": compiled(dense(*map(keras.layers.Dense, range(8, 8 + hvd.rank()))))},
+        ),
     ):
         given = {"model": compiled(dense()), "x": X, "y": Y} | arguments
         try:

@@ -76,3 +76,34 @@ def test_other_data_have_another_checksum() -> None:
     assert (
         data.Arrays(texts[0]).checksum() == data.Arrays(texts[0].copy()).checksum() != data.Arrays(texts[1]).checksum()
     )
+
+
+def test_kinds_of_arrays() -> None:
+    """As Keras hands them to a model: floats as float32, sparse and ragged as they are."""
+    dense, ragged = np.eye(3), tf.ragged.constant([[1], [2, 3], [4, 5, 6]])
+    x = {"ragged": ragged, "sparse": tf.sparse.from_dense(dense), "list": [dense]}
+    batches = data.RowBatches(data.Arrays(x, dense, None), 2, 0, 1, seed=0)(0)
+    first, last = [(x, y) for x, y in batches]
+    assert last[0]["ragged"].to_list() == [[4, 5, 6]] and last[1].numpy().tolist() == [[0, 0, 1]]
+    assert tf.sparse.to_dense(first[0]["sparse"]).numpy().tolist() == dense[:2].tolist()
+    assert first[0]["list"][0].shape == (2, 3) and first[0]["list"][0].dtype == tf.float32
+    assert data.Arrays(x, dense).checksum() == data.Arrays(dict(x), dense).checksum()
+
+
+def test_pandas() -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"a": [1.0, 2.0, 3.0], "b": [4.0, 5.0, 6.0]})
+    ((x, y),) = data.RowBatches(data.Arrays(frame, frame.a), 3, 0, 1, seed=0)(0)
+    assert x.numpy().tolist() == frame.to_numpy().tolist() and y.shape == (3, 1)
+    assert data.Arrays(frame, frame.a).checksum() != data.Arrays(frame, frame.b).checksum()
+
+
+def test_what_keras_refuses_is_refused() -> None:
+    for arguments in ((np.zeros(3), np.zeros(4)), (np.zeros(3), np.zeros(3), np.zeros(3), {0: 1.0})):
+        with pytest.raises(ValueError):
+            data.Arrays(*arguments)
+
+
+def test_only_the_first_rows() -> None:
+    some = data.Arrays(np.arange(10)).first(4)
+    assert len(some) == 4 and sorted(some.epoch_order(1, 0, 0).reshape(-1)) == [0, 1, 2, 3]
