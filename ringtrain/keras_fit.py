@@ -199,10 +199,9 @@ def _fit(
         history.run = run.folder
     else:
         _restore_result(model, history.run)
-        saved = hvd.run_together(lambda: resume.manifest_of(history.run)["callbacks"] if hvd.rank() == 0 else [])
+        saved = hvd.run_together(lambda: resume.callbacks_of(history.run) if hvd.rank() == 0 else ())
         states = hvd.broadcast_object(saved, root_rank=0, name="ringtrain_history")
-        of_history = model_state.with_arrays({"dict": states[-1]}, {})
-        model_state.restore_callbacks([history], [of_history])
+        model_state.restore_callbacks([history], states)
         model.history = history
     history.checksum = summary["checksum"]
     return history

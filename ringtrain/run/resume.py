@@ -208,6 +208,11 @@ def manifest_of(folder: Path | None) -> Mapping[str, Any]:
     return newest.manifest if newest else {}
 
 
+def callbacks_of(folder: Path) -> Sequence[Mapping[str, Any]]:
+    """Returns the state of a script's callbacks in the checkpoint that `restore` would find."""
+    return _find(folder, must=True)[1].callbacks
+
+
 def _find(folder: Path | None, must: bool) -> tuple[checkpoint.Checkpoint | None, Start]:
     if folder is None:
         return None, Start()

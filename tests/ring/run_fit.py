@@ -27,12 +27,14 @@ X, Y = RANDOM.normal(size=(100, 6)), RANDOM.normal(size=(100, 3))
 CLASSES = RANDOM.integers(0, 3, 100)
 WEIGHTS = np.where(np.arange(100) < 60, RANDOM.random(100) * (np.arange(100) % 32 < 16), 1.0)
 """0 for all rows of one of two ranks in the first step"""
+SAME = {"batch_size": 32, "epochs": 3, "shuffle": False, "verbose": 0}
 LENGTHS = RANDOM.integers(1, 6, 100)
 SEQUENCES = RANDOM.normal(size=(100, 5, 4)) * (np.arange(5) < LENGTHS[:, None])[..., None]
 
 
-def options(**more: Any) -> Config:
-    return Config(run=RunConfig(directory=str(OUTPUT / "runs")), tracking=TrackingConfig(every_steps=0), **more)
+def options(folder: str = "", **more: Any) -> Config:
+    runs = RunConfig(directory=str(OUTPUT / (folder or f"runs-{hvd.size()}")))
+    return Config(run=runs, tracking=TrackingConfig(every_steps=0), **more)
 
 
 def dense(*layers: Any, outputs: int = 3, **last: Any) -> keras.Model:
@@ -60,8 +62,8 @@ def equals_one_process(
     **arguments: Any,
 ) -> tuple[keras.Model, Any]:
     """The ranks' weights and logs are those of one process; returns the ranks' model and history."""
-    arguments = {"batch_size": 32, "epochs": 3, "shuffle": False, "verbose": 0} | arguments
-    config = arguments.pop("options", options())
+    arguments = SAME | arguments
+    config = arguments.pop("options", None) or options()
     ours, reference = make(), make()
     history = ringtrain.fit(ours, x, y, name=name, options=config, **arguments)
     expected = reference.fit(x, y, **arguments)
@@ -101,6 +103,9 @@ def arrays_and_metrics() -> None:
     _, history = equals_one_process(make, X, one_hot, "arrays", validation_data=held_out, within=1e-6)
     assert (history.run / "summary.json").exists() and (history.run / "model.keras").exists()
     assert {"val_AUC", "val_loss", "F1Score"} <= set(history.history)
+    complete = ringtrain.fit(make(), X, one_hot, name="arrays", validation_data=held_out, **SAME, options=options())
+    for metric, values in history.history.items():
+        np.testing.assert_array_equal(values, complete.history[metric])
 
 
 def the_order_follows_from_seed_and_epoch() -> None:
@@ -409,7 +414,7 @@ def resumed_by_other_ranks() -> None:
     def make() -> keras.Model:
         return compiled(dense(), metrics=["mae"])
 
-    config = options(checkpoint=CheckpointConfig(every_steps=1))
+    config = options("handed-over", checkpoint=CheckpointConfig(every_steps=1))
     arguments: dict[str, Any] = {"batch_size": 32, "epochs": 3, "shuffle": False, "verbose": 0}
     try:
         ours = make()
@@ -422,7 +427,7 @@ def resumed_by_other_ranks() -> None:
     assert distance(ours, reference) < 1e-10
     import json
 
-    records = [json.loads(line) for line in (OUTPUT / "runs/handed-over/metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (OUTPUT / "handed-over/handed-over/metrics.jsonl").read_text().splitlines()]
     np.testing.assert_allclose([one["mae"] for one in records], expected.history["mae"], rtol=1e-6)
 
 
