@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import subprocess
 import sys
 import time
@@ -55,6 +56,28 @@ def test_any_byte_flipped_or_cut_off_is_noticed(tmp_path, where: float, change: 
         checkpoint.verify(path)
     file.write_bytes(before)
     checkpoint.verify(path)
+
+
+def test_all_is_on_disk_before_it_has_its_name_and_the_name_before_it_counts(tmp_path, monkeypatch):
+    """Calls of the operating system in order: a power failure after any of them leaves no half checkpoint."""
+    calls: list[tuple[str, str, int]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def recorded_fsync(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        calls.append(("fsync", path.name, os.fstat(descriptor).st_size if path.is_file() else 0))
+        fsync(descriptor)
+
+    def recorded_rename(old: Path, new: Path) -> None:
+        calls.append(("rename", old.name, 0))
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "rename", recorded_rename)
+    path = saved(tmp_path)
+    files = [("fsync", name, (path / name).stat().st_size) for name in ("state.npz", "ranks.npz", "manifest.json")]
+    (unfinished,) = (name for kind, name, _ in calls if kind == "rename")
+    assert calls == [*files, ("fsync", unfinished, 0), ("rename", unfinished, 0), ("fsync", tmp_path.name, 0)]
 
 
 def test_a_file_that_is_missing_and_a_newer_format_are_named(tmp_path):
