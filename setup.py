@@ -25,6 +25,8 @@ setup(
     packages=find_packages(include=["ringtrain", "ringtrain.*"]),
     package_data={"ringtrain.lab.report": ["page.css"]},
     install_requires=[
+        "argcomplete>=3.5",  # completion in the shell
+        "docstring-parser>=0.16",
         "numpy>=1.26",
         "rich>=13",
         "tyro>=0.9",

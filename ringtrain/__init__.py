@@ -1,7 +1,26 @@
 """Data-parallel training of Keras 3 models with Horovod.
 
-``ringtrain.train`` is the training job, ``ringtrain.hvd`` is Horovod under its own names as Keras 3 needs it. This
-module imports neither Horovod nor TensorFlow.
+``ringtrain.fit`` trains the compiled model of a script on all ranks, ``ringtrain.train`` is the training job of a
+configuration, ``ringtrain.hvd`` is Horovod under its own names as Keras 3 needs it. This module imports neither Horovod
+nor TensorFlow.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
 __version__ = "0.1.0"
+
+LAZY = {"fit": "ringtrain.keras_fit", "start": "ringtrain.keras_fit"}
+"""public functions whose modules are loaded when they are used"""
+
+
+def __getattr__(name: str) -> Any:
+    if name in LAZY:
+        return getattr(importlib.import_module(LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *LAZY])

@@ -313,10 +313,10 @@ class Config:
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
 
     def __post_init__(self) -> None:
-        for name, (expected, holds) in RULES.items():
+        for name, limit in RULES.items():
             value = value_of(self, name)
-            if not holds(value):
-                raise ConfigError(f"{name}: got {value}, expected {expected}")
+            if not limit.holds(value):
+                raise ConfigError(f"{name}: got {value}, expected {limit.text}")
         if self.device.memory_fraction and self.device.memory_mb:
             raise ConfigError("device.memory_fraction and device.memory_mb are both set: keep one, set the other to 0")
         if self.train.jit and self.model.sync_batch_norm:

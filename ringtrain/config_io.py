@@ -16,8 +16,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
+from ringtrain import config_help
 from ringtrain.config import Config, nearest, option_types, value_of, with_values
 from ringtrain.errors import ConfigError
+
+PROGRAM = "python -m ringtrain.train"
 
 
 def read(argv: Sequence[str]) -> Config:
@@ -27,28 +30,21 @@ def read(argv: Sequence[str]) -> Config:
         ConfigError: Unknown option or key, or a value of the wrong type or out of range.
         SystemExit: After --help.
     """
-    file_option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    file_option.add_argument("--config", nargs="?", default="")
-    path = file_option.parse_known_args(argv)[0].config
-    from_file = read_toml(Path(path)) if path else Config()
+    from_file = file_of(argv)
+    if config_help.asks_for_help(argv):
+        description = "Trains a model, on one rank or, under a launcher, on many."
+        config_help.help_parser(argv, from_file, f"{PROGRAM} [--config FILE] [options]", description).print_help()
+        raise SystemExit(0)
 
     def train(settings: Annotated[Config, tyro.conf.arg(name="")] = from_file, config: str = "") -> Config:
-        """Trains a model, on one rank or, under a launcher, on many.
-
-        Args:
-            config: TOML file with any of the options below; the command line wins over it
-        """
+        """Takes all options, and --config."""
         return settings
 
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            settings, unknown = tyro.cli(
-                train, args=list(argv), prog="python -m ringtrain.train", return_unknown_args=True
-            )
-    except SystemExit as end:
-        if end.code == 0:
-            raise
+            settings, unknown = tyro.cli(train, args=list(argv), prog=PROGRAM, return_unknown_args=True)
+    except SystemExit:
         raise ConfigError(_first_sentence(complaint.getvalue())) from None
     if unknown:
         name = unknown[0].partition("=")[0]
@@ -57,6 +53,14 @@ def read(argv: Sequence[str]) -> Config:
         known = ["--help", "--config", *(f"--{option.replace('_', '-')}" for option in option_types())]
         raise ConfigError(f"command line: unknown option {name}: {nearest(name.replace('_', '-'), known)} (see --help)")
     return settings
+
+
+def file_of(argv: Sequence[str]) -> Config:
+    """Configuration of the file that --config names, else the defaults."""
+    option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    option.add_argument("--config", nargs="?", default="")
+    path = option.parse_known_args(argv)[0].config
+    return read_toml(Path(path)) if path else Config()
 
 
 def tables_of(path: Path) -> dict[str, Any]:
@@ -103,9 +107,13 @@ def to_toml(config: Config) -> str:
         if table != section:
             section = table
             lines += ["", f"[{table}]"]
-        # JSON strings, numbers and booleans are valid TOML.
-        lines.append(f"{key} = {json.dumps(value_of(config, option), ensure_ascii=False)}")
+        lines.append(f"{key} = {toml_value(value_of(config, option))}")
     return "\n".join(lines) + "\n"
+
+
+def toml_value(value: Any) -> str:
+    """Value of an option as TOML, of which JSON's strings, numbers, booleans and lists are a part."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def checked(path: Path, option: str, value: Any, kind: Any) -> Any:

@@ -63,6 +63,11 @@ class Numbers:
     """first steps after each of the schedule's milestones"""
 
     @property
+    def samples_per_step(self) -> int:
+        """Samples per step on all ranks."""
+        return self.global_batch_size // self.accumulation_steps
+
+    @property
     def lengths(self) -> tuple[int, int]:
         """Steps of the whole run and of an epoch."""
         return self.num_steps, self.steps_per_epoch

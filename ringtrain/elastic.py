@@ -232,7 +232,7 @@ def _begin(process: Process, job: Job, state: Any, terminal: Any) -> Mapping[str
     sums = hvd.allgather_object(start.metrics_state, name="ringtrain_metrics_state")
     state.start = dataclasses.replace(start, metrics_state=tuple(sum(parts) for parts in zip(*sums, strict=True)))
     state.place = Place(planned, started=time.time(), **_place_of(saved, start))
-    console.show_plan(terminal, process, numbers, process.strategy.hosts())
+    console.show_plan(terminal, process, numbers, process.strategy.hosts(), job.plan)
     console.show_start(terminal, process, start)
     return {}
 

@@ -16,8 +16,8 @@ import contextlib
 import functools
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ringtrain import config_io, data, strategies
 from ringtrain.config import Config
@@ -32,6 +32,9 @@ from ringtrain.run.context import Job, Process, RunContext
 from ringtrain.run.setup import Named, add_model, find, read_data
 from ringtrain.strategies.parameter_server import worker
 from ringtrain.strategies.parameter_server.cluster import RankGroup
+
+if TYPE_CHECKING:
+    from ringtrain.strategies.base import Strategy
 
 SECONDS_FOR_RANK_0 = 10.0
 
@@ -108,7 +111,13 @@ def _walk(config: Config, stages: journal.Stages) -> tuple[Mapping[str, Any], in
         raise
 
 
-def setup(config: Config, named: Named, group: RankGroup | None, stages: journal.Stages) -> Process:
+def setup(
+    config: Config,
+    named: Named,
+    group: RankGroup | None,
+    stages: journal.Stages,
+    make: Callable[..., Strategy] = strategies.make,
+) -> Process:
     """Loads the libraries, starts Horovod and pins this rank's devices."""
     import ringtrain.hvd as hvd  # first: it reports missing packages
     from ringtrain import elastic
@@ -124,7 +133,7 @@ def setup(config: Config, named: Named, group: RankGroup | None, stages: journal
     hvd.step_timing.PLACE.reset()
     hvd.check_op(config.hvd)
     # Before TensorFlow uses a device: it would allocate memory on the host's first GPU for every rank.
-    strategy = elastic.Elastic(config) if hvd.elastic.is_on() else strategies.make(config, group)
+    strategy = elastic.Elastic(config) if hvd.elastic.is_on() else make(config, group)
     pinning = strategy.begin()
     strategy.together(tracking.check_packages)
     attempt, events = Attempt.from_environment(), journal.Journal()
@@ -200,8 +209,8 @@ def agree(process: Process, job: Job | None = None) -> RunContext | Mapping[str,
         stages=stages.moments,
         versions=tracking.versions(),
     )
-    terminal = console.console_for(rank)
-    console.show_plan(terminal, process, numbers, hosts)
+    terminal = strategy.console()
+    console.show_plan(terminal, process, numbers, hosts, job.plan)
     console.show_start(terminal, process, start)
     run = RunContext(
         **vars(process), **vars(job), hosts=hosts, start=start, folder=folder, gradients=gradients, terminal=terminal
@@ -247,7 +256,8 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
     summary = tracking.write_results(run, strategy.summary(run))
     if "ranks" in summary:
         console.show_ranks(run.terminal, summary["ranks"], heartbeat.slow_ranks(summary["ranks"], run.config.health))
-    console.show_result(run.terminal, run.folder, summary, strategy.proof(summary, run.gradients))
+    total_s = time.time() - run.stages.moments["python"]
+    console.show_result(run.terminal, run.folder, summary, strategy.proof(summary, run.gradients), total_s)
     run.journal.write(
         "end",
         global_step=run.clock.global_step,

@@ -94,6 +94,8 @@ class HostAgents:
         self.status: dict[int, tuple[int, str]] = {}
         """step and phase of ranks that have exited"""
         self.out_of_memory: set[str] = set()
+        self.tensorflow: set[str] = set()
+        """"alone": on a host ranks have loaded TensorFlow without Horovod or MPI; other words: with one of them"""
 
     def send(self, order: str) -> None:
         for agent in list(self.members):
@@ -181,7 +183,9 @@ class HostAgents:
         if any(line.startswith(f"{SAYS}lacks-folder") for line in agent.lines):
             return f"{host} has no directory {self.job.working_directory}, where ranks start: create it there"
         if any(line.startswith(f"{SAYS}lacks") for line in agent.lines):
-            return f"{host} has no {self.job.command[0]!r} on PATH={self.job.environment.get('PATH', '')}: install it"
+            name, path = self.job.command[0], self.job.environment.get("PATH", "")
+            fix = f"start it by python {name}" if name.endswith(".py") else "install it"
+            return f"{host} has no {name!r} on PATH={path}: {fix}"
         lines = [line for line in agent.lines if line and not line.startswith(("@", SAYS))]
         silent = agent.refusal or f"no answer in {self.answer_timeout_s:g} s"
         why = next((line for line in reversed(lines) if not CLOSED.match(line)), lines[-1] if lines else silent)
@@ -224,6 +228,8 @@ class HostAgents:
             agent.networks = " ".join(rest)
         elif kind == "reached" and agent.host:
             agent.reached = "".join(rest)
+        elif kind == "tensorflow":
+            self.tensorflow |= {*rest}
         elif kind == "memory":
             self.out_of_memory.add(agent.host)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from ringtrain.protocol.failures import Failure
@@ -126,6 +126,23 @@ def decide(
     if code - 128 in signal.valid_signals():
         how += f": a rank was killed by {signal_name(code - 128)}, or exited with its code; {launcher} does not name it"
     return JobResult(code, how)
+
+
+def without_init(num_ranks: int, reports: Reader, tensorflow: Collection[str], is_required: bool) -> str:
+    """Message about a job that ended well and none of whose ranks called hvd.init(); "" if they may have met.
+
+    Programs without ringtrain do not report whether they met. They are named if they had TensorFlow loaded and neither
+    Horovod nor MPI, and if hvd.init() is required. `tensorflow`: See HostAgents.
+    """
+    if reports.initialized:
+        return ""
+    if num_ranks > 1 and (reports.not_initialized or {*tensorflow} == {"alone"}):
+        why = "import ringtrain.hvd" if reports.not_initialized else "load TensorFlow without Horovod or MPI"
+        return (
+            f"{num_ranks} ranks ran without meeting: they {why}, and none called hvd.init(). Unless they connect by"
+            f" other means, each trained a model of its own: call ringtrain.hvd.init() first, or start one process"
+        )
+    return f"none of {num_ranks} ranks called ringtrain's hvd.init(), which --require-init expects" * is_required
 
 
 def _named_by_launcher(

@@ -71,6 +71,12 @@ hand_on() {{
 }}
 """
 
+# Parts of the paths of libraries that a process has loaded: those by which ranks can meet, and TensorFlow's own.
+MEETING = r"horovod\|mpi4py\|libmpi\|libnccl"
+TENSORFLOW = "libtensorflow_"
+MAX_LOOKS = 24
+"""number of heartbeats at which an agent looks for processes that have loaded TensorFlow and no library of MEETING"""
+
 # Arguments: the job's ID, the directory and program of the ranks, their PATH and PYTHONPATH, and whether the program is
 # a Python that must have ringtrain. SAYS distinguishes the output from that of a login shell.
 SCRIPT = f"""
@@ -119,6 +125,14 @@ networks() {{
         printf " %s" "$address"
     done
 }}
+looks=0 alone= met=
+look() {{
+    [ -z "$met" ] && [ $((looks += 1)) -le {MAX_LOOKS} ] || return 0
+    for process in $(mine); do
+        grep -qs '{TENSORFLOW}' "/proc/$process/maps" || continue
+        if grep -qs '{MEETING}' "/proc/$process/maps"; then met=1; else alone=1; fi
+    done
+}}
 killed_for_memory() {{ sed -n "s/^oom_kill //p" /proc/vmstat 2>/dev/null; }}
 before=$(killed_for_memory)
 version= missing=
@@ -142,6 +156,7 @@ echo "{SAYS}ready $(uname -n) $version"
 while order=$(timeout -s KILL {LEASE_S} sh -c "IFS= read -r order && echo "'"$order"'); do
     case $order in
     end) break ;;
+    beat) look ;;
     signal*)
         set -- $order
         number=$2
@@ -158,6 +173,7 @@ while order=$(timeout -s KILL {LEASE_S} sh -c "IFS= read -r order && echo "'"$or
 done
 sweep
 boxes
+[ -z "$alone$met" ] || echo "{SAYS}tensorflow ${{met:-alone}}"
 [ "$(killed_for_memory)" = "$before" ] || echo "{SAYS}memory"
 echo "{SAYS}swept$first"
 """

@@ -6,7 +6,7 @@ import argparse
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from ringtrain.errors import LaunchError
@@ -84,6 +84,7 @@ class LaunchOptions:
     threads: int = option(JOB, 0, "N", "CPU threads of a rank (the rank decides)")
     forward: tuple[str, ...] = option(JOB, (), "NAME", "forward a variable besides the usual ones; may be repeated")
     oversubscribe: bool = option(JOB, False, None, "allow more ranks than slots")
+    require_init: bool = option(JOB, False, None, "exit with 2 if no rank has called hvd.init() (a warning)")
     output: str = option(JOB, "", "DIR", "keep a log per rank")
     timeline: str = option(JOB, "", "FILE", "write timelines of all ranks of ringtrain.train, for Perfetto")
     start_timeout: float = option(JOB, 60, "S", "seconds for hosts to answer and for ranks to start (60)")
@@ -134,7 +135,7 @@ class LaunchOptions:
     def checked(self) -> LaunchOptions:
         """These options, with -np set if some ranks are parameter servers. Raises LaunchError for invalid ones."""
         if not self.command:
-            raise LaunchError("got no command to run: ringtrain launch [options] -- python -m ringtrain.train ...")
+            raise LaunchError("got no command to run: ringtrain launch [options] python -m ringtrain.train ...")
         for name in ("start_timeout", "grace"):
             if not 0 < getattr(self, name) < math.inf:
                 raise LaunchError(f"got {_flag(name)} {getattr(self, name):g}, expected a number of seconds above 0")
@@ -158,6 +159,8 @@ class LaunchOptions:
                 )
         if self.max_restarts < 0:
             raise LaunchError(f"got --max-restarts {self.max_restarts}, expected 0 or more")
+        if self.require_init and self.started_by.submits:
+            raise LaunchError(f"got --require-init with --launcher {self.launcher}, which only submits: leave it out")
         if self.max_restarts and self.started_by.submits:
             raise LaunchError(
                 f"got --max-restarts with --launcher {self.launcher}, which submits the job and does not supervise it:"
@@ -192,7 +195,7 @@ class LaunchOptions:
 
 
 def add_options(
-    parser: argparse.ArgumentParser,
+    parser: argparse._ActionsContainer,
     groups: Collection[str] = (),
     hidden: Collection[str] = (),
     hidden_groups: Collection[str] = (),
@@ -202,7 +205,8 @@ def add_options(
     exclusive: dict[tuple[str, str], Any] = {}
     for one in fields(LaunchOptions):
         keywords = {name: value for name, value in one.metadata.items() if value is not None}
-        group, flags = keywords.pop("group", ""), keywords.pop("flags", ())
+        group = keywords.pop("group", "")
+        keywords.pop("flags", None)
         if not group or (groups and group not in groups):
             continue
         if group not in sections:
@@ -215,7 +219,12 @@ def add_options(
         if one.name in hidden or group in hidden_groups:
             keywords["help"] = argparse.SUPPRESS
         keywords = {"default": [] if one.default == () else one.default, **KINDS.get(str(one.type), {}), **keywords}
-        section.add_argument(*(flags or (_flag(one.name),)), **keywords)
+        section.add_argument(*flags_of(one), **keywords)
+
+
+def flags_of(one: Field[Any]) -> tuple[str, ...]:
+    """Command-line flags of an option."""
+    return one.metadata["flags"] or (_flag(one.name),)
 
 
 def _flag(name: str) -> str:

@@ -8,6 +8,7 @@ image_folder:   a folder of images per class
 tfrecords:      TFRecord files and their index
 make_tfrecords: command: images to TFRecords
 spark_rows:     rows that Spark streams to this rank
+arrays:         arrays as Keras' fit takes them, and a rank's rows of each global batch
 sharding:       distribution of the samples over the ranks
 augment:        crops and flips, determined by seed and sample number
 pipeline:       batches as tf.data
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from ringtrain.config import DataConfig
 from ringtrain.config_io import find
+from ringtrain.data.arrays import Arrays, NoSamples, RowBatches
 from ringtrain.data.dataset import DataSet, Samples, checked, checksums
 from ringtrain.data.pipeline import dealt_batches, evaluation_batches, training_batches
 from ringtrain.data.sharding import evaluation_shard, part_of, training_shard

@@ -30,7 +30,7 @@ def training_batches(
         return training_shard(order, rank, size)[step_in_epoch if epoch == first_epoch else 0 :]
 
     order = _in_order(range(first_epoch, epochs), shard_of, batch_size)
-    return _ahead(samples.batches(order, batch_size, seed))
+    return ahead(samples.batches(order, batch_size, seed))
 
 
 def dealt_batches(
@@ -66,7 +66,7 @@ def dealt_batches(
         return samples.batches(_in_order(epochs, rows_of, last - first), last - first, seed)
 
     batches = steps(position, whole, global_batch_size)
-    return _ahead(batches.concatenate(steps(whole, length, length - whole)) if whole < length else batches)
+    return ahead(batches.concatenate(steps(whole, length, length - whole)) if whole < length else batches)
 
 
 def evaluation_batches(samples: Split, numbers: NDArray[np.int64], batch_size: int) -> tf.data.Dataset:
@@ -75,7 +75,7 @@ def evaluation_batches(samples: Split, numbers: NDArray[np.int64], batch_size: i
 
     order = tf.data.Dataset.from_tensor_slices(numbers).batch(batch_size)
     order = order.map(lambda batch: (tf.constant(0, tf.int64), batch))
-    return _ahead(samples.batches(order, batch_size, seed=None))
+    return ahead(samples.batches(order, batch_size, seed=None))
 
 
 def _in_order(epochs: range, rows_of: Callable[[np.int64], NDArray[np.int64]], batch_size: int) -> tf.data.Dataset:
@@ -89,7 +89,7 @@ def _in_order(epochs: range, rows_of: Callable[[np.int64], NDArray[np.int64]], b
     return tf.data.Dataset.range(epochs.start, epochs.stop).flat_map(batches_of)
 
 
-def _ahead(batches: tf.data.Dataset) -> tf.data.Dataset:
+def ahead(batches: tf.data.Dataset) -> tf.data.Dataset:
     """Prepares two batches while the model trains another."""
     import tensorflow as tf
 

@@ -63,6 +63,10 @@ def part_of(num_samples: int, rank: int, size: int) -> tuple[int, int]:
     return first, first + each + (rank < more)
 
 
-def evaluation_shard(num_samples: int, rank: int, size: int) -> NDArray[np.int64]:
-    """Returns one rank's test samples. Shards are disjoint, contiguous, to open few files, and cover the test set."""
-    return np.arange(*part_of(num_samples, rank, size))
+def evaluation_shard(num_samples: int, rank: int, size: int, whole: int = 1) -> NDArray[np.int64]:
+    """Returns one rank's test samples. Shards are disjoint, contiguous, to open few files, and cover the test set.
+
+    `whole`: batch size of which shards are multiples, except for the last sample's.
+    """
+    begin, end = part_of(-(-num_samples // whole), rank, size)
+    return np.arange(begin * whole, min(end * whole, num_samples))

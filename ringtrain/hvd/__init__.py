@@ -90,6 +90,7 @@ from ringtrain.hvd.backend import (
 from ringtrain.hvd.batch_norm import (
     SyncBatchNormalization,
     average_moving_statistics,
+    batch_norm_layers,
     moving_statistics,
     synchronize_batch_norm,
     weights_of_one_rank,
@@ -112,7 +113,7 @@ from ringtrain.hvd.collectives import (
     scatter_bytes,
     shutdown,
 )
-from ringtrain.hvd.distributed import GradientNorm, track_gradient_norm
+from ringtrain.hvd.distributed import GradientNorm, track_gradient_norm, weigh_gradients
 from ringtrain.hvd.keras_patches import jit_gradients
 from ringtrain.hvd.optimizer import (
     DistributedGradientTape,

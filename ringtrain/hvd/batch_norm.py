@@ -106,6 +106,8 @@ class _Synchronized(keras.layers.BatchNormalization):
     """Mixin for batch normalization layers. Overrides Keras' private `_moments`, which tests/ring checks."""
 
     device_of_sums = ""
+    share: Any = None
+    """of this rank in the batch; 0: its row stands in for none, and does not count"""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -118,8 +120,10 @@ class _Synchronized(keras.layers.BatchNormalization):
         # float32 sums of squares lose too many digits if a mean is large. These are one number per channel.
         mean, variance = tf.cast(local_mean, tf.float64), tf.cast(local_variance, tf.float64)
         count = tf.cast(self._count(inputs, mask), tf.float64)
+        if self.share is not None:
+            count *= tf.cast(self.share > 0, tf.float64)
         local_sums = tf.concat([count[None], count * mean, count * (variance + tf.square(mean))], 0)
-        sums = _sum_over_ranks(local_sums, self.device_of_sums)
+        sums = _sum_over_ranks(local_sums, self.device_of_sums, self.share)
         count, sum_, sum_of_squares = tf.split(sums, [1, mean.shape[0], mean.shape[0]])
         mean = tf.math.divide_no_nan(sum_, count)
         variance = tf.math.divide_no_nan(sum_of_squares, count) - tf.square(mean)
@@ -131,8 +135,8 @@ class _Synchronized(keras.layers.BatchNormalization):
         return tf.size(inputs) / tf.shape(inputs)[self.axis]
 
 
-def _sum_over_ranks(values: Any, device: str) -> Any:
-    """Sums a vector over the ranks; its gradient is the sum of the ranks' gradients."""
+def _sum_over_ranks(values: Any, device: str, share: Any) -> Any:
+    """Sums a vector over the ranks; its gradient is the sum of the ranks' gradients, each weighted by its share."""
     # Horovod's gradient computes the same, but takes its name from tensors, whose names may differ between ranks.
     name = f"HorovodAllreduce_{unique_in_graph('SyncBatchNormalization')}"
     options = {"op": Sum, "ignore_name_scope": True, "device_dense": device}
@@ -140,7 +144,10 @@ def _sum_over_ranks(values: Any, device: str) -> Any:
     @tf.custom_gradient
     def reduced(vector: Any) -> Any:
         def gradient(upstream: Any) -> Any:
-            return horovod.allreduce(upstream, name=f"{name}_gradient", **options)
+            # The optimizer weighs this rank's gradients by its own share, also those of the other ranks' losses.
+            weighted = upstream if share is None else upstream * share
+            total = horovod.allreduce(weighted, name=f"{name}_gradient", **options)
+            return total if share is None else tf.math.divide_no_nan(total, share)
 
         return horovod.allreduce(vector, name=name, **options), gradient
 

@@ -24,7 +24,7 @@ from ringtrain.hvd.backend import WITH_HOROVOD, Average, Compression, ProcessSet
 from ringtrain.hvd.keras_patches import teach_keras
 from ringtrain.hvd.placement import CPU, check_local_placement
 from ringtrain.hvd.process import PROCESS, open_sockets
-from ringtrain.protocol.failures import report_process, report_uncaught
+from ringtrain.protocol.failures import report_init, report_process, report_uncaught
 from ringtrain.protocol.launchers import names
 
 FUSION_BYTES = 4 * 2**20
@@ -61,6 +61,8 @@ def init(*args: Any, **kwargs: Any) -> None:
     rank = horovod.rank()
     report_uncaught(lambda: rank)
     report_process()
+    PROCESS.has_started = True
+    report_init(rank)
     if not args and not kwargs.get("comm"):  # else the caller wants a subset of the launcher's ranks
         check_local_placement()
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from ringtrain.errors import OutOfSync
 from ringtrain.hvd.keras_patches import distributed, innermost, saved_as_its_base
-from ringtrain.hvd.reduction import Reduction
+from ringtrain.hvd.reduction import Reduction, scaled
 from ringtrain.hvd.step_timing import PLACE
 
 
@@ -59,6 +59,17 @@ class GradientNorm:
             return tf.linalg.global_norm(dense)
 
         self._value.assign(tf.cond(self._wanted, norm, self._value.read_value))
+
+
+def weigh_gradients(optimizer: Any, share: tf.Variable | None) -> None:
+    """Makes a distributed optimizer multiply this rank's gradients by a variable, for unequal parts of a batch.
+
+    Args:
+        optimizer: Result of `DistributedOptimizer`, before its first step.
+        share: float64 []; number of this rank's samples times the number of ranks, divided by the number of all
+            samples, so that the average over the ranks is the gradient of the whole batch. None: 1.
+    """
+    object.__setattr__(innermost(optimizer).reduction, "share", share)
 
 
 def track_gradient_norm(optimizer: Any) -> GradientNorm:
@@ -172,6 +183,14 @@ class _Reducing(keras.optimizers.Optimizer):
         """Returns whether the optimizer accumulates gradients, so that not every `apply` reduces."""
         return any(part.gradient_accumulation_steps for part in getattr(self, "optimizers", [self]))
 
+    def weighted(self, grads: Any, variables: Any) -> Any:
+        """Multiplies a rank's gradients by its share of the batch, before Keras adds up those of micro-steps."""
+        share = getattr(self.reduction, "share", None)
+        if share is None or self._reduced_before:
+            return grads
+        pairs = zip(grads, self._trainable_variables if variables is None else variables, strict=True)
+        return [grad if grad is None or self.is_local(one) else scaled(grad, share) for grad, one in pairs]
+
     def reduce(self, grads: Any, variables: Any) -> list[Any]:
         """Reduces the gradients of an update over the ranks; none of them may be None."""
         PLACE.note_each("computed", variables, grads)
@@ -212,7 +231,7 @@ class _Distributed(_Reducing):
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         object.__setattr__(self, "_reached", [])
-        super().apply(grads, trainable_variables=trainable_variables)
+        super().apply(self.weighted(grads, trainable_variables), trainable_variables=trainable_variables)
         self._require_reduced("apply", grads)
 
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:

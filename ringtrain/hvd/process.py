@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import os
@@ -12,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from ringtrain.protocol.failures import report_no_init
 
 
 @dataclass
@@ -27,6 +30,8 @@ class ProcessState:
     host_changes: queue.Queue[Any] = field(default_factory=queue.Queue)
     """changes of hosts that an elastic run has not handled; `shutdown` keeps them: the driver announces each once"""
     has_finalized_mpi: bool = False
+    has_started: bool = False
+    """`init` was called, also if `shutdown` was called since"""
 
     def hang_up(self) -> None:
         """Closes the connections that `init` has opened; call it after Horovod's `shutdown`."""
@@ -69,3 +74,9 @@ def open_sockets() -> set[tuple[int, str]]:
 
 
 PROCESS = ProcessState()
+
+
+@atexit.register
+def _report_no_init() -> None:
+    if not PROCESS.has_started:
+        report_no_init()

@@ -22,7 +22,7 @@ class Reduction:
     """Function that reduces the gradients of one optimizer, with the arguments of `DistributedOptimizer`.
 
     `accumulated_scale` multiplies the result: Keras averages over micro-steps, but Horovod's `backward_passes_per_step`
-    sums. `share` multiplies this rank's gradients.
+    sums. `share` multiplies this rank's gradients, in `_Reducing.weighted`.
     """
 
     name: str
@@ -103,15 +103,11 @@ class Reduction:
         if not self._alone():
             refuse_xla()
         prefix = unique_in_graph(self.name)
-        if self.share is not None:
-            gradients = [
-                g if is_local else _scaled(g, self.share) for g, is_local in zip(gradients, local, strict=True)
-            ]
         reduced = list(gradients)
         dense = []
         for index, gradient in enumerate(gradients):
             if local[index]:
-                reduced[index] = _scaled(gradient, 1.0 / self._num_ranks()) if self.scale_local_gradients else gradient
+                reduced[index] = scaled(gradient, 1.0 / self._num_ranks()) if self.scale_local_gradients else gradient
             elif isinstance(gradient, tf.IndexedSlices) and not self.sparse_as_dense:
                 reduced[index] = self._reduce_sparse(gradient, f"HorovodAllgather_{prefix}_{index}")
             elif self._alone():
@@ -123,7 +119,7 @@ class Reduction:
             results = self._reduce_dense(tensors, f"HorovodAllreduce_{prefix}_{number}")
             for index, result in zip(members, results, strict=True):
                 reduced[index] = result
-        return [_scaled(gradient, self.accumulated_scale) for gradient in reduced]
+        return [scaled(gradient, self.accumulated_scale) for gradient in reduced]
 
     def _reduce_sparse(self, gradient: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
         # Equivalent to Horovod's allreduce, which names the gathers after their tensors: those names differ between
@@ -161,7 +157,7 @@ class Reduction:
             # Horovod would add before it divides, and float16 overflows above 65504.
             before = self._num_ranks() if factor == 1.0 else factor
             after = before / self._num_ranks() if self.op == Average else before
-            tensors = [_scaled(tensor, 1.0 / before) for tensor in tensors]
+            tensors = [scaled(tensor, 1.0 / before) for tensor in tensors]
             options |= {"op": Sum if self.op == Average else self.op, "prescale_factor": 1.0, "postscale_factor": 1.0}
         if self._as_one():
             results = _joined(tensors, lambda flat: horovod.allreduce(flat, **options))
@@ -169,7 +165,7 @@ class Reduction:
             results = [horovod.allreduce(tensor, **options) for tensor in tensors]
         else:
             results = horovod.grouped_allreduce(tensors, **options)
-        results = [_scaled(result, after) for result in results]
+        results = [scaled(result, after) for result in results]
         return [tf.cast(result, gradient.dtype) for result, gradient in zip(results, gradients, strict=True)]
 
     def _sent_in_16_bits(self, tensor: tf.Tensor) -> bool:
@@ -233,9 +229,9 @@ def _summed_by_row(values: tf.Tensor, indices: tf.Tensor, counts: tf.Tensor) -> 
     return total, rows
 
 
-def _scaled(gradient: Any, factor: Any) -> Any:
+def scaled(gradient: Any, factor: Any) -> Any:
     if isinstance(factor, float) and factor == 1.0:
         return gradient
     if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(_scaled(gradient.values, factor), gradient.indices, gradient.dense_shape)
+        return tf.IndexedSlices(scaled(gradient.values, factor), gradient.indices, gradient.dense_shape)
     return gradient * tf.cast(factor, gradient.dtype)

@@ -1,16 +1,17 @@
-"""Measuring, comparing and predicting training.
+"""Measuring, comparing and forecasting training.
 
-commands: the commands bench, tune, sweep, compare, predict and report
+commands: the commands init, bench, tune, sweep, compare, forecast, report and runs
 options:  options of a command as a frozen dataclass
 ranks:    calls a function on ranks and returns its result; what such functions begin with
 jobs:     folders of jobs that run side by side, and the slots that they share
 stats:    medians, spreads and the machine they are from, as JSON
 tables:   a table for terminal and Markdown; report/ has it as HTML
 plots:    an empty figure, and writing it as PNG
+init:     ringtrain init
 bench:    ringtrain bench
 tune:     ringtrain tune
 sweep:    ringtrain sweep
 compare:  ringtrain compare
-predict:  ringtrain predict
-report:   ringtrain report
+forecast: ringtrain forecast
+report:   ringtrain report, ringtrain runs
 """

@@ -1,9 +1,10 @@
-"""Commands bench, tune, sweep, compare, predict and report; their modules are imported on use."""
+"""Commands init, bench, tune, sweep, compare, forecast, report and runs; their modules are imported on use."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +20,10 @@ FindHosts = Callable[[argparse.Namespace], tuple[Sequence[Any], str]]
 
 @dataclass(frozen=True)
 class Command:
-    """Command that starts ranks."""
+    """Command of the lab."""
 
     module: str
-    """of ringtrain.lab, with Options, a dataclass, and main(options, given, call)"""
+    """of ringtrain.lab, with Options, a dataclass, and main(options, given, call), main(given) if it starts no ranks"""
     help: str
     description: str
     usage: str = ""
@@ -62,6 +63,26 @@ COMPARE = Command(
     "--strategies LIST --config FILE ",
     ("np", "ps"),
 )
+
+PLAIN = {
+    "init": Command(
+        "init.cli",
+        "write a first configuration and job file",
+        "Writes config.toml, with comments, and job.py, with a model and data to replace; both train as they are."
+        " Overwrites nothing.",
+    ),
+    "runs": Command(
+        "report.runs",
+        "list the runs of a folder",
+        "Lists the runs of a folder, the newest first: state, steps, metrics, speed, ranks and start.",
+    ),
+    "report": Command(
+        "report.cli",
+        "say what came of a run, or what happened to it",
+        "Writes one HTML page, which needs nothing else, about a run, or about several side by side. See"
+        " docs/tracking.md.",
+    ),
+}
 
 
 def add_bench(commands: Commands, parents: Sequence[argparse.ArgumentParser], launch: Launch) -> None:
@@ -109,7 +130,8 @@ def _add(
         description=command.description,
         help=command.help,
     )
-    _on_use(parser, command.module)
+    parser._optionals.title = "options of ringtrain launch"
+    _on_use(parser, command.module, first="options")
 
     def run(given: argparse.Namespace) -> int:
         """Runs the module; sets given.launch_words and, for a command that places ranks itself, given.found_hosts."""
@@ -126,14 +148,20 @@ def _add(
     parser.set_defaults(handler=run, name=(prefix or name).strip())
 
 
-def _on_use(parser: argparse.ArgumentParser, module: str, *names: str) -> None:
-    """Adds the options of a module (its Options, or these) on first use, so that others do not import it."""
-    parse = parser.parse_known_args
+def _on_use(parser: argparse.ArgumentParser, module: str, *names: str, first: str = "") -> None:
+    """Adds the options of a module (its Options, or these) on first use, so that others do not import it.
+
+    first: They come first in the help, under this title.
+    """
+    parse, groups = parser.parse_known_args, parser._action_groups
 
     def parse_with_options(*args: Any, **kwargs: Any) -> Any:
         parser.parse_known_args = parse  # type: ignore[method-assign]
+        present = len(groups)
         for name in names or ("Options",):
-            options.add(parser, getattr(importlib.import_module(f"ringtrain.lab.{module}"), name))
+            options.add(parser, getattr(importlib.import_module(f"ringtrain.lab.{module}"), name), first)
+        if first:
+            groups[:] = groups[present:] + groups[:present]
         return parse(*args, **kwargs)
 
     parser.parse_known_args = parse_with_options  # type: ignore[method-assign]
@@ -154,29 +182,33 @@ def words_of(parser: argparse.ArgumentParser, given: argparse.Namespace, left_ou
     return words
 
 
-def add_predict(commands: Commands) -> None:
-    """Adds `ringtrain predict`."""
-    parser = commands.add_parser(
-        "predict",
-        argument_default=argparse.SUPPRESS,
-        description="Predicts images/s at any number of ranks from one process' step and a network; or says what would"
-        " reach an efficiency. See docs/predict.md.",
-        help="say how fast training would be on more ranks",
-    )
-    _on_use(parser, "predict.cli", "Case", "Wanted")
-    parser.set_defaults(handler=_handler("predict.cli"), name="predict")
+def add_forecast(commands: Commands) -> None:
+    """Adds `ringtrain forecast`, and `ringtrain predict`, its old name."""
+    for name in ("forecast", "predict"):
+        listed: dict[str, Any] = {"help": "say how fast training would be on more ranks"} if name == "forecast" else {}
+        parser = commands.add_parser(
+            name,
+            argument_default=argparse.SUPPRESS,
+            description="Forecasts images/s at any number of ranks from one process' step and a network; or says what"
+            " would reach an efficiency. See docs/forecast.md.",
+            **listed,
+        )
+        _on_use(parser, "forecast.cli", "Case", "Wanted")
+        parser.set_defaults(handler=_forecast, name=name)
 
 
-def add_report(commands: Commands) -> None:
-    """Adds `ringtrain report`."""
-    parser = commands.add_parser(
-        "report",
-        description="Writes one HTML page, which needs nothing else, about a run, or about several side by side. See"
-        " docs/tracking.md.",
-        help="say what came of a run, or what happened to it",
-    )
-    _on_use(parser, "report.cli")
-    parser.set_defaults(handler=_handler("report.cli"), name="report")
+def _forecast(given: argparse.Namespace) -> int:
+    if given.name == "predict":
+        print("ringtrain: predict is called forecast now: ringtrain forecast takes the same options", file=sys.stderr)
+    return _handler("forecast.cli")(given)
+
+
+def add_plain(commands: Commands) -> None:
+    """Adds the commands that start no ranks."""
+    for name, command in PLAIN.items():
+        parser = commands.add_parser(name, description=command.description, help=command.help)
+        _on_use(parser, command.module)
+        parser.set_defaults(handler=_handler(command.module), name=name)
 
 
 def _handler(module: str) -> Callable[[argparse.Namespace], int]:

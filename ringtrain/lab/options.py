@@ -49,9 +49,9 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def add(parser: argparse.ArgumentParser, options: type) -> None:
-    """Adds the fields of a dataclass to a parser."""
-    groups: dict[str, argparse._ActionsContainer] = {"": parser}
+def add(parser: argparse.ArgumentParser, options: type, title: str = "") -> None:
+    """Adds the fields of a dataclass to a parser, in a group with this title, if there is one."""
+    groups: dict[str, argparse._ActionsContainer] = {"": parser.add_argument_group(title) if title else parser}
     kinds = get_type_hints(options)
     for field in dataclasses.fields(options):
         rules = {"help": field.metadata["help"], **field.metadata["rules"]}
@@ -59,7 +59,8 @@ def add(parser: argparse.ArgumentParser, options: type) -> None:
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         if "nargs" in rules:
-            groups[title].add_argument(field.name, metavar=field.metadata["metavar"], **rules)
+            rules |= {"metavar": field.metadata["metavar"], "default": field.default}
+            groups[title].add_argument(field.name, **rules)
         elif kinds[field.name] is bool:
             groups[title].add_argument(flag_of(field.name), action="store_true", **rules)
         else:

@@ -35,7 +35,7 @@ def builder(config: ModelConfig) -> Build:
     Args:
         config: `name` is a key of MODELS, a name in keras.applications (MobileNetV2, or mobilenet-v2), or
             module:function of a function (input_shape, num_classes) that returns a Keras model from inputs, float32
-            [batch, *input_shape], to logits, [batch, num_classes].
+            [batch, *input_shape], to logits, [batch, num_classes]. A compiled model may have any outputs.
 
     Raises:
         ConfigError: The model does not exist; in the returned function, the model has other outputs.
@@ -52,17 +52,17 @@ def builder(config: ModelConfig) -> Build:
         try:
             model = function(input_shape, num_classes)
             # The call builds a model that is not built yet, such as a keras.Model subclass.
-            output_shape = tuple(model(keras.KerasTensor((None, *input_shape))).shape)
+            outputs = model(keras.KerasTensor((None, *input_shape)))
         except ValueError as error:
             if ":" in config.name:
                 raise
             reason = str(error).strip().partition("\n")[0]
             message = f"model.name: {config.name} cannot take inputs of shape {input_shape}: {reason}"
             raise ConfigError(message) from error
-        if output_shape != (None, num_classes):
+        if not model.compiled and tuple(outputs.shape) != (None, num_classes):
             raise ConfigError(
-                f"model.name: {config.name} gives outputs of shape {output_shape}, expected one logit for each of"
-                f" {num_classes} classes: {(None, num_classes)}"
+                f"model.name: {config.name} gives outputs of shape {tuple(outputs.shape)}, expected one logit for each"
+                f" of {num_classes} classes: {(None, num_classes)}"
             )
         return model
 

@@ -1,5 +1,6 @@
 """Optimizers and learning-rate schedules.
 
 optimizers: optimizers by name, including SGD and LARS, and the schedule as a Keras object
+uneven:     loss and gradient of a whole batch, from ranks with different numbers of rows
 schedules:  scaling, warm-up and decay: the learning rate as a pure function of the global step
 """

@@ -107,6 +107,18 @@ def report_process(environ: MutableMapping[str, str] = os.environ) -> None:
         _write([f"{MARK}:{environ[JOB]}:process:{first}:{os.getpid()}:{socket.gethostname()}"])
 
 
+def report_init(rank: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Reports that this rank has called hvd.init()."""
+    if environ.get(JOB):
+        _write([f"{MARK}:{environ[JOB]}:init:{rank}"], times=1)
+
+
+def report_no_init(environ: Mapping[str, str] = os.environ) -> None:
+    """Reports that this process exits, and could have called hvd.init(), but never has."""
+    if environ.get(JOB):
+        _write([f"{MARK}:{environ[JOB]}:no-init:{os.getpid()}"], times=1)
+
+
 def ancestors(process: int, proc: Path = Path("/proc")) -> Iterator[int]:
     """IDs of a process on this host and of its ancestors, nearest first."""
     with contextlib.suppress(OSError, ValueError, IndexError):

@@ -66,6 +66,8 @@ class Reader:
         self.ranks: list[RankPlacement] = []
         self.failures: dict[int, Failure] = {}  # the first of each rank
         self.run_name = ""  # until rank 0 has reported it
+        self.initialized = False  # a rank has called hvd.init()
+        self.not_initialized = False  # a process has imported ringtrain.hvd, and exited without hvd.init()
         self.status: dict[int, tuple[int, str]] = {}  # step and phase of ranks that have exited
         self.processes: dict[tuple[str, int], int] = {}  # that trains, by host and first process, if they differ
         self._pieces: dict[int, dict[str, str]] = {}
@@ -91,6 +93,9 @@ class Reader:
                 self._pieces.clear()
             elif kind == "run" and rest.endswith(":"):
                 self.run_name = base64.b64decode(rest[:-1], validate=True).decode()
+            elif kind in ("init", "no-init") and rest.isdecimal():
+                self.initialized |= kind == "init"
+                self.not_initialized |= kind == "no-init"
             elif kind == "box":
                 rank, step, phase = rest.split(":", 2)
                 self.status[int(rank)] = int(step), phase.strip()

@@ -149,7 +149,7 @@ def restore(
     config = process.config
     lock_folder(process)
     start = resume.restore(job.model, *resume.source_of(config), config, numbers)
-    summary = complete_summary(process, start, is_trained(start))
+    summary = complete_summary(process, start, is_trained(start), f"{job.validation.prefix}accuracy")
     if not summary and config.run.init_from and not start.source:
         source = Path(config.run.init_from)
         hvd.run_together(lambda: resume.load_weights(job.model, source) if hvd.rank() == 0 else None)
@@ -157,13 +157,15 @@ def restore(
     return start, summary
 
 
-def complete_summary(process: Process, start: Start, is_trained: bool) -> Mapping[str, Any]:
+def complete_summary(
+    process: Process, start: Start, is_trained: bool, accuracy_name: str = "test_accuracy"
+) -> Mapping[str, Any]:
     """Summary of a run with nothing left to train or to export, which rank 0 then prints; else {}. Collective."""
     from ringtrain import hvd
     from ringtrain.run import stopping
 
     config, folder = process.config, process.lock.folder
-    accuracy = start.metrics.get("test_accuracy", 0.0)
+    accuracy = start.metrics.get(accuracy_name, 0.0)
     ended_by = "" if is_trained else stopping.reason_to_stop(config, start.monitored, accuracy)
 
     def read() -> Mapping[str, Any]:
@@ -173,11 +175,13 @@ def complete_summary(process: Process, start: Start, is_trained: bool) -> Mappin
         exported = ["model.keras", *(["saved_model"] if config.checkpoint.saved_model else [])]
         has_all = summary.get("global_step") == start.global_step and "not_exported" not in summary
         has_all = has_all and all((folder / name).exists() for name in exported)
-        return summary if has_all and (is_trained or ended_by) else {}
+        # A configured run goes on after its callbacks have ended it, a script's callbacks decide for good.
+        is_ended = "script" in summary and summary["stopped_by"] == console.A_CALLBACK
+        return summary if has_all and (is_trained or ended_by or is_ended) else {}
 
     summary: Mapping[str, Any] = hvd.broadcast_object(hvd.run_together(read), root_rank=0, name="ringtrain_complete")
     if summary and folder is not None:
-        console.show_complete(console.console_for(hvd.rank()), folder, summary, ended_by)
+        console.show_complete(process.strategy.console(), folder, summary, ended_by)
     return summary
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import math
 import os
+import shlex
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import rich.progress
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from ringtrain.config import changed_options, without_effect
 from ringtrain.derived import Numbers, scaled_batch, scaling_of
@@ -28,6 +32,12 @@ if TYPE_CHECKING:
     from ringtrain.run.resume import Start
 
 SECONDS_BETWEEN_LINES = 10.0
+A_CALLBACK = "a callback"
+"""why a run was stopped: one of its callbacks has set `stop_training`"""
+USUAL = {"accuracy": "{:.2%}", "loss": "{:.4f}"}
+"""metrics that are shown with the result, and their format"""
+BAR_WIDTH, RESULT_WIDTH = 40, 72
+"""maximum number of columns of the progress bar, and of the rows of a result, where words allow it"""
 
 
 class SteadyConsole(Console):
@@ -116,7 +126,7 @@ class Progress:
         self.num_epochs = num_epochs
         self.bar = rich.progress.Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
+            BarColumn(bar_width=None, table_column=Column(max_width=BAR_WIDTH)),
             MofNCompleteColumn(),
             TextColumn("steps  {task.fields[figures]}"),
             TimeRemainingColumn(),
@@ -124,7 +134,6 @@ class Progress:
             disable=console.quiet or not console.is_terminal,
             redirect_stderr=False,  # _StderrAboveBar does that, and writes to the rank's log
             transient=True,
-            expand=True,
         )
         self.task = self.bar.add_task("epoch 1", total=num_steps, figures="")
         self.last_line_s = time.monotonic()
@@ -164,8 +173,13 @@ def speed(images_per_s: float) -> str:
     return f"{images_per_s:,.0f} images/s" if math.isfinite(images_per_s) else "too short to measure speed"
 
 
-def show_plan(console: Console, process: Process, numbers: Numbers, hosts: Sequence[str]) -> None:
-    """Prints the plan, with every number derived from the configuration. `hosts`: host of each rank."""
+def show_plan(
+    console: Console, process: Process, numbers: Numbers, hosts: Sequence[str], rows: Mapping[str, str] | None = None
+) -> None:
+    """Prints the plan, with every number derived from the configuration.
+
+    `hosts`: host of each rank; `rows`: replace those of the configuration.
+    """
     config, strategy = process.config, process.strategy
     n, optimizer = numbers, config.optimizer
     factor = f"{scaled_batch(config, n.global_batch_size, n.num_ranks)} / {optimizer.reference_batch_size}"
@@ -175,21 +189,22 @@ def show_plan(console: Console, process: Process, numbers: Numbers, hosts: Seque
     reason = f"; {why}" if why and n.global_batch_size != optimizer.reference_batch_size else ""
     accumulated = f" x {n.accumulation_steps} batches accumulated" if n.accumulation_steps > 1 else ""
     rest = f", {n.dropped_per_epoch} left out, others in each epoch" if n.dropped_per_epoch else ""
-    rows = {
-        **strategy.placement(numbers, process.pinning, hosts),
+    shown = {
+        **strategy.placement(n, process.pinning, hosts),
         "data": f"{config.data.name}: {n.num_train:,} to train, {n.num_test:,} to test",
         **({"strategy": strategy.shown_name} if strategy.shown_name else {}),
         "model": config.model.name,
         "global batch": f"{n.global_batch_size} = {n.batch_size} x {n.num_ranks}{accumulated}",
         "steps": f"{n.num_steps:,} = {config.train.epochs} epochs x {n.steps_per_epoch:,}{rest}",
-        "shard": strategy.shard(numbers),
+        "shard": strategy.shard(n),
         "learning rate": f"{n.learning_rate:g}{scaled} ({optimizer.name}, {config.schedule.name}{reason})",
         **_table_of_rates(schedules.schedule_of(config, n), n.steps_per_epoch),
         "seed": str(config.seed),
         "options": ", ".join(f"{name}={value}" for name, value in changed_options(config).items()) or "defaults",
+        **(rows or {}),
         **{"note" + " " * number: sentence for number, sentence in enumerate(without_effect(config))},
     }
-    _show_rows(console, rows)
+    _show_rows(console, shown)
 
 
 def show_start(console: Console, process: Process, start: Start) -> None:
@@ -211,6 +226,9 @@ def show_complete(console: Console, folder: Path, summary: Mapping[str, Any], en
         more = f"change --{ended_by}, which ended it"
     elif summary["config"]["schedule"]["name"] in ("cosine", "polynomial"):
         more = "give another --run.name: its learning rate depends on --train.epochs"
+    elif "script" in summary:
+        ended = f"{summary['stopped_by']} ended it: " if summary["stopped_by"] else "raise epochs, or "
+        more = f"{ended}give another name"
     accuracy = summary["test_accuracy"]
     rows = {
         "complete": f"since {since}, after step {summary['global_step']:,}",
@@ -221,9 +239,17 @@ def show_complete(console: Console, folder: Path, summary: Mapping[str, Any], en
     _show_rows(console, rows)
 
 
-def show_result(console: Console, folder: Path, summary: Mapping[str, Any], proof: str) -> None:
-    """Prints the result; what was verified (`proof`) comes last."""
-    usual = {"test_accuracy": "{:.2%}", "test_loss": "{:.4f}"}
+def duration(seconds: float) -> str:
+    """Formats a time, e.g. "4.2 s", "3 min 12 s" or "2 h 5 min"."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds) // 60
+    return f"{minutes} min {round(seconds) % 60} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def show_result(console: Console, folder: Path, summary: Mapping[str, Any], proof: str, total_s: float) -> None:
+    """Prints the result; what was verified (`proof`) comes last. `total_s`: from the start, with libraries and data."""
+    usual = {f"{prefix}_{name}": text for prefix in ("test", "val") for name, text in USUAL.items()}
     metrics = summary["metrics"]
     skipped = summary.get("skipped_samples", 0)
     failed, restarts = summary["saves"]["failed"], summary["restarts"]
@@ -234,15 +260,22 @@ def show_result(console: Console, folder: Path, summary: Mapping[str, Any], proo
         stopped = f"{watched['patience']} epochs without a better {watched['monitor']}"
     elif summary["stopped_by"] == "train.target_accuracy":
         stopped = "the target of test accuracy is reached"
+    elif "script" in summary:
+        resumed = f"; to resume, start the script again with name={folder.name!r}"
+        stopped = f"by {summary['stopped_by']}" + resumed * (summary["stopped_by"] != A_CALLBACK)
     rows = {
         **({"stopped": f"after step {summary['global_step']:,}, {stopped}"} if summary["stopped_by"] else {}),
         **{name.replace("_", " "): text.format(metrics[name]) for name, text in usual.items() if name in metrics},
         "speed": speed(summary["images_per_s"]),
+        "time": f"{duration(summary['fit_s'])} of training, {duration(total_s)} in all",
         **({"not saved": "; ".join(one["error"] for one in failed)} if failed else {}),
+        **({"not exported": summary["not_exported"]} if "not_exported" in summary else {}),
         **({"restarts": f"{restarts}, the reasons are in summary.json"} if restarts else {}),
         **({"skipped": f"{skipped:,} that could not be read, see {folder}/logs/"} if skipped else {}),
-        "files": f"{folder}/",
     }
+    wrap = functools.partial(textwrap.wrap, width=RESULT_WIDTH - 15, break_long_words=False, break_on_hyphens=False)
+    rows = {name: f"\n{'':<15}".join(wrap(value)) for name, value in rows.items()}
+    rows |= {"files": f"{folder}/", "next": f"ringtrain report {shlex.quote(str(folder))}"}  # whole, to be pasted
     console.print()
     _show_rows(console, rows)
     # A narrow terminal breaks it between words: the checksum stays in one piece.

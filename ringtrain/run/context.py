@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,6 +53,22 @@ class Process:
     """held by rank 0 from before it reads the run folder until the end"""
 
 
+@dataclass(frozen=True)
+class Validation:
+    """How a run evaluates its test data."""
+
+    prefix: str = "test_"
+    """of the metrics' names"""
+    batch_size: int = 0
+    """rows of a batch, which one rank evaluates whole; 0: samples are split over the ranks, batched as in training"""
+    epochs: Container[int] | None = None
+    """epochs, counted from 1, after which the run evaluates; None: all"""
+
+    def is_due(self, epoch: int) -> bool:
+        """Returns whether an epoch, counted from 0, is evaluated."""
+        return self.epochs is None or epoch + 1 in self.epochs
+
+
 @dataclass(kw_only=True)
 class Job:
     """Data and model of a run, from the configuration or from a caller who passes them to `agree`."""
@@ -65,6 +81,9 @@ class Job:
     """compiled, with a distributed optimizer; None: built from the configuration once the ranks agree on the data"""
     users_callbacks: list[keras.callbacks.Callback] = field(default_factory=list)
     gradient_norm: GradientNorm | None = None
+    validation: Validation = field(default_factory=Validation)
+    plan: dict[str, str] = field(default_factory=dict)
+    """rows of the printed plan that differ from those of the configuration, for what is compiled elsewhere"""
 
 
 @dataclass(kw_only=True)

@@ -126,6 +126,26 @@ def pin(local_rank: int, local_size: int, options: DeviceConfig, environ: Mappin
     return pinning
 
 
+def pin_late(local_rank: int, local_size: int, options: DeviceConfig) -> Pinning:
+    """Pins as `pin`, in a script that may have built its model: TensorFlow then keeps the devices that it has."""
+    import tensorflow as tf
+
+    try:
+        return pin(local_rank, local_size, options)
+    except DeviceError as error:
+        if not isinstance(error.__cause__, RuntimeError):
+            raise
+    visible, gpus = tf.config.get_visible_devices("GPU"), tf.config.list_physical_devices("GPU")
+    if not visible:
+        return Pinning(num_threads=tf.config.threading.get_intra_op_parallelism_threads() or count_cores()[0])
+    if local_size > 1 and len(visible) > 1:
+        raise DeviceError(
+            f"{socket.gethostname()}: this process has built its model on the first of {len(visible)} GPUs, as all"
+            f" ranks of this host do: call ringtrain.start() before the model is built"
+        )
+    return Pinning(gpu=gpus.index(visible[0]))
+
+
 def missing_gpu(pinning: Pinning, nccl: bool, environ: Mapping[str, str] = os.environ) -> str:
     """Returns a warning where Horovod is built for GPUs and a rank has none, unless GPUs are hidden; else ""."""
     if pinning.gpu is not None or not nccl or environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):

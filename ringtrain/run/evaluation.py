@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Evaluation(keras.callbacks.Callback):
-    """Adds the metrics of all ranks to an epoch's logs, and those of the test samples as test_...
+    """Adds the metrics of all ranks to an epoch's logs, and those of the test samples with the prefix of `Validation`.
 
     It must be on every rank, before all callbacks that read an epoch's metrics. Each rank evaluates its shard of the
     test samples, which may be empty. An interrupted epoch is not evaluated.
@@ -28,16 +28,25 @@ class Evaluation(keras.callbacks.Callback):
     def __init__(self, run: RunContext) -> None:
         super().__init__()
         self.run, self.test = run, run.data_set.test
-        self.shard = data.evaluation_shard(run.numbers.num_test, run.rank, run.size)
-        self.batches = data.evaluation_batches(self.test, self.shard, run.numbers.batch_size)
+        batch_size = run.validation.batch_size
+        self.shard = data.evaluation_shard(run.numbers.num_test, run.rank, run.size, batch_size or 1)
+        if run.numbers.num_test:
+            self.batches = data.evaluation_batches(self.test, self.shard, batch_size or run.numbers.batch_size)
         self.seconds = 0.0
+        self.logs: dict[str, Any] = {}
+        """of the last complete epoch"""
 
     @hvd.during("evaluate")
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if not self.run.clock.epoch_complete:
             return  # the partial sums in this rank's metrics are saved with the checkpoint
-        logs = {} if logs is None else logs
-        logs |= over_all_ranks(self.model, 1)
+        logs = self.logs = {} if logs is None else logs
+        metrics = over_all_ranks(self.model, 1)
+        if self.run.strategy.is_scripted:
+            logs |= means_over_ranks({name: value for name, value in logs.items() if name not in metrics})
+        logs |= metrics
+        if not self.run.numbers.num_test or not self.run.validation.is_due(epoch):
+            return
         begin_s = time.perf_counter()
         hvd.average_moving_statistics(self.model, self.run.config.model.not_averaged)
         num_samples = self.test.num_readable(self.shard)
@@ -46,13 +55,17 @@ class Evaluation(keras.callbacks.Callback):
             advance = keras.callbacks.LambdaCallback(
                 on_test_batch_end=lambda batch, logs: hvd.step_timing.PLACE.advance()
             )
+            # With parameters, this list would replace those of training.
+            users = self.run.users_callbacks if self.run.strategy.is_scripted else []
+            callbacks = keras.callbacks.CallbackList([*users, advance])
             with warnings.catch_warnings():  # with skipped samples, Keras does not know the number of batches
                 warnings.filterwarnings("ignore", "Your input ran out of data")
-                self.model.evaluate(self.batches, verbose=0, callbacks=[advance])
+                self.model.evaluate(self.batches, verbose=0, callbacks=callbacks)
         else:
             self.model.reset_metrics()
         hvd.run_together(self.run.data_set.raise_unreadable)
-        logs |= {f"test_{name}": value for name, value in over_all_ranks(self.model, num_samples).items()}
+        prefix, metrics = self.run.validation.prefix, over_all_ranks(self.model, num_samples)
+        logs |= {f"{prefix}{name}": value for name, value in metrics.items()}
         self.seconds += time.perf_counter() - begin_s
 
 
@@ -73,6 +86,17 @@ def over_all_ranks(model: keras.Model, num_samples: int) -> dict[str, Any]:
         variable.assign(total)
     metrics = {name: keras.ops.convert_to_numpy(value) for name, value in model.get_metrics_result().items()}
     return {name: float(value) if np.ndim(value) == 0 else np.asarray(value) for name, value in metrics.items()}
+
+
+def means_over_ranks(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Means of the ranks' logs that are no metrics, such as those of a model's own train_step. Collective if any."""
+    if not logs:
+        return {}
+    sums = sums_over_ranks([np.asarray(value) for value in logs.values()], "ringtrain_logs")
+    return {
+        name: float(total / hvd.size()) if total.ndim == 0 else total / hvd.size()
+        for name, total in zip(logs, sums, strict=True)
+    }
 
 
 def sums_over_ranks(arrays: Sequence[NDArray[Any]], name: str) -> list[NDArray[np.float64]]:

@@ -48,7 +48,7 @@ def watch() -> None:
     process reads it, so that no output of a crashing rank is lost. Call it before any thread is started. A further call
     in this process begins another run: what follows belongs to the log that `log_to` names next.
     """
-    if _watched_by == [os.getpid()]:
+    if is_on():
         with contextlib.suppress(BrokenPipeError):  # the watcher was killed
             sys.stderr.flush()
             os.write(2, MARK + NEW_RUN)
@@ -86,12 +86,18 @@ def watch() -> None:
     atexit.register(finish)
 
 
+def is_on() -> bool:
+    """Returns whether this process has called `watch`; in a script, standard error is the script's own."""
+    return _watched_by == [os.getpid()]
+
+
 def log_to(path: Path, first_line: str) -> None:
     """Also writes standard error to a file from now on, including all output since `watch`. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(first_line + "\n", encoding="utf-8")
-    sys.stderr.flush()
-    os.write(2, MARK + os.fsencode(path.absolute()) + b"\n")
+    if is_on():
+        sys.stderr.flush()
+        os.write(2, MARK + os.fsencode(path.absolute()) + b"\n")
 
 
 def log_only() -> None:
@@ -101,7 +107,9 @@ def log_only() -> None:
 
 
 def to_log(line: str) -> None:
-    """Writes a line to the log only, as the terminal shows it already; call it after `watch`."""
+    """Writes a line to the log only, as the terminal shows it already; does nothing without `watch`."""
+    if not is_on():
+        return
     with contextlib.suppress(BrokenPipeError):  # the watcher was killed
         os.write(2, MARK + TO_LOG + line.encode(errors="replace") + b"\n")
 

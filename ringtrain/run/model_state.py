@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,8 @@ from ringtrain.errors import CheckpointError
 from ringtrain.run import checkpoint
 
 Arrays = dict[str, NDArray[Any]]
+NO_STATE = ("params", "min_delta")
+"""attributes of callbacks that are arguments; Keras changes the sign of min_delta once per object"""
 Spec = list[dict[str, tuple[str, tuple[int, ...]]]]
 """Dtype and shape of the arrays of each dictionary in a list."""
 
@@ -89,6 +92,53 @@ def metrics_state(own: list[Arrays], rank: int, size: int, copies: int = 1) -> l
 
 def arrays_of(variables: Mapping[int, Any], copy: int = 0) -> Arrays:
     return {f"{index:05d}": storable(hvd.copies_of(one)[copy].numpy()) for index, one in variables.items()}
+
+
+def state_of_callbacks(callbacks: Sequence[keras.callbacks.Callback]) -> tuple[list[dict[str, Any]], Arrays]:
+    """Returns the plain values of callbacks, such as the best value so far; arrays apart, each under a name."""
+    arrays: Arrays = {}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, np.ndarray) and value.ndim:
+            name = f"callback-{len(arrays)}"
+            arrays[name] = value
+            return {"array": name}
+        if isinstance(value, np.generic | np.ndarray):
+            value = value.item()
+        if isinstance(value, list | tuple):
+            return [plain(one) for one in value]
+        if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+            return {"dict": {key: plain(one) for key, one in value.items()}}
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        raise TypeError  # a model, a function, a file
+
+    def values(callback: keras.callbacks.Callback) -> dict[str, Any]:
+        kept = {}
+        for name, value in vars(callback).items():
+            with contextlib.suppress(TypeError):
+                kept[name] = plain(value)
+        return {"class": type(callback).__name__, **{name: kept[name] for name in kept if name not in NO_STATE}}
+
+    return [values(callback) for callback in callbacks], arrays
+
+
+def restore_callbacks(callbacks: Sequence[keras.callbacks.Callback], states: Sequence[Mapping[str, Any]]) -> None:
+    """Sets the values that `state_of_callbacks` has returned; the callbacks of one class must have the same order."""
+    left = list(states)
+    for callback in callbacks:
+        if state := next((one for one in left if one["class"] == type(callback).__name__), None):
+            left.remove(state)
+            vars(callback).update({name: value for name, value in state.items() if name != "class"})
+
+
+def with_arrays(value: Any, arrays: Mapping[str, NDArray[Any]]) -> Any:
+    """Inverts what `state_of_callbacks` does with a value."""
+    if isinstance(value, dict):
+        if "array" in value:
+            return arrays[value["array"]]
+        return {key: with_arrays(one, arrays) for key, one in value["dict"].items()}
+    return [with_arrays(one, arrays) for one in value] if isinstance(value, list) else value
 
 
 def packed(states: Sequence[Arrays]) -> NDArray[np.uint8]:

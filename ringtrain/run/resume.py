@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import keras
 from numpy.typing import NDArray
 
 from ringtrain import hvd
-from ringtrain.config import Config, option_types, value_of
+from ringtrain.config import OPTIMIZERS, Config, option_types, value_of
 from ringtrain.derived import Numbers, scaling_rule
 from ringtrain.errors import CheckpointError, ConfigError
 from ringtrain.monitor.journal import Journal
@@ -49,6 +49,8 @@ class Start:
     """Metrics of the last complete epoch."""
     monitored: tuple[float, ...] = ()
     """Values of train.monitor, one per complete epoch, if it was monitored."""
+    callbacks: Sequence[Mapping[str, Any]] = ()
+    """State of the callbacks of `ringtrain.fit`."""
     metrics_state: tuple[NDArray[Any], ...] = ()
     """Metric sums of this rank, if in the middle of an epoch."""
     refused: tuple[str, ...] = ()
@@ -118,13 +120,16 @@ def source_of(config: Config) -> tuple[Path | None, bool]:
 class Clock(keras.callbacks.Callback):
     """Counts the steps of a run. It must be the first callback, since the others read it."""
 
-    def __init__(self, start: Start, steps_per_epoch: int, status: StatusLine, journal: Journal) -> None:
+    def __init__(
+        self, start: Start, steps_per_epoch: int, status: StatusLine, journal: Journal, steps_per_call: int = 1
+    ) -> None:
         super().__init__()
+        self.steps_per_call = steps_per_call
         self.status = status
         self.journal = journal
         self.begun = False
         status.put(start.global_step, "")
-        self.global_step = start.global_step
+        self.global_step = self.before = start.global_step
         self.steps_per_epoch = steps_per_epoch
         self.metrics_state = start.metrics_state
 
@@ -133,8 +138,13 @@ class Clock(keras.callbacks.Callback):
         """Whether the last step was the last of its epoch."""
         return self.global_step % self.steps_per_epoch == 0
 
+    def passed(self, every: int) -> bool:
+        """Whether the last call of a step has reached a multiple of `every`."""
+        return self.global_step // every > self.before // every
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.global_step += 1
+        self.before = self.global_step
+        self.global_step += min(self.steps_per_call, self.steps_per_epoch - self.before % self.steps_per_epoch)
         self.status.put(self.global_step, "")
         if not self.begun:
             self.begun = True
@@ -198,6 +208,11 @@ def manifest_of(folder: Path | None) -> Mapping[str, Any]:
     return newest.manifest if newest else {}
 
 
+def callbacks_of(folder: Path) -> Sequence[Mapping[str, Any]]:
+    """Returns the state of a script's callbacks in the checkpoint that `restore` would find."""
+    return _find(folder, must=True)[1].callbacks
+
+
 def _find(folder: Path | None, must: bool) -> tuple[checkpoint.Checkpoint | None, Start]:
     if folder is None:
         return None, Start()
@@ -216,12 +231,23 @@ def _find(folder: Path | None, must: bool) -> tuple[checkpoint.Checkpoint | None
         return None, Start()
     saved = newest.manifest
     monitored = tuple(saved.get("monitored", ()))
-    return newest, Start(newest.global_step, str(newest.folder), saved["metrics"], monitored, refused=tuple(refused))
+    start = Start(newest.global_step, str(newest.folder), saved["metrics"], monitored, refused=tuple(refused))
+    if states := saved.get("callbacks", ()):
+        arrays = newest.arrays("state")
+        start = dataclasses.replace(start, callbacks=[model_state.with_arrays({"dict": one}, arrays) for one in states])
+    return newest, start
 
 
 def _anew(config: Config) -> str:
     """Returns a hint how to train from scratch instead."""
+    if _is_of_a_script(config):
+        return "give fit another name"
     return "give the run another --run.name" if config.run.resume in ("auto", "must") else "leave out --run.resume"
+
+
+def _is_of_a_script(config: Config) -> bool:
+    """Returns whether `ringtrain.fit` has made a configuration: its optimizer is the name of a class."""
+    return config.optimizer.name not in OPTIMIZERS
 
 
 def _require_same_run(newest: checkpoint.Checkpoint, config: Config, numbers: Numbers) -> None:
@@ -230,7 +256,8 @@ def _require_same_run(newest: checkpoint.Checkpoint, config: Config, numbers: Nu
     if then != now:
         raise ConfigError(
             f"{newest.folder}: has a global batch of {then}, this run one of {now} = {numbers.batch_size} x"
-            f" {numbers.num_ranks}: set train.batch_size so that they are equal, or {_anew(config)}"
+            f" {numbers.num_ranks}: set {'' if _is_of_a_script(config) else 'train.'}batch_size so that they are equal,"
+            f" or {_anew(config)}"
         )
     rates, warm = ("learning_rate", "initial_learning_rate"), newest.global_step >= numbers.warmup_steps
     new = [getattr(numbers, name) for name in rates[: 2 - warm]]

@@ -21,6 +21,11 @@ from ringtrain.protocol.json_text import parse_json
 
 METRICS = "metrics.jsonl"
 STEPS = "steps.jsonl"
+NO_METRICS = (
+    *("epoch", "global_step", "time_s", "train_s", "evaluate_s"),
+    *("learning_rate", "loss_scale", "gradient_norm", "images_per_s"),
+)
+"""keys of these files that are no metrics"""
 LOCK = ".lock"
 LEASE_S = 30.0
 """Seconds that a restart gives the previous attempt's process to exit, equal to the lease timeout of a host agent."""
@@ -163,6 +168,18 @@ class RunLock:
 
 
 _taken: weakref.WeakSet[RunLock] = weakref.WeakSet()
+
+
+def is_locked(folder: Path) -> bool:
+    """Returns whether a process, on any host, holds the lock of a run folder: whether the run is going on.
+
+    It only asks. False where the file system has no locks, and on an NFS server that does not tell other hosts.
+    """
+    query = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # struct flock
+    with contextlib.suppress(OSError), open(folder / LOCK, "rb") as file:
+        answer = fcntl.fcntl(file, fcntl.F_OFD_GETLK, query)
+        return bool(struct.unpack("hhqqi0q", answer)[0] != fcntl.F_UNLCK)
+    return False
 
 
 def _close_in_child() -> None:

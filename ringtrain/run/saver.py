@@ -27,8 +27,6 @@ from ringtrain.run.model_state import Arrays
 if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
 
-BEST_BY = "test_accuracy"
-
 
 class Saver(keras.callbacks.Callback):
     """Saves the state of a run at the intervals of config.checkpoint, in steps, epochs and minutes.
@@ -60,8 +58,9 @@ class Saver(keras.callbacks.Callback):
         self.folder, self.config, self.clock, self.journal = run.checkpoints, run.config, run.clock, run.journal
         self.facts = {"config": dataclasses.asdict(run.config), "numbers": dataclasses.asdict(run.numbers)}
         self.facts["versions"] = tracking.versions()
-        self.metrics = dict(run.start.metrics)
+        self.metrics, self.best_by = dict(run.start.metrics), f"{run.validation.prefix}accuracy"
         self.monitored, self.is_due, self.while_saving = monitored, is_due, while_saving
+        self.users_callbacks = run.users_callbacks if run.strategy.is_scripted else []
         self.saved_step = -1
         self._failed_step = -2
         self.saves: dict[str, Any] = {"count": 0, "stall_s": 0.0, "longest_stall_s": 0.0, "write_s": 0.0, "failed": []}
@@ -78,7 +77,7 @@ class Saver(keras.callbacks.Callback):
         if self._written and self._written.done():
             self.wait()  # raises the error of the writer
         every = self.config.checkpoint.every_steps
-        due = self.is_due() or (every and self.clock.global_step % every == 0)
+        due = self.is_due() or (every and self.clock.passed(every))
         if due and not self.clock.epoch_complete:  # otherwise on_epoch_end saves, with the epoch's metrics
             self.save()
 
@@ -174,10 +173,11 @@ class Saver(keras.callbacks.Callback):
             "num_ranks": len(own),
             "variables": checkpoint.shapes_of(model_state.shared_variables(self.model)),
         }
-        return {
-            "state": model_state.shared_state(self.model, own, self.config.model.not_averaged),
-            "ranks": ranks,
-        }, facts
+        state = model_state.shared_state(self.model, own, self.config.model.not_averaged)
+        if self.users_callbacks:
+            facts["callbacks"], arrays = model_state.state_of_callbacks(self.users_callbacks)
+            state |= arrays
+        return {"state": state, "ranks": ranks}, facts
 
     def _write(self, step: int, files: dict[str, Any], facts: dict[str, Any]) -> None:
         """Writes a checkpoint, in a separate thread on rank 0."""
@@ -196,7 +196,7 @@ class Saver(keras.callbacks.Callback):
             print(f"ringtrain: {text}; training continues", file=sys.stderr, flush=True)
         else:
             try:
-                checkpoint.prune(self.folder, self.config.checkpoint.keep, BEST_BY)
+                checkpoint.prune(self.folder, self.config.checkpoint.keep, self.best_by)
             except OSError as error:
                 text = f"{error.filename or self.folder}: older checkpoints are not removed: {error.strerror}"
                 print(f"ringtrain: {text}", file=sys.stderr, flush=True)

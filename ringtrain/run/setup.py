@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ringtrain import config_io, data, models
-from ringtrain.config import Config
+from ringtrain.config import Config, changed_options, value_of
 from ringtrain.derived import Numbers, derive
 from ringtrain.errors import ConfigError
 from ringtrain.monitor import fault_injection
@@ -60,7 +60,7 @@ def add_model(process: Process, job: Job, config: Config) -> None:
 
     together = process.strategy.together
     keras.utils.clear_session()  # each run of a process gives its layers the same names, which checkpoints hold
-    job.model = compiled_model(process.named, job.data_set, config, job.numbers, process.strategy)
+    job.model = compiled_model(process.named, job.data_set, config, job.numbers, process.strategy, plan=job.plan)
     together(lambda: checkpoint.check_exportable(job.model))
     job.gradient_norm = process.strategy.gradient_norm(job.model.optimizer) if config.tracking.every_steps else None
     job.users_callbacks = together(process.named.make_callbacks)
@@ -91,8 +91,13 @@ def compiled_model(
     numbers: Numbers,
     strategy: Strategy,
     distributed: bool = True,
+    plan: dict[str, str] | None = None,
 ) -> keras.Model:
-    """Builds the compiled model: same weights, different dropout on all ranks; `distributed` False: local optimizer."""
+    """Builds the compiled model: same weights, different dropout on all ranks; `distributed` False: local optimizer.
+
+    A model that its function has compiled keeps loss and metrics, and its optimizer unless options name another, with
+    which it gets a row of the `plan`.
+    """
     import keras
 
     from ringtrain import hvd
@@ -103,23 +108,50 @@ def compiled_model(
     keras.utils.set_random_seed(config.seed)
     with strategy.scope():
         model = named.build_model(data_set.input_shape, data_set.num_classes)
-        optimizer = optimizers.build(config, numbers, model)
+        is_compiled, has_own = model.compiled, _has_own_optimizer(model, config)
+        optimizer = model.optimizer if has_own else optimizers.build(config, numbers, model)
     if config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model, strategy.device_of_sums):
         raise ConfigError(f"model.sync_batch_norm: {config.model.name} has no BatchNormalization layers: leave it out")
     _check_not_averaged(model, config.model.not_averaged)
     models.seed_by_rank(model, config.seed, hvd.rank())
-    if config.train.precision == "mixed_float16":
+    if config.train.precision == "mixed_float16" and not has_own:
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     if distributed:
         optimizer = strategy.distribute(optimizer)
-    loss, metrics = models.cross_entropy(config.model.label_smoothing), named.make_metrics()
-    stopping.check_monitor(config.train.monitor, metrics)
     # XLA has no kernel for Horovod's allreduce; "auto" would enable XLA on GPUs.
-    model.compile(optimizer, loss, metrics=["accuracy", *metrics], jit_compile=False)
+    if is_compiled:
+        _check_own_compile(config, strategy)
+        if has_own and plan is not None:
+            kind, rate = type(optimizer).__name__, optimizers.last_learning_rate(optimizer)
+            plan["learning rate"] = f"{rate:g} ({kind}, as {config.model.name} compiles it)"
+        model.optimizer, model.jit_compile = optimizer, False
+    else:
+        loss, metrics = models.cross_entropy(config.model.label_smoothing), named.make_metrics()
+        stopping.check_monitor(config.train.monitor, metrics)
+        model.compile(optimizer, loss, metrics=["accuracy", *metrics], jit_compile=False)
     if config.train.jit:
         hvd.jit_gradients(model)
     strategy.make_ready(model, data_set.input_shape, data_set.num_classes)
     return model
+
+
+def _has_own_optimizer(model: keras.Model, config: Config) -> bool:
+    """Returns whether a model is compiled by its own function, and no option asks for another optimizer."""
+    return model.compiled and not any(one.startswith(("optimizer.", "schedule.")) for one in changed_options(config))
+
+
+def _check_own_compile(config: Config, strategy: Strategy) -> None:
+    """Raises ConfigError for options that a model with its own loss and metrics does not take."""
+    for option in ("model.metrics", "model.label_smoothing"):
+        if value := value_of(config, option):
+            raise ConfigError(
+                f"{option}: got {value}, but {config.model.name} compiles its own loss and metrics: compile it there"
+            )
+    if strategy.ranks_change:
+        raise ConfigError(
+            f"model.name: {config.model.name} returns a compiled model, whose learning rate an elastic run would not"
+            f" know: return it without compile, or start without --elastic"
+        )
 
 
 def _check_not_averaged(model: keras.Model, patterns: Sequence[str]) -> None:

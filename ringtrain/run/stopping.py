@@ -23,13 +23,13 @@ from ringtrain.config import Config, lower_is_better, nearest
 from ringtrain.errors import ConfigError, DataError, NonFiniteLoss
 from ringtrain.monitor.journal import Journal
 from ringtrain.optim import optimizers
+from ringtrain.run.console import A_CALLBACK
 
 if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 NAMES = {number.name: number for number in SIGNALS}
-ACCURACY = "test_accuracy"
 
 
 class Signals:
@@ -95,7 +95,7 @@ class StopTogether(keras.callbacks.Callback):
         self._read_stop_training()
         if not self._first_bad_step and not math.isfinite(float((logs or {}).get("loss", 0.0))):
             self._first_bad_step = global_step
-        if any(global_step % every == 0 for every in self.every_steps):
+        if any(map(self.run.clock.passed, self.every_steps)):
             self._agree()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -105,7 +105,7 @@ class StopTogether(keras.callbacks.Callback):
     def _read_stop_training(self) -> None:
         """Turns a callback's `stop_training` into a request: Keras would end this rank alone, and the others wait."""
         if self.model.stop_training and not self.stopped_by:
-            self.request("a callback")
+            self.request(A_CALLBACK)
             self.model.stop_training = False
 
     @hvd.during("reduce")
@@ -125,7 +125,7 @@ class StopTogether(keras.callbacks.Callback):
         if bad:
             self._raise_together()
         if not self.stopped_by and (number or time_is_up or requested):
-            reason = "train.max_time_s" if time_is_up else self._reason or "a callback"
+            reason = "train.max_time_s" if time_is_up else self._reason or A_CALLBACK
             self.stopped_by = signal.Signals(number).name if number else reason
             self.model.stop_training = True
 
@@ -165,8 +165,8 @@ class Plateau(keras.callbacks.Callback):
     def __init__(self, run: RunContext, stop: StopTogether) -> None:
         super().__init__()
         self.run, self.config, self.stop = run, run.config, stop
-        self.values = list(run.start.monitored)
-        stop.stopped_by = reason_to_stop(run.config, self.values, run.start.metrics.get(ACCURACY, 0.0))
+        self.values, self.accuracy = list(run.start.monitored), f"{run.validation.prefix}accuracy"
+        stop.stopped_by = reason_to_stop(run.config, self.values, run.start.metrics.get(self.accuracy, 0.0))
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._set_rate()
@@ -176,13 +176,13 @@ class Plateau(keras.callbacks.Callback):
             return
         # Rank 0's values for all ranks, so that all decide the same even if a callback changes one rank's logs.
         train, logs = self.config.train, logs or {}
-        local = [None if logs.get(name) is None else float(logs[name]) for name in (train.monitor, ACCURACY)]
+        local = [None if logs.get(name) is None else float(logs[name]) for name in (train.monitor, self.accuracy)]
         value, accuracy = hvd.broadcast_object(local, 0, name="ringtrain_monitor")
         if value is None and (train.patience or self.config.schedule.plateau_patience):
             raise ConfigError(f"train.monitor: got {train.monitor}, expected a metric of this model: {', '.join(logs)}")
         if accuracy is None and train.target_accuracy:
             raise ConfigError(
-                f"train.target_accuracy: this model has no {ACCURACY}, only {', '.join(logs)}: leave it out"
+                f"train.target_accuracy: this model has no {self.accuracy}, only {', '.join(logs)}: leave it out"
             )
         self.values += [] if value is None else [value]
         self._set_rate()

@@ -29,15 +29,10 @@ from ringtrain.protocol.env import ALONE, COLLECTIVES
 from ringtrain.protocol.json_text import INVALID, parse_json
 from ringtrain.run import checkpoint, consistency
 from ringtrain.run.console import Progress, speed
-from ringtrain.run.run_folder import METRICS, STEPS, plain, write_summary
+from ringtrain.run.run_folder import METRICS, NO_METRICS, STEPS, plain, write_summary
 
 if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
-
-NO_METRICS = (
-    *("epoch", "global_step", "time_s", "train_s", "evaluate_s"),
-    *("learning_rate", "loss_scale", "gradient_norm", "images_per_s"),
-)
 
 
 class Recorder(keras.callbacks.Callback):
@@ -51,7 +46,7 @@ class Recorder(keras.callbacks.Callback):
     def __init__(self, run: RunContext, progress: Progress) -> None:
         super().__init__()
         self.run, self.folder, self.progress = run, run.folder, progress
-        self.images_per_step = run.numbers.batch_size * run.numbers.num_ranks
+        self.images_per_step = run.numbers.samples_per_step
         self.first_step = run.clock.global_step
         self.timed_steps, self.timed_s = 0, 0.0
         self.reported = False
@@ -84,12 +79,12 @@ class Recorder(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.epoch_end_s = time.perf_counter()
-        if self.global_step == self.first_step + 1:
+        if self.run.clock.before == self.first_step:
             self.epoch_start_s, self.steps_before = self.epoch_end_s, self.global_step
         figures = "  ".join(f"{name} {value:.4f}" for name, value in (logs or {}).items() if np.ndim(value) == 0)
         self.progress.step(self.global_step, self.epoch, figures)
         every = self.run.config.tracking.every_steps
-        if every and self.global_step % every == 0:
+        if every and self.run.clock.passed(every):
             self._record(STEPS, "steps/", self.epoch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -192,20 +187,28 @@ def figures_of(record: Mapping[str, Any]) -> list[str]:
     }
     if missing := usual.keys() - record.keys():
         names = [name for name, value in record.items() if name not in NO_METRICS and np.ndim(value) == 0]
+        names.sort(key=lambda name: name not in ("loss", "val_loss"))  # else by name, from a script
         shown = [f"{name.replace('_', ' ')} {record[name]:.4f}" for name in names[: len(missing) + 2]]
     else:
         shown = [text.format(record[name]) for name, text in usual.items()]
     return [*shown, speed(record["images_per_s"])]
 
 
-def draw_curves(folder: Path, epochs: Sequence[Mapping[str, Any]], schedule: Schedule, steps_per_epoch: int) -> None:
-    """Draws curves.png: loss and accuracy, or the model's first two metrics, and the learning rate."""
+def draw_curves(
+    folder: Path, epochs: Sequence[Mapping[str, Any]], schedule: Schedule | None, steps_per_epoch: int
+) -> None:
+    """Draws curves.png: loss and accuracy, or the model's first two metrics, and the learning rate.
+
+    `schedule` None: the learning rate is not planned.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 3.5), layout="constrained")
     *panels, rates = figure.subplots(1, 3)
-    steps, planned = curve(schedule)
-    rates.plot(steps / steps_per_epoch, planned, label="planned")
+    planned: Any = []
+    if schedule is not None:
+        steps, planned = curve(schedule)
+        rates.plot(steps / steps_per_epoch, planned, label="planned")
     # A record has the learning rate of the epoch's last step; steps count from 0.
     rates.plot(
         [(r["global_step"] - 1) / steps_per_epoch for r in epochs],
@@ -219,12 +222,13 @@ def draw_curves(folder: Path, epochs: Sequence[Mapping[str, Any]], schedule: Sch
     rates.legend()
     # A model with its own train_step may have neither.
     names = dict.fromkeys(["loss", "accuracy", *(name for record in epochs for name in record)])
-    drawn = [name for name in names if any(f"test_{name}" in record for record in epochs)] or [*names]
+    prefix = "val_" if any("val_loss" in record for record in epochs) else "test_"
+    drawn = [name for name in names if any(f"{prefix}{name}" in record for record in epochs)] or [*names]
     for axes in panels[len(drawn) :]:
         figure.delaxes(axes)
     for axes, metric in zip(panels, drawn, strict=False):
         numbers = [record["epoch"] for record in epochs]
-        for name, label in ((metric, "training"), (f"test_{metric}", "test")):
+        for name, label in ((metric, "training"), (f"{prefix}{metric}", prefix[:-1])):
             axes.plot(numbers, [record.get(name, math.nan) for record in epochs], marker=".", label=label)
         axes.set(xlabel="epoch", ylabel=metric)
         axes.xaxis.get_major_locator().set_params(integer=True)
@@ -295,10 +299,12 @@ def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
             checkpoint.export(run.model, run.folder, saved_model=run.config.checkpoint.saved_model)
         except (CheckpointError, OSError) as error:  # the other files are written nevertheless
             summary["not_exported"] = str(error)
-            raise
+            if not run.strategy.is_scripted:
+                raise
         finally:
             write_summary(run.folder, summary)
-            draw_curves(run.folder, recorder.epochs, schedule_of(run.config, numbers), numbers.steps_per_epoch)
+            schedule = None if "learning rate" in run.plan else schedule_of(run.config, numbers)
+            draw_curves(run.folder, recorder.epochs, schedule, numbers.steps_per_epoch)
 
     hvd.run_together(write)
     return summary

@@ -16,10 +16,12 @@ from ringtrain.config import Config
 from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError
 from ringtrain.protocol.attempt import Attempt
-from ringtrain.run import devices, resume
+from ringtrain.run import console, devices, resume
 from ringtrain.strategies import STRATEGIES
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ringtrain.run.context import RunContext
     from ringtrain.run.resume import Segment
 
@@ -33,12 +35,14 @@ class Strategy:
         copies_name: Plural noun for the copies in messages.
         over_grpc: Whether ranks use gRPC, which has no authentication: see docs/launching.md.
         ranks_change: Whether ranks join and leave during training.
+        is_scripted: Whether a script passes data and compiled model, instead of the configuration.
     """
 
     copies = 1
     copies_name = "ranks"
     over_grpc = False
     ranks_change = False
+    is_scripted = False
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -65,6 +69,10 @@ class Strategy:
     def shard(self, numbers: Numbers) -> str:
         """Row of the plan on the samples that one rank trains."""
         return f"{numbers.steps_per_epoch * numbers.batch_size:,} samples an epoch on each rank"
+
+    def console(self) -> Console:
+        """Console of this rank."""
+        return console.console_for(hvd.rank())
 
     def proof(self, summary: Mapping[str, Any], gradients: str) -> str:
         """Last line of a run: what was verified. `gradients`: how they were found to be averaged."""

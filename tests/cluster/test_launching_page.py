@@ -12,7 +12,7 @@ import pytest
 import standalone
 
 PAGE = (launching.ROOT / "docs" / "launching.md").read_text()
-IN_TABLE = re.findall(r"`((?:ringtrain|launch/)[^`]*? -- [^`]*)`", PAGE.partition("\n\n`ringtrain` is in")[0])
+IN_TABLE = re.findall(r"`(ringtrain launch [^`]* python [^`]*)`", PAGE.partition("\n\n`ringtrain` is in")[0])
 BLOCKS = re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 IN_BLOCKS = [line.partition("  #")[0].strip() for block in BLOCKS for line in block.splitlines()]
 COMMANDS = [*IN_TABLE, *IN_BLOCKS]
@@ -34,8 +34,8 @@ def test_a_command_of_the_page(two_hosts: lab.Lab, command: str) -> None:
     words = shlex.split(command)
     if "spark" in words:
         standalone.require()
-    if "--" in words and not {"--dry-run", "--explain"} & {*words}:
-        words[words.index("--") + 1 :] = ["true"]
+    if "python" in words and not {"--dry-run", "--explain"} & {*words}:
+        words[words.index("python") :] = ["true"]
     env = {"PYTHONPATH": str(launching.ROOT), **(SLURM if "srun" in words else {})}
     ended = two_hosts.run("host1", ["python", "-m", *words], TIMEOUT_S, env=env)
     doctors = {0, 1} if "doctor" in words else {0}  # 1: eight ranks on few cores

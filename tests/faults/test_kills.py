@@ -104,6 +104,18 @@ def test_what_would_happen_again_or_was_asked_for_is_not_tried_again(
     assert final_files(tmp_path) == final_files(undisturbed)
 
 
+def test_patterns_decide_what_is_restarted(undisturbed: Path, tmp_path: Path) -> None:
+    """Against the rules above: a NaN is tried again, an exception is not."""
+    nan = "rank=1 step=20 mode=nan"
+    again = train(tmp_path / "nan", nan, "--max-restarts", "1", "--restart-on", "non-finite loss")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert final_files(tmp_path / "nan") == final_files(undisturbed)
+    bug = "rank=1 step=20 mode=exception"
+    given_up = train(tmp_path / "bug", bug, "--max-restarts", "3", "--give-up-on", "ChaosError")
+    assert given_up.returncode == 1, given_up.stdout + given_up.stderr
+    assert "not restarted: " in given_up.stderr.splitlines()[-1] and "restart 1" not in given_up.stderr
+
+
 def test_the_same_step_twice_ends_it(tmp_path: Path) -> None:
     """A bug that a restart does not heal: a callback fails at each start after step 9."""
     ended = train(tmp_path, "", "--max-restarts", "5", options=("--train.callbacks", "bad_luck:at_step_9"))

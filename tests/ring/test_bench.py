@@ -8,7 +8,7 @@ import sys
 import pytest
 from launching import BIN, ROOT, run
 
-from ringtrain.lab.predict import profile
+from ringtrain.lab.forecast import profile
 from ringtrain.run import consistency
 
 LAUNCH = ["-H", "localhost:2", "--turns", 2]
@@ -39,7 +39,7 @@ def test_train_measures_two_ways_in_turns_and_profiles_a_step(tmp_path):
     found = profile.read(gradients)
     assert [(g.name, g.bytes) for g in found.gradients if "output" in g.name or g.bytes > 1000]
     assert found.total_bytes == 4 * (8 * 8 * 100 + 100 + 100 * 10 + 10)
-    predicted = run(0, [BIN / "ringtrain", "predict", "--profile", gradients, "--link", "1Gbps", "--ranks", "1,2"], 60)
+    predicted = run(0, [BIN / "ringtrain", "forecast", "--profile", gradients, "--link", "1Gbps", "--ranks", "1,2"], 60)
     assert predicted.returncode == 0, predicted.stderr
 
 

@@ -87,7 +87,10 @@ LAUNCHES = {
 }
 HOSTFILES = ("cluster", "deepspeed", "hydra", "ipv6")
 
-COMMANDS = ("launch", "tune", "sweep", "compare", "hosts", "doctor", "predict", "report", "bench")
+COMMANDS = (
+    *("train", "launch", "init", "runs", "report", "bench", "tune", "sweep", "compare", "forecast", "hosts", "doctor"),
+    "schema",
+)
 BENCHES = ("train", "peers", "allreduce", "startup", "checkpoint", "input")
 HELP = (
     *("ringtrain", *(f"ringtrain {name}" for name in COMMANDS), *(f"ringtrain bench {name}" for name in BENCHES)),
@@ -114,6 +117,7 @@ def items(scratch: Path) -> dict[str, Callable[[], Any]]:
     functions: dict[str, Callable[[], Any]] = {}
     for name in HELP:
         functions[f"help: {name}"] = functools.partial(printed, f"python -m {name} --help", scratch)
+    functions["help: all options"] = functools.partial(printed, "python -m ringtrain.train --help all", scratch)
     for name in HOSTFILES:
         command = f"python -m ringtrain hosts --hostfile hostfiles/{name}.txt"
         functions[f"hosts: {name}"] = functools.partial(printed, command, scratch)

@@ -19,6 +19,7 @@ from pathlib import Path
 import launching
 import pytest
 
+import ringtrain as ringtrain_package
 from ringtrain import cli
 from ringtrain.cluster import host_agent, processes, supervisor
 from ringtrain.cluster.hosts import Host
@@ -103,6 +104,7 @@ BAD = {
     ),
     "no time to start": (["--start-timeout", "0", "--", "true"], "got --start-timeout 0, expected"),
     "a program that is not there": (["--", "no-such-program"], "this host has no 'no-such-program' on PATH="),
+    "a script without python": (["fit.py", "--epochs", "3"], ": start it by python fit.py"),
     "a variable that is not set": (["--forward", "NOT_SET", "--", "true"], "--forward NOT_SET"),
 }
 
@@ -147,7 +149,7 @@ def test_an_mpirun_that_is_missing_or_unknown(bin_dir: Path, version: str | None
 
 
 def test_no_command_line_is_no_traceback_either(bin_dir: Path) -> None:
-    for words in ([], ["nonsense"], ["hosts", "--", "true"], ["hosts", "--hostfile"]):
+    for words in (["nonsense"], ["bench"], ["hosts", "--", "true"], ["hosts", "--hostfile"]):
         ended = ringtrain(*words, bin_dir=bin_dir)
         assert ended.returncode == 2
         assert re.fullmatch("ringtrain: [^\n]+\n", ended.stderr), ended.stderr
@@ -218,11 +220,77 @@ def test_it_starts_in_milliseconds_without_the_heavy_libraries(bin_dir: Path) ->
     assert ended.stdout == "[]\n"
 
 
-def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["--help"])
-    said = capsys.readouterr().out
-    assert all(name in said for name in ("launch", "hosts", "doctor"))
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
+    """Output and errors of a command line that runs in this process."""
+    with contextlib.suppress(SystemExit):
+        cli.main(list(words))
+    return tuple(capsys.readouterr())
+
+
+def test_ringtrain_alone_is_the_help_which_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    alone = printed(capsys)
+    assert alone == printed(capsys, "--help")
+    assert alone[1] == ""
+    assert all(name in alone[0] for name in ("train", "launch", "hosts", "doctor"))
+    assert printed(capsys, "--version") == (f"ringtrain {ringtrain_package.__version__}\n", "")
+
+
+@pytest.mark.parametrize("between", [[], ["--"]], ids=["plain", "dashes"])
+@pytest.mark.parametrize(
+    "program",
+    [["python", "fit.py"], ["python", "fit.py", "-np", "7", "--launcher", "none"], ["./fit", "--", "-H", "x", "--"]],
+    ids=" ".join,
+)
+def test_options_after_the_program_are_its_own(program: list[str], between: list[str]) -> None:
+    for options in (["-np", "2"], ["--timeline=t.json", "--elastic", "--blacklist-cooldown", "1", "2"], []):
+        given = cli.parser().parse_args(["launch", *options, *between, *program])
+        assert given.command == program
+        assert given.np == (2 if "-np" in options else None)
+    given = cli.parser().parse_args(["train", "--threads", "2", *between, *program])
+    assert (given.command, given.threads) == (program, 2)
+
+
+def test_an_option_may_be_abbreviated_and_a_wrong_one_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    given = cli.parser().parse_args(["launch", "--hostf", "hosts.txt", "--dry", "python", "fit.py"])
+    assert (given.hostfile, given.dry_run, given.command) == ("hosts.txt", True, ["python", "fit.py"])
+    assert "unrecognized arguments: --nonsense" in printed(capsys, "launch", "--nonsense", "python", "fit.py")[1]
+
+
+def test_train_starts_ranks_if_it_is_given_a_number_or_hosts(capsys: pytest.CaptureFixture[str], bin_dir: Path) -> None:
+    recipe = ["--config", "configs/digits.toml", "--train.epochs", "3"]
+    for words, command in (
+        (recipe, f"python -m ringtrain.train {' '.join(recipe)}"),
+        (["fit.py", "-np", "7"], "python fit.py -np 7"),
+        ([], "python -m ringtrain.train"),
+    ):
+        assert printed(capsys, "train", "--dry-run", *words) == (f"{command}\n", "")
+        for start in (["-np", "2"], ["-H", "localhost:2"], ["--launcher", "mpirun"]):
+            ended = ringtrain("train", *start, "--dry-run", *words, bin_dir=bin_dir)
+            assert ended.stdout.endswith(f" rank {command}\n") and "mpirun" in ended.stdout, ended
+            launched = ringtrain("launch", *start, "--dry-run", *command.split(), bin_dir=bin_dir)
+            assert launched.stdout == ended.stdout
+
+
+def test_train_names_a_misplaced_option_and_another_program(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
+        (["--config", "a.toml", "-np", "2"], "got -np after --config, expected options of launch before those of"),
+        (["--seed", "1", "--hostfile=x"], "got --hostfile=x after --seed, expected options of launch before"),
+        (["--threads", "2", "--config", "a.toml"], "got --threads without ranks to start: give -np N"),
+        (["-np", "2", "fit.sh"], "got fit.sh, expected SCRIPT.py or options of the trainer"),
+    ):
+        out, error = printed(capsys, "train", *words)
+        assert (out, error.count("\n")) == ("", 1)
+        assert error.startswith(f"ringtrain: {message}")
+
+
+def test_train_without_ranks_runs_the_script_in_this_process(tmp_path: Path, bin_dir: Path) -> None:
+    (tmp_path / "fit.py").write_text("import os, sys; print(os.getpid(), sys.argv, __name__); sys.exit(3)")
+    program = [sys.executable, "-m", "ringtrain", "train", "fit.py", "--a", "-np", "2"]
+    env = {"PATH": str(bin_dir), "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(program, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True) as process:
+        out = process.communicate()[0]
+    assert out == f"{process.pid} ['fit.py', '--a', '-np', '2'] __main__\n"
+    assert process.returncode == 3
 
 
 # ---- launch/ ------------------------------------------------------------------------------------------------------

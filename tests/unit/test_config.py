@@ -158,7 +158,7 @@ def test_range_is_checked_on_the_command_line_too():
 
 def test_help_names_every_option_and_every_option_has_a_rule_or_needs_none(capsys):
     with pytest.raises(SystemExit) as end:
-        config_io.read(["--help"])
+        config_io.read(["--help", "all"])
     assert end.value.code == 0
     shown = capsys.readouterr().out
     for option in option_types():

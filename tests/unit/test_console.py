@@ -15,7 +15,7 @@ from rich.console import Console
 from ringtrain.config import Config, HvdConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from ringtrain.derived import derive
 from ringtrain.protocol.launchers import launched_rank
-from ringtrain.run.console import Progress, show_plan, show_ranks, show_result, terminal_of_launcher
+from ringtrain.run.console import Progress, duration, show_plan, show_ranks, show_result, terminal_of_launcher
 from ringtrain.run.devices import Pinning
 from ringtrain.run.tracking import figures_of
 from ringtrain.strategies.ring import Ring
@@ -114,11 +114,11 @@ def test_an_epochs_line_and_the_checksum_fit_into_80_columns():
         progress.epoch(29, figures_of({"epoch": 30, **record}))
     assert "epoch  30/300  loss 0.0002  accuracy 100.00%  test loss 0.0406  accuracy 98.06%\n" in output.getvalue()
     summary = {
-        **{"metrics": {}, "saves": {"failed": []}, "restarts": 0, "stopped_by": "", "images_per_s": 1.0},
+        **{"metrics": {}, "saves": {"failed": []}, "restarts": 0, "stopped_by": "", "images_per_s": 1.0, "fit_s": 4.0},
         **{"num_ranks": 2, "checksum": "aa1822a1d28747a5", "strategy": {}},
         "config": {"strategy": {"name": "ring"}, "run": {"resume": "auto"}},
     }
-    show_result(console, Path("runs/a"), summary, Ring(Config()).proof(summary, "averaged"))
+    show_result(console, Path("runs/a"), summary, Ring(Config()).proof(summary, "averaged"), 9.0)
     assert output.getvalue().splitlines()[-1] == "aa1822a1d28747a5"
     times = {f"{part}_s": 0.0523 for part in ("step", "input", "compute", "callbacks", "wait")}
     show_ranks(console, [{"rank": rank, "host": "host12", **times} for rank in (0, 1)], [1])
@@ -131,13 +131,66 @@ def test_an_epochs_line_and_the_checksum_fit_into_80_columns():
 def test_a_stopped_run_tells_how_to_resume_it(resume, more):
     output = io.StringIO()
     summary = {
-        **{"metrics": {}, "saves": {"failed": []}, "restarts": 0, "stopped_by": "SIGINT", "images_per_s": 1.0},
+        **{
+            "metrics": {},
+            "saves": {"failed": []},
+            "restarts": 0,
+            "stopped_by": "SIGINT",
+            "images_per_s": 1.0,
+            "fit_s": 4,
+        },
         **{"num_ranks": 2, "checksum": "aa1822a1d28747a5", "strategy": {}, "global_step": 660},
         "config": {"strategy": {"name": "ring"}, "run": {"resume": resume, "name": ""}},
     }
-    show_result(Console(file=output, width=120), Path("runs/digits-2"), summary, "proof")
-    told = f"after step 660, by SIGINT; to resume, repeat the command with --run.name digits-2{more}\n"
-    assert told in output.getvalue()
+    show_result(Console(file=output, width=120), Path("runs/digits-2"), summary, "proof", 9.0)
+    told = f"after step 660, by SIGINT; to resume, repeat the command with --run.name digits-2{more} speed"
+    assert told in " ".join(output.getvalue().split())
+
+
+@pytest.mark.parametrize("stopped_by", ["", "SIGINT", "train.patience"])
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_finished_run_tells_how_long_it_took_and_what_to_look_at_in_72_columns(stopped_by, is_terminal):
+    output = io.StringIO()
+    failed = [{"error": "step 20: No space left on device: the checkpoint is skipped, older ones remain"}]
+    summary = {
+        **{"metrics": {"test_accuracy": 0.98, "test_loss": 0.04}, "saves": {"failed": failed}, "restarts": 2},
+        **{
+            "stopped_by": stopped_by,
+            "images_per_s": 12482.0,
+            "skipped_samples": 1234,
+            "fit_s": 192.4,
+            "global_step": 660,
+        },
+        "config": {"run": {"resume": "never"}, "train": {"patience": 3, "monitor": "test_loss"}},
+    }
+    console = Console(file=output, width=200, force_terminal=is_terminal, color_system=None)
+    show_result(console, Path("runs/digits-20261120-110602"), summary, "proof", 3700.0)
+    lines = output.getvalue().splitlines()
+    assert max(map(len, lines)) <= 72
+    assert "time           3 min 12 s of training, 1 h 1 min in all" in lines
+    assert lines[-3:] == ["next           ringtrain report runs/digits-20261120-110602", "", "proof"]
+    # A path is not broken, since it would not work when pasted.
+    output.truncate(0)
+    show_result(console, Path("/data/with a space/" + 80 * "a"), summary, "proof", 3700.0)
+    assert f"'/data/with a space/{80 * 'a'}'\n" in output.getvalue()
+
+
+def test_times_have_their_unit():
+    times = {0.04: "0.0 s", 59.94: "59.9 s", 60.0: "1 min 0 s", 3599.4: "59 min 59 s", 3600: "1 h 0 min"}
+    assert {seconds: duration(seconds) for seconds in times} == times
+
+
+@pytest.mark.parametrize("width", [50, 60, 80, 120, 300])
+def test_the_bar_is_at_most_40_wide_and_fits_into_the_terminal(width):
+    output = io.StringIO()
+    console = Console(file=output, width=width, force_terminal=True, color_system=None)
+    with Progress(console, num_steps=10_000, num_epochs=10) as progress:
+        progress.step(10_000, 9, "loss 0.1234")
+        progress.bar.refresh()
+    drawn = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]", output.getvalue())]
+    bars = [line.count("━") for line in drawn if "epoch 10/10" in line]
+    assert bars and max(bars) == (40 if width >= 120 else max(bars)) <= 40
+    assert max(map(len, drawn)) <= width
 
 
 def shown_plan(config: Config) -> str:

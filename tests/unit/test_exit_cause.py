@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from ringtrain.cluster.exit_cause import JobResult, decide, rank_of
+from ringtrain.cluster.agents import HostAgent
+from ringtrain.cluster.exit_cause import JobResult, decide, rank_of, without_init
+from ringtrain.cluster.hosts import Host
+from ringtrain.cluster.job import Job
+from ringtrain.cluster.launch_options import LaunchOptions
+from ringtrain.cluster.supervisor import Supervisor
 from ringtrain.protocol.failures import Failure
 from ringtrain.protocol.placement import RankPlacement
 from ringtrain.protocol.reader import Reader
@@ -77,6 +82,51 @@ def test_of_an_elastic_job_the_host_is_named() -> None:
     assert (killed.exit_code, killed.text) == (137, why)
     left = decide(1, reader(), said.format(5), {}, "horovodrun")
     assert (left.exit_code, left.text) == (5, "of the last ranks, one on host2 exited first, with exit code 5")
+
+
+@pytest.mark.parametrize(
+    ("reported", "tensorflow", "message"),
+    [
+        ([], {"alone"}, "2 ranks ran without meeting: they load TensorFlow without Horovod or MPI, and none called"),
+        (["no-init:77"], {"1"}, "2 ranks ran without meeting: they import ringtrain.hvd, and none called hvd.init()."),
+        ([], set(), ""),  # hostname, a short program, or one without TensorFlow: nothing is known
+        ([], {"1"}, ""),  # Horovod without ringtrain
+        ([], {"1", "alone"}, ""),  # the same, and processes that load images
+        (["no-init:77", "init:1"], {"alone"}, ""),  # one rank has, which another process of the job need not
+        (["init:broken", "no-init:"], {"alone"}, "2 ranks ran without meeting: they load TensorFlow"),
+    ],
+)
+def test_ranks_that_never_met_are_named_and_no_others(reported: list[str], tensorflow: set[str], message: str) -> None:
+    reports = reader()
+    for line in reported:
+        assert reports.take(f"[1,0]<stderr>:ringtrain-report:j:{line}")
+    text = without_init(2, reports, tensorflow, is_required=False)
+    assert text.startswith(message) and bool(text) == bool(message)
+    assert without_init(1, reports, tensorflow, is_required=False) == ""
+    required = without_init(2, reports, tensorflow, is_required=True)
+    assert required == (
+        text
+        or "none of 2 ranks called ringtrain's hvd.init(), which --require-init expects" * ("init:1" not in reported)
+    )
+
+
+@pytest.mark.parametrize(("is_required", "exit_code"), [(False, 0), (True, 2)])
+def test_it_is_the_last_line_of_the_job_and_its_exit_code_by_option(is_required, exit_code, capfd) -> None:
+    job = Job(("true",), 2, (Host("host1", 2),), here=frozenset(), id="j")
+    watch = Supervisor(job, LaunchOptions(require_init=is_required))
+    assert (watch.conclude(0).exit_code, capfd.readouterr().err.count("--require-init expects")) == (
+        exit_code,
+        is_required,
+    )
+    watch.agents._take(HostAgent("host1", None), "tensorflow", "alone")
+    assert watch.conclude(0).exit_code == exit_code
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[-1].startswith("ringtrain: 2 ranks ran without meeting")
+    assert lines[-1].endswith("--require-init makes this an error") is not is_required
+    assert watch.conclude(7).exit_code == 7, "another cause comes first"
+    watch.reports.take("ringtrain-report:j:init:0")
+    capfd.readouterr()
+    assert (watch.conclude(0).exit_code, capfd.readouterr().err) == (0, "")
 
 
 def test_shut_down_is_never_the_last_word() -> None:

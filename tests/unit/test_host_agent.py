@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import selectors
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,3 +77,48 @@ def test_this_host_is_reached_by_the_address_it_sends_from(capfd: pytest.Capture
     assert capfd.readouterr().err == ""
     watch.check_networks(mpirun.plan(TWO_HOSTS, "openmpi4"))
     assert "networks of this host were not compared (no `ip` there)" in capfd.readouterr().err
+
+
+MAPS = """
+import mmap, sys
+files = [open(path, "rb") for path in sys.argv[1:]]
+maps = [mmap.mmap(file.fileno(), 1, prot=mmap.PROT_READ) for file in files]
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(
+    ("libraries", "seen"),
+    [
+        (["libtensorflow_cc.so.2"], ["alone"]),
+        (["libtensorflow_cc.so.2", "horovod/mpi_lib.so"], ["1"]),
+        (["libtensorflow_cc.so.2", "libmpi.so.40"], ["1"]),
+        (["libmpi.so.40"], []),
+        ([], []),
+    ],
+    ids=lambda value: "+".join(value) or "nothing",
+)
+def test_a_host_agent_reports_tensorflow_without_a_library_by_which_ranks_meet(libraries, seen, tmp_path) -> None:
+    """Processes map small files with these names; TensorFlow of another job does not count."""
+    paths = [tmp_path / name for name in ("libtensorflow_other.so", *libraries)]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("x")
+    words = host_agent.argv("", f"looks-{os.getpid()}", (), Path("/"), os.environ["PATH"], "", timeout_s=5)
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", MAPS, *chosen], env={"RINGTRAIN_JOB": job}, **pipes)
+        for job, chosen in ((f"looks-{os.getpid()}", paths[1:]), ("another", paths[:1]))
+    ]
+    for rank in ranks:
+        rank.stdout.readline()
+    agent = subprocess.Popen(words, env={"PATH": os.environ["PATH"]}, **pipes)
+    while not agent.stdout.readline().startswith(b"ringtrain-keeper:ready"):
+        pass
+    said = agent.communicate(b"beat\nend\n", timeout=60)[0]
+    for rank in ranks:
+        rank.communicate()
+    watch, process = Supervisor(TWO_HOSTS, LaunchOptions(launcher="srun")), None
+    watch.agents.read(HostAgent("host2", process), said)  # type: ignore[arg-type]
+    assert sorted(watch.agents.tensorflow) == seen

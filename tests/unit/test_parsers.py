@@ -24,7 +24,7 @@ from ringtrain.cluster.doctor import ring
 from ringtrain.cluster.hosts import parse_hostfile, parse_hosts
 from ringtrain.errors import CheckpointError, ConfigError, HostsError, LaunchError, RunDirectoryError
 from ringtrain.lab import jobs
-from ringtrain.lab.predict import network, points, profile
+from ringtrain.lab.forecast import network, points, profile
 from ringtrain.lab.report import benches, postmortem, run_folder
 from ringtrain.monitor import journal, trace
 from ringtrain.protocol.attempt import Attempt

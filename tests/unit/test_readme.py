@@ -28,7 +28,7 @@ TEXTS = (README, *(path.read_text() for path in (*PAGES, *RECIPES)))
 TOLD = {command for text in TEXTS for command in commands(text)}
 
 
-@pytest.mark.parametrize("command", sorted(TOLD - {"--help"}))
+@pytest.mark.parametrize("command", sorted(command for command in TOLD if "--help" not in command))
 def test_a_training_command_is_accepted(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     config_io.read(shlex.split(command))

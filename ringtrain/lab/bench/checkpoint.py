@@ -88,6 +88,7 @@ def measure(config: Config, num_steps: int, turns: int, folder: Path) -> dict[st
     """
     from ringtrain import hvd
     from ringtrain.run import checkpoint, resume, saver
+    from ringtrain.run.context import Validation
 
     class TimedSaver(saver.Saver):
         """Times all that the training thread does for a save, including its line in the journal."""
@@ -108,7 +109,8 @@ def measure(config: Config, num_steps: int, turns: int, folder: Path) -> dict[st
     clock = resume.Clock(resume.Start(), 10**9, status.StatusLine(rank), own_journal)  # the epoch does not end
     start = resume.Start()
     run: Any = SimpleNamespace(model=model, checkpoints=folder, config=config, numbers=training.numbers, start=start)
-    run.clock, run.journal = clock, own_journal
+    run.clock, run.journal, run.validation = clock, own_journal, Validation()
+    run.strategy = SimpleNamespace(is_scripted=False)
     timed = TimedSaver(run)
     stalls, writes, plain, num_bytes = [], [], [], 0
     for _ in range(turns + 1):

@@ -23,8 +23,8 @@ from ringtrain import config_io
 from ringtrain.config import Config
 from ringtrain.lab import options as opt
 from ringtrain.lab import plots, ranks, stats
-from ringtrain.lab.predict import points
-from ringtrain.lab.predict.profile import Gradient, Profile
+from ringtrain.lab.forecast import points
+from ringtrain.lab.forecast.profile import Gradient, Profile
 from ringtrain.lab.tables import Table
 from ringtrain.monitor.trace import PHASES
 
@@ -46,7 +46,7 @@ class Options:
     ranks: str = opt.option("", "numbers of ranks to compare: 1,2,4 (-np alone)", "LIST")
     out: str = opt.out()
     plot: str = opt.plot()
-    profile: str = opt.option("", "for ringtrain predict --profile FILE", "FILE")
+    profile: str = opt.option("", "for ringtrain forecast --profile FILE", "FILE")
 
 
 def main(options: Options, given: argparse.Namespace, call: ranks.Call) -> int:

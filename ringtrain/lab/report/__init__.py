@@ -1,6 +1,7 @@
 """`ringtrain report`: runs and benches as one HTML page or Markdown.
 
 cli:        the command, and its sections
+runs:       `ringtrain runs`: the runs of a folder, the newest first
 run_folder: reads a run folder, also of a killed run
 curves:     curves, and what a step's time went into
 benches:    files of `ringtrain bench --out` as tables

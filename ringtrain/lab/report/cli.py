@@ -11,7 +11,7 @@ from typing import Any
 
 from ringtrain.errors import LaunchError, RunDirectoryError
 from ringtrain.lab import options as opt
-from ringtrain.lab.report import benches, curves, html, postmortem, run_folder
+from ringtrain.lab.report import benches, curves, html, postmortem, run_folder, runs
 from ringtrain.lab.report.charts import number
 from ringtrain.lab.report.html import Note, Section
 from ringtrain.lab.report.run_folder import Run
@@ -28,7 +28,7 @@ class Options:
     """Options of the command."""
 
     run: Sequence[str] = opt.option(
-        (), "folder of a run, e.g. runs/digits, or a file that bench --out wrote", "RUN", nargs="+"
+        (), "folder of a run (the newest in runs), or a file that bench --out wrote", "RUN", nargs="*"
     )
     out: str = opt.option("", "write it there (report.html in the first folder)", "FILE")
     markdown: bool = opt.option(False, "print its tables as Markdown instead")
@@ -38,7 +38,7 @@ class Options:
 
 def main(options: argparse.Namespace) -> int:
     """Reads runs and files of ringtrain bench, and writes a page about them."""
-    paths = [Path(word) for word in options.run]
+    paths = [Path(word) for word in options.run] or [runs.newest()]
     for wanted in ("post_mortem", "timeline"):
         if getattr(options, wanted) and len(paths) != 1:
             raise LaunchError(f"got {len(paths)} runs, --{wanted.replace('_', '-')} is about one")

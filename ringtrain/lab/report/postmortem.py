@@ -17,6 +17,8 @@ ABOUT = ("time_s", "event", "rank", "size", "host", "process", "run_start", "sta
 MAX_RANKS = 1 << 16
 PLANNED = ("train.max_time_s", "SIGTERM", "SIGINT", "SIGUSR1")
 """causes that stop a run before it is complete"""
+STATES = {"stall": "stalled", "failure": "failed", "end": "stopped"}
+"""state of a run that is not complete, by the events of its last start"""
 
 
 def show(folder: Path) -> None:
@@ -37,10 +39,7 @@ def show(folder: Path) -> None:
 
 def verdict(events: Sequence[Event]) -> list[str]:
     """Number of attempts of a run and their results: a summary line, then a line per attempt."""
-    starts: dict[Any, list[Event]] = {}
-    for event in events:
-        starts.setdefault((event.get("start_s", 0), event.get("run_start", 0)), []).append(event)
-    groups = [starts[key] for key in sorted(starts)]
+    groups = _starts(events)
     complete = _is_complete(groups[-1])
     size = max(event.get("size", 1) for event in groups[-1])
     silent = sorted({*range(min(size, MAX_RANKS))} - {event.get("rank") for event in groups[-1]})
@@ -48,6 +47,23 @@ def verdict(events: Sequence[Event]) -> list[str]:
     missing = f"; no journal of rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}" if silent else ""
     lines = [f"started {number}, {'complete' if complete else 'not complete'}{missing}"]
     return lines + [f"start {number}: {_outcome(group)}" for number, group in enumerate(groups, 1)]
+
+
+def state(events: Sequence[Event]) -> str:
+    """Result of the last start of a run in a word: complete, stopped, stalled, failed or killed."""
+    last = _starts(events)[-1]
+    if _is_complete(last):
+        return "complete"
+    kinds = {event["event"] for event in last}
+    return next((word for kind, word in STATES.items() if kind in kinds), "killed")
+
+
+def _starts(events: Sequence[Event]) -> list[list[Event]]:
+    """Events of each start of a run, in order."""
+    starts: dict[Any, list[Event]] = {}
+    for event in events:
+        starts.setdefault((event.get("start_s", 0), event.get("run_start", 0)), []).append(event)
+    return [starts[key] for key in sorted(starts)]
 
 
 def in_words(event: Event) -> str:

@@ -146,6 +146,6 @@ def _range(path: Path, option: str, table: Any, kind: Any) -> Range:
 
 
 def _keep_rule(path: Path, option: str, value: Any) -> None:
-    rule, holds = RULES.get(option, ("", lambda value: True))
-    if not holds(value):
-        raise ConfigError(f"{path}: {option}: got {value}, expected {rule}")
+    rule = RULES.get(option)
+    if rule and not rule.holds(value):
+        raise ConfigError(f"{path}: {option}: got {value}, expected {rule.text}")

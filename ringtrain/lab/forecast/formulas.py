@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ringtrain.errors import ConfigError
-from ringtrain.lab.predict.network import ALGORITHMS, TCP, TRANSPORTS, Cluster, negotiation_s, sent_gb
-from ringtrain.lab.predict.profile import Profile
+from ringtrain.lab.forecast.network import ALGORITHMS, TCP, TRANSPORTS, Cluster, negotiation_s, sent_gb
+from ringtrain.lab.forecast.profile import Profile
 
 Algorithm = Literal["ring", "hierarchical", "halving"]
 BITS = {"none": 32, "fp16": 16}

@@ -1,4 +1,4 @@
-"""`ringtrain predict`: images/s at any number of ranks.
+"""`ringtrain forecast`: images/s at any number of ranks.
 
 cli:      the command: tables, JSON, a plot
 formulas: the step, event by event; what reaches an efficiency: pure functions

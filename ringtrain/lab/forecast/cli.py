@@ -1,4 +1,4 @@
-"""Output of ringtrain predict: tables, JSON, a plot."""
+"""Output of ringtrain forecast: tables, JSON, a plot."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 from ringtrain.errors import ConfigError
 from ringtrain.lab import options as opt
 from ringtrain.lab import plots
-from ringtrain.lab.predict import points
-from ringtrain.lab.predict.formulas import Prediction, Way, parameter_servers, predict, reach
-from ringtrain.lab.predict.points import Case, Point
+from ringtrain.lab.forecast import points
+from ringtrain.lab.forecast.formulas import Prediction, Way, parameter_servers, predict, reach
+from ringtrain.lab.forecast.points import Case, Point
 from ringtrain.lab.tables import Table
 
 WHAT = "what"
@@ -23,7 +23,7 @@ WHAT = "what"
 
 @dataclass(frozen=True)
 class Wanted:
-    """Output options of ringtrain predict."""
+    """Output options of ringtrain forecast."""
 
     ranks: str = opt.option(
         "..128", "numbers of ranks: 1,2,4, or ..128 for the powers of two (..128)", "LIST", group=WHAT

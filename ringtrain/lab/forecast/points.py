@@ -12,10 +12,10 @@ from typing import Any, get_type_hints
 from ringtrain.config import nearest
 from ringtrain.errors import ConfigError
 from ringtrain.lab import options as opt
-from ringtrain.lab.predict import network, profile
-from ringtrain.lab.predict.formulas import Prediction, Setting, calibrated, parameter_servers, predict
-from ringtrain.lab.predict.network import TRANSPORTS, Cluster, Link
-from ringtrain.lab.predict.profile import Profile
+from ringtrain.lab.forecast import network, profile
+from ringtrain.lab.forecast.formulas import Prediction, Setting, calibrated, parameter_servers, predict
+from ringtrain.lab.forecast.network import TRANSPORTS, Cluster, Link
+from ringtrain.lab.forecast.profile import Profile
 from ringtrain.protocol.json_text import INVALID, parse_json
 
 STEP, WHERE, HOW = "one process' step", "where", "how"
@@ -29,7 +29,7 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class Case:
-    """Set-up without its number of ranks. The field names are keys of a file and options of ringtrain predict."""
+    """Set-up without its number of ranks. The field names are keys of a file and options of ringtrain forecast."""
 
     profile: str = opt.option("", "as bench train writes it", "FILE", group=STEP)
     """path; relative to the file of points"""

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from ringtrain import cli
 from ringtrain.errors import ConfigError
-from ringtrain.lab.predict import network, points
-from ringtrain.lab.predict.formulas import Setting, calibrated, parameter_servers, predict, reach
-from ringtrain.lab.predict.network import TRANSPORTS, Cluster, Link
-from ringtrain.lab.predict.profile import Gradient, Profile, expected_maximum, known
+from ringtrain.lab.forecast import network, points
+from ringtrain.lab.forecast.formulas import Setting, calibrated, parameter_servers, predict, reach
+from ringtrain.lab.forecast.network import TRANSPORTS, Cluster, Link
+from ringtrain.lab.forecast.profile import Gradient, Profile, expected_maximum, known
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = ROOT / "docs" / "scaling.json"
@@ -240,8 +240,8 @@ def test_the_servers_knee_is_where_it_was(published):
 
 
 def test_misses_are_said_as_they_are(capsys):
-    assert cli.main(["predict", "--measured", str(PUBLISHED)]) == 0
-    page = [line.split() for line in (ROOT / "docs" / "predict.md").read_text().splitlines()]
+    assert cli.main(["forecast", "--measured", str(PUBLISHED)]) == 0
+    page = [line.split() for line in (ROOT / "docs" / "forecast.md").read_text().splitlines()]
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.rstrip().endswith(("%", "fitted"))]
     assert len(rows) == 36
     assert [row for row in rows if row not in page] == []
@@ -369,13 +369,13 @@ def test_points_with_a_profile_beside_the_file(tmp_path, capsys):
     point = {"setup": "two", "profile": "step.json", "transport": "mpi", "cores_per_host": 2, "ranks_per_host": 2}
     content = {"points": [{**point, "measured": {"1": 1280, "2": 2300}}]}
     (tmp_path / "points.json").write_text(json.dumps(content))
-    assert cli.main(["predict", "--measured", str(tmp_path / "points.json"), "--json"]) == 0
+    assert cli.main(["forecast", "--measured", str(tmp_path / "points.json"), "--json"]) == 0
     first, second = json.loads(capsys.readouterr().out)
     assert (first["fitted"], first["error"]) == (True, pytest.approx(0))
     assert second["prediction"]["images_per_s"] == pytest.approx(2280, rel=0.02)
 
 
-RESNET = ["predict", "--model", "resnet50", "--model-images-per-s", "349", "--ranks-per-host", "4"]
+RESNET = ["forecast", "--model", "resnet50", "--model-images-per-s", "349", "--ranks-per-host", "4"]
 
 
 def test_the_command_prints_tables_json_and_draws(tmp_path, capsys):
@@ -404,9 +404,22 @@ def test_the_command_prints_tables_json_and_draws(tmp_path, capsys):
     ],
 )
 def test_the_command_refuses_in_one_line(words, said, capsys):
-    assert cli.main(["predict", *words]) == 2
+    assert cli.main(["forecast", *words]) == 2
     errors = capsys.readouterr().err
     assert said in errors and errors.count("\n") == 1
+
+
+def test_the_old_name_does_the_same_and_says_the_new_one(capsys):
+    assert cli.main([*RESNET, "--ranks", "2"]) == 0
+    new = capsys.readouterr()
+    assert cli.main(["predict", *RESNET[1:], "--ranks", "2"]) == 0
+    old = capsys.readouterr()
+    assert (old.out, new.err) == (new.out, "")
+    assert old.err == "ringtrain: predict is called forecast now: ringtrain forecast takes the same options\n"
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    listed = capsys.readouterr().out
+    assert "    forecast " in listed and "predict" not in listed
 
 
 def test_it_starts_without_tensorflow_numpy_and_matplotlib():

@@ -1,0 +1,160 @@
+"""Texts about the configuration that follow from config.py: help, words for completion, JSON schema."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import shutil
+import textwrap
+import types
+from collections.abc import Collection, Sequence
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import docstring_parser
+
+from ringtrain.config import RULES, Config, nearest, option_types, value_of
+from ringtrain.errors import ConfigError
+
+COMMON = (
+    *("data.name", "data.dir", "model.name", "train.epochs", "train.batch_size", "optimizer.name"),
+    *("optimizer.learning_rate", "train.precision", "train.patience", "run.name"),
+)
+"""options that come first in the help, and in the configuration of ringtrain init"""
+GENERAL = "general"
+"""section of the options that have none"""
+ALL = "all"
+"""word for all sections"""
+METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
+JSON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean"}
+
+
+@functools.cache
+def texts() -> types.MappingProxyType[str, str]:
+    """Help of every section ("data") and option ("data.name"), by dotted name, in the order of config.py.
+
+    The help of an option is the string below its field, that of a section the docstring of its class.
+    """
+    found: dict[str, str] = {}
+
+    def add(section: type[Any], prefix: str) -> None:
+        written = {one.arg_name: one.description or "" for one in docstring_parser.parse_from_object(section).params}
+        for name, kind in get_type_hints(section).items():
+            if dataclasses.is_dataclass(kind):
+                found[name] = kind.__doc__ or ""
+                add(kind, f"{name}.")  # type: ignore[arg-type]
+            else:
+                found[prefix + name] = " ".join(written[name].split())
+
+    add(Config, "")
+    return types.MappingProxyType(found)
+
+
+def sections() -> dict[str, str]:
+    """Name and help of each section."""
+    known = {option.rpartition(".")[0] for option in option_types()}
+    return {GENERAL: "Options without a section."} | {name: text for name, text in texts().items() if name in known}
+
+
+# ---- help ---------------------------------------------------------------------------------------------------------
+
+
+def asks_for_help(words: Sequence[str]) -> bool:
+    """Whether a command line of the trainer asks for help instead of training."""
+    return not {"-h", "--help"}.isdisjoint(words)
+
+
+def help_parser(words: Sequence[str], config: Config, usage: str, description: str) -> argparse.ArgumentParser:
+    """Parser whose help is the one that a command line asks for: of a section, of all, or of the common options.
+
+    Raises ConfigError if the word after --help is no section. config: Its values are shown as the defaults.
+    """
+    at = next(place for place, word in enumerate(words) if word in ("-h", "--help"))
+    section = next((word for word in words[at + 1 : at + 2] if not word.startswith("-")), "")
+    if section and section not in (known := [*sections(), ALL]):
+        raise ConfigError(f"--help {section}: no section of the configuration: {nearest(section, known)}")
+    width = shutil.get_terminal_size().columns - 2
+    lines = [f"  {name:<22}{text}" for name, text in sections().items()]
+    lines = [textwrap.fill(line, width, subsequent_indent=" " * 24, drop_whitespace=True) for line in lines]
+    epilog = "\n".join(
+        ["sections:", *lines, "", f"--help SECTION prints the options of one, --help {ALL} those of all"]
+    )
+    parser = argparse.ArgumentParser(
+        usage=usage,
+        description=None if section else description,
+        epilog=None if section else epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    if not section:
+        group = parser.add_argument_group("common options")
+        group.add_argument("--config", metavar="FILE", help="TOML file of options; the command line wins over it")
+        add_options(group, COMMON, config)
+    for name, text in sections().items():
+        if section in (name, ALL):
+            group = parser.add_argument_group(f"{name} options", text)
+            prefix = "" if name == GENERAL else name
+            add_options(group, [option for option in option_types() if option.rpartition(".")[0] == prefix], config)
+    return parser
+
+
+def add_options(group: argparse._ActionsContainer, options: Collection[str], config: Config) -> None:
+    """Adds options, by dotted name, as they are written on the command line; config has the shown defaults."""
+    kinds = option_types()
+    for option in options:
+        kind, value = kinds[option], value_of(config, option)
+        section, _, key = option.replace("_", "-").rpartition(".")
+        flags, rules = [f"--{section}.{key}" if section else f"--{key}"], dict[str, Any]()
+        if kind is bool:
+            flags.append(f"--{section}.no-{key}")
+            rules["action"] = "store_true"
+        elif get_origin(kind) is Literal:
+            rules["choices"] = get_args(kind)
+        elif get_origin(kind) is tuple:
+            rules |= {"nargs": "*", "metavar": METAVARS[get_args(kind)[0]]}
+        else:
+            rules["metavar"] = METAVARS[kind]
+        default = "" if value in ("", ()) else f" (default: {value})"
+        group.add_argument(*flags, help=f"{texts()[option]}{default}".replace("%", "%%"), **rules)
+
+
+# ---- JSON schema ----------------------------------------------------------------------------------------------------
+
+
+def schema() -> dict[str, Any]:
+    """JSON schema (draft 7) of a configuration file, from which editors complete and check one.
+
+    Types, choices, defaults, help and limits are those of config.py. Requirements between options are left to the
+    trainer.
+    """
+    defaults = Config()
+    whole = _table("Configuration of ringtrain.train")
+    for name, text in sections().items():
+        if name != GENERAL:
+            whole["properties"][name] = _table(text)
+    for option, kind in option_types().items():
+        section, _, key = option.rpartition(".")
+        rule = RULES.get(option)
+        text = texts()[option] + (f" ({rule.text})" if rule else "")
+        value = value_of(defaults, option)
+        written = {
+            "description": text,
+            **_schema_of(kind),
+            **(rule.schema if rule else {}),
+            "default": list(value) if isinstance(value, tuple) else value,
+        }
+        (whole["properties"][section] if section else whole)["properties"][key] = written
+    return {"$schema": "http://json-schema.org/draft-07/schema#"} | whole
+
+
+def _table(text: str) -> dict[str, Any]:
+    return {"description": text, "type": "object", "additionalProperties": False, "properties": {}}
+
+
+def _schema_of(kind: Any) -> dict[str, Any]:
+    if get_origin(kind) is Literal:
+        return {"enum": list(get_args(kind))}
+    if get_origin(kind) is tuple:
+        return {"type": "array", "items": _schema_of(get_args(kind)[0])}
+    return {"type": JSON_TYPES[kind]}

@@ -1,0 +1,417 @@
+"""`ringtrain.fit`: a script's model, data and arguments of Keras' `fit`, on the main path of train.py.
+
+Not named `fit`, since a module of that name would replace the function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import sys
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ringtrain import data, strategies
+from ringtrain.config import Config, changed_options, with_values
+from ringtrain.derived import Numbers
+from ringtrain.errors import CheckpointError, ConfigError, DataError
+from ringtrain.monitor import fault_injection, journal
+from ringtrain.run import checkpoint, consistency
+from ringtrain.run.context import Job, Process, RunContext, Validation
+from ringtrain.run.setup import Named
+
+if TYPE_CHECKING:
+    import keras
+
+OPTIONS = (
+    *("run.directory", "checkpoint.", "device.", "health.", "hvd.", "tracking.", "chaos", "model.not_averaged"),
+    *("model.sync_batch_norm", "train.max_time_s", "train.check_every_steps", "strategy.name"),
+)
+"""Options of a configuration that `fit` takes; the others are arguments of `fit`, or the script's own."""
+STRATEGIES = ("ring", "mpi-ring")
+ON_RANK_0 = ("ModelCheckpoint", "CSVLogger", "TensorBoard", "RemoteMonitor", "ProgbarLogger")
+"""Keras' callbacks that write files or show progress."""
+REFUSED = {
+    "BackupAndRestore": "name= saves and resumes, on all ranks together",
+    "OrbaxCheckpoint": "it does not write for several processes here; name= saves and resumes",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Arguments of `fit`, which describes them."""
+
+    batch_size: int | None
+    epochs: int
+    verbose: str | int
+    callbacks: Sequence[keras.callbacks.Callback]
+    validation_split: float
+    validation_data: Any
+    shuffle: bool | str
+    class_weight: Mapping[int, float] | None
+    sample_weight: Any
+    steps_per_epoch: int | None
+    validation_steps: int | None
+    validation_batch_size: int | None
+    validation_freq: int | Collection[int]
+    batch_per_rank: bool
+    seed: int
+    resume: str
+
+
+def fit(
+    model: keras.Model,
+    x: Any = None,
+    y: Any = None,
+    *,
+    name: str = "",
+    batch_size: int | None = None,
+    epochs: int = 1,
+    verbose: str | int = "auto",
+    callbacks: Sequence[keras.callbacks.Callback] | None = None,
+    validation_split: float = 0.0,
+    validation_data: Any = None,
+    shuffle: bool | str = True,
+    class_weight: Mapping[int, float] | None = None,
+    sample_weight: Any = None,
+    steps_per_epoch: int | None = None,
+    validation_steps: int | None = None,
+    validation_batch_size: int | None = None,
+    validation_freq: int | Collection[int] = 1,
+    batch_per_rank: bool = False,
+    seed: int = 0,
+    resume: str = "auto",
+    options: Config | None = None,
+) -> keras.callbacks.History:
+    """Trains a compiled model on all ranks, as `model.fit` does on one.
+
+    The same call gives the same model on any number of ranks, up to rounding: a step trains `batch_size` rows in all,
+    of which each rank has a part, and the last, smaller batch of an epoch is trained, too. Weights, `class_weight` and
+    masks count as in one process. Metrics are those of all rows, in History and for callbacks.
+
+    Every rank calls it, with the same data; rank 0's weights are used. The run has a folder with its metrics,
+    checkpoints and summary.json, `history.run`. A run that is started again under the same name resumes after its last
+    checkpoint, also in the middle of an epoch. SIGTERM, SIGINT and SIGUSR1 save and end all ranks together.
+
+    Args:
+        model: Compiled model, with any loss. It may be unbuilt.
+        x, y, sample_weight: Arrays with the rows first, or nests of them: NumPy, tensors, pandas, sparse or ragged.
+        name: Folder of the run in `runs`. "": its time, so that nothing is resumed.
+        batch_size: Rows of a step on all ranks. None: 32. With `batch_per_rank`: on each rank.
+        epochs: Passes over the data, including those before a resume.
+        verbose: 0 prints nothing.
+        callbacks: Keras callbacks, which run on every rank; those that write files (ModelCheckpoint, CSVLogger,
+            TensorBoard, RemoteMonitor) on rank 0 only. Their plain values are saved and resumed.
+        validation_data: (x, y) or (x, y, sample_weight), evaluated after each epoch: metrics val_...
+        shuffle: Whether every epoch has another order, which `seed` and the epoch determine.
+        class_weight: Weight by class, for one output.
+        steps_per_epoch: Must be None: arrays have their own number.
+        seed: Of the order and, on the other ranks than rank 0, of dropout.
+        resume: "auto", "must" (fail without a checkpoint), "never", or the path of a run or checkpoint.
+        options: Further options, such as `Config(checkpoint=CheckpointConfig(every_steps=100))`.
+        validation_split, validation_steps, validation_batch_size, validation_freq: As in `keras.Model.fit`.
+
+    Returns:
+        History of all epochs; `history.run` is the run's folder, `history.checksum` that of weights and optimizer.
+
+    Raises:
+        RingtrainError: On every rank: data or arguments that cannot be trained, ranks that differ, a non-finite loss.
+        SystemExit, KeyboardInterrupt: The run was ended by a signal, after it was saved.
+
+    Example:
+        >>> model.compile("adam", "mse")
+        >>> history = ringtrain.fit(model, x, y, name="first", batch_size=64, epochs=10, validation_split=0.1)
+        >>> history.history["val_loss"][-1], history.run
+    """
+    arguments = Arguments(
+        batch_size=batch_size,
+        epochs=epochs,
+        verbose=verbose,
+        callbacks=callbacks or (),
+        validation_split=validation_split,
+        validation_data=validation_data,
+        shuffle=shuffle,
+        class_weight=class_weight,
+        sample_weight=sample_weight,
+        steps_per_epoch=steps_per_epoch,
+        validation_steps=validation_steps,
+        validation_batch_size=validation_batch_size,
+        validation_freq=validation_freq,
+        batch_per_rank=batch_per_rank,
+        seed=seed,
+        resume=resume,
+    )
+    return _fit(model, x, y, name, options or Config(), arguments)
+
+
+def start(options: Config | None = None) -> None:
+    """Starts Horovod and pins this rank's GPU. Call it on hosts with several GPUs, before the model is built.
+
+    Without it, `fit` starts Horovod itself, when TensorFlow has already placed the model on a device.
+
+    Args:
+        options: The same as for `fit`.
+    """
+    from ringtrain import hvd
+    from ringtrain.run import devices
+
+    config = options or Config()
+    hvd.configure(config.hvd)
+    hvd.init()
+    hvd.run_together(lambda: devices.pin(hvd.local_rank(), hvd.local_size(), config.device))
+
+
+def _fit(
+    model: keras.Model, x: Any, y: Any, name: str, options: Config, arguments: Arguments
+) -> keras.callbacks.History:
+    """Trains a compiled model on this rank together with the others."""
+    config = _config(model, name, options, arguments)
+    strategies.prepare(config)
+    from ringtrain import hvd, train
+    from ringtrain.run import model_state, resume
+    from ringtrain.strategies.script import Script, unchanged_afterwards
+
+    if hvd.elastic.is_on():
+        raise ConfigError("ringtrain.fit: ranks cannot join and leave here: start the job without --elastic")
+    process = train.setup(config, _named(config), None, journal.Stages(), lambda config, group: Script(config))
+    strategy: Any = process.strategy
+    strategy.is_quiet = arguments.verbose == 0
+    with unchanged_afterwards(model):
+        try:
+            job = strategy.together(lambda: _job(process, model, x, y, arguments))
+            run = train.agree(process, job)
+            summary, exit_code = train.finish(train.fit(run)) if isinstance(run, RunContext) else (run, 0)
+        except Exception as error:
+            process.journal.write_failure(error)
+            process.lock.release()
+            raise
+    if exit_code == 128 + signal.SIGINT:
+        raise KeyboardInterrupt
+    if exit_code:
+        raise SystemExit(exit_code)
+    history: Any = job.users_callbacks[-1]
+    history.run = Path(process.config.run.directory) / process.config.run.name
+    if isinstance(run, RunContext):
+        history.run = run.folder
+    else:
+        _restore_result(model, history.run)
+        saved = hvd.run_together(lambda: resume.callbacks_of(history.run) if hvd.rank() == 0 else ())
+        states = hvd.broadcast_object(saved, root_rank=0, name="ringtrain_history")
+        model_state.restore_callbacks([history], states)
+        model.history = history
+    history.checksum = summary["checksum"]
+    return history
+
+
+def _config(model: keras.Model, name: str, options: Config, arguments: Arguments) -> Config:
+    """Configuration that describes the script's job; raises ConfigError for what `fit` cannot do."""
+    import keras
+
+    if not getattr(model, "compiled", False):
+        raise ConfigError("ringtrain.fit: the model is not compiled: call model.compile(optimizer, loss) first")
+    if type(model).fit is not keras.Model.fit:
+        raise ConfigError(
+            f"ringtrain.fit: {type(model).__name__} has a fit of its own, which would not be called: put its changes"
+            f" into train_step, or call its fit with hvd.DistributedOptimizer and hvd.callbacks"
+        )
+    for option in changed_options(options):
+        if not option.startswith(OPTIONS):
+            raise ConfigError(
+                f"ringtrain.fit: options set {option}, which is an argument of fit or the script's own here: expected"
+                f" only {', '.join(f'{one}*' if one.endswith('.') else one for one in OPTIONS)}"
+            )
+    if options.strategy.name not in STRATEGIES:
+        raise ConfigError(f"ringtrain.fit: got strategy.name {options.strategy.name}, expected ring or mpi-ring")
+    if arguments.steps_per_epoch:
+        raise ConfigError(
+            "ringtrain.fit: got steps_per_epoch, which arrays have by themselves: leave it out, or pass fewer rows"
+        )
+    if (arguments.batch_size or 1) < 1 or arguments.epochs < 1:
+        raise ConfigError(
+            f"ringtrain.fit: got batch_size {arguments.batch_size} and epochs {arguments.epochs}, expected at least 1"
+        )
+    for callback in arguments.callbacks:
+        if why := REFUSED.get(type(callback).__name__):
+            raise ConfigError(f"ringtrain.fit: leave out {type(callback).__name__}: {why}")
+    return with_values(
+        options,
+        {
+            "run.name": name,
+            "run.resume": arguments.resume,
+            "data.name": "arrays",
+            "model.name": type(model).__name__,
+            "optimizer.name": type(getattr(model.optimizer, "inner_optimizer", model.optimizer)).__name__,
+            "optimizer.learning_rate": _learning_rate(model.optimizer),
+            "optimizer.learning_rate_scaling": "none",
+            "train.epochs": arguments.epochs,
+            "seed": arguments.seed,
+        },
+    )
+
+
+def _learning_rate(optimizer: Any) -> float:
+    """Learning rate of the first step."""
+    import keras
+
+    rate = getattr(optimizer, "inner_optimizer", optimizer)._learning_rate
+    is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
+    number = keras.ops.convert_to_numpy(rate(0) if is_schedule else rate)
+    return float(f"{float(number):.7g}")  # the digits of float32
+
+
+def _named(config: Config) -> Named:
+    """Objects that a configuration would name: only faults, here."""
+
+    def none() -> Any:
+        raise NotImplementedError
+
+    return Named(fault_injection.parse(config.chaos), none, lambda shape, classes: none(), none, none)
+
+
+def _job(process: Process, model: keras.Model, x: Any, y: Any, arguments: Arguments) -> Job:
+    """The script's data, and its model with a distributed optimizer."""
+    import keras
+
+    from ringtrain import hvd
+
+    train, test = _splits(x, y, arguments)
+    size, rank = hvd.size(), hvd.rank()
+    batch_size = (arguments.batch_size or 32) * (size if arguments.batch_per_rank else 1)
+    validation = Validation("val_", arguments.validation_batch_size or batch_size, _due(arguments))
+    if arguments.validation_steps and len(test):
+        test = test.first(arguments.validation_steps * validation.batch_size)
+    _prepare(process, model, train, batch_size)
+    numbers = _numbers(process.config, model, len(train), len(test), batch_size)
+    process.config = with_values(process.config, {"train.batch_size": numbers.batch_size})
+    process.strategy.config = process.config
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    process.code = {**process.code, **({"script": consistency.checksum_of(Path(script))} if script else {})}
+    users = [one for one in arguments.callbacks if rank == 0 or type(one).__name__ not in ON_RANK_0]
+    data_set = data.DataSet(train, test, 0, ())
+    return Job(
+        data_set=data_set,
+        numbers=numbers,
+        checksums={**data.checksums(data_set), "model": _checksum(checkpoint.shapes_of(model.weights))},
+        model=model,
+        users_callbacks=[*users, keras.callbacks.History()],
+        validation=validation,
+        plan=_plan(process.config, model, numbers),
+    )
+
+
+def _checksum(shapes: list[list[Any]]) -> str:
+    """Checksum of the weights' shapes and dtypes; their names depend on earlier models of the process."""
+    return f"with {len(shapes)} weights and checksum {zlib.crc32(str([one[1:] for one in shapes]).encode()):08x}"
+
+
+def _restore_result(model: keras.Model, folder: Path) -> None:
+    """Gives a model the weights with which a complete run has ended, which callbacks or averages may have set."""
+    from ringtrain import hvd
+    from ringtrain.run import resume
+
+    def load() -> None:
+        # A model that Keras cannot load has the weights of the last checkpoint.
+        with contextlib.suppress(CheckpointError):
+            resume.load_weights(model, folder / "model.keras")
+
+    hvd.run_together(load if hvd.rank() == 0 else lambda: None)
+    hvd.broadcast_model(model, root_rank=0)
+
+
+def _splits(x: Any, y: Any, arguments: Arguments) -> tuple[data.Arrays, Any]:
+    """Training and validation data; raises DataError for data that are no arrays."""
+    import keras
+    from keras.src.trainers.data_adapters import array_slicing
+
+    weights, held_out = arguments.sample_weight, arguments.validation_data
+    for argument, nest in (("x", x), ("validation_data", held_out)):
+        kinds = [type(leaf) for leaf in keras.tree.flatten(nest) if leaf is not None]
+        wrong = [kind for kind in kinds if not _is_array(kind)]
+        if wrong or (argument == "x" and not kinds):
+            kind = f"{wrong[0].__module__}.{wrong[0].__name__}" if wrong else "nothing"
+            raise DataError(
+                f"ringtrain.fit: got {kind} for {argument}, expected arrays in memory: NumPy, tensors or pandas, also"
+                f" in dicts and tuples"
+            )
+    if arguments.validation_split and held_out is None:
+        (x, y, weights), held_out = array_slicing.train_validation_split(
+            (x, y, weights), validation_split=arguments.validation_split
+        )
+    train = data.Arrays(x, y, weights, arguments.class_weight, shuffle=arguments.shuffle is True)
+    test = data.Arrays(*keras.utils.unpack_x_y_sample_weight(held_out)) if held_out is not None else data.NoSamples()
+    return train, test
+
+
+def _is_array(kind: type) -> bool:
+    return hasattr(kind, "shape") and (hasattr(kind, "__array__") or hasattr(kind, "dtype"))
+
+
+def _due(arguments: Arguments) -> Collection[int] | None:
+    freq = arguments.validation_freq
+    if isinstance(freq, int):
+        return None if freq == 1 else range(freq, arguments.epochs + 1, freq)
+    return freq
+
+
+def _prepare(process: Process, model: keras.Model, train: data.Arrays, batch_size: int) -> None:
+    """Builds model, metrics, loss and optimizer, makes the optimizer distributed, and gives ranks other seeds."""
+    import numpy as np
+    import tensorflow as tf
+
+    from ringtrain import hvd
+    from ringtrain.hvd.keras_patches import distributed
+    from ringtrain.run import model_state
+
+    strategy: Any = process.strategy
+    if not distributed(model.optimizer):
+        strategy.distribute(model.optimizer)
+    if process.config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model, strategy.device_of_sums):
+        raise ConfigError("model.sync_batch_norm: the model has no BatchNormalization layers: leave it out")
+    some = np.arange(min(len(train), max(2, batch_size // hvd.size())))
+    model._symbolic_build(data_batch=next(iter(data.evaluation_batches(train, some, len(some)))))
+    if hvd.rank():  # else all ranks would drop the same units; rank 0 keeps the script's seeds
+        for index, state in enumerate(model_state.seeds(model)):
+            draw = np.random.default_rng([process.config.seed, hvd.rank(), index])
+            state.assign(draw.integers(0, 2**31, state.shape))
+        tf.random.set_seed(process.config.seed * hvd.size() + hvd.rank())
+
+
+def _numbers(config: Config, model: keras.Model, num_train: int, num_test: int, batch_size: int) -> Numbers:
+    from ringtrain import hvd
+
+    inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    accumulated = inner.gradient_accumulation_steps or 1
+    steps = math.ceil(num_train / batch_size)
+    rate = config.optimizer.learning_rate
+    return Numbers(
+        num_ranks=hvd.size(),
+        num_train=num_train,
+        num_test=num_test,
+        batch_size=math.ceil(batch_size / hvd.size()),
+        accumulation_steps=accumulated,
+        global_batch_size=batch_size * accumulated,
+        steps_per_epoch=steps,
+        num_steps=steps * config.train.epochs,
+        dropped_per_epoch=0,
+        learning_rate=rate,
+        initial_learning_rate=rate,
+        warmup_steps=0,
+        milestone_steps=(),
+    )
+
+
+def _plan(config: Config, model: keras.Model, numbers: Numbers) -> dict[str, str]:
+    options = config.optimizer
+    given = {name: value for name, value in changed_options(config).items() if name.startswith(OPTIONS)}
+    rows = f"{numbers.samples_per_step:,} rows on all ranks"
+    return {
+        "data": f"arrays: {numbers.num_train:,} to train, {numbers.num_test:,} to validate",
+        "model": f"{config.model.name} {model.name}, {model.count_params():,} parameters",
+        "global batch": rows + f" x {numbers.accumulation_steps} accumulated" * (numbers.accumulation_steps > 1),
+        "options": ", ".join(f"{name}={value}" for name, value in given.items()) or "defaults",
+        "learning rate": f"{options.learning_rate:g} ({options.name}, as compiled)",
+    }

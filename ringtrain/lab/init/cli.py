@@ -1,0 +1,77 @@
+"""ringtrain init: writes a commented configuration and a small job file, which train as they are."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shlex
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ringtrain import config_help, config_io
+from ringtrain.config import Config
+from ringtrain.errors import RunDirectoryError
+from ringtrain.lab import options as opt
+
+CONFIG, JOB = "config.toml", "job.py"
+VALUES: Mapping[str, Any] = {"data.name": "job:data", "model.name": "job:model", "train.epochs": 15}
+"""options that the configuration sets; the other common ones stand in it as comments"""
+HEAD = f"""\
+# Configuration of the job in {JOB}. To train, in this folder:
+#   ringtrain train --config {CONFIG}              in one process
+#   ringtrain train -np 2 --config {CONFIG}        on two ranks
+# The command line wins over this file: --train.epochs 20. All options: ringtrain train --help all
+# For completion in an editor: ringtrain schema > schema.json, and as the first line here: #:schema ./schema.json
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the command."""
+
+    folder: str = opt.option(".", "folder for both files, created if missing (.)", "FOLDER", nargs="?")
+
+
+def main(given: argparse.Namespace) -> int:
+    """Writes both files, or neither if one exists."""
+    folder = Path(opt.read(Options, given).folder)
+    texts = {CONFIG: config_text(), JOB: Path(__file__).with_name(JOB).read_text(encoding="utf-8")}
+    if taken := [str(folder / name) for name in texts if (folder / name).exists()]:
+        raise RunDirectoryError(f"{taken[0]}: exists already: give another folder, or remove the file")
+    written: list[Path] = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            with open(folder / name, "x", encoding="utf-8") as file:
+                written.append(folder / name)
+                file.write(text)
+    except OSError as error:
+        for path in written:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        raise RunDirectoryError(f"{folder}: cannot be written: {error.strerror}: give another folder") from error
+    for path in written:
+        print(path)
+    there = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
+    print(f"to train on two ranks:\n  {there}ringtrain train -np 2 --config {CONFIG}")
+    return 0
+
+
+def config_text() -> str:
+    """Commented TOML of the common options; those of VALUES are set, the others are comments with their defaults."""
+    return "\n".join([HEAD, *_lines()]) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    texts, section, default = config_help.texts(), "", Config()
+    for option in sorted(config_help.COMMON, key=list(texts).index):
+        table, _, key = option.rpartition(".")
+        if table != section:
+            yield from ([""] if section else []) + [f"[{table}]"]
+            section = table
+        yield from textwrap.wrap(texts[option], 110, initial_indent="# ", subsequent_indent="# ")
+        value = config_io.toml_value(config_io.value_of(default, option) if option not in VALUES else VALUES[option])
+        yield f"{'' if option in VALUES else '# '}{key} = {value}"

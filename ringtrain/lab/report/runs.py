@@ -1,0 +1,121 @@
+"""ringtrain runs: the runs of a folder, the newest first. Does not import TensorFlow."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ringtrain.errors import RunDirectoryError
+from ringtrain.lab import jobs, tables
+from ringtrain.lab import options as opt
+from ringtrain.lab.report import curves, postmortem, run_folder
+from ringtrain.lab.report.charts import number
+from ringtrain.lab.report.run_folder import Run
+from ringtrain.run.run_folder import NO_METRICS, is_locked, plain
+
+RUNS = "runs"
+MAX_METRICS = 3
+"""number of metrics with a column, those of most runs"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the command."""
+
+    folder: str = opt.option(RUNS, f"folder that holds runs ({RUNS})", "FOLDER", nargs="?")
+    json: bool = opt.option(False, "print a list of JSON objects, with all metrics")
+
+
+def main(given: argparse.Namespace) -> int:
+    """Prints a line per run."""
+    options = opt.read(Options, given)
+    found = [facts(folder) for folder in runs_in(Path(options.folder))]
+    if options.json:
+        print(json.dumps([plain(run) for run in found], indent=1, ensure_ascii=False))
+    elif not found:
+        raise RunDirectoryError(f"{options.folder}: holds no runs: give the folder of --run.directory")
+    else:
+        table(found).show()
+    return 0
+
+
+def newest(parent: Path = Path(RUNS)) -> Path:
+    """Folder of the run that was started last; raises RunDirectoryError if there is none."""
+    if not (found := runs_in(parent)):
+        raise RunDirectoryError(f"{parent}: holds no runs: give the folder of a run")
+    return found[0]
+
+
+def runs_in(parent: Path) -> list[Path]:
+    """Folders of runs, the newest first. A start writes config.toml, and a restart opens the lock again."""
+    folders = [path.parent for path in parent.glob("*/config.toml")]
+    return sorted(folders, key=lambda folder: (_started_s(folder), folder.name), reverse=True)
+
+
+def _started_s(folder: Path) -> float:
+    files = [path for path in (folder / ".lock", folder / "config.toml") if path.exists()]
+    return max((path.stat().st_mtime for path in files), default=0.0)
+
+
+def facts(folder: Path) -> dict[str, Any]:
+    """State, progress, metrics, speed and date of a run; None where they are not known."""
+    run = run_folder.read(folder)
+    last = run.epochs[-1] if run.epochs else {}
+    is_running = is_locked(folder)
+    # While it runs, the summary is that of an earlier start.
+    summary: Mapping[str, Any] = {} if is_running else run.summary
+    metrics = summary.get("metrics") or {key: last[key] for key in last if key not in NO_METRICS}
+    speeds = [one["images_per_s"] for one in [*run.epochs, *run.steps] if one.get("images_per_s")]
+    started_s = min((event["time_s"] for event in run.events), default=summary.get("started"))
+    return {
+        "run": run.name,
+        "folder": str(folder),
+        "state": "running" if is_running else _state(run),
+        "stopped_by": summary.get("stopped_by") or "",
+        "global_step": max(one.get("global_step") or 0 for one in [summary, *run.epochs, *run.steps]),
+        "num_steps": run.numbers.get("num_steps"),
+        "metrics": metrics,
+        "images_per_s": summary.get("images_per_s") or (speeds[-1] if speeds else None),
+        "num_ranks": summary.get("num_ranks") or run.numbers.get("num_ranks"),
+        "started_s": started_s,
+    }
+
+
+def _state(run: Run) -> str:
+    if run.events:
+        return postmortem.state(run.events)
+    return "complete" if jobs.is_done(run.folder) else "stopped" if run.summary else "killed"
+
+
+def table(found: Sequence[Mapping[str, Any]]) -> tables.Table:
+    """Table of runs."""
+    # First the metrics that most runs have, of these the ones on test data, of these the ones besides the loss.
+    count = Counter(key for run in found for key in run["metrics"])
+    columns = sorted(count, key=lambda key: (-count[key], not key.startswith(("test_", "val_")), "loss" in key))
+    rows = []
+    for run in found:
+        values = [run["metrics"].get(key) for key in columns[:MAX_METRICS]]
+        steps, planned, speed = run["global_step"], run["num_steps"], run["images_per_s"]
+        rows.append(
+            [
+                run["run"],
+                run["state"] + (f" by {run['stopped_by']}" if run["state"] == "stopped" and run["stopped_by"] else ""),
+                f"{steps:,}{f' of {planned:,}' if planned and planned != steps else ''}",
+                *(
+                    "" if value is None else curves.metric(key, value)
+                    for key, value in zip(columns[:MAX_METRICS], values, strict=True)
+                ),
+                f"{number(speed)} images/s" if speed else "",
+                str(run["num_ranks"] or ""),
+                time.strftime("%Y-%m-%d %H:%M", time.localtime(run["started_s"])) if run["started_s"] else "",
+            ]
+        )
+    return tables.Table(
+        ["run", "state", "steps", *map(curves.words, columns[:MAX_METRICS]), "speed", "ranks", "started"], rows
+    )

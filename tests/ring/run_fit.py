@@ -1,0 +1,473 @@
+"""Jobs of `ringtrain.fit` on every rank in one start: run_fit.py OUTPUT LIMIT_S JOB [JOB ...].
+
+Each job compares what the ranks train with what one process trains by Keras' own `model.fit`. Each rank leaves
+OUTPUT/<rank>/<job>: empty if it held, else the traceback.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import ringtrain
+import ringtrain.hvd as hvd
+from ringtrain.config import CheckpointConfig, Config, HealthConfig, ModelConfig, RunConfig, TrackingConfig
+
+OUTPUT = Path(sys.argv[1])
+RANDOM = np.random.default_rng(0)
+X, Y = RANDOM.normal(size=(100, 6)), RANDOM.normal(size=(100, 3))
+CLASSES = RANDOM.integers(0, 3, 100)
+WEIGHTS = np.where(np.arange(100) < 60, RANDOM.random(100) * (np.arange(100) % 32 < 16), 1.0)
+"""0 for all rows of one of two ranks in the first step"""
+SAME = {"batch_size": 32, "epochs": 3, "shuffle": False, "verbose": 0}
+LENGTHS = RANDOM.integers(1, 6, 100)
+SEQUENCES = RANDOM.normal(size=(100, 5, 4)) * (np.arange(5) < LENGTHS[:, None])[..., None]
+
+
+def options(folder: str = "", **more: Any) -> Config:
+    runs = RunConfig(directory=str(OUTPUT / (folder or f"runs-{hvd.size()}")))
+    return Config(run=runs, tracking=TrackingConfig(every_steps=0), **more)
+
+
+def dense(*layers: Any, outputs: int = 3, **last: Any) -> keras.Model:
+    keras.utils.set_random_seed(3)
+    first = [keras.Input((6,)), keras.layers.Dense(8, activation="tanh")]
+    return keras.Sequential([*first, *layers, keras.layers.Dense(outputs, **last)])
+
+
+def compiled(model: keras.Model, loss: Any = "mse", **more: Any) -> keras.Model:
+    model.compile(**{"optimizer": keras.optimizers.SGD(0.05), "loss": loss, **more})
+    return model
+
+
+def distance(model: keras.Model, other: keras.Model) -> float:
+    return max(float(np.abs(a - b).max()) for a, b in zip(model.get_weights(), other.get_weights(), strict=True))
+
+
+def equals_one_process(
+    make: Callable[[], keras.Model],
+    x: Any,
+    y: Any,
+    name: str,
+    logs: bool = True,
+    within: float = 1e-10,
+    **arguments: Any,
+) -> tuple[keras.Model, Any]:
+    """The ranks' weights and logs are those of one process; returns the ranks' model and history."""
+    arguments = SAME | arguments
+    config = arguments.pop("options", None) or options()
+    ours, reference = make(), make()
+    history = ringtrain.fit(ours, x, y, name=name, options=config, **arguments)
+    expected = reference.fit(x, y, **arguments)
+    assert distance(ours, reference) < within, distance(ours, reference)
+    assert len(set(hvd.allgather_object(history.checksum))) == 1
+    if logs:
+        assert set(history.history) == set(expected.history)
+        for metric, values in expected.history.items():
+            np.testing.assert_allclose(history.history[metric], values, rtol=1e-6, err_msg=metric)
+    return ours, history
+
+
+def plain_average(model: keras.Model, x: Any, y: Any, sample_weight: Any = None) -> keras.Model:
+    """Horovod's way: each rank's own mean over its rows of a batch, and their average."""
+    hvd.DistributedOptimizer(model.optimizer)
+    for _ in range(3):
+        for begin in range(0, 100, 32):
+            rows = np.array_split(np.arange(begin, min(begin + 32, 100)), hvd.size())[hvd.rank()]
+            pick = lambda nest: keras.tree.map_structure(lambda leaf: leaf[rows], nest)  # noqa: B023, E731
+            model.train_on_batch(pick(x), pick(y), None if sample_weight is None else pick(sample_weight))
+    return model
+
+
+# ---- jobs ----------------------------------------------------------------------------------------------------------
+
+
+def arrays_and_metrics() -> None:
+
+    def make() -> keras.Model:
+        names = ("AUC", "F1Score", "CosineSimilarity")
+        metrics = ["accuracy", *(getattr(keras.metrics, name)(name=name) for name in names)]
+        adam = keras.optimizers.Adam(0.01)
+        return compiled(dense(activation="softmax"), "categorical_crossentropy", optimizer=adam, metrics=metrics)
+
+    one_hot = np.eye(3)[CLASSES]
+    held_out = (X[:37], one_hot[:37])
+    _, history = equals_one_process(make, X, one_hot, "arrays", validation_data=held_out, within=1e-6)
+    assert (history.run / "summary.json").exists() and (history.run / "model.keras").exists()
+    assert {"val_AUC", "val_loss", "F1Score"} <= set(history.history)
+    complete = ringtrain.fit(make(), X, one_hot, name="arrays", validation_data=held_out, **SAME, options=options())
+    for metric, values in history.history.items():
+        np.testing.assert_array_equal(values, complete.history[metric])
+
+
+def the_order_follows_from_seed_and_epoch() -> None:
+    from ringtrain.data.sharding import epoch_order
+
+    ours, reference = compiled(dense()), compiled(dense())
+    ringtrain.fit(ours, X, Y, batch_size=32, epochs=2, seed=4, verbose=0, options=options())
+    for epoch in range(2):
+        order = epoch_order(100, 1, 4, epoch).reshape(-1)
+        reference.fit(X[order], Y[order], batch_size=32, shuffle=False, verbose=0)
+    assert distance(ours, reference) < 1e-10
+
+
+def fewer_rows_than_ranks() -> None:
+    """Batches of 32, and a last one of 1 row: normalization by all ranks' rows, one of which does not count."""
+    layers = keras.layers.BatchNormalization(), keras.layers.Dropout(0.0)
+
+    def make() -> keras.Model:
+        model = dense(*(layer.from_config(layer.get_config()) for layer in layers))
+        return compiled(model, metrics=["mae"])
+
+    config = options(model=ModelConfig(sync_batch_norm=True))
+    x, y = X[:33], Y[:33]
+    equals_one_process(make, x, y, "few", options=config, within=1e-6)
+    # Each rank's own statistics: other weights than one process has, but no NaN.
+    model = make()
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    history = ringtrain.fit(model, x, y, batch_size=32, epochs=3, shuffle=False, verbose=0, options=options())
+    assert all(np.isfinite(weight).all() for weight in model.get_weights()), "NaN in a moving statistic"
+    assert np.isfinite(history.history["mae"]).all()
+
+
+def masks_and_two_outputs() -> None:
+    """Unequal lengths, weights in the divisor, loss weights, kernel and activity regularization."""
+
+    def make() -> keras.Model:
+        keras.utils.set_random_seed(3)
+        sequence, flat = keras.Input((5, 4), name="sequence"), keras.Input((6,), name="flat")
+        steps = keras.layers.LSTM(5, return_sequences=True)(keras.layers.Masking()(sequence))
+        a = keras.layers.Dense(2, name="a", kernel_regularizer="l2")(steps)
+        b = keras.layers.Dense(1, name="b", activity_regularizer="l2")(keras.layers.Dense(4)(flat))
+        losses = {"a": "mse", "b": keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")}
+        model = keras.Model({"sequence": sequence, "flat": flat}, {"a": a, "b": b})
+        more = {"metrics": {"b": ["mae"]}, "weighted_metrics": {"a": ["mae"]}, "loss_weights": {"a": 0.3, "b": 2.0}}
+        return compiled(model, losses, **more)
+
+    x = {"sequence": SEQUENCES, "flat": X}
+    y = {"a": np.stack([Y[:, :2]] * 5, 1), "b": Y[:, 2:]}
+    weights = {"a": np.ones((100, 1)), "b": WEIGHTS}
+    ours, _ = equals_one_process(make, x, y, "masks", sample_weight=weights, validation_data=(x, y))
+    assert distance(plain_average(make(), x, y, weights), ours) > 1e-4, "the ranks' plain average is the same"
+
+
+def reductions() -> None:
+    for reduction in ("sum", "none"):
+        loss = keras.losses.MeanSquaredError(reduction=reduction)
+        sgd = {"optimizer": keras.optimizers.SGD(0.001)}
+        make = lambda: compiled(dense(), loss, **{"optimizer": keras.optimizers.SGD(0.001)})  # noqa: B023, E731
+        ours, _ = equals_one_process(make, X, Y, f"reduction-{reduction}")
+        assert distance(plain_average(compiled(dense(), loss, **sgd), X, Y), ours) > 1e-4
+
+
+def weights_of_samples_and_classes() -> None:
+    def make() -> keras.Model:
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        return compiled(dense(), loss, weighted_metrics=["accuracy"], metrics=["accuracy"])
+
+    equals_one_process(make, X, CLASSES, "classes", class_weight={0: 1.0, 1: 0.2, 2: 3.0})
+    equals_one_process(make, X, CLASSES, "weights", sample_weight=WEIGHTS, validation_split=0.2)
+
+
+def accumulated_updates() -> None:
+    """Unequal parts of batches whose gradients Keras averages into one update."""
+
+    def make() -> keras.Model:
+        return compiled(dense(), optimizer=keras.optimizers.SGD(0.05, gradient_accumulation_steps=3), metrics=["mae"])
+
+    equals_one_process(make, X[:97], Y[:97], "accumulated")
+
+
+def eagerly() -> None:
+    def make() -> keras.Model:
+        return compiled(dense(), run_eagerly=True)
+
+    equals_one_process(make, X[:33], Y[:33], "eagerly", epochs=1)
+
+
+class OwnStep(keras.Model):
+    """A step of its own, with a number in its logs that is no metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = keras.layers.Dense(3)
+        self.mean = keras.metrics.Mean("own")
+
+    def call(self, inputs: Any) -> Any:
+        return self.last(inputs)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x))
+        self.optimizer.apply_gradients(
+            zip(tape.gradient(loss, self.trainable_weights), self.trainable_weights, strict=True)
+        )
+        self.mean.update_state(loss, sample_weight=tf.shape(x)[0])
+        return {"own": self.mean.result(), "half": loss / 2}
+
+
+def own_train_step() -> None:
+    def make() -> keras.Model:
+        keras.utils.set_random_seed(4)
+        model = OwnStep()
+        model.build((None, 6))
+        return compiled(model)
+
+    _, history = equals_one_process(make, X, Y, "own-step", logs=False)
+    assert len(set(hvd.allgather_object(str(history.history)))) == 1, "ranks have different logs"
+    assert {"own", "half"} <= set(history.history)
+
+
+def mixed_float16() -> None:
+    """An overflow on one rank skips the step on all of them."""
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = compiled(dense(dtype="float32"), optimizer=keras.optimizers.SGD(0.05))
+        x = X.copy()
+        x[32 + 16 :, 0] = np.where(np.arange(52) == 0, 1e7, x[48:, 0])  # on the last rank, in the second step
+        ringtrain.fit(model, x, Y, batch_size=32, epochs=1, shuffle=False, verbose=0, options=options())
+        hvd.check_in_sync(model)
+        assert all(np.isfinite(weight).all() for weight in model.get_weights())
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def fitted_before() -> None:
+    """The step that Keras has traced before does not reduce gradients: it is traced anew, and once more for Keras."""
+
+    def make() -> keras.Model:
+        model = compiled(dense(), metrics=["mae"])
+        model.fit(X[:32], Y[:32], shuffle=False, verbose=0)
+        return model
+
+    ours, _ = equals_one_process(make, X, Y, "fitted")
+    ours.fit(X[hvd.rank() :: hvd.size()][:32], Y[hvd.rank() :: hvd.size()][:32], verbose=0)  # one more by Keras itself
+    hvd.check_in_sync(ours)
+    assert "train_step" not in vars(ours) and "apply" not in vars(ours.optimizer)
+
+
+class Subclass(keras.Model):
+    """Without weights before its first batch, and with random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = [keras.layers.Dense(8), keras.layers.Dropout(0.5), keras.layers.Dense(3)]
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        for part in self.parts:
+            inputs = part(inputs, training=training) if isinstance(part, keras.layers.Dropout) else part(inputs)
+        return inputs
+
+
+def unbuilt_and_unseeded() -> None:
+    """Ranks that begin with different weights train rank 0's; they drop different units."""
+    keras.utils.set_random_seed(hvd.rank())
+    model = compiled(Subclass(), metrics=["mae"])
+    ringtrain.fit(model, X, Y, batch_size=30, epochs=2, verbose=0, options=options())
+    hvd.check_in_sync(model)
+    states = hvd.allgather_object([int(v) for one in model.parts[1:2] for v in one.seed_generator.state.numpy()])
+    assert len({tuple(state) for state in states}) == hvd.size()
+
+
+def early_stopping() -> None:
+    """Stops after the same epoch as one process, with the best epoch's weights."""
+
+    def callbacks() -> list[keras.callbacks.Callback]:
+        stop = keras.callbacks.EarlyStopping("val_loss", patience=1, restore_best_weights=True)
+        return [stop, keras.callbacks.ReduceLROnPlateau("val_loss", patience=1, min_lr=1e-3)]
+
+    def make() -> keras.Model:
+        return compiled(dense(), optimizer=keras.optimizers.SGD(0.4))
+
+    ours, reference = make(), make()
+    arguments = {"batch_size": 32, "epochs": 30, "shuffle": False, "verbose": 0, "validation_data": (X[:20], -Y[:20])}
+    history = ringtrain.fit(ours, X, Y, name="stops", callbacks=callbacks(), options=options(), **arguments)
+    expected = reference.fit(X, Y, callbacks=callbacks(), **arguments)
+    assert len(history.epoch) == len(expected.epoch) < 30
+    assert distance(ours, reference) < 1e-6
+    # A run that its callbacks have ended is complete: again the best weights.
+    once_more = make()
+    again = ringtrain.fit(once_more, X, Y, name="stops", callbacks=callbacks(), options=options(), **arguments)
+    assert again.history == history.history and distance(once_more, ours) == 0
+
+
+class Killed(Exception):
+    """Ends all ranks' training after a step."""
+
+
+class KillAfter(keras.callbacks.Callback):
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.left = step
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise Killed
+
+
+def _resumable() -> keras.Model:
+    keras.utils.set_random_seed(5)  # of the units that are dropped
+    model = dense(keras.layers.Dropout(0.2))
+    return compiled(model, optimizer=keras.optimizers.Adam(0.01), metrics=["mae"])
+
+
+def _run(name: str, *callbacks: keras.callbacks.Callback) -> tuple[keras.Model, Any, keras.callbacks.Callback]:
+    model = _resumable()
+    plateau = keras.callbacks.ReduceLROnPlateau("val_loss", patience=1, min_delta=0.05)
+    config = options(checkpoint=CheckpointConfig(every_steps=1))
+    arguments = {"batch_size": 32, "epochs": 3, "validation_data": (X[:40], Y[:40]), "verbose": 0}
+    history = ringtrain.fit(model, X, Y, name=name, callbacks=[plateau, *callbacks], options=config, **arguments)
+    return model, history, plateau
+
+
+def killed_and_resumed() -> None:
+    """After a step within an epoch, after an epoch, and in the last epoch: as if never interrupted."""
+    model, history, plateau = _run("uninterrupted")
+    for step in (2, 4, 11):
+        try:
+            _run(f"killed-{step}", KillAfter(step))
+        except Killed:
+            pass
+        else:
+            raise AssertionError("not killed")
+        resumed, again, its_plateau = _run(f"killed-{step}")
+        assert distance(model, resumed) == 0, step
+        assert history.history == again.history and history.epoch == again.epoch, step
+        assert history.checksum == again.checksum, step
+        assert (plateau.best, plateau.wait) == (its_plateau.best, its_plateau.wait)
+    # Once complete, it is not trained again.
+    _, complete, _ = _run("uninterrupted", KillAfter(0))
+    assert complete.history == history.history
+    assert complete.checksum == history.checksum
+
+
+def a_signal_saves_and_ends_all() -> None:
+    """SIGTERM to one rank ends all after the same step, with its exit code; what is saved is resumed."""
+
+    def run(chaos: str = "") -> tuple[keras.Model, Any]:
+        model = _resumable()
+        config = options(chaos=chaos, health=HealthConfig(agree_every_steps=1))
+        arguments = {"batch_size": 32, "epochs": 2, "verbose": 0}
+        return model, ringtrain.fit(model, X, Y, name="signal" + "led" * bool(chaos), options=config, **arguments)
+
+    reference, _ = run()
+    chaos = "rank=1 step=3 mode=sigterm"
+    try:
+        run(chaos)
+    except SystemExit as end:
+        assert end.code == 143
+    else:
+        raise AssertionError("not ended")
+    resumed, history = run(chaos)  # the fault happens once
+    assert distance(reference, resumed) == 0
+    assert len(history.history["loss"]) == 2
+
+
+def a_loss_of_nan_is_named() -> None:
+    y = Y.copy()
+    y[-1] = np.nan  # in the last batch, on the last rank that has a row of it
+    model = compiled(dense())
+    try:
+        ringtrain.fit(model, X, y, batch_size=32, epochs=2, shuffle=False, verbose=0, options=options())
+    except ringtrain.errors.NonFiniteLoss as error:
+        assert f"on rank {hvd.size() - 1}" in str(error) and "epoch 1, batch 4" in str(error), error
+    else:
+        raise AssertionError("trained on")
+
+
+def another_run_is_not_resumed() -> None:
+    """A checkpoint of another batch, rate, optimizer or model is refused, with the fix."""
+    arguments: dict[str, Any] = {"epochs": 1, "verbose": 0, "options": options()}
+    ringtrain.fit(compiled(dense()), X, Y, name="another", batch_size=32, **arguments)
+    adam, faster = keras.optimizers.Adam(0.05), keras.optimizers.SGD(0.1)
+    for words, model, batch_size in (
+        ("set batch_size so that they are equal, or give fit another name", compiled(dense()), 16),
+        (
+            "optimizer.learning_rate = 0.05, this run has 0.1: use the same value, or give fit",
+            compiled(dense(), optimizer=faster),
+            32,
+        ),
+        ("was made with optimizer.name = 'SGD', this run has 'Adam'", compiled(dense(), optimizer=adam), 32),
+        ("of another model", compiled(dense(keras.layers.Dense(8))), 32),
+    ):
+        try:
+            ringtrain.fit(model, X, Y, name="another", batch_size=batch_size, **arguments)
+        except ringtrain.errors.RingtrainError as error:
+            assert words in str(error), error
+        else:
+            raise AssertionError(f"resumed in spite of {words}")
+
+
+def resumed_by_other_ranks() -> None:
+    """Begun by 2 ranks and ended by 3: the weights of one process."""
+
+    def make() -> keras.Model:
+        return compiled(dense(), metrics=["mae"])
+
+    config = options("handed-over", checkpoint=CheckpointConfig(every_steps=1))
+    arguments: dict[str, Any] = {"batch_size": 32, "epochs": 3, "shuffle": False, "verbose": 0}
+    try:
+        ours = make()
+        killer = [KillAfter(6)] if hvd.size() == 2 else []
+        ringtrain.fit(ours, X, Y, name="handed-over", callbacks=killer, options=config, **arguments)
+    except Killed:
+        return
+    reference = make()
+    expected = reference.fit(X, Y, **arguments)
+    assert distance(ours, reference) < 1e-10
+    import json
+
+    records = [json.loads(line) for line in (OUTPUT / "handed-over/handed-over/metrics.jsonl").read_text().splitlines()]
+    np.testing.assert_allclose([one["mae"] for one in records], expected.history["mae"], rtol=1e-6)
+
+
+def what_differs_is_refused() -> None:
+    """Other data or another model on one rank, data that are no arrays, a model that is not compiled."""
+    for words, arguments in (
+        ("rank 1 on", {"y": Y + hvd.rank()}),
+        ("expected arrays in memory", {"x": iter(())}),
+        ("not compiled", {"model": dense()}),
+        (
+            "has another model than rank 0",
+            {"model": compiled(dense(*map(keras.layers.Dense, range(8, 8 + hvd.rank()))))},
+        ),
+    ):
+        given = {"model": compiled(dense()), "x": X, "y": Y} | arguments
+        try:
+            ringtrain.fit(given["model"], given["x"], given["y"], verbose=0, options=options())
+        except ringtrain.errors.RingtrainError as error:
+            assert words in str(error), error
+        else:
+            raise AssertionError(f"trained in spite of {words}")
+
+
+def main() -> None:
+    hvd.init()
+    output = OUTPUT / str(hvd.size()) / str(hvd.rank())
+    output.mkdir(parents=True)
+    for name in sys.argv[3:]:
+        faulthandler.dump_traceback_later(float(sys.argv[2]), exit=True)
+        keras.config.set_floatx("float32" if name == "arrays_and_metrics" else "float64")
+        keras.utils.clear_session()
+        try:
+            globals()[name]()
+            outcome = ""
+        except Exception:
+            outcome = traceback.format_exc()
+        (output / name).write_text(outcome)
+        hvd.allgather_object(name, name="next_job")
+    faulthandler.cancel_dump_traceback_later()
+
+
+if __name__ == "__main__":
+    main()

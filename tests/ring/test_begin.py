@@ -1,0 +1,61 @@
+"""The first commands of a new user: ringtrain init, train, runs and report, and ranks that never meet."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from launching import run
+
+LIMIT_S = 300
+RINGTRAIN = [sys.executable, "-m", "ringtrain"]
+ALONE = """
+import keras, numpy, time
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+rows = numpy.zeros((64, 4))
+until = time.monotonic() + 12  # host agents look every 5 s
+while time.monotonic() < until:
+    model.fit(rows, rows[:, 0], verbose=0)
+"""
+IMPORTED = "import ringtrain.hvd as hvd, sys\nif 'init' in sys.argv: hvd.init()\n"
+
+
+def test_what_init_writes_trains_as_it_is_and_is_listed(tmp_path: Path) -> None:
+    assert run(0, [*RINGTRAIN, "init"], LIMIT_S, cwd=tmp_path).returncode == 0
+    for options in ([], ["-np", "2"]):
+        ended = run(0, [*RINGTRAIN, "train", *options, "--config", "config.toml"], LIMIT_S, cwd=tmp_path)
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        assert ("2 ranks in step" if options else "1 rank: nothing to compare") in ended.stdout.splitlines()[-1]
+        assert "without meeting" not in ended.stderr
+    listed = json.loads(run(0, [*RINGTRAIN, "runs", "--json"], LIMIT_S, cwd=tmp_path).stdout)
+    assert [(one["state"], one["num_ranks"], one["global_step"]) for one in listed] == [
+        ("complete", 2, 375),
+        ("complete", 1, 750),
+    ]
+    assert all(one["metrics"]["test_accuracy"] > 0.8 for one in listed)
+    assert run(0, [*RINGTRAIN, "report"], LIMIT_S, cwd=tmp_path).stdout == f"{listed[0]['folder']}/report.html\n"
+
+
+@pytest.mark.parametrize("required", [[], ["--require-init"]], ids=["warning", "error"])
+def test_ranks_that_never_met_are_named(tmp_path: Path, required: list[str]) -> None:
+    (tmp_path / "alone.py").write_text(ALONE)
+    ended = run(0, [*RINGTRAIN, "train", "-np", "2", *required, "alone.py"], LIMIT_S, cwd=tmp_path)
+    assert ended.returncode == (2 if required else 0)
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("ringtrain: 2 ranks ran without meeting: they load TensorFlow without Horovod or MPI")
+
+
+def test_importing_hvd_is_not_enough_and_programs_without_python_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "fit.py").write_text(IMPORTED)
+    for words, code, named in (
+        (["python", "fit.py"], 2, "2 ranks ran without meeting: they import ringtrain.hvd"),
+        (["python", "fit.py", "init"], 0, ""),
+        (["hostname"], 2, "none of 2 ranks called ringtrain's hvd.init(), which --require-init expects"),
+    ):
+        ended = run(0, [*RINGTRAIN, "launch", "-np", "2", "--require-init", *words], LIMIT_S, cwd=tmp_path)
+        assert (ended.returncode, named in ended.stderr) == (code, True), ended.stderr[-3000:]
+    ended = run(0, [*RINGTRAIN, "launch", "-np", "2", "hostname"], LIMIT_S, cwd=tmp_path)
+    assert (ended.returncode, "ringtrain:" in ended.stderr) == (0, False)

@@ -1,0 +1,109 @@
+"""Rows of arrays that each rank trains: every row once per epoch, the same batches for any number of ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ringtrain import data
+
+
+def _epoch(num_rows: int, batch_size: int, size: int, epoch: int = 0, first_step: int = 0, **options: object):
+    """Rows and share of each step, by rank."""
+    steps = []
+    for rank in range(size):
+        arrays = data.Arrays({"id": np.arange(num_rows)}, **options)
+        batches = data.RowBatches(arrays, batch_size, rank, size, seed=5)
+        pairs = [(1.0, one) if batches.is_even else one for one in batches(epoch, first_step)]
+        steps.append(
+            [
+                (float(share), one[0]["id"].numpy() if isinstance(one, tuple) else one["id"].numpy())
+                for share, one in pairs
+            ]
+        )
+    return list(zip(*steps, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "batch_size", "size"), [(100, 32, 1), (100, 32, 2), (100, 32, 3), (65, 32, 5), (7, 2, 3)]
+)
+def test_every_row_once_per_epoch(num_rows: int, batch_size: int, size: int) -> None:
+    trained = []
+    for number, ranks in enumerate(_epoch(num_rows, batch_size, size, shuffle=True)):
+        rows = [row for share, part in ranks for row in part if share]
+        assert len(rows) == min(batch_size, num_rows - number * batch_size)
+        for share, part in ranks:
+            assert share == pytest.approx(len(part) * size / len(rows)) or (share == 0 and len(part) == 1)
+        trained += rows
+    assert sorted(trained) == list(range(num_rows))
+
+
+def test_the_same_batches_on_any_number_of_ranks() -> None:
+    def batches(size: int) -> list[list[int]]:
+        return [
+            [int(row) for share, part in ranks for row in part if share]
+            for ranks in _epoch(50, 8, size, 3, shuffle=True)
+        ]
+
+    assert (
+        batches(1)
+        == batches(2)
+        == batches(3)
+        != [[int(row) for row in one] for one in np.split(np.arange(50), range(8, 50, 8))]
+    )
+
+
+def test_epochs_differ_and_a_resumed_epoch_does_not() -> None:
+    def rows(epoch: int, first_step: int = 0) -> list[list[int]]:
+        return [part.tolist() for ((_, part),) in _epoch(50, 8, 1, epoch, first_step, shuffle=True)]
+
+    assert rows(0) != rows(1)
+    assert rows(1, first_step=4) == rows(1)[4:]
+
+
+def test_unshuffled_rows_are_in_order() -> None:
+    assert [part.tolist() for ((_, part),) in _epoch(5, 2, 1)] == [[0, 1], [2, 3], [4]]
+
+
+def test_other_data_have_another_checksum() -> None:
+    x, y = np.arange(12.0).reshape(6, 2), np.arange(6)
+    same = data.Arrays(x, y).checksum()
+    assert same == data.Arrays(tf.constant(x), y).checksum()
+    for other in (data.Arrays(x + 1e-3, y), data.Arrays(x[:5], y[:5]), data.Arrays(x, y[::-1]), data.Arrays(x)):
+        assert other.checksum() != same
+    texts = [np.array(words, object) for words in (["a", "b"], ["a", "c"])]
+    assert (
+        data.Arrays(texts[0]).checksum() == data.Arrays(texts[0].copy()).checksum() != data.Arrays(texts[1]).checksum()
+    )
+
+
+def test_kinds_of_arrays() -> None:
+    """As Keras hands them to a model: floats as float32, sparse and ragged as they are."""
+    dense, ragged = np.eye(3), tf.ragged.constant([[1], [2, 3], [4, 5, 6]])
+    x = {"ragged": ragged, "sparse": tf.sparse.from_dense(dense), "list": [dense]}
+    batches = data.RowBatches(data.Arrays(x, dense, None), 2, 0, 1, seed=0)(0)
+    first, last = [(x, y) for x, y in batches]
+    assert last[0]["ragged"].to_list() == [[4, 5, 6]] and last[1].numpy().tolist() == [[0, 0, 1]]
+    assert tf.sparse.to_dense(first[0]["sparse"]).numpy().tolist() == dense[:2].tolist()
+    assert first[0]["list"][0].shape == (2, 3) and first[0]["list"][0].dtype == tf.float32
+    assert data.Arrays(x, dense).checksum() == data.Arrays(dict(x), dense).checksum()
+
+
+def test_pandas() -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"a": [1.0, 2.0, 3.0], "b": [4.0, 5.0, 6.0]})
+    ((x, y),) = data.RowBatches(data.Arrays(frame, frame.a), 3, 0, 1, seed=0)(0)
+    assert x.numpy().tolist() == frame.to_numpy().tolist() and y.shape == (3, 1)
+    assert data.Arrays(frame, frame.a).checksum() != data.Arrays(frame, frame.b).checksum()
+
+
+def test_what_keras_refuses_is_refused() -> None:
+    for arguments in ((np.zeros(3), np.zeros(4)), (np.zeros(3), np.zeros(3), np.zeros(3), {0: 1.0})):
+        with pytest.raises(ValueError):
+            data.Arrays(*arguments)
+
+
+def test_only_the_first_rows() -> None:
+    some = data.Arrays(np.arange(10)).first(4)
+    assert len(some) == 4 and sorted(some.epoch_order(1, 0, 0).reshape(-1)) == [0, 1, 2, 3]

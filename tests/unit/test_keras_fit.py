@@ -1,0 +1,107 @@
+"""`ringtrain.fit` refuses what it cannot do before it starts; a model that its function compiles stays as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import ringtrain
+from ringtrain.config import Config, StrategyConfig, TrainConfig, option_types
+from ringtrain.errors import ConfigError, RingtrainError
+
+X, Y = np.zeros((8, 3)), np.zeros((8, 1))
+
+
+class OwnFit(keras.Sequential):
+    def fit(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+
+def _model(kind: type = keras.Sequential, compiled: bool = True) -> keras.Model:
+    model = kind([keras.Input((3,)), keras.layers.Dense(1)])
+    if compiled:
+        model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "message"),
+    [
+        (_model(compiled=False), {}, r"not compiled: call model\.compile"),
+        (_model(OwnFit), {}, r"OwnFit has a fit of its own"),
+        (_model(), {"steps_per_epoch": 2}, r"got steps_per_epoch"),
+        (_model(), {"batch_size": 0, "epochs": 0}, r"epochs 0, expected at least 1"),
+        (_model(), {"callbacks": [keras.callbacks.BackupAndRestore("x")]}, r"leave out BackupAndRestore: name= saves"),
+        (
+            _model(),
+            {"options": Config(train=TrainConfig(epochs=3))},
+            r"options set train\.epochs, which is an argument",
+        ),
+        (_model(), {"options": Config(strategy=StrategyConfig(name="ps-sync"))}, r"expected ring or mpi-ring"),
+    ],
+    ids=["uncompiled", "own fit", "steps", "nothing to train", "backup", "options", "strategy"],
+)
+def test_refused_before_anything_starts(model: keras.Model, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^ringtrain.fit: .*{message}"):
+        ringtrain.fit(model, X, Y, **arguments)
+
+
+def test_the_public_functions_are_there_without_loading_keras() -> None:
+    assert {"fit", "start"} <= set(dir(ringtrain))
+    with pytest.raises(AttributeError, match="has no attribute 'fitt'"):
+        ringtrain.fitt  # noqa: B018
+
+
+def test_the_options_that_it_takes_exist() -> None:
+    from ringtrain import keras_fit
+
+    known = option_types()
+    assert all(any(name.startswith(option) for name in known) for option in keras_fit.OPTIONS)
+
+
+def _built(name: str, **options: Any) -> tuple[keras.Model, dict[str, str]]:
+    from ringtrain import hvd, strategies
+    from ringtrain.config import with_values
+    from ringtrain.data.dataset import checked
+    from ringtrain.derived import derive
+    from ringtrain.run import setup
+
+    hvd.init()
+    config = with_values(Config(), {"model.name": f"{__name__}:{name}", **options})
+    data_set = checked("zeros", (np.zeros((64, 4)), np.arange(64) % 3), (np.zeros((9, 4)), np.arange(9) % 3))
+    plan: dict[str, str] = {}
+    numbers = derive(config, 1, 64, 9)
+    made = setup.compiled_model(setup.find(config), data_set, config, numbers, strategies.make(config), plan=plan)
+    return made, plan
+
+
+def compiled_here(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    model = keras.Sequential([keras.Input(input_shape), keras.layers.Dense(num_classes + 2, activation="softmax")])
+    loss = keras.losses.SparseCategoricalCrossentropy()
+    model.compile(keras.optimizers.RMSprop(0.02), loss, metrics=["sparse_top_k_categorical_accuracy"])
+    return model
+
+
+def test_a_compiled_model_keeps_loss_metrics_and_optimizer() -> None:
+    model, plan = _built("compiled_here")
+    assert type(model.optimizer).__name__ == "RMSprop" and hasattr(model.optimizer, "reduction")
+    assert (
+        isinstance(model.loss, keras.losses.SparseCategoricalCrossentropy)
+        and not model.loss.get_config()["from_logits"]
+    )
+    assert plan == {"learning rate": f"0.02 (RMSprop, as {__name__}:compiled_here compiles it)"}
+
+
+def test_options_replace_its_optimizer_visibly() -> None:
+    model, plan = _built("compiled_here", **{"optimizer.name": "lamb"})
+    assert type(model.optimizer).__name__ == "Lamb" and plan == {}
+    assert isinstance(model.loss, keras.losses.SparseCategoricalCrossentropy)
+
+
+@pytest.mark.parametrize("option", [{"model.label_smoothing": 0.1}, {"model.metrics": ("top-5",)}])
+def test_options_that_belong_into_its_compile_are_refused(option: dict[str, Any]) -> None:
+    with pytest.raises(RingtrainError, match="compiles its own loss and metrics: compile it there"):
+        _built("compiled_here", **option)
