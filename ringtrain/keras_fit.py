@@ -105,7 +105,7 @@ def fit(
         epochs: Passes over the data, including those before a resume.
         verbose: 0 prints nothing.
         callbacks: Keras callbacks, which run on every rank; those that write files (ModelCheckpoint, CSVLogger,
-            TensorBoard, RemoteMonitor) on rank 0 only. Their plain values are saved and resumed.
+            TensorBoard, RemoteMonitor) on rank 0 only. Numbers and arrays that they keep are saved and resumed.
         validation_data: (x, y) or (x, y, sample_weight), evaluated after each epoch: metrics val_...
         shuffle: Whether every epoch has another order, which `seed` and the epoch determine.
         class_weight: Weight by class, for one output.

@@ -78,6 +78,9 @@ class Script(Ring):
         )
         model.stop_training = False
         model.make_train_function(force=True)  # an earlier one has other gradients and losses
+        for callback in run.users_callbacks:
+            if isinstance(callback, keras.callbacks.CSVLogger) and run.start.source:
+                callback.append = True
         callbacks.on_train_begin()
         model_state.restore_callbacks(run.users_callbacks, run.start.callbacks)
         for epoch in range(part.first_epoch, part.end_epoch):
