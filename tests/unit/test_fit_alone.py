@@ -165,3 +165,46 @@ def test_data_that_are_no_arrays(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=f"got {kind}.* for x, expected arrays in memory"):
             ringtrain.fit(_model(), x, Y, verbose=0, options=Config(run=RunConfig(directory=str(tmp_path))))
     assert not list(tmp_path.iterdir())
+
+
+class Largest(keras.metrics.Metric):
+    """A state that is no sum."""
+
+    def __init__(self) -> None:
+        super().__init__(name="largest")
+        self.value = self.add_weight(shape=(), initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(y_pred)))
+
+    def result(self) -> Any:
+        return self.value
+
+
+def _spread(y_true: Any, y_pred: Any) -> Any:
+    """One number per batch."""
+    return keras.ops.std(y_pred)
+
+
+def test_what_is_not_as_in_one_process_is_named() -> None:
+    from ringtrain.strategies.script import unlike_one_process
+
+    def found(layers: list[Any], loss: str, metrics: list[Any]) -> list[str]:
+        outputs = keras.layers.Dense(3, activation="sigmoid")
+        model = keras.Sequential([keras.Input((6,)), *layers, outputs])
+        model.compile("sgd", loss, metrics=metrics)
+        targets = (Y > 0).astype("float32")
+        model._symbolic_build(data_batch=(keras.ops.array(X[:8]), keras.ops.array(targets[:8])))
+        before = model.get_weights()
+        phrases = unlike_one_process(model, lambda begin, end: (X[begin:end].astype("float32"), targets[begin:end]))
+        assert all(np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True))
+        assert all(not np.any(variable.numpy()) for variable in model.metrics_variables)
+        return phrases
+
+    sums = ["mae", "accuracy", keras.metrics.AUC(), keras.metrics.F1Score(), keras.metrics.R2Score()]
+    assert found([], "mse", sums) == []
+    assert found([], "mse", [*sums, Largest(), _spread]) == ["largest, _spread: the metric is no sum over rows"]
+    layers = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.1)]
+    normalized, random, loss = found(layers, "dice", [])
+    assert normalized.startswith("batch normalization") and random.startswith("random layers")
+    assert loss.startswith("the loss of") and "whole batch" in loss
