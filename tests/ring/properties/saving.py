@@ -22,6 +22,7 @@ from ringtrain.hvd import collectives
 from ringtrain.monitor.journal import Journal
 from ringtrain.protocol.status import StatusLine
 from ringtrain.run import checkpoint, model_state, resume, saver
+from ringtrain.run.context import Validation
 
 
 @keras.saving.register_keras_serializable(package="tests")
@@ -249,6 +250,8 @@ def _saver(model, folder):
         start=resume.Start(),
         clock=clock,
         journal=journal,
+        validation=Validation(),
+        strategy=SimpleNamespace(is_scripted=False),
     )
     return saver.Saver(run), settings, numbers
 
