@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ringtrain import data, strategies
 from ringtrain.config import Config, changed_options, with_values
 from ringtrain.derived import Numbers
-from ringtrain.errors import CheckpointError, ConfigError, DataError
+from ringtrain.errors import CheckpointError, ConfigError
 from ringtrain.monitor import fault_injection, journal
 from ringtrain.run import checkpoint, consistency
 from ringtrain.run.context import Job, Process, RunContext, Validation
@@ -105,7 +105,7 @@ def fit(
         epochs: Passes over the data, including those before a resume.
         verbose: 0 prints nothing.
         callbacks: Keras callbacks, which run on every rank; those that write files (ModelCheckpoint, CSVLogger,
-            TensorBoard, RemoteMonitor) on rank 0 only. Their plain values are saved and resumed.
+            TensorBoard, RemoteMonitor) on rank 0 only. Numbers and arrays that they keep are saved and resumed.
         validation_data: (x, y) or (x, y, sample_weight), evaluated after each epoch: metrics val_...
         shuffle: Whether every epoch has another order, which `seed` and the epoch determine.
         class_weight: Weight by class, for one output.
@@ -277,14 +277,22 @@ def _job(process: Process, model: keras.Model, x: Any, y: Any, arguments: Argume
     import keras
 
     from ringtrain import hvd
+    from ringtrain.strategies.script import unlike_one_process
 
-    train, test = _splits(x, y, arguments)
+    wanted = arguments
+    train, test = data.split_arrays(
+        *(x, y, wanted.sample_weight, wanted.class_weight, wanted.shuffle is True),
+        *(wanted.validation_split, wanted.validation_data),
+    )
     size, rank = hvd.size(), hvd.rank()
     batch_size = (arguments.batch_size or 32) * (size if arguments.batch_per_rank else 1)
     validation = Validation("val_", arguments.validation_batch_size or batch_size, _due(arguments))
-    if arguments.validation_steps and len(test):
+    if arguments.validation_steps and isinstance(test, data.Arrays):
         test = test.first(arguments.validation_steps * validation.batch_size)
     _prepare(process, model, train, batch_size)
+    if size > 1 and len(train) >= 8:
+        strategy: Any = process.strategy
+        strategy.unlike_one_process = unlike_one_process(model, train.rows)
     numbers = _numbers(process.config, model, len(train), len(test), batch_size)
     process.config = with_values(process.config, {"train.batch_size": numbers.batch_size})
     process.strategy.config = process.config
@@ -292,14 +300,16 @@ def _job(process: Process, model: keras.Model, x: Any, y: Any, arguments: Argume
     process.code = {**process.code, **({"script": consistency.checksum_of(Path(script))} if script else {})}
     users = [one for one in arguments.callbacks if rank == 0 or type(one).__name__ not in ON_RANK_0]
     data_set = data.DataSet(train, test, 0, ())
+    # Scripts for Horovod divide their data themselves.
+    checksums = {f"{name} (fit divides it itself)": text for name, text in data.checksums(data_set).items()}
     return Job(
         data_set=data_set,
         numbers=numbers,
-        checksums={**data.checksums(data_set), "model": _checksum(checkpoint.shapes_of(model.weights))},
+        checksums={**checksums, "model": _checksum(checkpoint.shapes_of(model.weights))},
         model=model,
         users_callbacks=[*users, keras.callbacks.History()],
         validation=validation,
-        plan=_plan(process.config, model, numbers),
+        plan=_plan(process, model, numbers),
     )
 
 
@@ -320,34 +330,6 @@ def _restore_result(model: keras.Model, folder: Path) -> None:
 
     hvd.run_together(load if hvd.rank() == 0 else lambda: None)
     hvd.broadcast_model(model, root_rank=0)
-
-
-def _splits(x: Any, y: Any, arguments: Arguments) -> tuple[data.Arrays, Any]:
-    """Training and validation data; raises DataError for data that are no arrays."""
-    import keras
-    from keras.src.trainers.data_adapters import array_slicing
-
-    weights, held_out = arguments.sample_weight, arguments.validation_data
-    for argument, nest in (("x", x), ("validation_data", held_out)):
-        kinds = [type(leaf) for leaf in keras.tree.flatten(nest) if leaf is not None]
-        wrong = [kind for kind in kinds if not _is_array(kind)]
-        if wrong or (argument == "x" and not kinds):
-            kind = f"{wrong[0].__module__}.{wrong[0].__name__}" if wrong else "nothing"
-            raise DataError(
-                f"ringtrain.fit: got {kind} for {argument}, expected arrays in memory: NumPy, tensors or pandas, also"
-                f" in dicts and tuples"
-            )
-    if arguments.validation_split and held_out is None:
-        (x, y, weights), held_out = array_slicing.train_validation_split(
-            (x, y, weights), validation_split=arguments.validation_split
-        )
-    train = data.Arrays(x, y, weights, arguments.class_weight, shuffle=arguments.shuffle is True)
-    test = data.Arrays(*keras.utils.unpack_x_y_sample_weight(held_out)) if held_out is not None else data.NoSamples()
-    return train, test
-
-
-def _is_array(kind: type) -> bool:
-    return hasattr(kind, "shape") and (hasattr(kind, "__array__") or hasattr(kind, "dtype"))
 
 
 def _due(arguments: Arguments) -> Collection[int] | None:
@@ -371,8 +353,7 @@ def _prepare(process: Process, model: keras.Model, train: data.Arrays, batch_siz
         strategy.distribute(model.optimizer)
     if process.config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model, strategy.device_of_sums):
         raise ConfigError("model.sync_batch_norm: the model has no BatchNormalization layers: leave it out")
-    some = np.arange(min(len(train), max(2, batch_size // hvd.size())))
-    model._symbolic_build(data_batch=next(iter(data.evaluation_batches(train, some, len(some)))))
+    model._symbolic_build(data_batch=train.rows(0, min(len(train), max(2, batch_size // hvd.size()))))
     if hvd.rank():  # else all ranks would drop the same units; rank 0 keeps the script's seeds
         for index, state in enumerate(model_state.seeds(model)):
             draw = np.random.default_rng([process.config.seed, hvd.rank(), index])
@@ -404,8 +385,9 @@ def _numbers(config: Config, model: keras.Model, num_train: int, num_test: int, 
     )
 
 
-def _plan(config: Config, model: keras.Model, numbers: Numbers) -> dict[str, str]:
-    options = config.optimizer
+def _plan(process: Process, model: keras.Model, numbers: Numbers) -> dict[str, str]:
+    config, strategy, options = process.config, process.strategy, process.config.optimizer
+    unlike = "; ".join(getattr(strategy, "unlike_one_process", ()))
     given = {name: value for name, value in changed_options(config).items() if name.startswith(OPTIONS)}
     rows = f"{numbers.samples_per_step:,} rows on all ranks"
     return {
@@ -414,4 +396,5 @@ def _plan(config: Config, model: keras.Model, numbers: Numbers) -> dict[str, str
         "global batch": rows + f" x {numbers.accumulation_steps} accumulated" * (numbers.accumulation_steps > 1),
         "options": ", ".join(f"{name}={value}" for name, value in given.items()) or "defaults",
         "learning rate": f"{options.learning_rate:g} ({options.name}, as compiled)",
+        **({"unlike 1 rank": unlike} if unlike else {}),
     }

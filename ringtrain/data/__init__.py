@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ringtrain.config import DataConfig
 from ringtrain.config_io import find
-from ringtrain.data.arrays import Arrays, NoSamples, RowBatches
+from ringtrain.data.arrays import Arrays, NoSamples, RowBatches, split_arrays
 from ringtrain.data.dataset import DataSet, Samples, checked, checksums
 from ringtrain.data.pipeline import dealt_batches, evaluation_batches, training_batches
 from ringtrain.data.sharding import evaluation_shard, part_of, training_shard

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from ringtrain.data import sharding
 from ringtrain.data.dataset import Split, spaced
-from ringtrain.data.pipeline import ahead
+from ringtrain.data.pipeline import ahead, evaluation_batches
+from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -43,6 +44,11 @@ class Arrays(Split):
         part = copy.copy(self)
         part._num_samples = min(num_samples, len(self))
         return part
+
+    def rows(self, begin: int, end: int) -> Any:
+        """Batch of the rows from one number up to another."""
+        numbers = np.arange(begin, end)
+        return next(iter(evaluation_batches(self, numbers, len(numbers))))
 
     def checksum(self) -> int:
         """Checksum of up to 256 samples, evenly spaced."""
@@ -154,6 +160,42 @@ class RowBatches:
     def _part(self, rows: int) -> tuple[int, int]:
         begin, end = sharding.part_of(rows, self.rank, self.size)
         return (begin, end) if begin < end else (0, 1)
+
+
+def split_arrays(
+    x: Any,
+    y: Any,
+    sample_weight: Any,
+    class_weight: Any,
+    shuffle: bool,
+    validation_split: float,
+    validation_data: Any,
+) -> tuple[Arrays, Split]:
+    """Returns training and validation data from arguments of `fit`; raises DataError for data that are no arrays."""
+    import keras
+    from keras.src.trainers.data_adapters import array_slicing
+
+    for argument, nest in (("x", x), ("validation_data", validation_data)):
+        kinds = [type(leaf) for leaf in keras.tree.flatten(nest) if leaf is not None]
+        wrong = [kind for kind in kinds if not _is_array(kind)]
+        if wrong or (argument == "x" and not kinds):
+            kind = f"{wrong[0].__module__}.{wrong[0].__name__}" if wrong else "nothing"
+            raise DataError(
+                f"ringtrain.fit: got {kind} for {argument}, expected arrays in memory: NumPy, tensors or pandas, also"
+                f" in dicts and tuples"
+            )
+    if validation_split and validation_data is None:
+        (x, y, sample_weight), validation_data = array_slicing.train_validation_split(
+            (x, y, sample_weight), validation_split=validation_split
+        )
+    train = Arrays(x, y, sample_weight, class_weight, shuffle=shuffle)
+    if validation_data is None:
+        return train, NoSamples()
+    return train, Arrays(*keras.utils.unpack_x_y_sample_weight(validation_data))
+
+
+def _is_array(kind: type) -> bool:
+    return hasattr(kind, "shape") and (hasattr(kind, "__array__") or hasattr(kind, "dtype"))
 
 
 def _sliceable(nest: Any, target: str) -> Any:

@@ -175,7 +175,7 @@ def complete_summary(
         exported = ["model.keras", *(["saved_model"] if config.checkpoint.saved_model else [])]
         has_all = summary.get("global_step") == start.global_step and "not_exported" not in summary
         has_all = has_all and all((folder / name).exists() for name in exported)
-        # A configured run goes on after its callbacks have ended it, a script's callbacks decide for good.
+        # A configured run continues after its callbacks have ended it; those of a script decide for good.
         is_ended = "script" in summary and summary["stopped_by"] == console.A_CALLBACK
         return summary if has_all and (is_trained or ended_by or is_ended) else {}
 

@@ -233,8 +233,7 @@ def _find(folder: Path | None, must: bool) -> tuple[checkpoint.Checkpoint | None
     monitored = tuple(saved.get("monitored", ()))
     start = Start(newest.global_step, str(newest.folder), saved["metrics"], monitored, refused=tuple(refused))
     if states := saved.get("callbacks", ()):
-        arrays = newest.arrays("state")
-        start = dataclasses.replace(start, callbacks=[model_state.with_arrays({"dict": one}, arrays) for one in states])
+        start = dataclasses.replace(start, callbacks=model_state.loaded_callbacks(states, newest.arrays("state")))
     return newest, start
 
 

@@ -60,7 +60,7 @@ class Saver(keras.callbacks.Callback):
         self.facts["versions"] = tracking.versions()
         self.metrics, self.best_by = dict(run.start.metrics), f"{run.validation.prefix}accuracy"
         self.monitored, self.is_due, self.while_saving = monitored, is_due, while_saving
-        self.users_callbacks = run.users_callbacks if run.strategy.is_scripted else []
+        self.callback_state = model_state.CallbackState(run.users_callbacks) if run.strategy.is_scripted else None
         self.saved_step = -1
         self._failed_step = -2
         self.saves: dict[str, Any] = {"count": 0, "stall_s": 0.0, "longest_stall_s": 0.0, "write_s": 0.0, "failed": []}
@@ -174,8 +174,8 @@ class Saver(keras.callbacks.Callback):
             "variables": checkpoint.shapes_of(model_state.shared_variables(self.model)),
         }
         state = model_state.shared_state(self.model, own, self.config.model.not_averaged)
-        if self.users_callbacks:
-            facts["callbacks"], arrays = model_state.state_of_callbacks(self.users_callbacks)
+        if self.callback_state is not None:
+            facts["callbacks"], arrays = self.callback_state.save()
             state |= arrays
         return {"state": state, "ranks": ranks}, facts
 

@@ -6,11 +6,13 @@ Keras' own `fit` cannot resume within an epoch: a second call of it would begin 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 
 from ringtrain import data, hvd
 from ringtrain.config import Config
@@ -27,11 +29,16 @@ if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
 
 
+OF_A_WHOLE_BATCH = ("dice", "tversky", "circle")
+"""Keras' losses that are no mean over rows"""
+
+
 class Script(Ring):
     """Strategy ring for the model of a script.
 
     Attributes:
         is_quiet: Whether nothing is printed.
+        unlike_one_process: Parts of the model whose results are not those of one process.
     """
 
     is_scripted = True
@@ -39,6 +46,7 @@ class Script(Ring):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.is_quiet = False
+        self.unlike_one_process: list[str] = []
 
     def console(self) -> Console:
         return console.console_for(1 if self.is_quiet else hvd.rank())
@@ -58,7 +66,8 @@ class Script(Ring):
         return resume.Clock(run.start, run.numbers.steps_per_epoch, run.status, run.journal, per_call)
 
     def summary(self, run: RunContext) -> dict[str, Any]:
-        return {**super().summary(run), "script": sys.argv[0]}
+        facts = {"script": sys.argv[0], "unlike_one_process": self.unlike_one_process}
+        return {**super().summary(run), **facts}
 
     def segments(self, run: RunContext) -> list[Segment]:
         """The rest of the run, if any."""
@@ -78,6 +87,9 @@ class Script(Ring):
         )
         model.stop_training = False
         model.make_train_function(force=True)  # an earlier one has other gradients and losses
+        for callback in run.users_callbacks:
+            if isinstance(callback, keras.callbacks.CSVLogger) and run.start.source:
+                callback.append = True
         callbacks.on_train_begin()
         model_state.restore_callbacks(run.users_callbacks, run.start.callbacks)
         for epoch in range(part.first_epoch, part.end_epoch):
@@ -109,6 +121,55 @@ class Script(Ring):
             if id(callback) not in users:
                 callback.on_epoch_end(epoch, {})
         return {}
+
+
+def unlike_one_process(model: keras.Model, rows: Callable[[int, int], Any]) -> list[str]:
+    """Parts of a built model whose results on several ranks are not those of one process, a phrase each.
+
+    Args:
+        rows: Returns the batch of the rows from one number up to another, of at least 2.
+    """
+    found = []
+    if any(not hasattr(layer, "device_of_sums") for layer in hvd.batch_norm_layers(model)):
+        found.append("batch normalization uses each rank's rows (all rows with model.sync_batch_norm)")
+    if model_state.seeds(model):
+        found.append("random layers draw other numbers on each rank")
+    losses = model._compile_loss._flat_losses if model._compile_loss else []
+    if names := [one.name for one in losses if _function_of(one.loss) in OF_A_WHOLE_BATCH]:
+        found.append(f"the loss of {', '.join(names)} is a function of a whole batch, here of each rank's rows")
+    if names := _not_summed(model, rows):
+        found.append(f"{', '.join(names)}: the metric is no sum over rows")
+    return found
+
+
+def _function_of(loss: Any) -> str:
+    """Name of the function of a loss, which may be given as a class, a function or a text."""
+    return str(getattr(getattr(loss, "fn", None), "__name__", type(loss).__name__)).lower()
+
+
+def _not_summed(model: keras.Model, rows: Callable[[int, int], Any]) -> list[str]:
+    """Names of metrics whose state after two halves of a batch is not the sum of their states after each."""
+    of_losses = [model._loss_tracker, *(model._compile_loss.metrics if model._compile_loss else [])]
+    compiled = model._compile_metrics
+    metrics = [one for one in model.metrics if all(one is not other for other in (*of_losses, compiled))]
+    metrics += compiled.metrics if compiled else []
+
+    def states(begin: int, end: int) -> list[list[Any]]:
+        model.reset_metrics()
+        model.test_step(rows(begin, end))
+        return [[keras.ops.convert_to_numpy(variable) for variable in metric.variables] for metric in metrics]
+
+    try:
+        pairs = zip(metrics, states(0, 4), states(4, 8), states(0, 8), strict=True)
+        return [one.name for one, *parts in pairs if not all(itertools.starmap(_is_sum, zip(*parts, strict=True)))]
+    except Exception:  # of the script's own code; a step will raise it again
+        return []
+    finally:
+        model.reset_metrics()
+
+
+def _is_sum(first: Any, second: Any, both: Any) -> bool:
+    return bool(np.allclose(first.astype(float) + second, both, rtol=1e-3, atol=1e-6))
 
 
 @contextlib.contextmanager

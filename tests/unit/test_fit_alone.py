@@ -1,0 +1,210 @@
+"""`ringtrain.fit` in one process: its files, resume within an epoch, callbacks, the model afterwards."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import ringtrain
+from ringtrain.config import CheckpointConfig, Config, HealthConfig, RunConfig, TrackingConfig
+from ringtrain.errors import DataError
+
+RANDOM = np.random.default_rng(0)
+X, Y = RANDOM.normal(size=(100, 6)), RANDOM.normal(size=(100, 3))
+
+
+class Killed(Exception):
+    pass
+
+
+class KillAfter(keras.callbacks.Callback):
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if int(self.model.optimizer.iterations) == self.step:
+            raise Killed
+
+
+def _model(**more: Any) -> keras.Model:
+    keras.utils.set_random_seed(3)
+    layers = [keras.layers.Dense(8), keras.layers.Dropout(0.2), keras.layers.BatchNormalization()]
+    model = keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(3)])
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"], **more)
+    return model
+
+
+def _fit(model: keras.Model, folder: Path, *callbacks: Any, **more: Any) -> Any:
+    options = Config(
+        run=RunConfig(directory=str(folder)),
+        checkpoint=CheckpointConfig(every_steps=1),
+        health=HealthConfig(agree_every_steps=1),
+        tracking=TrackingConfig(every_steps=0),
+    )
+    arguments = {"batch_size": 32, "epochs": 4, "verbose": 0, "validation_data": (X[:40], Y[:40])}
+    return ringtrain.fit(model, X, Y, callbacks=callbacks, options=options, **arguments | more)
+
+
+def _callbacks(folder: Path) -> list[keras.callbacks.Callback]:
+    return [
+        keras.callbacks.ReduceLROnPlateau("val_loss", patience=1, min_delta=0.03),
+        keras.callbacks.CSVLogger(str(folder / "log.csv")),
+        keras.callbacks.ModelCheckpoint(str(folder / "best.weights.h5"), save_best_only=True, save_weights_only=True),
+    ]
+
+
+def _weights(model: keras.Model) -> list[Any]:
+    return [*model.get_weights(), *(variable.numpy() for variable in model.optimizer.variables)]
+
+
+@pytest.mark.parametrize("step", [2, 4, 11])
+def test_killed_and_resumed_is_as_never_interrupted(step: int, tmp_path: Path) -> None:
+    whole, resumed = _model(), _model()
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "killed").mkdir()
+    history = _fit(whole, tmp_path, *_callbacks(tmp_path / "whole"), name="one")
+    with pytest.raises(Killed):
+        _fit(_model(), tmp_path, *_callbacks(tmp_path / "killed"), KillAfter(step), name="other")
+    again = _fit(resumed, tmp_path, *_callbacks(tmp_path / "killed"), name="other")
+    for ours, theirs in zip(_weights(whole), _weights(resumed), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert again.history == history.history and again.epoch == history.epoch == [0, 1, 2, 3]
+    assert again.checksum == history.checksum
+    rows = [list(csv.reader((tmp_path / name / "log.csv").open())) for name in ("whole", "killed")]
+    assert rows[0] == rows[1] and len(rows[0]) == 5
+    assert len({(tmp_path / name / "best.weights.h5").stat().st_size for name in ("whole", "killed")}) == 1
+
+
+def test_the_files_of_a_run(tmp_path: Path) -> None:
+    history = _fit(_model(), tmp_path, epochs=2, validation_freq=2)
+    summary = json.loads((history.run / "summary.json").read_text())
+    assert history.run.name.startswith("arrays-") and summary["checksum"] == history.checksum
+    assert summary["numbers"]["steps_per_epoch"] == 4 and summary["numbers"]["dropped_per_epoch"] == 0
+    assert summary["metrics"] == {name: values[-1] for name, values in history.history.items()}
+    assert len(history.history["loss"]) == 2 and len(history.history["val_loss"]) == 1
+    again = keras.models.load_model(history.run / "model.keras", compile=False)
+    assert again.count_params() == _model().count_params()
+    assert (history.run / "curves.png").exists()
+
+
+def test_further_epochs_under_the_same_name(tmp_path: Path) -> None:
+    whole, longer = _model(), _model()
+    expected = _fit(whole, tmp_path, name="whole")
+    assert len(_fit(_model(), tmp_path, name="longer", epochs=2).epoch) == 2
+    history = _fit(longer, tmp_path, name="longer")
+    assert history.history == expected.history and history.checksum == expected.checksum
+
+
+def test_the_model_is_keras_again(tmp_path: Path) -> None:
+    model = _model()
+    _fit(model, tmp_path, epochs=1)
+    assert "train_step" not in vars(model) and "apply" not in vars(model.optimizer) and model.train_function is None
+    reference = keras.models.clone_model(model)
+    reference.set_weights(model.get_weights())
+    model.fit(X, Y, epochs=1, verbose=0)
+    assert not np.array_equal(model.get_weights()[0], reference.get_weights()[0])
+    model.save(tmp_path / "saved.keras")
+    assert type(keras.models.load_model(tmp_path / "saved.keras").optimizer) is keras.optimizers.Adam
+
+
+def test_validation_by_whole_batches(tmp_path: Path) -> None:
+    """A metric that is a function of a batch is that of Keras, also with steps and another batch size."""
+
+    def largest(y_true: Any, y_pred: Any) -> Any:
+        return keras.ops.max(keras.ops.abs(y_true - y_pred))
+
+    ours, reference = _model(), _model()
+    for model in (ours, reference):
+        model.compile("sgd", "mse", metrics=[largest])
+    more = {"shuffle": False, "validation_batch_size": 7, "validation_steps": 3, "epochs": 1}
+    history = _fit(ours, tmp_path, **more)
+    data = {"validation_data": (X[:40], Y[:40]), "batch_size": 32, "verbose": 0}
+    assert history.history["val_largest"] == reference.fit(X, Y, **more, **data).history["val_largest"]
+
+
+def test_inputs_alone(tmp_path: Path) -> None:
+    """A model that adds its own loss has no targets."""
+
+    class Coder(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = keras.Sequential([keras.layers.Dense(2), keras.layers.Dense(6)])
+
+        def call(self, inputs: Any) -> Any:
+            outputs = self.parts(inputs)
+            self.add_loss(keras.ops.mean(keras.ops.square(outputs - inputs)))
+            return outputs
+
+    def make() -> keras.Model:
+        keras.utils.set_random_seed(1)
+        model = Coder()
+        model(X[:1])
+        model.compile("sgd")
+        return model
+
+    ours, reference = make(), make()
+    options = Config(run=RunConfig(directory=str(tmp_path)))
+    history = ringtrain.fit(ours, X, batch_size=32, epochs=2, shuffle=False, verbose=0, options=options)
+    assert history.history == reference.fit(X, batch_size=32, epochs=2, shuffle=False, verbose=0).history
+
+
+def test_data_that_are_no_arrays(tmp_path: Path) -> None:
+    for x, kind in (
+        (iter(()), "builtins"),
+        ([1.0, 2.0], "builtins.float"),
+        (None, "nothing"),
+        ("text", "builtins.str"),
+    ):
+        with pytest.raises(DataError, match=f"got {kind}.* for x, expected arrays in memory"):
+            ringtrain.fit(_model(), x, Y, verbose=0, options=Config(run=RunConfig(directory=str(tmp_path))))
+    assert not list(tmp_path.iterdir())
+
+
+class Largest(keras.metrics.Metric):
+    """A state that is no sum."""
+
+    def __init__(self) -> None:
+        super().__init__(name="largest")
+        self.value = self.add_weight(shape=(), initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(y_pred)))
+
+    def result(self) -> Any:
+        return self.value
+
+
+def _spread(y_true: Any, y_pred: Any) -> Any:
+    """One number per batch."""
+    return keras.ops.std(y_pred)
+
+
+def test_what_is_not_as_in_one_process_is_named() -> None:
+    from ringtrain.strategies.script import unlike_one_process
+
+    def found(layers: list[Any], loss: str, metrics: list[Any]) -> list[str]:
+        outputs = keras.layers.Dense(3, activation="sigmoid")
+        model = keras.Sequential([keras.Input((6,)), *layers, outputs])
+        model.compile("sgd", loss, metrics=metrics)
+        targets = (Y > 0).astype("float32")
+        model._symbolic_build(data_batch=(keras.ops.array(X[:8]), keras.ops.array(targets[:8])))
+        before = model.get_weights()
+        phrases = unlike_one_process(model, lambda begin, end: (X[begin:end].astype("float32"), targets[begin:end]))
+        assert all(np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True))
+        assert all(not np.any(variable.numpy()) for variable in model.metrics_variables)
+        return phrases
+
+    sums = ["mae", "accuracy", keras.metrics.AUC(), keras.metrics.F1Score(), keras.metrics.R2Score()]
+    assert found([], "mse", sums) == []
+    assert found([], "mse", [*sums, Largest(), _spread]) == ["largest, _spread: the metric is no sum over rows"]
+    layers = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.1)]
+    normalized, random, loss = found(layers, "dice", [])
+    assert normalized.startswith("batch normalization") and random.startswith("random layers")
+    assert loss.startswith("the loss of") and "whole batch" in loss
