@@ -114,8 +114,7 @@ def test_a_host_agent_reports_tensorflow_without_a_library_by_which_ranks_meet(l
     for rank in ranks:
         rank.stdout.readline()
     agent = subprocess.Popen(words, env={"PATH": os.environ["PATH"]}, **pipes)
-    while not agent.stdout.readline().startswith(b"ringtrain-keeper:ready"):
-        pass
+    assert any(line.startswith(f"{host_agent.SAYS}ready".encode()) for line in agent.stdout)
     said = agent.communicate(b"beat\nend\n", timeout=60)[0]
     for rank in ranks:
         rank.communicate()
