@@ -93,8 +93,8 @@ def test_the_exported_model_serves(results: dict[str, Any]) -> None:
     (saved,) = (results["folder"] / "exported").glob("*saved_model*")
     program = f"""
 import numpy as np, tensorflow as tf
-served = tf.saved_model.load({str(saved)!r}).serve(np.zeros((3, 8, 8, 1), "float32"))
-print(served.shape)
+model = tf.saved_model.load({str(saved)!r})
+print(model.serve(np.zeros((3, 8, 8, 1), "float32")).shape)
 """
     ended = run(0, [sys.executable, "-c", program], TIMEOUT_S, warm=True)
     assert ended.stdout == "(3, 10)\n", ended.stderr
