@@ -311,10 +311,12 @@ def _job(process: Process, model: keras.Model, x: Any, y: Any, arguments: Argume
     process.code = {**process.code, **({"script": consistency.checksum_of(Path(script))} if script else {})}
     users = [one for one in arguments.callbacks if rank == 0 or type(one).__name__ not in ON_RANK_0]
     data_set = data.DataSet(train, test, 0, ())
+    # Scripts for Horovod divide their data themselves.
+    checksums = {f"{name} (fit divides it itself)": text for name, text in data.checksums(data_set).items()}
     return Job(
         data_set=data_set,
         numbers=numbers,
-        checksums={**data.checksums(data_set), "model": _checksum(checkpoint.shapes_of(model.weights))},
+        checksums={**checksums, "model": _checksum(checkpoint.shapes_of(model.weights))},
         model=model,
         users_callbacks=[*users, keras.callbacks.History()],
         validation=validation,

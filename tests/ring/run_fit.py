@@ -464,7 +464,7 @@ def resumed_by_other_ranks() -> None:
 def what_differs_is_refused() -> None:
     """Other data or another model on one rank, data that are no arrays, a model that is not compiled."""
     for words, arguments in (
-        ("rank 1 on", {"y": Y + hvd.rank()}),
+        ("has another training data (fit divides it itself) than rank 0", {"y": Y + hvd.rank()}),
         ("expected arrays in memory", {"x": iter(())}),
         ("not compiled", {"model": dense()}),
         (
