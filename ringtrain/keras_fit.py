@@ -99,7 +99,8 @@ def fit(
 
     Args:
         model: Compiled model, with any loss. It may be unbuilt.
-        x, y, sample_weight: Arrays with the rows first, or nests of them: NumPy, tensors, pandas, sparse or ragged.
+        x, y, sample_weight: Arrays with the rows first, or nests of them: NumPy, tensors, pandas, sparse or ragged. Or
+            x is a `tf.data.Dataset` of known length, the same on all ranks, whose batches are steps of all ranks.
         name: Folder of the run in `runs`. "": its time, so that nothing is resumed.
         batch_size: Rows of a step on all ranks. None: 32. With `batch_per_rank`: on each rank.
         epochs: Passes over the data, including those before a resume.
@@ -285,16 +286,26 @@ def _job(process: Process, model: keras.Model, x: Any, y: Any, arguments: Argume
         *(wanted.validation_split, wanted.validation_data),
     )
     size, rank = hvd.size(), hvd.rank()
+    is_stream = isinstance(train, data.Stream)
+    if is_stream and (arguments.batch_size or arguments.batch_per_rank):
+        raise ConfigError(
+            "ringtrain.fit: got a batch_size with a tf.data.Dataset, which has its own batches: leave it out"
+        )
     batch_size = (arguments.batch_size or 32) * (size if arguments.batch_per_rank else 1)
-    validation = Validation("val_", arguments.validation_batch_size or batch_size, _due(arguments))
+    evaluated = 1 if isinstance(test, data.Stream) else arguments.validation_batch_size or batch_size
+    validation = Validation("val_", evaluated, _due(arguments))
     if arguments.validation_steps and isinstance(test, data.Arrays):
         test = test.first(arguments.validation_steps * validation.batch_size)
     _prepare(process, model, train, batch_size)
-    if size > 1 and len(train) >= 8:
+    if size > 1:
         strategy: Any = process.strategy
-        strategy.unlike_one_process = unlike_one_process(model, train.rows)
-    numbers = _numbers(process.config, model, len(train), len(test), batch_size)
-    process.config = with_values(process.config, {"train.batch_size": numbers.batch_size})
+        has_rows = isinstance(train, data.Arrays) and len(train) >= 8
+        strategy.unlike_one_process = unlike_one_process(model, train.rows if has_rows else None)
+    batch_size = train.batch_size if isinstance(train, data.Stream) else batch_size
+    num_train = len(train) * (batch_size if is_stream else 1)
+    numbers = _numbers(process.config, model, num_train, len(test), batch_size)
+    named = {"data.name": "tf.data" if is_stream else "arrays", "train.batch_size": numbers.batch_size}
+    process.config = with_values(process.config, named)
     process.strategy.config = process.config
     script = getattr(sys.modules["__main__"], "__file__", None)
     process.code = {**process.code, **({"script": consistency.checksum_of(Path(script))} if script else {})}
@@ -339,7 +350,7 @@ def _due(arguments: Arguments) -> Collection[int] | None:
     return freq
 
 
-def _prepare(process: Process, model: keras.Model, train: data.Arrays, batch_size: int) -> None:
+def _prepare(process: Process, model: keras.Model, train: Any, batch_size: int) -> None:
     """Builds model, metrics, loss and optimizer, makes the optimizer distributed, and gives ranks other seeds."""
     import numpy as np
     import tensorflow as tf
@@ -353,7 +364,8 @@ def _prepare(process: Process, model: keras.Model, train: data.Arrays, batch_siz
         strategy.distribute(model.optimizer)
     if process.config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model, strategy.device_of_sums):
         raise ConfigError("model.sync_batch_norm: the model has no BatchNormalization layers: leave it out")
-    model._symbolic_build(data_batch=train.rows(0, min(len(train), max(2, batch_size // hvd.size()))))
+    num_rows = max(2, batch_size // hvd.size())
+    model._symbolic_build(data_batch=train.rows(0, min(len(train), num_rows) if isinstance(train, data.Arrays) else 2))
     if hvd.rank():  # else all ranks would drop the same units; rank 0 keeps the script's seeds
         for index, state in enumerate(model_state.seeds(model)):
             draw = np.random.default_rng([process.config.seed, hvd.rank(), index])
@@ -391,7 +403,7 @@ def _plan(process: Process, model: keras.Model, numbers: Numbers) -> dict[str, s
     given = {name: value for name, value in changed_options(config).items() if name.startswith(OPTIONS)}
     rows = f"{numbers.samples_per_step:,} rows on all ranks"
     return {
-        "data": f"arrays: {numbers.num_train:,} to train, {numbers.num_test:,} to validate",
+        "data": f"{config.data.name}: {numbers.num_train:,} to train, {numbers.num_test:,} to validate",
         "model": f"{config.model.name} {model.name}, {model.count_params():,} parameters",
         "global batch": rows + f" x {numbers.accumulation_steps} accumulated" * (numbers.accumulation_steps > 1),
         "options": ", ".join(f"{name}={value}" for name, value in given.items()) or "defaults",

@@ -9,6 +9,7 @@ tfrecords:      TFRecord files and their index
 make_tfrecords: command: images to TFRecords
 spark_rows:     rows that Spark streams to this rank
 arrays:         arrays as Keras' fit takes them, and a rank's rows of each global batch
+streams:        batches of a tf.data.Dataset, and a rank's rows of each
 sharding:       distribution of the samples over the ranks
 augment:        crops and flips, determined by seed and sample number
 pipeline:       batches as tf.data
@@ -26,6 +27,7 @@ from ringtrain.data.dataset import DataSet, Samples, checked, checksums
 from ringtrain.data.pipeline import dealt_batches, evaluation_batches, training_batches
 from ringtrain.data.sharding import evaluation_shard, part_of, training_shard
 from ringtrain.data.sources import DATASETS, PREPARE
+from ringtrain.data.streams import Stream, StreamRows
 from ringtrain.errors import DataError
 
 

@@ -36,6 +36,10 @@ class Split:
         """Returns the number of these samples that this process has not found unreadable so far."""
         return len(numbers)
 
+    def part(self, numbers: NDArray[np.int64]) -> tf.data.Dataset | None:
+        """Batches with these numbers, if samples are stored in batches."""
+        return None
+
     def checksum(self) -> int:
         """Checksum by which ranks compare their data; without one, the number of samples."""
         return len(self)

@@ -18,6 +18,9 @@ from ringtrain import hvd
 from ringtrain.hvd.collectives import unique_in_graph
 from ringtrain.hvd.placement import CPU
 
+MODULUS = 2**31 - 1
+"""Fingerprints are below this."""
+
 
 class UnevenBatches:
     """Context in which a compiled and built model trains as one process would with the batches of all ranks.
@@ -28,11 +31,15 @@ class UnevenBatches:
     Args:
         has_shares: Whether batches come as (share, batch), since the ranks' numbers of rows differ.
         has_empty_parts: Whether a share can be 0. The row in its place then changes no metric and no statistic.
+
+    Attributes:
+        fingerprint: Of all batches so far, if they come as ([share, fingerprint], batch); below 2 ** 31.
     """
 
     def __init__(self, model: keras.Model, has_shares: bool, has_empty_parts: bool) -> None:
         self.model, self.has_empty_parts = model, has_empty_parts
         self.share = tf.Variable(1.0, trainable=False, dtype=tf.float64) if has_shares else None
+        self.fingerprint = tf.Variable(0.0, trainable=False, dtype=tf.float64)
         self._in_step = False
 
     def __enter__(self) -> UnevenBatches:
@@ -65,8 +72,11 @@ class UnevenBatches:
     def _step(self, data: Any) -> Any:
         """A step of the model with this rank's part of the batch."""
         if self.share is not None:
-            self.share.assign(data[0])
-            data = data[1]
+            share, data = data
+            if share.shape.rank:  # with the fingerprint of the batch
+                self.fingerprint.assign(tf.math.floormod(self.fingerprint * 31 + share[1], MODULUS))
+                share = share[0]
+            self.share.assign(share)
         share, changed = self.share, self._changed_by_a_row() if self.has_empty_parts else []
         before = [tf.identity(variable.value) for variable in changed]
         self._in_step = True

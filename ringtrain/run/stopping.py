@@ -95,7 +95,9 @@ class StopTogether(keras.callbacks.Callback):
         self._read_stop_training()
         if not self._first_bad_step and not math.isfinite(float((logs or {}).get("loss", 0.0))):
             self._first_bad_step = global_step
-        if any(map(self.run.clock.passed, self.every_steps)):
+        # A script's data can differ from the first step on.
+        is_first = self.run.strategy.is_scripted and self.run.clock.before == self.run.start.global_step
+        if is_first or any(map(self.run.clock.passed, self.every_steps)):
             self._agree()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -114,10 +116,13 @@ class StopTogether(keras.callbacks.Callback):
         time_is_up = run.rank == 0 and 0 < run.config.train.max_time_s < now_s - self._begin_s
         save = run.rank == 0 and 0 < 60 * run.config.checkpoint.every_minutes < now_s - self._saved_s
         requests = [run.signals.received, time_is_up, bool(self._reason), save]
-        local = np.array([self._first_bad_step > 0, self._unreadable(), *requests], np.int32)
+        batches = run.strategy.fingerprint()
+        local = np.array([self._first_bad_step > 0, self._unreadable(), *requests, batches, -batches], np.int32)
         if run.size > 1:
             local = hvd.allreduce(local, op=hvd.Max, name="ringtrain_stop").numpy()
-        bad, unreadable, number, time_is_up, requested, save = local
+        bad, unreadable, number, time_is_up, requested, save, highest, lowest = local
+        if highest != -lowest:
+            self._raise_other_batches(batches)
         if save:
             self.save_is_due, self._saved_s = True, now_s
         if unreadable:
@@ -135,6 +140,14 @@ class StopTogether(keras.callbacks.Callback):
         except DataError:
             return True
         return False
+
+    def _raise_other_batches(self, batches: int) -> None:
+        of_ranks = hvd.allgather_object((batches, socket.gethostname()), name="ringtrain_other_batches")
+        other = next(rank for rank, (of_rank, _) in enumerate(of_ranks) if of_rank != of_ranks[0][0])
+        raise DataError(
+            f"rank {other} on {of_ranks[other][1]} has other batches than rank 0, by step {self.run.clock.global_step}:"
+            f" give dataset.shuffle a seed, and make the same random operations on all ranks, also before the dataset"
+        )
 
     def _raise_together(self) -> None:
         first_bad = hvd.allgather_object((self._first_bad_step, socket.gethostname()), name="ringtrain_bad_loss")

@@ -47,6 +47,7 @@ class Script(Ring):
         super().__init__(config)
         self.is_quiet = False
         self.unlike_one_process: list[str] = []
+        self._batches: UnevenBatches | None = None
 
     def console(self) -> Console:
         return console.console_for(1 if self.is_quiet else hvd.rank())
@@ -75,12 +76,21 @@ class Script(Ring):
         epoch = run.start.global_step // steps
         return [Segment(epoch, epochs, steps, run.start.global_step)] if epoch < epochs else []
 
+    def fingerprint(self) -> int:
+        return 0 if self._batches is None else int(self._batches.fingerprint)
+
     def fit(self, run: RunContext, part: Segment) -> None:
-        rows = data.RowBatches(run.data_set.train, run.numbers.samples_per_step, run.rank, run.size, run.config.seed)
-        with UnevenBatches(run.model, not rows.is_even, rows.has_empty_parts):
+        train, rank, size = run.data_set.train, run.rank, run.size
+        rows: Any = (
+            data.StreamRows(train, rank, size)
+            if isinstance(train, data.Stream)
+            else data.RowBatches(train, run.numbers.samples_per_step, rank, size, run.config.seed)
+        )
+        self._batches = UnevenBatches(run.model, not rows.is_even, rows.has_empty_parts)
+        with self._batches:
             self._train(run, part, rows)
 
-    def _train(self, run: RunContext, part: Segment, rows: data.RowBatches) -> None:
+    def _train(self, run: RunContext, part: Segment, rows: Callable[[int, int], Iterator[Any]]) -> None:
         model, first_step, logs = run.model, part.first_step % part.num_steps, None
         callbacks = keras.callbacks.CallbackList(
             run.callbacks.ordered, model=model, epochs=part.end_epoch, steps=part.num_steps, verbose=0
@@ -123,11 +133,11 @@ class Script(Ring):
         return {}
 
 
-def unlike_one_process(model: keras.Model, rows: Callable[[int, int], Any]) -> list[str]:
+def unlike_one_process(model: keras.Model, rows: Callable[[int, int], Any] | None) -> list[str]:
     """Parts of a built model whose results on several ranks are not those of one process, a phrase each.
 
     Args:
-        rows: Returns the batch of the rows from one number up to another, of at least 2.
+        rows: Returns the batch of the rows from one number up to another, of at least 8. None: metrics are not tested.
     """
     found = []
     if any(not hasattr(layer, "device_of_sums") for layer in hvd.batch_norm_layers(model)):
@@ -137,7 +147,7 @@ def unlike_one_process(model: keras.Model, rows: Callable[[int, int], Any]) -> l
     losses = model._compile_loss._flat_losses if model._compile_loss else []
     if names := [one.name for one in losses if _function_of(one.loss) in OF_A_WHOLE_BATCH]:
         found.append(f"the loss of {', '.join(names)} is a function of a whole batch, here of each rank's rows")
-    if names := _not_summed(model, rows):
+    if names := _not_summed(model, rows) if rows else []:
         found.append(f"{', '.join(names)}: the metric is no sum over rows")
     return found
 

@@ -241,6 +241,36 @@ def mixed_float16() -> None:
         keras.config.set_dtype_policy("float32")
 
 
+def _pairs(**shuffle: Any) -> tf.data.Dataset:
+    pairs = tf.data.Dataset.from_tensor_slices((X[:97], Y[:97]))
+    return (pairs.shuffle(97, **shuffle) if shuffle else pairs).batch(32)
+
+
+def datasets() -> None:
+    """Shuffled by a seed, with a last batch of one row, and validated by batches, of which one rank may have none."""
+    for shuffle in ({}, {"seed": 3}):
+        ours, reference = (compiled(dense(), metrics=["mae"]) for _ in range(2))
+        held_out = tf.data.Dataset.from_tensor_slices((X[:20], Y[:20])).batch(16)
+        arguments: dict[str, Any] = {"epochs": 3, "verbose": 0, "validation_data": held_out}
+        history = ringtrain.fit(ours, _pairs(**shuffle), options=options(), **arguments)
+        expected = reference.fit(_pairs(**shuffle), shuffle=False, **arguments)
+        assert distance(ours, reference) < 1e-10
+        for metric, values in expected.history.items():
+            np.testing.assert_allclose(history.history[metric], values, rtol=1e-6, err_msg=metric)
+
+
+def another_order_on_a_rank_is_refused() -> None:
+    keras.utils.set_random_seed(hvd.rank())
+    dataset = _pairs(reshuffle_each_iteration=True)
+    try:
+        ringtrain.fit(compiled(dense()), dataset, epochs=2, verbose=0, options=options())
+    except ringtrain.errors.DataError as error:
+        # dense() has set the same seed on all ranks, but after the dataset was made.
+        assert "rank 1 on" in str(error) and "other batches than rank 0, by step 1" in str(error), error
+    else:
+        raise AssertionError("trained with other batches")
+
+
 def fitted_before() -> None:
     """The step that Keras has traced before does not reduce gradients: it is traced anew, and once more for Keras."""
 
