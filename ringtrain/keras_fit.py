@@ -11,7 +11,6 @@ import signal
 import sys
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,28 +38,6 @@ REFUSED = {
     "BackupAndRestore": "name= saves and resumes, on all ranks together",
     "OrbaxCheckpoint": "it does not write for several processes here; name= saves and resumes",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arguments:
-    """Arguments of `fit`, which describes them."""
-
-    batch_size: int | None
-    epochs: int
-    verbose: str | int
-    callbacks: Sequence[keras.callbacks.Callback]
-    validation_split: float
-    validation_data: Any
-    shuffle: bool | str
-    class_weight: Mapping[int, float] | None
-    sample_weight: Any
-    steps_per_epoch: int | None
-    validation_steps: int | None
-    validation_batch_size: int | None
-    validation_freq: int | Collection[int]
-    batch_per_rank: bool
-    seed: int
-    resume: str
 
 
 def fit(
@@ -100,7 +77,8 @@ def fit(
     Args:
         model: Compiled model, with any loss. It may be unbuilt.
         x, y, sample_weight: Arrays with the rows first, or nests of them: NumPy, tensors, pandas, sparse or ragged. Or
-            x is a `tf.data.Dataset` of known length, the same on all ranks, whose batches are steps of all ranks.
+            x gives batches, the same on all ranks, of which each is a step of all ranks together: a `tf.data.Dataset`,
+            a `keras.utils.PyDataset`, or a generator.
         name: Folder of the run in `runs`. "": its time, so that nothing is resumed.
         batch_size: Rows of a step on all ranks. None: 32. With `batch_per_rank`: on each rank.
         epochs: Passes over the data, including those before a resume.
@@ -110,7 +88,7 @@ def fit(
         validation_data: (x, y) or (x, y, sample_weight), evaluated after each epoch: metrics val_...
         shuffle: Whether every epoch has another order, which `seed` and the epoch determine.
         class_weight: Weight by class, for one output.
-        steps_per_epoch: Must be None: arrays have their own number.
+        steps_per_epoch: Batches of an epoch, for generators and data without an end. All epochs are one iteration.
         seed: Of the order and, on the other ranks than rank 0, of dropout.
         resume: "auto", "must" (fail without a checkpoint), "never", or the path of a run or checkpoint.
         options: Further options, such as `Config(checkpoint=CheckpointConfig(every_steps=100))`.
@@ -128,7 +106,9 @@ def fit(
         >>> history = ringtrain.fit(model, x, y, name="first", batch_size=64, epochs=10, validation_split=0.1)
         >>> history.history["val_loss"][-1], history.run
     """
-    arguments = Arguments(
+    arguments = data.FitArguments(
+        x=x,
+        y=y,
         batch_size=batch_size,
         epochs=epochs,
         verbose=verbose,
@@ -146,7 +126,7 @@ def fit(
         seed=seed,
         resume=resume,
     )
-    return _fit(model, x, y, name, options or Config(), arguments)
+    return _fit(model, name, options or Config(), arguments)
 
 
 def start(options: Config | None = None) -> None:
@@ -166,9 +146,7 @@ def start(options: Config | None = None) -> None:
     hvd.run_together(lambda: devices.pin(hvd.local_rank(), hvd.local_size(), config.device))
 
 
-def _fit(
-    model: keras.Model, x: Any, y: Any, name: str, options: Config, arguments: Arguments
-) -> keras.callbacks.History:
+def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArguments) -> keras.callbacks.History:
     """Trains a compiled model on this rank together with the others."""
     config = _config(model, name, options, arguments)
     strategies.prepare(config)
@@ -183,7 +161,7 @@ def _fit(
     strategy.is_quiet = arguments.verbose == 0
     with unchanged_afterwards(model):
         try:
-            job = strategy.together(lambda: _job(process, model, x, y, arguments))
+            job = strategy.together(lambda: _job(process, model, arguments))
             run = train.agree(process, job)
             summary, exit_code = train.finish(train.fit(run)) if isinstance(run, RunContext) else (run, 0)
         except Exception as error:
@@ -208,7 +186,7 @@ def _fit(
     return history
 
 
-def _config(model: keras.Model, name: str, options: Config, arguments: Arguments) -> Config:
+def _config(model: keras.Model, name: str, options: Config, arguments: data.FitArguments) -> Config:
     """Configuration that describes the script's job; raises ConfigError for what `fit` cannot do."""
     import keras
 
@@ -227,10 +205,6 @@ def _config(model: keras.Model, name: str, options: Config, arguments: Arguments
             )
     if options.strategy.name not in STRATEGIES:
         raise ConfigError(f"ringtrain.fit: got strategy.name {options.strategy.name}, expected ring or mpi-ring")
-    if arguments.steps_per_epoch:
-        raise ConfigError(
-            "ringtrain.fit: got steps_per_epoch, which arrays have by themselves: leave it out, or pass fewer rows"
-        )
     if (arguments.batch_size or 1) < 1 or arguments.epochs < 1:
         raise ConfigError(
             f"ringtrain.fit: got batch_size {arguments.batch_size} and epochs {arguments.epochs}, expected at least 1"
@@ -273,39 +247,28 @@ def _named(config: Config) -> Named:
     return Named(fault_injection.parse(config.chaos), none, lambda shape, classes: none(), none, none)
 
 
-def _job(process: Process, model: keras.Model, x: Any, y: Any, arguments: Arguments) -> Job:
+def _job(process: Process, model: keras.Model, arguments: data.FitArguments) -> Job:
     """The script's data, and its model with a distributed optimizer."""
     import keras
 
     from ringtrain import hvd
     from ringtrain.strategies.script import unlike_one_process
 
-    wanted = arguments
-    train, test = data.split_arrays(
-        *(x, y, wanted.sample_weight, wanted.class_weight, wanted.shuffle is True),
-        *(wanted.validation_split, wanted.validation_data),
-    )
     size, rank = hvd.size(), hvd.rank()
-    is_stream = isinstance(train, data.Stream)
-    if is_stream and (arguments.batch_size or arguments.batch_per_rank):
-        raise ConfigError(
-            "ringtrain.fit: got a batch_size with a tf.data.Dataset, which has its own batches: leave it out"
-        )
     batch_size = (arguments.batch_size or 32) * (size if arguments.batch_per_rank else 1)
+    train, test = data.inputs(arguments, batch_size)
     evaluated = 1 if isinstance(test, data.Stream) else arguments.validation_batch_size or batch_size
     validation = Validation("val_", evaluated, _due(arguments))
-    if arguments.validation_steps and isinstance(test, data.Arrays):
-        test = test.first(arguments.validation_steps * validation.batch_size)
     _prepare(process, model, train, batch_size)
     if size > 1:
         strategy: Any = process.strategy
         has_rows = isinstance(train, data.Arrays) and len(train) >= 8
         strategy.unlike_one_process = unlike_one_process(model, train.rows if has_rows else None)
-    batch_size = train.batch_size if isinstance(train, data.Stream) else batch_size
-    num_train = len(train) * (batch_size if is_stream else 1)
+    num_train = len(train)
+    if isinstance(train, data.Stream):
+        batch_size, num_train = train.batch_size, num_train * train.batch_size
     numbers = _numbers(process.config, model, num_train, len(test), batch_size)
-    named = {"data.name": "tf.data" if is_stream else "arrays", "train.batch_size": numbers.batch_size}
-    process.config = with_values(process.config, named)
+    process.config = with_values(process.config, {"data.name": train.kind, "train.batch_size": numbers.batch_size})
     process.strategy.config = process.config
     script = getattr(sys.modules["__main__"], "__file__", None)
     process.code = {**process.code, **({"script": consistency.checksum_of(Path(script))} if script else {})}
@@ -320,7 +283,7 @@ def _job(process: Process, model: keras.Model, x: Any, y: Any, arguments: Argume
         model=model,
         users_callbacks=[*users, keras.callbacks.History()],
         validation=validation,
-        plan=_plan(process, model, numbers),
+        plan=_plan(process, model, numbers, train.on_resume),
     )
 
 
@@ -343,7 +306,7 @@ def _restore_result(model: keras.Model, folder: Path) -> None:
     hvd.broadcast_model(model, root_rank=0)
 
 
-def _due(arguments: Arguments) -> Collection[int] | None:
+def _due(arguments: data.FitArguments) -> Collection[int] | None:
     freq = arguments.validation_freq
     if isinstance(freq, int):
         return None if freq == 1 else range(freq, arguments.epochs + 1, freq)
@@ -397,13 +360,14 @@ def _numbers(config: Config, model: keras.Model, num_train: int, num_test: int, 
     )
 
 
-def _plan(process: Process, model: keras.Model, numbers: Numbers) -> dict[str, str]:
+def _plan(process: Process, model: keras.Model, numbers: Numbers, on_resume: str) -> dict[str, str]:
     config, strategy, options = process.config, process.strategy, process.config.optimizer
     unlike = "; ".join(getattr(strategy, "unlike_one_process", ()))
     given = {name: value for name, value in changed_options(config).items() if name.startswith(OPTIONS)}
     rows = f"{numbers.samples_per_step:,} rows on all ranks"
     return {
         "data": f"{config.data.name}: {numbers.num_train:,} to train, {numbers.num_test:,} to validate",
+        "on resume": on_resume,
         "model": f"{config.model.name} {model.name}, {model.count_params():,} parameters",
         "global batch": rows + f" x {numbers.accumulation_steps} accumulated" * (numbers.accumulation_steps > 1),
         "options": ", ".join(f"{name}={value}" for name, value in given.items()) or "defaults",

@@ -9,7 +9,8 @@ tfrecords:      TFRecord files and their index
 make_tfrecords: command: images to TFRecords
 spark_rows:     rows that Spark streams to this rank
 arrays:         arrays as Keras' fit takes them, and a rank's rows of each global batch
-streams:        batches of a tf.data.Dataset, and a rank's rows of each
+streams:        batches of a tf.data.Dataset, PyDataset or generator, and a rank's rows of each
+inputs:         training and validation data from arguments of Keras' fit
 sharding:       distribution of the samples over the ranks
 augment:        crops and flips, determined by seed and sample number
 pipeline:       batches as tf.data
@@ -22,8 +23,9 @@ from pathlib import Path
 
 from ringtrain.config import DataConfig
 from ringtrain.config_io import find
-from ringtrain.data.arrays import Arrays, NoSamples, RowBatches, split_arrays
+from ringtrain.data.arrays import Arrays, NoSamples, RowBatches
 from ringtrain.data.dataset import DataSet, Samples, checked, checksums
+from ringtrain.data.inputs import FitArguments, inputs
 from ringtrain.data.pipeline import dealt_batches, evaluation_batches, training_batches
 from ringtrain.data.sharding import evaluation_shard, part_of, training_shard
 from ringtrain.data.sources import DATASETS, PREPARE

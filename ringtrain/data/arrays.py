@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from ringtrain.data import sharding
 from ringtrain.data.dataset import Split, spaced
 from ringtrain.data.pipeline import ahead, evaluation_batches
-from ringtrain.data.streams import Stream
-from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -28,6 +26,8 @@ class Arrays(Split):
         class_weight: Weight by class, for one output.
         shuffle: Whether every epoch has another order.
     """
+
+    kind, on_resume = "arrays", "nothing is read again"
 
     def __init__(
         self, x: Any, y: Any = None, sample_weight: Any = None, class_weight: Any = None, shuffle: bool = False
@@ -161,53 +161,6 @@ class RowBatches:
     def _part(self, rows: int) -> tuple[int, int]:
         begin, end = sharding.part_of(rows, self.rank, self.size)
         return (begin, end) if begin < end else (0, 1)
-
-
-def split_arrays(
-    x: Any,
-    y: Any,
-    sample_weight: Any,
-    class_weight: Any,
-    shuffle: bool,
-    validation_split: float,
-    validation_data: Any,
-) -> tuple[Arrays | Stream, Split]:
-    """Returns training and validation data from arguments of `fit`; raises DataError for data that are no arrays."""
-    import keras
-    import tensorflow as tf
-    from keras.src.trainers.data_adapters import array_slicing
-
-    if isinstance(x, tf.data.Dataset):
-        if y is not None or sample_weight is not None or validation_split:
-            raise DataError(
-                "ringtrain.fit: got a tf.data.Dataset with y, sample_weight or validation_split: put targets and"
-                " weights into its elements, and pass validation_data"
-            )
-        train: Arrays | Stream = Stream(x, class_weight)
-        return train, split_arrays(np.zeros(1), None, None, None, False, 0.0, validation_data)[1]
-    if isinstance(validation_data, tf.data.Dataset):
-        return split_arrays(x, y, sample_weight, class_weight, shuffle, 0.0, None)[0], Stream(validation_data)
-    for argument, nest in (("x", x), ("validation_data", validation_data)):
-        kinds = [type(leaf) for leaf in keras.tree.flatten(nest) if leaf is not None]
-        wrong = [kind for kind in kinds if not _is_array(kind)]
-        if wrong or (argument == "x" and not kinds):
-            kind = f"{wrong[0].__module__}.{wrong[0].__name__}" if wrong else "nothing"
-            raise DataError(
-                f"ringtrain.fit: got {kind} for {argument}, expected arrays in memory (NumPy, tensors or pandas, also"
-                f" in dicts and tuples) or a tf.data.Dataset"
-            )
-    if validation_split and validation_data is None:
-        (x, y, sample_weight), validation_data = array_slicing.train_validation_split(
-            (x, y, sample_weight), validation_split=validation_split
-        )
-    train = Arrays(x, y, sample_weight, class_weight, shuffle=shuffle)
-    if validation_data is None:
-        return train, NoSamples()
-    return train, Arrays(*keras.utils.unpack_x_y_sample_weight(validation_data))
-
-
-def _is_array(kind: type) -> bool:
-    return hasattr(kind, "shape") and (hasattr(kind, "__array__") or hasattr(kind, "dtype"))
 
 
 def _sliceable(nest: Any, target: str) -> Any:

@@ -1,11 +1,16 @@
-"""Batches of a tf.data.Dataset, of which each rank trains its rows, with a fingerprint that ranks can compare."""
+"""Batches of a tf.data.Dataset, PyDataset or generator, of which each rank trains its rows, with their fingerprint."""
 
 from __future__ import annotations
 
+import contextlib
+import random
 import zlib
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from ringtrain.data.dataset import Split
@@ -13,6 +18,7 @@ from ringtrain.data.pipeline import ahead
 from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
+    import keras
     import tensorflow as tf
 
 MODULUS = 2**31 - 1
@@ -24,35 +30,55 @@ FINGERPRINTED = 1024
 class Stream(Split):
     """Whole batches of a `tf.data.Dataset`; its samples are counted in batches.
 
-    Args:
-        dataset: Of known length, with elements x, (x, y) or (x, y, sample_weight).
-        class_weight: Weight by class, for one output.
+    Without `steps`, each epoch is an iteration of the dataset: epoch e, from 0, is iteration 2 e, as in Keras' `fit`,
+    which begins one at the end of each epoch, too, and discards it. With `steps`, all epochs are one iteration.
 
-    Attributes:
+    Args:
+        kind: What the script has passed, for messages.
+        dataset: Elements x, (x, y) or (x, y, sample_weight).
+        steps: Batches of an epoch; None: all.
+        epochs: That will be trained.
         batch_size: Rows of a batch; 1: unknown.
 
+    Attributes:
+        num_batches: Of an epoch.
+        on_resume: What a resumed run has to read again.
+
     Raises:
-        DataError: The dataset's length is unknown or infinite, or it has no batches.
+        DataError: The number of batches is infinite or 0, or less than `steps` for each epoch.
     """
 
-    def __init__(self, dataset: tf.data.Dataset, class_weight: Any = None) -> None:
-        from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+    def __init__(
+        self, kind: str, dataset: tf.data.Dataset, steps: int | None = None, epochs: int = 1, batch_size: int = 1
+    ) -> None:
+        self.kind, self.dataset, self.batch_size = kind, dataset, batch_size
+        self._is_endless, self._iterations = steps is not None, 0
+        self._open: Iterator[Any] | None = None
+        self.num_batches = steps or int(dataset.cardinality())
+        if steps:
+            self._check_length(steps, epochs)
+        elif self.num_batches == -1:
+            raise DataError(f"ringtrain.fit: got a {kind} without an end: pass steps_per_epoch, or use take(n)")
+        elif self.num_batches == -2:
+            self.num_batches, self._iterations = sum(1 for _ in dataset), 1
+        if not self.num_batches:
+            raise DataError(f"ringtrain.fit: got a {kind} without batches, expected at least one")
+        which = "all earlier batches" if steps else "the epoch's earlier batches"
+        self.on_resume = f"{which} are read again, without training"
 
-        self.num_batches = int(dataset.cardinality())
-        if self.num_batches <= 0:
-            length = {-1: "infinite", -2: "unknown", 0: "0"}[self.num_batches]
+    def _check_length(self, steps: int, epochs: int) -> None:
+        length = int(self.dataset.cardinality())
+        if 0 <= length < steps * epochs:
             raise DataError(
-                f"ringtrain.fit: got a tf.data.Dataset whose length is {length}, expected a number of batches: use"
-                f" dataset.take(n), or dataset.apply(tf.data.experimental.assert_cardinality(n)) if it has n"
+                f"ringtrain.fit: got a {self.kind} of {length} batches for {epochs} epochs of steps_per_epoch {steps},"
+                f" which are one iteration: use repeat(), or leave out steps_per_epoch"
             )
-        self.dataset = TFDatasetAdapter(dataset, class_weight=class_weight)._dataset
-        self.batch_size = _batch_size(dataset)
 
     def __len__(self) -> int:
         return self.num_batches
 
     def checksum(self) -> int:
-        """Checksum of length, shapes and dtypes; `StreamRows` compares the batches."""
+        """Checksum of length, shapes and dtypes; the ranks compare the batches while they train."""
         return zlib.crc32(f"{self.num_batches} {self.dataset.element_spec}".encode())
 
     def part(self, numbers: NDArray[Any]) -> tf.data.Dataset:
@@ -68,43 +94,138 @@ class Stream(Split):
 
         return tf.nest.map_structure(zeros, self.dataset.element_spec)
 
+    def iterator(self, rows: tf.data.Dataset, epoch: int, first_step: int) -> Iterator[Any]:
+        """Iterator over an epoch of this dataset's rows from a step on. Epochs must be asked for in order."""
+        if self._open is not None:
+            return self._open
+        skipped = first_step
+        if self._is_endless:
+            skipped += epoch * self.num_batches
+        else:
+            for _ in range(2 * epoch - self._iterations):  # each iterator gives the shuffle its next order
+                iter(rows)
+            self._iterations = max(2 * epoch, self._iterations) + 1
+        batches = iter(rows)
+        for _ in range(skipped):
+            next(batches)
+        self._open = batches if self._is_endless else None
+        return batches
 
-class StreamRows:
-    """One rank's rows of each batch of a dataset, which all ranks read whole; as `RowBatches`.
 
-    A batch comes as (float64 [2], batch): the rank's share, and the fingerprint of the whole batch. Epoch e, from 0, is
-    iteration 2 e of the dataset, as in Keras' `fit`, which begins an iteration at the end of each epoch, too, and
-    discards it. After a resume, the epoch's earlier batches are read again.
+class PyDatasetStream(Stream):
+    """Batches of a finite `keras.utils.PyDataset`, made by number: a resumed run makes no earlier ones.
+
+    Its hooks and, without workers, each of its batches get random numbers (`random`, `numpy.random`) that seed, epoch
+    and batch determine. As in Keras, epoch e comes after e + 1 calls of `on_epoch_end`. Workers are threads.
+
+    Args:
+        shuffle: Whether each epoch has its batches in another order.
     """
 
-    is_even, has_empty_parts = False, True
+    on_resume = "nothing is read again"
+
+    def __init__(
+        self, source: keras.utils.PyDataset, class_weight: Any, shuffle: bool, seed: int, take: int | None = None
+    ) -> None:
+        import tensorflow as tf
+        from keras.src.trainers.data_adapters.data_adapter_utils import get_tensor_spec
+        from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+
+        self.kind, self.num_batches = "PyDataset", min(int(source.num_batches), take or int(source.num_batches))
+        if not self.num_batches:
+            raise DataError("ringtrain.fit: got a PyDataset without batches, expected at least one")
+        self.source, self._standardized = source, PyDatasetAdapter(source, class_weight)._standardize_batch
+        self.shuffle, self.seed, self._epoch, self._ended = shuffle, seed, 0, 0
+        self._numbers: Iterable[int] = range(self.num_batches)
+        first = list(self._batches(range(min(2, self.num_batches))))
+        self.batch_size, self._signature = num_rows(first[0]), get_tensor_spec(first)
+        self.dataset = tf.data.Dataset.from_generator(
+            lambda: self._batches(self._numbers), output_signature=self._signature
+        )
+
+    def part(self, numbers: NDArray[Any]) -> tf.data.Dataset:
+        import tensorflow as tf
+
+        return tf.data.Dataset.from_generator(lambda: self._batches(numbers), output_signature=self._signature)
+
+    def iterator(self, rows: tf.data.Dataset, epoch: int, first_step: int) -> Iterator[Any]:
+        while self._ended <= epoch:
+            with _seeded(self.seed, self._ended):
+                self.source.on_epoch_end()
+            self._ended += 1
+        with _seeded(self.seed, epoch, 0):
+            self.source.on_epoch_begin()
+        draw = np.random.default_rng([self.seed, epoch])
+        order = draw.permutation(self.num_batches) if self.shuffle else np.arange(self.num_batches)
+        self._epoch, self._numbers = epoch, order[first_step:].tolist()
+        return iter(rows)
+
+    def _batches(self, numbers: Iterable[int]) -> Iterator[Any]:
+        if self.source.workers <= 1:
+            for number in numbers:
+                with _seeded(self.seed, self._epoch, 1, number):
+                    batch = self.source[int(number)]
+                yield self._standardized(batch)
+            return
+        started: deque[Future[Any]] = deque()
+        with ThreadPoolExecutor(self.source.workers) as threads:
+            for number in numbers:
+                started.append(threads.submit(self.source.__getitem__, int(number)))
+                if len(started) > self.source.workers:
+                    yield self._standardized(started.popleft().result())
+            while started:
+                yield self._standardized(started.popleft().result())
+
+
+class StreamRows:
+    """One rank's rows of each batch of a stream, which all ranks read whole; as `RowBatches`.
+
+    On several ranks, a batch comes as (float64 [2], batch): the rank's share, and the fingerprint of the whole batch.
+    """
 
     def __init__(self, stream: Stream, rank: int, size: int) -> None:
-        self.steps, self._iterations = stream.num_batches, 0
-        self.dataset = ahead(
-            stream.dataset.map(lambda *batch: _cut(batch[0] if len(batch) == 1 else batch, rank, size))
-        )
+        self.stream, self.steps = stream, stream.num_batches
+        self.is_even, self.has_empty_parts = size == 1, size > 1
+        rows = stream.dataset
+        if size > 1:
+            rows = rows.map(lambda *batch: _cut(batch[0] if len(batch) == 1 else batch, rank, size))
+        self.dataset = ahead(rows)
 
     def __call__(self, epoch: int, first_step: int = 0) -> Iterator[Any]:
         """Iterator over the batches of an epoch from a step on. Epochs must be asked for in order."""
-        for _ in range(2 * epoch - self._iterations):  # each iterator gives the shuffle its next order
-            iter(self.dataset)
-        self._iterations = 2 * epoch + 1
-        batches = iter(self.dataset)
-        for _ in range(first_step):
-            next(batches)
-        return batches
+        return self.stream.iterator(self.dataset, epoch, first_step)
+
+
+@contextlib.contextmanager
+def _seeded(*seed: int) -> Iterator[None]:
+    """Context with random numbers of Python and NumPy that these numbers determine."""
+    python, numpy = random.getstate(), np.random.get_state()
+    words = np.random.SeedSequence([int(one) for one in seed]).generate_state(4)
+    random.seed(words.tobytes())
+    np.random.seed(words)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def num_rows(batch: Any) -> int:
+    """Rows of a batch of arrays."""
+    import keras
+
+    return int(next(leaf for leaf in keras.tree.flatten(batch) if leaf is not None).shape[0])
 
 
 def _cut(batch: Any, rank: int, size: int) -> tuple[tf.Tensor, Any]:
     import tensorflow as tf
 
     leaves = tf.nest.flatten(batch)
-    num_rows = _num_rows(leaves[0])
-    each, more = num_rows // size, num_rows % size
-    begin = rank * each + tf.minimum(tf.constant(rank, num_rows.dtype), more)
-    end = begin + each + tf.cast(rank < more, num_rows.dtype)
-    share = tf.cast(end - begin, tf.float64) * size / tf.cast(num_rows, tf.float64)
+    rows = _num_rows(leaves[0])
+    each, more = rows // size, rows % size
+    begin = rank * each + tf.minimum(tf.constant(rank, rows.dtype), more)
+    end = begin + each + tf.cast(rank < more, rows.dtype)
+    share = tf.cast(end - begin, tf.float64) * size / tf.cast(rows, tf.float64)
     begin, end = tf.cond(begin < end, lambda: (begin, end), lambda: (tf.zeros_like(begin), tf.ones_like(end)))
     fingerprint = tf.math.floormod(tf.add_n([_fingerprint(leaf) for leaf in leaves]), MODULUS)
     part = tf.nest.map_structure(lambda leaf: _rows(leaf, begin, end), batch)
@@ -136,16 +257,3 @@ def _fingerprint(leaf: Any) -> tf.Tensor:
     values = values.flat_values if isinstance(values, tf.RaggedTensor) else values
     text = tf.io.serialize_tensor(tf.reshape(values, [-1])[:FINGERPRINTED])
     return tf.strings.to_hash_bucket_fast(text, MODULUS)
-
-
-def _batch_size(dataset: Any) -> int:
-    """Rows of a dataset's batches, from its shapes or the step that has made them; 1: unknown."""
-    import tensorflow as tf
-
-    sizes = {spec.shape[0] for spec in tf.nest.flatten(dataset.element_spec) if spec.shape.rank}
-    while sizes == {None} and dataset is not None:
-        size = getattr(dataset, "_batch_size", None)
-        if size is not None:
-            return int(size)
-        dataset = getattr(dataset, "_input_dataset", None)
-    return next(iter(sizes)) if len(sizes) == 1 and sizes != {None} else 1

@@ -95,9 +95,9 @@ class StopTogether(keras.callbacks.Callback):
         self._read_stop_training()
         if not self._first_bad_step and not math.isfinite(float((logs or {}).get("loss", 0.0))):
             self._first_bad_step = global_step
-        # A script's data can differ from the first step on.
-        is_first = self.run.strategy.is_scripted and self.run.clock.before == self.run.start.global_step
-        if is_first or any(map(self.run.clock.passed, self.every_steps)):
+        is_first = self.run.clock.before == self.run.start.global_step
+        compares_first = is_first and self.run.strategy.fingerprint() is not None  # before other batches are trained
+        if compares_first or any(map(self.run.clock.passed, self.every_steps)):
             self._agree()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -116,7 +116,7 @@ class StopTogether(keras.callbacks.Callback):
         time_is_up = run.rank == 0 and 0 < run.config.train.max_time_s < now_s - self._begin_s
         save = run.rank == 0 and 0 < 60 * run.config.checkpoint.every_minutes < now_s - self._saved_s
         requests = [run.signals.received, time_is_up, bool(self._reason), save]
-        batches = run.strategy.fingerprint()
+        batches = run.strategy.fingerprint() or 0
         local = np.array([self._first_bad_step > 0, self._unreadable(), *requests, batches, -batches], np.int32)
         if run.size > 1:
             local = hvd.allreduce(local, op=hvd.Max, name="ringtrain_stop").numpy()

@@ -173,9 +173,9 @@ class Strategy:
             batches = batches.rebatch(numbers.batch_size, drop_remainder=True).skip(steps * self.copies)
         return batches
 
-    def fingerprint(self) -> int:
-        """Number of the global batches that this rank has trained, below 2 ** 31; 0: they cannot differ."""
-        return 0
+    def fingerprint(self) -> int | None:
+        """Number of the global batches that this rank has trained, below 2 ** 31; None: ranks are not compared."""
+        return None
 
     def last_callbacks(self, run: RunContext) -> Sequence[keras.callbacks.Callback]:
         """Callbacks of the strategy, after all others; none here."""

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from ringtrain import data, hvd
 from ringtrain.config import Config
 from ringtrain.derived import Numbers
+from ringtrain.errors import DataError
 from ringtrain.optim.uneven import UnevenBatches
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.run import console, devices, model_state, resume
@@ -48,6 +50,7 @@ class Script(Ring):
         self.is_quiet = False
         self.unlike_one_process: list[str] = []
         self._batches: UnevenBatches | None = None
+        self._is_stream = False
 
     def console(self) -> Console:
         return console.console_for(1 if self.is_quiet else hvd.rank())
@@ -67,7 +70,8 @@ class Script(Ring):
         return resume.Clock(run.start, run.numbers.steps_per_epoch, run.status, run.journal, per_call)
 
     def summary(self, run: RunContext) -> dict[str, Any]:
-        facts = {"script": sys.argv[0], "unlike_one_process": self.unlike_one_process}
+        train: Any = run.data_set.train
+        facts = {"script": sys.argv[0], "unlike_one_process": self.unlike_one_process, "on_resume": train.on_resume}
         return {**super().summary(run), **facts}
 
     def segments(self, run: RunContext) -> list[Segment]:
@@ -76,16 +80,17 @@ class Script(Ring):
         epoch = run.start.global_step // steps
         return [Segment(epoch, epochs, steps, run.start.global_step)] if epoch < epochs else []
 
-    def fingerprint(self) -> int:
-        return 0 if self._batches is None else int(self._batches.fingerprint)
+    def fingerprint(self) -> int | None:
+        return int(self._batches.fingerprint) if self._batches and self._is_stream else None
 
     def fit(self, run: RunContext, part: Segment) -> None:
         train, rank, size = run.data_set.train, run.rank, run.size
-        rows: Any = (
-            data.StreamRows(train, rank, size)
-            if isinstance(train, data.Stream)
-            else data.RowBatches(train, run.numbers.samples_per_step, rank, size, run.config.seed)
-        )
+        rows: Any
+        self._is_stream = isinstance(train, data.Stream) and size > 1
+        if isinstance(train, data.Stream):
+            rows = data.StreamRows(train, rank, size)
+        else:
+            rows = data.RowBatches(train, run.numbers.samples_per_step, rank, size, run.config.seed)
         self._batches = UnevenBatches(run.model, not rows.is_even, rows.has_empty_parts)
         with self._batches:
             self._train(run, part, rows)
@@ -108,7 +113,7 @@ class Script(Ring):
             batches, step_logs = rows(epoch, first_step), {}
             for step in range(first_step, part.num_steps, model.steps_per_execution):
                 callbacks.on_train_batch_begin(step)
-                step_logs = model.train_function(batches)
+                step_logs = self._step(run, batches)
                 callbacks.on_train_batch_end(step + model.steps_per_execution - 1, step_logs)
                 if model.stop_training:
                     break
@@ -120,6 +125,15 @@ class Script(Ring):
             run.callbacks.saver.save()  # before averaged weights replace those with which training would continue
             model.optimizer.finalize_variable_values(model.trainable_weights)
         callbacks.on_train_end(logs)
+
+    def _step(self, run: RunContext, batches: Iterator[Any]) -> Any:
+        try:
+            return run.model.train_function(batches)
+        except tf.errors.OutOfRangeError as error:
+            raise DataError(
+                f"ringtrain.fit: the data ended after {run.clock.global_step} batches of {run.config.train.epochs}"
+                f" epochs with {run.numbers.steps_per_epoch} each: pass as many, or fewer steps_per_epoch or epochs"
+            ) from error
 
     def _end_epoch(self, run: RunContext, callbacks: Any, epoch: int, step_logs: Mapping[str, Any]) -> dict[str, Any]:
         """Calls on_epoch_end; the user's callbacks see complete epochs only, as their state will be saved."""

@@ -259,6 +259,61 @@ def datasets() -> None:
             np.testing.assert_allclose(history.history[metric], values, rtol=1e-6, err_msg=metric)
 
 
+class Shuffled(keras.utils.PyDataset):
+    """Batches of 32 of 97 rows, in an order of their own in each epoch."""
+
+    num_batches = 4
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.draw, self.order = np.random.RandomState(7), np.arange(97)
+
+    def __getitem__(self, index: int) -> Any:
+        rows = self.order[index * 32 : (index + 1) * 32]
+        return X[rows], Y[rows]
+
+    def on_epoch_end(self) -> None:
+        self.draw.shuffle(self.order)
+
+
+def _generated(num_batches: int = 99) -> Any:
+    for index in range(num_batches):
+        rows = np.arange(index, index + 30 - index % 4) % 100
+        yield X[rows], Y[rows]
+
+
+def py_datasets_and_generators() -> None:
+    """As `fit` of one process; killed and resumed, as if never interrupted."""
+    kinds: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+        "py": (lambda: Shuffled(workers=2), {"shuffle": False, "validation_data": Shuffled()}),
+        "generator": (_generated, {"steps_per_epoch": 4, "validation_data": _generated(3), "validation_steps": 3}),
+        "endless": (lambda: _pairs(seed=3).repeat(), {"steps_per_epoch": 5}),
+    }
+    for name, (make, more) in kinds.items():
+        ours, reference, resumed = (compiled(dense(), metrics=["mae"]) for _ in range(3))
+        arguments: dict[str, Any] = {"epochs": 3, "verbose": 0, **more}
+        config = options(checkpoint=CheckpointConfig(every_steps=1))
+        history = ringtrain.fit(ours, make(), name=name, options=config, **arguments)
+        if "validation_steps" in more:  # of Keras' own epochs, only the first has them all
+            arguments |= {"validation_data": _generated(3)}
+        expected = reference.fit(make(), **arguments)
+        assert distance(ours, reference) < 1e-10, name
+        for metric, values in expected.history.items():
+            of_first = slice(1 if metric.startswith("val_") and "validation_steps" in more else None)
+            np.testing.assert_allclose(history.history[metric][of_first], values[of_first], rtol=1e-6, err_msg=metric)
+        for attempt in range(2):
+            arguments |= {"validation_data": _generated(3)} if "validation_steps" in more else {}
+            callbacks = [KillAfter(6)] if attempt == 0 else []
+            try:
+                again = ringtrain.fit(
+                    resumed, make(), name=f"{name}-killed", options=config, callbacks=callbacks, **arguments
+                )
+            except Killed:
+                assert attempt == 0
+                resumed = compiled(dense(), metrics=["mae"])
+        assert distance(ours, resumed) == 0 and again.history == history.history, name
+
+
 def another_order_on_a_rank_is_refused() -> None:
     keras.utils.set_random_seed(hvd.rank())
     dataset = _pairs(reshuffle_each_iteration=True)

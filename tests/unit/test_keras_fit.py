@@ -32,7 +32,6 @@ def _model(kind: type = keras.Sequential, compiled: bool = True) -> keras.Model:
     [
         (_model(compiled=False), {}, r"not compiled: call model\.compile"),
         (_model(OwnFit), {}, r"OwnFit has a fit of its own"),
-        (_model(), {"steps_per_epoch": 2}, r"got steps_per_epoch"),
         (_model(), {"batch_size": 0, "epochs": 0}, r"epochs 0, expected at least 1"),
         (_model(), {"callbacks": [keras.callbacks.BackupAndRestore("x")]}, r"leave out BackupAndRestore: name= saves"),
         (
@@ -42,7 +41,7 @@ def _model(kind: type = keras.Sequential, compiled: bool = True) -> keras.Model:
         ),
         (_model(), {"options": Config(strategy=StrategyConfig(name="ps-sync"))}, r"expected ring or mpi-ring"),
     ],
-    ids=["uncompiled", "own fit", "steps", "nothing to train", "backup", "options", "strategy"],
+    ids=["uncompiled", "own fit", "nothing to train", "backup", "options", "strategy"],
 )
 def test_refused_before_anything_starts(model: keras.Model, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^ringtrain.fit: .*{message}"):

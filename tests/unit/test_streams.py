@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from test_fit_alone import KillAfter, Killed, X, Y, _model, _weights
 import ringtrain
 from ringtrain import data
 from ringtrain.config import CheckpointConfig, Config, HealthConfig, RunConfig
-from ringtrain.errors import ConfigError, DataError
+from ringtrain.errors import DataError
 
 
 def _ids(num_rows: int = 50, batch_size: int = 8, seed: int | None = 7) -> tf.data.Dataset:
@@ -22,17 +23,33 @@ def _ids(num_rows: int = 50, batch_size: int = 8, seed: int | None = 7) -> tf.da
     return ids.shuffle(20, seed=seed).batch(batch_size).map(lambda rows: {"id": rows})
 
 
+def _stream(x: Any, steps: int | None = None, epochs: int = 3, **more: Any) -> data.Stream:
+    given = dict.fromkeys(data.FitArguments.__dataclass_fields__)
+    given |= {"x": x, "epochs": epochs, "steps_per_epoch": steps, "shuffle": False, "seed": 0, "validation_split": 0.0}
+    return data.inputs(data.FitArguments(**given | more), 32)[0]
+
+
 def _epochs(make: Any, size: int, epochs: int, first: int = 0, first_step: int = 0) -> list[Any]:
     """Steps of some epochs; of each, the (share, fingerprint, rows) of each rank."""
-    ranks = [data.StreamRows(data.Stream(make()), rank, size) for rank in range(size)]
+    streams = [made if isinstance(made := make(), data.Stream) else _stream(made) for _ in range(size)]
+    ranks = [data.StreamRows(stream, rank, size) for rank, stream in enumerate(streams)]
     steps: list[Any] = []
     for epoch in range(first, epochs):
-        batches = [rows(epoch, first_step if epoch == first else 0) for rows in ranks]
-        steps += zip(*([(*one.numpy(), part["id"].numpy()) for one, part in rank] for rank in batches), strict=True)
+        skipped = first_step if epoch == first else 0
+        batches = [rows(epoch, skipped) for rows in ranks]
+        of_epoch = zip(*(itertools.islice(rank, streams[0].num_batches - skipped) for rank in batches), strict=True)
+        for step in of_epoch:
+            pairs = step if size > 1 else [(tf.constant([1.0, 0.0]), step[0])]
+            steps.append([(*one.numpy(), _ids_of(part)) for one, part in pairs])
     return steps
 
 
-@pytest.mark.parametrize(("num_rows", "size"), [(50, 1), (50, 2), (50, 3), (49, 2)])
+def _ids_of(part: Any) -> Any:
+    leaf = keras.tree.flatten(part)[0].numpy()
+    return leaf if leaf.ndim == 1 else leaf[:, 0]
+
+
+@pytest.mark.parametrize(("num_rows", "size"), [(50, 2), (50, 3), (49, 2)])
 def test_every_row_once_per_epoch(num_rows: int, size: int) -> None:
     steps = _epochs(lambda: _ids(num_rows), size, 1)
     trained = [row for ranks in steps for share, _, rows in ranks if share for row in rows]
@@ -47,7 +64,7 @@ def test_every_row_once_per_epoch(num_rows: int, size: int) -> None:
 def test_a_shuffle_without_a_seed_has_other_fingerprints() -> None:
     ranks = _epochs(lambda: _ids(seed=None), 2, 1)[0]
     assert len({fingerprint for _, fingerprint, _ in ranks}) == 2
-    fingerprints = [fingerprint for ((_, fingerprint, _),) in _epochs(_ids, 1, 2)]
+    fingerprints = [ranks[0][1] for ranks in _epochs(_ids, 2, 2)]
     assert len(set(fingerprints)) == len(fingerprints) and max(fingerprints) < 2**31
 
 
@@ -64,24 +81,118 @@ def test_sparse_and_ragged_rows() -> None:
     dense = np.eye(6)
     parts = {"sparse": tf.sparse.from_dense(dense), "ragged": tf.ragged.constant([[i] * i for i in range(6)])}
     dataset = tf.data.Dataset.from_tensor_slices(parts).batch(6)
-    _, part = next(data.StreamRows(data.Stream(dataset), 1, 4)(0))
+    _, part = next(data.StreamRows(_stream(dataset), 1, 4)(0))
     assert tf.sparse.to_dense(part["sparse"]).numpy().tolist() == dense[2:4].tolist()
     assert part["ragged"].to_list() == [[2, 2], [3, 3, 3]]
 
 
 def test_batch_size_and_part() -> None:
-    assert data.Stream(_ids().prefetch(2)).batch_size == 8
-    assert data.Stream(tf.data.Dataset.range(12).batch(4, drop_remainder=True)).batch_size == 4
-    assert data.Stream(tf.data.Dataset.from_tensors(tf.range(5)).take(1)).batch_size == 5
-    part = data.Stream(tf.data.Dataset.range(10).batch(3)).part(np.arange(1, 3))
+    assert _stream(_ids().prefetch(2)).batch_size == 8
+    assert _stream(tf.data.Dataset.range(12).batch(4, drop_remainder=True)).batch_size == 4
+    assert _stream(tf.data.Dataset.from_tensors(tf.range(5)).take(1)).batch_size == 5
+    part = _stream(tf.data.Dataset.range(10).batch(3)).part(np.arange(1, 3))
     assert [batch.numpy().tolist() for batch in part] == [[3, 4, 5], [6, 7, 8]]
-    assert not list(data.Stream(_ids()).part(np.arange(0)))
+    assert not list(_stream(_ids()).part(np.arange(0)))
+    assert _stream(Batches()).batch_size == _stream(_generated(), 5).batch_size == 8
 
 
-@pytest.mark.parametrize(("dataset", "length"), [(_ids().repeat(), "infinite"), (_ids().unbatch().batch(4), "unknown")])
-def test_a_length_that_is_not_known_is_refused(dataset: tf.data.Dataset, length: str) -> None:
-    with pytest.raises(DataError, match=f"whose length is {length}, .*assert_cardinality"):
-        data.Stream(dataset)
+def test_an_unknown_length_is_counted() -> None:
+    stream = _stream(_ids().unbatch().filter(lambda row: row["id"] % 2 == 0).batch(4))
+    assert stream.num_batches == 7  # of 25 rows
+    trained = [row for ranks in _epochs(lambda: stream, 1, 1) for _, _, rows in ranks for row in rows]
+    assert sorted(trained) == list(range(0, 50, 2))
+
+
+class Batches(keras.utils.PyDataset):
+    """7 batches of 8 and 2 rows in an order of its own, with noise."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.order, self.made, self.begun = np.arange(50), [], 0
+
+    num_batches = 7
+
+    def __getitem__(self, index: int) -> Any:
+        self.made.append(index)
+        rows = self.order[index * 8 : (index + 1) * 8].astype("float32")
+        return np.stack([rows, rows * 0 + np.random.rand() * (self.workers <= 1)], 1), X[:8, :3][: len(rows)]
+
+    def on_epoch_begin(self) -> None:
+        self.begun += 1
+
+    def on_epoch_end(self) -> None:
+        np.random.shuffle(self.order)
+
+
+def _generated(num_batches: int = 99) -> Any:
+    for index in range(num_batches):
+        yield np.arange(8.0)[:, None] + 8 * index, np.zeros((8, 1))
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_batches_of_a_py_dataset_depend_on_their_number_alone(workers: int) -> None:
+    """With a shuffle of its own and random noise, on two ranks, which are compared, and after a resume."""
+
+    def make() -> data.Stream:
+        return _stream(Batches(workers=workers), shuffle=True, seed=5)
+
+    np.random.seed(1)
+    whole, state = _epochs(make, 2, 3), np.random.get_state()[1].tolist()
+    assert all(one[1] == other[1] for one, other in whole)
+    rows = [sorted(row for step in whole[7 * e : 7 * e + 7] for _, _, rows in step for row in rows) for e in range(3)]
+    assert rows == [list(range(50))] * 3
+    orders = [[row for step in whole[7 * e : 7 * e + 7] for _, _, rows in step for row in rows] for e in range(3)]
+    assert orders[0] != orders[1] != orders[2]
+    made: list[Any] = []
+    resumed = _epochs(lambda: made.append(make()) or made[-1], 2, 3, first=1, first_step=4)
+    assert [[one[1] for one in step] for step in resumed] == [[one[1] for one in step] for step in whole[11:]]
+    assert len(made[0].source.made) == 2 + 3 + 7 and made[0].source.begun == 2  # the signature needs two
+    assert np.random.get_state()[1].tolist() == state  # the script's own numbers go on as they were
+
+
+@pytest.mark.parametrize("make", [_generated, lambda: _ids().repeat()])
+def test_all_epochs_of_given_steps_are_one_iteration(make: Any) -> None:
+    def steps(**begin: Any) -> list[Any]:
+        return [ranks[0][2].tolist() for ranks in _epochs(lambda: _stream(make(), 4), 1, 3, **begin)]
+
+    whole = steps()
+    assert len(whole) == 12 and steps(first=1, first_step=3) == whole[7:]
+    batches = itertools.islice(make(), 12)
+    assert whole == [np.asarray(keras.tree.flatten(batch)[0]).reshape(-1).tolist() for batch in batches]
+
+
+@pytest.mark.parametrize(
+    ("x", "steps", "message"),
+    [
+        (_ids().repeat(), None, "without an end: pass steps_per_epoch"),
+        (_ids(), 4, "of 7 batches for 3 epochs of steps_per_epoch 4, .*use repeat"),
+        (_ids().take(0), None, "without batches"),
+        (_generated(), None, "a generator without steps_per_epoch"),
+        (X, 4, "got steps_per_epoch, which arrays have"),
+        (Batches(), 4, "steps_per_epoch 4 and a PyDataset of 7 batches"),
+    ],
+)
+def test_lengths_that_do_not_fit(x: Any, steps: int | None, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        _stream(x, steps)
+
+
+def test_validation_batches() -> None:
+    def held_out(validation_data: Any, steps: int | None = None) -> list[Any]:
+        given = dict.fromkeys(data.FitArguments.__dataclass_fields__)
+        given |= {"x": X, "y": Y, "shuffle": False, "validation_split": 0.0, "seed": 0}
+        given |= {"validation_data": validation_data, "validation_steps": steps, "epochs": 1}
+        test = data.inputs(data.FitArguments(**given), 32)[1]
+        numbers = np.arange(len(test))
+        again = [[_ids_of(batch).tolist() for batch in data.evaluation_batches(test, numbers, 1)] for _ in range(2)]
+        assert again[0] == again[1]
+        return again[0]
+
+    assert held_out(_generated(), 2) == [[*range(8)], [*range(8, 16)]]
+    assert held_out(Batches(), 2) == held_out(Batches())[:2] and len(held_out(Batches())) == 7
+    assert len(held_out(tf.data.Dataset.range(9).batch(2), 3)) == len(held_out(tf.data.Dataset.range(5).batch(2))) == 3
+    with pytest.raises(DataError, match="expected validation_steps"):
+        held_out(_generated())
 
 
 def _pairs() -> tf.data.Dataset:
@@ -91,9 +202,10 @@ def _pairs() -> tf.data.Dataset:
 def _fit(model: keras.Model, folder: Path, *callbacks: Any, **more: Any) -> Any:
     health, checkpoint = HealthConfig(agree_every_steps=1), CheckpointConfig(every_steps=1)
     options = Config(run=RunConfig(directory=str(folder)), checkpoint=checkpoint, health=health)
+    x = more.pop("x", None) or _pairs()
     held_out = tf.data.Dataset.from_tensor_slices((X[:40], Y[:40])).batch(16)
     arguments = {"epochs": 3, "verbose": 0, "validation_data": held_out, "callbacks": callbacks}
-    return ringtrain.fit(model, _pairs(), options=options, **arguments | more)
+    return ringtrain.fit(model, x, options=options, **arguments | more)
 
 
 def test_alone_it_is_keras_fit(tmp_path: Path) -> None:
@@ -107,23 +219,41 @@ def test_alone_it_is_keras_fit(tmp_path: Path) -> None:
         np.testing.assert_allclose(history.history[metric], values, rtol=1e-6)
 
 
+def _of_numpy(num_batches: int = 99) -> Any:
+    draw = np.random.default_rng(1)
+    for _ in range(num_batches):
+        yield draw.normal(size=(16, 6)), draw.normal(size=(16, 3))
+
+
+class Pairs(keras.utils.PyDataset):
+    num_batches = 4
+
+    def __getitem__(self, index: int) -> Any:
+        noise = np.random.rand(32, 6)
+        return X[index * 32 :][:32] + noise[: len(X) - index * 32], Y[index * 32 :][:32]
+
+
 @pytest.mark.parametrize("step", [2, 4, 9])
-def test_killed_and_resumed(step: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["tf.data", "PyDataset", "generator"])
+def test_killed_and_resumed(kind: str, step: int, tmp_path: Path) -> None:
     whole, resumed = _model(), _model()
-    history = _fit(whole, tmp_path, name="whole")
+    make: Any = {"tf.data": _pairs, "PyDataset": Pairs, "generator": _of_numpy}[kind]
+    more = {"steps_per_epoch": 4} if kind == "generator" else {}
+    history = _fit(whole, tmp_path, name="whole", x=make(), **more)
     with pytest.raises(Killed):
-        _fit(_model(), tmp_path, KillAfter(step), name="killed")
-    again = _fit(resumed, tmp_path, name="killed")
+        _fit(_model(), tmp_path, KillAfter(step), name="killed", x=make(), **more)
+    again = _fit(resumed, tmp_path, name="killed", x=make(), **more)
     assert again.history == history.history
     for ours, theirs in zip(_weights(whole), _weights(resumed), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
+def test_data_that_end_early_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="ended after 5 batches of 3 epochs with 4 each"):
+        _fit(_model(), tmp_path, x=_of_numpy(5), steps_per_epoch=4)
+
+
 def test_arguments_that_arrays_have(tmp_path: Path) -> None:
-    for arguments, kind in (
-        ({"y": Y}, DataError),
-        ({"validation_split": 0.1}, DataError),
-        ({"batch_size": 8}, ConfigError),
-    ):
-        with pytest.raises(kind, match=r"^ringtrain.fit: got .* tf.data.Dataset"):
+    for arguments in ({"y": Y}, {"validation_split": 0.1}, {"batch_size": 8}):
+        with pytest.raises(DataError, match=r"^ringtrain.fit: got .* tf.data.Dataset"):
             ringtrain.fit(_model(), _pairs(), options=Config(run=RunConfig(directory=str(tmp_path))), **arguments)
