@@ -10,70 +10,32 @@ import faulthandler
 import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import keras
+import keras_jobs
 import numpy as np
 import tensorflow as tf
+from fit_alike import (
+    CLASSES,
+    OUTPUT,
+    SAME,
+    SEQUENCES,
+    WEIGHTS,
+    KillAfter,
+    Killed,
+    X,
+    Y,
+    compiled,
+    dense,
+    distance,
+    equals_one_process,
+    options,
+)
 
 import ringtrain
 import ringtrain.hvd as hvd
-from ringtrain.config import CheckpointConfig, Config, HealthConfig, ModelConfig, RunConfig, TrackingConfig
-
-OUTPUT = Path(sys.argv[1])
-RANDOM = np.random.default_rng(0)
-X, Y = RANDOM.normal(size=(100, 6)), RANDOM.normal(size=(100, 3))
-CLASSES = RANDOM.integers(0, 3, 100)
-WEIGHTS = np.where(np.arange(100) < 60, RANDOM.random(100) * (np.arange(100) % 32 < 16), 1.0)
-"""0 for all rows of one of two ranks in the first step"""
-SAME = {"batch_size": 32, "epochs": 3, "shuffle": False, "verbose": 0}
-LENGTHS = RANDOM.integers(1, 6, 100)
-SEQUENCES = RANDOM.normal(size=(100, 5, 4)) * (np.arange(5) < LENGTHS[:, None])[..., None]
-
-
-def options(folder: str = "", **more: Any) -> Config:
-    runs = RunConfig(directory=str(OUTPUT / (folder or f"runs-{hvd.size()}")))
-    return Config(run=runs, tracking=TrackingConfig(every_steps=0), **more)
-
-
-def dense(*layers: Any, outputs: int = 3, **last: Any) -> keras.Model:
-    keras.utils.set_random_seed(3)
-    first = [keras.Input((6,)), keras.layers.Dense(8, activation="tanh")]
-    return keras.Sequential([*first, *layers, keras.layers.Dense(outputs, **last)])
-
-
-def compiled(model: keras.Model, loss: Any = "mse", **more: Any) -> keras.Model:
-    model.compile(**{"optimizer": keras.optimizers.SGD(0.05), "loss": loss, **more})
-    return model
-
-
-def distance(model: keras.Model, other: keras.Model) -> float:
-    return max(float(np.abs(a - b).max()) for a, b in zip(model.get_weights(), other.get_weights(), strict=True))
-
-
-def equals_one_process(
-    make: Callable[[], keras.Model],
-    x: Any,
-    y: Any,
-    name: str,
-    logs: bool = True,
-    within: float = 1e-10,
-    **arguments: Any,
-) -> tuple[keras.Model, Any]:
-    """The ranks' weights and logs are those of one process; returns the ranks' model and history."""
-    arguments = SAME | arguments
-    config = arguments.pop("options", None) or options()
-    ours, reference = make(), make()
-    history = ringtrain.fit(ours, x, y, name=name, options=config, **arguments)
-    expected = reference.fit(x, y, **arguments)
-    assert distance(ours, reference) < within, distance(ours, reference)
-    assert len(set(hvd.allgather_object(history.checksum))) == 1
-    if logs:
-        assert set(history.history) == set(expected.history)
-        for metric, values in expected.history.items():
-            np.testing.assert_allclose(history.history[metric], values, rtol=1e-6, err_msg=metric)
-    return ours, history
+from ringtrain.config import CheckpointConfig, HealthConfig, ModelConfig
 
 
 def plain_average(model: keras.Model, x: Any, y: Any, sample_weight: Any = None) -> keras.Model:
@@ -284,34 +246,31 @@ def _generated(num_batches: int = 99) -> Any:
 
 def py_datasets_and_generators() -> None:
     """As `fit` of one process; killed and resumed, as if never interrupted."""
-    kinds: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
-        "py": (lambda: Shuffled(workers=2), {"shuffle": False, "validation_data": Shuffled()}),
-        "generator": (_generated, {"steps_per_epoch": 4, "validation_data": _generated(3), "validation_steps": 3}),
-        "endless": (lambda: _pairs(seed=3).repeat(), {"steps_per_epoch": 5}),
+    kinds: dict[str, Callable[[], dict[str, Any]]] = {
+        "py": lambda: {"x": Shuffled(workers=2), "shuffle": False, "validation_data": Shuffled()},
+        "generator": lambda: {"x": _generated(), "steps_per_epoch": 4},
+        "endless": lambda: {"x": _pairs(seed=3).repeat(), "steps_per_epoch": 5},
     }
-    for name, (make, more) in kinds.items():
-        ours, reference, resumed = (compiled(dense(), metrics=["mae"]) for _ in range(3))
-        arguments: dict[str, Any] = {"epochs": 3, "verbose": 0, **more}
+    for name, make in kinds.items():
+        more: dict[str, Any] = {"epochs": 3, "verbose": 0}
+        ours, reference = (compiled(dense(), metrics=["mae"]) for _ in range(2))
         config = options(checkpoint=CheckpointConfig(every_steps=1))
-        history = ringtrain.fit(ours, make(), name=name, options=config, **arguments)
-        if "validation_steps" in more:  # of Keras' own epochs, only the first has them all
-            arguments |= {"validation_data": _generated(3)}
-        expected = reference.fit(make(), **arguments)
+        history = ringtrain.fit(ours, **make(), **more, name=name, options=config)
+        expected = reference.fit(**make(), **more)
         assert distance(ours, reference) < 1e-10, name
         for metric, values in expected.history.items():
-            of_first = slice(1 if metric.startswith("val_") and "validation_steps" in more else None)
-            np.testing.assert_allclose(history.history[metric][of_first], values[of_first], rtol=1e-6, err_msg=metric)
-        for attempt in range(2):
-            arguments |= {"validation_data": _generated(3)} if "validation_steps" in more else {}
-            callbacks = [KillAfter(6)] if attempt == 0 else []
+            np.testing.assert_allclose(history.history[metric], values, rtol=1e-6, err_msg=metric)
+        for callbacks in ([KillAfter(6)], []):
+            resumed = compiled(dense(), metrics=["mae"])
             try:
                 again = ringtrain.fit(
-                    resumed, make(), name=f"{name}-killed", options=config, callbacks=callbacks, **arguments
+                    resumed, **make(), **more, name=f"{name}-killed", options=config, callbacks=callbacks
                 )
             except Killed:
-                assert attempt == 0
-                resumed = compiled(dense(), metrics=["mae"])
-        assert distance(ours, resumed) == 0 and again.history == history.history, name
+                assert callbacks
+        assert distance(ours, resumed) == 0, name
+        for metric, values in history.history.items():
+            assert again.history[metric] == values, (name, metric)
 
 
 def another_order_on_a_rank_is_refused() -> None:
@@ -383,21 +342,6 @@ def early_stopping() -> None:
     once_more = make()
     again = ringtrain.fit(once_more, X, Y, name="stops", callbacks=callbacks(), options=options(), **arguments)
     assert again.history == history.history and distance(once_more, ours) == 0
-
-
-class Killed(Exception):
-    """Ends all ranks' training after a step."""
-
-
-class KillAfter(keras.callbacks.Callback):
-    def __init__(self, step: int) -> None:
-        super().__init__()
-        self.left = step
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise Killed
 
 
 def _resumable() -> keras.Model:
@@ -545,7 +489,7 @@ def main() -> None:
         keras.config.set_floatx("float32" if name == "arrays_and_metrics" else "float64")
         keras.utils.clear_session()
         try:
-            globals()[name]()
+            (globals() | vars(keras_jobs))[name]()
             outcome = ""
         except Exception:
             outcome = traceback.format_exc()

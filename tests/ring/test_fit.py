@@ -19,17 +19,17 @@ HANDED_OVER = "resumed_by_other_ranks"
 
 
 def _jobs() -> list[str]:
-    body = ast.parse(JOBS.read_text()).body
-    functions = [node for node in body if isinstance(node, ast.FunctionDef)]
-    begin = next(index for index, one in enumerate(functions) if one.name == "plain_average") + 1
-    return [one.name for one in functions[begin:] if not one.name.startswith("_") and one.name != "main"]
+    trees = [ast.parse(file.read_text()) for file in (JOBS, JOBS.with_name("keras_jobs.py"))]
+    names = [node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return [name for name in names if not name.startswith("_") and name not in ("plain_average", "main")]
 
 
 NAMES = _jobs()
 ON_2_RANKS = {
     *("fitted_before", "unbuilt_and_unseeded", "early_stopping", "eagerly", "own_train_step", "mixed_float16"),
     *("a_signal_saves_and_ends_all", "another_run_is_not_resumed", "what_differs_is_refused"),
-    "another_order_on_a_rank_is_refused",
+    *("another_order_on_a_rank_is_refused", "averaged_weights", "fine_tuning", "distillation", "vae"),
+    *("multi_label", "several_steps_per_call"),
 }
 """Jobs that a third rank adds nothing to. Batches of 32 are cut into equal parts on 2 ranks, and unequal ones on 3."""
 CASES = [(np, name) for np in (2, 3) for name in NAMES if np == 2 or name not in ON_2_RANKS]

@@ -1,0 +1,204 @@
+"""Kinds of Keras' own examples, small, with `ringtrain.fit(model, ...)` for `model.fit(...)`; see run_fit.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from fit_alike import (
+    CLASSES,
+    OUTPUT,
+    KillAfter,
+    Killed,
+    X,
+    Y,
+    compiled,
+    dense,
+    distance,
+    equals_one_process,
+    options,
+)
+from keras import layers
+
+import ringtrain
+from ringtrain import hvd
+from ringtrain.config import CheckpointConfig, ModelConfig
+
+DRAW = np.random.default_rng(1)
+IMAGES, PIXELS = DRAW.normal(size=(70, 8, 8, 1)), DRAW.integers(0, 3, (70, 8, 8))
+TEXTS = DRAW.integers(1, 20, (70, 6)) * (np.arange(6) < DRAW.integers(1, 7, 70)[:, None])
+
+
+def segmentation() -> None:
+    def make() -> keras.Model:
+        keras.utils.set_random_seed(3)
+        inputs = keras.Input((8, 8, 1))
+        small = layers.Conv2D(4, 3, strides=2, padding="same", activation="relu")(inputs)
+        large = layers.Conv2DTranspose(4, 3, strides=2, padding="same", activation="relu")(small)
+        outputs = layers.Conv2D(3, 1, activation="softmax")(layers.Concatenate()([inputs, large]))
+        iou = keras.metrics.MeanIoU(3, sparse_y_pred=False, name="iou")
+        return compiled(keras.Model(inputs, outputs), "sparse_categorical_crossentropy", metrics=[iou, "accuracy"])
+
+    equals_one_process(make, IMAGES, PIXELS, "segmentation", validation_split=0.2)
+
+
+def texts_with_masks_and_lstm() -> None:
+    def make() -> keras.Model:
+        keras.utils.set_random_seed(3)
+        parts = [
+            keras.Input((None,)),
+            layers.Embedding(20, 4, mask_zero=True),
+            layers.LSTM(5),
+            layers.Dense(1, activation="sigmoid"),
+        ]
+        return compiled(keras.Sequential(parts), "binary_crossentropy", metrics=["accuracy"])
+
+    equals_one_process(make, TEXTS, (TEXTS[:, :1] % 2).astype(float), "texts", class_weight={0: 1.0, 1: 3.0})
+
+
+def multi_label() -> None:
+    def make() -> keras.Model:
+        auc = keras.metrics.AUC(multi_label=True, num_labels=3, name="auc")
+        return compiled(dense(activation="sigmoid"), "binary_crossentropy", metrics=[auc, "binary_accuracy"])
+
+    equals_one_process(make, X, (Y > 0).astype(float), "labels", within=1e-6)
+
+
+def averaged_weights() -> None:
+    """The model has the moving average of its weights in the end, and continues without it after a resume."""
+
+    def make() -> keras.Model:
+        adamw = keras.optimizers.AdamW(keras.optimizers.schedules.CosineDecay(0.02, 12), use_ema=True, ema_momentum=0.9)
+        loss = keras.losses.CategoricalCrossentropy(label_smoothing=0.1)
+        return compiled(dense(activation="softmax"), loss, optimizer=adamw)
+
+    one_hot = np.eye(3)[CLASSES]
+    equals_one_process(make, X, one_hot, "ema")
+
+
+def fine_tuning() -> None:
+    """Another head on a saved model, whose layers are frozen, then the last of them trained, too."""
+    path = OUTPUT / f"backbone-{hvd.size()}-{hvd.rank()}.keras"
+    dense(layers.BatchNormalization()).save(path)
+
+    def make(first_trained: int) -> keras.Model:
+        keras.utils.set_random_seed(3)
+        backbone = keras.Sequential(keras.saving.load_model(path).layers[:-1])
+        for layer in backbone.layers[:first_trained]:
+            layer.trainable = False
+        return compiled(keras.Sequential([keras.Input((6,)), backbone, layers.Dense(3)]), metrics=["mae"])
+
+    ours, _ = equals_one_process(lambda: make(2), X, Y, "frozen")
+    before = make(2).layers[0].get_weights()
+    np.testing.assert_array_equal(ours.layers[0].get_weights()[0], before[0])
+    ours, _ = equals_one_process(
+        lambda: make(0), X, Y, "thawed", options=options(model=ModelConfig(sync_batch_norm=True)), within=1e-6
+    )
+    assert np.abs(ours.layers[0].get_weights()[0] - before[0]).max() > 0
+
+
+class Distilled(keras.Model):
+    """Learns the targets and what a teacher says, by a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = dense(), dense(layers.Dense(5))
+        self.teacher.trainable = False
+
+    def call(self, x: Any) -> Any:
+        return self.student(x)
+
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, *more: Any, **named: Any) -> Any:
+        taught = keras.losses.MeanSquaredError()(self.teacher(x, training=False), y_pred)
+        return 0.3 * super().compute_loss(x, y, y_pred, *more, **named) + 0.7 * taught
+
+
+def distillation() -> None:
+    equals_one_process(lambda: compiled(Distilled(), metrics=["mae"]), X, Y, "distilled", logs=False)
+
+
+class Sampling(layers.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seed_generator = keras.random.SeedGenerator(7)
+
+    def call(self, parts: Any) -> Any:
+        mean, log_variance = parts
+        noise = keras.random.normal(keras.ops.shape(mean), dtype=mean.dtype, seed=self.seed_generator)
+        return mean + keras.ops.exp(0.5 * log_variance) * noise
+
+
+class VAE(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        keras.utils.set_random_seed(3)
+        self.mean, self.log_variance, self.decoder = layers.Dense(2), layers.Dense(2), layers.Dense(6)
+        self.sampling = Sampling()
+        self.divergence = keras.metrics.Mean("divergence")
+
+    def call(self, x: Any) -> Any:
+        mean, log_variance = self.mean(x), self.log_variance(x)
+        each = -0.5 * (1 + log_variance - mean**2 - keras.ops.exp(log_variance))
+        self.add_loss(keras.ops.mean(keras.ops.sum(each, axis=1)))
+        self.divergence.update_state(keras.ops.sum(each, axis=1))
+        return self.decoder(self.sampling([mean, log_variance]))
+
+
+def vae() -> None:
+    """Ranks draw different noise and train one model, nearly that of one process; resumed, as never interrupted."""
+
+    def fit(model: keras.Model, name: str, *callbacks: Any) -> Any:
+        config = options(checkpoint=CheckpointConfig(every_steps=1))
+        return ringtrain.fit(
+            model, X, X, name=name, batch_size=32, epochs=8, verbose=0, options=config, callbacks=callbacks
+        )
+
+    def make() -> keras.Model:
+        return compiled(VAE(), optimizer=keras.optimizers.Adam(0.02))
+
+    whole, resumed, reference = make(), make(), make()
+    history = fit(whole, "vae")
+    hvd.check_in_sync(whole)
+    states = hvd.allgather_object(tuple(np.ravel(whole.sampling.seed_generator.state.numpy())))
+    assert len(set(states)) == hvd.size()
+    try:
+        fit(make(), "vae-killed", KillAfter(9))
+    except Killed:
+        again = fit(resumed, "vae-killed")
+    assert distance(whole, resumed) == 0 and again.history == history.history
+    expected = reference.fit(X, X, batch_size=32, epochs=8, verbose=0).history
+    assert set(expected) == set(history.history)
+    np.testing.assert_allclose(history.history["loss"][-1], expected["loss"][-1], rtol=0.15)
+
+
+def from_files() -> None:
+    """Lines of CSV files, decoded by tf.data, and the same numbers as a table."""
+    path = OUTPUT / f"table-{hvd.size()}-{hvd.rank()}.csv"
+    np.savetxt(path, np.hstack([X, Y]), delimiter=",", fmt="%.17g")
+
+    def lines() -> tf.data.Dataset:
+        rows = tf.data.TextLineDataset([str(path)]).map(lambda line: tf.stack(tf.io.decode_csv(line, [[0.0]] * 9)))
+        return rows.map(lambda row: (row[:6], row[6:])).batch(32)
+
+    def make() -> keras.Model:
+        normalize = layers.Normalization()
+        normalize.adapt(X)
+        model = keras.Sequential([keras.Input((6,)), normalize, *dense().layers])
+        return compiled(model, "huber", metrics=["mae", keras.metrics.R2Score(name="r2")])
+
+    equals_one_process(make, lines(), None, "lines", batch_size=None, within=1e-5, logs=False)
+    try:
+        import pandas as pd
+    except ImportError:
+        return
+    table = pd.read_csv(path, header=None)
+    equals_one_process(make, table.iloc[:, :6], table.iloc[:, 6:], "table", validation_split=0.2)
+
+
+def several_steps_per_call() -> None:
+    def make() -> keras.Model:
+        return compiled(dense(), metrics=["mae"], steps_per_execution=2)
+
+    equals_one_process(make, X, Y, "steps")
