@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pandas as pd
 import tensorflow as tf
 from fit_alike import (
     CLASSES,
@@ -189,10 +190,6 @@ def from_files() -> None:
         return compiled(model, "huber", metrics=["mae", keras.metrics.R2Score(name="r2")])
 
     equals_one_process(make, lines(), None, "lines", batch_size=None, within=1e-5, logs=False)
-    try:
-        import pandas as pd
-    except ImportError:
-        return
     table = pd.read_csv(path, header=None)
     equals_one_process(make, table.iloc[:, :6], table.iloc[:, 6:], "table", validation_split=0.2)
 
