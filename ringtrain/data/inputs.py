@@ -74,6 +74,7 @@ def _validation(held_out: Any, given: FitArguments, batch_size: int) -> Split:
     if isinstance(held_out, GeneratorType):
         return _read_once(held_out, steps)
     if stream := _stream(held_out, None, None, 1, False, given.seed, take=steps):
+        stream.is_held_out = True
         return stream
     _check_arrays("validation_data", held_out)
     arrays = Arrays(*keras.utils.unpack_x_y_sample_weight(held_out))

@@ -42,11 +42,14 @@ class Stream(Split):
 
     Attributes:
         num_batches: Of an epoch.
+        is_held_out: Whether these are validation data, of which each rank evaluates other batches.
         on_resume: What a resumed run has to read again.
 
     Raises:
         DataError: The number of batches is infinite or 0, or less than `steps` for each epoch.
     """
+
+    is_held_out = False
 
     def __init__(
         self, kind: str, dataset: tf.data.Dataset, steps: int | None = None, epochs: int = 1, batch_size: int = 1
@@ -78,8 +81,15 @@ class Stream(Split):
         return self.num_batches
 
     def checksum(self) -> int:
-        """Checksum of length, shapes and dtypes; the ranks compare the batches while they train."""
-        return zlib.crc32(f"{self.num_batches} {self.dataset.element_spec}".encode())
+        """Checksum of length, shapes and dtypes, and the first batch of validation data, whose order must be fixed.
+
+        The ranks compare training batches while they train: reading one here would shuffle the dataset once more.
+        """
+        import tensorflow as tf
+
+        first = next(iter(self.dataset)) if self.is_held_out else ()
+        content = [int(_fingerprint(leaf)) for leaf in tf.nest.flatten(first)]
+        return zlib.crc32(f"{self.num_batches} {self.dataset.element_spec} {content}".encode())
 
     def part(self, numbers: NDArray[Any]) -> tf.data.Dataset:
         """The batches with these successive numbers."""

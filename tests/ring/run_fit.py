@@ -283,6 +283,12 @@ def another_order_on_a_rank_is_refused() -> None:
         assert "rank 1 on" in str(error) and "other batches than rank 0, by step 1" in str(error), error
     else:
         raise AssertionError("trained with other batches")
+    try:
+        ringtrain.fit(compiled(dense()), X, Y, validation_data=_pairs(seed=hvd.rank()), verbose=0, options=options())
+    except ringtrain.errors.ConfigError as error:
+        assert "rank 1 on" in str(error) and "another test data" in str(error), error
+    else:
+        raise AssertionError("validated with other batches")
 
 
 def fitted_before() -> None:

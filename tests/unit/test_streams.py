@@ -96,6 +96,16 @@ def test_batch_size_and_part() -> None:
     assert _stream(Batches()).batch_size == _stream(_generated(), 5).batch_size == 8
 
 
+def test_validation_data_in_another_order_have_another_checksum() -> None:
+    def checksum(seed: int | None) -> int:
+        stream = _stream(_ids(seed=seed))
+        stream.is_held_out = True
+        return stream.checksum()
+
+    assert checksum(7) == checksum(7) != checksum(8) and checksum(None) != checksum(None)
+    assert _stream(_ids(seed=None)).checksum() == _stream(_ids(seed=None)).checksum()
+
+
 def test_an_unknown_length_is_counted() -> None:
     stream = _stream(_ids().unbatch().filter(lambda row: row["id"] % 2 == 0).batch(4))
     assert stream.num_batches == 7  # of 25 rows
