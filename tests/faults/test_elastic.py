@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import pytest
 from faulty import left_of
 from holding import HOLD
 from launching import BIN, ROOT, run, warm_python
+from recording import RECORDS, WRONG, trained_by_epoch
 
 from ringtrain.monitor import journal
 
@@ -29,7 +31,16 @@ from lab import wait_for
 
 TIMEOUT_S = 300.0
 ONE, ANOTHER, THIRD = "localhost:1\n", "127.0.0.1:1\n", f"{socket.gethostname()}:1\n"
-TRAIN = ["--data.name", "digits", "--train.batch-size", "51", "--run.name", "run"]
+TRAIN = [
+    "--data.name",
+    "recording:data",
+    "--model.name",
+    "recording:model",
+    "--train.batch-size",
+    "51",
+    "--run.name",
+    "run",
+]
 PATHS = os.pathsep.join(map(str, (ROOT, Path(__file__).parent)))
 
 
@@ -42,12 +53,22 @@ class Elastic:
         self.hosts.write_text(hosts)
         self.held.touch()
         launch = [BIN / "ringtrain", "launch", "--elastic", "--max-np", "3", "--network-interface", "lo"]
-        launch += ["--host-discovery", f"cat {self.hosts}", "--blacklist-cooldown", "1", "3", "--forward", HOLD]
+        launch += [
+            "--host-discovery",
+            f"cat {self.hosts}",
+            "--blacklist-cooldown",
+            "1",
+            "3",
+            "--forward",
+            f"{HOLD},{RECORDS},{WRONG}",
+        ]
         command = [*launch, "--", *warm_python(), "-m", "ringtrain.train", *TRAIN, *options]
-        command += ["--run.directory", folder, "--train.callbacks", "holding:Holding"]
+        command += ["--run.directory", folder, "--train.callbacks", "holding:Holding,recording:Recording"]
         # So long, that whoever waits for it does not get through here.
         timeout = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "3600"}
-        environ = os.environ | {"PYTHONPATH": PATHS, HOLD: str(self.held)} | timeout
+        environ = (
+            {WRONG: "0"} | os.environ | {"PYTHONPATH": PATHS, HOLD: str(self.held), RECORDS: str(folder)} | timeout
+        )
         self.output = folder / "output"
         with self.output.open("a") as output:
             self.process = subprocess.Popen(
@@ -128,6 +149,25 @@ def proven(elastic: Elastic, num_epochs: int) -> journal.Ledger:
     return found
 
 
+def recorded(elastic: Elastic, num_epochs: int) -> list[Counter[int]]:
+    """How often each sample was really trained in each epoch, by the batches that the steps got."""
+    by_epoch = trained_by_epoch(elastic.folder, journal.read(elastic.folder / "run"))
+    assert set(by_epoch) == set(range(num_epochs))
+    return [by_epoch[epoch] for epoch in range(num_epochs)]
+
+
+def test_a_pipeline_that_reads_wrong_samples_is_seen_in_the_batches(
+    start: Callable[..., Elastic], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in the journals, which have positions in the epoch's order."""
+    monkeypatch.setenv(WRONG, "1")
+    elastic = start(ONE, "--train.epochs", "1")
+    elastic.finish()
+    proven(elastic, 1)
+    (trained,) = recorded(elastic, 1)
+    assert len(trained) < 1428 and 2 in trained.values()
+
+
 def test_ranks_come_and_go_and_nothing_is_different(start: Callable[..., Elastic], tmp_path: Path) -> None:
     """Two hosts come, the rank of one is killed and comes again, rank 0 is killed and comes again, a host goes.
 
@@ -145,6 +185,8 @@ def test_ranks_come_and_go_and_nothing_is_different(start: Callable[..., Elastic
     output = elastic.finish()
 
     assert proven(elastic, epochs).epochs == dict.fromkeys(range(epochs), 1428)
+    for trained in recorded(elastic, epochs):
+        assert len(trained) == 1428 and set(trained.values()) == {1}
     summary = elastic.summary()
     assert [(change["from"], change["to"]) for change in summary["resizes"]] == [
         (1, 3),
@@ -155,9 +197,8 @@ def test_ranks_come_and_go_and_nothing_is_different(start: Callable[..., Elastic
     assert summary["global_step"] == epochs * 28
 
     alone = tmp_path / "alone"
-    ended = run(
-        0, [sys.executable, "-m", "ringtrain.train", *TRAIN, "--train.epochs", epochs, "--run.directory", alone], 300
-    )
+    train = [sys.executable, "-m", "ringtrain.train", *TRAIN, "--train.epochs", epochs, "--run.directory", alone]
+    ended = run(0, train, 300, env={"PYTHONPATH": PATHS})
     assert ended.returncode == 0, ended.stderr
     undisturbed = json.loads((alone / "run" / "summary.json").read_text())
     assert summary["metrics"] == pytest.approx(undisturbed["metrics"], rel=1e-3)
@@ -181,6 +222,7 @@ def test_the_per_rank_batch_stays_through_a_change_and_a_stop(start: Callable[..
     again.finish()
 
     found = proven(again, epochs)
+    assert all(len(trained) == 1428 and set(trained.values()) == {1} for trained in recorded(again, epochs))
     assert set(found.epochs.values()) == {1428}  # 1437 less what fills no batch, of 51 or of 102
     rates = [json.loads(line) for line in (again.folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["epoch"] for record in rates] == list(range(1, epochs + 1))

@@ -1,0 +1,96 @@
+"""A job whose ranks record the samples that their steps really get: each picture has its number in its first pixel."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+RECORDS = "RINGTRAIN_TEST_RECORDS"
+"""variable with the folder of the records, a file per process"""
+WRONG = "RINGTRAIN_TEST_WRONG"
+"""variable with a number of samples by which the pipeline reads beside the right ones"""
+SCALE = 2048.0
+"""Numbers divided by it are exact as float32."""
+seen: list[int] = []
+"""of the step under way"""
+
+
+def data() -> Any:
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    pictures = (digits.images[..., None] / 16).astype(np.float32)
+    pictures[:, 0, 0, 0] = np.arange(len(pictures)) / SCALE
+    train, test = (pictures[:1437], digits.target[:1437]), (pictures[1437:], digits.target[1437:])
+    if shift := int(os.environ.get(WRONG, 0)):  # a pipeline that trains neighbors twice
+        rows = np.arange(1437) // (shift + 1) * (shift + 1)
+        train = train[0][rows], train[1][rows]
+    return train, test
+
+
+class Record(keras.layers.Layer):
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            numbers = tf.cast(tf.round(x[:, 0, 0, 0] * SCALE), tf.int64)
+            tf.numpy_function(lambda them: seen.extend(them.tolist()), [numbers], [], stateful=True)
+        return x
+
+
+def model(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    inputs = keras.Input(input_shape)
+    x = keras.layers.Dense(32, activation="relu")(keras.layers.Flatten()(Record()(inputs)))
+    return keras.Model(inputs, keras.layers.Dense(num_classes)(x))
+
+
+class Recording(keras.callbacks.Callback):
+    def on_train_begin(self, logs: Any = None) -> None:
+        seen.clear()
+        self.file = (Path(os.environ[RECORDS]) / f"{os.getpid()}.jsonl").open("a")
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        record = {"time_s": time.time(), "step": int(self.model.optimizer.iterations), "samples": list(seen)}
+        seen.clear()
+        print(json.dumps(record), file=self.file, flush=True)
+
+
+def trained_by_epoch(folder: Path, events: Sequence[Mapping[str, Any]]) -> dict[int, Counter[int]]:
+    """How often each sample was trained in the steps that count, by epoch.
+
+    The journal says which process has trained which steps that count; the samples are those that it got.
+    """
+    begun = [event for event in events if event["event"] in ("start", "resize") and "generation" in event]
+    last = [event for event in events if event["event"] == "end" and "generation" in event][-1]
+    counted: dict[int, Counter[int]] = {}
+    generation, upto = last["generation"], last["global_step"]
+    while generation:
+        of_ranks = {event["rank"]: event for event in begun if event["generation"] == generation}
+        samples = {rank: _samples_by_step(folder, event, begun) for rank, event in of_ranks.items()}
+        for event in events:
+            if event["event"] == "commit" and event["generation"] == generation:
+                for step in range(event["after_step"] + 1, event["after_step"] + len(event["trained"]) + 1):
+                    if step <= upto:
+                        counted.setdefault(event["epoch"], Counter()).update(samples[event["rank"]][step])
+        first = of_ranks[min(of_ranks)]
+        generation, upto = first["after"], first["global_step"]
+    return counted
+
+
+def _samples_by_step(
+    folder: Path, first: Mapping[str, Any], begun: Sequence[Mapping[str, Any]]
+) -> dict[int, list[int]]:
+    """What a process got as a member of a generation, which ends for it when its next one begins."""
+    process, begin_s = first["process"], first["time_s"]
+    later = [event["time_s"] for event in begun if event["process"] == process and event["time_s"] > begin_s]
+    lines = (folder / f"{process}.jsonl").read_text().splitlines()
+    records = [record for record in map(json.loads, lines) if begin_s <= record["time_s"] < min([*later, math.inf])]
+    return {record["step"]: record["samples"] for record in records}
