@@ -53,26 +53,21 @@ class Elastic:
         self.hosts.write_text(hosts)
         self.held.touch()
         launch = [BIN / "ringtrain", "launch", "--elastic", "--max-np", "3", "--network-interface", "lo"]
-        launch += [
-            "--host-discovery",
-            f"cat {self.hosts}",
-            "--blacklist-cooldown",
-            "1",
-            "3",
-            "--forward",
-            f"{HOLD},{RECORDS},{WRONG}",
-        ]
+        launch += ["--host-discovery", f"cat {self.hosts}", "--blacklist-cooldown", "1", "3"]
+        launch += [word for name in (HOLD, RECORDS, WRONG) for word in ("--forward", name)]
         command = [*launch, "--", *warm_python(), "-m", "ringtrain.train", *TRAIN, *options]
         command += ["--run.directory", folder, "--train.callbacks", "holding:Holding,recording:Recording"]
         # So long, that whoever waits for it does not get through here.
         timeout = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "3600"}
-        environ = (
-            {WRONG: "0"} | os.environ | {"PYTHONPATH": PATHS, HOLD: str(self.held), RECORDS: str(folder)} | timeout
-        )
+        environ = {WRONG: "0"} | os.environ | {"PYTHONPATH": PATHS, HOLD: str(self.held), RECORDS: str(folder)}
         self.output = folder / "output"
         with self.output.open("a") as output:
             self.process = subprocess.Popen(
-                list(map(str, command)), stdout=output, stderr=subprocess.STDOUT, env=environ, start_new_session=True
+                list(map(str, command)),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environ | timeout,
+                start_new_session=True,
             )
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
