@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
+import signal
 import statistics
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from faulty import NUM_STEPS, final_files, run_in, summary, train
+from launching import ROOT
 
 from ringtrain.monitor import journal
+
+sys.path.append(str(ROOT / "tests" / "cluster"))
+from lab import wait_for
 
 KILLS_PER_RUN = 5
 
@@ -65,6 +74,42 @@ def test_random_kills_change_nothing(undisturbed: Path, tmp_path: Path, count, t
         f" from a kill to the first new step {statistics.median(recovery_s):.1f} s"
         f" ({min(recovery_s):.1f} to {max(recovery_s):.1f})",
     )
+
+
+def test_killed_from_outside_at_any_moment(tmp_path: Path, count, tally) -> None:
+    """Restoring, reducing, evaluating, saving or exporting: a model with dropout and batch normalization ends alike."""
+    options = ("--model.name", "regular:model", "--train.epochs", "4")
+    num_runs, kills_per_run, restarts = count(1, 15), count(2, 2), 0
+    ended = train(tmp_path / "undisturbed", "", options=options)
+    assert ended.returncode == 0, ended.stderr
+    events = journal.read(run_in(tmp_path / "undisturbed"))
+    lasted_s = max(e["time_s"] for e in events) - max(e["time_s"] for e in events if e["event"] == "start")
+    seed = random.SystemRandom().randrange(10**6)
+    draw = random.Random(seed)
+    for number in range(num_runs):
+        folder, what = tmp_path / str(number), f"seed {seed}, run {number}"
+        restart = ("--max-restarts", str(kills_per_run), "--restart-on", "SIGKILL")
+        with ThreadPoolExecutor() as threads:
+            training = threads.submit(train, folder, "", *restart, options=options)
+            for start in range(kills_per_run):
+                wait_for(lambda: training.done() or len(_ranks(folder, start)) == 2, 120, what)  # noqa: B023
+                with contextlib.suppress(TimeoutError):  # a moment of the rest of the run, unless it ends before
+                    training.exception(draw.uniform(0, lasted_s))
+                if not training.done():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(draw.choice(_ranks(folder, start)), signal.SIGKILL)
+        ended = training.result()
+        assert ended.returncode == 0, f"{what}\n{ended.stdout}{ended.stderr}"
+        assert summary(folder)["checksum"] == summary(tmp_path / "undisturbed")["checksum"], what
+        assert summary(folder)["metrics"] == summary(tmp_path / "undisturbed")["metrics"], what
+        restarts += summary(folder)["restarts"]
+    tally(f"{num_runs * kills_per_run} kills from outside at any moment, {what}", f"{restarts} restarts, bit for bit")
+
+
+def _ranks(folder: Path, start: int) -> list[int]:
+    """Processes of an attempt, from 0."""
+    events = journal.read(run_in(folder)) if folder.is_dir() and any(folder.iterdir()) else []
+    return [event["process"] for event in events if event["event"] == "start" and event["run_start"] == start]
 
 
 def test_a_corrupt_checkpoint_a_bug_an_exit_and_a_full_disk_in_one_run(
