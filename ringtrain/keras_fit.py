@@ -267,8 +267,13 @@ def _job(process: Process, model: keras.Model, arguments: data.FitArguments) -> 
     num_train = len(train)
     if isinstance(train, data.Stream):
         batch_size, num_train = train.batch_size, num_train * train.batch_size
+    # One that is not built is that of a `compile` without arguments, which the script's own train_step does not use.
+    used = [one for one in hvd.optimizers_of(model) if one.built] or [model.optimizer]
+    names = [type(getattr(one, "inner_optimizer", one)).__name__ for one in used]
+    optimizer = {"optimizer.name": ", ".join(names), "optimizer.learning_rate": _learning_rate(used[0])}
+    process.config = with_values(process.config, {"data.name": train.kind, **optimizer})
     numbers = _numbers(process.config, model, num_train, len(test), batch_size)
-    process.config = with_values(process.config, {"data.name": train.kind, "train.batch_size": numbers.batch_size})
+    process.config = with_values(process.config, {"train.batch_size": numbers.batch_size})
     process.strategy.config = process.config
     script = getattr(sys.modules["__main__"], "__file__", None)
     process.code = {**process.code, **({"script": consistency.checksum_of(Path(script))} if script else {})}
@@ -315,6 +320,7 @@ def _due(arguments: data.FitArguments) -> Collection[int] | None:
 
 def _prepare(process: Process, model: keras.Model, train: Any, batch_size: int) -> None:
     """Builds model, metrics, loss and optimizer, makes the optimizer distributed, and gives ranks other seeds."""
+    import keras
     import numpy as np
     import tensorflow as tf
 
@@ -323,12 +329,20 @@ def _prepare(process: Process, model: keras.Model, train: Any, batch_size: int) 
     from ringtrain.run import model_state
 
     strategy: Any = process.strategy
-    if not distributed(model.optimizer):
-        strategy.distribute(model.optimizer)
+    optimizers = hvd.optimizers_of(model)
+    for optimizer in optimizers:
+        if not distributed(optimizer):
+            strategy.distribute(optimizer)
     if process.config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model, strategy.device_of_sums):
         raise ConfigError("model.sync_batch_norm: the model has no BatchNormalization layers: leave it out")
     num_rows = max(2, batch_size // hvd.size())
-    model._symbolic_build(data_batch=train.rows(0, min(len(train), num_rows) if isinstance(train, data.Arrays) else 2))
+    batch = train.rows(0, min(len(train), num_rows) if isinstance(train, data.Arrays) else 2)
+    has_call = type(model).call is not keras.Model.call
+    if has_call:
+        model._symbolic_build(data_batch=batch)
+    if len(optimizers) > 1 or not has_call:
+        tf.function(model.train_step).get_concrete_function(batch)  # builds optimizers of the script's own train_step
+        model.built = True
     if hvd.rank():  # else all ranks would drop the same units; rank 0 keeps the script's seeds
         for index, state in enumerate(model_state.seeds(model)):
             draw = np.random.default_rng([process.config.seed, hvd.rank(), index])

@@ -114,7 +114,7 @@ from ringtrain.hvd.collectives import (
     shutdown,
 )
 from ringtrain.hvd.distributed import GradientNorm, track_gradient_norm, weigh_gradients
-from ringtrain.hvd.keras_patches import jit_gradients
+from ringtrain.hvd.keras_patches import jit_gradients, optimizers_of
 from ringtrain.hvd.optimizer import (
     DistributedGradientTape,
     DistributedOptimizer,

@@ -104,6 +104,15 @@ def innermost(optimizer: Any) -> Any:
     return optimizer
 
 
+def optimizers_of(model: keras.Model) -> list[Any]:
+    """Returns the optimizer with which a model was compiled, and those in its attributes, such as those of a GAN."""
+    held: list[Any] = [model.optimizer]
+    for value in vars(model).values():
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        held.extend(parts)
+    return list({id(one): one for one in held if isinstance(one, keras.optimizers.Optimizer)}.values())
+
+
 def has_schedule(optimizer: Any) -> bool:
     """Returns whether the learning rate of an optimizer is a `LearningRateSchedule`."""
     return isinstance(innermost(optimizer)._learning_rate, keras.optimizers.schedules.LearningRateSchedule)

@@ -19,7 +19,7 @@ from ringtrain.hvd.backend import ProcessSet, global_process_set, horovod
 from ringtrain.hvd.batch_norm import batch_norm_layers, weights_of_one_rank
 from ringtrain.hvd.collectives import allgather_object, broadcast_variables, copies_of, num_copies
 from ringtrain.hvd.distributed import hands_on, probe
-from ringtrain.hvd.keras_patches import innermost, refuse_horovods_own
+from ringtrain.hvd.keras_patches import innermost, optimizers_of, refuse_horovods_own
 from ringtrain.hvd.placement import CPU
 from ringtrain.hvd.reduction import OP_WORDS, averaged_by_adasum
 from ringtrain.hvd.step_timing import during
@@ -60,7 +60,7 @@ def broadcast_model(
         if not optimizer.built:
             optimizer.build(model.trainable_variables)
     local = {id(variable) for variable in local_variables}
-    variables = [*model.weights, *(optimizer.variables if optimizer is not None else ())]
+    variables = [*model.weights, *(variable for one in _optimizers(model, optimizer) for variable in one.variables)]
     broadcast_variables([v for v in variables if id(v) not in local], root_rank, process_set, device=device)
 
 
@@ -212,10 +212,18 @@ def _require_same_settings(optimizer: Any, process_set: ProcessSet) -> None:
 
 
 def _checksums(model: keras.Model, optimizer: Any, copy: int) -> Iterator[tuple[str, int]]:
-    excluded = {id(variable) for variable in (*weights_of_one_rank(model), *_local_variables(model, optimizer))}
-    for variable in (*model.weights, *(optimizer.variables if optimizer is not None else ())):
+    optimizers = _optimizers(model, optimizer)
+    local = [variable for one in optimizers for variable in _local_variables(model, one)]
+    excluded = {id(variable) for variable in (*weights_of_one_rank(model), *local)}
+    for variable in (*model.weights, *(variable for one in optimizers for variable in one.variables)):
         if id(variable) not in excluded:
             yield variable.path, _checksum(copies_of(variable)[copy].numpy())
+
+
+def _optimizers(model: keras.Model, optimizer: Any) -> list[Any]:
+    """Returns all optimizers of a model, with one in place of that with which it was compiled."""
+    rest = [one for one in optimizers_of(model) if one is not model.optimizer and one is not optimizer]
+    return [*([] if optimizer is None else [optimizer]), *rest]
 
 
 def _checksum(value: Any) -> int:

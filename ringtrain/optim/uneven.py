@@ -46,7 +46,7 @@ class UnevenBatches:
         model, compiled = self.model, self.model._compile_loss
         self._train_step, self._losses = model.train_step, list(compiled._flat_losses if compiled else ())
         if self.share is not None:
-            hvd.weigh_gradients(model.optimizer, self.share)
+            self._weigh(self.share)
         # Not model.train_step = ...: Keras would track and save the attribute.
         object.__setattr__(model, "train_step", self._step)
         if compiled and hvd.size() > 1:
@@ -61,13 +61,17 @@ class UnevenBatches:
     def __exit__(self, *_: object) -> None:
         object.__setattr__(self.model, "train_step", self._train_step)
         if self.share is not None:
-            hvd.weigh_gradients(self.model.optimizer, None)
+            self._weigh(None)
         if compiled := self.model._compile_loss:
             compiled._flat_losses[:] = self._losses
             for metric in (self.model._loss_tracker, *compiled.metrics):
                 vars(metric).pop("update_state", None)
         for layer in hvd.batch_norm_layers(self.model):
             object.__setattr__(layer, "share", None)
+
+    def _weigh(self, share: tf.Variable | None) -> None:
+        for optimizer in hvd.optimizers_of(self.model):
+            hvd.weigh_gradients(optimizer, share)
 
     def _step(self, data: Any) -> Any:
         """A step of the model with this rank's part of the batch."""

@@ -37,7 +37,7 @@ def require_same_model(source: checkpoint.Checkpoint, model: keras.Model, weight
 
 
 def shared_variables(model: keras.Model) -> list[Any]:
-    return [*model.weights, *model.optimizer.variables]
+    return [*model.weights, *(variable for one in hvd.optimizers_of(model) for variable in one.variables)]
 
 
 def seeds(model: keras.Model) -> list[Any]:
@@ -47,8 +47,8 @@ def seeds(model: keras.Model) -> list[Any]:
 
 def own_variables(model: keras.Model) -> list[Any]:
     """Returns seeds, weights that depend on a rank's data, and accumulated gradients, which are optimizer variables."""
-    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    accumulated = getattr(optimizer, "_accumulated_gradients", None) or []
+    optimizers = [getattr(one, "inner_optimizer", one) for one in hvd.optimizers_of(model)]
+    accumulated = [variable for one in optimizers for variable in getattr(one, "_accumulated_gradients", None) or ()]
     return [*seeds(model), *hvd.weights_of_one_rank(model), *accumulated]
 
 

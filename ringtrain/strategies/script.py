@@ -123,7 +123,9 @@ class Script(Ring):
                 break
         if run.clock.epoch_complete:
             run.callbacks.saver.save()  # before averaged weights replace those with which training would continue
-            model.optimizer.finalize_variable_values(model.trainable_weights)
+            for optimizer in hvd.optimizers_of(model):
+                inner = getattr(optimizer, "inner_optimizer", optimizer)
+                optimizer.finalize_variable_values(inner._trainable_variables)
         callbacks.on_train_end(logs)
 
     def _step(self, run: RunContext, batches: Iterator[Any]) -> Any:
@@ -199,7 +201,7 @@ def _is_sum(first: Any, second: Any, both: Any) -> bool:
 @contextlib.contextmanager
 def unchanged_afterwards(model: keras.Model) -> Iterator[None]:
     """Context after which a model and its optimizer have no attributes of a run, and `model.fit` is Keras' again."""
-    objects = [model, model.optimizer]
+    objects = [model, *hvd.optimizers_of(model)]
     before = [{name: vars(one).get(name) for name in ("train_step", "apply")} for one in objects]
     jit_compile, model.jit_compile = model.jit_compile, False  # XLA has no kernel for Horovod's allreduce
     try:

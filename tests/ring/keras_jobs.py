@@ -174,6 +174,71 @@ def vae() -> None:
     np.testing.assert_allclose(history.history["loss"][-1], expected["loss"][-1], rtol=0.15)
 
 
+class GAN(keras.Model):
+    """Two networks, two optimizers, and a step of its own; it has no `call`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        keras.utils.set_random_seed(3)
+        self.discriminator = keras.Sequential([keras.Input((6,)), layers.Dense(8, activation="tanh"), layers.Dense(1)])
+        self.generator = keras.Sequential([keras.Input((3,)), layers.Dense(8, activation="tanh"), layers.Dense(6)])
+        self.d_tracker, self.g_tracker = keras.metrics.Mean("d_loss"), keras.metrics.Mean("g_loss")
+
+    def compile(self, d_optimizer: Any, g_optimizer: Any) -> None:
+        super().compile()
+        self.d_optimizer, self.g_optimizer = d_optimizer, g_optimizer
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.d_tracker, self.g_tracker]
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        real, noise = batch
+        entropy = keras.losses.BinaryCrossentropy(from_logits=True)
+        with tf.GradientTape() as tape:
+            logits = keras.ops.concatenate([self.discriminator(real), self.discriminator(self.generator(noise))])
+            ones = keras.ops.ones_like(self.discriminator(real))
+            d_loss = entropy(keras.ops.concatenate([ones, 0 * ones]), logits)
+        weights = self.discriminator.trainable_weights
+        self.d_optimizer.apply_gradients(zip(tape.gradient(d_loss, weights), weights, strict=True))
+        with tf.GradientTape() as tape:
+            logits = self.discriminator(self.generator(noise))
+            g_loss = entropy(keras.ops.ones_like(logits), logits)
+        weights = self.generator.trainable_weights
+        self.g_optimizer.apply_gradients(zip(tape.gradient(g_loss, weights), weights, strict=True))
+        self.d_tracker.update_state(d_loss)
+        self.g_tracker.update_state(g_loss)
+        return {"d_loss": self.d_tracker.result(), "g_loss": self.g_tracker.result()}
+
+
+def gan() -> None:
+    """Both optimizers average, are saved, and resumed; the model is that of one process, since the noise is data."""
+
+    def make() -> GAN:
+        model = GAN()
+        model.compile(keras.optimizers.Adam(0.01, beta_1=0.5), keras.optimizers.Adam(0.02, beta_1=0.5))
+        return model
+
+    def fit(model: keras.Model, name: str, *callbacks: Any) -> Any:
+        config = options(checkpoint=CheckpointConfig(every_steps=1))
+        arguments = {"batch_size": 32, "epochs": 3, "shuffle": False, "verbose": 0, "callbacks": callbacks}
+        return ringtrain.fit(model, X, Y, name=name, options=config, **arguments)
+
+    whole, reference, resumed = make(), make(), make()
+    history = fit(whole, "gan")
+    reference.fit(X, Y, batch_size=32, epochs=3, shuffle=False, verbose=0)
+    assert distance(whole, reference) < 1e-10
+    hvd.check_in_sync(whole)
+    try:
+        fit(make(), "gan-killed", KillAfter(7))
+    except Killed:
+        again = fit(resumed, "gan-killed")
+    assert distance(whole, resumed) == 0 and again.checksum == history.checksum
+    for ours, theirs in zip(whole.g_optimizer.variables, resumed.g_optimizer.variables, strict=True):
+        np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
+    assert again.history["g_loss"] == history.history["g_loss"]
+
+
 def from_files() -> None:
     """Lines of CSV files, decoded by tf.data, and the same numbers as a table."""
     path = OUTPUT / f"table-{hvd.size()}-{hvd.rank()}.csv"
