@@ -1,12 +1,16 @@
-"""The first command of each page on training does what the page says it does, in fewer epochs."""
+"""The first command of each page on training does what the page says it does, in fewer epochs; so do whole scripts."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
+import sys
+from pathlib import Path
 
 import launching
+import pages
 import pytest
 
 PAGES = ("checkpoints", "faults", "learning-rate", "models", "tracking")
@@ -28,3 +32,55 @@ def test_the_first_command_of_a_page(page: str, tmp_path) -> None:
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["in_sync"] is True and summary["num_ranks"] == 2
     assert f"weights and optimizer equal {summary['checksum']}" in ended.stdout
+
+
+# ---- scripts, as they stand in the README and in pages ---------------------------------------------------------------
+
+
+def test_the_script_of_the_readme_prints_what_its_picture_shows(tmp_path: Path) -> None:
+    printed, summary = pages.start("README.md", tmp_path)
+    assert summary["num_ranks"] == 2 and summary["in_sync"] is True
+    assert summary["metrics"]["val_accuracy"] > 0.85
+    prompt, *picture = filter(None, pages.shown(pages.TERMINAL.read_text()))
+    assert prompt == f"$ {shlex.join(pages.command('README.md'))}"
+    missing = {pages.alike(line) for line in picture} - {pages.alike(line) for line in printed.splitlines()}
+    assert len(picture) > 20 and not missing, f"{missing}: draw it again by python tests/pages.py"
+
+
+def test_the_script_for_keras_gives_the_loss_that_keras_gives_without_the_changes(tmp_path: Path) -> None:
+    printed, _ = pages.start("docs/from-keras.md", tmp_path)
+    before = pages.before(*pages.scripts("docs/from-keras.md"))
+    assert "ringtrain" not in before and "model.fit(" in before
+    (tmp_path / "keras").mkdir()
+    (tmp_path / "keras" / "cancer.py").write_text(before)
+    alone = launching.run(0, [sys.executable, "cancer.py"], pages.LIMIT_S, cwd=tmp_path / "keras", warm=True)
+    (loss,) = numbers("val_loss", alone.stdout)
+    assert numbers("val_loss", printed) == pytest.approx([loss] * 2, abs=2e-5)
+    # Another epoch has another loss, by far more than that.
+    records = (tmp_path / "runs" / "cancer" / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(record)["val_loss"] for record in records]
+    assert len(losses) > 1 and min(abs(one - other) for one, other in itertools.pairwise(losses)) > 1e-3
+    assert (tmp_path / "best.keras").exists()
+
+
+def test_both_steps_of_a_script_for_horovod(tmp_path: Path) -> None:
+    printed, summary = pages.start("docs/from-horovod.md", tmp_path)
+    results = re.findall(r"^accuracy (0\.\d+), weights ([0-9a-f]{16})$", printed, re.MULTILINE)
+    assert sorted(results) == sorted([*set(results)] * 2) and len(set(results)) == 2, "of two ranks, for two scripts"
+    assert all(float(accuracy) > 0.85 for accuracy, _ in results)
+    assert summary["checksum"] in dict(map(reversed, results)) and summary["numbers"]["global_batch_size"] == 64
+    assert len([*tmp_path.glob("checkpoint-*.keras")]) == 4
+
+
+def test_the_script_for_accelerate_trains_each_row_once_per_epoch(tmp_path: Path) -> None:
+    printed, summary = pages.start("docs/from-accelerate.md", tmp_path)
+    first, second = numbers("val_mae", printed)
+    assert first == second < 0.2
+    sizes = summary["numbers"]
+    assert (sizes["num_train"], sizes["steps_per_epoch"], sizes["dropped_per_epoch"]) == (900, 29, 0)
+    assert (summary["global_step"], sizes["accumulation_steps"]) == (232, 2)
+
+
+def numbers(name: str, printed: str) -> list[float]:
+    """Numbers that scripts print after a name, one for each rank."""
+    return [float(number) for number in re.findall(rf"^{name} (\S+)$", printed, re.MULTILINE)]

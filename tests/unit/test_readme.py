@@ -89,3 +89,39 @@ def test_a_folder_lists_its_files(folder: Path) -> None:
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"(?:`|^|MPI=\w+ )make ([a-z]+)", README, re.MULTILINE))))
 def test_a_make_target_exists(target: str) -> None:
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+# ---- links and pictures ----------------------------------------------------------------------------------------------
+
+
+def dead_links(page: Path, text: str) -> list[str]:
+    """Links of a page to files, or to headings in them, that do not exist."""
+    dead = []
+    for path, heading in re.findall(r"\]\((?!https?:)([^()#\s]*)#?([^()\s]*)\)", text):
+        target = page.parent / path if path else page
+        if not target.exists() or (heading and heading not in headings(target.read_text())):
+            dead.append(f"{path}#{heading}")
+    return dead
+
+
+def headings(text: str) -> set[str]:
+    """Names of a page's headings in links."""
+    without_code = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", without_code, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert dead_links(page, page.read_text()) == []
+    wrong = "[a](nowhere.md) [b](https://nowhere) [c](#nothing) [d](docs/fit.md#limit)"
+    assert dead_links(ROOT / "README.md", wrong) == ["nowhere.md#", "#nothing", "docs/fit.md#limit"]
+
+
+def test_pictures_are_small_and_load_nothing() -> None:
+    pictures = [*(ROOT / "docs" / "images").iterdir()]
+    assert {path.name for path in pictures} == set(re.findall(r"docs/images/([\w.-]+)", README))
+    for path in pictures:
+        assert path.stat().st_size < 100_000, path
+        if path.suffix == ".svg":
+            assert not re.search(r"url\((?!#)|href=|<script", path.read_text()), path

@@ -111,6 +111,18 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert "optimizer.learning_rate" not in text.split("all options")[0]
 
 
+def test_a_run_of_a_script_shows_its_validation(tmp_path: Path) -> None:
+    text = "\n".join(page_of(make_run(tmp_path / "test")).text)
+    assert "val accuracy" not in text and "validation" not in text
+    folder = make_run(tmp_path / "script")
+    records = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(records.replace("test_", "val_"))
+    seen = page_of(folder)
+    text = "\n".join(seen.text)
+    assert seen.seen.count("figure") == 5 and text.count("validation") == 4, "line and legend, of loss and of accuracy"
+    assert "val accuracy" in text and "test accuracy" not in text
+
+
 def test_runs_side_by_side_show_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     folders = [make_run(tmp_path / "a" / "run", 0.001), make_run(tmp_path / "b" / "run", 0.5, epochs=2, whole=False)]
     text = "\n".join(page_of(*folders).text)

@@ -144,7 +144,7 @@ def _numbers(named: Mapping[str, Run]) -> Table:
         hosts = {event.get("host") for event in run.events} - {None}
         return f"{known} on {len(hosts)} host{'s' * (len(hosts) != 1)}" if known and hosts else str(known or "")
 
-    metrics = [key for run in named.values() for record in run.epochs[-1:] for key in record if key[:5] == "test_"]
+    metrics = [key for run in named.values() for one in run.epochs[-1:] for key in one if key[:4] in ("test", "val_")]
     return _table(
         named,
         {

@@ -19,19 +19,19 @@ WORDS = "Compute: forward and backward pass, and the update. Waiting: for the ot
 
 
 def curves(named: Mapping[str, Run]) -> list[Part]:
-    """Charts of training and test metrics, learning rate and speed, and a table of epochs."""
+    """Charts of metrics in training, test and validation, learning rate and speed, and a table of epochs."""
     several = len(named) > 1
     keys = dict.fromkeys(key for run in named.values() for record in run.epochs for key in record)
-    pairs = [key for key in ("loss", "accuracy", *keys) if f"test_{key}" in keys]
+    pairs = [key for key in ("loss", "accuracy", *keys) if keys.keys() & {f"test_{key}", f"val_{key}"}]
     charts: list[Part] = []
     for key in dict.fromkeys(pairs or ["loss", "accuracy"]):
         lines: list[Line] = []
         for place, (name, run) in enumerate(named.items()):
-            for of, what in ((key, "training"), (f"test_{key}", "test")):
+            for of, what in ((key, "training"), (f"test_{key}", "test"), (f"val_{key}", "validation")):
                 # A run without a completed epoch has at least its steps.
                 records = run.epochs or run.steps
                 points = [(_epoch(run, r), _scaled(key, r[of])) for r in records if of in r]
-                colour = place if several else int(what == "test")
+                colour = place if several else int(what != "training")
                 lines.append(Line(name if several else what, points, colour, what == "training"))
         title = f"{words(key)}{', %' * _is_share(key)}"
         charts.append(Chart(title, "epoch", lines, *_marks(named), dashes="training" if several else ""))
