@@ -129,7 +129,7 @@ def test_a_signal_to_one_rank_saves_one_step_on_all(
     watcher = threading.Thread(target=signal_rank)
     watcher.start()
     try:
-        stopped = train(tmp_path, launcher=launcher, warm=False)
+        stopped = train(tmp_path, launcher=launcher, warm=launcher == "mpirun")
     finally:
         ended.set()
         watcher.join()
