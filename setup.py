@@ -52,7 +52,10 @@ setup(
         "sweep": ["optuna>=4.2,<6"],  # ringtrain sweep
         "spark": ["pyspark>=4,<5"],  # and Java 17; 490 MB
         "torch": ["torch>=2.6"],  # a row of ringtrain bench peers
-        "dev": ["hypothesis>=6.100", "import-linter>=2.6", "mypy>=1.13", "pandas>=2.2", "pytest>=8", "ruff>=0.8"],
+        "dev": [
+            *("hypothesis>=6.100", "import-linter>=2.6", "mypy>=1.13", "pandas>=2.2", "pytest>=8", "pytest-xdist>=3.6"),
+            "ruff>=0.8",
+        ],
     },
     classifiers=[
         "License :: OSI Approved :: Apache Software License",

@@ -23,7 +23,7 @@ LAUNCH = {
 """files in ring/ that start `ringtrain launch` or a command that uses it"""
 
 QUICK: dict[str, tuple[str, ...]] = {
-    "test_deterministic": ("test_the_same_command_gives_the_same_weights",),
+    "test_deterministic": ("test_the_same_command_gives_the_same_weights[True]",),
     "test_resume": ("test_a_killed_run_goes_on_bit_for_bit",),
     "test_train": (
         "test_digits_are_learned_and_the_summary_is_complete",
@@ -34,6 +34,7 @@ QUICK: dict[str, tuple[str, ...]] = {
         "test_two_ranks_over_gloo_learn_what_one_rank_with_the_big_batch_learns",
         "test_two_ranks_that_accumulate_learn_what_one_rank_with_the_big_batch_learns",
         "test_bad_input_is_one_line_and_exit_code_2",
+        "test_bad_input_ends_a_process_of_its_own_alike",
         "test_what_only_one_rank_misses_ends_all_and_names_it",
     ),
     "test_begin": ("test_what_init_writes_trains_as_it_is_and_is_listed",),
@@ -57,6 +58,11 @@ QUICK_PROPERTIES = {
     *("precision.only_one_rank_overflows", "precision.deterministic_equals_big_batch"),
 }
 """of ring/properties, for each launch"""
+QUICK_JOBS = {
+    *("arrays_and_metrics", "masks_and_two_outputs", "own_train_step", "killed_and_resumed"),
+    *("a_signal_saves_and_ends_all", "resumed_by_other_ranks", "what_differs_is_refused"),
+}
+"""of ring/run_fit.py, on 2 and on 3 ranks"""
 SLOW_UNIT = {"test_image_files", "test_models"}
 
 
@@ -68,8 +74,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "spark" in file and folder != "unit":
             item.add_marker("spark")
         name = getattr(item, "originalname", item.name)
-        if name == "test_property":
-            quick = item.callspec.params["name"] in QUICK_PROPERTIES
+        if name in ("test_property", "test_job"):
+            quick = item.callspec.params["name"] in QUICK_PROPERTIES | QUICK_JOBS
         else:
             quick = file not in SLOW_UNIT if folder == "unit" else {name, item.name} & {*QUICK.get(file, ())}
         if not quick:
@@ -81,6 +87,7 @@ def pytest_configure() -> None:
     here = Path(__file__).parent
     listed = [(f"*/{file}.py", name) for file, names in QUICK.items() for name in names]
     listed += [(f"ring/properties/{one.split('.')[0]}.py", one.split(".")[1]) for one in QUICK_PROPERTIES]
+    listed += [("ring/run_fit.py", name) for name in QUICK_JOBS]
     for pattern, name in listed:
         if not any(f"def {name.partition('[')[0]}(" in path.read_text() for path in here.glob(pattern)):
             raise pytest.UsageError(f"{__file__} names {name}, which is not in {pattern}")

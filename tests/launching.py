@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import json
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).parents[1]
+WARM = Path(__file__).parent / "support" / "warm.py"
 COLD = "RINGTRAIN_TEST_COLD"
 """variable: if set, every rank imports its libraries itself, which takes longer"""
 MPIRUN = [
@@ -43,8 +45,8 @@ def run(
         launcher: "mpirun", told what horovodrun tells it (which takes seconds to find that out); "mpi" or "gloo" for
             horovodrun itself.
         cwd: folder to start in.
-        warm: sys.executable at the beginning, or behind --, is a fork that has its libraries loaded: for tests of
-            anything but the start itself.
+        warm: sys.executable at the beginning, or behind --, is a fork that has its libraries loaded; where something
+            else stands there, the trainers that it starts are. For tests of anything but the start itself.
 
     Returns:
         The finished process, with stdout and stderr as text and whatever return code it had.
@@ -59,18 +61,19 @@ def run(
     }
     start = [*flags[launcher], "-np", np, "-H", f"localhost:{np}"]
     words = list(argv)
-    if warm and not os.environ.get(COLD):
-        at = words.index("--") + 1 if "--" in words else 0
-        if words[at] != sys.executable:
-            raise ValueError(f"got {words[at]} to start warm, expected {sys.executable}")
-        words[at : at + 1] = warm_python()
-    command = [str(word) for word in [*(start if np else []), *words]]
     full_env = os.environ | {
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
         "OMPI_MCA_mpi_yield_when_idle": "1",
         **(env or {}),
     }
+    if warm and not os.environ.get(COLD):
+        at = words.index("--") + 1 if "--" in words else 0
+        if words[at] == sys.executable:
+            words[at : at + 1] = warm_python()
+        else:
+            full_env |= warm_env(full_env["PYTHONPATH"])
+    command = [str(word) for word in [*(start if np else []), *words]]
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -94,14 +97,36 @@ def run(
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
+def train_each(
+    lines: Sequence[tuple[Path, *tuple[object, ...]]], timeout_s: float, env: Mapping[str, str] | None = None
+) -> list[subprocess.CompletedProcess[str]]:
+    """Runs the trainer in one process with each of several command lines, in forks that begin as it does: for refusals.
+
+    Args:
+        lines: for each a folder to start in, and the trainer's words.
+        timeout_s: for all of them.
+        env: as of run.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        program = [sys.executable, ROOT / "tests" / "support" / "each.py", folder]
+        ended = run(0, [*program, *(json.dumps([*map(str, line)]) for line in lines)], timeout_s, env, warm=True)
+        if ended.returncode:
+            raise RuntimeError(ended.stderr)
+        ends = []
+        for number, line in enumerate(lines):
+            code, *said = (Path(folder, f"{number}-{part}").read_text() for part in ("code", 1, 2))
+            ends.append(subprocess.CompletedProcess(line, int(code), *said))
+    return ends
+
+
 @functools.cache
 def warm_python() -> list[str | Path]:
     """What stands for sys.executable on a command line whose processes fork from a server, which this starts."""
-    program = Path(__file__).parent / "support" / "warm.py"
     folder = tempfile.mkdtemp(prefix="ringtrain-warm-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    socket = f"{folder}/socket"
     server = subprocess.Popen(
-        [sys.executable, program, "serve", f"{folder}/socket"],
+        [sys.executable, WARM, "serve", socket],
         stdin=subprocess.PIPE,  # ends the server when this process ends
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -110,8 +135,14 @@ def warm_python() -> list[str | Path]:
     )
     assert server.stdout is not None
     if server.stdout.readline() != b"ready\n":
-        raise RuntimeError(f"{program} serve {folder}/socket has ended with {server.wait()}")
-    return [sys.executable, "-I", "-S", program, f"{folder}/socket"]
+        raise RuntimeError(f"{WARM} serve {socket} has ended with {server.wait()}")
+    return [sys.executable, "-I", "-S", WARM, socket]
+
+
+def warm_env(path: str = str(ROOT)) -> dict[str, str]:
+    """Variables, with a PYTHONPATH, by which trainers and ranks of benches that a program starts fork as well."""
+    *_, socket = map(str, warm_python())
+    return {"RINGTRAIN_TEST_WARM": socket, "PYTHONPATH": os.pathsep.join([str(WARM.with_name("warm_start")), path])}
 
 
 def _end_family(process: int) -> None:

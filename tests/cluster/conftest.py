@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -47,6 +48,23 @@ def make_lab(lab_possible: None) -> Iterator[Callable[..., lab.Lab]]:
 def two_hosts(make_lab: Callable[..., lab.Lab]) -> lab.Lab:
     """A lab of host1 and host2."""
     return make_lab(2)
+
+
+@pytest.fixture(scope="session")
+def shared_lab() -> Iterator[Callable[[], lab.Lab]]:
+    """Returns the one lab of all tests that ask for three_hosts."""
+    with ExitStack() as stack:
+        yield functools.cache(lambda: stack.enter_context(lab.Lab(3)))
+
+
+@pytest.fixture
+def three_hosts(lab_possible: None, shared_lab: Callable[[], lab.Lab]) -> Iterator[lab.Lab]:
+    """A lab of host1 to host3 for tests that train there, which change nothing of it but the network and processes."""
+    hosts = shared_lab()
+    yield hosts
+    for name in hosts.names:
+        hosts.restore(name)
+    hosts.kill_processes(*hosts.names)
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ from typing import Any
 import launching
 
 INSIDE = [sys.executable, "-I", "-S", str(Path(__file__).with_name("inside.py"))]
+WARM_SOCKET = "/run/ringtrain-warm"  # of each host its own
 PREFIX = "ringtrain-lab-"
 SUBNET = "10.77.0"  # inside the namespaces only, so that every lab may have the same
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -83,6 +84,7 @@ class Lab:
         self.interfaces = dict.fromkeys(self.names, "eth0") | dict(interfaces or {})
         self._holders: dict[str, subprocess.Popen[str]] = {}
         self._first: dict[str, int] = {}  # process 1 of each host and of the switch, as the machine counts
+        self._servers: dict[int, Command] = {}  # of warm_python, by process as the machine counts
 
     def address(self, host: str) -> str:
         """The host's address."""
@@ -107,6 +109,9 @@ class Lab:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for server in self._servers.values():
+            server.__exit__(None, None, None)
+        self._servers.clear()
         for name, holder in self._holders.items():
             if name in self._first:
                 with contextlib.suppress(ProcessLookupError):
@@ -185,7 +190,7 @@ class Lab:
         )
 
     def processes(self, host: str) -> dict[int, str]:
-        """What lives on a host besides its process 1 and its listening sshd: process id and command line.
+        """What lives on a host besides its process 1, its listening sshd and what warm_python starts: id, command line.
 
         The ids are this machine's, for os.kill. Sessions of sshd are among them, and whatever was started there, by
         whomever: a process cannot leave the namespace that it is recognized by.
@@ -197,7 +202,19 @@ class Lab:
                 line = Path(f"/proc/{process}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
                 if line and inside not in own:  # one that is ending has no command line any more
                     found[process] = line
-        return found
+        return {process: line for process, line in found.items() if process not in self._servers}
+
+    def warm_python(self) -> list[str | Path]:
+        """What stands for `python` where processes, on any host, are to fork from one that has loaded TensorFlow."""
+        if not self._servers:
+            serve = [sys.executable, launching.WARM, "serve", WARM_SOCKET]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            env = {"PYTHONPATH": str(launching.ROOT)}
+            for name, server in [(name, self.start(name, serve, env, **pipes)) for name in self.names]:
+                if server.stdout.readline() != "ready\n":
+                    raise RuntimeError(f"{serve} on {name} has ended with {server.wait()}")
+                self._servers |= {one: server for one, line in self.processes(name).items() if WARM_SOCKET in line}
+        return [sys.executable, "-I", "-S", launching.WARM, WARM_SOCKET]
 
     def kill_processes(self, *hosts: str) -> None:
         """Kills what lives on some hosts, but not the hosts: their sshd goes on listening."""

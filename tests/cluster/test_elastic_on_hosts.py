@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +41,14 @@ def attack(hosts: lab.Lab, made: Path) -> None:
     assert not made.exists()
 
 
-def test_a_host_is_cut_off_and_another_one_takes_its_place(make_lab: Callable[..., lab.Lab], tmp_path: Path) -> None:
+def test_a_host_is_cut_off_and_another_one_takes_its_place(three_hosts: lab.Lab, tmp_path: Path) -> None:
     """Nobody is told of the host's end: ranks wait for it in the middle of a step. Nothing is left on any host."""
     listed, run, held = tmp_path / "hosts", tmp_path / "run", tmp_path / "hold"
     listed.write_text("host1:1\nhost2:1\n")
     held.touch()
-    hosts = make_lab(3)
+    hosts = three_hosts
     launch = ["ringtrain", "launch", "--elastic", "--host-discovery", f"cat {listed}", "-np", "2", "--max-np", "2"]
-    train = ["python", "-m", "ringtrain.train", "--data.name", "digits", "--train.epochs", EPOCHS]
+    train = [*hosts.warm_python(), "-m", "ringtrain.train", "--data.name", "digits", "--train.epochs", EPOCHS]
     options = ["--run.name", "run", "--run.directory", tmp_path, "--train.callbacks", "holding:Holding"]
     command = [*launch, "--forward", "RINGTRAIN_TEST_HOLD", "--", *train, *options]
 

@@ -189,24 +189,25 @@ def test_a_cut_link_ends_the_job_and_names_the_host(two_hosts: lab.Lab) -> None:
 
 
 def test_a_link_cut_in_the_middle_of_training_ends_the_job_names_the_host_and_keeps_what_was_saved(
-    two_hosts: lab.Lab, tmp_path: Path
+    three_hosts: lab.Lab, tmp_path: Path
 ) -> None:
-    train = ["python", "-m", "ringtrain.train", "--config", "configs/digits.toml", "--train.epochs", "5000"]
+    python = three_hosts.warm_python()
+    train = [*python, "-m", "ringtrain.train", "--config", "configs/digits.toml", "--train.epochs", "5000"]
     options = ["--run.directory", str(tmp_path), "--run.name", "run"]
     launch = ["python", "-m", "ringtrain", "launch", "-H", "host1:1,host2:1", "--", *train, *options]
     env = environment({LEASE: "10"})
-    process = two_hosts.start("host1", launch, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = three_hosts.start("host1", launch, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     metrics = tmp_path / "run" / "metrics.jsonl"
     with process:
         lab.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 1, TIMEOUT_S, "two epochs")
-        two_hosts.cut("host2")
+        three_hosts.cut("host2")
         _, stderr = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 2, stderr
     assert stderr.splitlines()[-1].startswith("ringtrain: lost host2 while the job ran"), stderr
-    nothing_is_left(two_hosts, "host1")
-    two_hosts.restore("host2")
-    lab.wait_for(lambda: not two_hosts.processes("host2"), TIMEOUT_S, "the part that was cut off has ended by itself")
-    again = two_hosts.run("host1", [*launch, "--train.max-time-s", "0.001"], TIMEOUT_S, env=environment())
+    nothing_is_left(three_hosts, "host1")
+    three_hosts.restore("host2")
+    lab.wait_for(lambda: not three_hosts.processes("host2"), TIMEOUT_S, "the part that was cut off has ended by itself")
+    again = three_hosts.run("host1", [*launch, "--train.max-time-s", "0.001"], TIMEOUT_S, env=environment())
     assert again.returncode == 0, again.stderr
     assert "resumes" in again.stdout and "2 ranks in step" in again.stdout
 

@@ -50,7 +50,8 @@ def test_eight_ranks_on_two_hosts_by_the_script(two_hosts: lab.Lab, tmp_path_fac
         two_hosts.add_bridge(host, "virbr0", "192.168.122.1/24")
     two_hosts.add_bridge("host1", "br-compose", "172.18.0.1/16")
     folder = tmp_path_factory.mktemp("runs")
-    words = [*shlex.split(WHOLE), "--train.epochs", "2", "--run.directory", str(folder)]
+    words = [*shlex.split(WHOLE), "--train.epochs", "2", "--run.directory", folder]
+    words[(at := words.index("python")) : at + 1] = two_hosts.warm_python()
     ended = two_hosts.run("host1", words, TIMEOUT_S)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert re.search(r"8 ranks in step: gradients averaged, weights and optimizer equal [0-9a-f]{16}", ended.stdout)

@@ -16,24 +16,23 @@ TIMEOUT_S = 300
 DIGITS = ["--data.name", "digits", "--train.epochs", "2", "--checkpoint.every-steps", "6", "--run.name", "run"]
 
 
-def launch(folder: Path, hosts: str, *options: str, chaos: str = "") -> list[str]:
-    train = ["python", "-m", "ringtrain.train", *DIGITS, "--run.directory", str(folder), "--chaos", chaos]
-    return ["python", "-m", "ringtrain", "launch", "-H", hosts, "-np", "2", *options, "--", *train]
+def launch(hosts: lab.Lab, folder: Path, slots: str, *options: str, chaos: str = "") -> list[str | Path]:
+    train = [*hosts.warm_python(), "-m", "ringtrain.train", *DIGITS, "--run.directory", folder, "--chaos", chaos]
+    return ["python", "-m", "ringtrain", "launch", "-H", slots, "-np", "2", *options, "--", *train]
 
 
 def summary(folder: Path) -> dict:
     return json.loads((folder / "run" / "summary.json").read_text())
 
 
-def test_a_host_in_reserve_takes_the_place_of_one_that_is_lost(make_lab, tmp_path: Path) -> None:
+def test_a_host_in_reserve_takes_the_place_of_one_that_is_lost(three_hosts: lab.Lab, tmp_path: Path) -> None:
     """While training, rank 1's host is cut off; the job goes on with host3 and ends as one that nothing happened to."""
-    hosts = make_lab(3)
+    hosts = three_hosts
     environment = {"PYTHONPATH": str(launching.ROOT), LEASE: "10"}
-    reference = hosts.run("host1", launch(tmp_path / "whole", "host1:1,host2:1"), TIMEOUT_S, env=environment)
+    reference = hosts.run("host1", launch(hosts, tmp_path / "whole", "host1:1,host2:1"), TIMEOUT_S, env=environment)
     assert reference.returncode == 0, reference.stderr
-    words = launch(
-        tmp_path, "host1:1,host2:1,host3:1", "--max-restarts", "2", chaos="rank=0 step=9 mode=slow seconds=0.25"
-    )
+    slots, chaos = "host1:1,host2:1,host3:1", "rank=0 step=9 mode=slow seconds=0.25"
+    words = launch(hosts, tmp_path, slots, "--max-restarts", "2", chaos=chaos)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with hosts.start("host1", words, env=environment, **pipes) as process:
         saved = tmp_path / "run" / "checkpoints" / "step-00000006"
@@ -51,17 +50,11 @@ def test_a_host_in_reserve_takes_the_place_of_one_that_is_lost(make_lab, tmp_pat
 
 
 @pytest.mark.parametrize(("keep", "ranks"), [((), 1), (("--keep-hosts",), 2)])
-def test_a_host_that_failed_twice_is_left_out(two_hosts: lab.Lab, tmp_path: Path, keep, ranks: int) -> None:
+def test_a_host_that_failed_twice_is_left_out(three_hosts: lab.Lab, tmp_path: Path, keep, ranks: int) -> None:
     """One rank goes on with the global batch of two."""
-    words = launch(
-        tmp_path,
-        "host1:1,host2:1",
-        "--max-restarts",
-        "3",
-        *keep,
-        chaos="rank=1 step=9 mode=kill, rank=1 step=15 mode=kill",
-    )
-    ended = two_hosts.run("host1", words, TIMEOUT_S, env={"PYTHONPATH": str(launching.ROOT)})
+    chaos = "rank=1 step=9 mode=kill, rank=1 step=15 mode=kill"
+    words = launch(three_hosts, tmp_path, "host1:1,host2:1", "--max-restarts", "3", *keep, chaos=chaos)
+    ended = three_hosts.run("host1", words, TIMEOUT_S, env={"PYTHONPATH": str(launching.ROOT)})
     assert ended.returncode == 0, ended.stdout + ended.stderr
     result = summary(tmp_path)
     assert (result["restarts"], result["num_ranks"]) == (2, ranks)

@@ -77,7 +77,8 @@ def finished(slurm: Slurm, job: str, state: str) -> dict[str, str]:
 
 
 def test_a_job_trains_saves_when_it_is_told_to_comes_back_and_finishes(slurm, tmp_path):
-    train = ["python", "-m", "ringtrain.train", "--config", "configs/digits.toml", "--train.epochs", "40"]
+    train = [*slurm.hosts.warm_python(), "-m", "ringtrain.train", "--config", "configs/digits.toml"]
+    train += ["--train.epochs", "40"]
     run = ["--run.directory", str(tmp_path), "--run.name", "main", "--health.agree-every-steps", "1"]
     job = submitted(slurm, tmp_path, ["-H", "host1:2,host2:2"], [*train, *run])
     wait_for_words(tmp_path, "epoch  2/40  loss")
@@ -181,7 +182,8 @@ def test_training_under_srun_goes_on_as_if_nothing_had_happened(slurm, tmp_path)
 
     def train(name: str, chaos: str, *options: str) -> subprocess.CompletedProcess[str]:
         job = ["--data.name", "digits", "--train.epochs", "2", "--checkpoint.every-steps", "6", "--run.name", name]
-        words = ["python", "-m", "ringtrain.train", *job, "--run.directory", str(tmp_path), "--chaos", chaos]
+        python = slurm.hosts.warm_python()
+        words = [*python, "-m", "ringtrain.train", *job, "--run.directory", str(tmp_path), "--chaos", chaos]
         launch = [*RINGTRAIN, "launch", "--launcher", "srun", *options, "--", *words]
         return slurm.run(["salloc", "--nodes=2", "--ntasks-per-node=1", *launch], TIMEOUT_S)
 

@@ -21,9 +21,9 @@ def grpc_ports(hosts: lab.Lab, host: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("strategy", "roles"), [("ps-sync", ["--ps", "1", "--workers", "1"]), ("multi-worker", [])])
-def test_only_hosts_of_the_job_reach_tensorflows_servers(make_lab, strategy: str, roles: list[str], tmp_path: Path):
-    hosts = make_lab(3)
-    train = ["python", "-m", "ringtrain.train", "--data.name", "digits", "--strategy.name", strategy]
+def test_only_hosts_of_the_job_reach_tensorflows_servers(three_hosts, strategy: str, roles: list[str], tmp_path: Path):
+    hosts = three_hosts
+    train = [*hosts.warm_python(), "-m", "ringtrain.train", "--data.name", "digits", "--strategy.name", strategy]
     train += ["--train.epochs", "500", "--run.directory", str(tmp_path)]  # not until its end
     output = tmp_path / "output"
     with output.open("w") as file:

@@ -15,11 +15,11 @@ def nothing_lives(hosts: lab.Lab) -> bool:
     return not any(hosts.processes(host) for host in hosts.names)
 
 
-def test_eight_ranks_on_two_hosts_learn_the_digits_in_step(two_hosts, tmp_path):
-    train = ["python", "-m", "ringtrain.train", "--config", "configs/digits.toml"]
+def test_eight_ranks_on_two_hosts_learn_the_digits_in_step(three_hosts, tmp_path):
+    train = [*three_hosts.warm_python(), "-m", "ringtrain.train", "--config", "configs/digits.toml"]
     options = ["--run.directory", tmp_path, "--run.name", "main"]
     argv = ["horovodrun", "-np", 8, "-H", "host1:4,host2:4", *train, *options]
-    ended = two_hosts.run("host1", argv, TIMEOUT_S)
+    ended = three_hosts.run("host1", argv, TIMEOUT_S)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     summary = json.loads((tmp_path / "main" / "summary.json").read_text())
     assert summary["num_ranks"] == 8
@@ -29,7 +29,7 @@ def test_eight_ranks_on_two_hosts_learn_the_digits_in_step(two_hosts, tmp_path):
     assert summary["test_accuracy"] > 0.96  # 97 to 98 % with two ranks, and with eight
     logs = [(tmp_path / "main" / "logs" / f"rank-{rank}.log").read_text().splitlines()[0] for rank in range(8)]
     assert [f"rank {rank} of 8 on host{1 + rank // 4}" in line for rank, line in enumerate(logs)] == [True] * 8
-    lab.wait_for(lambda: nothing_lives(two_hosts), TIMEOUT_S, "nothing of the job lives")
+    lab.wait_for(lambda: nothing_lives(three_hosts), TIMEOUT_S, "nothing of the job lives")
 
 
 @pytest.mark.parametrize("launcher", ["mpi", "gloo"])

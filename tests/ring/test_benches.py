@@ -23,7 +23,8 @@ print("sklearn" in sys.modules, "matplotlib" in sys.modules)
 def results_of(tmp_path, kind: str, np: int, *words: object) -> dict:
     out = tmp_path / f"{kind}.json"
     where = ["-np", np, "-H", f"localhost:{np}", "--turns", 1, "--out", out]
-    ended = run(0, [BIN / "ringtrain", "bench", kind, *map(str, [*where, *words])], 600)
+    command = [BIN / "ringtrain", "bench", kind, *map(str, [*where, *words])]
+    ended = run(0, command, 600, warm=kind != "startup")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "median (p10 to p90)" in ended.stdout
     return json.loads(out.read_text())["results"]

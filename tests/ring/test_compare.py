@@ -9,7 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from launching import BIN, ROOT, run
+from launching import BIN, ROOT, run, warm_env
 
 from ringtrain.lab import jobs
 from ringtrain.monitor import journal
@@ -33,7 +33,7 @@ def starts_of(own: Path) -> list[dict]:
 
 def kill_when(path: Path, argv: list[str]) -> None:
     """Starts a comparison, kills it with SIGKILL when a run has a checkpoint, and waits for what it had started."""
-    env = {**os.environ, **ENV, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    env = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", **warm_env(ENV["PYTHONPATH"])}
     with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env) as comparison:
         try:
             deadline = time.monotonic() + TIMEOUT_S
@@ -61,7 +61,7 @@ def test_runs_take_turns_and_what_is_finished_is_not_done_again(tmp_path):
 
     files = {name: tmp_path / f"compared.{name}" for name in ("json", "png", "html")}
     words = [word for pair in zip(("--out", "--plot", "--html"), files.values(), strict=True) for word in pair]
-    ended = run(0, command(tmp_path, *words), TIMEOUT_S, env=ENV)
+    ended = run(0, command(tmp_path, *words), TIMEOUT_S, env=ENV, warm=True)
     assert ended.returncode == 1, ended.stdout + ended.stderr
     begun = re.findall(r"^compare: (\S+), seed (\d): /", ended.stderr, re.MULTILINE)
     other, failing = STRATEGIES.split(",")[1:]
@@ -96,7 +96,8 @@ def test_runs_take_turns_and_what_is_finished_is_not_done_again(tmp_path):
     )
 
     # A run that has ended by its target stays ended; and figures of another number of copies are not mixed in.
-    again = run(0, [BIN / "python", "-m", "ringtrain.train", "--config", towers / "config.toml"], TIMEOUT_S, env=ENV)
+    train = ["python", "-m", "ringtrain.train", "--config", towers / "config.toml"]
+    again = run(0, train, TIMEOUT_S, env=ENV, warm=True)
     assert again.returncode == 0, again.stderr
     assert json.loads((towers / "summary.json").read_text())["global_step"] == runs[other, 0]["global_step"]
     argv = [word if word != "2" else "1" for word in command(tmp_path)]

@@ -132,6 +132,11 @@ def python(script: str, *words: str | Path) -> list[str | Path]:
     return [sys.executable, "-c", script, *words]
 
 
+def trainer(*words: str | Path) -> list[str | Path]:
+    """Python with TensorFlow loaded: for what is not about its start."""
+    return [*launching.warm_python(), *words]
+
+
 # ---- how it ends --------------------------------------------------------------------------------------------------
 
 
@@ -194,7 +199,7 @@ for _ in range(10_000):
 
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun-gloo"])
 def test_the_first_failure_is_the_last_word(launch, launcher: str) -> None:
-    code, stderr = launch(*ringtrain(*python(FAILING), launcher=launcher)).end()
+    code, stderr = launch(*ringtrain(*trainer("-c", FAILING), launcher=launcher)).end()
     assert code == 1
     last_word = stderr.rpartition("\nringtrain: ")[2].splitlines()
     assert re.fullmatch(r"rank 1 on \S+ failed first:", last_word[0])
@@ -206,7 +211,7 @@ def test_the_first_failure_is_the_last_word(launch, launcher: str) -> None:
 def test_without_our_launcher_the_last_word_is_another(launch) -> None:
     """The negative control: what users of mpirun see last; on a busy machine it may even lose what a rank said."""
     code, stderr = launch(
-        *["mpirun", "--allow-run-as-root", "-np", "2", "-H", "localhost:2", "--tag-output"], *python(FAILING)
+        *["mpirun", "--allow-run-as-root", "-np", "2", "-H", "localhost:2", "--tag-output"], *trainer("-c", FAILING)
     ).end()
     assert code == 1
     assert "ValueError" not in stderr.splitlines()[-1]
@@ -215,7 +220,7 @@ def test_without_our_launcher_the_last_word_is_another(launch) -> None:
 
 def test_an_error_for_a_person_is_one_line_and_exit_code_2(launch, tmp_path: Path) -> None:
     words = ["-m", "ringtrain.train", "--data.name", "npz", "--data.dir", tmp_path, "--run.directory", tmp_path]
-    code, stderr = launch(*ringtrain(sys.executable, *words)).end()
+    code, stderr = launch(*ringtrain(*trainer(*words))).end()
     assert code == 2
     assert re.fullmatch(r"ringtrain: rank \d on \S+ failed first: DataError: [^\n]*\n", stderr)
 
@@ -307,7 +312,7 @@ def test_a_killed_launcher_leaves_nothing(launch, launcher: str) -> None:
 
 def test_output_that_nobody_reads_does_not_end_the_job(launch) -> None:
     """As after Ctrl-S, or in a pager: longer than the agents' lease, without which they would end it."""
-    script = f"[ {RANK} = 0 ] || exit 0; yes | head -c 1000000 >&2; echo enough >&2"
+    script = f"[ {RANK} = 0 ] || exit 0; yes {'y' * 99} | head -c 1000000 >&2; echo enough >&2"
     started = launch(*ringtrain(*shell(script)), env={LEASE: "3"})
     time.sleep(4)  # nothing shows that a time has passed in which nothing happens
     assert len(started.alive()) > 3
@@ -409,7 +414,7 @@ def test_a_launcher_that_ends_well_without_ranks_has_not_done_well(launch, tmp_p
 def test_under_bare_horovodrun_ranks_compare_with_what_it_was_told(launch) -> None:
     """Two names of one machine: to horovodrun two hosts, to its ranks one."""
     told = ["horovodrun", "-np", "2", "-H", "localhost:1,127.0.0.1:1"]
-    code, stderr = launch(*told, *python("import ringtrain.hvd as hvd; hvd.init()")).end()
+    code, stderr = launch(*told, *trainer("-c", "import ringtrain.hvd as hvd; hvd.init()")).end()
     assert code != 0
     said = re.sub(r"\[1,\d\]<stderr>:", "", stderr)
     assert re.search(r"PlacementError: ranks are not where `mpirun .*-H localhost:1,127.0.0.1:1 .*` has them", said)
@@ -418,7 +423,7 @@ def test_under_bare_horovodrun_ranks_compare_with_what_it_was_told(launch) -> No
 
 def test_a_rank_that_is_alone_says_so_before_any_collective(launch) -> None:
     env = {"RINGTRAIN_PLAN": '{"size": 2, "hosts": [["localhost", 2]]}'}
-    code, stderr = launch(*python("import ringtrain.hvd as hvd; hvd.init()"), env=env).end()
+    code, stderr = launch(*trainer("-c", "import ringtrain.hvd as hvd; hvd.init()"), env=env).end()
     assert code == 1
     assert re.search(r"PlacementError: .*\n.*\n +ranks +2 +1\n", stderr)
     assert "each process is alone: use the mpirun of the MPI that Horovod" in stderr

@@ -26,7 +26,7 @@ def first_command(page: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_the_first_command_of_a_page(page: str, tmp_path) -> None:
     argv = [*first_command(page), *EPOCHS, "--run.directory", tmp_path]
-    ended = launching.run(2, argv, 600, launcher="mpi")
+    ended = launching.run(2, argv, 600, launcher="mpi", warm=True)
     assert ended.returncode == (143 if page == "faults" else 0), ended.stdout + ended.stderr
     (folder,) = tmp_path.iterdir()
     summary = json.loads((folder / "summary.json").read_text())

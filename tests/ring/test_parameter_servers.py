@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
-from launching import run
+from launching import ROOT, run, train_each
 from PIL import Image
 
 from ringtrain import cli, strategies
@@ -170,9 +170,9 @@ CANNOT = {
 
 @pytest.mark.parametrize("words", CANNOT)
 def test_workers_that_cannot_begin_end_the_job_in_one_line(tmp_path: Path, words: str) -> None:
-    train = f"exec {sys.executable} -m ringtrain.train {' '.join(map(str, OPTIONS))} --strategy.name ps-async {words}"
+    train = f"exec python -m ringtrain.train {' '.join(map(str, OPTIONS))} --strategy.name ps-async {words}"
     start = [sys.executable, "-m", "ringtrain", "launch", "-H", "localhost:3", "--ps", 1, "--workers", 2]
-    ended = run(0, [*start, "--", "bash", "-c", f"{train} --run.directory {tmp_path}"], LIMIT_S)
+    ended = run(0, [*start, "--", "bash", "-c", f"{train} --run.directory {tmp_path}"], LIMIT_S, warm=True)
     assert ended.returncode == 2, ended.stdout + ended.stderr
     assert CANNOT[words] in ended.stderr.splitlines()[-1]
     assert "Traceback" not in ended.stdout + ended.stderr
@@ -220,15 +220,12 @@ def test_what_cannot_be_is_refused_by_name() -> None:
 
 
 ALONE = {
-    (
-        "--strategy.name",
-        "ps-async",
-    ): "this is one process alone: ringtrain launch --ps 1",
+    ("--strategy.name", "ps-async"): "this is one process alone: ringtrain launch --ps 1",
     ("--strategy.name", "ps-sync", "--train.jit"): "ps-sync has no train.jit True",
 }
 
 
-@pytest.mark.parametrize("words", ALONE)
-def test_without_ranks_there_are_no_servers(words: tuple[str, ...]) -> None:
-    ended = run(0, [sys.executable, "-m", "ringtrain.train", *OPTIONS, *words], LIMIT_S, warm=True)
-    assert ended.returncode == 2 and ALONE[words] in ended.stderr and ended.stderr.count("\n") == 1
+def test_without_ranks_there_are_no_servers() -> None:
+    lines = [(ROOT, *OPTIONS, *words) for words in ALONE]
+    for message, ended in zip(ALONE.values(), train_each(lines, LIMIT_S), strict=True):
+        assert ended.returncode == 2 and message in ended.stderr and ended.stderr.count("\n") == 1

@@ -11,7 +11,7 @@ SMALL = ["--model.name", "mlp", "--train.batch-size", "16"]
 
 def peers(names: str, *words: object):
     told = ["-H", "localhost:2", "--turns", 1, "--steps", 3, "--peers", names, *words, "--", *SMALL]
-    ended = run(0, [BIN / "ringtrain", "bench", "peers", *map(str, told)], 300)
+    ended = run(0, [BIN / "ringtrain", "bench", "peers", *map(str, told)], 300, warm=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended
 

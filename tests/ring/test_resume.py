@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from launching import run
+from launching import run, train_each
 
 HERE = Path(__file__).parent
 EPOCHS = 4
@@ -129,7 +129,7 @@ def test_a_signal_to_one_rank_saves_one_step_on_all(
     watcher = threading.Thread(target=signal_rank)
     watcher.start()
     try:
-        stopped = train(tmp_path, launcher=launcher, warm=False)
+        stopped = train(tmp_path, launcher=launcher, warm=launcher == "mpirun")
     finally:
         ended.set()
         watcher.join()
@@ -215,14 +215,14 @@ def test_what_cannot_go_on_is_refused_in_one_line(whole: Path, tmp_path: Path) -
         (["--run.resume", tmp_path / "nowhere"], "no checkpoint here"),
         (["--run.resume", "never"], "exists already"),
     ]
-    for options, message in cases:
-        refused = train(folder, "--train.batch-size", 64, *options, np=0)
+    words = [*TRAIN[3:], "--run.directory", folder, "--model.name"]
+    lines = [(HERE, *words, "odd_model:dropping", "--train.batch-size", 64, *options) for options, _ in cases]
+    lines += [(HERE, *words, "odd_model:wider", "--run.init-from", folder / "run", "--run.name", "other")]
+    messages = [*(message for _, message in cases), "of another model"]
+    for message, refused in zip(messages, train_each(lines, 600, {"PYTHONPATH": str(HERE)}), strict=True):
         assert refused.returncode == 2, message
         assert message in refused.stderr
         assert len([line for line in refused.stderr.splitlines() if line.startswith("ringtrain:")]) == 1
-    other = train(folder, "--run.init-from", folder / "run", "--run.name", "other", np=0, model="wider")
-    assert other.returncode == 2
-    assert "of another model" in other.stderr
     assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before, "something was written"
 
 

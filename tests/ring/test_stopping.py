@@ -13,18 +13,18 @@ import threading
 from pathlib import Path
 
 import pytest
-from launching import run
+from launching import run, train_each
 
 HERE = Path(__file__).parent
 TRAIN = [sys.executable, "-m", "ringtrain.train", "--data.name", "digits", "--run.name", "run"]
+ENV = {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])}
 STEPS_PER_EPOCH = 22
 NEVER_BETTER = ["--train.min-delta", "1000"]  # than the first epoch
 
 
 def train(folder: Path, *options: object, np: int = 2, warm: bool = True, **launch) -> subprocess.CompletedProcess:
     words = [*TRAIN, "--run.directory", folder, *options]
-    env = {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])}
-    return run(np, [str(word) for word in words], 600, env=env, warm=warm, **launch)
+    return run(np, [str(word) for word in words], 600, env=ENV, warm=warm, **launch)
 
 
 def summary(folder: Path) -> dict:
@@ -151,12 +151,12 @@ def test_what_cannot_be_watched_or_called_is_one_line(tmp_path):
             "odd_callbacks:no_callback",
         ): "odd_callbacks:no_callback returned ndarray, expected a Keras",
     }
-    for number, (options, message) in enumerate(cases.items()):
-        refused = train(tmp_path / str(number), *options, np=0)
+    lines = [(tmp_path, *TRAIN[3:], "--run.directory", tmp_path / "runs", *options) for options in cases]
+    for message, refused in zip(cases.values(), train_each(lines, 600, ENV), strict=True):
         assert refused.returncode == 2, refused.stderr
         (line,) = [line for line in refused.stderr.splitlines() if line.startswith("ringtrain:")]
         assert message in line
-        assert not (tmp_path / str(number) / "run").exists()
+    assert not (tmp_path / "runs").exists()
 
 
 def test_on_a_full_disk_training_goes_on_and_the_checkpoint_before_stays(tmp_path):

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import BIN, ROOT, run
+from launching import BIN, run, warm_env
 
 from ringtrain import config_io
 from ringtrain.lab import jobs
@@ -39,7 +39,7 @@ def starts_of(run: Path) -> list[dict]:
 
 def kill_when_both_train(argv: list[str], runs: list[Path]) -> str:
     """Starts a sweep, and kills it with SIGKILL as soon as each run has a checkpoint and none is complete."""
-    env = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", **warm_env()}
     with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env) as sweep:
         try:
             deadline = time.monotonic() + TIMEOUT_S
@@ -65,7 +65,7 @@ def test_two_at_once_killed_and_gone_on_with_none_is_lost_and_none_done_twice(tm
     for one in runs[:2]:
         assert 0 < len(epochs_of(one)) < EPOCHS
 
-    (first, second), ended = runs[:2], run(0, [*argv[:2], "--ensemble", "2", *argv[2:]], TIMEOUT_S)
+    (first, second), ended = runs[:2], run(0, [*argv[:2], "--ensemble", "2", *argv[2:]], TIMEOUT_S, warm=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     for one in (first, second):  # both, and at the same time
         then, again = starts_of(one)
@@ -118,7 +118,7 @@ def test_two_at_once_killed_and_gone_on_with_none_is_lost_and_none_done_twice(tm
 def test_asha_ends_a_trial_that_falls_behind_by_the_launchers_own_way(tmp_path):
     """On one slot, so that the better one is there to compare with."""
     space = '"optimizer.learning-rate" = [0.01, 1e-9]\n'
-    ended = run(0, command(tmp_path, space, "-H", "localhost:1", "--prune", "asha"), TIMEOUT_S)
+    ended = run(0, command(tmp_path, space, "-H", "localhost:1", "--prune", "asha"), TIMEOUT_S, warm=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     good, bad = json.loads((tmp_path / "swept" / "results.json").read_text())["results"]["trials"]
     assert (good["state"], good["epochs"], bad["state"]) == ("complete", EPOCHS, "pruned")

@@ -324,17 +324,37 @@ def bad_input(folder: Path, case: str) -> tuple[list[str], str]:
     return [option.format(folder=folder) for option in options], "ringtrain: " + message.format(folder=folder)
 
 
-@pytest.mark.parametrize("case", BAD_INPUT)
-def test_bad_input_is_one_line_and_exit_code_2(case, tmp_path):
-    options, message = bad_input(tmp_path, case)
-    before = files_in(tmp_path)
-    warm = case != "unknown model"
-    ended = launching.run(0, [*TRAIN, *options], timeout_s=TIMEOUT_S, cwd=tmp_path, warm=warm)
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory):
+    """By case: the folder, its files before, the message that is expected, and the end; all in one start."""
+    cases, lines = {}, []
+    for case in BAD_INPUT:
+        folder = tmp_path_factory.mktemp("refused")
+        options, message = bad_input(folder, case)
+        cases[case] = (folder, files_in(folder), message)
+        lines.append((folder, *options))
+    ended = launching.train_each(lines, TIMEOUT_S)
+    return {case: (*known, end) for (case, known), end in zip(cases.items(), ended, strict=True)}
+
+
+def expect_refusal(folder, before, message, ended):
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
     assert line.startswith(message)
     assert ended.stdout == ""
-    assert files_in(tmp_path) == before and not (tmp_path / "runs").exists()
+    assert files_in(folder) == before and not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_one_line_and_exit_code_2(case, refused):
+    expect_refusal(*refused[case])
+
+
+def test_bad_input_ends_a_process_of_its_own_alike(tmp_path):
+    options, message = bad_input(tmp_path, "unknown model")
+    before = files_in(tmp_path)
+    ended = launching.run(0, [*TRAIN, *options], timeout_s=TIMEOUT_S, cwd=tmp_path)
+    expect_refusal(tmp_path, before, message, ended)
 
 
 def test_no_network_is_said_with_what_to_do(tmp_path):

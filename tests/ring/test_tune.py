@@ -15,7 +15,7 @@ def test_every_candidate_is_decided_and_the_toml_trains(tmp_path):
     train = [*small, "--train.batch-size", 16, "--run.directory", tmp_path / "runs", "--run.name", "tuned"]
     only = ["--only", "groups", "--budget", BUDGET]
     argv = [BIN / "ringtrain", "tune", "-H", "localhost:2", *only, "--out", tmp_path / "tuned.toml", "--", *train]
-    ended = run(0, [str(word) for word in argv], 600)
+    ended = run(0, [str(word) for word in argv], 600, warm=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "of 3600 s: as it was" in ended.stderr
     for candidate in ("hvd.groups=1", "hvd.groups=2"):
@@ -24,7 +24,7 @@ def test_every_candidate_is_decided_and_the_toml_trains(tmp_path):
     assert re.search(r"ringtrain launch --hosts localhost:2 .*-- python -m ringtrain.train --config ", line)
     assert f"#   {line}" in (tmp_path / "tuned.toml").read_text().splitlines()[:5]
     told = ["--config", tmp_path / "tuned.toml", "--hvd.groups", "2", "--train.epochs", "1"]
-    trained = run(2, [BIN / "python", "-m", "ringtrain.train", *map(str, told)], 300)
+    trained = run(2, ["python", "-m", "ringtrain.train", *map(str, told)], 300, warm=True)
     assert trained.returncode == 0, trained.stdout + trained.stderr
     summary = json.loads((tmp_path / "runs" / "tuned" / "summary.json").read_text())
     assert summary["in_sync"] and summary["config"]["hvd"]["groups"] == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import selectors
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from unittest import mock
 
 import launching
 import pytest
@@ -52,9 +54,10 @@ def fake(program: Path, version: str) -> None:
 def ringtrain(
     *words: str | Path, bin_dir: Path, env: Mapping[str, str] | None = None, cwd: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
+    """Runs a command line in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "ringtrain", *map(str, words)],
-        env={"PATH": f"{bin_dir}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), **(env or {})},
+        env=environment(bin_dir, env),
         cwd=cwd,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -64,10 +67,31 @@ def ringtrain(
     )
 
 
+def here(
+    *words: str | Path, bin_dir: Path, env: Mapping[str, str] | None = None, cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command line in this process: one that prints or refuses, and starts nothing."""
+    code, stdout, stderr = 0, io.StringIO(), io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, environment(bin_dir, env), clear=True))
+        stack.enter_context(contextlib.chdir(cwd))
+        stack.enter_context(contextlib.redirect_stdout(stdout))
+        stack.enter_context(contextlib.redirect_stderr(stderr))
+        try:
+            code = cli.main([*map(str, words)])
+        except SystemExit as ended:  # after the help
+            assert not ended.code
+    return subprocess.CompletedProcess(words, code, stdout.getvalue(), stderr.getvalue())
+
+
+def environment(bin_dir: Path, env: Mapping[str, str] | None) -> dict[str, str]:
+    return {"PATH": f"{bin_dir}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), **(env or {})}
+
+
 def test_ranks_that_fill_a_host_yield_unless_the_environment_says_otherwise(bin_dir):
     words = ["launch", "-H", "localhost:512", "--dry-run", "--", "true"]
     for env, yields in (({}, True), ({"OMPI_MCA_mpi_yield_when_idle": "0"}, False)):
-        assert ("mpi_yield_when_idle 1" in ringtrain(*words, bin_dir=bin_dir, env=env).stdout) is yields
+        assert ("mpi_yield_when_idle 1" in here(*words, bin_dir=bin_dir, env=env).stdout) is yields
 
 
 def binary(folder: Path) -> Path:
@@ -109,11 +133,15 @@ BAD = {
 }
 
 
+OWN_PROCESS = ("no command", "a program that is not there", "a script without python")
+"""of BAD: one for all that are refused at once, and those for which the host agent is asked"""
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_one_line_and_nothing_starts(name: str, bin_dir: Path, tmp_path: Path) -> None:
     words, said = BAD[name]
     words = [str(word(tmp_path)) if callable(word) else word for word in words]
-    ended = ringtrain("launch", *words, bin_dir=bin_dir)
+    ended = (ringtrain if name in OWN_PROCESS else here)("launch", *words, bin_dir=bin_dir)
     assert ended.returncode == 2, ended.stderr
     assert said in ended.stderr
     assert re.fullmatch("ringtrain: [^\n]+\n", ended.stderr)
@@ -165,8 +193,8 @@ def test_hosts_are_printed_as_they_can_be_given(bin_dir: Path, tmp_path: Path) -
 
 def test_without_hosts_the_schedulers_count_then_this_machines(bin_dir: Path) -> None:
     slurm = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "host[1-2]", "SLURM_TASKS_PER_NODE": "3,1"}
-    assert ringtrain("hosts", bin_dir=bin_dir, env=slurm).stdout == "host1:3\nhost2:1\n"
-    assert re.fullmatch(r"localhost:\d+\n", ringtrain("hosts", bin_dir=bin_dir).stdout)
+    assert here("hosts", bin_dir=bin_dir, env=slurm).stdout == "host1:3\nhost2:1\n"
+    assert re.fullmatch(r"localhost:\d+\n", here("hosts", bin_dir=bin_dir).stdout)
 
 
 def test_a_dry_run_prints_a_line_that_can_be_pasted(bin_dir: Path, tmp_path: Path) -> None:
@@ -186,7 +214,7 @@ def test_a_dry_run_for_a_scheduler_prints_what_is_submitted(bin_dir: Path) -> No
         ("sbatch", "#!/usr/bin/env bash\n", "sbatch --export="),
         ("mpijob", 'apiVersion: "kubeflow.org/v2beta1"\n', "kubectl apply -f job.yaml"),
     ):
-        ended = ringtrain("launch", "--launcher", launcher, "-H", "a:2,b:2", "--dry-run", "--", "true", bin_dir=bin_dir)
+        ended = here("launch", "--launcher", launcher, "-H", "a:2,b:2", "--dry-run", "--", "true", bin_dir=bin_dir)
         assert ended.returncode == 0
         assert ended.stdout.startswith(first)
         assert line in ended.stderr
@@ -194,9 +222,9 @@ def test_a_dry_run_for_a_scheduler_prints_what_is_submitted(bin_dir: Path) -> No
 
 
 def test_explain_gives_every_flag_a_reason(bin_dir: Path) -> None:
-    ended = ringtrain("launch", "-H", "host1:2,host2:2", "--explain", "--", "true", bin_dir=bin_dir)
+    ended = here("launch", "-H", "host1:2,host2:2", "--explain", "--", "true", bin_dir=bin_dir)
     assert ended.returncode == 0
-    line = ringtrain("launch", "-H", "host1:2,host2:2", "--dry-run", "--", "true", bin_dir=bin_dir).stdout
+    line = here("launch", "-H", "host1:2,host2:2", "--dry-run", "--", "true", bin_dir=bin_dir).stdout
     rows = [row.split("  ") for row in ended.stdout.splitlines()]
     for flag in re.findall(r" (--?[a-z][a-z-]*) ", line):
         assert any(row[1:] and flag in " ".join(row) for row in rows), flag
@@ -206,11 +234,11 @@ def test_explain_gives_every_flag_a_reason(bin_dir: Path) -> None:
 def test_a_timeline_reaches_the_ranks_with_the_line_that_is_pasted(bin_dir: Path) -> None:
     for launcher in ("mpirun", "horovodrun", "srun"):
         words = ["-H", "host1:2,host2:2", "--launcher", launcher, "--timeline", "drawn.json", "--", "true"]
-        line = ringtrain("launch", "--dry-run", *words, bin_dir=bin_dir).stdout
+        line = here("launch", "--dry-run", *words, bin_dir=bin_dir).stdout
         assert re.search(r"HOROVOD_TIMELINE=/\S*/drawn.json ", line), line
         program = "horovod_driver" if launcher == "horovodrun" else launcher
         assert "HOROVOD_TIMELINE" in line.split(program, 1)[1]
-    assert "HOROVOD_TIMELINE" not in ringtrain("launch", "--dry-run", "--", "true", bin_dir=bin_dir).stdout
+    assert "HOROVOD_TIMELINE" not in here("launch", "--dry-run", "--", "true", bin_dir=bin_dir).stdout
 
 
 def test_it_starts_in_milliseconds_without_the_heavy_libraries(bin_dir: Path) -> None:
@@ -265,9 +293,9 @@ def test_train_starts_ranks_if_it_is_given_a_number_or_hosts(capsys: pytest.Capt
     ):
         assert printed(capsys, "train", "--dry-run", *words) == (f"{command}\n", "")
         for start in (["-np", "2"], ["-H", "localhost:2"], ["--launcher", "mpirun"]):
-            ended = ringtrain("train", *start, "--dry-run", *words, bin_dir=bin_dir)
+            ended = here("train", *start, "--dry-run", *words, bin_dir=bin_dir)
             assert ended.stdout.endswith(f" rank {command}\n") and "mpirun" in ended.stdout, ended
-            launched = ringtrain("launch", *start, "--dry-run", *command.split(), bin_dir=bin_dir)
+            launched = here("launch", *start, "--dry-run", *command.split(), bin_dir=bin_dir)
             assert launched.stdout == ended.stdout
 
 
@@ -326,9 +354,7 @@ def test_scripts_say_what_ringtrain_launch_says(name: str, tmp_path: Path, bin_d
     fake(bin_dir / "horovodrun", "0.28.1")
     said = subprocess.run([script, *words], env=env, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert said.returncode == 0, said.stderr
-    expected = ringtrain(
-        *["launch", "--launcher", THIN[name], "--hostfile", *words], bin_dir=bin_dir, cwd=tmp_path, env=env
-    )
+    expected = here(*["launch", "--launcher", THIN[name], "--hostfile", *words], bin_dir=bin_dir, cwd=tmp_path, env=env)
     assert said.stdout.replace(str(bin_dir / "python"), sys.executable) == expected.stdout != ""
 
 
@@ -338,18 +364,18 @@ def test_launch_py_needs_no_installation(tmp_path: Path, bin_dir: Path) -> None:
     argv = [sys.executable, ROOT / "launch" / "launch.py", *words]
     said = subprocess.run(argv, env=env, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert said.returncode == 0, said.stderr
-    assert said.stdout == ringtrain(
+    assert said.stdout == here(
         "launch", *words, bin_dir=bin_dir, cwd=tmp_path, env={"PATH": env["PATH"]}
     ).stdout.replace(" -x PYTHONPATH", "")
 
 
 def test_slots_by_number_are_refused_where_ranks_would_not_hear_of_them(bin_dir: Path) -> None:
     words = ["-H", "host1:4", "--include", "host1:2-3", "--dry-run", "--", "true"]
-    ended = ringtrain("launch", "--launcher", "sbatch", *words, bin_dir=bin_dir)
+    ended = here("launch", "--launcher", "sbatch", *words, bin_dir=bin_dir)
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
     assert line.startswith("ringtrain: host1: slots that are not its first ones")
-    assert "${CUDA_VISIBLE_DEVICES-0,1,2,3}" in ringtrain("launch", *words, bin_dir=bin_dir).stdout
+    assert "${CUDA_VISIBLE_DEVICES-0,1,2,3}" in here("launch", *words, bin_dir=bin_dir).stdout
 
 
 def test_help_shows_only_options_that_the_command_uses(bin_dir: Path) -> None:
@@ -371,7 +397,7 @@ def test_help_shows_only_options_that_the_command_uses(bin_dir: Path) -> None:
         "bench train": "--dry-run --explain --elastic --image --host-discovery",
     }
     for command in used:
-        text = ringtrain(*command.split(), "--help", bin_dir=bin_dir).stdout
+        text = here(*command.split(), "--help", bin_dir=bin_dir).stdout
         assert [
             option for option in used[command].split() if f"  {option}" not in text and f", {option}" not in text
         ] == []
@@ -382,7 +408,7 @@ def test_an_elastic_job_starts_with_all_slots(bin_dir: Path) -> None:
     words = ["--elastic", "-H", "a:4,b:4", "--min-np", "4"]
     (bin_dir / "horovodrun").symlink_to(bin_dir / "mpirun")
     for more, first in (([], "-np 4"), (["-np", "6"], "-np 6")):
-        ended = ringtrain("launch", *words, *more, "--dry-run", "--", "true", bin_dir=bin_dir)
+        ended = here("launch", *words, *more, "--dry-run", "--", "true", bin_dir=bin_dir)
         assert ended.returncode == 0, ended.stderr
         assert f" {first} --min-np 4 --max-np 8 " in ended.stdout
         assert "a:4 b:4 >" in ended.stdout, "the file of hosts names both"
