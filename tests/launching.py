@@ -18,6 +18,8 @@ BIN = Path(sys.executable).parent
 ROOT = Path(__file__).parents[1]
 COLD = "RINGTRAIN_TEST_COLD"
 """variable: if set, every rank imports its libraries itself, which takes longer"""
+MARK = "RINGTRAIN_TEST"
+"""variable that all processes of a test inherit, by whose value they are found"""
 MPIRUN = [
     *(["--allow-run-as-root"] if os.geteuid() == 0 else []),
     *("--tag-output", "--bind-to", "none", "--map-by", "slot", "--mca", "pml", "ob1", "--mca", "btl", "^openib"),
@@ -112,6 +114,16 @@ def warm_python() -> list[str | Path]:
     if server.stdout.readline() != b"ready\n":
         raise RuntimeError(f"{program} serve {folder}/socket has ended with {server.wait()}")
     return [sys.executable, "-I", "-S", program, f"{folder}/socket"]
+
+
+def marked(mark: str) -> dict[int, str]:
+    """Running processes whose MARK has this value: id and command line."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"{MARK}={mark}".encode() in (process / "environ").read_bytes():
+                found[int(process.name)] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return found
 
 
 def _end_family(process: int) -> None:
