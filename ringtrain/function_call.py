@@ -69,7 +69,7 @@ def run(
 
     Raises:
         RankError: A rank has failed. The message has the traceback of the one that failed first.
-        LaunchError: The function or its arguments cannot be sent, or `run` was called on a rank.
+        LaunchError: The ranks cannot be started, the function or its arguments cannot be sent, or this is a rank.
         KeyboardInterrupt: The call was interrupted, and all ranks have ended.
 
     Example:
@@ -110,7 +110,8 @@ def run(
         rank = [sys.executable, "-m", "ringtrain.function_call", str(call)]
         shown = Shown(processes.start_beside([*launch, *options, "--", *rank], {**os.environ, "PATH": _path()}))
         if code := shown.follow():
-            raise RankError(_first_failure(call, np) or shown.message or f"ringtrain launch exited with code {code}")
+            text = _first_failure(call, np) or shown.message or f"ringtrain launch exited with code {code}"
+            raise (RankError if text.startswith("rank ") else LaunchError)(text)
         return [_value(call, number) for number in range(np)]
 
 
@@ -185,8 +186,11 @@ class Shown:
             # Without the launch, a process that it has left may hold the pipe open.
             if not data and (is_ready or self.process.poll() is not None):
                 break
+            if not is_ready:
+                sys.stdout.flush()  # not after each line: a progress bar would flood a notebook
         self.process.wait()
         self._print(self.lines.rest())
+        sys.stdout.flush()
 
     def _print(self, lines: Iterable[bytes]) -> None:
         for raw in lines:
@@ -199,7 +203,6 @@ class Shown:
             elif tagged is None and self._message:
                 self._message.append(line)
             sys.stdout.write(f"rank {rank}: {line}{end}" if rank else line + end)
-        sys.stdout.flush()
 
 
 def _first_failure(call: Path, num_ranks: int) -> str:

@@ -132,7 +132,6 @@ import ringtrain
 
 def train():
     import keras
-    from ringtrain.config import Config, RunConfig
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     ringtrain.fit(model, x, x[:, :1], name="stopped", batch_size=32, epochs=100_000)
@@ -153,7 +152,8 @@ def test_ctrl_c_saves_and_ends_all_ranks(tmp_path: Path, alive) -> None:
         assert len(alive()) > 5, "ranks, their launcher and its agent"
         script.send_signal(signal.SIGINT)  # to this process alone, as from a terminal: ranks are in groups of their own
         shown += until(script, "interrupted")
-        assert {*alive()} == {script.pid}, "while the script goes on"
+        assert ends(alive, but=script.pid), alive()
+        assert script.poll() is None
     summary = json.loads((tmp_path / "runs" / "stopped" / "summary.json").read_text())
     assert summary["stopped_by"] == "SIGINT" and summary["num_ranks"] == 2 and summary["in_sync"] is True
     assert [*(tmp_path / "runs" / "stopped" / "checkpoints").iterdir()]
@@ -227,15 +227,23 @@ def kernel(tmp_path: Path, alive, monkeypatch: pytest.MonkeyPatch) -> Iterator[t
         kernel.shutdown_kernel(now=True)
 
 
-def outputs(client: Any, *expected: str) -> Iterator[dict[str, Any]]:
-    """Messages of the running cell, to its end or to the last of the expected texts."""
+def contents(client: Any, cell: str, *expected: str) -> Iterator[dict[str, Any]]:
+    """Contents of the messages of a cell, from where they were read last to its end, or to lines that are expected."""
     missing = {*expected}
-    while message := client.get_iopub_msg(timeout=LIMIT_S):
-        content = message["content"]
-        yield content
-        missing -= {text for text in missing if f"{text}\n" in content.get("text", "")}
-        if content.get("execution_state") == "idle" or (expected and not missing):
+    while True:
+        message = client.get_iopub_msg(timeout=LIMIT_S)
+        if message["parent_header"].get("msg_id") != cell:
+            continue
+        yield message["content"]
+        missing -= {*message["content"].get("text", "").splitlines()}
+        if message["content"].get("execution_state") == "idle" or (expected and not missing):
             return
+
+
+def error_of(client: Any, cell: str) -> tuple[str, str]:
+    """Kind and text of the exception with which a cell ends."""
+    (error,) = [content for content in contents(client, cell) if "ename" in content]
+    return error["ename"], error["evalue"]
 
 
 def test_a_notebook(tmp_path: Path, kernel, alive) -> None:
@@ -247,24 +255,23 @@ def test_a_notebook(tmp_path: Path, kernel, alive) -> None:
     executed = nbformat.read(NOTEBOOK, as_version=4)
     nbclient.NotebookClient(executed, km=manager, timeout=LIMIT_S).execute()
     assert [texts(cell) for cell in executed.cells] == [texts(cell) for cell in shipped.cells]
-    assert ends(alive, but=process)
+    assert ends(alive, but=process), alive()
 
-    client.execute("import ringtrain\ndef broken():\n    raise ValueError('by a cell')\nringtrain.run(broken)")
-    (error,) = [content for content in outputs(client) if "ename" in content]
-    assert error["ename"] == "RankError"
-    assert "\n    raise ValueError('by a cell')\n" in error["evalue"], "the source of a cell, which has no file"
-    assert ends(alive, but=process)
+    cell = client.execute("import ringtrain\ndef broken():\n    raise ValueError('by a cell')\nringtrain.run(broken)")
+    kind, text = error_of(client, cell)
+    assert kind == "RankError"
+    assert "\n    raise ValueError('by a cell')\n" in text, "the source of a cell, which has no file"
+    assert ends(alive, but=process), alive()
 
     wait = f"{WAITS}\nringtrain.run(wait, {str(tmp_path)!r})"
-    client.execute(wait)
-    list(outputs(client, "begun", "rank 1: begun"))
+    cell = client.execute(wait)
+    list(contents(client, cell, "begun", "rank 1: begun"))
     manager.interrupt_kernel()
-    (error,) = [content for content in outputs(client) if "ename" in content]
-    assert error["ename"] == "KeyboardInterrupt"
-    assert {*alive()} == {process}
+    assert error_of(client, cell)[0] == "KeyboardInterrupt"
+    assert ends(alive, but=process), alive()
 
-    client.execute(wait)
-    list(outputs(client, "begun", "rank 1: begun"))
+    cell = client.execute(wait)
+    list(contents(client, cell, "begun", "rank 1: begun"))
     manager.shutdown_kernel(now=True)
     assert ends(alive), alive()
     assert (tmp_path / f"saved-{int(signal.SIGTERM)}").exists()

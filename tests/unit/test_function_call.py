@@ -15,7 +15,7 @@ import pytest
 
 import ringtrain
 from ringtrain import function_call
-from ringtrain.errors import LaunchError, RankError
+from ringtrain.errors import LaunchError
 from ringtrain.protocol.env import JOB
 
 IMPORTS = """
@@ -53,7 +53,7 @@ def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_large_arguments_are_warned_of(megabytes: int, warned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the ranks start, here with a launch that fails at once."""
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with warnings.catch_warnings(record=True) as seen, pytest.raises(RankError, match="exited with code 1"):
+    with warnings.catch_warnings(record=True) as seen, pytest.raises(LaunchError, match="exited with code 1"):
         warnings.simplefilter("always")
         ringtrain.run(print, bytes(megabytes << 20))
     assert ["65 MB, which every rank reads" in str(one.message) for one in seen] == [True] * warned
