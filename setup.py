@@ -26,6 +26,7 @@ setup(
     package_data={"ringtrain.lab.report": ["page.css"]},
     install_requires=[
         "argcomplete>=3.5",  # completion in the shell
+        "cloudpickle>=3",  # functions of notebooks, for ringtrain.run
         "docstring-parser>=0.16",
         "numpy>=1.26",
         "rich>=13",
@@ -43,7 +44,6 @@ setup(
             "mpi4py>=4.1,<5",
             "scikit-learn>=1.4",
             "tensorboard>=2.19",
-            "cloudpickle",
             "packaging",
             "psutil",
             "pyyaml",
@@ -53,7 +53,14 @@ setup(
         "spark": ["pyspark>=4,<5"],  # and Java 17; 490 MB
         "torch": ["torch>=2.6"],  # a row of ringtrain bench peers
         "dev": [
-            *("hypothesis>=6.100", "import-linter>=2.6", "mypy>=1.13", "pandas>=2.2", "pytest>=8", "pytest-xdist>=3.6"),
+            "hypothesis>=6.100",
+            "import-linter>=2.6",
+            "ipykernel>=7",  # with nbclient: tests of notebooks
+            "mypy>=1.13",
+            "nbclient>=0.10",
+            "pandas>=2.2",
+            "pytest>=8",
+            "pytest-xdist>=3.6",
             "ruff>=0.8",
         ],
     },

@@ -1,18 +1,20 @@
 """Data-parallel training of Keras 3 models with Horovod.
 
-``ringtrain.fit`` trains the compiled model of a script on all ranks, ``ringtrain.train`` is the training job of a
-configuration, ``ringtrain.hvd`` is Horovod under its own names as Keras 3 needs it. This module imports neither Horovod
-nor TensorFlow.
+``ringtrain.fit`` trains the compiled model of a script on all ranks, ``ringtrain.run`` calls a function on ranks that
+it starts, ``ringtrain.train`` is the training job of a configuration, ``ringtrain.hvd`` is Horovod under its own names
+as Keras 3 needs it. This module imports neither Horovod nor TensorFlow.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import Any
 
 __version__ = "0.1.0"
 
-LAZY = {"fit": "ringtrain.keras_fit", "start": "ringtrain.keras_fit"}
+LAZY = {"fit": "ringtrain.keras_fit", "start": "ringtrain.keras_fit", "run": "ringtrain.function_call"}
 """public functions whose modules are loaded when they are used"""
 
 
@@ -24,3 +26,14 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *LAZY])
+
+
+class _Package(ModuleType):
+    """This package, whose attribute `run` stays the function when the folder of that name is imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in LAZY or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,7 +1,8 @@
 """Exceptions that ringtrain raises on purpose. Others are bugs: they keep their traceback.
 
 RingtrainError
-├── ConfigError, DataError, DeviceError, RunDirectoryError, NonFiniteLoss, Stalled, MissingDependency, OutOfSync
+├── ConfigError, DataError, DeviceError, RunDirectoryError, NonFiniteLoss, Stalled, MissingDependency, OutOfSync,
+│   RankError
 ├── CheckpointError
 │   └── DamagedCheckpoint
 └── LaunchError
@@ -67,3 +68,7 @@ class MissingDependency(RingtrainError, ImportError):
 
 class OutOfSync(RingtrainError):
     """Ranks with different weights or optimizers, or gradients that are not averaged."""
+
+
+class RankError(RingtrainError):
+    """Rank of `ringtrain.run` that has failed: its exception with the traceback, else the launcher's exit cause."""

@@ -18,7 +18,7 @@ settings.load_profile("ringtrain")
 FOLDERS = {"unit": "unit", "ring": "ranks", "cluster": "hosts", "faults": "faults", "spark": "spark"}
 LAUNCH = {
     *("test_launch", "test_sweep", "test_compare", "test_tune", "test_bench", "test_benches", "test_peers"),
-    *("test_parameter_servers", "test_begin"),
+    *("test_parameter_servers", "test_begin", "test_run"),
 }
 """files in ring/ that start `ringtrain launch` or a command that uses it"""
 
@@ -37,6 +37,7 @@ QUICK: dict[str, tuple[str, ...]] = {
         "test_bad_input_ends_a_process_of_its_own_alike",
         "test_what_only_one_rank_misses_ends_all_and_names_it",
     ),
+    "test_run": ("test_values_of_a_script_without_a_guard", "test_the_end_of_the_calling_process_ends_all_ranks"),
     "test_begin": ("test_what_init_writes_trains_as_it_is_and_is_listed",),
     "test_launch": (
         "test_every_launcher_runs_the_command_as_it_was_typed",

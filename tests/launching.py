@@ -20,6 +20,8 @@ ROOT = Path(__file__).parents[1]
 WARM = Path(__file__).parent / "support" / "warm.py"
 COLD = "RINGTRAIN_TEST_COLD"
 """variable: if set, every rank imports its libraries itself, which takes longer"""
+MARK = "RINGTRAIN_TEST"
+"""variable that all processes of a test inherit, by whose value they are found"""
 MPIRUN = [
     *(["--allow-run-as-root"] if os.geteuid() == 0 else []),
     *("--tag-output", "--bind-to", "none", "--map-by", "slot", "--mca", "pml", "ob1", "--mca", "btl", "^openib"),
@@ -143,6 +145,16 @@ def warm_env(path: str = str(ROOT)) -> dict[str, str]:
     """Variables, with a PYTHONPATH, by which trainers and ranks of benches that a program starts fork as well."""
     *_, socket = map(str, warm_python())
     return {"RINGTRAIN_TEST_WARM": socket, "PYTHONPATH": os.pathsep.join([str(WARM.with_name("warm_start")), path])}
+
+
+def marked(mark: str) -> dict[int, str]:
+    """Running processes whose MARK has this value: id and command line."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"{MARK}={mark}".encode() in (process / "environ").read_bytes():
+                found[int(process.name)] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return found
 
 
 def _end_family(process: int) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +14,14 @@ from pathlib import Path
 from ringtrain.cluster.job import Plan
 from ringtrain.errors import LaunchError
 
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
+# Binds this process to its parent, whose ID comes first, and becomes the command that follows. Between fork and exec
+# (preexec_fn), Python may hang if the parent has threads, such as TensorFlow's.
+BOUND = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG, SIGTERM
+if os.getppid() == int(sys.argv[1]):  # else the parent exited before
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 
 def call(argv: Sequence[str], timeout_s: float, only_good: bool = False) -> str:
@@ -50,29 +55,24 @@ def find(program: str, environ: Mapping[str, str] = os.environ) -> str:
     return path
 
 
-def start_beside(argv: Sequence[str], environ: Mapping[str, str], log: Path, held: int) -> subprocess.Popen[bytes]:
-    """Starts a command that gets SIGTERM when this process exits for any reason. Its output is appended to `log`.
+def start_beside(
+    argv: Sequence[str], environ: Mapping[str, str], log: Path | None = None, held: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Starts a command that gets SIGTERM when this process exits for any reason.
 
-    It keeps the file descriptor `held` open while it lives: a lock on it is released when it exits.
+    Its output is appended to `log`; None: a pipe. It keeps file descriptors in `held` open while it lives: locks on
+    them are released when it exits.
     """
-    libc, this = ctypes.CDLL(None), os.getpid()
-
-    def bind() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != this:  # the parent exited before prctl
-            os._exit(1)
-
-    with open(log, "ab") as file:
-        # In its own process group: the terminal's Ctrl-C reaches this process only.
+    with open(log, "ab") if log else contextlib.nullcontext(subprocess.PIPE) as output:
+        # In its own process group: the terminal's Ctrl-C, and a notebook's, reaches this process only.
         return subprocess.Popen(
-            argv,
+            [sys.executable, "-ISc", BOUND, str(os.getpid()), *argv],
             env=environ,
             stdin=subprocess.DEVNULL,
-            stdout=file,
+            stdout=output,
             stderr=subprocess.STDOUT,
             process_group=0,
-            pass_fds=(held,),
-            preexec_fn=bind,
+            pass_fds=held,
         )
 
 

@@ -59,13 +59,14 @@ class Failure:
 def report_failure(error: BaseException, rank: int, exit_code: int, with_traceback: bool, host: str = "") -> None:
     """Reports to the launcher, if there is one, why a rank exits; with a traceback for bugs. host "": this one."""
     _failures.append(error)
-    job = os.environ.get(JOB)
-    if not job:
-        return
+    if job := os.environ.get(JOB):
+        _write(failure_of(error, rank, exit_code, with_traceback, host).lines(job))
+
+
+def failure_of(error: BaseException, rank: int, exit_code: int, with_traceback: bool, host: str = "") -> Failure:
     text = "".join(traceback.format_exception(error)) if with_traceback else f"{type(error).__name__}: {error}"
     text = text if len(text) < 20_000 else f"{text[:10_000]}\n...\n{text[-10_000:]}"
-    failure = Failure(rank, host or socket.gethostname(), time.time(), type(error).__name__, text.rstrip(), exit_code)
-    _write(failure.lines(job))
+    return Failure(rank, host or socket.gethostname(), time.time(), type(error).__name__, text.rstrip(), exit_code)
 
 
 def _write(lines: Sequence[str], times: int = 2) -> None:

@@ -11,6 +11,21 @@ import pytest
 TIMEOUT_S = 900  # far above what anything here takes: many TensorFlows on few cores
 
 
+CALLED = """
+import socket
+import ringtrain
+from ringtrain.errors import RankError
+
+def where():
+    return socket.gethostname()
+
+try:
+    print(ringtrain.run(where, np=2, hosts="host1:1,host2:1"))
+except RankError as error:
+    print(error)
+"""
+
+
 def nothing_lives(hosts: lab.Lab) -> bool:
     return not any(hosts.processes(host) for host in hosts.names)
 
@@ -46,3 +61,20 @@ def test_six_ranks_on_hosts_of_one_two_and_three_slots(make_lab, launcher, tmp_p
         [host, rank, local_rank, local_size, 6, total] for rank, (host, local_rank, local_size) in enumerate(slots)
     ]
     lab.wait_for(lambda: nothing_lives(hosts), TIMEOUT_S, "nothing of the job lives")
+
+
+def test_a_function_on_two_hosts_needs_a_directory_that_both_see(two_hosts, tmp_path):
+    shared, other = tmp_path / "shared", tmp_path / "other"
+    shared.mkdir()
+    other.mkdir()
+    (shared / "job.py").write_text(CALLED)
+    options = {"timeout_s": TIMEOUT_S, "env": {"PYTHONPATH": str(launching.ROOT)}, "cwd": shared}
+    ended = two_hosts.run("host1", ["python", "job.py"], **options)
+    assert ended.stdout.splitlines() == ["['host1', 'host2']"], ended.stdout + ended.stderr
+    two_hosts.bind("host2", other, shared)
+    ended = two_hosts.run("host1", ["python", "job.py"], **options)
+    assert ended.stdout.splitlines()[-1].endswith(
+        "rank 1 on host2 does not see this file of ringtrain.run: call it in a directory that all hosts share"
+    ), ended.stdout + ended.stderr
+    assert [path.name for path in shared.iterdir()] == ["job.py"]
+    lab.wait_for(lambda: nothing_lives(two_hosts), TIMEOUT_S, "nothing of the job lives")

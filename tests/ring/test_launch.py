@@ -24,7 +24,6 @@ from ringtrain.protocol.env import LEASE
 
 TIMEOUT_S = 300  # far above what anything here takes: for machines with other work to do
 LEFT_S = 10  # what the launch promises
-MARK = "RINGTRAIN_TEST"
 RANK = "${OMPI_COMM_WORLD_RANK:-$HOROVOD_RANK}"
 SAVING = """
 import pathlib, signal, sys, time
@@ -48,7 +47,7 @@ class Launch:
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self.process = subprocess.Popen(
             [str(word) for word in words],
-            env=environment(env) | {MARK: self.mark},
+            env=environment(env) | {launching.MARK: self.mark},
             text=True,
             cwd=launching.ROOT,
             start_new_session=True,
@@ -57,12 +56,7 @@ class Launch:
 
     def alive(self) -> dict[int, str]:
         """Every process of it: id and command line."""
-        found = {}
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if f"{MARK}={self.mark}".encode() in (process / "environ").read_bytes():
-                    found[int(process.name)] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        return found
+        return launching.marked(self.mark)
 
     def wait_for_ranks(self, number: int = 2) -> None:
         """Waits until so many ranks have said that they have begun."""
@@ -487,7 +481,7 @@ def test_a_dry_run_prints_what_is_started(launch, tmp_path: Path, launcher: str,
     command = [*start, "-H", hosts, "-np", "2", *words, "--", "sh", "-c", IDLE]
     started = launch(*command, env=env)
     started.wait_for_ranks()
-    arguments, settings = printed(*command, env=env | {MARK: started.mark})
+    arguments, settings = printed(*command, env=env | {launching.MARK: started.mark})
     children = f"/proc/{started.process.pid}/task/{started.process.pid}/children"
     seen = [of_process(Path("/proc", child)) for child in Path(children).read_text().split()]
     if launcher == "far":

@@ -11,6 +11,7 @@ import pytest
 HEAVY = {"tensorflow", "keras", "horovod", "mpi4py", "pyspark"}
 LAUNCHING = [
     "cli",
+    "function_call",
     *(f"lab.{name}" for name in ("commands", "options", "jobs", "ranks", "stats", "tables", "plots")),
     # MPI crashes at its end where TensorFlow has been loaded after it: bench allreduce.
     *(f"lab.bench.{name}" for name in ("train", "allreduce", "peers", "startup", "checkpoint", "input")),

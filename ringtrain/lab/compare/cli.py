@@ -182,7 +182,7 @@ def train_once(entry: Entry, seed: int, folder: Path, argv: Sequence[str], slots
     say(f"{entry.label}, seed {seed}: {own}")
     added = ["--seed", str(seed), "--run.directory", str(folder), "--run.name", name]
     environ: Mapping[str, str] = {**os.environ, HOST_SLOTS: str(slots)}
-    process = processes.start_beside([*argv, *added], environ, log, lock)
+    process = processes.start_beside([*argv, *added], environ, log, [lock])
     try:
         code = process.wait()
     finally:

@@ -165,7 +165,7 @@ class Sweep:
             toml.write_text(config_io.to_toml(config), encoding="utf-8")
             train = ["python", "-m", "ringtrain.train", "--config", str(toml)]
             argv = [*self.launch, *jobs.words_of(place, self.hosts), "--", *train]
-            one.process = processes.start_beside(argv, self._environ(place), log, lock)
+            one.process = processes.start_beside(argv, self._environ(place), log, [lock])
         for host, taken in place.items():
             self.free[host] -= {*taken}
         self.running.append(one)

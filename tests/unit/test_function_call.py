@@ -1,0 +1,106 @@
+"""`ringtrain.run` before it starts ranks: what is imported, refused and warned of."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import threading
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import launching
+import pytest
+
+import ringtrain
+from ringtrain import function_call
+from ringtrain.errors import LaunchError
+from ringtrain.protocol.env import JOB
+
+IMPORTS = """
+import sys
+import ringtrain
+import ringtrain.run.console
+from ringtrain import run
+from ringtrain.run import context
+print(callable(run), run is ringtrain.run, context.__name__)
+print(sorted({"tensorflow", "keras", "horovod"} & {*sys.modules}))
+"""
+
+
+def test_the_function_and_the_folder_of_its_name_are_both_there_without_tensorflow() -> None:
+    ended = subprocess.run([sys.executable, "-c", IMPORTS], cwd=launching.ROOT, capture_output=True, text=True)
+    assert ended.stdout == "True True ringtrain.run.context\n[]\n", ended.stderr
+
+
+def test_what_cannot_be_sent_is_named() -> None:
+    lock = threading.Lock()
+    with pytest.raises(LaunchError, match=r"cannot be sent to ranks .*lock.*: create data sets"):
+        ringtrain.run(lambda: lock)
+    with pytest.raises(LaunchError, match=r"cannot be sent to ranks .*generator"):
+        ringtrain.run(print, (number for number in range(3)))
+
+
+def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a module that calls it when it is imported would start ranks without end."""
+    monkeypatch.setenv(JOB, "a job")
+    with pytest.raises(LaunchError, match="called on a rank"):
+        ringtrain.run(print)
+
+
+@pytest.mark.parametrize(("megabytes", "warned"), [(63, False), (65, True)])
+def test_large_arguments_are_warned_of(megabytes: int, warned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the ranks start, here with a launch that fails at once."""
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with warnings.catch_warnings(record=True) as seen, pytest.raises(LaunchError, match="exited with code 1"):
+        warnings.simplefilter("always")
+        ringtrain.run(print, bytes(megabytes << 20))
+    assert ["65 MB, which every rank reads" in str(one.message) for one in seen] == [True] * warned
+    assert [one.filename for one in seen] == [__file__] * warned
+
+
+def test_source_of_cells_travels_with_the_function() -> None:
+    code = compile("def cell():\n    return 1\n", "<a cell>", "exec")
+    names: dict[str, Any] = {}
+    exec(code, names)
+    entry = (2, None, ["def cell():\n", "    return 1\n"], "<a cell>")
+    function_call.linecache.cache["<a cell>"] = entry
+    try:
+        caller = pickle.loads(function_call.content_of(names["cell"], (), {}))
+    finally:
+        del function_call.linecache.cache["<a cell>"]
+    assert caller["cells"]["<a cell>"] == entry
+    assert __file__ not in caller["cells"], "files are read on the ranks"
+
+
+@pytest.mark.parametrize(("initialized", "num_gpus"), [(True, 2), (False, 0), (None, 0)])
+def test_gpus_that_the_caller_holds_are_counted(initialized: bool | None, num_gpus: int) -> None:
+    """None: TensorFlow is not imported. TensorFlow that has not used a device holds none, and asking it would."""
+    asked: list[str] = []
+
+    def list_logical_devices(kind: str) -> list[str]:
+        asked.append(kind)
+        return [f"{kind}:0", f"{kind}:1"]
+
+    context = SimpleNamespace(context_safe=lambda: SimpleNamespace(_initialized=initialized))
+    tensorflow = SimpleNamespace(config=SimpleNamespace(list_logical_devices=list_logical_devices))
+    modules = {} if initialized is None else {"tensorflow": tensorflow, "tensorflow.python.eager.context": context}
+    assert function_call.gpus_in_use(modules) == num_gpus
+    assert asked == ["GPU"] * bool(num_gpus)
+
+
+HELD = """
+import sys
+import tensorflow as tf
+context = sys.modules["tensorflow.python.eager.context"]
+before = getattr(context.context_safe(), "_initialized", False)
+tf.zeros(1)
+print(before, context.context_safe()._initialized)
+"""
+
+
+def test_tensorflow_says_whether_it_has_used_a_device() -> None:
+    """By a private attribute, which a new release may rename."""
+    ended = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True)
+    assert ended.stdout == "False True\n", ended.stderr
