@@ -60,7 +60,7 @@ QUICK_PROPERTIES = {
 }
 """of ring/properties, for each launch"""
 QUICK_JOBS = {
-    *("arrays_and_metrics", "masks_and_two_outputs", "own_train_step", "killed_and_resumed"),
+    *("arrays_and_metrics", "early_stopping", "own_train_step"),
     *("a_signal_saves_and_ends_all", "resumed_by_other_ranks", "what_differs_is_refused"),
 }
 """of ring/run_fit.py, on 2 and on 3 ranks"""
