@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 from ringtrain import data, hvd
 from ringtrain.config import Config
@@ -204,6 +205,7 @@ def unchanged_afterwards(model: keras.Model) -> Iterator[None]:
     objects = [model, *hvd.optimizers_of(model)]
     before = [{name: vars(one).get(name) for name in ("train_step", "apply")} for one in objects]
     jit_compile, model.jit_compile = model.jit_compile, False  # XLA has no kernel for Horovod's allreduce
+    seed = context.global_seed()
     try:
         yield
     finally:
@@ -213,3 +215,5 @@ def unchanged_afterwards(model: keras.Model) -> Iterator[None]:
                 if value is not None:
                     object.__setattr__(one, name, value)
         model.jit_compile, model.train_function = jit_compile, None
+        if hvd.size() > 1:  # the ranks' own seeds would shuffle the script's next dataset otherwise on each rank
+            tf.random.set_seed(seed)
