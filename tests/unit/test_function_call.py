@@ -74,6 +74,32 @@ def test_source_of_cells_travels_with_the_function() -> None:
     assert __file__ not in caller["cells"], "files are read on the ranks"
 
 
+@pytest.mark.parametrize(
+    ("output", "shown"),
+    [
+        ("[1,0]<stdout>:  a\n[1,12]<stderr>: b\n", "  a\nrank 12:  b\n"),
+        ("[1,1]<stdout>:a[1,1]<stdout>: [1,1]<stdout>:b[1,1]<stdout>:\n", "rank 1: a b\n"),
+        ("[1,0]<stdout>:a[1,1]<stdout>:b\n[1,0]<stdout>:c\n", "a\nrank 1: b\nc\n"),
+        ("[1,0]<stdout>:\r1/2[1,0]<stdout>:\r2/2[1,0]<stdout>:\n", "\r1/2\r2/2\n"),
+        ("[prterun-host1-99@1,1]<stdout>:  a\n", "rank 1:  a\n"),
+        ("[1] a\n2: b\n", "rank 1: a\nrank 2: b\n"),  # Hydra, srun
+        ("[1,0]<stdout>:\n[1,0]<stdout>:[1] is no tag\n", "\n[1] is no tag\n"),
+    ],
+)
+def test_output_of_ranks_is_shown_without_tags(output: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with subprocess.Popen(["printf", "%s", output], stdout=subprocess.PIPE) as process:
+        assert function_call.Shown(process).follow() == 0
+    assert capsys.readouterr().out == shown
+
+
+def test_the_last_message_of_the_launcher_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    output = "ringtrain: one\n[1,0]<stderr>:ringtrain: of a rank\nringtrain: rank 1 has failed:\n  its last line\n"
+    with subprocess.Popen(["printf", "%s", output], stdout=subprocess.PIPE) as process:
+        shown = function_call.Shown(process)
+        shown.follow()
+    assert shown.message == "rank 1 has failed:\n  its last line"
+
+
 @pytest.mark.parametrize(("initialized", "num_gpus"), [(True, 2), (False, 0), (None, 0)])
 def test_gpus_that_the_caller_holds_are_counted(initialized: bool | None, num_gpus: int) -> None:
     """None: TensorFlow is not imported. TensorFlow that has not used a device holds none, and asking it would."""
