@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import subprocess
 import sys
@@ -32,6 +33,17 @@ print(sorted({"tensorflow", "keras", "horovod"} & {*sys.modules}))
 def test_the_function_and_the_folder_of_its_name_are_both_there_without_tensorflow() -> None:
     ended = subprocess.run([sys.executable, "-c", IMPORTS], cwd=launching.ROOT, capture_output=True, text=True)
     assert ended.stdout == "True True ringtrain.run.context\n[]\n", ended.stderr
+
+
+def test_a_function_that_uses_the_package_can_be_sent() -> None:
+    _, (function, *_) = both(function_call.content_of(lambda: ringtrain, (), {}))
+    assert function() is ringtrain
+
+
+def both(content: bytes) -> list[Any]:
+    """The two pickles of a file for ranks."""
+    file = io.BytesIO(content)
+    return [pickle.load(file), pickle.load(file)]
 
 
 def test_what_cannot_be_sent_is_named() -> None:
@@ -67,7 +79,7 @@ def test_source_of_cells_travels_with_the_function() -> None:
     entry = (2, None, ["def cell():\n", "    return 1\n"], "<a cell>")
     function_call.linecache.cache["<a cell>"] = entry
     try:
-        caller = pickle.loads(function_call.content_of(names["cell"], (), {}))
+        caller, _ = both(function_call.content_of(names["cell"], (), {}))
     finally:
         del function_call.linecache.cache["<a cell>"]
     assert caller["cells"]["<a cell>"] == entry
