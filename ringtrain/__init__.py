@@ -35,5 +35,8 @@ class _Package(ModuleType):
         if name not in LAZY or not isinstance(value, ModuleType):
             super().__setattr__(name, value)
 
+    def __reduce__(self) -> Any:  # cloudpickle knows plain modules only
+        return importlib.import_module, (self.__name__,)
+
 
 sys.modules[__name__].__class__ = _Package

@@ -11,6 +11,7 @@ import json
 import linecache
 import os
 import pickle
+import re
 import select
 import signal
 import socket
@@ -36,6 +37,10 @@ from ringtrain.run import log_capture
 LARGE_MB = 64
 """size of function and arguments from which on `run` warns: every rank reads them"""
 POLL_MS = 200
+# Of Open MPI 4 and 5 ("[1,3]<stdout>:", "[prterun-host1-99@1,3]<stdout>: ") and horovodrun ("[3]<stdout>:").
+TAG = re.compile(r"\[([^][<>\n]*@)?(?:\d+,)?(\d{1,9})\]<std(?:out|err)>:(?(1) ?)")
+LAUNCHER = -1
+"""as the rank of a line"""
 T = TypeVar("T")
 
 
@@ -150,6 +155,8 @@ class Shown:
         self.process = process
         self.lines = Lines(MARK.encode())
         self._message: list[str] = []
+        self._open: int | None = None
+        """rank of the line that is not complete; None: all lines are"""
 
     @property
     def message(self) -> str:
@@ -193,16 +200,35 @@ class Shown:
         sys.stdout.flush()
 
     def _print(self, lines: Iterable[bytes]) -> None:
-        for raw in lines:
-            text = raw.decode(errors="replace")
-            line = text.rstrip("\r\n")
-            end, tagged = text[len(line) :], exit_cause.rank_of(line)
-            rank, line = tagged or (0, line)
-            if tagged is None and line.startswith("ringtrain: "):
-                self._message = [line.removeprefix("ringtrain: ")]
-            elif tagged is None and self._message:
-                self._message.append(line)
-            sys.stdout.write(f"rank {rank}: {line}{end}" if rank else line + end)
+        for text in (raw.decode(errors="replace") for raw in lines):
+            begin, rank = 0, None
+            for tag in TAG.finditer(text):  # several, if a rank has flushed parts of a line
+                self._write(rank, text[begin : tag.start()])
+                begin, rank = tag.end(), int(tag[2])
+            self._write(rank, text[begin:])
+
+    def _write(self, rank: int | None, text: str) -> None:
+        """Prints a part of a line of a rank; None: it has no tag of Open MPI."""
+        if not text:
+            return
+        if rank is None:
+            rank, text = self._untagged(text) if self._open is None else (self._open, text)
+        if self._open not in (None, rank):
+            sys.stdout.write("\n")
+            self._open = None
+        sys.stdout.write(f"rank {rank}: {text}" if rank > 0 and self._open is None else text)
+        self._open = None if text.endswith("\n") else rank
+
+    def _untagged(self, text: str) -> tuple[int, str]:
+        """Rank and text of a line with the tag of another launcher, or of the launcher's own line."""
+        line = text.rstrip("\r\n")
+        if tagged := exit_cause.rank_of(line):
+            return tagged[0], tagged[1] + text[len(line) :]
+        if line.startswith("ringtrain: "):
+            self._message = [line.removeprefix("ringtrain: ")]
+        elif self._message:
+            self._message.append(line)
+        return LAUNCHER, text
 
 
 def _first_failure(call: Path, num_ranks: int) -> str:
@@ -230,7 +256,7 @@ def _value(call: Path, rank: int) -> Any:
 def main(call: Path) -> int:
     """Calls the function of a file on this rank, leaves its value or failure beside it, and returns the exit code."""
     log_capture.watch()
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     rank = int(next(filter(None, map(os.environ.get, launchers.names("rank"))), 0))
     try:
         content = cloudpickle.dumps(_called(call, rank))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import subprocess
 import sys
@@ -32,6 +33,17 @@ print(sorted({"tensorflow", "keras", "horovod"} & {*sys.modules}))
 def test_the_function_and_the_folder_of_its_name_are_both_there_without_tensorflow() -> None:
     ended = subprocess.run([sys.executable, "-c", IMPORTS], cwd=launching.ROOT, capture_output=True, text=True)
     assert ended.stdout == "True True ringtrain.run.context\n[]\n", ended.stderr
+
+
+def test_a_function_that_uses_the_package_can_be_sent() -> None:
+    _, (function, *_) = both(function_call.content_of(lambda: ringtrain, (), {}))
+    assert function() is ringtrain
+
+
+def both(content: bytes) -> list[Any]:
+    """The two pickles of a file for ranks."""
+    file = io.BytesIO(content)
+    return [pickle.load(file), pickle.load(file)]
 
 
 def test_what_cannot_be_sent_is_named() -> None:
@@ -67,11 +79,37 @@ def test_source_of_cells_travels_with_the_function() -> None:
     entry = (2, None, ["def cell():\n", "    return 1\n"], "<a cell>")
     function_call.linecache.cache["<a cell>"] = entry
     try:
-        caller = pickle.loads(function_call.content_of(names["cell"], (), {}))
+        caller, _ = both(function_call.content_of(names["cell"], (), {}))
     finally:
         del function_call.linecache.cache["<a cell>"]
     assert caller["cells"]["<a cell>"] == entry
     assert __file__ not in caller["cells"], "files are read on the ranks"
+
+
+@pytest.mark.parametrize(
+    ("output", "shown"),
+    [
+        ("[1,0]<stdout>:  a\n[1,12]<stderr>: b\n", "  a\nrank 12:  b\n"),
+        ("[1,1]<stdout>:a[1,1]<stdout>: [1,1]<stdout>:b[1,1]<stdout>:\n", "rank 1: a b\n"),
+        ("[1,0]<stdout>:a[1,1]<stdout>:b\n[1,0]<stdout>:c\n", "a\nrank 1: b\nc\n"),
+        ("[1,0]<stdout>:\r1/2[1,0]<stdout>:\r2/2[1,0]<stdout>:\n", "\r1/2\r2/2\n"),
+        ("[prterun-host1-99@1,1]<stdout>:  a\n", "rank 1:  a\n"),
+        ("[1] a\n2: b\n", "rank 1: a\nrank 2: b\n"),  # Hydra, srun
+        ("[1,0]<stdout>:\n[1,0]<stdout>:[1] is no tag\n", "\n[1] is no tag\n"),
+    ],
+)
+def test_output_of_ranks_is_shown_without_tags(output: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with subprocess.Popen(["printf", "%s", output], stdout=subprocess.PIPE) as process:
+        assert function_call.Shown(process).follow() == 0
+    assert capsys.readouterr().out == shown
+
+
+def test_the_last_message_of_the_launcher_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    output = "ringtrain: one\n[1,0]<stderr>:ringtrain: of a rank\nringtrain: rank 1 has failed:\n  its last line\n"
+    with subprocess.Popen(["printf", "%s", output], stdout=subprocess.PIPE) as process:
+        shown = function_call.Shown(process)
+        shown.follow()
+    assert shown.message == "rank 1 has failed:\n  its last line"
 
 
 @pytest.mark.parametrize(("initialized", "num_gpus"), [(True, 2), (False, 0), (None, 0)])
