@@ -1,6 +1,8 @@
 """Scripts in the README and in pages of docs/, and the README's picture of a terminal, which shows a run of its script.
 
 python tests/pages.py            # runs the README's script on two ranks, and writes docs/images/terminal.svg
+
+docs/images/report.png is a part of that run's report.html, as a browser shows it.
 """
 
 from __future__ import annotations
@@ -19,8 +21,7 @@ from rich.console import CONSOLE_SVG_FORMAT, Console
 
 TERMINAL = launching.ROOT / "docs" / "images" / "terminal.svg"
 LIMIT_S = 300
-ALL = "import runpy, sys\nfor script in sys.argv[1:]: runpy.run_path(script, run_name='__main__')"
-TAG = re.compile(r"^\[1,\d+\]<stdout>:", re.MULTILINE)
+TAG = re.compile(r"\[1,\d+\]<stdout>:")
 VARIES = re.compile(r"\([^()]*: 2\)|threads?|[0-9a-f]{16}|[\d.,]*\d%?")
 """parts of a run's output that depend on the machine and the day"""
 
@@ -37,19 +38,16 @@ def command(page: str) -> list[str]:
     return shlex.split(re.search(r"^ringtrain launch -np 2 python \w+\.py", text, re.MULTILINE)[0])
 
 
-def start(page: str, folder: Path) -> tuple[str, dict[str, Any]]:
-    """Runs the scripts of a page by its command, one after the other; returns what they print, and the last summary."""
-    words, files = command(page), []
-    for number, script in enumerate(scripts(page)):
-        files.append(folder / f"{number}-{words[-1]}")
-        files[-1].write_text(script)
-    program = files if len(files) == 1 else ["-c", ALL, *files]
-    launch = [sys.executable, "-m", *words[: words.index("python")], "--", sys.executable, *program]
+def start(page: str, folder: Path, number: int = 0) -> tuple[str, dict[str, Any]]:
+    """Runs a script of a page by the page's command; returns what it prints, and the summary of its run, if any."""
+    words = command(page)
+    (folder / words[-1]).write_text(scripts(page)[number])
+    launch = [sys.executable, "-m", *words[: words.index("python")], "--", sys.executable, words[-1]]
     ended = launching.run(0, launch, LIMIT_S, cwd=folder, warm=True)
     if ended.returncode:
         raise RuntimeError(f"{page}: exit code {ended.returncode}\n{ended.stdout}\n{ended.stderr}")
-    (run,) = (folder / "runs").iterdir()
-    return TAG.sub("", ended.stdout), json.loads((run / "summary.json").read_text())
+    summaries = [json.loads(file.read_text()) for file in folder.glob("runs/*/summary.json")]
+    return TAG.sub("", ended.stdout), *(summaries or [{}])
 
 
 def before(script: str) -> str:

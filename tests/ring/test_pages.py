@@ -43,8 +43,10 @@ def test_the_script_of_the_readme_prints_what_its_picture_shows(tmp_path: Path) 
     assert summary["metrics"]["val_accuracy"] > 0.85
     prompt, *picture = filter(None, pages.shown(pages.TERMINAL.read_text()))
     assert prompt == f"$ {shlex.join(pages.command('README.md'))}"
-    missing = {pages.alike(line) for line in picture} - {pages.alike(line) for line in printed.splitlines()}
+    lines = {pages.alike(line) for line in printed.splitlines()}
+    missing = {pages.alike(line) for line in picture} - lines
     assert len(picture) > 20 and not missing, f"{missing}: draw it again by python tests/pages.py"
+    assert pages.alike("epoch 1/8  loss 0.5  speed 7,647 images/s") not in lines, "the control: a line of another form"
 
 
 def test_the_script_for_keras_gives_the_loss_that_keras_gives_without_the_changes(tmp_path: Path) -> None:
@@ -64,18 +66,19 @@ def test_the_script_for_keras_gives_the_loss_that_keras_gives_without_the_change
 
 
 def test_both_steps_of_a_script_for_horovod(tmp_path: Path) -> None:
-    printed, summary = pages.start("docs/from-horovod.md", tmp_path)
-    results = re.findall(r"^accuracy (0\.\d+), weights ([0-9a-f]{16})$", printed, re.MULTILINE)
-    assert sorted(results) == sorted([*set(results)] * 2) and len(set(results)) == 2, "of two ranks, for two scripts"
-    assert all(float(accuracy) > 0.85 for accuracy, _ in results)
-    assert summary["checksum"] in dict(map(reversed, results)) and summary["numbers"]["global_batch_size"] == 64
+    steps = [pages.start("docs/from-horovod.md", tmp_path, number) for number in (0, 1)]
+    for printed, summary in steps:
+        (accuracy, checksum), other = re.findall(r"accuracy (0\.\d{4}), weights ([0-9a-f]{16})", printed)
+        assert (accuracy, checksum) == other and float(accuracy) > 0.85
+        assert summary.get("checksum", checksum) == checksum
+    assert summary["numbers"]["global_batch_size"] == 64 and not steps[0][1], "only ringtrain.fit has a folder"
     assert len([*tmp_path.glob("checkpoint-*.keras")]) == 4
 
 
 def test_the_script_for_accelerate_trains_each_row_once_per_epoch(tmp_path: Path) -> None:
     printed, summary = pages.start("docs/from-accelerate.md", tmp_path)
     first, second = numbers("val_mae", printed)
-    assert first == second < 0.2
+    assert first == second < 0.25
     sizes = summary["numbers"]
     assert (sizes["num_train"], sizes["steps_per_epoch"], sizes["dropped_per_epoch"]) == (900, 29, 0)
     assert (summary["global_step"], sizes["accumulation_steps"]) == (232, 2)
@@ -83,4 +86,4 @@ def test_the_script_for_accelerate_trains_each_row_once_per_epoch(tmp_path: Path
 
 def numbers(name: str, printed: str) -> list[float]:
     """Numbers that scripts print after a name, one for each rank."""
-    return [float(number) for number in re.findall(rf"^{name} (\S+)$", printed, re.MULTILINE)]
+    return [float(number) for number in re.findall(rf"{name} (\d+\.\d+)", printed)]
