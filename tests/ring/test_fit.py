@@ -29,7 +29,7 @@ ON_2_RANKS = {
     *("fitted_before", "unbuilt_and_unseeded", "early_stopping", "eagerly", "own_train_step", "mixed_float16"),
     *("a_signal_saves_and_ends_all", "another_run_is_not_resumed", "what_differs_is_refused"),
     *("another_order_on_a_rank_is_refused", "averaged_weights", "fine_tuning", "distillation", "vae"),
-    *("multi_label", "several_steps_per_call"),
+    *("multi_label", "several_steps_per_call", "segmentation", "texts_with_masks_and_lstm", "gan", "from_files"),
 }
 """Jobs that a third rank adds nothing to. Batches of 32 are cut into equal parts on 2 ranks, and unequal ones on 3."""
 CASES = [(np, name) for np in (2, 3) for name in NAMES if np == 2 or name not in ON_2_RANKS]
