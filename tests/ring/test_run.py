@@ -246,9 +246,9 @@ def error_of(client: Any, cell: str) -> tuple[str, str]:
 
 
 def test_a_notebook(tmp_path: Path, kernel, alive) -> None:
-    """The example as it ships; then a failure, the stop button, and the end of the kernel."""
+    """The example as it ships."""
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
-    manager, client = kernel
+    manager, _ = kernel
     (process,) = [number for number, command in alive().items() if "ipykernel" in command]
     shipped = nbformat.read(NOTEBOOK, as_version=4)
     executed = nbformat.read(NOTEBOOK, as_version=4)
@@ -259,6 +259,11 @@ def test_a_notebook(tmp_path: Path, kernel, alive) -> None:
     assert "equal weights: True\n" in executed.cells[5].outputs[-1]["text"]
     assert ends(alive, but=process), alive()
 
+
+def test_a_kernel(tmp_path: Path, kernel, alive) -> None:
+    """A failure, the stop button, and the end of the kernel."""
+    manager, client = kernel
+    (process,) = [number for number, command in alive().items() if "ipykernel" in command]
     cell = client.execute("import ringtrain\ndef broken():\n    raise ValueError('by a cell')\nringtrain.run(broken)")
     kind, text = error_of(client, cell)
     assert kind == "RankError"
