@@ -219,8 +219,6 @@ def _config(model: keras.Model, name: str, options: Config, arguments: data.FitA
             "run.resume": arguments.resume,
             "data.name": "arrays",
             "model.name": type(model).__name__,
-            "optimizer.name": type(getattr(model.optimizer, "inner_optimizer", model.optimizer)).__name__,
-            "optimizer.learning_rate": _learning_rate(model.optimizer),
             "optimizer.learning_rate_scaling": "none",
             "train.epochs": arguments.epochs,
             "seed": arguments.seed,
@@ -232,7 +230,7 @@ def _learning_rate(optimizer: Any) -> float:
     """Learning rate of the first step."""
     import keras
 
-    rate = getattr(optimizer, "inner_optimizer", optimizer)._learning_rate
+    rate = optimizer._learning_rate
     is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
     number = keras.ops.convert_to_numpy(rate(0) if is_schedule else rate)
     return float(f"{float(number):.7g}")  # the digits of float32
@@ -269,10 +267,12 @@ def _job(process: Process, model: keras.Model, arguments: data.FitArguments) -> 
         batch_size, num_train = train.batch_size, num_train * train.batch_size
     # One that is not built is that of a `compile` without arguments, which the script's own train_step does not use.
     used = [one for one in hvd.optimizers_of(model) if one.built] or [model.optimizer]
-    names = [type(getattr(one, "inner_optimizer", one)).__name__ for one in used]
-    optimizer = {"optimizer.name": ", ".join(names), "optimizer.learning_rate": _learning_rate(used[0])}
+    used = [getattr(one, "inner_optimizer", one) for one in used]
+    names = ", ".join(type(one).__name__ for one in used)
+    optimizer = {"optimizer.name": names, "optimizer.learning_rate": _learning_rate(used[0])}
     process.config = with_values(process.config, {"data.name": train.kind, **optimizer})
-    numbers = _numbers(process.config, model, num_train, len(test), batch_size)
+    accumulated = used[0].gradient_accumulation_steps or 1
+    numbers = _numbers(process.config, accumulated, num_train, len(test), batch_size)
     process.config = with_values(process.config, {"train.batch_size": numbers.batch_size})
     process.strategy.config = process.config
     script = getattr(sys.modules["__main__"], "__file__", None)
@@ -350,11 +350,9 @@ def _prepare(process: Process, model: keras.Model, train: Any, batch_size: int) 
         tf.random.set_seed(process.config.seed * hvd.size() + hvd.rank())
 
 
-def _numbers(config: Config, model: keras.Model, num_train: int, num_test: int, batch_size: int) -> Numbers:
+def _numbers(config: Config, accumulated: int, num_train: int, num_test: int, batch_size: int) -> Numbers:
     from ringtrain import hvd
 
-    inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    accumulated = inner.gradient_accumulation_steps or 1
     steps = math.ceil(num_train / batch_size)
     rate = config.optimizer.learning_rate
     return Numbers(

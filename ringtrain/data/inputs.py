@@ -67,12 +67,16 @@ def inputs(given: FitArguments, batch_size: int) -> tuple[Arrays | Stream, Split
 
 def _validation(held_out: Any, given: FitArguments, batch_size: int) -> Split:
     import keras
+    import tensorflow as tf
 
     if held_out is None:
         return NoSamples()
     steps = given.validation_steps
     if isinstance(held_out, GeneratorType):
         return _read_once(held_out, steps)
+    is_endless = isinstance(held_out, tf.data.Dataset) and held_out.cardinality() == tf.data.INFINITE_CARDINALITY
+    if not steps and (is_endless or (isinstance(held_out, keras.utils.PyDataset) and held_out.num_batches is None)):
+        raise DataError("ringtrain.fit: got validation_data without an end, expected validation_steps with it")
     if stream := _stream(held_out, None, None, 1, False, given.seed, take=steps):
         stream.is_held_out = True
         return stream

@@ -18,9 +18,6 @@ from ringtrain import hvd
 from ringtrain.hvd.collectives import unique_in_graph
 from ringtrain.hvd.placement import CPU
 
-MODULUS = 2**31 - 1
-"""Fingerprints are below this."""
-
 
 class UnevenBatches:
     """Context in which a compiled and built model trains as one process would with the batches of all ranks.
@@ -78,7 +75,7 @@ class UnevenBatches:
         if self.share is not None:
             share, data = data
             if share.shape.rank:  # with the fingerprint of the batch
-                self.fingerprint.assign(tf.math.floormod(self.fingerprint * 31 + share[1], MODULUS))
+                self.fingerprint.assign(tf.math.floormod(self.fingerprint * 31 + share[1], tf.int32.max))
                 share = share[0]
             self.share.assign(share)
         share, changed = self.share, self._changed_by_a_row() if self.has_empty_parts else []

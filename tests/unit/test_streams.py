@@ -201,8 +201,9 @@ def test_validation_batches() -> None:
     assert held_out(_generated(), 2) == [[*range(8)], [*range(8, 16)]]
     assert held_out(Batches(), 2) == held_out(Batches())[:2] and len(held_out(Batches())) == 7
     assert len(held_out(tf.data.Dataset.range(9).batch(2), 3)) == len(held_out(tf.data.Dataset.range(5).batch(2))) == 3
-    with pytest.raises(DataError, match="expected validation_steps"):
-        held_out(_generated())
+    for endless in (_generated(), _ids().repeat()):
+        with pytest.raises(DataError, match=r"validation_data.*expected validation_steps"):
+            held_out(endless)
 
 
 def _pairs() -> tf.data.Dataset:
