@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain.protocol.env import JOB, LEASE
+from ringtrain.protocol.launchers import names
 from ringtrain.protocol.status import STATUS_FILES, STATUS_LENGTH
 
 SAYS = "ringtrain-agent:"
@@ -75,7 +76,8 @@ hand_on() {{
 MEETING = r"horovod\|mpi4py\|libmpi\|libnccl"
 TENSORFLOW = "libtensorflow_"
 MAX_LOOKS = 24
-"""number of heartbeats at which an agent looks for processes that have loaded TensorFlow and no library of MEETING"""
+"""number of heartbeats at which an agent looks for ranks that have loaded TensorFlow and no library of MEETING"""
+IS_RANK = f"^({'|'.join(names('rank'))})="
 
 # Arguments: the job's ID, the directory and program of the ranks, their PATH and PYTHONPATH, and whether the program is
 # a Python that must have ringtrain. SAYS distinguishes the output from that of a login shell.
@@ -125,12 +127,15 @@ networks() {{
         printf " %s" "$address"
     done
 }}
-looks=0 alone= met=
+looks=0 alone= met= candidates=
+# A rank counts as alone from the second look on: it may be about to load Horovod, which it does after TensorFlow.
 look() {{
     [ -z "$met" ] && [ $((looks += 1)) -le {MAX_LOOKS} ] || return 0
     for process in $(mine); do
-        grep -qs '{TENSORFLOW}' "/proc/$process/maps" || continue
-        if grep -qs '{MEETING}' "/proc/$process/maps"; then met=1; else alone=1; fi
+        grep -qszE '{IS_RANK}' "/proc/$process/environ" && grep -qs '{TENSORFLOW}' "/proc/$process/maps" || continue
+        ! grep -qs '{MEETING}' "/proc/$process/maps" || met=1
+        case " $candidates " in *" $process "*) alone=1 ;; esac
+        candidates="$candidates $process"
     done
 }}
 killed_for_memory() {{ sed -n "s/^oom_kill //p" /proc/vmstat 2>/dev/null; }}

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from launching import run
 
+from ringtrain.protocol.env import LEASE
+
 LIMIT_S = 300
 RINGTRAIN = [sys.executable, "-m", "ringtrain"]
 ALONE = """
@@ -16,7 +18,7 @@ import keras, numpy, time
 model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
 model.compile("sgd", "mse")
 rows = numpy.zeros((64, 4))
-until = time.monotonic() + 12  # host agents look every 5 s
+until = time.monotonic() + 5  # host agents look every second
 while time.monotonic() < until:
     model.fit(rows, rows[:, 0], verbose=0)
 """
@@ -42,7 +44,7 @@ def test_what_init_writes_trains_as_it_is_and_is_listed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("required", [[], ["--require-init"]], ids=["warning", "error"])
 def test_ranks_that_never_met_are_named(tmp_path: Path, required: list[str]) -> None:
     (tmp_path / "alone.py").write_text(ALONE)
-    ended = run(0, [*RINGTRAIN, "train", "-np", "2", *required, "alone.py"], LIMIT_S, cwd=tmp_path)
+    ended = run(0, [*RINGTRAIN, "train", "-np", "2", *required, "alone.py"], LIMIT_S, {LEASE: "6"}, cwd=tmp_path)
     assert ended.returncode == (2 if required else 0)
     last = ended.stderr.splitlines()[-1]
     assert last.startswith("ringtrain: 2 ranks ran without meeting: they load TensorFlow without Horovod or MPI")

@@ -33,7 +33,8 @@ def save(number, frame):
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, save)
 print("begun", flush=True)
-time.sleep(600)
+while True:
+    time.sleep(0.2)
 """
 WRAPPER = '"$@"; code=$?; exit $code'  # a script in front of the program, which does not become it
 DEAF = "trap '' INT TERM HUP USR1; echo begun; while :; do sleep 600; done"

@@ -20,7 +20,8 @@ print([name for name in ("ringtrain", "horovod", "mpi4py") if name in sys.module
 print("to stderr", file=sys.stderr)
 sys.exit(7)
 """
-DEAF = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"
+# Short sleeps: a signal just before a system call does not interrupt it.
+PATIENT = "import os, time; print(os.getpid(), flush=True)\nfor _ in range(5000): time.sleep(0.2)"
 
 
 @pytest.mark.parametrize("kind", ["-c", "-m", "file"])
@@ -57,7 +58,7 @@ def test_a_signal_that_ends_the_program_ends_the_caller() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_signal_to_the_caller_reaches_the_program(number: signal.Signals) -> None:
     """With SIGKILL the program is killed as well."""
-    words = [*warm_python(), "-c", DEAF]
+    words = [*warm_python(), "-c", PATIENT]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env) as caller:
         assert caller.stdout is not None

@@ -28,16 +28,24 @@ def call(path: str, argv: list[str]) -> int:
         request = json.dumps({"argv": argv, "env": dict(os.environ), "cwd": os.getcwd()}).encode()
         socket.send_fds(server, [len(request).to_bytes(4, "big")], (0, 1, 2))
         server.sendall(request)
-        with server.makefile("rb") as answers:
-            program = int(answers.readline())
-            for number in PASSED_ON:
-                signal.signal(number, lambda number, frame: os.kill(program, number))
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            code = os.waitstatus_to_exitcode(int(answers.readline()))
+        program = answer(server)
+        for number in PASSED_ON:
+            signal.signal(number, lambda number, frame: os.kill(program, number))
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        code = os.waitstatus_to_exitcode(answer(server))
     if code < 0:
         signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
         os.kill(os.getpid(), -code)
     return code
+
+
+def answer(server: socket.socket) -> int:
+    """Number on the server's next line."""
+    line = b""
+    while not line.endswith(b"\n"):
+        if select.select([server], [], [], 0.2)[0]:  # a signal just before a system call does not interrupt it
+            line += server.recv(1) or b"\n"  # without a server: no number
+    return int(line)
 
 
 def serve(path: str) -> list[str]:

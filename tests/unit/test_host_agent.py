@@ -89,33 +89,35 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize(
-    ("libraries", "seen"),
+    ("libraries", "beats", "seen"),
     [
-        (["libtensorflow_cc.so.2"], ["alone"]),
-        (["libtensorflow_cc.so.2", "horovod/mpi_lib.so"], ["1"]),
-        (["libtensorflow_cc.so.2", "libmpi.so.40"], ["1"]),
-        (["libmpi.so.40"], []),
-        ([], []),
+        (["libtensorflow_cc.so.2"], 2, ["alone"]),
+        (["libtensorflow_cc.so.2"], 1, []),  # it may be about to load Horovod
+        (["libtensorflow_cc.so.2", "horovod/mpi_lib.so"], 2, ["1"]),
+        (["libtensorflow_cc.so.2", "libmpi.so.40"], 2, ["1"]),
+        (["libmpi.so.40"], 2, []),
+        ([], 2, []),
     ],
-    ids=lambda value: "+".join(value) or "nothing",
+    ids=lambda value: "+".join(value) or "nothing" if isinstance(value, list) else None,
 )
-def test_a_host_agent_reports_tensorflow_without_a_library_by_which_ranks_meet(libraries, seen, tmp_path) -> None:
-    """Processes map small files with these names; TensorFlow of another job does not count."""
+def test_a_host_agent_reports_tensorflow_without_a_library_by_which_ranks_meet(libraries, beats, seen, tmp_path):
+    """Processes map small files with these names; TensorFlow of another job or of the launcher does not count."""
     paths = [tmp_path / name for name in ("libtensorflow_other.so", *libraries)]
     for path in paths:
         path.parent.mkdir(exist_ok=True)
         path.write_text("x")
-    words = host_agent.argv("", f"looks-{os.getpid()}", (), Path("/"), os.environ["PATH"], "", timeout_s=5)
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    job, rank = f"looks-{os.getpid()}", {"OMPI_COMM_WORLD_RANK": "0"}
     ranks = [
-        subprocess.Popen([sys.executable, "-c", MAPS, *chosen], env={"RINGTRAIN_JOB": job}, **pipes)
-        for job, chosen in ((f"looks-{os.getpid()}", paths[1:]), ("another", paths[:1]))
+        subprocess.Popen([sys.executable, "-c", MAPS, *chosen], env={"RINGTRAIN_JOB": name, **variables}, **pipes)
+        for name, variables, chosen in ((job, rank, paths[1:]), ("another", rank, paths[:1]), (job, {}, paths[:1]))
     ]
     for rank in ranks:
         rank.stdout.readline()
+    words = host_agent.argv("", job, (), Path("/"), os.environ["PATH"], "", timeout_s=5)
     agent = subprocess.Popen(words, env={"PATH": os.environ["PATH"]}, **pipes)
     assert any(line.startswith(f"{host_agent.SAYS}ready".encode()) for line in agent.stdout)
-    said = agent.communicate(b"beat\nend\n", timeout=60)[0]
+    said = agent.communicate(b"beat\n" * beats + b"end\n", timeout=60)[0]
     for rank in ranks:
         rank.communicate()
     watch, process = Supervisor(TWO_HOSTS, LaunchOptions(launcher="srun")), None
