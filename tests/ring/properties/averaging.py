@@ -45,6 +45,7 @@ def horovods_own_wrapper_trains_a_model_per_rank():
     assert small.spread(model) > 1e-3
 
 
+@only(np=2, launcher="mpi")
 def every_optimizer_of_keras_equals_big_batch():
     made = {
         "Adadelta": lambda: keras.optimizers.Adadelta(0.1),

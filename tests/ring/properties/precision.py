@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import small
 import tensorflow as tf
+from only import only
 
 import ringtrain.hvd as hvd
 from ringtrain.config import HvdConfig
@@ -169,6 +170,7 @@ def mixed_bfloat16_trains_in_step():
     hvd.check_in_sync(model)
 
 
+@only(np=2, launcher="mpi")
 def jit_equals_no_jit():
     """In float32 to 1e-4 after six steps: XLA adds up in another order. Loss scale and sparse gradients included."""
     # XLA keeps intermediate results in more than 16 bits: near the largest float16, one may overflow without the other.
@@ -193,6 +195,7 @@ def jit_equals_no_jit():
     assert small.distance(*embeddings) < 1e-5
 
 
+@only(launcher="mpi")
 def jit_equals_big_batch_under_fit():
     x, y = (np.concatenate(part) for part in zip(*small.shares(6), strict=True))
     reference = small.train(small.build(), _sgd(), small.global_batches(6))
