@@ -1,4 +1,4 @@
-"""Data sources, as functions from the configuration to a DataSet. A new one is a function and a row of DATASETS."""
+"""Data sources: functions from the configuration to a DataSet. A new one: a row of DATASETS and a name in config.py."""
 
 from __future__ import annotations
 

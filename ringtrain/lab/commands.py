@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ringtrain.errors import LaunchError
@@ -32,15 +34,6 @@ class Command:
     """options of launch that launch_words does not repeat"""
 
 
-BENCHES = {
-    "train": "images/s, what a step's time goes into, ring efficiency",
-    "peers": "the same training by ringtrain, by hand, by TensorFlow's strategies and PyTorch, on this host",
-    "allreduce": "latency and bandwidth of Horovod's allreduce, MPI's own, a ring in NumPy, and what the machine gives",
-    "startup": "from the command to the first step, by stages",
-    "checkpoint": "how long training stands still for a save, beside writing the same bytes",
-    "input": "samples/s of the input pipeline, beside reading and decoding without it",
-}
-"""modules of ringtrain.lab.bench and their help"""
 TUNE = Command(
     "tune.cli",
     "find the settings with which training is fastest here",
@@ -89,9 +82,16 @@ def add_bench(commands: Commands, parents: Sequence[argparse.ArgumentParser], la
     """Adds `ringtrain bench KIND`."""
     timed = commands.add_parser("bench", help="measure training and what it is made of")
     kinds = timed.add_subparsers(title="kinds", metavar="KIND", required=True, parser_class=type(timed))
-    for kind, text in BENCHES.items():
+    for kind, text in _benches().items():
         description = f"Measures, in turns: {text}. Starts ranks as ringtrain launch does."
         _add(kinds, kind, Command(f"bench.{kind}", text, description), parents, launch, prefix="bench ")
+
+
+def _benches() -> dict[str, str]:
+    """Names and help of the modules of ringtrain.lab.bench, from their first lines: importing them loads TensorFlow."""
+    texts = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("bench/*.py"))]
+    found = (re.match(r'"""bench (\w+): (.*)\.\n', text) for text in texts)
+    return {match[1]: match[2] for match in found if match}
 
 
 def add_tune(commands: Commands, parents: Sequence[argparse.ArgumentParser], launch: Launch) -> None:

@@ -139,7 +139,8 @@ class FaultInjector:
         if fault.mode == "disk-full":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if fault.mode == "corrupt-checkpoint":
-            return corrupt(max(self.checkpoints.glob("step-*")) / "state.npz")
+            newest = max(self.checkpoints.glob("step-*"))
+            return corrupt(max(newest.iterdir(), key=lambda file: file.stat().st_size))
         if fault.mode == "slow":
             self.pause_s = fault.seconds
         elif fault.mode == "nan" and model is not None:

@@ -2,7 +2,7 @@
 
 This module does not import TensorFlow: unsupported options are reported before it is loaded.
 
-base:             base class: what a run asks of a strategy
+base:             base class: what a run asks of a strategy, and the proof line at its end
 ring:             one process per rank and Keras' fit: ring over Horovod, mpi-ring over mpi4py
 script:           the data and compiled model of a script, for ringtrain.fit
 mirrored:         towers and multi-worker: TensorFlow's strategies in a loop that calls Keras' callbacks

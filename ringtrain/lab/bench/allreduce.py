@@ -1,4 +1,4 @@
-"""bench allreduce: how long each way to add up takes, with one library per start.
+"""bench allreduce: latency and bandwidth of Horovod's allreduce, MPI's, a ring in NumPy, and what the machine gives.
 
 One library per start, since Horovod communicates over MPI in a background thread all the time, and Open MPI 4.1 crashes
 now and then if another thread of the process does so too, even after Horovod has been shut down.

@@ -1,4 +1,4 @@
-"""bench checkpoint: how long training waits for a save, compared with writing the same bytes.
+"""bench checkpoint: how long training stands still for a save, beside writing the same bytes.
 
     ringtrain bench checkpoint -np 2 --out checkpoint.json -- --model.name cnn --data.name synthetic
 

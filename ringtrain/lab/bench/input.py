@@ -1,4 +1,4 @@
-"""bench input: samples per second of the input pipeline without a model, compared with the same without it.
+"""bench input: samples/s of the input pipeline, beside reading and decoding without it.
 
     ringtrain bench input -np 1 --out input.json --rank-images-per-s 900
 

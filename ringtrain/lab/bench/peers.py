@@ -1,6 +1,6 @@
-"""bench peers: the same training by ringtrain and its alternatives, alternately, each run in its own start.
+"""bench peers: the same training by ringtrain, by hand, by TensorFlow's strategies and PyTorch, on this host.
 
-The alternatives are in benchmarks/peers of the repository, which is not installed.
+Each run has its own start. The alternatives are in benchmarks/peers of the repository, which is not installed.
 """
 
 from __future__ import annotations

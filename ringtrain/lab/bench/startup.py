@@ -1,9 +1,9 @@
-"""bench startup: time from the command to the first step, by stages, compared with the minimum of any training.
+"""bench startup: from the command to the first step, by stages.
 
     ringtrain bench startup -np 2 --out startup.json -- --model.name cnn --data.name fashion-mnist
 
-Measured alternately: `ringtrain launch`, the same with horovodrun, and the same number of plain Python processes that
-only import TensorFlow and build the model.
+Measured alternately: `ringtrain launch`, the same with horovodrun, and, as the minimum of any training, the same number
+of plain Python processes that only import TensorFlow and build the model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""bench train: images per second, what a step's time goes into, and ring efficiency, measured in turns.
+"""bench train: images/s, what a step's time goes into, ring efficiency.
 
     ringtrain bench train -np 2 --out speed.json -- --model.name cnn --data.name synthetic
 
