@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ringtrain.run.context import Process
     from ringtrain.run.resume import Start
 
-SECONDS_BETWEEN_LINES = 10.0
+SECONDS_BETWEEN_LINES, SECONDS_BETWEEN_STEPS = 10.0, 0.1
 A_CALLBACK = "a callback"
 """why a run was stopped: one of its callbacks has set `stop_training`"""
 USUAL = {"accuracy": "{:.2%}", "loss": "{:.4f}"}
@@ -136,7 +136,7 @@ class Progress:
             transient=True,
         )
         self.task = self.bar.add_task("epoch 1", total=num_steps, figures="")
-        self.last_line_s = time.monotonic()
+        self.last_line_s, self.last_step_s = time.monotonic(), 0.0
 
     def __enter__(self) -> Progress:
         self.bar.start()
@@ -149,8 +149,13 @@ class Progress:
         sys.stderr = self.stderr
         self.bar.stop()
 
+    def is_due(self) -> bool:
+        """Whether a person would see one more step."""
+        return time.monotonic() - self.last_step_s >= SECONDS_BETWEEN_STEPS
+
     def step(self, global_step: int, epoch: int, figures: str) -> None:
         """Shows a completed step with its `figures`, e.g. "loss 0.1234"; `epoch` counts from 0."""
+        self.last_step_s = time.monotonic()
         description = f"epoch {epoch + 1}/{self.num_epochs}"
         self.bar.update(self.task, completed=global_step, description=description, figures=figures)
         if not self.console.is_terminal and time.monotonic() - self.last_line_s > SECONDS_BETWEEN_LINES:

@@ -81,8 +81,9 @@ class Recorder(keras.callbacks.Callback):
         self.epoch_end_s = time.perf_counter()
         if self.run.clock.before == self.first_step:
             self.epoch_start_s, self.steps_before = self.epoch_end_s, self.global_step
-        figures = "  ".join(f"{name} {value:.4f}" for name, value in (logs or {}).items() if np.ndim(value) == 0)
-        self.progress.step(self.global_step, self.epoch, figures)
+        if self.progress.is_due() or self.run.clock.epoch_complete:
+            figures = "  ".join(f"{name} {value:.4f}" for name, value in (logs or {}).items() if np.ndim(value) == 0)
+            self.progress.step(self.global_step, self.epoch, figures)
         every = self.run.config.tracking.every_steps
         if every and self.run.clock.passed(every):
             self._record(STEPS, "steps/", self.epoch, logs)
