@@ -87,7 +87,10 @@ def test_a_job_trains_saves_when_it_is_told_to_comes_back_and_finishes(slurm, tm
     first = json.loads((tmp_path / "main" / "summary.json").read_text())
     assert first["stopped_by"] == "SIGUSR1"
     assert 2 * 11 <= first["global_step"] < 40 * 11
-    shown = finished(slurm, job, "COMPLETED")
+    try:
+        shown = finished(slurm, job, "COMPLETED")
+    except TimeoutError as error:
+        raise AssertionError(said(tmp_path)) from error
     assert shown["Restarts"] == "1"
     summary = json.loads((tmp_path / "main" / "summary.json").read_text())
     assert summary["num_ranks"] == 4
