@@ -92,6 +92,8 @@ class ModelConfig:
     not_averaged: tuple[str, ...] = ()
     """paths of non-trainable weights that each rank keeps, such as */queue; all other floating-point weights
     that depend on a rank's data are averaged over the ranks before each evaluation"""
+    trainable: tuple[str, ...] = ()
+    """layers that are trained, by name, such as dense* (* for any characters); without it, all that the model trains"""
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ def start(options: Config | None = None) -> None:
     config = options or Config()
     hvd.configure(config.hvd)
     hvd.init()
-    hvd.run_together(lambda: devices.pin(hvd.local_rank(), hvd.local_size(), config.device))
+    hvd.run_together(lambda: devices.pin_late(hvd.local_rank(), hvd.local_size(), config.device))
 
 
 def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArguments) -> keras.callbacks.History:
@@ -156,7 +156,7 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
 
     if hvd.elastic.is_on():
         raise ConfigError("ringtrain.fit: ranks cannot join and leave here: start the job without --elastic")
-    process = train.setup(config, _named(config), None, journal.Stages(), lambda config, group: Script(config))
+    process = train.setup(config, named(config), None, journal.Stages(), lambda config, group: Script(config))
     strategy: Any = process.strategy
     strategy.is_quiet = arguments.verbose == 0
     with unchanged_afterwards(model):
@@ -177,7 +177,7 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
     if isinstance(run, RunContext):
         history.run = run.folder
     else:
-        _restore_result(model, history.run)
+        restore_result(model, history.run)
         saved = hvd.run_together(lambda: resume.callbacks_of(history.run) if hvd.rank() == 0 else ())
         states = hvd.broadcast_object(saved, root_rank=0, name="ringtrain_history")
         model_state.restore_callbacks([history], states)
@@ -236,7 +236,7 @@ def _learning_rate(optimizer: Any) -> float:
     return float(f"{float(number):.7g}")  # the digits of float32
 
 
-def _named(config: Config) -> Named:
+def named(config: Config) -> Named:
     """Objects that a configuration would name: only faults, here."""
 
     def none() -> Any:
@@ -265,18 +265,7 @@ def _job(process: Process, model: keras.Model, arguments: data.FitArguments) -> 
     num_train = len(train)
     if isinstance(train, data.Stream):
         batch_size, num_train = train.batch_size, num_train * train.batch_size
-    # One that is not built is that of a `compile` without arguments, which the script's own train_step does not use.
-    used = [one for one in hvd.optimizers_of(model) if one.built] or [model.optimizer]
-    used = [getattr(one, "inner_optimizer", one) for one in used]
-    names = ", ".join(type(one).__name__ for one in used)
-    optimizer = {"optimizer.name": names, "optimizer.learning_rate": _learning_rate(used[0])}
-    process.config = with_values(process.config, {"data.name": train.kind, **optimizer})
-    accumulated = used[0].gradient_accumulation_steps or 1
-    numbers = _numbers(process.config, accumulated, num_train, len(test), batch_size)
-    process.config = with_values(process.config, {"train.batch_size": numbers.batch_size})
-    process.strategy.config = process.config
-    script = getattr(sys.modules["__main__"], "__file__", None)
-    process.code = {**process.code, **({"script": consistency.checksum_of(Path(script))} if script else {})}
+    numbers = adopt(process, model, train.kind, num_train, len(test), batch_size)
     users = [one for one in arguments.callbacks if rank == 0 or type(one).__name__ not in ON_RANK_0]
     data_set = data.DataSet(train, test, 0, ())
     # Scripts for Horovod divide their data themselves.
@@ -284,20 +273,20 @@ def _job(process: Process, model: keras.Model, arguments: data.FitArguments) -> 
     return Job(
         data_set=data_set,
         numbers=numbers,
-        checksums={**checksums, "model": _checksum(checkpoint.shapes_of(model.weights))},
+        checksums={**checksums, "model": checksum_of_shapes(checkpoint.shapes_of(model.weights))},
         model=model,
         users_callbacks=[*users, keras.callbacks.History()],
         validation=validation,
-        plan=_plan(process, model, numbers, train.on_resume),
+        plan=plan_of(process, model, numbers, train.on_resume),
     )
 
 
-def _checksum(shapes: list[list[Any]]) -> str:
+def checksum_of_shapes(shapes: list[list[Any]]) -> str:
     """Checksum of the weights' shapes and dtypes; their names depend on earlier models of the process."""
     return f"with {len(shapes)} weights and checksum {zlib.crc32(str([one[1:] for one in shapes]).encode()):08x}"
 
 
-def _restore_result(model: keras.Model, folder: Path) -> None:
+def restore_result(model: keras.Model, folder: Path) -> None:
     """Gives a model the weights with which a complete run has ended, which callbacks or averages may have set."""
     from ringtrain import hvd
     from ringtrain.run import resume
@@ -350,20 +339,36 @@ def _prepare(process: Process, model: keras.Model, train: Any, batch_size: int) 
         tf.random.set_seed(process.config.seed * hvd.size() + hvd.rank())
 
 
-def _numbers(config: Config, accumulated: int, num_train: int, num_test: int, batch_size: int) -> Numbers:
+def adopt(
+    process: Process, model: keras.Model, data_name: str, num_train: int, num_test: int, batch_size: int
+) -> Numbers:
+    """Writes what a script has compiled into the configuration; returns the numbers of its run.
+
+    Args:
+        batch_size: Rows of a step on all ranks.
+    """
     from ringtrain import hvd
 
-    steps = math.ceil(num_train / batch_size)
-    rate = config.optimizer.learning_rate
+    # One that is not built is that of a `compile` without arguments, which the script's own train_step does not use.
+    used = [one for one in hvd.optimizers_of(model) if one.built] or [model.optimizer]
+    used = [getattr(one, "inner_optimizer", one) for one in used]
+    names, rate = ", ".join(type(one).__name__ for one in used), _learning_rate(used[0])
+    per_rank = math.ceil(batch_size / hvd.size())
+    values = {"data.name": data_name, "optimizer.name": names, "optimizer.learning_rate": rate}
+    process.config = with_values(process.config, {**values, "train.batch_size": per_rank})
+    process.strategy.config = process.config
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    process.code = {**process.code, **({"script": consistency.checksum_of(Path(script))} if script else {})}
+    steps, accumulated = math.ceil(num_train / batch_size), used[0].gradient_accumulation_steps or 1
     return Numbers(
         num_ranks=hvd.size(),
         num_train=num_train,
         num_test=num_test,
-        batch_size=math.ceil(batch_size / hvd.size()),
+        batch_size=per_rank,
         accumulation_steps=accumulated,
         global_batch_size=batch_size * accumulated,
         steps_per_epoch=steps,
-        num_steps=steps * config.train.epochs,
+        num_steps=steps * process.config.train.epochs,
         dropped_per_epoch=0,
         learning_rate=rate,
         initial_learning_rate=rate,
@@ -372,7 +377,7 @@ def _numbers(config: Config, accumulated: int, num_train: int, num_test: int, ba
     )
 
 
-def _plan(process: Process, model: keras.Model, numbers: Numbers, on_resume: str) -> dict[str, str]:
+def plan_of(process: Process, model: keras.Model, numbers: Numbers, on_resume: str) -> dict[str, str]:
     config, strategy, options = process.config, process.strategy, process.config.optimizer
     unlike = "; ".join(getattr(strategy, "unlike_one_process", ()))
     given = {name: value for name, value in changed_options(config).items() if name.startswith(OPTIONS)}

@@ -16,7 +16,7 @@ import contextlib
 import functools
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ringtrain import config_io, data, strategies
@@ -224,6 +224,17 @@ def agree(process: Process, job: Job | None = None) -> RunContext | Mapping[str,
 
 def fit(run: RunContext) -> RunContext:
     """Trains to the end of the run, or until all ranks stop after the same step. Every rank makes the same steps."""
+    with training(run):
+        for part in run.strategy.segments(run):
+            if run.callbacks.stop.stopped_by:
+                break
+            run.strategy.fit(run, part)
+    return run
+
+
+@contextlib.contextmanager
+def training(run: RunContext) -> Iterator[None]:
+    """Context in which a run trains with `run.callbacks`; at its end, the state is saved. Collective."""
     from ringtrain import hvd
     from ringtrain.run.callbacks import Callbacks
 
@@ -237,14 +248,13 @@ def fit(run: RunContext) -> RunContext:
         if run.monitor:
             stack.enter_context(run.monitor)
         run.callbacks = Callbacks(run, progress)
-        for part in strategy.segments(run):
-            if run.callbacks.stop.stopped_by:
-                break
-            strategy.fit(run, part)
-        run.callbacks.saver.finish()
+        yield
+        if run.clock.epoch_complete or strategy.resumes_within_epochs:
+            run.callbacks.saver.finish()
+        else:
+            hvd.run_together(run.callbacks.saver.wait)
         # Only now: a run that was stopped resumes with each rank's own.
         hvd.average_moving_statistics(run.model, config.model.not_averaged)
-    return run
 
 
 def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:

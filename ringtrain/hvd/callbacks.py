@@ -1,7 +1,8 @@
-"""Horovod's Keras callbacks for Keras 3, and `CheckInSyncCallback`."""
+"""Horovod's Keras callbacks for Keras 3, `CheckInSyncCallback`, and `Run`."""
 
 from __future__ import annotations
 
+import importlib
 import socket
 import sys
 import time
@@ -19,6 +20,12 @@ from ringtrain.hvd.collectives import allgather_object
 from ringtrain.hvd.keras_patches import has_schedule, innermost, velocities
 from ringtrain.hvd.placement import CPU
 from ringtrain.hvd.sync import broadcast_model, check_in_sync, differing_weights
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Run":  # made of the trainer, which is above this package
+        return importlib.import_module("ringtrain.fit_callback").Run
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):

@@ -8,7 +8,7 @@ import keras
 
 from ringtrain import hvd
 from ringtrain.monitor import fault_injection
-from ringtrain.run import evaluation, saver, stopping, tracking
+from ringtrain.run import saver, stopping, tracking
 from ringtrain.run.console import Progress
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class Callbacks:
         inject = keras.callbacks.LambdaCallback(
             on_train_batch_end=lambda batch, logs: faults.after_step(run.clock.global_step, run.model)
         )
-        self.evaluation = evaluation.Evaluation(run)
+        self.evaluation = run.strategy.evaluation(run)
         self.in_sync = hvd.callbacks.CheckInSyncCallback(run.config.train.check_every_steps)
         self.stop = stopping.StopTogether(run)
         self.plateau = stopping.Plateau(run, self.stop)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ringtrain import config_io, data, models
-from ringtrain.config import Config, changed_options, value_of
+from ringtrain.config import Config, changed_options, nearest, value_of
 from ringtrain.derived import Numbers, derive
 from ringtrain.errors import ConfigError
 from ringtrain.monitor import fault_injection
@@ -112,6 +112,8 @@ def compiled_model(
         optimizer = model.optimizer if has_own else optimizers.build(config, numbers, model)
     if config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model, strategy.device_of_sums):
         raise ConfigError(f"model.sync_batch_norm: {config.model.name} has no BatchNormalization layers: leave it out")
+    if config.model.trainable:
+        train_only(model, config.model.trainable)
     _check_not_averaged(model, config.model.not_averaged)
     models.seed_by_rank(model, config.seed, hvd.rank())
     if config.train.precision == "mixed_float16" and not has_own:
@@ -152,6 +154,27 @@ def _check_own_compile(config: Config, strategy: Strategy) -> None:
             f"model.name: {config.model.name} returns a compiled model, whose learning rate an elastic run would not"
             f" know: return it without compile, or start without --elastic"
         )
+
+
+def train_only(model: keras.Model, patterns: Sequence[str]) -> None:
+    """Freezes all layers but those whose name, or the name of a layer around them, matches a pattern."""
+    seen: set[str] = set()
+
+    def visit(layers: Sequence[keras.Layer], is_chosen: bool) -> None:
+        for layer in layers:
+            chosen = is_chosen or any(fnmatch.fnmatchcase(layer.name, pattern) for pattern in patterns)
+            inner = [*layer._flatten_layers(include_self=False, recursive=False)]
+            seen.add(layer.name)
+            visit(inner, chosen)
+            if not inner and not chosen:
+                layer.trainable = False
+
+    visit([*model._flatten_layers(include_self=False, recursive=False)], False)
+    for pattern in patterns:
+        if not fnmatch.filter(seen, pattern):
+            raise ConfigError(f"model.trainable: got {pattern}, {nearest(pattern, sorted(seen))}")
+    if not model.trainable_weights:
+        raise ConfigError(f"model.trainable: {', '.join(patterns)} have no weights to train: choose other layers")
 
 
 def _check_not_averaged(model: keras.Model, patterns: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ from ringtrain.config import Config
 from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError
 from ringtrain.protocol.attempt import Attempt
-from ringtrain.run import console, devices, resume
+from ringtrain.run import console, devices, evaluation, resume
 from ringtrain.strategies import STRATEGIES
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class Strategy:
         over_grpc: Whether ranks use gRPC, which has no authentication: see docs/launching.md.
         ranks_change: Whether ranks join and leave during training.
         is_scripted: Whether a script passes data and compiled model, instead of the configuration.
+        resumes_within_epochs: Whether a run can resume after any step, instead of after whole epochs.
     """
 
     copies = 1
@@ -43,6 +44,7 @@ class Strategy:
     over_grpc = False
     ranks_change = False
     is_scripted = False
+    resumes_within_epochs = True
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -176,6 +178,10 @@ class Strategy:
     def fingerprint(self) -> int | None:
         """Number of the global batches that this rank has trained, below 2 ** 31; None: ranks are not compared."""
         return None
+
+    def evaluation(self, run: RunContext) -> evaluation.Evaluation:
+        """Callback that adds the metrics of all ranks to those of an epoch."""
+        return evaluation.Evaluation(run)
 
     def last_callbacks(self, run: RunContext) -> Sequence[keras.callbacks.Callback]:
         """Callbacks of the strategy, after all others; none here."""

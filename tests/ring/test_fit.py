@@ -19,7 +19,7 @@ HANDED_OVER = "resumed_by_other_ranks"
 
 
 def _jobs() -> list[str]:
-    trees = [ast.parse(file.read_text()) for file in (JOBS, JOBS.with_name("keras_jobs.py"))]
+    trees = [ast.parse(file.read_text()) for file in (JOBS, *sorted(JOBS.parent.glob("*_jobs.py")))]
     names = [node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
     return [name for name in names if not name.startswith("_") and name not in ("plain_average", "main")]
 
@@ -29,6 +29,7 @@ ON_2_RANKS = {
     *("fitted_before", "unbuilt_and_unseeded", "early_stopping", "eagerly", "own_train_step", "mixed_float16"),
     *("a_signal_saves_and_ends_all", "another_run_is_not_resumed", "what_differs_is_refused"),
     *("another_order_on_a_rank_is_refused", "averaged_weights", "fine_tuning", "distillation", "vae"),
+    *("a_kept_fit_resumes_after_a_whole_epoch", "a_kept_fit_ends_on_all_ranks", "a_kept_fit_refuses_what_cannot_work"),
     *("multi_label", "several_steps_per_call", "segmentation", "texts_with_masks_and_lstm", "gan", "from_files"),
 }
 """Jobs that a third rank adds nothing to. Batches of 32 are cut into equal parts on 2 ranks, and unequal ones on 3."""

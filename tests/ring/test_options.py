@@ -56,6 +56,7 @@ OPTIONS = {
     "clipped": [*MODEL, "--optimizer.clip-norm", "0.1"],
     "accumulated": [*MODEL, "--optimizer.accumulation-steps", "4"],  # step 30 is between two updates
     "synchronized": [*MODEL, "--model.sync-batch-norm"],
+    "fine-tuned": [*MODEL, "--model.trainable", "dense_1", "batch*"],
     "exported": [*MODEL, "--checkpoint.saved-model"],
 }
 
@@ -87,6 +88,11 @@ def test_options_change_what_is_trained(results: dict[str, Any]) -> None:
     checksums = {name: results[name][0]["checksum"] for name in OPTIONS}
     assert checksums["exported"] == checksums["plain"]
     assert len({*checksums.values()}) == len(OPTIONS) - 1, checksums
+
+
+def test_frozen_layers_are_not_trained(results: dict[str, Any]) -> None:
+    plain, tuned = (results[name][0]["num_parameters"] for name in ("plain", "fine-tuned"))
+    assert plain - tuned == 64 * 32 + 32  # the first dense layer
 
 
 def test_the_exported_model_serves(results: dict[str, Any]) -> None:

@@ -1,0 +1,246 @@
+"""`hvd.callbacks.Run`: checks, folder, checkpoints and common stops for a script that keeps Keras' own `fit`."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from ringtrain import data, hvd, keras_fit, strategies, train
+from ringtrain.config import Config, changed_options, with_values
+from ringtrain.derived import Numbers
+from ringtrain.errors import ConfigError
+from ringtrain.hvd.callbacks import refuse_other_batches
+from ringtrain.hvd.keras_patches import distributed
+from ringtrain.monitor import journal
+from ringtrain.run import checkpoint, console, evaluation
+from ringtrain.run.context import Job, Process, RunContext, Validation
+from ringtrain.strategies.script import Script, unchanged_afterwards
+
+WITHIN_EPOCHS = ("checkpoint.every_steps", "checkpoint.every_minutes")
+"""options that need a resume within an epoch"""
+
+
+class Run(keras.callbacks.Callback):
+    """Makes a run of Keras' own `model.fit` in a script that shards its data itself.
+
+    Before training, the ranks' code, optimizer and weights are compared, and rank 0's weights are broadcast. The run
+    has a folder with metrics, checkpoints, `model.keras` and summary.json. SIGTERM, SIGINT, SIGUSR1, or a loss of NaN
+    on one rank end all ranks after the same step. Metrics in `logs`, those of validation included, are those of all
+    ranks' rows. A script that is started again under the same name resumes after the last complete epoch.
+
+    It must be on every rank, as the first callback; leave out BroadcastGlobalVariablesCallback, MetricAverageCallback
+    and BackupAndRestore. All ranks make the same number of steps, and validate on all ranks or on none. States of other
+    callbacks are not saved. `ringtrain.fit` gives more: docs/fit.md.
+
+    Args:
+        name: Folder of the run in `runs`. "": its time, so that nothing is resumed.
+        batch_size: Rows of a step on one rank.
+        resume: "auto", "must" (fail without a checkpoint), "never", or the path of a run or checkpoint.
+        options: Further options, as for `ringtrain.fit`.
+
+    Attributes:
+        folder: Path of the run's folder, after training.
+        checksum: Checksum of weights and optimizer, after training.
+
+    Raises:
+        RingtrainError: On every rank, before training: an optimizer that is not distributed, ranks that differ.
+        SystemExit, KeyboardInterrupt: At the end of training: a signal has ended it.
+
+    Example:
+        >>> model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam()), "mse")
+        >>> model.fit(x, y, batch_size=32, epochs=9, callbacks=[hvd.callbacks.Run("first", batch_size=32)])
+    """
+
+    def __init__(self, name: str = "", *, batch_size: int, resume: str = "auto", options: Config | None = None) -> None:
+        super().__init__()
+        self.name, self.batch_size, self.resume, self.options = name, batch_size, resume, options or Config()
+        self.folder: Path | None = None
+        self.checksum = ""
+        self._run: RunContext | None = None
+        self._training = contextlib.ExitStack()
+        self._evaluating = contextlib.ExitStack()
+
+    # ---- before and after --------------------------------------------------------------------------------------------
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        model, epochs = self.model, self.params["epochs"]
+        batches = (0, socket.gethostname(), self.params["steps"], epochs)
+        refuse_other_batches(hvd.allgather_object(batches, name="ringtrain_batches"))
+        config = self._config()
+        strategies.prepare(config)
+        if hvd.elastic.is_on():
+            raise ConfigError("hvd.callbacks.Run: ranks cannot join and leave here: start the job without --elastic")
+        process = train.setup(
+            config, keras_fit.named(config), None, journal.Stages(), lambda config, group: Kept(config)
+        )
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(unchanged_afterwards(model))
+            with _written_to(process):
+                run = train.agree(process, process.strategy.together(lambda: self._job(process)))
+            if not isinstance(run, RunContext):
+                self.folder, self.checksum = Path(config.run.directory) / self.name, run["checksum"]
+                keras_fit.restore_result(model, self.folder)
+                model._initial_epoch = epochs
+                return
+            self._run, self.folder = run, run.folder
+            self._shown, run.terminal = run.terminal, console.console_for(1)  # Keras shows the progress
+            model._initial_epoch = run.clock.global_step // run.numbers.steps_per_epoch  # as BackupAndRestore does it
+            model.make_train_function(force=True)  # an earlier one does not have what watches this run's steps
+            stack.enter_context(train.training(run))
+            self._training = stack.pop_all()
+        for callback in run.callbacks.ordered:
+            callback.set_params(self.params)
+            callback.set_model(model)
+        self._call("on_train_begin")
+
+    def on_train_end(self, logs: Any = None) -> None:
+        run, self.model._initial_epoch = self._run, None
+        if run is None:
+            return
+        stop = run.callbacks.stop
+        if not stop.stopped_by and run.clock.global_step < run.numbers.num_steps:
+            stop.stopped_by = console.A_CALLBACK  # one after this one
+        self._call("on_train_end", logs)
+        self._run = None
+        with _written_to(run):
+            self._training.close()
+            run.terminal = self._shown
+            summary, exit_code = train.finish(run)
+        self.checksum = summary["checksum"]
+        if exit_code == 128 + signal.SIGINT:
+            raise KeyboardInterrupt
+        if exit_code:
+            raise SystemExit(exit_code)
+
+    def _config(self) -> Config:
+        if self.batch_size < 1:
+            raise ConfigError(f"hvd.callbacks.Run: got batch_size {self.batch_size}, expected at least 1")
+        for option in changed_options(self.options):
+            if not option.startswith(keras_fit.OPTIONS) or option in WITHIN_EPOCHS:
+                raise ConfigError(f"hvd.callbacks.Run: options set {option}: leave it out, or call ringtrain.fit")
+        values = {"run.name": self.name, "run.resume": self.resume, "model.name": type(self.model).__name__}
+        values |= {"optimizer.learning_rate_scaling": "none", "train.epochs": self.params["epochs"]}
+        return with_values(self.options, values)
+
+    def _job(self, process: Process) -> Job:
+        model, steps = self.model, self.params["steps"]
+        if hvd.size() > 1 and not all(map(distributed, hvd.optimizers_of(model))):
+            raise ConfigError(
+                "hvd.callbacks.Run: the optimizer is not distributed: compile the model with"
+                " hvd.DistributedOptimizer(optimizer)"
+            )
+        if not steps:
+            raise ConfigError("hvd.callbacks.Run: the batches of an epoch are not known: pass steps_per_epoch to fit")
+        for optimizer in hvd.optimizers_of(model):
+            optimizer.build(model.trainable_variables)
+        rows = self.batch_size * hvd.size()
+        numbers = keras_fit.adopt(process, model, "script", steps * rows, 0, rows)
+        plan = keras_fit.plan_of(process, model, numbers, "the epoch that was not complete")
+        return Job(
+            data_set=data.DataSet(data.NoSamples(), data.NoSamples(), 0, ()),
+            numbers=numbers,
+            checksums={"model": keras_fit.checksum_of_shapes(checkpoint.shapes_of(model.weights))},
+            model=model,
+            validation=Validation("val_"),
+            plan={**plan, "data": "the script's own shards, which are not compared"},
+        )
+
+    # ---- what Keras calls in between ---------------------------------------------------------------------------------
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._call("on_epoch_begin", epoch, logs)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._call("on_train_batch_begin", batch, logs)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._call("on_train_batch_end", batch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        run = self._run
+        if run is None:
+            return
+        self._call("on_epoch_end", epoch, logs if run.clock.epoch_complete else {})
+        if run.clock.epoch_complete and (self.model.stop_training or run.clock.global_step == run.numbers.num_steps):
+            run.callbacks.saver.save()  # before averaged weights replace those with which training would continue
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        if self._run:
+            self._evaluating.enter_context(hvd.during("evaluate"))
+            self._run.callbacks.evaluation.on_test_begin(logs)
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        hvd.step_timing.PLACE.advance()  # progress, for the detection of stalls
+
+    def on_test_end(self, logs: Any = None) -> None:
+        if self._run:
+            self._run.callbacks.evaluation.on_test_end(logs)
+            self._evaluating.close()
+
+    def _call(self, hook: str, *arguments: Any) -> None:
+        """Calls the run's own callbacks; an error ends the run."""
+        if self._run is None:
+            return
+        try:
+            for callback in self._run.callbacks.ordered:
+                getattr(callback, hook)(*arguments)
+        except BaseException as error:
+            run, self._run = self._run, None
+            with _written_to(run), self._training:
+                raise error
+
+
+class Kept(Script):
+    """Strategy of a script that keeps Keras' `fit`, which can begin with any epoch only."""
+
+    resumes_within_epochs = False
+
+    def shard(self, numbers: Numbers) -> str:
+        return f"{numbers.batch_size} rows of a step on each rank, as the script divides them"
+
+    def evaluation(self, run: RunContext) -> evaluation.Evaluation:
+        return MetricsOfAllRanks(run)
+
+    def summary(self, run: RunContext) -> dict[str, Any]:
+        return {**super(Script, self).summary(run), "script": sys.argv[0], "on_resume": run.plan["on resume"]}
+
+
+class MetricsOfAllRanks(evaluation.Evaluation):
+    """Metrics of all ranks where Keras' `fit` validates: its metrics then hold what they have seen of either data."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.trained: dict[str, Any] = {}
+        self.validated: dict[str, Any] = {}
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self.trained = evaluation.over_all_ranks(self.model, 1)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        metrics = evaluation.over_all_ranks(self.model, 1)
+        self.validated = {f"{self.run.validation.prefix}{name}": value for name, value in metrics.items()}
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if not self.run.clock.epoch_complete:
+            return
+        logs = self.logs = {} if logs is None else logs
+        metrics = {**(self.trained or evaluation.over_all_ranks(self.model, 1)), **self.validated}
+        logs |= evaluation.means_over_ranks({name: value for name, value in logs.items() if name not in metrics})
+        logs |= metrics
+
+
+@contextlib.contextmanager
+def _written_to(process: Process) -> Iterator[None]:
+    """Writes an error to the run's journal, and lets another process have the folder."""
+    try:
+        yield
+    except Exception as error:
+        process.journal.write_failure(error)
+        process.lock.release()
+        raise
