@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +80,7 @@ class Run(keras.callbacks.Callback):
         )
         with contextlib.ExitStack() as stack:
             stack.enter_context(unchanged_afterwards(model))
-            with _written_to(process):
+            with keras_fit.journaled(process):
                 run = train.agree(process, process.strategy.together(lambda: self._job(process)))
             if not isinstance(run, RunContext):
                 self.folder, self.checksum = Path(config.run.directory) / self.name, run["checksum"]
@@ -109,15 +107,12 @@ class Run(keras.callbacks.Callback):
             stop.stopped_by = console.A_CALLBACK  # one after this one
         self._call("on_train_end", logs)
         self._run = None
-        with _written_to(run):
+        with keras_fit.journaled(run):
             self._training.close()
             run.terminal = self._shown
             summary, exit_code = train.finish(run)
         self.checksum = summary["checksum"]
-        if exit_code == 128 + signal.SIGINT:
-            raise KeyboardInterrupt
-        if exit_code:
-            raise SystemExit(exit_code)
+        keras_fit.end_by_signal(exit_code)
 
     def _config(self) -> Config:
         if self.batch_size < 1:
@@ -193,7 +188,7 @@ class Run(keras.callbacks.Callback):
                 getattr(callback, hook)(*arguments)
         except BaseException as error:
             run, self._run = self._run, None
-            with _written_to(run), self._training:
+            with keras_fit.journaled(run), self._training:
                 raise error
 
 
@@ -233,14 +228,3 @@ class MetricsOfAllRanks(evaluation.Evaluation):
         metrics = {**(self.trained or evaluation.over_all_ranks(self.model, 1)), **self.validated}
         logs |= evaluation.means_over_ranks({name: value for name, value in logs.items() if name not in metrics})
         logs |= metrics
-
-
-@contextlib.contextmanager
-def _written_to(process: Process) -> Iterator[None]:
-    """Writes an error to the run's journal, and lets another process have the folder."""
-    try:
-        yield
-    except Exception as error:
-        process.journal.write_failure(error)
-        process.lock.release()
-        raise

@@ -10,7 +10,7 @@ import math
 import signal
 import sys
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,19 +159,11 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
     process = train.setup(config, named(config), None, journal.Stages(), lambda config, group: Script(config))
     strategy: Any = process.strategy
     strategy.is_quiet = arguments.verbose == 0
-    with unchanged_afterwards(model):
-        try:
-            job = strategy.together(lambda: _job(process, model, arguments))
-            run = train.agree(process, job)
-            summary, exit_code = train.finish(train.fit(run)) if isinstance(run, RunContext) else (run, 0)
-        except Exception as error:
-            process.journal.write_failure(error)
-            process.lock.release()
-            raise
-    if exit_code == 128 + signal.SIGINT:
-        raise KeyboardInterrupt
-    if exit_code:
-        raise SystemExit(exit_code)
+    with unchanged_afterwards(model), journaled(process):
+        job = strategy.together(lambda: _job(process, model, arguments))
+        run = train.agree(process, job)
+        summary, exit_code = train.finish(train.fit(run)) if isinstance(run, RunContext) else (run, 0)
+    end_by_signal(exit_code)
     history: Any = job.users_callbacks[-1]
     history.run = Path(process.config.run.directory) / process.config.run.name
     if isinstance(run, RunContext):
@@ -184,6 +176,25 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
         model.history = history
     history.checksum = summary["checksum"]
     return history
+
+
+@contextlib.contextmanager
+def journaled(process: Process) -> Iterator[None]:
+    """Writes an error to the run's journal, and unlocks the run's folder."""
+    try:
+        yield
+    except Exception as error:
+        process.journal.write_failure(error)
+        process.lock.release()
+        raise
+
+
+def end_by_signal(exit_code: int) -> None:
+    """Raises KeyboardInterrupt or SystemExit if a signal has ended the run."""
+    if exit_code == 128 + signal.SIGINT:
+        raise KeyboardInterrupt
+    if exit_code:
+        raise SystemExit(exit_code)
 
 
 def _config(model: keras.Model, name: str, options: Config, arguments: data.FitArguments) -> Config:

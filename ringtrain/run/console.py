@@ -150,7 +150,7 @@ class Progress:
         self.bar.stop()
 
     def is_due(self) -> bool:
-        """Whether a person would see one more step."""
+        """Whether the last step was shown at least SECONDS_BETWEEN_STEPS ago."""
         return time.monotonic() - self.last_step_s >= SECONDS_BETWEEN_STEPS
 
     def step(self, global_step: int, epoch: int, figures: str) -> None:

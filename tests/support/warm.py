@@ -44,7 +44,7 @@ def answer(server: socket.socket) -> int:
     line = b""
     while not line.endswith(b"\n"):
         if select.select([server], [], [], 0.2)[0]:  # a signal just before a system call does not interrupt it
-            line += server.recv(1) or b"\n"  # without a server: no number
+            line += server.recv(1) or b"\n"  # the server has gone: int raises ValueError
     return int(line)
 
 
