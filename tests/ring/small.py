@@ -44,6 +44,13 @@ def train(
     return model
 
 
+def alone(
+    model: keras.Model, optimizer: Any, batches: list[tuple[np.ndarray, np.ndarray]], **options: Any
+) -> keras.Model:
+    """Training of the reference that each rank computes by itself; without a graph, whose tracing takes longer."""
+    return train(model, optimizer, batches, run_eagerly=True, **options)
+
+
 def distance(model: keras.Model, other: keras.Model) -> float:
     """Largest difference of any two weights."""
     pairs = zip(model.get_weights(), other.get_weights(), strict=True)

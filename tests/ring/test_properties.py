@@ -34,13 +34,13 @@ def _properties() -> dict[str, dict[str, object]]:
 PROPERTIES = _properties()
 
 
-# Modules whose properties are about Keras and files rather than about what carries the gradients.
-OVER_MPI_ALONE = ("callbacks", "saving", "schedules")
+# Modules whose properties are about Keras and files rather than about what carries the gradients, and between how many.
+OVER_MPI_ON_2_RANKS = ("callbacks", "saving", "schedules")
 
 
 def _applies(name: str, launcher: str, np: int) -> bool:
     only = PROPERTIES[name]
-    if launcher != "mpi" and name.startswith(OVER_MPI_ALONE):
+    if (launcher, np) != ("mpi", 2) and name.startswith(OVER_MPI_ON_2_RANKS):
         return False
     return only.get("np", np) == np and only.get("launcher", launcher) == launcher
 

@@ -138,7 +138,7 @@ def parts_of_a_multi_optimizer_reduce_once_under_a_loss_scale():
 
     summing = lambda optimizer: hvd.DistributedOptimizer(optimizer, op=hvd.Sum)  # noqa: E731
     model = small.train(small.build(), make(hvd.DistributedOptimizer), small.shares(4))
-    assert small.distance(model, small.train(small.build(), make(small.plain), small.global_batches(4))) < 1e-6
+    assert small.distance(model, small.alone(small.build(), make(small.plain), small.global_batches(4))) < 1e-6
     assert small.distance(model, small.train(small.build(), make(summing), small.shares(4))) > 1e-3
 
 
@@ -147,7 +147,7 @@ def loss_scale_equals_big_batch_without_overflow():
         return keras.optimizers.LossScaleOptimizer(wrap(keras.optimizers.SGD(0.1, momentum=0.9)), initial_scale=8.0)
 
     model = small.train(small.build(), make(hvd.DistributedOptimizer), small.shares(4))
-    reference = small.train(small.build(), make(small.plain), small.global_batches(4))
+    reference = small.alone(small.build(), make(small.plain), small.global_batches(4))
     assert small.distance(model, reference) < 1e-6
 
 
@@ -198,7 +198,7 @@ def jit_equals_no_jit():
 @only(launcher="mpi")
 def jit_equals_big_batch_under_fit():
     x, y = (np.concatenate(part) for part in zip(*small.shares(6), strict=True))
-    reference = small.train(small.build(), _sgd(), small.global_batches(6))
+    reference = small.alone(small.build(), _sgd(), small.global_batches(6))
     model = small.build()
     model.compile(hvd.DistributedOptimizer(_sgd()), "mse", jit_compile=False)
     hvd.jit_gradients(model)
@@ -249,7 +249,7 @@ def deterministic_equals_big_batch(deterministic=True):
             set(re.findall(r"HorovodAllreduce_DistributedSGD_\d", timeline.read_text())) if hvd.rank() == 0 else set()
         )
     assert len(names) == ((1 if deterministic else 4) if hvd.rank() == 0 else 0), names
-    assert small.distance(model, small.train(small.build(), _sgd(), small.global_batches(5))) < 1e-6
+    assert small.distance(model, small.alone(small.build(), _sgd(), small.global_batches(5))) < 1e-6
 
 
 def not_deterministic_equals_big_batch_too():

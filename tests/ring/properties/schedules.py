@@ -57,7 +57,7 @@ def accumulated_steps_are_those_of_the_big_batch_at_its_rates():
     fast = dataclasses.replace(WARMING, warmup_steps=2, num_steps=4)
     unaware = dataclasses.replace(slow, accumulation_steps=1)
     for make in (lambda rate, **k: LARS(rate, trust_coefficient=0.1, **k), lambda rate, **k: SGD(rate, 0.9, **k)):
-        reference = small.train(small.build(), make(_rate(fast)), merged)
+        reference = small.alone(small.build(), make(_rate(fast)), merged)
         for schedule, right in ((slow, True), (unaware, False)):
             optimizer = hvd.DistributedOptimizer(make(_rate(schedule), gradient_accumulation_steps=2))
             apart = small.distance(small.train(small.build(), optimizer, small.shares(8)), reference)
@@ -91,7 +91,7 @@ def _rate(schedule: Schedule = WARMING) -> LearningRate:
 
 def _equals_big_batch(make, wrap):
     model = small.train(small.build(), wrap(make()), small.shares(8))
-    apart = small.distance(model, small.train(small.build(), make(), small.global_batches(8)))
+    apart = small.distance(model, small.alone(small.build(), make(), small.global_batches(8)))
     assert apart < TIGHT, f"{apart} apart from the reference"
     start = small.distance(model, small.build())
     assert start > 1e-3, f"moved by no more than {start}"
