@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from ringtrain import hvd
 from ringtrain.config import Config, OptimizerConfig, ScheduleConfig, TrainConfig, option_types
 from ringtrain.derived import derive
 from ringtrain.optim.optimizers import LARS, OPTIMIZERS, SGD, LearningRate, build, is_decayed, last_learning_rate
@@ -42,6 +43,35 @@ def trained(optimizer):
     for now in gradients:
         step(*(tf.constant(gradient) for gradient in now.values()))
     return {variable.name: variable.numpy() for variable in variables}
+
+
+@pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"global_clipnorm": 0.5}, {"weight_decay": 0.1}])
+def test_keras_momentum_in_one_kernel_has_the_bits_of_keras(options):
+    def sgd(momentum=0.9):
+        return keras.optimizers.SGD(Given(), momentum=momentum, **options)
+
+    hvd.init()
+    in_one_kernel, expected, other = trained(hvd.DistributedOptimizer(sgd())), trained(sgd()), trained(sgd(0.8))
+    for name, weights in expected.items():
+        assert np.array_equal(in_one_kernel[name], weights)
+        assert not np.array_equal(other[name], weights), "the control"
+
+
+@pytest.mark.parametrize(
+    ("make", "kernel"),
+    [
+        (lambda: SGD(0.1, momentum=0.9), "ResourceApplyMomentum"),
+        (lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)), "ResourceApplyKerasMomentum"),
+    ],
+)
+def test_momentum_is_one_kernel_unless_the_gradient_is_sparse(make, kernel):
+    hvd.init()
+    for gradient, kernels in ((tf.ones((4, 2)), 1), (tf.IndexedSlices(tf.ones((1, 2)), [1], [4, 2]), 0)):
+        optimizer, variable = make(), keras.Variable(np.zeros((4, 2)), dtype="float32")
+        optimizer.build([variable])
+        graph = tf.function(lambda: optimizer.apply([gradient], [variable])).get_concrete_function().graph  # noqa: B023
+        used = [operation.type for operation in graph.get_operations()].count(kernel)
+        assert used == (kernels or kernel == "ResourceApplyMomentum")
 
 
 def lars(momentum, decay, trust, spared=("bias", "gamma")):
