@@ -144,7 +144,7 @@ class Run(keras.callbacks.Callback):
             checksums={"model": keras_fit.checksum_of_shapes(checkpoint.shapes_of(model.weights))},
             model=model,
             validation=Validation("val_"),
-            plan={**plan, "data": "the script's own shards, which are not compared"},
+            plan={**plan, "data": "the script's own shards, which are not compared", "seed": "the script's own"},
         )
 
     # ---- what Keras calls in between ---------------------------------------------------------------------------------
