@@ -66,15 +66,12 @@ def read_data(process: Process) -> Job:
             return data.inputs(given, rows)
 
     train, test = together(split)
-    num_train = len(train)
-    plan = {
-        "data": f"{name} ({train.kind}): {num_train:,} to train, {len(test):,} to test",
-        "on resume": train.on_resume,
-    }
+    num_train, batches = len(train), [" batches" * isinstance(one, data.Stream) for one in (train, test)]
+    sizes = f"{num_train:,}{batches[0]} to train, {len(test):,}{batches[1]} to test"
+    plan = {"data": f"{name} ({train.kind}): {sizes}", "on resume": train.on_resume}
     if isinstance(train, data.Stream):
         rows, num_train = train.batch_size, num_train * train.batch_size
         _keep_rate(process)
-        plan["data"] = plan["data"].replace(" to train", " batches to train")
         plan["global batch"] = f"{rows:,}" * (rows > 1) or "unknown"
         plan["global batch"] += f": a batch of the {train.kind}, on all ranks together; train.batch_size has no effect"
     strategy = process.strategy = Configured(process, train, rows)
