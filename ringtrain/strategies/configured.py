@@ -53,6 +53,7 @@ class Configured(script.Script):
 def read_data(process: Process) -> Job:
     """Reads the data that the configuration names; `process.strategy` becomes the one that can train them."""
     config, together = process.config, process.strategy.together
+    tf.random.set_seed(None)  # an earlier run of this process would have its ranks shuffle each in its own way
     found = together(process.named.read)
     if isinstance(found, data.DataSet):
         return setup.job_of(process, found)
