@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from ringtrain.strategies.base import Strategy
 
 
+NO_CLASSES = (
+    "these are no samples with integer classes: train them with ringtrain.train or ringtrain train, with strategy.name"
+    " ring or mpi-ring, and without --elastic"
+)
+
+
 @dataclass(frozen=True)
 class Named:
     """Objects that the configuration names, resolved but not yet created."""
@@ -36,10 +42,7 @@ class Named:
         """Reads samples with integer classes; raises ConfigError for other data."""
         found = self.read()
         if isinstance(found, data.FitArguments):
-            raise ConfigError(
-                "data.name: these data are no samples with integer classes, which only ringtrain.train trains, with"
-                " strategy.name ring or mpi-ring and a fixed number of ranks"
-            )
+            raise ConfigError(f"data.name: {NO_CLASSES}")
         return found
 
 

@@ -64,7 +64,13 @@ def read_data(process: Process) -> Job:
 
     def split() -> tuple[data.Arrays | data.Stream, data.Split]:
         with _named(name):
-            return data.inputs(given, rows)
+            try:
+                train, test = data.inputs(given, rows)
+            except ValueError as error:  # of Keras, such as different numbers of rows
+                raise DataError(f"{name}: {' '.join(str(error).split())}") from error
+        if not len(train):
+            raise DataError(f"{name}: got no training samples, expected at least one")
+        return train, test
 
     train, test = together(split)
     num_train, batches = len(train), [" batches" * isinstance(one, data.Stream) for one in (train, test)]
@@ -93,7 +99,7 @@ def _check(process: Process) -> None:
     """Raises ConfigError for options that need samples with integer classes."""
     config = process.config
     if config.strategy.name not in STRATEGIES or process.strategy.ranks_change:
-        process.named.read_data()
+        raise ConfigError(f"data.name: {config.data.name}: {setup.NO_CLASSES}")
     if config.train.jit:
         raise ConfigError("train.jit: it needs samples with integer classes: leave it out")
 

@@ -98,6 +98,14 @@ def with_nan() -> Any:
     return (X, y), (X, Y)
 
 
+def unequal() -> Any:
+    return X, Y[1:]
+
+
+def empty() -> Any:
+    return {"x": X[:0], "y": Y[:0]}
+
+
 def dense(input_shape: tuple[int, ...], num_targets: int) -> keras.Model:
     return keras.Sequential([keras.Input(input_shape), keras.layers.Dense(8), keras.layers.Dense(num_targets)])
 
@@ -298,6 +306,8 @@ def test_killed_within_an_epoch_and_resumed(start: Any) -> None:
         ("alone", "mlp", (), "returned targets that are not known to be integer classes"),
         ("nested", "mlp", ("--model.loss", "mse"), "mlp takes one array"),
         ("with_nan", "dense", MSE, "training targets: sample 7 contains NaN"),
+        ("unequal", "dense", MSE, r"unequal: Data cardinality is ambiguous.* 100.*99"),
+        ("empty", "dense", MSE, "got no training samples"),
         ("no_loss", "dense", MSE, r"no_loss: returned int, expected \(x, y\)"),
         ("alone", "dense", (*MSE, "--train.jit"), "train.jit: it needs samples with integer classes"),
         ("alone", "dense", (*MSE, "--train.monitor", "test_accuracy", "--train.patience", "1"), "got test_accuracy"),
