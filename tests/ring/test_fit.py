@@ -19,7 +19,8 @@ HANDED_OVER = "resumed_by_other_ranks"
 
 
 def _jobs() -> list[str]:
-    trees = [ast.parse(file.read_text()) for file in (JOBS, *sorted(JOBS.parent.glob("*_jobs.py")))]
+    # Those of the configured trainer first: it sets the threads of TensorFlow, which nothing may have used before.
+    trees = [ast.parse(file.read_text()) for file in (*sorted(JOBS.parent.glob("*_jobs.py")), JOBS)]
     names = [node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
     return [name for name in names if not name.startswith("_") and name not in ("plain_average", "main")]
 
