@@ -85,10 +85,13 @@ class ModelConfig:
     """mlp, cnn, resnet20, resnet50, a name of keras.applications (mobilenet-v2), or module:function for your own"""
     sync_batch_norm: bool = False
     """normalize by the statistics of all ranks' batches together instead of each rank's; for small batches per rank"""
+    loss: str = ""
+    """loss: a name in Keras (mse, binary_crossentropy), or module:function of your own function of (y_true, y_pred) or
+    Loss class; empty: cross-entropy of classes, or the loss that the model is compiled with"""
     label_smoothing: Annotated[float, rule.BELOW_1] = 0.0
     """fraction of each label that is spread evenly over all classes"""
     metrics: tuple[str, ...] = ()
-    """metrics besides loss and accuracy: top-5, or module:function that returns a Keras metric"""
+    """metrics besides loss and accuracy: top-5, names in Keras (mae, auc), or module:function that returns a metric"""
     not_averaged: tuple[str, ...] = ()
     """paths of non-trainable weights that each rank keeps, such as */queue; all other floating-point weights
     that depend on a rank's data are averaged over the ranks before each evaluation"""
@@ -409,4 +412,5 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
 
 def lower_is_better(metric: str) -> bool:
     """Returns whether a metric improves as it falls, by its name: losses and errors do, all others do not."""
-    return "loss" in metric or "error" in metric
+    of_losses = ("loss", "error", "mae", "mape", "mse", "msle", "bce", "crossentropy", "hinge", "divergence", "poisson")
+    return any(word in metric for word in of_losses)

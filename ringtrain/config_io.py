@@ -159,10 +159,11 @@ def find(option: str, name: str, known: Mapping[str, Callable[..., Any]]) -> Cal
         raise ConfigError(f"{option}: got {name}, expected module:function")
     if ":" not in name:
         raise ConfigError(f"{option}: got {name}, {nearest(name, known)} (or module:function for your own)")
-    return lambda *args, **kwargs: _imported(option, name)(*args, **kwargs)
+    return lambda *args, **kwargs: imported(option, name)(*args, **kwargs)
 
 
-def _imported(option: str, name: str) -> Callable[..., Any]:
+def imported(option: str, name: str) -> Callable[..., Any]:
+    """Imports the function or class that "module:function" names; raises ConfigError if there is none."""
     module_name, _, function_name = name.partition(":")
     try:
         module = importlib.import_module(module_name)

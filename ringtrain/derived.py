@@ -73,8 +73,10 @@ class Numbers:
         return self.num_steps, self.steps_per_epoch
 
 
-def derive(config: Config, num_ranks: int, num_train: int, num_test: int) -> Numbers:
+def derive(config: Config, num_ranks: int, num_train: int, num_test: int, rows_per_step: int = 0) -> Numbers:
     """Derives the numbers of a run; raises ConfigError if the global batch is larger than the training data.
+
+    With `rows_per_step`, on all ranks together, the last and smaller batch of an epoch is trained, too.
 
     With k = global batch / reference batch, linear scaling multiplies the learning rate by k (Goyal et al. 2017, arXiv
     1706.02677, section 2.1), sqrt by k ** 0.5 (Krizhevsky 2014, arXiv 1404.5997; for adaptive optimizers Malladi et al.
@@ -82,16 +84,20 @@ def derive(config: Config, num_ranks: int, num_train: int, num_test: int) -> Num
     """
     optimizer, schedule = config.optimizer, config.schedule
     batch_size, accumulated = config.train.batch_size, optimizer.accumulation_steps
-    global_batch_size = batch_size * num_ranks * accumulated
-    if global_batch_size > num_train:
+    global_batch_size = (rows_per_step or batch_size * num_ranks) * accumulated
+    if global_batch_size > num_train and not rows_per_step:
         times = f", {accumulated} times accumulated," if accumulated > 1 else ""
         raise ConfigError(
             f"train.batch_size: {batch_size} on {num_ranks} rank{'s' * (num_ranks != 1)}{times} makes a global batch of"
             f" {global_batch_size}, but {config.data.name} has {num_train} training samples:"
             f" expected {max(1, num_train // (num_ranks * accumulated))} or less"
         )
-    updates_per_epoch = num_train // global_batch_size
-    steps_per_epoch = updates_per_epoch * accumulated
+    updates_per_epoch: float = num_train // global_batch_size
+    steps_per_epoch, dropped = int(updates_per_epoch) * accumulated, num_train % global_batch_size
+    if rows_per_step:
+        batch_size, dropped = math.ceil(rows_per_step / num_ranks), 0
+        steps_per_epoch = math.ceil(num_train / rows_per_step)
+        updates_per_epoch = steps_per_epoch / accumulated
     num_scaled = scaled_batch(config, global_batch_size, num_ranks)
     scale = SCALINGS[scaling_of(config)[0]](num_scaled / optimizer.reference_batch_size)
     learning_rate = optimizer.learning_rate * scale
@@ -111,7 +117,7 @@ def derive(config: Config, num_ranks: int, num_train: int, num_test: int) -> Num
         global_batch_size=global_batch_size,
         steps_per_epoch=steps_per_epoch,
         num_steps=steps_per_epoch * config.train.epochs,
-        dropped_per_epoch=num_train - updates_per_epoch * global_batch_size,
+        dropped_per_epoch=dropped,
         learning_rate=learning_rate,
         initial_learning_rate=from_start if steps_of(schedule.warmup_epochs) else learning_rate,
         warmup_steps=steps_of(schedule.warmup_epochs),

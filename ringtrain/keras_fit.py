@@ -20,7 +20,7 @@ from ringtrain.derived import Numbers
 from ringtrain.errors import CheckpointError, ConfigError
 from ringtrain.monitor import fault_injection, journal
 from ringtrain.run import checkpoint, consistency
-from ringtrain.run.context import Job, Process, RunContext, Validation
+from ringtrain.run.context import Job, Process, RunContext
 from ringtrain.run.setup import Named
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ def named(config: Config) -> Named:
     def none() -> Any:
         raise NotImplementedError
 
-    return Named(fault_injection.parse(config.chaos), none, lambda shape, classes: none(), none, none)
+    return Named(fault_injection.parse(config.chaos), none, lambda shape, classes: none(), none, none, none)
 
 
 def _job(process: Process, model: keras.Model, arguments: data.FitArguments) -> Job:
@@ -261,18 +261,13 @@ def _job(process: Process, model: keras.Model, arguments: data.FitArguments) -> 
     import keras
 
     from ringtrain import hvd
-    from ringtrain.strategies.script import unlike_one_process
+    from ringtrain.strategies import script
 
     size, rank = hvd.size(), hvd.rank()
     batch_size = (arguments.batch_size or 32) * (size if arguments.batch_per_rank else 1)
     train, test = data.inputs(arguments, batch_size)
-    evaluated = 1 if isinstance(test, data.Stream) else arguments.validation_batch_size or batch_size
-    validation = Validation("val_", evaluated, _due(arguments))
+    validation = script.validation_of(arguments, test, batch_size, "val_")
     _prepare(process, model, train, batch_size)
-    if size > 1:
-        strategy: Any = process.strategy
-        has_rows = isinstance(train, data.Arrays) and len(train) >= 8
-        strategy.unlike_one_process = unlike_one_process(model, train.rows if has_rows else None)
     num_train = len(train)
     if isinstance(train, data.Stream):
         batch_size, num_train = train.batch_size, num_train * train.batch_size
@@ -311,38 +306,19 @@ def restore_result(model: keras.Model, folder: Path) -> None:
     hvd.broadcast_model(model, root_rank=0)
 
 
-def _due(arguments: data.FitArguments) -> Collection[int] | None:
-    freq = arguments.validation_freq
-    if isinstance(freq, int):
-        return None if freq == 1 else range(freq, arguments.epochs + 1, freq)
-    return freq
-
-
 def _prepare(process: Process, model: keras.Model, train: Any, batch_size: int) -> None:
     """Builds model, metrics, loss and optimizer, makes the optimizer distributed, and gives ranks other seeds."""
-    import keras
     import numpy as np
     import tensorflow as tf
 
     from ringtrain import hvd
-    from ringtrain.hvd.keras_patches import distributed
     from ringtrain.run import model_state
+    from ringtrain.strategies import script
 
     strategy: Any = process.strategy
-    optimizers = hvd.optimizers_of(model)
-    for optimizer in optimizers:
-        if not distributed(optimizer):
-            strategy.distribute(optimizer)
     if process.config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model, strategy.device_of_sums):
         raise ConfigError("model.sync_batch_norm: the model has no BatchNormalization layers: leave it out")
-    num_rows = max(2, batch_size // hvd.size())
-    batch = train.rows(0, min(len(train), num_rows) if isinstance(train, data.Arrays) else 2)
-    has_call = type(model).call is not keras.Model.call
-    if has_call:
-        model._symbolic_build(data_batch=batch)
-    if len(optimizers) > 1 or not has_call:
-        tf.function(model.train_step).get_concrete_function(batch)  # builds optimizers of the script's own train_step
-        model.built = True
+    script.make_ready(strategy, model, train, batch_size)
     if hvd.rank():  # else all ranks would drop the same units; rank 0 keeps the script's seeds
         for index, state in enumerate(model_state.seeds(model)):
             draw = np.random.default_rng([process.config.seed, hvd.rank(), index])

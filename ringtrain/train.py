@@ -29,7 +29,7 @@ from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.launchers import launched_rank
 from ringtrain.run import consistency, console, log_capture
 from ringtrain.run.context import Job, Process, RunContext
-from ringtrain.run.setup import Named, add_model, find, read_data
+from ringtrain.run.setup import Named, add_model, find
 from ringtrain.strategies.parameter_server import worker
 from ringtrain.strategies.parameter_server.cluster import RankGroup
 
@@ -166,6 +166,7 @@ def agree(process: Process, job: Job | None = None) -> RunContext | Mapping[str,
     from ringtrain import hvd
     from ringtrain.monitor import heartbeat, timeline
     from ringtrain.run import tracking
+    from ringtrain.strategies import configured
 
     strategy, stages, rank, size = process.strategy, process.stages, hvd.rank(), hvd.size()
     consistency.same_code(process)
@@ -176,7 +177,8 @@ def agree(process: Process, job: Job | None = None) -> RunContext | Mapping[str,
     if job is None:
         for is_first in (rank == 0, rank > 0 and hvd.local_rank() == 0):  # hosts may have the data on local disks
             hvd.run_together(functools.partial(data.prepare, config.data, is_first))
-        job = read_data(process)
+        job = configured.read_data(process)
+        strategy, config = process.strategy, process.config
     consistency.same_job(process, job)
     stages.done("data")
 

@@ -20,17 +20,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
 
 from ringtrain.config import DataConfig
 from ringtrain.config_io import find
 from ringtrain.data.arrays import Arrays, NoSamples, RowBatches
-from ringtrain.data.dataset import DataSet, Samples, checked, checksums
-from ringtrain.data.inputs import FitArguments, inputs
+from ringtrain.data.dataset import DataSet, Samples, Split, check_numbers, checked, checksums
+from ringtrain.data.inputs import FitArguments, arguments_of, inputs, shapes_of
 from ringtrain.data.pipeline import dealt_batches, evaluation_batches, training_batches
 from ringtrain.data.sharding import evaluation_shard, part_of, training_shard
-from ringtrain.data.sources import DATASETS, PREPARE
+from ringtrain.data.sources import DATASETS, PREPARE, arrays_of_npz
 from ringtrain.data.streams import Stream, StreamRows
-from ringtrain.errors import DataError
+from ringtrain.errors import ConfigError, DataError
 
 
 def prepare(config: DataConfig, is_first: bool = True) -> None:
@@ -39,25 +42,78 @@ def prepare(config: DataConfig, is_first: bool = True) -> None:
         PREPARE[config.name](Path(config.dir))
 
 
-def source(config: DataConfig) -> Callable[[], DataSet]:
+@overload
+def source(config: DataConfig) -> Callable[[], DataSet]: ...
+
+
+@overload
+def source(config: DataConfig, of_classes: bool | None) -> Callable[[], DataSet | FitArguments]: ...
+
+
+def source(config: DataConfig, of_classes: bool | None = True) -> Callable[[], DataSet | FitArguments]:
     """Resolves a data source without reading any data.
 
     Args:
         config: `name` is a key of DATASETS, or module:function of a function without arguments that returns (training
-            inputs, training labels), (test inputs, test labels), as those of keras.datasets do.
+            inputs, training labels), (test inputs, test labels), as those of keras.datasets do, or arguments of
+            `ringtrain.fit`: see `inputs.arguments_of`.
+        of_classes: Whether targets must be integer classes; None: they may be; False: no integer is taken for one.
+
+    Returns:
+        A function that reads a DataSet, if targets are integer classes, else arguments of `ringtrain.fit`.
 
     Raises:
-        ConfigError: The source does not exist. The returned function raises DataError.
+        ConfigError: The source does not exist, or has other targets. The returned function raises DataError.
     """
     function = find("data.name", config.name, DATASETS)
+    if of_classes is False and config.name in DATASETS and config.name != "npz":
+        raise ConfigError(
+            f"model.loss: {config.name} has integer classes: expected sparse_categorical_crossentropy, or a"
+            f" module:function that takes them"
+        )
 
-    def read() -> DataSet:
+    def read() -> DataSet | FitArguments:
         if config.name not in DATASETS:
-            train, test = function()
-            return checked(config.name, train, test, config.num_classes)
+            return classes_or_arguments(config.name, function(), config.num_classes, of_classes)
         try:
-            return function(config)
+            if config.name == "npz" and not of_classes:
+                path, *splits = arrays_of_npz(config)
+                return classes_or_arguments(path, splits, config.num_classes, of_classes)
+            data_set: DataSet = function(config)
+            return data_set
         except OSError as error:  # not handled by the source, e.g. a directory without permission
             raise DataError(f"{error.filename or config.name}: cannot be read: {error.strerror or error}") from error
 
     return read
+
+
+def classes_or_arguments(name: str, result: Any, num_classes: int, of_classes: bool | None) -> DataSet | FitArguments:
+    """A DataSet of ((inputs, labels), (inputs, labels)), if the labels are integer classes, else arguments of fit."""
+    given = arguments_of(name, result)
+    pairs = [(given.x, given.y), given.validation_data]
+    is_pair = isinstance(result, tuple | list) and isinstance(result[0], tuple | list)
+    is_pair = is_pair and all(pair is not None and len(pair) == 2 for pair in (result[0], given.validation_data))
+    if is_pair and of_classes is not False:
+        are_classes = not any(isinstance(x, dict | tuple) or isinstance(y, dict | tuple) for x, y in pairs)
+        are_classes = are_classes and all(_may_be_classes(y) for _, y in pairs)
+        if of_classes or are_classes:
+            train, test = result
+            return checked(name, train, test, num_classes)
+    elif of_classes:
+        raise DataError(
+            f"{name}: returned targets that are not known to be integer classes: expected"
+            f" ((inputs, labels), (test inputs, test labels)), or a loss named by model.loss, or a model of your own"
+            f" that is compiled"
+        )
+    for split, pair in zip(("training", "validation"), pairs, strict=True):
+        for part, values in zip(("inputs", "targets"), pair if is_pair and pair else (), strict=False):
+            if isinstance(values, np.ndarray) and values.dtype.kind == "f":
+                check_numbers(f"{name}: {split} {part}", values)
+    return given
+
+
+def _may_be_classes(labels: Any) -> bool:
+    """Whether these are integers from 0, one per sample."""
+    array = np.asarray(labels)
+    is_integer = np.issubdtype(array.dtype, np.integer) and array.shape in ((array.size,), (array.size, 1))
+    return bool(is_integer and array.min(initial=0) >= 0)

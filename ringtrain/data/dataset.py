@@ -132,21 +132,22 @@ def checked(name: str, train: tuple[Any, Any], test: tuple[Any, Any], num_classe
         if labels.ndim == 2 and labels.shape[1] == 1:
             labels = labels[:, 0]
         if labels.ndim != 1 or labels.size == 0 or inputs.shape[:1] != labels.shape:
-            one_hot = ": for one-hot labels use np.argmax(labels, axis=1)" * (labels.ndim == 2)
+            one_hot = ": for one-hot labels use np.argmax(labels, axis=1), for others --model.loss" * (labels.ndim > 1)
             raise DataError(
                 f"{name}: {split} data: got inputs of shape {inputs.shape} and labels of shape {labels.shape}, expected"
                 f" one integer class per sample, shape {inputs.shape[:1]}, and at least one sample{one_hot}"
             )
         if not np.issubdtype(labels.dtype, np.integer) or labels.min() < 0:
             raise DataError(
-                f"{name}: {split} data: got labels of {labels.dtype} from {labels.min()}, expected classes 0, 1, ..."
+                f"{name}: {split} data: got labels of {labels.dtype} from {labels.min()}, expected classes 0, 1, ...,"
+                f" or --model.loss for other targets"
             )
         if num_classes and labels.max() >= num_classes:
             raise DataError(
                 f"{name}: {split} data: sample {labels.argmax()} has label {labels.max()}, expected 0 to"
                 f" {num_classes - 1}"
             )
-        _check_numbers(f"{name}: {split} data", inputs)
+        check_numbers(f"{name}: {split} data", inputs)
         if inputs.ndim == 3:
             inputs = inputs[..., np.newaxis]
         splits.append(Samples(inputs, labels.astype(np.int64)))
@@ -159,7 +160,8 @@ def checked(name: str, train: tuple[Any, Any], test: tuple[Any, Any], num_classe
     return DataSet(splits[0], splits[1], num_classes or largest + 1, shapes[0])
 
 
-def _check_numbers(where: str, inputs: NDArray[Any]) -> None:
+def check_numbers(where: str, inputs: NDArray[Any]) -> None:
+    """Raises DataError, which begins with `where`, if samples are no finite numbers."""
     if inputs.dtype.kind not in "buif":
         raise DataError(f"{where}: got inputs of {inputs.dtype}, expected numbers")
     if inputs.dtype.kind == "f":

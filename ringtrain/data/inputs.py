@@ -1,4 +1,7 @@
-"""Training and validation data from the arguments of `ringtrain.fit`: arrays, or a stream of batches."""
+"""Training and validation data from the arguments of `ringtrain.fit`: arrays, or a stream of batches.
+
+A function that `data.name` names may return these arguments, too.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +23,91 @@ if TYPE_CHECKING:
 class FitArguments:
     """Arguments of `ringtrain.fit`, which describes them."""
 
-    x: Any
-    y: Any
-    batch_size: int | None
-    epochs: int
-    verbose: str | int
-    callbacks: Sequence[keras.callbacks.Callback]
-    validation_split: float
-    validation_data: Any
-    shuffle: bool | str
-    class_weight: Mapping[int, float] | None
-    sample_weight: Any
-    steps_per_epoch: int | None
-    validation_steps: int | None
-    validation_batch_size: int | None
-    validation_freq: int | Collection[int]
-    batch_per_rank: bool
-    seed: int
-    resume: str
+    x: Any = None
+    y: Any = None
+    batch_size: int | None = None
+    epochs: int = 1
+    verbose: str | int = "auto"
+    callbacks: Sequence[keras.callbacks.Callback] = ()
+    validation_split: float = 0.0
+    validation_data: Any = None
+    shuffle: bool | str = True
+    class_weight: Mapping[int, float] | None = None
+    sample_weight: Any = None
+    steps_per_epoch: int | None = None
+    validation_steps: int | None = None
+    validation_batch_size: int | None = None
+    validation_freq: int | Collection[int] = 1
+    batch_per_rank: bool = False
+    seed: int = 0
+    resume: str = "auto"
+
+
+OF_DATA = (
+    *("x", "y", "sample_weight", "validation_data", "validation_split", "class_weight", "shuffle", "steps_per_epoch"),
+    *("validation_steps", "validation_batch_size", "validation_freq"),
+)
+"""Arguments that a function of `data.name` may return in a dict."""
+
+
+def arguments_of(name: str, result: Any) -> FitArguments:
+    """Arguments of `fit` that the function `name` has returned.
+
+    Args:
+        result: A dict of arguments in OF_DATA; batches, alone or as (batches, validation batches); (x, y), alone or
+            as ((x, y), (validation x, validation y)), also with sample_weight.
+
+    Raises:
+        DataError: It is none of these.
+    """
+    if isinstance(result, dict):
+        if "x" not in result or not set(result) <= set(OF_DATA):
+            raise DataError(
+                f"{name}: returned a dict with {', '.join(map(str, result)) or 'nothing'}, expected arguments of fit,"
+                f" x and some of {', '.join(OF_DATA[1:])}: batch_size and epochs are train.batch_size and train.epochs"
+            )
+        return FitArguments(**result)
+    if _is_batches(result):
+        return FitArguments(x=result)
+    if isinstance(result, tuple | list) and len(result) == 2:
+        train, held_out = result
+        if _is_batches(train):
+            return FitArguments(x=train, validation_data=held_out)
+        if not isinstance(train, tuple | list):
+            return FitArguments(x=train, y=held_out)
+        if len(train) in (2, 3) and (held_out is None or isinstance(held_out, tuple | list)):
+            held_out = None if held_out is None else tuple(held_out)
+            return FitArguments(**dict(zip(("x", "y", "sample_weight"), train, strict=False)), validation_data=held_out)
+    raise DataError(
+        f"{name}: returned {_kind(result)}, expected (x, y), ((x, y), (validation x, validation y)), batches"
+        f" (tf.data.Dataset, PyDataset, generator), (batches, validation batches), or a dict of arguments of fit"
+    )
+
+
+def _kind(result: Any) -> str:
+    kind = type(result).__name__
+    return f"a {kind} of {len(result)}" if isinstance(result, tuple | list) else kind
+
+
+def _is_batches(x: Any) -> bool:
+    import keras
+    import tensorflow as tf
+
+    return isinstance(x, tf.data.Dataset | keras.utils.PyDataset | GeneratorType)
+
+
+def shapes_of(train: Arrays | Stream) -> tuple[Any, int]:
+    """Nest of the shapes of a sample's inputs, and the number of its targets: columns of one array, else 0."""
+    import keras
+    import tensorflow as tf
+
+    batch = train.dataset.element_spec if isinstance(train, Stream) else train.rows(0, min(2, len(train)))
+    x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    if y is not None and not hasattr(y, "shape"):
+        num_targets = 0
+    else:
+        num_targets = 0 if y is None else (y.shape[-1] or 0 if len(y.shape) > 1 else 1)
+    return tf.nest.map_structure(lambda leaf: tuple(leaf.shape[1:]), x), num_targets
 
 
 def inputs(given: FitArguments, batch_size: int) -> tuple[Arrays | Stream, Split]:

@@ -12,6 +12,7 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,7 +77,13 @@ def _keras_download(config: DataConfig, keras_name: str) -> DataSet:
 
 
 def npz(config: DataConfig) -> DataSet:
-    """Reads the arrays x_train, y_train, x_test and y_test from one file that numpy.savez wrote. Raises DataError."""
+    """Reads samples with integer classes from one file that numpy.savez wrote. Raises DataError."""
+    path, train, test = arrays_of_npz(config)
+    return checked(path, train, test, config.num_classes)
+
+
+def arrays_of_npz(config: DataConfig) -> tuple[str, Any, Any]:
+    """Path of a file, and its arrays (x_train, y_train) and (x_test, y_test). Raises DataError."""
     if not config.file and not config.dir:
         raise DataError(f"{config.name}: give its file with --data.file, or its directory with --data.dir")
     path = Path(config.dir, config.file) if config.file else _only_npz(Path(config.dir))
@@ -91,7 +98,7 @@ def npz(config: DataConfig) -> DataSet:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{path}: not a file of arrays written by numpy.savez: {error}") from error
-    return checked(str(path), (train_x, train_y), (test_x, test_y), config.num_classes)
+    return str(path), (train_x, train_y), (test_x, test_y)
 
 
 def _only_npz(folder: Path) -> Path:

@@ -2,7 +2,7 @@
 
 zoo:            mlp, cnn and ResNets
 applications:   models of keras.applications
-losses_metrics: cross-entropy, accuracy, top-5
+losses_metrics: losses and metrics by name
 lazy_keras:     defers the import of Keras modules that training does not use
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,24 +18,27 @@ from ringtrain.config import ModelConfig
 from ringtrain.config_io import find
 from ringtrain.errors import ConfigError
 from ringtrain.models.applications import APPLICATIONS
-from ringtrain.models.losses_metrics import cross_entropy, metrics
+from ringtrain.models.losses_metrics import OF_CLASSES, accuracy, cross_entropy, loss, metrics, needs_classes
 from ringtrain.models.zoo import cnn, mlp, resnet20, resnet50
 
 if TYPE_CHECKING:
     import keras
 
-Build = Callable[[tuple[int, ...], int], "keras.Model"]
+Build = Callable[[Any, int], "keras.Model"]
 
 MODELS: dict[str, Build] = {"mlp": mlp, "cnn": cnn, "resnet20": resnet20, "resnet50": resnet50}
 
 
-def builder(config: ModelConfig) -> Build:
+def builder(config: ModelConfig, of_classes: bool = True) -> Build:
     """Resolves the function that builds the configured model, without building it.
 
     Args:
         config: `name` is a key of MODELS, a name in keras.applications (MobileNetV2, or mobilenet-v2), or
             module:function of a function (input_shape, num_classes) that returns a Keras model from inputs, float32
-            [batch, *input_shape], to logits, [batch, num_classes]. A compiled model may have any outputs.
+            [batch, *input_shape], to logits, [batch, num_classes]. A compiled model, and one for a loss of `config`,
+            may have any outputs.
+        of_classes: Whether targets are integer classes. Else the shape may be a nest of shapes, and a model without
+            loss is refused.
 
     Raises:
         ConfigError: The model does not exist; in the returned function, the model has other outputs.
@@ -49,24 +52,41 @@ def builder(config: ModelConfig) -> Build:
     def build(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
         import keras
 
+        is_own = ":" in config.name
+        if not is_own and any(isinstance(size, tuple | dict | str) for size in input_shape):
+            raise ConfigError(f"model.name: {config.name} takes one array, got {input_shape}: use a model of your own")
         try:
             model = function(input_shape, num_classes)
-            # The call builds a model that is not built yet, such as a keras.Model subclass.
-            outputs = model(keras.KerasTensor((None, *input_shape)))
+            if not of_classes and (model.built or type(model).call is keras.Model.call):
+                outputs = None  # integers or text may be expected; a GAN has no outputs
+            else:
+                # The call builds a model that is not built yet, such as a keras.Model subclass.
+                one = lambda shape: keras.KerasTensor((None, *shape))  # noqa: E731
+                outputs = model(keras.tree.map_shape_structure(one, input_shape))
         except ValueError as error:
-            if ":" in config.name:
+            if is_own:
                 raise
             reason = str(error).strip().partition("\n")[0]
             message = f"model.name: {config.name} cannot take inputs of shape {input_shape}: {reason}"
             raise ConfigError(message) from error
-        if not model.compiled and tuple(outputs.shape) != (None, num_classes):
+        if not of_classes and not model.compiled and not config.loss:
             raise ConfigError(
-                f"model.name: {config.name} gives outputs of shape {tuple(outputs.shape)}, expected one logit for each"
-                f" of {num_classes} classes: {(None, num_classes)}"
+                f"model.name: {config.name} returns a model without a loss, and the targets are no integer classes:"
+                f" name one with model.loss, or compile the model there"
             )
+        if of_classes and not model.compiled and config.loss in ("", OF_CLASSES):
+            _check_outputs(config.name, outputs, num_classes)
         return model
 
     return build
+
+
+def _check_outputs(name: str, outputs: Any, num_classes: int) -> None:
+    if tuple(outputs.shape) != (None, num_classes):
+        raise ConfigError(
+            f"model.name: {name} gives outputs of shape {tuple(outputs.shape)}, expected one logit for each"
+            f" of {num_classes} classes: {(None, num_classes)}"
+        )
 
 
 def seed_by_rank(model: keras.Model, seed: int, rank: int) -> None:

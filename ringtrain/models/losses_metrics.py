@@ -1,11 +1,14 @@
-"""Loss and metrics of classifiers."""
+"""Losses and metrics: those of classifiers, Keras' by their names, and the user's."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ringtrain.config_io import find
+from ringtrain.config import ModelConfig
+from ringtrain.config_io import find, imported
 from ringtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,6 +39,92 @@ def cross_entropy(label_smoothing: float = 0.0) -> keras.losses.Loss:
     return loss
 
 
+# Listed here, so that a misspelled name is reported before TensorFlow is loaded; a test compares the lists with Keras'.
+LOSSES = """
+bce binary_crossentropy binary_focal_crossentropy categorical_crossentropy categorical_focal_crossentropy
+categorical_hinge circle cosine_similarity ctc dice hinge huber kl_divergence kld log_cosh mae mape mean_absolute_error
+mean_absolute_percentage_error mean_squared_error mean_squared_logarithmic_error mse msle poisson
+sparse_categorical_crossentropy squared_hinge tversky
+""".split()  # noqa: SIM905
+KERAS_METRICS = """
+accuracy auc bce binary_accuracy binary_crossentropy binary_io_u categorical_accuracy categorical_crossentropy
+categorical_hinge concordance_correlation cosine_similarity f1_score f_beta_score false_negatives false_positives hinge
+kl_divergence log_cosh_error mae mape mean_absolute_error mean_absolute_percentage_error mean_squared_error
+mean_squared_logarithmic_error mse msle pearson_correlation poisson precision r2_score recall root_mean_squared_error
+sparse_categorical_accuracy sparse_categorical_crossentropy sparse_top_k_categorical_accuracy squared_hinge
+top_k_categorical_accuracy true_negatives true_positives
+""".split()  # noqa: SIM905
+"""those that need no arguments"""
+OF_CLASSES = "sparse_categorical_crossentropy"
+
+
+def needs_classes(config: ModelConfig) -> bool | None:
+    """Returns whether a model's targets must be integer classes; None: its loss may take any targets."""
+    if config.loss in LOSSES:
+        return None if config.loss == OF_CLASSES else False
+    return None if config.loss or ":" in config.name else True
+
+
+def loss(config: ModelConfig) -> Callable[[], Any]:
+    """Resolves the configured loss without creating it: `model.loss`, else the cross-entropy of classes.
+
+    Models that ringtrain builds return logits, from which Keras' cross-entropies are then computed.
+
+    Raises:
+        ConfigError: The name does not exist; the returned function also, if an object is no loss.
+    """
+    name = config.loss
+    if name and config.label_smoothing:
+        raise ConfigError("model.label_smoothing: it has no effect on model.loss: leave it out, or name your own loss")
+    if not name:
+        return functools.partial(cross_entropy, config.label_smoothing)
+    if ":" in name:
+        return functools.partial(_own_loss, name)
+    return find(
+        "model.loss", name, {one: functools.partial(_keras_loss, one, ":" not in config.name) for one in LOSSES}
+    )
+
+
+def _keras_loss(name: str, from_logits: bool) -> Any:
+    import keras
+
+    if from_logits and _is_cross_entropy(name):
+        kind = {"bce": "binary_crossentropy"}.get(name, name)
+        return getattr(keras.losses, kind.title().replace("_", ""))(from_logits=True)
+    return name
+
+
+def _is_cross_entropy(name: str) -> bool:
+    return name == "bce" or name.endswith("_crossentropy")
+
+
+def _own_loss(name: str) -> Any:
+    """A function of (y_true, y_pred), an object of a Loss class, or what a function without arguments returns."""
+    import keras
+
+    found = imported("model.loss", name)
+    if isinstance(found, keras.losses.Loss):
+        return found
+    needed = [one for one in inspect.signature(found).parameters.values() if one.default is one.empty]
+    if not isinstance(found, type) and len([one for one in needed if one.kind <= one.POSITIONAL_OR_KEYWORD]) == 2:
+        return found
+    made = found()
+    if not callable(made):
+        raise ConfigError(f"model.loss: {name} returned {type(made).__name__}, expected a Keras loss")
+    return made
+
+
+def accuracy(config: ModelConfig) -> list[Any]:
+    """Metric "accuracy" where the loss is a cross-entropy; Keras chooses which one by targets and outputs."""
+    if config.loss and not _is_cross_entropy(config.loss):
+        return []
+    if config.loss.startswith("b") and ":" not in config.name:
+        import keras
+
+        return [keras.metrics.BinaryAccuracy("accuracy", threshold=0.0)]  # of logits
+    return ["accuracy"]
+
+
 def _top_5() -> keras.metrics.Metric:
     import keras
 
@@ -45,25 +134,27 @@ def _top_5() -> keras.metrics.Metric:
 METRICS: dict[str, Callable[[], keras.metrics.Metric]] = {"top-5": _top_5}
 
 
-def metrics(names: Sequence[str]) -> Callable[[], list[keras.metrics.Metric]]:
-    """Resolves metrics without creating them.
+def metrics(names: Sequence[str]) -> Callable[[], list[Any]]:
+    """Resolves metrics without creating them. Those of Keras stay names, which `compile` resolves by the outputs.
 
     Args:
-        names: keys of METRICS, or module:function of functions or classes without arguments that return a Keras metric
-            of labels, int64 [batch], and logits, float32 [batch, num_classes]. Its variables are added over all ranks,
-            so they must be sums, counts or the like, as in all Keras metrics.
+        names: keys of METRICS, names in KERAS_METRICS, or module:function of functions or classes without arguments
+            that return a Keras metric of targets and outputs: of a classifier labels, int64 [batch], and logits,
+            float32 [batch, num_classes]. Its variables are added over all ranks, so they must be sums, counts or the
+            like, as in all Keras metrics.
 
     Raises:
         ConfigError: A name does not exist; in the returned function, an object is not a Keras metric.
     """
-    functions = [find("model.metrics", name, METRICS) for name in names]
+    known: dict[str, Callable[[], Any]] = {one: functools.partial(str, one) for one in KERAS_METRICS}
+    functions = [find("model.metrics", name, known | METRICS) for name in names]
 
-    def make() -> list[keras.metrics.Metric]:
+    def make() -> list[Any]:
         import keras
 
         made = [function() for function in functions]
         for name, metric in zip(names, made, strict=True):
-            if not isinstance(metric, keras.metrics.Metric):
+            if ":" in name and not isinstance(metric, keras.metrics.Metric):
                 raise ConfigError(f"model.metrics: {name} returned {type(metric).__name__}, expected a Keras metric")
         return made
 

@@ -29,7 +29,8 @@ def of_code(config: Config, versions: Mapping[str, str]) -> dict[str, str]:
     checksums = {f"version of {name}": version for name, version in versions.items()}
     files = sorted(PACKAGE.rglob("*.py"))
     checksums |= {f"ringtrain/{path.relative_to(PACKAGE)}": checksum_of(path) for path in files}
-    for name in (config.data.name, config.model.name, *config.model.metrics, *config.train.callbacks):
+    model = config.model
+    for name in (config.data.name, model.name, model.loss, *model.metrics, *config.train.callbacks):
         module, colon, _ = name.partition(":")
         path = _path_of(module) if colon else None
         if path is not None:

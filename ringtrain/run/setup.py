@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ringtrain import config_io, data, models
 from ringtrain.config import Config, changed_options, nearest, value_of
@@ -21,34 +21,53 @@ if TYPE_CHECKING:
     from ringtrain.strategies.base import Strategy
 
 
+NO_CLASSES = (
+    "these are no samples with integer classes: train them with ringtrain.train or ringtrain train, with strategy.name"
+    " ring or mpi-ring, and without --elastic"
+)
+
+
 @dataclass(frozen=True)
 class Named:
     """Objects that the configuration names, resolved but not yet created."""
 
     faults: tuple[fault_injection.Fault, ...]
-    read_data: Callable[[], data.DataSet]
+    read: Callable[[], data.DataSet | data.FitArguments]
     build_model: models.Build
-    make_metrics: Callable[[], list[keras.metrics.Metric]]
+    make_metrics: Callable[[], list[Any]]
     make_callbacks: Callable[[], list[keras.callbacks.Callback]]
+    make_loss: Callable[[], Any]
+
+    def read_data(self) -> data.DataSet:
+        """Reads samples with integer classes; raises ConfigError for other data."""
+        found = self.read()
+        if isinstance(found, data.FitArguments):
+            raise ConfigError(f"data.name: {NO_CLASSES}")
+        return found
 
 
 def find(config: Config) -> Named:
     """Resolves the names in a configuration without TensorFlow, so that a misspelled one raises ConfigError at once."""
     return Named(
         fault_injection.parse(config.chaos),
-        data.source(config.data),
+        data.source(config.data, models.needs_classes(config.model)),
         models.builder(config.model),
         models.metrics(config.model.metrics),
         own_callbacks(config),
+        models.loss(config.model),
     )
 
 
 def read_data(process: Process) -> Job:
-    """Reads the data that the configuration names, and derives the numbers of the run."""
+    """Reads samples with integer classes that the configuration names, and derives the numbers of the run."""
+    return job_of(process, process.strategy.together(process.named.read_data))
+
+
+def job_of(process: Process, data_set: data.DataSet) -> Job:
+    """Derives the numbers of a run on samples with integer classes."""
     from ringtrain import hvd
 
     config, together = process.config, process.strategy.together
-    data_set = together(process.named.read_data)
     num_shards = hvd.size() * process.strategy.copies
     numbers = together(lambda: derive(config, num_shards, len(data_set.train), len(data_set.test)))
     return Job(data_set=data_set, numbers=numbers, checksums=together(lambda: data.checksums(data_set)))
@@ -61,7 +80,8 @@ def add_model(process: Process, job: Job, config: Config) -> None:
     together = process.strategy.together
     keras.utils.clear_session()  # each run of a process gives its layers the same names, which checkpoints hold
     job.model = compiled_model(process.named, job.data_set, config, job.numbers, process.strategy, plan=job.plan)
-    together(lambda: checkpoint.check_exportable(job.model))
+    if not process.strategy.is_scripted:  # there, the weights alone are written in the end
+        together(lambda: checkpoint.check_exportable(job.model))
     job.gradient_norm = process.strategy.gradient_norm(job.model.optimizer) if config.tracking.every_steps else None
     job.users_callbacks = together(process.named.make_callbacks)
 
@@ -95,8 +115,8 @@ def compiled_model(
 ) -> keras.Model:
     """Builds the compiled model: same weights, different dropout on all ranks; `distributed` False: local optimizer.
 
-    A model that its function has compiled keeps loss and metrics, and its optimizer unless options name another, with
-    which it gets a row of the `plan`.
+    A model that its function has compiled keeps loss and metrics, and its optimizer unless options name others, with
+    which it gets rows of the `plan`.
     """
     import keras
 
@@ -121,20 +141,34 @@ def compiled_model(
     if distributed:
         optimizer = strategy.distribute(optimizer)
     # XLA has no kernel for Horovod's allreduce; "auto" would enable XLA on GPUs.
+    rows: dict[str, str] = {} if plan is None else plan
     if is_compiled:
         _check_own_compile(config, strategy)
-        if has_own and plan is not None:
+        if has_own:
             kind, rate = type(optimizer).__name__, optimizers.last_learning_rate(optimizer)
-            plan["learning rate"] = f"{rate:g} ({kind}, as {config.model.name} compiles it)"
+            rows["learning rate"] = f"{rate:g} ({kind}, as {config.model.name} compiles it)"
         model.optimizer, model.jit_compile = optimizer, False
+        if config.model.loss:
+            rows["loss"] = f"{config.model.loss}, instead of {loss_name(model.loss)} in {config.model.name}"
+            own = model._compile_metrics
+            metrics = {"metrics": own and own._user_metrics, "weighted_metrics": own and own._user_weighted_metrics}
+            metrics |= {"metrics": named.make_metrics()} if config.model.metrics else {}
+            model.compile(optimizer, named.make_loss(), jit_compile=False, **metrics)
     else:
-        loss, metrics = models.cross_entropy(config.model.label_smoothing), named.make_metrics()
-        stopping.check_monitor(config.train.monitor, metrics)
-        model.compile(optimizer, loss, metrics=["accuracy", *metrics], jit_compile=False)
+        made = [*models.accuracy(config.model), *named.make_metrics()]
+        stopping.check_monitor(config.train.monitor, made, strategy.is_scripted)
+        if config.model.loss:
+            rows["loss"] = config.model.loss
+        model.compile(optimizer, named.make_loss(), metrics=made, jit_compile=False)
     if config.train.jit:
         hvd.jit_gradients(model)
     strategy.make_ready(model, data_set.input_shape, data_set.num_classes)
     return model
+
+
+def loss_name(loss: Any) -> str:
+    """Name of a loss as `compile` takes it."""
+    return str(getattr(loss, "__name__", getattr(loss, "name", loss)))
 
 
 def _has_own_optimizer(model: keras.Model, config: Config) -> bool:
@@ -144,10 +178,11 @@ def _has_own_optimizer(model: keras.Model, config: Config) -> bool:
 
 def _check_own_compile(config: Config, strategy: Strategy) -> None:
     """Raises ConfigError for options that a model with its own loss and metrics does not take."""
-    for option in ("model.metrics", "model.label_smoothing"):
+    for option in ("model.metrics", "model.label_smoothing") if not config.model.loss else ():
         if value := value_of(config, option):
             raise ConfigError(
-                f"{option}: got {value}, but {config.model.name} compiles its own loss and metrics: compile it there"
+                f"{option}: got {value}, but {config.model.name} compiles its own loss and metrics: compile it there,"
+                f" or name the loss by model.loss, too"
             )
     if strategy.ranks_change:
         raise ConfigError(

@@ -224,9 +224,12 @@ def reason_to_stop(config: Config, values: Sequence[float], accuracy: float) -> 
     return "train.target_accuracy" if 0 < train.target_accuracy <= accuracy else ""
 
 
-def check_monitor(monitor: str, metrics: Sequence[keras.metrics.Metric]) -> None:
-    """Raises ConfigError unless `monitor` is loss, accuracy or one of these metrics, optionally prefixed with test_."""
-    names = ["loss", "accuracy", *(metric.name for metric in metrics)]
+def check_monitor(monitor: str, metrics: Sequence[keras.metrics.Metric | str], has_more: bool = False) -> None:
+    """Raises ConfigError unless `monitor` is loss or one of these metrics, optionally prefixed with test_.
+
+    With `has_more`, outputs may have losses and metrics of their own.
+    """
+    names = ["loss", *(one if isinstance(one, str) else one.name for one in metrics)]
     known = [*names, *(f"test_{name}" for name in names)]
-    if monitor not in known:
+    if monitor not in known and not (has_more and monitor.endswith(tuple(f"_{name}" for name in names))):
         raise ConfigError(f"train.monitor: got {monitor}, {nearest(monitor, known)}")

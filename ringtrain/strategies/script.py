@@ -20,9 +20,11 @@ from ringtrain import data, hvd
 from ringtrain.config import Config
 from ringtrain.derived import Numbers
 from ringtrain.errors import DataError
+from ringtrain.hvd.keras_patches import distributed
 from ringtrain.optim.uneven import UnevenBatches
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.run import console, devices, model_state, resume
+from ringtrain.run.context import Validation
 from ringtrain.run.resume import Segment
 from ringtrain.strategies.ring import Ring
 
@@ -148,6 +150,37 @@ class Script(Ring):
             if id(callback) not in users:
                 callback.on_epoch_end(epoch, {})
         return {}
+
+
+def validation_of(given: data.FitArguments, test: data.Split, batch_size: int, prefix: str) -> Validation:
+    """How arguments of `fit` ask for the evaluation of `test`; `batch_size`: rows of a step on all ranks."""
+    evaluated = 1 if isinstance(test, data.Stream) else given.validation_batch_size or batch_size
+    freq = given.validation_freq
+    due = freq if not isinstance(freq, int) else None if freq == 1 else range(freq, given.epochs + 1, freq)
+    return Validation(prefix, evaluated, due)
+
+
+def make_ready(strategy: Script, model: keras.Model, train: data.Arrays | data.Stream, batch_size: int) -> None:
+    """Makes a compiled model's optimizers distributed, and builds model, metrics, loss and optimizers.
+
+    Args:
+        batch_size: Rows of a step on all ranks.
+    """
+    optimizers = hvd.optimizers_of(model)
+    for optimizer in optimizers:
+        if not distributed(optimizer):
+            strategy.distribute(optimizer)
+    num_rows = max(2, batch_size // hvd.size())
+    batch = train.rows(0, min(len(train), num_rows) if isinstance(train, data.Arrays) else 2)
+    has_call = type(model).call is not keras.Model.call
+    if has_call:
+        model._symbolic_build(data_batch=batch)
+    if len(optimizers) > 1 or not has_call:
+        tf.function(model.train_step).get_concrete_function(batch)  # builds optimizers of the script's own train_step
+        model.built = True
+    if hvd.size() > 1:
+        has_rows = isinstance(train, data.Arrays) and len(train) >= 8
+        strategy.unlike_one_process = unlike_one_process(model, train.rows if has_rows else None)
 
 
 def unlike_one_process(model: keras.Model, rows: Callable[[int, int], Any] | None) -> list[str]:

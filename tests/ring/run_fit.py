@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import configured_jobs
 import kept_jobs
 import keras
 import keras_jobs
@@ -496,7 +497,7 @@ def main() -> None:
         keras.config.set_floatx("float32" if name == "arrays_and_metrics" else "float64")
         keras.utils.clear_session()
         try:
-            (globals() | vars(keras_jobs) | vars(kept_jobs))[name]()
+            (globals() | vars(keras_jobs) | vars(kept_jobs) | vars(configured_jobs))[name]()
             outcome = ""
         except Exception:
             outcome = traceback.format_exc()

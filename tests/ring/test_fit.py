@@ -19,7 +19,8 @@ HANDED_OVER = "resumed_by_other_ranks"
 
 
 def _jobs() -> list[str]:
-    trees = [ast.parse(file.read_text()) for file in (JOBS, *sorted(JOBS.parent.glob("*_jobs.py")))]
+    # Those of the configured trainer first: it sets the threads of TensorFlow, which nothing may have used before.
+    trees = [ast.parse(file.read_text()) for file in (*sorted(JOBS.parent.glob("*_jobs.py")), JOBS)]
     names = [node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
     return [name for name in names if not name.startswith("_") and name not in ("plain_average", "main")]
 
@@ -31,6 +32,7 @@ ON_2_RANKS = {
     *("another_order_on_a_rank_is_refused", "averaged_weights", "fine_tuning", "distillation", "vae"),
     *("a_kept_fit_resumes_after_a_whole_epoch", "a_kept_fit_ends_on_all_ranks", "a_kept_fit_refuses_what_cannot_work"),
     *("multi_label", "several_steps_per_call", "segmentation", "texts_with_masks_and_lstm", "gan", "from_files"),
+    *("configured_regression", "configured_batches", "configured_inputs_and_outputs"),
 }
 """Jobs that a third rank adds nothing to. Batches of 32 are cut into equal parts on 2 ranks, and unequal ones on 3."""
 CASES = [(np, name) for np in (2, 3) for name in NAMES if np == 2 or name not in ON_2_RANKS]

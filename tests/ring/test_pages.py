@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import launching
+import numpy as np
 import pages
+import pandas as pd
 import pytest
 
 PAGES = ("checkpoints", "faults", "learning-rate", "models", "tracking")
@@ -82,6 +84,33 @@ def test_the_script_for_accelerate_trains_each_row_once_per_epoch(tmp_path: Path
     sizes = summary["numbers"]
     assert (sizes["num_train"], sizes["steps_per_epoch"], sizes["dropped_per_epoch"]) == (900, 29, 0)
     assert (summary["global_step"], sizes["accumulation_steps"]) == (232, 2)
+
+
+def test_the_regression_from_a_table_on_two_ranks_and_on_one(tmp_path: Path) -> None:
+    """The page's script and command; one process with twice the batch gives the same model."""
+    random = np.random.default_rng(0)
+    table = pd.DataFrame({"km": random.random(1000) * 20, "minutes": random.random(1000) * 30})
+    table["night"] = random.integers(0, 2, 1000)
+    table["fare"] = 4 + 2 * table["km"] + 0.3 * table["minutes"] + 3 * table["night"]
+    table.to_csv(tmp_path / "rides.csv")
+    (tmp_path / "taxi.py").write_text(pages.scripts("docs/data.md")[0])
+    text = (launching.ROOT / "docs" / "data.md").read_text()
+    words = shlex.split(re.search(r"^ringtrain train -np 2 (.*taxi:rides.*)$", text, re.MULTILINE)[1])
+    trainer = [sys.executable, "-m", "ringtrain.train", *words, *EPOCHS]
+    for np_, batch in ((2, 32), (0, 64)):
+        options = ["--run.name", f"on-{np_}", "--train.batch-size", str(batch)]
+        ended = launching.run(
+            np_, [*trainer, *options], 600, cwd=tmp_path, env={"PYTHONPATH": f"{tmp_path}"}, warm=True
+        )
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert "taxi:rides (arrays): 800 to train, 200 to test" in ended.stdout
+    both = [json.loads((tmp_path / f"runs/on-{one}/summary.json").read_text()) for one in (2, 0)]
+    assert [one["num_ranks"] for one in both] == [2, 1] and both[0]["numbers"]["steps_per_epoch"] == 13
+    assert {"test_mae", "test_r2_score", "test_loss"} <= both[0]["metrics"].keys()
+    for metric, value in both[0]["metrics"].items():
+        assert value == pytest.approx(both[1]["metrics"][metric], rel=1e-4), metric
+    records = (tmp_path / "runs/on-2/metrics.jsonl").read_text().splitlines()
+    assert json.loads(records[0])["test_mae"] > 1.2 * both[0]["metrics"]["test_mae"], "another epoch has another error"
 
 
 def numbers(name: str, printed: str) -> list[float]:

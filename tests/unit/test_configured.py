@@ -1,0 +1,384 @@
+"""The configured trainer with any data and loss: in one process it trains what Keras' `fit` trains."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pandas as pd
+import pytest
+import tensorflow as tf
+
+from ringtrain import config_io, data, models
+from ringtrain.config import Config, DataConfig, ModelConfig, lower_is_better
+from ringtrain.errors import ConfigError, DataError
+from ringtrain.models import losses_metrics
+from ringtrain.run import log_capture
+from ringtrain.train import train
+
+RANDOM = np.random.default_rng(0)
+X, Y = RANDOM.normal(size=(100, 6)), RANDOM.normal(size=(100, 3))
+CLASSES = RANDOM.integers(0, 3, 100)
+WEIGHTS = RANDOM.random(100)
+
+
+# ---- data and models of a user -------------------------------------------------------------------------------------
+
+
+def in_order() -> dict[str, Any]:
+    return {"x": X, "y": Y, "validation_data": (X[:20], Y[:20]), "shuffle": False}
+
+
+def weighted() -> dict[str, Any]:
+    return {"x": X, "y": Y, "sample_weight": WEIGHTS, "validation_split": 0.2, "shuffle": False}
+
+
+def frames() -> Any:
+    table = pd.DataFrame(X, columns=[*"abcdef"])
+    return (table[:80], pd.Series(Y[:80, 0])), (table[80:], pd.Series(Y[80:, 0]))
+
+
+def alone() -> Any:
+    return X, Y
+
+
+def batches() -> Any:
+    pairs = tf.data.Dataset.from_tensor_slices((X, Y))
+    return pairs.shuffle(100, seed=3).batch(32), pairs.take(20).batch(16)
+
+
+class Numbered(keras.utils.PyDataset):
+    num_batches = 4
+
+    def __getitem__(self, index: int) -> Any:
+        return X[index * 32 : (index + 1) * 32], Y[index * 32 : (index + 1) * 32]
+
+
+def numbered() -> dict[str, Any]:
+    return {"x": Numbered(), "validation_data": Numbered(), "shuffle": False}
+
+
+def generated() -> dict[str, Any]:
+    def endless() -> Iterator[Any]:
+        while True:
+            for index in range(4):
+                yield Numbered()[index]
+
+    return {"x": endless(), "steps_per_epoch": 4}
+
+
+def nested() -> dict[str, Any]:
+    rest = {"shuffle": False, "sample_weight": {"a": WEIGHTS, "b": WEIGHTS}}
+    return {"x": {"left": X[:, :2], "right": X[:, 2:]}, "y": {"a": Y[:, :1], "b": CLASSES}, **rest}
+
+
+def one_hot() -> Any:
+    return (X, np.eye(3)[CLASSES]), (X[:20], np.eye(3)[CLASSES[:20]])
+
+
+def masks() -> Any:
+    return (np.tile(X[:, None], (1, 4, 1)), np.tile(CLASSES[:, None], (1, 4))), None
+
+
+def labels() -> Any:
+    return (X, CLASSES), (X, CLASSES)
+
+
+def negative() -> Any:
+    return (X, CLASSES - 1), (X, CLASSES - 1)
+
+
+def with_nan() -> Any:
+    y = Y.copy()
+    y[7] = np.nan
+    return (X, y), (X, Y)
+
+
+def unequal() -> Any:
+    return X, Y[1:]
+
+
+def empty() -> Any:
+    return {"x": X[:0], "y": Y[:0]}
+
+
+def dense(input_shape: tuple[int, ...], num_targets: int) -> keras.Model:
+    return keras.Sequential([keras.Input(input_shape), keras.layers.Dense(8), keras.layers.Dense(num_targets)])
+
+
+def dropping(input_shape: tuple[int, ...], num_targets: int) -> keras.Model:
+    layers = [keras.layers.Dense(8), keras.layers.Dropout(0.3), keras.layers.Dense(num_targets)]
+    return keras.Sequential([keras.Input(input_shape), *layers])
+
+
+def two_outputs(input_shape: dict[str, tuple[int, ...]], num_targets: int) -> keras.Model:
+    assert input_shape == {"left": (2,), "right": (4,)} and num_targets == 0
+    inputs = {name: keras.Input(shape, name=name) for name, shape in input_shape.items()}
+    hidden = keras.layers.Concatenate()([*inputs.values()])
+    outputs = {"a": keras.layers.Dense(1, name="a")(hidden), "b": keras.layers.Dense(3, name="b")(hidden)}
+    model = keras.Model(inputs, outputs)
+    classes = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.05), {"a": "mse", "b": classes}, weighted_metrics={"b": ["accuracy"]})
+    return model
+
+
+@keras.saving.register_keras_serializable(package="test_configured")
+class Unbuilt(keras.Model):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.last = keras.layers.Dense(3)
+
+    def call(self, inputs: Any) -> Any:
+        return self.last(inputs)
+
+
+def unbuilt(input_shape: tuple[int, ...], num_targets: int) -> keras.Model:
+    model = Unbuilt()
+    model.compile(keras.optimizers.SGD(0.05), "mse", metrics=["mae"])
+    return model
+
+
+def cubed(y_true: Any, y_pred: Any) -> Any:
+    return keras.ops.mean(keras.ops.abs(y_true - y_pred) ** 3, axis=-1)
+
+
+class Cubed(keras.losses.Loss):
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return cubed(y_true, y_pred)
+
+
+def make_cubed() -> keras.losses.Loss:
+    return Cubed()
+
+
+def no_loss() -> int:
+    return 3
+
+
+class Killed(Exception):
+    pass
+
+
+class KillOnce(keras.callbacks.Callback):
+    armed = False
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if KillOnce.armed and int(self.model.optimizer.iterations) == 6:
+            KillOnce.armed = False
+            raise Killed
+
+
+# ---- training ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[keras.Model, dict[str, Any]]]:
+    """Trains a configuration; returns the model that it has written, and the summary."""
+    monkeypatch.setattr(log_capture, "watch", lambda: None)  # it ends with the process, and would hold pytest's output
+
+    def start(source: str, model: str = "dense", *options: str, name: str = "run") -> tuple[Any, dict[str, Any]]:
+        words = ["--data.name", f"{__name__}:{source}" if ":" not in source else "npz", "--train.epochs", "3"]
+        words += ["--data.file", source.removeprefix("npz:")] if ":" in source else []
+        words += ["--model.name", model if model == "mlp" else f"{__name__}:{model}", "--run.directory", str(tmp_path)]
+        summary = train(config_io.read([*words, "--run.name", name, *options]))
+        file = tmp_path / name / "model.keras"
+        return keras.models.load_model(file, compile=False) if file.exists() else None, summary
+
+    return start
+
+
+SGD = ("--optimizer.name", "sgd", "--optimizer.momentum", "0", "--optimizer.learning-rate", "0.05")
+MSE = ("--model.loss", "mse", "--model.metrics", "mae", *SGD)
+
+
+def reference(arguments: dict[str, Any], model: Callable[..., Any] = dense, **compiled: Any) -> tuple[Any, Any]:
+    """Keras' own `fit` of the same, and its history."""
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(0)
+    x = arguments["x"]
+    shape = {name: leaf.shape[1:] for name, leaf in x.items()} if isinstance(x, dict) else (6,)
+    made = model(shape, 0 if isinstance(x, dict) else 3)
+    if not made.compiled:
+        made.compile(keras.optimizers.SGD(0.05), **{"loss": "mse", "metrics": ["mae"], **compiled})
+    sizes = {} if isinstance(x, tf.data.Dataset | keras.utils.PyDataset) else {"batch_size": 32}
+    return made, made.fit(**arguments, **sizes, epochs=3, verbose=0)
+
+
+def same(model: keras.Model, other: keras.Model, within: float = 1e-6) -> None:
+    for ours, theirs in zip(model.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=within)
+
+
+@pytest.mark.parametrize("source", ["in_order", "weighted", "batches", "numbered"])
+def test_weights_and_metrics_are_those_of_keras_fit(start: Any, source: str, tmp_path: Path) -> None:
+    """Also the last batch, of 4 rows, and metrics of validation, which have the trainer's prefix."""
+    model, summary = start(source, "dense", *MSE)
+    tf.random.set_seed(None)  # as in a new process
+    arguments = globals()[source]()
+    if isinstance(arguments, tuple):
+        arguments = {"x": arguments[0], "validation_data": arguments[1], "shuffle": False}
+    expected, history = reference(arguments)
+    same(model, expected)
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for metric, values in history.history.items():
+        ours = [record[metric.replace("val_", "test_")] for record in records]
+        np.testing.assert_allclose(ours, values, rtol=1e-4, err_msg=metric)
+    assert summary["numbers"]["steps_per_epoch"] == (3 if source == "weighted" else 4)
+    assert summary["on_resume"] and "script" not in summary
+    assert "accuracy" not in summary["metrics"], "a regression has none"
+
+
+def test_several_inputs_and_outputs_of_a_compiled_model(start: Any) -> None:
+    model, summary = start("nested", "two_outputs")
+    same(model, reference(nested(), two_outputs)[0])
+    assert "b_accuracy" in summary["metrics"]
+
+
+@pytest.mark.parametrize(
+    ("source", "model", "options"),
+    [
+        ("frames", "mlp", (*MSE, "--train.monitor", "test_mae", "--train.patience", "2")),
+        ("alone", "dense", (*MSE, "--optimizer.accumulation-steps", "2")),
+        ("generated", "unbuilt", ()),
+        ("one_hot", "mlp", ("--model.loss", "categorical_crossentropy")),
+        ("masks", "dense", ("--model.loss", "sparse_categorical_crossentropy", *SGD)),
+        ("negative", "dense", ("--model.loss", f"{__name__}:cubed", "--schedule.warmup-epochs", "1")),
+        ("one_hot", "mlp", ("--model.loss", "bce", "--train.precision", "mixed_float16")),
+    ],
+)
+def test_forms_of_data_and_targets(start: Any, source: str, model: str, options: tuple[str, ...]) -> None:
+    _, summary = start(source, model, *options)
+    assert "accuracy" in summary["metrics"] or "bce" not in options
+    assert np.isfinite(summary["metrics"]["loss"]) and summary["global_step"] == summary["numbers"]["num_steps"]
+    assert ("test_loss" in summary["metrics"]) == (source not in ("alone", "generated", "masks"))
+    if "categorical_crossentropy" in options:  # of logits, as ringtrain's models return them
+        assert summary["metrics"]["loss"] < 1.2 and summary["metrics"]["accuracy"] > 0.3
+
+
+def test_arrays_of_a_file(start: Any, tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x_train=X, y_train=Y, x_test=X[:20], y_test=Y[:20])
+    model, summary = start(f"npz:{tmp_path}/a.npz", "dense", *MSE, "--train.epochs", "1")
+    assert model.output_shape == (None, 3) and summary["numbers"]["num_test"] == 20
+
+
+def test_ways_to_name_a_loss_of_ones_own() -> None:
+    expected = cubed(X[:, :3], Y)
+    for name in ("cubed", "Cubed", "make_cubed"):
+        loss = models.loss(ModelConfig(loss=f"{__name__}:{name}"))()
+        np.testing.assert_allclose(np.mean(loss(X[:, :3], Y)), np.mean(expected), rtol=1e-6, err_msg=name)
+    with pytest.raises(ConfigError, match="no_loss returned int, expected a Keras loss"):
+        models.loss(ModelConfig(loss=f"{__name__}:no_loss"))()
+
+
+def test_a_loss_replaces_that_of_a_compiled_model_visibly(start: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    _, summary = start("in_order", "unbuilt", "--model.loss", "mae")
+    assert f"mae, instead of mse in {__name__}:unbuilt" in capfd.readouterr().out
+    assert summary["metrics"]["loss"] == pytest.approx(summary["metrics"]["mae"], rel=1e-5)
+    _, summary = start("in_order", "unbuilt", name="own")
+    assert summary["metrics"]["loss"] != pytest.approx(summary["metrics"]["mae"], rel=1e-2), "the control"
+
+
+def test_killed_within_an_epoch_and_resumed(start: Any) -> None:
+    source = "batches"
+    options = (*MSE, "--checkpoint.every-steps", "1", "--train.callbacks", f"{__name__}:KillOnce")
+    _, whole = start(source, "dropping", *options, name="whole")
+    KillOnce.armed = True
+    with pytest.raises(Killed):
+        start(source, "dropping", *options, name="killed")
+    _, resumed = start(source, "dropping", *options, name="killed")
+    assert resumed["resumed_from"] and resumed["checksum"] == whole["checksum"]
+    assert resumed["metrics"] == whole["metrics"]
+    _, again = start(source, "dropping", *options, name="killed")
+    assert again["started"] == resumed["started"], "a complete run is trained again"
+
+
+# ---- refused -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "model", "options", "message"),
+    [
+        ("alone", "dense", (), "returns a model without a loss, and the targets are no integer classes"),
+        ("alone", "mlp", (), "returned targets that are not known to be integer classes"),
+        ("nested", "mlp", ("--model.loss", "mse"), "mlp takes one array"),
+        ("with_nan", "dense", MSE, "training targets: sample 7 contains NaN"),
+        ("unequal", "dense", MSE, r"unequal: Data cardinality is ambiguous.* 100.*99"),
+        ("empty", "dense", MSE, "got no training samples"),
+        ("no_loss", "dense", MSE, r"no_loss: returned int, expected \(x, y\)"),
+        ("alone", "dense", (*MSE, "--train.jit"), "train.jit: it needs samples with integer classes"),
+        ("alone", "dense", (*MSE, "--train.monitor", "test_accuracy", "--train.patience", "1"), "got test_accuracy"),
+        ("batches", "dense", (*MSE, "--optimizer.learning-rate-scaling", "linear"), "bring their own batches"),
+    ],
+)
+def test_refused_before_anything_is_written(
+    start: Any, source: str, model: str, options: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises((ConfigError, DataError), match=message):
+        start(source, model, *options)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ({"x": X, "batch_size": 3}, ".*batch_size and epochs are train.batch_size and train.epochs"),
+        ({"a": X}, "returned a dict with a, expected arguments of fit"),
+        ((X, Y, X), "returned a tuple of 3, expected"),
+        (((X,), (X,)), "returned a tuple of 2, expected"),
+    ],
+)
+def test_what_a_function_may_not_return(result: Any, message: str) -> None:
+    with pytest.raises(DataError, match=f"^mine:load: {message}"):
+        data.arguments_of("mine:load", result)
+
+
+def test_integer_classes_stay_samples_with_classes() -> None:
+    """Only a loss that does not take classes, or targets that are none, change the way of training."""
+    source = DataConfig(name=f"{__name__}:labels")
+    for loss, is_data_set in (("", True), ("sparse_categorical_crossentropy", True), ("mse", False)):
+        of_classes = models.needs_classes(ModelConfig(name="a:b", loss=loss))
+        assert isinstance(data.source(source, of_classes)(), data.DataSet) == is_data_set, loss
+    with pytest.raises(ConfigError, match=r"model\.loss: digits has integer classes"):
+        data.source(DataConfig(), models.needs_classes(ModelConfig(loss="mse")))
+
+
+def test_the_listed_losses_and_metrics_are_keras_own() -> None:
+    from keras.src import losses, metrics
+
+    def names(known: Any) -> set[str]:
+        return {name for name in known if name == name.lower()}
+
+    need_arguments = {"io_u", "mean_io_u", "one_hot_io_u", "one_hot_mean_io_u", "precision_at_recall"}
+    need_arguments |= {"recall_at_precision", "sensitivity_at_specificity", "specificity_at_sensitivity"}
+    assert set(losses_metrics.LOSSES) == names(losses.ALL_OBJECTS_DICT)
+    assert set(losses_metrics.KERAS_METRICS) == names(metrics.ALL_OBJECTS_DICT) - need_arguments - {
+        *("mean", "sum", "metric", "mean_metric_wrapper")
+    }
+    for name in losses_metrics.LOSSES:
+        assert keras.losses.get(name) is not None
+        loss = models.loss(ModelConfig(loss=name))()
+        assert isinstance(loss, str) or loss.get_config()["from_logits"] is True
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"loss": "mea"}, r"model\.loss: got mea, did you mean m"),
+        ({"metrics": ("aucc",)}, r"model\.metrics: got aucc, did you mean auc"),
+        ({"loss": "mse", "label_smoothing": 0.1}, r"model\.label_smoothing: it has no effect on model\.loss"),
+    ],
+)
+def test_misspelled_names(changed: dict[str, Any], message: str) -> None:
+    from ringtrain.run import setup
+
+    with pytest.raises(ConfigError, match=message):
+        setup.find(Config(data=DataConfig(name="a:b"), model=ModelConfig(**changed)))
+
+
+def test_errors_are_better_when_they_fall() -> None:
+    assert all(map(lower_is_better, ("test_mae", "mse", "test_kl_divergence", "test_b_mape", "poisson")))
+    assert not any(map(lower_is_better, ("test_auc", "r2_score", "precision", "true_positives")))
