@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import re
+import shlex
 import sys
 import threading
 import uuid
@@ -27,9 +28,10 @@ END_S, FAILED_END_S = 60.0, 5.0
 """seconds that the end of a run waits for records that are being sent"""
 # MLflow's own defaults, 120 s and 7 retries, add up to minutes before it reports a server that is down.
 MLFLOW_DEFAULTS = {
-    "HTTP_REQUEST_TIMEOUT": "10",
-    "HTTP_REQUEST_MAX_RETRIES": "1",
-    "ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 MAX_METRICS, MAX_PARAMS, MAX_LETTERS = 1000, 100, 5000
 """of one request to MLflow, and of one value"""
@@ -91,7 +93,7 @@ class MLflow:
 
 def _mlflow_client(uri: str) -> Any:
     for name, value in MLFLOW_DEFAULTS.items():
-        os.environ.setdefault(f"MLFLOW_{name}", value)
+        os.environ.setdefault(name, value)
     from mlflow import MlflowClient
 
     return MlflowClient(tracking_uri=uri)
@@ -113,7 +115,8 @@ class WandB:
         )
         self.run.config.update(dict(values), allow_val_change=True)
         self.run.define_metric("*", step_metric="global_step")  # W&B's own step does not go back, as a resumed run may
-        self.link = str(self.run.url) if mode == "online" else f"wandb sync {Path(self.run.dir).parent}"
+        offline = f"wandb sync {shlex.quote(str(folder))}/wandb/offline-run-*"  # a resumed run has several
+        self.link = str(self.run.url) if mode == "online" else offline
 
     def log(self, records: Sequence[Record]) -> None:
         for record in records:
