@@ -160,10 +160,12 @@ def _errors_named(name: str, value: str) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """Innermost cause of a failed request, as one line."""
-    while inner := error.__cause__ or error.__context__:
-        error = inner
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    """Failure of the system behind an exception, such as a refused connection, else its own message, as one line."""
+    chain = [error]
+    while inner := chain[-1].__cause__ or chain[-1].__context__:
+        chain.append(inner)
+    cause = next((one for one in reversed(chain) if isinstance(one, OSError)), error)
+    return " ".join(str(cause).split())[:200] or type(cause).__name__
 
 
 class Trackers:
