@@ -222,6 +222,10 @@ class TrackingConfig:
     """write histograms of all weights to TensorBoard after each epoch"""
     timeline_steps: Annotated[int, rule.AT_LEAST_0] = 0
     """number of steps of all ranks that are recorded in timeline.json; 0: none"""
+    mlflow: str = ""
+    """MLflow tracking server or store that also gets the records, such as http://host:5000; empty: none"""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """records for Weights & Biases: offline writes them to the run folder, for wandb sync"""
 
 
 @dataclass(frozen=True)

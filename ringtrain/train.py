@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringtrain import config_io, data, strategies
 from ringtrain.config import Config
-from ringtrain.errors import RingtrainError
+from ringtrain.errors import RingtrainError, RunDirectoryError
 from ringtrain.models import lazy_keras
 from ringtrain.monitor import journal
 from ringtrain.protocol import failures, status
@@ -135,7 +135,7 @@ def setup(
     # Before TensorFlow uses a device: it would allocate memory on the host's first GPU for every rank.
     strategy = elastic.Elastic(config) if hvd.elastic.is_on() else make(config, group)
     pinning = strategy.begin()
-    strategy.together(tracking.check_packages)
+    strategy.together(lambda: tracking.check(config.tracking))
     attempt, events = Attempt.from_environment(), journal.Journal()
     return Process(
         config=strategy.together(lambda: resume.started_again(config, attempt)),
@@ -250,6 +250,7 @@ def training(run: RunContext) -> Iterator[None]:
         if run.monitor:
             stack.enter_context(run.monitor)
         run.callbacks = Callbacks(run, progress)
+        stack.enter_context(run.callbacks.trackers)
         yield
         if run.clock.epoch_complete or strategy.resumes_within_epochs:
             run.callbacks.saver.finish()
@@ -261,6 +262,7 @@ def training(run: RunContext) -> Iterator[None]:
 
 def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
     """Verifies once more what was saved, and writes the run's results. Returns the summary and the exit code."""
+    from ringtrain.lab.report import cli as report
     from ringtrain.monitor import heartbeat
     from ringtrain.run import tracking
 
@@ -277,6 +279,10 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
         exit_code=stop.exit_code,
         **strategy.place(),
     )
+    if run.callbacks.trackers.links:
+        with contextlib.suppress(RunDirectoryError):
+            report.write_page(run.folder)
+        run.callbacks.trackers.end(stop.exit_code, summary)
     if run.timeline:
         run.timeline.close()  # last: with many ranks and steps it takes a while
     run.lock.release()

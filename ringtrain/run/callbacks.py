@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import keras
 
 from ringtrain import hvd
-from ringtrain.monitor import fault_injection
+from ringtrain.config import Config
+from ringtrain.monitor import fault_injection, trackers
 from ringtrain.run import saver, stopping, tracking
 from ringtrain.run.console import Progress
 
@@ -29,6 +31,8 @@ class Callbacks:
         self.stop = stopping.StopTogether(run)
         self.plateau = stopping.Plateau(run, self.stop)
         self.saver = saver.Saver(run, self.plateau.values, lambda: self.stop.save_is_due, faults.while_saving)
+        wanted = run.config if run.rank == 0 else Config()
+        self.trackers = hvd.run_together(lambda: trackers.Trackers(wanted, dataclasses.asdict(run.numbers), run.folder))
         self.recorder = tracking.Recorder(run, progress) if run.rank == 0 else None
         self.ordered = [
             run.clock,  # counts the step, which all others read

@@ -36,6 +36,8 @@ A_CALLBACK = "a callback"
 """why a run was stopped: one of its callbacks has set `stop_training`"""
 USUAL = {"accuracy": "{:.2%}", "loss": "{:.4f}"}
 """metrics that are shown with the result, and their format"""
+RANKS_WIDTHS = (8, 8, 8, 10, 10)
+"""columns of the table of slow ranks after its first two, which are 28 wide"""
 BAR_WIDTH, RESULT_WIDTH = 40, 72
 """maximum number of columns of the progress bar, and of the rows of a result, where words allow it"""
 
@@ -280,11 +282,13 @@ def show_result(console: Console, folder: Path, summary: Mapping[str, Any], proo
     }
     wrap = functools.partial(textwrap.wrap, width=RESULT_WIDTH - 15, break_long_words=False, break_on_hyphens=False)
     rows = {name: f"\n{'':<15}".join(wrap(value)) for name, value in rows.items()}
+    rows |= summary.get("tracked", {})
     rows |= {"files": f"{folder}/", "next": f"ringtrain report {shlex.quote(str(folder))}"}  # whole, to be pasted
     console.print()
     _show_rows(console, rows)
-    # A narrow terminal breaks it between words: the checksum stays in one piece.
-    console.print(proof, highlight=False, markup=False, soft_wrap=not console.is_terminal, style="bold")
+    # A terminal breaks it between words: the checksum stays in one piece. Programs that read it get one line.
+    width = min(RESULT_WIDTH, console.width) if console.is_terminal else None
+    console.print(proof, highlight=False, markup=False, soft_wrap=width is None, width=width, style="bold")
 
 
 def show_ranks(console: Console, ranks: Sequence[Mapping[str, Any]], slow: Sequence[int]) -> None:
@@ -300,7 +304,8 @@ def show_ranks(console: Console, ranks: Sequence[Mapping[str, Any]], slow: Seque
 
 
 def _line_of(console: Console, first: str, cells: Sequence[str]) -> None:
-    text = f"{first:<14} {cells[0]:<13}" + "".join(f"{cell:>10}" for cell in cells[1:])
+    text = f"{first:<14} {cells[0]:<13}"
+    text += "".join(f"{cell:>{width}}" for cell, width in zip(cells[1:], RANKS_WIDTHS, strict=True))
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 

@@ -22,7 +22,9 @@ import tensorflow as tf
 
 import ringtrain
 from ringtrain import hvd
+from ringtrain.config import TrackingConfig
 from ringtrain.errors import CheckpointError, MissingDependency
+from ringtrain.monitor import trackers
 from ringtrain.optim.optimizers import last_learning_rate
 from ringtrain.optim.schedules import Schedule, curve, schedule_of
 from ringtrain.protocol.env import ALONE, COLLECTIVES
@@ -33,6 +35,10 @@ from ringtrain.run.run_folder import METRICS, NO_METRICS, STEPS, plain, write_su
 
 if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
+
+
+POSITION = ("global_step", "time_s")
+"""keys of a record that say where in the run it is"""
 
 
 class Recorder(keras.callbacks.Callback):
@@ -155,10 +161,11 @@ class Recorder(keras.callbacks.Callback):
         }
         with self._disk_may_be_full():
             self._append(file_name, json.dumps(plain(record)))
+        shown = {prefix + name: one for name, one in record.items() if name not in POSITION and np.ndim(one) == 0}
+        self.run.callbacks.trackers.log(self.global_step, record["time_s"], shown)
         with self._disk_may_be_full(), self.summaries.as_default():
-            for name, value in record.items():
-                if name not in ("global_step", "time_s") and np.ndim(value) == 0:
-                    tf.summary.scalar(prefix + name, value, step=self.global_step)
+            for name, value in shown.items():
+                tf.summary.scalar(name, value, step=self.global_step)
         return record
 
 
@@ -238,8 +245,10 @@ def draw_curves(
     figure.savefig(folder / "curves.png", dpi=120)
 
 
-def check_packages() -> None:
-    """Raises MissingDependency before training, not after hours of it, if a package for the run's files is missing."""
+def check(config: TrackingConfig) -> None:
+    """Raises before training, not after hours of it, if a package or a server for the run's records is missing."""
+    if hvd.rank() == 0:
+        trackers.check(config)
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingDependency("matplotlib draws curves.png and is not installed: pip install 'ringtrain[train]'")
 
@@ -285,6 +294,7 @@ def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
         "saves": callbacks.saver.saves,
         "fit_s": time.time() - run.started,
         "started": run.started,
+        **({"tracked": links} if (links := callbacks.trackers.links) else {}),
         "hosts": run.hosts,
         "git_revision": consistency.git_revision(Path.cwd()),
         **facts,

@@ -124,7 +124,7 @@ def test_an_epochs_line_and_the_checksum_fit_into_80_columns():
     show_ranks(console, [{"rank": rank, "host": "host12", **times} for rank in (0, 1)], [1])
     *_, head, _, second = output.getvalue().splitlines()
     assert head.split() == ["ms", "per", "step", "host", "step", "input", "compute", "callbacks", "wait"]
-    assert second.startswith("rank 1 slow") and second.endswith("      52.3") and len(second) <= 80
+    assert second.startswith("rank 1 slow") and second.endswith("      52.3") and len(head) == len(second) <= 72
 
 
 @pytest.mark.parametrize(("resume", "more"), [("auto", ""), ("never", " --run.resume auto")])
@@ -169,8 +169,16 @@ def test_a_finished_run_tells_how_long_it_took_and_what_to_look_at_in_72_columns
     assert max(map(len, lines)) <= 72
     assert "time           3 min 12 s of training, 1 h 1 min in all" in lines
     assert lines[-3:] == ["next           ringtrain report runs/digits-20261120-110602", "", "proof"]
+    # A terminal gets what was verified in 72 columns as well, a program that reads it in one line.
+    verified = Ring(Config()).proof({"num_ranks": 2, "checksum": "aa1822a1d28747a5"}, "averaged")
+    output.seek(0)
+    output.truncate()
+    show_result(console, Path("runs/a"), summary, verified, 3700.0)
+    assert (verified in output.getvalue().splitlines()) is not is_terminal and len(verified) > 72
+    assert max(len(line) for line in output.getvalue().splitlines() if line != verified) <= 72
     # A path is not broken, since it would not work when pasted.
-    output.truncate(0)
+    output.seek(0)
+    output.truncate()
     show_result(console, Path("/data/with a space/" + 80 * "a"), summary, "proof", 3700.0)
     assert f"'/data/with a space/{80 * 'a'}'\n" in output.getvalue()
 

@@ -18,6 +18,7 @@ from ringtrain.lab.report.run_folder import Run
 from ringtrain.lab.tables import Table
 from ringtrain.monitor import journal, trace
 
+PAGE = "report.html"
 MAX_EVENTS = 100
 AS_NUMBERS = ("save", "commit", "training")
 """journal events that are reported as numbers"""
@@ -57,14 +58,24 @@ def main(options: argparse.Namespace) -> int:
         print(journal.printable(html.markdown(title, told)), end="")
     if options.out or not options.markdown:
         first = read[0].folder if read else paths[0].parent
-        out = Path(options.out) if options.out else first / "report.html"
-        try:
-            out.write_text(html.html(title, told), encoding="utf-8")
-        except OSError as error:
-            raise RunDirectoryError(f"{out}: cannot be written: {error.strerror}: choose another --out") from error
+        out = Path(options.out) if options.out else first / PAGE
+        _write(out, title, told)
         if not options.markdown:
             print(out)
     return 0
+
+
+def write_page(folder: Path) -> None:
+    """Writes the page about one run into its folder."""
+    run = run_folder.read(folder)
+    _write(folder / PAGE, run.name, sections([run]))
+
+
+def _write(out: Path, title: str, told: Sequence[Section]) -> None:
+    try:
+        out.write_text(html.html(title, told), encoding="utf-8")
+    except OSError as error:
+        raise RunDirectoryError(f"{out}: cannot be written: {error.strerror}: choose another --out") from error
 
 
 def names_of(read: Sequence[Run]) -> list[str]:
