@@ -214,7 +214,7 @@ MUTANTS = (
             '"sqrt": math.sqrt',
             '"sqrt": lambda k: k',
         ),
-        f"{UNIT}/test_schedules.py::test_the_rate_follows_from_the_global_batch_alone",
+        f"{UNIT}/test_config.py::test_derived_numbers",
     ),
     Mutant(
         *("a forecast without the system's time per byte", "lab/forecast/network.py"),
