@@ -101,6 +101,7 @@ class _Wrong:
         return [self.change(*pair) for pair in zip(gradients, self.right(gradients, variables, local), strict=True)]
 
 
+@only(np=2, launcher="mpi")
 def the_check_names_a_sum_in_place_of_the_average_for_every_optimizer():
     """And an optimizer that reduces nothing, or takes one rank's gradients for all."""
     wrongs = {
