@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -13,11 +14,13 @@ from typing import Any
 import lab
 import launching
 import mpis
+import planning
 import pytest
 
 from ringtrain.cluster.hosts import Host
-from ringtrain.cluster.job import Job, Plan
+from ringtrain.cluster.job import Flag, Job, Plan
 from ringtrain.cluster.plans import horovodrun, mpirun
+from ringtrain.errors import LaunchError
 
 TIMEOUT_S = 120  # far above what anything here takes
 
@@ -212,6 +215,122 @@ def test_more_ranks_than_slots(dialect: str, folder: Path) -> None:
     job = replace(job_for(dialect, folder, (Host("localhost", many),)), num_ranks=many, oversubscribe=True)
     run_here(plan_for(job, dialect), job.environment)
     assert len(ranks(folder)) == many
+
+
+def on_this_host(dialect: str, job: Job, folder: Path) -> Plan:
+    """The plan of a job for other hosts, with this host in their place and every other word as it is.
+
+    Its ranks leave a file each in folder/seen.
+    """
+    of_one_host = job_for(dialect, folder, ONE_HOST)
+    job = replace(
+        job,
+        command=("sh", "-c", 'touch "$0/$$"', str(folder / "seen"), *job.command),
+        environment=of_one_host.environment,
+        forward=of_one_host.forward,
+        working_directory=job.working_directory and of_one_host.working_directory,
+        output=job.output and str(folder / "logs"),
+        allow_root=of_one_host.allow_root,
+        files_folder=of_one_host.files_folder,
+    )
+    if job.bind == "core":
+        job = replace(job, num_ranks=2, hosts=TWO_HOSTS[:1] * 2, threads_per_rank=1)
+    plan = plan_for(job, dialect)
+    names, here = {host.name for host in job.hosts}, f"localhost:{job.num_ranks}"
+
+    def of_this_host(word: str) -> str:
+        return here if {part.partition(":")[0] for part in word.split(",")} <= names else word
+
+    flags = tuple(replace(flag, words=tuple(map(of_this_host, flag.words))) for flag in plan.flags)
+    return replace(plan, flags=flags, files=dict.fromkeys(plan.files, f"{here}\n"))
+
+
+def test_every_job_of_the_golden_files_is_taken_by_that_mpis_own_parser(dialect: str, folder: Path) -> None:
+    for name, job in planning.JOBS.items():
+        if job.bind == "core" and len(os.sched_getaffinity(0)) < 2:
+            continue
+        try:
+            plan = on_this_host(dialect, job, folder)
+        except LaunchError:
+            continue  # the golden file says so
+        run_here(plan, job_for(dialect, folder, ONE_HOST).environment)
+        seen = list((folder / "seen").iterdir())
+        assert len(seen) == (2 if job.bind == "core" else job.num_ranks), name
+        for path in seen:
+            path.unlink()
+    # The negative control: it does not take any word.
+    unknown = replace(plan, flags=(*plan.flags, Flag(("-no-such-flag", "1"), "")))
+    with pytest.raises(AssertionError, match="no-such-flag"):
+        run_here(unknown, job_for(dialect, folder, ONE_HOST).environment)
+    assert not list((folder / "seen").iterdir())
+
+
+def listed(program: Path) -> str:
+    """All parameters that an Open MPI, or its launcher PRRTE, knows."""
+    path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
+    return launching.run(0, [program, "--all"], TIMEOUT_S, env={"PATH": path}).stdout
+
+
+def test_every_parameter_of_a_plan_is_known_to_that_mpi(dialect: str, folder: Path) -> None:
+    """Open MPI ignores names that it does not know, as every MPI ignores variables: a misspelled one does nothing."""
+    used: dict[str, set[str]] = {"--mca": set(), "--prtemca": set(), "variable": set()}
+    for job in planning.JOBS.values():
+        try:
+            plan = mpirun.plan(job, dialect)
+        except LaunchError:
+            continue
+        for flag, name in itertools.pairwise(plan.argv):
+            if flag in used:
+                used[flag].add(name)
+        threads = {"OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"}  # not the MPI's
+        used["variable"] |= {name for name in plan.env if not name.startswith("RINGTRAIN_")} - threads
+    bin_dir = mpis.bin_folder(dialect)
+    if dialect.startswith("openmpi"):
+        known = {"--mca": listed(bin_dir / "ompi_info")}
+        if dialect == "openmpi5":
+            known["--prtemca"] = listed(bin_dir / "prte_info")
+        assert {flag for flag, names in used.items() if names} == set(known)
+        for flag, text in known.items():
+            assert [name for name in used[flag] if f'"{name}"' not in text] == []
+        assert '"no_such_parameter"' not in known["--mca"]
+        return
+    # Programs and libraries have the names of the variables that they read.
+    files = (path for path in bin_dir.parent.glob("[bl]i[nb]/**/*") if "site-packages" not in path.parts)
+    contents = [path.read_bytes() for path in {file.resolve() for file in files if file.is_file()}]
+    assert used["variable"] and not used["--mca"]
+    unknown = [name for name in used["variable"] if not any(name.encode() in content for content in contents)]
+    assert unknown == []
+    assert not any(b"MPIR_CVAR_NO_SUCH_VARIABLE" in content for content in contents)
+
+
+@pytest.mark.parametrize("launcher", ["horovodrun", "horovodrun-gloo", "horovodrun-elastic"])
+def test_every_job_of_the_golden_files_is_taken_by_horovods_own_parser(
+    launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And means to it what the job says."""
+    from horovod.runner import launch
+
+    for name, job in planning.JOBS.items():
+        try:
+            plan = planning.PLANNERS[launcher](job)
+        except LaunchError:
+            continue
+        words = plan.argv[plan.argv.index("ringtrain.cluster.horovod_driver") + 1 :]
+        monkeypatch.setattr("sys.argv", ["horovodrun", *words[2:]])  # without --export and its names
+        read = launch.parse_args()
+        assert read.command[-len(job.command) :] == [*job.command], name
+        assert (read.use_mpi, read.use_gloo) == (launcher == "horovodrun", launcher != "horovodrun")
+        assert read.ssh_port == (job.ssh_port or None)
+        if launcher == "horovodrun-elastic":
+            assert (read.min_num_proc, read.max_num_proc) == (1, 2 * job.num_ranks) and read.host_discovery_script
+        else:
+            assert read.num_proc == job.num_ranks
+            assert read.hosts == ",".join(f"{host.name}:{host.slots}" for host in job.hosts)
+        if job.bind == "core" and read.use_mpi:
+            assert read.binding_args == "--bind-to core --map-by slot:PE=4"
+    monkeypatch.setattr("sys.argv", ["horovodrun", "--no-such-option", *words[2:]])
+    with pytest.raises(SystemExit):
+        launch.parse_args()
 
 
 # Under Gloo a rank is a process that knows nothing of MPI.

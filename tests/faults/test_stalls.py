@@ -32,6 +32,16 @@ def summary(folder: Path) -> dict:
     return json.loads((folder / "run" / "summary.json").read_text())
 
 
+def waited_s(folder: Path, text: str, begin: str) -> float:
+    """Least time without progress before the job was ended: by its report, and by the journals from an event on."""
+    events = journal.read(folder / "run")
+    begin_s = max(event["time_s"] for event in events if event["event"] == begin)
+    end_s = min(event["time_s"] for event in events if event["event"] == "stall")
+    said = re.search(r"has made no progress for (\d+) s", text[text.rindex("ringtrain: rank") :])
+    assert said
+    return min(int(said[1]), end_s - begin_s)
+
+
 def left_over(folder: Path) -> list[str]:
     """Processes that still have the run's folder on their command line."""
     found = []
@@ -53,6 +63,7 @@ def test_a_rank_that_is_stopped_is_named(rank: int, launcher: str, tmp_path: Pat
     said = f"rank {rank} on {HOST} has made no progress for "
     where = f"at step {STEP}, in callbacks; no heartbeat: its process is stopped"
     assert re.search(rf"{said}\d+ s: {where}.*; rank {1 - rank} waits for it", stalled.stderr)
+    assert waited_s(tmp_path, stalled.stderr, begin="fault") >= 5
     if launcher == "ringtrain":
         last = stalled.stderr.rstrip().splitlines()[-1]
         assert last.startswith(f"ringtrain: rank 1 on {HOST} failed first: Stalled: {said}")
@@ -68,7 +79,7 @@ def test_a_rank_that_is_stopped_is_named(rank: int, launcher: str, tmp_path: Pat
 
 
 def test_the_stack_of_a_rank_that_hangs_names_the_function(tmp_path: Path) -> None:
-    hanging = ["--train.callbacks", "hanging:Hanging", "--health.stall-timeout", 5]
+    hanging = ["--train.callbacks", "hanging:Hanging", "--health.stall-timeout", 9]
     stalled = train(tmp_path, *hanging, launcher=tuple(LAUNCH))
     assert stalled.returncode == STALLED, stalled.stdout + stalled.stderr
     said = rf"rank 1 on {HOST} has made no progress for \d+ s: at step {STEP}, in callbacks; rank 0 waits for it"
@@ -78,6 +89,7 @@ def test_the_stack_of_a_rank_that_hangs_names_the_function(tmp_path: Path) -> No
     assert left_over(tmp_path) == []
     events = [event for event in journal.read(tmp_path / "run") if event["event"] == "stall"]
     assert {event["rank"] for event in events} == {0, 1}, "in every rank's journal"
+    assert waited_s(tmp_path, stalled.stderr, begin="training") >= 9
 
 
 def test_a_slow_rank_is_named_while_training_and_nobody_else(tmp_path: Path) -> None:

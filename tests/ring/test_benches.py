@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
+from pathlib import Path
 
-from launching import BIN, run
+from launching import BIN, ROOT, run
+from timed_job import NOTES, PAUSE_S
+
+HERE = Path(__file__).parent
 
 SMALL = ["--data.name", "synthetic", "--data.num-samples", 128, "--data.image-size", 8, "--model.name", "mlp"]
 LEAN = """
@@ -20,25 +26,50 @@ print("sklearn" in sys.modules, "matplotlib" in sys.modules)
 """
 
 
-def results_of(tmp_path, kind: str, np: int, *words: object) -> dict:
+def results_of(tmp_path, kind: str, np: int, *words: object, env: dict[str, str] | None = None) -> dict:
     out = tmp_path / f"{kind}.json"
     where = ["-np", np, "-H", f"localhost:{np}", "--turns", 1, "--out", out]
     command = [BIN / "ringtrain", "bench", kind, *map(str, [*where, *words])]
-    ended = run(0, command, 600, warm=kind != "startup")
+    ended = run(0, command, 600, env, warm=kind != "startup")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "median (p10 to p90)" in ended.stdout
     return json.loads(out.read_text())["results"]
 
 
-def test_startup_tells_stages_that_add_up(tmp_path):
-    found = results_of(tmp_path, "startup", 2, "--launcher", "horovodrun-gloo", "--", *SMALL)
+def test_startup_has_the_times_that_the_job_has_noted_by_itself(tmp_path):
+    """Each stage lasts from the one before it: between two notes lie at least the stages that begin and end there."""
+    before_s = time.time()
+    env = {NOTES: str(tmp_path / "notes"), "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}"}
+    job = ["--data.name", "timed_job:data", "--model.name", "timed_job:model", "--train.callbacks", "timed_job:Noting"]
+    found = results_of(tmp_path, "startup", 2, "--launcher", "horovodrun-gloo", "--", *job, env=env)
+    after_s = time.time()
     (launched,) = found["launched"].values()
     stages = {name: spread["median"] for name, spread in launched["stages_s"].items()}
-    assert list(stages)[:3] == ["process", "python", "libraries"] and min(stages.values()) >= 0
-    ending = stages.pop("ending")
-    assert ending > 0 and abs(sum(stages.values()) - launched["first_step_s"]["median"]) < 1e-6
+    begun, ended = {"command": before_s}, {}
+    for name, begin_s, end_s in map(json.loads, (tmp_path / "notes").read_text().splitlines()):
+        begun[name], ended[name] = begin_s, end_s
+    assert list(begun) == ["command", "data", "model", "step 1", "step 2"]
+
+    def of(first: str, last: str) -> float:
+        names = list(stages)
+        return sum(stages[name] for name in names[names.index(first) : names.index(last) + 1])
+
+    rounded_s = 0.02
+    # At least what was noted within them, ...
+    assert of("data", "data") > ended["data"] - begun["data"] - rounded_s
+    assert of("model", "model") > ended["model"] - begun["model"] - rounded_s
+    assert of("data", "model") > ended["model"] - begun["data"] - rounded_s
+    assert of("model", "training") > ended["step 1"] - begun["model"] - rounded_s
+    # ... and at most what was noted around them.
+    assert of("model", "model") < begun["step 1"] - ended["data"] + rounded_s
+    assert of("agreement", "training") < begun["step 2"] - ended["model"] + rounded_s
+    assert of("process", "training") < begun["step 2"] - begun["command"] + rounded_s
+    assert abs(launched["first_step_s"]["median"] - of("process", "training")) < 1e-6
+    assert 0 < stages["ending"] < after_s - ended["step 2"]
+    assert min(stages.values()) >= 0
     plain = found["plain_s"]
-    assert 0 < plain["imported"]["median"] < plain["built"]["median"]
+    assert plain["built"]["median"] - plain["imported"]["median"] > PAUSE_S
+    assert plain["imported"]["median"] > 0
 
 
 def test_checkpoint_compares_the_same_bytes_and_leaves_nothing(tmp_path):

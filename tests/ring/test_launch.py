@@ -259,15 +259,18 @@ def test_the_second_signal_ends_at_once(launch) -> None:
 
 
 def test_after_sigterm_ranks_that_do_not_end_are_ended(launch) -> None:
-    started = launch(*ringtrain("--grace", "1", "--", *shell(f"printf loading >&2; {DEAF}")))
+    """Not before the time they have, which the launcher counts from a moment after the signal is sent."""
+    started = launch(*ringtrain("--grace", "2", "--", *shell(f"printf loading >&2; {DEAF}")))
     started.wait_for_ranks()
     shown = b""
     while shown.count(b"loading") < 2:  # not only when the line ends, or the rank
         shown += os.read(started.process.stderr.fileno(), 4096)
+    sent_s = time.monotonic()
     started.process.send_signal(signal.SIGTERM)
     code, stderr = started.end()
+    assert time.monotonic() - sent_s > 2
     assert code == 128 + signal.SIGTERM
-    assert "killed in 1 s (--grace)" in stderr
+    assert "killed in 2 s (--grace)" in stderr
     assert started.left() == {}
 
 

@@ -116,9 +116,10 @@ def test_two_at_once_killed_and_gone_on_with_none_is_lost_and_none_done_twice(tm
 
 
 def test_asha_ends_a_trial_that_falls_behind_by_the_launchers_own_way(tmp_path):
-    """On one slot, so that the better one is there to compare with."""
+    """One at a time, since each has both slots, so that the better one is there to compare with."""
     space = '"optimizer.learning-rate" = [0.01, 1e-9]\n'
-    ended = run(0, command(tmp_path, space, "-H", "localhost:1", "--prune", "asha"), TIMEOUT_S, warm=True)
+    slots = ["-H", "localhost:2", "--ranks-per-trial", "2"]
+    ended = run(0, command(tmp_path, space, *slots, "--prune", "asha"), TIMEOUT_S, warm=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     good, bad = json.loads((tmp_path / "swept" / "results.json").read_text())["results"]["trials"]
     assert (good["state"], good["epochs"], bad["state"]) == ("complete", EPOCHS, "pruned")
@@ -126,4 +127,7 @@ def test_asha_ends_a_trial_that_falls_behind_by_the_launchers_own_way(tmp_path):
     run_of_bad = tmp_path / "swept" / "trial-0001"
     summary = json.loads((run_of_bad / "summary.json").read_text())
     assert summary["stopped_by"] == "SIGTERM" and summary["in_sync"]  # it has saved, and ended with its proof
+    better = json.loads((tmp_path / "swept" / "trial-0000" / "summary.json").read_text())
+    assert summary["num_ranks"] == better["num_ranks"] == 2
+    assert better["numbers"]["global_batch_size"] == 2 * 16
     assert signal.SIGTERM.name in (tmp_path / "swept" / "starts" / "trial-0001.log").read_text()

@@ -45,35 +45,6 @@ def horovods_own_wrapper_trains_a_model_per_rank():
     assert small.spread(model) > 1e-3
 
 
-@only(np=2, launcher="mpi")
-def every_optimizer_of_keras_equals_big_batch():
-    made = {
-        "Adadelta": lambda: keras.optimizers.Adadelta(0.1),
-        "Adafactor": lambda: keras.optimizers.Adafactor(0.01),
-        "Adagrad": lambda: keras.optimizers.Adagrad(0.1),
-        "Adamax": lambda: keras.optimizers.Adamax(0.01),
-        "AdamW": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
-        "Ftrl": lambda: keras.optimizers.Ftrl(0.1),
-        "Lamb": lambda: keras.optimizers.Lamb(0.01),
-        "Lion": lambda: keras.optimizers.Lion(0.01),
-        "Muon": lambda: keras.optimizers.Muon(0.01),
-        "Nadam": lambda: keras.optimizers.Nadam(0.01),
-        "RMSprop": lambda: keras.optimizers.RMSprop(0.01, momentum=0.9),
-        "ScheduleFreeAdamW": lambda: keras.optimizers.ScheduleFreeAdamW(0.01),
-        "SGD": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
-        "Adam": lambda: keras.optimizers.Adam(0.01, amsgrad=True),
-    }
-    for name, make in made.items():
-        assert hvd.check_averaging(hvd.DistributedOptimizer(make())) == "averaged"
-        # Keras' Muon knows float32 only.
-        precision = {"dtype": "float32", "tolerance": 1e-4} if name == "Muon" else {}
-        _equals_big_batch(make, hvd.DistributedOptimizer, num_steps=3, **precision)
-    wrappers = {"LossScaleOptimizer", "MultiOptimizer", "Optimizer"}
-    classes = {name for name, value in vars(keras.optimizers).items() if isinstance(value, type)}
-    optimizers = {name for name in classes if issubclass(getattr(keras.optimizers, name), keras.optimizers.Optimizer)}
-    assert optimizers == set(made) | wrappers, "Keras has an optimizer that is not tried here"
-
-
 def clipping_decay_and_averages_come_after_the_reduction():
     for options in ({"clipnorm": 0.01}, {"global_clipnorm": 0.01}, {"clipvalue": 0.001}, {"weight_decay": 0.1}):
         _equals_big_batch(lambda options=options: keras.optimizers.SGD(0.1, momentum=0.9, **options))

@@ -1,0 +1,289 @@
+"""Breaks the code of each main claim in a worktree of its own, and shows whether the claim's test fails then.
+
+    python tests/support/mutants.py                  # all; exit code 1 if a mutant survives
+    python tests/support/mutants.py tests/unit       # those with this in their line: here those that take seconds
+    python tests/support/mutants.py --list
+
+It uses the last commit. Each test also runs unchanged first, since a test that fails anyway kills nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 900.0
+"""of one test; a mutant that makes it hang is killed as well"""
+FAILED = 1
+"""pytest's exit code where tests failed: any other than this and 0 is a mistake in the table"""
+
+
+class Mutant(NamedTuple):
+    claim: str
+    """what is broken"""
+    file: str
+    """in ringtrain/"""
+    text: str
+    """which the file has once"""
+    replacement: str
+    test: str
+    """that shows the claim, as pytest takes it"""
+
+    @property
+    def line(self) -> str:
+        return f"{self.claim:<54} {self.file:<32} {self.test}"
+
+    def apply(self, root: Path) -> None:
+        """Changes the file below a root; raises ValueError if its text is not there once, or SyntaxError."""
+        path = root / "ringtrain" / self.file
+        before = path.read_text(encoding="utf-8")
+        if before.count(self.text) != 1:
+            raise ValueError(f"{self.claim}: {path} has {self.text!r} {before.count(self.text)} times, expected once")
+        after = before.replace(self.text, self.replacement)
+        compile(after, path, "exec")
+        path.write_text(after, encoding="utf-8")
+
+
+def _property(name: str, np: int = 2) -> str:
+    return f"tests/ring/test_properties.py::test_property[mpi-{np}-{name}]"
+
+
+UNIT = "tests/unit"
+SUM = ('            "op": self.op,', '            "op": Sum if self.op == Average else self.op,')
+MUTANTS = (
+    # Gradients and weights
+    Mutant("a sum in place of the average", "hvd/reduction.py", *SUM, _property("averaging.adam_equals_big_batch")),
+    Mutant(
+        *("a sum, noticed by the check before training", "hvd/reduction.py", *SUM),
+        _property("optimizers.the_check_names_a_sum_in_place_of_the_average_for_every_optimizer"),
+    ),
+    Mutant(
+        *("a check before training that takes any result", "hvd/sync.py"),
+        *("if not np.allclose(result, expected, rtol=1e-3):", "if not np.all(np.isfinite(result)):"),
+        _property("optimizers.the_check_names_a_sum_in_place_of_the_average_for_every_optimizer"),
+    ),
+    Mutant(
+        *("no broadcast", "hvd/sync.py", "[v for v in variables if id(v) not in local]", "variables[:0]"),
+        _property("agreeing.broadcast_model_makes_everything_equal_but_seeds"),
+    ),
+    Mutant(
+        *("optimizers that are not broadcast", "hvd/sync.py", "variables = [*model.weights, *(", "variables = [*("),
+        _property("agreeing.broadcast_model_makes_everything_equal_but_seeds"),
+    ),
+    Mutant(
+        *("ranks out of step that nothing notices", "hvd/sync.py", "if len(set(gathered)) > 1:", "if not gathered:"),
+        _property("agreeing.a_disturbed_weight_is_named"),
+    ),
+    Mutant(
+        *(
+            "a rank that fails alone",
+            "hvd/sync.py",
+            "        if other is not None:\n",
+            "        if rank == horovod.rank() and other:\n",
+        ),
+        _property("agreeing.ranks_fail_together_or_not_at_all"),
+    ),
+    # Samples
+    Mutant(
+        *("no shards: every rank trains the first", "data/sharding.py"),
+        *("return order[:, rank * batch_size : (rank + 1) * batch_size]", "return order[:, :batch_size]"),
+        f"{UNIT}/test_sharding.py::test_no_sample_comes_twice_and_every_rank_makes_the_same_steps",
+    ),
+    Mutant(
+        *("every rank evaluates the first shard", "data/sharding.py"),
+        *("part_of(-(-num_samples // whole), rank, size)", "part_of(-(-num_samples // whole), 0, size)"),
+        f"{UNIT}/test_sharding.py::test_evaluation_covers_every_sample_once",
+    ),
+    Mutant(
+        *("the same samples left out in each epoch", "data/sharding.py"),
+        *("order[(epoch * rest + np.arange(rest)) % num_samples]", "order[np.arange(rest)]"),
+        f"{UNIT}/test_sharding.py::test_samples_take_turns_at_being_left_out",
+    ),
+    Mutant(
+        *("a resumed run at the beginning of its epoch", "data/pipeline.py"),
+        *("divmod(first_step, steps_per_epoch)", "(first_step // steps_per_epoch, 0)"),
+        f"{UNIT}/test_data.py::test_training_may_begin_at_any_step_of_the_run",
+    ),
+    Mutant(
+        *("an elastic ledger that takes repeated samples", "monitor/journal.py"),
+        *("if (its_epoch, begin) != (epoch, position) and begin < end:", "if its_epoch != epoch:"),
+        f"{UNIT}/test_journal.py::test_what_is_false_is_noticed",
+    ),
+    Mutant(
+        *("elastic ranks that train each other's samples", "data/pipeline.py"),
+        *(".reshape(-1, per_step)[:, first:last]", ".reshape(-1, per_step)[:, : last - first]"),
+        "tests/faults/test_elastic.py::test_ranks_come_and_go_and_nothing_is_different",
+    ),
+    # Checkpoints
+    *(
+        Mutant(
+            *(f"a checkpoint without flushing {what}", "run/checkpoint.py", text, "pass"),
+            f"{UNIT}/test_checkpoint.py::test_files_are_flushed_before_the_rename_and_the_folder_after_it",
+        )
+        for what, text in (
+            ("its files", "os.fsync(file.fileno())"),
+            ("its manifest", "os.fsync(text.fileno())"),
+            ("its folder", "_flush(unfinished)"),
+            ("the folder above it", "_flush(folder)"),
+        )
+    ),
+    Mutant(
+        *("a checkpoint whose files are not verified", "run/checkpoint.py"),
+        *('if checksum != expected["sha256"]:', "if not checksum:"),
+        f"{UNIT}/test_checkpoint.py::test_any_byte_flipped_or_cut_off_is_noticed",
+    ),
+    # Launch, limits and stops
+    Mutant(
+        *("--grace ignored", "cluster/supervisor.py"),
+        *("return time.monotonic() + self.options.grace if is_final", "return time.monotonic() if is_final"),
+        f"{UNIT}/test_time_limits.py",
+    ),
+    Mutant(
+        *("--grace of a constant length", "cluster/supervisor.py"),
+        *("return time.monotonic() + self.options.grace if is_final", "return time.monotonic() + 8 if is_final"),
+        f"{UNIT}/test_time_limits.py",
+    ),
+    Mutant(
+        *(
+            "--start-timeout ignored",
+            "cluster/supervisor.py",
+            "now > began_s + self.options.start_timeout",
+            "now > began_s + 60",
+        ),
+        f"{UNIT}/test_time_limits.py",
+    ),
+    Mutant(
+        *("a stall timeout shorter than slow steps", "monitor/diagnosis.py"),
+        *("return max(timeout_s, TIMES_MEDIAN * max(row.times.step_s for row in rows))", "return timeout_s"),
+        f"{UNIT}/test_diagnosis.py::test_how_long_nobody_may_make_progress",
+    ),
+    Mutant(
+        *("no agreement of the ranks on when to stop", "run/stopping.py"),
+        *("        if run.size > 1:\n            local = hvd", "        if run.size > 99:\n            local = hvd"),
+        "tests/ring/test_fit.py::test_job[2-a_kept_fit_ends_on_all_ranks]",
+    ),
+    Mutant(
+        *(
+            "the last failure in place of the first",
+            "protocol/reader.py",
+            "failure.is_consequence, failure.time_s",
+            "failure.is_consequence, -failure.time_s",
+        ),
+        f"{UNIT}/test_exit_cause.py::test_the_first_cause_is_said_last_with_its_code",
+    ),
+    Mutant(
+        *("--give-up-on ignored", "cluster/restart.py", "if options.give_up_on and", "if not options.give_up_on and"),
+        f"{UNIT}/test_restart.py",
+    ),
+    Mutant(
+        *("values on a command line", "cluster/plans/openmpi.py"),
+        *('for word in ("-x", name)', 'for word in ("-x", f"{name}={job.environment.get(name)}")'),
+        f"{UNIT}/test_plans.py::test_no_value_of_the_environment_is_in_a_plan",
+    ),
+    Mutant(
+        *(
+            "a misspelled parameter of Open MPI",
+            "cluster/plans/openmpi.py",
+            "odls_base_sigkill_timeout",
+            "odls_base_kill_timeout",
+        ),
+        "tests/cluster/test_dialects.py::test_every_parameter_of_a_plan_is_known_to_that_mpi",
+    ),
+    Mutant(
+        *("heartbeats of programs without the token", "protocol/transport.py"),
+        *(
+            "hmac.compare_digest(connection.received, self._greeting)",
+            "len(connection.received) == len(self._greeting)",
+        ),
+        f"{UNIT}/test_transport.py",
+    ),
+    # Figures
+    Mutant(
+        *(
+            "square-root scaling of the learning rate that is linear",
+            "derived.py",
+            '"sqrt": math.sqrt',
+            '"sqrt": lambda k: k',
+        ),
+        f"{UNIT}/test_config.py::test_derived_numbers",
+    ),
+    Mutant(
+        *("a forecast without the system's time per byte", "lab/forecast/network.py"),
+        *('"mpi": Transport(TCP, 0.71, 0.38', '"mpi": Transport(TCP, 0.0, 0.38'),
+        f"{UNIT}/test_forecast.py",
+    ),
+    Mutant(
+        *("building the model counted as reading data", "train.py"),
+        *('    stages.done("data")\n', '    add_model(process, job, config)\n    stages.done("data")\n'),
+        "tests/ring/test_benches.py::test_startup_has_the_times_that_the_job_has_noted_by_itself",
+    ),
+)
+
+
+def passes(test: str, root: Path) -> tuple[bool, float]:
+    """Runs one test in a root; returns whether it passes, and seconds. Raises RuntimeError if it cannot be run."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test]
+    # Python files are compared by size and by the second of their change: a mutant could run as the one before.
+    env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(root)}
+    begin_s = time.monotonic()
+    with subprocess.Popen(
+        command, cwd=root, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as ran:
+        try:
+            output, _ = ran.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            ran.send_signal(signal.SIGINT)  # then it ends what it has started
+            ran.communicate()
+            return False, time.monotonic() - begin_s
+    if ran.returncode not in (0, FAILED):
+        raise RuntimeError(f"{test}: pytest ended with {ran.returncode}:\n{output[-2000:]}")
+    return ran.returncode == 0, time.monotonic() - begin_s
+
+
+def git(*words: str | Path) -> None:
+    subprocess.run(["git", "-C", ROOT, *words], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def main() -> int:
+    """Prints a line for each chosen mutant."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="mutants with one of these in their line (all)")
+    parser.add_argument("--list", action="store_true", help="print the lines and exit")
+    options = parser.parse_args()
+    chosen = [one for one in MUTANTS if not options.words or any(word in one.line for word in options.words)]
+    if options.list:
+        print("\n".join(one.line for one in chosen))
+        return 0
+    survived = 0
+    with tempfile.TemporaryDirectory(prefix="ringtrain-mutants-") as folder:
+        root = Path(folder, "worktree")
+        git("worktree", "add", "--detach", root, "HEAD")
+        try:
+            unchanged = functools.cache(lambda test: passes(test, root)[0])
+            for one in chosen:
+                if not unchanged(one.test):
+                    print(f"no test   {one.line}: it fails without a mutant", flush=True)
+                    survived += 1
+                    continue
+                one.apply(root)
+                lives, seconds = passes(one.test, root)
+                survived += lives
+                print(f"{'SURVIVED' if lives else 'killed  '} {seconds:5.0f} s  {one.line}", flush=True)
+                git("-C", root, "checkout", "--", ".")
+        finally:
+            git("worktree", "remove", "--force", root)
+    print(f"{len(chosen)} mutants, {survived} not killed")
+    return int(survived > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
