@@ -200,7 +200,7 @@ class Trackers:
         self._new.put(Record(global_step, time_s, values))
 
     def end(self, exit_code: int, summary: Mapping[str, Any]) -> None:
-        """Sends summary and files of a run that is complete, or was stopped (exit code above 0), and waits."""
+        """Sends summary and files of a run that a signal has stopped (exit code above 0), or nothing, and waits."""
         files = [self.folder / name for name in FILES if (self.folder / name).exists()]
         facts = {name: value for name, value in summary.items() if isinstance(value, int | float | str)}
         self._end(END_S, "KILLED" if exit_code else "FINISHED", facts, files)
