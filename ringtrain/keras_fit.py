@@ -12,7 +12,7 @@ import sys
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ringtrain import data, strategies
 from ringtrain.config import Config, changed_options, with_values
@@ -78,7 +78,8 @@ def fit(
         model: Compiled model, with any loss. It may be unbuilt.
         x, y, sample_weight: Arrays with the rows first, or nests of them: NumPy, tensors, pandas, sparse or ragged. Or
             x gives batches, the same on all ranks, of which each is a step of all ranks together: a `tf.data.Dataset`,
-            a `keras.utils.PyDataset`, or a generator.
+            a `keras.utils.PyDataset`, or a generator. Or x is a function (rank, number of ranks) that returns such
+            batches for this rank alone; a step is then one batch of each rank, all with the same number of rows.
         name: Folder of the run in `runs`. "": its time, so that nothing is resumed.
         batch_size: Rows of a step on all ranks. None: 32. With `batch_per_rank`: on each rank.
         epochs: Passes over the data, including those before a resume.
@@ -263,14 +264,20 @@ def _job(process: Process, model: keras.Model, arguments: data.FitArguments) -> 
     from ringtrain import hvd
     from ringtrain.strategies import script
 
-    size, rank = hvd.size(), hvd.rank()
+    size, rank, strategy = hvd.size(), hvd.rank(), cast(script.Script, process.strategy)
     batch_size = (arguments.batch_size or 32) * (size if arguments.batch_per_rank else 1)
     train, test = data.inputs(arguments, batch_size)
     validation = script.validation_of(arguments, test, batch_size, "val_")
     _prepare(process, model, train, batch_size)
     num_train = len(train)
+    more = {}
     if isinstance(train, data.Stream):
-        batch_size, num_train = train.batch_size, num_train * train.batch_size
+        batch_size = train.batch_size * (size if train.is_shard else 1)
+        num_train *= batch_size
+        if train.is_shard:
+            more = {"shard": f"{train.num_batches} batches of its own on each rank"}
+            if size > 1:
+                strategy.unlike_one_process.append("each rank has batches of its own")
     numbers = adopt(process, model, train.kind, num_train, len(test), batch_size)
     users = [one for one in arguments.callbacks if rank == 0 or type(one).__name__ not in ON_RANK_0]
     data_set = data.DataSet(train, test, 0, ())
@@ -283,7 +290,7 @@ def _job(process: Process, model: keras.Model, arguments: data.FitArguments) -> 
         model=model,
         users_callbacks=[*users, keras.callbacks.History()],
         validation=validation,
-        plan=plan_of(process, model, numbers, train.on_resume),
+        plan={**plan_of(process, model, numbers, train.on_resume), **more},
     )
 
 

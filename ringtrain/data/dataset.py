@@ -25,6 +25,11 @@ class Split:
         return frozenset()
 
     @property
+    def must_be_equal(self) -> str:
+        """What to change where the ranks' batches differ in what must be equal."""
+        return "give dataset.shuffle a seed, and make the same random operations on all ranks, also before the dataset"
+
+    @property
     def error(self) -> DataError | None:
         """Error of the first sample that this process could not read, if it was not to be skipped; it ends the run."""
         return None

@@ -5,7 +5,7 @@ A function that `data.name` names may return these arguments, too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any
@@ -66,6 +66,8 @@ def arguments_of(name: str, result: Any) -> FitArguments:
                 f"{name}: returned a dict with {', '.join(map(str, result)) or 'nothing'}, expected arguments of fit,"
                 f" x and some of {', '.join(OF_DATA[1:])}: batch_size and epochs are train.batch_size and train.epochs"
             )
+        if callable(result["x"]):
+            raise DataError(f"{name}: x is a function: only a script with ringtrain.fit can pass one")
         return FitArguments(**result)
     if _is_batches(result):
         return FitArguments(x=result)
@@ -114,10 +116,8 @@ def inputs(given: FitArguments, batch_size: int) -> tuple[Arrays | Stream, Split
     """Returns training and validation data; raises DataError for what `fit` cannot divide over ranks."""
     from keras.src.trainers.data_adapters import array_slicing
 
-    stream = _stream(
-        given.x, given.class_weight, given.steps_per_epoch, given.epochs, given.shuffle is True, given.seed
-    )
-    if stream:
+    how = (given.class_weight, given.steps_per_epoch, given.epochs, given.shuffle is True, given.seed)
+    if stream := _shard(given.x, *how) if callable(given.x) else _stream(given.x, *how):
         _check_stream(stream, given)
         return stream, _validation(given.validation_data, given, batch_size)
     if given.steps_per_epoch:
@@ -154,6 +154,21 @@ def _validation(held_out: Any, given: FitArguments, batch_size: int) -> Split:
     arrays = Arrays(*keras.utils.unpack_x_y_sample_weight(held_out))
     rows = given.validation_batch_size or batch_size
     return arrays.first(steps * rows) if steps else arrays
+
+
+def _shard(function: Callable[[int, int], Any], *how: Any) -> Stream:
+    """Stream of the batches that a function of rank and number of ranks returns for this rank alone."""
+    from ringtrain import hvd
+
+    result = function(hvd.rank(), hvd.size())
+    stream = _stream(result, *how)
+    if stream is None:
+        raise DataError(
+            f"ringtrain.fit: x is a function, which returned {type(result).__name__}, expected the batches of one rank:"
+            f" a tf.data.Dataset, a PyDataset or a generator"
+        )
+    stream.is_shard, stream.kind = True, f"{stream.kind}, a shard of {hvd.size()}"
+    return stream
 
 
 def _stream(
@@ -220,7 +235,8 @@ def _check_arrays(argument: str, nest: Any) -> None:
         kind = f"{wrong[0].__module__}.{wrong[0].__name__}" if wrong else "nothing"
         raise DataError(
             f"ringtrain.fit: got {kind} for {argument}, expected arrays in memory (NumPy, tensors or pandas, also in"
-            f" dicts and tuples), a tf.data.Dataset, a PyDataset or a generator"
+            f" dicts and tuples), a tf.data.Dataset, a PyDataset or a generator, or a function of rank and number of"
+            f" ranks that returns one"
         )
 
 

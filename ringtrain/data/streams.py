@@ -43,13 +43,14 @@ class Stream(Split):
     Attributes:
         num_batches: Of an epoch.
         is_held_out: Whether these are validation data, of which each rank evaluates other batches.
+        is_shard: Whether these are batches of one rank alone, instead of all ranks' together.
         on_resume: What a resumed run has to read again.
 
     Raises:
         DataError: The number of batches is infinite or 0, or less than `steps` for each epoch.
     """
 
-    is_held_out = False
+    is_held_out = is_shard = False
 
     def __init__(
         self, kind: str, dataset: tf.data.Dataset, steps: int | None = None, epochs: int = 1, batch_size: int = 1
@@ -79,6 +80,12 @@ class Stream(Split):
 
     def __len__(self) -> int:
         return self.num_batches
+
+    @property
+    def must_be_equal(self) -> str:
+        if self.is_shard:
+            return "batches of a step must have as many rows on every rank: use batch(n, drop_remainder=True)"
+        return super().must_be_equal
 
     def checksum(self) -> int:
         """Checksum of length, shapes and dtypes, and the first batch of validation data, whose order must be fixed.
@@ -190,14 +197,17 @@ class PyDatasetStream(Stream):
 class StreamRows:
     """One rank's rows of each batch of a stream, which all ranks read whole; as `RowBatches`.
 
-    On several ranks, a batch comes as (float64 [2], batch): the rank's share, and the fingerprint of the whole batch.
+    On several ranks, a batch comes as (float64 [2], batch): the rank's share, and what must be equal on all ranks, the
+    fingerprint of the whole batch or, of a shard, the number of its rows.
     """
 
     def __init__(self, stream: Stream, rank: int, size: int) -> None:
         self.stream, self.steps = stream, stream.num_batches
-        self.is_even, self.has_empty_parts = size == 1, size > 1
+        self.is_even, self.has_empty_parts = size == 1, size > 1 and not stream.is_shard
         rows = stream.dataset
-        if size > 1:
+        if size > 1 and stream.is_shard:
+            rows = rows.map(lambda *batch: _counted(batch[0] if len(batch) == 1 else batch))
+        elif size > 1:
             rows = rows.map(lambda *batch: _cut(batch[0] if len(batch) == 1 else batch, rank, size))
         self.dataset = ahead(rows)
 
@@ -240,6 +250,13 @@ def _cut(batch: Any, rank: int, size: int) -> tuple[tf.Tensor, Any]:
     fingerprint = tf.math.floormod(tf.add_n([_fingerprint(leaf) for leaf in leaves]), MODULUS)
     part = tf.nest.map_structure(lambda leaf: _rows(leaf, begin, end), batch)
     return tf.stack([share, tf.cast(fingerprint, tf.float64)]), part
+
+
+def _counted(batch: Any) -> tuple[tf.Tensor, Any]:
+    import tensorflow as tf
+
+    rows = tf.cast(_num_rows(tf.nest.flatten(batch)[0]), tf.float64)
+    return tf.stack([tf.ones_like(rows), rows]), batch
 
 
 def _num_rows(leaf: Any) -> tf.Tensor:

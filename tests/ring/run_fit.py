@@ -17,6 +17,7 @@ import kept_jobs
 import keras
 import keras_jobs
 import numpy as np
+import sharded_jobs
 import tensorflow as tf
 from fit_alike import (
     CLASSES,
@@ -497,7 +498,7 @@ def main() -> None:
         keras.config.set_floatx("float32" if name == "arrays_and_metrics" else "float64")
         keras.utils.clear_session()
         try:
-            (globals() | vars(keras_jobs) | vars(kept_jobs) | vars(configured_jobs))[name]()
+            (globals() | vars(keras_jobs) | vars(kept_jobs) | vars(configured_jobs) | vars(sharded_jobs))[name]()
             outcome = ""
         except Exception:
             outcome = traceback.format_exc()
