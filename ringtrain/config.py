@@ -126,6 +126,8 @@ class OptimizerConfig:
     """maximum global norm of the averaged gradient, which is scaled down to it; use it against divergence. 0: none"""
     accumulation_steps: Annotated[int, rule.AT_LEAST_1] = 1
     """steps whose gradients are averaged into one update; multiplies the global batch by this number"""
+    jit: bool = False
+    """compile the update with XLA: adam and adamw take less time, and differ in the last bits"""
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,14 @@ from ringtrain.hvd.reduction import Reduction, scaled
 from ringtrain.hvd.step_timing import PLACE
 
 
-def distribute(optimizer: Any, reduction: Reduction, backward_passes: int) -> Any:
+def distribute(optimizer: Any, reduction: Reduction, backward_passes: int, jit_update: bool = False) -> Any:
     """Makes an optimizer reduce, in place; `backward_passes` 1 keeps its `gradient_accumulation_steps`."""
     base = type(optimizer)
     mixin = _DistributedMulti if isinstance(optimizer, keras.optimizers.MultiOptimizer) else _Distributed
     if backward_passes > 1:
         _accumulate(optimizer, backward_passes)
-    subclass = saved_as_its_base(mixin, base, {"reduction": reduction, "_local_keys": set(), "_reduced_before": []})
+    attributes = {"reduction": reduction, "jit_update": jit_update, "_local_keys": set(), "_reduced_before": []}
+    subclass = saved_as_its_base(mixin, base, attributes)
     # Not optimizer.__class__ = ...: Keras and TensorFlow would track it as an attribute.
     object.__setattr__(optimizer, "__class__", subclass)
     return optimizer
@@ -169,6 +170,7 @@ class _Reducing(keras.optimizers.Optimizer):
     """Base of both mixins; the attributes are set on the subclass."""
 
     reduction: Reduction
+    jit_update: bool
     _local_keys: set[Any]
     _reduced_before: list[bool]
 
@@ -262,6 +264,18 @@ class _Distributed(_Reducing):
             self.gradient_norm.note(reduced)
         return super()._clip_gradients(reduced)
 
+    def _backend_update_step(self, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
+        update = super()._backend_update_step
+        if not self.jit_update or any(isinstance(gradient, tf.IndexedSlices) for gradient in grads):
+            update(grads, trainable_variables, learning_rate)
+            return
+
+        @tf.function(autograph=False, jit_compile=True)
+        def compiled(grads: Any, rate: Any) -> None:
+            update(grads, trainable_variables, rate)
+
+        compiled(list(grads), tf.convert_to_tensor(learning_rate))
+
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         update = super().update_step
         is_sgd = getattr(update, "__func__", None) is keras.optimizers.SGD.update_step
@@ -288,6 +302,6 @@ class _DistributedMulti(_Reducing):
         super().build(var_list)
         for optimizer in self._inner_optimizers:
             if not distributed(optimizer):
-                distribute(optimizer, self.reduction, 1)
+                distribute(optimizer, self.reduction, 1, self.jit_update)
             type(optimizer)._local_keys = self._local_keys
             type(optimizer)._reduced_before = self._reduced_before

@@ -38,6 +38,7 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
     deterministic: bool = False,
+    jit_update: bool = False,
 ) -> keras.optimizers.Optimizer:
     """Makes an optimizer reduce its gradients over all ranks before it clips, decays and applies them.
 
@@ -65,6 +66,8 @@ def DistributedOptimizer(
         scale_local_gradients: Divide gradients of local variables (see `register_local_var`) by the number of ranks.
         deterministic: Addition of ringtrain. Send all dense gradients as one vector, so that with more than two ranks
             the order of additions is the same in every step and run. Also set HOROVOD_FUSION_THRESHOLD=0.
+        jit_update: Addition of ringtrain. Compile the update of the weights with XLA, unless a gradient is sparse. Adam
+            and AdamW take less time. The weights differ in the last bits from those without.
 
     Returns:
         `optimizer`, with the new method `register_local_var(variable)`, which excludes a variable from the reduction.
@@ -110,10 +113,12 @@ def DistributedOptimizer(
                 f"{type(optimizer).__name__} has a check_finite of its own, with which one rank may skip a step while "
                 "the others wait: write keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(inner))"
             )
-        optimizer.inner_optimizer = distribute(optimizer.inner_optimizer, reduction, backward_passes_per_step)
+        optimizer.inner_optimizer = distribute(
+            optimizer.inner_optimizer, reduction, backward_passes_per_step, jit_update
+        )
         object.__setattr__(optimizer, "register_local_var", optimizer.inner_optimizer.register_local_var)
         return optimizer
-    return distribute(optimizer, reduction, backward_passes_per_step)
+    return distribute(optimizer, reduction, backward_passes_per_step, jit_update)
 
 
 def PartialDistributedOptimizer(

@@ -30,7 +30,14 @@ if TYPE_CHECKING:
 
 _HOROVOD = ("hvd.op", "hvd.compression", "hvd.fusion_mb", "hvd.cycle_time_ms", "hvd.groups", "tracking.timeline_steps")
 _NOT_IN_TENSORFLOW = (
-    *(*_HOROVOD, "hvd.deterministic", "optimizer.accumulation_steps", "model.sync_batch_norm", "train.jit"),
+    *(
+        *_HOROVOD,
+        "hvd.deterministic",
+        "optimizer.accumulation_steps",
+        "model.sync_batch_norm",
+        "train.jit",
+        "optimizer.jit",
+    ),
     *("checkpoint.saved_model", "train.precision mixed_float16"),
 )
 HOROVOD_VARIABLES = {

@@ -32,6 +32,7 @@ class Ring(Strategy):
             device_dense=self.device_of_sums,
             device_sparse=self.device_of_sums,
             deterministic=options.deterministic or self.config.strategy.name == "mpi-ring",
+            jit_update=self.config.optimizer.jit,
         )
 
     def fit(self, run: RunContext, part: Segment) -> None:
