@@ -396,9 +396,7 @@ def nearest(name: str, known: Collection[str]) -> str:
 def changed_options(config: Config) -> dict[str, Any]:
     """Options that differ from their defaults, by dotted name."""
     default = Config()
-    return {
-        name: value_of(config, name) for name in option_types() if value_of(config, name) != value_of(default, name)
-    }
+    return {name: value for name in option_types() if (value := value_of(config, name)) != value_of(default, name)}
 
 
 def value_of(config: Config, option: str) -> Any:
