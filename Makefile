@@ -13,7 +13,7 @@ smoke:
 
 # Tests of one process run two at a time; tests that start ranks one at a time, beside those on hosts of their own.
 test: test-unit
-	launch/setup.sh python -m pytest -n 2 --dist loadgroup -m "not unit and not slow" tests
+	launch/setup.sh python tests/support/lanes.py -m "not slow"
 	@echo "Left out: the tests marked slow, and what was skipped for the reasons above. All of them: make test-all"
 
 test-unit:
@@ -21,7 +21,7 @@ test-unit:
 
 test-all:
 	status=0; launch/setup.sh python -m pytest -n 2 --dist worksteal tests/unit || status=1; \
-		launch/setup.sh python -m pytest -n 2 --dist loadgroup -m "not unit" tests || status=1; exit $$status
+		launch/setup.sh python tests/support/lanes.py || status=1; exit $$status
 
 chaos:
 	RINGTRAIN_CHAOS=full launch/setup.sh python -m pytest tests/faults

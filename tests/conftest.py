@@ -21,8 +21,6 @@ LAUNCH = {
     *("test_parameter_servers", "test_begin", "test_run"),
 }
 """files in ring/ that start `ringtrain launch` or a command that uses it"""
-OF_THEIR_OWN = ("cluster", "spark")
-"""folders whose tests wait most of the time, and have hosts or a Spark of their own: they run beside all others"""
 
 QUICK: dict[str, tuple[str, ...]] = {
     "test_deterministic": ("test_the_same_command_gives_the_same_weights[True]",),
@@ -74,7 +72,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         folder, file = item.path.parent.name, item.path.stem
         item.add_marker("launch" if file in LAUNCH else FOLDERS[folder])
-        item.add_marker(pytest.mark.xdist_group("hosts" if folder in OF_THEIR_OWN else "machine"))
         if "spark" in file and folder != "unit":
             item.add_marker("spark")
         name = getattr(item, "originalname", item.name)

@@ -1,0 +1,32 @@
+"""Runs two lists of tests beside each other: those with hosts or a Spark of their own, which mostly wait, and all others.
+
+python tests/support/lanes.py [OPTION OF PYTEST ...]
+
+The output of the first list comes when both have ended; the exit code is 0 if all tests have passed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+
+WAITING, OTHERS = ("tests/cluster", "tests/spark"), ("tests/ring", "tests/faults")
+
+
+def main(options: Sequence[str]) -> int:
+    pytest = [sys.executable, "-m", "pytest", *options]
+    with tempfile.TemporaryFile() as said:
+        beside = subprocess.Popen([*pytest, *WAITING], stdout=said, stderr=subprocess.STDOUT)
+        try:
+            others = subprocess.run([*pytest, *OTHERS], check=False).returncode
+        finally:
+            waiting = beside.wait()
+        said.seek(0)
+        sys.stdout.buffer.write(said.read())
+    return waiting or others
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
