@@ -1,4 +1,4 @@
-"""Runs two lists of tests beside each other: those with hosts or a Spark of their own, which often wait, and the others.
+"""Runs two lists of tests beside each other: those with hosts or a Spark of their own, and all others.
 
 python tests/support/lanes.py [OPTION OF PYTEST ...]
 
