@@ -44,8 +44,9 @@ def enter(folder: str, argv: Sequence[str]) -> None:
         os.setsid()
         if os.isatty(0):
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it; what it starts should not
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        # Python ignores the first two, and a shell the others in what it starts in the background.
+        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
         try:
             os.chdir(folder)
