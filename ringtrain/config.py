@@ -128,6 +128,8 @@ class OptimizerConfig:
     """steps whose gradients are averaged into one update; multiplies the global batch by this number"""
     jit: bool = False
     """compile the update with XLA: adam and adamw take less time, and differ in the last bits"""
+    sharded: bool = False
+    """divide the optimizer's slots among the ranks, which saves memory; not for lars and lamb"""
 
 
 @dataclass(frozen=True)
@@ -412,9 +414,3 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
         sections.setdefault(section, {})[key] = value
     changed = {name: dataclasses.replace(getattr(config, name), **new) for name, new in sections.items() if name}
     return dataclasses.replace(config, **changed, **sections.get("", {}))
-
-
-def lower_is_better(metric: str) -> bool:
-    """Returns whether a metric improves as it falls, by its name: losses and errors do, all others do not."""
-    of_losses = ("loss", "error", "mae", "mape", "mse", "msle", "bce", "crossentropy", "hinge", "divergence", "poisson")
-    return any(word in metric for word in of_losses)

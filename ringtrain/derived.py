@@ -123,3 +123,9 @@ def derive(config: Config, num_ranks: int, num_train: int, num_test: int, rows_p
         warmup_steps=steps_of(schedule.warmup_epochs),
         milestone_steps=tuple(steps_of(epochs) for epochs in schedule.milestones),
     )
+
+
+def lower_is_better(metric: str) -> bool:
+    """Returns whether a metric improves as it falls, by its name: losses and errors do, all others do not."""
+    of_losses = ("loss", "error", "mae", "mape", "mse", "msle", "bce", "crossentropy", "hinge", "divergence", "poisson")
+    return any(word in metric for word in of_losses)

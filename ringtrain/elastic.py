@@ -76,6 +76,8 @@ class Elastic(Ring):
             raise ConfigError(
                 "optimizer.accumulation_steps: got more than 1 in an elastic run, which commits whole steps: 1"
             )
+        if config.optimizer.sharded:
+            raise ConfigError("optimizer.sharded: a rank that is lost would take its slots along: leave it out")
         if config.tracking.timeline_steps:
             raise ConfigError(
                 "tracking.timeline_steps: got more than 0 in an elastic run, whose ranks join and leave: 0"

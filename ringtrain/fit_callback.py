@@ -17,12 +17,12 @@ from ringtrain.errors import ConfigError
 from ringtrain.hvd.callbacks import refuse_other_batches
 from ringtrain.hvd.keras_patches import distributed
 from ringtrain.monitor import journal
-from ringtrain.run import checkpoint, console, evaluation
+from ringtrain.run import console, evaluation, model_state
 from ringtrain.run.context import Job, Process, RunContext, Validation
 from ringtrain.strategies.script import Script, unchanged_afterwards
 
-WITHIN_EPOCHS = ("checkpoint.every_steps", "checkpoint.every_minutes")
-"""options that need a resume within an epoch"""
+ONLY_IN_FIT = ("checkpoint.every_steps", "checkpoint.every_minutes", "optimizer.jit", "optimizer.sharded")
+"""options that need a resume within an epoch, or an optimizer that ringtrain makes distributed"""
 
 
 class Run(keras.callbacks.Callback):
@@ -118,7 +118,7 @@ class Run(keras.callbacks.Callback):
         if self.batch_size < 1:
             raise ConfigError(f"hvd.callbacks.Run: got batch_size {self.batch_size}, expected at least 1")
         for option in changed_options(self.options):
-            if not option.startswith(keras_fit.OPTIONS) or option in WITHIN_EPOCHS:
+            if not option.startswith(keras_fit.OPTIONS) or option in ONLY_IN_FIT:
                 raise ConfigError(f"hvd.callbacks.Run: options set {option}: leave it out, or call ringtrain.fit")
         values = {"run.name": self.name, "run.resume": self.resume, "model.name": type(self.model).__name__}
         values |= {"optimizer.learning_rate_scaling": "none", "train.epochs": self.params["epochs"]}
@@ -141,7 +141,7 @@ class Run(keras.callbacks.Callback):
         return Job(
             data_set=data.DataSet(data.NoSamples(), data.NoSamples(), 0, ()),
             numbers=numbers,
-            checksums={"model": keras_fit.checksum_of_shapes(checkpoint.shapes_of(model.weights))},
+            checksums={"model": keras_fit.checksum_of_shapes(model_state.shapes_of(model.weights))},
             model=model,
             validation=Validation("val_"),
             plan={**plan, "data": "the script's own shards, which are not compared", "seed": "the script's own"},

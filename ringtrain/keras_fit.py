@@ -19,7 +19,7 @@ from ringtrain.config import Config, changed_options, with_values
 from ringtrain.derived import Numbers
 from ringtrain.errors import CheckpointError, ConfigError
 from ringtrain.monitor import fault_injection, journal
-from ringtrain.run import checkpoint, consistency
+from ringtrain.run import consistency
 from ringtrain.run.context import Job, Process, RunContext
 from ringtrain.run.setup import Named
 
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 OPTIONS = (
     *("run.directory", "checkpoint.", "device.", "health.", "hvd.", "tracking.", "chaos", "model.not_averaged"),
-    *("model.sync_batch_norm", "train.max_time_s", "train.check_every_steps", "strategy.name"),
+    *("model.sync_batch_norm", "optimizer.jit", "optimizer.sharded", "strategy.name"),
+    *("train.max_time_s", "train.check_every_steps"),
 )
 """Options of a configuration that `fit` takes; the others are arguments of `fit`, or the script's own."""
 STRATEGIES = ("ring", "mpi-ring")
@@ -262,6 +263,7 @@ def _job(process: Process, model: keras.Model, arguments: data.FitArguments) -> 
     import keras
 
     from ringtrain import hvd
+    from ringtrain.run import model_state
     from ringtrain.strategies import script
 
     size, rank, strategy = hvd.size(), hvd.rank(), cast(script.Script, process.strategy)
@@ -286,7 +288,7 @@ def _job(process: Process, model: keras.Model, arguments: data.FitArguments) -> 
     return Job(
         data_set=data_set,
         numbers=numbers,
-        checksums={**checksums, "model": checksum_of_shapes(checkpoint.shapes_of(model.weights))},
+        checksums={**checksums, "model": checksum_of_shapes(model_state.shapes_of(model.weights))},
         model=model,
         users_callbacks=[*users, keras.callbacks.History()],
         validation=validation,

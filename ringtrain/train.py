@@ -165,7 +165,7 @@ def agree(process: Process, job: Job | None = None) -> RunContext | Mapping[str,
     """
     from ringtrain import hvd
     from ringtrain.monitor import heartbeat, timeline
-    from ringtrain.run import tracking
+    from ringtrain.run import model_state, tracking
     from ringtrain.strategies import configured
 
     strategy, stages, rank, size = process.strategy, process.stages, hvd.rank(), hvd.size()
@@ -212,7 +212,7 @@ def agree(process: Process, job: Job | None = None) -> RunContext | Mapping[str,
         versions=tracking.versions(),
     )
     terminal = strategy.console()
-    console.show_plan(terminal, process, numbers, hosts, job.plan)
+    console.show_plan(terminal, process, numbers, hosts, {**job.plan, **model_state.plan_of_slots(job.model)})
     console.show_start(terminal, process, start)
     run = RunContext(
         **vars(process), **vars(job), hosts=hosts, start=start, folder=folder, gradients=gradients, terminal=terminal

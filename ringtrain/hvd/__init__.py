@@ -11,6 +11,7 @@ collectives:    init, shutdown, and Horovod's collectives for Keras variables
 optimizer:      distributed optimizers and gradient tapes, load_model
 distributed:    subclass that makes an optimizer reduce its gradients
 reduction:      reduction of gradients over the ranks
+sharded:        update of a part of the weights on each rank, with a part of the slots
 keras_patches:  patches of private Keras API (loss scale, XLA), and a check for Horovod's own wrapper
 callbacks:      broadcast, metric average, learning rate, best model, sync check
 batch_norm:     batch normalization over all ranks; averaged moving statistics
@@ -109,6 +110,7 @@ from ringtrain.hvd.collectives import (
     grouped_allreduce,
     init,
     num_copies,
+    part_of,
     reducescatter,
     scatter_bytes,
     shutdown,
@@ -123,6 +125,7 @@ from ringtrain.hvd.optimizer import (
     load_model,
 )
 from ringtrain.hvd.placement import check_placement
+from ringtrain.hvd.sharded import gather_slots, scatter_slots, slot_bytes
 from ringtrain.hvd.stall_watch import broadcast_variables
 from ringtrain.hvd.step_timing import during
 from ringtrain.hvd.sync import broadcast_model, check_averaging, check_in_sync, run_together

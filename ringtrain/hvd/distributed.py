@@ -17,13 +17,16 @@ import tensorflow as tf
 from ringtrain.errors import OutOfSync
 from ringtrain.hvd.keras_patches import distributed, innermost, saved_as_its_base
 from ringtrain.hvd.reduction import Reduction, scaled
+from ringtrain.hvd.sharded import Part, Shards
 from ringtrain.hvd.step_timing import PLACE
 
 
 def distribute(optimizer: Any, reduction: Reduction, backward_passes: int, jit_update: bool = False) -> Any:
     """Makes an optimizer reduce, in place; `backward_passes` 1 keeps its `gradient_accumulation_steps`."""
     base = type(optimizer)
-    mixin = _DistributedMulti if isinstance(optimizer, keras.optimizers.MultiOptimizer) else _Distributed
+    mixin = _Sharded if reduction.sharded else _Distributed
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        mixin = _DistributedMulti
     if backward_passes > 1:
         _accumulate(optimizer, backward_passes)
     attributes = {"reduction": reduction, "jit_update": jit_update, "_local_keys": set(), "_reduced_before": []}
@@ -51,15 +54,14 @@ class GradientNorm:
             self.wanted = wanted
             self._wanted.assign(wanted)
 
-    def note(self, gradients: Any) -> None:
-        """Adds the recording to the graph of an update."""
-
-        def norm() -> tf.Tensor:
-            # Dense, since a sparse gradient may contain a row several times. float32, since layers may differ in dtype.
-            dense = [tf.cast(tf.convert_to_tensor(gradient), tf.float32) for gradient in gradients]
-            return tf.linalg.global_norm(dense)
-
+    def note(self, norm: Callable[[], tf.Tensor]) -> None:
+        """Adds the recording of a norm, float32 [], to the graph of an update."""
         self._value.assign(tf.cond(self._wanted, norm, self._value.read_value))
+
+
+def _norm(gradients: Any) -> tf.Tensor:
+    # Dense, since a sparse gradient may contain a row several times. float32, since layers may differ in dtype.
+    return tf.linalg.global_norm([tf.cast(tf.convert_to_tensor(gradient), tf.float32) for gradient in gradients])
 
 
 def weigh_gradients(optimizer: Any, share: tf.Variable | None) -> None:
@@ -148,6 +150,14 @@ def refuse_bypassing(optimizer: Any) -> None:
 class _Local:
     """Replacement for a `Reduction` that returns this rank's gradients."""
 
+    def place(self) -> tuple[int, int]:
+        return 0, 1
+
+    def reduce_scatter(self, flat: Any, name: str) -> Any:
+        return flat
+
+    gather_parts = reduce_scatter
+
     def __call__(self, gradients: Any, variables: Any, local: Any) -> list[Any]:
         return list(gradients)
 
@@ -164,6 +174,15 @@ def _accumulate(optimizer: Any, backward_passes: int) -> None:
     if steps is None and optimizer.built:
         raise ValueError("backward_passes_per_step: the optimizer is built already; wrap it before compile and fit")
     optimizer.gradient_accumulation_steps = backward_passes
+
+
+def _refuse_overwritten(variables: Any) -> None:
+    for variable in variables:
+        if getattr(variable, "overwrite_with_gradient", False):
+            raise ValueError(
+                f"{variable.path} is overwritten by its gradient (float8), which ranks cannot average: use a dtype "
+                "policy of float32, mixed_bfloat16 or mixed_float16"
+            )
 
 
 class _Reducing(keras.optimizers.Optimizer):
@@ -223,12 +242,7 @@ class _Distributed(_Reducing):
     gradient_norm: GradientNorm | None = None
 
     def build(self, variables: Any) -> None:
-        for variable in variables:
-            if getattr(variable, "overwrite_with_gradient", False):
-                raise ValueError(
-                    f"{variable.path} is overwritten by its gradient (float8), which ranks cannot average: use a dtype "
-                    "policy of float32, mixed_bfloat16 or mixed_float16"
-                )
+        _refuse_overwritten(variables)
         super().build(variables)
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
@@ -261,7 +275,7 @@ class _Distributed(_Reducing):
         self._reached.append("hook")
         reduced = grads if self._reduced_before else self.reduce(grads, self._updated_variables)
         if self.gradient_norm is not None:
-            self.gradient_norm.note(reduced)
+            self.gradient_norm.note(lambda: _norm(reduced))
         return super()._clip_gradients(reduced)
 
     def _backend_update_step(self, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
@@ -293,6 +307,76 @@ class _Distributed(_Reducing):
 
     def _all_reduce_sum_gradients(self, grads_and_vars: Any) -> Any:
         return grads_and_vars  # Keras would sum over a tf.distribute strategy's copies here, after clipping
+
+
+class _Sharded(_Distributed):
+    """Mixin for a single optimizer that updates this rank's part of the weights: see sharded.py.
+
+    Keras applies gradients to the model's variables; clipping, decay, slots and updates are about segments of them.
+    """
+
+    _shards: Shards
+
+    def build(self, variables: Any) -> None:
+        _refuse_overwritten(variables)
+        object.__setattr__(self, "_shards", Shards(variables, *self.reduction.place()))
+        super().build(self._shards.segments)
+        known = {self._var_key(variable): place for place, variable in enumerate(variables)}
+        self._trainable_variables_indices.update(known)
+        object.__setattr__(self, "_trainable_variables", list(variables))
+
+    def add_variable_from_reference(self, reference_variable: Any, name: Any = None, initializer: Any = "zeros") -> Any:
+        part = Part(self._shards, next(i for i, one in enumerate(self._shards.segments) if one is reference_variable))
+        if name == "gradient_accumulator":  # reduced by the update only: whole until then
+            return super().add_variable_from_reference(part.variable, name, initializer)
+        slot = super().add_variable_from_reference(reference_variable, name, initializer)
+        slot.part_of = part
+        return slot
+
+    def register_local_var(self, var: Any) -> None:
+        raise ValueError("register_local_var: a sharded update reduces all gradients: leave out sharded=True")
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        super().apply(grads, self._trainable_variables if trainable_variables is None else trainable_variables)
+
+    def _clip_gradients(self, grads: Any) -> Any:
+        self._reached.append("hook")
+        given = dict(zip(self._places(self._updated_variables), grads, strict=True))
+        if self._reduced_before:
+            own = self._shards.own(given)
+        else:
+            PLACE.note_each("computed", self._updated_variables, grads)
+            own = self._shards.reduced(given, self.reduction)
+            PLACE.note("reduced", list(own.values()))
+        if self.gradient_norm is None and not self.global_clipnorm:
+            return super(_Distributed, self)._clip_gradients(list(own.values()))
+        wide = [part if part.dtype == tf.float64 else tf.cast(part, tf.float32) for part in own.values()]
+        squares = [tf.cast(tf.reduce_sum(tf.square(part)), tf.float64) for part in wide]
+        norm = tf.sqrt(self.reduction.sum_of_parts(tf.add_n(squares)))
+        if self.gradient_norm is not None:
+            self.gradient_norm.note(lambda: tf.cast(norm, tf.float32))
+        if not self.global_clipnorm:
+            return super(_Distributed, self)._clip_gradients(list(own.values()))
+        factor = self.global_clipnorm / tf.maximum(norm, self.global_clipnorm)
+        return [part * tf.cast(factor, part.dtype) for part in own.values()]
+
+    def _apply_weight_decay(self, variables: Any) -> None:
+        super()._apply_weight_decay(self._shards.load(self._places(variables)))
+
+    def _use_weight_decay(self, variable: Any) -> Any:
+        whole = self._shards.variables[self._get_variable_index(variable)]
+        return super()._use_weight_decay(whole if isinstance(variable, keras.Variable) else whole.value)
+
+    def _backend_update_step(self, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
+        places = self._places(trainable_variables)
+        super()._backend_update_step(grads, [self._shards.segments[place] for place in places], learning_rate)
+        self._shards.join(places, self.reduction)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Leaves the slots out of a saved model: this rank has a part of them only."""
+
+    def _places(self, variables: Any) -> list[int]:
+        return [self._get_variable_index(variable) for variable in variables]
 
 
 class _DistributedMulti(_Reducing):

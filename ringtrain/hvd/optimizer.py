@@ -19,6 +19,7 @@ from ringtrain.hvd.collectives import elastic, layer_variables, refuse_xla, tens
 from ringtrain.hvd.distributed import distribute, refuse_bypassing
 from ringtrain.hvd.keras_patches import distributed, innermost, refuse_horovods_own, teach_keras
 from ringtrain.hvd.reduction import Reduction
+from ringtrain.hvd.sharded import refuse_sharding
 from ringtrain.hvd.step_timing import PLACE
 
 
@@ -39,6 +40,7 @@ def DistributedOptimizer(
     scale_local_gradients: bool = True,
     deterministic: bool = False,
     jit_update: bool = False,
+    sharded: bool = False,
 ) -> keras.optimizers.Optimizer:
     """Makes an optimizer reduce its gradients over all ranks before it clips, decays and applies them.
 
@@ -68,6 +70,10 @@ def DistributedOptimizer(
             the order of additions is the same in every step and run. Also set HOROVOD_FUSION_THRESHOLD=0.
         jit_update: Addition of ringtrain. Compile the update of the weights with XLA, unless a gradient is sparse. Adam
             and AdamW take less time. The weights differ in the last bits from those without.
+        sharded: Addition of ringtrain. Divide the slots among the ranks (ZeRO stage 1; Rajbhandari et al. 2019, arXiv
+            1910.02054): each rank keeps the slots of 1 / size of the weights, updates these, and gathers the others.
+            For elementwise optimizers such as SGD, Adam and AdamW. Sparse gradients become dense. A model that is saved
+            by `model.save` has no slots; ringtrain's checkpoints have all.
 
     Returns:
         `optimizer`, with the new method `register_local_var(variable)`, which excludes a variable from the reduction.
@@ -104,7 +110,10 @@ def DistributedOptimizer(
         scale_local_gradients=scale_local_gradients,
         accumulated_scale=float(backward_passes_per_step) if sums_passes else 1.0,
         deterministic=deterministic,
+        sharded=sharded,
     )
+    if sharded:
+        refuse_sharding(optimizer, reduction)
     refuse_bypassing(innermost(optimizer))
     teach_keras()
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):

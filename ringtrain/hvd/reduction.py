@@ -37,6 +37,7 @@ class Reduction:
     scale_local_gradients: bool
     accumulated_scale: float = 1.0
     deterministic: bool = False
+    sharded: bool = False
     share: tf.Variable | None = field(default_factory=lambda: tf.Variable(1.0, trainable=False) if elastic() else None)
     _graphs: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -76,6 +77,7 @@ class Reduction:
             "groups": [len(group) for group in self.groups] if isinstance(self.groups, list) else self.groups,
             "factor after accumulation": self.accumulated_scale,
             "deterministic": self.deterministic,
+            "sharded": self.sharded,
         }
 
     def trial(self, probe: Callable[[int], Callable[[Any], Any]]) -> NDArray[Any]:
@@ -94,6 +96,39 @@ class Reduction:
                 tf.cast(flag, tf.int32), op=Min, name=name, ignore_name_scope=True, process_set=self.process_set
             )
         return tf.cast(lowest, tf.bool)
+
+    # ---- of a sharded update -----------------------------------------------------------------------------------------
+    def place(self) -> tuple[int, int]:
+        """This rank's number in its process set, and their number."""
+        return self.process_set.rank(), self.process_set.size()
+
+    def reduce_scatter(self, flat: tf.Tensor, name: str) -> tf.Tensor:
+        """Returns this rank's part of the reduced vectors of all ranks, of different lengths (`sharded.Shards`)."""
+        if self._alone():
+            return scaled(flat, self.accumulated_scale)
+        refuse_xla()
+        name = f"HorovodReducescatter_{unique_in_graph(self.name)}_{name}"
+        (part,) = PLACE.reducing(
+            self.process_set.size(), [flat], lambda: self._reduce_dense([flat], name, horovod.reducescatter)
+        )
+        return scaled(part, self.accumulated_scale)
+
+    def gather_parts(self, part: tf.Tensor, name: str) -> tf.Tensor:
+        """Returns the vectors of all ranks, joined in their order."""
+        if self._alone():
+            return part
+        name = f"HorovodAllgather_{unique_in_graph(self.name)}_{name}"
+        with tf.device(self.device_dense):
+            whole = horovod.allgather(_widened(part), name=name, ignore_name_scope=True, process_set=self.process_set)
+        return tf.cast(whole, part.dtype)
+
+    def sum_of_parts(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns the sum of a scalar over the ranks."""
+        if self._alone():
+            return value
+        name = f"HorovodAllreduce_{unique_in_graph(self.name)}_norm"
+        with tf.device(CPU):
+            return horovod.allreduce(value, op=Sum, name=name, ignore_name_scope=True, process_set=self.process_set)
 
     def _alone(self) -> bool:
         # Also outside of the process set, where Horovod does not change gradients.
@@ -140,7 +175,7 @@ class Reduction:
                 values, rows = _summed_by_row(values, rows, counts)
         return tf.IndexedSlices(tf.cast(values, gradient.dtype), rows, gradient.dense_shape)
 
-    def _reduce_dense(self, gradients: list[tf.Tensor], name: str) -> list[tf.Tensor]:
+    def _reduce_dense(self, gradients: list[tf.Tensor], name: str, reduce: Any = None) -> list[tf.Tensor]:
         tensors, factor = [_widened(gradient) for gradient in gradients], self.gradient_predivide_factor
         options = {
             "device_dense": self.device_dense,
@@ -159,7 +194,9 @@ class Reduction:
             after = before / self._num_ranks() if self.op == Average else before
             tensors = [scaled(tensor, 1.0 / before) for tensor in tensors]
             options |= {"op": Sum if self.op == Average else self.op, "prescale_factor": 1.0, "postscale_factor": 1.0}
-        if self._as_one():
+        if reduce is not None:
+            results = [reduce(tensor, **options) for tensor in tensors]
+        elif self._as_one():
             results = _joined(tensors, lambda flat: horovod.allreduce(flat, **options))
         elif self.groups is None:
             results = [horovod.allreduce(tensor, **options) for tensor in tensors]

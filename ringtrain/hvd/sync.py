@@ -22,6 +22,7 @@ from ringtrain.hvd.distributed import hands_on, probe
 from ringtrain.hvd.keras_patches import innermost, optimizers_of, refuse_horovods_own
 from ringtrain.hvd.placement import CPU
 from ringtrain.hvd.reduction import OP_WORDS, averaged_by_adasum
+from ringtrain.hvd.sharded import sharded_slots
 from ringtrain.hvd.step_timing import during
 
 T = TypeVar("T")
@@ -37,7 +38,8 @@ def broadcast_model(
 ) -> None:
     """Broadcasts the weights and optimizer state of `root_rank` to all ranks.
 
-    Keras' seed generators are not broadcast and differ between ranks. An optimizer that is not built yet is built.
+    Keras' seed generators are not broadcast and differ between ranks; each rank keeps its part of sharded slots. An
+    optimizer that is not built yet is built.
 
     Args:
         model: Built model, with the same architecture on every rank.
@@ -69,7 +71,8 @@ def check_in_sync(model: keras.Model, optimizer: Any = None) -> str:
 
     Each rank sends eight bytes per copy of the model in its process, and more only to name a difference. Excluded are
     seed generators, metrics, local weights (`weights_of_one_rank`, such as the moving statistics of batch
-    normalization), accumulated gradients that are not reduced yet, and variables registered as local with their slots.
+    normalization), accumulated gradients that are not reduced yet, variables registered as local with their slots, and
+    the slots of a sharded optimizer.
 
     Args:
         model: Built model.
@@ -232,8 +235,9 @@ def _checksum(value: Any) -> int:
 
 
 def _local_variables(model: keras.Model, optimizer: Any) -> Iterator[Any]:
-    """Yields accumulated gradients that are not reduced yet, and variables registered as local with their slots."""
+    """Yields accumulated gradients that are not reduced yet, sharded slots, and local variables with their slots."""
     optimizer = innermost(optimizer)
+    yield from sharded_slots(optimizer)
     parts = getattr(optimizer, "optimizers", [optimizer])
     for single in parts:
         yield from getattr(single, "_accumulated_gradients", ())

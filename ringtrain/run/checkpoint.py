@@ -15,7 +15,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -250,11 +250,6 @@ def _uncompiled(model: Any) -> Iterator[None]:
 
 def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
-def shapes_of(variables: Sequence[Any]) -> list[list[Any]]:
-    """Returns [name, shape, dtype] of each Keras variable, to identify a model."""
-    return [[variable.path, list(variable.shape), str(variable.dtype)] for variable in variables]
 
 
 def _score(path: Path, metric: str) -> float | None:

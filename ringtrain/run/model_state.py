@@ -17,6 +17,8 @@ from ringtrain.errors import CheckpointError
 from ringtrain.run import checkpoint
 
 Arrays = dict[str, NDArray[Any]]
+Slots = dict[int, NDArray[Any]]
+"""Whole slots of a sharded optimizer, by the id of this rank's part: see `hvd.gather_slots`."""
 NO_STATE = ("params", "min_delta")
 """attributes of callbacks that change, but are arguments; Keras changes the sign of min_delta once per object"""
 Spec = list[dict[str, tuple[str, tuple[int, ...]]]]
@@ -24,7 +26,7 @@ Spec = list[dict[str, tuple[str, tuple[int, ...]]]]
 
 
 def require_same_model(source: checkpoint.Checkpoint, model: keras.Model, weights_only: bool = False) -> None:
-    local = checkpoint.shapes_of(model.weights if weights_only else shared_variables(model))
+    local = shapes_of(model.weights if weights_only else shared_variables(model))
     saved = source.manifest["variables"][: len(local) if weights_only else None]
     for (name, *own), (other_name, *other) in zip(local, saved, strict=False):
         if own != other:
@@ -36,8 +38,22 @@ def require_same_model(source: checkpoint.Checkpoint, model: keras.Model, weight
         raise CheckpointError(f"{source.folder}: of another model: {len(saved)} variables, expected {len(local)}")
 
 
+def shapes_of(variables: Sequence[Any]) -> list[list[Any]]:
+    """Returns [name, shape, dtype] of each Keras variable, to identify a model; of a sharded slot the whole shape."""
+    parts = [hvd.part_of(variable) for variable in variables]
+    wholes = [part.variable if part else variable for part, variable in zip(parts, variables, strict=True)]
+    shapes = [list(variable.shape) for variable in wholes]
+    return [[one.path, shape, str(one.dtype)] for one, shape in zip(variables, shapes, strict=True)]
+
+
 def shared_variables(model: keras.Model) -> list[Any]:
     return [*model.weights, *(variable for one in hvd.optimizers_of(model) for variable in one.variables)]
+
+
+def plan_of_slots(model: keras.Model) -> dict[str, str]:
+    """Row of the plan on the optimizer's slots, if each rank has a part of them."""
+    own, whole = hvd.slot_bytes(hvd.optimizers_of(model))
+    return {"slots": f"sharded: {own / 1e6:,.1f} MB per rank, {whole / 1e6:,.1f} MB unsharded"} if own < whole else {}
 
 
 def seeds(model: keras.Model) -> list[Any]:
@@ -68,9 +84,17 @@ def places_to_save(model: keras.Model, digests: Sequence[Sequence[bytes]]) -> li
     return [place for place, one in enumerate(zip(*digests, strict=True)) if place < num_seeds or len(set(one)) > 1]
 
 
-def shared_state(model: keras.Model, own: list[Arrays], not_averaged: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns rank 0's weights and optimizer, with the mean over the ranks of moving statistics that differ."""
-    state = {f"{index:05d}": _held(variable) for index, variable in enumerate(shared_variables(model))}
+def shared_state(
+    model: keras.Model, own: list[Arrays], slots: Slots, not_averaged: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Returns rank 0's weights and optimizer, with the mean over the ranks of moving statistics that differ.
+
+    `slots`: result of `hvd.gather_slots`.
+    """
+    state = {
+        f"{index:05d}": storable(slots[id(variable)]) if hvd.part_of(variable) else _held(variable)
+        for index, variable in enumerate(shared_variables(model))
+    }
     places = {id(variable): f"{index:05d}" for index, variable in enumerate(own_variables(model))}
     averaged = {id(variable) for variable in hvd.moving_statistics(model, not_averaged)}
     for index, variable in enumerate(model.weights):
@@ -199,14 +223,19 @@ def by_rank(arrays: Mapping[str, NDArray[Any]], num_ranks: int) -> list[Arrays]:
     return own
 
 
-def assign(variables: list[Any], arrays: Mapping[str, NDArray[Any]], copy: int | None = None) -> None:
-    """Sets the variables that have an array, in all copies of the model or in one."""
+def assign(variables: list[Any], arrays: Mapping[str, NDArray[Any]], copy: int | None = None) -> Slots:
+    """Sets the variables that have an array, in all copies of the model or in one; returns whole sharded slots."""
+    slots: Slots = {}
     for index, variable in enumerate(variables):
         array = arrays.get(f"{index:05d}")
         if array is None:
             continue  # equal on all ranks, and therefore only in the shared state
+        if hvd.part_of(variable):
+            slots[id(variable)] = _loaded(variable, array)
+            continue
         array = _loaded(variable, array)
         (variable if copy is None else hvd.copies_of(variable)[copy]).assign(array)
+    return slots
 
 
 def _loaded(variable: Any, array: NDArray[Any]) -> NDArray[Any]:

@@ -31,7 +31,7 @@ FREE = (
     *("run.", "checkpoint.", "device.", "health.", "elastic.", "tracking.", "chaos", "data.dir", "data.file"),
     *("strategy.", "hvd.fusion_mb", "hvd.cycle_time_ms", "hvd.groups"),
     *("train.epochs", "train.batch_size", "train.max_time_s", "train.check_every_steps", "train.patience"),
-    "train.target_accuracy",
+    *("train.target_accuracy", "optimizer.sharded"),
 )
 SCALING = "optimizer.learning_rate_scaling"
 # May change if the resulting learning rate stays the same.
@@ -166,6 +166,8 @@ def restore(model: keras.Model, folder: Path | None, must: bool, config: Config,
 
     size, copies = hvd.size(), hvd.num_copies(model)
 
+    slots: model_state.Slots = {}
+
     def load() -> list[list[Arrays]] | None:
         """Loads the shared state; returns the local state of each rank: of its copies of the model, then metrics."""
         if newest is None:
@@ -174,7 +176,7 @@ def restore(model: keras.Model, folder: Path | None, must: bool, config: Config,
         model.optimizer.build(model.trainable_variables)
         model_state.require_same_model(newest, model)
         _require_whole_update(newest, numbers)
-        model_state.assign(model_state.shared_variables(model), newest.arrays("state"))
+        slots.update(model_state.assign(model_state.shared_variables(model), newest.arrays("state")))
         own = model_state.by_rank(newest.arrays("ranks"), newest.manifest["num_ranks"])
         metrics = [model_state.metrics_state(own, rank, size, copies) for rank in range(size)]
         same = len(own) == size * copies
@@ -194,6 +196,7 @@ def restore(model: keras.Model, folder: Path | None, must: bool, config: Config,
     hvd.broadcast_model(model, root_rank=0)
     if not spec:
         return start
+    hvd.scatter_slots(hvd.optimizers_of(model), slots)
     length = sum(model_state.num_bytes(*array) for one in spec for array in one.values())
     rows = [model_state.packed(states) for states in by_rank] if by_rank else None
     *own_states, metrics = model_state.unpacked(hvd.scatter_bytes(rows, length, name="ringtrain_own_state"), spec)

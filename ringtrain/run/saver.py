@@ -108,11 +108,12 @@ class Saver(keras.callbacks.Callback):
             )
         own = self._own_state(model_state.places_to_save(self.model, [one for copies, _ in reports for one in copies]))
         with hvd.during("reduce"):
+            slots = hvd.gather_slots(hvd.optimizers_of(self.model))
             rows = hvd.gather_bytes(model_state.packed(own), name="ringtrain_own_state")
         state = (
             None
             if rows is None
-            else self._state([one for row in rows for one in model_state.unpacked(row, model_state.spec(own))])
+            else self._state([one for row in rows for one in model_state.unpacked(row, model_state.spec(own))], slots)
         )
         self.saved_step = step
         stall_s = time.perf_counter() - begin_s
@@ -164,16 +165,16 @@ class Saver(keras.callbacks.Callback):
         bad = (weight.path for weight in self._floating if not tf.reduce_all(tf.math.is_finite(weight.value)))
         return next(bad, "")
 
-    def _state(self, own: list[Arrays]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _state(self, own: list[Arrays], slots: model_state.Slots) -> tuple[dict[str, Any], dict[str, Any]]:
         ranks = {f"{rank}/{name}": array for rank, arrays in enumerate(own) for name, array in arrays.items()}
         facts = {
             **self.facts,
             "metrics": self.metrics,
             "monitored": list(self.monitored),
             "num_ranks": len(own),
-            "variables": checkpoint.shapes_of(model_state.shared_variables(self.model)),
+            "variables": model_state.shapes_of(model_state.shared_variables(self.model)),
         }
-        state = model_state.shared_state(self.model, own, self.config.model.not_averaged)
+        state = model_state.shared_state(self.model, own, slots, self.config.model.not_averaged)
         if self.callback_state is not None:
             facts["callbacks"], arrays = self.callback_state.save()
             state |= arrays

@@ -19,7 +19,8 @@ import keras
 import numpy as np
 
 from ringtrain import hvd
-from ringtrain.config import Config, lower_is_better, nearest
+from ringtrain.config import Config, nearest
+from ringtrain.derived import lower_is_better
 from ringtrain.errors import ConfigError, DataError, NonFiniteLoss
 from ringtrain.monitor.journal import Journal
 from ringtrain.optim import optimizers

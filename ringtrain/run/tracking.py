@@ -274,6 +274,7 @@ def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
     skipped = set().union(*hvd.allgather_object(run.data_set.skipped, name="ringtrain_skipped"))
     callbacks, numbers = run.callbacks, run.numbers
     metrics, recorder = callbacks.saver.metrics, callbacks.recorder
+    slot_bytes, unsharded = hvd.slot_bytes(hvd.optimizers_of(run.model))
     summary = {
         "test_accuracy": metrics.get("test_accuracy"),
         "test_loss": metrics.get("test_loss"),
@@ -281,6 +282,8 @@ def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
         "images_per_s": recorder.images_per_s if recorder else math.nan,
         "num_ranks": numbers.num_ranks,
         "num_parameters": sum(math.prod(variable.shape) for variable in run.model.trainable_variables),
+        "slot_bytes": slot_bytes,
+        "slot_bytes_unsharded": unsharded,
         "global_step": run.clock.global_step,
         "stopped_by": callbacks.stop.stopped_by,
         "resumed_from": run.start.source,

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from ringtrain.strategies.base import Strategy
     from ringtrain.strategies.parameter_server.cluster import RankGroup
 
-_HOROVOD = ("hvd.op", "hvd.compression", "hvd.fusion_mb", "hvd.cycle_time_ms", "hvd.groups", "tracking.timeline_steps")
+_HOROVOD = (
+    *("hvd.op", "hvd.compression", "hvd.fusion_mb", "hvd.cycle_time_ms", "hvd.groups", "tracking.timeline_steps"),
+    "optimizer.sharded",
+)
 _NOT_IN_TENSORFLOW = (
     *(
         *_HOROVOD,

@@ -80,9 +80,10 @@ class Strategy:
         """Last line of a run: what was verified. `gradients`: how they were found to be averaged."""
         if summary["num_ranks"] == 1:
             return f"1 rank: nothing to compare, weights and optimizer {summary['checksum']}"
+        is_sharded = summary.get("slot_bytes", 0) < summary.get("slot_bytes_unsharded", 0)
         return (
-            f"{summary['num_ranks']} {self.copies_name} in step: gradients {gradients},"
-            f" weights and optimizer equal {summary['checksum']}"
+            f"{summary['num_ranks']} {self.copies_name} in step: gradients {gradients}, weights"
+            f"{'' if is_sharded else ' and optimizer'} equal {summary['checksum']}{'; slots sharded' * is_sharded}"
         )
 
     # ---- before training ---------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import keras
 
 from ringtrain import hvd
+from ringtrain.errors import ConfigError
 from ringtrain.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -23,17 +24,23 @@ class Ring(Strategy):
         return name if name != "ring" else ""
 
     def distribute(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-        options = self.config.hvd
-        return hvd.DistributedOptimizer(
-            optimizer,
-            op={"average": hvd.Average, "adasum": hvd.Adasum}[options.op],
-            compression=getattr(hvd.Compression, options.compression),
-            groups=options.groups or None,
-            device_dense=self.device_of_sums,
-            device_sparse=self.device_of_sums,
-            deterministic=options.deterministic or self.config.strategy.name == "mpi-ring",
-            jit_update=self.config.optimizer.jit,
-        )
+        options, sharded = self.config.hvd, self.config.optimizer.sharded
+        try:
+            return hvd.DistributedOptimizer(
+                optimizer,
+                op={"average": hvd.Average, "adasum": hvd.Adasum}[options.op],
+                compression=getattr(hvd.Compression, options.compression),
+                groups=options.groups or None,
+                device_dense=self.device_of_sums,
+                device_sparse=self.device_of_sums,
+                deterministic=options.deterministic or self.config.strategy.name == "mpi-ring",
+                jit_update=self.config.optimizer.jit,
+                sharded=sharded,
+            )
+        except ValueError as error:
+            if not str(error).startswith("sharded=True: "):
+                raise
+            raise ConfigError(str(error).replace("sharded=True", "optimizer.sharded", 1)) from error
 
     def fit(self, run: RunContext, part: Segment) -> None:
         run.model.fit(

@@ -84,6 +84,22 @@ def test_a_killed_run_goes_on_bit_for_bit(whole: Path, tmp_path: Path, step: int
     assert records(folder) == records(whole), "in the middle of an epoch, metrics go on with what they had seen"
 
 
+def test_a_run_goes_on_with_a_sharded_optimizer_and_back_bit_for_bit(whole: Path, tmp_path: Path) -> None:
+    """The ranks' parts of the slots are cut from a whole checkpoint, and gathered for one, also in mid-epoch."""
+    sharded = cut_off(whole, tmp_path / "sharded", STEPS_PER_EPOCH + 8)
+    finished = train(sharded, "--optimizer.sharded")
+    assert finished.returncode == 0, finished.stderr
+    assert "slots sharded" in finished.stdout
+    assert files_of(sharded) == files_of(whole)
+    ended = summary(sharded)
+    assert 0.5 <= ended["slot_bytes"] / ended["slot_bytes_unsharded"] < 0.51
+    back = cut_off(sharded, tmp_path / "back", 2 * STEPS_PER_EPOCH + 8)
+    finished = train(back)
+    assert finished.returncode == 0, finished.stderr
+    assert files_of(back) == files_of(whole)
+    assert summary(back)["checksum"] == summary(whole)["checksum"]
+
+
 def test_another_seed_ends_elsewhere(whole: Path, tmp_path: Path) -> None:
     """The negative control: were nothing compared, this would pass as well."""
     finished = train(tmp_path, "--seed", 1)

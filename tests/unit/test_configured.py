@@ -14,7 +14,8 @@ import pytest
 import tensorflow as tf
 
 from ringtrain import config_io, data, models
-from ringtrain.config import Config, DataConfig, ModelConfig, lower_is_better
+from ringtrain.config import Config, DataConfig, ModelConfig
+from ringtrain.derived import lower_is_better
 from ringtrain.errors import ConfigError, DataError
 from ringtrain.models import losses_metrics
 from ringtrain.run import log_capture

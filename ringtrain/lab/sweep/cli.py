@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain import config_io
-from ringtrain.config import Config, lower_is_better, option_types, value_of, with_values
+from ringtrain.config import Config, option_types, value_of, with_values
+from ringtrain.derived import lower_is_better
 from ringtrain.errors import HostsError, LaunchError, RunDirectoryError
 from ringtrain.lab import jobs, ranks, stats
 from ringtrain.lab import options as opt

@@ -1,0 +1,241 @@
+"""Sharded update, stage 1 of ZeRO: each rank keeps the slots of its part of the weights, and updates that part only.
+
+Rajbhandari et al. 2019 (arXiv 1910.02054), Xu et al. 2020 (arXiv 2004.13336). Gradients are reduced by a reducescatter
+of one vector, and the updated parts are joined by an allgather. Outside of the update a slot is a variable of this
+rank's part; `gather_slots` and `scatter_slots` convert to whole slots, for checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from ringtrain.hvd.backend import horovod
+from ringtrain.hvd.collectives import elastic, gather_bytes, part_of, scatter_bytes
+from ringtrain.hvd.keras_patches import innermost
+
+
+class Shards:
+    """Parts of an optimizer's variables: per dtype, one vector of all variables, cut as Horovod's reducescatter does.
+
+    Attributes:
+        variables: Variables of the model.
+        segments: For each, a variable with this rank's part of its values, of shape (n, 1, ...) with as many dimensions
+            and the same name, so that optimizers treat it alike; n may be 0.
+    """
+
+    def __init__(self, variables: Sequence[Any], rank: int, size: int) -> None:
+        self.variables, self.rank, self.size = list(variables), rank, size
+        self.groups: dict[str, list[int]] = {}
+        for place, variable in enumerate(self.variables):
+            self.groups.setdefault(str(variable.dtype), []).append(place)
+        self.segments = [self._segment(place) for place in range(len(self.variables))]
+
+    def ranges(self, rank: int) -> list[tuple[int, int]]:
+        """For each variable, the range of its flat values that belongs to a rank."""
+        ranges = [(0, 0)] * len(self.variables)
+        for places in self.groups.values():
+            lengths = [_length(self.variables[place]) for place in places]
+            share, rest = divmod(sum(lengths), self.size)
+            begin = rank * share + min(rank, rest)
+            end, offset = begin + share + (rank < rest), 0
+            for place, length in zip(places, lengths, strict=True):
+                low, high = (min(max(edge - offset, 0), length) for edge in (begin, end))
+                ranges[place] = low, high
+                offset += length
+        return ranges
+
+    def _segment(self, place: int) -> keras.Variable:
+        variable, (low, high) = self.variables[place], self.ranges(self.rank)[place]
+        shape = (high - low, *(1,) * (len(variable.shape) - 1))
+        segment = keras.Variable(initializer="zeros", shape=shape, dtype=variable.dtype, name=variable.name)
+        segment._path = variable.path  # slots are named after it
+        return segment
+
+    def own(self, values: Mapping[int, Any]) -> dict[int, tf.Tensor]:
+        """This rank's parts of whole tensors, by place."""
+        ranges = self.ranges(self.rank)
+        flat = {place: tf.reshape(value, [-1])[slice(*ranges[place])] for place, value in values.items()}
+        return {place: tf.reshape(part, self.segments[place].shape) for place, part in flat.items()}
+
+    def reduced(self, gradients: Mapping[int, Any], reduction: Any) -> dict[int, tf.Tensor]:
+        """This rank's parts of gradients, by place, reduced over the ranks."""
+        parts: dict[int, tf.Tensor] = {}
+        for dtype, places in self.groups.items():
+            # Variables without a gradient are sent as zeros: the cut must be that of the slots.
+            tensors = [gradients.get(place, tf.zeros(self.variables[place].shape, dtype)) for place in places]
+            flat = tf.concat([tf.reshape(tf.cast(tensor, dtype), [-1]) for tensor in tensors], 0)
+            parts |= self._split(reduction.reduce_scatter(flat, dtype), places)
+        return {place: parts[place] for place in gradients}
+
+    def load(self, places: Sequence[int]) -> list[keras.Variable]:
+        """Sets segments to the current values of their variables, which may have been loaded or broadcast."""
+        for place, part in self.own({place: self.variables[place].value for place in places}).items():
+            self.segments[place].assign(part)
+        return [self.segments[place] for place in places]
+
+    def join(self, places: Sequence[int], reduction: Any) -> None:
+        """Sets the variables on all ranks to the values of all ranks' segments."""
+        for dtype, group in self.groups.items():
+            flat = tf.concat([tf.reshape(self.segments[place].value, [-1]) for place in group], 0)
+            lengths = [_length(self.variables[place]) for place in group]
+            whole = tf.ensure_shape(reduction.gather_parts(flat, dtype), [sum(lengths)])
+            for place, part in zip(group, tf.split(whole, lengths), strict=True):
+                if place in places:
+                    self.variables[place].assign(tf.reshape(part, self.variables[place].shape))
+
+    def _split(self, flat: tf.Tensor, places: Sequence[int]) -> dict[int, tf.Tensor]:
+        lengths = [_length(self.segments[place]) for place in places]
+        parts = tf.split(tf.ensure_shape(flat, [sum(lengths)]), lengths)
+        return {place: tf.reshape(part, self.segments[place].shape) for place, part in zip(places, parts, strict=True)}
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a slot of a sharded optimizer is a part of."""
+
+    shards: Shards
+    place: int
+
+    @property
+    def variable(self) -> Any:
+        """Variable of the model, whose shape the whole slot has."""
+        return self.shards.variables[self.place]
+
+    def range(self, rank: int) -> slice:
+        return slice(*self.shards.ranges(rank)[self.place])
+
+
+def sharded_slots(optimizer: Any) -> list[Any]:
+    """Variables of an optimizer that hold a rank's part of a slot."""
+    return [variable for variable in innermost(optimizer).variables if part_of(variable)]
+
+
+def slot_bytes(optimizers: Sequence[Any]) -> tuple[int, int]:
+    """Bytes of the optimizers' variables on this rank, and of those that are not sharded and all whole slots."""
+    variables = [variable for one in optimizers for variable in one.variables]
+    wholes = [part.variable if (part := part_of(variable)) else variable for variable in variables]
+    own, whole = (sum(_length(one) * _dtype(one).itemsize for one in each) for each in (variables, wholes))
+    return own, whole
+
+
+def gather_slots(optimizers: Sequence[Any]) -> dict[int, NDArray[Any]]:
+    """Whole slots of sharded optimizers, on rank 0. A collective, unless no optimizer is sharded.
+
+    Returns:
+        Arrays of the variables' shapes by the slot's id; {} on other ranks.
+    """
+    slots = [slot for one in optimizers for slot in sharded_slots(one)]
+    if not slots:
+        return {}
+    sent = np.zeros(_row_length(slots), np.uint8)
+    values = [np.ascontiguousarray(slot.numpy()).reshape(-1).view(np.uint8) for slot in slots]
+    joined = np.concatenate(values)
+    sent[: joined.size] = joined
+    rows = gather_bytes(sent, name="ringtrain_slots")
+    if rows is None:
+        return {}
+    whole = {id(slot): np.empty(_length_of(slot), _dtype(slot)) for slot in slots}
+    for rank, row in enumerate(rows):
+        begin = 0
+        for slot in slots:
+            part = whole[id(slot)][_part(slot).range(rank)]
+            part[:] = row[begin : begin + part.nbytes].view(part.dtype)
+            begin += part.nbytes
+    return {id(slot): whole[id(slot)].reshape(_part(slot).variable.shape) for slot in slots}
+
+
+def scatter_slots(optimizers: Sequence[Any], whole: Mapping[int, NDArray[Any]]) -> None:
+    """Sets every rank's part of whole slots that rank 0 has: the reverse of `gather_slots`. A collective."""
+    slots = [slot for one in optimizers for slot in sharded_slots(one)]
+    if not slots:
+        return
+    length, rows = _row_length(slots), None
+    if horovod.rank() == 0:
+        flat = [np.ascontiguousarray(whole[id(slot)], _dtype(slot)).reshape(-1) for slot in slots]
+        rows = []
+        for rank in range(horovod.size()):
+            parts = [array[_part(slot).range(rank)].view(np.uint8) for slot, array in zip(slots, flat, strict=True)]
+            joined = np.concatenate(parts)
+            rows.append(np.concatenate([joined, np.zeros(length - joined.size, np.uint8)]))
+    row, begin = scatter_bytes(rows, length, name="ringtrain_slots"), 0
+    for slot in slots:
+        end = begin + _length(slot) * _dtype(slot).itemsize
+        slot.assign(row[begin:end].view(_dtype(slot)).reshape(slot.shape))
+        begin = end
+
+
+def refuse_sharding(optimizer: Any, reduction: Any) -> None:
+    """Raises ValueError for an optimizer whose update cannot be sharded; the message says why."""
+    name, inner = type(optimizer).__name__, innermost(optimizer)
+    reasons = {
+        "elastic: a rank that is lost would take its slots along": elastic(),
+        "MultiOptimizer: its parts cannot be sharded": isinstance(inner, keras.optimizers.MultiOptimizer),
+        f"{name} is built already: wrap it before it has slots (compile, fit, load_model)": inner.built,
+        f"{name} has clipnorm, the norm of whole variables: use global_clipnorm or clipvalue": inner.clipnorm,
+        f"{name} has use_ema: it is not supported": inner.use_ema,
+        "process_set: give the global one": reduction.process_set.process_set_id,
+        "groups: all gradients are reduced as one vector: leave it out": reduction.groups is not None,
+        "op: expected hvd.Average or hvd.Sum": reduction.op not in (horovod.Average, horovod.Sum),
+    }
+    if reason := next((reason for reason, holds in reasons.items() if holds), ""):
+        raise ValueError(f"sharded=True: {reason}")
+    if not _is_elementwise(inner):
+        raise ValueError(
+            f"sharded=True: {name} does not update each weight by itself (it uses norms, means or products of a whole"
+            " variable): use an elementwise optimizer such as SGD, Adam, AdamW, RMSprop or Lion"
+        )
+
+
+def _is_elementwise(optimizer: Any) -> bool:
+    """Whether the parts of a matrix are updated as the whole matrix is, by copies of the optimizer."""
+    config = {**optimizer.get_config(), "learning_rate": 0.1, "gradient_accumulation_steps": None}
+    config["global_clipnorm"] = None  # works on the norm of all variables, which is summed over the ranks
+    random = np.random.default_rng(0)
+    scale = np.repeat([1.0, 10.0], 12).reshape(6, 4)
+    start, *gradients = (scale * random.normal(size=(6, 4)) for _ in range(4))
+
+    def trained(rows: slice, shape: tuple[int, ...]) -> NDArray[Any]:
+        twin = type(optimizer).from_config(config)
+        variable = keras.Variable(start[rows].reshape(shape), dtype="float32", name="kernel")
+        twin.build([variable])
+        for gradient in gradients:
+            twin.apply_gradients([(tf.constant(gradient[rows].reshape(shape), tf.float32), variable)])
+        result: NDArray[Any] = variable.numpy().reshape(-1)
+        return result
+
+    parts = [trained(rows, (12, 1)) for rows in (slice(0, 3), slice(3, 6))]
+    return bool(np.allclose(np.concatenate(parts), trained(slice(0, 6), (6, 4)), rtol=1e-4, atol=1e-5))
+
+
+def _part(slot: Any) -> Part:
+    part: Part = slot.part_of
+    return part
+
+
+def _row_length(slots: Sequence[Any]) -> int:
+    """Bytes of the largest part that a rank has of all slots."""
+
+    def length(rank: int) -> int:
+        ranges = [_part(slot).range(rank) for slot in slots]
+        return sum((one.stop - one.start) * _dtype(slot).itemsize for one, slot in zip(ranges, slots, strict=True))
+
+    return max(map(length, range(horovod.size())))
+
+
+def _dtype(slot: Any) -> np.dtype[Any]:
+    return np.dtype(tf.as_dtype(slot.dtype).as_numpy_dtype)
+
+
+def _length(variable: Any) -> int:
+    return int(np.prod(variable.shape, dtype=np.int64))
+
+
+def _length_of(slot: Any) -> int:
+    return int(np.prod(_part(slot).variable.shape, dtype=np.int64))
