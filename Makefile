@@ -11,7 +11,7 @@ train:
 smoke:
 	launch/smoke.sh
 
-# Tests of one process run two at a time; tests that start ranks one at a time, beside those on hosts of their own.
+# Tests of one process run two at a time; tests that start ranks one at a time, beside those whose jobs mostly wait.
 test: test-unit
 	launch/setup.sh python tests/support/lanes.py -m "not slow"
 	@echo "Left out: the tests marked slow, and what was skipped for the reasons above. All of them: make test-all"

@@ -1,4 +1,4 @@
-"""Runs two lists of tests beside each other: those with hosts or a Spark of their own, and all others.
+"""Runs two lists of tests beside each other: those whose jobs mostly wait (hosts, Spark, faults), and all others.
 
 python tests/support/lanes.py [OPTION OF PYTEST ...]
 
@@ -12,11 +12,11 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-WAITING, OTHERS = ("tests/cluster", "tests/spark"), ("tests/ring", "tests/faults")
+WAITING, OTHERS = ("tests/cluster", "tests/spark", "tests/faults"), ("tests/ring",)
 
 
 def main(options: Sequence[str]) -> int:
-    pytest = [sys.executable, "-m", "pytest", *options]
+    pytest = [sys.executable, "-m", "pytest", "--durations=25", "--durations-min=20", *options]
     with tempfile.TemporaryFile() as said:
         beside = subprocess.Popen([*pytest, *WAITING], stdout=said, stderr=subprocess.STDOUT)
         try:

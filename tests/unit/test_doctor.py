@@ -701,10 +701,14 @@ def test_a_silent_host_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ssh.write_text("#!/bin/sh\nexec sleep 1000\n")
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    found = preflight.examine([Host("far.example"), Host("localhost")], preflight.Options(timeout_s=2, bandwidth=False))
-    assert found.table["ssh"][0].value == "no answer"
-    assert found.scene.probes[0].error == "timed out: no answer in 2 s"
-    assert found.scene.probes[1].facts is not None
+    for timeout_s in (2, 20, 100):  # a busy machine does not answer for itself in 2 s
+        options = preflight.Options(timeout_s=timeout_s, bandwidth=False)
+        found = preflight.examine([Host("far.example"), Host("localhost")], options)
+        assert found.table["ssh"][0].value == "no answer"
+        assert found.scene.probes[0].error == f"timed out: no answer in {timeout_s} s"
+        if found.scene.probes[1].facts is not None:
+            return
+    raise AssertionError("the other host was not examined")
 
 
 @pytest.fixture

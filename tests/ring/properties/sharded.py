@@ -79,7 +79,7 @@ def sharded_updates_equal_whole_ones_outside_of_a_graph():
 
 @only(launcher="mpi")
 def sharded_updates_take_any_variables():
-    """Sparse gradients, no gradient, a scalar, two dtypes, fewer values than ranks; loaded weights count."""
+    """Sparse gradients, no gradient, a scalar, dtypes, fewer values than ranks, no decay of one; assignments count."""
     random = np.random.default_rng(5)
     start = [random.normal(size=shape) for shape in ((5, 3), (), (2, 2), (1,))]
     dtypes = ("float32", "float32", "float64", "bfloat16")
@@ -89,7 +89,9 @@ def sharded_updates_take_any_variables():
     def trained(**options: Any) -> list[Any]:
         named = zip(start, dtypes, "wsmb", strict=True)
         variables = [keras.Variable(value, dtype=dtype, name=name) for value, dtype, name in named]
-        optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.1), **options)
+        optimizer = keras.optimizers.AdamW(0.1, weight_decay=0.5)
+        optimizer.exclude_from_weight_decay(variables[:1])
+        hvd.DistributedOptimizer(optimizer, **options)
         optimizer.build(variables)
 
         @tf.function(autograph=False)
