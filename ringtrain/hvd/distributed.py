@@ -318,6 +318,8 @@ class _Sharded(_Distributed):
     _shards: Shards
 
     def build(self, variables: Any) -> None:
+        if self.built:
+            return
         _refuse_overwritten(variables)
         object.__setattr__(self, "_shards", Shards(variables, *self.reduction.place()))
         super().build(self._shards.segments)

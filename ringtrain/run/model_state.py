@@ -53,7 +53,7 @@ def shared_variables(model: keras.Model) -> list[Any]:
 def plan_of_slots(model: keras.Model) -> dict[str, str]:
     """Row of the plan on the optimizer's slots, if each rank has a part of them."""
     own, whole = hvd.slot_bytes(hvd.optimizers_of(model))
-    return {"slots": f"sharded: {own / 1e6:,.1f} MB per rank, {whole / 1e6:,.1f} MB unsharded"} if own < whole else {}
+    return {"slots": f"sharded: {own:,} bytes per rank, {whole:,} unsharded"} if own < whole else {}
 
 
 def seeds(model: keras.Model) -> list[Any]:
@@ -92,7 +92,7 @@ def shared_state(
     `slots`: result of `hvd.gather_slots`.
     """
     state = {
-        f"{index:05d}": storable(slots[id(variable)]) if hvd.part_of(variable) else _held(variable)
+        f"{index:05d}": slots[id(variable)] if hvd.part_of(variable) else _held(variable)
         for index, variable in enumerate(shared_variables(model))
     }
     places = {id(variable): f"{index:05d}" for index, variable in enumerate(own_variables(model))}
