@@ -153,7 +153,7 @@ class _Local:
     def place(self) -> tuple[int, int]:
         return 0, 1
 
-    def reduce_scatter(self, flat: Any, name: str) -> Any:
+    def reduce_scatter(self, flat: Any, number: int) -> Any:
         return flat
 
     gather_parts = reduce_scatter

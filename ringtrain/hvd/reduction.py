@@ -102,22 +102,22 @@ class Reduction:
         """This rank's number in its process set, and their number."""
         return self.process_set.rank(), self.process_set.size()
 
-    def reduce_scatter(self, flat: tf.Tensor, name: str) -> tf.Tensor:
+    def reduce_scatter(self, flat: tf.Tensor, number: int) -> tf.Tensor:
         """Returns this rank's part of the reduced vectors of all ranks, of different lengths (`sharded.Shards`)."""
         if self._alone():
             return scaled(flat, self.accumulated_scale)
         refuse_xla()
-        name = f"HorovodReducescatter_{unique_in_graph(self.name)}_{name}"
+        name = f"HorovodReducescatter_{unique_in_graph(self.name)}_{number}"
         (part,) = PLACE.reducing(
             self.process_set.size(), [flat], lambda: self._reduce_dense([flat], name, horovod.reducescatter)
         )
         return scaled(part, self.accumulated_scale)
 
-    def gather_parts(self, part: tf.Tensor, name: str) -> tf.Tensor:
+    def gather_parts(self, part: tf.Tensor, number: int) -> tf.Tensor:
         """Returns the vectors of all ranks, joined in their order."""
         if self._alone():
             return part
-        name = f"HorovodAllgather_{unique_in_graph(self.name)}_{name}"
+        name = f"HorovodAllgather_{unique_in_graph(self.name)}_{number}"
         with tf.device(self.device_dense):
             whole = horovod.allgather(_widened(part), name=name, ignore_name_scope=True, process_set=self.process_set)
         return tf.cast(whole, part.dtype)

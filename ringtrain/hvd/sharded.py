@@ -1,8 +1,8 @@
 """Sharded update, stage 1 of ZeRO: each rank keeps the slots of its part of the weights, and updates that part only.
 
-Rajbhandari et al. 2019 (arXiv 1910.02054), Xu et al. 2020 (arXiv 2004.13336). Gradients are reduced by a reducescatter
-of one vector, and the updated parts are joined by an allgather. Outside of the update a slot is a variable of this
-rank's part; `gather_slots` and `scatter_slots` convert to whole slots, for checkpoints.
+Rajbhandari et al. 2019 (arXiv 1910.02054), Xu et al. 2020 (arXiv 2004.13336). Gradients are reduced by reducescatter,
+and the updated parts are joined by allgather, a vector per group of variables. A slot is a variable of this rank's
+part; `gather_slots` and `scatter_slots` convert to whole slots, for checkpoints.
 """
 
 from __future__ import annotations
@@ -20,27 +20,38 @@ from ringtrain.hvd.backend import horovod
 from ringtrain.hvd.collectives import elastic, gather_bytes, part_of, scatter_bytes
 from ringtrain.hvd.keras_patches import innermost
 
+GROUP_BYTES = 16 * 2**20
+"""Variables are joined up to this size, since small messages are slow, and joining takes memory."""
+
 
 class Shards:
-    """Parts of an optimizer's variables: per dtype, one vector of all variables, cut as Horovod's reducescatter does.
+    """Parts of an optimizer's variables: a vector per group of variables, cut as Horovod's reducescatter does.
 
     Attributes:
         variables: Variables of the model.
+        groups: Places of variables of one dtype that are sent together.
         segments: For each, a variable with this rank's part of its values, of shape (n, 1, ...) with as many dimensions
             and the same name, so that optimizers treat it alike; n may be 0.
     """
 
     def __init__(self, variables: Sequence[Any], rank: int, size: int) -> None:
         self.variables, self.rank, self.size = list(variables), rank, size
-        self.groups: dict[str, list[int]] = {}
+        self.groups: list[list[int]] = []
+        latest: dict[str, tuple[list[int], int]] = {}
         for place, variable in enumerate(self.variables):
-            self.groups.setdefault(str(variable.dtype), []).append(place)
+            group, num_bytes = latest.get(variable.dtype, ([], GROUP_BYTES))
+            num_bytes += _length(variable) * _dtype(variable).itemsize
+            if num_bytes > GROUP_BYTES:
+                group, num_bytes = [], _length(variable) * _dtype(variable).itemsize
+                self.groups.append(group)
+            group.append(place)
+            latest[variable.dtype] = group, num_bytes
         self.segments = [self._segment(place) for place in range(len(self.variables))]
 
     def ranges(self, rank: int) -> list[tuple[int, int]]:
         """For each variable, the range of its flat values that belongs to a rank."""
         ranges = [(0, 0)] * len(self.variables)
-        for places in self.groups.values():
+        for places in self.groups:
             lengths = [_length(self.variables[place]) for place in places]
             share, rest = divmod(sum(lengths), self.size)
             begin = rank * share + min(rank, rest)
@@ -67,11 +78,12 @@ class Shards:
     def reduced(self, gradients: Mapping[int, Any], reduction: Any) -> dict[int, tf.Tensor]:
         """This rank's parts of gradients, by place, reduced over the ranks."""
         parts: dict[int, tf.Tensor] = {}
-        for dtype, places in self.groups.items():
+        for number, places in enumerate(self.groups):
             # Variables without a gradient are sent as zeros: the cut must be that of the slots.
+            dtype = self.variables[places[0]].dtype
             tensors = [gradients.get(place, tf.zeros(self.variables[place].shape, dtype)) for place in places]
-            flat = tf.concat([tf.reshape(tf.cast(tensor, dtype), [-1]) for tensor in tensors], 0)
-            parts |= self._split(reduction.reduce_scatter(flat, dtype), places)
+            flat = _joined([tf.cast(tensor, dtype) for tensor in tensors])
+            parts |= self._split(reduction.reduce_scatter(flat, number), places)
         return {place: parts[place] for place in gradients}
 
     def load(self, places: Sequence[int]) -> list[keras.Variable]:
@@ -82,10 +94,10 @@ class Shards:
 
     def join(self, places: Sequence[int], reduction: Any) -> None:
         """Sets the variables on all ranks to the values of all ranks' segments."""
-        for dtype, group in self.groups.items():
-            flat = tf.concat([tf.reshape(self.segments[place].value, [-1]) for place in group], 0)
+        for number, group in enumerate(self.groups):
+            flat = _joined([self.segments[place].value for place in group])
             lengths = [_length(self.variables[place]) for place in group]
-            whole = tf.ensure_shape(reduction.gather_parts(flat, dtype), [sum(lengths)])
+            whole = tf.ensure_shape(reduction.gather_parts(flat, number), [sum(lengths)])
             for place, part in zip(group, tf.split(whole, lengths), strict=True):
                 if place in places:
                     self.variables[place].assign(tf.reshape(part, self.variables[place].shape))
@@ -212,6 +224,11 @@ def _is_elementwise(optimizer: Any) -> bool:
 
     parts = [trained(rows, (12, 1)) for rows in (slice(0, 3), slice(3, 6))]
     return bool(np.allclose(np.concatenate(parts), trained(slice(0, 6), (6, 4)), rtol=1e-4, atol=1e-5))
+
+
+def _joined(tensors: Sequence[Any]) -> tf.Tensor:
+    flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
+    return tf.concat(flat, 0) if len(flat) > 1 else flat[0]
 
 
 def _part(slot: Any) -> Part:

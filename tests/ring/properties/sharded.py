@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unittest.mock
 from typing import Any
 
 import keras
@@ -12,6 +13,7 @@ from only import only
 
 import ringtrain.hvd as hvd
 from ringtrain.errors import OutOfSync
+from ringtrain.hvd import sharded
 from ringtrain.hvd.sharded import sharded_slots
 from ringtrain.optim.optimizers import SGD
 
@@ -112,10 +114,13 @@ def sharded_updates_take_any_variables():
         step()
         return [np.asarray(one.numpy(), np.float64) for one in variables]
 
-    whole, ours = trained(sparse_as_dense=True), trained(sharded=True)
-    for theirs, own, before in zip(whole, ours, start, strict=True):
-        assert np.abs(own - theirs).max() < 1e-6, (theirs, own)
-        assert np.abs(own - before).max() > 1e-3 or before.shape == (2, 2), "nothing was trained"
+    whole = trained(sparse_as_dense=True)
+    for group_bytes in (sharded.GROUP_BYTES, 1):
+        with unittest.mock.patch.object(sharded, "GROUP_BYTES", group_bytes):
+            ours = trained(sharded=True)
+        for theirs, own, before in zip(whole, ours, start, strict=True):
+            assert np.abs(own - theirs).max() < 1e-6, (theirs, own)
+            assert np.abs(own - before).max() > 1e-3 or before.shape == (2, 2), "nothing was trained"
 
 
 class _NotReduced:
@@ -127,7 +132,7 @@ class _NotReduced:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.right, name)
 
-    def reduce_scatter(self, flat: Any, name: str) -> Any:
+    def reduce_scatter(self, flat: Any, number: int) -> Any:
         rank, size = self.right.place()
         share, rest = divmod(int(flat.shape[0]), size)
         begin = rank * share + min(rank, rest)
