@@ -22,7 +22,7 @@ import tensorflow as tf
 
 import ringtrain
 from ringtrain import hvd
-from ringtrain.config import TrackingConfig
+from ringtrain.config import Config
 from ringtrain.errors import CheckpointError, MissingDependency
 from ringtrain.monitor import trackers
 from ringtrain.optim.optimizers import last_learning_rate
@@ -245,7 +245,7 @@ def draw_curves(
     figure.savefig(folder / "curves.png", dpi=120)
 
 
-def check(config: TrackingConfig) -> None:
+def check(config: Config) -> None:
     """Raises before training, not after hours of it, if a package or a server for the run's records is missing."""
     if hvd.rank() == 0:
         trackers.check(config)
