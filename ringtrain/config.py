@@ -416,5 +416,5 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
 
 def lower_is_better(metric: str) -> bool:
     """Returns whether a metric improves as it falls, by its name: losses and errors do, all others do not."""
-    of_losses = ("loss", "error", "mae", "mape", "mse", "msle", "bce", "crossentropy", "hinge", "divergence", "poisson")
-    return any(word in metric for word in of_losses)
+    losses = ("loss", "error", "mae", "mape", "mse", "msle", "bce", "crossentropy", "hinge", "divergence", "poisson")
+    return any(word in metric for word in (*losses, "false_"))

@@ -19,15 +19,13 @@ if TYPE_CHECKING:
 class Split:
     """Samples, numbered from 0: `Samples` and `Shard` in memory, or `Images` read from files."""
 
+    advice = "give dataset.shuffle a seed, and make the same random operations on all ranks, also before the dataset"
+    """correction for ranks whose batches differ in what must be equal"""
+
     @property
     def skipped(self) -> frozenset[str]:
         """Names of the samples that this process could not read and skipped."""
         return frozenset()
-
-    @property
-    def must_be_equal(self) -> str:
-        """What to change where the ranks' batches differ in what must be equal."""
-        return "give dataset.shuffle a seed, and make the same random operations on all ranks, also before the dataset"
 
     @property
     def error(self) -> DataError | None:

@@ -98,17 +98,19 @@ def _is_batches(x: Any) -> bool:
     return isinstance(x, tf.data.Dataset | keras.utils.PyDataset | GeneratorType)
 
 
+def is_nest(part: Any) -> bool:
+    """Returns whether inputs or targets are several arrays, in a dict, tuple or list, rather than one or its values."""
+    return isinstance(part, dict | tuple) or (isinstance(part, list) and any(hasattr(leaf, "shape") for leaf in part))
+
+
 def shapes_of(train: Arrays | Stream) -> tuple[Any, int]:
-    """Nest of the shapes of a sample's inputs, and the number of its targets: columns of one array, else 0."""
+    """Shapes of a sample's inputs, in their nest, and the number of columns of its targets, 0 if these are a nest."""
     import keras
     import tensorflow as tf
 
     batch = train.dataset.element_spec if isinstance(train, Stream) else train.rows(0, min(2, len(train)))
     x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
-    if y is not None and not hasattr(y, "shape"):
-        num_targets = 0
-    else:
-        num_targets = 0 if y is None else (y.shape[-1] or 0 if len(y.shape) > 1 else 1)
+    num_targets = (y.shape[-1] or 0 if len(y.shape) > 1 else 1) if hasattr(y, "shape") else 0
     return tf.nest.map_structure(lambda leaf: tuple(leaf.shape[1:]), x), num_targets
 
 
@@ -168,6 +170,7 @@ def _shard(function: Callable[[int, int], Any], *how: Any) -> Stream:
             f" a tf.data.Dataset, a PyDataset or a generator"
         )
     stream.is_shard, stream.kind = True, f"{stream.kind}, a shard of {hvd.size()}"
+    stream.advice = "batches of a step must have as many rows on every rank: use batch(n, drop_remainder=True)"
     return stream
 
 

@@ -99,16 +99,26 @@ def _is_cross_entropy(name: str) -> bool:
 
 
 def _own_loss(name: str) -> Any:
-    """A function of (y_true, y_pred), an object of a Loss class, or what a function without arguments returns."""
+    """The user's function of (y_true, y_pred) or Loss, or the result of a class or function without arguments."""
     import keras
 
-    found = imported("model.loss", name)
-    if isinstance(found, keras.losses.Loss):
-        return found
-    needed = [one for one in inspect.signature(found).parameters.values() if one.default is one.empty]
-    if not isinstance(found, type) and len([one for one in needed if one.kind <= one.POSITIONAL_OR_KEYWORD]) == 2:
-        return found
-    made = found()
+    loss = imported("model.loss", name)
+    if isinstance(loss, keras.losses.Loss):
+        return loss
+    arguments = inspect.signature(loss).parameters.values()
+    needed = [
+        one.name
+        for one in arguments
+        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
+    if len(needed) == 2 and not isinstance(loss, type):
+        return loss
+    if needed:
+        raise ConfigError(
+            f"model.loss: {name} needs {', '.join(needed)}, expected a function of (y_true, y_pred), or a Loss class or"
+            f" function without arguments"
+        )
+    made = loss()
     if not callable(made):
         raise ConfigError(f"model.loss: {name} returned {type(made).__name__}, expected a Keras loss")
     return made

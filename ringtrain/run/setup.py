@@ -149,13 +149,17 @@ def compiled_model(
             rows["learning rate"] = f"{rate:g} ({kind}, as {config.model.name} compiles it)"
         model.optimizer, model.jit_compile = optimizer, False
         if config.model.loss:
-            rows["loss"] = f"{config.model.loss}, instead of {loss_name(model.loss)} in {config.model.name}"
-            own = model._compile_metrics
-            metrics = {"metrics": own and own._user_metrics, "weighted_metrics": own and own._user_weighted_metrics}
-            metrics |= {"metrics": named.make_metrics()} if config.model.metrics else {}
-            model.compile(optimizer, named.make_loss(), jit_compile=False, **metrics)
+            own = getattr(model.loss, "__name__", getattr(model.loss, "name", model.loss))
+            rows["loss"] = f"{config.model.loss}, instead of {own} in {config.model.name}"
+            arguments = {**model._compile_config.config, "optimizer": optimizer, "jit_compile": False}
+            if config.model.metrics:
+                arguments["metrics"] = named.make_metrics()
+            # Keras wants a loss for each weight; without weights, one is for all outputs.
+            weights = arguments["loss_weights"] or 1.0
+            arguments["loss"] = keras.tree.map_structure(lambda weight: named.make_loss(), weights)
+            model.compile(**arguments)
     else:
-        made = [*models.accuracy(config.model), *named.make_metrics()]
+        made = [*dict.fromkeys([*models.accuracy(config.model), *named.make_metrics()])]
         stopping.check_monitor(config.train.monitor, made, strategy.is_scripted)
         if config.model.loss:
             rows["loss"] = config.model.loss
@@ -164,11 +168,6 @@ def compiled_model(
         hvd.jit_gradients(model)
     strategy.make_ready(model, data_set.input_shape, data_set.num_classes)
     return model
-
-
-def loss_name(loss: Any) -> str:
-    """Name of a loss as `compile` takes it."""
-    return str(getattr(loss, "__name__", getattr(loss, "name", loss)))
 
 
 def _has_own_optimizer(model: keras.Model, config: Config) -> bool:

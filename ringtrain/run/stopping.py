@@ -146,7 +146,7 @@ class StopTogether(keras.callbacks.Callback):
         other = next(rank for rank, (of_rank, _) in enumerate(of_ranks) if of_rank != of_ranks[0][0])
         raise DataError(
             f"rank {other} on {of_ranks[other][1]} has other batches than rank 0, by step {self.run.clock.global_step}:"
-            f" {self.run.data_set.train.must_be_equal}"
+            f" {self.run.data_set.train.advice}"
         )
 
     def _raise_together(self) -> None:

@@ -80,6 +80,16 @@ def nested() -> dict[str, Any]:
     return {"x": {"left": X[:, :2], "right": X[:, 2:]}, "y": {"a": Y[:, :1], "b": CLASSES}, **rest}
 
 
+def listed() -> Any:
+    """Lists of arrays are several inputs and outputs, as in Keras."""
+    pair = [X[:64, :2], X[:64, 2:]], [Y[:64, :1], Y[:64]]
+    return pair, pair
+
+
+def unshaped() -> Any:
+    return tf.data.Dataset.from_generator(lambda: iter([(X, Y)]), output_types=(tf.float32, tf.float32))
+
+
 def one_hot() -> Any:
     return (X, np.eye(3)[CLASSES]), (X[:20], np.eye(3)[CLASSES[:20]])
 
@@ -130,6 +140,15 @@ def two_outputs(input_shape: dict[str, tuple[int, ...]], num_targets: int) -> ke
     return model
 
 
+def two_of_each(input_shape: list[tuple[int, ...]], num_targets: int) -> keras.Model:
+    inputs = [keras.Input(shape) for shape in input_shape]
+    hidden = keras.layers.Concatenate()(inputs)
+    model = keras.Model(inputs, [keras.layers.Dense(1)(hidden), keras.layers.Dense(3)(hidden)])
+    losses = ["mae", "mae"]
+    model.compile(keras.optimizers.SGD(0.05), losses, loss_weights=[1.0, 0.25], steps_per_execution=2)
+    return model
+
+
 @keras.saving.register_keras_serializable(package="test_configured")
 class Unbuilt(keras.Model):
     def __init__(self, **options: Any) -> None:
@@ -161,6 +180,10 @@ def make_cubed() -> keras.losses.Loss:
 
 def no_loss() -> int:
     return 3
+
+
+def of_three(y_true: Any, y_pred: Any, power: float) -> Any:
+    return abs(y_true - y_pred) ** power
 
 
 class Killed(Exception):
@@ -243,6 +266,15 @@ def test_several_inputs_and_outputs_of_a_compiled_model(start: Any) -> None:
     assert "b_accuracy" in summary["metrics"]
 
 
+def test_lists_of_inputs_and_outputs_and_what_else_a_model_is_compiled_with(start: Any, tmp_path: Path) -> None:
+    """A loss in place of the model's own keeps the weights of the outputs, and the steps of a call."""
+    start("listed", "two_of_each", "--tracking.every-steps", "1", "--model.loss", "mse")
+    record = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert record["loss"] == pytest.approx(record["dense_loss"] + 0.25 * record["dense_1_loss"], rel=1e-5)
+    steps = [json.loads(line)["global_step"] for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
+    assert steps == [2, 4, 6]
+
+
 @pytest.mark.parametrize(
     ("source", "model", "options"),
     [
@@ -275,8 +307,12 @@ def test_ways_to_name_a_loss_of_ones_own() -> None:
     for name in ("cubed", "Cubed", "make_cubed"):
         loss = models.loss(ModelConfig(loss=f"{__name__}:{name}"))()
         np.testing.assert_allclose(np.mean(loss(X[:, :3], Y)), np.mean(expected), rtol=1e-6, err_msg=name)
-    with pytest.raises(ConfigError, match="no_loss returned int, expected a Keras loss"):
-        models.loss(ModelConfig(loss=f"{__name__}:no_loss"))()
+    for name, message in (
+        ("no_loss", "no_loss returned int, expected"),
+        ("of_three", "of_three needs y_true, y_pred,"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            models.loss(ModelConfig(loss=f"{__name__}:{name}"))()
 
 
 def test_a_loss_replaces_that_of_a_compiled_model_visibly(start: Any, capfd: pytest.CaptureFixture[str]) -> None:
@@ -313,6 +349,7 @@ def test_killed_within_an_epoch_and_resumed(start: Any) -> None:
         ("with_nan", "dense", MSE, "training targets: sample 7 contains NaN"),
         ("unequal", "dense", MSE, r"unequal: Data cardinality is ambiguous.* 100.*99"),
         ("empty", "dense", MSE, "got no training samples"),
+        ("unshaped", "dense", MSE, "unshaped: got a tf.data.Dataset of unknown shapes"),
         ("no_loss", "dense", MSE, r"no_loss: returned int, expected \(x, y\)"),
         ("alone", "dense", (*MSE, "--train.jit"), "train.jit: it needs samples with integer classes"),
         ("alone", "dense", (*MSE, "--train.monitor", "test_accuracy", "--train.patience", "1"), "got test_accuracy"),
@@ -385,5 +422,7 @@ def test_misspelled_names(changed: dict[str, Any], message: str) -> None:
 
 
 def test_errors_are_better_when_they_fall() -> None:
-    assert all(map(lower_is_better, ("test_mae", "mse", "test_kl_divergence", "test_b_mape", "poisson")))
+    assert all(
+        map(lower_is_better, ("test_mae", "mse", "test_kl_divergence", "test_b_mape", "poisson", "false_positives"))
+    )
     assert not any(map(lower_is_better, ("test_auc", "r2_score", "precision", "true_positives")))
