@@ -164,7 +164,7 @@ def checked(name: str, train: tuple[Any, Any], test: tuple[Any, Any], num_classe
 
 
 def check_numbers(where: str, inputs: NDArray[Any]) -> None:
-    """Raises DataError, which begins with `where`, if samples are no finite numbers."""
+    """Raises DataError, which begins with `where`, unless samples are finite numbers."""
     if inputs.dtype.kind not in "buif":
         raise DataError(f"{where}: got inputs of {inputs.dtype}, expected numbers")
     if inputs.dtype.kind == "f":

@@ -51,7 +51,7 @@ OF_DATA = (
 
 
 def arguments_of(name: str, result: Any) -> FitArguments:
-    """Arguments of `fit` that the function `name` has returned.
+    """Converts the result of the function `name` to arguments of `fit`.
 
     Args:
         result: A dict of arguments in OF_DATA; batches, alone or as (batches, validation batches); (x, y), alone or

@@ -1,4 +1,4 @@
-"""Losses and metrics: those of classifiers, Keras' by their names, and the user's."""
+"""Losses and metrics: those of classifiers, those of Keras by name, and the user's."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ mean_squared_logarithmic_error mse msle pearson_correlation poisson precision r2
 sparse_categorical_accuracy sparse_categorical_crossentropy sparse_top_k_categorical_accuracy squared_hinge
 top_k_categorical_accuracy true_negatives true_positives
 """.split()  # noqa: SIM905
-"""those that need no arguments"""
+"""metrics of Keras that need no arguments"""
 OF_CLASSES = "sparse_categorical_crossentropy"
 
 
 def needs_classes(config: ModelConfig) -> bool | None:
-    """Returns whether a model's targets must be integer classes; None: its loss may take any targets."""
+    """Returns whether the loss needs integer classes as targets; False: other targets; None: it is not known."""
     if config.loss in LOSSES:
         return None if config.loss == OF_CLASSES else False
     return None if config.loss or ":" in config.name else True
@@ -71,7 +71,7 @@ def loss(config: ModelConfig) -> Callable[[], Any]:
     Models that ringtrain builds return logits, from which Keras' cross-entropies are then computed.
 
     Raises:
-        ConfigError: The name does not exist; the returned function also, if an object is no loss.
+        ConfigError: The name does not exist; in the returned function, an object is not a loss.
     """
     name = config.loss
     if name and config.label_smoothing:

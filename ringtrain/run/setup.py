@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 NO_CLASSES = (
-    "these are no samples with integer classes: train them with ringtrain.train or ringtrain train, with strategy.name"
-    " ring or mpi-ring, and without --elastic"
+    "expected samples with integer classes here: train other data with ringtrain.train or ringtrain train, with"
+    " strategy.name ring or mpi-ring, and without --elastic"
 )
 
 
@@ -40,10 +40,10 @@ class Named:
 
     def read_data(self) -> data.DataSet:
         """Reads samples with integer classes; raises ConfigError for other data."""
-        found = self.read()
-        if isinstance(found, data.FitArguments):
+        data_set = self.read()
+        if isinstance(data_set, data.FitArguments):
             raise ConfigError(f"data.name: {NO_CLASSES}")
-        return found
+        return data_set
 
 
 def find(config: Config) -> Named:
@@ -80,7 +80,7 @@ def add_model(process: Process, job: Job, config: Config) -> None:
     together = process.strategy.together
     keras.utils.clear_session()  # each run of a process gives its layers the same names, which checkpoints hold
     job.model = compiled_model(process.named, job.data_set, config, job.numbers, process.strategy, plan=job.plan)
-    if not process.strategy.is_scripted:  # there, the weights alone are written in the end
+    if not process.strategy.is_scripted:  # else, if the model cannot be exported, its weights alone are
         together(lambda: checkpoint.check_exportable(job.model))
     job.gradient_norm = process.strategy.gradient_norm(job.model.optimizer) if config.tracking.every_steps else None
     job.users_callbacks = together(process.named.make_callbacks)

@@ -227,7 +227,7 @@ def reason_to_stop(config: Config, values: Sequence[float], accuracy: float) -> 
 def check_monitor(monitor: str, metrics: Sequence[keras.metrics.Metric | str], has_more: bool = False) -> None:
     """Raises ConfigError unless `monitor` is loss or one of these metrics, optionally prefixed with test_.
 
-    With `has_more`, outputs may have losses and metrics of their own.
+    With `has_more`, it may also begin with the name of an output, which has a loss and metrics of its own.
     """
     names = ["loss", *(one if isinstance(one, str) else one.name for one in metrics)]
     known = [*names, *(f"test_{name}" for name in names)]

@@ -153,7 +153,7 @@ class Script(Ring):
 
 
 def validation_of(given: data.FitArguments, test: data.Split, batch_size: int, prefix: str) -> Validation:
-    """How arguments of `fit` ask for the evaluation of `test`; `batch_size`: rows of a step on all ranks."""
+    """Returns the evaluation that arguments of `fit` describe; `batch_size`: rows of a training step on all ranks."""
     evaluated = 1 if isinstance(test, data.Stream) else given.validation_batch_size or batch_size
     freq = given.validation_freq
     due = freq if not isinstance(freq, int) else None if freq == 1 else range(freq, given.epochs + 1, freq)
@@ -161,11 +161,7 @@ def validation_of(given: data.FitArguments, test: data.Split, batch_size: int, p
 
 
 def make_ready(strategy: Script, model: keras.Model, train: data.Arrays | data.Stream, batch_size: int) -> None:
-    """Makes a compiled model's optimizers distributed, and builds model, metrics, loss and optimizers.
-
-    Args:
-        batch_size: Rows of a step on all ranks.
-    """
+    """Makes a compiled model's optimizers distributed, and builds model, metrics, loss and optimizers."""
     optimizers = hvd.optimizers_of(model)
     for optimizer in optimizers:
         if not distributed(optimizer):

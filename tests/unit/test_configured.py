@@ -343,7 +343,7 @@ def test_killed_within_an_epoch_and_resumed(start: Any) -> None:
 @pytest.mark.parametrize(
     ("source", "model", "options", "message"),
     [
-        ("alone", "dense", (), "returns a model without a loss, and the targets are no integer classes"),
+        ("alone", "dense", (), "returns a model without a loss, and the targets are not integer classes"),
         ("alone", "mlp", (), "returned targets that are not known to be integer classes"),
         ("nested", "mlp", ("--model.loss", "mse"), "mlp takes one array"),
         ("with_nan", "dense", MSE, "training targets: sample 7 contains NaN"),
