@@ -142,6 +142,8 @@ def compiled_model(
         optimizer = strategy.distribute(optimizer)
     # XLA has no kernel for Horovod's allreduce; "auto" would enable XLA on GPUs.
     rows: dict[str, str] = {} if plan is None else plan
+    if (is_compiled or ":" in config.model.loss) and not strategy.is_scripted:
+        rows["targets"] = f"{data_set.num_classes} integer classes; for other targets, return floats"
     if is_compiled:
         _check_own_compile(config, strategy)
         if has_own:

@@ -66,13 +66,15 @@ def read_data(process: Process) -> Job:
         with _errors_named(name):
             try:
                 train, test = data.inputs(given, rows)
-            except ValueError as error:  # of Keras, such as different numbers of rows
+                if not len(train):
+                    raise DataError(f"{name}: got no training samples, expected at least one")
+                return train, test, *data.shapes_of(train)
+            except ValueError as error:  # of Keras, such as different numbers of rows, or text
                 raise DataError(f"{name}: {' '.join(str(error).split())}") from error
-            if not len(train):
-                raise DataError(f"{name}: got no training samples, expected at least one")
-            return train, test, *data.shapes_of(train)
 
     train, test, shape, num_targets = together(split)
+    validation = script.validation_of(given, test, rows, "test_")
+    _check_monitor(config, len(test) > 0, validation.epochs is None)
     num_train, batches = len(train), [" batches" * isinstance(part, data.Stream) for part in (train, test)]
     sizes = f"{num_train:,}{batches[0]} to train, {len(test):,}{batches[1]} to test"
     plan = {"data": f"{name} ({train.kind}): {sizes}", "on resume": train.on_resume}
@@ -90,9 +92,17 @@ def read_data(process: Process) -> Job:
         data_set=data_set,
         numbers=together(lambda: derive(process.config, size, num_train, len(test), rows)),
         checksums=together(lambda: data.checksums(data_set)),
-        validation=script.validation_of(given, test, rows, "test_"),
+        validation=validation,
         plan=plan,
     )
+
+
+def _check_monitor(config: Config, has_test: bool, is_each_epoch: bool) -> None:
+    """Raises ConfigError if a metric of test data is to be monitored that not every epoch has."""
+    monitor, is_monitored = config.train.monitor, config.train.patience or config.schedule.plateau_patience
+    if is_monitored and monitor.startswith("test_") and not (has_test and is_each_epoch):
+        lack = "is not evaluated after each epoch" if has_test else "has no test data"
+        raise ConfigError(f"train.monitor: got {monitor}, but {config.data.name} {lack}: choose loss, or evaluate each epoch")
 
 
 def _with_unscaled_rate(config: Config) -> Config:

@@ -90,6 +90,14 @@ def unshaped() -> Any:
     return tf.data.Dataset.from_generator(lambda: iter([(X, Y)]), output_types=(tf.float32, tf.float32))
 
 
+def seldom() -> dict[str, Any]:
+    return {"x": X, "y": Y, "validation_split": 0.2, "validation_freq": 2}
+
+
+def texts() -> Any:
+    return X, np.array(["a", "b"] * 50)
+
+
 def one_hot() -> Any:
     return (X, np.eye(3)[CLASSES]), (X[:20], np.eye(3)[CLASSES[:20]])
 
@@ -354,6 +362,14 @@ def test_killed_within_an_epoch_and_resumed(start: Any) -> None:
         ("alone", "dense", (*MSE, "--train.jit"), "train.jit: it needs samples with integer classes"),
         ("alone", "dense", (*MSE, "--train.monitor", "test_accuracy", "--train.patience", "1"), "got test_accuracy"),
         ("batches", "dense", (*MSE, "--optimizer.learning-rate-scaling", "linear"), "bring their own batches"),
+        ("alone", "dense", (*MSE, "--train.patience", "1"), "got test_loss, but .*alone has no test data"),
+        (
+            "seldom",
+            "dense",
+            (*MSE, "--schedule.plateau-patience", "1"),
+            "got test_loss, but .*seldom .* after each epoch",
+        ),
+        ("texts", "dense", MSE, "texts: Invalid dtype: str"),
     ],
 )
 def test_refused_before_anything_is_written(
