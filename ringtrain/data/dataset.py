@@ -20,7 +20,7 @@ class Split:
     """Samples, numbered from 0: `Samples` and `Shard` in memory, or `Images` read from files."""
 
     advice = "give dataset.shuffle a seed, and make the same random operations on all ranks, also before the dataset"
-    """correction for ranks whose batches differ in what must be equal"""
+    """advice for the error about ranks with different batches"""
 
     @property
     def skipped(self) -> frozenset[str]:

@@ -1,6 +1,6 @@
 """Training and validation data from the arguments of `ringtrain.fit`: arrays, or a stream of batches.
 
-A function that `data.name` names may return these arguments, too.
+The function that `data.name` names may also return these arguments.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ OF_DATA = (
     *("x", "y", "sample_weight", "validation_data", "validation_split", "class_weight", "shuffle", "steps_per_epoch"),
     *("validation_steps", "validation_batch_size", "validation_freq"),
 )
-"""Arguments that a function of `data.name` may return in a dict."""
+"""Arguments of `fit` that the function of `data.name` may return in a dict."""
 
 
 def arguments_of(name: str, result: Any) -> FitArguments:
     """Converts the result of the function `name` to arguments of `fit`.
 
     Args:
-        result: A dict of arguments in OF_DATA; batches, alone or as (batches, validation batches); (x, y), alone or
-            as ((x, y), (validation x, validation y)), also with sample_weight.
+        result: A dict of arguments in OF_DATA; batches or (batches, validation batches); (x, y) or ((x, y),
+            (validation x, validation y)), also with sample_weight.
 
     Raises:
-        DataError: It is none of these.
+        DataError: The result has another form.
     """
     if isinstance(result, dict):
         if "x" not in result or not set(result) <= set(OF_DATA):
@@ -159,7 +159,7 @@ def _validation(held_out: Any, given: FitArguments, batch_size: int) -> Split:
 
 
 def _shard(function: Callable[[int, int], Any], *how: Any) -> Stream:
-    """Stream of the batches that a function of rank and number of ranks returns for this rank alone."""
+    """Stream of the batches that `function`, of rank and number of ranks, returns for this rank alone."""
     from ringtrain import hvd
 
     result = function(hvd.rank(), hvd.size())

@@ -125,7 +125,7 @@ def _own_loss(name: str) -> Any:
 
 
 def accuracy(config: ModelConfig) -> list[Any]:
-    """Metric "accuracy" where the loss is a cross-entropy; Keras chooses which one by targets and outputs."""
+    """Returns the metric "accuracy" if the loss is a cross-entropy; Keras chooses its kind by targets and outputs."""
     if config.loss and not _is_cross_entropy(config.loss):
         return []
     if config.loss.startswith("b") and ":" not in config.name:
@@ -145,7 +145,7 @@ METRICS: dict[str, Callable[[], keras.metrics.Metric]] = {"top-5": _top_5}
 
 
 def metrics(names: Sequence[str]) -> Callable[[], list[Any]]:
-    """Resolves metrics without creating them. Those of Keras stay names, which `compile` resolves by the outputs.
+    """Resolves metrics without creating them. Those of Keras stay names, which `compile` resolves.
 
     Args:
         names: keys of METRICS, names in KERAS_METRICS, or module:function of functions or classes without arguments

@@ -20,12 +20,12 @@ from ringtrain.errors import ConfigError, MissingDependency
 from ringtrain.protocol.json_text import parse_json
 
 IDS = "tracking.json"
-"""file of the run folder with the run's IDs in the trackers, under which a resumed run continues"""
+"""file in the run folder with the run's IDs in the trackers, which a resumed run continues"""
 PROJECT = "ringtrain"
 """MLflow experiment and W&B project, unless MLFLOW_EXPERIMENT_NAME or WANDB_PROJECT names another"""
 FILES = ("report.html", "summary.json", "config.toml", "curves.png")
 END_S, STOPPED_END_S = 60.0, 5.0
-"""maximum time in seconds for the last records of a complete run, and of one that an error or a signal has ended"""
+"""maximum time in seconds to send the last records of a complete run, and of one that an error or a signal has ended"""
 # MLflow's own defaults, 120 s and 7 retries, add up to minutes before it reports a server that is down.
 MLFLOW_DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",

@@ -59,7 +59,7 @@ def find(config: Config) -> Named:
 
 
 def read_data(process: Process) -> Job:
-    """Reads samples with integer classes that the configuration names, and derives the numbers of the run."""
+    """Reads the configured samples with integer classes, and derives the numbers of the run."""
     return job_of(process, process.strategy.together(process.named.read_data))
 
 
@@ -115,8 +115,8 @@ def compiled_model(
 ) -> keras.Model:
     """Builds the compiled model: same weights, different dropout on all ranks; `distributed` False: local optimizer.
 
-    A model that its function has compiled keeps loss and metrics, and its optimizer unless options name others, with
-    which it gets rows of the `plan`.
+    A model that its function has compiled keeps loss, metrics and optimizer unless options name others. Then and where
+    targets are taken as classes, `plan` gets a row.
     """
     import keras
 
@@ -183,7 +183,7 @@ def _check_own_compile(config: Config, strategy: Strategy) -> None:
         if value := value_of(config, option):
             raise ConfigError(
                 f"{option}: got {value}, but {config.model.name} compiles its own loss and metrics: compile it there,"
-                f" or name the loss by model.loss, too"
+                f" or replace the loss as well, by model.loss"
             )
     if strategy.ranks_change:
         raise ConfigError(

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 POSITION = ("global_step", "time_s")
-"""keys of a record that say where in the run it is"""
+"""keys of a record that are not metrics, but its position in the run"""
 
 
 class Recorder(keras.callbacks.Callback):
@@ -246,7 +246,7 @@ def draw_curves(
 
 
 def check(config: Config) -> None:
-    """Raises before training, not after hours of it, if a package or a server for the run's records is missing."""
+    """Raises, before hours of training, if a package or a server for the run's records is missing."""
     if hvd.rank() == 0:
         trackers.check(config)
     if importlib.util.find_spec("matplotlib") is None:

@@ -48,7 +48,7 @@ class Configured(script.Script):
 
 
 def read_data(process: Process) -> Job:
-    """Reads the configured data. If they need it, `process.strategy` becomes Configured."""
+    """Reads the configured data; sets `process.strategy` to Configured unless they are samples with integer classes."""
     config, together = process.config, process.strategy.together
     tf.random.set_seed(None)  # the seeds of an earlier run would shuffle the data in another order on each rank
     result = together(process.named.read)
@@ -98,11 +98,13 @@ def read_data(process: Process) -> Job:
 
 
 def _check_monitor(config: Config, has_test: bool, is_each_epoch: bool) -> None:
-    """Raises ConfigError if a metric of test data is to be monitored that not every epoch has."""
+    """Raises ConfigError if train.monitor is a metric of test data that some epochs do not have."""
     monitor, is_monitored = config.train.monitor, config.train.patience or config.schedule.plateau_patience
     if is_monitored and monitor.startswith("test_") and not (has_test and is_each_epoch):
         lack = "is not evaluated after each epoch" if has_test else "has no test data"
-        raise ConfigError(f"train.monitor: got {monitor}, but {config.data.name} {lack}: choose loss, or evaluate each epoch")
+        raise ConfigError(
+            f"train.monitor: got {monitor}, but {config.data.name} {lack}: choose loss, or evaluate each epoch"
+        )
 
 
 def _with_unscaled_rate(config: Config) -> Config:

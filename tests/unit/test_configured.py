@@ -232,7 +232,7 @@ MSE = ("--model.loss", "mse", "--model.metrics", "mae", *SGD)
 
 
 def reference(arguments: dict[str, Any], model: Callable[..., Any] = dense, **compiled: Any) -> tuple[Any, Any]:
-    """Keras' own `fit` of the same, and its history."""
+    """Model and history of Keras' `fit` with the same arguments."""
     keras.utils.clear_session()
     keras.utils.set_random_seed(0)
     x = arguments["x"]
@@ -251,7 +251,7 @@ def same(model: keras.Model, other: keras.Model, within: float = 1e-6) -> None:
 
 @pytest.mark.parametrize("source", ["in_order", "weighted", "batches", "numbered"])
 def test_weights_and_metrics_are_those_of_keras_fit(start: Any, source: str, tmp_path: Path) -> None:
-    """Also the last batch, of 4 rows, and metrics of validation, which have the trainer's prefix."""
+    """The last batch of 4 rows is trained; validation metrics have the trainer's prefix."""
     model, summary = start(source, "dense", *MSE)
     tf.random.set_seed(None)  # as in a new process
     arguments = globals()[source]()
@@ -310,7 +310,7 @@ def test_arrays_of_a_file(start: Any, tmp_path: Path) -> None:
     assert model.output_shape == (None, 3) and summary["numbers"]["num_test"] == 20
 
 
-def test_ways_to_name_a_loss_of_ones_own() -> None:
+def test_a_users_loss_may_be_a_function_a_class_or_a_factory() -> None:
     expected = cubed(X[:, :3], Y)
     for name in ("cubed", "Cubed", "make_cubed"):
         loss = models.loss(ModelConfig(loss=f"{__name__}:{name}"))()
@@ -394,8 +394,8 @@ def test_what_a_function_may_not_return(result: Any, message: str) -> None:
         data.arguments_of("mine:load", result)
 
 
-def test_integer_classes_stay_samples_with_classes() -> None:
-    """Only a loss that does not take classes, or targets that are none, change the way of training."""
+def test_integer_classes_are_trained_as_samples_with_classes() -> None:
+    """Only a loss that takes no classes, or targets of another kind, change the way of training."""
     source = DataConfig(name=f"{__name__}:labels")
     for loss, is_data_set in (("", True), ("sparse_categorical_crossentropy", True), ("mse", False)):
         of_classes = models.needs_classes(ModelConfig(name="a:b", loss=loss))
@@ -437,7 +437,7 @@ def test_misspelled_names(changed: dict[str, Any], message: str) -> None:
         setup.find(Config(data=DataConfig(name="a:b"), model=ModelConfig(**changed)))
 
 
-def test_errors_are_better_when_they_fall() -> None:
+def test_lower_errors_are_better() -> None:
     assert all(
         map(lower_is_better, ("test_mae", "mse", "test_kl_divergence", "test_b_mape", "poisson", "false_positives"))
     )

@@ -42,7 +42,7 @@ class Killed(Exception):
 
 
 def needs(package: str) -> Any:
-    """Module of a package, without which a test is skipped, or fails where nothing may be missing."""
+    """Module of a package; without it, the test is skipped, or fails if REQUIRED is set."""
     return __import__(package) if os.environ.get(REQUIRED) else pytest.importorskip(package)
 
 
@@ -181,7 +181,7 @@ def test_mlflow_receives_a_run_continues_it_and_may_fail(server: Any, tmp_path: 
 
 
 def _written(path: Path) -> Iterator[Any]:
-    """Records of a file .wandb: a log in LevelDB's format, after 7 bytes of its own, of protocol buffers."""
+    """Records of a .wandb file: after a header of 7 bytes, a log in LevelDB's format of protocol buffers."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, parts = path.read_bytes(), 7, b""
@@ -231,7 +231,7 @@ def test_wandb_writes_a_run_offline_and_continues_it(tmp_path: Path) -> None:
 
 
 class Unsteady(types.ModuleType):
-    """Stands in for the package wandb: `init` and the first `log` fail if they are told to; `log` waits before."""
+    """Replaces the package wandb: the function that `fails` names raises once; `log` waits for `go`."""
 
     def __init__(self, fails: str = "log") -> None:
         super().__init__("wandb")
@@ -363,7 +363,7 @@ def test_mlflow_ends_a_run_whose_files_it_cannot_store(tmp_path: Path, monkeypat
     assert states == ["FINISHED"]
 
 
-def test_what_a_tracker_needs_is_told_before_the_run_has_a_folder(package: Unsteady) -> None:
+def test_a_missing_key_and_a_password_are_refused_before_the_run_has_a_folder(package: Unsteady) -> None:
     with pytest.raises(
         ConfigError, match=r"^--tracking.wandb online: cannot be used: there is no API key: call wandb l"
     ):
