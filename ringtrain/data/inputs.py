@@ -132,9 +132,10 @@ def inputs(given: FitArguments, batch_size: int) -> tuple[Arrays | Stream, Split
         (x, y, weight), held_out = array_slicing.train_validation_split(
             (x, y, weight), validation_split=given.validation_split
         )
-    return Arrays(x, y, weight, given.class_weight, shuffle=given.shuffle is True), _validation(
-        held_out, given, batch_size
-    )
+    train = Arrays(x, y, weight, given.class_weight, shuffle=given.shuffle is True)
+    if not len(train):
+        raise DataError("ringtrain.fit: got no training samples, expected at least one")
+    return train, _validation(held_out, given, batch_size)
 
 
 def _validation(held_out: Any, given: FitArguments, batch_size: int) -> Split:

@@ -28,7 +28,7 @@ class Configured(script.Script):
         self.train, self.batch_size, self.plan = train, batch_size, plan
 
     def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
-        script.make_ready(self, model, self.train, self.batch_size)
+        self.build(model, self.train, self.batch_size)
         tf.random.set_seed(self.config.seed * hvd.size() + hvd.rank())  # else all ranks would draw the same noise
         if self.unlike_one_process:
             self.plan["unlike 1 rank"] = "; ".join(self.unlike_one_process)
@@ -66,8 +66,6 @@ def read_data(process: Process) -> Job:
         with _errors_named(name):
             try:
                 train, test = data.inputs(given, rows)
-                if not len(train):
-                    raise DataError(f"{name}: got no training samples, expected at least one")
                 return train, test, *data.shapes_of(train)
             except ValueError as error:  # of Keras, such as different numbers of rows, or text
                 raise DataError(f"{name}: {' '.join(str(error).split())}") from error

@@ -18,11 +18,9 @@ from ringtrain.config import Config, DataConfig, ModelConfig, lower_is_better
 from ringtrain.errors import ConfigError, DataError
 from ringtrain.models import losses_metrics
 from ringtrain.run import log_capture
+from ringtrain.strategies.ring import Ring
+from ringtrain.strategies.script import Script
 from ringtrain.train import train
-
-# Before any test: TensorFlow's threads are fixed by its first operation, and all tests of a process share them.
-tf.config.threading.set_intra_op_parallelism_threads(1)
-tf.config.threading.set_inter_op_parallelism_threads(1)
 
 RANDOM = np.random.default_rng(0)
 X, Y = RANDOM.normal(size=(100, 6)), RANDOM.normal(size=(100, 3))
@@ -214,12 +212,12 @@ class KillOnce(keras.callbacks.Callback):
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[keras.Model, dict[str, Any]]]:
     """Trains a configuration; returns the model that it has written, and the summary."""
     monkeypatch.setattr(log_capture, "watch", lambda: None)  # it ends with the process, and would hold pytest's output
+    monkeypatch.setattr(Ring, "begin", Script.begin)  # an earlier test of the process may have initialized TensorFlow
 
     def start(source: str, model: str = "dense", *options: str, name: str = "run") -> tuple[Any, dict[str, Any]]:
         words = ["--data.name", f"{__name__}:{source}" if ":" not in source else "npz", "--train.epochs", "3"]
         words += ["--data.file", source.removeprefix("npz:")] if ":" in source else []
         words += ["--model.name", model if model == "mlp" else f"{__name__}:{model}", "--run.directory", str(tmp_path)]
-        words += ["--device.threads", "1"]
         summary = train(config_io.read([*words, "--run.name", name, *options]))
         file = tmp_path / name / "model.keras"
         return keras.models.load_model(file, compile=False) if file.exists() else None, summary
