@@ -52,7 +52,7 @@ setup(
         "sweep": ["optuna>=4.2,<6"],  # ringtrain sweep
         "spark": ["pyspark>=4,<5"],  # and Java 17; 490 MB
         "mlflow": ["mlflow-skinny>=3"],  # --tracking.mlflow
-        "wandb": ["wandb>=0.20"],  # --tracking.wandb
+        "wandb": ["wandb>=0.31"],  # --tracking.wandb
         "torch": ["torch>=2.6"],  # a row of ringtrain bench peers
         "dev": [
             "hypothesis>=6.100",

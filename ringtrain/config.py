@@ -86,8 +86,8 @@ class ModelConfig:
     sync_batch_norm: bool = False
     """normalize by the statistics of all ranks' batches together instead of each rank's; for small batches per rank"""
     loss: str = ""
-    """loss: a name in Keras (mse, binary_crossentropy), or module:function of your own function of (y_true, y_pred) or
-    Loss class; empty: cross-entropy of classes, or the loss that the model is compiled with"""
+    """loss: a name in Keras (mse, binary_crossentropy), or module:function for your own, a function of (y_true, y_pred)
+    or a subclass of Loss; empty: cross-entropy of classes, or the loss with which the model is compiled"""
     label_smoothing: Annotated[float, rule.BELOW_1] = 0.0
     """fraction of each label that is spread evenly over all classes"""
     metrics: tuple[str, ...] = ()
@@ -127,7 +127,7 @@ class OptimizerConfig:
     accumulation_steps: Annotated[int, rule.AT_LEAST_1] = 1
     """steps whose gradients are averaged into one update; multiplies the global batch by this number"""
     jit: bool = False
-    """compile the update with XLA: adam and adamw take less time, and differ in the last bits"""
+    """compile the update with XLA; adam and adamw then take less time, and weights differ in the last bits"""
     sharded: bool = False
     """divide the optimizer's slots among the ranks, which saves memory; not for lars and lamb"""
 
@@ -227,9 +227,9 @@ class TrackingConfig:
     timeline_steps: Annotated[int, rule.AT_LEAST_0] = 0
     """number of steps of all ranks that are recorded in timeline.json; 0: none"""
     mlflow: str = ""
-    """MLflow tracking server or store that also gets the records, such as http://host:5000; empty: none"""
+    """URI of an MLflow server or store that also receives the records, such as http://host:5000; empty: none"""
     wandb: Literal["off", "offline", "online"] = "off"
-    """records for Weights & Biases: offline writes them to the run folder, for wandb sync"""
+    """record the run in Weights & Biases; offline: in the run folder, from which wandb sync uploads it"""
 
 
 @dataclass(frozen=True)

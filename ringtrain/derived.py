@@ -76,7 +76,7 @@ class Numbers:
 def derive(config: Config, num_ranks: int, num_train: int, num_test: int, rows_per_step: int = 0) -> Numbers:
     """Derives the numbers of a run; raises ConfigError if the global batch is larger than the training data.
 
-    With `rows_per_step`, on all ranks together, the last and smaller batch of an epoch is trained, too.
+    With `rows_per_step`, the rows of a step on all ranks, the last, smaller batch of an epoch is trained, too.
 
     With k = global batch / reference batch, linear scaling multiplies the learning rate by k (Goyal et al. 2017, arXiv
     1706.02677, section 2.1), sqrt by k ** 0.5 (Krizhevsky 2014, arXiv 1404.5997; for adaptive optimizers Malladi et al.
@@ -127,5 +127,5 @@ def derive(config: Config, num_ranks: int, num_train: int, num_test: int, rows_p
 
 def lower_is_better(metric: str) -> bool:
     """Returns whether a metric improves as it falls, by its name: losses and errors do, all others do not."""
-    of_losses = ("loss", "error", "mae", "mape", "mse", "msle", "bce", "crossentropy", "hinge", "divergence", "poisson")
-    return any(word in metric for word in of_losses)
+    losses = ("loss", "error", "mae", "mape", "mse", "msle", "bce", "crossentropy", "hinge", "divergence", "poisson")
+    return any(word in metric for word in (*losses, "false_"))

@@ -322,12 +322,11 @@ def _prepare(process: Process, model: keras.Model, train: Any, batch_size: int) 
 
     from ringtrain import hvd
     from ringtrain.run import model_state
-    from ringtrain.strategies import script
 
     strategy: Any = process.strategy
     if process.config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model, strategy.device_of_sums):
         raise ConfigError("model.sync_batch_norm: the model has no BatchNormalization layers: leave it out")
-    script.make_ready(strategy, model, train, batch_size)
+    strategy.build(model, train, batch_size)
     if hvd.rank():  # else all ranks would drop the same units; rank 0 keeps the script's seeds
         for index, state in enumerate(model_state.seeds(model)):
             draw = np.random.default_rng([process.config.seed, hvd.rank(), index])

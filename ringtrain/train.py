@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringtrain import config_io, data, strategies
 from ringtrain.config import Config
-from ringtrain.errors import RingtrainError, RunDirectoryError
+from ringtrain.errors import RingtrainError
 from ringtrain.models import lazy_keras
 from ringtrain.monitor import journal
 from ringtrain.protocol import failures, status
@@ -135,10 +135,11 @@ def setup(
     # Before TensorFlow uses a device: it would allocate memory on the host's first GPU for every rank.
     strategy = elastic.Elastic(config) if hvd.elastic.is_on() else make(config, group)
     pinning = strategy.begin()
-    strategy.together(lambda: tracking.check(config.tracking))
     attempt, events = Attempt.from_environment(), journal.Journal()
+    config = strategy.together(lambda: resume.started_again(config, attempt))
+    strategy.together(lambda: tracking.check(config))
     return Process(
-        config=strategy.together(lambda: resume.started_again(config, attempt)),
+        config=config,
         named=named,
         attempt=attempt,
         strategy=strategy,
@@ -262,12 +263,12 @@ def training(run: RunContext) -> Iterator[None]:
 
 def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
     """Verifies once more what was saved, and writes the run's results. Returns the summary and the exit code."""
-    from ringtrain.lab.report import cli as report
     from ringtrain.monitor import heartbeat
     from ringtrain.run import tracking
 
     stop, strategy = run.callbacks.stop, run.strategy
-    summary = tracking.write_results(run, strategy.summary(run))
+    with run.callbacks.trackers:
+        summary = tracking.write_results(run, strategy.summary(run))
     if "ranks" in summary:
         console.show_ranks(run.terminal, summary["ranks"], heartbeat.slow_ranks(summary["ranks"], run.config.health))
     total_s = time.time() - run.stages.moments["python"]
@@ -280,7 +281,9 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
         **strategy.place(),
     )
     if run.callbacks.trackers.links:
-        with contextlib.suppress(RunDirectoryError):
+        from ringtrain.lab.report import cli as report
+
+        with contextlib.suppress(Exception):  # the run is complete without its page
             report.write_page(run.folder)
         run.callbacks.trackers.end(stop.exit_code, summary)
     if run.timeline:

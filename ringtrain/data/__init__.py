@@ -28,7 +28,7 @@ from ringtrain.config import DataConfig
 from ringtrain.config_io import find
 from ringtrain.data.arrays import Arrays, NoSamples, RowBatches
 from ringtrain.data.dataset import DataSet, Samples, Split, check_numbers, checked, checksums
-from ringtrain.data.inputs import FitArguments, arguments_of, inputs, shapes_of
+from ringtrain.data.inputs import FitArguments, arguments_of, inputs, is_nest, shapes_of
 from ringtrain.data.pipeline import dealt_batches, evaluation_batches, training_batches
 from ringtrain.data.sharding import evaluation_shard, part_of, training_shard
 from ringtrain.data.sources import DATASETS, PREPARE, arrays_of_npz
@@ -57,7 +57,7 @@ def source(config: DataConfig, of_classes: bool | None = True) -> Callable[[], D
         config: `name` is a key of DATASETS, or module:function of a function without arguments that returns (training
             inputs, training labels), (test inputs, test labels), as those of keras.datasets do, or arguments of
             `ringtrain.fit`: see `inputs.arguments_of`.
-        of_classes: Whether targets must be integer classes; None: they may be; False: no integer is taken for one.
+        of_classes: Whether targets are integer classes. None: they are if they can be.
 
     Returns:
         A function that reads a DataSet, if targets are integer classes, else arguments of `ringtrain.fit`.
@@ -74,11 +74,11 @@ def source(config: DataConfig, of_classes: bool | None = True) -> Callable[[], D
 
     def read() -> DataSet | FitArguments:
         if config.name not in DATASETS:
-            return classes_or_arguments(config.name, function(), config.num_classes, of_classes)
+            return _classes_or_arguments(config.name, function(), config.num_classes, of_classes)
         try:
             if config.name == "npz" and not of_classes:
                 path, *splits = arrays_of_npz(config)
-                return classes_or_arguments(path, splits, config.num_classes, of_classes)
+                return _classes_or_arguments(path, splits, config.num_classes, of_classes)
             data_set: DataSet = function(config)
             return data_set
         except OSError as error:  # not handled by the source, e.g. a directory without permission
@@ -87,33 +87,31 @@ def source(config: DataConfig, of_classes: bool | None = True) -> Callable[[], D
     return read
 
 
-def classes_or_arguments(name: str, result: Any, num_classes: int, of_classes: bool | None) -> DataSet | FitArguments:
-    """A DataSet of ((inputs, labels), (inputs, labels)), if the labels are integer classes, else arguments of fit."""
+def _classes_or_arguments(name: str, result: Any, num_classes: int, of_classes: bool | None) -> DataSet | FitArguments:
+    """DataSet of ((inputs, labels), (inputs, labels)) whose labels are integer classes, else arguments of fit."""
     given = arguments_of(name, result)
-    pairs = [(given.x, given.y), given.validation_data]
-    is_pair = isinstance(result, tuple | list) and isinstance(result[0], tuple | list)
-    is_pair = is_pair and all(pair is not None and len(pair) == 2 for pair in (result[0], given.validation_data))
-    if is_pair and of_classes is not False:
-        are_classes = not any(isinstance(x, dict | tuple) or isinstance(y, dict | tuple) for x, y in pairs)
-        are_classes = are_classes and all(_may_be_classes(y) for _, y in pairs)
-        if of_classes or are_classes:
-            train, test = result
-            return checked(name, train, test, num_classes)
-    elif of_classes:
+    is_pairs = isinstance(result, tuple | list) and all(isinstance(pair, tuple | list) for pair in result)
+    pairs = [*result] if is_pairs and all(len(pair) == 2 for pair in result) else []
+    if pairs and (of_classes or (of_classes is None and all(_has_classes(*pair) for pair in pairs))):
+        train, test = pairs
+        return checked(name, train, test, num_classes)
+    if of_classes:
         raise DataError(
             f"{name}: returned targets that are not known to be integer classes: expected"
             f" ((inputs, labels), (test inputs, test labels)), or a loss named by model.loss, or a model of your own"
             f" that is compiled"
         )
-    for split, pair in zip(("training", "validation"), pairs, strict=True):
-        for part, values in zip(("inputs", "targets"), pair if is_pair and pair else (), strict=False):
+    for split, pair in zip(("training", "validation"), pairs, strict=False):
+        for part, values in zip(("inputs", "targets"), pair, strict=True):
             if isinstance(values, np.ndarray) and values.dtype.kind == "f":
                 check_numbers(f"{name}: {split} {part}", values)
     return given
 
 
-def _may_be_classes(labels: Any) -> bool:
-    """Whether these are integers from 0, one per sample."""
+def _has_classes(x: Any, labels: Any) -> bool:
+    """Returns whether the inputs are one array, and each sample has one integer label of at least 0."""
+    if is_nest(x) or is_nest(labels):
+        return False
     array = np.asarray(labels)
-    is_integer = np.issubdtype(array.dtype, np.integer) and array.shape in ((array.size,), (array.size, 1))
-    return bool(is_integer and array.min(initial=0) >= 0)
+    is_one_each = array.shape in ((array.size,), (array.size, 1))
+    return is_one_each and np.issubdtype(array.dtype, np.integer) and bool(array.min(initial=0) >= 0)

@@ -19,15 +19,13 @@ if TYPE_CHECKING:
 class Split:
     """Samples, numbered from 0: `Samples` and `Shard` in memory, or `Images` read from files."""
 
+    advice = "give dataset.shuffle a seed, and make the same random operations on all ranks, also before the dataset"
+    """advice for the error about ranks with different batches"""
+
     @property
     def skipped(self) -> frozenset[str]:
         """Names of the samples that this process could not read and skipped."""
         return frozenset()
-
-    @property
-    def must_be_equal(self) -> str:
-        """What to change where the ranks' batches differ in what must be equal."""
-        return "give dataset.shuffle a seed, and make the same random operations on all ranks, also before the dataset"
 
     @property
     def error(self) -> DataError | None:
@@ -166,7 +164,7 @@ def checked(name: str, train: tuple[Any, Any], test: tuple[Any, Any], num_classe
 
 
 def check_numbers(where: str, inputs: NDArray[Any]) -> None:
-    """Raises DataError, which begins with `where`, if samples are no finite numbers."""
+    """Raises DataError, which begins with `where`, unless samples are finite numbers."""
     if inputs.dtype.kind not in "buif":
         raise DataError(f"{where}: got inputs of {inputs.dtype}, expected numbers")
     if inputs.dtype.kind == "f":

@@ -1,6 +1,6 @@
 """Training and validation data from the arguments of `ringtrain.fit`: arrays, or a stream of batches.
 
-A function that `data.name` names may return these arguments, too.
+The function that `data.name` names may also return these arguments.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ OF_DATA = (
     *("x", "y", "sample_weight", "validation_data", "validation_split", "class_weight", "shuffle", "steps_per_epoch"),
     *("validation_steps", "validation_batch_size", "validation_freq"),
 )
-"""Arguments that a function of `data.name` may return in a dict."""
+"""Arguments of `fit` that the function of `data.name` may return in a dict."""
 
 
 def arguments_of(name: str, result: Any) -> FitArguments:
-    """Arguments of `fit` that the function `name` has returned.
+    """Converts the result of the function `name` to arguments of `fit`.
 
     Args:
-        result: A dict of arguments in OF_DATA; batches, alone or as (batches, validation batches); (x, y), alone or
-            as ((x, y), (validation x, validation y)), also with sample_weight.
+        result: A dict of arguments in OF_DATA; batches or (batches, validation batches); (x, y) or ((x, y),
+            (validation x, validation y)), also with sample_weight.
 
     Raises:
-        DataError: It is none of these.
+        DataError: The result has another form.
     """
     if isinstance(result, dict):
         if "x" not in result or not set(result) <= set(OF_DATA):
@@ -98,17 +98,19 @@ def _is_batches(x: Any) -> bool:
     return isinstance(x, tf.data.Dataset | keras.utils.PyDataset | GeneratorType)
 
 
+def is_nest(part: Any) -> bool:
+    """Returns whether inputs or targets are several arrays, in a dict, tuple or list, rather than one or its values."""
+    return isinstance(part, dict | tuple) or (isinstance(part, list) and any(hasattr(leaf, "shape") for leaf in part))
+
+
 def shapes_of(train: Arrays | Stream) -> tuple[Any, int]:
-    """Nest of the shapes of a sample's inputs, and the number of its targets: columns of one array, else 0."""
+    """Shapes of a sample's inputs, in their nest, and the number of columns of its targets, 0 if these are a nest."""
     import keras
     import tensorflow as tf
 
     batch = train.dataset.element_spec if isinstance(train, Stream) else train.rows(0, min(2, len(train)))
     x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
-    if y is not None and not hasattr(y, "shape"):
-        num_targets = 0
-    else:
-        num_targets = 0 if y is None else (y.shape[-1] or 0 if len(y.shape) > 1 else 1)
+    num_targets = (y.shape[-1] or 0 if len(y.shape) > 1 else 1) if hasattr(y, "shape") else 0
     return tf.nest.map_structure(lambda leaf: tuple(leaf.shape[1:]), x), num_targets
 
 
@@ -130,9 +132,10 @@ def inputs(given: FitArguments, batch_size: int) -> tuple[Arrays | Stream, Split
         (x, y, weight), held_out = array_slicing.train_validation_split(
             (x, y, weight), validation_split=given.validation_split
         )
-    return Arrays(x, y, weight, given.class_weight, shuffle=given.shuffle is True), _validation(
-        held_out, given, batch_size
-    )
+    train = Arrays(x, y, weight, given.class_weight, shuffle=given.shuffle is True)
+    if not len(train):
+        raise DataError("ringtrain.fit: got no training samples, expected at least one")
+    return train, _validation(held_out, given, batch_size)
 
 
 def _validation(held_out: Any, given: FitArguments, batch_size: int) -> Split:
@@ -157,7 +160,7 @@ def _validation(held_out: Any, given: FitArguments, batch_size: int) -> Split:
 
 
 def _shard(function: Callable[[int, int], Any], *how: Any) -> Stream:
-    """Stream of the batches that a function of rank and number of ranks returns for this rank alone."""
+    """Stream of the batches that `function`, of rank and number of ranks, returns for this rank alone."""
     from ringtrain import hvd
 
     result = function(hvd.rank(), hvd.size())
@@ -168,6 +171,7 @@ def _shard(function: Callable[[int, int], Any], *how: Any) -> Stream:
             f" a tf.data.Dataset, a PyDataset or a generator"
         )
     stream.is_shard, stream.kind = True, f"{stream.kind}, a shard of {hvd.size()}"
+    stream.advice = "batches of a step must have as many rows on every rank: use batch(n, drop_remainder=True)"
     return stream
 
 

@@ -83,7 +83,7 @@ def npz(config: DataConfig) -> DataSet:
 
 
 def arrays_of_npz(config: DataConfig) -> tuple[str, Any, Any]:
-    """Path of a file, and its arrays (x_train, y_train) and (x_test, y_test). Raises DataError."""
+    """Reads (x_train, y_train) and (x_test, y_test) of one file; returns its path, too. Raises DataError."""
     if not config.file and not config.dir:
         raise DataError(f"{config.name}: give its file with --data.file, or its directory with --data.dir")
     path = Path(config.dir, config.file) if config.file else _only_npz(Path(config.dir))

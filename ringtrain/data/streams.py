@@ -55,9 +55,16 @@ class Stream(Split):
     def __init__(
         self, kind: str, dataset: tf.data.Dataset, steps: int | None = None, epochs: int = 1, batch_size: int = 1
     ) -> None:
+        import tensorflow as tf
+
         self.kind, self.dataset, self.batch_size = kind, dataset, batch_size
         self._is_endless, self._iterations = steps is not None, 0
         self._open: Iterator[Any] | None = None
+        if any(spec.shape.rank is None for spec in tf.nest.flatten(dataset.element_spec)):
+            raise DataError(
+                f"ringtrain.fit: got a {kind} of unknown shapes, expected batches with known ones: use"
+                f" Dataset.from_generator(..., output_signature=...) or tf.ensure_shape"
+            )
         self.num_batches = steps or int(dataset.cardinality())
         if steps:
             self._check_length(steps, epochs)
@@ -80,12 +87,6 @@ class Stream(Split):
 
     def __len__(self) -> int:
         return self.num_batches
-
-    @property
-    def must_be_equal(self) -> str:
-        if self.is_shard:
-            return "batches of a step must have as many rows on every rank: use batch(n, drop_remainder=True)"
-        return super().must_be_equal
 
     def checksum(self) -> int:
         """Checksum of length, shapes and dtypes, and the first batch of validation data, whose order must be fixed.

@@ -71,8 +71,8 @@ def builder(config: ModelConfig, of_classes: bool = True) -> Build:
             raise ConfigError(message) from error
         if not of_classes and not model.compiled and not config.loss:
             raise ConfigError(
-                f"model.name: {config.name} returns a model without a loss, and the targets are no integer classes:"
-                f" name one with model.loss, or compile the model there"
+                f"model.name: {config.name} returns a model without a loss, and the targets are not integer classes:"
+                f" name a loss with model.loss, or compile the model there"
             )
         if of_classes and not model.compiled and config.loss in ("", OF_CLASSES):
             _check_outputs(config.name, outputs, num_classes)

@@ -1,4 +1,4 @@
-"""Losses and metrics: those of classifiers, Keras' by their names, and the user's."""
+"""Losses and metrics: those of classifiers, those of Keras by name, and the user's."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ mean_squared_logarithmic_error mse msle pearson_correlation poisson precision r2
 sparse_categorical_accuracy sparse_categorical_crossentropy sparse_top_k_categorical_accuracy squared_hinge
 top_k_categorical_accuracy true_negatives true_positives
 """.split()  # noqa: SIM905
-"""those that need no arguments"""
+"""metrics of Keras that need no arguments"""
 OF_CLASSES = "sparse_categorical_crossentropy"
 
 
 def needs_classes(config: ModelConfig) -> bool | None:
-    """Returns whether a model's targets must be integer classes; None: its loss may take any targets."""
+    """Returns whether the loss needs integer classes as targets; False: other targets; None: it is not known."""
     if config.loss in LOSSES:
         return None if config.loss == OF_CLASSES else False
     return None if config.loss or ":" in config.name else True
@@ -71,7 +71,7 @@ def loss(config: ModelConfig) -> Callable[[], Any]:
     Models that ringtrain builds return logits, from which Keras' cross-entropies are then computed.
 
     Raises:
-        ConfigError: The name does not exist; the returned function also, if an object is no loss.
+        ConfigError: The name does not exist; in the returned function, an object is not a loss.
     """
     name = config.loss
     if name and config.label_smoothing:
@@ -99,23 +99,33 @@ def _is_cross_entropy(name: str) -> bool:
 
 
 def _own_loss(name: str) -> Any:
-    """A function of (y_true, y_pred), an object of a Loss class, or what a function without arguments returns."""
+    """The user's function of (y_true, y_pred) or Loss, or the result of a class or function without arguments."""
     import keras
 
-    found = imported("model.loss", name)
-    if isinstance(found, keras.losses.Loss):
-        return found
-    needed = [one for one in inspect.signature(found).parameters.values() if one.default is one.empty]
-    if not isinstance(found, type) and len([one for one in needed if one.kind <= one.POSITIONAL_OR_KEYWORD]) == 2:
-        return found
-    made = found()
+    loss = imported("model.loss", name)
+    if isinstance(loss, keras.losses.Loss):
+        return loss
+    arguments = inspect.signature(loss).parameters.values()
+    needed = [
+        one.name
+        for one in arguments
+        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
+    if len(needed) == 2 and not isinstance(loss, type):
+        return loss
+    if needed:
+        raise ConfigError(
+            f"model.loss: {name} needs {', '.join(needed)}, expected a function of (y_true, y_pred), or a Loss class or"
+            f" function without arguments"
+        )
+    made = loss()
     if not callable(made):
         raise ConfigError(f"model.loss: {name} returned {type(made).__name__}, expected a Keras loss")
     return made
 
 
 def accuracy(config: ModelConfig) -> list[Any]:
-    """Metric "accuracy" where the loss is a cross-entropy; Keras chooses which one by targets and outputs."""
+    """Returns the metric "accuracy" if the loss is a cross-entropy; Keras chooses its kind by targets and outputs."""
     if config.loss and not _is_cross_entropy(config.loss):
         return []
     if config.loss.startswith("b") and ":" not in config.name:
@@ -135,7 +145,7 @@ METRICS: dict[str, Callable[[], keras.metrics.Metric]] = {"top-5": _top_5}
 
 
 def metrics(names: Sequence[str]) -> Callable[[], list[Any]]:
-    """Resolves metrics without creating them. Those of Keras stay names, which `compile` resolves by the outputs.
+    """Resolves metrics without creating them. Those of Keras stay names, which `compile` resolves.
 
     Args:
         names: keys of METRICS, names in KERAS_METRICS, or module:function of functions or classes without arguments

@@ -37,7 +37,7 @@ A_CALLBACK = "a callback"
 USUAL = {"accuracy": "{:.2%}", "loss": "{:.4f}"}
 """metrics that are shown with the result, and their format"""
 RANKS_WIDTHS = (8, 8, 8, 10, 10)
-"""columns of the table of slow ranks after its first two, which are 28 wide"""
+"""widths of the columns in the table of slow ranks, after the first two, which have 28 characters"""
 BAR_WIDTH, RESULT_WIDTH = 40, 72
 """maximum number of columns of the progress bar, and of the rows of a result, where words allow it"""
 

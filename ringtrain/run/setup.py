@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 NO_CLASSES = (
-    "these are no samples with integer classes: train them with ringtrain.train or ringtrain train, with strategy.name"
-    " ring or mpi-ring, and without --elastic"
+    "expected samples with integer classes here: train other data with ringtrain.train or ringtrain train, with"
+    " strategy.name ring or mpi-ring, and without --elastic"
 )
 
 
@@ -40,10 +40,10 @@ class Named:
 
     def read_data(self) -> data.DataSet:
         """Reads samples with integer classes; raises ConfigError for other data."""
-        found = self.read()
-        if isinstance(found, data.FitArguments):
+        data_set = self.read()
+        if isinstance(data_set, data.FitArguments):
             raise ConfigError(f"data.name: {NO_CLASSES}")
-        return found
+        return data_set
 
 
 def find(config: Config) -> Named:
@@ -59,7 +59,7 @@ def find(config: Config) -> Named:
 
 
 def read_data(process: Process) -> Job:
-    """Reads samples with integer classes that the configuration names, and derives the numbers of the run."""
+    """Reads the configured samples with integer classes, and derives the numbers of the run."""
     return job_of(process, process.strategy.together(process.named.read_data))
 
 
@@ -80,7 +80,7 @@ def add_model(process: Process, job: Job, config: Config) -> None:
     together = process.strategy.together
     keras.utils.clear_session()  # each run of a process gives its layers the same names, which checkpoints hold
     job.model = compiled_model(process.named, job.data_set, config, job.numbers, process.strategy, plan=job.plan)
-    if not process.strategy.is_scripted:  # there, the weights alone are written in the end
+    if not process.strategy.is_scripted:  # else, if the model cannot be exported, its weights alone are
         together(lambda: checkpoint.check_exportable(job.model))
     job.gradient_norm = process.strategy.gradient_norm(job.model.optimizer) if config.tracking.every_steps else None
     job.users_callbacks = together(process.named.make_callbacks)
@@ -115,8 +115,8 @@ def compiled_model(
 ) -> keras.Model:
     """Builds the compiled model: same weights, different dropout on all ranks; `distributed` False: local optimizer.
 
-    A model that its function has compiled keeps loss and metrics, and its optimizer unless options name others, with
-    which it gets rows of the `plan`.
+    A model that its function has compiled keeps loss, metrics and optimizer unless options name others. Then and where
+    targets are taken as classes, `plan` gets a row.
     """
     import keras
 
@@ -142,6 +142,8 @@ def compiled_model(
         optimizer = strategy.distribute(optimizer)
     # XLA has no kernel for Horovod's allreduce; "auto" would enable XLA on GPUs.
     rows: dict[str, str] = {} if plan is None else plan
+    if (is_compiled or ":" in config.model.loss) and not strategy.is_scripted:
+        rows["targets"] = f"{data_set.num_classes} integer classes; for other targets, return floats"
     if is_compiled:
         _check_own_compile(config, strategy)
         if has_own:
@@ -149,13 +151,17 @@ def compiled_model(
             rows["learning rate"] = f"{rate:g} ({kind}, as {config.model.name} compiles it)"
         model.optimizer, model.jit_compile = optimizer, False
         if config.model.loss:
-            rows["loss"] = f"{config.model.loss}, instead of {loss_name(model.loss)} in {config.model.name}"
-            own = model._compile_metrics
-            metrics = {"metrics": own and own._user_metrics, "weighted_metrics": own and own._user_weighted_metrics}
-            metrics |= {"metrics": named.make_metrics()} if config.model.metrics else {}
-            model.compile(optimizer, named.make_loss(), jit_compile=False, **metrics)
+            own = getattr(model.loss, "__name__", getattr(model.loss, "name", model.loss))
+            rows["loss"] = f"{config.model.loss}, instead of {own} in {config.model.name}"
+            arguments = {**model._compile_config.config, "optimizer": optimizer, "jit_compile": False}
+            if config.model.metrics:
+                arguments["metrics"] = named.make_metrics()
+            # Keras wants a loss for each weight; without weights, one is for all outputs.
+            weights = arguments["loss_weights"] or 1.0
+            arguments["loss"] = keras.tree.map_structure(lambda weight: named.make_loss(), weights)
+            model.compile(**arguments)
     else:
-        made = [*models.accuracy(config.model), *named.make_metrics()]
+        made = [*dict.fromkeys([*models.accuracy(config.model), *named.make_metrics()])]
         stopping.check_monitor(config.train.monitor, made, strategy.is_scripted)
         if config.model.loss:
             rows["loss"] = config.model.loss
@@ -164,11 +170,6 @@ def compiled_model(
         hvd.jit_gradients(model)
     strategy.make_ready(model, data_set.input_shape, data_set.num_classes)
     return model
-
-
-def loss_name(loss: Any) -> str:
-    """Name of a loss as `compile` takes it."""
-    return str(getattr(loss, "__name__", getattr(loss, "name", loss)))
 
 
 def _has_own_optimizer(model: keras.Model, config: Config) -> bool:
@@ -182,7 +183,7 @@ def _check_own_compile(config: Config, strategy: Strategy) -> None:
         if value := value_of(config, option):
             raise ConfigError(
                 f"{option}: got {value}, but {config.model.name} compiles its own loss and metrics: compile it there,"
-                f" or name the loss by model.loss, too"
+                f" or replace the loss as well, by model.loss"
             )
     if strategy.ranks_change:
         raise ConfigError(

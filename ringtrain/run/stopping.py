@@ -147,7 +147,7 @@ class StopTogether(keras.callbacks.Callback):
         other = next(rank for rank, (of_rank, _) in enumerate(of_ranks) if of_rank != of_ranks[0][0])
         raise DataError(
             f"rank {other} on {of_ranks[other][1]} has other batches than rank 0, by step {self.run.clock.global_step}:"
-            f" {self.run.data_set.train.must_be_equal}"
+            f" {self.run.data_set.train.advice}"
         )
 
     def _raise_together(self) -> None:
@@ -228,7 +228,7 @@ def reason_to_stop(config: Config, values: Sequence[float], accuracy: float) -> 
 def check_monitor(monitor: str, metrics: Sequence[keras.metrics.Metric | str], has_more: bool = False) -> None:
     """Raises ConfigError unless `monitor` is loss or one of these metrics, optionally prefixed with test_.
 
-    With `has_more`, outputs may have losses and metrics of their own.
+    With `has_more`, it may also begin with the name of an output, which has a loss and metrics of its own.
     """
     names = ["loss", *(one if isinstance(one, str) else one.name for one in metrics)]
     known = [*names, *(f"test_{name}" for name in names)]

@@ -22,7 +22,7 @@ import tensorflow as tf
 
 import ringtrain
 from ringtrain import hvd
-from ringtrain.config import TrackingConfig
+from ringtrain.config import Config
 from ringtrain.errors import CheckpointError, MissingDependency
 from ringtrain.monitor import trackers
 from ringtrain.optim.optimizers import last_learning_rate
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 POSITION = ("global_step", "time_s")
-"""keys of a record that say where in the run it is"""
+"""keys of a record that are not metrics, but its position in the run"""
 
 
 class Recorder(keras.callbacks.Callback):
@@ -245,8 +245,8 @@ def draw_curves(
     figure.savefig(folder / "curves.png", dpi=120)
 
 
-def check(config: TrackingConfig) -> None:
-    """Raises before training, not after hours of it, if a package or a server for the run's records is missing."""
+def check(config: Config) -> None:
+    """Raises, before hours of training, if a package or a server for the run's records is missing."""
     if hvd.rank() == 0:
         trackers.check(config)
     if importlib.util.find_spec("matplotlib") is None:

@@ -5,7 +5,7 @@ This module does not import TensorFlow: unsupported options are reported before 
 base:             base class: what a run asks of a strategy, and the proof line at its end
 ring:             one process per rank and Keras' fit: ring over Horovod, mpi-ring over mpi4py
 script:           the data and compiled model of a script, for ringtrain.fit
-configured:       the same loop for data of a configuration that are no samples with integer classes
+configured:       the same loop for configured data other than samples with integer classes
 mirrored:         towers and multi-worker: TensorFlow's strategies in a loop that calls Keras' callbacks
 parameter_server: ps-sync and ps-async
 """
@@ -33,15 +33,8 @@ _HOROVOD = (
     "optimizer.sharded",
 )
 _NOT_IN_TENSORFLOW = (
-    *(
-        *_HOROVOD,
-        "hvd.deterministic",
-        "optimizer.accumulation_steps",
-        "model.sync_batch_norm",
-        "train.jit",
-        "optimizer.jit",
-    ),
-    *("checkpoint.saved_model", "train.precision mixed_float16"),
+    *(*_HOROVOD, "hvd.deterministic", "optimizer.accumulation_steps", "optimizer.jit", "model.sync_batch_norm"),
+    *("train.jit", "checkpoint.saved_model", "train.precision mixed_float16"),
 )
 HOROVOD_VARIABLES = {
     "HOROVOD_ELASTIC": "ranks that join and leave",

@@ -1,4 +1,4 @@
-"""Strategy of a configured run whose data are no samples with integer classes: the loop of `ringtrain.fit`."""
+"""Strategy for configured data other than samples with integer classes: the training loop of `ringtrain.fit`."""
 
 from __future__ import annotations
 
@@ -11,27 +11,24 @@ import keras
 import tensorflow as tf
 
 from ringtrain import data, hvd, models
-from ringtrain.config import with_values
+from ringtrain.config import Config, with_values
 from ringtrain.derived import derive
 from ringtrain.errors import ConfigError, DataError
 from ringtrain.run import setup
 from ringtrain.run.context import Job, Process, RunContext
 from ringtrain.strategies import script
-
-STRATEGIES = ("ring", "mpi-ring")
-SCALING = "optimizer.learning_rate_scaling"
+from ringtrain.strategies.ring import Ring
 
 
 class Configured(script.Script):
-    """Strategy ring for data as `ringtrain.fit` takes them, and the model that the configuration names."""
+    """Strategy ring for data that `ringtrain.fit` takes, and the model that the configuration names."""
 
-    def __init__(self, process: Process, train: data.Arrays | data.Stream, batch_size: int) -> None:
-        super().__init__(process.config)
-        self.train, self.batch_size = train, batch_size
-        self.plan: dict[str, str] = {}
+    def __init__(self, config: Config, train: data.Arrays | data.Stream, batch_size: int, plan: dict[str, str]) -> None:
+        super().__init__(config)
+        self.train, self.batch_size, self.plan = train, batch_size, plan
 
     def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
-        script.make_ready(self, model, self.train, self.batch_size)
+        self.build(model, self.train, self.batch_size)
         tf.random.set_seed(self.config.seed * hvd.size() + hvd.rank())  # else all ranks would draw the same noise
         if self.unlike_one_process:
             self.plan["unlike 1 rank"] = "; ".join(self.unlike_one_process)
@@ -41,7 +38,7 @@ class Configured(script.Script):
         return super().gradient_norm(optimizer) if optimizer.built else None
 
     def fit(self, run: RunContext, part: Any) -> None:
-        with _named(self.config.data.name):
+        with _errors_named(self.config.data.name):
             super().fit(run, part)
 
     def summary(self, run: RunContext) -> dict[str, Any]:
@@ -51,70 +48,74 @@ class Configured(script.Script):
 
 
 def read_data(process: Process) -> Job:
-    """Reads the data that the configuration names; `process.strategy` becomes the one that can train them."""
+    """Reads the configured data; sets `process.strategy` to Configured unless they are samples with integer classes."""
     config, together = process.config, process.strategy.together
-    tf.random.set_seed(None)  # an earlier run of this process would have its ranks shuffle each in its own way
-    found = together(process.named.read)
-    if isinstance(found, data.DataSet):
-        return setup.job_of(process, found)
-    _check(process)
+    tf.random.set_seed(None)  # the seeds of an earlier run would shuffle the data in another order on each rank
+    result = together(process.named.read)
+    if isinstance(result, data.DataSet):
+        return setup.job_of(process, result)
     size, name = hvd.size(), config.data.name
+    if type(process.strategy) is not Ring:  # nor a subclass, whose ranks join and leave
+        raise ConfigError(f"data.name: {name}: {setup.NO_CLASSES}")
+    if config.train.jit:
+        raise ConfigError("train.jit: it needs samples with integer classes: leave it out")
     rows = config.train.batch_size * size
-    given = dataclasses.replace(found, epochs=config.train.epochs, seed=config.seed)
+    given = dataclasses.replace(result, epochs=config.train.epochs, seed=config.seed)
 
-    def split() -> tuple[data.Arrays | data.Stream, data.Split]:
-        with _named(name):
+    def split() -> tuple[data.Arrays | data.Stream, data.Split, Any, int]:
+        with _errors_named(name):
             try:
                 train, test = data.inputs(given, rows)
-            except ValueError as error:  # of Keras, such as different numbers of rows
+                return train, test, *data.shapes_of(train)
+            except ValueError as error:  # of Keras, such as different numbers of rows, or text
                 raise DataError(f"{name}: {' '.join(str(error).split())}") from error
-        if not len(train):
-            raise DataError(f"{name}: got no training samples, expected at least one")
-        return train, test
 
-    train, test = together(split)
-    num_train, batches = len(train), [" batches" * isinstance(one, data.Stream) for one in (train, test)]
+    train, test, shape, num_targets = together(split)
+    validation = script.validation_of(given, test, rows, "test_")
+    _check_monitor(config, len(test) > 0, validation.epochs is None)
+    num_train, batches = len(train), [" batches" * isinstance(part, data.Stream) for part in (train, test)]
     sizes = f"{num_train:,}{batches[0]} to train, {len(test):,}{batches[1]} to test"
     plan = {"data": f"{name} ({train.kind}): {sizes}", "on resume": train.on_resume}
     if isinstance(train, data.Stream):
         rows, num_train = train.batch_size, num_train * train.batch_size
-        _keep_rate(process)
-        plan["global batch"] = f"{rows:,}" * (rows > 1) or "unknown"
-        plan["global batch"] += f": a batch of the {train.kind}, on all ranks together; train.batch_size has no effect"
-    strategy = process.strategy = Configured(process, train, rows)
-    strategy.plan = plan
-    shape, num_targets = together(lambda: data.shapes_of(train))
+        process.config = _with_unscaled_rate(config)
+        plan["global batch"] = (
+            f"{f'{rows:,}' if rows > 1 else 'unknown'}: a batch of the {train.kind}, on all ranks together;"
+            f" train.batch_size has no effect"
+        )
+    process.strategy = Configured(process.config, train, rows, plan)
     process.named = dataclasses.replace(process.named, build_model=models.builder(config.model, of_classes=False))
     data_set = data.DataSet(train, test, config.data.num_classes or num_targets, shape)
     return Job(
         data_set=data_set,
         numbers=together(lambda: derive(process.config, size, num_train, len(test), rows)),
         checksums=together(lambda: data.checksums(data_set)),
-        validation=script.validation_of(given, test, rows, "test_"),
+        validation=validation,
         plan=plan,
     )
 
 
-def _check(process: Process) -> None:
-    """Raises ConfigError for options that need samples with integer classes."""
-    config = process.config
-    if config.strategy.name not in STRATEGIES or process.strategy.ranks_change:
-        raise ConfigError(f"data.name: {config.data.name}: {setup.NO_CLASSES}")
-    if config.train.jit:
-        raise ConfigError("train.jit: it needs samples with integer classes: leave it out")
+def _check_monitor(config: Config, has_test: bool, is_each_epoch: bool) -> None:
+    """Raises ConfigError if train.monitor is a metric of test data that some epochs do not have."""
+    monitor, is_monitored = config.train.monitor, config.train.patience or config.schedule.plateau_patience
+    if is_monitored and monitor.startswith("test_") and not (has_test and is_each_epoch):
+        lack = "is not evaluated after each epoch" if has_test else "has no test data"
+        raise ConfigError(
+            f"train.monitor: got {monitor}, but {config.data.name} {lack}: choose loss, or evaluate each epoch"
+        )
 
 
-def _keep_rate(process: Process) -> None:
-    """Batches that the data bring are the same for any number of ranks: so is the learning rate."""
-    rule = process.config.optimizer.learning_rate_scaling
+def _with_unscaled_rate(config: Config) -> Config:
+    """Returns the configuration of batches whose size, and so the learning rate, is the same on any number of ranks."""
+    option, rule = "optimizer.learning_rate_scaling", config.optimizer.learning_rate_scaling
     if rule in ("linear", "sqrt"):
-        raise ConfigError(f"{SCALING}: got {rule}, but the data bring their own batches for all ranks: leave it out")
-    process.config = with_values(process.config, {SCALING: "none"})
+        raise ConfigError(f"{option}: got {rule}, but the data bring their own batches for all ranks: leave it out")
+    return with_values(config, {option: "none"})
 
 
 @contextlib.contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Context whose errors name the data instead of `ringtrain.fit`."""
+def _errors_named(name: str) -> Iterator[None]:
+    """Context in which errors of data name their function instead of `ringtrain.fit`."""
     try:
         yield
     except DataError as error:

@@ -68,6 +68,24 @@ class Script(Ring):
     def same_global_batch(self, config: Config, attempt: Attempt) -> Config:
         return config  # a script gives the global batch itself
 
+    def build(self, model: keras.Model, train: data.Arrays | data.Stream, batch_size: int) -> None:
+        """Makes a compiled model's optimizers distributed, and builds model, metrics, loss and optimizers."""
+        optimizers = hvd.optimizers_of(model)
+        for optimizer in optimizers:
+            if not distributed(optimizer):
+                self.distribute(optimizer)
+        num_rows = max(2, batch_size // hvd.size())
+        batch = train.rows(0, min(len(train), num_rows) if isinstance(train, data.Arrays) else 2)
+        has_call = type(model).call is not keras.Model.call
+        if has_call:
+            model._symbolic_build(data_batch=batch)
+        if len(optimizers) > 1 or not has_call:
+            tf.function(model.train_step).get_concrete_function(batch)  # builds optimizers of a train_step
+            model.built = True
+        if hvd.size() > 1:
+            has_rows = isinstance(train, data.Arrays) and len(train) >= 8
+            self.unlike_one_process = unlike_one_process(model, train.rows if has_rows else None)
+
     def clock(self, run: RunContext) -> resume.Clock:
         per_call = run.model.steps_per_execution
         return resume.Clock(run.start, run.numbers.steps_per_epoch, run.status, run.journal, per_call)
@@ -153,34 +171,11 @@ class Script(Ring):
 
 
 def validation_of(given: data.FitArguments, test: data.Split, batch_size: int, prefix: str) -> Validation:
-    """How arguments of `fit` ask for the evaluation of `test`; `batch_size`: rows of a step on all ranks."""
+    """Returns the evaluation that arguments of `fit` describe; `batch_size`: rows of a training step on all ranks."""
     evaluated = 1 if isinstance(test, data.Stream) else given.validation_batch_size or batch_size
     freq = given.validation_freq
     due = freq if not isinstance(freq, int) else None if freq == 1 else range(freq, given.epochs + 1, freq)
     return Validation(prefix, evaluated, due)
-
-
-def make_ready(strategy: Script, model: keras.Model, train: data.Arrays | data.Stream, batch_size: int) -> None:
-    """Makes a compiled model's optimizers distributed, and builds model, metrics, loss and optimizers.
-
-    Args:
-        batch_size: Rows of a step on all ranks.
-    """
-    optimizers = hvd.optimizers_of(model)
-    for optimizer in optimizers:
-        if not distributed(optimizer):
-            strategy.distribute(optimizer)
-    num_rows = max(2, batch_size // hvd.size())
-    batch = train.rows(0, min(len(train), num_rows) if isinstance(train, data.Arrays) else 2)
-    has_call = type(model).call is not keras.Model.call
-    if has_call:
-        model._symbolic_build(data_batch=batch)
-    if len(optimizers) > 1 or not has_call:
-        tf.function(model.train_step).get_concrete_function(batch)  # builds optimizers of the script's own train_step
-        model.built = True
-    if hvd.size() > 1:
-        has_rows = isinstance(train, data.Arrays) and len(train) >= 8
-        strategy.unlike_one_process = unlike_one_process(model, train.rows if has_rows else None)
 
 
 def unlike_one_process(model: keras.Model, rows: Callable[[int, int], Any] | None) -> list[str]:

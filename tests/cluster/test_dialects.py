@@ -218,10 +218,7 @@ def test_more_ranks_than_slots(dialect: str, folder: Path) -> None:
 
 
 def on_this_host(dialect: str, job: Job, folder: Path) -> Plan:
-    """The plan of a job for other hosts, with this host in their place and every other word as it is.
-
-    Its ranks leave a file each in folder/seen.
-    """
+    """Plan of a job in which this host replaces the job's hosts; each rank creates a file in folder/seen."""
     of_one_host = job_for(dialect, folder, ONE_HOST)
     job = replace(
         job,
@@ -268,13 +265,13 @@ def test_every_job_of_the_golden_files_is_taken_by_that_mpis_own_parser(dialect:
 
 
 def listed(program: Path) -> str:
-    """All parameters that an Open MPI, or its launcher PRRTE, knows."""
+    """Lists all parameters of an Open MPI, or of its launcher PRRTE."""
     path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
     return launching.run(0, [program, "--all"], TIMEOUT_S, env={"PATH": path}).stdout
 
 
 def test_every_parameter_of_a_plan_is_known_to_that_mpi(dialect: str, folder: Path) -> None:
-    """Open MPI ignores names that it does not know, as every MPI ignores variables: a misspelled one does nothing."""
+    """Open MPI ignores unknown parameters, as every MPI ignores unknown variables: a misspelled one has no effect."""
     used: dict[str, set[str]] = {"--mca": set(), "--prtemca": set(), "variable": set()}
     for job in planning.JOBS.values():
         try:
@@ -309,7 +306,7 @@ def test_every_parameter_of_a_plan_is_known_to_that_mpi(dialect: str, folder: Pa
 def test_every_job_of_the_golden_files_is_taken_by_horovods_own_parser(
     launcher: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And means to it what the job says."""
+    """Horovod reads the job's number of ranks, hosts, port and binding."""
     from horovod.runner import launch
 
     for name, job in planning.JOBS.items():

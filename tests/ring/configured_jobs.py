@@ -62,7 +62,7 @@ def _two_outputs(input_shape: dict[str, tuple[int, ...]], num_targets: int) -> k
 
 
 class KillOnce(keras.callbacks.Callback):
-    """Ends the first run with it before its fifth step."""
+    """Ends its first run after five steps."""
 
     is_done = False
 
@@ -138,6 +138,6 @@ def configured_batches() -> None:
 
 
 def configured_inputs_and_outputs() -> None:
-    """Two of each, of a compiled model, with weights in a loss' divisor that differ between the ranks."""
+    """A compiled model with two inputs and outputs; the divisor of a loss is another on each rank."""
     _train("_nested", "_two_outputs", "nested")
     _is_that_of_keras("nested", _two_outputs, {"left": (2,), "right": (4,)}, 0, **_nested(), batch_size=32)

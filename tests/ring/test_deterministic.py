@@ -22,7 +22,7 @@ GOES_ON += ["--checkpoint.keep", "100"]
 
 
 def checksum(folder: Path, *options: str, **environment: str) -> str:
-    """Of weights and optimizer, after a short run on three ranks in folder/run."""
+    """Checksum of weights and optimizer after a short run on three ranks in folder/run."""
     command = [*TRAIN, "--run.directory", ".", "--run.name", "run", *options]
     env = {"PYTHONPATH": f"{launching.ROOT}{os.pathsep}{Path(__file__).parent}", **environment}
     ended = launching.run(3, command, timeout_s=600, env=env, cwd=folder, warm=True)
@@ -32,7 +32,7 @@ def checksum(folder: Path, *options: str, **environment: str) -> str:
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_the_same_command_gives_the_same_weights(deterministic, tmp_path):
-    """Whatever gradients happen to wait for; without the option, which shows that this matters here, they differ."""
+    """For any timing of the gradients. The control: without the option, the weights differ."""
     options = ["--hvd.deterministic"] if deterministic else []
     (tmp_path / "singly").mkdir()
     (tmp_path / "together").mkdir()

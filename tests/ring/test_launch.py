@@ -259,7 +259,7 @@ def test_the_second_signal_ends_at_once(launch) -> None:
 
 
 def test_after_sigterm_ranks_that_do_not_end_are_ended(launch) -> None:
-    """Not before the time they have, which the launcher counts from a moment after the signal is sent."""
+    """Not before --grace, which the launcher counts from shortly after the signal."""
     started = launch(*ringtrain("--grace", "2", "--", *shell(f"printf loading >&2; {DEAF}")))
     started.wait_for_ranks()
     shown = b""

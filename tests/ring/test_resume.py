@@ -196,7 +196,7 @@ def test_a_finished_run_has_nothing_left_to_do(whole: Path, tmp_path: Path) -> N
 
 
 def test_a_time_limit_is_a_planned_stop(tmp_path: Path) -> None:
-    """Where the ranks agree for the first time after it, and not before."""
+    """At the ranks' first agreement after the limit."""
     finished = train(tmp_path, "--train.max-time-s", "1", "--train.epochs", 10_000)
     assert finished.returncode == 0, finished.stderr
     assert summary(tmp_path)["stopped_by"] == "train.max_time_s"

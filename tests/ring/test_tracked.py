@@ -1,4 +1,4 @@
-"""Two ranks with a tracker: rank 0 alone records, and what it lacks ends both before training."""
+"""Two ranks with a tracker: only rank 0 records, and a missing server ends both before training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job that notes by itself when its functions are called: what `bench startup` says is compared with it."""
+"""Job that records when its functions are called, to be compared with the stages of `bench startup`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 NOTES = "RINGTRAIN_TEST_NOTES"
 """variable with the file of rank 0's notes, a line each: a name, and the Unix times of begin and end in seconds"""
 PAUSE_S = 0.3
-"""by which a function takes longer, so that its time can be in no other stage"""
+"""seconds that each function waits, so that its time is not in another stage"""
 
 
 def note(name: str, begin_s: float) -> None:

@@ -1,8 +1,8 @@
-"""Runs two lists of tests beside each other: those whose jobs mostly wait (hosts, Spark, faults), and all others.
+"""Runs two lists of tests at the same time: those whose jobs mostly wait (hosts, Spark, faults), and all others.
 
 python tests/support/lanes.py [OPTION OF PYTEST ...]
 
-The output of the first list comes when both have ended; the exit code is 0 if all tests have passed.
+The output of the first list is printed when both have ended; the exit code is 0 if all tests have passed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Breaks the code of each main claim in a worktree of its own, and shows whether the claim's test fails then.
+"""Breaks the code behind each main claim, in a temporary worktree, and shows whether the claim's test fails.
 
     python tests/support/mutants.py                  # all; exit code 1 if a mutant survives
     python tests/support/mutants.py tests/unit       # those with this in their line: here those that take seconds
     python tests/support/mutants.py --list
 
-It uses the last commit. Each test also runs unchanged first, since a test that fails anyway kills nothing.
+It uses the last commit. Each test must pass before its code is broken.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 900.0
-"""of one test; a mutant that makes it hang is killed as well"""
+"""time limit of one test in seconds; one that exceeds it counts as failed"""
 FAILED = 1
-"""pytest's exit code where tests failed: any other than this and 0 is a mistake in the table"""
+"""exit code of pytest if tests failed; any other than this and 0 is an error in the table"""
 
 
 class Mutant(NamedTuple):
     claim: str
-    """what is broken"""
+    """description of the broken code"""
     file: str
-    """in ringtrain/"""
+    """path below ringtrain/"""
     text: str
-    """which the file has once"""
+    """original code, which occurs once in the file"""
     replacement: str
     test: str
-    """that shows the claim, as pytest takes it"""
+    """node ID of the claim's test, or its file"""
 
     @property
     def line(self) -> str:
         return f"{self.claim:<54} {self.file:<32} {self.test}"
 
     def apply(self, root: Path) -> None:
-        """Changes the file below a root; raises ValueError if its text is not there once, or SyntaxError."""
+        """Changes the file below `root`; raises ValueError or SyntaxError if the table does not fit it."""
         path = root / "ringtrain" / self.file
         before = path.read_text(encoding="utf-8")
         if before.count(self.text) != 1:
@@ -164,7 +164,7 @@ MUTANTS = (
     Mutant(
         *("a stall timeout shorter than slow steps", "monitor/diagnosis.py"),
         *("return max(timeout_s, TIMES_MEDIAN * max(row.times.step_s for row in rows))", "return timeout_s"),
-        f"{UNIT}/test_diagnosis.py::test_how_long_nobody_may_make_progress",
+        f"{UNIT}/test_diagnosis.py::test_the_stall_timeout_is_at_least_20_median_steps",
     ),
     Mutant(
         *("no agreement of the ranks on when to stop", "run/stopping.py"),
@@ -178,7 +178,7 @@ MUTANTS = (
             "failure.is_consequence, failure.time_s",
             "failure.is_consequence, -failure.time_s",
         ),
-        f"{UNIT}/test_exit_cause.py::test_the_first_cause_is_said_last_with_its_code",
+        f"{UNIT}/test_exit_cause.py::test_the_first_failure_is_printed_last_with_its_exit_code",
     ),
     Mutant(
         *("--give-up-on ignored", "cluster/restart.py", "if options.give_up_on and", "if not options.give_up_on and"),
@@ -230,7 +230,7 @@ MUTANTS = (
 
 
 def passes(test: str, root: Path) -> tuple[bool, float]:
-    """Runs one test in a root; returns whether it passes, and seconds. Raises RuntimeError if it cannot be run."""
+    """Runs a test in a worktree; returns whether it passes, and its seconds. Raises RuntimeError if it cannot run."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test]
     # Python files are compared by size and by the second of their change: a mutant could run as the one before.
     env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(root)}

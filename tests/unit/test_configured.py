@@ -19,11 +19,9 @@ from ringtrain.derived import lower_is_better
 from ringtrain.errors import ConfigError, DataError
 from ringtrain.models import losses_metrics
 from ringtrain.run import log_capture
+from ringtrain.strategies.ring import Ring
+from ringtrain.strategies.script import Script
 from ringtrain.train import train
-
-# Before any test: TensorFlow's threads are fixed by its first operation, and all tests of a process share them.
-tf.config.threading.set_intra_op_parallelism_threads(1)
-tf.config.threading.set_inter_op_parallelism_threads(1)
 
 RANDOM = np.random.default_rng(0)
 X, Y = RANDOM.normal(size=(100, 6)), RANDOM.normal(size=(100, 3))
@@ -81,6 +79,24 @@ def nested() -> dict[str, Any]:
     return {"x": {"left": X[:, :2], "right": X[:, 2:]}, "y": {"a": Y[:, :1], "b": CLASSES}, **rest}
 
 
+def listed() -> Any:
+    """Lists of arrays are several inputs and outputs, as in Keras."""
+    pair = [X[:64, :2], X[:64, 2:]], [Y[:64, :1], Y[:64]]
+    return pair, pair
+
+
+def unshaped() -> Any:
+    return tf.data.Dataset.from_generator(lambda: iter([(X, Y)]), output_types=(tf.float32, tf.float32))
+
+
+def seldom() -> dict[str, Any]:
+    return {"x": X, "y": Y, "validation_split": 0.2, "validation_freq": 2}
+
+
+def texts() -> Any:
+    return X, np.array(["a", "b"] * 50)
+
+
 def one_hot() -> Any:
     return (X, np.eye(3)[CLASSES]), (X[:20], np.eye(3)[CLASSES[:20]])
 
@@ -131,6 +147,15 @@ def two_outputs(input_shape: dict[str, tuple[int, ...]], num_targets: int) -> ke
     return model
 
 
+def two_of_each(input_shape: list[tuple[int, ...]], num_targets: int) -> keras.Model:
+    inputs = [keras.Input(shape) for shape in input_shape]
+    hidden = keras.layers.Concatenate()(inputs)
+    model = keras.Model(inputs, [keras.layers.Dense(1)(hidden), keras.layers.Dense(3)(hidden)])
+    losses = ["mae", "mae"]
+    model.compile(keras.optimizers.SGD(0.05), losses, loss_weights=[1.0, 0.25], steps_per_execution=2)
+    return model
+
+
 @keras.saving.register_keras_serializable(package="test_configured")
 class Unbuilt(keras.Model):
     def __init__(self, **options: Any) -> None:
@@ -164,6 +189,10 @@ def no_loss() -> int:
     return 3
 
 
+def of_three(y_true: Any, y_pred: Any, power: float) -> Any:
+    return abs(y_true - y_pred) ** power
+
+
 class Killed(Exception):
     pass
 
@@ -184,12 +213,12 @@ class KillOnce(keras.callbacks.Callback):
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[keras.Model, dict[str, Any]]]:
     """Trains a configuration; returns the model that it has written, and the summary."""
     monkeypatch.setattr(log_capture, "watch", lambda: None)  # it ends with the process, and would hold pytest's output
+    monkeypatch.setattr(Ring, "begin", Script.begin)  # an earlier test of the process may have initialized TensorFlow
 
     def start(source: str, model: str = "dense", *options: str, name: str = "run") -> tuple[Any, dict[str, Any]]:
         words = ["--data.name", f"{__name__}:{source}" if ":" not in source else "npz", "--train.epochs", "3"]
         words += ["--data.file", source.removeprefix("npz:")] if ":" in source else []
         words += ["--model.name", model if model == "mlp" else f"{__name__}:{model}", "--run.directory", str(tmp_path)]
-        words += ["--device.threads", "1"]
         summary = train(config_io.read([*words, "--run.name", name, *options]))
         file = tmp_path / name / "model.keras"
         return keras.models.load_model(file, compile=False) if file.exists() else None, summary
@@ -202,7 +231,7 @@ MSE = ("--model.loss", "mse", "--model.metrics", "mae", *SGD)
 
 
 def reference(arguments: dict[str, Any], model: Callable[..., Any] = dense, **compiled: Any) -> tuple[Any, Any]:
-    """Keras' own `fit` of the same, and its history."""
+    """Model and history of Keras' `fit` with the same arguments."""
     keras.utils.clear_session()
     keras.utils.set_random_seed(0)
     x = arguments["x"]
@@ -221,7 +250,7 @@ def same(model: keras.Model, other: keras.Model, within: float = 1e-6) -> None:
 
 @pytest.mark.parametrize("source", ["in_order", "weighted", "batches", "numbered"])
 def test_weights_and_metrics_are_those_of_keras_fit(start: Any, source: str, tmp_path: Path) -> None:
-    """Also the last batch, of 4 rows, and metrics of validation, which have the trainer's prefix."""
+    """The last batch of 4 rows is trained; validation metrics have the trainer's prefix."""
     model, summary = start(source, "dense", *MSE)
     tf.random.set_seed(None)  # as in a new process
     arguments = globals()[source]()
@@ -242,6 +271,15 @@ def test_several_inputs_and_outputs_of_a_compiled_model(start: Any) -> None:
     model, summary = start("nested", "two_outputs")
     same(model, reference(nested(), two_outputs)[0])
     assert "b_accuracy" in summary["metrics"]
+
+
+def test_lists_of_inputs_and_outputs_and_what_else_a_model_is_compiled_with(start: Any, tmp_path: Path) -> None:
+    """A loss in place of the model's own keeps the weights of the outputs, and the steps of a call."""
+    start("listed", "two_of_each", "--tracking.every-steps", "1", "--model.loss", "mse")
+    record = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert record["loss"] == pytest.approx(record["dense_loss"] + 0.25 * record["dense_1_loss"], rel=1e-5)
+    steps = [json.loads(line)["global_step"] for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
+    assert steps == [2, 4, 6]
 
 
 @pytest.mark.parametrize(
@@ -271,13 +309,17 @@ def test_arrays_of_a_file(start: Any, tmp_path: Path) -> None:
     assert model.output_shape == (None, 3) and summary["numbers"]["num_test"] == 20
 
 
-def test_ways_to_name_a_loss_of_ones_own() -> None:
+def test_a_users_loss_may_be_a_function_a_class_or_a_factory() -> None:
     expected = cubed(X[:, :3], Y)
     for name in ("cubed", "Cubed", "make_cubed"):
         loss = models.loss(ModelConfig(loss=f"{__name__}:{name}"))()
         np.testing.assert_allclose(np.mean(loss(X[:, :3], Y)), np.mean(expected), rtol=1e-6, err_msg=name)
-    with pytest.raises(ConfigError, match="no_loss returned int, expected a Keras loss"):
-        models.loss(ModelConfig(loss=f"{__name__}:no_loss"))()
+    for name, message in (
+        ("no_loss", "no_loss returned int, expected"),
+        ("of_three", "of_three needs y_true, y_pred,"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            models.loss(ModelConfig(loss=f"{__name__}:{name}"))()
 
 
 def test_a_loss_replaces_that_of_a_compiled_model_visibly(start: Any, capfd: pytest.CaptureFixture[str]) -> None:
@@ -308,16 +350,25 @@ def test_killed_within_an_epoch_and_resumed(start: Any) -> None:
 @pytest.mark.parametrize(
     ("source", "model", "options", "message"),
     [
-        ("alone", "dense", (), "returns a model without a loss, and the targets are no integer classes"),
+        ("alone", "dense", (), "returns a model without a loss, and the targets are not integer classes"),
         ("alone", "mlp", (), "returned targets that are not known to be integer classes"),
         ("nested", "mlp", ("--model.loss", "mse"), "mlp takes one array"),
         ("with_nan", "dense", MSE, "training targets: sample 7 contains NaN"),
         ("unequal", "dense", MSE, r"unequal: Data cardinality is ambiguous.* 100.*99"),
         ("empty", "dense", MSE, "got no training samples"),
+        ("unshaped", "dense", MSE, "unshaped: got a tf.data.Dataset of unknown shapes"),
         ("no_loss", "dense", MSE, r"no_loss: returned int, expected \(x, y\)"),
         ("alone", "dense", (*MSE, "--train.jit"), "train.jit: it needs samples with integer classes"),
         ("alone", "dense", (*MSE, "--train.monitor", "test_accuracy", "--train.patience", "1"), "got test_accuracy"),
         ("batches", "dense", (*MSE, "--optimizer.learning-rate-scaling", "linear"), "bring their own batches"),
+        ("alone", "dense", (*MSE, "--train.patience", "1"), "got test_loss, but .*alone has no test data"),
+        (
+            "seldom",
+            "dense",
+            (*MSE, "--schedule.plateau-patience", "1"),
+            "got test_loss, but .*seldom .* after each epoch",
+        ),
+        ("texts", "dense", MSE, "texts: Invalid dtype: str"),
     ],
 )
 def test_refused_before_anything_is_written(
@@ -342,8 +393,8 @@ def test_what_a_function_may_not_return(result: Any, message: str) -> None:
         data.arguments_of("mine:load", result)
 
 
-def test_integer_classes_stay_samples_with_classes() -> None:
-    """Only a loss that does not take classes, or targets that are none, change the way of training."""
+def test_integer_classes_are_trained_as_samples_with_classes() -> None:
+    """Only a loss that takes no classes, or targets of another kind, change the way of training."""
     source = DataConfig(name=f"{__name__}:labels")
     for loss, is_data_set in (("", True), ("sparse_categorical_crossentropy", True), ("mse", False)):
         of_classes = models.needs_classes(ModelConfig(name="a:b", loss=loss))
@@ -385,6 +436,8 @@ def test_misspelled_names(changed: dict[str, Any], message: str) -> None:
         setup.find(Config(data=DataConfig(name="a:b"), model=ModelConfig(**changed)))
 
 
-def test_errors_are_better_when_they_fall() -> None:
-    assert all(map(lower_is_better, ("test_mae", "mse", "test_kl_divergence", "test_b_mape", "poisson")))
+def test_lower_errors_are_better() -> None:
+    assert all(
+        map(lower_is_better, ("test_mae", "mse", "test_kl_divergence", "test_b_mape", "poisson", "false_positives"))
+    )
     assert not any(map(lower_is_better, ("test_auc", "r2_score", "precision", "true_positives")))

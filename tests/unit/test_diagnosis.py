@@ -54,13 +54,13 @@ def test_who_keeps_the_others_waiting(case: str) -> None:
     assert [one.rank for one in blocking_ranks(rows)] == expected
 
 
-def test_a_stall_is_when_nobody_makes_progress() -> None:
+def test_a_stall_is_a_time_without_progress_on_any_rank() -> None:
     assert idle_s([row(0), row(1, idle_s=0.5)]) == 0.5
     assert idle_s([row(0), row(1, idle_s=1.0, silent_s=9.0)]) == 10
     assert idle_s([row(0), row(1, idle_s=0.0, is_done=True)]) == 12, "who has left makes no progress"
 
 
-def test_how_long_nobody_may_make_progress() -> None:
+def test_the_stall_timeout_is_at_least_20_median_steps() -> None:
     steady = [row(0, times=Times(step_s=1.0)), row(1, times=Times(step_s=2.0))]
     assert limit_s(steady, 5) == 40, "20 times the median step"
     assert limit_s(steady, 300) == 300

@@ -45,7 +45,7 @@ def test_a_job_that_ends_well_says_nothing() -> None:
 
 
 @pytest.mark.parametrize(("of_rank_0", "later_s"), [(SHUT_DOWN, -1.0), (SHUT_DOWN, 1.0), ("OSError: disk full", 1.0)])
-def test_the_first_cause_is_said_last_with_its_code(of_rank_0: str, later_s: float) -> None:
+def test_the_first_failure_is_printed_last_with_its_exit_code(of_rank_0: str, later_s: float) -> None:
     """A follow-up error may come earlier, another cause later."""
     reports = reader((0, 2.0 + later_s, of_rank_0, 1), (1, 2.0, "Traceback\nValueError: batch 3", 3))
     decided = decide(1, reports, OPEN_MPI_EXITED, {}, "mpirun")

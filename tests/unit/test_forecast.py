@@ -249,14 +249,14 @@ def test_misses_are_said_as_they_are(capsys):
 
 
 COSTS, JITTERS = (0.0, 0.1, 0.18, 0.25, 0.35, 0.5, 0.71, 1.0, 1.4, 2.0), (0.0, 0.01, 0.02, 0.04, 0.08)
-"""values of c in s/GB, and of --jitter, from which a fit chooses"""
+"""candidates of a fit: c in s/GB, and --jitter"""
 SOURCES = ("Inception V3", "ResNet-101", "VGG-16", "Goyal", "Azure")
-"""words in the names of set-ups, of which all with one of them are held out together"""
+"""words in the names of set-ups; those with the same word are held out together"""
 
 
 @pytest.fixture(scope="module")
 def log_errors(tmp_path_factory):
-    """Of each ring point, log(predicted / measured), for every c of its transport and every jitter."""
+    """log(predicted / measured) of each ring point, for every c of its transport and every jitter."""
     content = json.loads(PUBLISHED.read_text())
     rings = [point for point in content["points"] if not point.get("servers")]
     transports = {point["setup"]: point["transport"] for point in rings}
@@ -275,7 +275,7 @@ def log_errors(tmp_path_factory):
 
 
 def fitted_to(errors):
-    """The costs of both transports over TCP, and the jitter, with the least squares of errors."""
+    """Jitter, and c of both transports over TCP, with the smallest sum of squared errors."""
 
     def squares(jitter, costs):
         return sum(of.get((name, cost, jitter), 0) ** 2 for of in errors for name, cost in costs.items())
@@ -286,7 +286,7 @@ def fitted_to(errors):
 
 
 def test_points_are_predicted_by_what_is_fitted_to_the_other_sources(log_errors):
-    """The table above is in sample: here c and jitter have never seen the source whose points are predicted."""
+    """Here c and jitter are fitted without the source whose points they predict."""
     assert fitted_to([*log_errors.values()]) == (0.02, TRANSPORTS["mpi"].network_s_per_gb, 0.25), "those in use"
     page = [line.split() for line in (ROOT / "docs" / "forecast.md").read_text().splitlines()]
     missed = []

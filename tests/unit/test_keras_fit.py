@@ -10,7 +10,7 @@ import pytest
 
 import ringtrain
 from ringtrain.config import Config, StrategyConfig, TrainConfig, option_types
-from ringtrain.errors import ConfigError, RingtrainError
+from ringtrain.errors import ConfigError, DataError, RingtrainError
 
 X, Y = np.zeros((8, 3)), np.zeros((8, 1))
 
@@ -39,13 +39,14 @@ def _model(kind: type = keras.Sequential, compiled: bool = True) -> keras.Model:
             {"options": Config(train=TrainConfig(epochs=3))},
             r"options set train\.epochs, which is an argument",
         ),
+        (_model(), {"x": X[:0], "y": Y[:0]}, r"got no training samples, expected at least one"),
         (_model(), {"options": Config(strategy=StrategyConfig(name="ps-sync"))}, r"expected ring or mpi-ring"),
     ],
-    ids=["uncompiled", "own fit", "nothing to train", "backup", "options", "strategy"],
+    ids=["uncompiled", "own fit", "nothing to train", "backup", "options", "no rows", "strategy"],
 )
 def test_refused_before_anything_starts(model: keras.Model, arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=f"^ringtrain.fit: .*{message}"):
-        ringtrain.fit(model, X, Y, **arguments)
+    with pytest.raises((ConfigError, DataError), match=f"^ringtrain.fit: .*{message}"):
+        ringtrain.fit(model, **{"x": X, "y": Y, **arguments})
 
 
 def test_the_public_functions_are_there_without_loading_keras() -> None:
@@ -91,12 +92,13 @@ def test_a_compiled_model_keeps_loss_metrics_and_optimizer() -> None:
         isinstance(model.loss, keras.losses.SparseCategoricalCrossentropy)
         and not model.loss.get_config()["from_logits"]
     )
+    assert plan.pop("targets") == "3 integer classes; for other targets, return floats"
     assert plan == {"learning rate": f"0.02 (RMSprop, as {__name__}:compiled_here compiles it)"}
 
 
 def test_options_replace_its_optimizer_visibly() -> None:
     model, plan = _built("compiled_here", **{"optimizer.name": "lamb"})
-    assert type(model.optimizer).__name__ == "Lamb" and plan == {}
+    assert type(model.optimizer).__name__ == "Lamb" and "learning rate" not in plan
     assert isinstance(model.loss, keras.losses.SparseCategoricalCrossentropy)
 
 

@@ -1,4 +1,4 @@
-"""The table of tests/support/mutants.py fits the code and the tests of today."""
+"""The table of tests/support/mutants.py fits the current code and tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a launcher gives up: on its own clock, which here passes only while it waits."""
+"""Time limits of the launcher, with a clock that advances only while it waits."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ringtrain.protocol.placement import RankPlacement
 JOB = Job(("true",), 2, (Host("host1", 2),), here=frozenset(), id="time-limits")
 LAUNCHER = Plan((), ("sleep", "600"))
 ENOUGH_S = 10_000.0
-"""after which the launcher's command ends by itself"""
+"""seconds after which the launcher's command exits by itself"""
 EXACTLY_S = 4 * TICK_S
 
 
 class Waiting:
-    """A selector to which nothing is ever sent, and the clock that passes in it."""
+    """Selector that receives nothing, and the clock that its waits advance."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -97,7 +97,7 @@ def test_a_second_signal_does_not_postpone_it_and_ends_them_at_once(supervised, 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
-def test_after_a_signal_that_may_be_sent_again_ranks_have_all_time(supervised, clock, number) -> None:
+def test_after_a_signal_that_may_be_sent_again_ranks_have_no_limit(supervised, clock, number) -> None:
     watch = supervised(grace=0.5)
     watch._received.append(number)
     assert watch.supervise(LAUNCHER) == -signal.SIGKILL, "ended by itself"
@@ -119,8 +119,8 @@ def test_ranks_that_have_started_have_no_limit(supervised, clock) -> None:
 
 
 @pytest.mark.parametrize(("command", "limit_s"), [("true", LOST_S), ("false", CLEAN_UP_S)])
-def test_an_agent_that_does_not_answer_is_waited_for(supervised, clock, command: str, limit_s: float) -> None:
-    """Longer after success: a host that only is slow does not make a good run a failure."""
+def test_the_launcher_waits_for_an_agent_that_does_not_answer(supervised, clock, command: str, limit_s: float) -> None:
+    """Longer after success: a slow host must not turn a complete run into a failure."""
     watch, clock.end = supervised(), lambda: None
     watch.supervise(Plan((), (command,)))
     process = subprocess.Popen(["sleep", "600"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

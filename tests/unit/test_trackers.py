@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import struct
 import subprocess
@@ -23,9 +24,11 @@ import pytest
 
 import ringtrain
 from ringtrain import hvd
+from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.config import CheckpointConfig, Config, RunConfig, TrackingConfig
 from ringtrain.errors import ConfigError, MissingDependency
 from ringtrain.monitor import trackers
+from ringtrain.run import tracking
 
 REQUIRED = "RINGTRAIN_REQUIRE_TRACKERS"
 RANDOM = np.random.default_rng(0)
@@ -39,7 +42,7 @@ class Killed(Exception):
 
 
 def needs(package: str) -> Any:
-    """Module of a package, without which a test is skipped, or fails where nothing may be missing."""
+    """Module of a package; without it, the test is skipped, or fails if REQUIRED is set."""
     return __import__(package) if os.environ.get(REQUIRED) else pytest.importorskip(package)
 
 
@@ -178,7 +181,7 @@ def test_mlflow_receives_a_run_continues_it_and_may_fail(server: Any, tmp_path: 
 
 
 def _written(path: Path) -> Iterator[Any]:
-    """Records of a file .wandb: a log in LevelDB's format, after 7 bytes of its own, of protocol buffers."""
+    """Records of a .wandb file: after a header of 7 bytes, a log in LevelDB's format of protocol buffers."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, parts = path.read_bytes(), 7, b""
@@ -228,62 +231,146 @@ def test_wandb_writes_a_run_offline_and_continues_it(tmp_path: Path) -> None:
 
 
 class Unsteady(types.ModuleType):
-    """Stands in for the package wandb: its first call waits until it is told to fail."""
+    """Replaces the package wandb: the function that `fails` names raises once; `log` waits for `go`."""
 
-    def __init__(self) -> None:
+    def __init__(self, fails: str = "log") -> None:
         super().__init__("wandb")
         self.rows: list[dict[str, Any]] = []
-        self.go, self.calls, self.exit_code = threading.Event(), 0, -1
-        self.id, self.dir, self.url, self.config, self.summary = "x", "wandb/run/files", None, {}, {}
+        self.go, self.fails, self.exit_codes = threading.Event(), fails, list[int]()
+        self.id, self.url, self.summary = "x", None, {}
         self.artifacts: list[str] = []
         self.Settings = lambda **settings: settings
         self.Artifact = lambda name, type: types.SimpleNamespace(add_file=self.artifacts.append)
+        self.config = types.SimpleNamespace(update=lambda values, allow_val_change: None)
+
+    def fail(self, function: str) -> None:
+        if self.fails == function:
+            self.fails = ""
+            raise ConnectionError("gone for a moment")
+
+    def login(self, prompt: bool) -> bool:
+        return False
 
     def init(self, **arguments: Any) -> Any:
-        self.config = types.SimpleNamespace(update=lambda values, allow_val_change: None)
+        self.fail("init")
         return self
 
     def define_metric(self, name: str, step_metric: str) -> None:
         pass
 
     def log(self, row: dict[str, Any]) -> None:
-        self.calls += 1
-        if self.calls == 1:
-            self.go.wait()
-            raise ConnectionError("gone for a moment")
+        self.go.wait()
+        self.fail("log")
         self.rows.append(row)
 
     def log_artifact(self, artifact: Any) -> None:
         pass
 
     def finish(self, exit_code: int) -> None:
-        self.exit_code = exit_code
+        self.exit_codes.append(exit_code)
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> Unsteady:
+    package = Unsteady()
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    return package
+
+
+def _sent(package: Unsteady, folder: Path, file: str = "metrics.jsonl", prefix: str = "") -> None:
+    """Asserts that the package has received the records of a file, each once and in order."""
+    sent = [(row["global_step"], row[f"{prefix}mae"]) for row in package.rows if f"{prefix}mae" in row]
+    assert sent == [(record["global_step"], record["mae"]) for record in _records(folder, file)]
+
+
+WARNING = "W&B does not accept records: gone for a moment; training continues"
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["ringtrain.fit", "callbacks.Run"])
 def test_a_tracker_that_waits_and_fails_holds_up_nothing_and_misses_nothing(
-    kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+    kept: bool, package: Unsteady, tmp_path: Path, capfd: Any
 ) -> None:
-    package = Unsteady()
-    monkeypatch.setitem(sys.modules, "wandb", package)
     released = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: package.go.set() if epoch == 3 else None)
     if kept:
         hvd.init()
-        tracking = TrackingConfig(every_steps=2, wandb="offline")
-        options = Config(run=RunConfig(directory=str(tmp_path)), tracking=tracking)
+        tracked = TrackingConfig(every_steps=2, wandb="offline")
+        options = Config(run=RunConfig(directory=str(tmp_path)), tracking=tracked)
         model = _model(hvd.DistributedOptimizer)
         run = hvd.callbacks.Run("one", batch_size=32, options=options)
         model.fit(X, Y, batch_size=32, epochs=4, verbose=0, callbacks=[run, released])
     else:
         _fit(tmp_path, "one", released, wandb="offline")
     folder = tmp_path / "one"
-    for file, prefix in (("metrics.jsonl", ""), ("steps.jsonl", "steps/")):
-        sent = [(row["global_step"], row[f"{prefix}mae"]) for row in package.rows if f"{prefix}mae" in row]
-        assert sent == [(one["global_step"], one["mae"]) for one in _records(folder, file)]
-    assert package.summary["in_sync"] is True and package.exit_code == 0
+    _sent(package, folder)
+    _sent(package, folder, "steps.jsonl", "steps/")
+    assert package.summary["in_sync"] is True and package.exit_codes == [0]
     assert str(folder / "report.html") in package.artifacts
-    warning = "W&B does not accept records: gone for a moment; training continues"
-    assert capfd.readouterr().err.count(warning) == 1
+    assert capfd.readouterr().err.count(WARNING) == 1
+
+
+def test_a_tracker_that_is_lost_does_not_stop_a_run_that_resumes(package: Unsteady, tmp_path: Path, capfd: Any) -> None:
+    """It is opened later. The control: a run that begins needs it."""
+    package.go.set()
+    package.fails = "init"
+    with pytest.raises(ConfigError, match=r"^--tracking.wandb offline: cannot be used: gone for a moment"):
+        _fit(tmp_path, "one", wandb="offline")
+    with pytest.raises(Killed):
+        _fit(tmp_path, "one", _after(5, _kill), wandb="offline")
+    package.fails = "init"
+    package.rows.clear()
+    history = _fit(tmp_path, "one", wandb="offline")
+    assert [row["global_step"] for row in package.rows if "mae" in row] == [6, 9, 12]
+    assert package.exit_codes == [1, 0] and package.summary["checksum"] == history.checksum
+    assert capfd.readouterr().err.count(WARNING) == 1
+
+
+def test_after_a_signal_a_tracker_gets_less_time_than_the_launcher_grants(
+    package: Unsteady, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    assert LaunchOptions().grace > trackers.STOPPED_END_S
+    monkeypatch.setattr(trackers, "STOPPED_END_S", 0.25)
+    stuck = trackers.Trackers(Config(tracking=TrackingConfig(wandb="offline")), {}, tmp_path)
+    stuck.log(1, 0.0, {"mae": 1.0})
+    stuck.end(128 + signal.SIGTERM, {})
+    assert "W&B does not accept records: no answer within 0.25 s" in capfd.readouterr().err
+    package.go.set()
+
+
+def test_a_run_whose_results_cannot_be_written_has_failed(
+    package: Unsteady, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package.go.set()
+    monkeypatch.setattr(tracking, "write_results", lambda run, facts: _kill())
+    with pytest.raises(Killed):
+        _fit(tmp_path, "one", wandb="offline")
+    assert package.exit_codes == [1]
+
+
+def test_mlflow_ends_a_run_whose_files_it_cannot_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs("mlflow")
+    states: list[str] = []
+    info = types.SimpleNamespace(experiment_id="1", run_id="2")
+    client = types.SimpleNamespace(
+        get_experiment_by_name=lambda name: info,
+        create_run=lambda experiment, run_name: types.SimpleNamespace(info=info),
+        log_batch=lambda run_id, **batch: None,
+        log_artifact=lambda run_id, file: _kill(),
+        set_terminated=lambda run_id, state: states.append(state),
+    )
+    monkeypatch.setattr(trackers, "_mlflow_client", lambda uri: client)
+    with pytest.raises(Killed):
+        trackers.MLflow("http://localhost", {}, tmp_path, {}).end("FINISHED", {}, [tmp_path / "report.html"])
+    assert states == ["FINISHED"]
+
+
+def test_a_missing_key_and_a_password_are_refused_before_the_run_has_a_folder(package: Unsteady) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^--tracking.wandb online: cannot be used: there is no API key: call wandb l"
+    ):
+        trackers.check(Config(tracking=TrackingConfig(wandb="online")))
+    with pytest.raises(ConfigError, match="got a URI with a password") as raised:
+        trackers.check(Config(tracking=TrackingConfig(mlflow="http://me:hidden@localhost:5000")))
+    assert "hidden" not in str(raised.value)
 
 
 @pytest.mark.parametrize("option", [{"mlflow": "http://127.0.0.1:1"}, {"wandb": "offline"}], ids=["mlflow", "wandb"])
@@ -304,4 +391,4 @@ def test_a_folder_of_runs_is_not_the_package(tmp_path: Path, monkeypatch: pytest
     monkeypatch.delitem(sys.modules, "wandb")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with pytest.raises(MissingDependency, match="pip install"):
-        trackers.check(TrackingConfig(wandb="offline"))
+        trackers.check(Config(tracking=TrackingConfig(wandb="offline")))
