@@ -12,8 +12,8 @@ smoke:
 	launch/smoke.sh
 
 # Tests of one process run two at a time; tests that start ranks one at a time, beside those whose jobs mostly wait.
-test: test-unit
-	launch/setup.sh python tests/support/lanes.py -m "not slow"
+test:
+	status=0; $(MAKE) test-unit || status=1; launch/setup.sh python tests/support/lanes.py -m "not slow" || status=1; exit $$status
 	@echo "Left out: the tests marked slow, and what was skipped for the reasons above. All of them: make test-all"
 
 test-unit:

@@ -141,7 +141,8 @@ def _is_number(value: Any) -> bool:
 
 def _first_sentence(box: str) -> str:
     """Text of tyro's error box, between frame and first rule, as one line."""
-    text = re.split(r"[─-]{4,}[╮ ]?\n|│ ─{4,}|╰─", box + "╰─")[1]  # in ASCII, frame and rule are spaces and minus
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", box)  # colours, where the terminal has them
+    text = re.split(r"[─-]{4,}[╮ ]?\n|│ ─{4,}|╰─", plain + "╰─")[1]  # in ASCII, frame and rule are spaces and minus
     return "command line: " + " ".join(text.replace("│", " ").split())
 
 
@@ -168,7 +169,8 @@ def imported(option: str, name: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except (ImportError, ValueError) as error:
-        raise ConfigError(f"{option}: got {name}, but importing {module_name} failed: {error}") from error
+        searched = f" (searched: {Path.cwd()} and PYTHONPATH)" if isinstance(error, ModuleNotFoundError) else ""
+        raise ConfigError(f"{option}: got {name}, but importing {module_name} failed: {error}{searched}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]

@@ -17,8 +17,10 @@ from ringtrain.errors import ConfigError
 from ringtrain.hvd.callbacks import refuse_other_batches
 from ringtrain.hvd.keras_patches import distributed
 from ringtrain.monitor import journal
+from ringtrain.protocol.json_text import parse_json
 from ringtrain.run import console, evaluation, model_state
 from ringtrain.run.context import Job, Process, RunContext, Validation
+from ringtrain.run.run_folder import METRICS, NO_METRICS
 from ringtrain.strategies.script import Script, unchanged_afterwards
 
 ONLY_IN_FIT = ("checkpoint.every_steps", "checkpoint.every_minutes", "optimizer.jit", "optimizer.sharded")
@@ -86,6 +88,7 @@ class Run(keras.callbacks.Callback):
                 self.folder, self.checksum = Path(config.run.directory) / self.name, run["checksum"]
                 keras_fit.restore_result(model, self.folder)
                 model._initial_epoch = epochs
+                self._restore_history()
                 return
             self._run, self.folder = run, run.folder
             self._shown, run.terminal = run.terminal, console.console_for(1)  # Keras shows the progress
@@ -96,6 +99,7 @@ class Run(keras.callbacks.Callback):
         for callback in run.callbacks.ordered:
             callback.set_params(self.params)
             callback.set_model(model)
+        self._restore_history()
         self._call("on_train_begin")
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -113,6 +117,15 @@ class Run(keras.callbacks.Callback):
             summary, exit_code = train.finish(run)
         self.checksum = summary["checksum"]
         keras_fit.end_by_signal(exit_code)
+
+    def _restore_history(self) -> None:
+        """Gives Keras' History the metrics of the epochs that earlier starts have trained."""
+        path = self.folder and self.folder / METRICS
+        lines = path.read_text(encoding="utf-8").splitlines() if hvd.rank() == 0 and path and path.exists() else []
+        records = hvd.broadcast_object(list(map(parse_json, lines)), 0, name="ringtrain_history")
+        for record in records[: self.model._initial_epoch]:
+            for name in record.keys() - set(NO_METRICS):
+                self.model.history.history.setdefault(name, []).append(record[name])
 
     def _config(self) -> Config:
         if self.batch_size < 1:

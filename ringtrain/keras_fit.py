@@ -283,8 +283,7 @@ def _job(process: Process, model: keras.Model, arguments: data.FitArguments) -> 
     numbers = adopt(process, model, train.kind, num_train, len(test), batch_size)
     users = [one for one in arguments.callbacks if rank == 0 or type(one).__name__ not in ON_RANK_0]
     data_set = data.DataSet(train, test, 0, ())
-    # Scripts for Horovod divide their data themselves.
-    checksums = {f"{name} (fit divides it itself)": text for name, text in data.checksums(data_set).items()}
+    checksums = {name + consistency.DIVIDED: text for name, text in data.checksums(data_set).items()}
     return Job(
         data_set=data_set,
         numbers=numbers,

@@ -38,6 +38,10 @@ def of_code(config: Config, versions: Mapping[str, str]) -> dict[str, str]:
     return checksums
 
 
+DIVIDED = " (fit divides it itself)"
+"""end of the names of data that scripts for Horovod divide themselves"""
+
+
 def checksum_of(path: Path) -> str:
     """Returns the CRC-32 of a file as text."""
     return f"with checksum {zlib.crc32(path.read_bytes()):08x}"
@@ -51,9 +55,12 @@ def refuse(of_ranks: Sequence[tuple[str, Mapping[str, str]]]) -> None:
             expected, received = first.get(name, "missing"), other.get(name, "missing")
             # A user's module that only one rank has is a different configuration, which another check reports.
             if expected != received and not (name.startswith("module ") and "missing" in (expected, received)):
+                advice = "bring code, libraries and data to the same state on all hosts"
+                if name.endswith(DIVIDED):
+                    advice = "pass all rows on every rank (no x[rank::size]), and give random data a seed"
                 raise ConfigError(
                     f"rank {rank} on {host} has another {name} than rank 0 on {host_0}: {received}, not {expected}:"
-                    f" bring code, libraries and data to the same state on all hosts"
+                    f" {advice}"
                 )
 
 

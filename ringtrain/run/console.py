@@ -258,6 +258,7 @@ def show_result(console: Console, folder: Path, summary: Mapping[str, Any], proo
     """Prints the result; what was verified (`proof`) comes last. `total_s`: from the start, with libraries and data."""
     usual = {f"{prefix}_{name}": text for prefix in ("test", "val") for name, text in USUAL.items()}
     metrics = summary["metrics"]
+    usual |= {name: "{:.4g}" for name in metrics if name.startswith(("test_", "val_")) and name not in usual}
     skipped = summary.get("skipped_samples", 0)
     failed, restarts = summary["saves"]["failed"], summary["restarts"]
     resume = "" if summary["config"]["run"]["resume"] in ("auto", "must") else " --run.resume auto"

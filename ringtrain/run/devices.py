@@ -137,7 +137,13 @@ def pin_late(local_rank: int, local_size: int, options: DeviceConfig) -> Pinning
             raise
     visible, gpus = tf.config.get_visible_devices("GPU"), tf.config.list_physical_devices("GPU")
     if not visible:
-        return Pinning(num_threads=tf.config.threading.get_intra_op_parallelism_threads() or count_cores()[0])
+        threads = tf.config.threading.get_intra_op_parallelism_threads() or count_cores()[0]
+        if options.threads not in (0, threads):
+            raise DeviceError(
+                f"device.threads: got {options.threads}, but TensorFlow has started with {threads} in this script: call"
+                f" ringtrain.start(options) before the model is built"
+            )
+        return Pinning(num_threads=threads)
     if local_size > 1 and len(visible) > 1:
         raise DeviceError(
             f"{socket.gethostname()}: this process has built its model on the first of {len(visible)} GPUs, as all"

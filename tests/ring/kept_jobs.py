@@ -55,13 +55,17 @@ def a_kept_fit_resumes_after_a_whole_epoch() -> None:
         np.testing.assert_allclose(history.history[metric], values[:2], rtol=1e-6, err_msg=metric)
     model, history, run = _fit("kept", 4, **validation)
     assert history.epoch == [2, 3]
+    for metric, values in expected.history.items():
+        np.testing.assert_allclose(history.history[metric], values, rtol=1e-6, err_msg=metric)
     assert distance(model, alone) < 1e-10, distance(model, alone)
     assert len(set(hvd.allgather_object(run.checksum))) == 1
     summary = json.loads((run.folder / "summary.json").read_text())
     assert summary["global_step"] == 12 and summary["resumed_from"] and (run.folder / "model.keras").exists()
     for metric, values in expected.history.items():
         np.testing.assert_allclose(summary["metrics"][metric], values[-1], rtol=1e-6, err_msg=metric)
+    trained = history.history
     again, history, run = _fit("kept", 4, **validation)
+    assert history.history == trained
     assert not history.epoch and distance(again, alone) < 1e-10
 
 

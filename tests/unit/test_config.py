@@ -135,12 +135,16 @@ BAD_LINES = {
 }
 
 
+@pytest.mark.parametrize("is_colored", [False, True])
 @pytest.mark.parametrize("line", BAD_LINES)
-def test_command_line_errors_are_one_line(line, capfd):
+def test_command_line_errors_are_one_line(line, is_colored, capfd, monkeypatch):
+    if is_colored:  # as in a terminal
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        monkeypatch.setenv("TERM", "xterm-256color")
     with pytest.raises(ConfigError) as error:
         config_io.read(line.split())
     assert str(error.value).startswith(f"command line: {BAD_LINES[line]}")
-    assert "\n" not in str(error.value) and "│" not in str(error.value)
+    assert not {"\n", "│", "\x1b"} & set(str(error.value))
     assert capfd.readouterr() == ("", "")
 
 
