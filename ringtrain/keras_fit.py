@@ -272,12 +272,14 @@ def _job(process: Process, model: keras.Model, arguments: data.FitArguments) -> 
     validation = script.validation_of(arguments, test, batch_size, "val_")
     _prepare(process, model, train, batch_size)
     num_train = len(train)
-    more = {}
+    more: dict[str, str] = {}
     if isinstance(train, data.Stream):
         batch_size = train.batch_size * (size if train.is_shard else 1)
+        held_out = f"{len(test):,}{' batches' * isinstance(test, data.Stream)} to validate"
+        more = {"data": f"{train.kind}: {num_train:,} batches to train, {held_out}"}
         num_train *= batch_size
         if train.is_shard:
-            more = {"shard": f"{train.num_batches} batches of its own on each rank"}
+            more |= {"shard": f"{train.num_batches} batches of its own on each rank"}
             if size > 1:
                 strategy.unlike_one_process.append("each rank has batches of its own")
     numbers = adopt(process, model, train.kind, num_train, len(test), batch_size)
