@@ -153,8 +153,8 @@ class _Local:
     def place(self) -> tuple[int, int]:
         return 0, 1
 
-    def reduce_scatter(self, flat: Any, number: int) -> Any:
-        return flat
+    def reduce_scatter(self, vectors: Any) -> Any:
+        return vectors
 
     gather_parts = reduce_scatter
 

@@ -102,25 +102,31 @@ class Reduction:
         """This rank's number in its process set, and their number."""
         return self.process_set.rank(), self.process_set.size()
 
-    def reduce_scatter(self, flat: tf.Tensor, number: int) -> tf.Tensor:
-        """Returns this rank's part of the reduced vectors of all ranks, of different lengths (`sharded.Shards`)."""
+    def reduce_scatter(self, vectors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns this rank's parts of the reduced vectors of all ranks, as `sharded.Shards` cuts them."""
         if self._alone():
-            return scaled(flat, self.accumulated_scale)
+            return [scaled(vector, self.accumulated_scale) for vector in vectors]
         refuse_xla()
-        name = f"HorovodReducescatter_{unique_in_graph(self.name)}_{number}"
-        (part,) = PLACE.reducing(
-            self.process_set.size(), [flat], lambda: self._reduce_dense([flat], name, horovod.reducescatter)
-        )
-        return scaled(part, self.accumulated_scale)
+        prefix = f"HorovodReducescatter_{unique_in_graph(self.name)}"
 
-    def gather_parts(self, part: tf.Tensor, number: int) -> tf.Tensor:
-        """Returns the vectors of all ranks, joined in their order."""
+        def send() -> list[tf.Tensor]:
+            # One by one, so that each is sent as soon as its gradients are computed.
+            each = enumerate(vectors)
+            return [self._reduce_dense([one], f"{prefix}_{index}", horovod.reducescatter)[0] for index, one in each]
+
+        parts = PLACE.reducing(self.process_set.size(), vectors, send)
+        return [scaled(part, self.accumulated_scale) for part in parts]
+
+    def gather_parts(self, parts: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the vectors whose parts the ranks have, joined in the ranks' order."""
         if self._alone():
-            return part
-        name = f"HorovodAllgather_{unique_in_graph(self.name)}_{number}"
+            return parts
+        prefix = f"HorovodAllgather_{unique_in_graph(self.name)}"
+        options = {"ignore_name_scope": True, "process_set": self.process_set}
         with tf.device(self.device_dense):
-            whole = horovod.allgather(_widened(part), name=name, ignore_name_scope=True, process_set=self.process_set)
-        return tf.cast(whole, part.dtype)
+            each = enumerate(parts)
+            wholes = [horovod.allgather(_widened(part), name=f"{prefix}_{index}", **options) for index, part in each]
+        return [tf.cast(whole, part.dtype) for whole, part in zip(wholes, parts, strict=True)]
 
     def sum_of_parts(self, value: tf.Tensor) -> tf.Tensor:
         """Returns the sum of a scalar over the ranks."""

@@ -7,6 +7,7 @@ part; `gather_slots` and `scatter_slots` convert to whole slots, for checkpoints
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,12 +31,14 @@ class Shards:
     Attributes:
         variables: Variables of the model.
         groups: Places of variables of one dtype that are sent together.
+        ranges: Function of a rank: for each variable, the range of its flat values that belongs to the rank.
         segments: For each, a variable with this rank's part of its values, of shape (n, 1, ...) with as many dimensions
             and the same name, so that optimizers treat it alike; n may be 0.
     """
 
     def __init__(self, variables: Sequence[Any], rank: int, size: int) -> None:
         self.variables, self.rank, self.size = list(variables), rank, size
+        self.ranges = functools.cache(self._ranges)
         self.groups: list[list[int]] = []
         latest: dict[str, tuple[list[int], int]] = {}
         for place, variable in enumerate(self.variables):
@@ -48,8 +51,7 @@ class Shards:
             latest[variable.dtype] = group, num_bytes
         self.segments = [self._segment(place) for place in range(len(self.variables))]
 
-    def ranges(self, rank: int) -> list[tuple[int, int]]:
-        """For each variable, the range of its flat values that belongs to a rank."""
+    def _ranges(self, rank: int) -> list[tuple[int, int]]:
         ranges = [(0, 0)] * len(self.variables)
         for places in self.groups:
             lengths = [_length(self.variables[place]) for place in places]
@@ -77,13 +79,15 @@ class Shards:
 
     def reduced(self, gradients: Mapping[int, Any], reduction: Any) -> dict[int, tf.Tensor]:
         """This rank's parts of gradients, by place, reduced over the ranks."""
-        parts: dict[int, tf.Tensor] = {}
-        for number, places in enumerate(self.groups):
+        sent = []
+        for places in self.groups:
             # Variables without a gradient are sent as zeros: the cut must be that of the slots.
             dtype = self.variables[places[0]].dtype
             tensors = [gradients.get(place, tf.zeros(self.variables[place].shape, dtype)) for place in places]
-            flat = _joined([tf.cast(tensor, dtype) for tensor in tensors])
-            parts |= self._split(reduction.reduce_scatter(flat, number), places)
+            sent.append(_joined([tf.cast(tensor, dtype) for tensor in tensors]))
+        parts: dict[int, tf.Tensor] = {}
+        for places, flat in zip(self.groups, reduction.reduce_scatter(sent), strict=True):
+            parts |= self._split(flat, places)
         return {place: parts[place] for place in gradients}
 
     def load(self, places: Sequence[int]) -> list[keras.Variable]:
@@ -94,10 +98,10 @@ class Shards:
 
     def join(self, places: Sequence[int], reduction: Any) -> None:
         """Sets the variables on all ranks to the values of all ranks' segments."""
-        for number, group in enumerate(self.groups):
-            flat = _joined([self.segments[place].value for place in group])
+        sent = [_joined([self.segments[place].value for place in group]) for group in self.groups]
+        for group, flat in zip(self.groups, reduction.gather_parts(sent), strict=True):
             lengths = [_length(self.variables[place]) for place in group]
-            whole = tf.ensure_shape(reduction.gather_parts(flat, number), [sum(lengths)])
+            whole = tf.ensure_shape(flat, [sum(lengths)])
             for place, part in zip(group, tf.split(whole, lengths), strict=True):
                 if place in places:
                     self.variables[place].assign(tf.reshape(part, self.variables[place].shape))

@@ -132,11 +132,14 @@ class _NotReduced:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.right, name)
 
-    def reduce_scatter(self, flat: Any, number: int) -> Any:
+    def reduce_scatter(self, vectors: Any) -> Any:
         rank, size = self.right.place()
-        share, rest = divmod(int(flat.shape[0]), size)
-        begin = rank * share + min(rank, rest)
-        return flat[begin : begin + share + (rank < rest)]
+        parts = []
+        for flat in vectors:
+            share, rest = divmod(int(flat.shape[0]), size)
+            begin = rank * share + min(rank, rest)
+            parts.append(flat[begin : begin + share + (rank < rest)])
+        return parts
 
 
 @only(launcher="mpi")
