@@ -95,7 +95,7 @@ class HostAgents:
         """step and phase of ranks that have exited"""
         self.out_of_memory: set[str] = set()
         self.tensorflow: set[str] = set()
-        """"alone": on a host ranks have loaded TensorFlow without Horovod or MPI; other words: with one of them"""
+        """What ranks of a host have loaded besides TensorFlow: "horovod"; "1", MPI or NCCL; "alone", none of these"""
 
     def send(self, order: str) -> None:
         for agent in list(self.members):

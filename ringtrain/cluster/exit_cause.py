@@ -132,10 +132,15 @@ def without_init(num_ranks: int, reports: Reader, tensorflow: Collection[str], i
     """Message about a job that ended well and none of whose ranks called hvd.init(); "" if they may have met.
 
     Programs without ringtrain do not report whether they met. They are named if they had TensorFlow loaded and neither
-    Horovod nor MPI, and if hvd.init() is required. `tensorflow`: See HostAgents.
+    Horovod nor MPI, or Horovod without ringtrain.hvd, and if hvd.init() is required. `tensorflow`: See HostAgents.
     """
     if reports.initialized:
         return ""
+    if num_ranks > 1 and "horovod" in tensorflow and not reports.not_initialized:
+        return (
+            f"{num_ranks} ranks used Horovod without ringtrain. Its DistributedOptimizer averages nothing under Keras 3,"
+            f" so that each rank trains a model of its own: import ringtrain.hvd in place of horovod.tensorflow.keras"
+        )
     if num_ranks > 1 and (reports.not_initialized or {*tensorflow} == {"alone"}):
         why = "import ringtrain.hvd" if reports.not_initialized else "load TensorFlow without Horovod or MPI"
         return (

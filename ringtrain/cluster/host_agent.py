@@ -75,8 +75,9 @@ hand_on() {{
 # Parts of the paths of libraries that a process has loaded: those by which ranks can meet, and TensorFlow's own.
 MEETING = r"horovod\|mpi4py\|libmpi\|libnccl"
 TENSORFLOW = "libtensorflow_"
+HOROVOD = "horovod/tensorflow/mpi_lib"
 MAX_LOOKS = 24
-"""number of heartbeats at which an agent looks for ranks that have loaded TensorFlow and no library of MEETING"""
+"""number of heartbeats at which an agent looks which of these libraries ranks have loaded"""
 IS_RANK = f"^({'|'.join(names('rank'))})="
 
 # Arguments: the job's ID, the directory and program of the ranks, their PATH and PYTHONPATH, and whether the program is
@@ -130,10 +131,11 @@ networks() {{
 looks=0 alone= met= candidates=
 # A rank counts as alone from the second look on: it may be about to load Horovod, which it does after TensorFlow.
 look() {{
-    [ -z "$met" ] && [ $((looks += 1)) -le {MAX_LOOKS} ] || return 0
+    [ "$met" != horovod ] && [ $((looks += 1)) -le {MAX_LOOKS} ] || return 0
     for process in $(mine); do
         grep -qszE '{IS_RANK}' "/proc/$process/environ" && grep -qs '{TENSORFLOW}' "/proc/$process/maps" || continue
         ! grep -qs '{MEETING}' "/proc/$process/maps" || met=1
+        ! grep -qs '{HOROVOD}' "/proc/$process/maps" || met=horovod
         case " $candidates " in *" $process "*) alone=1 ;; esac
         candidates="$candidates $process"
     done

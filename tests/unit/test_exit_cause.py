@@ -92,7 +92,9 @@ def test_of_an_elastic_job_the_host_is_named() -> None:
         ([], {"alone"}, "2 ranks ran without meeting: they load TensorFlow without Horovod or MPI, and none called"),
         (["no-init:77"], {"1"}, "2 ranks ran without meeting: they import ringtrain.hvd, and none called hvd.init()."),
         ([], set(), ""),  # hostname, a short program, or one without TensorFlow: nothing is known
-        ([], {"1"}, ""),  # Horovod without ringtrain
+        ([], {"1"}, ""),  # MPI without ringtrain
+        ([], {"1", "horovod"}, "2 ranks used Horovod without ringtrain. Its DistributedOptimizer averages nothing"),
+        (["init:1"], {"horovod"}, ""),  # ringtrain.hvd loads Horovod's library
         ([], {"1", "alone"}, ""),  # the same, and processes that load images
         (["no-init:77", "init:1"], {"alone"}, ""),  # one rank has, which another process of the job need not
         (["init:broken", "no-init:"], {"alone"}, "2 ranks ran without meeting: they load TensorFlow"),

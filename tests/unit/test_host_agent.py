@@ -95,6 +95,7 @@ sys.stdin.read()
         (["libtensorflow_cc.so.2"], 1, []),  # it may be about to load Horovod
         (["libtensorflow_cc.so.2", "horovod/mpi_lib.so"], 2, ["1"]),
         (["libtensorflow_cc.so.2", "libmpi.so.40"], 2, ["1"]),
+        (["libtensorflow_cc.so.2", "horovod/tensorflow/mpi_lib.so"], 2, ["horovod"]),
         (["libmpi.so.40"], 2, []),
         ([], 2, []),
     ],
@@ -104,7 +105,7 @@ def test_a_host_agent_reports_tensorflow_without_a_library_by_which_ranks_meet(l
     """Processes map small files with these names; TensorFlow of another job or of the launcher does not count."""
     paths = [tmp_path / name for name in ("libtensorflow_other.so", *libraries)]
     for path in paths:
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("x")
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     job, rank = f"looks-{os.getpid()}", {"OMPI_COMM_WORLD_RANK": "0"}
