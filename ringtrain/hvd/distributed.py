@@ -24,7 +24,7 @@ from ringtrain.hvd.step_timing import PLACE
 def distribute(optimizer: Any, reduction: Reduction, backward_passes: int, jit_update: bool = False) -> Any:
     """Makes an optimizer reduce, in place; `backward_passes` 1 keeps its `gradient_accumulation_steps`."""
     base = type(optimizer)
-    mixin = _Sharded if reduction.sharded else _Distributed
+    mixin = _Sharded if getattr(reduction, "sharded", False) else _Distributed
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):
         mixin = _DistributedMulti
     if backward_passes > 1:
