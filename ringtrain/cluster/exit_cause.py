@@ -139,7 +139,7 @@ def without_init(num_ranks: int, reports: Reader, tensorflow: Collection[str], i
     if num_ranks > 1 and "horovod" in tensorflow and not reports.not_initialized:
         return (
             f"{num_ranks} ranks used Horovod without ringtrain. Its DistributedOptimizer averages nothing under Keras"
-            f" 3, so that each rank trains a model of its own: import ringtrain.hvd in place of horovod.tensorflow.keras"
+            f" 3, so each rank trains a model of its own: import ringtrain.hvd in place of horovod.tensorflow.keras"
         )
     if num_ranks > 1 and (reports.not_initialized or {*tensorflow} == {"alone"}):
         why = "import ringtrain.hvd" if reports.not_initialized else "load TensorFlow without Horovod or MPI"
