@@ -14,7 +14,10 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-LAZY = {"fit": "ringtrain.keras_fit", "start": "ringtrain.keras_fit", "run": "ringtrain.function_call"}
+LAZY = {
+    **{"fit": "ringtrain.keras_fit", "start": "ringtrain.keras_fit", "run": "ringtrain.function_call"},
+    "from_rank_0": "ringtrain.data.from_rank_0",
+}
 """public functions whose modules are loaded when they are used"""
 
 

@@ -10,6 +10,7 @@ make_tfrecords: command: images to TFRecords
 spark_rows:     rows that Spark streams to this rank
 arrays:         arrays as Keras' fit takes them, and a rank's rows of each global batch
 streams:        batches of a tf.data.Dataset, PyDataset or generator, and a rank's rows of each
+from_rank_0:    batches that rank 0 sends to the other ranks
 inputs:         training and validation data from arguments of Keras' fit
 sharding:       distribution of the samples over the ranks
 augment:        crops and flips, determined by seed and sample number

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from ringtrain.data.arrays import Arrays, NoSamples
 from ringtrain.data.dataset import Split
+from ringtrain.data.from_rank_0 import FromRank0, StreamOfRank0, leaves, packed, read_on_rank_0
 from ringtrain.data.streams import PyDatasetStream, Stream, num_rows
 from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
     import keras
+    import tensorflow as tf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +97,7 @@ def _is_batches(x: Any) -> bool:
     import keras
     import tensorflow as tf
 
-    return isinstance(x, tf.data.Dataset | keras.utils.PyDataset | GeneratorType)
+    return isinstance(x, tf.data.Dataset | keras.utils.PyDataset | GeneratorType | FromRank0)
 
 
 def is_nest(part: Any) -> bool:
@@ -145,8 +147,10 @@ def _validation(held_out: Any, given: FitArguments, batch_size: int) -> Split:
     if held_out is None:
         return NoSamples()
     steps = given.validation_steps
+    if isinstance(held_out, FromRank0):
+        return _read_once(*read_on_rank_0(lambda: _read(*_on_rank_0(_validation(held_out.batches, given, batch_size)))))
     if isinstance(held_out, GeneratorType):
-        return _read_once(held_out, steps)
+        return _read_once(*_read(*_generated(held_out, steps)))
     is_endless = isinstance(held_out, tf.data.Dataset) and held_out.cardinality() == tf.data.INFINITE_CARDINALITY
     if not steps and (is_endless or (isinstance(held_out, keras.utils.PyDataset) and held_out.num_batches is None)):
         raise DataError("ringtrain.fit: got validation_data without an end, expected validation_steps with it")
@@ -183,6 +187,11 @@ def _stream(
     import tensorflow as tf
     from keras.src.trainers.data_adapters import generator_data_adapter, py_dataset_adapter, tf_dataset_adapter
 
+    from ringtrain import hvd
+
+    if isinstance(x, FromRank0) and hvd.size() > 1:
+        return StreamOfRank0(lambda: _stream(x.batches, class_weight, steps, epochs, shuffle, seed, take))
+    x = x.batches if isinstance(x, FromRank0) else x
     if isinstance(x, tf.data.Dataset):
         dataset = tf_dataset_adapter.TFDatasetAdapter(x, class_weight=class_weight)._dataset
         return Stream("tf.data.Dataset", dataset.take(take) if take else dataset, steps, epochs, _batch_size(x))
@@ -205,17 +214,34 @@ def _stream(
     return PyDatasetStream(x, class_weight, shuffle, seed, take)
 
 
-def _read_once(generator: Any, steps: int | None) -> Stream:
-    """Validation batches of a generator, which every epoch needs again."""
-    import tensorflow as tf
+def _generated(held_out: Any, steps: int | None) -> tuple[str, tf.data.Dataset]:
+    """The first validation batches of a generator."""
     from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 
     if not steps:
         raise DataError("ringtrain.fit: got a generator as validation_data, expected validation_steps with it")
-    dataset = GeneratorDataAdapter(generator).get_tf_dataset()
-    batches = list(dataset.take(steps))
-    again = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=dataset.element_spec)
-    return Stream("generator", again.apply(tf.data.experimental.assert_cardinality(len(batches))))
+    return "generator", GeneratorDataAdapter(held_out).get_tf_dataset().take(steps)
+
+
+def _on_rank_0(stream: Any) -> tuple[str, tf.data.Dataset]:
+    if not isinstance(stream, Stream):
+        raise DataError("from_rank_0: got arrays, expected batches: pass the arrays themselves, on every rank")
+    return stream.kind, stream.dataset
+
+
+def _read(kind: str, dataset: tf.data.Dataset) -> tuple[str, Any, list[list[Any]]]:
+    """Kind, shapes and arrays of batches."""
+    return kind, dataset.element_spec, [leaves(batch) for batch in dataset]
+
+
+def _read_once(kind: str, spec: Any, batches: list[list[Any]]) -> Stream:
+    """Validation batches that can be read once, and every epoch needs again."""
+    import tensorflow as tf
+
+    again = tf.data.Dataset.from_generator(lambda: (packed(spec, batch) for batch in batches), output_signature=spec)
+    stream = Stream(kind, again.apply(tf.data.experimental.assert_cardinality(len(batches))))
+    stream.is_held_out = True
+    return stream
 
 
 def _check_stream(stream: Stream, given: FitArguments) -> None:

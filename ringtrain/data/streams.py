@@ -209,7 +209,7 @@ class StreamRows:
         if size > 1 and stream.is_shard:
             rows = rows.map(lambda *batch: _counted(batch[0] if len(batch) == 1 else batch))
         elif size > 1:
-            rows = rows.map(lambda *batch: _cut(batch[0] if len(batch) == 1 else batch, rank, size))
+            rows = rows.map(lambda *batch: cut(batch[0] if len(batch) == 1 else batch, rank, size))
         self.dataset = ahead(rows)
 
     def __call__(self, epoch: int, first_step: int = 0) -> Iterator[Any]:
@@ -238,7 +238,8 @@ def num_rows(batch: Any) -> int:
     return int(next(leaf for leaf in keras.tree.flatten(batch) if leaf is not None).shape[0])
 
 
-def _cut(batch: Any, rank: int, size: int) -> tuple[tf.Tensor, Any]:
+def cut(batch: Any, rank: int, size: int) -> tuple[tf.Tensor, Any]:
+    """Share and fingerprint of a batch, float64 [2], and this rank's rows of it."""
     import tensorflow as tf
 
     leaves = tf.nest.flatten(batch)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
 
 HEARTBEAT_S = 1.0
+BETWEEN_MEASUREMENTS_S = 0.02
 STACKS_TIMEOUT_S = 3.0
 """time for a blocking rank to send its stacks"""
 REPORT_FIRST_S = 5.0
@@ -44,7 +45,10 @@ IDLE_THREADS = ("threading.py", "queue.py", "selectors.py", "concurrent/futures/
 
 
 class StepTimer(keras.callbacks.Callback):
-    """Callback that measures the parts of this rank's steps; must follow `Clock` in the list."""
+    """Callback that measures the parts of this rank's steps; must follow `Clock` in the list.
+
+    It measures one step in BETWEEN_MEASUREMENTS_S, since reading the timestamps takes 0.1 ms; all steps for a timeline.
+    """
 
     def __init__(self, run: RunContext) -> None:
         super().__init__()
@@ -53,6 +57,8 @@ class StepTimer(keras.callbacks.Callback):
         self.begin_s = 0.0
         self.window: deque[tuple[float, float, float, float]] = deque(maxlen=diagnosis.WINDOW_STEPS)
         self.totals: list[float] = [0.0] * 4
+        self.measured_steps = 0
+        self._next = 1
         self._returned_s = 0.0
         self._waited_s = 0.0
 
@@ -66,6 +72,15 @@ class StepTimer(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         end_s, waited_s = time.time(), self.tracker.waited_s
         self.own_steps += 1
+        if self.run.timeline or self.own_steps >= self._next:
+            self._measure(end_s, waited_s)
+            # By number, not by time, which would prefer long steps.
+            self._next = self.own_steps + max(1, int(BETWEEN_MEASUREMENTS_S / max(1e-4, end_s - self.begin_s)))
+        self._returned_s, self._waited_s = end_s, waited_s
+        self.tracker.enter("callbacks")
+
+    def _measure(self, end_s: float, waited_s: float) -> None:
+        """Adds the parts of the step that has just ended."""
         input_s, computed_s, reduced_s = self.tracker.moments()
         # Without new timestamps, as with a user's train_step, the whole step counts as computing.
         input_s = input_s if self.begin_s <= input_s <= end_s else self.begin_s
@@ -78,14 +93,13 @@ class StepTimer(keras.callbacks.Callback):
             max(0.0, between_s - waited_between_s),
             max(0.0, wait_s + waited_between_s),
         )
-        self._returned_s, self._waited_s = end_s, waited_s
         if self.run.timeline:
             edges_s = self.begin_s, input_s, computed_s, reduced_s, end_s
             self.run.timeline.step(self.run.clock.global_step, edges_s)
         if self.own_steps > 1:  # the first step builds the graph
+            self.measured_steps += 1
             self.window.append(step)
             self.totals = [total + seconds for total, seconds in zip(self.totals, step, strict=True)]
-        self.tracker.enter("callbacks")
 
     def phase(self) -> str:
         """Current phase of this rank, including the parts of a step."""
@@ -146,7 +160,9 @@ class Monitor:
     def own_times(self) -> dict[str, Any]:
         """Step times of this rank for summary.json: medians over the last steps, and totals of all but the first."""
         num_steps = max(0, self.step_timer.own_steps - 1)
-        totals = dataclasses.replace(Times.of([self.step_timer.totals], sum), num_steps=num_steps)
+        of_all = num_steps / max(1, self.step_timer.measured_steps)
+        scaled = [seconds * of_all for seconds in self.step_timer.totals]
+        totals = dataclasses.replace(Times.of([scaled], sum), num_steps=num_steps)
         return {
             "rank": self.rank,
             "host": self.host,

@@ -149,10 +149,11 @@ class Clock(keras.callbacks.Callback):
         if not self.begun:
             self.begun = True
             self.journal.write("training", global_step=self.global_step)
-        # Metrics are sums. Keras creates or resets them with the first batch: add the sums from before the resume.
-        for variable, array in zip(self.model.metrics_variables, self.metrics_state, strict=bool(self.metrics_state)):
-            variable.assign_add(array)
-        self.metrics_state = ()
+        if self.metrics_state:
+            # Metrics are sums. Keras creates or resets them with the first batch: add the sums from before the resume.
+            for variable, array in zip(self.model.metrics_variables, self.metrics_state, strict=True):
+                variable.assign_add(array)
+            self.metrics_state = ()
 
 
 def restore(model: keras.Model, folder: Path | None, must: bool, config: Config, numbers: Numbers) -> Start:
@@ -173,7 +174,8 @@ def restore(model: keras.Model, folder: Path | None, must: bool, config: Config,
         if newest is None:
             return None
         _require_same_run(newest, config, numbers)
-        model.optimizer.build(model.trainable_variables)
+        if not model.optimizer.built:  # a second build of a LossScaleOptimizer would add its variables once more
+            model.optimizer.build(model.trainable_variables)
         model_state.require_same_model(newest, model)
         _require_whole_update(newest, numbers)
         slots.update(model_state.assign(model_state.shared_variables(model), newest.arrays("state")))

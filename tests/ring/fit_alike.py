@@ -12,7 +12,7 @@ import numpy as np
 
 import ringtrain
 import ringtrain.hvd as hvd
-from ringtrain.config import Config, RunConfig, TrackingConfig
+from ringtrain.config import CheckpointConfig, Config, RunConfig, TrackingConfig
 
 OUTPUT = Path(sys.argv[1])
 RANDOM = np.random.default_rng(0)
@@ -82,3 +82,46 @@ class KillAfter(keras.callbacks.Callback):
         self.left -= 1
         if self.left < 0:
             raise Killed
+
+
+def reversed_rows(x: Any, y: Any) -> tuple[Any, Any]:
+    """The same arrays with their rows in another order."""
+    return keras.tree.map_structure(lambda leaf: leaf[::-1], (x, y))
+
+
+def whole_job(
+    make: Callable[[], keras.Model],
+    x: Any,
+    y: Any,
+    name: str,
+    wrong: Callable[[Any, Any], tuple[Any, Any]] = reversed_rows,
+    **arguments: Any,
+) -> tuple[keras.Model, Any]:
+    """As `equals_one_process`; also killed and resumed, and refused if the last rank has `wrong(x, y)`."""
+    arguments = {"options": options(checkpoint=CheckpointConfig(every_steps=1)), **arguments}
+    ours, history = equals_one_process(make, x, y, name, **arguments)
+    resumes_and_is_refused(ours, history, make, x, y, name, wrong, **arguments)
+    return ours, history
+
+
+def resumes_and_is_refused(
+    ours: keras.Model, history: Any, make: Any, x: Any, y: Any, name: str, wrong: Any = reversed_rows, **arguments: Any
+) -> keras.Model:
+    """A job that is killed within its second epoch and resumed ends as `ours`; one with other data is refused."""
+    arguments = {one: value for one, value in (SAME | arguments).items() if one not in ("logs", "within")}
+    resumed = make()
+    try:
+        ringtrain.fit(make(), x, y, name=f"{name}-killed", callbacks=[KillAfter(5)], **arguments)
+    except Killed:
+        again = ringtrain.fit(resumed, x, y, name=f"{name}-killed", **arguments)
+    assert distance(ours, resumed) == 0 and again.history == history.history
+    assert again.checksum == history.checksum
+    if hvd.rank() == hvd.size() - 1:
+        x, y = wrong(x, y)
+    try:
+        ringtrain.fit(make(), x, y, name=f"{name}-wrong", **arguments)
+    except (ringtrain.errors.ConfigError, ringtrain.errors.DataError) as error:
+        assert f"rank {hvd.size() - 1} on " in str(error) and " than rank 0" in str(error), error
+    else:
+        raise AssertionError("trained with other data on one rank")
+    return resumed

@@ -34,6 +34,7 @@ from fit_alike import (
     distance,
     equals_one_process,
     options,
+    whole_job,
 )
 
 import ringtrain
@@ -120,7 +121,7 @@ def masks_and_two_outputs() -> None:
     x = {"sequence": SEQUENCES, "flat": X}
     y = {"a": np.stack([Y[:, :2]] * 5, 1), "b": Y[:, 2:]}
     weights = {"a": np.ones((100, 1)), "b": WEIGHTS}
-    ours, _ = equals_one_process(make, x, y, "masks", sample_weight=weights, validation_data=(x, y))
+    ours, _ = whole_job(make, x, y, "masks", sample_weight=weights, validation_data=(x, y))
     assert distance(plain_average(make(), x, y, weights), ours) > 1e-4, "the ranks' plain average is the same"
 
 
@@ -196,8 +197,12 @@ def mixed_float16() -> None:
     """An overflow on one rank skips the step on all of them."""
     keras.config.set_dtype_policy("mixed_float16")
     try:
-        model = compiled(dense(dtype="float32"), optimizer=keras.optimizers.SGD(0.05))
-        x = X.copy()
+
+        def make() -> keras.Model:
+            return compiled(dense(dtype="float32"), optimizer=keras.optimizers.SGD(0.05))
+
+        whole_job(make, X, Y, "mixed", within=2e-3, logs=False)
+        model, x = make(), X.copy()
         x[32 + 16 :, 0] = np.where(np.arange(52) == 0, 1e7, x[48:, 0])  # on the last rank, in the second step
         ringtrain.fit(model, x, Y, batch_size=32, epochs=1, shuffle=False, verbose=0, options=options())
         hvd.check_in_sync(model)
@@ -274,6 +279,56 @@ def py_datasets_and_generators() -> None:
         assert distance(ours, resumed) == 0, name
         for metric, values in history.history.items():
             assert again.history[metric] == values, (name, metric)
+
+
+def _queue(num_batches: int = 99) -> Any:
+    """Batches that differ between ranks, as those of a queue would."""
+    for index, (x, y) in enumerate(_generated(num_batches)):
+        yield x + hvd.rank(), y
+        if index == 20:
+            raise ValueError("queue closed")
+
+
+def batches_of_rank_0() -> None:
+    """Rank 0's generator trains all ranks, killed and resumed; its end and its error end all ranks."""
+
+    def sent(make: Any, *arguments: int) -> Any:
+        return ringtrain.from_rank_0(make(*arguments) if hvd.rank() == 0 else None)
+
+    def fit(name: str, batches: Any, held_out: Any, *callbacks: Any, steps: int = 4) -> tuple[keras.Model, Any]:
+        model = compiled(dense(), metrics=["mae"])
+        config = options(checkpoint=CheckpointConfig(every_steps=1))
+        given: dict[str, Any] = {"epochs": 3, "verbose": 0, "name": name, "options": config, "callbacks": callbacks}
+        given |= {"steps_per_epoch": steps, "validation_data": held_out, "validation_steps": 2}
+        return model, ringtrain.fit(model, batches, **given)
+
+    reference = compiled(dense(), metrics=["mae"])
+    pair = tuple(np.concatenate(parts) for parts in zip(*_generated(2), strict=True))
+    more: dict[str, Any] = {"validation_data": pair, "validation_batch_size": 30, "verbose": 0}
+    expected = reference.fit(_generated(), steps_per_epoch=4, epochs=3, **more)
+    ours, history = fit("sent", sent(_queue), sent(_queue, 3))
+    assert distance(ours, reference) < 1e-10
+    assert set(history.history) == set(expected.history)
+    for metric, values in expected.history.items():
+        np.testing.assert_allclose(history.history[metric], values, rtol=1e-6, err_msg=metric)
+    try:
+        fit("sent-killed", sent(_queue), sent(_queue, 3), KillAfter(6))
+    except Killed:
+        resumed, again = fit("sent-killed", sent(_queue), sent(_queue, 3))
+    assert distance(ours, resumed) == 0 and again.history == history.history
+    for words, arguments in (
+        ("the data ended after 5 batches", (sent(_queue, 5), None)),
+        ("rank 0 cannot read its batches: ", (sent(_queue), None)),
+        ("ValueError: queue closed", (sent(_queue), None)),
+        ("has other batches than rank 0, by step 1", (_queue(), None)),
+        ("has another test data", (_generated(), _queue())),
+    ):
+        try:
+            fit("", *arguments, steps=10)
+        except ringtrain.errors.RingtrainError as error:
+            assert words in str(error), error
+        else:
+            raise AssertionError(f"trained in spite of {words}")
 
 
 def another_order_on_a_rank_is_refused() -> None:
