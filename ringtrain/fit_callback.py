@@ -147,7 +147,8 @@ class Run(keras.callbacks.Callback):
         if not steps:
             raise ConfigError("hvd.callbacks.Run: the batches of an epoch are not known: pass steps_per_epoch to fit")
         for optimizer in hvd.optimizers_of(model):
-            optimizer.build(model.trainable_variables)
+            if not optimizer.built:
+                optimizer.build(model.trainable_variables)
         rows = self.batch_size * hvd.size()
         numbers = keras_fit.adopt(process, model, "script", steps * rows, 0, rows)
         plan = keras_fit.plan_of(process, model, numbers, "the epoch that was not complete")

@@ -129,8 +129,9 @@ class Strategy:
 
     def make_all(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
         """Creates the variables that Keras would create in the first step, each in the right scope."""
-        with self.scope():
-            model.optimizer.build(model.trainable_variables)
+        if not model.optimizer.built:
+            with self.scope():
+                model.optimizer.build(model.trainable_variables)
         # Metrics are local to this process. Created in a step, they would be the strategy's and summed when read.
         model.compute_metrics(
             tf.zeros([1, *input_shape]), tf.zeros([1], tf.int64), tf.zeros([1, num_classes]), sample_weight=None

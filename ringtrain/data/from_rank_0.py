@@ -1,0 +1,105 @@
+"""Batches that rank 0 alone reads and sends to the others, for sources that are not the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from ringtrain.data.pipeline import ahead
+from ringtrain.data.streams import Stream, cut
+from ringtrain.errors import DataError, RingtrainError
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+
+class FromRank0:
+    """Marks batches for `ringtrain.fit`; see `from_rank_0`."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+
+
+def from_rank_0(batches: Any) -> FromRank0:
+    """Batches for `ringtrain.fit` that rank 0 reads and sends to all ranks, of which each trains its rows.
+
+    For a source that gives every process other batches, such as a queue, a database, or a generator without a seed.
+    Each batch crosses the network while the ranks wait for it: data that every rank can read by itself are faster.
+
+    Args:
+        batches: A generator, `tf.data.Dataset` or `PyDataset`. The other ranks ignore theirs, which may be None.
+
+    Example:
+        >>> history = ringtrain.fit(model, ringtrain.from_rank_0(batches_of_a_queue()), steps_per_epoch=100, epochs=5)
+    """
+    return FromRank0(batches)
+
+
+class StreamOfRank0(Stream):
+    """A stream that rank 0 reads; the other ranks know its shapes and length. Several ranks. Collective.
+
+    Args:
+        source: Returns rank 0's stream; the other ranks do not call it.
+    """
+
+    def __init__(self, source: Callable[[], Stream]) -> None:
+        import tensorflow as tf
+
+        from ringtrain import hvd
+
+        def read() -> tuple[Any, ...]:
+            self._source = one = source()
+            return one.kind, one.num_batches, one.batch_size, one.on_resume, one.dataset.element_spec
+
+        kind, self.num_batches, self.batch_size, self.on_resume, spec = read_on_rank_0(read)
+        self.kind = f"{kind} of rank 0"
+        self.dataset = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
+        self._cut = tf.function(lambda batch: cut(batch, hvd.rank(), hvd.size()), input_signature=[spec])
+
+    def iterator(self, rows: tf.data.Dataset, epoch: int, first_step: int) -> Iterator[Any]:
+        import tensorflow as tf
+
+        batches = None
+        while True:
+
+            def read() -> list[Any]:
+                nonlocal batches
+                if batches is None:
+                    batches = self._source.iterator(ahead(self._source.dataset), epoch, first_step)
+                return leaves(next(batches, ()))
+
+            batch = read_on_rank_0(read)
+            if not batch:
+                raise tf.errors.OutOfRangeError(None, None, "rank 0 has no more batches")
+            yield self._cut(packed(self.dataset.element_spec, batch))
+
+
+def read_on_rank_0(read: Callable[[], Any]) -> Any:
+    """Returns on every rank what `read` returns on rank 0; raises DataError on every rank if it fails. Collective."""
+    from ringtrain import hvd
+
+    result, failure = None, ""
+    if hvd.rank() == 0:
+        try:
+            result = read()
+        except Exception as error:
+            said = str(error) if isinstance(error, RingtrainError) else f"{type(error).__name__}: {error}"
+            failure = f"rank 0 cannot read its batches: {said}"
+    result, failure = hvd.broadcast_object((result, failure), root_rank=0, name="ringtrain_of_rank_0")
+    if failure:
+        raise DataError(failure)
+    return result
+
+
+def leaves(batch: Any) -> list[Any]:
+    """Arrays of a batch, in which sparse and ragged tensors are several."""
+    import tensorflow as tf
+
+    return [leaf.numpy() for leaf in tf.nest.flatten(batch, expand_composites=True)]
+
+
+def packed(spec: Any, arrays: list[Any]) -> Any:
+    """The batch with these `leaves`."""
+    import tensorflow as tf
+
+    return tf.nest.pack_sequence_as(spec, [tf.constant(one) for one in arrays], expand_composites=True)
