@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import keras
 import numpy as np
 import pandas as pd
 import tensorflow as tf
-from fit_alike import CLASSES, OUTPUT, WEIGHTS, Killed, X, Y
+from fit_alike import CLASSES, OUTPUT, ROOT, WEIGHTS, Killed, X, Y, snippet
 
 import ringtrain.hvd as hvd
 from ringtrain import config_io, train
@@ -141,3 +142,14 @@ def configured_inputs_and_outputs() -> None:
     """A compiled model with two inputs and outputs; the divisor of a loss is another on each rank."""
     _train("_nested", "_two_outputs", "nested")
     _is_that_of_keras("nested", _two_outputs, {"left": (2,), "right": (4,)}, 0, **_nested(), batch_size=32)
+
+
+def configured_snippet() -> None:
+    """Several runs in one process, of fewer epochs."""
+    rate = '"--optimizer.learning-rate", rate'
+    shorter = (rate, f'{rate}, "--train.epochs", "1", "--run.directory", {str(OUTPUT / "of-models")!r}')
+    text = snippet("docs/models.md", "from ringtrain import config_io, train", shorter)
+    keras.config.set_floatx("float32")
+    os.chdir(ROOT)
+    exec(text, {})
+    assert len([*(OUTPUT / "of-models").glob("*/summary.json")]) == 2

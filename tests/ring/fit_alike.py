@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import ringtrain
 import ringtrain.hvd as hvd
 from ringtrain.config import CheckpointConfig, Config, RunConfig, TrackingConfig
 
-OUTPUT = Path(sys.argv[1])
+OUTPUT, ROOT = Path(sys.argv[1]), Path(__file__).parents[2]
 RANDOM = np.random.default_rng(0)
 X, Y = RANDOM.normal(size=(100, 6)), RANDOM.normal(size=(100, 3))
 CLASSES = RANDOM.integers(0, 3, 100)
@@ -125,3 +126,12 @@ def resumes_and_is_refused(
     else:
         raise AssertionError("trained with other data on one rank")
     return resumed
+
+
+def snippet(page: str, first_line: str, *changes: tuple[str, str]) -> str:
+    """The block of a page that begins with a line, with texts replaced, each of which must be there."""
+    (block,) = re.findall(rf"^```python\n({re.escape(first_line)}.*?)^```", (ROOT / page).read_text(), re.M | re.S)
+    for old, new in changes:
+        assert old in block, old
+        block = block.replace(old, new)
+    return block

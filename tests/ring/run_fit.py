@@ -18,6 +18,7 @@ import keras
 import keras_jobs
 import numpy as np
 import sharded_jobs
+import snippet_jobs
 import tensorflow as tf
 from fit_alike import (
     CLASSES,
@@ -544,8 +545,12 @@ def what_differs_is_refused() -> None:
             raise AssertionError(f"trained in spite of {words}")
 
 
+MODULES = (keras_jobs, kept_jobs, configured_jobs, sharded_jobs, snippet_jobs)
+
+
 def main() -> None:
     hvd.init()
+    jobs = globals() | {name: value for module in MODULES for name, value in vars(module).items()}
     output = OUTPUT / str(hvd.size()) / str(hvd.rank())
     output.mkdir(parents=True)
     for name in sys.argv[3:]:
@@ -553,7 +558,7 @@ def main() -> None:
         keras.config.set_floatx("float32" if name == "arrays_and_metrics" else "float64")
         keras.utils.clear_session()
         try:
-            (globals() | vars(keras_jobs) | vars(kept_jobs) | vars(configured_jobs) | vars(sharded_jobs))[name]()
+            jobs[name]()
             outcome = ""
         except Exception:
             outcome = traceback.format_exc()

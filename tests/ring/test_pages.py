@@ -86,6 +86,18 @@ def test_the_script_for_accelerate_trains_each_row_once_per_epoch(tmp_path: Path
     assert (summary["global_step"], sizes["accumulation_steps"]) == (232, 2)
 
 
+def test_the_function_on_ranks(tmp_path: Path) -> None:
+    """The Python of docs/notebooks.md, in a script without a guard."""
+    text = (launching.ROOT / "docs" / "notebooks.md").read_text()
+    block = re.search(r"^```python\n(import ringtrain\n.*?)^```", text, re.MULTILINE | re.DOTALL)[1]
+    data = "import numpy\nx, y = numpy.ones((100, 3)), numpy.ones((100, 1))\n"
+    printed = "print(len(values), len(history['loss']), [one.shape for one in weights])\n"
+    (tmp_path / "function.py").write_text(data + block + printed)
+    ended = launching.run(0, [sys.executable, "function.py"], pages.LIMIT_S, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert "2 5 [(3, 32), (32,), (32, 1), (1,)]" in ended.stdout
+
+
 def test_the_regression_from_a_table_on_two_ranks_and_on_one(tmp_path: Path) -> None:
     """The page's script and command; one process with twice the batch gives the same model."""
     random = np.random.default_rng(0)

@@ -52,26 +52,31 @@ class Job:
         return self.process.returncode, stdout, stderr
 
 
-ROWS = """
-def digits(spark):
+PREPARED = """
+
+def prepared(spark):
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
-    rows = [((image / 16).tolist(), int(label)) for image, label in zip(images, labels)]
-    frames = [spark.createDataFrame(part, "pixels array<float>, label long") for part in (rows[:1501], rows[1501:])]
-    return frames[0].repartition(3), frames[1]
+    rows = [(int(n >= 296), (image / 16).tolist(), int(labels[n])) for n, image in enumerate(images)]
+    frame = spark.createDataFrame(rows, "fold int, pixels array<float>, label long")
+    frame.repartition(3).write.parquet({path!r})
+    return digits(spark)
 """
 
 
 def test_trains_on_rows_of_a_data_frame_on_a_cluster(cluster: standalone.Cluster, tmp_path: Path) -> None:
     """A GPU for each rank as well, which here is but an address: TensorFlow finds none, and computes on the CPU."""
-    (tmp_path / "rows.py").write_text(ROWS)
+    path = str(tmp_path / "digits.parquet")
+    of_page = re.search(r"^def digits\(spark\):\n.*?(?=^```)", (ROOT / "docs/spark.md").read_text(), re.M | re.S)[0]
+    assert "/shared/digits.parquet" in of_page
+    (tmp_path / "rows.py").write_text(of_page.replace("/shared/digits.parquet", path) + PREPARED.format(path=path))
     gpus = ["spark.executor.resource.gpu.amount=1", "spark.task.resource.gpu.amount=1", "spark.executor.cores=1"]
     settings = [word for setting in (*gpus, "spark.executor.memory=512m") for word in ("--spark-conf", setting)]
     tell = 'echo "rank $HOROVOD_RANK sees $CUDA_VISIBLE_DEVICES, $(pwd)"; unset CUDA_VISIBLE_DEVICES; exec "$@"'
     train = ["python", "-m", "ringtrain.train", "--data.name", "spark", "--train.epochs", "20"]
     started = start(
-        *("--master", cluster.master, "-np", "2", "--spark-data", "rows:digits", *settings),
+        *("--master", cluster.master, "-np", "2", "--spark-data", "rows:prepared", *settings),
         *("--output", tmp_path / "logs", "--", "sh", "-c", tell, "sh", *train, "--run.name", "on-spark"),
         cwd=tmp_path,
     )

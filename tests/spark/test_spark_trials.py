@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -33,6 +34,18 @@ def session(cluster: standalone.Cluster) -> Iterator[Any]:
     made = spark.start(cluster.master, GPU_PER_TASK)
     yield made
     made.stop()
+
+
+def test_the_page_s_runs(session: Any) -> None:
+    """The Python of docs/spark.md, with another session, and a function that computes."""
+    page = (Path(__file__).parents[2] / "docs" / "spark.md").read_text()
+    text = re.search(r"^```python\n(from ringtrain.cluster import spark\n.*?)^```", page, re.MULTILINE | re.DOTALL)[1]
+    assert "session = spark.start(" in text and "    ...\n" in text
+    names: dict[str, Any] = {"made": session}
+    text = re.sub(r"^session = .*$", "session = made", text, flags=re.MULTILINE)
+    exec(text.replace("    ...\n", "    accuracy = learning_rate * units\n"), names)
+    assert [row.result["accuracy"] for row in names["rows"]] == pytest.approx([6.4, 1.28])
+    assert names["best"].arguments == {"learning_rate": 0.1, "units": 64}
 
 
 def test_every_combination_has_a_row_whatever_the_others_do(session: Any, tmp_path: Path) -> None:

@@ -1,0 +1,64 @@
+"""Python of the README and of pages that is no whole script, run on every rank; see run_fit.py and tests/pages.py."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from fit_alike import CLASSES, OUTPUT, X, Y, dense, snippet
+
+from ringtrain import hvd
+
+
+def snippets() -> None:
+    folder = OUTPUT / "snippets"
+    folder.mkdir(exist_ok=True)
+    os.chdir(folder)
+    rows = np.array_split(np.arange(96), hvd.size())[hvd.rank()]
+    if hvd.rank() == 0:
+        for part in range(4):
+            np.savetxt(f"rows-{part}.csv", np.hstack([X, Y])[part * 25 :][:25], delimiter=",", fmt="%.9g")
+    hvd.allgather_object(0, name="rows_written")
+
+    def read(path: Any) -> tf.data.Dataset:
+        lines = tf.data.TextLineDataset([path]).map(lambda line: tf.stack(tf.io.decode_csv(line, [[0.0]] * 9)))
+        return lines.map(lambda row: (row[:6], row[6:]))
+
+    def given(**more: Any) -> dict[str, Any]:
+        return {"keras": keras, "tf": tf, "ringtrain": __import__("ringtrain"), "x": X, "y": Y, **more}
+
+    def compiled() -> keras.Model:
+        model = dense()
+        model.compile("adam", "mse")
+        return model
+
+    horovod = given(model=dense(activation="softmax"), x_train=X[rows], y_train=CLASSES[rows])
+    exec(snippet("README.md", "import ringtrain.hvd as hvd  # was:"), horovod)
+    hvd.check_in_sync(horovod["model"])
+
+    fit = given(model=dense())
+    exec(snippet("docs/fit.md", "import ringtrain\n", ('"first"', '"of-fit"')), fit)
+    assert len(fit["history"].history["val_mae"]) == 10
+
+    exec(snippet("docs/fit.md", "from ringtrain.config", ('"first"', '"of-options"')), given(model=compiled()))
+    assert "fp16" in Path("runs/of-options/config.toml").read_text()
+
+    steps = ("steps_per_epoch=500", "steps_per_epoch=5, name='of-shards'")
+    exec(snippet("docs/fit.md", "def shard(rank", steps), given(model=compiled(), read=read, held_out=(X, Y)))
+    assert Path("runs/of-shards/summary.json").exists()
+
+    queue = given(model=compiled(), batches_of_a_queue=lambda: ((X[:32] + hvd.rank(), Y[:32]) for _ in range(99)))
+    exec(snippet("docs/fit.md", "source = ", ("steps_per_epoch=500", "steps_per_epoch=5, name='of-queue'")), queue)
+    assert Path("runs/of-queue/summary.json").exists()
+
+    kept = given(model=dense(), shard_x=X[rows], shard_y=Y[rows])
+    exec(snippet("docs/fit.md", "import ringtrain.hvd as hvd\n", ('"first"', '"of-kept"')), kept)
+    assert Path("runs/of-kept/summary.json").exists()
+
+    normalized = dense(keras.layers.BatchNormalization())
+    exec(snippet("docs/models.md", "import ringtrain.hvd as hvd\n"), given(model=normalized))
+    exec(snippet("docs/migration.md", "import horovod.tensorflow.keras as hvd"), {})
