@@ -18,7 +18,6 @@ from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
     import keras
-    import tensorflow as tf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,9 +147,10 @@ def _validation(held_out: Any, given: FitArguments, batch_size: int) -> Split:
         return NoSamples()
     steps = given.validation_steps
     if isinstance(held_out, FromRank0):
-        return _read_once(*read_on_rank_0(lambda: _read(*_on_rank_0(_validation(held_out.batches, given, batch_size)))))
+        source = held_out.batches
+        return _read_once(*read_on_rank_0(lambda: _read(_batches(_validation(source, given, batch_size)))))
     if isinstance(held_out, GeneratorType):
-        return _read_once(*_read(*_generated(held_out, steps)))
+        return _generated(held_out, steps)
     is_endless = isinstance(held_out, tf.data.Dataset) and held_out.cardinality() == tf.data.INFINITE_CARDINALITY
     if not steps and (is_endless or (isinstance(held_out, keras.utils.PyDataset) and held_out.num_batches is None)):
         raise DataError("ringtrain.fit: got validation_data without an end, expected validation_steps with it")
@@ -190,7 +190,7 @@ def _stream(
     from ringtrain import hvd
 
     if isinstance(x, FromRank0) and hvd.size() > 1:
-        return StreamOfRank0(lambda: _stream(x.batches, class_weight, steps, epochs, shuffle, seed, take))
+        return StreamOfRank0(lambda: _batches(_stream(x.batches, class_weight, steps, epochs, shuffle, seed, take)))
     x = x.batches if isinstance(x, FromRank0) else x
     if isinstance(x, tf.data.Dataset):
         dataset = tf_dataset_adapter.TFDatasetAdapter(x, class_weight=class_weight)._dataset
@@ -214,24 +214,25 @@ def _stream(
     return PyDatasetStream(x, class_weight, shuffle, seed, take)
 
 
-def _generated(held_out: Any, steps: int | None) -> tuple[str, tf.data.Dataset]:
+def _generated(held_out: Any, steps: int | None) -> Stream:
     """The first validation batches of a generator."""
     from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 
     if not steps:
         raise DataError("ringtrain.fit: got a generator as validation_data, expected validation_steps with it")
-    return "generator", GeneratorDataAdapter(held_out).get_tf_dataset().take(steps)
+    dataset = GeneratorDataAdapter(held_out).get_tf_dataset()
+    return _read_once("generator", dataset.element_spec, [leaves(batch) for batch in dataset.take(steps)])
 
 
-def _on_rank_0(stream: Any) -> tuple[str, tf.data.Dataset]:
-    if not isinstance(stream, Stream):
-        raise DataError("from_rank_0: got arrays, expected batches: pass the arrays themselves, on every rank")
-    return stream.kind, stream.dataset
+def _batches(source: Any) -> Stream:
+    if not isinstance(source, Stream):
+        raise DataError("from_rank_0: expected batches; of arrays, pass all to fit, on every rank")
+    return source
 
 
-def _read(kind: str, dataset: tf.data.Dataset) -> tuple[str, Any, list[list[Any]]]:
+def _read(stream: Stream) -> tuple[str, Any, list[list[Any]]]:
     """Kind, shapes and arrays of batches."""
-    return kind, dataset.element_spec, [leaves(batch) for batch in dataset]
+    return stream.kind, stream.dataset.element_spec, [leaves(batch) for batch in stream.dataset]
 
 
 def _read_once(kind: str, spec: Any, batches: list[list[Any]]) -> Stream:

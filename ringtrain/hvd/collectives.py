@@ -340,7 +340,8 @@ def broadcast_variables(
         with tf.device(device):
             return [sent(value, f"{prefix}_{index}") for index, value in enumerate(values)]
 
-    for variable, value in zip(variables, send(), strict=True):
+    sends = send.get_concrete_function()  # TensorFlow warns of calls that trace, which this does once
+    for variable, value in zip(variables, sends(), strict=True):
         variable.assign(value)
 
 

@@ -62,9 +62,12 @@ class Reduction:
                 return self._reduce(gradients, variables, local)
             return PLACE.reducing(self.process_set.size(), gradients, lambda: self._reduce(gradients, variables, local))
         # In a graph, Horovod negotiates and fuses all tensors together; eager tensors are sent one after the other.
-        key = (tuple(id(tensor_of(variable)) for variable in variables), tuple(local))
+        kinds = tuple((isinstance(gradient, tf.IndexedSlices), gradient.dtype) for gradient in gradients)
+        key = (tuple(id(tensor_of(variable)) for variable in variables), tuple(local), kinds)
         if key not in self._graphs:
-            self._graphs[key] = tf.function(lambda *tensors: self(tensors, variables, local), autograph=False)
+            graph = tf.function(lambda *tensors: self(tensors, variables, local), autograph=False)
+            has_rows = any(is_sparse for is_sparse, _ in kinds)
+            self._graphs[key] = graph if has_rows else graph.get_concrete_function(*gradients)
         return self._graphs[key](*gradients)
 
     def settings(self) -> dict[str, Any]:

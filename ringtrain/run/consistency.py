@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import socket
+import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -157,6 +158,11 @@ def restore(
     config = process.config
     lock_folder(process)
     start = resume.restore(job.model, *resume.source_of(config), config, numbers)
+    for name, before in start.checksums.items() if hvd.rank() == 0 else ():
+        if job.checksums.get(name, before) != before:
+            what, _, _ = name.partition(DIVIDED)
+            text = f"{start.source} was saved with another {what}: its weights were trained with that"
+            print(f"ringtrain: {text}", file=sys.stderr, flush=True)
     summary = complete_summary(process, start, is_trained(start), f"{job.validation.prefix}accuracy")
     if not summary and config.run.init_from and not start.source:
         source = Path(config.run.init_from)

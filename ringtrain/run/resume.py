@@ -55,6 +55,8 @@ class Start:
     """Metric sums of this rank, if in the middle of an epoch."""
     refused: tuple[str, ...] = ()
     """Why newer checkpoints were skipped."""
+    checksums: Mapping[str, str] = field(default_factory=dict)
+    """Of the data when the checkpoint was saved."""
 
 
 @dataclass(frozen=True)
@@ -237,6 +239,7 @@ def _find(folder: Path | None, must: bool) -> tuple[checkpoint.Checkpoint | None
     saved = newest.manifest
     monitored = tuple(saved.get("monitored", ()))
     start = Start(newest.global_step, str(newest.folder), saved["metrics"], monitored, refused=tuple(refused))
+    start = dataclasses.replace(start, checksums=saved.get("checksums", {}))
     if states := saved.get("callbacks", ()):
         start = dataclasses.replace(start, callbacks=model_state.loaded_callbacks(states, newest.arrays("state")))
     return newest, start

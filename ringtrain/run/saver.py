@@ -57,7 +57,7 @@ class Saver(keras.callbacks.Callback):
         self.set_model(run.model)  # fit does that too, but a run with nothing left to train does not call it
         self.folder, self.config, self.clock, self.journal = run.checkpoints, run.config, run.clock, run.journal
         self.facts = {"config": dataclasses.asdict(run.config), "numbers": dataclasses.asdict(run.numbers)}
-        self.facts["versions"] = tracking.versions()
+        self.facts |= {"versions": tracking.versions(), "checksums": dict(run.checksums)}
         self.metrics, self.best_by = dict(run.start.metrics), f"{run.validation.prefix}accuracy"
         self.monitored, self.is_due, self.while_saving = monitored, is_due, while_saving
         self.callback_state = model_state.CallbackState(run.users_callbacks) if run.strategy.is_scripted else None
@@ -68,7 +68,7 @@ class Saver(keras.callbacks.Callback):
         self._sum_of_weights = tf.function(
             lambda: tf.add_n([tf.cast(tf.reduce_sum(weight.value), tf.float32) for weight in self._floating]),
             autograph=False,
-        )
+        ).get_concrete_function()
         # Not a new thread for each save: it would run first, and the training thread would wait for it.
         self._writer = ThreadPoolExecutor(1, "ringtrain-saver")
         self._written: Future[None] | None = None

@@ -6,7 +6,9 @@ OUTPUT/<rank>/<job>: empty if it held, else the traceback.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import io
 import sys
 import traceback
 from collections.abc import Callable
@@ -323,6 +325,7 @@ def batches_of_rank_0() -> None:
         ("ValueError: queue closed", (sent(_queue), None)),
         ("has other batches than rank 0, by step 1", (_queue(), None)),
         ("has another test data", (_generated(), _queue())),
+        ("expected batches; of arrays, pass all", (sent(lambda: X), None)),
     ):
         try:
             fit("", *arguments, steps=10)
@@ -500,6 +503,10 @@ def another_run_is_not_resumed() -> None:
             assert words in str(error), error
         else:
             raise AssertionError(f"resumed in spite of {words}")
+    for y, notes in ((Y, 0), (Y + 1, hvd.rank() == 0)):
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            ringtrain.fit(compiled(dense()), X, y, name="another", batch_size=32, **arguments)
+        assert said.getvalue().count("was saved with another training data: ") == notes, said.getvalue()
 
 
 def resumed_by_other_ranks() -> None:

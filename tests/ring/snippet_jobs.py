@@ -44,7 +44,14 @@ def snippets() -> None:
     exec(snippet("docs/fit.md", "import ringtrain\n", ('"first"', '"of-fit"')), fit)
     assert len(fit["history"].history["val_mae"]) == 10
 
-    exec(snippet("docs/fit.md", "from ringtrain.config", ('"first"', '"of-options"')), given(model=compiled()))
+    exec(
+        snippet(
+            "docs/fit.md",
+            "from ringtrain.config import CheckpointConfig, Config, HvdConfig\n",
+            ('"first"', '"of-options"'),
+        ),
+        given(model=compiled()),
+    )
     assert "fp16" in Path("runs/of-options/config.toml").read_text()
 
     steps = ("steps_per_epoch=500", "steps_per_epoch=5, name='of-shards'")
@@ -52,7 +59,14 @@ def snippets() -> None:
     assert Path("runs/of-shards/summary.json").exists()
 
     queue = given(model=compiled(), batches_of_a_queue=lambda: ((X[:32] + hvd.rank(), Y[:32]) for _ in range(99)))
-    exec(snippet("docs/fit.md", "source = ", ("steps_per_epoch=500", "steps_per_epoch=5, name='of-queue'")), queue)
+    exec(
+        snippet(
+            "docs/fit.md",
+            "source = ringtrain.from_rank_0",
+            ("steps_per_epoch=500", "steps_per_epoch=5, name='of-queue'"),
+        ),
+        queue,
+    )
     assert Path("runs/of-queue/summary.json").exists()
 
     kept = given(model=dense(), shard_x=X[rows], shard_y=Y[rows])

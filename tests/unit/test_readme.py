@@ -48,6 +48,15 @@ def test_a_wrong_command_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> No
         config_io.read(shlex.split(command))
 
 
+def test_every_block_of_python_is_run_by_a_test_on_ranks() -> None:
+    """Whole scripts begin with Keras: see tests/pages.py. The others are named by their first line."""
+    folders = ("ring", "spark")
+    tests = "".join(path.read_text() for folder in folders for path in (ROOT / "tests" / folder).glob("*.py"))
+    blocks = [first for text in TEXTS for first in re.findall(r"^```python\n(.*?)(?:  #|[\n(:])", text, re.MULTILINE)]
+    assert len(blocks) > 15
+    assert not [first for first in blocks if first != "import keras" and first not in tests]
+
+
 def test_every_recipe_names_its_own_file_and_what_it_reaches() -> None:
     assert RECIPES
     for recipe in RECIPES:
