@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ringtrain import data, strategies
+from ringtrain import data, own_fit, strategies
 from ringtrain.config import Config, changed_options, with_values
 from ringtrain.derived import Numbers
 from ringtrain.errors import CheckpointError, ConfigError
@@ -129,6 +129,10 @@ def fit(
         seed=seed,
         resume=resume,
     )
+    import keras
+
+    if type(model).fit is not keras.Model.fit:
+        return own_fit.through(model, arguments, lambda given: _fit(model, name, options or Config(), given))
     return _fit(model, name, options or Config(), arguments)
 
 
@@ -202,15 +206,8 @@ def end_by_signal(exit_code: int) -> None:
 
 def _config(model: keras.Model, name: str, options: Config, arguments: data.FitArguments) -> Config:
     """Configuration that describes the script's job; raises ConfigError for what `fit` cannot do."""
-    import keras
-
     if not getattr(model, "compiled", False):
         raise ConfigError("ringtrain.fit: the model is not compiled: call model.compile(optimizer, loss) first")
-    if type(model).fit is not keras.Model.fit:
-        raise ConfigError(
-            f"ringtrain.fit: {type(model).__name__} has a fit of its own, which would not be called: put its changes"
-            f" into train_step, or call its fit with hvd.DistributedOptimizer and hvd.callbacks"
-        )
     for option in changed_options(options):
         if not option.startswith(OPTIONS):
             raise ConfigError(

@@ -185,7 +185,12 @@ def _stream(
     """Stream of a dataset, PyDataset or generator; None for others."""
     import keras
     import tensorflow as tf
-    from keras.src.trainers.data_adapters import generator_data_adapter, py_dataset_adapter, tf_dataset_adapter
+    from keras.src.trainers.data_adapters import (
+        generator_data_adapter,
+        get_data_adapter,
+        py_dataset_adapter,
+        tf_dataset_adapter,
+    )
 
     from ringtrain import hvd
 
@@ -202,6 +207,9 @@ def _stream(
             raise DataError("ringtrain.fit: got class_weight with a generator: let it yield (x, y, sample_weight)")
         adapter = generator_data_adapter.GeneratorDataAdapter(x)
         return Stream("generator", adapter.get_tf_dataset(), steps, epochs, num_rows(adapter._first_batches[0]))
+    if type(x).__module__.partition(".")[0] == "grain":
+        grain = get_data_adapter(x, class_weight=class_weight)
+        return Stream("grain", grain.get_tf_dataset(), steps, epochs, grain.batch_size or 1)
     if not isinstance(x, keras.utils.PyDataset):
         return None
     if x.num_batches is None:

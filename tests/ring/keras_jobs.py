@@ -100,6 +100,28 @@ def fine_tuning() -> None:
     assert np.abs(ours.layers[0].get_weights()[0] - before[0]).max() > 0
 
 
+class Prepared(keras.Sequential):
+    """Prepares its data in a fit of its own, and makes batches, as the tasks of KerasHub do."""
+
+    def fit(
+        self, x: Any = None, y: Any = None, batch_size: Any = None, validation_split: float = 0.0, **more: Any
+    ) -> Any:
+        rows = int(len(x) * (1 - validation_split))
+        parts = [
+            tf.data.Dataset.from_tensor_slices((2 * x[some], y[some])) for some in (slice(rows), slice(rows, None))
+        ]
+        train, held_out = (part.batch(batch_size).map(lambda x, y: (x + 1, y)) for part in parts)
+        return super().fit(train, validation_data=held_out, **more)
+
+
+def a_fit_of_its_own() -> None:
+    def make() -> keras.Model:
+        return compiled(Prepared(dense().layers), metrics=["mae"])
+
+    whole_job(make, X, Y, "prepared", validation_split=0.1)
+    assert "fit" not in vars(keras.Model)
+
+
 class Distilled(keras.Model):
     """Learns the targets and what a teacher says, by a loss of its own."""
 

@@ -33,7 +33,7 @@ ON_2_RANKS = {
     *("a_kept_fit_resumes_after_a_whole_epoch", "a_kept_fit_ends_on_all_ranks", "a_kept_fit_refuses_what_cannot_work"),
     *("multi_label", "several_steps_per_call", "segmentation", "texts_with_masks_and_lstm", "gan", "from_files"),
     *("configured_regression", "configured_batches", "configured_inputs_and_outputs"),
-    *("what_shards_cannot_be_is_refused", "snippets", "configured_snippet"),
+    *("a_fit_of_its_own", "what_shards_cannot_be_is_refused", "snippets", "configured_snippet"),
 }
 """Jobs that a third rank adds nothing to. Batches of 32 are cut into equal parts on 2 ranks, and unequal ones on 3."""
 CASES = [(np, name) for np in (2, 3) for name in NAMES if np == 2 or name not in ON_2_RANKS]

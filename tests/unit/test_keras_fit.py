@@ -20,6 +20,11 @@ class OwnFit(keras.Sequential):
         raise NotImplementedError
 
 
+class Calls(keras.Sequential):
+    def fit(self, x: Any = None, **arguments: Any) -> Any:
+        return super().fit(x, **arguments) if x else None
+
+
 def _model(kind: type = keras.Sequential, compiled: bool = True) -> keras.Model:
     model = kind([keras.Input((3,)), keras.layers.Dense(1)])
     if compiled:
@@ -31,7 +36,9 @@ def _model(kind: type = keras.Sequential, compiled: bool = True) -> keras.Model:
     ("model", "arguments", "message"),
     [
         (_model(compiled=False), {}, r"not compiled: call model\.compile"),
-        (_model(OwnFit), {}, r"OwnFit has a fit of its own"),
+        (_model(OwnFit), {}, r"OwnFit has a fit of its own that does not call"),
+        (_model(Calls), {"batch_per_rank": True}, r"batch_per_rank, which the fit of Calls does not know"),
+        (_model(Calls), {"y": None, "x": {}}, r"the fit of Calls has not called super"),
         (_model(), {"batch_size": 0, "epochs": 0}, r"epochs 0, expected at least 1"),
         (_model(), {"callbacks": [keras.callbacks.BackupAndRestore("x")]}, r"leave out BackupAndRestore: name= saves"),
         (
@@ -42,7 +49,17 @@ def _model(kind: type = keras.Sequential, compiled: bool = True) -> keras.Model:
         (_model(), {"x": X[:0], "y": Y[:0]}, r"got no training samples, expected at least one"),
         (_model(), {"options": Config(strategy=StrategyConfig(name="ps-sync"))}, r"expected ring or mpi-ring"),
     ],
-    ids=["uncompiled", "own fit", "nothing to train", "backup", "options", "no rows", "strategy"],
+    ids=[
+        "uncompiled",
+        "own fit",
+        "own fit per rank",
+        "own fit that returns",
+        "nothing to train",
+        "backup",
+        "options",
+        "no rows",
+        "strategy",
+    ],
 )
 def test_refused_before_anything_starts(model: keras.Model, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, DataError), match=f"^ringtrain.fit: .*{message}"):

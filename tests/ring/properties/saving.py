@@ -251,6 +251,7 @@ def _saver(model, folder):
         clock=clock,
         journal=journal,
         validation=Validation(),
+        checksums={},
         strategy=SimpleNamespace(is_scripted=False),
     )
     return saver.Saver(run), settings, numbers

@@ -1,0 +1,62 @@
+"""Models of `ringtrain.fit` that prepare data in a `fit` of their own, as the tasks of KerasHub do."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ringtrain.data import FitArguments
+from ringtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    import keras
+
+OF_RINGTRAIN = ("seed", "resume", "batch_per_rank")
+"""arguments of `ringtrain.fit` that Keras' does not have"""
+
+
+def through(model: keras.Model, arguments: FitArguments, train: Callable[[FitArguments], Any]) -> Any:
+    """Calls the model's `fit`, in which Keras' is replaced by `train`; returns what that has returned."""
+    import keras
+
+    own, keras_fit, name, trained = type(model).fit, keras.Model.fit, type(model).__name__, []
+    # One that trains by itself would do so on each rank alone.
+    if "fit" not in inspect.unwrap(own).__code__.co_names:
+        raise ConfigError(
+            f"ringtrain.fit: {name} has a fit of its own that does not call super().fit: put its changes into"
+            f" train_step, or call its fit with hvd.DistributedOptimizer and hvd.callbacks"
+        )
+    if arguments.batch_per_rank:
+        raise ConfigError(
+            f"ringtrain.fit: got batch_per_rank, which the fit of {name} does not know: multiply batch_size by the"
+            f" number of ranks"
+        )
+
+    def fit(self: keras.Model, *args: Any, **named: Any) -> Any:
+        if self is not model:
+            return keras_fit(self, *args, **named)
+        given = inspect.signature(keras_fit).bind(self, *args, **named).arguments
+        if given.get("initial_epoch"):
+            raise ConfigError(f"ringtrain.fit: got initial_epoch from the fit of {name}: name= resumes instead")
+        used: dict[str, Any] = {
+            one: value for one, value in given.items() if one not in ("self", "initial_epoch", "callbacks")
+        }
+        used |= {"callbacks": given.get("callbacks") or (), "seed": arguments.seed, "resume": arguments.resume}
+        trained.append(train(FitArguments(**used)))
+        return trained[0]
+
+    passed = {one: value for one, value in vars(arguments).items() if one not in OF_RINGTRAIN}
+    keras.Model.fit = fit
+    try:
+        own(model, **{one: value for one, value in passed.items() if not _is_default(one, value)})
+    finally:
+        del keras.Model.fit  # it is inherited
+    if not trained:
+        raise ConfigError(f"ringtrain.fit: the fit of {name} has not called super().fit")
+    return trained[0]
+
+
+def _is_default(name: str, value: Any) -> bool:
+    default = getattr(FitArguments(), name)
+    return value is default or (isinstance(value, int | float | str | tuple) and bool(value == default))
