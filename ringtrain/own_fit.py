@@ -21,6 +21,7 @@ def through(model: keras.Model, arguments: FitArguments, train: Callable[[FitArg
     import keras
 
     own, keras_fit, name, trained = type(model).fit, keras.Model.fit, type(model).__name__, []
+    is_inherited = "fit" not in vars(keras.Model)  # a tracker may have replaced it
     # One that trains by itself would do so on each rank alone.
     if "fit" not in inspect.unwrap(own).__code__.co_names:
         raise ConfigError(
@@ -51,7 +52,10 @@ def through(model: keras.Model, arguments: FitArguments, train: Callable[[FitArg
     try:
         own(model, **{one: value for one, value in passed.items() if not _is_default(one, value)})
     finally:
-        del keras.Model.fit  # it is inherited
+        if is_inherited:
+            del keras.Model.fit
+        else:
+            keras.Model.fit = keras_fit
     if not trained:
         raise ConfigError(f"ringtrain.fit: the fit of {name} has not called super().fit")
     return trained[0]
