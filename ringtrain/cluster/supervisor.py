@@ -206,11 +206,16 @@ class Supervisor:
     def _forward(self, number: int) -> float:
         """Forwards a signal to the ranks; returns when to kill them (time.monotonic()), inf if it may be repeated."""
         known = [rank for rank in self.reports.ranks if rank.process]
+        is_final = number in ENDING
+        # Jupyter interrupts a kernel right before it kills it: ranks that save because of the first keep the grace.
+        if self.stopped_by and known and is_final and self.stopped_by not in ENDING:
+            say(f"{signal.Signals(number).name}: ranks are killed in {self.options.grace:g} s (--grace)")
+            self.stopped_by = number
+            return time.monotonic() + self.options.grace
         if self.stopped_by or not known:
             self.stopped_by = self.stopped_by or number
             raise Stopped(self.stopped_by)
         self.stopped_by = number
-        is_final = number in ENDING
         then = f"killed in {self.options.grace:g} s (--grace)" if is_final else "a second one ends them at once"
         self.output.end_line()
         say(f"{signal.Signals(number).name}: ranks may save and exit; {then}")

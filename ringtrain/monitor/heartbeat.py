@@ -74,8 +74,9 @@ class StepTimer(keras.callbacks.Callback):
         self.own_steps += 1
         if self.run.timeline or self.own_steps >= self._next:
             self._measure(end_s, waited_s)
-            # By number, not by time, which would prefer long steps.
-            self._next = self.own_steps + max(1, int(BETWEEN_MEASUREMENTS_S / max(1e-4, end_s - self.begin_s)))
+            # By number, not by time, which would prefer long steps. With callbacks, which may be what is slow.
+            step_s = end_s - (self._returned_s or self.begin_s)
+            self._next = self.own_steps + max(1, int(BETWEEN_MEASUREMENTS_S / max(1e-4, step_s)))
         self._returned_s, self._waited_s = end_s, waited_s
         self.tracker.enter("callbacks")
 

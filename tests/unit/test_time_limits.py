@@ -88,9 +88,20 @@ def test_ranks_are_killed_when_the_grace_is_over_and_not_before(supervised, cloc
     assert watch.conclude(-number).exit_code == 128 + number
 
 
-def test_a_second_signal_does_not_postpone_it_and_ends_them_at_once(supervised, clock) -> None:
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGUSR1])
+def test_the_grace_begins_with_a_signal_that_is_not_sent_again(supervised, clock, first) -> None:
+    """A notebook server interrupts a kernel right before it kills it."""
+    watch = supervised(grace=8.0)
+    watch._received += [first, signal.SIGTERM]
+    with pytest.raises(Stopped):
+        watch.supervise(LAUNCHER)
+    assert 8 < clock.now_s - 1000 <= 8 + EXACTLY_S
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_does_not_postpone_it_and_ends_them_at_once(supervised, clock, first) -> None:
     watch = supervised(grace=600.0)
-    watch._received += [signal.SIGTERM, signal.SIGTERM]
+    watch._received += [first, first]
     with pytest.raises(Stopped):
         watch.supervise(LAUNCHER)
     assert clock.now_s - 1000 <= EXACTLY_S
