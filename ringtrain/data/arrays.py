@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ringtrain.data import sharding
 from ringtrain.data.dataset import Split, spaced
-from ringtrain.data.pipeline import ahead, evaluation_batches
+from ringtrain.data.pipeline import ahead
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -48,8 +48,7 @@ class Arrays(Split):
 
     def rows(self, begin: int, end: int) -> Any:
         """Batch of the rows from one number up to another."""
-        numbers = np.arange(begin, end)
-        return next(iter(evaluation_batches(self, numbers, len(numbers))))
+        return _rows_of(self._tensors(), np.arange(begin, end))
 
     def checksum(self) -> int:
         """Checksum of up to 256 samples, evenly spaced."""
@@ -68,22 +67,19 @@ class Arrays(Split):
 
     def batches(self, order: tf.data.Dataset, batch_size: int, seed: int | None) -> tf.data.Dataset:
         """Batches in the nest of the arrays; see `Split.batches`."""
-        import keras
         import tensorflow as tf
-        from keras.src.trainers.data_adapters import array_slicing
 
-        def rows_of(leaf: Any, numbers: tf.Tensor) -> Any:
-            if isinstance(leaf, array_slicing.TensorflowSparseWrapper):
-                return array_slicing.slice_tensorflow_sparse_wrapper(leaf, numbers)
-            return None if isinstance(leaf, list | tuple | dict) else tf.gather(leaf, numbers, axis=0)
-
-        nest = keras.tree.lists_to_tuples(_sliceable(self.nest, "tensorflow"))
         # An input of the function: a captured constant of this size would be slow.
-        pairs = tf.data.Dataset.zip(order, tf.data.Dataset.from_tensors(nest).repeat())
-        batches = pairs.map(lambda one, data: keras.tree.traverse(lambda leaf: rows_of(leaf, one[1]), data))
+        pairs = tf.data.Dataset.zip(order, tf.data.Dataset.from_tensors(self._tensors()).repeat())
+        batches = pairs.map(tf.autograph.experimental.do_not_convert(lambda one, data: _rows_of(data, one[1])))
         options = tf.data.Options()
         options.experimental_optimization.apply_default_optimizations = False  # they would copy the arrays
         return batches.with_options(options)
+
+    def _tensors(self) -> Any:
+        import keras
+
+        return keras.tree.lists_to_tuples(_sliceable(self.nest, "tensorflow"))
 
 
 class NoSamples(Split):
@@ -167,6 +163,22 @@ def _sliceable(nest: Any, target: str) -> Any:
     from keras.src.trainers.data_adapters import array_slicing
 
     return array_slicing.convert_to_sliceable(nest, target_backend=target)
+
+
+def _rows_of(nest: Any, numbers: Any) -> Any:
+    """Rows with these numbers of the arrays of a nest, as tensors."""
+    import keras
+    import tensorflow as tf
+    from keras.src.trainers.data_adapters import array_slicing
+
+    def of_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, array_slicing.TensorflowSparseWrapper):
+            return array_slicing.slice_tensorflow_sparse_wrapper(leaf, numbers)
+        if isinstance(leaf, np.ndarray):
+            return tf.convert_to_tensor(leaf[numbers])
+        return None if leaf is None or isinstance(leaf, list | tuple | dict) else tf.gather(leaf, numbers, axis=0)
+
+    return keras.tree.traverse(of_leaf, nest)
 
 
 def _flat(nest: Any) -> list[Any]:

@@ -211,7 +211,8 @@ def draw_curves(
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 3.5), layout="constrained")
+    figure = Figure(figsize=(13, 3.5))
+    figure.subplots_adjust(left=0.05, right=0.99, bottom=0.14, top=0.96, wspace=0.25)
     *panels, rates = figure.subplots(1, 3)
     planned: Any = []
     if schedule is not None:

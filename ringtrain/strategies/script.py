@@ -208,6 +208,8 @@ def _not_summed(model: keras.Model, rows: Callable[[int, int], Any]) -> list[str
     compiled = model._compile_metrics
     metrics = [one for one in model.metrics if all(one is not other for other in (*of_losses, compiled))]
     metrics += compiled.metrics if compiled else []
+    if not metrics:
+        return []
 
     def states(begin: int, end: int) -> list[list[Any]]:
         model.reset_metrics()

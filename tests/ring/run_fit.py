@@ -37,6 +37,7 @@ from fit_alike import (
     distance,
     equals_one_process,
     options,
+    resumes_and_is_refused,
     whole_job,
 )
 
@@ -204,7 +205,9 @@ def mixed_float16() -> None:
         def make() -> keras.Model:
             return compiled(dense(dtype="float32"), optimizer=keras.optimizers.SGD(0.05))
 
-        whole_job(make, X, Y, "mixed", within=2e-3, logs=False)
+        saves = options(checkpoint=CheckpointConfig(every_steps=1))
+        trained = equals_one_process(make, X, Y, "mixed", within=2e-3, logs=False, options=saves)
+        resumes_and_is_refused(*trained, make, X, Y, "mixed", options=saves)
         model, x = make(), X.copy()
         x[32 + 16 :, 0] = np.where(np.arange(52) == 0, 1e7, x[48:, 0])  # on the last rank, in the second step
         ringtrain.fit(model, x, Y, batch_size=32, epochs=1, shuffle=False, verbose=0, options=options())
@@ -256,7 +259,7 @@ def _generated(num_batches: int = 99) -> Any:
 
 
 def py_datasets_and_generators() -> None:
-    """As `fit` of one process; killed and resumed, as if never interrupted."""
+    """As `fit` of one process, although killed and resumed."""
     kinds: dict[str, Callable[[], dict[str, Any]]] = {
         "py": lambda: {"x": Shuffled(workers=2), "shuffle": False, "validation_data": Shuffled()},
         "generator": lambda: {"x": _generated(), "steps_per_epoch": 4},
@@ -265,23 +268,15 @@ def py_datasets_and_generators() -> None:
     for name, make in kinds.items():
         more: dict[str, Any] = {"epochs": 3, "verbose": 0}
         ours, reference = (compiled(dense(), metrics=["mae"]) for _ in range(2))
-        config = options(checkpoint=CheckpointConfig(every_steps=1))
-        history = ringtrain.fit(ours, **make(), **more, name=name, options=config)
+        saves: dict[str, Any] = {"name": name, "options": options(checkpoint=CheckpointConfig(every_steps=1))}
+        with contextlib.suppress(Killed):
+            ringtrain.fit(compiled(dense(), metrics=["mae"]), **make(), **more, **saves, callbacks=[KillAfter(6)])
+            raise AssertionError("was not killed")
+        history = ringtrain.fit(ours, **make(), **more, **saves)
         expected = reference.fit(**make(), **more)
         assert distance(ours, reference) < 1e-10, name
         for metric, values in expected.history.items():
             np.testing.assert_allclose(history.history[metric], values, rtol=1e-6, err_msg=metric)
-        for callbacks in ([KillAfter(6)], []):
-            resumed = compiled(dense(), metrics=["mae"])
-            try:
-                again = ringtrain.fit(
-                    resumed, **make(), **more, name=f"{name}-killed", options=config, callbacks=callbacks
-                )
-            except Killed:
-                assert callbacks
-        assert distance(ours, resumed) == 0, name
-        for metric, values in history.history.items():
-            assert again.history[metric] == values, (name, metric)
 
 
 def _queue(num_batches: int = 99) -> Any:
@@ -309,20 +304,17 @@ def batches_of_rank_0() -> None:
     pair = tuple(np.concatenate(parts) for parts in zip(*_generated(2), strict=True))
     more: dict[str, Any] = {"validation_data": pair, "validation_batch_size": 30, "verbose": 0}
     expected = reference.fit(_generated(), steps_per_epoch=4, epochs=3, **more)
+    with contextlib.suppress(Killed):
+        fit("sent", sent(_queue), sent(_queue, 3), KillAfter(6))
+        raise AssertionError("was not killed")
     ours, history = fit("sent", sent(_queue), sent(_queue, 3))
     assert distance(ours, reference) < 1e-10
     assert set(history.history) == set(expected.history)
     for metric, values in expected.history.items():
         np.testing.assert_allclose(history.history[metric], values, rtol=1e-6, err_msg=metric)
-    try:
-        fit("sent-killed", sent(_queue), sent(_queue, 3), KillAfter(6))
-    except Killed:
-        resumed, again = fit("sent-killed", sent(_queue), sent(_queue, 3))
-    assert distance(ours, resumed) == 0 and again.history == history.history
     for words, arguments in (
         ("the data ended after 5 batches", (sent(_queue, 5), None)),
-        ("rank 0 cannot read its batches: ", (sent(_queue), None)),
-        ("ValueError: queue closed", (sent(_queue), None)),
+        ("rank 0 cannot read its batches: |ValueError: queue closed", (sent(_queue), None)),
         ("has other batches than rank 0, by step 1", (_queue(), None)),
         ("has another test data", (_generated(), _queue())),
         ("expected batches; of arrays, pass all", (sent(lambda: X), None)),
@@ -330,7 +322,7 @@ def batches_of_rank_0() -> None:
         try:
             fit("", *arguments, steps=10)
         except ringtrain.errors.RingtrainError as error:
-            assert words in str(error), error
+            assert all(word in str(error) for word in words.split("|")), error
         else:
             raise AssertionError(f"trained in spite of {words}")
 
@@ -430,18 +422,15 @@ def _run(name: str, *callbacks: keras.callbacks.Callback) -> tuple[keras.Model, 
 def killed_and_resumed() -> None:
     """After a step within an epoch, after an epoch, and in the last epoch: as if never interrupted."""
     model, history, plateau = _run("uninterrupted")
-    for step in (2, 4, 11):
-        try:
-            _run(f"killed-{step}", KillAfter(step))
-        except Killed:
-            pass
-        else:
-            raise AssertionError("not killed")
-        resumed, again, its_plateau = _run(f"killed-{step}")
-        assert distance(model, resumed) == 0, step
-        assert history.history == again.history and history.epoch == again.epoch, step
-        assert history.checksum == again.checksum, step
-        assert (plateau.best, plateau.wait) == (its_plateau.best, its_plateau.wait)
+    for num_steps in (2, 2, 7):
+        with contextlib.suppress(Killed):
+            _run("killed", KillAfter(num_steps))
+            raise AssertionError("was not killed")
+    resumed, again, its_plateau = _run("killed")
+    assert distance(model, resumed) == 0
+    assert history.history == again.history and history.epoch == again.epoch
+    assert history.checksum == again.checksum
+    assert (plateau.best, plateau.wait) == (its_plateau.best, its_plateau.wait)
     # Once complete, it is not trained again.
     _, complete, _ = _run("uninterrupted", KillAfter(0))
     assert complete.history == history.history
@@ -547,7 +536,7 @@ def what_differs_is_refused() -> None:
         try:
             ringtrain.fit(given["model"], given["x"], given["y"], verbose=0, options=options())
         except ringtrain.errors.RingtrainError as error:
-            assert words in str(error), error
+            assert all(word in str(error) for word in words.split("|")), error
         else:
             raise AssertionError(f"trained in spite of {words}")
 

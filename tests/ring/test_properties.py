@@ -34,13 +34,15 @@ def _properties() -> dict[str, dict[str, object]]:
 PROPERTIES = _properties()
 
 
-# Modules whose properties are about Keras and files rather than about what carries the gradients, and between how many.
-OVER_MPI_ON_2_RANKS = ("callbacks", "saving", "schedules")
+# Modules whose properties are about Keras and files rather than about what carries the gradients, and between how many;
+# and those that are about the number of ranks, but not about what carries the gradients.
+OVER_MPI_ON_2_RANKS = ("callbacks", "optimizers", "saving", "schedules")
+OVER_MPI = (*OVER_MPI_ON_2_RANKS, "batch_norm", "precision")
 
 
 def _applies(name: str, launcher: str, np: int) -> bool:
     only = PROPERTIES[name]
-    if (launcher, np) != ("mpi", 2) and name.startswith(OVER_MPI_ON_2_RANKS):
+    if (launcher == "gloo" and name.startswith(OVER_MPI)) or (np != 2 and name.startswith(OVER_MPI_ON_2_RANKS)):
         return False
     return only.get("np", np) == np and only.get("launcher", launcher) == launcher
 
