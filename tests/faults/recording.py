@@ -52,6 +52,14 @@ def model(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(num_classes)(x))
 
 
+def odd_model(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    """With dropout and batch normalization."""
+    inputs = keras.Input(input_shape)
+    x = keras.layers.Flatten()(Record(dtype="float32")(inputs))
+    x = keras.layers.BatchNormalization()(keras.layers.Dense(32)(x))
+    return keras.Model(inputs, keras.layers.Dense(num_classes)(keras.layers.Dropout(0.3)(keras.ops.relu(x))))
+
+
 class Recording(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         seen.clear()

@@ -206,6 +206,7 @@ def test_the_per_rank_batch_stays_through_a_change_and_a_stop(start: Callable[..
     """
     epochs = 6
     options = ("--train.epochs", str(epochs), "--elastic.keep", "per-rank-batch", "--schedule.name", "cosine")
+    options += ("--model.name", "recording:odd_model", "--train.precision", "mixed_bfloat16")
     elastic = start(ONE, *options)
     elastic.wait_for_commits(1)
     elastic.attack()
@@ -226,6 +227,15 @@ def test_the_per_rank_batch_stays_through_a_change_and_a_stop(start: Callable[..
     )  # the schedule ends with the run, whatever its steps
     assert again.summary()["resizes"] == elastic.summary()["resizes"]
     assert again.summary()["global_step"] < epochs * 28
+
+
+def test_a_killed_launcher_leaves_no_rank(start: Callable[..., Elastic]) -> None:
+    elastic = start(ONE + ANOTHER, "--train.epochs", "1000")
+    elastic.wait_for_commits(2)
+    assert len(left_of(elastic.folder)) >= 2
+    elastic.process.kill()
+    elastic.process.wait()
+    wait_for(lambda: not left_of(elastic.folder), TIMEOUT_S, "the end of all ranks")
 
 
 FAILING = """

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import keras
 import tensorflow as tf
+from sklearn.datasets import load_digits
 
 
 class NotANumberFrom(keras.layers.Layer):
@@ -93,6 +95,13 @@ def dropping(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
     return keras.Sequential(
         [keras.Input(input_shape), *layers, keras.layers.Dropout(0.3), keras.layers.Dense(num_classes)]
     )
+
+
+def three_to_test() -> Any:
+    """The digits with fewer test samples than four ranks."""
+    digits = load_digits()
+    pictures = (digits.images[..., None] / 16).astype("float32")
+    return (pictures[:1437], digits.target[:1437]), (pictures[1437:1440], digits.target[1437:1440])
 
 
 def wider(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:

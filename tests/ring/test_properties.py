@@ -13,7 +13,7 @@ import pytest
 from launching import run
 
 HERE = Path(__file__).parent
-LAUNCHES = (("mpi", 2), ("mpi", 3), ("gloo", 2))
+LAUNCHES = (("mpi", 2), ("mpi", 3), ("gloo", 2), ("mpi", 4))  # on 4 ranks only what needs so many
 LIMIT_S, LAUNCH_LIMIT_S = 300, 1800  # of one property, and of all: far above what they take
 # What Horovod must be told before it starts for a timeline or a process set to be made later.
 OPTIONS = {"HOROVOD_TIMELINE": "DYNAMIC", "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
@@ -44,7 +44,7 @@ def _applies(name: str, launcher: str, np: int) -> bool:
     only = PROPERTIES[name]
     if (launcher == "gloo" and name.startswith(OVER_MPI)) or (np != 2 and name.startswith(OVER_MPI_ON_2_RANKS)):
         return False
-    return only.get("np", np) == np and only.get("launcher", launcher) == launcher
+    return only.get("np", min(np, 3)) == np and only.get("launcher", launcher) == launcher
 
 
 CASES = [(launcher, np, name) for launcher, np in LAUNCHES for name in PROPERTIES if _applies(name, launcher, np)]

@@ -40,6 +40,23 @@ def test_what_is_saved_is_read_back(tmp_path):
         assert all(np.array_equal(read[key], arrays[key]) and read[key].dtype == arrays[key].dtype for key in arrays)
 
 
+@pytest.mark.slow
+def test_an_array_above_2_gib(tmp_path):
+    """Beyond what a signed number of 32 bits counts, in bytes and in the file."""
+    large = np.zeros(2**31 + 9, "u1")
+    large[-1] = 7
+    path = checkpoint.save(tmp_path, 1, {"state": {"00000": large}}, {"metrics": {}, "num_ranks": 1})
+    assert np.array_equal(checkpoint.verify(path).arrays("state")["00000"][-9:], large[-9:])
+    (file,) = path.glob("state*")
+    with file.open("r+b") as opened:
+        opened.seek(2**31 + 50)
+        before = opened.read(1)
+        opened.seek(2**31 + 50)
+        opened.write(bytes([before[0] ^ 1]))
+    with pytest.raises(CheckpointError, match=file.name):
+        checkpoint.verify(path)
+
+
 @settings(max_examples=300)
 @example(where=0.0625, change=7, cut=False)  # a line feed of the manifest becomes a carriage return
 @given(where=st.floats(0, 1, exclude_max=True), change=st.integers(1, 255), cut=st.booleans())

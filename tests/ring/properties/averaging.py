@@ -170,6 +170,18 @@ def sum_predivide_groups_and_fp16():
     assert small.spread(compressed) == 0
 
 
+def fp16_takes_means_up_to_its_largest_number():
+    """Gradients are divided before they are added; what an allreduce adds first does not fit."""
+    variable = keras.Variable([0.0])
+    for value, expected in ((40000.0, 40000.0), (65000.0, 64992.0), (70000.0, np.inf), (1e-8, 0.0)):
+        variable.assign([0.0])
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=hvd.Compression.fp16)
+        optimizer.apply_gradients([(tf.constant([value]), variable)])
+        assert np.isclose(-variable.numpy()[0], expected, rtol=2e-3), (value, variable.numpy())
+    summed = hvd.allreduce(tf.constant([65000.0]), compression=hvd.Compression.fp16, name="summed_first")
+    assert np.isinf(summed.numpy()[0])
+
+
 @only(np=2, launcher="mpi")
 def adasum_follows_its_formula():
     """Maleki et al. 2020, section 3: (1 - ab/2|a|^2) a + (1 - ab/2|b|^2) b."""
@@ -356,6 +368,25 @@ def process_sets_reduce_among_themselves():
     finally:
         hvd.remove_process_set(pair)
         hvd.remove_process_set(alone)
+
+
+@only(np=4, launcher="mpi")
+def two_pairs_of_ranks_train_a_model_each():
+    pairs = [hvd.add_process_set([0, 1]), hvd.add_process_set([2, 3])]
+    try:
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), process_set=pairs[hvd.rank() // 2])
+        kernels = hvd.allgather_object(small.train(small.build(), optimizer, small.shares(3)).get_weights()[0])
+        batches, per_rank = small.global_batches(3), small.BATCH
+        for pair in (0, 1):
+            own = slice(2 * pair * per_rank, 2 * (pair + 1) * per_rank)
+            share = [tuple(part[own] for part in batch) for batch in batches]
+            reference = small.alone(small.build(), keras.optimizers.SGD(0.1), share).get_weights()[0]
+            assert np.array_equal(kernels[2 * pair], kernels[2 * pair + 1])
+            assert np.abs(kernels[2 * pair] - reference).max() < 1e-6
+        assert not np.array_equal(kernels[0], kernels[2])
+    finally:
+        for pair in pairs:
+            hvd.remove_process_set(pair)
 
 
 def ranks_may_name_their_layers_differently():
