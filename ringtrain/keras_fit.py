@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ringtrain import data, own_fit, strategies
 from ringtrain.config import Config, changed_options, with_values
 from ringtrain.derived import Numbers
-from ringtrain.errors import CheckpointError, ConfigError
+from ringtrain.errors import CheckpointError, ConfigError, RingtrainError
 from ringtrain.monitor import fault_injection, journal
 from ringtrain.run import consistency
 from ringtrain.run.context import Job, Process, RunContext
@@ -131,9 +131,14 @@ def fit(
     )
     import keras
 
-    if type(model).fit is not keras.Model.fit:
-        return own_fit.through(model, arguments, lambda given: _fit(model, name, options or Config(), given))
-    return _fit(model, name, options or Config(), arguments)
+    try:
+        if type(model).fit is not keras.Model.fit:
+            return own_fit.through(model, arguments, lambda given: _fit(model, name, options or Config(), given))
+        return _fit(model, name, options or Config(), arguments)
+    except RingtrainError as error:
+        # Its text says all: frames of ringtrain would only hide the script's line.
+        is_filtered = keras.config.is_traceback_filtering_enabled()
+        raise error.with_traceback(None if is_filtered else error.__traceback__)  # noqa: B904
 
 
 def start(options: Config | None = None) -> None:

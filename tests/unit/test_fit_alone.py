@@ -13,7 +13,7 @@ import pytest
 
 import ringtrain
 from ringtrain.config import CheckpointConfig, Config, HealthConfig, RunConfig, TrackingConfig
-from ringtrain.errors import DataError
+from ringtrain.errors import ConfigError, DataError
 
 RANDOM = np.random.default_rng(0)
 X, Y = RANDOM.normal(size=(100, 6)), RANDOM.normal(size=(100, 3))
@@ -101,6 +101,21 @@ def test_further_epochs_under_the_same_name(tmp_path: Path) -> None:
     assert len(_fit(_model(), tmp_path, name="longer", epochs=2).epoch) == 2
     history = _fit(longer, tmp_path, name="longer")
     assert history.history == expected.history and history.checksum == expected.checksum
+
+
+def test_an_error_shows_the_scripts_line(tmp_path: Path) -> None:
+    """And all of ringtrain's own, if Keras is to show its own."""
+    lengths = []
+    for is_filtered in (True, False):
+        (keras.config.enable_traceback_filtering if is_filtered else keras.config.disable_traceback_filtering)()
+        try:
+            with pytest.raises(ConfigError, match="not compiled") as raised:
+                ringtrain.fit(keras.Sequential([keras.layers.Dense(1)]), X, Y)
+        finally:
+            keras.config.enable_traceback_filtering()
+        lengths.append(len(raised.traceback))
+        assert raised.traceback[0].path == Path(__file__)
+    assert lengths[0] == 2 < lengths[1]
 
 
 def test_the_model_is_keras_again(tmp_path: Path) -> None:
