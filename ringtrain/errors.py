@@ -15,6 +15,11 @@ class RingtrainError(Exception):
     """Base class, exit code 2, printed without traceback. States what was received and expected, and how to fix it."""
 
 
+def exit_code_of(error: BaseException) -> int:
+    """Exit code of a job that ends by an uncaught exception: 2 where a restart would not help, else 1."""
+    return 2 if isinstance(error, RingtrainError) else 1
+
+
 class ConfigError(RingtrainError):
     """Invalid configuration: unknown key or name, value of the wrong type, contradicting values."""
 

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import cloudpickle
 
 from ringtrain.cluster import exit_cause, processes, schedulers
-from ringtrain.errors import LaunchError, RankError, RingtrainError
+from ringtrain.errors import LaunchError, RankError, exit_code_of
 from ringtrain.protocol import launchers
 from ringtrain.protocol.env import JOB, MARK
 from ringtrain.protocol.failures import Failure, failure_of, report_failure
@@ -291,7 +291,7 @@ def _called(call: Path, rank: int) -> Any:
 
 def _report(error: Exception, rank: int, call: Path) -> int:
     """Leaves a failure beside the call, reports it to the launcher in one line, and returns the exit code."""
-    exit_code = 2 if isinstance(error, RingtrainError) else 1
+    exit_code = exit_code_of(error)
     trace = error.__traceback__
     while trace and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next

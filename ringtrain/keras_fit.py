@@ -226,7 +226,7 @@ def _config(model: keras.Model, name: str, options: Config, arguments: data.FitA
             f"ringtrain.fit: got batch_size {arguments.batch_size} and epochs {arguments.epochs}, expected at least 1"
         )
     for callback in arguments.callbacks:
-        if why := REFUSED.get(type(callback).__name__):
+        if why := next((REFUSED[name] for name in _classes(callback) if name in REFUSED), ""):
             raise ConfigError(f"ringtrain.fit: leave out {type(callback).__name__}: {why}")
     return with_values(
         options,
@@ -240,6 +240,11 @@ def _config(model: keras.Model, name: str, options: Config, arguments: data.FitA
             "seed": arguments.seed,
         },
     )
+
+
+def _classes(callback: Any) -> set[str]:
+    """Names of the class of an object and of those that it derives from."""
+    return {kind.__name__ for kind in type(callback).__mro__}
 
 
 def _learning_rate(optimizer: Any) -> float:
@@ -286,7 +291,7 @@ def _job(process: Process, model: keras.Model, arguments: data.FitArguments) -> 
             if size > 1:
                 strategy.unlike_one_process.append("each rank has batches of its own")
     numbers = adopt(process, model, train.kind, num_train, len(test), batch_size)
-    users = [one for one in arguments.callbacks if rank == 0 or type(one).__name__ not in ON_RANK_0]
+    users = [one for one in arguments.callbacks if rank == 0 or not _classes(one) & {*ON_RANK_0}]
     data_set = data.DataSet(train, test, 0, ())
     checksums = {name + consistency.DIVIDED: text for name, text in data.checksums(data_set).items()}
     return Job(

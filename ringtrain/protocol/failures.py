@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
+from ringtrain.errors import exit_code_of
 from ringtrain.protocol.env import FIRST_PROCESS, JOB, MARK
 
 PIECE_LETTERS = 600  # launchers split longer lines
@@ -91,7 +92,7 @@ def report_uncaught(rank: Callable[[], int], environ: Mapping[str, str] = os.env
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         before(kind, error, trace)
         if not issubclass(kind, KeyboardInterrupt):
-            report_failure(error.with_traceback(trace), rank(), 1, with_traceback=True)
+            report_failure(error.with_traceback(trace), rank(), exit_code_of(error), with_traceback=True)
 
     hook.is_ringtrains = True  # type: ignore[attr-defined]
     sys.excepthook = hook

@@ -382,19 +382,27 @@ def unbuilt_and_unseeded() -> None:
     assert len({tuple(state) for state in states}) == hvd.size()
 
 
-def early_stopping() -> None:
-    """Stops after the same epoch as one process, with the best epoch's weights."""
+class OwnLogger(keras.callbacks.CSVLogger):
+    """Derived from a callback that runs on rank 0 only."""
 
-    def callbacks() -> list[keras.callbacks.Callback]:
+
+def early_stopping() -> None:
+    """Stops after the same epoch as one process, with the best epoch's weights; callbacks that write run on rank 0."""
+
+    def callbacks(*writing: keras.callbacks.Callback) -> list[keras.callbacks.Callback]:
         stop = keras.callbacks.EarlyStopping("val_loss", patience=1, restore_best_weights=True)
-        return [stop, keras.callbacks.ReduceLROnPlateau("val_loss", patience=1, min_lr=1e-3)]
+        return [stop, keras.callbacks.ReduceLROnPlateau("val_loss", patience=1, min_lr=1e-3), *writing]
 
     def make() -> keras.Model:
         return compiled(dense(), optimizer=keras.optimizers.SGD(0.4))
 
     ours, reference = make(), make()
     arguments = {"batch_size": 32, "epochs": 30, "shuffle": False, "verbose": 0, "validation_data": (X[:20], -Y[:20])}
-    history = ringtrain.fit(ours, X, Y, name="stops", callbacks=callbacks(), options=options(), **arguments)
+    logs = [OUTPUT / f"{hvd.rank()}-{number}.csv" for number in range(2)]
+    best = OUTPUT / f"best-{hvd.rank()}.keras"
+    writing = [OwnLogger(logs[0]), keras.callbacks.CSVLogger(logs[1]), keras.callbacks.ModelCheckpoint(best)]
+    history = ringtrain.fit(ours, X, Y, name="stops", callbacks=callbacks(*writing), options=options(), **arguments)
+    assert [path.exists() for path in (*logs, best)] == [hvd.rank() == 0] * 3
     expected = reference.fit(X, Y, callbacks=callbacks(), **arguments)
     assert len(history.epoch) == len(expected.epoch) < 30
     assert distance(ours, reference) < 1e-6

@@ -183,30 +183,40 @@ def test_a_killed_rank_is_named_with_its_signal(launch) -> None:
 
 
 FAILING = """
+import sys
 import ringtrain.hvd as hvd
+from ringtrain.errors import ConfigError
 hvd.init()
 if hvd.rank() == 1:
-    raise ValueError("batch 3 is bad")
+    raise {"ValueError": ValueError, "ConfigError": ConfigError}[sys.argv[1]]("batch 3 is bad")
 for _ in range(10_000):
     hvd.allreduce([1.0], name="step")
 """
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun-gloo"])
-def test_the_first_failure_is_the_last_word(launch, launcher: str) -> None:
-    code, stderr = launch(*ringtrain(*trainer("-c", FAILING), launcher=launcher)).end()
-    assert code == 1
-    last_word = stderr.rpartition("\nringtrain: ")[2].splitlines()
+@pytest.mark.parametrize(
+    ("launcher", "error", "exit_code"), [("mpirun", "ValueError", 1), ("horovodrun-gloo", "ConfigError", 2)]
+)
+def test_the_first_failure_is_the_last_word(launch, launcher: str, error: str, exit_code: int) -> None:
+    """A bug of a script is tried again, what ringtrain refuses is not."""
+    words = ["--max-restarts", "1", "--", *trainer("-c", FAILING, error)]
+    code, stderr = launch(*ringtrain(*words, launcher=launcher)).end()
+    assert code == exit_code
+    assert stderr.count("ringtrain: restart 1 of 1") == (error == "ValueError"), stderr
+    *_, failure, reason = stderr.split("\nringtrain: ")
+    assert reason.startswith("not restarted: ")
+    last_word = failure.splitlines()
     assert re.fullmatch(r"rank 1 on \S+ failed first:", last_word[0])
     assert last_word[1] == "Traceback (most recent call last):"
-    assert last_word[-1] == "ValueError: batch 3 is bad"
+    assert last_word[-1].endswith(f"{error}: batch 3 is bad")
     assert "ringtrain-report" not in stderr
 
 
 def test_without_our_launcher_the_last_word_is_another(launch) -> None:
     """The negative control: what users of mpirun see last; on a busy machine it may even lose what a rank said."""
     code, stderr = launch(
-        *["mpirun", "--allow-run-as-root", "-np", "2", "-H", "localhost:2", "--tag-output"], *trainer("-c", FAILING)
+        *["mpirun", "--allow-run-as-root", "-np", "2", "-H", "localhost:2", "--tag-output"],
+        *trainer("-c", FAILING, "ValueError"),
     ).end()
     assert code == 1
     assert "ValueError" not in stderr.splitlines()[-1]
