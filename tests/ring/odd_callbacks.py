@@ -30,10 +30,13 @@ class StopsInTheMiddle(keras.callbacks.Callback):
 
 
 class ChangesAWeight(keras.callbacks.Callback):
-    """Puts rank 1 out of step."""
+    """Puts rank 1 out of step: before training, or after the batch that a variable names."""
+
+    def on_train_begin(self, logs=None):
+        self.on_train_batch_end(-1)
 
     def on_train_batch_end(self, batch, logs=None):
-        if RANK == 1 and batch == 6:
+        if RANK == 1 and batch == int(os.environ["RINGTRAIN_TEST_CHANGED_AFTER"]):
             weight = self.model.trainable_weights[0]
             weight.assign(weight * 1.001)
 

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from launching import run, train_each
 
+from ringtrain.monitor import journal
+
 HERE = Path(__file__).parent
 TRAIN = [sys.executable, "-m", "ringtrain.train", "--data.name", "digits", "--run.name", "run"]
 ENV = {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])}
@@ -119,22 +121,19 @@ def test_steps_are_written_down_with_the_gradients_norm(tmp_path):
     assert any(tag.endswith("/kernel") for tag in events.Tags()["tensors"])
 
 
-def test_a_rank_that_gets_out_of_step_ends_all_and_is_named(tmp_path):
-    ended = train(
-        tmp_path,
-        "--train.callbacks",
-        "odd_callbacks:ChangesAWeight",
-        "--train.check-every-steps",
-        5,
-        "--train.epochs",
-        9,
-        warm=False,
-    )
+@pytest.mark.parametrize(("batch", "every_steps", "step"), [(-1, 500, 1), (6, 5, 11), (STEPS_PER_EPOCH - 1, 500, 22)])
+def test_a_rank_that_gets_out_of_step_ends_all_and_is_named(batch, every_steps, step, tmp_path, monkeypatch):
+    """After the first step, every so many, and at the end."""
+    monkeypatch.setenv("RINGTRAIN_TEST_CHANGED_AFTER", str(batch))
+    checked = ["--train.check-every-steps", every_steps, "--train.epochs", 1 if step == STEPS_PER_EPOCH else 9]
+    ended = train(tmp_path, "--train.callbacks", "odd_callbacks:ChangesAWeight", *checked, warm=step != 11)
     assert ended.returncode == 2
+    failures = [event for event in journal.read(tmp_path / "run") if event["event"] == "failure"]
+    assert {event["global_step"] for event in failures} == {step}
     (line,) = [line for line in ended.stderr.splitlines() if "ringtrain:" in line]
     assert "ranks out of step: rank 1 differs in" in line and "/kernel" in line
     assert not (tmp_path / "run" / "summary.json").exists()
-    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+    assert not [*(tmp_path / "run" / "checkpoints").iterdir()] or step == STEPS_PER_EPOCH, "saved before the last check"
 
 
 def test_what_cannot_be_watched_or_called_is_one_line(tmp_path):
