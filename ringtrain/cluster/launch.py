@@ -165,9 +165,7 @@ def run_attempts(work: Launch) -> int:
             processes.say(f"not restarted: {few} slots are too few for --min-np {options.min_np}")
             return result.exit_code
         attempt = restart.next_attempt(results, attempt)
-        delay_s = restart.delay_s(results)
-        if now.hosts and now.hosts[0].name in result.not_cleaned_up:
-            delay_s = max(delay_s, host_agent.LEASE_S)  # until the previous rank 0 can no longer write there
+        delay_s = restart.delay_s(results, now.hosts[0].name if now.hosts else "")
         processes.say(f"restart {attempt.number} of {options.max_restarts} in {delay_s:g} s, after: {result.in_a_line}")
         answer_timeout_s = restart.ANSWER_S
         time.sleep(delay_s)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ringtrain.cluster.exit_cause import HOST_LOST, JobResult
+from ringtrain.cluster.host_agent import LEASE_S
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.protocol.attempt import Attempt
@@ -28,13 +29,15 @@ def next_attempt(results: Sequence[JobResult], last: Attempt) -> Attempt:
     return replace(last, number=len(results), causes=causes_of(results), run_name=results[-1].run_name or last.run_name)
 
 
-def delay_s(results: Sequence[JobResult]) -> float:
-    """Seconds to wait before the next attempt."""
+def delay_s(results: Sequence[JobResult], first_host: str = "") -> float:
+    """Seconds to wait before the next attempt. first_host: That of rank 0 in the last one, which writes the run."""
     steps = [result.global_step for result in results]
     in_vain = 0
     while in_vain + 1 < len(steps) and steps[-1 - in_vain] <= max(steps[: -1 - in_vain]):
         in_vain += 1
-    return min(FIRST_DELAY_S * 2**in_vain, MAX_DELAY_S)
+    delay_s = min(FIRST_DELAY_S * 2**in_vain, MAX_DELAY_S)
+    # Until a rank 0 that may still run can no longer write there.
+    return max(delay_s, LEASE_S) if first_host in results[-1].not_cleaned_up else delay_s
 
 
 def why_not(result: JobResult, before: Sequence[JobResult], options: LaunchOptions) -> str:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from launching import run
+from launching import ROOT, run
 
 from ringtrain import strategies
-from ringtrain.config import Config, HvdConfig, OptimizerConfig, StrategyConfig, TrainConfig
+from ringtrain.config import Config, with_values
 from ringtrain.errors import ConfigError
 
 HERE = Path(__file__).parent
@@ -168,24 +170,53 @@ def test_a_start_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_what_a_strategy_cannot_do_is_refused_by_name() -> None:
-    def refusal(name: str, environ: dict[str, str] | None = None, **sections: object) -> str:
-        with pytest.raises(ConfigError) as caught:
-            strategies.prepare(Config(strategy=StrategyConfig(name), **sections), {} if environ is None else environ)
-        return str(caught.value)
+TRIED = {
+    "hvd.compression": "fp16",
+    "hvd.groups": 2,
+    "hvd.fusion_mb": 7.0,
+    "hvd.cycle_time_ms": 3.0,
+    "hvd.deterministic": True,
+    "tracking.timeline_steps": 3,
+    "optimizer.sharded": True,
+    "optimizer.accumulation_steps": 4,
+    "optimizer.jit": True,
+    "train.jit": True,
+    "model.sync_batch_norm": True,
+    "checkpoint.saved_model": True,
+}
 
-    assert refusal("mpi-ring", hvd=HvdConfig(compression="fp16")) == (
-        "strategy.name: mpi-ring has no hvd.compression fp16: leave it out, or train with ring"
-    )
-    for name in ("towers", "multi-worker"):
-        assert "no optimizer.accumulation_steps 4:" in refusal(name, optimizer=OptimizerConfig(accumulation_steps=4))
-        assert "no train.precision mixed_float16:" in refusal(name, train=TrainConfig(precision="mixed_float16"))
-        assert "no train.jit True:" in refusal(name, train=TrainConfig(jit=True))
-    assert "has no ranks that join and leave (HOROVOD_ELASTIC):" in refusal("towers", {"HOROVOD_ELASTIC": "1"})
-    environ = {}
-    strategies.prepare(
-        Config(strategy=StrategyConfig("towers"), train=TrainConfig(precision="mixed_bfloat16")), environ
-    )
+
+def _table() -> list[tuple[str, Any, str, bool]]:
+    """Option, value, strategy, and whether the page on strategies says that it is refused."""
+    text = (ROOT / "docs" / "strategies.md").read_text().partition("## What is refused")[2]
+    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ") and "no" in line]
+    names = (("ring",), ("mpi-ring",), ("towers", "multi-worker", "ps-sync", "ps-async"))
+    found = []
+    for options, *cells in rows:
+        for text in re.findall(r"`(\w+\.\w+(?: \w+)?)`", options):
+            option, _, value = text.partition(" ")
+            for strategies_of, cell in zip(names, cells, strict=True):
+                found += [(option, value or TRIED[option], name, cell.strip()[:2] == "no") for name in strategies_of]
+    return found
+
+
+@pytest.mark.parametrize(("option", "value", "strategy", "is_refused"), _table())
+def test_the_table_of_what_is_refused(option: str, value: Any, strategy: str, is_refused: bool) -> None:
+    config = with_values(Config(), {"strategy.name": strategy, option: value})
+    environ: dict[str, str] = {}
+    if not is_refused:
+        strategies.prepare(config, environ)
+        return
+    with pytest.raises(ConfigError, match=rf"^strategy.name: {strategy} has no {option} {value}: leave it out"):
+        strategies.prepare(config, environ)
+
+
+def test_horovods_variables_are_refused_and_others_choose_the_collectives() -> None:
+    environ: dict[str, str] = {}
+    towers = with_values(Config(), {"strategy.name": "towers", "train.precision": "mixed_bfloat16"})
+    with pytest.raises(ConfigError, match=r"has no ranks that join and leave \(HOROVOD_ELASTIC\):"):
+        strategies.prepare(towers, {"HOROVOD_ELASTIC": "1"})
+    strategies.prepare(towers, environ)
     assert environ == {"RINGTRAIN_COLLECTIVES": "mpi4py"}
     strategies.prepare(Config(), environ)
     assert environ == {}

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
+
+from ringtrain.errors import ConfigError
 from ringtrain.run import consistency
+
+CODE = {"version of keras": "3.14.0", "ringtrain/train.py": "1f", "module my_data": "2e"}
+
+
+@pytest.mark.parametrize("name", [*CODE, "version of jax"])
+def test_a_rank_with_other_code_or_libraries_is_named(name: str) -> None:
+    consistency.refuse([("host1", CODE), ("host2", CODE)])
+    with pytest.raises(ConfigError, match=f"^rank 1 on host2 has another {name} than rank 0 on host1: 9, not "):
+        consistency.refuse([("host1", CODE), ("host2", CODE | {name: "9"})])
 
 
 def test_git_revision_of_branch_packed_branch_and_detached_head(tmp_path):

@@ -134,3 +134,9 @@ def test_long_causes_of_many_restarts_fit_into_the_environment():
     assert len(attempt.causes) == 20 and attempt.causes[-1].startswith("failure 39: ")
     text = attempt.to_json()
     assert len(text) < 131_072 - 100
+
+
+@pytest.mark.parametrize(("lost", "waits_s"), [("host1", 30), ("host2", 1)])
+def test_no_second_rank_0_writes_while_the_first_one_may_still_run(lost: str, waits_s: int) -> None:
+    """Its host, cut off, ends its part of the job when the lease is over."""
+    assert delay_s([replace(KILLED, not_cleaned_up=(lost,))], "host1") == waits_s
