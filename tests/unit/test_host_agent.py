@@ -124,3 +124,21 @@ def test_a_host_agent_reports_tensorflow_without_a_library_by_which_ranks_meet(l
     watch, process = Supervisor(TWO_HOSTS, LaunchOptions(launcher="srun")), None
     watch.agents.read(HostAgent("host2", process), said)  # type: ignore[arg-type]
     assert sorted(watch.agents.tensorflow) == seen
+
+
+@pytest.mark.parametrize("counted", ["wc -l", "echo 1; true"])
+def test_a_host_agent_reports_processes_that_the_kernel_killed_for_lack_of_memory(counted: str, tmp_path: Path) -> None:
+    """By the kernel's count at the end and at the start, here that of a `sed` of the test's own."""
+    calls = tmp_path / "calls"
+    (tmp_path / "sed").write_text(
+        f'#!/bin/sh\ncase "$*" in *oom_kill*) echo >>{calls}; {counted} <{calls} ;; *) exec /bin/sed "$@" ;; esac\n'
+    )
+    (tmp_path / "sed").chmod(0o755)
+    words = host_agent.argv("", "job", (), Path("/"), os.environ["PATH"], "", timeout_s=5)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    said = subprocess.run(words, env=env, input=b"end\n", stdout=subprocess.PIPE, check=True, timeout=60).stdout
+    assert len(calls.read_text()) == 2
+    process: Any = None
+    watch = Supervisor(TWO_HOSTS, LaunchOptions(launcher="srun"))
+    watch.agents.read(HostAgent("host2", process), said)
+    assert watch.agents.out_of_memory == ({"host2"} if counted == "wc -l" else set())

@@ -117,3 +117,17 @@ def test_a_run_is_complete_with_all_that_it_is_to_export(tmp_path, monkeypatch, 
     assert is_complete() and not is_complete(saved_model=True)
     (tmp_path / "saved_model").mkdir()
     assert is_complete(saved_model=True)
+
+
+@pytest.mark.parametrize(("step", "num_ranks", "is_refused"), [(20, 4, False), (21, 2, False), (21, 4, True)])
+def test_the_number_of_ranks_may_not_change_between_two_updates(step: int, num_ranks: int, is_refused: bool) -> None:
+    """Each rank has added gradients of its own."""
+    config = replaced(ADASUM, "optimizer", accumulation_steps=4)
+    newest = saved(config, 2, step)
+    newest.manifest["format"] = 2
+    numbers = derive(config, num_ranks, 10_000, 10)
+    if not is_refused:
+        resume._require_whole_update(newest, numbers)
+        return
+    with pytest.raises(ConfigError, match=r"was made by 2 ranks between two updates .step 21, .*: resume with 2 ranks"):
+        resume._require_whole_update(newest, numbers)
