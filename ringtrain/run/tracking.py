@@ -225,7 +225,7 @@ def draw_curves(
         ".",
         label="trained with",
     )
-    highest = max([*planned, *(record["learning_rate"] for record in epochs)])
+    highest = max([*planned, *(record["learning_rate"] for record in epochs)], default=1.0)  # ended in its first epoch
     rates.set(xlabel="epoch", ylabel="learning rate", ylim=(0, 1.1 * highest or 1))  # a constant rate not on the edge
     rates.grid(alpha=0.3)
     rates.legend()

@@ -9,6 +9,9 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import io
+import json
+import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -337,6 +340,17 @@ def another_order_on_a_rank_is_refused() -> None:
         assert "rank 1 on" in str(error) and "other batches than rank 0, by step 1" in str(error), error
     else:
         raise AssertionError("trained with other batches")
+
+    def from_batch_13_on() -> Any:
+        for index, (x, y) in enumerate(_generated()):
+            yield x + hvd.rank() * (index >= 13), y
+
+    try:
+        ringtrain.fit(compiled(dense()), from_batch_13_on(), steps_per_epoch=40, verbose=0, options=options())
+    except ringtrain.errors.DataError as error:
+        assert "other batches than rank 0, by step 20" in str(error), error
+    else:
+        raise AssertionError("trained with other batches later")
     try:
         ringtrain.fit(compiled(dense()), X, Y, validation_data=_pairs(seed=hvd.rank()), verbose=0, options=options())
     except ringtrain.errors.ConfigError as error:
@@ -445,26 +459,44 @@ def killed_and_resumed() -> None:
     assert complete.checksum == history.checksum
 
 
+class Once(keras.callbacks.Callback):
+    """Calls a function with the model on the last rank, after the third step of its first run."""
+
+    def __init__(self, call: Callable[[keras.Model], Any]) -> None:
+        super().__init__()
+        self.call, self.left = call, 3
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.left -= 1
+        if self.left == 0 and hvd.rank() == hvd.size() - 1:
+            self.call(self.model)
+
+
 def a_signal_saves_and_ends_all() -> None:
-    """SIGTERM to one rank ends all after the same step, with its exit code; what is saved is resumed."""
+    """SIGTERM or SIGINT to one rank ends all after the same step; what is saved is resumed. So does a callback."""
 
-    def run(chaos: str = "") -> tuple[keras.Model, Any]:
-        model = _resumable()
+    def run(name: str, *callbacks: Any, chaos: str = "") -> tuple[keras.Model, Any]:
+        model, arguments = _resumable(), {"batch_size": 32, "epochs": 2, "verbose": 0, "callbacks": callbacks}
         config = options(chaos=chaos, health=HealthConfig(agree_every_steps=1))
-        arguments = {"batch_size": 32, "epochs": 2, "verbose": 0}
-        return model, ringtrain.fit(model, X, Y, name="signal" + "led" * bool(chaos), options=config, **arguments)
+        return model, ringtrain.fit(model, X, Y, name=name, options=config, **arguments)
 
-    reference, _ = run()
-    chaos = "rank=1 step=3 mode=sigterm"
-    try:
-        run(chaos)
-    except SystemExit as end:
-        assert end.code == 143
-    else:
-        raise AssertionError("not ended")
-    resumed, history = run(chaos)  # the fault happens once
-    assert distance(reference, resumed) == 0
-    assert len(history.history["loss"]) == 2
+    reference, _ = run("undisturbed")
+    interrupt = Once(lambda model: os.kill(os.getpid(), signal.SIGINT))
+    for name, callbacks, chaos in (("ended", (), "rank=1 step=3 mode=sigterm"), ("interrupted", (interrupt,), "")):
+        try:
+            run(name, *callbacks, chaos=chaos)
+        except (SystemExit, KeyboardInterrupt) as end:
+            assert getattr(end, "code", None) == (143 if chaos else None)
+        else:
+            raise AssertionError("not ended")
+        resumed, history = run(name, *callbacks, chaos=chaos)  # the fault happens once
+        assert distance(reference, resumed) == 0
+        assert len(history.history["loss"]) == 2
+    _, history = run("stopped", Once(lambda model: setattr(model, "stop_training", True)))
+    summary = json.loads((history.run / "summary.json").read_text())
+    assert summary["stopped_by"] == "a callback"
+    assert set(hvd.allgather_object((summary["global_step"], *history.epoch))) == {(summary["global_step"],)}
+    assert summary["global_step"] <= 4, "at the next agreement"
 
 
 def a_loss_of_nan_is_named() -> None:
@@ -507,26 +539,37 @@ def another_run_is_not_resumed() -> None:
 
 
 def resumed_by_other_ranks() -> None:
-    """Begun by 2 ranks and ended by 3: the weights of one process."""
+    """Begun by 2 ranks and ended by 3: the weights of one process, or of 3 ranks from the beginning."""
 
     def make() -> keras.Model:
         return compiled(dense(), metrics=["mae"])
 
+    rows = {"x": X, "y": Y, "batch_size": 32}
     config = options("handed-over", checkpoint=CheckpointConfig(every_steps=1))
-    arguments: dict[str, Any] = {"batch_size": 32, "epochs": 3, "shuffle": False, "verbose": 0}
-    try:
-        ours = make()
-        killer = [KillAfter(6)] if hvd.size() == 2 else []
-        ringtrain.fit(ours, X, Y, name="handed-over", callbacks=killer, options=config, **arguments)
-    except Killed:
-        return
-    reference = make()
-    expected = reference.fit(X, Y, **arguments)
-    assert distance(ours, reference) < 1e-10
-    import json
+    for name, given in {"in-order": rows | {"shuffle": False}, "shuffled": rows, "stream": {}}.items():
 
-    records = [json.loads(line) for line in (OUTPUT / "handed-over/handed-over/metrics.jsonl").read_text().splitlines()]
-    np.testing.assert_allclose([one["mae"] for one in records], expected.history["mae"], rtol=1e-6)
+        def fit(*callbacks: Any, train: Any = ringtrain.fit, given: Any = given, **more: Any) -> Any:
+            model, plateau = make(), keras.callbacks.ReduceLROnPlateau("val_loss", patience=1, min_delta=0.05)
+            held_out = {"validation_data": (X[:40], Y[:40]), "epochs": 3, "verbose": 0}
+            # make() has set the global seed, on which the order of tf.data depends, too.
+            arguments = (given or {"x": _pairs(seed=3)}) | held_out | more
+            history = train(model, **arguments, callbacks=[plateau, *callbacks])
+            return model, history, (plateau.best, plateau.wait, model.optimizer.learning_rate.numpy())
+
+        if hvd.size() == 2:
+            with contextlib.suppress(Killed):
+                fit(KillAfter(6), name=name, options=config)
+                raise AssertionError("was not killed")
+            continue
+        ours, history, states = fit(name=name, options=config)
+        if name == "in-order":
+            reference, expected, its_states = fit(train=keras.Model.fit)
+        else:
+            reference, expected, its_states = fit(name=f"{name}-whole", options=config)
+        assert distance(ours, reference) < 1e-10, name
+        np.testing.assert_allclose(states, its_states, rtol=1e-6)
+        np.testing.assert_allclose(history.history["mae"], expected.history["mae"], rtol=1e-6)
+        assert len(history.epoch) == 3
 
 
 def what_differs_is_refused() -> None:
