@@ -208,17 +208,16 @@ class Supervisor:
         known = [rank for rank in self.reports.ranks if rank.process]
         is_final = number in ENDING
         # Jupyter interrupts a kernel right before it kills it: ranks that save because of the first keep the grace.
-        if self.stopped_by and known and is_final and self.stopped_by not in ENDING:
-            say(f"{signal.Signals(number).name}: ranks are killed in {self.options.grace:g} s (--grace)")
-            self.stopped_by = number
-            return time.monotonic() + self.options.grace
-        if self.stopped_by or not known:
+        may_save = not self.stopped_by or (is_final and self.stopped_by not in ENDING)
+        if not known or not may_save:
             self.stopped_by = self.stopped_by or number
             raise Stopped(self.stopped_by)
-        self.stopped_by = number
+        are_told, self.stopped_by = bool(self.stopped_by), number
         then = f"killed in {self.options.grace:g} s (--grace)" if is_final else "a second one ends them at once"
         self.output.end_line()
         say(f"{signal.Signals(number).name}: ranks may save and exit; {then}")
+        if are_told:  # another signal might end a rank that saves
+            return time.monotonic() + self.options.grace
         # Ranks treat a closed terminal like SIGTERM.
         forwarded = int(signal.SIGTERM if is_final else number)
         if self.over_ssh:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ringtrain.errors import RingtrainError
+from ringtrain.errors import exit_code_of
 from ringtrain.protocol.json_text import INVALID, parse_json
 
 # "training": the first step after a start is done; "fault": injected by --chaos.
@@ -82,7 +82,7 @@ class Journal:
         """Appends the error that ends this rank, once."""
         if error is not self.failure:
             self.failure = error
-            exit_code = 2 if isinstance(error, RingtrainError) else 1
+            exit_code = exit_code_of(error)
             self.write("failure", kind=type(error).__name__, text=str(error), exit_code=exit_code, **facts)
 
 

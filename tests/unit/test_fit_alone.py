@@ -103,7 +103,7 @@ def test_further_epochs_under_the_same_name(tmp_path: Path) -> None:
     assert history.history == expected.history and history.checksum == expected.checksum
 
 
-def test_an_error_shows_the_scripts_line(tmp_path: Path) -> None:
+def test_an_error_shows_the_scripts_line() -> None:
     """And all of ringtrain's own, if Keras is to show its own."""
     lengths = []
     for is_filtered in (True, False):
