@@ -11,7 +11,7 @@ import test_options
 from launching import BIN, ROOT, run
 
 TIMEOUT_S = 600
-FOUR = [*test_options.MODEL, "--data.name", "odd_model:three_to_test", "--optimizer.name", "adamw"]
+FOUR = [*test_options.MODEL, "--data.name", "odd_model:three_to_test", "--optimizer.name", "adamw", "--hvd.deterministic"]
 
 
 def test_four_ranks_over_gloo_resume_where_they_were(tmp_path: Path) -> None:
