@@ -64,7 +64,20 @@ QUICK_JOBS = {
     *("a_signal_saves_and_ends_all", "resumed_by_other_ranks", "what_differs_is_refused"),
 }
 """of ring/run_fit.py, on 2 and on 3 ranks"""
-SLOW_UNIT = {"test_image_files", "test_models"}
+SLOW_FILES = {"test_configured", "test_image_files", "test_models", "test_streams", "test_trackers"}
+SLOW_UNIT = {
+    "test_checkpoint": ("test_the_exported_model_needs_no_ringtrain",),
+    "test_fit_alone": (
+        "test_killed_and_resumed_is_as_never_interrupted",
+        "test_further_epochs_under_the_same_name",
+    ),
+    "test_function_call": ("test_tensorflow_says_whether_it_has_used_a_device",),
+    "test_hosts": ("test_open_mpi_reads_the_same",),
+    "test_imports": ("test_the_collector_skips_the_libraries_and_nothing_else",),
+    "test_optimizers": ("test_keras_saves_and_loads_ours", "test_a_compiled_update_differs_in_the_last_bits_alone"),
+    "test_sharding": ("test_the_rest_of_an_epoch_is_dealt_once",),
+}
+"""files and tests of unit/ that `make test` leaves out"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -77,8 +90,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name = getattr(item, "originalname", item.name)
         if name in ("test_property", "test_job"):
             quick = item.callspec.params["name"] in QUICK_PROPERTIES | QUICK_JOBS
+        elif folder == "unit":
+            quick = file not in SLOW_FILES and name not in SLOW_UNIT.get(file, ())
         else:
-            quick = file not in SLOW_UNIT if folder == "unit" else {name, item.name} & {*QUICK.get(file, ())}
+            quick = bool({name, item.name} & {*QUICK.get(file, ())})
         if not quick:
             item.add_marker("slow")
 
@@ -86,7 +101,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_configure() -> None:
     """Refuses names in the lists above that no test or property has."""
     here = Path(__file__).parent
-    listed = [(f"*/{file}.py", name) for file, names in QUICK.items() for name in names]
+    listed = [(f"*/{file}.py", name) for file, names in (QUICK | SLOW_UNIT).items() for name in names]
     listed += [(f"ring/properties/{one.split('.')[0]}.py", one.split(".")[1]) for one in QUICK_PROPERTIES]
     listed += [("ring/run_fit.py", name) for name in QUICK_JOBS]
     for pattern, name in listed:
