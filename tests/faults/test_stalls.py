@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from launching import ROOT, run
 
@@ -57,13 +61,17 @@ def left_over(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(("rank", "launcher"), [(1, "ringtrain"), (0, "horovodrun")])
 def test_a_rank_that_is_stopped_is_named(rank: int, launcher: str, tmp_path: Path, capsys) -> None:
-    options = ["--chaos", f"rank={rank} step={STEP} mode=sigstop", "--health.stall-timeout", 5]
-    stalled = train(tmp_path, *options, launcher=tuple(LAUNCH) if launcher == "ringtrain" else ())
+    """In the configured trainer, and in a script of one's own with `ringtrain.fit`."""
+    if launcher == "ringtrain":
+        options = ["--chaos", f"rank={rank} step={STEP} mode=sigstop", "--health.stall-timeout", 5]
+        stalled = train(tmp_path, *options, launcher=tuple(LAUNCH))
+    else:
+        stalled = run(2, [sys.executable, HERE / "stopping_fit.py", tmp_path, str(STEP)], 300, launcher="mpi")
     assert stalled.returncode == STALLED, stalled.stdout + stalled.stderr
     said = f"rank {rank} on {HOST} has made no progress for "
     where = f"at step {STEP}, in callbacks; no heartbeat: its process is stopped"
     assert re.search(rf"{said}\d+ s: {where}.*; rank {1 - rank} waits for it", stalled.stderr)
-    assert waited_s(tmp_path, stalled.stderr, begin="fault") >= 5
+    assert waited_s(tmp_path, stalled.stderr, begin="fault" if launcher == "ringtrain" else "training") >= 5
     if launcher == "ringtrain":
         last = stalled.stderr.rstrip().splitlines()[-1]
         assert last.startswith(f"ringtrain: rank 1 on {HOST} failed first: Stalled: {said}")
@@ -104,6 +112,32 @@ def test_a_slow_rank_is_named_while_training_and_nobody_else(tmp_path: Path) -> 
     (event,) = [event for event in journal.read(tmp_path / "run") if event["event"] == "straggler"]
     assert (event["of_rank"], event["part"]) == (1, "callbacks")
     assert "slow" in slow.stdout[slow.stdout.rindex("epoch 5/5") :], "a table at the end"
+
+
+def test_a_job_that_is_suspended_for_longer_than_the_stall_timeout_goes_on(tmp_path: Path) -> None:
+    words = [*LAUNCH, *TRAIN, "--train.epochs", 200, "--run.directory", tmp_path, "--health.stall-timeout", 4]
+    records = tmp_path / "run" / "metrics.jsonl"
+    with subprocess.Popen([str(word) for word in words], stderr=subprocess.PIPE, text=True, cwd=ROOT) as job:
+        try:
+            while not (records.exists() and records.read_text()):
+                assert job.poll() is None
+                time.sleep(0.05)
+            family = [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]
+            for process in family:
+                process.suspend()
+            time.sleep(9)
+            stopped_at = len(records.read_text().splitlines())
+            for process in reversed(family):
+                process.resume()
+            while len(records.read_text().splitlines()) < stopped_at + 5:
+                assert job.poll() is None
+                time.sleep(0.05)
+            job.send_signal(signal.SIGTERM)
+            _, said = job.communicate(timeout=60)
+        finally:
+            job.kill()
+    assert "has made no progress" not in said and "silent" not in said, said
+    assert left_over(tmp_path) == []
 
 
 def test_an_undisturbed_run_names_nobody_and_learns_what_one_without_a_monitor_does(tmp_path: Path) -> None:

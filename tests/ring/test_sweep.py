@@ -37,8 +37,11 @@ def starts_of(run: Path) -> list[dict]:
     return [event for event in journal.read(run) if event["event"] == "start"]
 
 
-def kill_when_both_train(argv: list[str], runs: list[Path]) -> str:
-    """Starts a sweep, and kills it with SIGKILL as soon as each run has a checkpoint and none is complete."""
+def end_when_all_train(argv: list[str], runs: list[Path], number: int = signal.SIGKILL) -> str:
+    """Starts a sweep, and signals it as soon as each run has a checkpoint and none is complete.
+
+    Before that, starts it a second time, which is refused.
+    """
     env = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", **warm_env()}
     with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env) as sweep:
         try:
@@ -46,9 +49,13 @@ def kill_when_both_train(argv: list[str], runs: list[Path]) -> str:
             while not all(list(run.glob("checkpoints/step-*")) for run in runs):
                 assert sweep.poll() is None and time.monotonic() < deadline, sweep.communicate()[1]
                 time.sleep(0.01)
+            second = run(0, argv, TIMEOUT_S)
+            assert second.returncode == 2 and "another ringtrain sweep works there" in second.stderr, second.stderr
+            sweep.send_signal(number)
+            _, said = sweep.communicate(timeout=TIMEOUT_S)
         finally:
             sweep.kill()
-            _, said = sweep.communicate()
+    assert sweep.returncode == (-number if number == signal.SIGKILL else 128 + number), said
     return said
 
 
@@ -58,7 +65,7 @@ def test_two_at_once_killed_and_gone_on_with_none_is_lost_and_none_done_twice(tm
     runs = [folder / f"trial-{number:04d}" for number in range(4)]
     space = '"train.batch-size" = [16, 32, 100000, 64]\n'
     argv = command(tmp_path, space, "-H", "localhost:2")
-    said = kill_when_both_train(argv, runs[:2])
+    said = end_when_all_train(argv, runs[:2])
     assert (
         "trial 0: train.batch_size=16 on localhost:0" in said and "trial 1: train.batch_size=32 on localhost:1" in said
     )
@@ -118,9 +125,14 @@ def test_two_at_once_killed_and_gone_on_with_none_is_lost_and_none_done_twice(tm
 def test_asha_ends_a_trial_that_falls_behind_by_the_launchers_own_way(tmp_path):
     """One at a time, since each has both slots, so that the better one is there to compare with."""
     space = '"optimizer.learning-rate" = [0.01, 1e-9]\n'
-    slots = ["-H", "localhost:2", "--ranks-per-trial", "2"]
-    ended = run(0, command(tmp_path, space, *slots, "--prune", "asha"), TIMEOUT_S, warm=True)
+    argv = command(tmp_path, space, "-H", "localhost:2", "--ranks-per-trial", "2", "--prune", "asha")
+    first = tmp_path / "swept" / "trial-0000"
+    end_when_all_train(argv, [first], signal.SIGINT)
+    stopped = json.loads((first / "summary.json").read_text())
+    assert stopped["stopped_by"] and stopped["in_sync"] and 0 < len(epochs_of(first)) < EPOCHS
+    ended = run(0, argv, TIMEOUT_S, warm=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert [bool(one["resumed_from"]) for one in starts_of(first)][:: 2] == [False, True]
     good, bad = json.loads((tmp_path / "swept" / "results.json").read_text())["results"]["trials"]
     assert (good["state"], good["epochs"], bad["state"]) == ("complete", EPOCHS, "pruned")
     assert bad["facts"]["stopped_at"] < EPOCHS and bad["value"] > good["value"]
