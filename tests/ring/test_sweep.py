@@ -132,7 +132,7 @@ def test_asha_ends_a_trial_that_falls_behind_by_the_launchers_own_way(tmp_path):
     assert stopped["stopped_by"] and stopped["in_sync"] and 0 < len(epochs_of(first)) < EPOCHS
     ended = run(0, argv, TIMEOUT_S, warm=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert [bool(one["resumed_from"]) for one in starts_of(first)][:: 2] == [False, True]
+    assert [bool(one["resumed_from"]) for one in starts_of(first)][::2] == [False, True]
     good, bad = json.loads((tmp_path / "swept" / "results.json").read_text())["results"]["trials"]
     assert (good["state"], good["epochs"], bad["state"]) == ("complete", EPOCHS, "pruned")
     assert bad["facts"]["stopped_at"] < EPOCHS and bad["value"] > good["value"]
