@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ringtrain.errors import ConfigError
@@ -27,6 +27,22 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Protocol:
+    """Way of sending a message to the next rank of a ring."""
+
+    rate: float = 1.0
+    """fraction of a link's rate"""
+    local_latency: float = 1.0
+    """fraction of the latency within a host"""
+    network_latency_s: float = 0.0
+    """in addition to the link's"""
+
+
+# NCCL's own table of costs (tuning.cc): low-latency messages carry a flag with each word, the others synchronize.
+NCCL = (Protocol(rate=0.5, local_latency=0.2), Protocol(network_latency_s=9e-6))
+
+
+@dataclass(frozen=True)
 class Transport:
     """Transport between ranks and its costs."""
 
@@ -40,6 +56,8 @@ class Transport:
     """extra compute time during an allreduce, as a fraction; GPUs only"""
     blocking: bool
     """whether Horovod's thread waits for each allreduce before it collects the next gradients"""
+    protocols: tuple[Protocol, ...] = (Protocol(),)
+    """the fastest is taken for each message"""
 
 
 TCP = 1448 / 1538  # bytes of a full Ethernet frame with IP, TCP and time stamps, preamble and gap
@@ -48,8 +66,8 @@ ROCE = 1024 / 1106
 # of which 1.3 ms are the copy. MPI between network namespaces, where no wire costs anything: 1.4 GB/s. NCCL over TCP:
 # 1.7 GB/s on 25 Gb/s (NVIDIA/nccl-tests#83). While NCCL works, kernels take 18.9 % longer (arXiv 2507.03114).
 TRANSPORTS = {
-    "nccl-tcp": Transport(TCP, 0.25, 0.0, 0.189, blocking=False),
-    "nccl-rdma": Transport(ROCE, 0.0, 0.0, 0.189, blocking=False),
+    "nccl-tcp": Transport(TCP, 0.25, 0.0, 0.189, blocking=False, protocols=NCCL),
+    "nccl-rdma": Transport(ROCE, 0.0, 0.0, 0.189, blocking=False, protocols=NCCL),
     "mpi": Transport(TCP, 0.71, 0.38, 0.0, blocking=True),
     "mpi-rdma": Transport(ROCE, 0.0, 0.38, 0.0, blocking=True),
     "gloo": Transport(TCP, 0.71, 1.58, 0.0, blocking=True),
@@ -82,6 +100,18 @@ class Cluster:
         """Whether communication takes processor time from computing."""
         return bool(self.cores_per_host) and min(num_ranks, self.ranks_per_host) >= self.cores_per_host
 
+    def sending_by(self, protocol: Protocol) -> Cluster:
+        """The cluster with the rates and latencies of a protocol."""
+        if protocol == Protocol():
+            return self
+        link_s = self.link.latency_s + protocol.network_latency_s
+        local_s = self.local_link.latency_s * protocol.local_latency
+        return replace(
+            self,
+            link=replace(self.link, gb_per_s=self.link.gb_per_s * protocol.rate, latency_s=link_s),
+            local_link=replace(self.local_link, gb_per_s=self.local_link.gb_per_s * protocol.rate, latency_s=local_s),
+        )
+
     @property
     def wire_s_per_gb(self) -> float:
         """Time on the link between hosts."""
@@ -99,13 +129,17 @@ def sent_gb(num_bytes: float, num_ranks: int) -> float:
 
 
 def ring(cluster: Cluster, num_bytes: float, num_ranks: int) -> tuple[float, float]:
-    """Computes the time of one ring through all ranks, host by host.
+    """Computes the time of one ring through all ranks, host by host, by the fastest protocol.
 
     A message passes each link twice. Between hosts it takes the link's latency, within a host the local one.
 
     Returns:
         Seconds of an allreduce, and those of them in which it waits for the wire without using a processor.
     """
+    return min(_ring(cluster.sending_by(one), num_bytes, num_ranks) for one in cluster.transport.protocols)
+
+
+def _ring(cluster: Cluster, num_bytes: float, num_ranks: int) -> tuple[float, float]:
     sent, hosts = sent_gb(num_bytes, num_ranks), cluster.num_hosts(num_ranks)
     work_s = cluster.transport.host_s_per_gb * cluster.crowding(num_ranks)
     copy_s = 1 / cluster.local_link.gb_per_s
