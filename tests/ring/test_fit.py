@@ -36,6 +36,12 @@ ON_2_RANKS = {
     *("a_fit_of_its_own", "what_shards_cannot_be_is_refused", "snippets", "configured_snippet"),
 }
 """Jobs that a third rank adds nothing to. Batches of 32 are cut into equal parts on 2 ranks, and unequal ones on 3."""
+JOB = """
+import keras, numpy as np, ringtrain
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+ringtrain.fit(model, np.ones((32, 4)), np.ones((32, 1)), verbose=0)
+"""
 CASES = [(np, name) for np in (2, 3) for name in NAMES if np == 2 or name not in ON_2_RANKS]
 
 
@@ -88,3 +94,12 @@ def test_the_example_under_the_launcher_and_alone(tmp_path: Path) -> None:
     assert summaries[0]["metrics"].keys() == summaries[1]["metrics"].keys()
     for metric, value in summaries[0]["metrics"].items():
         assert value == pytest.approx(summaries[1]["metrics"][metric], rel=0.05), metric
+
+
+def test_a_rank_with_another_script_is_refused(tmp_path: Path) -> None:
+    """As on a host with an older copy."""
+    for rank in range(2):
+        (tmp_path / f"job{rank}.py").write_text(f"{JOB}print({rank})\n")
+    start = ["bash", "-c", f"exec {sys.executable} job$OMPI_COMM_WORLD_RANK.py"]
+    ended = run(2, start, START_LIMIT_S, cwd=tmp_path)
+    assert ended.returncode != 0 and "has another script than rank 0" in ended.stderr, ended.stderr[-3000:]

@@ -174,6 +174,17 @@ def wait(folder):
 """
 
 
+DEAF = """
+def deaf():
+    import signal, time
+    signal.signal(signal.SIGINT, lambda *_: print("asked"))
+    print("begun")
+    while True:
+        time.sleep(1)
+ringtrain.run(deaf)
+"""
+
+
 def test_the_end_of_the_calling_process_ends_all_ranks(tmp_path: Path, alive) -> None:
     """Whatever ends it; ranks may save."""
     (tmp_path / "job.py").write_text(f"{WAITS}\nringtrain.run(wait, {str(tmp_path)!r})\n")
@@ -262,7 +273,7 @@ def test_a_notebook(tmp_path: Path, kernel, alive) -> None:
 
 
 def test_a_kernel(tmp_path: Path, kernel, alive) -> None:
-    """A failure, the stop button, and the end of the kernel."""
+    """A failure, the stop button, the stop button twice, and the end of the kernel."""
     manager, client = kernel
     (process,) = [number for number, command in alive().items() if "ipykernel" in command]
     cell = client.execute("import ringtrain\ndef broken():\n    raise ValueError('by a cell')\nringtrain.run(broken)")
@@ -274,6 +285,15 @@ def test_a_kernel(tmp_path: Path, kernel, alive) -> None:
     wait = f"{WAITS}\nringtrain.run(wait, {str(tmp_path)!r})"
     cell = client.execute(wait)
     list(contents(client, cell, "begun", "rank 1: begun"))
+    manager.interrupt_kernel()
+    assert error_of(client, cell)[0] == "KeyboardInterrupt"
+    assert ends(alive, but=process), alive()
+
+    cell = client.execute(DEAF)
+    list(contents(client, cell, "begun", "rank 1: begun"))
+    manager.interrupt_kernel()
+    list(contents(client, cell, "asked", "rank 1: asked"))
+    assert len(alive()) > 5, "they do not end"
     manager.interrupt_kernel()
     assert error_of(client, cell)[0] == "KeyboardInterrupt"
     assert ends(alive, but=process), alive()

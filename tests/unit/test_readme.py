@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ringtrain import config_io
+from ringtrain import config_io, keras_fit
 from ringtrain.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -136,3 +136,10 @@ def test_pictures_are_small_and_load_nothing() -> None:
         assert path.stat().st_size < 100_000, path
         if path.suffix == ".svg":
             assert not re.search(r"url\((?!#)|href=|<script", path.read_text()), path
+
+
+def test_the_page_of_fit_names_what_fit_takes_and_refuses() -> None:
+    page = (ROOT / "docs" / "fit.md").read_text()
+    options = [option.rstrip(".") for option in keras_fit.OPTIONS]
+    named = [*options, *keras_fit.STRATEGIES, *keras_fit.REFUSED, *set(keras_fit.ON_RANK_0) - {"ProgbarLogger"}]
+    assert [name for name in named if f"`{name}`" not in page] == []
