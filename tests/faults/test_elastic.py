@@ -41,6 +41,7 @@ TRAIN = [
     "--run.name",
     "run",
 ]
+DIGITS = ["--data.name", "digits", "--run.name", "run"]
 PATHS = os.pathsep.join(map(str, (ROOT, Path(__file__).parent)))
 
 
@@ -236,6 +237,17 @@ def test_a_killed_launcher_leaves_no_rank(start: Callable[..., Elastic]) -> None
     elastic.process.kill()
     elastic.process.wait()
     wait_for(lambda: not left_of(elastic.folder), TIMEOUT_S, "the end of all ranks")
+
+
+def test_a_job_that_has_lost_all_its_hosts_is_restarted(tmp_path: Path) -> None:
+    launch = [BIN / "ringtrain", "launch", "--elastic", "--max-restarts", "1", "-np", "2", "-H", "localhost:2"]
+    command = [*launch, "--network-interface", "lo", "--", sys.executable, "-m", "ringtrain.train", *DIGITS]
+    kill = ["--chaos", "rank=1 step=60 mode=sigkill", "--checkpoint.every-steps", "10", "--train.epochs", "4"]
+    ended = run(0, [*command, *kill, "--run.directory", tmp_path], TIMEOUT_S, warm=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["in_sync"] is True and summary["num_ranks"] == 2 and summary["restarts"] == 1
+    assert summary["resumed_from"].endswith(f"{60:08d}") and "SIGKILL" in summary["restart_causes"][0]
 
 
 FAILING = """
