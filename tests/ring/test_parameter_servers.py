@@ -33,9 +33,10 @@ def launch(
     *words: object,
     roles: tuple[object, ...] = ("--ps", 2, "--workers", 2),
     slots: int = 4,
+    retries: int = 2,
     warm: bool = True,
 ):
-    start = [sys.executable, "-m", "ringtrain", "launch", "-H", f"localhost:{slots}", *roles, "--max-restarts", 2]
+    start = [sys.executable, "-m", "ringtrain", "launch", "-H", f"localhost:{slots}", *roles, "--max-restarts", retries]
     train = [sys.executable, "-m", "ringtrain.train", *OPTIONS, "--run.directory", folder, *words]
     return run(0, [*start, "--", *train], LIMIT_S, warm=warm)
 
@@ -109,6 +110,15 @@ def test_late_gradients_are_dropped_where_backup_workers_cover_them(tmp_path: Pa
     slow = told["updates"][2]
     assert slow < steps / 2 and told["dropped"][2] > 0 if backup else slow == steps and told["dropped"] == [0, 0, 0]
     assert told["waiting"][2] < 0.5 and (backup or min(told["waiting"][:2]) > 0.5)
+
+
+def test_a_worker_that_hangs_is_named(tmp_path: Path) -> None:
+    words = ["--strategy.name", "ps-sync", "--chaos", "rank=2 step=20 mode=sigstop", "--health.stall-timeout", 4]
+    ended = launch(tmp_path, *words, roles=("--ps", 1, "--workers", 2), slots=3, retries=0)
+    assert ended.returncode == 75, ended.stdout + ended.stderr
+    host, first = socket.gethostname(), ended.stderr[ended.stderr.rindex("ringtrain: rank 0") :]
+    assert first.startswith(f"ringtrain: rank 0 on {host} failed first:\nStalled: rank 0 on {host} has made")
+    assert "in the wait for gradients of rank 2" in first
 
 
 def test_a_worker_that_dies_is_done_without_and_taken_back(tmp_path: Path) -> None:
