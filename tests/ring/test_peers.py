@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from launching import BIN, run
 
-SMALL = ["--model.name", "mlp", "--train.batch-size", "16"]
+SMALL = ["--model.name", "mlp", "--train.batch-size", "16", "--optimizer.name", "adam"]
 
 
 def peers(names: str, *words: object):
@@ -38,6 +39,9 @@ def test_peers_train_the_same_and_one_that_does_not_run_is_a_row(tmp_path):
         "ringtrain-alone",
     ):
         assert found[name]["equal"] and found[name]["images_per_s"]["median"] > 0
+    efficiency = found["by-hand"]["images_per_s"]["median"] / found["fit-alone"]["images_per_s"]["median"] / 2
+    assert found["by-hand"]["efficiency"]["median"] == pytest.approx(efficiency)
+    assert "efficiency" not in found["fit-alone"]
     assert "does not run" in ended.stdout and found["ps-fit"]["error"].startswith("ValueError: ")
     ours, theirs, broken = found["ringtrain"], found["towers-by-hand"], found["multi-worker-fit"]
     for one in (ours, theirs):

@@ -50,6 +50,7 @@ def test_what_gains_most_is_tried_first_and_what_changes_numbers_only_where_that
         ("threads", GPUS, []),
         ("groups", ONE_HOST, ["hvd.groups=1", "hvd.groups=2", "hvd.groups=4"]),
         ("groups", Facts(2, 2, 2, 1, False, None), ["hvd.groups=1"]),
+        ("update", ONE_HOST, ["optimizer.jit=True"]),
         ("hierarchical", TWO_HOSTS, []),
         ("hierarchical", GPUS, ["HOROVOD_HIERARCHICAL_ALLREDUCE=1"]),
         ("controller", ONE_HOST, ["--launcher horovodrun-gloo"]),
@@ -65,6 +66,8 @@ def test_nothing_is_tried_that_the_configuration_or_the_launcher_excludes():
     assert (
         tried("groups", ONE_HOST, ["--hvd.op", "adasum"]) == tried("controller", ONE_HOST, ["--hvd.op", "adasum"]) == []
     )
+    for words in (["--optimizer.name", "sgd"], ["--optimizer.jit"], ["--strategy.name", "mpi-ring"]):
+        assert tried("update", ONE_HOST, words) == []
     assert tried("controller", ONE_HOST, launcher="srun") == []
     assert tried("controller", ONE_HOST, launcher="horovodrun-gloo") == ["--launcher mpirun"]
     assert tried("compression", ONE_HOST, ["--hvd.compression", "fp16"]) == []

@@ -95,6 +95,8 @@ OVER = {
     **{name: f"{name}-by-hand" for name in ("towers", "multi-worker", "ps-async")},
 }
 """peers that are not compared with ringtrain on all workers"""
+ONE_PROCESS = ("fit-alone", "ringtrain-alone")
+"""peers whose speed times the number of workers is an efficiency of 1: the first that was run"""
 
 
 @dataclass(frozen=True)
@@ -201,12 +203,24 @@ def summary(name: str, runs: dict[str, list[dict[str, Any]]], workers: int) -> d
         "equal": all(len(set(one["checksums"])) == 1 for one in good),
     }
     other = OVER.get(name, "" if peer.alone or name == "ringtrain" else "ringtrain")
-    pairs = [pair for pair in zip(own, runs.get(other, ()), strict=False) if len(worked(pair)) == 2]
-    if pairs:
+    if pairs := both_worked(own, runs.get(other, ())):
         told["over"] = other
-        told["ratio"] = stats.ratios(*([one["images_per_s"] for one in each] for each in zip(*pairs, strict=True)))
+        told["ratio"] = speed_ratios(pairs)
         told["same_weights"] = all(one["checksums"][0] == another["checksums"][0] for one, another in pairs)
+    alone = next((one for one in ONE_PROCESS if one in runs), "")
+    if not peer.alone and (pairs := both_worked(own, runs.get(alone, ()))):
+        told["efficiency"] = speed_ratios(pairs).times(1 / workers)
     return told
+
+
+def both_worked(own: list[dict[str, Any]], others: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], ...]]:
+    """Runs of two peers in the same rounds, without errors."""
+    return [pair for pair in zip(own, others, strict=False) if len(worked(pair)) == 2]
+
+
+def speed_ratios(pairs: Sequence[tuple[dict[str, Any], ...]]) -> stats.Spread:
+    """Ratios of images/s, round by round."""
+    return stats.ratios(*([one["images_per_s"] for one in each] for each in zip(*pairs, strict=True)))
 
 
 def worked(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -219,7 +233,7 @@ def show(found: dict[str, dict[str, Any]], title: str) -> None:
     rows, notes = [], []
     for one in found.values():
         if "error" in one:
-            rows.append([one["title"], "does not run", "", "", ""])
+            rows.append([one["title"], "does not run", "", "", "", ""])
             notes.append(f"{one['title']} does not run: {one['error']}")
             continue
         notes += [f"{one['title']}, one start of several: {error}" for error in one["failed"]]
@@ -231,8 +245,9 @@ def show(found: dict[str, dict[str, Any]], title: str) -> None:
         if one.get("same_weights"):
             equal += f", as {one['over']}'s"
         losses = f"{one['losses'][0]:.3f} to {one['losses'][-1]:.3f}"
-        rows.append([one["title"], one["images_per_s"].text(",.0f"), ratio, losses, equal])
-    Table(("", "images/s", "of ringtrain's", "loss", "weights"), rows, title).show()
+        efficiency = one["efficiency"].text() if "efficiency" in one else ""
+        rows.append([one["title"], one["images_per_s"].text(",.0f"), ratio, efficiency, losses, equal])
+    Table(("", "images/s", "of ringtrain's", "efficiency", "loss", "weights"), rows, title).show()
     print("\n".join(notes))
 
 

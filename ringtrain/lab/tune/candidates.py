@@ -11,8 +11,10 @@ from ringtrain.errors import LaunchError
 from ringtrain.lab import stats
 from ringtrain.lab.jobs import YIELDING
 
-LEVERS = ("controller", "yielding", "threads", "groups", "fusion", "hierarchical", "compression")
-WITHIN_A_START = ("hvd.groups", "hvd.compression")
+LEVERS = ("controller", "yielding", "threads", "groups", "update", "fusion", "hierarchical", "compression")
+WITHIN_A_START = ("hvd.groups", "hvd.compression", "optimizer.jit")
+FUSED = ("sgd",)
+"""optimizers whose update is one kernel without XLA"""
 HIERARCHICAL = "HOROVOD_HIERARCHICAL_ALLREDUCE"
 OWN_TURNS = 3  # where each measurement is a separate start
 TURNS_WITHIN = 5
@@ -49,7 +51,8 @@ class Choice:
 
     def words(self) -> list[str]:
         """Arguments for ringtrain.train."""
-        return [f"--{name.replace('_', '-')}={value}" for name, value in self.options.items()]
+        words = {f"--{name.replace('_', '-')}": value for name, value in self.options.items()}
+        return [word if value is True else f"{word}={value}" for word, value in words.items()]
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,9 @@ def next_lever(name: str, facts: Facts, config: Config, launcher: str, allow_com
     if name == "groups":
         numbers = {n for n in (1, 2, 4, 8) if n < facts.num_gradients} - {config.hvd.groups}
         return Lever(name, () if fixed else tuple(Choice({"hvd.groups": n}) for n in sorted(numbers)))
+    if name == "update":
+        useful = config.optimizer.name not in FUSED and not config.optimizer.jit and config.strategy.name == "ring"
+        return Lever(name, (Choice({"optimizer.jit": True}),) if useful else ())
     if name == "fusion":
         smaller = () if fixed or config.hvd.fusion_mb == 1 else (Choice({"hvd.fusion_mb": 1.0}),)
         return Lever(name, (*smaller, Choice({"hvd.cycle_time_ms": 5.0})), autotuned=not config.hvd.deterministic)
@@ -141,9 +147,9 @@ def next_lever(name: str, facts: Facts, config: Config, launcher: str, allow_com
 def order(facts: Facts, allow_compression: bool) -> list[str]:
     """Tuning parameters, the largest expected gain first: bytes matter between hosts, cores on one host."""
     if facts.num_ranks > facts.ranks_per_host:
-        names = ["controller", "hierarchical", "groups", "fusion", "threads", "yielding"]
+        names = ["controller", "hierarchical", "groups", "fusion", "threads", "update", "yielding"]
     else:
-        names = ["groups", "threads", "controller", "fusion", "yielding"]
+        names = ["groups", "update", "threads", "controller", "fusion", "yielding"]
     first = allow_compression and facts.num_ranks > facts.ranks_per_host
     return ["compression", *names] if first else [*names, "compression"]
 
