@@ -82,6 +82,12 @@ def _records(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits for a tracker also after an error, however busy the machine is."""
+    monkeypatch.setattr(trackers, "STOPPED_END_S", trackers.END_S)
+
+
 # ---- MLflow -------------------------------------------------------------------------------------------------------
 
 
@@ -132,7 +138,9 @@ def _end(process: subprocess.Popen[Any]) -> None:
         process.wait()
 
 
-def test_mlflow_receives_a_run_continues_it_and_may_fail(server: Any, tmp_path: Path, capfd: Any) -> None:
+def test_mlflow_receives_a_run_continues_it_and_may_fail(
+    server: Any, patient: None, tmp_path: Path, capfd: Any
+) -> None:
     uri, process = server
     from mlflow import MlflowClient
 
@@ -197,7 +205,7 @@ def _written(path: Path) -> Iterator[Any]:
             parts = b""
 
 
-def test_wandb_writes_a_run_offline_and_continues_it(tmp_path: Path) -> None:
+def test_wandb_writes_a_run_offline_and_continues_it(tmp_path: Path, patient: None) -> None:
     needs("wandb")
     with pytest.raises(Killed):
         _fit(tmp_path, "one", _after(5, _kill), wandb="offline")
