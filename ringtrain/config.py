@@ -97,6 +97,17 @@ class ModelConfig:
     that depend on a rank's data are averaged over the ranks before each evaluation"""
     trainable: tuple[str, ...] = ()
     """layers that are trained, by name, such as dense* (* for any characters); without it, all that the model trains"""
+    split: Annotated[str, rule.SPLIT] = ""
+    """layers:K divides the model into K consecutive stages, each on a GPU of its own; a rank then has K GPUs"""
+    stages: Annotated[tuple[str, ...], Need("model.split", lambda config: bool(config.model.split))] = ()
+    """layers with which the second and further stages begin; without it, the largest stage is made small"""
+    micro_batches: Annotated[int, rule.AT_LEAST_1] = 1
+    """parts of a rank's batch, whose gradients are averaged; stages of a split model work on several at a time"""
+
+    @property
+    def num_devices(self) -> int:
+        """Devices over which a rank's model is divided."""
+        return int(self.split.partition(":")[2] or 1)
 
 
 @dataclass(frozen=True)
@@ -330,31 +341,7 @@ class Config:
             value = value_of(self, name)
             if not limit.holds(value):
                 raise ConfigError(f"{name}: got {value}, expected {limit.text}")
-        if self.device.memory_fraction and self.device.memory_mb:
-            raise ConfigError("device.memory_fraction and device.memory_mb are both set: keep one, set the other to 0")
-        if self.train.jit and self.model.sync_batch_norm:
-            raise ConfigError(
-                "train.jit and model.sync_batch_norm are both set: synchronized batch norm needs an allreduce in the"
-                " forward pass, for which XLA has no kernel: keep one"
-            )
-        if self.hvd.deterministic and self.hvd.fusion_mb > 0:
-            raise ConfigError("hvd.deterministic and hvd.fusion_mb are both set: deterministic runs fuse nothing")
-        if self.hvd.groups and self.hvd.deterministic:
-            raise ConfigError("hvd.deterministic and hvd.groups are both set: deterministic runs send all as one")
-        if self.hvd.groups and self.hvd.op == "adasum":
-            raise ConfigError("hvd.op adasum and hvd.groups are both set: Adasum combines tensor by tensor")
-        _check_schedule(self.schedule, self.train.epochs)
-
-
-def _check_schedule(schedule: ScheduleConfig, epochs: int) -> None:
-    warmup, milestones = schedule.warmup_epochs, schedule.milestones
-    if warmup > epochs:
-        raise ConfigError(f"schedule.warmup_epochs: got {warmup:g}, expected no more than train.epochs ({epochs})")
-    if schedule.name == "steps" and not milestones:
-        raise ConfigError("schedule.name: steps needs schedule.milestones: give epochs such as 30 60 80")
-    if milestones and milestones[0] < warmup:
-        within = f"within the warm-up (schedule.warmup_epochs {warmup:g})"
-        raise ConfigError(f"schedule.milestones: got {milestones[0]:g}, expected none {within}")
+        rule.check_together(self)
 
 
 def option_types(section: type = Config, prefix: str = "", include_extras: bool = False) -> dict[str, Any]:

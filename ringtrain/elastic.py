@@ -76,6 +76,8 @@ class Elastic(Ring):
             raise ConfigError(
                 "optimizer.accumulation_steps: got more than 1 in an elastic run, which commits whole steps: 1"
             )
+        if config.model.split:
+            raise ConfigError("model.split: ranks that join and leave have one device: leave it out")
         if config.optimizer.sharded:
             raise ConfigError("optimizer.sharded: a rank that is lost would take its slots along: leave it out")
         if config.tracking.timeline_steps:

@@ -141,13 +141,14 @@ def fit(
         raise error.with_traceback(None if is_filtered else error.__traceback__)  # noqa: B904
 
 
-def start(options: Config | None = None) -> None:
+def start(options: Config | None = None, num_devices: int = 1) -> None:
     """Starts Horovod and pins this rank's GPU. Call it on hosts with several GPUs, before the model is built.
 
     Without it, `fit` starts Horovod itself, when TensorFlow has already placed the model on a device.
 
     Args:
         options: The same as for `fit`.
+        num_devices: GPUs of this rank, or logical CPUs without GPUs, for a model that `hvd.split` divides.
     """
     from ringtrain import hvd
     from ringtrain.run import devices
@@ -155,7 +156,7 @@ def start(options: Config | None = None) -> None:
     config = options or Config()
     hvd.configure(config.hvd)
     hvd.init()
-    hvd.run_together(lambda: devices.pin_late(hvd.local_rank(), hvd.local_size(), config.device))
+    hvd.run_together(lambda: devices.pin_late(hvd.local_rank(), hvd.local_size(), config.device, num_devices))
 
 
 def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArguments) -> keras.callbacks.History:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from ringtrain.errors import ConfigError
+
 
 @dataclass(frozen=True, eq=False)  # in Annotated it must have a hash, which its schema has not
 class Rule:
@@ -56,6 +58,11 @@ DEVICE = Rule(
     lambda value: value == "cpu:0" or (value[:4] == "gpu:" and value[4:].isdecimal()),
     {"pattern": "^(cpu:0|gpu:[0-9]+)$"},
 )
+SPLIT = Rule(
+    "layers:2, layers:3, ...",
+    lambda value: not value or (value[:7] == "layers:" and value[7:].isdecimal() and int(value[7:]) > 1),
+    {"pattern": "^(|layers:([2-9]|[1-9][0-9]+))$"},
+)
 ASCENDING_EPOCHS = Rule(
     "epochs above 0, each after the one before",
     lambda value: all(0 < one < math.inf for one in value) and list(value) == sorted(set(value)),
@@ -78,6 +85,41 @@ def needs_other(option: str, *values: str) -> Need:
 def needs_above_0(*options: str) -> Need:
     """Requirement that at least one of `options` is positive."""
     return Need(f"{_either(options)} above 0", lambda config: any(attrgetter(option)(config) > 0 for option in options))
+
+
+def check_together(config: Any) -> None:
+    """Raises ConfigError for values that cannot be combined."""
+    if config.device.memory_fraction and config.device.memory_mb:
+        raise ConfigError("device.memory_fraction and device.memory_mb are both set: keep one, set the other to 0")
+    if config.train.jit and config.model.sync_batch_norm:
+        raise ConfigError(
+            "train.jit and model.sync_batch_norm are both set: synchronized batch norm needs an allreduce in the"
+            " forward pass, for which XLA has no kernel: keep one"
+        )
+    if config.model.split or config.model.micro_batches > 1:
+        for option in ("train.jit", "optimizer.jit", "optimizer.sharded", "model.sync_batch_norm"):
+            if attrgetter(option)(config):
+                raise ConfigError(f"model.split and model.micro_batches do not work with {option}: leave one out")
+        if config.train.batch_size < config.model.micro_batches:
+            raise ConfigError(
+                f"model.micro_batches: got {config.model.micro_batches}, expected no more than train.batch_size,"
+                f" {config.train.batch_size}"
+            )
+    if config.hvd.deterministic and config.hvd.fusion_mb > 0:
+        raise ConfigError("hvd.deterministic and hvd.fusion_mb are both set: deterministic runs fuse nothing")
+    if config.hvd.groups and config.hvd.deterministic:
+        raise ConfigError("hvd.deterministic and hvd.groups are both set: deterministic runs send all as one")
+    if config.hvd.groups and config.hvd.op == "adasum":
+        raise ConfigError("hvd.op adasum and hvd.groups are both set: Adasum combines tensor by tensor")
+    warmup, milestones = config.schedule.warmup_epochs, config.schedule.milestones
+    if warmup > config.train.epochs:
+        epochs = config.train.epochs
+        raise ConfigError(f"schedule.warmup_epochs: got {warmup:g}, expected no more than train.epochs ({epochs})")
+    if config.schedule.name == "steps" and not milestones:
+        raise ConfigError("schedule.name: steps needs schedule.milestones: give epochs such as 30 60 80")
+    if milestones and milestones[0] < warmup:
+        within = f"within the warm-up (schedule.warmup_epochs {warmup:g})"
+        raise ConfigError(f"schedule.milestones: got {milestones[0]:g}, expected none {within}")
 
 
 def _either(words: tuple[str, ...]) -> str:

@@ -20,6 +20,7 @@ sync:           broadcast of a model's whole state; verification that ranks agre
 placement:      check that ranks run where the launcher planned them, each on its own GPU
 stall_watch:    exit of scripts whose ranks wait for different collectives
 elastic:        Keras state of elastic runs, and `run`
+model_parallel: a model over several devices of a rank
 """
 
 from ringtrain.errors import MissingDependency
@@ -117,6 +118,7 @@ from ringtrain.hvd.collectives import (
 )
 from ringtrain.hvd.distributed import GradientNorm, track_gradient_norm, weigh_gradients
 from ringtrain.hvd.keras_patches import jit_gradients, optimizers_of
+from ringtrain.hvd.model_parallel.stages import split
 from ringtrain.hvd.optimizer import (
     DistributedGradientTape,
     DistributedOptimizer,

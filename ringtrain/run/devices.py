@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -30,11 +29,11 @@ class Pinning:
     """0: no limit."""
     num_threads: int = 0
     """CPU threads; 0: TensorFlow's default."""
-    towers: int = 1
-    """Copies of the model in this process, on this GPU (or CPU) and the following ones."""
+    num_devices: int = 1
+    """Devices of this process: this GPU and the following ones, or logical CPUs."""
 
     def __str__(self) -> str:
-        several = f"{self.towers} times " * (self.towers > 1)
+        several = f"{self.num_devices} times " * (self.num_devices > 1)
         if self.gpu is None:
             return f"{several}CPU, {self.num_threads} thread{'s' * (self.num_threads != 1)}"
         memory = "memory as needed" if self.memory_growth else "all its memory"
@@ -45,6 +44,10 @@ class Pinning:
         return f"{several}GPU, {memory}" if several else f"GPU {self.gpu}, {memory}"
 
 
+PINNED: list[Pinning] = []
+"""devices of this process, if it has several: TensorFlow cannot change them later"""
+
+
 def plan(
     gpus: Sequence[Any],
     local_rank: int,
@@ -53,41 +56,58 @@ def plan(
     own_cores: int,
     host_cores: int,
     host: str,
+    num_devices: int = 1,
 ) -> Pinning:
-    """Plans the device of one rank without communication.
+    """Plans the devices of one rank without communication.
 
     A rank gets GPU number local_rank, or the only one if a launcher shows each rank its own GPU; `check_placement`
-    detects a GPU that two ranks share. Threads are this rank's share of `host_cores`, which all ranks of the host may
-    use. Raises DeviceError if the ranks outnumber the GPUs and sharing is not enabled.
+    detects a GPU that two ranks share. With `num_devices` it gets those from local_rank x num_devices on. Threads are
+    this rank's share of `host_cores`, which all ranks of the host may use. Raises DeviceError if there are too few GPUs
+    and sharing is not enabled.
     """
-    share = max(1, host_cores // local_size)
+    share = max(1, host_cores // (local_size * num_devices))
     num_threads = options.threads or max(1, min(own_cores, share))
     if not gpus:
-        return Pinning(num_threads=num_threads)
+        return Pinning(num_threads=num_threads, num_devices=num_devices)
+    if num_devices > 1:
+        # A launcher that shows each rank its own GPUs shows it no more than these.
+        first = 0 if len(gpus) == num_devices else local_rank * num_devices
+        if first + num_devices > len(gpus):
+            raise DeviceError(
+                f"{host}: {local_size} rank{'s' * (local_size > 1)} with {num_devices} devices each, but {len(gpus)}"
+                f" GPUs: start fewer ranks on this host, or take fewer devices"
+            )
+        return Pinning(first, *_memory(options), num_threads=num_threads, num_devices=num_devices)
     if local_size > len(gpus) > 1 and not options.share_gpus:
         raise DeviceError(
             f"{host}: {local_size} ranks, but {len(gpus)} GPUs: start no more ranks on this host than it has GPUs, or"
             f" let them share with --device.share-gpus"
         )
+    return Pinning(local_rank % len(gpus), *_memory(options), num_threads=num_threads)
+
+
+def _memory(options: DeviceConfig) -> tuple[bool, float, int]:
+    """Growth, fraction and MB, as in Pinning."""
     limited = options.memory_mb > 0 or options.memory_fraction > 0
-    return Pinning(
-        gpu=local_rank % len(gpus),
-        memory_growth=options.memory_growth and not limited,
-        memory_fraction=options.memory_fraction,
-        memory_mb=options.memory_mb,
-        num_threads=num_threads,
-    )
+    return options.memory_growth and not limited, options.memory_fraction, options.memory_mb
 
 
-def decide(local_rank: int, local_size: int, options: DeviceConfig, environ: Mapping[str, str] = os.environ) -> Pinning:
-    """Plans the device of this rank as `pin` does, without configuring TensorFlow."""
+def decide(
+    local_rank: int,
+    local_size: int,
+    options: DeviceConfig,
+    environ: Mapping[str, str] = os.environ,
+    num_devices: int = 1,
+) -> Pinning:
+    """Plans the devices of this rank as `pin` does, without configuring TensorFlow."""
     import tensorflow as tf
 
     gpus = tf.config.list_physical_devices("GPU")
     own_cores, host_cores = count_cores()
     if slots := int(environ.get(HOST_SLOTS, 0)):
         host_cores = host_cores * local_size // max(slots, local_size)
-    return plan(gpus, local_rank, local_size, options, own_cores, host_cores, socket.gethostname())
+    host = socket.gethostname()
+    return plan(gpus, local_rank, local_size, options, own_cores, host_cores, host, num_devices)
 
 
 def coordinate(local_size: int, options: DeviceConfig) -> Pinning:
@@ -101,37 +121,56 @@ def coordinate(local_size: int, options: DeviceConfig) -> Pinning:
     return pinning
 
 
-def pin(local_rank: int, local_size: int, options: DeviceConfig, environ: Mapping[str, str] = os.environ) -> Pinning:
-    """Configures TensorFlow for this rank's device. Call it before anything uses a device.
+def pin(
+    local_rank: int,
+    local_size: int,
+    options: DeviceConfig,
+    environ: Mapping[str, str] = os.environ,
+    num_devices: int = 1,
+) -> Pinning:
+    """Configures TensorFlow for this rank's devices. Call it before anything uses a device.
 
     If `environ` shows that other jobs have slots on this host, all slots share the cores. Raises DeviceError as `plan`;
     all GPUs are then hidden, so that ranks can still exchange the error. Also raises it if this process already uses
     other devices.
+
+    Args:
+        num_devices: GPUs of this rank, or logical CPUs where there are no GPUs.
     """
     import tensorflow as tf
 
     try:
-        gpus, pinning = tf.config.list_physical_devices("GPU"), decide(local_rank, local_size, options, environ)
+        gpus = tf.config.list_physical_devices("GPU")
+        pinning = decide(local_rank, local_size, options, environ, num_devices)
         tf.config.threading.set_intra_op_parallelism_threads(pinning.num_threads)
-        tf.config.threading.set_inter_op_parallelism_threads(pinning.num_threads)
+        tf.config.threading.set_inter_op_parallelism_threads(pinning.num_threads * num_devices)
         if pinning.gpu is None:
+            if num_devices > 1:
+                (cpu,) = tf.config.list_physical_devices("CPU")
+                tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * num_devices)
             return pinning
-        tf.config.set_visible_devices(gpus[pinning.gpu], "GPU")
-        _limit_memory(gpus[pinning.gpu], pinning.gpu, pinning)
+        own = range(pinning.gpu, pinning.gpu + num_devices)
+        tf.config.set_visible_devices([gpus[index] for index in own], "GPU")
+        for index in own:
+            _limit_memory(gpus[index], index, pinning)
     except DeviceError:
         tf.config.set_visible_devices([], "GPU")
         raise
     except RuntimeError as error:  # TensorFlow has initialized its devices, differently
         raise DeviceError(f"device: {error}: start a process of its own for this run") from error
+    if num_devices > 1:
+        PINNED[:] = [pinning]
     return pinning
 
 
-def pin_late(local_rank: int, local_size: int, options: DeviceConfig) -> Pinning:
+def pin_late(local_rank: int, local_size: int, options: DeviceConfig, num_devices: int = 1) -> Pinning:
     """Pins as `pin`, in a script that may have built its model: TensorFlow then keeps the devices that it has."""
     import tensorflow as tf
 
+    if PINNED:  # by the script's own call, with a number of devices
+        return PINNED[-1]
     try:
-        return pin(local_rank, local_size, options)
+        return pin(local_rank, local_size, options, num_devices=num_devices)
     except DeviceError as error:
         if not isinstance(error.__cause__, RuntimeError):
             raise
@@ -160,26 +199,6 @@ def missing_gpu(pinning: Pinning, nccl: bool, environ: Mapping[str, str] = os.en
         f"{socket.gethostname()}: Horovod is built for GPUs (NCCL), but TensorFlow finds none: training runs on CPUs."
         f" Check nvidia-smi and that tensorflow[and-cuda] is installed, or set CUDA_VISIBLE_DEVICES= to hide GPUs"
     )
-
-
-def spread(towers: int, options: DeviceConfig) -> Pinning:
-    """Gives each copy of the model in one process a GPU, else a logical CPU; returns the device of the first."""
-    import tensorflow as tf
-
-    gpus, host = tf.config.list_physical_devices("GPU"), socket.gethostname()
-    if gpus and towers > len(gpus):
-        raise DeviceError(f"strategy.towers: got {towers}, {host} has {len(gpus)} GPUs: expected no more than that")
-    pinning = dataclasses.replace(plan(gpus, 0, towers, options, *count_cores(), host), towers=towers)
-    if pinning.gpu is None:
-        (cpu,) = tf.config.list_physical_devices("CPU")
-        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * towers)
-        tf.config.threading.set_intra_op_parallelism_threads(pinning.num_threads)
-        tf.config.threading.set_inter_op_parallelism_threads(pinning.num_threads * towers)
-        return pinning
-    tf.config.set_visible_devices(gpus[:towers], "GPU")
-    for index, gpu in enumerate(gpus[:towers]):
-        _limit_memory(gpu, index, pinning)
-    return pinning
 
 
 def _limit_memory(gpu: Any, index: int, pinning: Pinning) -> None:

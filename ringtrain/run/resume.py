@@ -31,7 +31,7 @@ FREE = (
     *("run.", "checkpoint.", "device.", "health.", "elastic.", "tracking.", "chaos", "data.dir", "data.file"),
     *("strategy.", "hvd.fusion_mb", "hvd.cycle_time_ms", "hvd.groups"),
     *("train.epochs", "train.batch_size", "train.max_time_s", "train.check_every_steps", "train.patience"),
-    *("train.target_accuracy", "optimizer.sharded"),
+    *("train.target_accuracy", "optimizer.sharded", "model.split", "model.stages"),
 )
 SCALING = "optimizer.learning_rate_scaling"
 # May change if the resulting learning rate stays the same.

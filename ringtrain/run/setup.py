@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -119,6 +120,7 @@ def compiled_model(
     targets are taken as classes, `plan` gets a row.
     """
     import keras
+    import tensorflow as tf
 
     from ringtrain import hvd
     from ringtrain.optim import optimizers
@@ -126,7 +128,10 @@ def compiled_model(
 
     keras.config.set_dtype_policy(config.train.precision)
     keras.utils.set_random_seed(config.seed)
-    with strategy.scope():
+    on_host = (
+        tf.device("CPU:0") if config.model.split else contextlib.nullcontext()
+    )  # one device may not hold all of it
+    with strategy.scope(), on_host:
         model = named.build_model(data_set.input_shape, data_set.num_classes)
         is_compiled, has_own = model.compiled, _has_own_optimizer(model, config)
         optimizer = model.optimizer if has_own else optimizers.build(config, numbers, model)
@@ -136,12 +141,14 @@ def compiled_model(
         train_only(model, config.model.trainable)
     _check_not_averaged(model, config.model.not_averaged)
     models.seed_by_rank(model, config.seed, hvd.rank())
+    rows: dict[str, str] = {} if plan is None else plan
+    if config.model.split or config.model.micro_batches > 1:
+        rows |= split_model(model, config)
     if config.train.precision == "mixed_float16" and not has_own:
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     if distributed:
         optimizer = strategy.distribute(optimizer)
     # XLA has no kernel for Horovod's allreduce; "auto" would enable XLA on GPUs.
-    rows: dict[str, str] = {} if plan is None else plan
     if (is_compiled or ":" in config.model.loss) and not strategy.is_scripted:
         rows["targets"] = f"{data_set.num_classes} integer classes; for other targets, return floats"
     if is_compiled:
@@ -170,6 +177,23 @@ def compiled_model(
         hvd.jit_gradients(model)
     strategy.make_ready(model, data_set.input_shape, data_set.num_classes)
     return model
+
+
+def split_model(model: keras.Model, config: Config) -> dict[str, str]:
+    """Divides a model into stages on this rank's devices; returns rows of the plan."""
+    from ringtrain import hvd
+
+    options = config.model
+    try:
+        stages = hvd.split(model, options.num_devices, options.micro_batches, options.stages)
+    except ValueError as error:
+        raise ConfigError(f"model.{error}") from None
+    rows = {"micro-batches": f"{options.micro_batches} of {config.train.batch_size / options.micro_batches:g} rows"}
+    for number, stage in enumerate(stages if stages[1:] else [], start=1):
+        weights, outputs = stage.bytes_of()
+        layers = f"{stage.layers[0].name} to {stage.layers[-1].name} on {stage.device}"
+        rows[f"stage {number}"] = f"{layers}: weights {weights / 1e6:.3g} MB, outputs {outputs / 1e3:.3g} kB per row"
+    return rows
 
 
 def _has_own_optimizer(model: keras.Model, config: Config) -> bool:

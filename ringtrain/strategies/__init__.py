@@ -34,7 +34,7 @@ _HOROVOD = (
 )
 _NOT_IN_TENSORFLOW = (
     *(*_HOROVOD, "hvd.deterministic", "optimizer.accumulation_steps", "optimizer.jit", "model.sync_batch_norm"),
-    *("train.jit", "checkpoint.saved_model", "train.precision mixed_float16"),
+    *("train.jit", "checkpoint.saved_model", "train.precision mixed_float16", "model.split", "model.micro_batches"),
 )
 HOROVOD_VARIABLES = {
     "HOROVOD_ELASTIC": "ranks that join and leave",

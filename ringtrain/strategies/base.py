@@ -90,7 +90,8 @@ class Strategy:
 
     def begin(self) -> devices.Pinning:
         """Pins this rank's devices, before TensorFlow initializes one. Raises errors on every rank. Collective."""
-        pinning = hvd.run_together(lambda: devices.pin(hvd.local_rank(), hvd.local_size(), self.config.device))
+        place, options = (hvd.local_rank(), hvd.local_size()), self.config.device
+        pinning = hvd.run_together(lambda: devices.pin(*place, options, num_devices=self.config.model.num_devices))
         if hvd.local_rank() == 0 and (warning := devices.missing_gpu(pinning, bool(hvd.nccl_built()))):
             print(f"ringtrain: {warning}", file=sys.stderr, flush=True)
         return pinning

@@ -116,7 +116,7 @@ class Towers(Mirrored):
                 f"strategy.name: towers is one process, this run has {ranks} ranks: start it without a launcher or with"
                 f" -np 1, and say --strategy.towers {ranks}; or train with multi-worker"
             )
-        pinning = devices.spread(self.copies, self.config.device)
+        pinning = devices.pin(0, 1, self.config.device, {}, self.copies)
         kind = "CPU" if pinning.gpu is None else "GPU"
         num_gpus = self.copies if kind == "GPU" else 0
         if options.controller != "cpu:0" and int(options.controller[4:]) >= num_gpus:

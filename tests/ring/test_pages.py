@@ -77,6 +77,13 @@ def test_both_steps_of_a_script_for_horovod(tmp_path: Path) -> None:
     assert len([*tmp_path.glob("checkpoint-*.keras")]) == 4
 
 
+def test_the_script_for_a_model_on_several_devices(tmp_path: Path) -> None:
+    printed, summary = pages.start("docs/model-parallel.md", tmp_path)
+    assert summary["in_sync"] is True and summary["num_ranks"] == 2
+    stages = "[('CPU:0', ['dense', 'dense_1']), ('CPU:1', ['dense_2', 'dense_3'])]"
+    assert printed.count(stages) == 2, printed
+
+
 def test_the_script_for_accelerate_trains_each_row_once_per_epoch(tmp_path: Path) -> None:
     printed, summary = pages.start("docs/from-accelerate.md", tmp_path)
     first, second = numbers("val_mae", printed)

@@ -1,0 +1,4 @@
+"""A model over several devices of a rank.
+
+stages: consecutive layers on each device, with micro-batches
+"""

@@ -1,0 +1,293 @@
+"""A model in consecutive stages on the devices of a rank, with micro-batches (Huang et al. 2018, arXiv 1811.06965)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.models.functional import Functional
+
+from ringtrain.hvd.collectives import tensor_of
+from ringtrain.hvd.keras_patches import innermost, optimizers_of
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive layers of a model, on one device."""
+
+    device: str
+    model: keras.Model
+    """from the stage's input, or the model's inputs, to the next stage's input, or the model's outputs"""
+
+    @property
+    def layers(self) -> list[keras.Layer]:
+        """Its layers, without inputs."""
+        return [layer for layer in self.model.layers if not isinstance(layer, keras.layers.InputLayer)]
+
+    def __call__(self, tensors: Any, training: bool | None = None) -> Any:
+        with tf.device(self.device):
+            return self.model(tensors, training=training)
+
+    def added_loss(self) -> Any:
+        """Sum of the losses that its layers add, of weights and activations; None: of none."""
+        losses = [loss for layer in self.layers for loss in layer.losses]
+        return tf.add_n([tf.convert_to_tensor(loss) for loss in losses]) if losses else None
+
+    def bytes_of(self) -> tuple[int, int]:
+        """Bytes of its weights, and of one row of its layers' outputs."""
+        weights = sum(nbytes(one.shape, one.dtype) for one in self.model.weights)
+        nodes = [node for nodes in self.model._nodes_by_depth.values() for node in nodes if not node.is_input]
+        return weights, sum(nbytes(one.shape[1:], one.dtype) for node in nodes for one in node.output_tensors)
+
+
+def nbytes(shape: Sequence[int | None], dtype: str) -> int:
+    """Bytes of a tensor; unknown lengths count as 1."""
+    return math.prod(length or 1 for length in shape) * tf.as_dtype(dtype).size
+
+
+def split(
+    model: keras.Model,
+    layers: int,
+    micro_batches: int = 1,
+    stages: Sequence[str] = (),
+    devices: Sequence[str] = (),
+) -> list[Stage]:
+    """Splits a model into consecutive stages, each on a device of its own, in place.
+
+    The weights move to the devices; `fit`, `evaluate` and `predict` run there. A step cuts its batch into
+    micro-batches, so that stages work at the same time, and makes one update with the mean of their gradients, as
+    `gradient_accumulation_steps` does. Weights are those of the unsplit model with the same micro-batches, bit for
+    bit. Batch normalization takes the statistics of a micro-batch.
+
+        model = build()                         # under tf.device("CPU"), if no device can hold it
+        hvd.split(model, layers=2, micro_batches=4)
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam()), "mse")
+
+    Args:
+        model: Built functional or sequential model, not compiled yet.
+        layers: Number of stages. Where to cut is chosen such that the largest stage has as few bytes as possible:
+            those of weights, gradients and two slots, and of the outputs of 32 rows.
+        micro_batches: Number of parts of each batch; a batch must have at least as many rows.
+        stages: Names of the layers with which the second and further stages begin.
+        devices: Devices of the stages. Default: the logical GPUs of this process, else its logical CPUs.
+
+    Returns:
+        The stages.
+
+    Raises:
+        ValueError: The model is subclassed, has a `train_step` of its own, or too few places at which one tensor is all
+            that the next layers need; or there are fewer devices than stages.
+    """
+    if not isinstance(model, keras.Sequential) and not hasattr(model, "_nodes_by_depth"):
+        raise ValueError(f"split: {type(model).__name__} is a class of its own: build a functional or sequential model")
+    calls = keras.Sequential.call, Functional.call
+    if type(model).train_step is not keras.Model.train_step or type(model).call not in calls:
+        raise ValueError(
+            f"split: {type(model).__name__} has a train_step or call of its own, which cannot be taken apart"
+        )
+    if model.compiled and any(one.built for one in optimizers_of(model)):
+        raise ValueError("split: the optimizer has slots already, which would not lie beside the weights: split before")
+    functional = model._functional if isinstance(model, keras.Sequential) else model
+    if functional is None:
+        raise ValueError("split: the model is not built: give it an Input, or call build")
+    made = stages_of(functional, layers, stages, devices or own_devices(layers))
+    for stage in made:
+        for variable in stage.model.variables:
+            move(variable, stage.device)
+    step = Step(model, made, micro_batches)
+    object.__setattr__(model, "call", step.call)
+    object.__setattr__(model, "train_step", step.train_step)
+    object.__setattr__(model, "ringtrain_stages", made)
+    return made
+
+
+def own_devices(number: int) -> list[str]:
+    """Names of this process' first logical devices."""
+    found = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
+    if len(found) < number:
+        raise ValueError(f"split: {number} stages, but this process has {len(found)} {found[0].device_type} devices")
+    return [f"{one.device_type}:{index}" for index, one in enumerate(found[:number])]
+
+
+def stages_of(model: keras.Model, number: int, begins: Sequence[str], devices: Sequence[str]) -> list[Stage]:
+    """Stages of a functional model, cut at the layers that are named, or so that the largest is small."""
+    nodes = [one for depth in sorted(model._nodes_by_depth, reverse=True) for one in model._nodes_by_depth[depth]]
+    cuts = places_to_cut(nodes, model.outputs)
+    names = {nodes[place].operation.name: place for place in cuts}
+    if begins:
+        for name in begins:
+            if name not in names:
+                raise ValueError(f"split: no stage can begin with layer {name}: expected some of {', '.join(names)}")
+        chosen = [names[name] for name in begins]
+        if chosen != sorted(set(chosen)) or len(chosen) != number - 1:
+            raise ValueError(f"split: {number} stages begin with {number - 1} layers in the model's order")
+    elif len(cuts) < number - 1:
+        raise ValueError(f"split: {number} stages, but the model can be cut at {len(cuts)} places: {', '.join(names)}")
+    else:
+        chosen = balanced([cost_of(node) for node in nodes], [*cuts], number)
+    edges = [model._inputs_struct, *(cuts[place] for place in chosen), model._outputs_struct]
+    return [Stage(*each) for each in zip(devices, map(keras.Model, edges[:-1], edges[1:]), strict=True)]
+
+
+def places_to_cut(nodes: Sequence[Any], outputs: Sequence[Any]) -> dict[int, Any]:
+    """Numbers of nodes in front of which one tensor holds all that the following nodes need, and that tensor."""
+    found, results = {}, {id(one) for one in keras.tree.flatten(outputs)}
+    for place in range(1, len(nodes)):
+        before, after = nodes[:place], nodes[place:]
+        made = {id(one): one for node in before for one in node.output_tensors}
+        given = {id(one) for node in before if node.is_input for one in node.output_tensors}
+        used = {id(one) for node in after for one in node.input_tensors} & made.keys()
+        shared = {id(node.operation) for node in before} & {id(node.operation) for node in after}
+        late = any(node.is_input for node in after)
+        if len(used) == 1 and not (used & given or shared or results & made.keys() or late):
+            found[place] = made[used.pop()]
+    return found
+
+
+def cost_of(node: Any) -> int:
+    """Bytes that training needs for a node: weight, gradient and two slots, and the outputs of 32 rows."""
+    weights = sum(nbytes(one.shape, one.dtype) for one in getattr(node.operation, "weights", ()))
+    return 4 * weights + 32 * sum(nbytes(one.shape[1:], one.dtype) for one in node.output_tensors)
+
+
+def balanced(costs: Sequence[int], cuts: Sequence[int], number: int) -> list[int]:
+    """The number - 1 cuts with the least largest sum of costs between them; the first of equal ones."""
+    until = [0]
+    for cost in costs:
+        until.append(until[-1] + cost)
+    best: dict[int, tuple[int, list[int]]] = {0: (0, [])}  # by the last cut: largest stage before it, cuts
+    for _ in range(number - 1):
+        best = {
+            place: min(
+                (max(largest, until[place] - until[last]), [*before, place])
+                for last, (largest, before) in best.items()
+                if last < place
+            )
+            for place in cuts
+            if any(last < place for last in best)
+        }
+    ways = [(max(largest, until[-1] - until[last]), before) for last, (largest, before) in best.items()]
+    return min(ways)[1]
+
+
+def move(variable: keras.Variable, device: str) -> None:
+    """Puts a weight, which no graph may have used, on another device."""
+    old = variable._value
+    with tf.device(device):
+        variable._value = tf.Variable(old.value(), trainable=old.trainable, dtype=old.dtype, name=variable.name)
+
+
+def cut_rows(tensors: Any, begin: Any, end: Any) -> Any:
+    """Rows of each tensor of a structure; None stays None."""
+    return None if tensors is None else keras.tree.map_structure(lambda one: one[begin:end], tensors)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Forward pass and training step of a model in stages."""
+
+    model: keras.Model
+    stages: Sequence[Stage]
+    num_parts: int
+
+    def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+        """What the model's `call` returns."""
+        for stage in self.stages:
+            inputs = stage(inputs, training)
+        return inputs
+
+    def train_step(self, data: Any) -> Any:
+        """A step of Keras: gradients of one micro-batch after the other, and one update."""
+        model = self.model
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        self._prepare_optimizer()
+        num_rows = tf.shape(keras.tree.flatten(x)[0])[0]
+        outputs, losses, gradients = [], [], []
+        for index in range(self.num_parts):
+            bounds = num_rows * index // self.num_parts, num_rows * (index + 1) // self.num_parts
+            part = [cut_rows(one, *bounds) for one in (x, y, sample_weight)]
+            share = tf.cast(bounds[1] - bounds[0], tf.float64) / tf.cast(num_rows, tf.float64)
+            y_pred, loss, found = self._gradients(part, share if self.num_parts > 1 else 1.0)
+            outputs.append(y_pred)
+            losses.append(loss)
+            gradients.append(found)
+        by_variable = {key: self._sum([each[key] for each in gradients]) for key in gradients[0]}
+        y_pred = keras.tree.map_structure(lambda *each: tf.concat(each, 0), *outputs) if losses[1:] else outputs[0]
+        model._loss_tracker.update_state(tf.add_n(losses), sample_weight=num_rows)
+        variables = model.trainable_variables
+        model.optimizer.apply_gradients([(by_variable[id(one)], one) for one in variables])
+        return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+    def _gradients(self, part: Sequence[Any], share: Any) -> tuple[Any, Any, Mapping[int, Any]]:
+        """Outputs, loss times share, and its gradients by the ids of weights: by a tape per stage, on its device.
+
+        One tape would run the whole backward pass on the first device.
+        """
+        scale: Callable[[Any], Any] = self.model.optimizer.scale_loss
+        x, y, sample_weight = part
+        last = self.stages[-1]
+        tapes: list[Any] = []
+        entries: list[Any] = []
+        targets: list[list[Any]] = []
+        tensors = x
+        for stage in self.stages:
+            with tf.device(stage.device), tf.GradientTape() as tape:
+                if entries:
+                    tensors = tf.identity(tensors)
+                    tape.watch([tensors] if tensors.dtype.is_floating else [])
+                entries.append(tensors)
+                tensors = stage(tensors, training=True)
+                if stage is last:
+                    loss = self.model._compute_loss(
+                        x=x, y=y, y_pred=tensors, sample_weight=sample_weight, training=True
+                    )
+                    loss = loss * tf.cast(share, loss.dtype)
+                    targets.append([scale(loss)])
+                else:
+                    added = stage.added_loss()
+                    added = [] if added is None else [scale(added * tf.cast(share, added.dtype))]
+                    targets.append([tensors, *added])
+            tapes.append(tape)
+        found: dict[int, Any] = {}
+        flowing: list[Any] = []
+        for number in reversed(range(len(self.stages))):
+            stage = self.stages[number]
+            variables = stage.model.trainable_variables
+            sources = [*(one.value for one in variables), *([entries[number]] if number else [])]
+            flows = [*flowing, *(tf.ones_like(one) for one in targets[number][len(flowing) :])]
+            with tf.device(stage.device):
+                gradients = tapes[number].gradient(targets[number], sources, output_gradients=flows)
+            found |= {id(one): gradient for one, gradient in zip(variables, gradients, strict=False)}
+            flowing = gradients[len(variables) :]
+        return tensors, loss, found
+
+    def _sum(self, gradients: Sequence[Any]) -> Any:
+        """Adds up a weight's gradients, from the first micro-batch to the last, on their device."""
+        if gradients[0] is None or len(gradients) == 1:
+            return gradients[0]
+        total, *others = (tf.convert_to_tensor(one) for one in gradients)
+        with tf.device(total.device):
+            for one in others:
+                total = total + one
+        return total
+
+    def _prepare_optimizer(self) -> None:
+        """Puts slots and update arithmetic on the devices of their weights."""
+        for optimizer in optimizers_of(self.model):
+            if not optimizer.built:
+                with tf.init_scope():
+                    optimizer.build(self.model.trainable_variables)
+            inner = innermost(optimizer)
+            if not hasattr(inner, "ringtrain_update_step"):
+                update_step = inner.update_step
+
+                def placed(gradient: Any, variable: Any, rate: Any, update_step: Any = update_step) -> None:
+                    with tf.device(tensor_of(variable).device):
+                        update_step(gradient, variable, rate)
+
+                object.__setattr__(inner, "ringtrain_update_step", update_step)
+                object.__setattr__(inner, "update_step", placed)

@@ -1,0 +1,191 @@
+"""Cases of hvd.split on three logical CPUs, in one process: python split_jobs.py; prints "cases N" when all hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+from tensorflow.python.eager import context
+
+from ringtrain import hvd
+from ringtrain.config import DeviceConfig
+from ringtrain.hvd.model_parallel import stages
+from ringtrain.run import devices
+
+ROWS, PARTS = 48, 4
+X = np.random.default_rng(0).normal(size=(ROWS, 8, 8, 1))
+Y = np.random.default_rng(1).integers(0, 5, ROWS)
+Weights = list[np.ndarray]
+
+
+def branched() -> keras.Model:
+    """A block with a sum, batch norm, dropout, and regularizers in the first and the last stage."""
+    inputs = keras.Input((8, 8, 1))
+    first = layers.Conv2D(4, 3, padding="same", activation="relu", kernel_regularizer="l2", name="first")(inputs)
+    second = layers.Conv2D(4, 3, padding="same", activity_regularizer="l2", name="second")(first)
+    tensor = layers.BatchNormalization(name="norm")(layers.Add(name="sum")([first, second]))
+    tensor = layers.Dense(24, activation="relu", name="wide")(layers.Flatten(name="flat")(tensor))
+    tensor = layers.Dropout(0.3, seed=1, name="drop")(tensor)
+    return keras.Model(inputs, layers.Dense(5, kernel_regularizer="l2", name="last")(tensor))
+
+
+def dense() -> keras.Model:
+    hidden = [layers.Dense(width, activation="tanh", name=f"dense-{width}") for width in (32, 24, 16)]
+    return keras.Sequential(
+        [keras.Input((8, 8, 1)), layers.Flatten(name="flat"), *hidden, layers.Dense(5, name="last")]
+    )
+
+
+def halves() -> keras.Model:
+    keras.config.set_dtype_policy("mixed_float16")
+    model = dense()
+    keras.config.set_dtype_policy("float32")
+    return model
+
+
+def texts() -> keras.Model:
+    """Rows of an embedding, and a mask that goes through stages."""
+    inputs = keras.Input((8, 8, 1))
+    words = layers.Lambda(lambda x: tf.cast(tf.abs(x[:, :, 0, 0]) * 4, "int32"), (8,))(inputs)
+    tensor = layers.LSTM(6, name="lstm")(layers.Embedding(30, 7, mask_zero=True, name="words")(words))
+    return keras.Model(inputs, layers.Dense(5, name="last")(tensor))
+
+
+def several() -> keras.Model:
+    """Two inputs and two outputs, by name."""
+    right, left = keras.Input((8, 8, 1), name="right"), keras.Input((3,), name="left")
+    tensor = layers.Concatenate(name="both")([layers.Flatten(name="flat")(right), left])
+    tensor = layers.Dense(9, activation="relu", name="wide")(tensor)
+    heads = {"small": layers.Dense(1, name="small")(tensor), "large": layers.Dense(2, name="large")(tensor)}
+    return keras.Model({"right": right, "left": left}, heads)
+
+
+def compiled(make: Callable[[], keras.Model], optimizer: Callable[[], Any], num: int, **options: Any) -> keras.Model:
+    keras.utils.set_random_seed(3)
+    model = make()
+    hvd.split(model, num, **{"micro_batches": PARTS, **options})
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(hvd.DistributedOptimizer(optimizer()), loss, metrics=["accuracy"])
+    return model
+
+
+def trained(model: keras.Model, epochs: int = 2) -> tuple[Weights, Any, Any]:
+    logs = model.fit(X, Y, batch_size=ROWS // 2, epochs=epochs, verbose=0, shuffle=False).history
+    return model.get_weights(), logs, model.evaluate(X, Y, verbose=0)
+
+
+def apart(ours: Weights, others: Weights) -> float:
+    return max(float(np.abs(one - other).max()) for one, other in zip(ours, others, strict=True))
+
+
+def stages_have_the_bits_of_one(make: Any, optimizer: Any) -> None:
+    one, *others = (trained(compiled(make, optimizer, num)) for num in (1, 2, 3))
+    for weights, logs, evaluated in others:
+        assert apart(one[0], weights) == 0
+        assert np.allclose([*logs.values()], [*one[1].values()], rtol=1e-6), logs
+        assert np.allclose(evaluated, one[2], rtol=1e-6), evaluated
+
+
+def named_inputs_and_outputs() -> None:
+    x, y = {"left": X[:, :3, 0, 0], "right": X}, {"large": X[:, :2, 1, 0], "small": X[:, 2:3, 1, 0]}
+    ended = []
+    for num in (1, 2):
+        keras.utils.set_random_seed(3)
+        model = several()
+        hvd.split(model, num, PARTS)
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), {"small": "mse", "large": "mae"})
+        model.fit(x, y, sample_weight=np.linspace(0, 1, ROWS), batch_size=20, verbose=0, shuffle=False)
+        ended.append([*model.get_weights(), *model.predict(x, verbose=0).values()])
+    assert apart(*ended) == 0
+
+
+def one_stage_is_keras_with_the_mean_of_micro_batches() -> None:
+    keras.config.set_floatx("float64")
+    ours, model = compiled(dense, lambda: keras.optimizers.SGD(0.1), 1), dense()
+    model.set_weights(ours.get_weights())
+    model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.fit(X, Y, batch_size=ROWS // 2, epochs=2, verbose=0, shuffle=False)
+    weights, _, _ = trained(ours)
+    assert apart(weights, dense().get_weights()) > 0 and apart(weights, model.get_weights()) < 1e-12
+    keras.config.set_floatx("float32")
+
+
+def a_gradient_that_is_not_passed_on_is_seen() -> None:
+    """Negative control: the second stage sends zeros to the first one."""
+    whole, _, _ = trained(compiled(dense, lambda: keras.optimizers.SGD(0.1), 1))
+    model = compiled(dense, lambda: keras.optimizers.SGD(0.1), 2)
+    step = model.train_step.__self__ if hasattr(model.train_step, "__self__") else None
+    assert isinstance(step, stages.Step)
+    gradients = step._gradients
+
+    def broken(*args: Any) -> Any:
+        outputs, loss, found = gradients(*args)
+        first = {id(one) for one in step.stages[0].model.trainable_variables}
+        return outputs, loss, {key: one * 0.0 if key in first else one for key, one in found.items()}
+
+    object.__setattr__(step, "_gradients", broken)
+    assert apart(trained(model)[0], whole) > 1e-4
+
+
+def all_of_a_stage_runs_on_its_device() -> None:
+    """Matrix products of both directions, slots and updates, as executed; control: one stage, on one device."""
+    products = {1: {"CPU:0": 11 * PARTS}, 2: {"CPU:0": 2 * PARTS, "CPU:1": 9 * PARTS}}
+    updates = {1: {"CPU:0": 8}, 2: {"CPU:0": 2, "CPU:1": 6}}
+    for num in (1, 2):
+        model = compiled(dense, lambda: keras.optimizers.SGD(0.1, momentum=0.9), num, stages=["dense-24"][: num - 1])
+        context.enable_run_metadata()
+        model.train_on_batch(X, Y)
+        nodes = [node for graph in context.context().export_run_metadata().partition_graphs for node in graph.node]
+        context.disable_run_metadata()
+        assert Counter(node.device[-5:] for node in nodes if "MatMul" in node.op) == products[num]
+        assert Counter(node.device[-5:] for node in nodes if node.op == "ResourceApplyKerasMomentum") == updates[num]
+        assert Counter(one.value.device[-5:] for one in model.optimizer.momentums) == updates[num]
+
+
+def bytes_are_counted() -> None:
+    model = compiled(dense, lambda: keras.optimizers.Adam(), 2, stages=["dense-24"])
+    sizes = [stage.bytes_of()[0] for stage in model.ringtrain_stages]
+    assert sizes == [4 * (64 * 32 + 32), 4 * (32 * 24 + 24 + 24 * 16 + 16 + 16 * 5 + 5)]
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "branched": lambda: stages_have_the_bits_of_one(branched, lambda: keras.optimizers.Adam(0.01)),
+    "texts": lambda: stages_have_the_bits_of_one(texts, lambda: keras.optimizers.Adam(0.01)),
+    "momentum": lambda: stages_have_the_bits_of_one(
+        dense, lambda: keras.optimizers.SGD(0.05, momentum=0.9, clipnorm=1.0)
+    ),
+    "loss scale": lambda: stages_have_the_bits_of_one(
+        halves, lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01))
+    ),
+    **{
+        one.__name__: one
+        for one in (
+            named_inputs_and_outputs,
+            one_stage_is_keras_with_the_mean_of_micro_batches,
+            a_gradient_that_is_not_passed_on_is_seen,
+            all_of_a_stage_runs_on_its_device,
+            bytes_are_counted,
+        )
+    },
+}
+
+
+def main() -> None:
+    devices.pin(0, 1, DeviceConfig(threads=1), {}, 3)
+    hvd.init()
+    for name, case in CASES.items():
+        keras.utils.clear_session()
+        try:
+            case()
+        except Exception as error:
+            raise AssertionError(f"{name}: {error}") from error
+    print(f"cases {len(CASES)}")
+
+
+if __name__ == "__main__":
+    main()

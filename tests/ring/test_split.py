@@ -1,0 +1,61 @@
+"""A model in stages trains the weights of the unsplit model, and resumes with other stages."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import keras
+import pytest
+from launching import ROOT, run
+
+HERE = Path(__file__).parent
+TIMEOUT_S = 600
+TRAIN = [sys.executable, "-m", "ringtrain.train", "--data.name", "digits", "--model.name", "cnn", "--train.epochs", "2"]
+TRAIN += ["--device.threads", "1", "--checkpoint.every-steps", "5", "--model.micro-batches", "4"]
+LAYERS = {0: [], 2: ["--model.split", "layers:2"], 3: ["--model.split", "layers:3"]}
+
+
+def train(folder: Path, name: str, num_stages: int, *options: str, np: int = 2):
+    words = [*TRAIN, "--run.directory", folder, "--run.name", name, *LAYERS[num_stages], *options]
+    return run(np, [str(word) for word in words], TIMEOUT_S, warm=True)
+
+
+def summary(folder: Path, name: str) -> dict:
+    return json.loads((folder / name / "summary.json").read_text())
+
+
+def test_cases_in_one_process() -> None:
+    ended = run(0, [sys.executable, HERE / "split_jobs.py"], TIMEOUT_S, env={"PYTHONPATH": str(ROOT)})
+    assert ended.returncode == 0 and "cases " in ended.stdout, ended.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    ended = train(folder, "whole", 0)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return folder / "whole"
+
+
+@pytest.mark.parametrize(("first", "then"), [(2, 3), (3, 0)])
+def test_a_killed_run_goes_on_with_other_stages(first: int, then: int, whole: Path, tmp_path: Path) -> None:
+    killed = train(tmp_path, "cut", first, "--chaos", "rank=1 step=12 mode=sigkill")
+    assert killed.returncode != 0 and "stage 2" in killed.stdout, killed.stdout + killed.stderr
+    ended = train(tmp_path, "cut", then)
+    assert ended.returncode == 0 and "after step 10," in ended.stdout, ended.stdout + ended.stderr
+    ours, unsplit = summary(tmp_path, "cut"), json.loads((whole / "summary.json").read_text())
+    assert ours["checksum"] == unsplit["checksum"] and ours["metrics"]["test_accuracy"] > 0.8
+    exported = keras.models.load_model(tmp_path / "cut" / "model.keras")
+    expected = keras.models.load_model(whole / "model.keras")
+    assert all((one == other).all() for one, other in zip(exported.get_weights(), expected.get_weights(), strict=True))
+
+
+def test_what_cannot_be_split_is_one_line(tmp_path: Path) -> None:
+    for words, said in (
+        (["--model.stages", "conv2d"], "model.split: no stage can begin with layer conv2d: expected some of "),
+        (["--model.split", "layers:99"], "model.split: 99 stages, but the model can be cut at "),
+    ):
+        ended = train(tmp_path, "none", 2, *words, np=0)
+        assert ended.returncode == 2 and said in ended.stderr and ended.stderr.count("\n") == 1, ended.stderr

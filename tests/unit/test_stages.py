@@ -1,0 +1,101 @@
+"""Where a model is cut, what is refused, and which devices a rank with several has."""
+
+from __future__ import annotations
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from keras import layers
+
+from ringtrain import config_io, hvd
+from ringtrain.config import DeviceConfig
+from ringtrain.errors import ConfigError, DeviceError
+from ringtrain.hvd.model_parallel import stages
+from ringtrain.run import devices
+
+CPU = ["CPU:0"] * 9
+
+
+@given(st.lists(st.integers(0, 50), min_size=4, max_size=9), st.integers(2, 4))
+def test_the_largest_stage_is_as_small_as_it_can_be(costs: list[int], number: int) -> None:
+    def largest(cuts: tuple[int, ...]) -> int:
+        edges = (0, *cuts, len(costs))
+        return max(sum(costs[begin:end]) for begin, end in itertools.pairwise(edges))
+
+    places = range(1, len(costs))
+    best = min(largest(cuts) for cuts in itertools.combinations(places, number - 1))
+    assert largest(tuple(stages.balanced(costs, [*places], number))) == best
+
+
+def test_a_stage_begins_where_one_tensor_is_all_that_it_needs() -> None:
+    inputs = keras.Input((6,))
+    first = layers.Dense(6, name="first")(inputs)
+    second = layers.Dense(6, name="second")(first)
+    model = keras.Model(inputs, layers.Dense(2, name="last")(layers.Add(name="sum")([first, second])))
+    made = stages.stages_of(model, 2, ["second"], CPU[:2])
+    assert [[layer.name for layer in stage.layers] for stage in made] == [["first"], ["second", "sum", "last"]]
+    with pytest.raises(ValueError, match="no stage can begin with layer sum: expected some of second, last"):
+        stages.stages_of(model, 2, ["sum"], CPU[:2])
+    with pytest.raises(ValueError, match="9 stages, but the model can be cut at 2 places"):
+        stages.stages_of(model, 9, [], CPU)
+    with pytest.raises(ValueError, match="3 stages begin with 2 layers in the model's order"):
+        stages.stages_of(model, 3, ["last", "second"], CPU[:3])
+
+
+def test_a_layer_that_occurs_twice_is_in_one_stage() -> None:
+    inputs, twice = keras.Input((6,)), layers.Dense(6, name="twice")
+    tensor = layers.Dense(6, name="between")(twice(inputs))
+    model = keras.Model(inputs, layers.Dense(1, name="last")(twice(tensor)))
+    with pytest.raises(ValueError, match=r"expected some of last$"):
+        stages.stages_of(model, 2, ["between"], CPU[:2])
+
+
+class Own(keras.Model):
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+def test_what_cannot_be_split_is_refused() -> None:
+    inputs = keras.Input((6,))
+    with pytest.raises(ValueError, match="Own has a train_step or call of its own"):
+        hvd.split(Own(inputs, layers.Dense(1)(inputs)), 1)
+    with pytest.raises(ValueError, match="is not built"):
+        hvd.split(keras.Sequential([layers.Dense(1)]), 1)
+    with pytest.raises(ValueError, match="9 stages, but this process has "):
+        hvd.split(keras.Sequential([keras.Input((6,)), layers.Dense(1)]), 9)
+    trained = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
+    trained.compile("sgd", "mse")
+    trained.train_on_batch(np.ones((2, 6)), np.ones((2, 1)))
+    with pytest.raises(ValueError, match="has slots already"):
+        hvd.split(trained, 1)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--model.split", "layers:1"],
+        ["--model.split", "rows:2"],
+        ["--model.micro-batches", "64"],
+        ["--model.split", "layers:2", "--optimizer.sharded"],
+        ["--model.micro-batches", "2", "--model.sync-batch-norm"],
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"model\.(split|stages|micro_batches)"):
+        config_io.read(words)
+
+
+def test_each_rank_has_the_next_gpus_of_its_host() -> None:
+    def of(gpus: int, local_rank: int, local_size: int, num_devices: int) -> devices.Pinning:
+        return devices.plan([*range(gpus)], local_rank, local_size, DeviceConfig(), 8, 8, "node1", num_devices)
+
+    assert [of(8, rank, 4, 2).gpu for rank in range(4)] == [0, 2, 4, 6]
+    assert of(2, 3, 4, 2).gpu == 0, "the launcher shows each rank its own two"
+    assert str(of(8, 1, 4, 2)).startswith("2 times GPU")
+    with pytest.raises(DeviceError, match=r"^node1: 4 ranks with 3 devices each, but 8 GPUs: start fewer ranks"):
+        of(8, 2, 4, 3)
+    assert of(0, 0, 2, 2) == devices.Pinning(num_threads=2, num_devices=2), "logical CPUs share the rank's cores"
