@@ -88,7 +88,7 @@ def prepare(config: Config, environ: MutableMapping[str, str] = os.environ) -> N
     for refused in kind.refused:
         option, _, value = refused.partition(" ")
         given = value_of(config, option)
-        if str(given) == value or (not value and given != value_of(defaults, option)):
+        if str(given) == value if value else given != value_of(defaults, option):
             raise ConfigError(f"strategy.name: {name} has no {option} {given}: leave it out, or train with ring")
     if not kind.collectives:
         environ.pop(COLLECTIVES, None)
