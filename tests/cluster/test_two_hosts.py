@@ -63,6 +63,21 @@ def test_six_ranks_on_hosts_of_one_two_and_three_slots(make_lab, launcher, tmp_p
     lab.wait_for(lambda: nothing_lives(hosts), TIMEOUT_S, "nothing of the job lives")
 
 
+def test_a_rank_with_two_devices_on_each_host_trains_the_weights_of_the_unsplit_model(three_hosts, tmp_path):
+    train = [*three_hosts.warm_python(), "-m", "ringtrain.train", "--data.name", "digits", "--train.epochs", "1"]
+    train += ["--model.micro-batches", "4", "--device.threads", "1", "--run.directory", tmp_path]
+    checksums = {}
+    for name, options in {"whole": [], "stages": ["--model.split", "layers:2"], "other": ["--seed", "1"]}.items():
+        argv = ["ringtrain", "launch", "-H", "host1:1,host2:1", "--", *train, "--run.name", name, *options]
+        ended = three_hosts.run("host1", argv, TIMEOUT_S, env={"PYTHONPATH": str(launching.ROOT)})
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert (" on CPU:1: weights " in ended.stdout) == (name == "stages"), ended.stdout
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        assert summary["hosts"] == ["host1", "host2"] and summary["in_sync"] is True
+        checksums[name] = summary["checksum"]
+    assert checksums["stages"] == checksums["whole"] != checksums["other"]
+
+
 def test_a_function_on_two_hosts_needs_a_directory_that_both_see(two_hosts, tmp_path):
     shared, other = tmp_path / "shared", tmp_path / "other"
     shared.mkdir()

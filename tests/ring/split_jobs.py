@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+import tempfile
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -11,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 from tensorflow.python.eager import context
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from ringtrain import hvd
 from ringtrain.config import DeviceConfig
@@ -121,14 +126,13 @@ def a_gradient_that_is_not_passed_on_is_seen() -> None:
     model = compiled(dense, lambda: keras.optimizers.SGD(0.1), 2)
     step = model.train_step.__self__ if hasattr(model.train_step, "__self__") else None
     assert isinstance(step, stages.Step)
-    gradients = step._gradients
+    backward = step._backward
 
-    def broken(*args: Any) -> Any:
-        outputs, loss, found = gradients(*args)
-        first = {id(one) for one in step.stages[0].model.trainable_variables}
-        return outputs, loss, {key: one * 0.0 if key in first else one for key, one in found.items()}
+    def broken(done: Any, after: Any, total: dict[int, Any]) -> None:
+        backward(done, after, total)
+        total |= {id(one): total[id(one)] * 0.0 for one in step.stages[0].model.trainable_variables}
 
-    object.__setattr__(step, "_gradients", broken)
+    object.__setattr__(step, "_backward", broken)
     assert apart(trained(model)[0], whole) > 1e-4
 
 
@@ -145,6 +149,44 @@ def all_of_a_stage_runs_on_its_device() -> None:
         assert Counter(node.device[-5:] for node in nodes if "MatMul" in node.op) == products[num]
         assert Counter(node.device[-5:] for node in nodes if node.op == "ResourceApplyKerasMomentum") == updates[num]
         assert Counter(one.value.device[-5:] for one in model.optimizer.momentums) == updates[num]
+
+
+def busy(num_parts: int) -> dict[tuple[int, bool, int], tuple[float, float]]:
+    """First begin and last end, in ms, of a step's matrix products, by stage, backward or not, and micro-batch."""
+    wide = [layers.Dense(512, activation="relu", name=f"wide-{number}") for number in range(8)]
+    with tf.device("CPU:0"):
+        model = keras.Sequential([keras.Input((512,)), *wide])
+    hvd.split(model, 2, num_parts, ["wide-4"])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
+    x = np.random.default_rng(0).normal(size=(512, 512)).astype("float32")
+    model.train_on_batch(x, x)
+    with tempfile.TemporaryDirectory() as folder:
+        tf.profiler.experimental.start(folder)
+        model.train_on_batch(x, x)
+        tf.profiler.experimental.stop()
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        space = xplane_pb2.XSpace.FromString(file.read_bytes())
+    spans: dict[tuple[int, bool, int], tuple[float, float]] = {}
+    for plane in space.planes:
+        for line, event in ((one, event) for one in plane.lines for event in one.events):
+            name = plane.event_metadata[event.metadata_id].name
+            found = re.search(r"stage_(\d)_part_(\d+)/.*MatMul$", name)
+            if found:
+                key = int(found[1]), name.startswith("gradient_tape"), int(found[2])
+                begin = line.timestamp_ns / 1e6 + event.offset_ps / 1e9
+                first, last = spans.get(key, (begin, begin))
+                spans[key] = min(first, begin), max(last, begin + event.duration_ps / 1e9)
+    return spans
+
+
+def stages_work_at_the_same_time_each_on_one_micro_batch() -> None:
+    spans = busy(PARTS)
+    assert len(spans) == 4 * PARTS, spans.keys()
+    for stage in (1, 2):
+        in_order = [spans[key] for key in sorted(spans) if key[0] == stage]
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(in_order)), (stage, spans)
+    firsts, seconds = ([span for key, span in spans.items() if key[0] == stage] for stage in (1, 2))
+    assert any(one[0] < other[1] and other[0] < one[1] for one in firsts for other in seconds), spans
 
 
 def bytes_are_counted() -> None:
@@ -169,6 +211,7 @@ CASES: dict[str, Callable[[], None]] = {
             one_stage_is_keras_with_the_mean_of_micro_batches,
             a_gradient_that_is_not_passed_on_is_seen,
             all_of_a_stage_runs_on_its_device,
+            stages_work_at_the_same_time_each_on_one_micro_batch,
             bytes_are_counted,
         )
     },

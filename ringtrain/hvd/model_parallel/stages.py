@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -186,6 +186,23 @@ def cut_rows(tensors: Any, begin: Any, end: Any) -> Any:
     return None if tensors is None else keras.tree.map_structure(lambda one: one[begin:end], tensors)
 
 
+def _marker(tensor: Any) -> Any:
+    """A value that exists when the tensor does. As a control input the tensor itself would not be fused with others."""
+    with tf.device(tensor.device):
+        return tf.reshape(tensor, [-1])[:1]
+
+
+@dataclass
+class Pass:
+    """Forward pass of a micro-batch: by stage its tape, input, and the tensors that have gradients."""
+
+    tapes: list[Any] = field(default_factory=list)
+    entries: list[Any] = field(default_factory=list)
+    targets: list[list[Any]] = field(default_factory=list)
+    outputs: Any = None
+    loss: Any = None
+
+
 @dataclass(frozen=True)
 class Step:
     """Forward pass and training step of a model in stages."""
@@ -206,74 +223,81 @@ class Step:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         self._prepare_optimizer()
         num_rows = tf.shape(keras.tree.flatten(x)[0])[0]
-        outputs, losses, gradients = [], [], []
-        for index in range(self.num_parts):
-            bounds = num_rows * index // self.num_parts, num_rows * (index + 1) // self.num_parts
-            part = [cut_rows(one, *bounds) for one in (x, y, sample_weight)]
-            share = tf.cast(bounds[1] - bounds[0], tf.float64) / tf.cast(num_rows, tf.float64)
-            y_pred, loss, found = self._gradients(part, share if self.num_parts > 1 else 1.0)
-            outputs.append(y_pred)
-            losses.append(loss)
-            gradients.append(found)
-        by_variable = {key: self._sum([each[key] for each in gradients]) for key in gradients[0]}
+        after: list[list[Any]] = [[] for _ in self.stages]
+        parts = self._parts((x, y, sample_weight), num_rows)
+        passes: Any = (self._forward(index, *part, after) for index, part in enumerate(parts))
+        if len(self.stages) > 1:  # all forward passes first; else each one's memory is free before the next
+            passes = [*passes]
+        outputs, losses = [], []
+        total: dict[int, Any] = {}
+        for one in passes:
+            outputs.append(one.outputs)
+            losses.append(one.loss)
+            self._backward(one, after, total)
         y_pred = keras.tree.map_structure(lambda *each: tf.concat(each, 0), *outputs) if losses[1:] else outputs[0]
         model._loss_tracker.update_state(tf.add_n(losses), sample_weight=num_rows)
-        variables = model.trainable_variables
-        model.optimizer.apply_gradients([(by_variable[id(one)], one) for one in variables])
+        model.optimizer.apply_gradients([(total[id(one)], one) for one in model.trainable_variables])
         return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
-    def _gradients(self, part: Sequence[Any], share: Any) -> tuple[Any, Any, Mapping[int, Any]]:
-        """Outputs, loss times share, and its gradients by the ids of weights: by a tape per stage, on its device.
+    def _parts(self, data: Sequence[Any], num_rows: Any) -> Iterator[tuple[Sequence[Any], Any]]:
+        """Micro-batches, and the share of each in the rows of the batch."""
+        for index in range(self.num_parts):
+            begin, end = (num_rows * edge // self.num_parts for edge in (index, index + 1))
+            share = tf.cast(end - begin, tf.float64) / tf.cast(num_rows, tf.float64) if self.num_parts > 1 else 1.0
+            yield [cut_rows(one, begin, end) for one in data], share
 
-        One tape would run the whole backward pass on the first device.
+    def _forward(self, index: int, part: Sequence[Any], share: Any, after: list[list[Any]]) -> Pass:
+        """Forward pass of a micro-batch, which timelines show under the names of its stages.
+
+        A tape per stage: a single one would run the whole backward pass on the first device. In `after` is what a
+        device did last, which must end before it begins with this: otherwise a device would run micro-batches in any
+        order, and the next stage wait.
         """
         scale: Callable[[Any], Any] = self.model.optimizer.scale_loss
         x, y, sample_weight = part
-        last = self.stages[-1]
-        tapes: list[Any] = []
-        entries: list[Any] = []
-        targets: list[list[Any]] = []
+        done = Pass()
         tensors = x
-        for stage in self.stages:
-            with tf.device(stage.device), tf.GradientTape() as tape:
-                if entries:
+        for number, stage in enumerate(self.stages):
+            scope = tf.name_scope(f"stage_{number + 1}_part_{index + 1}")
+            with tf.device(stage.device), scope, tf.control_dependencies(after[number]), tf.GradientTape() as tape:
+                if number:
                     tensors = tf.identity(tensors)
                     tape.watch([tensors] if tensors.dtype.is_floating else [])
-                entries.append(tensors)
+                done.entries.append(tensors)
                 tensors = stage(tensors, training=True)
-                if stage is last:
+                if stage is self.stages[-1]:
                     loss = self.model._compute_loss(
                         x=x, y=y, y_pred=tensors, sample_weight=sample_weight, training=True
                     )
-                    loss = loss * tf.cast(share, loss.dtype)
-                    targets.append([scale(loss)])
+                    done.outputs, done.loss = tensors, loss * tf.cast(share, loss.dtype)
+                    done.targets.append([scale(done.loss)])
                 else:
                     added = stage.added_loss()
                     added = [] if added is None else [scale(added * tf.cast(share, added.dtype))]
-                    targets.append([tensors, *added])
-            tapes.append(tape)
-        found: dict[int, Any] = {}
+                    done.targets.append([tensors, *added])
+            done.tapes.append(tape)
+            after[number] = [_marker(one) for one in done.targets[-1]]
+        return done
+
+    def _backward(self, done: Pass, after: list[list[Any]], total: dict[int, Any]) -> None:
+        """Backward pass of a micro-batch; adds its gradients to those of earlier ones, by the ids of weights."""
         flowing: list[Any] = []
         for number in reversed(range(len(self.stages))):
             stage = self.stages[number]
             variables = stage.model.trainable_variables
-            sources = [*(one.value for one in variables), *([entries[number]] if number else [])]
-            flows = [*flowing, *(tf.ones_like(one) for one in targets[number][len(flowing) :])]
-            with tf.device(stage.device):
-                gradients = tapes[number].gradient(targets[number], sources, output_gradients=flows)
-            found |= {id(one): gradient for one, gradient in zip(variables, gradients, strict=False)}
+            sources = [*(one.value for one in variables), *([done.entries[number]] if number else [])]
+            targets = done.targets[number]
+            with tf.device(stage.device), tf.control_dependencies(after[number]):
+                flows = [*flowing, *(tf.ones_like(one) for one in targets[len(flowing) :])]
+                gradients = done.tapes[number].gradient(targets, sources, output_gradients=flows)
+                for one, gradient in zip(variables, gradients, strict=False):
+                    if gradient is not None and self.num_parts > 1:
+                        gradient = tf.convert_to_tensor(gradient)  # of an embedding's rows
+                        gradient = gradient if total.get(id(one)) is None else total[id(one)] + gradient
+                    total[id(one)] = gradient
             flowing = gradients[len(variables) :]
-        return tensors, loss, found
-
-    def _sum(self, gradients: Sequence[Any]) -> Any:
-        """Adds up a weight's gradients, from the first micro-batch to the last, on their device."""
-        if gradients[0] is None or len(gradients) == 1:
-            return gradients[0]
-        total, *others = (tf.convert_to_tensor(one) for one in gradients)
-        with tf.device(total.device):
-            for one in others:
-                total = total + one
-        return total
+            ended = [_marker(one) for one in flowing if one is not None]
+            after[number] = [*ended, *(total[id(one)] for one in variables if total[id(one)] is not None)]
 
     def _prepare_optimizer(self) -> None:
         """Puts slots and update arithmetic on the devices of their weights."""
