@@ -46,6 +46,13 @@ def test_a_stage_begins_where_one_tensor_is_all_that_it_needs() -> None:
         stages.stages_of(model, 3, ["last", "second"], CPU[:3])
 
 
+def test_a_stage_does_not_begin_with_the_activation_of_a_layer() -> None:
+    hidden = [layers.Dense(4, name="first"), layers.Activation("tanh", name="tanh"), layers.Dense(4, name="last")]
+    model = keras.Sequential([keras.Input((6,)), *hidden])
+    with pytest.raises(ValueError, match=r"no stage can begin with layer tanh: expected some of last$"):
+        stages.stages_of(model._functional, 2, ["tanh"], CPU[:2])
+
+
 def test_a_layer_that_occurs_twice_is_in_one_stage() -> None:
     inputs, twice = keras.Input((6,)), layers.Dense(6, name="twice")
     tensor = layers.Dense(6, name="between")(twice(inputs))

@@ -14,6 +14,9 @@ from keras.src.models.functional import Functional
 from ringtrain.hvd.collectives import tensor_of
 from ringtrain.hvd.keras_patches import innermost, optimizers_of
 
+FUSED = tuple(getattr(keras.layers, name) for name in ("Activation", "ReLU", "LeakyReLU", "PReLU", "ELU", "Softmax"))
+"""layers that TensorFlow computes together with the one before, with other last bits: they stay in its stage"""
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -142,7 +145,7 @@ def places_to_cut(nodes: Sequence[Any], outputs: Sequence[Any]) -> dict[int, Any
         given = {id(one) for node in before if node.is_input for one in node.output_tensors}
         used = {id(one) for node in after for one in node.input_tensors} & made.keys()
         shared = {id(node.operation) for node in before} & {id(node.operation) for node in after}
-        late = any(node.is_input for node in after)
+        late = any(node.is_input for node in after) or isinstance(nodes[place].operation, FUSED)
         if len(used) == 1 and not (used & given or shared or results & made.keys() or late):
             found[place] = made[used.pop()]
     return found
