@@ -1,9 +1,14 @@
-"""Cases of hvd.split on three logical CPUs, in one process: python split_jobs.py; prints "cases N" when all hold."""
+"""Cases of hvd.split on three logical CPUs, in one process; prints "cases N" when all hold.
+
+python tests/ring/split_jobs.py
+python tests/ring/split_jobs.py idle     # share of a step in which each of two stages waits, by micro-batches
+"""
 
 from __future__ import annotations
 
 import itertools
 import re
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -179,6 +184,14 @@ def busy(num_parts: int) -> dict[tuple[int, bool, int], tuple[float, float]]:
     return spans
 
 
+def idle(num_parts: int) -> list[float]:
+    """Shares of the time between a step's first and last matrix product in which each of two stages computes none."""
+    spans = busy(num_parts)
+    whole = max(end for _, end in spans.values()) - min(begin for begin, _ in spans.values())
+    times = [sum(end - begin for (one, _, _), (begin, end) in spans.items() if one == stage) for stage in (1, 2)]
+    return [1 - time / whole for time in times]
+
+
 def stages_work_at_the_same_time_each_on_one_micro_batch() -> None:
     spans = busy(PARTS)
     assert len(spans) == 4 * PARTS, spans.keys()
@@ -221,6 +234,11 @@ CASES: dict[str, Callable[[], None]] = {
 def main() -> None:
     devices.pin(0, 1, DeviceConfig(threads=1), {}, 3)
     hvd.init()
+    if sys.argv[1:] == ["idle"]:
+        for num_parts in (1, 2, 4, 8, 16):
+            shares = " ".join(f"{share:.2f}" for share in np.median([idle(num_parts) for _ in range(5)], 0))
+            print(f"{num_parts:2} micro-batches: {shares}, equal stages {1 / (num_parts + 1):.2f}")
+        return
     for name, case in CASES.items():
         keras.utils.clear_session()
         try:
