@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -58,10 +59,11 @@ DEVICE = Rule(
     lambda value: value == "cpu:0" or (value[:4] == "gpu:" and value[4:].isdecimal()),
     {"pattern": "^(cpu:0|gpu:[0-9]+)$"},
 )
+SPLITS = "|(layers|columns):([2-9]|[1-9][0-9]+)"
 SPLIT = Rule(
-    "layers:2, layers:3, ...",
-    lambda value: not value or (value[:7] == "layers:" and value[7:].isdecimal() and int(value[7:]) > 1),
-    {"pattern": "^(|layers:([2-9]|[1-9][0-9]+))$"},
+    "layers:2, columns:2, ...",
+    lambda value: re.fullmatch(SPLITS, value) is not None,
+    {"pattern": f"^({SPLITS})$"},
 )
 ASCENDING_EPOCHS = Rule(
     "epochs above 0, each after the one before",

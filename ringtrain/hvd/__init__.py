@@ -118,6 +118,7 @@ from ringtrain.hvd.collectives import (
 )
 from ringtrain.hvd.distributed import GradientNorm, track_gradient_norm, weigh_gradients
 from ringtrain.hvd.keras_patches import jit_gradients, optimizers_of
+from ringtrain.hvd.model_parallel.columns import Whole, columns_of, refuse_optimizer, whole_variables
 from ringtrain.hvd.model_parallel.stages import split
 from ringtrain.hvd.optimizer import (
     DistributedGradientTape,

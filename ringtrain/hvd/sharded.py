@@ -202,14 +202,14 @@ def refuse_sharding(optimizer: Any, reduction: Any) -> None:
     }
     if reason := next((reason for reason, holds in reasons.items() if holds), ""):
         raise ValueError(f"sharded=True: {reason}")
-    if not _is_elementwise(inner):
+    if not is_elementwise(inner):
         raise ValueError(
             f"sharded=True: {name} does not update each weight by itself (it uses norms, means or products of a whole"
             " variable): use an elementwise optimizer such as SGD, Adam, AdamW, RMSprop or Lion"
         )
 
 
-def _is_elementwise(optimizer: Any) -> bool:
+def is_elementwise(optimizer: Any) -> bool:
     """Whether the parts of a matrix are updated as the whole matrix is, by copies of the optimizer."""
     config = {**optimizer.get_config(), "learning_rate": 0.1, "gradient_accumulation_steps": None}
     config["global_clipnorm"] = None  # works on the norm of all variables, which is summed over the ranks

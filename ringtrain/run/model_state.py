@@ -40,6 +40,7 @@ def require_same_model(source: checkpoint.Checkpoint, model: keras.Model, weight
 
 def shapes_of(variables: Sequence[Any]) -> list[list[Any]]:
     """Returns [name, shape, dtype] of each Keras variable, to identify a model; of a sharded slot the whole shape."""
+    variables = hvd.whole_variables(variables)
     parts = [hvd.part_of(variable) for variable in variables]
     wholes = [part.variable if part else variable for part, variable in zip(parts, variables, strict=True)]
     shapes = [list(variable.shape) for variable in wholes]
@@ -47,7 +48,9 @@ def shapes_of(variables: Sequence[Any]) -> list[list[Any]]:
 
 
 def shared_variables(model: keras.Model) -> list[Any]:
-    return [*model.weights, *(variable for one in hvd.optimizers_of(model) for variable in one.variables)]
+    """Weights and optimizer; parts on several devices as the variables of the undivided model."""
+    slots = (variable for one in hvd.optimizers_of(model) for variable in one.variables)
+    return hvd.whole_variables([*model.weights, *slots])
 
 
 def plan_of_slots(model: keras.Model) -> dict[str, str]:
@@ -97,7 +100,7 @@ def shared_state(
     }
     places = {id(variable): f"{index:05d}" for index, variable in enumerate(own_variables(model))}
     averaged = {id(variable) for variable in hvd.moving_statistics(model, not_averaged)}
-    for index, variable in enumerate(model.weights):
+    for index, variable in enumerate(shared_variables(model)):
         if id(variable) in averaged:
             arrays = [_loaded(variable, rank[places[id(variable)]]) for rank in own if places[id(variable)] in rank]
             if arrays:  # else they are equal
@@ -245,7 +248,7 @@ def _loaded(variable: Any, array: NDArray[Any]) -> NDArray[Any]:
 
 def _held(variable: Any) -> Any:
     """Returns the current value. A variable that changes while its tensor is referenced gets new memory."""
-    tensor = hvd.copies_of(variable)[0].read_value()
+    tensor = (variable if isinstance(variable, hvd.Whole) else hvd.copies_of(variable)[0]).read_value()
     return tensor if "CPU" in tensor.device else storable(tensor)  # saves GPU memory
 
 

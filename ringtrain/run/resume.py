@@ -321,11 +321,13 @@ def load_weights(model: keras.Model, source: Path) -> None:
             weights = keras.models.load_model(source, compile=False).get_weights()
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{source}: cannot be read as a Keras model: {error}") from error
-        if [w.shape for w in weights] != [tuple(v.shape) for v in model.weights]:
+        variables = hvd.whole_variables(model.weights)
+        if [w.shape for w in weights] != [tuple(v.shape) for v in variables]:
             raise CheckpointError(f"{source}: has weights of other shapes: use a model of the same architecture")
-        model.set_weights(weights)
+        for variable, weight in zip(variables, weights, strict=True):
+            variable.assign(weight)
         return
     newest, _ = _find(source, must=True)
     if newest is not None:
         model_state.require_same_model(newest, model, weights_only=True)
-        model_state.assign(model.weights, newest.arrays("state"))
+        model_state.assign(hvd.whole_variables(model.weights), newest.arrays("state"))

@@ -128,11 +128,13 @@ def compiled_model(
 
     keras.config.set_dtype_policy(config.train.precision)
     keras.utils.set_random_seed(config.seed)
-    on_host = (
-        tf.device("CPU:0") if config.model.split else contextlib.nullcontext()
-    )  # one device may not hold all of it
+    # One device may not hold all of it.
+    on_host = tf.device("CPU:0") if config.model.split else contextlib.nullcontext()
     with strategy.scope(), on_host:
         model = named.build_model(data_set.input_shape, data_set.num_classes)
+        rows: dict[str, str] = {} if plan is None else plan
+        if config.model.split or config.model.micro_batches > 1:
+            rows |= split_model(model, config)
         is_compiled, has_own = model.compiled, _has_own_optimizer(model, config)
         optimizer = model.optimizer if has_own else optimizers.build(config, numbers, model)
     if config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model, strategy.device_of_sums):
@@ -141,9 +143,11 @@ def compiled_model(
         train_only(model, config.model.trainable)
     _check_not_averaged(model, config.model.not_averaged)
     models.seed_by_rank(model, config.seed, hvd.rank())
-    rows: dict[str, str] = {} if plan is None else plan
-    if config.model.split or config.model.micro_batches > 1:
-        rows |= split_model(model, config)
+    if "columns" in config.model.split:
+        try:
+            hvd.refuse_optimizer(optimizer)
+        except ValueError as error:
+            raise ConfigError(f"model.{error}") from None
     if config.train.precision == "mixed_float16" and not has_own:
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     if distributed:
@@ -180,19 +184,22 @@ def compiled_model(
 
 
 def split_model(model: keras.Model, config: Config) -> dict[str, str]:
-    """Divides a model into stages on this rank's devices; returns rows of the plan."""
+    """Divides a model over this rank's devices; returns rows of the plan."""
     from ringtrain import hvd
 
     options = config.model
+    layers, columns = (options.num_devices if kind in options.split else 1 for kind in ("layers", "columns"))
     try:
-        stages = hvd.split(model, options.num_devices, options.micro_batches, options.stages)
+        stages = hvd.split(model, layers, options.micro_batches, options.stages, columns)
     except ValueError as error:
         raise ConfigError(f"model.{error}") from None
     rows = {"micro-batches": f"{options.micro_batches} of {config.train.batch_size / options.micro_batches:g} rows"}
+    for number, (device, (num_bytes, names)) in enumerate(hvd.columns_of(model).items(), start=1):
+        rows[f"part {number}"] = f"on {device}: weights {num_bytes / 1e6:.3g} MB of {', '.join(names)}"
     for number, stage in enumerate(stages if stages[1:] else [], start=1):
         weights, outputs = stage.bytes_of()
-        layers = f"{stage.layers[0].name} to {stage.layers[-1].name} on {stage.device}"
-        rows[f"stage {number}"] = f"{layers}: weights {weights / 1e6:.3g} MB, outputs {outputs / 1e3:.3g} kB per row"
+        place = f"{stage.layers[0].name} to {stage.layers[-1].name} on {stage.device}"
+        rows[f"stage {number}"] = f"{place}: weights {weights / 1e6:.3g} MB, outputs {outputs / 1e3:.3g} kB per row"
     return rows
 
 

@@ -93,6 +93,91 @@ def apart(ours: Weights, others: Weights) -> float:
     return max(float(np.abs(one - other).max()) for one, other in zip(ours, others, strict=True))
 
 
+def divided() -> keras.Model:
+    """Convolutions and a pair of Dense layers by columns and rows; softmax of a whole output; what stays whole."""
+    inputs = keras.Input((8, 8, 1))
+    tensor = layers.Conv2D(6, 3, padding="same", activation="relu", kernel_regularizer="l2", name="conv")(inputs)
+    tensor = layers.Conv2D(7, 3, strides=2, activation="tanh", name="conv-2")(tensor)
+    tensor = layers.Flatten(name="flat")(layers.BatchNormalization(name="norm")(tensor))
+    tensor = layers.Dense(20, activation="gelu", name="wide")(tensor)
+    tensor = layers.Dense(12, activation="softmax", name="soft")(tensor)
+    tensor = layers.Dense(9, activation="relu", use_bias=False, name="plain")(layers.Dropout(0.2, seed=1)(tensor))
+    tensor = layers.Dense(8, kernel_constraint="non_neg", name="bound")(tensor)
+    return keras.Model(inputs, layers.Dense(5, name="last")(tensor))
+
+
+def rows_of_words() -> keras.Model:
+    inputs = keras.Input((8, 8, 1))
+    words = keras.ops.cast(keras.ops.abs(inputs[:, :, 0, 0]) * 4, "int32")
+    tensor = layers.Embedding(30, 7, name="words")(words)
+    tensor = layers.GlobalAveragePooling1D(name="mean")(layers.Dense(6, activation="relu", name="each")(tensor))
+    return keras.Model(inputs, layers.Dense(5, name="last")(tensor))
+
+
+def by_columns(make: Callable[[], keras.Model], num: int) -> tuple[keras.Model, list[Weights]]:
+    """The trained model, and its weights and slots as the whole model has them."""
+    keras.config.set_floatx("float64")
+    model = compiled(make, lambda: keras.optimizers.Adam(0.01), 1, columns=num)
+    trained(model)
+    keras.config.set_floatx("float32")
+    wholes = [hvd.whole_variables(each) for each in (model.weights, model.optimizer.variables)]
+    return model, [[one.numpy() for one in each] for each in wholes]
+
+
+def columns_have_the_weights_and_slots_of_the_whole(make: Callable[[], keras.Model], *numbers: int) -> None:
+    _, whole = by_columns(make, 1)
+    for num in numbers:
+        model, found = by_columns(make, num)
+        assert all(apart(one, other) < 1e-12 for one, other in zip(found, whole, strict=True))
+        kinds = {"/".join(layers) for _, layers in hvd.columns_of(model).values()}
+        words = {"words (columns)/each (rows)/last (columns)"}
+        divided = "conv (columns)/conv-2 (rows)/{}wide (columns)/soft (rows)/plain (columns){}/last (columns)"
+        assert kinds == (
+            words if make is rows_of_words else {divided.format(*x) for x in (("norm/", "/bound"), ("", ""))}
+        )
+        for one in (*model.trainable_variables, *model.optimizer.variables[2:]):
+            part = re.search(r"_(columns|rows)(\d)of", one.path)
+            assert one.value.device.endswith(f"CPU:{part[2] if part else 0}"), one.path
+
+
+def a_saved_model_is_whole_and_loads_into_parts() -> None:
+    model, (weights, _) = by_columns(divided, 2)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save(f"{folder}/model.keras")
+        loaded = keras.models.load_model(f"{folder}/model.keras", compile=False)
+        assert apart(loaded.get_weights(), weights) == 0
+        assert apart([loaded.predict(X, verbose=0)], [model.predict(X, verbose=0)]) < 1e-6
+        model.save_weights(f"{folder}/model.weights.h5")
+        other = compiled(divided, lambda: keras.optimizers.Adam(0.01), 1, columns=3)
+        other.load_weights(f"{folder}/model.weights.h5")
+        assert apart([one.numpy() for one in hvd.whole_variables(other.weights)], weights) < 1e-6
+
+
+def a_partial_sum_that_is_left_out_is_seen() -> None:
+    """Negative control: one part of the rows is not added."""
+    _, (whole, _) = by_columns(divided, 1)
+    add_n, tf.add_n = tf.add_n, lambda tensors: tensors[0] if tensors[0].shape.rank else add_n(tensors)
+    try:
+        _, (found, _) = by_columns(divided, 2)
+    finally:
+        tf.add_n = add_n
+    assert apart(found, whole) > 1e-3
+
+
+def optimizers_that_need_whole_weights_are_refused() -> None:
+    for optimizer, said in (
+        (keras.optimizers.Adafactor(), "Adafactor uses norms"),
+        (keras.optimizers.SGD(clipnorm=1.0), "clipnorm needs the norms"),
+    ):
+        model = compiled(dense, lambda one=optimizer: one, 1, columns=2)
+        try:
+            model.train_on_batch(X, Y)
+        except ValueError as error:
+            assert said in str(error), error
+        else:
+            raise AssertionError(said)
+
+
 def stages_have_the_bits_of_one(make: Any, optimizer: Any) -> None:
     one, *others = (trained(compiled(make, optimizer, num)) for num in (1, 2, 3))
     for weights, logs, evaluated in others:
@@ -206,10 +291,16 @@ def bytes_are_counted() -> None:
     model = compiled(dense, lambda: keras.optimizers.Adam(), 2, stages=["dense-24"])
     sizes = [stage.bytes_of()[0] for stage in model.ringtrain_stages]
     assert sizes == [4 * (64 * 32 + 32), 4 * (32 * 24 + 24 + 24 * 16 + 16 + 16 * 5 + 5)]
+    halves = [
+        size for size, _ in hvd.columns_of(compiled(dense, lambda: keras.optimizers.Adam(), 1, columns=2)).values()
+    ]
+    assert sum(halves) == sum(sizes) and max(halves) < 0.52 * sum(sizes), halves
 
 
 CASES: dict[str, Callable[[], None]] = {
     "branched": lambda: stages_have_the_bits_of_one(branched, lambda: keras.optimizers.Adam(0.01)),
+    "columns": lambda: columns_have_the_weights_and_slots_of_the_whole(divided, 2, 3),
+    "columns of words": lambda: columns_have_the_weights_and_slots_of_the_whole(rows_of_words, 2),
     "texts": lambda: stages_have_the_bits_of_one(texts, lambda: keras.optimizers.Adam(0.01)),
     "momentum": lambda: stages_have_the_bits_of_one(
         dense, lambda: keras.optimizers.SGD(0.05, momentum=0.9, clipnorm=1.0)
@@ -224,6 +315,9 @@ CASES: dict[str, Callable[[], None]] = {
             one_stage_is_keras_with_the_mean_of_micro_batches,
             a_gradient_that_is_not_passed_on_is_seen,
             all_of_a_stage_runs_on_its_device,
+            a_saved_model_is_whole_and_loads_into_parts,
+            a_partial_sum_that_is_left_out_is_seen,
+            optimizers_that_need_whole_weights_are_refused,
             stages_work_at_the_same_time_each_on_one_micro_batch,
             bytes_are_counted,
         )

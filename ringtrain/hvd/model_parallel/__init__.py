@@ -1,4 +1,5 @@
 """A model over several devices of a rank.
 
-stages: consecutive layers on each device, with micro-batches
+stages:  consecutive layers on each device, and micro-batches
+columns: kernels in parts on the devices
 """

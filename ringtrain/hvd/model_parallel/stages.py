@@ -13,6 +13,7 @@ from keras.src.models.functional import Functional
 
 from ringtrain.hvd.collectives import tensor_of
 from ringtrain.hvd.keras_patches import innermost, optimizers_of
+from ringtrain.hvd.model_parallel.columns import columns_of, divide, refuse_optimizer
 
 FUSED = tuple(getattr(keras.layers, name) for name in ("Activation", "ReLU", "LeakyReLU", "PReLU", "ELU", "Softmax"))
 """layers that TensorFlow computes together with the one before, with other last bits: they stay in its stage"""
@@ -54,12 +55,13 @@ def nbytes(shape: Sequence[int | None], dtype: str) -> int:
 
 def split(
     model: keras.Model,
-    layers: int,
+    layers: int = 1,
     micro_batches: int = 1,
     stages: Sequence[str] = (),
+    columns: int = 1,
     devices: Sequence[str] = (),
 ) -> list[Stage]:
-    """Splits a model into consecutive stages, each on a device of its own, in place.
+    """Splits a model over several devices, in place: into consecutive stages, or its layers into parts.
 
     The weights move to the devices; `fit`, `evaluate` and `predict` run there. A step cuts its batch into
     micro-batches, so that stages work at the same time, and makes one update with the mean of their gradients, as
@@ -76,6 +78,11 @@ def split(
             those of weights, gradients and two slots, and of the outputs of 32 rows.
         micro_batches: Number of parts of each batch; a batch must have at least as many rows.
         stages: Names of the layers with which the second and further stages begin.
+        columns: Number of parts of each Dense, Conv and Embedding layer, in place of stages: output columns, or the
+            input rows that belong to the columns of the layer before. Outputs are joined or added up, so weights are
+            equal to those of the unsplit model but for rounding. `hvd.whole_variables(model.weights)` shows them as
+            the unsplit model has them, as checkpoints and `model.save` do. Optimizers must update each value of a
+            weight by itself, as SGD, Adam, AdamW, RMSprop and Lion do.
         devices: Devices of the stages. Default: the logical GPUs of this process, else its logical CPUs.
 
     Returns:
@@ -97,10 +104,15 @@ def split(
     functional = model._functional if isinstance(model, keras.Sequential) else model
     if functional is None:
         raise ValueError("split: the model is not built: give it an Input, or call build")
-    made = stages_of(functional, layers, stages, devices or own_devices(layers))
+    if columns > 1 and layers > 1:
+        raise ValueError("split: got layers and columns: choose one")
+    devices = devices or own_devices(max(layers, columns))
+    made = stages_of(functional, layers, stages, devices[:layers])
     for stage in made:
         for variable in stage.model.variables:
             move(variable, stage.device)
+    if columns > 1:
+        divide(functional, devices)
     step = Step(model, made, micro_batches)
     object.__setattr__(model, "call", step.call)
     object.__setattr__(model, "train_step", step.train_step)
@@ -307,6 +319,8 @@ class Step:
         for optimizer in optimizers_of(self.model):
             if not optimizer.built:
                 with tf.init_scope():
+                    if columns_of(self.model):
+                        refuse_optimizer(optimizer)
                     optimizer.build(self.model.trainable_variables)
             inner = innermost(optimizer)
             if not hasattr(inner, "ringtrain_update_step"):

@@ -1,0 +1,279 @@
+"""Kernels of layers in parts on the devices of a rank, as in Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053).
+
+A divided layer has a layer of its own kind per device, with a part of its output columns. If the next layer alone uses
+its output, that one has the parts of the input rows that belong to these columns, and the outputs are added up: between
+the two, each device keeps what it computed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.layers.convolutional.base_conv import BaseConv
+
+from ringtrain.hvd.keras_patches import innermost
+from ringtrain.hvd.sharded import is_elementwise
+
+ELEMENTWISE = {
+    getattr(keras.activations, name)
+    for name in (
+        *("linear", "relu", "relu6", "leaky_relu", "elu", "selu", "gelu", "silu", "mish", "exponential"),
+        *("sigmoid", "hard_sigmoid", "hard_silu", "tanh", "softplus", "softsign", "hard_tanh", "celu"),
+    )
+}
+PART = re.compile(r"_(columns|rows)\d+of\d+(?=[/_])")
+"""in the path of a part's weights, and of their slots"""
+SIZES = {keras.layers.Dense: "units", keras.layers.Embedding: "output_dim", BaseConv: "filters"}
+"""layers that can be divided, and the argument that is their number of columns"""
+WEIGHTS = {"kernel": "_kernel", "bias": "bias", "embeddings": "_embeddings"}
+"""name of a weight, and the attribute of a layer that holds it"""
+
+
+@dataclass(frozen=True)
+class Division:
+    """A layer in parts."""
+
+    layer: keras.Layer
+    parts: Sequence[keras.Layer]
+    devices: Sequence[str]
+    by_rows: bool
+    """whether the parts have input rows of the kernel; else output columns"""
+    activation: Callable[[Any], Any] | None
+    """of the layer, if it must see the whole output; else the parts apply it"""
+
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        """What the layer's `call` returns."""
+        given = [inputs] * len(self.parts)
+        if self.by_rows:
+            lengths = [part.kernel.shape[-2] for part in self.parts]
+            given = getattr(inputs, "ringtrain_parts", None) or tf.split(inputs, lengths, axis=-1)
+        outputs = [on_device(*each) for each in zip(self.parts, self.devices, given, strict=True)]
+        with tf.device(self.devices[0]):
+            output = tf.add_n(outputs) if self.by_rows else tf.concat(outputs, axis=-1)
+            if self.activation is not None:
+                return self.activation(output)
+        if not self.by_rows:
+            output.ringtrain_parts = outputs
+        return output
+
+    def whole(self) -> list[Any]:
+        """Weights of the undivided layer."""
+        return whole_variables([weight for part in self.parts for weight in part.weights])
+
+    def save(self, store: Any) -> None:
+        """Takes the place of the layer's `save_own_variables`."""
+        for index, one in enumerate(self.whole()):
+            store[str(index)] = one.numpy()
+
+    def load(self, store: Any) -> None:
+        """Takes the place of the layer's `load_own_variables`."""
+        for index, one in enumerate(self.whole()):
+            one.assign(np.asarray(store[str(index)]))
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Weights of parts, or their slots, as the variable of the undivided layer."""
+
+    parts: Sequence[Any]
+    path: str
+    axis: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = list(self.parts[0].shape)
+        shape[self.axis] = sum(part.shape[self.axis] for part in self.parts)
+        return tuple(shape)
+
+    @property
+    def dtype(self) -> str:
+        return str(self.parts[0].dtype)
+
+    def read_value(self) -> Any:
+        """The whole value, in the host's memory."""
+        with tf.device("CPU:0"):
+            return tf.concat([part.value.read_value() for part in self.parts], self.axis)
+
+    def numpy(self) -> Any:
+        return self.read_value().numpy()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.asarray(self.numpy(), dtype)
+
+    def assign(self, value: Any) -> None:
+        """Sets each part to its share of an array of the whole shape."""
+        begin = 0
+        for part in self.parts:
+            end = begin + part.shape[self.axis]
+            part.assign(value[(slice(None),) * self.axis + (slice(begin, end),)])
+            begin = end
+
+
+def whole_variables(variables: Sequence[Any]) -> list[Any]:
+    """Variables as the undivided model has them: those of parts are joined, in the place of the first."""
+    found: dict[Any, list[Any]] = {}
+    for variable in variables:
+        key = PART.sub("", variable.path) if PART.search(variable.path) else id(variable)
+        found.setdefault(key, []).append(variable)
+    return [Whole(parts, key, _axis(parts[0])) if isinstance(key, str) else parts[0] for key, parts in found.items()]
+
+
+def _axis(part: Any) -> int:
+    """Axis along which the parts of a variable are joined."""
+    kind = PART.search(part.path)
+    rank = len(part.shape)
+    return rank - 1 if kind and kind[1] == "columns" else max(rank - 2, 0)
+
+
+def divide(model: keras.Model, devices: Sequence[str]) -> list[Division]:
+    """Divides the layers of a functional model that can be divided, in place."""
+    nodes = [node for depth in sorted(model._nodes_by_depth, reverse=True) for node in model._nodes_by_depth[depth]]
+    uses: dict[int, list[Any]] = {}
+    for node in nodes:
+        for tensor in node.input_tensors:
+            uses.setdefault(id(tensor), []).append(node)
+    results = {id(tensor) for tensor in keras.tree.flatten(model.outputs)}
+    calls = Counter(id(node.operation) for node in nodes)
+    made: dict[int, Division] = {}  # by the ids of their outputs
+    for node in nodes:
+        layer = node.operation
+        argument = size_argument(layer)
+        if not argument or calls[id(layer)] > 1 or getattr(layer, argument) < len(devices):
+            continue
+        (given,) = node.input_tensors
+        before = made.get(id(given))
+        by_rows = bool(
+            before
+            and not before.by_rows
+            and before.activation is None
+            and len(uses[id(given)]) == 1
+            and id(given) not in results
+            and argument != "output_dim"
+        )
+        division = _divided(layer, argument, given.shape, before if by_rows else None, devices)
+        made[id(node.output_tensors[0])] = division
+    return list(made.values())
+
+
+def columns_of(model: keras.Model) -> dict[str, tuple[int, list[str]]]:
+    """Bytes of weights, and the layers that have some, by device of a model with divided layers; else {}."""
+    divisions = [one for layer in model.layers if (one := getattr(layer, "ringtrain_division", None))]
+    if not divisions:
+        return {}
+    found: dict[str, tuple[int, list[str]]] = {device: (0, []) for device in divisions[0].devices}
+    for layer in model.layers:
+        division = getattr(layer, "ringtrain_division", None)
+        parts = zip(division.devices, division.parts, strict=True) if division else [(divisions[0].devices[0], layer)]
+        for device, part in parts:
+            if part.weights:
+                num_bytes = sum(weight.value.dtype.size * int(np.prod(weight.shape)) for weight in part.weights)
+                kind = f" ({'rows' if division.by_rows else 'columns'})" if division else ""
+                found[device] = found[device][0] + num_bytes, [*found[device][1], layer.name + kind]
+    return found
+
+
+def refuse_optimizer(optimizer: Any) -> None:
+    """Raises ValueError for an optimizer that does not update the parts of a weight as the whole."""
+    optimizer = innermost(optimizer)
+    if optimizer.clipnorm:
+        raise ValueError("split: clipnorm needs the norms of whole weights: use global_clipnorm or clipvalue")
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer) or not is_elementwise(optimizer):
+        raise ValueError(
+            f"split: {type(optimizer).__name__} uses norms, means or products of whole weights, which columns divide:"
+            f" use one such as SGD, Adam, AdamW, RMSprop or Lion"
+        )
+
+
+def size_argument(layer: Any) -> str:
+    """Argument with the number of columns of a layer that can be divided; empty for others."""
+    found = next((name for kind, name in SIZES.items() if isinstance(layer, kind)), "")
+    if not found or not type(layer).__module__.startswith("keras."):
+        return ""
+    weights = {one.name for one in layer.weights}
+    regularizers = [getattr(layer, f"{name}_regularizer", None) for name in WEIGHTS]
+    constraints = [getattr(layer, f"{name}_constraint", None) for name in WEIGHTS]
+    kinds = keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2
+    whole_only = (
+        not weights <= WEIGHTS.keys()
+        or any(one is not None for one in constraints)
+        or not all(one is None or isinstance(one, kinds) for one in regularizers)
+        or getattr(layer, "groups", 1) > 1
+        or getattr(layer, "data_format", "channels_last") != "channels_last"
+        or layer.quantization_mode
+    )
+    return "" if whole_only else found
+
+
+def _divided(
+    layer: Any, argument: str, shape: Sequence[int | None], before: Division | None, devices: Sequence[str]
+) -> Division:
+    """Divides a layer: by the columns of the layer before, or by its own."""
+    count, size = len(devices), getattr(layer, argument)
+    kind = "rows" if before else "columns"
+    config = {**layer.get_config(), "activity_regularizer": None, "mask_zero": False}
+    config = {name: value for name, value in config.items() if name in layer.get_config()}
+    activation = getattr(layer, "activation", None)
+    is_late = activation is not None and (before is not None or activation not in ELEMENTWISE)
+    values = {weight.name: weight.numpy() for weight in layer.weights}
+    parts: list[Any] = []
+    begin = 0
+    for index, device in enumerate(devices):
+        own = {**config, "name": f"{layer.name}_{kind}{index}of{count}"}
+        if is_late:
+            own["activation"] = None
+        if before:
+            length = before.parts[index].weights[0].shape[-1]
+            own |= {"use_bias": layer.use_bias and index == 0}
+            end, given = begin + length, (*shape[:-1], length)
+        else:
+            end = size * (index + 1) // count
+            own[argument], given = end - begin, tuple(shape)
+        with tf.device(device):
+            part = type(layer).from_config(own)
+            part.build(given)
+        part.trainable = layer.trainable
+        parts.append(part)
+        begin = end
+    layer._tracker.unlock()
+    for name in WEIGHTS.values():
+        if isinstance(getattr(layer, name, None), keras.Variable):
+            delattr(layer, name)
+            object.__setattr__(layer, name, None)
+    layer._layers.extend(parts)
+    layer._tracker.lock()
+    division = Division(layer, parts, devices, before is not None, activation if is_late else None)
+    for one in division.whole():
+        one.assign(values[one.path.rpartition("/")[2]])
+    object.__setattr__(layer, "call", division.call)
+    object.__setattr__(layer, "save_own_variables", division.save)
+    object.__setattr__(layer, "load_own_variables", division.load)
+    object.__setattr__(layer, "ringtrain_division", division)
+    return division
+
+
+def on_device(layer: keras.Layer, device: str, inputs: Any) -> Any:
+    """Output of a layer that runs on a device in both directions: gradients do not follow operations by themselves."""
+
+    @tf.custom_gradient
+    def run(tensor: Any) -> Any:
+        with tf.device(device), tf.GradientTape() as tape:
+            if tensor.dtype.is_floating:
+                tape.watch(tensor)
+            output = layer(tensor)
+
+        def backward(flow: Any, variables: Sequence[Any] = ()) -> Any:
+            with tf.device(device):
+                given, *found = tape.gradient(output, [tensor, *variables], output_gradients=flow)
+            return (given, found) if variables else given
+
+        return output, backward
+
+    with tf.device(device):
+        return run(tf.identity(inputs))
