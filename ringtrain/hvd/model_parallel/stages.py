@@ -14,6 +14,7 @@ from keras.src.models.functional import Functional
 from ringtrain.hvd.collectives import tensor_of
 from ringtrain.hvd.keras_patches import innermost, optimizers_of
 from ringtrain.hvd.model_parallel.columns import columns_of, divide, refuse_optimizer
+from ringtrain.hvd.sharded import sharded_slots
 
 FUSED = tuple(getattr(keras.layers, name) for name in ("Activation", "ReLU", "LeakyReLU", "PReLU", "ELU", "Softmax"))
 """layers that TensorFlow computes together with the one before, with other last bits: they stay in its stage"""
@@ -322,6 +323,8 @@ class Step:
                     if columns_of(self.model):
                         refuse_optimizer(optimizer)
                     optimizer.build(self.model.trainable_variables)
+                    if sharded_slots(optimizer):
+                        raise ValueError("split: the update is sharded over the ranks (sharded=True): leave one out")
             inner = innermost(optimizer)
             if not hasattr(inner, "ringtrain_update_step"):
                 update_step = inner.update_step
