@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import types
 import urllib.error
 import urllib.request
@@ -199,10 +200,23 @@ def _written(path: Path) -> Iterator[Any]:
         if not kind:  # the rest of a block is empty
             at += left
             continue
+        if at + 7 + length > len(data):
+            return
         parts, at = parts + data[at + 7 : at + 7 + length], at + 7 + length
         if kind in (1, 4):  # whole, or its last part
             yield Record.FromString(parts)
             parts = b""
+
+
+def _ended(path: Path) -> list[Any]:
+    """Records of a .wandb file whose run has ended; W&B's process may write them after its `finish` has returned."""
+    until = time.monotonic() + 60
+    records = [*_written(path)]
+    while not any(one.HasField("exit") for one in records):
+        assert time.monotonic() < until, f"{path.name} has {len(records)} records, and no end"
+        time.sleep(0.1)
+        records = [*_written(path)]
+    return records
 
 
 def test_wandb_writes_a_run_offline_and_continues_it(tmp_path: Path, patient: None) -> None:
@@ -210,7 +224,7 @@ def test_wandb_writes_a_run_offline_and_continues_it(tmp_path: Path, patient: No
     with pytest.raises(Killed):
         _fit(tmp_path, "one", _after(5, _kill), wandb="offline")
     history = _fit(tmp_path, "one", wandb="offline")
-    parts = [[*_written(path)] for path in sorted(history.run.glob("wandb/offline-run-*/run-*.wandb"))]
+    parts = [_ended(path) for path in sorted(history.run.glob("wandb/offline-run-*/run-*.wandb"))]
     assert len(parts) == 2
     run_id = json.loads((history.run / trackers.IDS).read_text())["wandb"]["id"]
     for part in parts:
