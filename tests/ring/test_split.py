@@ -27,7 +27,7 @@ def summary(folder: Path, name: str) -> dict:
 
 
 def test_cases_in_one_process() -> None:
-    ended = run(0, [sys.executable, HERE / "split_jobs.py"], TIMEOUT_S, env={"PYTHONPATH": str(ROOT)})
+    ended = run(0, [sys.executable, HERE / "run_split.py"], TIMEOUT_S, env={"PYTHONPATH": str(ROOT)})
     assert ended.returncode == 0 and "cases " in ended.stdout, ended.stderr[-4000:]
 
 

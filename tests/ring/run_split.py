@@ -1,7 +1,7 @@
 """Cases of hvd.split on three logical CPUs, in one process; prints "cases N" when all hold.
 
-python tests/ring/split_jobs.py
-python tests/ring/split_jobs.py idle     # share of a step in which each of two stages waits, by micro-batches
+python tests/ring/run_split.py
+python tests/ring/run_split.py idle     # share of a step in which each of two stages waits, by micro-batches
 """
 
 from __future__ import annotations
