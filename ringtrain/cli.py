@@ -27,7 +27,7 @@ from ringtrain.cluster.launch_options import (
 )
 from ringtrain.errors import LaunchError, RingtrainError
 
-WITH_COMMAND = ("bench", "tune", "sweep", "compare")
+WITH_COMMAND = ("forecast", "predict", "bench", "tune", "sweep", "compare")
 """commands that take words after --; train and launch find the program by themselves"""
 OF_JOBS = (JOB, SPARK, MPIJOB, RESTARTS, ELASTIC, SHOW)
 NOT_MEASURED = (

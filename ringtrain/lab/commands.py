@@ -189,8 +189,9 @@ def add_forecast(commands: Commands) -> None:
         parser = commands.add_parser(
             name,
             argument_default=argparse.SUPPRESS,
+            usage=f"ringtrain {name} [options] [-- options of ringtrain.train, for --memory]",
             description="Forecasts images/s at any number of ranks from one process' step and a network; or says what"
-            " would reach an efficiency. See docs/forecast.md.",
+            " would reach an efficiency; or how much memory a model needs. See docs/forecast.md.",
             **listed,
         )
         _on_use(parser, "forecast.cli", "Case", "Wanted")

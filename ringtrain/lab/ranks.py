@@ -103,7 +103,8 @@ def begin(config: Config) -> None:
 
     hvd.configure(config.hvd)
     hvd.init()
-    pinning = devices.pin(hvd.local_rank(), hvd.local_size(), config.device)
+    place = hvd.local_rank(), hvd.local_size()
+    pinning = devices.pin(*place, config.device, num_devices=config.model.num_devices)
     hvd.check_placement("" if config.device.share_gpus else devices.identity(pinning))
 
 

@@ -476,6 +476,9 @@ def test_the_command_prints_tables_json_and_draws(tmp_path, capsys):
         ([*RESNET[1:], "--measured", "x.json"], "leave other options"),
         (["--measured", "/nowhere.json"], "/nowhere.json"),
         ([*RESNET[1:], "--cycle-ms", "0"], "more than 0"),
+        ([*RESNET[1:], "--memory"], "--memory: the model is that of the options behind --"),
+        ([*RESNET[1:], "--", "--seed", "1"], "--seed: options of ringtrain.train are for --memory"),
+        (["--memory", "--devices", "1"], "--devices: got 1, expected 2 or more"),
     ],
 )
 def test_the_command_refuses_in_one_line(words, said, capsys):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -208,15 +208,36 @@ def _marker(tensor: Any) -> Any:
         return tf.reshape(tensor, [-1])[:1]
 
 
-@dataclass
-class Pass:
-    """Forward pass of a micro-batch: by stage its tape, input, and the tensors that have gradients."""
+def order(num_stages: int, num_parts: int, stage: int) -> list[tuple[bool, int]]:
+    """What a stage does, as (is backward, micro-batch): forward passes until the first gradient comes, then in turns.
 
+    It waits as long as in GPipe's order, of all forward passes first, but keeps outputs of num_stages - stage
+    micro-batches, not of all (Narayanan et al. 2021, arXiv 2104.04473).
+    """
+    ahead = min(num_stages - stage, num_parts)
+    first = [(False, index) for index in range(ahead)]
+    pairs = [((True, index), (False, index + ahead)) for index in range(num_parts)]
+    return [*first, *(work for pair in pairs for work in pair if work[1] < num_parts)]
+
+
+@dataclass
+class Part:
+    """A micro-batch: by stage its tape, input, and the tensors that have gradients."""
+
+    x: Any
+    y: Any
+    sample_weight: Any
+    share: Any
+    """of the rows of the batch"""
     tapes: list[Any] = field(default_factory=list)
     entries: list[Any] = field(default_factory=list)
     targets: list[list[Any]] = field(default_factory=list)
+    added: list[tuple[keras.Layer, list[Any]]] = field(default_factory=list)
+    """losses that layers have added"""
     outputs: Any = None
     loss: Any = None
+    gradients: list[list[Any]] = field(default_factory=list)
+    """of the targets of the last stage that has done its backward pass; by stage, from the last"""
 
 
 @dataclass(frozen=True)
@@ -234,86 +255,88 @@ class Step:
         return inputs
 
     def train_step(self, data: Any) -> Any:
-        """A step of Keras: gradients of one micro-batch after the other, and one update."""
+        """A step of Keras: gradients of the micro-batches, and one update."""
         model = self.model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         self._prepare_optimizer()
         num_rows = tf.shape(keras.tree.flatten(x)[0])[0]
-        after: list[list[Any]] = [[] for _ in self.stages]
-        parts = self._parts((x, y, sample_weight), num_rows)
-        passes: Any = (self._forward(index, *part, after) for index, part in enumerate(parts))
-        if len(self.stages) > 1:  # all forward passes first; else each one's memory is free before the next
-            passes = [*passes]
-        outputs, losses = [], []
+        parts = [self._part(index, (x, y, sample_weight), num_rows) for index in range(self.num_parts)]
         total: dict[int, Any] = {}
-        for one in passes:
-            outputs.append(one.outputs)
-            losses.append(one.loss)
-            self._backward(one, after, total)
-        y_pred = keras.tree.map_structure(lambda *each: tf.concat(each, 0), *outputs) if losses[1:] else outputs[0]
-        model._loss_tracker.update_state(tf.add_n(losses), sample_weight=num_rows)
+        after: list[list[Any]] = [[] for _ in self.stages]
+        todo = [order(len(self.stages), self.num_parts, number) for number in range(len(self.stages))]
+        while any(todo):
+            for number, work in enumerate(todo):
+                while work and self._is_ready(parts[work[0][1]], number, work[0][0]):
+                    is_backward, index = work.pop(0)
+                    # A device would else run micro-batches in any order, and the next stage wait.
+                    with tf.device(self.stages[number].device), tf.control_dependencies(after[number]):
+                        if is_backward:
+                            after[number] = self._backward(parts[index], number, total)
+                        else:
+                            after[number] = self._forward(parts[index], number, index)
+        outputs = [part.outputs for part in parts]
+        y_pred = keras.tree.map_structure(lambda *each: tf.concat(each, 0), *outputs) if outputs[1:] else outputs[0]
+        model._loss_tracker.update_state(tf.add_n([part.loss for part in parts]), sample_weight=num_rows)
         model.optimizer.apply_gradients([(total[id(one)], one) for one in model.trainable_variables])
         return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
-    def _parts(self, data: Sequence[Any], num_rows: Any) -> Iterator[tuple[Sequence[Any], Any]]:
-        """Micro-batches, and the share of each in the rows of the batch."""
-        for index in range(self.num_parts):
-            begin, end = (num_rows * edge // self.num_parts for edge in (index, index + 1))
-            share = tf.cast(end - begin, tf.float64) / tf.cast(num_rows, tf.float64) if self.num_parts > 1 else 1.0
-            yield [cut_rows(one, begin, end) for one in data], share
+    def _part(self, index: int, data: Sequence[Any], num_rows: Any) -> Part:
+        begin, end = (num_rows * edge // self.num_parts for edge in (index, index + 1))
+        share = tf.cast(end - begin, tf.float64) / tf.cast(num_rows, tf.float64) if self.num_parts > 1 else 1.0
+        x, y, sample_weight = (cut_rows(one, begin, end) for one in data)
+        return Part(x, y, sample_weight, share)
 
-    def _forward(self, index: int, part: Sequence[Any], share: Any, after: list[list[Any]]) -> Pass:
-        """Forward pass of a micro-batch, which timelines show under the names of its stages.
+    def _is_ready(self, part: Part, number: int, is_backward: bool) -> bool:
+        """Whether a micro-batch has come to a stage."""
+        if is_backward:
+            return len(part.tapes) == len(self.stages) and len(part.gradients) == len(self.stages) - 1 - number
+        return len(part.tapes) == number
 
-        A tape per stage: a single one would run the whole backward pass on the first device. In `after` is what a
-        device did last, which must end before it begins with this: otherwise a device would run micro-batches in any
-        order, and the next stage wait.
+    def _forward(self, part: Part, number: int, index: int) -> list[Any]:
+        """Forward pass of a micro-batch through a stage; returns tensors that exist when it has ended.
+
+        A tape per stage: a single one would run the whole backward pass on the first device.
         """
         scale: Callable[[Any], Any] = self.model.optimizer.scale_loss
-        x, y, sample_weight = part
-        done = Pass()
-        tensors = x
-        for number, stage in enumerate(self.stages):
-            scope = tf.name_scope(f"stage_{number + 1}_part_{index + 1}")
-            with tf.device(stage.device), scope, tf.control_dependencies(after[number]), tf.GradientTape() as tape:
-                if number:
-                    tensors = tf.identity(tensors)
-                    tape.watch([tensors] if tensors.dtype.is_floating else [])
-                done.entries.append(tensors)
-                tensors = stage(tensors, training=True)
-                if stage is self.stages[-1]:
-                    loss = self.model._compute_loss(
-                        x=x, y=y, y_pred=tensors, sample_weight=sample_weight, training=True
-                    )
-                    done.outputs, done.loss = tensors, loss * tf.cast(share, loss.dtype)
-                    done.targets.append([scale(done.loss)])
-                else:
-                    added = stage.added_loss()
-                    added = [] if added is None else [scale(added * tf.cast(share, added.dtype))]
-                    done.targets.append([tensors, *added])
-            done.tapes.append(tape)
-            after[number] = [_marker(one) for one in done.targets[-1]]
-        return done
+        stage, tensors = self.stages[number], part.targets[-1][0] if number else part.x
+        # Timelines show the names.
+        with tf.name_scope(f"stage_{number + 1}_part_{index + 1}"), tf.GradientTape() as tape:
+            if number:
+                tensors = tf.identity(tensors)
+                tape.watch([tensors] if tensors.dtype.is_floating else [])
+            part.entries.append(tensors)
+            tensors = stage(tensors, training=True)
+            part.added += [(layer, [*layer._losses]) for layer in stage.model._flatten_layers()]
+            if stage is self.stages[-1]:
+                for layer, losses in part.added:  # earlier stages may have added those of the next micro-batches
+                    layer._losses[:] = losses
+                loss = self.model._compute_loss(
+                    x=part.x, y=part.y, y_pred=tensors, sample_weight=part.sample_weight, training=True
+                )
+                part.outputs, part.loss = tensors, loss * tf.cast(part.share, loss.dtype)
+                part.targets.append([scale(part.loss)])
+            else:
+                added = stage.added_loss()
+                added = [] if added is None else [scale(added * tf.cast(part.share, added.dtype))]
+                part.targets.append([tensors, *added])
+        part.tapes.append(tape)
+        return [_marker(one) for one in part.targets[-1]]
 
-    def _backward(self, done: Pass, after: list[list[Any]], total: dict[int, Any]) -> None:
-        """Backward pass of a micro-batch; adds its gradients to those of earlier ones, by the ids of weights."""
-        flowing: list[Any] = []
-        for number in reversed(range(len(self.stages))):
-            stage = self.stages[number]
-            variables = stage.model.trainable_variables
-            sources = [*(one.value for one in variables), *([done.entries[number]] if number else [])]
-            targets = done.targets[number]
-            with tf.device(stage.device), tf.control_dependencies(after[number]):
-                flows = [*flowing, *(tf.ones_like(one) for one in targets[len(flowing) :])]
-                gradients = done.tapes[number].gradient(targets, sources, output_gradients=flows)
-                for one, gradient in zip(variables, gradients, strict=False):
-                    if gradient is not None and self.num_parts > 1:
-                        gradient = tf.convert_to_tensor(gradient)  # of an embedding's rows
-                        gradient = gradient if total.get(id(one)) is None else total[id(one)] + gradient
-                    total[id(one)] = gradient
-            flowing = gradients[len(variables) :]
-            ended = [_marker(one) for one in flowing if one is not None]
-            after[number] = [*ended, *(total[id(one)] for one in variables if total[id(one)] is not None)]
+    def _backward(self, part: Part, number: int, total: dict[int, Any]) -> list[Any]:
+        """Backward pass of a micro-batch through a stage; adds its gradients to those of earlier ones, by weight."""
+        variables, targets = self.stages[number].model.trainable_variables, part.targets[number]
+        sources = [*(one.value for one in variables), *([part.entries[number]] if number else [])]
+        flows = part.gradients[-1] if part.gradients else []
+        flows = [*flows, *(tf.ones_like(one) for one in targets[len(flows) :])]
+        gradients = part.tapes[number].gradient(targets, sources, output_gradients=flows)
+        for one, gradient in zip(variables, gradients, strict=False):
+            if gradient is not None and self.num_parts > 1:
+                gradient = tf.convert_to_tensor(gradient)  # of an embedding's rows
+                gradient = gradient if total.get(id(one)) is None else total[id(one)] + gradient
+            total[id(one)] = gradient
+        part.gradients.append(gradients[len(variables) :])
+        ended = [_marker(one) for one in part.gradients[-1] if one is not None]
+        return [*ended, *(total[id(one)] for one in variables if total[id(one)] is not None)]
 
     def _prepare_optimizer(self) -> None:
         """Puts slots and update arithmetic on the devices of their weights."""

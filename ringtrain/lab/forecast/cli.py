@@ -29,6 +29,10 @@ class Wanted:
         "..128", "numbers of ranks: 1,2,4, or ..128 for the powers of two (..128)", "LIST", group=WHAT
     )
     reach: float = opt.option(0.0, "what reaches this efficiency on the most of these ranks?", "X", group=WHAT)
+    memory: bool = opt.option(
+        False, "bytes on each device of a rank instead, for options of ringtrain.train behind --", group=WHAT
+    )
+    devices: int = opt.option(2, "devices of a rank over which --memory divides the model (2)", "K", group=WHAT)
     measured: str = opt.option("", "measured points, to see predictions beside them", "FILE", group=WHAT)
     json: bool = opt.option(False, "print JSON instead of tables", group=WHAT)
     plot: str = opt.option("", "draw images/s over ranks as PNG", "FILE", group=WHAT)
@@ -42,6 +46,14 @@ def main(given: argparse.Namespace) -> int:
     """
     wanted = opt.read(Wanted, given)
     values = {field.name: vars(given)[field.name] for field in dataclasses.fields(Case) if field.name in given}
+    if wanted.memory:
+        from ringtrain.lab.forecast import memory
+
+        if values or wanted.reach or wanted.plot or wanted.measured:
+            raise ConfigError("--memory: the model is that of the options behind --: leave others but --ranks out")
+        return memory.main(given.command, points.parse_ranks(wanted.ranks)[-1], wanted.devices, wanted.json)
+    if given.command:
+        raise ConfigError(f"{given.command[0]}: options of ringtrain.train are for --memory")
     if wanted.measured:
         if values or wanted.reach or wanted.plot:
             raise ConfigError("--measured: the file's points say everything: leave other options but --json out")
