@@ -166,6 +166,16 @@ def a_partial_sum_that_is_left_out_is_seen() -> None:
     assert apart(found, whole) > 1e-3
 
 
+def a_batch_with_too_few_rows_is_refused() -> None:
+    model = compiled(dense, lambda: keras.optimizers.SGD(0.1), 2)
+    try:
+        model.fit(X, Y, batch_size=ROWS - PARTS + 1, verbose=0)
+    except tf.errors.InvalidArgumentError as error:
+        assert "a batch has fewer rows than micro-batches" in str(error), error
+    else:
+        raise AssertionError
+
+
 def optimizers_that_cannot_update_parts_are_refused() -> None:
     for optimizer, said in (
         (hvd.DistributedOptimizer(keras.optimizers.Adafactor()), "Adafactor uses norms"),
@@ -372,6 +382,7 @@ CASES: dict[str, Callable[[], None]] = {
             a_saved_model_is_whole_and_loads_into_parts,
             a_partial_sum_that_is_left_out_is_seen,
             optimizers_that_cannot_update_parts_are_refused,
+            a_batch_with_too_few_rows_is_refused,
             stages_work_at_the_same_time_each_on_one_micro_batch,
             bytes_are_counted,
         )

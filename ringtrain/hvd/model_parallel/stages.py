@@ -260,6 +260,8 @@ class Step:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         self._prepare_optimizer()
         num_rows = tf.shape(keras.tree.flatten(x)[0])[0]
+        if self.num_parts > 1:
+            tf.debugging.assert_greater_equal(num_rows, self.num_parts, "a batch has fewer rows than micro-batches")
         parts = [self._part(index, (x, y, sample_weight), num_rows) for index in range(self.num_parts)]
         total: dict[int, Any] = {}
         after: list[list[Any]] = [[] for _ in self.stages]
