@@ -77,10 +77,10 @@ def several() -> keras.Model:
     return keras.Model({"right": right, "left": left}, heads)
 
 
-def compiled(make: Callable[[], keras.Model], optimizer: Callable[[], Any], num: int, **options: Any) -> keras.Model:
+def compiled(make: Callable[[], keras.Model], optimizer: Callable[[], Any], layers: int, **options: Any) -> keras.Model:
     keras.utils.set_random_seed(3)
     model = make()
-    hvd.split(model, num, **{"micro_batches": PARTS, **options})
+    hvd.split(model, layers, **{"micro_batches": PARTS, **options})
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(hvd.DistributedOptimizer(optimizer()), loss, metrics=["accuracy"])
     return model
@@ -243,19 +243,24 @@ def a_gradient_that_is_not_passed_on_is_seen() -> None:
     assert apart(trained(model)[0], whole) > 1e-4
 
 
-def all_of_a_stage_runs_on_its_device() -> None:
+def all_of_a_part_runs_on_its_device() -> None:
     """Matrix products of both directions, slots and updates, as executed; control: one stage, on one device."""
-    products = {1: {"CPU:0": 11 * PARTS}, 2: {"CPU:0": 2 * PARTS, "CPU:1": 9 * PARTS}}
-    updates = {1: {"CPU:0": 8}, 2: {"CPU:0": 2, "CPU:1": 6}}
-    for num in (1, 2):
-        model = compiled(dense, lambda: keras.optimizers.SGD(0.1, momentum=0.9), num, stages=["dense-24"][: num - 1])
+    for ways, products, updates in (
+        ({}, {"CPU:0": 11}, {"CPU:0": 8}),
+        ({"layers": 2, "stages": ["dense-24"]}, {"CPU:0": 2, "CPU:1": 9}, {"CPU:0": 2, "CPU:1": 6}),
+        ({"columns": 2}, {"CPU:0": 11, "CPU:1": 11}, {"CPU:0": 8, "CPU:1": 6}),
+    ):
+        model = compiled(dense, lambda: keras.optimizers.SGD(0.1, momentum=0.9), **{"layers": 1, **ways})
         context.enable_run_metadata()
         model.train_on_batch(X, Y)
-        nodes = [node for graph in context.context().export_run_metadata().partition_graphs for node in graph.node]
+        graphs = context.context().export_run_metadata().partition_graphs
+        nodes = [node for graph in graphs for node in graph.node if "/" in node.name]  # of the step's graph
         context.disable_run_metadata()
-        assert Counter(node.device[-5:] for node in nodes if "MatMul" in node.op) == products[num]
-        assert Counter(node.device[-5:] for node in nodes if node.op == "ResourceApplyKerasMomentum") == updates[num]
-        assert Counter(one.value.device[-5:] for one in model.optimizer.momentums) == updates[num]
+        found = Counter(node.device[-5:] for node in nodes if "MatMul" in node.op)
+        assert found == {device: PARTS * number for device, number in products.items()}, (ways, found)
+        found = Counter(node.device[-5:] for node in nodes if node.op == "ResourceApplyKerasMomentum")
+        assert found == updates, (ways, found)
+        assert Counter(one.value.device[-5:] for one in model.optimizer.momentums) == updates
 
 
 def planes(model: keras.Model, x: Any, y: Any) -> Any:
@@ -378,7 +383,7 @@ CASES: dict[str, Callable[[], None]] = {
             named_inputs_and_outputs,
             one_stage_is_keras_with_the_mean_of_micro_batches,
             a_gradient_that_is_not_passed_on_is_seen,
-            all_of_a_stage_runs_on_its_device,
+            all_of_a_part_runs_on_its_device,
             a_saved_model_is_whole_and_loads_into_parts,
             a_partial_sum_that_is_left_out_is_seen,
             optimizers_that_cannot_update_parts_are_refused,
