@@ -72,7 +72,7 @@ def test_what_cannot_be_split_is_refused() -> None:
         hvd.split(Own(inputs, layers.Dense(1)(inputs)), 1)
     with pytest.raises(ValueError, match="is not built"):
         hvd.split(keras.Sequential([layers.Dense(1)]), 1)
-    with pytest.raises(ValueError, match="9 stages, but this process has "):
+    with pytest.raises(ValueError, match="needs 9 devices, this process has "):
         hvd.split(keras.Sequential([keras.Input((6,)), layers.Dense(1)]), 9)
     trained = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
     trained.compile("sgd", "mse")

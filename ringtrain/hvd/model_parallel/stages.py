@@ -125,7 +125,7 @@ def own_devices(number: int) -> list[str]:
     """Names of this process' first logical devices."""
     found = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
     if len(found) < number:
-        raise ValueError(f"split: {number} stages, but this process has {len(found)} {found[0].device_type} devices")
+        raise ValueError(f"split: needs {number} devices, this process has {len(found)} of kind {found[0].device_type}")
     return [f"{one.device_type}:{index}" for index, one in enumerate(found[:number])]
 
 
