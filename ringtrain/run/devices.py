@@ -144,15 +144,14 @@ def pin(
         pinning = decide(local_rank, local_size, options, environ, num_devices)
         tf.config.threading.set_intra_op_parallelism_threads(pinning.num_threads)
         tf.config.threading.set_inter_op_parallelism_threads(pinning.num_threads * num_devices)
-        if pinning.gpu is None:
-            if num_devices > 1:
-                (cpu,) = tf.config.list_physical_devices("CPU")
-                tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * num_devices)
-            return pinning
-        own = range(pinning.gpu, pinning.gpu + num_devices)
-        tf.config.set_visible_devices([gpus[index] for index in own], "GPU")
-        for index in own:
-            _limit_memory(gpus[index], index, pinning)
+        if pinning.gpu is not None:
+            own = range(pinning.gpu, pinning.gpu + num_devices)
+            tf.config.set_visible_devices([gpus[index] for index in own], "GPU")
+            for index in own:
+                _limit_memory(gpus[index], index, pinning)
+        elif num_devices > 1:
+            (cpu,) = tf.config.list_physical_devices("CPU")
+            tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * num_devices)
     except DeviceError:
         tf.config.set_visible_devices([], "GPU")
         raise

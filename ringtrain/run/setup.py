@@ -190,7 +190,8 @@ def split_model(model: keras.Model, config: Config) -> dict[str, str]:
     options = config.model
     layers, columns = (options.num_devices if kind in options.split else 1 for kind in ("layers", "columns"))
     try:
-        stages = hvd.split(model, layers, options.micro_batches, options.stages, columns)
+        begins = options.stages if layers > 1 else ()
+        stages = hvd.split(model, layers, options.micro_batches, begins, columns)
     except ValueError as error:
         raise ConfigError(f"model.{error}") from None
     rows = {"micro-batches": f"{options.micro_batches} of {config.train.batch_size / options.micro_batches:g} rows"}

@@ -176,6 +176,17 @@ def a_batch_with_too_few_rows_is_refused() -> None:
         raise AssertionError
 
 
+def a_split_model_is_not_split_again() -> None:
+    model = dense()
+    hvd.split(model, columns=2)
+    try:
+        hvd.split(model, 2)
+    except ValueError as error:
+        assert "is split already" in str(error), error
+    else:
+        raise AssertionError
+
+
 def optimizers_that_cannot_update_parts_are_refused() -> None:
     for optimizer, said in (
         (hvd.DistributedOptimizer(keras.optimizers.Adafactor()), "Adafactor uses norms"),
@@ -185,6 +196,7 @@ def optimizers_that_cannot_update_parts_are_refused() -> None:
         model = dense()
         hvd.split(model, columns=2)
         model.compile(optimizer, "mse")
+        optimizer.build(model.trainable_variables)  # as a broadcast or a checkpoint does
         try:
             model.train_on_batch(X, np.zeros((ROWS, 5)))
         except ValueError as error:
@@ -387,6 +399,7 @@ CASES: dict[str, Callable[[], None]] = {
             a_saved_model_is_whole_and_loads_into_parts,
             a_partial_sum_that_is_left_out_is_seen,
             optimizers_that_cannot_update_parts_are_refused,
+            a_split_model_is_not_split_again,
             a_batch_with_too_few_rows_is_refused,
             stages_work_at_the_same_time_each_on_one_micro_batch,
             bytes_are_counted,
@@ -397,6 +410,7 @@ CASES: dict[str, Callable[[], None]] = {
 
 def main() -> None:
     devices.pin(0, 1, DeviceConfig(threads=1), {}, 3)
+    assert devices.pin_late(0, 1, DeviceConfig(threads=1)).num_devices == 3, "as ringtrain.fit does later"
     hvd.init()
     if sys.argv[1:] == ["idle"]:
         for num_parts in (1, 2, 4, 8, 16):

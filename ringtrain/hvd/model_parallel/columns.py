@@ -7,6 +7,7 @@ the two, each device keeps what it computed.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -49,7 +50,7 @@ class Division:
     """of the layer, if it must see the whole output; else the parts apply it"""
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
-        """What the layer's `call` returns."""
+        """Forward pass of the divided layer."""
         given = [inputs] * len(self.parts)
         if self.by_rows:
             lengths = [part.kernel.shape[-2] for part in self.parts]
@@ -132,9 +133,19 @@ def _axis(part: Any) -> int:
     return rank - 1 if kind and kind[1] == "columns" else max(rank - 2, 0)
 
 
-def divide(model: keras.Model, devices: Sequence[str]) -> list[Division]:
+def nodes_of(model: keras.Model) -> list[Any]:
+    """Calls of a functional model's layers, from inputs to outputs."""
+    return [node for depth in sorted(model._nodes_by_depth, reverse=True) for node in model._nodes_by_depth[depth]]
+
+
+def nbytes(shape: Sequence[int | None], dtype: str) -> int:
+    """Bytes of a tensor; unknown lengths count as 1."""
+    return math.prod(length or 1 for length in shape) * tf.as_dtype(dtype).size
+
+
+def divide(model: keras.Model, devices: Sequence[str]) -> None:
     """Divides the layers of a functional model that can be divided, in place."""
-    nodes = [node for depth in sorted(model._nodes_by_depth, reverse=True) for node in model._nodes_by_depth[depth]]
+    nodes = nodes_of(model)
     uses: dict[int, list[Any]] = {}
     for node in nodes:
         for tensor in node.input_tensors:
@@ -157,9 +168,8 @@ def divide(model: keras.Model, devices: Sequence[str]) -> list[Division]:
             and id(given) not in results
             and argument != "output_dim"
         )
-        division = _divided(layer, argument, given.shape, before if by_rows else None, devices)
-        made[id(node.output_tensors[0])] = division
-    return list(made.values())
+        (output,) = node.output_tensors
+        made[id(output)] = _divided(layer, argument, given.shape, before if by_rows else None, devices)
 
 
 def columns_of(model: keras.Model) -> dict[str, tuple[int, list[str]]]:
@@ -173,7 +183,7 @@ def columns_of(model: keras.Model) -> dict[str, tuple[int, list[str]]]:
         parts = zip(division.devices, division.parts, strict=True) if division else [(divisions[0].devices[0], layer)]
         for device, part in parts:
             if part.weights:
-                num_bytes = sum(weight.value.dtype.size * int(np.prod(weight.shape)) for weight in part.weights)
+                num_bytes = sum(nbytes(weight.shape, weight.dtype) for weight in part.weights)
                 kind = f" ({'rows' if division.by_rows else 'columns'})" if division else ""
                 found[device] = found[device][0] + num_bytes, [*found[device][1], layer.name + kind]
     return found

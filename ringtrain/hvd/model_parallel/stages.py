@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +12,7 @@ from keras.src.models.functional import Functional
 
 from ringtrain.hvd.collectives import tensor_of
 from ringtrain.hvd.keras_patches import innermost, optimizers_of
-from ringtrain.hvd.model_parallel.columns import columns_of, divide, refuse_optimizer
+from ringtrain.hvd.model_parallel.columns import columns_of, divide, nbytes, nodes_of, refuse_optimizer
 from ringtrain.hvd.sharded import sharded_slots
 
 FUSED = tuple(getattr(keras.layers, name) for name in ("Activation", "ReLU", "LeakyReLU", "PReLU", "ELU", "Softmax"))
@@ -45,13 +44,8 @@ class Stage:
     def bytes_of(self) -> tuple[int, int]:
         """Bytes of its weights, and of one row of its layers' outputs."""
         weights = sum(nbytes(one.shape, one.dtype) for one in self.model.weights)
-        nodes = [node for nodes in self.model._nodes_by_depth.values() for node in nodes if not node.is_input]
+        nodes = [node for node in nodes_of(self.model) if not node.is_input]
         return weights, sum(nbytes(one.shape[1:], one.dtype) for node in nodes for one in node.output_tensors)
-
-
-def nbytes(shape: Sequence[int | None], dtype: str) -> int:
-    """Bytes of a tensor; unknown lengths count as 1."""
-    return math.prod(length or 1 for length in shape) * tf.as_dtype(dtype).size
 
 
 def split(
@@ -100,6 +94,8 @@ def split(
         raise ValueError(
             f"split: {type(model).__name__} has a train_step or call of its own, which cannot be taken apart"
         )
+    if hasattr(model, "ringtrain_stages"):
+        raise ValueError(f"split: {model.name} is split already")
     if model.compiled and any(one.built for one in optimizers_of(model)):
         raise ValueError("split: the optimizer has slots already, which would not lie beside the weights: split before")
     functional = model._functional if isinstance(model, keras.Sequential) else model
@@ -131,7 +127,7 @@ def own_devices(number: int) -> list[str]:
 
 def stages_of(model: keras.Model, number: int, begins: Sequence[str], devices: Sequence[str]) -> list[Stage]:
     """Stages of a functional model, cut at the layers that are named, or so that the largest is small."""
-    nodes = [one for depth in sorted(model._nodes_by_depth, reverse=True) for one in model._nodes_by_depth[depth]]
+    nodes = nodes_of(model)
     cuts = places_to_cut(nodes, model.outputs)
     names = {nodes[place].operation.name: place for place in cuts}
     if begins:
@@ -209,7 +205,7 @@ def _marker(tensor: Any) -> Any:
 
 
 def order(num_stages: int, num_parts: int, stage: int) -> list[tuple[bool, int]]:
-    """What a stage does, as (is backward, micro-batch): forward passes until the first gradient comes, then in turns.
+    """Schedule of a stage, as (is backward, micro-batch): forward passes until the first gradient, then in turns.
 
     It waits as long as in GPipe's order, of all forward passes first, but keeps outputs of num_stages - stage
     micro-batches, not of all (Narayanan et al. 2021, arXiv 2104.04473).
@@ -221,7 +217,7 @@ def order(num_stages: int, num_parts: int, stage: int) -> list[tuple[bool, int]]
 
 
 @dataclass
-class Part:
+class MicroBatch:
     """A micro-batch: by stage its tape, input, and the tensors that have gradients."""
 
     x: Any
@@ -237,7 +233,7 @@ class Part:
     outputs: Any = None
     loss: Any = None
     gradients: list[list[Any]] = field(default_factory=list)
-    """of the targets of the last stage that has done its backward pass; by stage, from the last"""
+    """of the stages' inputs, from the last stage on"""
 
 
 @dataclass(frozen=True)
@@ -249,7 +245,7 @@ class Step:
     num_parts: int
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
-        """What the model's `call` returns."""
+        """Forward pass of the model."""
         for stage in self.stages:
             inputs = stage(inputs, training)
         return inputs
@@ -282,19 +278,19 @@ class Step:
         model.optimizer.apply_gradients([(total[id(one)], one) for one in model.trainable_variables])
         return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
-    def _part(self, index: int, data: Sequence[Any], num_rows: Any) -> Part:
+    def _part(self, index: int, data: Sequence[Any], num_rows: Any) -> MicroBatch:
         begin, end = (num_rows * edge // self.num_parts for edge in (index, index + 1))
         share = tf.cast(end - begin, tf.float64) / tf.cast(num_rows, tf.float64) if self.num_parts > 1 else 1.0
         x, y, sample_weight = (cut_rows(one, begin, end) for one in data)
-        return Part(x, y, sample_weight, share)
+        return MicroBatch(x, y, sample_weight, share)
 
-    def _is_ready(self, part: Part, number: int, is_backward: bool) -> bool:
-        """Whether a micro-batch has come to a stage."""
+    def _is_ready(self, part: MicroBatch, number: int, is_backward: bool) -> bool:
+        """Whether the inputs of a stage's forward or backward pass exist."""
         if is_backward:
             return len(part.tapes) == len(self.stages) and len(part.gradients) == len(self.stages) - 1 - number
         return len(part.tapes) == number
 
-    def _forward(self, part: Part, number: int, index: int) -> list[Any]:
+    def _forward(self, part: MicroBatch, number: int, index: int) -> list[Any]:
         """Forward pass of a micro-batch through a stage; returns tensors that exist when it has ended.
 
         A tape per stage: a single one would run the whole backward pass on the first device.
@@ -324,7 +320,7 @@ class Step:
         part.tapes.append(tape)
         return [_marker(one) for one in part.targets[-1]]
 
-    def _backward(self, part: Part, number: int, total: dict[int, Any]) -> list[Any]:
+    def _backward(self, part: MicroBatch, number: int, total: dict[int, Any]) -> list[Any]:
         """Backward pass of a micro-batch through a stage; adds its gradients to those of earlier ones, by weight."""
         variables, targets = self.stages[number].model.trainable_variables, part.targets[number]
         sources = [*(one.value for one in variables), *([part.entries[number]] if number else [])]
@@ -343,15 +339,15 @@ class Step:
     def _prepare_optimizer(self) -> None:
         """Puts slots and update arithmetic on the devices of their weights."""
         for optimizer in optimizers_of(self.model):
-            if not optimizer.built:
+            inner = innermost(optimizer)
+            if not hasattr(inner, "ringtrain_update_step"):
                 with tf.init_scope():
                     if columns_of(self.model):
                         refuse_optimizer(optimizer)
-                    optimizer.build(self.model.trainable_variables)
+                    if not optimizer.built:
+                        optimizer.build(self.model.trainable_variables)
                     if sharded_slots(optimizer):
                         raise ValueError("split: the update is sharded over the ranks (sharded=True): leave one out")
-            inner = innermost(optimizer)
-            if not hasattr(inner, "ringtrain_update_step"):
                 update_step = inner.update_step
 
                 def placed(gradient: Any, variable: Any, rate: Any, update_step: Any = update_step) -> None:

@@ -28,19 +28,8 @@ if TYPE_CHECKING:
 SAME_MEMORY = {"Identity", "IdentityN", "Reshape", "Squeeze", "ExpandDims", "StopGradient", "ReadVariableOp"}
 """operations whose output is their input"""
 IN_PLACE = {
-    "Relu",
-    "Relu6",
-    "Tanh",
-    "TanhGrad",
-    "BiasAdd",
-    "AddV2",
-    "Add",
-    "AddN",
-    "Sub",
-    "Mul",
-    "RealDiv",
-    "Neg",
-    "Cast",
+    *("Relu", "Relu6", "Tanh", "TanhGrad", "BiasAdd"),
+    *("AddV2", "Add", "AddN", "Sub", "Mul", "RealDiv", "Neg"),
 }
 """operations that write their output into an input that nothing else needs"""
 
@@ -76,14 +65,14 @@ def main(words: Sequence[str], num_ranks: int, num_devices: int, as_json: bool) 
 
 
 def forecast(config: Config, num_ranks: int, num_devices: int) -> list[Need]:
-    """What each way to train the model needs, on each device of a rank."""
+    """Memory of each way to train the model, by device of a rank."""
     from ringtrain import hvd
     from ringtrain.run import devices
 
     hvd.configure(config.hvd)
     hvd.init()
     devices.pin(0, 1, config.device, num_devices=num_devices)
-    ring = needs(config, "ring")
+    ring = needs(with_values(config, {"model.split": ""}), "ring")
     slots = math.ceil(ring[0].slots / num_ranks)
     sharded = dataclasses.replace(
         ring[0], way=f"sharded update, {num_ranks} ranks", slots=slots, peak=ring[0].peak - ring[0].slots + slots
@@ -98,7 +87,7 @@ def forecast(config: Config, num_ranks: int, num_devices: int) -> list[Need]:
 
 
 def needs(config: Config, way: str) -> list[Need]:
-    """What a model needs on each device, as a configuration has it."""
+    """Memory of a configured model by device."""
     import keras
     import tensorflow as tf
 
@@ -117,7 +106,7 @@ def needs(config: Config, way: str) -> list[Need]:
 
 
 def by_device(way: str, model: keras.Model, graph: Any, first: str) -> Iterator[Need]:
-    """What a model needs on each device, for a graph of its step."""
+    """Memory of a model by device, from the graph of its training step."""
     weights, slots, gradients = Counter[str](), Counter[str](), Counter[str]()
     for variables, num_bytes in (
         (model.weights, weights),
