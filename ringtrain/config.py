@@ -176,6 +176,9 @@ class TrainConfig:
     """passes over the training data"""
     batch_size: Annotated[int, rule.AT_LEAST_1] = 32
     """samples per step on each rank; the global batch is this times the number of ranks"""
+    virtual_ranks: Annotated[int, rule.POWER_OF_2_OR_0] = 0
+    """train as this many ranks would, on as many or fewer, with the same bits on any number; batch_size is then that of
+    a virtual rank, and a rank computes those of several. 0: off"""
     precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = "float32"
     """compute dtype; weights and allreduce stay float32. mixed_float16 adds dynamic loss scaling; slower on CPUs"""
     jit: bool = False

@@ -90,7 +90,7 @@ class Elastic(Ring):
         self.has_log = False
 
     def begin(self) -> devices.Pinning:
-        return devices.pin(hvd.local_rank(), hvd.local_size(), self.config.device)
+        return devices.pin(hvd.local_rank(), hvd.local_size(), self.config.device, **self.pinning)
 
     def together(self, function: Callable[[], Any]) -> Any:
         """Result of a function that this rank calls alone."""
@@ -114,16 +114,7 @@ class Elastic(Ring):
             yield Segment(place.epoch, end, steps, run.clock.global_step)
 
     def batches(self, run: RunContext, part: Segment) -> Any:
-        return data.dealt_batches(
-            run.data_set.train,
-            range(part.first_epoch, part.end_epoch),
-            run.config.seed,
-            self.scheduler.current.dealt_by,
-            self.scheduler.current.position,
-            run.numbers.global_batch_size,
-            run.rank,
-            run.size,
-        )
+        return self.dealt(run, part, self.scheduler.current.dealt_by, self.scheduler.current.position)
 
     def last_callbacks(self, run: RunContext) -> Sequence[keras.callbacks.Callback]:
         return [Committer(self.state, run)]
@@ -159,10 +150,10 @@ def run(process: Process, fit_and_finish: Callable[[RunContext], Any]) -> Any:
     job = read_data(process)
     # The schedule's rates are set from outside: ranks that join later must build the same.
     flat = dataclasses.replace(process.config, schedule=ScheduleConfig())
-    flat_job = dataclasses.replace(job, numbers=_numbers(flat, job, hvd.size()))
+    flat_job = dataclasses.replace(job, numbers=_numbers(flat, job, strategy.num_shards()))
     add_model(process, flat_job, flat)
     strategy.state = hvd.elastic.KerasState(
-        flat_job.model, folder="", place=Place(planned_ranks=hvd.size()), start=resume.Start()
+        flat_job.model, folder="", place=Place(planned_ranks=strategy.num_shards()), start=resume.Start()
     )
 
     def from_last_commit(state: Any) -> tuple[Mapping[str, Any], int]:
@@ -188,7 +179,8 @@ def agree(process: Process, job: Job, state: Any) -> RunContext | Mapping[str, A
         return summary
     if rank:
         process.lock.release()  # the current rank 0 takes it
-    planned = state.place.planned_ranks if config.elastic.keep == "global-batch" else size
+    num_shards = hvd.run_together(strategy.num_shards)
+    planned = state.place.planned_ranks if config.elastic.keep == "global-batch" else num_shards
     job = dataclasses.replace(job, numbers=hvd.run_together(lambda: _numbers(config, job, planned)))
     consistency.same_job(process, job)
     folder = Path(state.folder)
@@ -198,7 +190,7 @@ def agree(process: Process, job: Job, state: Any) -> RunContext | Mapping[str, A
 
     # All ranks reduce together, from the same weights.
     hvd.elastic.set_share(job.model.optimizer, 1.0)
-    gradients = hvd.check_averaging(job.model.optimizer)
+    gradients = strategy.check_averaging(job.model)
     hvd.check_in_sync(job.model)
     hosts = strategy.hosts()
     if not strategy.has_log:
@@ -214,7 +206,7 @@ def agree(process: Process, job: Job, state: Any) -> RunContext | Mapping[str, A
 
 def _begin(process: Process, job: Job, state: Any, terminal: Any) -> Mapping[str, Any]:
     """Finds start and run folder, once, on the first ranks. Returns summary.json if the run is complete, else {}."""
-    config, size = process.config, hvd.size()
+    config, size = process.config, hvd.run_together(process.strategy.num_shards)
     folder, _ = resume.source_of(config)
     saved = hvd.run_together(lambda: resume.manifest_of(folder) if hvd.rank() == 0 else {})
     saved = hvd.broadcast_object(saved, root_rank=0, name="ringtrain_manifest")
@@ -316,11 +308,12 @@ class BatchScheduler(resume.Clock):
         self.turn_over()
         current, numbers, rank, size = self.current, self.run.numbers, self.run.rank, self.run.size
         self.in_step = min(numbers.global_batch_size, current.length - current.position)
-        first, last = data.part_of(self.in_step, rank, size)
+        whole = numbers.batch_size if self.run.config.train.virtual_ranks else 1
+        first, last = data.part_of(self.in_step, rank, size, whole)
         self.part = current.position + first, current.position + last
         hvd.elastic.set_share(self.model.optimizer, (last - first) * size / self.in_step)
         if first == last:  # a sample of another rank, which counts it
-            self.metrics_before = [keras.ops.convert_to_numpy(value) for value in self.model.metrics_variables]
+            self.metrics_before = evaluation.states_of_metrics(self.model)
         steps = numbers.steps_per_epoch
         rate = float(self.schedule.rate(current.epoch * steps + current.position * steps // current.length))
         rate *= self.run.callbacks.plateau.share
@@ -380,8 +373,7 @@ class Committer(keras.callbacks.Callback):
         scheduler, callbacks = self.scheduler, self.run.callbacks
         hvd.average_moving_statistics(self.model, self.run.config.model.not_averaged)
         # Every rank has written what it trained to the journal before any rank has the sums.
-        values = [keras.ops.convert_to_numpy(variable) for variable in self.model.metrics_variables]
-        sums = evaluation.sums_over_ranks(values, "ringtrain_commit")
+        sums = evaluation.sums_over_ranks(evaluation.states_of_metrics(self.model), "ringtrain_commit")
         self.state.place = scheduler.place
         self.state.start = dataclasses.replace(
             self.state.start,

@@ -47,6 +47,10 @@ WITHIN_0_AND_1 = Rule("above 0, below 1", lambda value: 0 < value < 1, {"exclusi
 FACTOR_OR_0 = Rule(
     "0, or a number above 1", lambda value: value == 0 or 1 < value < math.inf, _or(0, exclusiveMinimum=1)
 )
+POWERS_OF_2 = [2**exponent for exponent in range(13)]
+POWER_OF_2_OR_0 = Rule(
+    "0, or 1, 2, 4, ... up to 4096", lambda value: value == 0 or value in POWERS_OF_2, {"enum": [0, *POWERS_OF_2]}
+)
 SEED = Rule("0 to 4294967295", lambda value: 0 <= value < 2**32, {"minimum": 0, "maximum": 2**32 - 1})
 PIXELS_OR_0 = Rule("0, or 4 or more", lambda value: value == 0 or value >= 4, _or(0, minimum=4))
 FOLDER_NAME = Rule(
@@ -107,6 +111,8 @@ def check_together(config: Any) -> None:
                 f"model.micro_batches: got {config.model.micro_batches}, expected no more than train.batch_size,"
                 f" {config.train.batch_size}"
             )
+    if config.train.virtual_ranks:
+        _check_virtual_ranks(config)
     if config.hvd.deterministic and config.hvd.fusion_mb > 0:
         raise ConfigError("hvd.deterministic and hvd.fusion_mb are both set: deterministic runs fuse nothing")
     if config.hvd.groups and config.hvd.deterministic:
@@ -122,6 +128,26 @@ def check_together(config: Any) -> None:
     if milestones and milestones[0] < warmup:
         within = f"within the warm-up (schedule.warmup_epochs {warmup:g})"
         raise ConfigError(f"schedule.milestones: got {milestones[0]:g}, expected none {within}")
+
+
+_OF_A_RANK = ("split", "sync_batch_norm", "not_averaged")
+
+
+def _check_virtual_ranks(config: Any) -> None:
+    """Raises ConfigError for options with which bits would depend on the number of ranks, or other steps are made."""
+    refused = {
+        "hvd.op": config.hvd.op != "average",
+        "hvd.compression": config.hvd.compression != "none",
+        "data.on_error": config.data.on_error != "fail",
+        "elastic.keep": config.elastic.keep != "global-batch",
+    }
+    options = ("hvd.groups", "optimizer.sharded", "train.jit", *(f"model.{one}" for one in _OF_A_RANK))
+    refused |= {option: bool(attrgetter(option)(config)) for option in options}
+    refused["model.micro_batches"] = config.model.micro_batches > 1
+    for option, is_set in refused.items():
+        if is_set:
+            value = attrgetter(option)(config)
+            raise ConfigError(f"train.virtual_ranks does not work with {option} {value}: leave one out")
 
 
 def _either(words: tuple[str, ...]) -> str:

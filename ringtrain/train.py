@@ -195,7 +195,7 @@ def agree(process: Process, job: Job | None = None) -> RunContext | Mapping[str,
         strategy.end(0)
         return summary
     hvd.check_in_sync(job.model)
-    gradients, *_ = [hvd.check_averaging(one) for one in hvd.optimizers_of(job.model)]
+    gradients = strategy.check_averaging(job.model)
     stages.done("agreement")
 
     # Run folder: only now, after all checks of the configuration.

@@ -42,6 +42,7 @@ def dealt_batches(
     global_batch_size: int,
     rank: int,
     size: int,
+    whole_part: int = 1,
 ) -> tf.data.Dataset:
     """Returns one rank's batches of the rest of an epoch, redistributed over any number of ranks, or of several epochs.
 
@@ -51,12 +52,13 @@ def dealt_batches(
         position: number of samples of the order that are trained already.
         global_batch_size: samples per step on all ranks; the last step has the remainder. Each rank gets its `part_of`
             them; a rank with an empty part gets one sample of another rank.
+        whole_part: number of samples of which parts are multiples, as all steps are.
     """
     length = len(samples) // dealt_by * dealt_by
     whole = (length - position) // global_batch_size * global_batch_size + position
 
     def steps(begin: int, end: int, per_step: int) -> tf.data.Dataset:
-        first, last = part_of(per_step, rank, size)
+        first, last = part_of(per_step, rank, size, whole_part)
         first, last = (first, last) if first < last else (0, 1)
 
         def rows_of(epoch: np.int64) -> NDArray[np.int64]:

@@ -56,11 +56,14 @@ def training_shard(order: NDArray[np.int64], rank: int, size: int) -> NDArray[np
     return order[:, rank * batch_size : (rank + 1) * batch_size]
 
 
-def part_of(num_samples: int, rank: int, size: int) -> tuple[int, int]:
-    """Returns start and end (exclusive) of a rank's part, which may be empty, split as by numpy.array_split."""
-    each, more = divmod(num_samples, size)
+def part_of(num_samples: int, rank: int, size: int, whole: int = 1) -> tuple[int, int]:
+    """Returns start and end (exclusive) of a rank's part, which may be empty, split as by numpy.array_split.
+
+    `whole`: number of samples of which parts are multiples, as `num_samples` is.
+    """
+    each, more = divmod(num_samples // whole, size)
     first = rank * each + min(rank, more)
-    return first, first + each + (rank < more)
+    return first * whole, (first + each + (rank < more)) * whole
 
 
 def evaluation_shard(num_samples: int, rank: int, size: int, whole: int = 1) -> NDArray[np.int64]:

@@ -94,6 +94,9 @@ from ringtrain.hvd.batch_norm import (
     average_moving_statistics,
     batch_norm_layers,
     moving_statistics,
+    seeds_of_one_rank,
+    share_state,
+    shared_seeds,
     synchronize_batch_norm,
     weights_of_one_rank,
 )

@@ -24,6 +24,7 @@ from ringtrain.hvd.backend import (
     network,
     notification_manager,
 )
+from ringtrain.hvd.batch_norm import shared_seeds
 from ringtrain.hvd.collectives import broadcast_object, broadcast_variables, elastic, init, shutdown
 from ringtrain.hvd.keras_patches import innermost
 from ringtrain.hvd.placement import CPU
@@ -175,7 +176,7 @@ class KerasState(_VariablesState):
         super().sync()
 
     def _variables(self) -> list[Any]:
-        return [*self.model.weights, *self.optimizer.variables]
+        return [*self.model.weights, *self.optimizer.variables, *shared_seeds(self.model)]
 
 
 class TensorFlowKerasState(KerasState):

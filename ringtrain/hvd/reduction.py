@@ -131,6 +131,19 @@ class Reduction:
             wholes = [horovod.allgather(_widened(part), name=f"{prefix}_{index}", **options) for index, part in each]
         return [tf.cast(whole, part.dtype) for whole, part in zip(wholes, parts, strict=True)]
 
+    def exchange_columns(self, rows: tf.Tensor) -> tf.Tensor:
+        """Returns this rank's columns of all ranks' rows, in rank order; zeros are added so that all have as many."""
+        refuse_xla()
+        size, (num_rows, length) = self.process_set.size(), tf.unstack(tf.shape(rows))
+        padded = tf.pad(rows, [[0, 0], [0, -length % size]])
+        columns = tf.transpose(tf.reshape(padded, [num_rows, size, -1]), [1, 0, 2])  # [size, rows, columns]
+        options = {"ignore_name_scope": True, "process_set": self.process_set}
+        with tf.device(self.device_dense):
+            flat = tf.reshape(_widened(columns), [size * num_rows, -1])
+            name = f"HorovodAlltoall_{unique_in_graph(self.name)}"
+            received, _ = horovod.alltoall(flat, splits=tf.fill([size], num_rows), name=name, **options)
+        return tf.cast(received, rows.dtype)
+
     def sum_of_parts(self, value: tf.Tensor) -> tf.Tensor:
         """Returns the sum of a scalar over the ranks."""
         if self._alone():

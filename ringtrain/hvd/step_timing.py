@@ -14,6 +14,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ringtrain.hvd.keras_patches import innermost
+
 MOMENTS = ("input", "computed", "reduced")
 GRAPH = "step"
 """phase that the timestamps divide further"""
@@ -130,7 +132,8 @@ class PhaseTracker:
             return train_step(data)
 
         def noting_apply(grads: Any, trainable_variables: Any = None) -> None:
-            self.note("computed", [gradient for gradient in grads if gradient is not None])
+            if not getattr(innermost(model.optimizer), "_reduced_before", None):
+                self.note("computed", [gradient for gradient in grads if gradient is not None])
             apply(grads, trainable_variables=trainable_variables)
 
         # Not model.train_step = ...: Keras would track and save the attribute.

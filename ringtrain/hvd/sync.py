@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from ringtrain.errors import OutOfSync, RingtrainError
 from ringtrain.hvd.backend import ProcessSet, global_process_set, horovod
-from ringtrain.hvd.batch_norm import batch_norm_layers, weights_of_one_rank
+from ringtrain.hvd.batch_norm import batch_norm_layers, shared_seeds, weights_of_one_rank
 from ringtrain.hvd.collectives import allgather_object, broadcast_variables, copies_of, num_copies
 from ringtrain.hvd.distributed import hands_on, probe
 from ringtrain.hvd.keras_patches import innermost, optimizers_of, refuse_horovods_own
@@ -38,8 +38,8 @@ def broadcast_model(
 ) -> None:
     """Broadcasts the weights and optimizer state of `root_rank` to all ranks.
 
-    Keras' seed generators are not broadcast and differ between ranks; each rank keeps its part of sharded slots. An
-    optimizer that is not built yet is built.
+    Keras' seed generators are not broadcast and differ between ranks, except with virtual ranks. Each rank keeps its
+    part of sharded slots. An optimizer that is not built yet is built.
 
     Args:
         model: Built model, with the same architecture on every rank.
@@ -62,7 +62,8 @@ def broadcast_model(
         if not optimizer.built:
             optimizer.build(model.trainable_variables)
     local = {id(variable) for variable in local_variables}
-    variables = [*model.weights, *(variable for one in _optimizers(model, optimizer) for variable in one.variables)]
+    slots = (variable for one in _optimizers(model, optimizer) for variable in one.variables)
+    variables = [*model.weights, *slots, *shared_seeds(model)]
     broadcast_variables([v for v in variables if id(v) not in local], root_rank, process_set, device=device)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,9 @@ class Pinning:
             memory = f"{self.memory_fraction:.0%} of its memory"
         return f"{several}GPU, {memory}" if several else f"GPU {self.gpu}, {memory}"
 
+
+KERNEL_SETTINGS = ("TF_ENABLE_ONEDNN_OPTS", "ONEDNN_", "DNNL_", "XLA_FLAGS", "TF_XLA_FLAGS", "TF_CUDNN_", "NVIDIA_TF32")
+"""environment variables, by their beginnings, with which TensorFlow chooses other kernels"""
 
 PINNED: list[Pinning] = []
 """devices of this process, if it has several: TensorFlow cannot change them later"""
@@ -127,6 +131,7 @@ def pin(
     options: DeviceConfig,
     environ: Mapping[str, str] = os.environ,
     num_devices: int = 1,
+    one_thread: bool = False,
 ) -> Pinning:
     """Configures TensorFlow for this rank's devices. Call it before anything uses a device.
 
@@ -136,14 +141,17 @@ def pin(
 
     Args:
         num_devices: GPUs of this rank, or logical CPUs where there are no GPUs.
+        one_thread: Whether one thread computes an operation, so that its bits do not depend on the number of threads.
     """
     import tensorflow as tf
 
     try:
         gpus = tf.config.list_physical_devices("GPU")
         pinning = decide(local_rank, local_size, options, environ, num_devices)
-        tf.config.threading.set_intra_op_parallelism_threads(pinning.num_threads)
+        tf.config.threading.set_intra_op_parallelism_threads(1 if one_thread else pinning.num_threads)
         tf.config.threading.set_inter_op_parallelism_threads(pinning.num_threads * num_devices)
+        if one_thread and pinning.gpu is not None:
+            tf.config.experimental.enable_op_determinism()
         if pinning.gpu is not None:
             own = range(pinning.gpu, pinning.gpu + num_devices)
             tf.config.set_visible_devices([gpus[index] for index in own], "GPU")
@@ -241,6 +249,24 @@ def identity(pinning: Pinning, environ: Mapping[str, str] = os.environ, driver: 
         return f"GPU-{UUID(bytes=bytes(uuid))}"
     visible = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return f"GPU {visible[pinning.gpu] if pinning.gpu < len(visible) else pinning.gpu}"
+
+
+def of_kernels(
+    pinning: Pinning, environ: Mapping[str, str] = os.environ, cpuinfo: Path = Path("/proc/cpuinfo")
+) -> dict[str, str]:
+    """Returns what decides which kernels compute: with others, results differ in the last bits."""
+    import tensorflow as tf
+
+    facts = dict(line.split(":", 1) for line in cpuinfo.read_text().split("\n\n")[0].splitlines() if ":" in line)
+    facts = {name.strip(): text.strip() for name, text in facts.items()}
+    flags = facts.get("flags", facts.get("Features", ""))
+    processor = f"{facts.get('model name', 'unknown')} (instructions with checksum {zlib.crc32(flags.encode()):08x})"
+    if pinning.gpu is not None:
+        details = tf.config.experimental.get_device_details(tf.config.list_physical_devices("GPU")[pinning.gpu])
+        processor += f" with {details.get('device_name', 'an unknown GPU')}"
+    chosen = sorted(name for name in environ if name.startswith(KERNEL_SETTINGS))
+    settings = " ".join(f"{name}={environ[name]}" for name in chosen)
+    return {"processor": processor, "setting of kernels": settings or "none", "TensorFlow": tf.__version__}
 
 
 def gpu_memory_mb(index: int, driver: Any = None) -> int:

@@ -29,9 +29,12 @@ class Evaluation(keras.callbacks.Callback):
         super().__init__()
         self.run, self.test = run, run.data_set.test
         batch_size = run.validation.batch_size
-        self.shard = data.evaluation_shard(run.numbers.num_test, run.rank, run.size, batch_size or 1)
-        if run.numbers.num_test:
-            self.batches = data.evaluation_batches(self.test, self.shard, batch_size or run.numbers.batch_size)
+        self.num_shards = run.config.train.virtual_ranks or run.size
+        self.own = range(*data.part_of(self.num_shards, run.rank, run.size))
+        """numbers of this rank's shards: one, or one per virtual rank"""
+        num_test, rows = run.numbers.num_test, batch_size or run.numbers.batch_size
+        self.shards = [data.evaluation_shard(num_test, one, self.num_shards, batch_size or 1) for one in self.own]
+        self.batches = [data.evaluation_batches(self.test, shard, rows) for shard in self.shards if num_test]
         self.seconds = 0.0
         self.logs: dict[str, Any] = {}
         """of the last complete epoch"""
@@ -49,8 +52,23 @@ class Evaluation(keras.callbacks.Callback):
             return
         begin_s = time.perf_counter()
         hvd.average_moving_statistics(self.model, self.run.config.model.not_averaged)
-        num_samples = self.test.num_readable(self.shard)
-        if num_samples:
+        parts = [self._evaluated(*each) for each in zip(self.shards, self.batches, strict=True)]
+        hvd.run_together(self.run.data_set.raise_unreadable)
+        num_samples = sum(map(self.test.num_readable, self.shards))
+        values = parts[0]
+        if self.run.config.train.virtual_ranks:  # a row each: their sum does not depend on the number of ranks
+            rows = [np.zeros((self.num_shards, *one.shape)) for one in parts[0]]
+            for number, part in zip(self.own, parts, strict=True):
+                for row, one in zip(rows, part, strict=True):
+                    row[number] = one
+            values = rows
+        metrics = over_all_ranks(self.model, num_samples, values)
+        logs |= {f"{self.run.validation.prefix}{name}": value for name, value in metrics.items()}
+        self.seconds += time.perf_counter() - begin_s
+
+    def _evaluated(self, shard: NDArray[np.int64], batches: Any) -> list[NDArray[Any]]:
+        """State of the metrics after a shard of the test samples."""
+        if self.test.num_readable(shard):
             # Each evaluated batch is progress, for the detection of stalls.
             advance = keras.callbacks.LambdaCallback(
                 on_test_batch_end=lambda batch, logs: hvd.step_timing.PLACE.advance()
@@ -60,30 +78,35 @@ class Evaluation(keras.callbacks.Callback):
             callbacks = keras.callbacks.CallbackList([*users, advance])
             with warnings.catch_warnings():  # with skipped samples, Keras does not know the number of batches
                 warnings.filterwarnings("ignore", "Your input ran out of data")
-                self.model.evaluate(self.batches, verbose=0, callbacks=callbacks)
+                self.model.evaluate(batches, verbose=0, callbacks=callbacks)
         else:
             self.model.reset_metrics()
-        hvd.run_together(self.run.data_set.raise_unreadable)
-        prefix, metrics = self.run.validation.prefix, over_all_ranks(self.model, num_samples)
-        logs |= {f"{prefix}{name}": value for name, value in metrics.items()}
-        self.seconds += time.perf_counter() - begin_s
+        return states_of_metrics(self.model)
 
 
-def over_all_ranks(model: keras.Model, num_samples: int) -> dict[str, Any]:
+def states_of_metrics(model: keras.Model) -> list[NDArray[Any]]:
+    """Sums, counts and confusion matrices that a model's metrics hold."""
+    return [keras.ops.convert_to_numpy(variable) for variable in model.metrics_variables]
+
+
+def over_all_ranks(
+    model: keras.Model, num_samples: int, values: Sequence[NDArray[Any]] | None = None
+) -> dict[str, Any]:
     """Sums the metrics of all ranks since their reset, and returns each by name, as a float or an array. Collective.
 
     Keras' metrics keep sums, counts and confusion matrices, so one process would have their sum over the ranks.
     Afterwards the metrics on every rank hold that sum. Raises DataError on every rank if the sum of `num_samples`, the
     number of samples that each rank has seen, is 0.
+
+    `values`: of the metrics on this rank, or rows of which they are the sum. None: what the metrics hold.
     """
-    variables = model.metrics_variables
-    values = [keras.ops.convert_to_numpy(variable) for variable in variables]
+    variables, values = model.metrics_variables, states_of_metrics(model) if values is None else values
     with hvd.during("reduce"):
         *sums, total_samples = sums_over_ranks([*values, np.array(num_samples)], "ringtrain_metrics")
     if not total_samples:
         raise DataError("none of the samples could be read: those that were skipped are named in the run's logs/")
     for variable, total in zip(variables, sums, strict=True):
-        variable.assign(total)
+        variable.assign(total.sum(axis=0) if total.ndim > len(variable.shape) else total)
     metrics = {name: keras.ops.convert_to_numpy(value) for name, value in model.get_metrics_result().items()}
     return {name: float(value) if np.ndim(value) == 0 else np.asarray(value) for name, value in metrics.items()}
 

@@ -179,13 +179,14 @@ def restore(model: keras.Model, folder: Path | None, must: bool, config: Config,
         if not model.optimizer.built:  # a second build of a LossScaleOptimizer would add its variables once more
             model.optimizer.build(model.trainable_variables)
         model_state.require_same_model(newest, model)
-        _require_whole_update(newest, numbers)
+        if not config.train.virtual_ranks:  # else accumulated gradients are equal on all ranks
+            _require_whole_update(newest, numbers)
         slots.update(model_state.assign(model_state.shared_variables(model), newest.arrays("state")))
         own = model_state.by_rank(newest.arrays("ranks"), newest.manifest["num_ranks"])
         metrics = [model_state.metrics_state(own, rank, size, copies) for rank in range(size)]
         same = len(own) == size * copies
         if newest.manifest["format"] == 1:  # in which only the seeds have the same indices
-            seeds = [f"{index:05d}" for index in range(len(model_state.seeds(model)))]
+            seeds = [f"{index:05d}" for index in range(len(hvd.seeds_of_one_rank(model)))]
             own = [{place: arrays[place] for place in seeds if place in arrays} for arrays in own]
         copies_of = [own[rank * copies : (rank + 1) * copies] if same else [] for rank in range(size)]
         return [

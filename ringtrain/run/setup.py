@@ -13,7 +13,7 @@ from ringtrain.config import Config, changed_options, nearest, value_of
 from ringtrain.derived import Numbers, derive
 from ringtrain.errors import ConfigError
 from ringtrain.monitor import fault_injection
-from ringtrain.run import checkpoint
+from ringtrain.run import checkpoint, devices
 from ringtrain.run.context import Job, Process
 
 if TYPE_CHECKING:
@@ -66,12 +66,13 @@ def read_data(process: Process) -> Job:
 
 def job_of(process: Process, data_set: data.DataSet) -> Job:
     """Derives the numbers of a run on samples with integer classes."""
-    from ringtrain import hvd
-
     config, together = process.config, process.strategy.together
-    num_shards = hvd.size() * process.strategy.copies
+    num_shards = together(process.strategy.num_shards)
     numbers = together(lambda: derive(config, num_shards, len(data_set.train), len(data_set.test)))
-    return Job(data_set=data_set, numbers=numbers, checksums=together(lambda: data.checksums(data_set)))
+    checksums = together(lambda: data.checksums(data_set))
+    if config.train.virtual_ranks:
+        checksums |= devices.of_kernels(process.pinning)
+    return Job(data_set=data_set, numbers=numbers, checksums=checksums)
 
 
 def add_model(process: Process, job: Job, config: Config) -> None:
@@ -142,7 +143,7 @@ def compiled_model(
     if config.model.trainable:
         train_only(model, config.model.trainable)
     _check_not_averaged(model, config.model.not_averaged)
-    models.seed_by_rank(model, config.seed, hvd.rank())
+    models.seed_by_rank(model, config.seed, 0 if config.train.virtual_ranks else hvd.rank())
     if "columns" in config.model.split:
         try:
             hvd.refuse_optimizer(optimizer)

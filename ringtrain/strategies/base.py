@@ -66,11 +66,13 @@ class Strategy:
     def placement(self, numbers: Numbers, pinning: devices.Pinning, hosts: Sequence[str]) -> dict[str, str]:
         """Rows of the plan on processes and devices."""
         per_host = ", ".join(f"{host}: {hosts.count(host)}" for host in dict.fromkeys(hosts))
-        return {"ranks": f"{numbers.num_ranks} ({per_host}), rank 0 on {pinning}"}
+        num_virtual = f"; {numbers.num_ranks} virtual ranks" * (self.config.train.virtual_ranks > 0)
+        return {"ranks": f"{len(hosts) * self.copies} ({per_host}), rank 0 on {pinning}{num_virtual}"}
 
     def shard(self, numbers: Numbers) -> str:
         """Row of the plan on the samples that one rank trains."""
-        return f"{numbers.steps_per_epoch * numbers.batch_size:,} samples an epoch on each rank"
+        kind = "virtual " * (self.config.train.virtual_ranks > 0)
+        return f"{numbers.steps_per_epoch * numbers.batch_size:,} samples an epoch on each {kind}rank"
 
     def console(self) -> Console:
         """Console of this rank."""
@@ -91,18 +93,33 @@ class Strategy:
     def begin(self) -> devices.Pinning:
         """Pins this rank's devices, before TensorFlow initializes one. Raises errors on every rank. Collective."""
         place, options = (hvd.local_rank(), hvd.local_size()), self.config.device
-        pinning = hvd.run_together(lambda: devices.pin(*place, options, num_devices=self.config.model.num_devices))
+        pinning = hvd.run_together(lambda: devices.pin(*place, options, **self.pinning))
         if hvd.local_rank() == 0 and (warning := devices.missing_gpu(pinning, bool(hvd.nccl_built()))):
             print(f"ringtrain: {warning}", file=sys.stderr, flush=True)
         return pinning
+
+    @property
+    def pinning(self) -> dict[str, Any]:
+        """Arguments of devices.pin."""
+        return {"num_devices": self.config.model.num_devices, "one_thread": self.config.train.virtual_ranks > 0}
 
     def together(self, function: Callable[[], Any]) -> Any:
         """Result of a function that each rank calls; its error is raised on every rank."""
         return hvd.run_together(function)
 
+    def num_shards(self) -> int:
+        """Number of equal parts of a global batch: of the copies of the model, or of virtual ranks."""
+        num_virtual, num_ranks = self.config.train.virtual_ranks, hvd.size() * self.copies
+        if num_virtual and num_ranks > num_virtual:
+            raise ConfigError(
+                f"train.virtual_ranks: got {num_virtual} on {num_ranks} ranks, each of which trains at least one:"
+                f" expected {num_ranks} or more"
+            )
+        return num_virtual or num_ranks
+
     def same_global_batch(self, config: Config, attempt: Attempt) -> Config:
         """Configuration with which a restart on another number of ranks keeps the first attempt's global batch."""
-        return resume.same_global_batch(config, attempt, hvd.size())
+        return config if config.train.virtual_ranks else resume.same_global_batch(config, attempt, hvd.size())
 
     def hosts(self) -> list[str]:
         """Host of each rank. Collective."""
@@ -127,6 +144,11 @@ class Strategy:
 
     def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
         """Prepares a compiled model for its first step; does nothing here."""
+
+    def check_averaging(self, model: keras.Model) -> str:
+        """Verifies that updates receive the ranks' gradients combined; returns how. Collective."""
+        combined, *_ = [hvd.check_averaging(one) for one in hvd.optimizers_of(model)]
+        return combined
 
     def make_all(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
         """Creates the variables that Keras would create in the first step, each in the right scope."""
@@ -163,6 +185,9 @@ class Strategy:
         # Batches that are accumulated into one update, or trained by several copies of the model, are cut from one:
         # this rank's shard of the global batch.
         numbers = run.numbers
+        if run.config.train.virtual_ranks:
+            position = part.first_step % numbers.steps_per_epoch * numbers.samples_per_step
+            return self.dealt(run, part, numbers.global_batch_size, position)
         updates, steps = divmod(part.first_step, numbers.accumulation_steps)
         per_update = numbers.accumulation_steps * self.copies
         batches = data.training_batches(
@@ -177,6 +202,21 @@ class Strategy:
         if per_update > 1:
             batches = batches.rebatch(numbers.batch_size, drop_remainder=True).skip(steps * self.copies)
         return batches
+
+    def dealt(self, run: RunContext, part: Segment, dealt_by: int, position: int) -> Any:
+        """Batches of this rank for the rest of an epoch, or whole epochs, whatever ranks trained before: see data."""
+        numbers, num_virtual = run.numbers, run.config.train.virtual_ranks
+        return data.dealt_batches(
+            run.data_set.train,
+            range(part.first_epoch, part.end_epoch),
+            run.config.seed,
+            dealt_by,
+            position,
+            numbers.samples_per_step,
+            run.rank,
+            run.size,
+            numbers.batch_size if num_virtual else 1,
+        )
 
     def fingerprint(self) -> int | None:
         """Number of the global batches that this rank has trained, below 2 ** 31; None: ranks are not compared."""
@@ -220,7 +260,9 @@ class Strategy:
     def summary(self, run: RunContext) -> dict[str, Any]:
         """Facts for summary.json. Collective."""
         times = run.monitor.own_times() if run.monitor else {}
-        return {"ranks": hvd.allgather_object(times, name="ringtrain_times"), "strategy": self.about}
+        num_virtual = self.config.train.virtual_ranks
+        of_virtual = {"num_ranks": run.size, "virtual_ranks": num_virtual} if num_virtual else {}
+        return {"ranks": hvd.allgather_object(times, name="ringtrain_times"), "strategy": self.about, **of_virtual}
 
     def place(self) -> dict[str, Any]:
         """Facts for the journal's last event; none here."""

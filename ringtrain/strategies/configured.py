@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from ringtrain import data, hvd, models
-from ringtrain.config import Config, with_values
+from ringtrain.config import Config, value_of, with_values
 from ringtrain.derived import derive
 from ringtrain.errors import ConfigError, DataError
 from ringtrain.run import setup
@@ -57,8 +57,9 @@ def read_data(process: Process) -> Job:
     size, name = hvd.size(), config.data.name
     if type(process.strategy) is not Ring:  # nor a subclass, whose ranks join and leave
         raise ConfigError(f"data.name: {name}: {setup.NO_CLASSES}")
-    if config.train.jit:
-        raise ConfigError("train.jit: it needs samples with integer classes: leave it out")
+    for option in ("train.jit", "train.virtual_ranks"):
+        if value_of(config, option):
+            raise ConfigError(f"{option}: it needs samples with integer classes: leave it out")
     rows = config.train.batch_size * size
     given = dataclasses.replace(result, epochs=config.train.epochs, seed=config.seed)
 

@@ -8,6 +8,7 @@ import keras
 
 from ringtrain import hvd
 from ringtrain.errors import ConfigError
+from ringtrain.optim import virtual_ranks
 from ringtrain.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -42,7 +43,20 @@ class Ring(Strategy):
                 raise
             raise ConfigError(str(error).replace("sharded=True", "optimizer.sharded", 1)) from error
 
+    def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
+        if num_virtual := self.config.train.virtual_ranks:
+            virtual_ranks.install(model, num_virtual, self.config.seed, input_shape)
+
+    def check_averaging(self, model: keras.Model) -> str:
+        combined = super().check_averaging(model)
+        if num_virtual := self.config.train.virtual_ranks:
+            virtual_ranks.check_order(model, num_virtual)
+            combined += " in a fixed order"
+        return combined
+
     def fit(self, run: RunContext, part: Segment) -> None:
+        if run.config.train.virtual_ranks:
+            run.model.train_function = None  # an earlier one may be for other ranks
         run.model.fit(
             self.batches(run, part),
             initial_epoch=part.first_epoch,

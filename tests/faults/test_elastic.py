@@ -200,6 +200,34 @@ def test_ranks_come_and_go_and_nothing_is_different(start: Callable[..., Elastic
     assert summary["metrics"] == pytest.approx(undisturbed["metrics"], rel=1e-3)
 
 
+def test_with_virtual_ranks_no_bit_differs(start: Callable[..., Elastic], tmp_path: Path) -> None:
+    """One rank to three, of which one is killed and comes again, to two: dropout, batch norm, Adam."""
+    epochs = 8
+    options = ("--model.name", "recording:odd_model", "--train.virtual-ranks", "4", "--train.batch-size", "12")
+    options = (*options, "--train.epochs", str(epochs))
+    elastic = start(ONE, *options)
+    elastic.wait_for_commits(2)
+    elastic.hosts.write_text(ONE + ANOTHER + THIRD)
+    elastic.wait_for_ranks(1)
+    os.kill(elastic.process_of(1), signal.SIGKILL)
+    elastic.wait_for_ranks(3)
+    elastic.hosts.write_text(ANOTHER + THIRD)
+    elastic.wait_for_ranks(4)
+    elastic.finish()
+    proven(elastic, epochs)
+    for trained in recorded(elastic, epochs):
+        assert len(trained) == 1392 and set(trained.values()) == {1}
+
+    alone = tmp_path / "alone"
+    train = [sys.executable, "-m", "ringtrain.train", *TRAIN, *options, "--run.directory", alone]
+    ended = run(0, train, 300, env={"PYTHONPATH": PATHS})
+    assert ended.returncode == 0, ended.stderr
+    undisturbed, disturbed = json.loads((alone / "run" / "summary.json").read_text()), elastic.summary()
+    assert len(disturbed["resizes"]) == 4 and disturbed["num_ranks"] == 2
+    for name in ("checksum", "metrics"):
+        assert disturbed[name] == undisturbed[name]
+
+
 def test_the_per_rank_batch_stays_through_a_change_and_a_stop(start: Callable[..., Elastic]) -> None:
     """From one rank to two, which is told to stop in the middle of an epoch, and goes on with one.
 
