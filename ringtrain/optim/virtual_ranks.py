@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain import hvd
-from ringtrain.errors import OutOfSync
+from ringtrain.errors import ConfigError, OutOfSync
 from ringtrain.hvd.keras_patches import innermost
 from ringtrain.hvd.step_timing import PLACE
 
@@ -99,7 +99,7 @@ def check_order(model: keras.Model, num: int) -> None:
 
 
 def install(model: keras.Model, num: int, seed: int, input_shape: Sequence[int]) -> None:
-    """Makes a compiled model train by virtual ranks, in place; before its first step.
+    """Makes a compiled model train by virtual ranks, in place; before its first step. May raise ConfigError.
 
     From then on its moving statistics and seeds are equal on all ranks, and rank 0 keeps the metrics of a step.
 
@@ -108,6 +108,11 @@ def install(model: keras.Model, num: int, seed: int, input_shape: Sequence[int])
         seed: From which virtual ranks derive random numbers of their own.
         input_shape: Of a row.
     """
+    if type(model).train_step is not keras.Model.train_step:
+        raise ConfigError(
+            f"train.virtual_ranks: {type(model).__name__} has a train_step of its own, which would not be called: leave"
+            " it to Keras, or train without virtual ranks"
+        )
     model._symbolic_build(data_batch=(tf.zeros([2, *input_shape]), tf.zeros([2], tf.int64)))  # makes the metrics
     step = Step(model, num, seed)
     object.__setattr__(model, "train_step", step.train_step)
@@ -119,22 +124,20 @@ class Step:
 
     def __init__(self, model: keras.Model, num: int, seed: int) -> None:
         self.model, self.num = model, num
-        self.moving = hvd.moving_statistics(model)
-        self.counters = [one for one in hvd.weights_of_one_rank(model) if all(one is not each for each in self.moving)]
+        own = hvd.weights_of_one_rank(model)
+        self.moving = [one for one in own if keras.backend.is_float_dtype(one.dtype)]
+        self.counters = [one for one in own if keras.backend.is_int_dtype(one.dtype)]
         self.seeds = hvd.seeds_of_one_rank(model)
-        self.draws = [np.random.default_rng([seed, index]) for index in range(len(self.seeds))]
-        self.offsets = [  # of virtual rank 0: none
-            np.concatenate([np.zeros((1, *one.shape), np.int64), draw.integers(0, 2**31, (num - 1, *one.shape))])
-            for one, draw in zip(self.seeds, self.draws, strict=True)
-        ]
+        draws = [np.random.default_rng([seed, index]) for index in range(len(self.seeds))]
+        self.offsets = [draw.integers(0, 2**31, (num, *one.shape)) for one, draw in zip(self.seeds, draws, strict=True)]
 
     def train_step(self, batch: Any) -> Any:
         """A step of Keras with this rank's rows, those of its virtual ranks one after the other."""
         model, optimizer = self.model, self.model.optimizer
         inner = innermost(optimizer)
         own = of_rank(self.num, hvd.rank(), hvd.size())
-        metrics, state = model.metrics_variables, [*self.moving, *self.counters, *self.seeds]
-        before = {id(one): tf.identity(one.value) for one in [*metrics, *state]}
+        metrics = model.metrics_variables
+        before = {id(one): tf.identity(one.value) for one in [*self.moving, *self.counters, *self.seeds, *metrics]}
         parts = [self._micro_batch(batch, number, len(own), virtual, before) for number, virtual in enumerate(own)]
         weights = [
             one for one, gradient in zip(model.trainable_weights, parts[0], strict=False) if gradient is not None
@@ -143,16 +146,18 @@ class Step:
         PLACE.note("computed", parts)
         totals = PLACE.reducing(hvd.size(), parts, lambda: self._totals(parts, inner.reduction))
         PLACE.note("reduced", totals)
-        of_weights, of_moving = totals[: len(weights)], totals[len(weights) :][: len(self.moving)]
+        changed = [*weights, *self.moving, *self.counters, *metrics]
+        of = {id(one): total for one, total in zip(changed, totals, strict=True)}
         with inner.reduced_before():
-            pairs = [(total / self.num, one) for total, one in zip(of_weights, weights, strict=True)]
-            optimizer.apply_gradients(pairs)
-        for one, total in zip(self.moving, of_moving, strict=True):
-            one.assign(total / self.num)
+            optimizer.apply_gradients([(of[id(one)] / self.num, one) for one in weights])
+        for one in self.moving:
+            one.assign(of[id(one)] / self.num)
+        for one in self.counters:
+            one.assign(of[id(one)])
         for one, offsets in zip(self.seeds, self.offsets, strict=True):
             one.assign(one.value - tf.constant(offsets[own[-1]], one.dtype))
-        for one, total in zip(metrics, totals[len(weights) + len(of_moving) :], strict=True):
-            one.assign(before[id(one)] + total if hvd.rank() == 0 else before[id(one)])
+        for one in metrics:
+            one.assign(before[id(one)] + of[id(one)] if hvd.rank() == 0 else before[id(one)])
         return model.get_metrics_result()
 
     def _micro_batch(self, batch: Any, number: int, count: int, virtual: int, before: dict[int, Any]) -> list[Any]:
@@ -178,7 +183,11 @@ class Step:
         model._loss_tracker.update_state(loss, sample_weight=tf.shape(keras.tree.flatten(x)[0])[0])
         model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
         gradients = [one if one is None else tf.convert_to_tensor(one) for one in gradients]  # also of rows
-        return [*gradients, *(tf.identity(one.value) for one in [*self.moving, *model.metrics_variables])]
+        moving, counters, metrics = (
+            [tf.identity(one.value) for one in each] for each in (self.moving, self.counters, model.metrics_variables)
+        )
+        counters = [one if virtual == 0 else tf.zeros_like(one) for one in counters]  # the sum is that of rank 0
+        return [*gradients, *moving, *counters, *metrics]
 
     def _totals(self, parts: list[list[Any]], reduction: Any) -> list[Any]:
         """Sums of the micro-batches of all ranks, of each tensor."""
