@@ -268,7 +268,7 @@ class ElasticConfig:
     """global-batch: the ranks divide the same global batch, the learning rate stays; per-rank-batch: global batch and
     learning rate change with the number of ranks, by optimizer.learning_rate_scaling"""
     commit_every_steps: Annotated[int, rule.AT_LEAST_1] = 10
-    """steps between two commits, from which training resumes after a failure and at which new hosts join"""
+    """steps between two times at which hosts join and leave"""
 
 
 @dataclass(frozen=True)

@@ -337,7 +337,7 @@ def _prepare(process: Process, model: keras.Model, train: Any, batch_size: int) 
         raise ConfigError("model.sync_batch_norm: the model has no BatchNormalization layers: leave it out")
     strategy.build(model, train, batch_size)
     if hvd.rank():  # else all ranks would drop the same units; rank 0 keeps the script's seeds
-        for index, state in enumerate(hvd.seeds_of_one_rank(model)):
+        for index, state in enumerate(hvd.seeds(model)):
             draw = np.random.default_rng([process.config.seed, hvd.rank(), index])
             state.assign(draw.integers(0, 2**31, state.shape))
         tf.random.set_seed(process.config.seed * hvd.size() + hvd.rank())

@@ -120,9 +120,9 @@ def setup(
 ) -> Process:
     """Loads the libraries, starts Horovod and pins this rank's devices."""
     import ringtrain.hvd as hvd  # first: it reports missing packages
-    from ringtrain import elastic
     from ringtrain.monitor import timeline
     from ringtrain.run import resume, stopping, tracking
+    from ringtrain.strategies.elastic import Elastic
 
     stages.done("libraries")
     hvd.configure(config.hvd)
@@ -133,7 +133,7 @@ def setup(
     hvd.step_timing.PLACE.reset()
     hvd.check_op(config.hvd)
     # Before TensorFlow uses a device: it would allocate memory on the host's first GPU for every rank.
-    strategy = elastic.Elastic(config) if hvd.elastic.is_on() else make(config, group)
+    strategy = Elastic(config) if hvd.elastic.is_on() else make(config, group)
     pinning = strategy.begin()
     attempt, events = Attempt.from_environment(), journal.Journal()
     config = strategy.together(lambda: resume.started_again(config, attempt))

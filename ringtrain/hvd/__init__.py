@@ -93,10 +93,11 @@ from ringtrain.hvd.batch_norm import (
     SyncBatchNormalization,
     average_moving_statistics,
     batch_norm_layers,
+    is_shared,
+    layers_own_variables,
     moving_statistics,
-    seeds_of_one_rank,
+    seeds,
     share_state,
-    shared_seeds,
     synchronize_batch_norm,
     weights_of_one_rank,
 )

@@ -74,19 +74,15 @@ def weights_of_one_rank(model: keras.Model) -> list[Any]:
     return [variable for variable in model.weights if id(variable) in made]
 
 
+def layers_own_variables(model: keras.Model) -> list[Any]:
+    """Weights that layers create as non-trainable, also those of synchronized batch normalization."""
+    made = {id(variable) for layer in layers_of(model) for variable in non_trainable_variables_made_by(layer)}
+    return [variable for variable in model.weights if id(variable) in made]
+
+
 def share_state(model: keras.Model) -> None:
     """Declares that a model's training step keeps moving statistics and seeds equal on all ranks."""
     object.__setattr__(model, "ringtrain_shares_state", True)
-
-
-def seeds_of_one_rank(model: keras.Model) -> list[Any]:
-    """States of Keras' seed generators, which differ between ranks; none if its training step shares them."""
-    return [] if is_shared(model) else _seeds(model)
-
-
-def shared_seeds(model: keras.Model) -> list[Any]:
-    """States of Keras' seed generators if they are equal on all ranks: see `share_state`."""
-    return _seeds(model) if is_shared(model) else []
 
 
 def is_shared(model: keras.Model) -> bool:
@@ -94,7 +90,8 @@ def is_shared(model: keras.Model) -> bool:
     return hasattr(model, "ringtrain_shares_state")
 
 
-def _seeds(model: keras.Model) -> list[Any]:
+def seeds(model: keras.Model) -> list[Any]:
+    """States of Keras' seed generators, which differ between ranks unless `is_shared`."""
     known = {id(variable) for variable in (*model.weights, *model.metrics_variables)}
     return [variable for variable in model.variables if id(variable) not in known]
 

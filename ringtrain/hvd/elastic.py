@@ -24,8 +24,8 @@ from ringtrain.hvd.backend import (
     network,
     notification_manager,
 )
-from ringtrain.hvd.batch_norm import shared_seeds
-from ringtrain.hvd.collectives import broadcast_object, broadcast_variables, elastic, init, shutdown
+from ringtrain.hvd.batch_norm import is_shared, seeds
+from ringtrain.hvd.collectives import allgather_object, broadcast_object, broadcast_variables, elastic, init, shutdown
 from ringtrain.hvd.keras_patches import innermost
 from ringtrain.hvd.placement import CPU
 from ringtrain.hvd.process import PROCESS
@@ -176,7 +176,57 @@ class KerasState(_VariablesState):
         super().sync()
 
     def _variables(self) -> list[Any]:
-        return [*self.model.weights, *self.optimizer.variables, *shared_seeds(self.model)]
+        return [*self.model.weights, *self.optimizer.variables, *(seeds(self.model) if is_shared(self.model) else [])]
+
+
+class SharedKerasState(KerasState):
+    """`KerasState` of a model whose step keeps it equal on all ranks, and is undone as a whole if a reduction fails.
+
+    So nothing is copied: a commit only asks for new hosts, and after a change the rank that is furthest gives its
+    state. Two ranks are at most a step apart, since a reduction needs all of them.
+
+    Args:
+        settle: Returns the model to the end of the last complete step, brings the named objects of the state up to
+            date, and returns this rank's progress, a number; -1: it has never had the state. It must not communicate.
+        synced: Called after `sync`, when the named objects are those of the rank that was furthest.
+    """
+
+    def __init__(
+        self, model: keras.Model, settle: Callable[[], int], synced: Callable[[], None], **kwargs: Any
+    ) -> None:
+        self._settle, self._synced = settle, synced
+        super().__init__(model, **kwargs)
+
+    def commit(self) -> None:
+        self.num_commits += 1
+        self.check_host_updates()
+
+    def save(self) -> None:
+        """Does nothing."""
+
+    def restore(self) -> None:
+        """Does nothing: `sync` follows."""
+
+    def sync(self) -> None:
+        """Sends the state of the rank that is furthest to all others."""
+        own = self._settle()
+        progress = allgather_object(own, name="ringtrain_progress")
+        root = progress.index(max(progress))
+        # A rank that is a step behind could be needed if the one ahead is lost while it sends.
+        behind = [keras.ops.convert_to_numpy(one) for one in self._variables()] if -1 < own < progress[root] else []
+        try:
+            broadcast_model(self.model, root, optimizer=self.optimizer)
+            self._bcast_object = functools.partial(broadcast_object, root_rank=root)
+            ObjectState.save(self)
+            ObjectState.sync(self)
+        except BaseException:
+            for variable, value in zip(self._variables(), behind, strict=False):
+                variable.assign(value)
+            raise
+        self._synced()
+
+    def _keep(self) -> None:
+        """Does nothing."""
 
 
 class TensorFlowKerasState(KerasState):

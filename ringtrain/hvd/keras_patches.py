@@ -173,11 +173,9 @@ def jit_gradients(model: keras.Model) -> None:
 
     @tf.function(jit_compile=True, reduce_retracing=True, autograph=False)
     def forward_and_backward(x: Any, y: Any, sample_weight: Any) -> Any:
-        with tf.GradientTape() as tape:
-            outputs = model(x, training=True) if model._call_has_training_arg else model(x)
-            loss = model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=True)
-            scaled = model.optimizer.scale_loss(loss)
-        return outputs, loss, tape.gradient(scaled, model.trainable_weights)
+        return _by_tape(model, x, y, sample_weight)
+
+    object.__setattr__(model, "ringtrain_gradients", forward_and_backward)
 
     def train_step(data: Any) -> Any:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -187,3 +185,17 @@ def jit_gradients(model: keras.Model) -> None:
         return model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
 
     object.__setattr__(model, "train_step", train_step)
+
+
+def gradients_of(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, list[Any]]:
+    """Returns outputs, loss, and gradients of the trainable weights, as a model's step computes them."""
+    compute = getattr(model, "ringtrain_gradients", None)
+    return compute(x, y, sample_weight) if compute else _by_tape(model, x, y, sample_weight)
+
+
+def _by_tape(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, list[Any]]:
+    with tf.GradientTape() as tape:
+        outputs = model(x, training=True) if model._call_has_training_arg else model(x)
+        loss = model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=True)
+        scaled = model.optimizer.scale_loss(loss)
+    return outputs, loss, tape.gradient(scaled, model.trainable_weights)

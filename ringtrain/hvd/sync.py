@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from ringtrain.errors import OutOfSync, RingtrainError
 from ringtrain.hvd.backend import ProcessSet, global_process_set, horovod
-from ringtrain.hvd.batch_norm import batch_norm_layers, shared_seeds, weights_of_one_rank
+from ringtrain.hvd.batch_norm import batch_norm_layers, is_shared, seeds, weights_of_one_rank
 from ringtrain.hvd.collectives import allgather_object, broadcast_variables, copies_of, num_copies
 from ringtrain.hvd.distributed import hands_on, probe
 from ringtrain.hvd.keras_patches import innermost, optimizers_of, refuse_horovods_own
@@ -63,7 +63,7 @@ def broadcast_model(
             optimizer.build(model.trainable_variables)
     local = {id(variable) for variable in local_variables}
     slots = (variable for one in _optimizers(model, optimizer) for variable in one.variables)
-    variables = [*model.weights, *slots, *shared_seeds(model)]
+    variables = [*model.weights, *slots, *(seeds(model) if is_shared(model) else [])]
     broadcast_variables([v for v in variables if id(v) not in local], root_rank, process_set, device=device)
 
 

@@ -152,9 +152,20 @@ def ledger(events: Sequence[Mapping[str, Any]], num_epochs: int) -> Ledger:
             breaches.append(f"{where} in epoch {first['epoch']} at {first['position']}, not in {epoch} at {position}")
         steps, later = _steps_of(first, last_step, events)
         undone += later
+        whole = _whole_steps_of(first, events)
         for step in range(first["global_step"] + 1, last_step + 1):
             parts = steps.get(step, {})
-            if len(parts) != first["to"]:
+            if (
+                parts
+                and len(parts) < first["to"]
+                and step in whole
+                and first is not chain[0][0]
+                and not any(steps.get(later, {}).keys() - parts.keys() for later in range(step + 1, last_step + 1))
+            ):
+                # Ranks were lost before they recorded the step. Without their gradients, none could have made it.
+                its_epoch, length, *_ = next(iter(parts.values()))
+                parts = {0: (its_epoch, length, *whole[step])}
+            elif len(parts) != first["to"]:
                 breaches.append(f"step {step}: {len(parts)} of {first['to']} ranks have recorded their samples")
             for its_epoch, _, begin, end in sorted(parts.values(), key=lambda part: part[2:]):
                 if (its_epoch, begin) != (epoch, position) and begin < end:
@@ -166,6 +177,16 @@ def ledger(events: Sequence[Mapping[str, Any]], num_epochs: int) -> Ledger:
     if (epoch, position) != (num_epochs, 0):
         breaches.append(f"it ends in epoch {epoch} at {position}, not after epoch {num_epochs - 1}")
     return Ledger(trained, tuple(breaches), undone)
+
+
+def _whole_steps_of(first: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> dict[int, tuple[int, int]]:
+    """Samples of all ranks together in the steps of a generation, as its ranks have recorded them."""
+    own = [event for event in events if event["event"] == "commit" and event.get("generation") == first["generation"]]
+    return {
+        step: (begin, end)
+        for event in own
+        for step, (begin, end) in enumerate(event.get("of_all", ()), event["after_step"] + 1)
+    }
 
 
 def _steps_of(

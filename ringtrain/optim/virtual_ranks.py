@@ -16,10 +16,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ringtrain import hvd
-from ringtrain.errors import ConfigError, OutOfSync
+from ringtrain.errors import OutOfSync
 from ringtrain.hvd.keras_patches import innermost
 from ringtrain.hvd.step_timing import PLACE
+from ringtrain.optim.shared_step import Part, SharedStep, reduced_by_dtype
 
 
 class Node(NamedTuple):
@@ -98,106 +98,36 @@ def check_order(model: keras.Model, num: int) -> None:
         )
 
 
-def install(model: keras.Model, num: int, seed: int, input_shape: Sequence[int]) -> None:
-    """Makes a compiled model train by virtual ranks, in place; before its first step. May raise ConfigError.
+class VirtualRanks(SharedStep):
+    """Training step of a compiled model by `num` virtual ranks, a power of two; at least that of ranks."""
 
-    From then on its moving statistics and seeds are equal on all ranks, and rank 0 keeps the metrics of a step.
+    def __init__(self, model: keras.Model, input_shape: Sequence[int], num: int) -> None:
+        super().__init__(model, input_shape)
+        self.num = num
 
-    Args:
-        num: Number of virtual ranks, a power of two; at least that of ranks.
-        seed: From which virtual ranks derive random numbers of their own.
-        input_shape: Of a row.
-    """
-    if type(model).train_step is not keras.Model.train_step:
-        raise ConfigError(
-            f"train.virtual_ranks: {type(model).__name__} has a train_step of its own, which would not be called: leave"
-            " it to Keras, or train without virtual ranks"
-        )
-    model._symbolic_build(data_batch=(tf.zeros([2, *input_shape]), tf.zeros([2], tf.int64)))  # makes the metrics
-    step = Step(model, num, seed)
-    object.__setattr__(model, "train_step", step.train_step)
-    hvd.share_state(model)
+    def parts(self) -> Sequence[int]:
+        return of_rank(self.num, *self.reduction.place())
 
-
-class Step:
-    """Training step of a model by virtual ranks."""
-
-    def __init__(self, model: keras.Model, num: int, seed: int) -> None:
-        self.model, self.num = model, num
-        own = hvd.weights_of_one_rank(model)
-        self.moving = [one for one in own if keras.backend.is_float_dtype(one.dtype)]
-        self.counters = [one for one in own if keras.backend.is_int_dtype(one.dtype)]
-        self.seeds = hvd.seeds_of_one_rank(model)
-        draws = [np.random.default_rng([seed, index]) for index in range(len(self.seeds))]
-        self.offsets = [draw.integers(0, 2**31, (num, *one.shape)) for one, draw in zip(self.seeds, draws, strict=True)]
-
-    def train_step(self, batch: Any) -> Any:
-        """A step of Keras with this rank's rows, those of its virtual ranks one after the other."""
-        model, optimizer = self.model, self.model.optimizer
-        inner = innermost(optimizer)
-        own = of_rank(self.num, hvd.rank(), hvd.size())
-        metrics = model.metrics_variables
-        before = {id(one): tf.identity(one.value) for one in [*self.moving, *self.counters, *self.seeds, *metrics]}
-        parts = [self._micro_batch(batch, number, len(own), virtual, before) for number, virtual in enumerate(own)]
-        weights = [
-            one for one, gradient in zip(model.trainable_weights, parts[0], strict=False) if gradient is not None
+    def totals(self, parts: Sequence[Part]) -> Part:
+        given = [place for place, gradient in enumerate(parts[0].gradients) if gradient is not None]
+        flat = [
+            [
+                *(tf.convert_to_tensor(part.gradients[place]) for place in given),  # also of an embedding's rows
+                *part.moving,
+                *(one * tf.cast(number == 0, one.dtype) for one in part.counters),
+                *part.metrics,
+            ]
+            for number, part in zip(self.parts(), parts, strict=True)
         ]
-        parts = [[tensor for tensor in part if tensor is not None] for part in parts]
-        PLACE.note("computed", parts)
-        totals = PLACE.reducing(hvd.size(), parts, lambda: self._totals(parts, inner.reduction))
-        PLACE.note("reduced", totals)
-        changed = [*weights, *self.moving, *self.counters, *metrics]
-        of = {id(one): total for one, total in zip(changed, totals, strict=True)}
-        with inner.reduced_before():
-            optimizer.apply_gradients([(of[id(one)] / self.num, one) for one in weights])
-        for one in self.moving:
-            one.assign(of[id(one)] / self.num)
-        for one in self.counters:
-            one.assign(of[id(one)])
-        for one, offsets in zip(self.seeds, self.offsets, strict=True):
-            one.assign(one.value - tf.constant(offsets[own[-1]], one.dtype))
-        for one in metrics:
-            one.assign(before[id(one)] + of[id(one)] if hvd.rank() == 0 else before[id(one)])
-        return model.get_metrics_result()
-
-    def _micro_batch(self, batch: Any, number: int, count: int, virtual: int, before: dict[int, Any]) -> list[Any]:
-        """Gradients, then the moving statistics and metrics that a virtual rank's rows lead to."""
-        model = self.model
-
-        def rows_of(tensor: Any) -> Any:
-            length = (tensor.shape[0] or tf.shape(tensor)[0]) // count
-            return tensor[number * length : (number + 1) * length]
-
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(keras.tree.map_structure(rows_of, batch))
-        for one in [*self.moving, *self.counters]:
-            one.assign(before[id(one)])
-        for one, offsets in zip(self.seeds, self.offsets, strict=True):
-            one.assign(before[id(one)] + tf.constant(offsets[virtual], one.dtype))
-        for one in model.metrics_variables:
-            one.assign(tf.zeros_like(one.value))
-        with tf.GradientTape() as tape:
-            y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
-            loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
-            scaled = model.optimizer.scale_loss(loss)
-        gradients = tape.gradient(scaled, model.trainable_weights)
-        model._loss_tracker.update_state(loss, sample_weight=tf.shape(keras.tree.flatten(x)[0])[0])
-        model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
-        gradients = [one if one is None else tf.convert_to_tensor(one) for one in gradients]  # also of rows
-        moving, counters, metrics = (
-            [tf.identity(one.value) for one in each] for each in (self.moving, self.counters, model.metrics_variables)
+        _, size = self.reduction.place()
+        sums = iter(
+            PLACE.reducing(
+                size, flat, lambda: reduced_by_dtype(flat, lambda rows: sum_of_all(rows, self.num, self.reduction))
+            )
         )
-        counters = [one if virtual == 0 else tf.zeros_like(one) for one in counters]  # the sum is that of rank 0
-        return [*gradients, *moving, *counters, *metrics]
-
-    def _totals(self, parts: list[list[Any]], reduction: Any) -> list[Any]:
-        """Sums of the micro-batches of all ranks, of each tensor."""
-        totals: list[Any] = [None] * len(parts[0])
-        for dtype in dict.fromkeys(tensor.dtype for tensor in parts[0]):
-            places = [place for place, tensor in enumerate(parts[0]) if tensor.dtype == dtype]
-            flat = [tf.concat([tf.reshape(part[place], [-1]) for place in places], 0) for part in parts]
-            total = sum_of_all(tf.stack(flat), self.num, reduction)
-            shapes = [tf.shape(parts[0][place]) for place in places]
-            cut = tf.split(total, [tf.reduce_prod(shape) for shape in shapes])
-            for place, tensor, shape in zip(places, cut, shapes, strict=True):
-                totals[place] = tf.ensure_shape(tf.reshape(tensor, shape), parts[0][place].shape)
-        return totals
+        gradients: list[Any] = [None] * len(self.weights)
+        for place in given:
+            gradients[place] = next(sums) / self.num
+        PLACE.note("reduced", [gradients[place] for place in given])
+        moving = [next(sums) / self.num for _ in self.moving]
+        return Part(gradients, moving, [next(sums) for _ in self.counters], [next(sums) for _ in self.metrics])

@@ -57,11 +57,10 @@ class Evaluation(keras.callbacks.Callback):
         num_samples = sum(map(self.test.num_readable, self.shards))
         values = parts[0]
         if self.run.config.train.virtual_ranks:  # a row each: their sum does not depend on the number of ranks
-            rows = [np.zeros((self.num_shards, *one.shape)) for one in parts[0]]
+            values = [np.zeros((self.num_shards, *one.shape)) for one in parts[0]]
             for number, part in zip(self.own, parts, strict=True):
-                for row, one in zip(rows, part, strict=True):
-                    row[number] = one
-            values = rows
+                for rows, one in zip(values, part, strict=True):
+                    rows[number] = one
         metrics = over_all_ranks(self.model, num_samples, values)
         logs |= {f"{self.run.validation.prefix}{name}": value for name, value in metrics.items()}
         self.seconds += time.perf_counter() - begin_s
@@ -100,9 +99,11 @@ def over_all_ranks(
 
     `values`: of the metrics on this rank, or rows of which they are the sum. None: what the metrics hold.
     """
-    variables, values = model.metrics_variables, states_of_metrics(model) if values is None else values
-    with hvd.during("reduce"):
-        *sums, total_samples = sums_over_ranks([*values, np.array(num_samples)], "ringtrain_metrics")
+    variables, of_rank = model.metrics_variables, states_of_metrics(model) if values is None else values
+    sums, total_samples = of_rank, np.array(num_samples)
+    if values is not None or not hvd.is_shared(model):  # else each rank has those of all
+        with hvd.during("reduce"):
+            *sums, total_samples = sums_over_ranks([*of_rank, total_samples], "ringtrain_metrics")
     if not total_samples:
         raise DataError("none of the samples could be read: those that were skipped are named in the run's logs/")
     for variable, total in zip(variables, sums, strict=True):

@@ -50,7 +50,7 @@ def shapes_of(variables: Sequence[Any]) -> list[list[Any]]:
 def shared_variables(model: keras.Model) -> list[Any]:
     """Weights and optimizer; parts on several devices as the variables of the undivided model."""
     slots = (variable for one in hvd.optimizers_of(model) for variable in one.variables)
-    return hvd.whole_variables([*model.weights, *slots, *hvd.shared_seeds(model)])
+    return hvd.whole_variables([*model.weights, *slots])
 
 
 def plan_of_slots(model: keras.Model) -> dict[str, str]:
@@ -63,7 +63,7 @@ def own_variables(model: keras.Model) -> list[Any]:
     """Returns seeds, weights that depend on a rank's data, and accumulated gradients, which are optimizer variables."""
     optimizers = [getattr(one, "inner_optimizer", one) for one in hvd.optimizers_of(model)]
     accumulated = [variable for one in optimizers for variable in getattr(one, "_accumulated_gradients", None) or ()]
-    return [*hvd.seeds_of_one_rank(model), *hvd.weights_of_one_rank(model), *accumulated]
+    return [*hvd.seeds(model), *hvd.weights_of_one_rank(model), *accumulated]
 
 
 def digests(model: keras.Model) -> list[list[bytes]]:
@@ -78,7 +78,7 @@ def digests(model: keras.Model) -> list[list[bytes]]:
 
 def places_to_save(model: keras.Model, digests: Sequence[Sequence[bytes]]) -> list[int]:
     """Returns indices in `own_variables` of variables that differ between ranks, and of all seeds."""
-    num_seeds = len(hvd.seeds_of_one_rank(model))
+    num_seeds = len(hvd.seeds(model))
     return [place for place, one in enumerate(zip(*digests, strict=True)) if place < num_seeds or len(set(one)) > 1]
 
 

@@ -122,6 +122,8 @@ def source_of(config: Config) -> tuple[Path | None, bool]:
 class Clock(keras.callbacks.Callback):
     """Counts the steps of a run. It must be the first callback, since the others read it."""
 
+    is_open = False
+
     def __init__(
         self, start: Start, steps_per_epoch: int, status: StatusLine, journal: Journal, steps_per_call: int = 1
     ) -> None:
@@ -183,10 +185,14 @@ def restore(model: keras.Model, folder: Path | None, must: bool, config: Config,
             _require_whole_update(newest, numbers)
         slots.update(model_state.assign(model_state.shared_variables(model), newest.arrays("state")))
         own = model_state.by_rank(newest.arrays("ranks"), newest.manifest["num_ranks"])
+        is_shared, was_shared = hvd.is_shared(model), newest.manifest.get("shared_state", False)
         metrics = [model_state.metrics_state(own, rank, size, copies) for rank in range(size)]
-        same = len(own) == size * copies
-        if newest.manifest["format"] == 1:  # in which only the seeds have the same indices
-            seeds = [f"{index:05d}" for index in range(len(hvd.seeds_of_one_rank(model)))]
+        same = len(own) == size * copies and not was_shared
+        if is_shared:
+            sums = model_state.metrics_state(own, 0, 0)
+            metrics, own, same = [sums] * size, own[:1] * size, True
+        if newest.manifest["format"] == 1 or is_shared:  # in which only the seeds have the same indices
+            seeds = [f"{index:05d}" for index in range(len(hvd.seeds(model)))]
             own = [{place: arrays[place] for place in seeds if place in arrays} for arrays in own]
         copies_of = [own[rank * copies : (rank + 1) * copies] if same else [] for rank in range(size)]
         return [

@@ -152,8 +152,9 @@ class Saver(keras.callbacks.Callback):
         if self.clock.epoch_complete:
             return own
         seen = model_state.arrays_of(dict(enumerate(self.model.metrics_variables)))
+        counts = hvd.rank() == 0 or not hvd.is_shared(self.model)  # else rank 0 saves those of all
         return [
-            state | {f"metrics-{name}": array if copy == 0 else 0 * array for name, array in seen.items()}
+            state | {f"metrics-{name}": array if copy == 0 and counts else 0 * array for name, array in seen.items()}
             for copy, state in enumerate(own)
         ]
 
@@ -172,6 +173,7 @@ class Saver(keras.callbacks.Callback):
             "metrics": self.metrics,
             "monitored": list(self.monitored),
             "num_ranks": len(own),
+            "shared_state": hvd.is_shared(self.model),
             "variables": model_state.shapes_of(model_state.shared_variables(self.model)),
         }
         state = model_state.shared_state(self.model, own, slots, self.config.model.not_averaged)

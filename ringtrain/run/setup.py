@@ -143,7 +143,7 @@ def compiled_model(
     if config.model.trainable:
         train_only(model, config.model.trainable)
     _check_not_averaged(model, config.model.not_averaged)
-    models.seed_by_rank(model, config.seed, 0 if config.train.virtual_ranks else hvd.rank())
+    models.seed_by_rank(model, config.seed, 0 if strategy.shares_state else hvd.rank())
     if "columns" in config.model.split:
         try:
             hvd.refuse_optimizer(optimizer)

@@ -57,7 +57,7 @@ class Recorder(keras.callbacks.Callback):
         self.timed_steps, self.timed_s = 0, 0.0
         self.reported = False
         self.unwritten: dict[str, list[str]] = {}
-        self.epochs = _records_until(self.folder / METRICS, self.first_step)
+        self.epochs = _records_until(self.folder / METRICS, self.first_step - run.clock.is_open)
         _records_until(self.folder / STEPS, self.first_step)
 
     @property

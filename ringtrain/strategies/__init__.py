@@ -3,6 +3,7 @@
 This module does not import TensorFlow: unsupported options are reported before it is loaded.
 
 base:             base class: what a run asks of a strategy, and the proof line at its end
+elastic:          ring whose ranks join and leave
 ring:             one process per rank and Keras' fit: ring over Horovod, mpi-ring over mpi4py
 script:           the data and compiled model of a script, for ringtrain.fit
 configured:       the same loop for configured data other than samples with integer classes

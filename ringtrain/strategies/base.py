@@ -107,6 +107,11 @@ class Strategy:
         """Result of a function that each rank calls; its error is raised on every rank."""
         return hvd.run_together(function)
 
+    @property
+    def shares_state(self) -> bool:
+        """Whether moving statistics, seeds and metrics are equal on all ranks after every step."""
+        return self.config.train.virtual_ranks > 0
+
     def num_shards(self) -> int:
         """Number of equal parts of a global batch: of the copies of the model, or of virtual ranks."""
         num_virtual, num_ranks = self.config.train.virtual_ranks, hvd.size() * self.copies

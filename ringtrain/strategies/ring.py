@@ -9,6 +9,7 @@ import keras
 from ringtrain import hvd
 from ringtrain.errors import ConfigError
 from ringtrain.optim import virtual_ranks
+from ringtrain.optim.shared_step import SharedStep
 from ringtrain.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -17,7 +18,13 @@ if TYPE_CHECKING:
 
 
 class Ring(Strategy):
-    """Strategies ring and mpi-ring."""
+    """Strategies ring and mpi-ring.
+
+    Attributes:
+        step: Step that keeps the state of all ranks equal; None: each rank has seeds and moving statistics of its own.
+    """
+
+    step: SharedStep | None = None
 
     @property
     def shown_name(self) -> str:
@@ -45,7 +52,7 @@ class Ring(Strategy):
 
     def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
         if num_virtual := self.config.train.virtual_ranks:
-            virtual_ranks.install(model, num_virtual, self.config.seed, input_shape)
+            self.step = virtual_ranks.VirtualRanks(model, input_shape, num_virtual)
 
     def check_averaging(self, model: keras.Model) -> str:
         combined = super().check_averaging(model)
@@ -55,8 +62,6 @@ class Ring(Strategy):
         return combined
 
     def fit(self, run: RunContext, part: Segment) -> None:
-        if run.config.train.virtual_ranks:
-            run.model.train_function = None  # an earlier one may be for other ranks
         run.model.fit(
             self.batches(run, part),
             initial_epoch=part.first_epoch,

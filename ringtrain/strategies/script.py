@@ -187,7 +187,7 @@ def unlike_one_process(model: keras.Model, rows: Callable[[int, int], Any] | Non
     found = []
     if any(not hasattr(layer, "device_of_sums") for layer in hvd.batch_norm_layers(model)):
         found.append("batch normalization uses each rank's rows (all rows with model.sync_batch_norm)")
-    if hvd.seeds_of_one_rank(model):
+    if hvd.seeds(model):
         found.append("random layers draw other numbers on each rank")
     losses = model._compile_loss._flat_losses if model._compile_loss else []
     if names := [one.name for one in losses if _function_of(one.loss) in OF_A_WHOLE_BATCH]:

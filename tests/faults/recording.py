@@ -15,6 +15,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ringtrain.data import sharding
+
 RECORDS = "RINGTRAIN_TEST_RECORDS"
 """variable with the folder of the records, a file per process"""
 WRONG = "RINGTRAIN_TEST_WRONG"
@@ -74,7 +76,8 @@ class Recording(keras.callbacks.Callback):
 def trained_by_epoch(folder: Path, events: Sequence[Mapping[str, Any]]) -> dict[int, Counter[int]]:
     """How often each sample was trained in the steps that count, by epoch.
 
-    The journal says which process has trained which steps that count; the samples are those that it got.
+    The journal says which processes have trained which steps that count; the samples are those that they got. A process
+    that was killed after a step may not have recorded it: the rest of the step's batch was its.
     """
     begun = [event for event in events if event["event"] in ("start", "resize") and "generation" in event]
     last = [event for event in events if event["event"] == "end" and "generation" in event][-1]
@@ -82,15 +85,32 @@ def trained_by_epoch(folder: Path, events: Sequence[Mapping[str, Any]]) -> dict[
     generation, upto = last["generation"], last["global_step"]
     while generation:
         of_ranks = {event["rank"]: event for event in begun if event["generation"] == generation}
-        samples = {rank: _samples_by_step(folder, event, begun) for rank, event in of_ranks.items()}
-        for event in events:
-            if event["event"] == "commit" and event["generation"] == generation:
-                for step in range(event["after_step"] + 1, event["after_step"] + len(event["trained"]) + 1):
-                    if step <= upto:
-                        counted.setdefault(event["epoch"], Counter()).update(samples[event["rank"]][step])
+        samples = [_samples_by_step(folder, event, begun) for event in of_ranks.values()]
+        for step, (epoch, whole) in _whole_steps(events, generation).items():
+            if step > upto:
+                continue
+            got = [each[step] for each in samples if step in each]
+            lost = [each for each in samples if step not in each]
+            assert not any(later > step for each in lost for later in each), f"step {step} was not recorded"
+            trained = Counter(sample for each in got for sample in each)
+            counted.setdefault(epoch, Counter()).update(trained)
+            if lost:
+                assert generation != last["generation"]
+                counted[epoch].update(set(whole) - set(trained))
         first = of_ranks[min(of_ranks)]
         generation, upto = first["after"], first["global_step"]
     return counted
+
+
+def _whole_steps(events: Sequence[Mapping[str, Any]], generation: str) -> dict[int, tuple[int, list[int]]]:
+    """Epoch and batch of each step of a generation, as its ranks have recorded their positions in the epoch's order."""
+    steps = {}
+    for event in events:
+        if event["event"] == "commit" and event["generation"] == generation:
+            for step, (begin, end) in enumerate(event["of_all"], event["after_step"] + 1):
+                order = sharding.epoch_order(1437, end - begin, 0, event["epoch"]).reshape(-1)
+                steps[step] = event["epoch"], order[begin:end].tolist()
+    return steps
 
 
 def _samples_by_step(

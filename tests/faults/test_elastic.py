@@ -57,7 +57,7 @@ class Elastic:
         launch += ["--host-discovery", f"cat {self.hosts}", "--blacklist-cooldown", "1", "3"]
         launch += [word for name in (HOLD, RECORDS, WRONG) for word in ("--forward", name)]
         command = [*launch, "--", *warm_python(), "-m", "ringtrain.train", *TRAIN, *options]
-        command += ["--run.directory", folder, "--train.callbacks", "holding:Holding", "recording:Recording"]
+        command += ["--run.directory", folder, "--train.callbacks", "recording:Recording", "holding:Holding"]
         # So long, that whoever waits for it does not get through here.
         timeout = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "3600"}
         environ = {WRONG: "0"} | os.environ | {"PYTHONPATH": PATHS, HOLD: str(self.held), RECORDS: str(folder)}

@@ -113,6 +113,7 @@ def split(
     step = Step(model, made, micro_batches)
     object.__setattr__(model, "call", step.call)
     object.__setattr__(model, "train_step", step.train_step)
+    object.__setattr__(model, "ringtrain_gradients", step.gradients)
     object.__setattr__(model, "ringtrain_stages", made)
     return made
 
@@ -254,6 +255,13 @@ class Step:
         """A step of Keras: gradients of the micro-batches, and one update."""
         model = self.model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        y_pred, loss, gradients = self.gradients(x, y, sample_weight)
+        model._loss_tracker.update_state(loss, sample_weight=tf.shape(keras.tree.flatten(x)[0])[0])
+        model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+    def gradients(self, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, list[Any]]:
+        """Outputs, loss, and gradients of the trainable weights."""
         self._prepare_optimizer()
         num_rows = tf.shape(keras.tree.flatten(x)[0])[0]
         if self.num_parts > 1:
@@ -274,9 +282,8 @@ class Step:
                             after[number] = self._forward(parts[index], number, index)
         outputs = [part.outputs for part in parts]
         y_pred = keras.tree.map_structure(lambda *each: tf.concat(each, 0), *outputs) if outputs[1:] else outputs[0]
-        model._loss_tracker.update_state(tf.add_n([part.loss for part in parts]), sample_weight=num_rows)
-        model.optimizer.apply_gradients([(total[id(one)], one) for one in model.trainable_variables])
-        return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+        loss = tf.add_n([part.loss for part in parts])
+        return y_pred, loss, [total[id(one)] for one in self.model.trainable_variables]
 
     def _part(self, index: int, data: Sequence[Any], num_rows: Any) -> MicroBatch:
         begin, end = (num_rows * edge // self.num_parts for edge in (index, index + 1))

@@ -1,0 +1,286 @@
+"""Strategy ring whose ranks join and leave: positions in an epoch, parts of a step's batch, and ends of epochs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from ringtrain import data, hvd
+from ringtrain.config import Config
+from ringtrain.errors import ConfigError
+from ringtrain.optim import optimizers, schedules
+from ringtrain.optim.shared_step import SharedStep
+from ringtrain.run import devices, evaluation, resume
+from ringtrain.run.resume import Segment
+from ringtrain.strategies.ring import Ring
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ringtrain.run.context import RunContext
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Position of an elastic run; part of every commit."""
+
+    planned_ranks: int
+    """Number of ranks whose global batch is kept."""
+    num_ranks: int = 0
+    """Number since the last change; 0: not started."""
+    epoch: int = 0
+    position: int = 0
+    """Samples of the epoch's order that are trained."""
+    dealt_by: int = 0
+    """Global batch size that the epoch's order is made for."""
+    length: int = 0
+    """Samples in that order."""
+    generation: str = ""
+    """ID of the ranks that train together."""
+    resizes: tuple[dict[str, int], ...] = ()
+    started: float = 0.0
+
+
+class Elastic(Ring):
+    """Strategy ring whose ranks join and leave. Until `agree`, no collectives: other ranks may be training.
+
+    Attributes:
+        scheduler: Batch scheduler of the current generation, once it trains.
+        reached: Furthest step that this process has begun.
+        has_log: Whether this process writes to a log of the run.
+    """
+
+    ranks_change = True
+    shares_state = True
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        if config.optimizer.accumulation_steps > 1:
+            raise ConfigError(
+                "optimizer.accumulation_steps: got more than 1 in an elastic run, which commits whole steps: 1"
+            )
+        if config.model.not_averaged:
+            raise ConfigError("model.not_averaged: in an elastic run no rank has weights of its own: leave it out")
+        if config.model.split:
+            raise ConfigError("model.split: ranks that join and leave have one device: leave it out")
+        if config.optimizer.sharded:
+            raise ConfigError("optimizer.sharded: a rank that is lost would take its slots along: leave it out")
+        if config.tracking.timeline_steps:
+            raise ConfigError(
+                "tracking.timeline_steps: got more than 0 in an elastic run, whose ranks join and leave: 0"
+            )
+        self.scheduler: BatchScheduler | None = None
+        self.state: Any = None
+        self.reached = 0
+        self.has_log = False
+
+    def begin(self) -> devices.Pinning:
+        return devices.pin(hvd.local_rank(), hvd.local_size(), self.config.device, **self.pinning)
+
+    def together(self, function: Callable[[], Any]) -> Any:
+        """Result of a function that this rank calls alone."""
+        return function()
+
+    def watch(self, model: keras.Model) -> None:
+        """Does nothing: no heartbeats are compared."""
+
+    def clock(self, run: RunContext) -> BatchScheduler:
+        self.scheduler = BatchScheduler(run, self.state.place)
+        return self.scheduler
+
+    def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
+        super().make_ready(model, input_shape, num_classes)
+        self.step = self.step or SharedStep(model, input_shape)
+
+    def settle(self) -> int:
+        """Undoes an interrupted step, and notes in the state how far this rank is."""
+        state, scheduler = self.state, self.scheduler
+        if scheduler is None:
+            return int(state.progress)  # nothing was trained since the last change
+        self.reached = scheduler.global_step + bool(self.step and self.step.undo())
+        scheduler.write_down()
+        state.place = scheduler.current if scheduler.is_open else scheduler.place
+        sums = scheduler.metrics_state or scheduler.sums
+        if not scheduler.is_open and not scheduler.metrics_state:
+            sums = tuple(evaluation.states_of_metrics(state.model)) if scheduler.place.position else ()
+        state.start = dataclasses.replace(state.start, global_step=scheduler.global_step, metrics_state=sums)
+        state.progress = 2 * scheduler.global_step + (not scheduler.is_open)
+        return int(state.progress)
+
+    def synced(self) -> None:
+        """Forgets what was trained before a change of ranks: the state is that of the rank that was furthest."""
+        self.scheduler = None
+        if self.config.train.virtual_ranks:
+            self.state.model.train_function = None  # it is made for the virtual ranks of this rank
+
+    def _scheduler(self, run: RunContext) -> BatchScheduler:
+        clock: Any = run.clock
+        return clock
+
+    def segments(self, run: RunContext) -> Iterator[Segment]:
+        """Rest of the current epoch, then of the run."""
+        scheduler = self._scheduler(run)
+        if scheduler.is_open:
+            self._end_epoch(run, scheduler)
+        while scheduler.place.epoch < run.config.train.epochs:
+            scheduler.turn_over()
+            place = scheduler.current
+            end = place.epoch + 1 if place.position else run.config.train.epochs
+            steps = math.ceil((place.length - place.position) / run.numbers.global_batch_size)
+            yield Segment(place.epoch, end, steps, run.clock.global_step)
+
+    def _end_epoch(self, run: RunContext, scheduler: BatchScheduler) -> None:
+        """Makes up for the end of an epoch that was interrupted after its last step."""
+        epoch, epochs = scheduler.current.epoch, run.config.train.epochs
+        callbacks = keras.callbacks.CallbackList(run.callbacks.ordered, model=run.model, epochs=epochs, verbose=0)
+        callbacks.on_train_begin()
+        callbacks.on_epoch_begin(epoch)
+        for variable, total in zip(run.model.metrics_variables, scheduler.metrics_state, strict=True):
+            variable.assign(total)
+        scheduler.sums, scheduler.metrics_state = scheduler.metrics_state, ()
+        callbacks.on_epoch_end(epoch, {})
+        callbacks.on_train_end()
+
+    def batches(self, run: RunContext, part: Segment) -> Any:
+        current = self._scheduler(run).current
+        return self.dealt(run, part, current.dealt_by, current.position)
+
+    def last_callbacks(self, run: RunContext) -> Sequence[keras.callbacks.Callback]:
+        return [Committer(self.state, run)]
+
+    def fit(self, run: RunContext, part: Segment) -> None:
+        try:
+            super().fit(run, part)
+        finally:
+            # After a failure: before another rank, or this one again, saves the same step.
+            run.callbacks.saver.wait()
+        self._scheduler(run).write_down()
+
+    def summary(self, run: RunContext) -> dict[str, Any]:
+        place = self.state.place
+        return {
+            "num_ranks": run.size,
+            "resizes": list(place.resizes),
+            "fit_s": time.time() - place.started,
+            "started": place.started,
+            "strategy": self.about,
+        }
+
+    def place(self) -> dict[str, Any]:
+        return {"generation": self.state.place.generation}
+
+
+class BatchScheduler(resume.Clock):
+    """Counts steps and samples, and sets gradient weight and learning rate of each step.
+
+    Attributes:
+        current: Position in the current epoch, also after its last step.
+        is_open: Whether the epoch's last step is made, but not all that belongs to its end.
+        sums: What the metrics held after that step.
+    """
+
+    def __init__(self, run: RunContext, place: Place) -> None:
+        super().__init__(run.start, run.numbers.steps_per_epoch, run.status, run.journal)
+        self.run, self.current = run, place
+        self.is_open = place.position == place.length > 0
+        self.sums: tuple[NDArray[Any], ...] = ()
+        self.schedule = schedules.schedule_of(run.config, run.numbers)
+        self.rate = math.nan
+        self.trained: list[tuple[int, int]] = []
+        self.of_all: list[tuple[int, int]] = []
+        config = run.config
+        every = (config.elastic.commit_every_steps, config.health.agree_every_steps, config.checkpoint.every_steps)
+        self.written_every = [steps for steps in every if steps]
+        self.last_written = run.start.global_step
+
+    @property
+    def epoch_complete(self) -> bool:
+        return self.current.position in (0, self.current.length)
+
+    @property
+    def place(self) -> Place:
+        """Current position; after an epoch's last step, the start of the next one."""
+        current = self.current
+        if current.position == current.length > 0:
+            return dataclasses.replace(current, epoch=current.epoch + 1, position=0, dealt_by=0, length=0)
+        return current
+
+    def turn_over(self) -> None:
+        """Moves to the next epoch, if this one is over."""
+        self.current = self.place
+        if not self.current.position:
+            size, steps = self.run.numbers.global_batch_size, self.run.numbers.steps_per_epoch
+            self.current = dataclasses.replace(self.current, dealt_by=size, length=steps * size)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.turn_over()
+        current, numbers, rank, size = self.current, self.run.numbers, self.run.rank, self.run.size
+        self.in_step = min(numbers.global_batch_size, current.length - current.position)
+        whole = numbers.batch_size if self.run.config.train.virtual_ranks else 1
+        first, last = data.part_of(self.in_step, rank, size, whole)
+        self.part = current.position + first, current.position + last
+        hvd.elastic.set_share(self.model.optimizer, (last - first) * size / self.in_step)
+        steps = numbers.steps_per_epoch
+        rate = float(self.schedule.rate(current.epoch * steps + current.position * steps // current.length))
+        rate *= self.run.callbacks.plateau.share
+        if rate != self.rate:  # otherwise a rate set by callbacks is kept
+            self.rate = rate
+            optimizers.set_rate(self.model.optimizer, rate)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        super().on_train_batch_end(batch, logs)
+        before = self.current.position
+        self.current = dataclasses.replace(self.current, position=before + self.in_step)
+        if self.current.position == self.current.length:
+            self.is_open, self.sums = True, tuple(evaluation.states_of_metrics(self.model))
+        self.trained.append(self.part)
+        self.of_all.append((before, self.current.position))
+        not_saved = ("planned_ranks", "num_ranks", "started")
+        place = {name: value for name, value in vars(self.place).items() if name not in not_saved}
+        self.run.callbacks.saver.facts["elastic"] = place
+        if self.epoch_complete or any(self.global_step % every == 0 for every in self.written_every):
+            self.write_down()
+
+    def write_down(self) -> None:
+        """Writes to the journal what this rank has trained, before a commit or a checkpoint may contain it."""
+        if self.trained:
+            current, after_step = self.current, self.last_written
+            self.journal.write(
+                "commit",
+                generation=current.generation,
+                global_step=self.global_step,
+                epoch=current.epoch,
+                length=current.length,
+                after_step=after_step,
+                trained=self.trained,
+                of_all=self.of_all,
+            )
+        self.trained, self.of_all, self.last_written = [], [], self.global_step
+
+
+class Committer(keras.callbacks.Callback):
+    """Asks every few steps for hosts that have joined or left, and closes epochs; must be the last callback."""
+
+    def __init__(self, state: Any, run: RunContext) -> None:
+        super().__init__()
+        self.state, self.run = state, run
+        self.scheduler: Any = run.clock
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        is_due = self.scheduler.global_step % self.run.config.elastic.commit_every_steps == 0
+        if is_due and not self.scheduler.epoch_complete:
+            self.state.commit()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if not self.scheduler.epoch_complete:
+            return  # training was stopped
+        callbacks = self.run.callbacks
+        metrics, monitored = callbacks.saver.metrics, tuple(callbacks.plateau.values)
+        self.state.start = dataclasses.replace(self.state.start, metrics=metrics, monitored=monitored)
+        self.scheduler.is_open = False
+        self.state.commit()
