@@ -20,7 +20,7 @@ SEED_STEP = 7_368_787
 """prime by which the seeds of neighbours differ"""
 
 
-class Part(NamedTuple):
+class StepResult(NamedTuple):
     """What a rank's rows, or those of one of its virtual ranks, lead to; or what all of them do."""
 
     gradients: list[Any]
@@ -71,7 +71,7 @@ class SharedStep:
         """Numbers of the parts that this rank's rows consist of; each has random numbers of its own."""
         return [tf.cast(hvd.rank_op(), tf.int64)]
 
-    def totals(self, parts: Sequence[Part]) -> Part:
+    def totals(self, parts: Sequence[StepResult]) -> StepResult:
         """Averaged gradients, and moving statistics, counters and metrics of all ranks' rows together. Collective."""
         (part,), inner = parts, innermost(self.model.optimizer)
         share = tf.cast(1.0 if self.reduction.share is None else self.reduction.share.read_value(), tf.float64)
@@ -90,7 +90,7 @@ class SharedStep:
         ]
         rest = iter(reduced_by_dtype([own], lambda rows: self.reduction.sum_of_parts(rows[0])))
         moving, counters, metrics = ([next(rest) for _ in each] for each in part[1:])
-        return Part(gradients, moving, counters, metrics)
+        return StepResult(gradients, moving, counters, metrics)
 
     def train_step(self, batch: Any) -> Any:
         """A step of Keras with this rank's rows."""
@@ -102,7 +102,7 @@ class SharedStep:
         numbers = self.parts()
         # What follows changes variables only when they are kept: it needs this input.
         with tf.control_dependencies([begun]):
-            batch = keras.tree.map_structure(tf.identity, batch)
+            batch = keras.tree.map_structure(lambda one: None if one is None else tf.identity(one), batch)
             before = {id(one): kept.read_value() for one, kept in zip(self.changed, self._before, strict=True)}
         parts = [self._part(batch, place, len(numbers), number, before) for place, number in enumerate(numbers)]
         PLACE.note("computed", [part.gradients for part in parts])
@@ -126,11 +126,13 @@ class SharedStep:
         """What is added to the seeds of all ranks for a part, so that its random numbers are others."""
         return number * SEED_STEP % 2**31
 
-    def _part(self, batch: Any, place: int, count: int, number: Any, before: dict[int, Any]) -> Part:
+    def _part(self, batch: Any, place: int, count: int, number: Any, before: dict[int, Any]) -> StepResult:
         """Gradients of a part of the rows, and the statistics, counters and metrics to which it leads."""
         model = self.model
 
         def rows_of(tensor: Any) -> Any:
+            if tensor is None:
+                return None
             length = (tensor.shape[0] or tf.shape(tensor)[0]) // count
             return tensor[place * length : (place + 1) * length]
 
@@ -144,7 +146,7 @@ class SharedStep:
         y_pred, loss, gradients = gradients_of(model, x, y, sample_weight)
         model._loss_tracker.update_state(loss, sample_weight=tf.shape(keras.tree.flatten(x)[0])[0])
         model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
-        return Part(
+        return StepResult(
             gradients, *([one.value + 0 for one in each] for each in (self.moving, self.counters, self.metrics))
         )
 

@@ -19,7 +19,7 @@ import tensorflow as tf
 from ringtrain.errors import OutOfSync
 from ringtrain.hvd.keras_patches import innermost
 from ringtrain.hvd.step_timing import PLACE
-from ringtrain.optim.shared_step import Part, SharedStep, reduced_by_dtype
+from ringtrain.optim.shared_step import SharedStep, StepResult, reduced_by_dtype
 
 
 class Node(NamedTuple):
@@ -108,7 +108,7 @@ class VirtualRanks(SharedStep):
     def parts(self) -> Sequence[int]:
         return of_rank(self.num, *self.reduction.place())
 
-    def totals(self, parts: Sequence[Part]) -> Part:
+    def totals(self, parts: Sequence[StepResult]) -> StepResult:
         given = [place for place, gradient in enumerate(parts[0].gradients) if gradient is not None]
         flat = [
             [
@@ -130,4 +130,4 @@ class VirtualRanks(SharedStep):
             gradients[place] = next(sums) / self.num
         PLACE.note("reduced", [gradients[place] for place in given])
         moving = [next(sums) / self.num for _ in self.moving]
-        return Part(gradients, moving, [next(sums) for _ in self.counters], [next(sums) for _ in self.metrics])
+        return StepResult(gradients, moving, [next(sums) for _ in self.counters], [next(sums) for _ in self.metrics])

@@ -122,3 +122,8 @@ def _samples_by_step(
     lines = (folder / f"{process}.jsonl").read_text().splitlines()
     records = [record for record in map(json.loads, lines) if begin_s <= record["time_s"] < min([*later, math.inf])]
     return {record["step"]: record["samples"] for record in records}
+
+
+def recorded_s(folder: Path) -> list[float]:
+    """Times at which steps were recorded, by any process."""
+    return [json.loads(line)["time_s"] for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]

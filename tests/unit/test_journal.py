@@ -64,6 +64,35 @@ def test_a_commit_counts_up_to_the_step_that_was_gone_back_to() -> None:
     assert (found.breaches, found.undone) == ((), BATCH)
 
 
+def lost_before_it_recorded() -> Events:
+    """Rank 2 of 3 dies after step 3, of which it has recorded 2: the others go on from there."""
+    whole = [{**event, "of_all": []} for event in commit("a", 3, 2, 3, 16)[:2]]
+    for event in whole:
+        event["of_all"] = [[16, 24]]
+    first = [*generation("a", "", 3, 0, 0), *commit("a", 3, 0, 2, 0), *whole]
+    second = [*generation("b", "a", 2, 3, 24), *commit("b", 2, 3, 5, 24)]
+    return [*first, *second, {"event": "end", "generation": "b", "global_step": 5, "rank": 0}]
+
+
+def test_a_step_that_a_lost_rank_could_not_record_counts() -> None:
+    found = journal.ledger(lost_before_it_recorded(), 1)
+    assert (found.breaches, found.undone, found.epochs) == ((), 0, {0: LENGTH})
+
+
+def test_a_rank_that_was_not_lost_must_record() -> None:
+    """Rank 2 has a later step; in the last generation, nobody is lost; nobody has recorded the step."""
+    later = [*lost_before_it_recorded(), *commit("a", 3, 3, 4, 24)[2:]]
+    for event in later:
+        if event.get("generation") == "b" and event["event"] == "resize":
+            event |= {"global_step": 4, "position": 32}
+    assert journal.ledger(later, 1).breaches
+    last = [event for event in lost_before_it_recorded() if event.get("generation") != "b"]
+    last.append({"event": "end", "generation": "a", "global_step": 3, "rank": 0})
+    assert any("2 of 3 ranks" in breach for breach in journal.ledger(last, 1).breaches)
+    nobody = [event for event in lost_before_it_recorded() if "of_all" not in event]
+    assert journal.ledger(nobody, 1).breaches
+
+
 def drop_a_commit(events: Events) -> None:
     events.remove(next(e for e in events if e["event"] == "commit" and e["generation"] == "b" and e["rank"] == 1))
 
