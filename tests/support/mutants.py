@@ -76,7 +76,7 @@ MUTANTS = (
         _property("agreeing.broadcast_model_makes_everything_equal_but_seeds"),
     ),
     Mutant(
-        *("optimizers that are not broadcast", "hvd/sync.py", "variables = [*model.weights, *(", "variables = [*("),
+        *("optimizers that are not broadcast", "hvd/sync.py", "[*model.weights, *slots,", "[*model.weights,"),
         _property("agreeing.broadcast_model_makes_everything_equal_but_seeds"),
     ),
     Mutant(
@@ -91,6 +91,16 @@ MUTANTS = (
             "        if rank == horovod.rank() and other:\n",
         ),
         _property("agreeing.ranks_fail_together_or_not_at_all"),
+    ),
+    # Steps that all ranks share
+    Mutant(
+        *("a failed step that is not undone", "optim/shared_step.py", "one.assign(before)\n", "pass\n"),
+        _property("shared_step.a_failed_step_changes_nothing"),
+    ),
+    Mutant(
+        *("virtual ranks that are added in another order", "optim/virtual_ranks.py"),
+        *("return rows if order == [*range(len(known))] else tf.gather(rows, order)", "return rows"),
+        f"{UNIT}/test_virtual_ranks.py::test_the_sum_is_that_of_the_tree_for_any_number_of_ranks",
     ),
     # Samples
     Mutant(
