@@ -27,7 +27,7 @@ from ringtrain.cluster.launch_options import (
 )
 from ringtrain.errors import LaunchError, RingtrainError
 
-WITH_COMMAND = ("forecast", "predict", "bench", "tune", "sweep", "compare")
+WITH_COMMAND = ("forecast", "predict", "bench", "tune", "prove", "sweep", "compare")
 """commands that take words after --; train and launch find the program by themselves"""
 OF_JOBS = (JOB, SPARK, MPIJOB, RESTARTS, ELASTIC, SHOW)
 NOT_MEASURED = (
@@ -137,6 +137,7 @@ def parser() -> argparse.ArgumentParser:
     of_trials = ("np", "ps", "workers", "bind", "oversubscribe", "output", "timeline")
     lab.add_sweep(commands, with_ranks(*of_trials, groups=(SPARK, MPIJOB)), launch, find_hosts)
     lab.add_compare(commands, with_ranks("workers", "output", "timeline", groups=(SPARK, MPIJOB)), launch, find_hosts)
+    lab.add_prove(commands, with_ranks("ps", "workers", "output", "timeline"), launch, find_hosts)
     lab.add_forecast(commands)
     add_hosts(commands)
     add_doctor(commands)

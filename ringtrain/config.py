@@ -63,6 +63,8 @@ class DataConfig:
     folder, else Keras downloads them"""
     file: Annotated[str, needs("data.name", "npz")] = ""
     """file that npz reads; empty: the only one in dir"""
+    max_samples: Annotated[int, rule.AT_LEAST_0] = 0
+    """first samples in memory that are used, of training and of test data, for a short try; 0: all"""
     num_samples: Annotated[int, rule.at_least(16), needs("data.name", "synthetic")] = 4096
     """number of samples that synthetic generates, training and test together"""
     image_size: Annotated[
@@ -179,8 +181,9 @@ class TrainConfig:
     virtual_ranks: Annotated[int, rule.POWER_OF_2_OR_0] = 0
     """train as this many ranks would, on as many or fewer, with the same bits on any number; batch_size is then that of
     a virtual rank, and a rank computes those of several. 0: off"""
-    precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = "float32"
-    """compute dtype; weights and allreduce stay float32. mixed_float16 adds dynamic loss scaling; slower on CPUs"""
+    precision: Literal["float32", "mixed_bfloat16", "mixed_float16", "float64"] = "float32"
+    """compute dtype; weights and allreduce stay float32. mixed_float16 adds dynamic loss scaling; slower on CPUs.
+    float64: of weights, too, to compare runs"""
     jit: bool = False
     """compile forward and backward pass with XLA; the allreduce stays outside"""
     patience: Annotated[int, rule.AT_LEAST_0] = 0

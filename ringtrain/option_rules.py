@@ -141,7 +141,13 @@ def _check_virtual_ranks(config: Any) -> None:
         "data.on_error": config.data.on_error != "fail",
         "elastic.keep": config.elastic.keep != "global-batch",
     }
-    options = ("hvd.groups", "optimizer.sharded", "train.jit", *(f"model.{one}" for one in _OF_A_RANK))
+    options = (
+        "hvd.groups",
+        "optimizer.sharded",
+        "train.jit",
+        "tracking.timeline_steps",
+        *(f"model.{one}" for one in _OF_A_RANK),
+    )
     refused |= {option: bool(attrgetter(option)(config)) for option in options}
     refused["model.micro_batches"] = config.model.micro_batches > 1
     for option, is_set in refused.items():

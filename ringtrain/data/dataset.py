@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -84,6 +84,10 @@ class Samples(Split):
         inputs = np.ascontiguousarray(self.inputs[spaced(len(self), 256)])
         return zlib.crc32(inputs.tobytes(), zlib.crc32(self.labels.tobytes()))
 
+    def first(self, num_samples: int) -> Samples:
+        """The same, of which only the first samples are used."""
+        return replace(self, inputs=self.inputs[:num_samples], labels=self.labels[:num_samples])
+
     def epoch_order(self, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
         return sharding.epoch_order(len(self), global_batch_size, seed, epoch)
 
@@ -116,6 +120,12 @@ class DataSet:
     @property
     def skipped(self) -> frozenset[str]:
         return self.train.skipped | self.test.skipped
+
+    def first(self, num_samples: int) -> DataSet:
+        """The same, of which only the first samples of each split are used; raises DataError if they are in files."""
+        if not (isinstance(self.train, Samples) and isinstance(self.test, Samples)):
+            raise DataError("data.max_samples: the samples are in files, not in memory: leave it out")
+        return replace(self, train=self.train.first(num_samples), test=self.test.first(num_samples))
 
     def raise_unreadable(self) -> None:
         """Raises DataError for the first sample that this process could not read, if it was not to be skipped."""

@@ -135,4 +135,4 @@ from ringtrain.hvd.placement import check_placement
 from ringtrain.hvd.sharded import gather_slots, scatter_slots, slot_bytes
 from ringtrain.hvd.stall_watch import broadcast_variables
 from ringtrain.hvd.step_timing import during
-from ringtrain.hvd.sync import broadcast_model, check_averaging, check_in_sync, run_together
+from ringtrain.hvd.sync import broadcast_model, check_averaging, check_in_sync, prove, run_together

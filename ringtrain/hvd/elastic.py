@@ -212,8 +212,8 @@ class SharedKerasState(KerasState):
         own = self._settle()
         progress = allgather_object(own, name="ringtrain_progress")
         root = progress.index(max(progress))
-        # A rank that is a step behind could be needed if the one ahead is lost while it sends.
-        behind = [keras.ops.convert_to_numpy(one) for one in self._variables()] if -1 < own < progress[root] else []
+        # If the rank ahead is lost while it sends, the others continue as they were: a step behind, or new.
+        behind = [keras.ops.convert_to_numpy(one) for one in self._variables()] if own < progress[root] else []
         try:
             broadcast_model(self.model, root, optimizer=self.optimizer)
             self._bcast_object = functools.partial(broadcast_object, root_rank=root)

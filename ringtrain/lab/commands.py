@@ -56,6 +56,14 @@ COMPARE = Command(
     "--strategies LIST --config FILE ",
     ("np", "ps"),
 )
+PROVE = Command(
+    "prove.cli",
+    "put a job to the test: equal to one process, to itself, and through kills",
+    "Trains a few steps of a job on one process and on -np ranks, stops, kills and resumes it, and says which promises"
+    " hold for it, and likely reasons where they do not. See docs/prove.md.",
+    "-np N ",
+    ("np",),
+)
 
 PLAIN = {
     "init": Command(
@@ -97,6 +105,13 @@ def _benches() -> dict[str, str]:
 def add_tune(commands: Commands, parents: Sequence[argparse.ArgumentParser], launch: Launch) -> None:
     """Adds `ringtrain tune`."""
     _add(commands, "tune", TUNE, parents, launch)
+
+
+def add_prove(
+    commands: Commands, parents: Sequence[argparse.ArgumentParser], launch: Launch, find_hosts: FindHosts
+) -> None:
+    """Adds `ringtrain prove`."""
+    _add(commands, "prove", PROVE, parents, launch, find_hosts)
 
 
 def add_sweep(

@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 
 def mlp(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
     """Builds an MLP with one hidden layer of 100 sigmoid units: 784-100-10 on MNIST, 79,510 parameters."""
-    from keras import Input, Sequential, layers
+    from keras import Input, Sequential, config, layers
 
     return Sequential(
         [
             Input(input_shape),
             layers.Flatten(),
             layers.Dense(100, activation="sigmoid"),
-            layers.Dense(num_classes, dtype="float32"),
+            layers.Dense(num_classes, dtype=config.floatx()),
         ],
         name="mlp",
     )
@@ -25,7 +25,7 @@ def mlp(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
 
 def cnn(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
     """Builds a CNN: 5x5 convolutions of 32 and 64, each with 2x2 max pooling, dense 1024; 3.3 M parameters on MNIST."""
-    from keras import Input, Sequential, layers
+    from keras import Input, Sequential, config, layers
 
     return Sequential(
         [
@@ -36,7 +36,7 @@ def cnn(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
             layers.MaxPooling2D(2),
             layers.Flatten(),
             layers.Dense(1024, activation="relu"),
-            layers.Dense(num_classes, dtype="float32"),
+            layers.Dense(num_classes, dtype=config.floatx()),
         ],
         name="cnn",
     )
@@ -101,7 +101,7 @@ def _thinned(x: Any, filters: int) -> Any:
 
 
 def _classifier(x: Any, num_classes: int, initializer: Any) -> Any:
-    from keras import layers
+    from keras import config, layers
 
     x = layers.GlobalAveragePooling2D()(x)
-    return layers.Dense(num_classes, kernel_initializer=initializer, dtype="float32")(x)
+    return layers.Dense(num_classes, kernel_initializer=initializer, dtype=config.floatx())(x)

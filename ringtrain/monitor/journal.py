@@ -8,7 +8,7 @@ import os
 import socket
 import time
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,21 +118,21 @@ def _events_of(path: Path) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Ledger:
-    """Samples that an elastic run has trained, by the commits of all ranks' journals from which it resumed."""
+    """Samples that an elastic run has trained, by all ranks' journals."""
 
     epochs: Mapping[int, int]
     """number of samples trained once, by epoch, counted from 0"""
     breaches: tuple[str, ...]
     """missing, repeated or contradictory samples; empty: every sample of every epoch was trained exactly once"""
     undone: int = 0
-    """number of samples that were trained and undone, by returning to the last commit"""
+    """number of samples that were trained in steps after that from which the next ranks continued"""
 
 
 def ledger(events: Sequence[Mapping[str, Any]], num_epochs: int) -> Ledger:
     """Verifies that each position of every epoch's order was trained exactly once.
 
-    A generation is a group of ranks that train together. Each starts at the commit from which it resumes, made by any
-    ranks. Later steps of the previous generation are undone and do not count.
+    A generation is a group of ranks that train together. Each starts at the step from which it continues, made by any
+    ranks. Later steps of the previous generation do not count.
     """
     begun = {e["generation"]: e for e in events if e["event"] in ("start", "resize") and "generation" in e}
     ends = [event for event in events if event["event"] == "end" and "generation" in event]
@@ -152,21 +152,16 @@ def ledger(events: Sequence[Mapping[str, Any]], num_epochs: int) -> Ledger:
             breaches.append(f"{where} in epoch {first['epoch']} at {first['position']}, not in {epoch} at {position}")
         steps, later = _steps_of(first, last_step, events)
         undone += later
-        whole = _whole_steps_of(first, events)
+        is_last = first is chain[0][0]
         for step in range(first["global_step"] + 1, last_step + 1):
             parts = steps.get(step, {})
-            if (
-                parts
-                and len(parts) < first["to"]
-                and step in whole
-                and first is not chain[0][0]
-                and not any(steps.get(later, {}).keys() - parts.keys() for later in range(step + 1, last_step + 1))
-            ):
-                # Ranks were lost before they recorded the step. Without their gradients, none could have made it.
-                its_epoch, length, *_ = next(iter(parts.values()))
-                parts = {0: (its_epoch, length, *whole[step])}
-            elif len(parts) != first["to"]:
-                breaches.append(f"step {step}: {len(parts)} of {first['to']} ranks have recorded their samples")
+            if len(parts) < first["to"] and not is_last:
+                alive = {rank for number in range(step + 1, last_step + 1) for rank in steps.get(number, ())}
+                parts = _with_lost(parts, alive, _whole_step(step, first, events), first["to"])
+            if len(parts) != first["to"]:
+                breaches.append(
+                    f"step {step}: {len(steps.get(step, ()))} of {first['to']} ranks have recorded their samples"
+                )
             for its_epoch, _, begin, end in sorted(parts.values(), key=lambda part: part[2:]):
                 if (its_epoch, begin) != (epoch, position) and begin < end:
                     breaches.append(f"step {step}: trained {begin} of epoch {its_epoch}, not {position} of {epoch}")
@@ -179,14 +174,32 @@ def ledger(events: Sequence[Mapping[str, Any]], num_epochs: int) -> Ledger:
     return Ledger(trained, tuple(breaches), undone)
 
 
-def _whole_steps_of(first: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> dict[int, tuple[int, int]]:
-    """Samples of all ranks together in the steps of a generation, as its ranks have recorded them."""
+def _whole_step(step: int, first: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> set[tuple[int, int]]:
+    """Samples of all ranks together in a step of a generation, as each of its ranks has recorded them."""
     own = [event for event in events if event["event"] == "commit" and event.get("generation") == first["generation"]]
-    return {
-        step: (begin, end)
-        for event in own
-        for step, (begin, end) in enumerate(event.get("of_all", ()), event["after_step"] + 1)
-    }
+    places = [(event.get("of_all", ()), step - 1 - event["after_step"]) for event in own]
+    return {tuple(of_all[place]) for of_all, place in places if 0 <= place < len(of_all)}
+
+
+def _with_lost(
+    parts: Mapping[int, tuple[int, ...]], alive: Collection[int], whole: Collection[tuple[int, int]], num_ranks: int
+) -> dict[int, tuple[int, ...]]:
+    """Parts of a step, with what ranks trained that were lost before they recorded it; {} if that is not the case.
+
+    Without their gradients, none could have made the step. Their parts are what the others' leave of the whole batch.
+    """
+    if not parts or len(whole) != 1 or min(parts) < 0 or set(alive) - set(parts):
+        return {}
+    ((begin, end),) = whole
+    its_epoch, length, *_ = next(iter(parts.values()))
+    ends = [begin, *(stop for *_, stop in sorted(parts.values(), key=lambda part: part[2:]))]
+    starts = [*sorted(start for _, _, start, _ in parts.values()), end]
+    gaps = [(its_epoch, length, stop, start) for stop, start in zip(ends, starts, strict=True) if stop != start]
+    missing = [rank for rank in range(num_ranks) if rank not in parts]
+    if len(gaps) > len(missing) or any(stop > start for *_, stop, start in gaps):
+        return {}
+    gaps += [(its_epoch, length, end, end)] * (len(missing) - len(gaps))  # of neighbours, as one
+    return {**parts, **dict(zip(missing, gaps, strict=True))}
 
 
 def _steps_of(

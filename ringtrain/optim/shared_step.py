@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from ringtrain import hvd
 from ringtrain.errors import ConfigError
-from ringtrain.hvd.keras_patches import gradients_of, innermost
+from ringtrain.hvd.keras_patches import gradients_of, innermost, layers_of
 from ringtrain.hvd.step_timing import PLACE
 
 SEED_STEP = 7_368_787
@@ -43,6 +43,12 @@ class SharedStep:
                 f"model.name: {type(model).__name__} has a train_step of its own, which elastic runs and virtual ranks"
                 " would not call: leave it to Keras"
             )
+        for layer in layers_of(model):
+            if isinstance(layer, keras.layers.SpectralNormalization):
+                raise ConfigError(
+                    f"model.name: layer {layer.name} (SpectralNormalization) changes its kernel in the forward pass,"
+                    " which elastic runs and virtual ranks cannot undo: leave it out"
+                )
         self.model, self.reduction = model, innermost(model.optimizer).reduction
         own = hvd.weights_of_one_rank(model)
         self.moving = [one for one in own if keras.backend.is_float_dtype(one.dtype)]
@@ -117,14 +123,9 @@ class SharedStep:
             for one, value in zip(self.metrics, total.metrics, strict=True):
                 one.assign(before[id(one)] + value)
             for one in self.seeds:
-                one.assign(one.value - self._seed_of(numbers[-1]))
+                one.assign(one.value - seed_of(numbers[-1]))
             self._is_under_way.assign(False)
         return model.get_metrics_result()
-
-    @staticmethod
-    def _seed_of(number: Any) -> Any:
-        """What is added to the seeds of all ranks for a part, so that its random numbers are others."""
-        return number * SEED_STEP % 2**31
 
     def _part(self, batch: Any, place: int, count: int, number: Any, before: dict[int, Any]) -> StepResult:
         """Gradients of a part of the rows, and the statistics, counters and metrics to which it leads."""
@@ -140,7 +141,7 @@ class SharedStep:
         for one in [*self.moving, *self.counters]:
             one.assign(before[id(one)])
         for one in self.seeds:
-            one.assign(before[id(one)] + self._seed_of(number))
+            one.assign(before[id(one)] + seed_of(number))
         for one in self.metrics:
             one.assign(tf.zeros_like(before[id(one)]))
         y_pred, loss, gradients = gradients_of(model, x, y, sample_weight)
@@ -149,6 +150,11 @@ class SharedStep:
         return StepResult(
             gradients, *([one.value + 0 for one in each] for each in (self.moving, self.counters, self.metrics))
         )
+
+
+def seed_of(number: Any) -> Any:
+    """What is added to the seeds that all ranks share for a part of a batch, so that its random numbers are others."""
+    return number * SEED_STEP % 2**31
 
 
 def reduced_by_dtype(parts: Sequence[Sequence[Any]], reduce: Any) -> list[Any]:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ringtrain import data, hvd
 from ringtrain.errors import DataError
+from ringtrain.optim.shared_step import seed_of
 
 if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
@@ -52,7 +53,7 @@ class Evaluation(keras.callbacks.Callback):
             return
         begin_s = time.perf_counter()
         hvd.average_moving_statistics(self.model, self.run.config.model.not_averaged)
-        parts = [self._evaluated(*each) for each in zip(self.shards, self.batches, strict=True)]
+        parts = self._evaluate_shards()
         hvd.run_together(self.run.data_set.raise_unreadable)
         num_samples = sum(map(self.test.num_readable, self.shards))
         values = parts[0]
@@ -64,6 +65,21 @@ class Evaluation(keras.callbacks.Callback):
         metrics = over_all_ranks(self.model, num_samples, values)
         logs |= {f"{self.run.validation.prefix}{name}": value for name, value in metrics.items()}
         self.seconds += time.perf_counter() - begin_s
+
+    def _evaluate_shards(self) -> list[list[NDArray[Any]]]:
+        """State of the metrics after each of this rank's shards."""
+        # Where ranks share seeds, layers that are random here, too, must leave them as they were.
+        seeds = hvd.seeds(self.model) if hvd.is_shared(self.model) else []
+        kept, parts = [keras.ops.convert_to_numpy(seed) for seed in seeds], []
+        try:
+            for number, shard, batches in zip(self.own, self.shards, self.batches, strict=True):
+                for seed, value in zip(seeds, kept, strict=True):
+                    seed.assign(value + seed_of(number))
+                parts.append(self._evaluated(shard, batches))
+        finally:
+            for seed, value in zip(seeds, kept, strict=True):
+                seed.assign(value)
+        return parts
 
     def _evaluated(self, shard: NDArray[np.int64], batches: Any) -> list[NDArray[Any]]:
         """State of the metrics after a shard of the test samples."""

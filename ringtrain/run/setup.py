@@ -64,9 +64,10 @@ def read_data(process: Process) -> Job:
     return job_of(process, process.strategy.together(process.named.read_data))
 
 
-def job_of(process: Process, data_set: data.DataSet) -> Job:
+def job_of(process: Process, given: data.DataSet) -> Job:
     """Derives the numbers of a run on samples with integer classes."""
     config, together = process.config, process.strategy.together
+    data_set = together(lambda: given.first(config.data.max_samples)) if config.data.max_samples else given
     num_shards = together(process.strategy.num_shards)
     numbers = together(lambda: derive(config, num_shards, len(data_set.train), len(data_set.test)))
     checksums = together(lambda: data.checksums(data_set))
@@ -127,6 +128,7 @@ def compiled_model(
     from ringtrain.optim import optimizers
     from ringtrain.run import stopping
 
+    keras.config.set_floatx("float64" if config.train.precision == "float64" else "float32")
     keras.config.set_dtype_policy(config.train.precision)
     keras.utils.set_random_seed(config.seed)
     # One device may not hold all of it.

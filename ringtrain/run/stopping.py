@@ -154,8 +154,9 @@ class StopTogether(keras.callbacks.Callback):
         first_bad = hvd.allgather_object((self._first_bad_step, socket.gethostname()), name="ringtrain_bad_loss")
         step, rank, host = min((step, rank, host) for rank, (step, host) in enumerate(first_bad) if step)
         epoch, batch = divmod(step - 1, self.run.numbers.steps_per_epoch)
+        where = "" if hvd.is_shared(self.model) else f" on rank {rank} ({host})"  # each rank has the loss of all
         raise NonFiniteLoss(
-            f"non-finite loss on rank {rank} ({host}) at step {step} (epoch {epoch + 1}, batch {batch + 1}): lower the"
+            f"non-finite loss{where} at step {step} (epoch {epoch + 1}, batch {batch + 1}): lower the"
             f" learning rate or check this batch; the last checkpoint is older"
         )
 

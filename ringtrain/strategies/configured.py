@@ -67,6 +67,10 @@ def read_data(process: Process) -> Job:
         with _errors_named(name):
             try:
                 train, test = data.inputs(given, rows)
+                if most := config.data.max_samples:
+                    if not isinstance(train, data.Arrays):
+                        raise DataError("data.max_samples: the rows are not in memory: leave it out")
+                    train, test = train.first(most), test.first(most) if isinstance(test, data.Arrays) else test
                 return train, test, *data.shapes_of(train)
             except ValueError as error:  # of Keras, such as different numbers of rows, or text
                 raise DataError(f"{name}: {' '.join(str(error).split())}") from error

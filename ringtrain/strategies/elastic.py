@@ -102,7 +102,7 @@ class Elastic(Ring):
         state, scheduler = self.state, self.scheduler
         if scheduler is None:
             return int(state.progress)  # nothing was trained since the last change
-        self.reached = scheduler.global_step + bool(self.step and self.step.undo())
+        self.reached = max(self.reached, scheduler.global_step + bool(self.step and self.step.undo()))
         scheduler.write_down()
         state.place = scheduler.current if scheduler.is_open else scheduler.place
         sums = scheduler.metrics_state or scheduler.sums
@@ -125,8 +125,12 @@ class Elastic(Ring):
     def segments(self, run: RunContext) -> Iterator[Segment]:
         """Rest of the current epoch, then of the run."""
         scheduler = self._scheduler(run)
+        scheduler.note_place()
         if scheduler.is_open:
-            self._end_epoch(run, scheduler)
+            try:
+                self._end_epoch(run, scheduler)
+            finally:
+                run.callbacks.saver.wait()
         while scheduler.place.epoch < run.config.train.epochs:
             scheduler.turn_over()
             place = scheduler.current
@@ -240,11 +244,15 @@ class BatchScheduler(resume.Clock):
             self.is_open, self.sums = True, tuple(evaluation.states_of_metrics(self.model))
         self.trained.append(self.part)
         self.of_all.append((before, self.current.position))
+        self.note_place()
+        if self.epoch_complete or any(self.global_step % every == 0 for every in self.written_every):
+            self.write_down()
+
+    def note_place(self) -> None:
+        """Puts the position into the facts of the next checkpoint."""
         not_saved = ("planned_ranks", "num_ranks", "started")
         place = {name: value for name, value in vars(self.place).items() if name not in not_saved}
         self.run.callbacks.saver.facts["elastic"] = place
-        if self.epoch_complete or any(self.global_step % every == 0 for every in self.written_every):
-            self.write_down()
 
     def write_down(self) -> None:
         """Writes to the journal what this rank has trained, before a commit or a checkpoint may contain it."""
@@ -272,6 +280,7 @@ class Committer(keras.callbacks.Callback):
         self.scheduler: Any = run.clock
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.state.num_commits += 1  # a step is progress, after which the same failure is another one
         is_due = self.scheduler.global_step % self.run.config.elastic.commit_every_steps == 0
         if is_due and not self.scheduler.epoch_complete:
             self.state.commit()
@@ -283,4 +292,5 @@ class Committer(keras.callbacks.Callback):
         metrics, monitored = callbacks.saver.metrics, tuple(callbacks.plateau.values)
         self.state.start = dataclasses.replace(self.state.start, metrics=metrics, monitored=monitored)
         self.scheduler.is_open = False
-        self.state.commit()
+        if not callbacks.stop.stopped_by:  # else a change of ranks would forget that training stops
+            self.state.commit()

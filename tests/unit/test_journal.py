@@ -93,6 +93,46 @@ def test_a_rank_that_was_not_lost_must_record() -> None:
     assert journal.ledger(nobody, 1).breaches
 
 
+def _survivors(events: Events) -> Events:
+    """What survivors have recorded of step 3."""
+    return [event for event in events if "of_all" in event]
+
+
+def same_part_twice(events: Events) -> None:
+    first, second = _survivors(events)
+    second["trained"] = first["trained"]
+
+
+def samples_of_another_step(events: Events) -> None:
+    for event in _survivors(events):
+        event["trained"] = [[begin + 100, end + 100] for begin, end in event["trained"]]
+
+
+def one_rank_twice(events: Events) -> None:
+    first, second = _survivors(events)
+    second["rank"] = first["rank"]
+
+
+def another_whole(events: Events) -> None:
+    _survivors(events)[0]["of_all"] = [[0, 1000]]
+
+
+def part_of_a_survivor_missing(events: Events) -> None:
+    """The first and the last part, by nobody, of which only one rank was lost."""
+    _, second = _survivors(events)
+    second["trained"] = [[begin + 1, end] for begin, end in second["trained"]]
+
+
+@pytest.mark.parametrize(
+    "tamper",
+    [same_part_twice, samples_of_another_step, one_rank_twice, another_whole, part_of_a_survivor_missing],
+)
+def test_what_is_false_of_a_lost_rank_is_noticed(tamper: Callable[[Events], None]) -> None:
+    events = lost_before_it_recorded()
+    tamper(events)
+    assert journal.ledger(events, 1).breaches
+
+
 def drop_a_commit(events: Events) -> None:
     events.remove(next(e for e in events if e["event"] == "commit" and e["generation"] == "b" and e["rank"] == 1))
 

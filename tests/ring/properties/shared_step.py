@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 import ringtrain.hvd as hvd
-from ringtrain.optim.shared_step import SharedStep
+from ringtrain.optim.shared_step import SharedStep, seed_of
 
 ROWS, WIDTH = 6, 5
 
@@ -102,4 +102,4 @@ def all_ranks_hold_the_statistics_and_metrics_of_all_rows():
 def _mask(step: Failing) -> np.ndarray:
     """Numbers that this rank would draw in its next step."""
     (number,) = step.parts()
-    return keras.random.normal((4,), seed=int(step.seeds[0].value[0] + step._seed_of(number))).numpy()
+    return keras.random.normal((4,), seed=int(step.seeds[0].value[0] + seed_of(number))).numpy()

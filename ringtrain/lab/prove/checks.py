@@ -1,0 +1,207 @@
+"""What short runs of a job show: equal weights, samples, metrics and bits, and what is likely if they are not."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringtrain.protocol.json_text import parse_json
+from ringtrain.run import checkpoint
+
+TOLERANCES = {"float64": 1e-9, "float32": 2e-3}
+"""largest distance of weights, slots and metrics from those of one process, relative to their norm"""
+NOT_SEEDED = (
+    "likely a layer or loss that draws random numbers outside of Keras' seed generators, or data that are shuffled or"
+    " drawn without a seed"
+)
+NO_MEAN = "likely a loss that is no mean over rows, or an optimizer that changes gradients before they are averaged"
+NOT_SAVED = (
+    "likely random numbers of tf.random or NumPy in place of Keras' seed generators, or a callback with a state that"
+    " changes training: no checkpoint holds these"
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A statement about the job, and what was seen."""
+
+    claim: str
+    holds: bool | None
+    """None: it cannot be shown here"""
+    evidence: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run of the job."""
+
+    folder: Path
+    error: str = ""
+    """why it has failed; "": it has not"""
+
+    @functools.cached_property
+    def last(self) -> checkpoint.Checkpoint:
+        """Its last checkpoint."""
+        return checkpoint.verify(max((self.folder / "checkpoints").iterdir()))
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        """Weights and optimizer at its end."""
+        return {name: array for name, array in self.last.arrays("state").items() if name.isdigit()}
+
+    def metrics(self) -> list[dict[str, float]]:
+        """Metrics of its epochs."""
+        lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        timed = ("epoch", "global_step", "time_s", "train_s", "evaluate_s", "images_per_s", "learning_rate")
+        return [{name: value for name, value in parse_json(line).items() if name not in timed} for line in lines]
+
+    def recorded(self) -> list[dict[str, Any]]:
+        """Lines of all ranks' `rows.Rows`."""
+        files = sorted((self.folder / "rows").glob("*.jsonl"))
+        return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+
+    def rows(self) -> dict[int, Counter[int]]:
+        """How often each sample was trained, by epoch."""
+        found: dict[int, Counter[int]] = {}
+        for line in self.recorded():
+            if "rows" in line:
+                found.setdefault(line["epoch"], Counter()).update(line["rows"])
+        return found
+
+    def unlike_one_process(self) -> list[str]:
+        """Parts of the model that depend on how a batch is divided, a phrase each."""
+        facts = [line for line in self.recorded() if "seeds" in line]
+        phrases = {
+            "random layers, which draw other numbers on each rank": any(one["seeds"] for one in facts),
+            "batch normalization, which uses each rank's rows": any(one["batch_norm"] for one in facts),
+        }
+        return [phrase for phrase, is_there in phrases.items() if is_there]
+
+    def same_bits(self, other: Outcome) -> str:
+        """ "" if all bits of weights, slots and metrics are equal, else the first difference."""
+        ours, theirs = self.state(), other.state()
+        for name, array in ours.items():
+            if array.tobytes() != theirs[name].tobytes():
+                path = self.last.manifest["variables"][int(name)][0]
+                return f"{path} differs by up to {apart({name: array}, theirs):.1e} of its norm"
+        pairs = zip(self.metrics(), other.metrics(), strict=True)
+        different = [name for one, its in pairs for name in one if one[name] != its.get(name)]
+        return f"metric {different[0]} differs" if different else ""
+
+
+def apart(ours: Mapping[str, NDArray[Any]], others: Mapping[str, NDArray[Any]]) -> float:
+    """Largest distance of two states' arrays, relative to their norms."""
+    distances = [0.0]
+    for name, array in ours.items():
+        if array.dtype.kind == "f" and array.shape == others[name].shape:
+            norm = float(np.linalg.norm(np.asarray(others[name], float)))
+            distances.append(float(np.linalg.norm(np.subtract(array, others[name], dtype=float))) / max(norm, 1e-12))
+    return max(distances)
+
+
+def like_one_process(precision: str, one: Outcome, ranks: Outcome, part: Outcome) -> list[Check]:
+    """Checks of weights and metrics of all ranks against one process with the whole batch.
+
+    `part`: one process that trains a part of each batch only, the negative control.
+    """
+    limit, claim = TOLERANCES[precision], f"weights and slots of one process with the whole batch, {precision}"
+    if error := one.error or ranks.error or part.error:
+        return [Check(claim, False, error)]
+    if phrases := ranks.unlike_one_process():
+        return [Check(claim, None, f"depends on how a batch is divided, by design: {'; '.join(phrases)}")]
+    if precision == "float64" and (narrow := [name for line in ranks.recorded() for name in line.get("narrow", ())]):
+        return [Check(claim, None, f"layer {narrow[0]} computes in another dtype, as the model asks")]
+    distance, wrong = apart(ranks.state(), one.state()), apart(part.state(), one.state())
+    evidence = f"{distance:.1e} apart, at most {limit:.0e}; a process with a part of each batch only: {wrong:.1e}"
+    if distance > limit:
+        evidence += f"; {NO_MEAN}"
+    elif wrong <= limit:
+        evidence += "; the job changes its weights too little to tell: try a larger learning rate"
+    return [Check(claim, distance <= limit < wrong, evidence), same_metrics(precision, one, ranks)]
+
+
+def same_metrics(precision: str, one: Outcome, ranks: Outcome) -> Check:
+    """Check of the metrics of all epochs."""
+    apart_by_name: dict[str, float] = {}
+    for ours, its in zip(ranks.metrics(), one.metrics(), strict=True):
+        for name in ours.keys() & its.keys():
+            distance = abs(ours[name] - its[name]) / max(abs(its[name]), 1e-3)
+            apart_by_name[name] = max(distance, apart_by_name.get(name, 0.0))
+    worst = max(apart_by_name, key=lambda name: apart_by_name[name])
+    holds = apart_by_name[worst] <= max(TOLERANCES[precision], 1e-6)  # metrics are float32 at best
+    evidence = f"{', '.join(sorted(apart_by_name))}: at most {apart_by_name[worst]:.1e} apart ({worst})"
+    why = "" if holds else "; likely a metric that is no sum over rows"
+    return Check(f"metrics of one process, {precision}", holds, evidence + why)
+
+
+def every_sample_once(one: Outcome, ranks: Outcome) -> Check:
+    """Check of the samples that the ranks have trained."""
+    claim = "every sample once in an epoch, on all ranks together"
+    if error := one.error or ranks.error:
+        return Check(claim, False, error)
+    expected, trained = one.rows(), ranks.rows()
+    for epoch, rows in expected.items():
+        missing, more = rows - trained.get(epoch, Counter()), trained.get(epoch, Counter()) - rows
+        if missing or more:
+            return Check(
+                claim,
+                False,
+                f"epoch {epoch + 1}: {missing.total()} of {rows.total()} samples that one process trains are missing,"
+                f" {more.total()} are others: {NOT_SEEDED}",
+            )
+    return Check(
+        claim,
+        True,
+        f"{len(expected)} epochs of {max(one.total() for one in expected.values())} samples, by their checksums",
+    )
+
+
+def same_bits(claim: str, first: Outcome, second: Outcome, again: Outcome | None = None) -> Check:
+    """Check that two runs are equal; `again`: a repetition of the first, which tells why they are not."""
+    if error := first.error or second.error:
+        return Check(claim, False, error)
+    difference = first.same_bits(second)
+    if difference and again is not None and not again.error:
+        own = first.same_bits(again)
+        why = f"even two equal runs differ: {NOT_SEEDED}" if own else f"two equal runs are equal: {NOT_SAVED}"
+        difference = f"{difference}; {why}"
+    elif difference:
+        difference = f"{difference}; {NOT_SEEDED}"
+    return Check(claim, not difference, difference or "equal in every bit: weights, slots, metrics")
+
+
+def fails_on_ranks(num_ranks: int, error: str) -> Check:
+    """The job trains on one process, but not on several."""
+    reasons = {
+        "data than": "likely a data function that shuffles or draws without a seed, or divides the rows by itself",
+        "out of step": "likely a callback or layer that changes weights on one rank",
+    }
+    why = next((f"; {reason}" for words, reason in reasons.items() if words in error), "")
+    return Check(f"the job trains on {num_ranks} ranks", False, error + why)
+
+
+def in_sync(ranks: Outcome) -> Check:
+    """Check of the run's own comparison of its ranks."""
+    claim = "ranks equal after every epoch"
+    summary = parse_json((ranks.folder / "summary.json").read_text(encoding="utf-8"))
+    return Check(claim, bool(summary["in_sync"]), f"checksum {summary['checksum']} on {summary['num_ranks']} ranks")
+
+
+def control(claim: str, first: Outcome, second: Outcome) -> Check:
+    """Negative control: two runs that must differ."""
+    if error := first.error or second.error:
+        return Check(claim, False, error)
+    difference = first.same_bits(second)
+    return Check(claim, bool(difference), difference or "they are equal, so equal runs show nothing")
+
+
+def verdict(checks: Sequence[Check]) -> bool:
+    """Whether all that could be shown holds."""
+    return all(check.holds is not False for check in checks)

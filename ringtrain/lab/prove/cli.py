@@ -1,0 +1,165 @@
+"""ringtrain prove: puts a job to the test in short runs, and writes down what holds.
+
+ringtrain prove -np 2 -- --config config.toml
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ringtrain import config_io
+from ringtrain.cluster import processes
+from ringtrain.config import Config
+from ringtrain.errors import LaunchError
+from ringtrain.lab import jobs, ranks, stats
+from ringtrain.lab import options as opt
+from ringtrain.lab.prove import checks
+from ringtrain.lab.prove.checks import Check, Outcome
+from ringtrain.lab.report import html
+from ringtrain.lab.tables import Table
+from ringtrain.protocol.env import PROVE
+from ringtrain.run import setup
+
+EPOCHS = 2
+RECORDER = "ringtrain.lab.prove.rows:Rows"
+WORDS = {True: "holds", False: "DOES NOT HOLD", None: "not shown"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the command."""
+
+    steps: int = opt.count(6, "steps of an epoch; each run has two epochs")
+    out: str = opt.out()
+    html: str = opt.option("", "write a page about them", "FILE")
+
+
+def main(options: Options, given: argparse.Namespace, _: ranks.Call) -> int:
+    """Trains, prints and writes the certificate. Returns 0, or 1 if something does not hold."""
+    base = config_io.read(given.command)
+    setup.find(base)  # report a mistake before anything starts
+    num_ranks = given.np or sum(host.slots for host in given.found_hosts)
+    if num_ranks < 2:
+        raise LaunchError(f"got {num_ranks} rank, expected 2 or more, whose result is compared with one process: -np 2")
+    folder = Path(base.run.directory) / (base.run.name or "prove")
+    if folder.exists() and not (folder / "starts").is_dir():
+        raise LaunchError(f"{folder}: exists already and is no proof: give another --run.name after --, or delete it")
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "starts").mkdir(parents=True)
+    found = Job(options, given, base, num_ranks, folder).checks()
+    show(found, options, given.command, num_ranks)
+    return 0 if checks.verdict(found) else 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """Runs of a job in a folder."""
+
+    options: Options
+    given: argparse.Namespace
+    base: Config
+    num_ranks: int
+    folder: Path
+
+    def checks(self) -> list[Check]:
+        """Trains the runs one after the other, and compares them."""
+        base, num = self.base, self.num_ranks
+        whole, exact = ["--train.batch-size", str(base.train.batch_size * num)], ["--hvd.deterministic"]
+        single = ["--train.precision", "float32"]  # mixed precision rounds each rank's gradient
+        one = self.run("one", 1, *whole, *single)
+        if one.error:
+            raise LaunchError(f"the job fails on one process: {one.error}")
+        several, part = self.run("ranks", num, *exact, *single), self.run("part", 1, *single)
+        if several.error:
+            return [checks.fails_on_ranks(num, several.error)]
+        found = [checks.in_sync(several), checks.every_sample_once(one, several)]
+        found += checks.like_one_process("float32", one, several, part)
+        if found[-1].holds is not None:
+            wide = ["--train.precision", "float64"]
+            runs = (self.run("one-float64", 1, *whole, *wide), self.run("ranks-float64", num, *exact, *wide))
+            found += checks.like_one_process("float64", *runs, part)
+        if base.train.precision != "float32":
+            several = self.run(f"ranks-{base.train.precision}", num, *exact)
+        again, seed = self.run("again", num, *exact), self.run("seed", num, *exact, "--seed", str(base.seed + 1))
+        found.append(checks.same_bits("two equal runs", several, again))
+        found.append(checks.control("negative control: a run with another seed is another", several, seed))
+        middle = EPOCHS * self.options.steps * base.optimizer.accumulation_steps // 2
+        faults = f"rank=0 step={middle - 1} mode=sigterm, rank={num - 1} step={middle + 1} mode=sigkill"
+        often = ["--checkpoint.every-steps", "1", "--health.agree-every-steps", "1"]
+        for _ in range(3):
+            killed = self.run("killed", num, *exact, *often, "--chaos", faults)
+        claim = "stopped, resumed, killed and resumed, within an epoch: as without"
+        found.append(checks.same_bits(claim, several, killed, again))
+        return [*found, *self.virtual_ranks()]
+
+    def virtual_ranks(self) -> list[Check]:
+        """Compares runs with virtual ranks on one process and on several."""
+        virtual = 1 << (self.num_ranks - 1).bit_length()
+        words = ["--train.virtual-ranks", str(virtual)]
+        alone = self.run("virtual-1", 1, *words)
+        if "train.virtual_ranks" in alone.error:
+            return [Check("the same bits on any number of ranks", None, alone.error)]
+        others = sorted({2, self.num_ranks})
+        return [
+            checks.same_bits(
+                f"{virtual} virtual ranks: the same bits on 1 and on {num}",
+                alone,
+                self.run(f"virtual-{num}", num, *words),
+            )
+            for num in others
+        ]
+
+    def run(self, name: str, num_ranks: int, *words: str) -> Outcome:
+        """Trains once, or resumes; options that `words` repeat win."""
+        base, rows = self.base, self.folder / name / "rows"
+        rows.mkdir(parents=True, exist_ok=True)
+        num_samples = self.options.steps * self.num_ranks * base.train.batch_size * base.optimizer.accumulation_steps
+        short = {
+            "--train.epochs": EPOCHS,
+            "--data.max-samples": num_samples,
+            "--schedule.warmup-epochs": min(base.schedule.warmup_epochs, 1),
+            "--run.directory": self.folder,
+            "--run.name": name,
+            "--run.resume": "auto",
+        }
+        said = [str(word) for pair in short.items() for word in pair]
+        said += ["--train.callbacks", *base.train.callbacks, RECORDER]
+        launch = ["ringtrain", "launch", *self.given.launch_words, "-np", str(num_ranks)]
+        trainer = ["python", "-m", "ringtrain.train", *self.given.command, *said, *words]
+        log = self.folder / "starts" / f"{name}.log"
+        processes.say(f"prove: {name}, {num_ranks} rank{'s' * (num_ranks > 1)}")
+        process = processes.start_beside(
+            [sys.executable, "-m", *launch, "--forward", PROVE, "--", *trainer],
+            {**os.environ, PROVE: str(rows.resolve())},
+            log,
+        )
+        code = process.wait()
+        return Outcome(self.folder / name, jobs.reason_of(log, code) if code else "")
+
+
+def show(found: Sequence[Check], options: Options, command: Sequence[str], num_ranks: int) -> None:
+    """Prints the certificate, and writes it as page and JSON."""
+    table = Table(("claim", "", "evidence"), [(one.claim, WORDS[one.holds], one.evidence) for one in found])
+    title = f"{num_ranks} ranks: {shlex.join(command)}"
+    print(title)
+    table.show()
+    num_held = sum(check.holds is True for check in found)
+    result = f"{num_held} of {len(found)} hold" if checks.verdict(found) else "something does not hold"
+    print(result)
+    if options.html:
+        page = html.html(f"Proof of {title}", [html.Section("", [result, table])])
+        Path(options.html).write_text(page, encoding="utf-8")
+    if options.out:
+        stats.write(
+            Path(options.out),
+            "prove",
+            {"steps": options.steps, "command": list(command)},
+            [asdict(one) for one in found],
+        )

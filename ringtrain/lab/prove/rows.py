@@ -1,0 +1,59 @@
+"""Keras callback that records the samples that a rank trains, and what its model has."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ringtrain import hvd
+from ringtrain.hvd.keras_patches import layers_of
+from ringtrain.protocol.env import PROVE
+
+
+class Rows(keras.callbacks.Callback):
+    """Writes a line per epoch with the checksums of all rows that this rank has trained, to a file of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.file = Path(os.environ[PROVE]) / f"{hvd.rank()}-{os.getpid()}.jsonl"
+        self.seen: list[int] = []
+
+    def set_model(self, model: keras.Model) -> None:
+        super().set_model(model)
+        if hasattr(model, "ringtrain_rows"):
+            return
+        own = any(not hasattr(layer, "device_of_sums") for layer in hvd.batch_norm_layers(model))
+        narrow = [layer.name for layer in layers_of(model) if layer.compute_dtype != keras.config.floatx()]
+        self._write({"seeds": len(hvd.seeds(model)), "batch_norm": own, "narrow": narrow})
+        train_step = model.train_step
+
+        def recorded(batch: Any) -> Any:
+            leaves = [leaf for leaf in keras.tree.flatten(batch) if tf.is_tensor(leaf) and leaf.shape.rank]
+            tf.numpy_function(self._see, leaves, [], stateful=True)
+            return train_step(batch)
+
+        # Not model.train_step = ...: Keras would track and save the attributes.
+        object.__setattr__(model, "train_step", recorded)
+        object.__setattr__(model, "ringtrain_rows", True)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._write({"epoch": epoch, "rows": self.seen})
+        self.seen.clear()
+
+    def _see(self, *leaves: Any) -> None:
+        for row in zip(*leaves, strict=True):
+            checksum = 0
+            for part in row:
+                checksum = zlib.crc32(np.ascontiguousarray(part).tobytes(), checksum)
+            self.seen.append(checksum)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
