@@ -128,7 +128,8 @@ def compiled_model(
     from ringtrain.optim import optimizers
     from ringtrain.run import stopping
 
-    keras.config.set_floatx("float64" if config.train.precision == "float64" else "float32")
+    if config.train.precision == "float64":
+        keras.config.set_floatx("float64")  # of losses and metrics
     keras.config.set_dtype_policy(config.train.precision)
     keras.utils.set_random_seed(config.seed)
     # One device may not hold all of it.

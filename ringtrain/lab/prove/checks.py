@@ -22,7 +22,10 @@ NOT_SEEDED = (
     "likely a layer or loss that draws random numbers outside of Keras' seed generators, or data that are shuffled or"
     " drawn without a seed"
 )
-NO_MEAN = "likely a loss that is no mean over rows, or an optimizer that changes gradients before they are averaged"
+NO_MEAN = (
+    "likely a loss that is no mean over rows, an optimizer that changes gradients before they are averaged, or random"
+    " numbers outside of Keras' seed generators"
+)
 NOT_SAVED = (
     "likely random numbers of tf.random or NumPy in place of Keras' seed generators, or a callback with a state that"
     " changes training: no checkpoint holds these"
@@ -113,7 +116,11 @@ def like_one_process(precision: str, one: Outcome, ranks: Outcome, part: Outcome
     """
     limit, claim = TOLERANCES[precision], f"weights and slots of one process with the whole batch, {precision}"
     if error := one.error or ranks.error or part.error:
-        return [Check(claim, False, error)]
+        return [
+            Check(claim, None, "the job does not train in float64")
+            if precision == "float64"
+            else Check(claim, False, error)
+        ]
     if phrases := ranks.unlike_one_process():
         return [Check(claim, None, f"depends on how a batch is divided, by design: {'; '.join(phrases)}")]
     if precision == "float64" and (narrow := [name for line in ranks.recorded() for name in line.get("narrow", ())]):

@@ -76,9 +76,10 @@ class Job:
         one = self.run("one", 1, *whole, *single)
         if one.error:
             raise LaunchError(f"the job fails on one process: {one.error}")
-        several, part = self.run("ranks", num, *exact, *single), self.run("part", 1, *single)
+        several = self.run("ranks", num, *exact, *single)
         if several.error:
             return [checks.fails_on_ranks(num, several.error)]
+        part = self.run("part", 1, *single)
         found = [checks.in_sync(several), checks.every_sample_once(one, several)]
         found += checks.like_one_process("float32", one, several, part)
         if found[-1].holds is not None:

@@ -21,7 +21,7 @@ from ringtrain.errors import CheckpointError, OutOfSync
 from ringtrain.hvd import collectives
 from ringtrain.monitor.journal import Journal
 from ringtrain.protocol.status import StatusLine
-from ringtrain.run import checkpoint, model_state, resume, saver
+from ringtrain.run import checkpoint, resume, saver
 from ringtrain.run.context import Validation
 
 
@@ -189,8 +189,8 @@ def a_checkpoint_holds_once_what_is_equal_on_all_ranks():
         path = checkpoint.save(folder, 4, files, {**whole.manifest, "format": 1, "global_step": 4})
     other = _with_local_state(seed=8)
     resume.restore(other, folder, True, settings, numbers)
-    (seed,) = (variable.numpy() for variable in model_state.seeds(model))
-    (restored,) = (variable.numpy() for variable in model_state.seeds(other))
+    (seed,) = (variable.numpy() for variable in hvd.seeds(model))
+    (restored,) = (variable.numpy() for variable in hvd.seeds(other))
     assert np.array_equal(seed, restored), "a checkpoint of format 1 has seeds at the same places"
     hvd.allgather_object(None, name="compared")
     if hvd.rank() == 0:

@@ -1,0 +1,66 @@
+"""ringtrain prove lets right jobs pass, and names what is wrong with others; tests/ring/proved.py has more of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from launching import ROOT, run
+
+TIMEOUT_S = 600
+PATHS = f"{ROOT}{os.pathsep}{Path(__file__).parent}"
+DATA = ["--data.name", "proved:data"]
+
+
+def prove(folder: Path, *options: str, code: int = 0) -> tuple[dict[str, tuple[bool | None, str]], str]:
+    """Holds and evidence by claim, and the output."""
+    words = [
+        sys.executable,
+        "-m",
+        "ringtrain",
+        "prove",
+        "-np",
+        "2",
+        "--out",
+        "proof.json",
+        "--html",
+        "proof.html",
+        "--",
+    ]
+    ended = run(0, [*words, *options], TIMEOUT_S, env={"PYTHONPATH": PATHS}, cwd=folder, warm=True)
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    results = json.loads((folder / "proof.json").read_text())["results"]
+    assert all(one["claim"] in (folder / "proof.html").read_text() for one in results)
+    return {one["claim"]: (one["holds"], one["evidence"]) for one in results}, ended.stdout
+
+
+def test_a_right_job_passes(tmp_path: Path) -> None:
+    found, shown = prove(tmp_path, *DATA, "--model.name", "proved:model")
+    assert {holds for holds, _ in found.values()} == {True} and f"{len(found)} of {len(found)} hold" in shown
+    assert len(found) == 10
+
+
+def test_a_random_layer_outside_of_the_seeds_is_named(tmp_path: Path) -> None:
+    found, _ = prove(tmp_path, *DATA, "--model.name", "proved:noisy", code=1)
+    (resumed,) = (each for claim, each in found.items() if claim.startswith("stopped, resumed"))
+    assert resumed[0] is False and "tf.random" in resumed[1]
+    assert found["two equal runs"][0] is found["every sample once in an epoch, on all ranks together"][0] is True
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--data.name", "proved:shuffled", "--model.name", "proved:model"], "shuffles or draws without a seed"),
+        (
+            [*DATA, "--model.name", "proved:model", "--train.callbacks", "proved:on_one_rank"],
+            "changes weights on one rank",
+        ),
+    ],
+)
+def test_what_only_ranks_show_is_named(options: list[str], reason: str, tmp_path: Path) -> None:
+    found, _ = prove(tmp_path, *options, code=1)
+    ((claim, (holds, evidence)),) = found.items()
+    assert claim == "the job trains on 2 ranks" and holds is False and reason in evidence
