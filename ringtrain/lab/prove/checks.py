@@ -26,6 +26,7 @@ NO_MEAN = (
     "likely a loss that is no mean over rows, an optimizer that changes gradients before they are averaged, or random"
     " numbers outside of Keras' seed generators"
 )
+NO_SUM = "likely a metric that is no sum over rows"
 NOT_SAVED = (
     "likely random numbers of tf.random or NumPy in place of Keras' seed generators, or a callback with a state that"
     " changes training: no checkpoint holds these"
@@ -131,7 +132,8 @@ def like_one_process(precision: str, one: Outcome, ranks: Outcome, part: Outcome
         evidence += f"; {NO_MEAN}"
     elif wrong <= limit:
         evidence += "; the job changes its weights too little to tell: try a larger learning rate"
-    return [Check(claim, distance <= limit < wrong, evidence), same_metrics(precision, one, ranks)]
+    check = Check(claim, distance <= limit < wrong, evidence)
+    return [check, same_metrics(precision, one, ranks)] if check.holds else [check]
 
 
 def same_metrics(precision: str, one: Outcome, ranks: Outcome) -> Check:
@@ -144,7 +146,7 @@ def same_metrics(precision: str, one: Outcome, ranks: Outcome) -> Check:
     worst = max(apart_by_name, key=lambda name: apart_by_name[name])
     holds = apart_by_name[worst] <= max(TOLERANCES[precision], 1e-6)  # metrics are float32 at best
     evidence = f"{', '.join(sorted(apart_by_name))}: at most {apart_by_name[worst]:.1e} apart ({worst})"
-    why = "" if holds else "; likely a metric that is no sum over rows"
+    why = "" if holds else f"; {NO_SUM}"
     return Check(f"metrics of one process, {precision}", holds, evidence + why)
 
 
@@ -175,7 +177,9 @@ def same_bits(claim: str, first: Outcome, second: Outcome, again: Outcome | None
     if error := first.error or second.error:
         return Check(claim, False, error)
     difference = first.same_bits(second)
-    if difference and again is not None and not again.error:
+    if difference.startswith("metric "):
+        difference = f"{difference}; {NO_SUM}"
+    elif difference and again is not None and not again.error:
         own = first.same_bits(again)
         why = f"even two equal runs differ: {NOT_SEEDED}" if own else f"two equal runs are equal: {NOT_SAVED}"
         difference = f"{difference}; {why}"
