@@ -1,6 +1,6 @@
 """Measuring, comparing and forecasting training.
 
-commands: the commands init, bench, tune, sweep, compare, forecast, report and runs
+commands: the commands init, bench, tune, prove, sweep, compare, forecast, report and runs
 options:  options of a command as a frozen dataclass
 ranks:    calls a function on ranks and returns its result; what such functions begin with
 jobs:     folders of jobs that run side by side, and the slots that they share
@@ -10,6 +10,7 @@ plots:    an empty figure, and writing it as PNG
 init:     ringtrain init
 bench:    ringtrain bench
 tune:     ringtrain tune
+prove:    ringtrain prove
 sweep:    ringtrain sweep
 compare:  ringtrain compare
 forecast: ringtrain forecast

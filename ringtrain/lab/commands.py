@@ -1,4 +1,4 @@
-"""Commands init, bench, tune, sweep, compare, forecast, report and runs; their modules are imported on use."""
+"""Commands init, bench, tune, prove, sweep, compare, forecast, report and runs; their modules are imported on use."""
 
 from __future__ import annotations
 

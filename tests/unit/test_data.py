@@ -307,3 +307,13 @@ def test_autotune_is_off_because_it_makes_fit_wait():
 def test_data_sets_cannot_be_changed_by_accident():
     with pytest.raises(dataclasses.FrozenInstanceError):
         numbered(3, np.uint8).labels = np.zeros(3)
+
+
+def test_the_first_samples_are_used_for_a_short_try() -> None:
+    rows = np.arange(12, dtype=np.float32).reshape(6, 2)
+    whole = data.checked("these", (rows, np.arange(6)), (rows, np.arange(6)))
+    first = whole.first(4)
+    assert (len(first.train), len(first.test), first.num_classes) == (4, 4, 6)
+    assert (first.train.inputs == rows[:4]).all() and len(whole.train) == 6
+    with pytest.raises(DataError, match="in files"):
+        data.DataSet(data.Split(), data.Split(), 2, (4,)).first(4)
