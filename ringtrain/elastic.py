@@ -107,11 +107,10 @@ def agree(process: Process, job: Job, state: Any) -> RunContext | Mapping[str, A
 
 def _begin(process: Process, job: Job, state: Any, terminal: Any) -> Mapping[str, Any]:
     """Finds start and run folder, once, on the first ranks. Returns summary.json if the run is complete, else {}."""
-    config, size = process.config, hvd.run_together(process.strategy.num_shards)
+    config, planned = process.config, hvd.run_together(process.strategy.num_shards)
     folder, _ = resume.source_of(config)
     saved = hvd.run_together(lambda: resume.manifest_of(folder) if hvd.rank() == 0 else {})
     saved = hvd.broadcast_object(saved, root_rank=0, name="ringtrain_manifest")
-    planned = size
     if saved and saved["numbers"]["batch_size"] == config.train.batch_size and config.elastic.keep == "global-batch":
         planned = saved["numbers"]["num_ranks"]
     numbers = must_match = hvd.run_together(lambda: _numbers(config, job, planned))

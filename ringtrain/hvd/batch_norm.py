@@ -69,9 +69,9 @@ def weights_of_one_rank(model: keras.Model) -> list[Any]:
     """
     if is_shared(model):
         return []
-    layers = [layer for layer in layers_of(model) if not isinstance(layer, _Synchronized)]
-    made = {id(variable) for layer in layers for variable in non_trainable_variables_made_by(layer)}
-    return [variable for variable in model.weights if id(variable) in made]
+    synchronized = (layer for layer in layers_of(model) if isinstance(layer, _Synchronized))
+    equal = {id(variable) for layer in synchronized for variable in non_trainable_variables_made_by(layer)}
+    return [variable for variable in layers_own_variables(model) if id(variable) not in equal]
 
 
 def layers_own_variables(model: keras.Model) -> list[Any]:

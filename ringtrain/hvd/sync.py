@@ -38,9 +38,8 @@ def broadcast_model(
 ) -> None:
     """Broadcasts the weights and optimizer state of `root_rank` to all ranks.
 
-    Keras' seed generators are not broadcast and differ between ranks, unless the model's step shares
-    them (`share_state`). Each rank keeps its
-    part of sharded slots. An optimizer that is not built yet is built.
+    Keras' seed generators are not broadcast and differ between ranks, unless the model's step shares them
+    (`share_state`). Each rank keeps its part of sharded slots. An optimizer that is not built yet is built.
 
     Args:
         model: Built model, with the same architecture on every rank.

@@ -21,7 +21,7 @@ SEED_STEP = 7_368_787
 
 
 class StepResult(NamedTuple):
-    """What a rank's rows, or those of one of its virtual ranks, lead to; or what all of them do."""
+    """Gradients, statistics and metrics of the rows of a rank, of a virtual rank, or of all ranks together."""
 
     gradients: list[Any]
     """of `SharedStep.weights`"""
@@ -153,7 +153,7 @@ class SharedStep:
 
 
 def seed_of(number: Any) -> Any:
-    """What is added to the seeds that all ranks share for a part of a batch, so that its random numbers are others."""
+    """Offset of the shared seeds for a part of a batch, which gives it random numbers of its own."""
     return number * SEED_STEP % 2**31
 
 

@@ -109,7 +109,7 @@ class Strategy:
 
     @property
     def shares_state(self) -> bool:
-        """Whether moving statistics, seeds and metrics are equal on all ranks after every step."""
+        """True if moving statistics, seeds and metrics are equal on all ranks after every step."""
         return self.config.train.virtual_ranks > 0
 
     def num_shards(self) -> int:

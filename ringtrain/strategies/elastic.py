@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Position of an elastic run; part of every commit."""
+    """Position of an elastic run; part of the state that ranks share."""
 
     planned_ranks: int
     """Number of ranks whose global batch is kept."""

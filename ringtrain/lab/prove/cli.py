@@ -29,6 +29,8 @@ from ringtrain.run import setup
 
 EPOCHS = 2
 RECORDER = "ringtrain.lab.prove.rows:Rows"
+MARK = ".prove"
+"""file in a folder that the next proof may delete"""
 WORDS = {True: "holds", False: "DOES NOT HOLD", None: "not shown"}
 
 
@@ -49,10 +51,11 @@ def main(options: Options, given: argparse.Namespace, _: ranks.Call) -> int:
     if num_ranks < 2:
         raise LaunchError(f"got {num_ranks} rank, expected 2 or more, whose result is compared with one process: -np 2")
     folder = Path(base.run.directory) / (base.run.name or "prove")
-    if folder.exists() and not (folder / "starts").is_dir():
+    if folder.exists() and not (folder / MARK).exists():
         raise LaunchError(f"{folder}: exists already and is no proof: give another --run.name after --, or delete it")
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "starts").mkdir(parents=True)
+    (folder / MARK).touch()
     found = Job(options, given, base, num_ranks, folder).checks()
     show(found, options, given.command, num_ranks)
     return 0 if checks.verdict(found) else 1

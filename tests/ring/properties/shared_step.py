@@ -53,7 +53,7 @@ def _train(model: keras.Model, num_steps: int) -> None:
 
 
 def _differs(is_early: bool) -> bool:
-    """Whether a failed step, undone and made again, has changed anything."""
+    """Returns whether a failed step, undone and repeated, has changed a variable."""
     model, step = _made(is_early)
     _train(model, 2)
     before = _state(model)
