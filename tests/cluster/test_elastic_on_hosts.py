@@ -79,7 +79,9 @@ def test_a_host_is_cut_off_and_another_one_takes_its_place(three_hosts: lab.Lab,
     assert not found.breaches, found.breaches
     assert found.epochs == dict.fromkeys(range(EPOCHS), 1408)
     summary = json.loads((run / "summary.json").read_text())
-    assert [(change["from"], change["to"]) for change in summary["resizes"]] == [(2, 1), (1, 2)]
+    # host1 may meet alone twice: once since a collective failed, once since the launcher heard no more of host2.
+    sizes = [(change["from"], change["to"]) for change in summary["resizes"]]
+    assert [(before, after) for before, after in sizes if before != after] == [(2, 1), (1, 2)], sizes
     assert sorted(summary["hosts"]) == ["host1", "host3"]
 
     def alive() -> list[str]:
