@@ -19,6 +19,7 @@ step_timing:    current phase and timestamps of a step, readable from other thre
 sync:           broadcast of a model's whole state; verification that ranks agree
 placement:      check that ranks run where the launcher planned them, each on its own GPU
 stall_watch:    exit of scripts whose ranks wait for different collectives
+slow_links:     fewer bytes: low rank, bfloat16, local steps
 elastic:        Keras state of elastic runs, and `run`
 model_parallel: a model over several devices of a rank
 """
@@ -46,7 +47,6 @@ from ringtrain.hvd import callbacks, elastic, step_timing
 from ringtrain.hvd.backend import (
     Adasum,
     Average,
-    Compression,
     Max,
     Min,
     ProcessSet,
@@ -120,7 +120,7 @@ from ringtrain.hvd.collectives import (
     scatter_bytes,
     shutdown,
 )
-from ringtrain.hvd.distributed import GradientNorm, track_gradient_norm, weigh_gradients
+from ringtrain.hvd.distributed import GradientNorm, track_gradient_norm, variables_of_one_rank, weigh_gradients
 from ringtrain.hvd.keras_patches import jit_gradients, optimizers_of
 from ringtrain.hvd.model_parallel.columns import Whole, columns_of, refuse_optimizer, whole_variables
 from ringtrain.hvd.model_parallel.stages import split
@@ -133,6 +133,8 @@ from ringtrain.hvd.optimizer import (
 )
 from ringtrain.hvd.placement import check_placement
 from ringtrain.hvd.sharded import gather_slots, scatter_slots, slot_bytes
+from ringtrain.hvd.slow_links.compression import Compression
+from ringtrain.hvd.slow_links.local_steps import LocalSteps, end_round, steps_of_round
 from ringtrain.hvd.stall_watch import broadcast_variables
 from ringtrain.hvd.step_timing import during
 from ringtrain.hvd.sync import broadcast_model, check_averaging, check_in_sync, prove, run_together

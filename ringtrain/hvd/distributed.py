@@ -7,33 +7,67 @@ clipped, decayed and applied. Inside a `LossScaleOptimizer`, gradients are reduc
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from ringtrain.errors import OutOfSync
 from ringtrain.hvd.keras_patches import distributed, innermost, saved_as_its_base
 from ringtrain.hvd.reduction import Reduction, scaled
 from ringtrain.hvd.sharded import Part, Shards
+from ringtrain.hvd.slow_links.compression import name_of
+from ringtrain.hvd.slow_links.powersgd import LowRank
 from ringtrain.hvd.step_timing import PLACE
 
 
-def distribute(optimizer: Any, reduction: Reduction, backward_passes: int, jit_update: bool = False) -> Any:
-    """Makes an optimizer reduce, in place; `backward_passes` 1 keeps its `gradient_accumulation_steps`."""
+def distribute(
+    optimizer: Any,
+    reduction: Reduction,
+    backward_passes: int,
+    jit_update: bool = False,
+    mixin: Any = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Any:
+    """Makes an optimizer reduce, in place; `backward_passes` 1 keeps its `gradient_accumulation_steps`.
+
+    `mixin`: subclass of `Distributed` with these settings; None: the one for the optimizer and the reduction.
+    """
     base = type(optimizer)
-    mixin = _Sharded if getattr(reduction, "sharded", False) else _Distributed
-    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
-        mixin = _DistributedMulti
+    if mixin is None:
+        mixin = _Sharded if getattr(reduction, "sharded", False) else Distributed
+        if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+            mixin = _DistributedMulti
     if backward_passes > 1:
         _accumulate(optimizer, backward_passes)
-    attributes = {"reduction": reduction, "jit_update": jit_update, "_local_keys": set(), "_reduced_before": []}
+    attributes = {
+        "reduction": reduction,
+        "jit_update": jit_update,
+        "_local_keys": set(),
+        "_reduced_before": [],
+        "added": [],
+    }
+    attributes |= settings or {}
     subclass = saved_as_its_base(mixin, base, attributes)
     # Not optimizer.__class__ = ...: Keras and TensorFlow would track it as an attribute.
     object.__setattr__(optimizer, "__class__", subclass)
+    if optimizer.built:
+        optimizer.add_state()
     return optimizer
+
+
+def variables_of_one_rank(optimizer: Any, now: bool = False) -> list[Any]:
+    """Variables of an optimizer, and weights, that may differ between ranks; `now`: at the current step.
+
+    These are accumulated gradients that are not reduced yet, errors of PowerSGD, and the state of local steps.
+    """
+    inner = innermost(optimizer)
+    found: list[Any] = []
+    for single in getattr(inner, "optimizers", [inner]):
+        found += getattr(single, "_accumulated_gradients", None) or []
+        found += single.of_one_rank(now) if isinstance(single, _Reducing) else []
+    return found
 
 
 class GradientNorm:
@@ -88,7 +122,7 @@ def track_gradient_norm(optimizer: Any) -> GradientNorm:
         TypeError: The optimizer is not distributed, or is a `MultiOptimizer`.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if not isinstance(inner, _Distributed):
+    if not isinstance(inner, Distributed):
         raise TypeError(f"track_gradient_norm: got {type(inner).__name__}, expected a distributed optimizer")
     # On the class, which only this optimizer has: Keras would track and save a variable of the object.
     type(inner).gradient_norm = norm = GradientNorm()
@@ -97,72 +131,6 @@ def track_gradient_norm(optimizer: Any) -> GradientNorm:
 
 class Bypassed(OutOfSync):
     """An optimizer overrides methods so that Keras does not call the one that reduces."""
-
-
-def probe(optimizer: Any, length: int, reduction: Any = None) -> Callable[[Any], tf.Tensor]:
-    """Returns a function that sends a vector of `length` through an unclipped copy of an optimizer to its update."""
-    # A user's schedule need not be registered with Keras.
-    simpler = {"learning_rate": 1.0, "use_ema": False}
-    inner = innermost(optimizer)
-    settings = {name: simpler.get(name, value) for name, value in inner.get_config().items()}
-    twin = single = type(inner).from_config(settings)
-    if not distributed(single):
-        distribute(single, reduction, 1)
-    elif reduction is not None:
-        object.__setattr__(single, "reduction", reduction)
-    if optimizer is not inner:
-        twin = type(optimizer)(single, initial_scale=optimizer.initial_scale)
-    single.clipnorm = single.global_clipnorm = single.clipvalue = single.weight_decay = None
-    object.__setattr__(single, "update_step", lambda gradient, variable, rate: variable.assign(gradient))
-    received = keras.Variable(np.zeros(length), dtype="float32", name="probe")
-    twin.build([received])
-
-    def send(vector: Any) -> tf.Tensor:
-        for _ in range(single.gradient_accumulation_steps or 1):
-            twin.apply_gradients([(twin.scale_loss(vector), received)])
-        return tf.convert_to_tensor(received.value)
-
-    return send
-
-
-def hands_on(optimizer: Any) -> bool:
-    """Returns whether gradients reach an optimizer's update unchanged; False also without a complete `get_config`."""
-    vector = np.array([3.0, -7.0, 2.0], np.float32)
-    try:
-        received = probe(optimizer, len(vector), _Local())(tf.constant(vector))
-    except Bypassed:
-        raise
-    except Exception:  # raised by user code; the first step checks again whether it reduces
-        return False
-    return bool(np.allclose(received, vector, rtol=1e-3))
-
-
-def refuse_bypassing(optimizer: Any) -> None:
-    """Raises ValueError for an optimizer whose `apply_gradients` bypasses the method that reduces."""
-    if type(optimizer).apply_gradients is keras.optimizers.Optimizer.apply_gradients:
-        return
-    try:
-        hands_on(optimizer)
-    except Bypassed as error:
-        raise ValueError(f"DistributedOptimizer: {error}") from error
-
-
-class _Local:
-    """Replacement for a `Reduction` that returns this rank's gradients."""
-
-    def place(self) -> tuple[int, int]:
-        return 0, 1
-
-    def reduce_scatter(self, vectors: Any) -> Any:
-        return vectors
-
-    gather_parts = reduce_scatter
-
-    def __call__(self, gradients: Any, variables: Any, local: Any) -> list[Any]:
-        return list(gradients)
-
-    def true_on_all_ranks(self, flag: Any) -> Any:
-        return flag
 
 
 def _accumulate(optimizer: Any, backward_passes: int) -> None:
@@ -192,6 +160,17 @@ class _Reducing(keras.optimizers.Optimizer):
     jit_update: bool
     _local_keys: set[Any]
     _reduced_before: list[bool]
+    added: list[Any]
+    """variables that the plain optimizer has not"""
+
+    @property
+    def no_loss_scale(self) -> str:
+        """What does not allow that a step is skipped or scaled; "" if everything does."""
+        return name_of(self.reduction.compression) if self.low_rank else ""
+
+    @property
+    def low_rank(self) -> LowRank | None:
+        return getattr(self.reduction, "low_rank", None)
 
     def register_local_var(self, var: Any) -> None:
         """Excludes the gradient of a Keras or TensorFlow variable from the reduction."""
@@ -212,10 +191,33 @@ class _Reducing(keras.optimizers.Optimizer):
         pairs = zip(grads, self._trainable_variables if variables is None else variables, strict=True)
         return [grad if grad is None or self.is_local(one) else scaled(grad, share) for grad, one in pairs]
 
+    def add_state(self) -> None:
+        """Adds the variables that the reduction keeps from step to step to a built optimizer."""
+        if self.low_rank and not self.added:
+            self.added.extend(self.low_rank.build(self, self._trainable_variables))
+
+    def of_one_rank(self, now: bool) -> list[Any]:
+        """See `variables_of_one_rank`."""
+        return self.low_rank.errors() if self.low_rank else []
+
+    def save_own_variables(self, store: Any) -> None:
+        """Saves those of the plain optimizer, as which a model is saved."""
+        added = {id(variable) for variable in self.added}
+        for index, variable in enumerate(one for one in self.variables if id(one) not in added):
+            store[str(index)] = keras.ops.convert_to_numpy(variable)
+
     def reduce(self, grads: Any, variables: Any) -> list[Any]:
         """Reduces the gradients of an update over the ranks; none of them may be None."""
         PLACE.note_each("computed", variables, grads)
-        reduced = self.reduction(grads, variables, [self.is_local(variable) for variable in variables])
+        local = [self.is_local(variable) for variable in variables]
+        if begin := getattr(self.reduction, "compression_start_step", 0):
+            compressed, whole = (
+                lambda reduction=reduction: reduction(grads, variables, local)
+                for reduction in (self.reduction, self.reduction.uncompressed())
+            )
+            reduced = tf.cond(self.iterations >= begin, compressed, whole)
+        else:
+            reduced = self.reduction(grads, variables, local)
         PLACE.note("reduced", reduced)
         PLACE.note_each("reduced", variables, reduced)
         return reduced
@@ -231,12 +233,14 @@ class _Reducing(keras.optimizers.Optimizer):
 
     def agree_on_finite(self, finite: Any) -> Any:
         """Returns whether the gradients of all ranks are finite, given the flag of this rank."""
+        if what := self.no_loss_scale:
+            raise ValueError(f"{what} does not work with a LossScaleOptimizer (mixed_float16): use mixed_bfloat16")
         if self._reduced_before and not self._local_keys:
             return finite  # reduced gradients are equal on all ranks
         return self.reduction.true_on_all_ranks(finite)
 
 
-class _Distributed(_Reducing):
+class Distributed(_Reducing):
     """Mixin for a single optimizer."""
 
     gradient_norm: GradientNorm | None = None
@@ -244,6 +248,7 @@ class _Distributed(_Reducing):
     def build(self, variables: Any) -> None:
         _refuse_overwritten(variables)
         super().build(variables)
+        self.add_state()
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         object.__setattr__(self, "_reached", [])
@@ -309,7 +314,7 @@ class _Distributed(_Reducing):
         return grads_and_vars  # Keras would sum over a tf.distribute strategy's copies here, after clipping
 
 
-class _Sharded(_Distributed):
+class _Sharded(Distributed):
     """Mixin for a single optimizer that updates this rank's part of the weights: see sharded.py.
 
     Keras applies gradients to the model's variables; clipping, decay, slots and updates are about segments of them.
@@ -351,14 +356,14 @@ class _Sharded(_Distributed):
             own = self._shards.reduced(given, self.reduction)
             PLACE.note("reduced", list(own.values()))
         if self.gradient_norm is None and not self.global_clipnorm:
-            return super(_Distributed, self)._clip_gradients(list(own.values()))
+            return super(Distributed, self)._clip_gradients(list(own.values()))
         wide = [part if part.dtype == tf.float64 else tf.cast(part, tf.float32) for part in own.values()]
         squares = [tf.cast(tf.reduce_sum(tf.square(part)), tf.float64) for part in wide]
         norm = tf.sqrt(self.reduction.sum_of_parts(tf.add_n(squares)))
         if self.gradient_norm is not None:
             self.gradient_norm.note(lambda: tf.cast(norm, tf.float32))
         if not self.global_clipnorm:
-            return super(_Distributed, self)._clip_gradients(list(own.values()))
+            return super(Distributed, self)._clip_gradients(list(own.values()))
         factor = self.global_clipnorm / tf.maximum(norm, self.global_clipnorm)
         return [part * tf.cast(factor, part.dtype) for part in own.values()]
 

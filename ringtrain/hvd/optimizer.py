@@ -14,13 +14,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ringtrain.hvd.backend import Adasum, Average, Compression, ProcessSet, global_process_set, horovod
+from ringtrain.hvd.backend import Adasum, Average, ProcessSet, global_process_set, horovod
 from ringtrain.hvd.collectives import elastic, layer_variables, refuse_xla, tensor_of
-from ringtrain.hvd.distributed import distribute, refuse_bypassing
+from ringtrain.hvd.distributed import distribute
 from ringtrain.hvd.keras_patches import distributed, innermost, refuse_horovods_own, teach_keras
 from ringtrain.hvd.reduction import Reduction
 from ringtrain.hvd.sharded import refuse_sharding
+from ringtrain.hvd.slow_links.compression import Compression, name_of
+from ringtrain.hvd.slow_links.local_steps import LocalSteps, LocalUpdates, refuse_local
 from ringtrain.hvd.step_timing import PLACE
+from ringtrain.hvd.sync import refuse_bypassing
 
 
 def DistributedOptimizer(
@@ -41,6 +44,8 @@ def DistributedOptimizer(
     deterministic: bool = False,
     jit_update: bool = False,
     sharded: bool = False,
+    compression_start_step: int = 0,
+    local_steps: int | LocalSteps = 1,
 ) -> keras.optimizers.Optimizer:
     """Makes an optimizer reduce its gradients over all ranks before it clips, decays and applies them.
 
@@ -52,8 +57,9 @@ def DistributedOptimizer(
             under mixed_float16), an overflow on one rank skips the step on all ranks.
         name: Prefix of the operation names. None: "Distributed" and the class name.
         device_dense, device_sparse: Device on which dense and sparse gradients are reduced. "": TensorFlow decides.
-        compression: `Compression.none`, or `Compression.fp16` to send 16-bit floats, divided by the number of ranks (or
-            by `gradient_predivide_factor`, if given) before the sum.
+        compression: `Compression.none`; `Compression.fp16` to send 16-bit floats, divided by the number of ranks (or
+            by `gradient_predivide_factor`, if given) before the sum. Additions of ringtrain: `Compression.bf16`, which
+            rounds more and does not overflow; `Compression.powersgd(rank)`, which sends a few vectors per matrix.
         sparse_as_dense: Convert `IndexedSlices` to dense tensors before the reduction. False: gather them.
         gradient_predivide_factor: With Average, divide by this factor before the sum, and by size / factor after it.
         op: Average, Sum or Adasum (over MPI, with a power of two of ranks).
@@ -74,6 +80,10 @@ def DistributedOptimizer(
             1910.02054): each rank keeps the slots of 1 / size of the weights, updates these, and gathers the others.
             For elementwise optimizers such as SGD, Adam and AdamW. Sparse gradients become dense. A model that is saved
             by `model.save` has no slots; ringtrain's checkpoints have all.
+        compression_start_step: Addition of ringtrain. Number of updates before the first that is compressed.
+        local_steps: Addition of ringtrain. Number of updates that each rank makes by itself, before the ranks average
+            their weights; or a `LocalSteps` with an outer optimizer. Call `hvd.end_round(model)` before weights are
+            evaluated or saved. 1: gradients are reduced in every update.
 
     Returns:
         `optimizer`, with the new method `register_local_var(variable)`, which excludes a variable from the reduction.
@@ -111,7 +121,15 @@ def DistributedOptimizer(
         accumulated_scale=float(backward_passes_per_step) if sums_passes else 1.0,
         deterministic=deterministic,
         sharded=sharded,
+        compression_start_step=compression_start_step,
     )
+    updates: dict[str, Any] = {}
+    if local_steps != 1:
+        local = local_steps if isinstance(local_steps, LocalSteps) else LocalSteps(local_steps)
+        refuse_local(optimizer, reduction)
+        updates = {"mixin": LocalUpdates, "settings": {"local": local}}
+    if reduction.low_rank is not None and isinstance(innermost(optimizer), keras.optimizers.MultiOptimizer):
+        raise ValueError(f"compression {name_of(compression)} does not work with MultiOptimizer: use fp16 or bf16")
     if sharded:
         refuse_sharding(optimizer, reduction)
     refuse_bypassing(innermost(optimizer))
@@ -127,7 +145,7 @@ def DistributedOptimizer(
         )
         object.__setattr__(optimizer, "register_local_var", optimizer.inner_optimizer.register_local_var)
         return optimizer
-    return distribute(optimizer, reduction, backward_passes_per_step, jit_update)
+    return distribute(optimizer, reduction, backward_passes_per_step, jit_update, **updates)
 
 
 def PartialDistributedOptimizer(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from ringtrain.hvd.backend import Adasum, Average, Compression, Min, ProcessSet, Sum, horovod
+from ringtrain.hvd.backend import Adasum, Average, Min, ProcessSet, Sum, horovod
 from ringtrain.hvd.collectives import elastic, refuse_xla, tensor_of, unique_in_graph
 from ringtrain.hvd.placement import CPU
+from ringtrain.hvd.slow_links.compression import BFloat16, Compression, name_of, sum_in_bfloat16
+from ringtrain.hvd.slow_links.powersgd import LowRank, PowerSGD
 from ringtrain.hvd.step_timing import PLACE
 
 OP_WORDS = {Average: "averaged", Sum: "summed", Adasum: "combined by Adasum"}
@@ -22,7 +24,7 @@ class Reduction:
     """Function that reduces the gradients of one optimizer, with the arguments of `DistributedOptimizer`.
 
     `accumulated_scale` multiplies the result: Keras averages over micro-steps, but Horovod's `backward_passes_per_step`
-    sums. `share` multiplies this rank's gradients, in `_Reducing.weighted`.
+    sums. `share` multiplies this rank's gradients, in `_Reducing.weighted`. `low_rank` is the state of PowerSGD.
     """
 
     name: str
@@ -38,6 +40,8 @@ class Reduction:
     accumulated_scale: float = 1.0
     deterministic: bool = False
     sharded: bool = False
+    compression_start_step: int = 0
+    low_rank: LowRank | None = field(init=False, default=None)
     share: tf.Variable | None = field(default_factory=lambda: tf.Variable(1.0, trainable=False) if elastic() else None)
     _graphs: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -52,8 +56,28 @@ class Reduction:
             raise ValueError("op=hvd.Adasum combines tensor by tensor: leave groups and num_groups out")
         if self.deterministic and self.groups is not None:
             raise ValueError("deterministic=True reduces all gradients as one: leave groups and num_groups out")
+        if self.compression is BFloat16 or isinstance(self.compression, PowerSGD):
+            self._require_sum()
+        if self.compression_start_step and self.compression is Compression.none:
+            raise ValueError("compression_start_step: there is no compression: leave it out")
+        if isinstance(self.compression, PowerSGD):
+            object.__setattr__(self, "low_rank", LowRank(self.compression))
         if self.op == Adasum and horovod.is_initialized() and not horovod.mpi_enabled():
             raise ValueError("op=hvd.Adasum needs MPI, this run is over Gloo: use mpirun or horovodrun --mpi")
+
+    def _require_sum(self) -> None:
+        name, is_low_rank = name_of(self.compression), isinstance(self.compression, PowerSGD)
+        if self.op not in (Average, Sum)[: 2 - is_low_rank]:
+            raise ValueError(f"compression {name}: got op {OP_WORDS[self.op]}, expected hvd.Average")
+        if self.groups is not None or self.sharded:
+            raise ValueError(f"compression {name} sends all gradients as one: leave groups and sharded out")
+        if is_low_rank and elastic():
+            raise ValueError(f"compression {name}: a lost rank would take what it has not sent along: not with elastic")
+
+    def uncompressed(self) -> Reduction:
+        """The same reduction without compression."""
+        name = f"{self.name}_uncompressed"
+        return replace(self, name=name, compression=Compression.none, compression_start_step=0, _graphs={})
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[bool]) -> list[Any]:
         """Reduces gradients (tensors or `IndexedSlices`, not None) except `local` ones; shapes and dtypes stay."""
@@ -74,7 +98,8 @@ class Reduction:
         """Settings that must be the same on every rank, as plain values."""
         return {
             "op": OP_WORDS[self.op],
-            "compression": self.compression.__name__,
+            "compression": name_of(self.compression),
+            "compression_start_step": self.compression_start_step,
             "sparse_as_dense": self.sparse_as_dense,
             "gradient_predivide_factor": self.gradient_predivide_factor,
             "groups": [len(group) for group in self.groups] if isinstance(self.groups, list) else self.groups,
@@ -171,12 +196,37 @@ class Reduction:
                 reduced[index] = tf.convert_to_tensor(gradient)
             else:
                 dense.append(index)
+        if self.low_rank is not None:
+            dense = self._reduce_low_rank(self.low_rank, dense, reduced, variables, f"HorovodAllreduce_{prefix}")
         for number, members in enumerate(self._split(dense, gradients, variables)):
             tensors = [tf.convert_to_tensor(gradients[index]) for index in members]
             results = self._reduce_dense(tensors, f"HorovodAllreduce_{prefix}_{number}")
             for index, result in zip(members, results, strict=True):
                 reduced[index] = result
         return [scaled(gradient, self.accumulated_scale) for gradient in reduced]
+
+    def _reduce_low_rank(
+        self, low_rank: LowRank, dense: list[int], reduced: list[Any], variables: Sequence[Any], name: str
+    ) -> list[int]:
+        """Sets the gradients of `dense` to their means; returns those left over, if nothing is compressed."""
+        low = [index for index in dense if low_rank.compresses(variables[index])]
+        if not low:
+            return dense  # the vectors of a check
+        whole = [index for index in dense if index not in low]
+
+        def mean(tensors: list[tf.Tensor], which: str) -> list[tf.Tensor]:
+            means: dict[int, tf.Tensor] = {}
+            for number, members in enumerate(_by_dtype(range(len(tensors)), tensors)):
+                each = self._reduce_dense([tensors[one] for one in members], f"{name}_{which}_{number}")
+                means |= zip(members, each, strict=True)
+            return [means[one] for one in range(len(tensors))]
+
+        tensors = {index: tf.convert_to_tensor(reduced[index]) for index in dense}
+        matrices = [variables[index] for index in low]
+        results = low_rank.reduce([tensors[i] for i in low], matrices, [tensors[i] for i in whole], mean)
+        for index, result in zip([*low, *whole], [*results[0], *results[1]], strict=True):
+            reduced[index] = result
+        return []
 
     def _reduce_sparse(self, gradient: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
         # Equivalent to Horovod's allreduce, which names the gathers after their tensors: those names differ between
@@ -201,7 +251,7 @@ class Reduction:
         tensors, factor = [_widened(gradient) for gradient in gradients], self.gradient_predivide_factor
         options = {
             "device_dense": self.device_dense,
-            "compression": self.compression,
+            "compression": self.compression if self._is_horovods() else Compression.none,
             "op": self.op,
             "prescale_factor": 1.0 / factor,
             "postscale_factor": factor,
@@ -218,6 +268,8 @@ class Reduction:
             options |= {"op": Sum if self.op == Average else self.op, "prescale_factor": 1.0, "postscale_factor": 1.0}
         if reduce is not None:
             results = [reduce(tensor, **options) for tensor in tensors]
+        elif self.compression is BFloat16:
+            results = _joined(tensors, lambda flat: self._sum_in_bfloat16(flat, name))
         elif self._as_one():
             results = _joined(tensors, lambda flat: horovod.allreduce(flat, **options))
         elif self.groups is None:
@@ -227,6 +279,16 @@ class Reduction:
         results = [scaled(result, after) for result in results]
         return [tf.cast(result, gradient.dtype) for result, gradient in zip(results, gradients, strict=True)]
 
+    def _sum_in_bfloat16(self, flat: tf.Tensor, name: str) -> tf.Tensor:
+        num_ranks = self._num_ranks()
+        factor = 1.0 / num_ranks if self.op == Average else 1.0
+        with tf.device(self.device_dense):
+            options = {"ignore_name_scope": True, "process_set": self.process_set}
+            return sum_in_bfloat16(flat, num_ranks, factor, name, **options)
+
+    def _is_horovods(self) -> bool:
+        return self.compression is not BFloat16 and self.low_rank is None
+
     def _sent_in_16_bits(self, tensor: tf.Tensor) -> bool:
         compressed = self.compression is getattr(Compression, "fp16", None) and tensor.dtype.is_floating
         return tensor.dtype == tf.float16 or compressed
@@ -234,8 +296,7 @@ class Reduction:
     def _split(self, dense: list[int], gradients: Sequence[Any], variables: Sequence[Any]) -> list[list[int]]:
         """Indices of dense gradients, in groups that are reduced together."""
         if self._as_one():
-            dtypes = dict.fromkeys(gradients[index].dtype for index in dense)
-            return [[index for index in dense if gradients[index].dtype == dtype] for dtype in dtypes]
+            return _by_dtype(dense, gradients)
         if self.groups is None:
             return [[index] for index in dense]
         if not isinstance(self.groups, list):
@@ -246,7 +307,7 @@ class Reduction:
         return [group for group in listed if group] + [[index] for index in rest.values()]
 
     def _as_one(self) -> bool:
-        return self.deterministic and self.op != Adasum
+        return (self.deterministic and self.op != Adasum) or not self._is_horovods()
 
     def _num_ranks(self) -> Any:
         if elastic():
@@ -263,6 +324,11 @@ def averaged_by_adasum(device: str, gpus: Sequence[Any], nccl: bool, local_size:
 def _widened(tensor: tf.Tensor) -> tf.Tensor:
     # Horovod's allreduce does not support bfloat16; float32 represents all its values.
     return tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor
+
+
+def _by_dtype(indices: Sequence[int], tensors: Sequence[Any]) -> list[list[int]]:
+    dtypes = dict.fromkeys(tensors[index].dtype for index in indices)
+    return [[index for index in indices if tensors[index].dtype == dtype] for dtype in dtypes]
 
 
 def _joined(tensors: list[tf.Tensor], reduce: Callable[[tf.Tensor], tf.Tensor]) -> list[tf.Tensor]:

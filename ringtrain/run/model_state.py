@@ -60,10 +60,9 @@ def plan_of_slots(model: keras.Model) -> dict[str, str]:
 
 
 def own_variables(model: keras.Model) -> list[Any]:
-    """Returns seeds, weights that depend on a rank's data, and accumulated gradients, which are optimizer variables."""
-    optimizers = [getattr(one, "inner_optimizer", one) for one in hvd.optimizers_of(model)]
-    accumulated = [variable for one in optimizers for variable in getattr(one, "_accumulated_gradients", None) or ()]
-    return [*hvd.seeds(model), *hvd.weights_of_one_rank(model), *accumulated]
+    """Returns seeds, weights that depend on a rank's data, and what optimizers keep of each rank."""
+    kept = [variable for one in hvd.optimizers_of(model) for variable in hvd.variables_of_one_rank(one)]
+    return [*hvd.seeds(model), *hvd.weights_of_one_rank(model), *kept]
 
 
 def digests(model: keras.Model) -> list[list[bytes]]:

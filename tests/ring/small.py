@@ -59,8 +59,12 @@ def distance(model: keras.Model, other: keras.Model) -> float:
 
 def spread(model: keras.Model) -> float:
     """Largest difference of any weight between two ranks."""
-    flat = tf.constant(np.concatenate([weight.reshape(-1) for weight in model.get_weights()]))
-    everybody = hvd.allgather(flat[None]).numpy()
+    return spread_of(np.concatenate([weight.reshape(-1) for weight in model.get_weights()]))
+
+
+def spread_of(value: Any) -> float:
+    """Largest difference of any element between two ranks."""
+    everybody = hvd.allgather(tf.convert_to_tensor(value)[None]).numpy()
     return float(np.ptp(everybody, axis=0).max())
 
 

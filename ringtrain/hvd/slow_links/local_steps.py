@@ -1,0 +1,183 @@
+"""Rounds of local steps: each rank updates its weights by itself, and the ranks communicate once per round.
+
+Local SGD (Stich 2018, arXiv 1805.09767) averages the weights after each round. DiLoCo (Douillard et al. 2023, arXiv
+2311.08105) takes what a round has changed, averaged over the ranks, as the gradient of an outer optimizer. Ordinary
+steps may come first (post-local SGD, Lin et al. 2018, arXiv 1808.07217). Slots of the optimizer stay each rank's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import keras
+import tensorflow as tf
+
+from ringtrain.hvd.backend import Average
+from ringtrain.hvd.collectives import elastic
+from ringtrain.hvd.distributed import Distributed
+from ringtrain.hvd.keras_patches import innermost, optimizers_of
+from ringtrain.hvd.reduction import scaled
+from ringtrain.hvd.step_timing import PLACE, during
+
+
+@dataclass(frozen=True)
+class LocalSteps:
+    """Rounds of local steps, for `DistributedOptimizer(local_steps=...)`.
+
+    With d the mean over the ranks of (weights at the round's start - weights at its end), the weights become
+
+        start - d                                        outer "average"
+        v <- momentum * v + d
+        start - learning_rate * (d + momentum * v)       outer "nesterov"
+
+    Args:
+        steps: Updates per round, at least 1. With 1, SGD without momentum and "average", weights are those of ordinary
+            steps up to rounding.
+        outer: Optimizer between rounds.
+        learning_rate, momentum: Of outer "nesterov".
+        warmup_steps: Number of ordinary updates before the first round.
+
+    Raises:
+        ValueError: `steps` is below 1.
+    """
+
+    steps: int
+    outer: Literal["average", "nesterov"] = "average"
+    learning_rate: float = 0.7
+    momentum: float = 0.9
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"local_steps: got {self.steps}, expected at least 1")
+
+
+class LocalUpdates(Distributed):
+    """Mixin for a single optimizer whose updates are local, and which averages weights at the end of a round.
+
+    Attributes:
+        local: Settings.
+        starts: Weights at the round's start.
+        velocities_of_rounds: Slots of the outer optimizer; [] without momentum.
+        steps_of_round: int64 [], updates of the current round; 0 during ordinary steps.
+    """
+
+    local: LocalSteps
+    starts: list[keras.Variable]
+    velocities_of_rounds: list[keras.Variable]
+    steps_of_round: keras.Variable
+    ending: Any
+    """`end_round` as a graph"""
+
+    @property
+    def no_loss_scale(self) -> str:
+        return "local_steps"
+
+    def add_state(self) -> None:
+        if self.added:
+            return
+        super().add_state()
+
+        def like(name: str) -> list[keras.Variable]:
+            return [self.add_variable_from_reference(one, name) for one in self._trainable_variables]
+
+        # Not self.starts = ...: Keras tracks attributes, and each is tracked already.
+        state = {
+            "starts": like("round_start"),
+            "velocities_of_rounds": like("round_velocity") if self.local.outer == "nesterov" else [],
+            "steps_of_round": self.add_variable((), "zeros", "int64", name="round_steps"),
+            "ending": tf.function(self.end_round, autograph=False),
+        }
+        for name, value in state.items():
+            object.__setattr__(self, name, value)
+        self.added.extend([*state["starts"], *state["velocities_of_rounds"], state["steps_of_round"]])
+
+    def of_one_rank(self, now: bool) -> list[Any]:
+        shared = {id(variable) for variable in (*self.added, self._iterations, *self._rates())}
+        slots = [variable for variable in self.variables if id(variable) not in shared] if self.built else []
+        is_local = not now or (self.built and int(self.steps_of_round) > 0)
+        weights = [variable for variable in self._trainable_variables if is_local] if self.built else []
+        return [*super().of_one_rank(now), *slots, *weights]
+
+    def _rates(self) -> list[Any]:
+        return [self._learning_rate] if isinstance(self._learning_rate, keras.Variable) else []
+
+    def reduce(self, grads: Any, variables: Any) -> list[Any]:
+        """Remembers the weights if a round starts; gradients are this rank's own, but for those of ordinary steps."""
+        begins = tf.equal(self.steps_of_round.value, 0)
+        tf.cond(begins, self._begin_round, lambda: None)
+        if not self.local.warmup_steps:
+            return list(grads)
+        local = [self.is_local(variable) for variable in variables]
+        ordinary = self.reduction.uncompressed()
+        reduced = tf.cond(self._is_ordinary(), lambda: ordinary(grads, variables, local), lambda: list(grads))
+        return list(reduced)
+
+    def _backend_update_step(self, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
+        super()._backend_update_step(grads, trainable_variables, learning_rate)
+        one = 1 - tf.cast(self._is_ordinary(), tf.int64) if self.local.warmup_steps else 1
+        made = self.steps_of_round.value.assign_add(one)
+        tf.cond(made >= self.local.steps, self.end_round, lambda: None)
+        PLACE.note("reduced", [variable.value for variable in trainable_variables])
+
+    def _is_ordinary(self) -> tf.Tensor:
+        return self.iterations < self.local.warmup_steps
+
+    def _begin_round(self) -> None:
+        for start, variable in zip(self.starts, self._trainable_variables, strict=True):
+            start.assign(variable)
+
+    def end_round(self) -> None:
+        """Sets the weights to the outer optimizer's. A collective."""
+        places = [index for index, one in enumerate(self._trainable_variables) if not self.is_local(one)]
+        variables = [self._trainable_variables[place] for place in places]
+        starts = [self.starts[place] for place in places]
+        changes = [start.value - variable.value for start, variable in zip(starts, variables, strict=True)]
+        means = self.reduction(changes, variables, [False] * len(variables))
+        for place, start, variable, mean in zip(places, starts, variables, means, strict=True):
+            if self.local.outer == "nesterov":
+                velocity = self.velocities_of_rounds[place]
+                velocity.assign(self.local.momentum * velocity.value + mean)
+                mean = mean + self.local.momentum * velocity.value
+            rate = self.local.learning_rate if self.local.outer == "nesterov" else 1.0
+            variable.assign(start.value - scaled(mean, rate))
+        self.steps_of_round.assign(0)
+
+
+def refuse_local(optimizer: Any, reduction: Any) -> None:
+    """Raises ValueError for an optimizer that cannot make local steps; the message says why."""
+    reasons = {
+        "elastic: a rank that is lost would take its steps along": elastic(),
+        "MultiOptimizer: its parts have steps of their own": isinstance(optimizer, keras.optimizers.MultiOptimizer),
+        "LossScaleOptimizer: one rank may skip a step": isinstance(optimizer, keras.optimizers.LossScaleOptimizer),
+        "use_ema: it would average the weights of one rank": optimizer.use_ema,
+        "sharded: slots are each rank's own": reduction.sharded,
+        "op: expected hvd.Average": reduction.op != Average,
+        "compression_start_step: warm-up steps are not compressed": reduction.compression_start_step,
+    }
+    if reason := next((reason for reason, holds in reasons.items() if holds), ""):
+        raise ValueError(f"local_steps does not work with {reason}")
+
+
+def steps_of_round(model: keras.Model) -> int:
+    """Number of local steps since the ranks' weights were equal; 0 also without local steps."""
+    optimizers = [innermost(one) for one in optimizers_of(model)]
+    return max(
+        [int(one.steps_of_round) for one in optimizers if isinstance(one, LocalUpdates) and one.built], default=0
+    )
+
+
+@during("reduce")
+def end_round(model: keras.Model) -> None:
+    """Ends the round of local steps under way: all ranks have the same weights. A collective.
+
+    Call it before weights are evaluated or saved as a model, e.g. at the end of an epoch; `ringtrain.train` and
+    `ringtrain.fit` do. Without local steps, and after a round's last step, it does nothing.
+
+    Args:
+        model: Model whose optimizers were made by `DistributedOptimizer(local_steps=...)`.
+    """
+    for optimizer in map(innermost, optimizers_of(model)):
+        if isinstance(optimizer, LocalUpdates) and optimizer.built and int(optimizer.steps_of_round):
+            optimizer.ending()
