@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 from ringtrain import option_rules as rule
 from ringtrain.errors import ConfigError
-from ringtrain.option_rules import Need, Rule, needs, needs_above_0, needs_other
+from ringtrain.option_rules import Need, Rule, needs, needs_above_0, needs_above_1, needs_other
 
 
 class OptimizerKind(NamedTuple):
@@ -308,8 +308,22 @@ class HvdConfig:
 
     op: Literal["average", "adasum"] = "average"
     """average of the ranks' gradients, or Adasum (arXiv 2006.02924)"""
-    compression: Literal["none", "fp16"] = "none"
-    """fp16: send gradients in half precision; for slow networks"""
+    compression: Annotated[str, rule.COMPRESSION] = "none"
+    """for slow networks, see docs/slow-links.md: fp16, bf16: 16 bits per number; powersgd:4: matrices of rank 4, with
+    error feedback"""
+    compression_start_step: Annotated[int, rule.AT_LEAST_0, needs_other("hvd.compression", "none")] = 0
+    """number of updates before the first that is compressed"""
+    local_steps: Annotated[int, rule.AT_LEAST_1] = 1
+    """updates that each rank makes by itself before the ranks average their weights; 1: all updates are ordinary"""
+    local_warmup_steps: Annotated[int, rule.AT_LEAST_0, needs_above_1("hvd.local_steps")] = 0
+    """number of ordinary updates before the first local one"""
+    outer_optimizer: Annotated[Literal["average", "nesterov"], needs_above_1("hvd.local_steps")] = "average"
+    """weights after local steps: their average, or a step of SGD with Nesterov momentum in its direction (DiLoCo, arXiv
+    2311.08105)"""
+    outer_learning_rate: Annotated[float, rule.ABOVE_0, needs("hvd.outer_optimizer", "nesterov")] = 0.7
+    """of outer_optimizer nesterov; 1 with momentum 0 is average"""
+    outer_momentum: Annotated[float, rule.BELOW_1, needs("hvd.outer_optimizer", "nesterov")] = 0.9
+    """of outer_optimizer nesterov"""
     fusion_mb: Annotated[float, rule.FINITE_OR_UNSET] = -1.0
     """Horovod's fusion buffer, MiB per message; 0: no fusion; -1: HOROVOD_FUSION_THRESHOLD if set, else 4 without NCCL,
     128 with it"""

@@ -69,6 +69,12 @@ SPLIT = Rule(
     lambda value: re.fullmatch(SPLITS, value) is not None,
     {"pattern": f"^({SPLITS})$"},
 )
+COMPRESSIONS = "none|fp16|bf16|powersgd:[1-9][0-9]*"
+COMPRESSION = Rule(
+    "none, fp16, bf16, or powersgd:1, powersgd:2, ...",
+    lambda value: re.fullmatch(COMPRESSIONS, value) is not None,
+    {"pattern": f"^({COMPRESSIONS})$"},
+)
 ASCENDING_EPOCHS = Rule(
     "epochs above 0, each after the one before",
     lambda value: all(0 < one < math.inf for one in value) and list(value) == sorted(set(value)),
@@ -93,6 +99,11 @@ def needs_above_0(*options: str) -> Need:
     return Need(f"{_either(options)} above 0", lambda config: any(attrgetter(option)(config) > 0 for option in options))
 
 
+def needs_above_1(option: str) -> Need:
+    """Requirement that `option` is more than 1."""
+    return Need(f"{option} above 1", lambda config: attrgetter(option)(config) > 1)
+
+
 def check_together(config: Any) -> None:
     """Raises ConfigError for values that cannot be combined."""
     if config.device.memory_fraction and config.device.memory_mb:
@@ -113,6 +124,7 @@ def check_together(config: Any) -> None:
             )
     if config.train.virtual_ranks:
         _check_virtual_ranks(config)
+    _check_slow_links(config)
     if config.hvd.deterministic and config.hvd.fusion_mb > 0:
         raise ConfigError("hvd.deterministic and hvd.fusion_mb are both set: deterministic runs fuse nothing")
     if config.hvd.groups and config.hvd.deterministic:
@@ -130,6 +142,28 @@ def check_together(config: Any) -> None:
         raise ConfigError(f"schedule.milestones: got {milestones[0]:g}, expected none {within}")
 
 
+def _check_slow_links(config: Any) -> None:
+    """Raises ConfigError for options that compression and local steps do not work with."""
+    compression, is_local = config.hvd.compression, config.hvd.local_steps > 1
+    is_low_rank = compression.startswith("powersgd")
+    for text, is_set, options in (
+        (f"hvd.compression {compression}", is_low_rank or compression == "bf16", ("hvd.groups", "optimizer.sharded")),
+        (f"hvd.compression {compression}", is_low_rank, ("model.split",)),
+        (
+            "hvd.local_steps",
+            is_local,
+            ("optimizer.sharded", "model.split", "hvd.compression_start_step", "tracking.timeline_steps"),
+        ),
+    ):
+        for option in options if is_set else ():
+            if attrgetter(option)(config):
+                raise ConfigError(f"{text} does not work with {option}: leave one out")
+        if is_set and config.hvd.op == "adasum":
+            raise ConfigError(f"{text} does not work with hvd.op adasum: leave one out")
+        if is_set and config.train.precision == "mixed_float16" and text != "hvd.compression bf16":
+            raise ConfigError(f"{text} does not work with train.precision mixed_float16: use mixed_bfloat16")
+
+
 _OF_A_RANK = ("split", "sync_batch_norm", "not_averaged")
 
 
@@ -138,6 +172,7 @@ def _check_virtual_ranks(config: Any) -> None:
     refused = {
         "hvd.op": config.hvd.op != "average",
         "hvd.compression": config.hvd.compression != "none",
+        "hvd.local_steps": config.hvd.local_steps > 1,
         "data.on_error": config.data.on_error != "fail",
         "elastic.keep": config.elastic.keep != "global-batch",
     }

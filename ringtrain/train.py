@@ -258,6 +258,7 @@ def training(run: RunContext) -> Iterator[None]:
         else:
             hvd.run_together(run.callbacks.saver.wait)
         # Only now: a run that was stopped resumes with each rank's own.
+        hvd.end_round(run.model)
         hvd.average_moving_statistics(run.model, config.model.not_averaged)
 
 

@@ -44,6 +44,7 @@ class Evaluation(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if not self.run.clock.epoch_complete:
             return  # the partial sums in this rank's metrics are saved with the checkpoint
+        hvd.end_round(self.model)
         logs = self.logs = {} if logs is None else logs
         metrics = over_all_ranks(self.model, 1)
         if self.run.strategy.is_scripted:

@@ -84,16 +84,17 @@ def places_to_save(model: keras.Model, digests: Sequence[Sequence[bytes]]) -> li
 def shared_state(
     model: keras.Model, own: list[Arrays], slots: Slots, not_averaged: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Returns rank 0's weights and optimizer, with the mean over the ranks of moving statistics that differ.
+    """Returns rank 0's weights and optimizer, with the mean over the ranks of what differs between them.
 
-    `slots`: result of `hvd.gather_slots`.
+    Other numbers of ranks resume with the mean. `slots`: result of `hvd.gather_slots`.
     """
     state = {
         f"{index:05d}": slots[id(variable)] if hvd.part_of(variable) else _held(variable)
         for index, variable in enumerate(shared_variables(model))
     }
     places = {id(variable): f"{index:05d}" for index, variable in enumerate(own_variables(model))}
-    averaged = {id(variable) for variable in hvd.moving_statistics(model, not_averaged)}
+    kept = [one for optimizer in hvd.optimizers_of(model) for one in hvd.variables_of_one_rank(optimizer)]
+    averaged = {id(variable) for variable in (*hvd.moving_statistics(model, not_averaged), *kept)}
     for index, variable in enumerate(shared_variables(model)):
         if id(variable) in averaged:
             arrays = [_loaded(variable, rank[places[id(variable)]]) for rank in own if places[id(variable)] in rank]

@@ -70,6 +70,11 @@ class Elastic(Ring):
             raise ConfigError("model.split: ranks that join and leave have one device: leave it out")
         if config.optimizer.sharded:
             raise ConfigError("optimizer.sharded: a rank that is lost would take its slots along: leave it out")
+        if config.hvd.local_steps > 1 or config.hvd.compression.startswith("powersgd"):
+            raise ConfigError(
+                "hvd.local_steps and hvd.compression powersgd: a rank that is lost would take what it has not sent"
+                " along: leave them out"
+            )
         if config.tracking.timeline_steps:
             raise ConfigError(
                 "tracking.timeline_steps: got more than 0 in an elastic run, whose ranks join and leave: 0"

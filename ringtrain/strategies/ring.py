@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import keras
 
 from ringtrain import hvd
+from ringtrain.config import HvdConfig
 from ringtrain.errors import ConfigError
 from ringtrain.optim import virtual_ranks
 from ringtrain.optim.shared_step import SharedStep
@@ -15,6 +17,13 @@ from ringtrain.strategies.base import Strategy
 if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
     from ringtrain.run.resume import Segment
+
+
+def _local_steps(options: HvdConfig) -> int | hvd.LocalSteps:
+    if options.local_steps == 1:
+        return 1
+    rates = options.outer_learning_rate, options.outer_momentum
+    return hvd.LocalSteps(options.local_steps, options.outer_optimizer, *rates, options.local_warmup_steps)
 
 
 class Ring(Strategy):
@@ -37,7 +46,9 @@ class Ring(Strategy):
             return hvd.DistributedOptimizer(
                 optimizer,
                 op={"average": hvd.Average, "adasum": hvd.Adasum}[options.op],
-                compression=getattr(hvd.Compression, options.compression),
+                compression=hvd.Compression.named(options.compression),
+                compression_start_step=options.compression_start_step * (options.compression != "none"),
+                local_steps=_local_steps(options),
                 groups=options.groups or None,
                 device_dense=self.device_of_sums,
                 device_sparse=self.device_of_sums,
@@ -49,6 +60,15 @@ class Ring(Strategy):
             if not str(error).startswith("sharded=True: "):
                 raise
             raise ConfigError(str(error).replace("sharded=True", "optimizer.sharded", 1)) from error
+
+    def proof(self, summary: Mapping[str, Any], gradients: str) -> str:
+        if self.config.hvd.local_steps == 1 or summary["num_ranks"] == 1:
+            return super().proof(summary, gradients)
+        steps = self.config.hvd.local_steps
+        return (
+            f"{summary['num_ranks']} ranks in step after each round of {steps} local steps: changes of a round"
+            f" {gradients}, weights equal {summary['checksum']}; between rounds, and in their optimizers, ranks differ"
+        )
 
     def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
         if num_virtual := self.config.train.virtual_ranks:

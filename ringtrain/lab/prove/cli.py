@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ringtrain import config_io
 from ringtrain.cluster import processes
-from ringtrain.config import Config
+from ringtrain.config import Config, value_of
 from ringtrain.errors import LaunchError
 from ringtrain.lab import jobs, ranks, stats
 from ringtrain.lab import options as opt
@@ -75,7 +75,9 @@ class Job:
         """Trains the runs one after the other, and compares them."""
         base, num = self.base, self.num_ranks
         whole, exact = ["--train.batch-size", str(base.train.batch_size * num)], ["--hvd.deterministic"]
-        single = ["--train.precision", "float32"]  # mixed precision rounds each rank's gradient
+        # One process can be compared with nothing that rounds each rank's gradient, or leaves parts of it out.
+        plain = {"train.precision": "float32", "hvd.compression": "none", "hvd.local_steps": 1}
+        single = [word for name, value in plain.items() for word in (f"--{name.replace('_', '-')}", str(value))]
         one = self.run("one", 1, *whole, *single)
         if one.error:
             raise LaunchError(f"the job fails on one process: {one.error}")
@@ -86,11 +88,11 @@ class Job:
         found = [checks.in_sync(several), checks.every_sample_once(one, several)]
         found += checks.like_one_process("float32", one, several, part)
         if found[-1].holds is not None:
-            wide = ["--train.precision", "float64"]
+            wide = [*single, "--train.precision", "float64"]
             runs = (self.run("one-float64", 1, *whole, *wide), self.run("ranks-float64", num, *exact, *wide))
             found += checks.like_one_process("float64", *runs, part)
-        if base.train.precision != "float32":
-            several = self.run(f"ranks-{base.train.precision}", num, *exact)
+        if any(value_of(base, name) != value for name, value in plain.items()):
+            several = self.run("ranks-as-configured", num, *exact)
         again, seed = self.run("again", num, *exact), self.run("seed", num, *exact, "--seed", str(base.seed + 1))
         found.append(checks.same_bits("two equal runs", several, again))
         found.append(checks.control("negative control: a run with another seed is another", several, seed))
