@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ringtrain.config import OPTIMIZERS, Config
+from ringtrain.config import OPTIMIZERS, Config, HvdConfig
 from ringtrain.errors import ConfigError
 
 SCALINGS: dict[str, Callable[[float], float]] = {"linear": lambda k: k, "sqrt": math.sqrt, "none": lambda k: 1.0}
@@ -129,3 +129,41 @@ def lower_is_better(metric: str) -> bool:
     """Returns whether a metric improves as it falls, by its name: losses and errors do, all others do not."""
     losses = ("loss", "error", "mae", "mape", "mse", "msle", "bce", "crossentropy", "hinge", "divergence", "poisson")
     return any(word in metric for word in (*losses, "false_"))
+
+
+def low_rank(shape: Sequence[int], rank: int, min_ratio: float = 2.0) -> tuple[int, int] | None:
+    """Rows and columns of a gradient that PowerSGD compresses to matrices of a rank; None: it is sent whole.
+
+    `min_ratio`: least ratio of its elements to those that are sent instead.
+    """
+    size = math.prod(shape)
+    if len(shape) < 2 or not size:
+        return None
+    rows, columns = size // shape[-1], shape[-1]
+    is_smaller = size >= min_ratio * rank * (rows + columns)
+    return (rows, columns) if is_smaller and rank <= min(rows, columns) else None
+
+
+def reduced_bytes(shapes: Iterable[Sequence[int]], compression: str) -> int:
+    """Bytes of the float32 gradients of these shapes that a rank reduces, as `hvd.compression` sends them."""
+    if compression.startswith("powersgd:"):
+        rank = int(compression.partition(":")[2])
+        found = ((shape, low_rank(shape, rank)) for shape in shapes)
+        return sum(4 * (rank * sum(matrix) if matrix else math.prod(shape)) for shape, matrix in found)
+    return (4 if compression == "none" else 2) * sum(map(math.prod, shapes))
+
+
+def num_reductions(hvd: HvdConfig, num_updates: int, updates_per_epoch: int) -> tuple[int, int]:
+    """Numbers of reductions in a run's first updates: of whole gradients, and of compressed ones or of rounds."""
+    if hvd.local_steps == 1:
+        whole = min(num_updates, hvd.compression_start_step if hvd.compression != "none" else 0)
+        return whole, num_updates - whole
+    position = whole = min(num_updates, hvd.local_warmup_steps)
+    num_rounds = 0
+    while position < num_updates:
+        end_of_epoch = (position // updates_per_epoch + 1) * updates_per_epoch
+        end = min(end_of_epoch, num_updates)
+        rounds, rest = divmod(end - position, hvd.local_steps)
+        num_rounds += rounds + (rest > 0 and end == end_of_epoch)  # an epoch ends its last round
+        position = end
+    return whole, num_rounds

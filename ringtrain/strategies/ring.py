@@ -9,6 +9,7 @@ import keras
 
 from ringtrain import hvd
 from ringtrain.config import HvdConfig
+from ringtrain.derived import reduced_bytes
 from ringtrain.errors import ConfigError
 from ringtrain.optim import virtual_ranks
 from ringtrain.optim.shared_step import SharedStep
@@ -69,6 +70,13 @@ class Ring(Strategy):
             f"{summary['num_ranks']} ranks in step after each round of {steps} local steps: changes of a round"
             f" {gradients}, weights equal {summary['checksum']}; between rounds, and in their optimizers, ranks differ"
         )
+
+    def summary(self, run: RunContext) -> dict[str, Any]:
+        facts, compression = super().summary(run), self.config.hvd.compression
+        if compression == "none":
+            return facts
+        shapes = [variable.shape for variable in run.model.trainable_variables]
+        return {**facts, "reduced_bytes": reduced_bytes(shapes, compression)}
 
     def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
         if num_virtual := self.config.train.virtual_ranks:

@@ -13,13 +13,13 @@ BUDGET = "1h"  # far above what this takes
 def test_every_candidate_is_decided_and_the_toml_trains(tmp_path):
     small = ["--data.name", "synthetic", "--data.num-samples", 512, "--data.image-size", 8, "--model.name", "mlp"]
     train = [*small, "--train.batch-size", 16, "--run.directory", tmp_path / "runs", "--run.name", "tuned"]
-    only = ["--only", "groups", "--budget", BUDGET]
+    only = ["--only", "groups,compression", "--allow-compression", "--budget", BUDGET]
     argv = [BIN / "ringtrain", "tune", "-H", "localhost:2", *only, "--out", tmp_path / "tuned.toml", "--", *train]
     ended = run(0, [str(word) for word in argv], 600, warm=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "of 3600 s: as it was" in ended.stderr
-    for candidate in ("hvd.groups=1", "hvd.groups=2"):
-        assert re.search(rf"^ *groups +{candidate} .*(kept|certain|better)", ended.stdout, re.M)
+    for candidate in ("hvd.groups=1", "hvd.groups=2", "hvd.compression=powersgd:4", "hvd.local_steps=8"):
+        assert re.search(rf"^ *(groups|compression) +{candidate} .*(kept|certain|better)", ended.stdout, re.M)
     line = ended.stdout.splitlines()[-1]
     assert re.search(r"ringtrain launch --hosts localhost:2 .*-- python -m ringtrain.train --config ", line)
     assert f"#   {line}" in (tmp_path / "tuned.toml").read_text().splitlines()[:5]

@@ -68,7 +68,7 @@ MUTANTS = (
     ),
     Mutant(
         *("a check before training that takes any result", "hvd/sync.py"),
-        *("if not np.allclose(result, expected, rtol=1e-3):", "if not np.all(np.isfinite(result)):"),
+        *("if not np.allclose(result, expected, rtol=1e-2):", "if not np.all(np.isfinite(result)):"),
         _property("optimizers.the_check_names_a_sum_in_place_of_the_average_for_every_optimizer"),
     ),
     Mutant(
@@ -101,6 +101,26 @@ MUTANTS = (
         *("virtual ranks that are added in another order", "optim/virtual_ranks.py"),
         *("return rows if order == [*range(len(known))] else tf.gather(rows, order)", "return rows"),
         f"{UNIT}/test_virtual_sums.py::test_the_sum_is_that_of_the_tree_for_any_number_of_ranks",
+    ),
+    # Fewer bytes
+    Mutant(
+        *("what a step leaves out is forgotten", "hvd/slow_links/powersgd.py"),
+        *("matrix.error.assign(tf.reshape(one - result, matrix.error.shape))", "pass"),
+        _property("slow_links.what_is_left_out_comes_later"),
+    ),
+    Mutant(
+        *("matrices that are not orthonormal", "hvd/slow_links/powersgd.py", "tf.linalg.qr(one)[0]", "one"),
+        _property("slow_links.full_rank_equals_the_ring"),
+    ),
+    Mutant(
+        *("rounds that begin where the last one began", "hvd/slow_links/local_steps.py"),
+        *("start.assign(variable)", "pass"),
+        _property("slow_links.a_round_is_what_its_formula_says"),
+    ),
+    Mutant(
+        *("weights of ranks that are not saved", "hvd/slow_links/local_steps.py"),
+        *("[*super().of_one_rank(now), *slots, *weights]", "[*super().of_one_rank(now), *slots]"),
+        "tests/ring/test_slow_links.py::test_stopped_and_killed_runs_go_on_as_if_nothing_had_happened[local]",
     ),
     # Samples
     Mutant(

@@ -54,7 +54,7 @@ def test_what_gains_most_is_tried_first_and_what_changes_numbers_only_where_that
         ("hierarchical", TWO_HOSTS, []),
         ("hierarchical", GPUS, ["HOROVOD_HIERARCHICAL_ALLREDUCE=1"]),
         ("controller", ONE_HOST, ["--launcher horovodrun-gloo"]),
-        ("compression", ONE_HOST, ["hvd.compression=fp16"]),
+        ("compression", ONE_HOST, ["hvd.compression=fp16", "hvd.compression=powersgd:4", "hvd.local_steps=8"]),
     ],
 )
 def test_a_lever_has_what_is_worth_trying_there(name, facts, expected):
@@ -71,6 +71,7 @@ def test_nothing_is_tried_that_the_configuration_or_the_launcher_excludes():
     assert tried("controller", ONE_HOST, launcher="srun") == []
     assert tried("controller", ONE_HOST, launcher="horovodrun-gloo") == ["--launcher mpirun"]
     assert tried("compression", ONE_HOST, ["--hvd.compression", "fp16"]) == []
+    assert tried("compression", ONE_HOST, ["--hvd.groups", "2"]) == ["hvd.compression=fp16", "hvd.local_steps=8"]
     for name in candidates.order(GPUS, True):
         for facts in (ONE_HOST, TWO_HOSTS, GPUS):
             lever = candidates.next_lever(name, facts, Config(), "mpirun", True)
@@ -135,7 +136,7 @@ def test_candidates_of_one_start_are_compared_in_it_and_the_best_is_kept():
 def test_compression_is_measured_and_not_kept_unless_it_is_allowed():
     for allowed, verdict in ((True, "kept"), (False, "not kept: it changes numbers; --allow-compression keeps it")):
         lever = candidates.next_lever("compression", TWO_HOSTS, Config(), "mpirun", allowed)
-        (outcome,) = candidates.compare(lever, Choice(), Speeds(fp16=1.9))
+        outcome, *_ = candidates.compare(lever, Choice(), Speeds(fp16=1.9))
         assert outcome.verdict == verdict
 
 

@@ -91,6 +91,8 @@ def make_run(folder: Path, strategy: str, told: dict[str, Any], accuracies: list
     totals = [{"totals": {"step_s": step_s, "wait_s": 1.0}} for step_s in (2.0, 2.0, 0.0)]
     summary: dict[str, Any] = {"images_per_s": 100.0, "num_parameters": 1000, "ranks": totals, "strategy": told}
     summary["numbers"] = {"num_train": 103, "dropped_per_epoch": 3, "num_ranks": 4}
+    summary["numbers"] |= {"steps_per_epoch": 10, "accumulation_steps": 1}
+    summary["reduced_bytes"] = 2 * 1000
     (folder / "summary.json").write_text(json.dumps(summary))
     return folder
 
@@ -109,14 +111,16 @@ def test_figures_are_read_from_the_runs(tmp_path: Path) -> None:
     assert (ring["test_accuracy"], ring["best_test_accuracy"], servers["to_target_s"]) == (0.8, 0.9, None)
     assert ring["waiting_share"] == 0.5 and servers["waiting_share"] == 0.25  # the last rank has trained nothing
     assert ring["bytes_per_update"] == 0.5 * 4 * 1000 * 2 * 3 / 4 and servers["bytes_per_update"] == 2 * 4 * 1000
+    assert ring["to_target_bytes"] == 20 * ring["bytes_per_update"]
+    assert servers["to_target_bytes"] is None
     assert (servers["staleness"], servers["dropped"], ring["staleness"]) == (1.5, 7, None)
     assert trained[4].points == [] and "no complete epoch" in results.in_words(trained[4])
 
     first, second = results.tables(results.summaries(trained), 0.9)
-    assert first.head == ["", "test accuracy, %", "s to 90 %", "samples to it", "training, s"]
+    assert first.head == ["", "test accuracy, %", "s to 90 %", "samples to it", "MB to it", "training, s"]
     by_name = {row[0]: row[1:] for row in first.rows}
-    assert by_name["ring"] == ["75.00 (71.00 to 79.00)", "1.00 [1 of 2]", "200 [1 of 2]", "1.50"]
-    assert by_name["towers"] == ["failed", "", "", ""] and by_name["ps-async"][1] == ""
+    assert by_name["ring"] == ["75.00 (71.00 to 79.00)", "1.00 [1 of 2]", "200 [1 of 2]", "0.1 [1 of 2]", "1.50"]
+    assert by_name["towers"] == ["failed", "", "", "", ""] and by_name["ps-async"][1] == ""
     assert second.head[-2:] == ["staleness", "dropped"] and second.rows[1][-2:] == ["1.50", "7"]
 
 

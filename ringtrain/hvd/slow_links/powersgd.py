@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
+from ringtrain.derived import low_rank
 from ringtrain.hvd.collectives import tensor_of
 
 Mean = Callable[[list[tf.Tensor], str], list[tf.Tensor]]
@@ -57,11 +57,7 @@ class PowerSGD(OfOptimizers):
 
     def matrix_of(self, shape: Sequence[int]) -> tuple[int, int] | None:
         """Rows and columns of a gradient of this shape; None: it is sent whole."""
-        if len(shape) < 2 or not (size := int(np.prod(shape, dtype=np.int64))):
-            return None
-        rows, columns = size // shape[-1], shape[-1]
-        sent = self.rank * (rows + columns)
-        return (rows, columns) if size >= self.min_ratio * sent and self.rank <= min(rows, columns) else None
+        return low_rank(shape, self.rank, self.min_ratio)
 
 
 @dataclass(frozen=True)

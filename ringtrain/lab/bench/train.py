@@ -198,7 +198,7 @@ def profile_of(config: Config, model: keras.Model, batches: Any, num_steps: int,
     computed = [float(row.max()) for row in rows[PROFILE_WARM_STEPS:]]
     compute_s = float(np.mean(computed))
     gradients = [
-        Gradient(4 * int(np.prod(variable.shape)), min(float(at), compute_s), variable.path)
+        Gradient(4 * int(np.prod(variable.shape)), min(float(at), compute_s), variable.path, tuple(variable.shape))
         for variable, at in zip(variables, ready, strict=True)
     ]
     name, batch_size = config.model.name, config.train.batch_size

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ringtrain.config import HvdConfig
+from ringtrain.derived import num_reductions
 from ringtrain.lab import plots
 from ringtrain.lab.report import cli, html, run_folder
 from ringtrain.lab.report.charts import Chart, Line
@@ -19,7 +21,8 @@ from ringtrain.lab.tables import Table
 FLOAT_BYTES = 4
 """per weight and gradient, independent of the compute precision"""
 MEASURED = (
-    *("test_accuracy", "best_test_accuracy", "to_target_s", "to_target_samples", "train_s", "images_per_s"),
+    *("test_accuracy", "best_test_accuracy", "to_target_s", "to_target_samples", "to_target_bytes"),
+    *("train_s", "images_per_s"),
     *("waiting_share", "bytes_per_update", "staleness", "dropped"),
 )
 # Per table: column headings, and for each the key of its value, the factor to the column's unit and the format.
@@ -28,6 +31,7 @@ TABLES: dict[str, dict[str, tuple[str, float, str]]] = {
         "test accuracy, %": ("test_accuracy", 100, ".2f"),
         "s to {target:.4g} %": ("to_target_s", 1, ".2f"),
         "samples to it": ("to_target_samples", 1, ",.0f"),
+        "MB to it": ("to_target_bytes", 1e-6, ",.1f"),
         "training, s": ("train_s", 1, ".2f"),
     },
     "what it took": {
@@ -41,7 +45,8 @@ TABLES: dict[str, dict[str, tuple[str, float, str]]] = {
 WORDS = (
     "Training: without start-up and evaluation, with the first step, in which TensorFlow makes its graph; images/s are"
     " without that one. Waiting: share of the steps' time, mean over ranks. MB: what a worker sends on a ring of N,"
-    " 2 (N - 1) / N times the gradients; what it reads and sends where there are servers, weights and gradients."
+    " 2 (N - 1) / N times the gradients, compressed, or once per round of local steps; what it reads and sends where"
+    " there are servers, weights and gradients."
     " Staleness: updates between reading weights and applying their gradients, mean. Medians (p10 to p90) over seeds."
 )
 
@@ -74,6 +79,7 @@ class Result:
             {
                 "epoch": one["epoch"],
                 "samples": one["epoch"] * samples,
+                "updates": one["global_step"] // numbers["accumulation_steps"],
                 "train_s": so_far_s,
                 "test_accuracy": one["test_accuracy"],
             }
@@ -87,6 +93,8 @@ class Result:
         summary, points, strategy = self.run.summary, self.points, self.run.summary["strategy"]
         target = self.run.options["train.target_accuracy"]
         reached: dict[str, Any] = next((one for one in points if 0 < target <= one["test_accuracy"]), {})
+        num_updates = points[-1]["updates"] if points else 1
+        bytes_in_all = bytes_sent(self.run, num_updates)
         return {
             "test_accuracy": points[-1]["test_accuracy"] if points else None,
             "best_test_accuracy": max((one["test_accuracy"] for one in points), default=None),
@@ -95,7 +103,8 @@ class Result:
             "train_s": points[-1]["train_s"] if points else None,
             "images_per_s": summary["images_per_s"],
             "waiting_share": waiting_share(summary),
-            "bytes_per_update": bytes_per_update(self.run),
+            "bytes_per_update": None if bytes_in_all is None else bytes_in_all / max(1, num_updates),
+            "to_target_bytes": bytes_sent(self.run, reached["updates"]) if reached else None,
             "staleness": (strategy.get("staleness") or {}).get("mean"),
             "dropped": sum(strategy["dropped"]) if "dropped" in strategy else None,
         }
@@ -123,22 +132,27 @@ def waiting_share(summary: Mapping[str, Any]) -> float | None:
     return sum(one["wait_s"] for one in totals) / sum(one["step_s"] for one in totals) if totals else None
 
 
-def bytes_per_update(run: run_folder.Run) -> float | None:
-    """Bytes that a worker transfers per update of the weights; 0 between copies in one process.
+def bytes_sent(run: run_folder.Run, num_updates: int) -> float | None:
+    """Bytes that a worker transfers in a run's first updates of the weights; 0 between copies in one process.
 
     Returns:
-        On a ring of N: 2 (N - 1) / N times the gradients, which each rank sends (Patarasuk & Yuan 2009). With servers:
-        the weights that a worker reads plus the gradients that it sends. None in other cases.
+        On a ring of N: 2 (N - 1) / N times what is reduced, which each rank sends (Patarasuk & Yuan 2009): gradients
+        as they are compressed, or what a round of local steps has changed. With servers: the weights that a worker
+        reads plus the gradients that it sends. None in other cases.
     """
     name, copies = run.options["strategy.name"], run.numbers["num_ranks"]
     own = FLOAT_BYTES * run.summary["num_parameters"]
     if name == "towers":
         return 0.0
     if name.startswith("ps-"):
-        return float(2 * own)
+        return float(2 * own) * num_updates
     if run.options["hvd.op"] != "average":
         return None
-    return (0.5 if run.options["hvd.compression"] == "fp16" else 1.0) * own * 2 * (copies - 1) / copies
+    given = {option.removeprefix("hvd."): value for option, value in run.options.items() if option.startswith("hvd.")}
+    per_epoch = max(1, run.numbers["steps_per_epoch"] // run.numbers["accumulation_steps"])
+    whole, compressed = num_reductions(HvdConfig(**given), num_updates, per_epoch)
+    reduced = whole * own + compressed * run.summary.get("reduced_bytes", own)
+    return float(reduced) * 2 * (copies - 1) / copies
 
 
 def summaries(results: Sequence[Result]) -> dict[str, dict[str, Any]]:

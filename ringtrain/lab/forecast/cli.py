@@ -119,14 +119,24 @@ def _speeds(lines: Mapping[str, Sequence[Prediction]], title: str) -> Table:
 
 
 def _parts(predictions: Sequence[Prediction], kind: str) -> Table:
-    """Breaks down the time of an update."""
-    head = ["ranks", "computing", "slowest rank", "communication not hidden", "update", "communication in all"]
+    """Breaks down the time between two reductions."""
+    head = [
+        "ranks",
+        "steps/s",
+        "computing",
+        "slowest rank",
+        "communication not hidden",
+        "update",
+        "communication in all",
+    ]
     rows = []
     for p in predictions:
         times = (p.compute_s, p.waiting_s, p.exposed_s, p.update_s, p.communication_s)
         cells = (f"{1e3 * value:,.1f}" for value in times)
-        rows.append([str(p.num_ranks), *cells, str(p.num_allreduces), f"{1e3 * p.sent_gb:,.1f}"])
-    return Table([*head, "allreduces", "MB sent"], rows, f"an update's time, {kind}, ms")
+        rows.append(
+            [str(p.num_ranks), f"{p.steps_per_s:,.2f}", *cells, str(p.num_allreduces), f"{1e3 * p.sent_gb:,.2f}"]
+        )
+    return Table([*head, "allreduces", "MB sent"], rows, f"time between two reductions, {kind}, ms")
 
 
 def _ways(ways: Sequence[Way], title: str) -> Table:

@@ -11,12 +11,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ringtrain.derived import reduced_bytes
 from ringtrain.errors import ConfigError
 from ringtrain.lab.forecast.network import ALGORITHMS, TCP, TRANSPORTS, Cluster, negotiation_s, sent_gb
 from ringtrain.lab.forecast.profile import Profile
 
 Algorithm = Literal["ring", "hierarchical", "halving"]
-BITS = {"none": 32, "fp16": 16}
+AT_ONCE = ("bf16", "powersgd")
+"""compressions that send all gradients as one, after the backward pass"""
+COMPRESS_S_PER_GB = {"none": 0.0, "fp16": 0.0, "bf16": 1.1, "powersgd": 0.4}
+"""seconds of one core per GB of gradients, measured: docs/slow-links.md; GPUs are taken to need none"""
 FASTEST_GB_PER_S = 1e5
 LARGEST_FACTOR = 1024
 
@@ -27,13 +31,18 @@ class Setting:
 
     num_ranks: int
     algorithm: Algorithm = "ring"
-    compression: Literal["none", "fp16"] = "none"
+    compression: str = "none"
+    """as hvd.compression: none, fp16, bf16, powersgd:4, ..."""
     accumulation_steps: int = 1
     fusion_mb: float = 128.0
     """MiB of Horovod's fusion buffer; 0: no fusion"""
     cycle_time_ms: float = 1.0
+    local_steps: int = 1
+    """updates between two reductions"""
 
     def __post_init__(self) -> None:
+        if self.local_steps < 1:
+            raise ConfigError(f"local_steps: got {self.local_steps}, expected 1 or more")
         if self.num_ranks < 1 or self.accumulation_steps < 1 or self.fusion_mb < 0 or not self.cycle_time_ms > 0:
             raise ConfigError(
                 f"got {self.num_ranks} ranks, {self.accumulation_steps} accumulated steps, a fusion buffer of"
@@ -44,7 +53,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Prediction for one set-up. An update takes compute_s + waiting_s + exposed_s + update_s."""
+    """Prediction for one set-up. A reduction and its updates take compute_s + waiting_s + exposed_s + update_s."""
 
     num_ranks: int
     num_hosts: int
@@ -53,7 +62,7 @@ class Prediction:
     efficiency: float
     """images_per_s relative to the same number of processes without communication on the same processors"""
     compute_s: float
-    """between two updates, of one process alone on its share of the processors"""
+    """between two reductions, of one process alone on its share of the processors"""
     waiting_s: float
     """of the other ranks for the slowest one"""
     exposed_s: float
@@ -62,12 +71,14 @@ class Prediction:
     communication_s: float
     """total time of the allreduces"""
     sent_gb: float
-    """per rank and update"""
+    """per rank and reduction"""
     num_allreduces: int
+    steps_per_s: float
+    """of a rank"""
 
     @property
     def step_s(self) -> float:
-        """Time between two updates."""
+        """Time between two reductions."""
         return self.compute_s + self.waiting_s + self.exposed_s + self.update_s
 
 
@@ -75,14 +86,39 @@ def predict(profile: Profile, cluster: Cluster, setting: Setting) -> Prediction:
     """Predicts a job that averages its gradients by allreduce."""
     ranks, crowding = setting.num_ranks, cluster.crowding(setting.num_ranks)
     step_s = crowding * profile.compute_s
-    compute_s = step_s * setting.accumulation_steps
-    slowest_s = compute_s + crowding * profile.waiting_s(ranks, setting.accumulation_steps)
-    update_s = crowding * profile.update_s
-    # Only the last of the accumulated steps sends its gradients.
-    share, stretch, before_s = BITS[setting.compression] / 32, slowest_s / compute_s, compute_s - step_s
-    gradients = [(share * g.bytes, stretch * (before_s + crowding * g.ready_s)) for g in profile.gradients]
-    played = _play(gradients if ranks > 1 else [], slowest_s, cluster, setting)
+    num_steps = setting.accumulation_steps * setting.local_steps
+    compute_s = step_s * num_steps
+    slowest_s = compute_s + crowding * profile.waiting_s(ranks, num_steps)
+    update_s = crowding * profile.update_s * setting.local_steps
+    sizes, played = sent_bytes(profile, setting.compression), _Played()
+    if ranks > 1 and (setting.local_steps > 1 or setting.compression.startswith(AT_ONCE)):
+        kind, cores = setting.compression.partition(":")[0], cluster.cores_per_host > 0
+        compressing_s = COMPRESS_S_PER_GB[kind] * profile.total_bytes / 1e9 * crowding * cores
+        whole = replace(setting, fusion_mb=0)  # one message each
+        # PowerSGD's second message waits for the first.
+        messages = [sum(sizes) / 2] * 2 if kind == "powersgd" else [sum(sizes)]
+        played = _play([(size, slowest_s) for size in messages], slowest_s, cluster, whole)
+        played.now_s += compressing_s
+    else:
+        # Only the last of the accumulated steps sends its gradients.
+        stretch, before_s = slowest_s / compute_s, compute_s - step_s
+        ready_s = [stretch * (before_s + crowding * g.ready_s) for g in profile.gradients]
+        gradients = list(zip(sizes, ready_s, strict=True))
+        played = _play(gradients if ranks > 1 else [], slowest_s, cluster, setting)
     return _prediction(profile, cluster, setting, (compute_s, slowest_s, update_s), played)
+
+
+def sent_bytes(profile: Profile, compression: str) -> list[float]:
+    """Bytes of each gradient as a compression sends them; raises ConfigError without the shapes it needs."""
+    kind = compression.partition(":")[0]
+    if kind != "powersgd":
+        return [gradient.bytes * reduced_bytes([(1,)], compression) / 4 for gradient in profile.gradients]
+    if without := next((gradient for gradient in profile.gradients if gradient.shape is None), None):
+        raise ConfigError(
+            f"compression: {compression} needs the shapes of the gradients, which profile {profile.name} lacks for"
+            f" {without.name or 'the first'}: measure it with ringtrain bench train"
+        )
+    return [float(reduced_bytes([gradient.shape or ()], compression)) for gradient in profile.gradients]
 
 
 @dataclass
@@ -163,11 +199,12 @@ def _prediction(
     profile: Profile, cluster: Cluster, setting: Setting, parts: tuple[float, float, float], played: _Played
 ) -> Prediction:
     compute_s, slowest_s, update_s = parts
+    num_steps = setting.accumulation_steps * setting.local_steps
     step_s = played.now_s + update_s
     return Prediction(
         num_ranks=setting.num_ranks,
         num_hosts=cluster.num_hosts(setting.num_ranks),
-        images_per_s=setting.num_ranks * profile.batch_size * setting.accumulation_steps / step_s,
+        images_per_s=setting.num_ranks * profile.batch_size * num_steps / step_s,
         efficiency=min(1.0, (compute_s + update_s) / step_s),
         compute_s=compute_s,
         waiting_s=slowest_s - compute_s,
@@ -176,6 +213,7 @@ def _prediction(
         communication_s=played.communication_s,
         sent_gb=played.sent_gb,
         num_allreduces=played.num_allreduces,
+        steps_per_s=num_steps / step_s,
     )
 
 
@@ -193,7 +231,9 @@ def parameter_servers(profile: Profile, cluster: Cluster, setting: Setting, num_
     if num_servers < 1:
         raise ConfigError(f"got {num_servers} parameter servers, expected 1 or more")
     ranks, crowding = setting.num_ranks, cluster.crowding(setting.num_ranks)
-    hosts, share = cluster.num_hosts(ranks), BITS[setting.compression] / 32
+    if setting.local_steps > 1 or setting.compression.startswith(AT_ONCE):
+        raise ConfigError("servers: they know neither local steps nor bf16 nor powersgd: leave one out")
+    hosts, share = cluster.num_hosts(ranks), reduced_bytes([(1,)], setting.compression) / 4
     step_s = crowding * profile.compute_s
     compute_s = step_s * setting.accumulation_steps
     slowest_s = compute_s + crowding * profile.waiting_s(ranks, setting.accumulation_steps)
@@ -288,7 +328,10 @@ def reach(profile: Profile, cluster: Cluster, setting: Setting, efficiency: floa
         "as it is": setting,
         f"algorithm: {other.algorithm}": other,
         "compression: fp16": fp16,
+        "16 local steps": replace(setting, local_steps=16),
     }
+    if all(gradient.shape is not None for gradient in profile.gradients):
+        named |= {"compression: powersgd:4": replace(setting, compression="powersgd:4")}
     ways = []
     for change, changed in named.items():
         found = predict(profile, cluster, changed).efficiency

@@ -16,6 +16,7 @@ from ringtrain.lab.forecast import network, profile
 from ringtrain.lab.forecast.formulas import Prediction, Setting, calibrated, parameter_servers, predict
 from ringtrain.lab.forecast.network import TRANSPORTS, Cluster, Link
 from ringtrain.lab.forecast.profile import Profile
+from ringtrain.option_rules import COMPRESSION
 from ringtrain.protocol.json_text import INVALID, parse_json
 
 STEP, WHERE, HOW = "one process' step", "where", "how"
@@ -23,7 +24,6 @@ STEP, WHERE, HOW = "one process' step", "where", "how"
 CHOICES = {
     "transport": tuple(TRANSPORTS),
     "algorithm": tuple(network.ALGORITHMS),
-    "compression": ("none", "fp16"),
 }
 
 
@@ -51,7 +51,8 @@ class Case:
     calibrate_images_per_s: float = opt.option(0.0, "were so fast, all together", "X", group=WHERE)
     transport: str = opt.option("nccl-tcp", "nccl-tcp, nccl-rdma, mpi, mpi-rdma or gloo (nccl-tcp)", "NAME", group=HOW)
     algorithm: str = opt.option("ring", "ring, hierarchical, halving: for --reach and parts (ring)", "NAME", group=HOW)
-    compression: str = opt.option("none", "none or fp16 (none)", "NAME", group=HOW)
+    compression: str = opt.option("none", "none, fp16, bf16, or powersgd:4 (none)", "NAME", group=HOW)
+    local_steps: int = opt.option(1, "updates between two reductions (1)", "N", group=HOW)
     accumulation: int = opt.option(1, "steps per update (1)", "N", group=HOW)
     fusion_mb: float = opt.option(128.0, "Horovod's fusion buffer (128)", "X", group=HOW)
     cycle_ms: float = opt.option(1.0, "Horovod's cycle time (1)", "X", group=HOW)
@@ -61,6 +62,8 @@ class Case:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}: got {getattr(self, name)}, {nearest(getattr(self, name), choices)}")
+        if not COMPRESSION.holds(self.compression):
+            raise ConfigError(f"compression: got {self.compression}, expected {COMPRESSION.text}")
         for name in ("latency_us", "local_latency_us", "cores_per_host", "batch", "servers", "fusion_mb"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name}: got {getattr(self, name)}, expected 0 or more")
@@ -98,10 +101,11 @@ class Case:
         return Setting(
             num_ranks,
             self.algorithm,  # type: ignore[arg-type]  # one of CHOICES
-            self.compression,  # type: ignore[arg-type]
+            self.compression,
             self.accumulation,
             self.fusion_mb,
             self.cycle_ms,
+            self.local_steps,
         )
 
     def cluster(self, step: Profile, folder: Path = Path()) -> Cluster:

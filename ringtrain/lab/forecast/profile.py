@@ -25,6 +25,8 @@ class Gradient:
     ready_s: float
     """seconds from the start of the step until the backward pass has computed it"""
     name: str = ""
+    shape: tuple[int, ...] | None = None
+    """None: not known"""
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,13 @@ class Profile:
     def from_values(cls, values: Mapping[str, Any]) -> Profile:
         """Builds a profile from a parsed object; raises the errors of INVALID for other contents."""
         gradients = tuple(
-            Gradient(int(g["bytes"]), float(g["ready_s"]), g.get("name", "")) for g in values["gradients"]
+            Gradient(
+                int(g["bytes"]),
+                float(g["ready_s"]),
+                g.get("name", ""),
+                None if g.get("shape") is None else tuple(map(int, g["shape"])),
+            )
+            for g in values["gradients"]
         )
         return cls(
             name=str(values["name"]),

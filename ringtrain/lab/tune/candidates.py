@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ringtrain.config import Config
-from ringtrain.errors import LaunchError
+from ringtrain.config import Config, with_values
+from ringtrain.errors import ConfigError, LaunchError
 from ringtrain.lab import stats
 from ringtrain.lab.jobs import YIELDING
 
 LEVERS = ("controller", "yielding", "threads", "groups", "update", "fusion", "hierarchical", "compression")
-WITHIN_A_START = ("hvd.groups", "hvd.compression", "optimizer.jit")
+WITHIN_A_START = ("hvd.groups", "hvd.compression", "hvd.local_steps", "optimizer.jit")
+FEWER_BYTES = ({"hvd.compression": "fp16"}, {"hvd.compression": "powersgd:4"}, {"hvd.local_steps": 8})
 FUSED = ("sgd",)
 """optimizers whose update is one kernel without XLA"""
 HIERARCHICAL = "HOROVOD_HIERARCHICAL_ALLREDUCE"
@@ -139,9 +140,18 @@ def next_lever(name: str, facts: Facts, config: Config, launcher: str, allow_com
         useful = facts.nccl and not facts.threads and several_hosts and facts.ranks_per_host > 1
         return Lever(name, (Choice(environ={HIERARCHICAL: "1"}),) if useful else ())
     if name == "compression":
-        tried = config.hvd.compression == "none"
-        return Lever(name, (Choice({"hvd.compression": "fp16"}),) if tried else (), keep=allow_compression)
+        tried = config.hvd.compression == "none" and config.hvd.local_steps == 1
+        choices = tuple(Choice(options) for options in FEWER_BYTES if tried and _is_valid(config, options))
+        return Lever(name, choices, keep=allow_compression)
     raise KeyError(name)
+
+
+def _is_valid(config: Config, options: Mapping[str, Any]) -> bool:
+    try:
+        with_values(config, options)
+    except ConfigError:
+        return False
+    return True
 
 
 def order(facts: Facts, allow_compression: bool) -> list[str]:

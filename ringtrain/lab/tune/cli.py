@@ -52,7 +52,9 @@ class Options:
     only: str = opt.option("", "levers to try, e.g. groups,threads; else all", "LIST")
     budget: str = opt.option("5m", "at most so long: 90s, 5m, 1h (5m)", "TIME")
     out: str = opt.option("", "write the settings as TOML, for ringtrain.train --config", "FILE")
-    allow_compression: bool = opt.option(False, "keep 16-bit gradients if they are faster: numbers change")
+    allow_compression: bool = opt.option(
+        False, "keep compressed gradients or local steps if they are faster: numbers change"
+    )
 
 
 class Budget:

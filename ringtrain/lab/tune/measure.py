@@ -47,7 +47,7 @@ class Variant:
 
     def __init__(self, training: ranks.Training) -> None:
         self.model, self.batches = training.model(), training.batches()
-        self.batch_size = training.config.train.batch_size
+        self.batch_size, self.local_steps = training.config.train.batch_size, training.config.hvd.local_steps
 
     def block(self, num_steps: int, warm_steps: int) -> float:
         """Seconds per step, the longest of all ranks, after 1 or more warm-up steps. A collective."""
@@ -68,7 +68,8 @@ def measure(variants: Sequence[Variant], block_s: float, turns: int, end_s: floa
     steps = []
     for variant in variants:
         step_s = variant.block(FIRST_STEPS - 1, 1)
-        steps.append(min(500, max(2, math.ceil(block_s / step_s))))
+        num_steps = min(500, max(2, math.ceil(block_s / step_s)))
+        steps.append(math.ceil(num_steps / variant.local_steps) * variant.local_steps)  # whole rounds
     speeds: list[list[float]] = [[] for _ in variants]
     for _ in range(turns):
         begin_s = time.perf_counter()
