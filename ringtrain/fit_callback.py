@@ -229,6 +229,7 @@ class MetricsOfAllRanks(evaluation.Evaluation):
         self.validated: dict[str, Any] = {}
 
     def on_test_begin(self, logs: Any = None) -> None:
+        hvd.end_round(self.model)
         self.trained = evaluation.over_all_ranks(self.model, 1)
 
     def on_test_end(self, logs: Any = None) -> None:
@@ -238,6 +239,7 @@ class MetricsOfAllRanks(evaluation.Evaluation):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if not self.run.clock.epoch_complete:
             return
+        hvd.end_round(self.model)
         logs = self.logs = {} if logs is None else logs
         metrics = {**(self.trained or evaluation.over_all_ranks(self.model, 1)), **self.validated}
         logs |= evaluation.means_over_ranks({name: value for name, value in logs.items() if name not in metrics})

@@ -134,7 +134,7 @@ from ringtrain.hvd.optimizer import (
 from ringtrain.hvd.placement import check_placement
 from ringtrain.hvd.sharded import gather_slots, scatter_slots, slot_bytes
 from ringtrain.hvd.slow_links.compression import Compression
-from ringtrain.hvd.slow_links.local_steps import LocalSteps, end_round, steps_of_round
+from ringtrain.hvd.slow_links.local_steps import LocalSteps, end_round, local_steps_of, steps_of_round
 from ringtrain.hvd.stall_watch import broadcast_variables
 from ringtrain.hvd.step_timing import during
 from ringtrain.hvd.sync import broadcast_model, check_averaging, check_in_sync, prove, run_together

@@ -19,6 +19,7 @@ from ringtrain.hvd.backend import Sum, horovod
 from ringtrain.hvd.collectives import allgather_object
 from ringtrain.hvd.keras_patches import has_schedule, innermost, velocities
 from ringtrain.hvd.placement import CPU
+from ringtrain.hvd.slow_links.local_steps import end_round
 from ringtrain.hvd.sync import broadcast_model, check_in_sync, differing_weights
 
 
@@ -191,6 +192,21 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     def _save_model(self, *args: Any, **kwargs: Any) -> None:
         if horovod.rank() == 0:
             super()._save_model(*args, **kwargs)
+
+
+class EndRoundCallback(keras.callbacks.Callback):
+    """Ends rounds of local steps before an evaluation and at the end of an epoch; on every rank, before others.
+
+    Example:
+        >>> model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(), local_steps=16), "mse")
+        >>> model.fit(x, y, validation_data=test, callbacks=[hvd.callbacks.EndRoundCallback(), ...])
+    """
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        end_round(self.model)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        end_round(self.model)
 
 
 class CheckInSyncCallback(keras.callbacks.Callback):

@@ -58,25 +58,28 @@ class Ring(Strategy):
                 sharded=sharded,
             )
         except ValueError as error:
-            if not str(error).startswith("sharded=True: "):
+            told = str(error).replace("sharded=True", "optimizer.sharded", 1)
+            if not told.startswith(("optimizer.sharded: ", "compression", "local_steps")):
                 raise
-            raise ConfigError(str(error).replace("sharded=True", "optimizer.sharded", 1)) from error
+            raise ConfigError(told) from error
 
     def proof(self, summary: Mapping[str, Any], gradients: str) -> str:
-        if self.config.hvd.local_steps == 1 or summary["num_ranks"] == 1:
+        if "local_steps" not in summary or summary["num_ranks"] == 1:
             return super().proof(summary, gradients)
-        steps = self.config.hvd.local_steps
+        rounds = f"each round of {summary['local_steps']} local steps"
         return (
-            f"{summary['num_ranks']} ranks in step after each round of {steps} local steps: changes of a round"
-            f" {gradients}, weights equal {summary['checksum']}; between rounds, and in their optimizers, ranks differ"
+            f"{summary['num_ranks']} ranks in step after {rounds}: its changes {gradients}, weights equal"
+            f" {summary['checksum']}; between rounds, and in their optimizers, ranks differ"
         )
 
     def summary(self, run: RunContext) -> dict[str, Any]:
         facts, compression = super().summary(run), self.config.hvd.compression
-        if compression == "none":
-            return facts
-        shapes = [variable.shape for variable in run.model.trainable_variables]
-        return {**facts, "reduced_bytes": reduced_bytes(shapes, compression)}
+        if compression != "none":
+            shapes = [variable.shape for variable in run.model.trainable_variables]
+            facts["reduced_bytes"] = reduced_bytes(shapes, compression)
+        if (steps := hvd.local_steps_of(run.model)) > 1:
+            facts["local_steps"] = steps
+        return facts
 
     def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
         if num_virtual := self.config.train.virtual_ranks:

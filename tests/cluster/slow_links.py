@@ -4,20 +4,19 @@
     python tests/cluster/slow_links.py speed RESULTS         # at 100 and at 10 Mb/s, about half an hour
     python tests/cluster/slow_links.py show RESULTS          # tables, and RESULTS/slow-links.png
 
-Weights after a step do not depend on a link's rate, so accuracy is measured without a limit, and seconds are steps times
-the measured time of a step.
+Weights after a step do not depend on a link's rate, so accuracy is measured without a limit, and seconds are steps
+times the measured time of a step.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -47,6 +46,7 @@ RATES = (100, 10)
 SEEDS = (0, 1, 2)
 EPOCHS, BATCH, TARGET = 2, 64, 0.88
 SHAPES = ((5, 5, 1, 32), (32,), (5, 5, 32, 64), (64,), (3136, 1024), (1024,), (1024, 10), (10,))
+NUM_TRAIN = 60_000
 RUN = ["--config", "configs/fashion_mnist.toml", "--train.epochs", str(EPOCHS), "--train.batch-size", str(BATCH)]
 BENCH = ["--model.name", "cnn", "--data.name", "synthetic", "--data.image-size", "28", "--device.threads", "1"]
 LIMIT_S = 3600.0
@@ -89,6 +89,75 @@ def speed(results: Path) -> None:
                 with hosts.start("host1", argv, {"PYTHONPATH": str(launching.ROOT)}) as command:
                     code = command.wait(LIMIT_S)
             print(rate, way, code, flush=True)
+
+
+def points_of(results: Path, way: str) -> list[list[tuple[int, float]]]:
+    """Steps and test accuracies of each seed."""
+    files = [results / f"{name_of(way, seed)}.jsonl" for seed in SEEDS]
+    return [[tuple(json.loads(line)) for line in file.read_text().splitlines()] for file in files if file.exists()]
+
+
+def steps_to_target(points: Sequence[tuple[int, float]]) -> float:
+    return next((step for step, accuracy in points if accuracy >= TARGET), float("nan"))
+
+
+def megabytes(way: str, num_steps: float) -> float:
+    """Sent by one of two ranks, whose ring sends what it reduces once."""
+    if way == "one host" or math.isnan(num_steps):
+        return 0.0 * num_steps
+    words = dict(zip(WAYS[way][::2], WAYS[way][1::2], strict=True))
+    compression, local = words.get(LOW, "none"), int(words.get(LOCAL, 1))
+    per_epoch = NUM_TRAIN // (2 * BATCH)
+    _, number = num_reductions(HvdConfig(compression=compression, local_steps=local), int(num_steps), per_epoch)
+    return number * reduced_bytes(SHAPES, compression) / 1e6
+
+
+def steps_per_s(results: Path, rate: int) -> dict[str, tuple[float, float]]:
+    """Steps per second of each way, and its images/s relative to two processes that do not communicate."""
+    found = {}
+    for way in WAYS:
+        file = results / f"{rate}-{way}.json"
+        if file.exists():
+            of_2 = json.loads(file.read_text())["results"]
+            speed = of_2["images_per_s"]["median"] / (2 * BATCH)
+            found[way] = speed, of_2["ring_efficiency"]["median"]
+            found["one host"] = max(found.get("one host", (0, 0)), (of_2["images_per_s_alone"]["median"] / 128, 0.5))
+    return found
+
+
+def show(results: Path) -> None:
+    """Prints a row per way and rate, and draws accuracy over seconds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(RATES), figsize=(13, 5.5), sharey=True)
+    for rate, axes in zip(RATES, panels, strict=True):
+        speeds = steps_per_s(results, rate)
+        print(f"\n| {rate} Mb/s | ms per step | speed | s to {TARGET:.0%} | MB to it | accuracy at the end, % |")
+        print("|---|---|---|---|---|---|")
+        for way in WAYS:
+            runs = points_of(results, way)
+            if not runs or way not in speeds:
+                continue
+            speed, share = speeds[way]
+            steps = [steps_to_target(run) for run in runs]
+            middle = statistics.median(steps) if not any(map(math.isnan, steps)) else float("nan")
+            ends = sorted(100 * run[-1][1] for run in runs)
+            print(
+                f"| {way} | {1e3 / speed:,.1f} | {share:.2f} | {middle / speed:,.0f} | {megabytes(way, middle):,.1f} |"
+                f" {statistics.median(ends):.2f} ({ends[0]:.2f} to {ends[-1]:.2f}) |"
+            )
+            mean = np.mean([[accuracy for _, accuracy in run] for run in runs], axis=0)
+            axes.plot([step / speed for step, _ in runs[0]], 100 * mean, marker=".", label=way)
+        axes.set(xscale="log", xlabel=f"seconds at {rate} Mb/s", ylim=(75, 91.5))
+        axes.axhline(100 * TARGET, color="0.6", linestyle="--")
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("test accuracy, %")
+    panels[-1].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(results / "slow-links.png", dpi=110)
 
 
 def main() -> None:

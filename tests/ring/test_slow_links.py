@@ -58,7 +58,7 @@ def test_stopped_and_killed_runs_go_on_as_if_nothing_had_happened(job: str, tmp_
         (tmp_path / name).mkdir()
     shown = train(tmp_path / "whole", 2, *JOBS[job])
     assert "2 ranks in step" in shown
-    assert ("after each round of 3 local steps: changes of a round averaged" in shown) == (job != "powersgd")
+    assert ("after each round of 3 local steps: its changes averaged" in shown) == (job != "powersgd")
     killed = tmp_path / "killed"
     often = ["--health.agree-every-steps", "1"]
     train(killed, 2, *JOBS[job], *often, "--chaos", "rank=1 step=1 mode=sigterm", code=143)

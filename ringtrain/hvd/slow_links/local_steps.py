@@ -168,12 +168,19 @@ def steps_of_round(model: keras.Model) -> int:
     )
 
 
+def local_steps_of(model: keras.Model) -> int:
+    """Updates per round of a model's optimizers; 1 without local steps."""
+    optimizers = map(innermost, optimizers_of(model))
+    return max([one.local.steps for one in optimizers if isinstance(one, LocalUpdates)], default=1)
+
+
 @during("reduce")
 def end_round(model: keras.Model) -> None:
     """Ends the round of local steps under way: all ranks have the same weights. A collective.
 
-    Call it before weights are evaluated or saved as a model, e.g. at the end of an epoch; `ringtrain.train` and
-    `ringtrain.fit` do. Without local steps, and after a round's last step, it does nothing.
+    Call it before weights are evaluated or saved as a model, e.g. at the end of an epoch; `ringtrain.train`,
+    `ringtrain.fit` and `hvd.callbacks.EndRoundCallback` do. Without local steps, and after a round's last step, it
+    does nothing.
 
     Args:
         model: Model whose optimizers were made by `DistributedOptimizer(local_steps=...)`.

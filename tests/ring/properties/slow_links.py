@@ -205,6 +205,22 @@ def a_round_can_be_ended_and_compressed():
 
 
 @only(np=2, launcher="mpi")
+def keras_fit_evaluates_equal_weights():
+    """Validation in the middle of `fit` and the model after it are those of all ranks."""
+    x, y = (np.concatenate(parts) for parts in zip(*small.shares(5), strict=True))
+    spreads = []
+    see = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: spreads.append(logs["val_loss"]))
+    model = small.build()
+    model.compile(hvd.DistributedOptimizer(_adam(), local_steps=3), "mse")
+    end = hvd.callbacks.EndRoundCallback()
+    whole = [np.concatenate(parts) for parts in zip(*small.global_batches(2), strict=True)]
+    model.fit(x, y, batch_size=small.BATCH, epochs=2, validation_data=whole, callbacks=[end, see], verbose=0)
+    assert small.spread_of(np.array(spreads)) == 0
+    assert small.spread(model) == 0
+    assert hvd.local_steps_of(model) == 3
+
+
+@only(np=2, launcher="mpi")
 def saved_models_are_plain():
     """A file has the plain optimizer and its slots, with which training continues."""
     for options in ({"compression": FULL}, {"local_steps": hvd.LocalSteps(2)}):
