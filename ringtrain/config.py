@@ -268,8 +268,7 @@ class ElasticConfig:
     """Changes of the number of ranks, under ringtrain launch --elastic."""
 
     keep: Literal["global-batch", "per-rank-batch"] = "global-batch"
-    """global-batch: the ranks divide the same global batch, the learning rate stays; per-rank-batch: global batch and
-    learning rate change with the number of ranks, by optimizer.learning_rate_scaling"""
+    """global-batch: batch and learning rate stay, the ranks divide the batch; per-rank-batch: both follow the ranks"""
     commit_every_steps: Annotated[int, rule.AT_LEAST_1] = 10
     """steps between two times at which hosts join and leave"""
 
@@ -309,8 +308,7 @@ class HvdConfig:
     op: Literal["average", "adasum"] = "average"
     """average of the ranks' gradients, or Adasum (arXiv 2006.02924)"""
     compression: Annotated[str, rule.COMPRESSION] = "none"
-    """for slow networks, see docs/slow-links.md: fp16, bf16: 16 bits per number; powersgd:4: matrices of rank 4, with
-    error feedback"""
+    """for slow networks: fp16, bf16 (16 bits per number), or powersgd:4 (matrices of rank 4); see docs/slow-links.md"""
     compression_start_step: Annotated[int, rule.AT_LEAST_0, needs_other("hvd.compression", "none")] = 0
     """number of updates before the first that is compressed"""
     local_steps: Annotated[int, rule.AT_LEAST_1] = 1
@@ -318,15 +316,13 @@ class HvdConfig:
     local_warmup_steps: Annotated[int, rule.AT_LEAST_0, needs_above_1("hvd.local_steps")] = 0
     """number of ordinary updates before the first local one"""
     outer_optimizer: Annotated[Literal["average", "nesterov"], needs_above_1("hvd.local_steps")] = "average"
-    """weights after local steps: their average, or a step of SGD with Nesterov momentum in its direction (DiLoCo, arXiv
-    2311.08105)"""
+    """after local steps: the average of weights, or a step of SGD with Nesterov momentum (DiLoCo, arXiv 2311.08105)"""
     outer_learning_rate: Annotated[float, rule.ABOVE_0, needs("hvd.outer_optimizer", "nesterov")] = 0.7
     """of outer_optimizer nesterov; 1 with momentum 0 is average"""
     outer_momentum: Annotated[float, rule.BELOW_1, needs("hvd.outer_optimizer", "nesterov")] = 0.9
     """of outer_optimizer nesterov"""
     fusion_mb: Annotated[float, rule.FINITE_OR_UNSET] = -1.0
-    """Horovod's fusion buffer, MiB per message; 0: no fusion; -1: HOROVOD_FUSION_THRESHOLD if set, else 4 without NCCL,
-    128 with it"""
+    """Horovod's fusion buffer, MiB; 0: no fusion; -1: HOROVOD_FUSION_THRESHOLD if set, else 4, or 128 with NCCL"""
     cycle_time_ms: Annotated[float, rule.FINITE_OR_UNSET] = -1.0
     """milliseconds in which ready gradients are collected; -1: HOROVOD_CYCLE_TIME if set, else 1"""
     groups: Annotated[int, rule.AT_LEAST_0] = 0

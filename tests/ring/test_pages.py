@@ -84,6 +84,13 @@ def test_the_script_for_a_model_on_several_devices(tmp_path: Path) -> None:
     assert printed.count(stages) == 2, printed
 
 
+def test_the_script_for_slow_links(tmp_path: Path) -> None:
+    printed, _ = pages.start("docs/slow-links.md", tmp_path)
+    (accuracy, checksum), other = re.findall(r"accuracy (0\.\d{4}), weights ([0-9a-f]{16})", printed)
+    assert (accuracy, checksum) == other
+    assert float(accuracy) > 0.85
+
+
 def test_the_script_for_accelerate_trains_each_row_once_per_epoch(tmp_path: Path) -> None:
     printed, summary = pages.start("docs/from-accelerate.md", tmp_path)
     first, second = numbers("val_mae", printed)

@@ -11,7 +11,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ringtrain import config_io
@@ -85,14 +85,15 @@ class Job:
         if several.error:
             return [checks.fails_on_ranks(num, several.error)]
         part = self.run("part", 1, *single)
-        found = [checks.in_sync(several), checks.every_sample_once(one, several)]
-        found += checks.like_one_process("float32", one, several, part)
+        found = checks.like_one_process("float32", one, several, part)
         if found[-1].holds is not None:
             wide = [*single, "--train.precision", "float64"]
             runs = (self.run("one-float64", 1, *whole, *wide), self.run("ranks-float64", num, *exact, *wide))
             found += checks.like_one_process("float64", *runs, part)
-        if any(value_of(base, name) != value for name, value in plain.items()):
+        if off := [name for name, value in plain.items() if value_of(base, name) != value]:
             several = self.run("ranks-as-configured", num, *exact)
+            found = [replace(one, evidence=f"{one.evidence}; without {', '.join(off)}") for one in found]
+        found = [checks.in_sync(several), checks.every_sample_once(one, several), *found]
         again, seed = self.run("again", num, *exact), self.run("seed", num, *exact, "--seed", str(base.seed + 1))
         found.append(checks.same_bits("two equal runs", several, again))
         found.append(checks.control("negative control: a run with another seed is another", several, seed))
