@@ -1,6 +1,6 @@
 """Measures docs/slow-links.md: accuracy of each way over its steps, and its speed on links of a rate. Needs root.
 
-    python tests/cluster/slow_links.py accuracy RESULTS      # 11 ways, three seeds, about an hour on two cores
+    python tests/cluster/slow_links.py accuracy RESULTS      # 13 ways, three seeds, about an hour on two cores
     python tests/cluster/slow_links.py speed RESULTS         # at 100 and at 10 Mb/s, about half an hour
     python tests/cluster/slow_links.py show RESULTS          # tables, and RESULTS/slow-links.png
 
@@ -40,6 +40,8 @@ WAYS: dict[str, list[str]] = {
     "32 local steps": [LOCAL, "32"],
     "32 local steps, Nesterov": [LOCAL, "32", *OUTER],
     "8 local steps, powersgd:4": [LOCAL, "8", LOW, "powersgd:4"],
+    "32 local steps, powersgd:32": [LOCAL, "32", LOW, "powersgd:32"],
+    "64 local steps, fp16": [LOCAL, "64", LOW, "fp16"],
     "one host": [],
 }
 RATES = (100, 10)
@@ -80,7 +82,13 @@ def speed(results: Path) -> None:
             out = results / f"{rate}-{way}.json"
             if way == "one host" or out.exists():
                 continue
-            steps = 32 if "local" in way else 4 if rate == RATES[-1] and "powersgd" not in way else 20
+            steps = (
+                max(32, int(way.split()[0]))
+                if "local" in way
+                else 4
+                if rate == RATES[-1] and "powersgd" not in way
+                else 20
+            )
             argv = ["ringtrain", "bench", "train", "-H", "host1:1,host2:1", "--launcher", "horovodrun-gloo"]
             argv += ["--turns", "3", "--steps", str(steps), "--out", str(out), "--", *BENCH, *options]
             with lab.Lab(2) as hosts:
