@@ -51,6 +51,7 @@ SHAPES = ((5, 5, 1, 32), (32,), (5, 5, 32, 64), (64,), (3136, 1024), (1024,), (1
 NUM_TRAIN = 60_000
 RUN = ["--config", "configs/fashion_mnist.toml", "--train.epochs", str(EPOCHS), "--train.batch-size", str(BATCH)]
 BENCH = ["--model.name", "cnn", "--data.name", "synthetic", "--data.image-size", "28", "--device.threads", "1"]
+BENCH += ["--train.batch-size", str(BATCH)]
 LIMIT_S = 3600.0
 
 
