@@ -216,7 +216,10 @@ class Reduction:
 
         def mean(tensors: list[tf.Tensor], which: str) -> list[tf.Tensor]:
             means: dict[int, tf.Tensor] = {}
-            for number, members in enumerate(_by_dtype(range(len(tensors)), tensors)):
+            places = range(len(tensors))
+            for number, members in enumerate(
+                _by_dtype(places, tensors) if self._as_one() else [[one] for one in places]
+            ):
                 each = self._reduce_dense([tensors[one] for one in members], f"{name}_{which}_{number}")
                 means |= zip(members, each, strict=True)
             return [means[one] for one in range(len(tensors))]
@@ -307,7 +310,7 @@ class Reduction:
         return [group for group in listed if group] + [[index] for index in rest.values()]
 
     def _as_one(self) -> bool:
-        return (self.deterministic and self.op != Adasum) or not self._is_horovods()
+        return (self.deterministic and self.op != Adasum) or self.compression is BFloat16
 
     def _num_ranks(self) -> Any:
         if elastic():

@@ -91,7 +91,17 @@ def speed(results: Path) -> None:
                 else 20
             )
             argv = ["ringtrain", "bench", "train", "-H", "host1:1,host2:1", "--launcher", "horovodrun-gloo"]
-            argv += ["--turns", "3" if rate > 10 else "2", "--steps", str(steps), "--out", str(out), "--", *BENCH, *options]
+            argv += [
+                "--turns",
+                "3" if rate > 10 else "2",
+                "--steps",
+                str(steps),
+                "--out",
+                str(out),
+                "--",
+                *BENCH,
+                *options,
+            ]
             with lab.Lab(2) as hosts:
                 for host in hosts.names:
                     hosts.limit(host, rate)

@@ -6,8 +6,8 @@ A gradient is a matrix M [rows, columns] of a rank of the job. A step of power i
     Q = mean of M' P                        [columns, rank]
     gradient = P Q',  error = M - P Q'      the error is added to M of the next step
 
-Rows and columns are what a dense or convolutional kernel's inputs and outputs are. Means are over the ranks, all
-matrices in one message. Vectors, and matrices that would hardly get smaller, are sent whole in the first message.
+Rows and columns are what a dense or convolutional kernel's inputs and outputs are. Means are over the ranks; a matrix
+is sent as soon as its gradient is computed. Vectors, and matrices that would hardly get smaller, are sent whole.
 """
 
 from __future__ import annotations

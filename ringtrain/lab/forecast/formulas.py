@@ -17,8 +17,7 @@ from ringtrain.lab.forecast.network import ALGORITHMS, TCP, TRANSPORTS, Cluster,
 from ringtrain.lab.forecast.profile import Profile
 
 Algorithm = Literal["ring", "hierarchical", "halving"]
-AT_ONCE = ("bf16", "powersgd")
-"""compressions that send all gradients as one, after the backward pass"""
+NOT_ON_SERVERS = ("bf16", "powersgd")
 COMPRESS_S_PER_GB = {"none": 0.0, "fp16": 0.0, "bf16": 1.1, "powersgd": 0.4}
 """seconds of one core per GB of gradients, measured: docs/slow-links.md; GPUs are taken to need none"""
 FASTEST_GB_PER_S = 1e5
@@ -91,20 +90,18 @@ def predict(profile: Profile, cluster: Cluster, setting: Setting) -> Prediction:
     slowest_s = compute_s + crowding * profile.waiting_s(ranks, num_steps)
     update_s = crowding * profile.update_s * setting.local_steps
     sizes, played = sent_bytes(profile, setting.compression), _Played()
-    if ranks > 1 and (setting.local_steps > 1 or setting.compression.startswith(AT_ONCE)):
-        kind, cores = setting.compression.partition(":")[0], cluster.cores_per_host > 0
-        compressing_s = COMPRESS_S_PER_GB[kind] * profile.total_bytes / 1e9 * crowding * cores
-        whole = replace(setting, fusion_mb=0)  # one message each
-        # PowerSGD's second message waits for the first.
-        messages = [sum(sizes) / 2] * 2 if kind == "powersgd" else [sum(sizes)]
-        played = _play([(size, slowest_s) for size in messages], slowest_s, cluster, whole)
-        played.now_s += compressing_s
+    kind, cores = setting.compression.partition(":")[0], cluster.cores_per_host > 0
+    if ranks > 1 and (setting.local_steps > 1 or kind == "bf16"):
+        # All as one, after the backward pass, and the last update.
+        played = _play([(sum(sizes), slowest_s)], slowest_s, cluster, setting)
     else:
         # Only the last of the accumulated steps sends its gradients.
         stretch, before_s = slowest_s / compute_s, compute_s - step_s
         ready_s = [stretch * (before_s + crowding * g.ready_s) for g in profile.gradients]
         gradients = list(zip(sizes, ready_s, strict=True))
         played = _play(gradients if ranks > 1 else [], slowest_s, cluster, setting)
+    if ranks > 1:
+        played.now_s += COMPRESS_S_PER_GB[kind] * profile.total_bytes / 1e9 * crowding * cores
     return _prediction(profile, cluster, setting, (compute_s, slowest_s, update_s), played)
 
 
@@ -231,7 +228,7 @@ def parameter_servers(profile: Profile, cluster: Cluster, setting: Setting, num_
     if num_servers < 1:
         raise ConfigError(f"got {num_servers} parameter servers, expected 1 or more")
     ranks, crowding = setting.num_ranks, cluster.crowding(setting.num_ranks)
-    if setting.local_steps > 1 or setting.compression.startswith(AT_ONCE):
+    if setting.local_steps > 1 or setting.compression.startswith(NOT_ON_SERVERS):
         raise ConfigError("servers: they know neither local steps nor bf16 nor powersgd: leave one out")
     hosts, share = cluster.num_hosts(ranks), reduced_bytes([(1,)], setting.compression) / 4
     step_s = crowding * profile.compute_s
