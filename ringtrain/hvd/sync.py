@@ -328,6 +328,7 @@ def _require_same_settings(optimizer: Any, process_set: ProcessSet) -> None:
     settings = {
         "optimizer": type(inner).__name__,
         "gradient_accumulation_steps": inner.gradient_accumulation_steps,
+        "local_steps": str(getattr(inner, "local", 1)),
         **({"reduction": "none"} if reduction is None else reduction.settings()),
     }
     first, *others = allgather_object(settings, name="ringtrain_optimizer_settings", process_set=process_set)
