@@ -172,6 +172,7 @@ def test_a_start_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
 
 TRIED = {
     "hvd.compression": "fp16",
+    "hvd.local_steps": 4,
     "hvd.groups": 2,
     "hvd.fusion_mb": 7.0,
     "hvd.cycle_time_ms": 3.0,
