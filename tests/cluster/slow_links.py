@@ -11,6 +11,7 @@ times the measured time of a step.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import statistics
@@ -76,38 +77,29 @@ def accuracy(results: Path) -> None:
             print(name, ended.stdout.strip().splitlines()[-1:] if ended.returncode == 0 else ended.stderr, flush=True)
 
 
+def block_of(way: str, rate: int) -> tuple[int, int]:
+    """Turns of a measurement, and steps of each: whole rounds, and few where a step takes seconds."""
+    if "local" in way:
+        return (3 if rate == RATES[0] else 2), max(32, int(way.split()[0]))
+    is_slow = rate == RATES[-1] and "powersgd" not in way
+    return (1, 4) if is_slow else (3, 20)
+
+
 def speed(results: Path) -> None:
-    """Measures steps with and without communication, in turns, on two hosts."""
-    for rate in RATES:
-        for way, options in WAYS.items():
-            out = results / f"{rate}-{way}.json"
-            if way == "one host" or out.exists():
-                continue
-            steps = (
-                max(32, int(way.split()[0]))
-                if "local" in way
-                else 4
-                if rate == RATES[-1] and "powersgd" not in way
-                else 20
-            )
-            argv = ["ringtrain", "bench", "train", "-H", "host1:1,host2:1", "--launcher", "horovodrun-gloo"]
-            argv += [
-                "--turns",
-                "3" if rate > 10 else "2",
-                "--steps",
-                str(steps),
-                "--out",
-                str(out),
-                "--",
-                *BENCH,
-                *options,
-            ]
-            with lab.Lab(2) as hosts:
-                for host in hosts.names:
-                    hosts.limit(host, rate)
-                with hosts.start("host1", argv, {"PYTHONPATH": str(launching.ROOT)}) as command:
-                    code = command.wait(LIMIT_S)
-            print(rate, way, code, flush=True)
+    """Measures steps with and without communication, in turns, on two hosts, unless that is there already."""
+    for rate, (way, options) in itertools.product(RATES, WAYS.items()):
+        out = results / f"{rate}-{way}.json"
+        if way == "one host" or out.exists():
+            continue
+        turns, steps = block_of(way, rate)
+        argv = ["ringtrain", "bench", "train", "-H", "host1:1,host2:1", "--launcher", "horovodrun-gloo"]
+        argv += ["--turns", str(turns), "--steps", str(steps), "--out", str(out), "--", *BENCH, *options]
+        with lab.Lab(2) as hosts:
+            for host in hosts.names:
+                hosts.limit(host, rate)
+            with hosts.start("host1", argv, {"PYTHONPATH": str(launching.ROOT)}) as command:
+                code = command.wait(LIMIT_S)
+        print(rate, way, code, flush=True)
 
 
 def points_of(results: Path, way: str) -> list[list[tuple[int, float]]]:
