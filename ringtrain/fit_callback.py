@@ -21,10 +21,11 @@ from ringtrain.protocol.json_text import parse_json
 from ringtrain.run import console, evaluation, model_state
 from ringtrain.run.context import Job, Process, RunContext, Validation
 from ringtrain.run.run_folder import METRICS, NO_METRICS
+from ringtrain.strategies.ring import OF_OPTIMIZER
 from ringtrain.strategies.script import Script, unchanged_afterwards
 
-ONLY_IN_FIT = ("checkpoint.every_steps", "checkpoint.every_minutes", "optimizer.jit", "optimizer.sharded")
-"""options that need a resume within an epoch, or an optimizer that ringtrain makes distributed"""
+ONLY_IN_FIT = ("checkpoint.every_steps", "checkpoint.every_minutes", *OF_OPTIMIZER)
+"""beginnings of options that need a resume within an epoch, or an optimizer that ringtrain makes distributed"""
 
 
 class Run(keras.callbacks.Callback):
@@ -131,8 +132,11 @@ class Run(keras.callbacks.Callback):
         if self.batch_size < 1:
             raise ConfigError(f"hvd.callbacks.Run: got batch_size {self.batch_size}, expected at least 1")
         for option in changed_options(self.options):
-            if not option.startswith(keras_fit.OPTIONS) or option in ONLY_IN_FIT:
-                raise ConfigError(f"hvd.callbacks.Run: options set {option}: leave it out, or call ringtrain.fit")
+            if not option.startswith(keras_fit.OPTIONS) or option.startswith(ONLY_IN_FIT):
+                raise ConfigError(
+                    f"hvd.callbacks.Run: options set {option}: leave it out, pass it to hvd.DistributedOptimizer, or"
+                    " call ringtrain.fit"
+                )
         values = {"run.name": self.name, "run.resume": self.resume, "model.name": type(self.model).__name__}
         values |= {"optimizer.learning_rate_scaling": "none", "train.epochs": self.params["epochs"]}
         return with_values(self.options, values)

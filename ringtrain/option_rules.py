@@ -144,23 +144,22 @@ def check_together(config: Any) -> None:
 
 def _check_slow_links(config: Any) -> None:
     """Raises ConfigError for options that compression and local steps do not work with."""
-    compression, is_local = config.hvd.compression, config.hvd.local_steps > 1
-    is_low_rank = compression.startswith("powersgd")
+    name, is_local = f"hvd.compression {config.hvd.compression}", config.hvd.local_steps > 1
+    is_low_rank, is_bf16 = config.hvd.compression.startswith("powersgd"), config.hvd.compression == "bf16"
+    of_local = ("optimizer.sharded", "model.split", "model.sync_batch_norm", "hvd.compression_start_step")
     for text, is_set, options in (
-        (f"hvd.compression {compression}", is_low_rank or compression == "bf16", ("hvd.groups", "optimizer.sharded")),
-        (f"hvd.compression {compression}", is_low_rank, ("model.split",)),
-        (
-            "hvd.local_steps",
-            is_local,
-            ("optimizer.sharded", "model.split", "hvd.compression_start_step", "tracking.timeline_steps"),
-        ),
+        (name, is_low_rank or is_bf16, ("hvd.groups", "optimizer.sharded")),
+        (name, is_low_rank, ("model.split",)),
+        ("hvd.compression_start_step", config.hvd.compression_start_step, ("optimizer.sharded",)),
+        ("hvd.local_steps", is_local, (*of_local, "tracking.timeline_steps")),
     ):
         for option in options if is_set else ():
             if attrgetter(option)(config):
                 raise ConfigError(f"{text} does not work with {option}: leave one out")
+    for text, is_set in ((name, is_low_rank or is_bf16), ("hvd.local_steps", is_local)):
         if is_set and config.hvd.op == "adasum":
             raise ConfigError(f"{text} does not work with hvd.op adasum: leave one out")
-        if is_set and config.train.precision == "mixed_float16" and text != "hvd.compression bf16":
+        if is_set and config.train.precision == "mixed_float16" and (is_low_rank or is_local):
             raise ConfigError(f"{text} does not work with train.precision mixed_float16: use mixed_bfloat16")
 
 

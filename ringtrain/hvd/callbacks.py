@@ -19,7 +19,7 @@ from ringtrain.hvd.backend import Sum, horovod
 from ringtrain.hvd.collectives import allgather_object
 from ringtrain.hvd.keras_patches import has_schedule, innermost, velocities
 from ringtrain.hvd.placement import CPU
-from ringtrain.hvd.slow_links.local_steps import end_round
+from ringtrain.hvd.slow_links.local_steps import end_round, steps_of_round
 from ringtrain.hvd.sync import broadcast_model, check_in_sync, differing_weights
 
 
@@ -239,6 +239,13 @@ class CheckInSyncCallback(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         self._check()
+        if steps_of_round(self.model) and horovod.rank() == 0:
+            print(
+                "ringtrain: weights differ between ranks, since a round of local steps is under way: pass"
+                " hvd.callbacks.EndRoundCallback(), or call hvd.end_round(model)",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _check(self) -> None:
         start = time.perf_counter()

@@ -7,7 +7,7 @@ clipped, decayed and applied. Inside a `LossScaleOptimizer`, gradients are reduc
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -46,7 +46,6 @@ def distribute(
         "jit_update": jit_update,
         "_local_keys": set(),
         "_reduced_before": [],
-        "added": [],
     }
     attributes |= settings or {}
     subclass = saved_as_its_base(mixin, base, attributes)
@@ -160,7 +159,7 @@ class _Reducing(keras.optimizers.Optimizer):
     jit_update: bool
     _local_keys: set[Any]
     _reduced_before: list[bool]
-    added: list[Any]
+    added: Sequence[Any] = ()
     """variables that the plain optimizer has not"""
 
     @property
@@ -194,7 +193,8 @@ class _Reducing(keras.optimizers.Optimizer):
     def add_state(self) -> None:
         """Adds the variables that the reduction keeps from step to step to a built optimizer."""
         if self.low_rank and not self.added:
-            self.added.extend(self.low_rank.build(self, self._trainable_variables))
+            added = self.low_rank.build(self, self._trainable_variables)
+            object.__setattr__(self, "added", added)  # Keras would track a list of its own
 
     def of_one_rank(self, now: bool) -> list[Any]:
         """See `variables_of_one_rank`."""
@@ -202,9 +202,20 @@ class _Reducing(keras.optimizers.Optimizer):
 
     def save_own_variables(self, store: Any) -> None:
         """Saves those of the plain optimizer, as which a model is saved."""
-        added = {id(variable) for variable in self.added}
-        for index, variable in enumerate(one for one in self.variables if id(one) not in added):
+        for index, variable in enumerate(self._variables_of_plain()):
             store[str(index)] = keras.ops.convert_to_numpy(variable)
+
+    def load_own_variables(self, store: Any) -> None:
+        variables = self._variables_of_plain()
+        if len(store.keys()) != len(variables):
+            super().load_own_variables(store)  # says so
+            return
+        for index, variable in enumerate(variables):
+            variable.assign(store[str(index)])
+
+    def _variables_of_plain(self) -> list[Any]:
+        added = {id(variable) for variable in self.added}
+        return [variable for variable in self.variables if id(variable) not in added]
 
     def reduce(self, grads: Any, variables: Any) -> list[Any]:
         """Reduces the gradients of an update over the ranks; none of them may be None."""
@@ -213,7 +224,7 @@ class _Reducing(keras.optimizers.Optimizer):
         if begin := getattr(self.reduction, "compression_start_step", 0):
             compressed, whole = (
                 lambda reduction=reduction: reduction(grads, variables, local)
-                for reduction in (self.reduction, self.reduction.uncompressed())
+                for reduction in (self.reduction, self.reduction.uncompressed)
             )
             reduced = tf.cond(self.iterations >= begin, compressed, whole)
         else:
@@ -231,10 +242,14 @@ class _Reducing(keras.optimizers.Optimizer):
         finally:
             self._reduced_before.pop()
 
-    def agree_on_finite(self, finite: Any) -> Any:
-        """Returns whether the gradients of all ranks are finite, given the flag of this rank."""
+    def refuse_loss_scale(self) -> None:
+        """Raises ValueError if a step cannot be skipped or scaled."""
         if what := self.no_loss_scale:
             raise ValueError(f"{what} does not work with a LossScaleOptimizer (mixed_float16): use mixed_bfloat16")
+
+    def agree_on_finite(self, finite: Any) -> Any:
+        """Returns whether the gradients of all ranks are finite, given the flag of this rank."""
+        self.refuse_loss_scale()
         if self._reduced_before and not self._local_keys:
             return finite  # reduced gradients are equal on all ranks
         return self.reduction.true_on_all_ranks(finite)

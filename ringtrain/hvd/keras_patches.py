@@ -71,6 +71,7 @@ def _reducing_first(apply: Any) -> Any:
         if not distributed(self) or inner.accumulates() or inner._reduced_before:
             apply(self, grads, trainable_variables=trainable_variables)
             return
+        inner.refuse_loss_scale()
         grads, variables = list(grads), list(trainable_variables or inner._trainable_variables)
         grads = inner.weighted(grads, variables)
         given = [index for index, grad in enumerate(grads) if grad is not None]

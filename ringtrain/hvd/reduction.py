@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,7 +25,8 @@ class Reduction:
     """Function that reduces the gradients of one optimizer, with the arguments of `DistributedOptimizer`.
 
     `accumulated_scale` multiplies the result: Keras averages over micro-steps, but Horovod's `backward_passes_per_step`
-    sums. `share` multiplies this rank's gradients, in `_Reducing.weighted`. `low_rank` is the state of PowerSGD.
+    sums. `share` multiplies this rank's gradients, in `_Reducing.weighted`. `low_rank` is the state of PowerSGD. With
+    `is_local`, nothing is sent.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Reduction:
     deterministic: bool = False
     sharded: bool = False
     compression_start_step: int = 0
+    is_local: bool = False
     low_rank: LowRank | None = field(init=False, default=None)
     share: tf.Variable | None = field(default_factory=lambda: tf.Variable(1.0, trainable=False) if elastic() else None)
     _graphs: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -74,10 +77,26 @@ class Reduction:
         if is_low_rank and elastic():
             raise ValueError(f"compression {name}: a lost rank would take what it has not sent along: not with elastic")
 
+    @functools.cached_property
     def uncompressed(self) -> Reduction:
         """The same reduction without compression."""
-        name = f"{self.name}_uncompressed"
-        return replace(self, name=name, compression=Compression.none, compression_start_step=0, _graphs={})
+        return self._with("uncompressed", compression=Compression.none, compression_start_step=0)
+
+    @functools.cached_property
+    def of_this_rank(self) -> Reduction:
+        """What an update without communication does with this rank's gradients."""
+        return self.uncompressed._with("local", is_local=True)
+
+    @functools.cached_property
+    def of_rounds(self) -> Reduction:
+        """The same reduction for changes of weights, whose gradients were scaled before."""
+        return self._with("round", accumulated_scale=1.0)
+
+    def _with(self, suffix: str, **changes: Any) -> Reduction:
+        other = replace(self, name=f"{self.name}_{suffix}", _graphs={}, **changes)
+        if other.compression is self.compression:
+            object.__setattr__(other, "low_rank", self.low_rank)
+        return other
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[bool]) -> list[Any]:
         """Reduces gradients (tensors or `IndexedSlices`, not None) except `local` ones; shapes and dtypes stay."""
@@ -179,7 +198,7 @@ class Reduction:
 
     def _alone(self) -> bool:
         # Also outside of the process set, where Horovod does not change gradients.
-        return not elastic() and (self.process_set.size() == 1 or not self.process_set.included())
+        return self.is_local or (not elastic() and (self.process_set.size() == 1 or not self.process_set.included()))
 
     def _reduce(self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[bool]) -> list[Any]:
         if not self._alone():
@@ -263,7 +282,7 @@ class Reduction:
             "name": name,
         }
         after: Any = 1.0
-        if any(self._sent_in_16_bits(tensor) for tensor in tensors):
+        if self.compression is not BFloat16 and any(self._sent_in_16_bits(tensor) for tensor in tensors):
             # Horovod would add before it divides, and float16 overflows above 65504.
             before = self._num_ranks() if factor == 1.0 else factor
             after = before / self._num_ranks() if self.op == Average else before

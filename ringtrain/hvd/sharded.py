@@ -197,6 +197,7 @@ def refuse_sharding(optimizer: Any, reduction: Any) -> None:
         f"{name} has clipnorm, the norm of whole variables: use global_clipnorm or clipvalue": inner.clipnorm,
         f"{name} has use_ema: it is not supported": inner.use_ema,
         "process_set: give the global one": reduction.process_set.process_set_id,
+        "compression_start_step: leave it out": reduction.compression_start_step,
         "groups: all gradients are reduced as one vector: leave it out": reduction.groups is not None,
         "op: expected hvd.Average or hvd.Sum": reduction.op not in (horovod.Average, horovod.Sum),
     }

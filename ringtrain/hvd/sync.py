@@ -23,6 +23,7 @@ from ringtrain.hvd.keras_patches import distributed, innermost, optimizers_of, r
 from ringtrain.hvd.placement import CPU
 from ringtrain.hvd.reduction import OP_WORDS, averaged_by_adasum
 from ringtrain.hvd.sharded import sharded_slots
+from ringtrain.hvd.slow_links.local_steps import LocalSteps, LocalUpdates, local_steps_of, steps_of_round
 from ringtrain.hvd.step_timing import during
 
 T = TypeVar("T")
@@ -72,8 +73,8 @@ def check_in_sync(model: keras.Model, optimizer: Any = None) -> str:
 
     Each rank sends eight bytes per copy of the model in its process, and more only to name a difference. Excluded are
     seed generators, metrics, local weights (`weights_of_one_rank`, such as the moving statistics of batch
-    normalization), accumulated gradients that are not reduced yet, variables registered as local with their slots, and
-    the slots of a sharded optimizer.
+    normalization), accumulated gradients that are not reduced yet, variables registered as local with their slots, the
+    slots of a sharded optimizer, errors of PowerSGD, and with local steps the slots, within a round also the weights.
 
     Args:
         model: Built model.
@@ -175,6 +176,8 @@ def probe(optimizer: Any, length: int, reduction: Any = None) -> Callable[[Any],
         twin = type(optimizer)(single, initial_scale=optimizer.initial_scale)
     single.clipnorm = single.global_clipnorm = single.clipvalue = single.weight_decay = None
     object.__setattr__(single, "update_step", lambda gradient, variable, rate: variable.assign(gradient))
+    if isinstance(single, LocalUpdates):
+        object.__setattr__(single, "local", LocalSteps(1))  # what a round of one update has changed
     received = keras.Variable(np.zeros(length), dtype="float32", name="probe")
     twin.build([received])
 
@@ -218,6 +221,12 @@ class _Local:
         return vectors
 
     gather_parts = reduce_scatter
+
+    @property
+    def of_this_rank(self) -> _Local:
+        return self
+
+    of_rounds = of_this_rank
 
     def __call__(self, gradients: Any, variables: Any, local: Any) -> list[Any]:
         return list(gradients)
@@ -275,12 +284,17 @@ def prove(model: keras.Model, batch: Any, tolerance: float = 1e-4) -> dict[str, 
 
     Raises:
         OutOfSync: On every rank, the first claim that does not hold.
+        ValueError: There are fewer rows than ranks, or a round of local steps is under way.
     """
+    if steps_of_round(model):
+        raise ValueError("prove: within a round of local steps, ranks have other weights: call hvd.end_round(model)")
     tensors = keras.tree.map_structure(keras.ops.convert_to_numpy, batch)
     checksums = [_checksum(one) for one in keras.tree.flatten(tensors)]
     if len(set(allgather_object(tuple(checksums), name="ringtrain_prove_batch"))) > 1:
         raise OutOfSync("prove: the ranks have other batches: pass the same rows on every rank")
     combined, *_ = [check_averaging(one) for one in optimizers_of(model)]
+    if (local_steps := local_steps_of(model)) > 1:
+        combined = f"{combined} after each round of {local_steps} local steps"
     found = {"updates get gradients": combined}
     found["weights and slots are equal"] = check_in_sync(model)
     rank, size = horovod.rank(), horovod.size()

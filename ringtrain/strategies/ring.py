@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from ringtrain.run.resume import Segment
 
 
+OF_OPTIMIZER = (
+    *("hvd.op", "hvd.compression", "hvd.local_", "hvd.outer_", "hvd.groups", "hvd.deterministic"),
+    *("optimizer.jit", "optimizer.sharded"),
+)
+"""beginnings of the options that `distribute` passes to hvd.DistributedOptimizer"""
+
+
 def _local_steps(options: HvdConfig) -> int | hvd.LocalSteps:
     if options.local_steps == 1:
         return 1

@@ -17,16 +17,16 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from ringtrain import data, hvd
-from ringtrain.config import Config
+from ringtrain.config import Config, changed_options
 from ringtrain.derived import Numbers
-from ringtrain.errors import DataError
+from ringtrain.errors import ConfigError, DataError
 from ringtrain.hvd.keras_patches import distributed
 from ringtrain.optim.uneven import UnevenBatches
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.run import console, devices, model_state, resume
 from ringtrain.run.context import Validation
 from ringtrain.run.resume import Segment
-from ringtrain.strategies.ring import Ring
+from ringtrain.strategies.ring import OF_OPTIMIZER, Ring
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,6 +74,11 @@ class Script(Ring):
         for optimizer in optimizers:
             if not distributed(optimizer):
                 self.distribute(optimizer)
+            elif ignored := next((one for one in changed_options(self.config) if one.startswith(OF_OPTIMIZER)), ""):
+                raise ConfigError(
+                    f"ringtrain.fit: options set {ignored}, but the optimizer is distributed already: pass it to"
+                    " hvd.DistributedOptimizer, or leave hvd.DistributedOptimizer out"
+                )
         num_rows = max(2, batch_size // hvd.size())
         batch = train.rows(0, min(len(train), num_rows) if isinstance(train, data.Arrays) else 2)
         has_call = type(model).call is not keras.Model.call

@@ -7,6 +7,7 @@ steps may come first (post-local SGD, Lin et al. 2018, arXiv 1808.07217). Slots 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,7 +40,7 @@ class LocalSteps:
         warmup_steps: Number of ordinary updates before the first round.
 
     Raises:
-        ValueError: `steps` is below 1.
+        ValueError: A value is out of its range.
     """
 
     steps: int
@@ -49,8 +50,15 @@ class LocalSteps:
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"local_steps: got {self.steps}, expected at least 1")
+        valid = {
+            f"local_steps: got {self.steps}, expected at least 1": self.steps >= 1,
+            f"outer: got {self.outer!r}, expected 'average' or 'nesterov'": self.outer in ("average", "nesterov"),
+            f"learning_rate: got {self.learning_rate}, expected more than 0": self.learning_rate > 0,
+            f"momentum: got {self.momentum}, expected 0 or more, below 1": 0 <= self.momentum < 1,
+            f"warmup_steps: got {self.warmup_steps}, expected at least 0": self.warmup_steps >= 0,
+        }
+        if message := next((message for message, holds in valid.items() if not holds), ""):
+            raise ValueError(message)
 
 
 class LocalUpdates(Distributed):
@@ -68,7 +76,7 @@ class LocalUpdates(Distributed):
     velocities_of_rounds: list[keras.Variable]
     steps_of_round: keras.Variable
     ending: Any
-    """`end_round` as a graph"""
+    """`end_round` as a graph, which is made anew when layers were frozen"""
 
     @property
     def no_loss_scale(self) -> str:
@@ -91,7 +99,8 @@ class LocalUpdates(Distributed):
         }
         for name, value in state.items():
             object.__setattr__(self, name, value)
-        self.added.extend([*state["starts"], *state["velocities_of_rounds"], state["steps_of_round"]])
+        added = (*self.added, *state["starts"], *state["velocities_of_rounds"], state["steps_of_round"])
+        object.__setattr__(self, "added", added)
 
     def of_one_rank(self, now: bool) -> list[Any]:
         shared = {id(variable) for variable in (*self.added, self._iterations, *self._rates())}
@@ -107,18 +116,18 @@ class LocalUpdates(Distributed):
         """Remembers the weights if a round starts; gradients are this rank's own, but for those of ordinary steps."""
         begins = tf.equal(self.steps_of_round.value, 0)
         tf.cond(begins, self._begin_round, lambda: None)
+        local, alone = [self.is_local(variable) for variable in variables], self.reduction.of_this_rank
         if not self.local.warmup_steps:
-            return list(grads)
-        local = [self.is_local(variable) for variable in variables]
-        ordinary = self.reduction.uncompressed()
-        reduced = tf.cond(self._is_ordinary(), lambda: ordinary(grads, variables, local), lambda: list(grads))
-        return list(reduced)
+            return alone(grads, variables, local)
+        arguments, ordinary = (grads, variables, local), self.reduction.uncompressed
+        return list(tf.cond(self._is_ordinary(), lambda: ordinary(*arguments), lambda: alone(*arguments)))
 
     def _backend_update_step(self, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
         super()._backend_update_step(grads, trainable_variables, learning_rate)
         one = 1 - tf.cast(self._is_ordinary(), tf.int64) if self.local.warmup_steps else 1
         made = self.steps_of_round.value.assign_add(one)
-        tf.cond(made >= self.local.steps, self.end_round, lambda: None)
+        places = self.places_of_round()
+        tf.cond(made >= self.local.steps, lambda: self.end_round(places), lambda: None)
         PLACE.note("reduced", [variable.value for variable in trainable_variables])
 
     def _is_ordinary(self) -> tf.Tensor:
@@ -128,13 +137,17 @@ class LocalUpdates(Distributed):
         for start, variable in zip(self.starts, self._trainable_variables, strict=True):
             start.assign(variable)
 
-    def end_round(self) -> None:
-        """Sets the weights to the outer optimizer's. A collective."""
-        places = [index for index, one in enumerate(self._trainable_variables) if not self.is_local(one)]
+    def places_of_round(self) -> tuple[int, ...]:
+        """Indices of the weights that rounds change: neither those of this rank alone, nor those of frozen layers."""
+        each = enumerate(self._trainable_variables)
+        return tuple(place for place, one in each if one.trainable and not self.is_local(one))
+
+    def end_round(self, places: Sequence[int]) -> None:
+        """Sets weights to the outer optimizer's. A collective."""
         variables = [self._trainable_variables[place] for place in places]
         starts = [self.starts[place] for place in places]
         changes = [start.value - variable.value for start, variable in zip(starts, variables, strict=True)]
-        means = self.reduction(changes, variables, [False] * len(variables))
+        means = self.reduction.of_rounds(changes, variables, [False] * len(variables))
         for place, start, variable, mean in zip(places, starts, variables, means, strict=True):
             if self.local.outer == "nesterov":
                 velocity = self.velocities_of_rounds[place]
@@ -142,6 +155,8 @@ class LocalUpdates(Distributed):
                 mean = mean + self.local.momentum * velocity.value
             rate = self.local.learning_rate if self.local.outer == "nesterov" else 1.0
             variable.assign(start.value - scaled(mean, rate))
+            if variable.constraint is not None:
+                variable.assign(variable.constraint(variable))
         self.steps_of_round.assign(0)
 
 
@@ -187,4 +202,4 @@ def end_round(model: keras.Model) -> None:
     """
     for optimizer in map(innermost, optimizers_of(model)):
         if isinstance(optimizer, LocalUpdates) and optimizer.built and int(optimizer.steps_of_round):
-            optimizer.ending()
+            optimizer.ending(optimizer.places_of_round())

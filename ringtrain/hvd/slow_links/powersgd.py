@@ -123,6 +123,8 @@ class LowRank:
             result = tf.matmul(left, right, transpose_b=True)
             if matrix.error is not None:
                 matrix.error.assign(tf.reshape(one - result, matrix.error.shape))
-            matrix.right.assign(right)
+            # A column of zeros, as of a gradient that is zero, would stay zero: the next step begins with the last one.
+            is_zero = tf.reduce_all(tf.equal(right, 0), axis=0)
+            matrix.right.assign(tf.where(is_zero, matrix.right.value, right))
             results.append(tf.reshape(result, gradient.shape))
         return results, means[len(lefts) :]

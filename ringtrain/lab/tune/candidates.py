@@ -128,7 +128,8 @@ def next_lever(name: str, facts: Facts, config: Config, launcher: str, allow_com
         return Lever(name, tuple(Choice({"device.threads": n}) for n in sorted(numbers)) if facts.threads else ())
     if name == "groups":
         numbers = {n for n in (1, 2, 4, 8) if n < facts.num_gradients} - {config.hvd.groups}
-        return Lever(name, () if fixed else tuple(Choice({"hvd.groups": n}) for n in sorted(numbers)))
+        choices = tuple(Choice({"hvd.groups": n}) for n in sorted(numbers) if _is_valid(config, {"hvd.groups": n}))
+        return Lever(name, () if fixed else choices)
     if name == "update":
         useful = config.optimizer.name not in FUSED and not config.optimizer.jit and config.strategy.name == "ring"
         return Lever(name, (Choice({"optimizer.jit": True}),) if useful else ())

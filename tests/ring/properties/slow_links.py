@@ -115,6 +115,11 @@ def bfloat16_is_rounded_twice():
     assert np.abs(near.numpy() + mean).max() < 2**-6 * np.abs(numbers).max() * 1e30
     assert (near.numpy() != -mean.astype("float32")).any()
     assert small.spread_of(near) == 0
+    half = keras.Variable(np.zeros(3, "float16"), name="half")
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=hvd.Compression.bf16)
+    optimizer.build([half])
+    optimizer.apply([tf.ones(3, tf.float16)], [half])
+    assert (half.numpy() == -1).all(), half
 
 
 def averaged_local_steps_of_one_are_ordinary_steps():
@@ -204,6 +209,75 @@ def a_round_can_be_ended_and_compressed():
     assert "kernel" in small.raised(OutOfSync, lambda: hvd.check_in_sync(plain))
 
 
+def a_gradient_of_zeros_does_not_stop_the_iteration():
+    """A step whose gradient is zero leaves no direction; later ones must still be sent, also of other rows."""
+    random = np.random.default_rng(0)
+    variable = keras.Variable(np.zeros((12, 10), "float32"), name="kernel")
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=hvd.Compression.powersgd(2))
+    optimizer.build([variable])
+    gradients = [np.zeros((12, 10), "float32"), *random.normal(size=(20, 12, 10)).astype("float32")]
+    for gradient in gradients:
+        gradient[:4] = 0
+        optimizer.apply([tf.constant(gradient)], [variable])
+    (error,) = hvd.variables_of_one_rank(optimizer)
+    assert np.abs(variable.numpy()[4:]).max() > 1
+    assert np.abs(error.numpy() - variable.numpy() - np.sum(gradients, 0)).max() < 1e-4
+
+
+def local_steps_with_equal_data_are_ordinary_steps():
+    """With summed micro-steps, rows of an embedding that occur twice, and a variable of one rank alone."""
+    keras.utils.set_random_seed(3)
+    start = keras.random.normal((20, 12))
+    random = np.random.default_rng(0)  # the same numbers on every rank
+    steps = [(random.integers(0, 20, 8), random.normal(size=(8, 12)), random.normal(size=5)) for _ in range(8)]
+    results = []
+    for options in ({}, {"local_steps": 4}, {"local_steps": hvd.LocalSteps(2, warmup_steps=2)}):
+        weights = [keras.Variable(start, name="rows"), keras.Variable(np.zeros(5, "float32"), name="own")]
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01, epsilon=0.1), **options)
+        optimizer.register_local_var(weights[1])
+        dense = keras.Variable(np.zeros(5, "float32"), name="dense")
+        summed = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=2, **options)
+        optimizer.build(weights)
+        summed.build([dense])
+        for rows, values, own in steps:
+            sparse = tf.IndexedSlices(tf.constant(values, tf.float32), tf.constant(rows), tf.constant([20, 12]))
+            optimizer.apply([sparse, tf.constant(own, tf.float32)], weights)
+            summed.apply([tf.constant(own, tf.float32)], [dense])
+        results.append([one.numpy() for one in (*weights, dense)])
+    for other in results[1:]:
+        for one, its in zip(results[0], other, strict=True):
+            np.testing.assert_allclose(one, its, rtol=1e-4, atol=1e-5)
+
+
+def frozen_weights_stay():
+    """Also with momentum and errors of earlier rounds; constraints hold after a round that was ended."""
+    for options in ({"local_steps": hvd.LocalSteps(2, "nesterov")}, {"local_steps": 2, "compression": FULL}):
+        model = small.build()
+        constraint = keras.constraints.UnitNorm()
+        model.layers[1].kernel.constraint = constraint
+        small.train(model, hvd.DistributedOptimizer(_adam(), **options), small.shares(4))
+        model.layers[0].trainable = False
+        kept = model.layers[0].kernel.numpy()
+        small.train(model, model.optimizer, small.shares(3))
+        assert hvd.steps_of_round(model) == 1
+        hvd.end_round(model)
+        assert (model.layers[0].kernel.numpy() == kept).all(), options
+        assert small.spread(model) == 0
+        norms = np.linalg.norm(model.layers[1].kernel.numpy(), axis=0)
+        np.testing.assert_allclose(norms, 1, rtol=1e-5)
+
+
+def states_of_rounds_are_made_and_said():
+    """Also after a check of an optimizer that is not built; within a round, nothing is said to be equal."""
+    optimizer = hvd.DistributedOptimizer(_adam(), local_steps=2)
+    assert hvd.check_averaging(optimizer) == "averaged"
+    model = small.train(small.build(), optimizer, small.shares(3))
+    batch = small.global_batches(1)[0]
+    assert "hvd.end_round" in small.raised(ValueError, lambda: hvd.prove(model, batch))
+    hvd.end_round(model)
+    assert hvd.prove(model, batch)["updates get gradients"] == "averaged after each round of 2 local steps"
+
+
 @only(np=2, launcher="mpi")
 def keras_fit_evaluates_equal_weights():
     """Validation in the middle of `fit` and the model after it are those of all ranks."""
@@ -238,6 +312,11 @@ def saved_models_are_plain():
         for x, y in small.shares(2):
             again.train_on_batch(x, y)
         assert small.spread(again) == 0
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "model.weights.h5"
+            model.save_weights(path)
+            again.load_weights(path)
+        assert int(again.optimizer.iterations) == 4
 
 
 @only(np=2, launcher="mpi")
@@ -252,12 +331,20 @@ def what_does_not_work_together_is_refused():
         "rank": lambda: hvd.Compression.powersgd(0),
         "at least 1": lambda: wrap(sgd(), local_steps=0),
         "LossScaleOptimizer": lambda: wrap(scaled(sgd()), local_steps=2),
+        "expected 'average' or 'nesterov'": lambda: hvd.LocalSteps(4, "nestrov"),  # type: ignore[arg-type]
+        "warmup_steps": lambda: hvd.LocalSteps(4, warmup_steps=-1),
+        "compression_start_step: leave": lambda: wrap(
+            sgd(), compression=hvd.Compression.fp16, compression_start_step=3, sharded=True
+        ),
         "use_ema": lambda: wrap(sgd(use_ema=True), local_steps=2),
         "sharded": lambda: wrap(sgd(), local_steps=2, sharded=True),
         "mixed_bfloat16": lambda: scaled(wrap(sgd(), compression=low)).apply(
             [tf.ones((9, 9))], [keras.Variable(tf.ones((9, 9)))]
         ),
     }
+    mixed = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, dtype="mixed_float16")])
+    mixed.compile(scaled(wrap(sgd(), compression=low)), "mse")
+    cases["use mixed_bfloat16"] = lambda: mixed.train_on_batch(np.ones((2, 4)), np.ones((2, 3)))
     for word, action in cases.items():
         assert word in small.raised(ValueError, action), word
     assert "DistributedOptimizer" in small.raised(
