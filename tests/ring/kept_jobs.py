@@ -12,7 +12,7 @@ import numpy as np
 from fit_alike import X, Y, compiled, dense, distance, options
 
 import ringtrain.hvd as hvd
-from ringtrain.config import HealthConfig
+from ringtrain.config import HealthConfig, HvdConfig
 from ringtrain.errors import RingtrainError
 
 ROWS, BATCH = 96, 32
@@ -91,14 +91,17 @@ def a_kept_fit_ends_on_all_ranks() -> None:
 
 def a_kept_fit_refuses_what_cannot_work() -> None:
     run = hvd.callbacks.Run("kept-refused", batch_size=16, options=options())
+    late = hvd.callbacks.Run("kept-refused", batch_size=16, options=options(hvd=HvdConfig(compression="fp16")))
     for message, wrap, rows in (
+        ("options set hvd.compression: leave it out, pass it to", hvd.DistributedOptimizer, 32),
         ("the optimizer is not distributed", lambda optimizer: optimizer, 32),
         ("different numbers of batches", hvd.DistributedOptimizer, 32 + 16 * hvd.rank()),
         ("non-finite loss on rank 1", hvd.DistributedOptimizer, 32),
     ):
         x = np.where(hvd.rank() and "finite" in message, np.nan, X[:rows])
         try:
-            _model(wrap).fit(x, Y[:rows], batch_size=16, verbose=0, callbacks=[run])
+            used = late if message.startswith("options") else run
+            _model(wrap).fit(x, Y[:rows], batch_size=16, verbose=0, callbacks=[used])
         except RingtrainError as error:
             assert message in str(error), error
         else:

@@ -46,7 +46,7 @@ from fit_alike import (
 
 import ringtrain
 import ringtrain.hvd as hvd
-from ringtrain.config import CheckpointConfig, HealthConfig, ModelConfig
+from ringtrain.config import CheckpointConfig, HealthConfig, HvdConfig, ModelConfig
 
 
 def plain_average(model: keras.Model, x: Any, y: Any, sample_weight: Any = None) -> keras.Model:
@@ -574,18 +574,26 @@ def resumed_by_other_ranks() -> None:
 
 def what_differs_is_refused() -> None:
     """Other data or another model on one rank, data that are no arrays, a model that is not compiled."""
+    compressed = options(hvd=HvdConfig(compression="fp16"))
     for words, arguments in (
         ("has another training data (fit divides it itself) than rank 0", {"y": Y + hvd.rank()}),
         ("expected arrays in memory", {"x": iter(())}),
         ("not compiled", {"model": dense()}),
         (
+            "options set hvd.compression, but the optimizer is distributed already",
+            {
+                "model": compiled(dense(), optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD())),
+                "options": compressed,
+            },
+        ),
+        (
             "has another model than rank 0",
             {"model": compiled(dense(*map(keras.layers.Dense, range(8, 8 + hvd.rank()))))},
         ),
     ):
-        given = {"model": compiled(dense()), "x": X, "y": Y} | arguments
+        given = {"model": compiled(dense()), "x": X, "y": Y, "options": options()} | arguments
         try:
-            ringtrain.fit(given["model"], given["x"], given["y"], verbose=0, options=options())
+            ringtrain.fit(given["model"], given["x"], given["y"], verbose=0, options=given["options"])
         except ringtrain.errors.RingtrainError as error:
             assert all(word in str(error) for word in words.split("|")), error
         else:

@@ -1,4 +1,4 @@
-"""Runs two lists of tests at the same time: those whose jobs mostly wait (hosts, Spark, faults), and all others.
+"""Runs two lists of tests at the same time, which take about as long: those whose jobs mostly wait, and all others.
 
 python tests/support/lanes.py [OPTION OF PYTEST ...]
 
@@ -16,6 +16,7 @@ from pathlib import Path
 WAITING = [
     *("tests/cluster", "tests/spark", "tests/faults"),
     *(f"tests/ring/test_{name}.py" for name in ("begin", "compare", "launch", "pages", "sweep", "tune")),
+    *(f"tests/ring/test_{name}.py" for name in ("prove", "slow_links", "virtual_ranks")),
 ]
 OTHERS = sorted({str(path) for path in Path("tests/ring").glob("test_*.py")} - {*WAITING})
 
