@@ -164,7 +164,7 @@ class _Reducing(keras.optimizers.Optimizer):
 
     @property
     def no_loss_scale(self) -> str:
-        """What does not allow that a step is skipped or scaled; "" if everything does."""
+        """Name of the feature that forbids loss scaling, whose steps may be skipped; "" if none does."""
         return name_of(self.reduction.compression) if self.low_rank else ""
 
     @property

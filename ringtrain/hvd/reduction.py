@@ -84,7 +84,7 @@ class Reduction:
 
     @functools.cached_property
     def of_this_rank(self) -> Reduction:
-        """What an update without communication does with this rank's gradients."""
+        """The same for an update without communication: merges rows, scales local variables and micro-steps."""
         return self.uncompressed._with("local", is_local=True)
 
     @functools.cached_property

@@ -113,6 +113,16 @@ MUTANTS = (
         _property("slow_links.full_rank_equals_the_ring"),
     ),
     Mutant(
+        *("columns of zeros that stay zero", "hvd/slow_links/powersgd.py"),
+        *("tf.where(is_zero, matrix.right.value, right)", "right"),
+        _property("slow_links.a_gradient_of_zeros_does_not_stop_the_iteration"),
+    ),
+    Mutant(
+        *("rounds that move frozen layers", "hvd/slow_links/local_steps.py"),
+        *("if one.trainable and not self.is_local(one)", "if not self.is_local(one)"),
+        _property("slow_links.frozen_weights_stay"),
+    ),
+    Mutant(
         *("rounds that begin where the last one began", "hvd/slow_links/local_steps.py"),
         *("start.assign(variable)", "pass"),
         _property("slow_links.a_round_is_what_its_formula_says"),

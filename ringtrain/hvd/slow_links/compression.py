@@ -16,7 +16,7 @@ class BFloat16(OfOptimizers):
 
 
 class Compression(HorovodsOwn):
-    """What `DistributedOptimizer(compression=...)` takes: `none`, `fp16`, `bf16`, or `powersgd(rank)`.
+    """Compressions for `DistributedOptimizer(compression=...)`: `none`, `fp16`, `bf16`, or `powersgd(rank)`.
 
     Example:
         >>> hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=hvd.Compression.powersgd(4))

@@ -76,7 +76,7 @@ class LocalUpdates(Distributed):
     velocities_of_rounds: list[keras.Variable]
     steps_of_round: keras.Variable
     ending: Any
-    """`end_round` as a graph, which is made anew when layers were frozen"""
+    """`end_round` as a tf.function, retraced when layers were frozen"""
 
     @property
     def no_loss_scale(self) -> str:
