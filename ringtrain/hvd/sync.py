@@ -19,7 +19,7 @@ from ringtrain.hvd.backend import Max, ProcessSet, global_process_set, horovod
 from ringtrain.hvd.batch_norm import batch_norm_layers, is_shared, seeds, weights_of_one_rank
 from ringtrain.hvd.collectives import allgather_object, broadcast_variables, copies_of, num_copies
 from ringtrain.hvd.distributed import Bypassed, distribute, variables_of_one_rank
-from ringtrain.hvd.keras_patches import distributed, innermost, optimizers_of, refuse_horovods_own
+from ringtrain.hvd.keras_patches import distributed, innermost, layers_of, optimizers_of, refuse_horovods_own
 from ringtrain.hvd.placement import CPU
 from ringtrain.hvd.reduction import OP_WORDS, averaged_by_adasum
 from ringtrain.hvd.sharded import sharded_slots
@@ -265,7 +265,7 @@ def run_together(action: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def prove(model: keras.Model, batch: Any, tolerance: float = 1e-4) -> dict[str, str]:
+def prove(model: keras.Model, batch: Any, tolerance: float | None = None) -> dict[str, str]:
     """Verifies what can be shown of a script's own model on all ranks; `ringtrain prove` shows more. Collective.
 
         model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam()), "mse")
@@ -275,7 +275,8 @@ def prove(model: keras.Model, batch: Any, tolerance: float = 1e-4) -> dict[str, 
     Args:
         model: Compiled model with a distributed optimizer, after its variables were broadcast. It stays unchanged.
         batch: (x, y) or (x, y, sample_weight), the same on every rank, with a row per rank or more.
-        tolerance: Largest distance of gradients, relative to their norm.
+        tolerance: Largest distance of gradients, relative to their norm. None: 1e-4, or 5e-2 if a layer computes in 16
+            bits.
 
     Returns:
         Evidence by claim: updates get the ranks' gradients combined; weights and slots are equal; and the mean of the
@@ -306,6 +307,8 @@ def prove(model: keras.Model, batch: Any, tolerance: float = 1e-4) -> dict[str, 
     with tf.device(CPU):
         mean = horovod.allreduce(tf.constant(own), name="ringtrain_prove").numpy()
         alone = horovod.allreduce(tf.constant(_apart(own, whole)), op=Max, name="ringtrain_prove_alone").numpy()
+    if tolerance is None:
+        tolerance = 5e-2 if any("16" in layer.compute_dtype for layer in layers_of(model)) else 1e-4
     distance = _apart(mean, whole)
     if distance > tolerance:
         raise OutOfSync(

@@ -16,7 +16,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ringtrain.errors import OutOfSync
+from ringtrain import hvd
+from ringtrain.errors import ConfigError, OutOfSync
 from ringtrain.hvd.keras_patches import innermost
 from ringtrain.hvd.step_timing import PLACE
 from ringtrain.optim.shared_step import SharedStep, StepResult, reduced_by_dtype
@@ -104,6 +105,12 @@ class VirtualRanks(SharedStep):
     def __init__(self, model: keras.Model, input_shape: Sequence[int], num: int) -> None:
         super().__init__(model, input_shape)
         self.num = num
+        synchronized = [layer for layer in hvd.batch_norm_layers(model) if hasattr(layer, "device_of_sums")]
+        if synchronized:
+            raise ConfigError(
+                f"train.virtual_ranks: layer {synchronized[0].name} (SyncBatchNormalization) would use the rows of real"
+                " ranks: use BatchNormalization"
+            )
 
     def parts(self) -> Sequence[int]:
         return of_rank(self.num, *self.reduction.place())

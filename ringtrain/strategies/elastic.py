@@ -287,7 +287,7 @@ class Committer(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.state.num_commits += 1  # a step is progress, after which the same failure is another one
         is_due = self.scheduler.global_step % self.run.config.elastic.commit_every_steps == 0
-        if is_due and not self.scheduler.epoch_complete:
+        if is_due and not self.scheduler.epoch_complete and not self.run.callbacks.stop.stopped_by:
             self.state.commit()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

@@ -83,6 +83,11 @@ def test_more_ranks_than_virtual_ranks_are_refused(tmp_path: Path) -> None:
     assert "train.virtual_ranks: got 2 on 3 ranks" in shown
 
 
+def test_layers_that_use_the_rows_of_real_ranks_are_refused(tmp_path: Path) -> None:
+    shown = train(tmp_path, 2, *VIRTUAL, "--model.name", "proved:synced", code=2)
+    assert "(SyncBatchNormalization) would use the rows of real ranks: use BatchNormalization" in shown
+
+
 def test_they_train_what_one_big_batch_does(tmp_path: Path) -> None:
     """But for rounding: the same samples, the mean of the gradients, the same learning rate."""
     job = ["--model.name", "mlp", "--train.epochs", "2", "--optimizer.name", "sgd"]

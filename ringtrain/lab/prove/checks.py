@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from ringtrain.run import checkpoint
 
 TOLERANCES = {"float64": 1e-9, "float32": 2e-3}
 """largest distance of weights, slots and metrics from those of one process, relative to their norm"""
+LEAST_NORM = 0.01
 NOT_SEEDED = (
     "likely a layer or loss that draws random numbers outside of Keras' seed generators, or data that are shuffled or"
     " drawn without a seed"
@@ -50,6 +52,8 @@ class Outcome:
     folder: Path
     error: str = ""
     """why it has failed; "": it has not"""
+    code: int = 0
+    """exit code of its launch"""
 
     @functools.cached_property
     def last(self) -> checkpoint.Checkpoint:
@@ -59,6 +63,20 @@ class Outcome:
     def state(self) -> dict[str, NDArray[Any]]:
         """Weights and optimizer at its end."""
         return {name: array for name, array in self.last.arrays("state").items() if name.isdigit()}
+
+    def kinds(self) -> dict[str, str]:
+        """Kind of each array of `state`: "weights", or a slot's name."""
+        paths = [path for path, *_ in self.last.manifest["variables"]]
+        first = next((place for place, path in enumerate(paths) if path.endswith("/iteration")), len(paths))
+        return {str(i): "weights" if i < first else path.rpartition("_")[2] for i, path in enumerate(paths)}
+
+    def apart(self, other: Outcome) -> float:
+        """Largest distance of an array from that of another run."""
+        return apart(self.state(), other.state(), self.kinds())
+
+    @property
+    def num_steps(self) -> int:
+        return int(parse_json((self.folder / "summary.json").read_text(encoding="utf-8"))["global_step"])
 
     def metrics(self) -> list[dict[str, float]]:
         """Metrics of its epochs."""
@@ -94,19 +112,31 @@ class Outcome:
         for name, array in ours.items():
             if array.tobytes() != theirs[name].tobytes():
                 path = self.last.manifest["variables"][int(name)][0]
-                return f"{path} differs by up to {apart({name: array}, theirs):.1e} of its norm"
+                return f"{path} differs by up to {apart({name: array}, theirs, {}):.1e} of its norm"
+        if len(self.metrics()) != len(other.metrics()):
+            return f"number of epochs differs: {len(self.metrics())} and {len(other.metrics())}"
         pairs = zip(self.metrics(), other.metrics(), strict=True)
         different = [name for one, its in pairs for name in one if one[name] != its.get(name)]
         return f"metric {different[0]} differs" if different else ""
 
 
-def apart(ours: Mapping[str, NDArray[Any]], others: Mapping[str, NDArray[Any]]) -> float:
-    """Largest distance of two states' arrays, relative to their norms."""
+def apart(ours: Mapping[str, NDArray[Any]], others: Mapping[str, NDArray[Any]], kinds: Mapping[str, str]) -> float:
+    """Largest distance of two states' arrays, relative to their norms.
+
+    An array of less than `LEAST_NORM` of its kind's norm counts as if it had that: weights whose gradient is zero in
+    theory, such as the bias of an attention's keys, are nothing but rounding.
+    """
+    floats = {name: array for name, array in others.items() if array.dtype.kind == "f" and name in ours}
+    norms = {name: float(np.linalg.norm(np.asarray(array, float))) for name, array in floats.items()}
+    squares: defaultdict[str, float] = defaultdict(float)
+    for name, norm in norms.items():
+        squares[kinds.get(name, name)] += norm**2
     distances = [0.0]
-    for name, array in ours.items():
-        if array.dtype.kind == "f" and array.shape == others[name].shape:
-            norm = float(np.linalg.norm(np.asarray(others[name], float)))
-            distances.append(float(np.linalg.norm(np.subtract(array, others[name], dtype=float))) / max(norm, 1e-12))
+    for name, norm in norms.items():
+        if ours[name].shape == floats[name].shape:
+            least = LEAST_NORM * math.sqrt(squares[kinds.get(name, name)])
+            distance = float(np.linalg.norm(np.subtract(ours[name], floats[name], dtype=float)))
+            distances.append(distance / max(norm, least, 1e-12))
     return max(distances)
 
 
@@ -123,28 +153,46 @@ def like_one_process(precision: str, one: Outcome, ranks: Outcome, part: Outcome
         return [Check(claim, None, f"depends on how a batch is divided, by design: {'; '.join(phrases)}")]
     if precision == "float64" and (narrow := [name for line in ranks.recorded() for name in line.get("narrow", ())]):
         return [Check(claim, None, f"layer {narrow[0]} computes in another dtype, as the model asks")]
-    distance, wrong = apart(ranks.state(), one.state()), apart(part.state(), one.state())
+    distance, wrong = ranks.apart(one), part.apart(one)
     evidence = f"{distance:.1e} apart, at most {limit:.0e}; a process with a part of each batch only: {wrong:.1e}"
     if distance > limit:
         evidence += f"; {NO_MEAN}"
     elif wrong <= limit:
         evidence += "; the job changes its weights too little to tell: try a larger learning rate"
-    check = Check(claim, distance <= limit < wrong, evidence)
+        return [Check(claim, None, evidence)]
+    check = Check(claim, distance <= limit, evidence)
     return [check, same_metrics(precision, one, ranks)] if check.holds else [check]
+
+
+def as_rounded(narrow: Sequence[Check], wide: Sequence[Check]) -> list[Check]:
+    """Checks in both precisions: what holds in float64 alone is not shown in float32, where rounding is amplified."""
+    first, *rest = narrow
+    if first.holds is False and wide[0].holds:
+        distance, _, _ = first.evidence.partition(";")
+        why = "but not in float64: rounding that the optimizer amplifies, e.g. where gradients are zero"
+        first = Check(first.claim, None, f"{distance}, {why}")
+    return [first, *rest, *wide]
 
 
 def same_metrics(precision: str, one: Outcome, ranks: Outcome) -> Check:
     """Check of the metrics of all epochs."""
     apart_by_name: dict[str, float] = {}
+    claim = f"metrics of one process, {precision}"
+    if len(ranks.metrics()) != len(one.metrics()):
+        return Check(claim, False, f"{len(ranks.metrics())} epochs in place of {len(one.metrics())}; {NO_SUM}")
     for ours, its in zip(ranks.metrics(), one.metrics(), strict=True):
         for name in ours.keys() & its.keys():
-            distance = abs(ours[name] - its[name]) / max(abs(its[name]), 1e-3)
-            apart_by_name[name] = max(distance, apart_by_name.get(name, 0.0))
+            value, expected = (np.asarray(one[name], float) for one in (ours, its))  # None, for NaN, becomes NaN
+            distance = np.abs(value - expected) / np.maximum(np.abs(expected), 1e-3)
+            distance = np.where(
+                np.isnan(value) & np.isnan(expected), 0.0, np.where(np.isnan(distance), np.inf, distance)
+            )
+            apart_by_name[name] = max(float(distance.max()), apart_by_name.get(name, 0.0))
     worst = max(apart_by_name, key=lambda name: apart_by_name[name])
     holds = apart_by_name[worst] <= max(TOLERANCES[precision], 1e-6)  # metrics are float32 at best
     evidence = f"{', '.join(sorted(apart_by_name))}: at most {apart_by_name[worst]:.1e} apart ({worst})"
     why = "" if holds else f"; {NO_SUM}"
-    return Check(f"metrics of one process, {precision}", holds, evidence + why)
+    return Check(claim, holds, evidence + why)
 
 
 def every_sample_once(one: Outcome, ranks: Outcome) -> Check:
@@ -198,6 +246,19 @@ def in_sync(ranks: Outcome) -> Check:
     claim = "ranks equal after every epoch"
     summary = parse_json((ranks.folder / "summary.json").read_text(encoding="utf-8"))
     return Check(claim, bool(summary["in_sync"]), f"checksum {summary['checksum']} on {summary['num_ranks']} ranks")
+
+
+def killed(claim: str, undisturbed: Outcome, attempts: Sequence[Outcome], again: Outcome) -> Check:
+    """Check of a run that was stopped, then killed, then ended, in as many attempts."""
+    stopped, lost, resumed = attempts
+    if resumed.error:
+        return Check(claim, False, resumed.error)
+    if (stopped.code, lost.code) != (143, 137):
+        codes = (
+            f"the first attempts ended with {stopped.code} and {lost.code}, expected 143 (SIGTERM) and 137 (SIGKILL)"
+        )
+        return Check(claim, None, codes)
+    return same_bits(claim, undisturbed, resumed, again)
 
 
 def control(claim: str, first: Outcome, second: Outcome) -> Check:

@@ -10,9 +10,10 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ringtrain import config_io
 from ringtrain.cluster import processes
@@ -31,6 +32,27 @@ EPOCHS = 2
 RECORDER = "ringtrain.lab.prove.rows:Rows"
 MARK = ".prove"
 """file in a folder that the next proof may delete"""
+STRATEGIES = ("ring", "mpi-ring")
+NOT_TOLD = {
+    "train.patience": 0,
+    "train.target_accuracy": 0,
+    "train.max_time_s": 0,
+    "tracking.mlflow": "",
+    "tracking.wandb": "off",
+    "tracking.timeline_steps": 0,
+    "hvd.groups": 0,
+    "hvd.fusion_mb": -1,
+    "chaos": "",
+}
+"""options of all runs: none ends early or is told to a tracker, and the order of additions is fixed"""
+PLAIN = {
+    "train.precision": "float32",
+    "train.virtual_ranks": 0,
+    "hvd.compression": "none",
+    "hvd.local_steps": 1,
+    "hvd.op": "average",
+}
+"""options of runs that are compared with one process, which does not round, leave out or add up as these do"""
 WORDS = {True: "holds", False: "DOES NOT HOLD", None: "not shown"}
 
 
@@ -38,7 +60,7 @@ WORDS = {True: "holds", False: "DOES NOT HOLD", None: "not shown"}
 class Options:
     """Options of the command."""
 
-    steps: int = opt.count(6, "steps of an epoch; each run has two epochs")
+    steps: int = opt.option(6, "steps of an epoch, 4 or more; each run has two epochs (6)", "N", least=4)
     out: str = opt.out()
     html: str = opt.option("", "write a page about them", "FILE")
 
@@ -47,6 +69,8 @@ def main(options: Options, given: argparse.Namespace, _: ranks.Call) -> int:
     """Trains, prints and writes the certificate. Returns 0, or 1 if something does not hold."""
     base = config_io.read(given.command)
     setup.find(base)  # report a mistake before anything starts
+    if base.strategy.name not in STRATEGIES:
+        raise LaunchError(f"strategy.name: got {base.strategy.name}, expected {' or '.join(STRATEGIES)}")
     num_ranks = given.np or sum(host.slots for host in given.found_hosts)
     if num_ranks < 2:
         raise LaunchError(f"got {num_ranks} rank, expected 2 or more, whose result is compared with one process: -np 2")
@@ -75,9 +99,7 @@ class Job:
         """Trains the runs one after the other, and compares them."""
         base, num = self.base, self.num_ranks
         whole, exact = ["--train.batch-size", str(base.train.batch_size * num)], ["--hvd.deterministic"]
-        # One process can be compared with nothing that rounds each rank's gradient, or leaves parts of it out.
-        plain = {"train.precision": "float32", "hvd.compression": "none", "hvd.local_steps": 1}
-        single = [word for name, value in plain.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        single = _arguments(PLAIN)
         one = self.run("one", 1, *whole, *single)
         if one.error:
             raise LaunchError(f"the job fails on one process: {one.error}")
@@ -89,29 +111,36 @@ class Job:
         if found[-1].holds is not None:
             wide = [*single, "--train.precision", "float64"]
             runs = (self.run("one-float64", 1, *whole, *wide), self.run("ranks-float64", num, *exact, *wide))
-            found += checks.like_one_process("float64", *runs, part)
-        if off := [name for name, value in plain.items() if value_of(base, name) != value]:
+            found = checks.as_rounded(found, checks.like_one_process("float64", *runs, part))
+        if off := [name for name, value in PLAIN.items() if value_of(base, name) != value]:
             several = self.run("ranks-as-configured", num, *exact)
             found = [replace(one, evidence=f"{one.evidence}; without {', '.join(off)}") for one in found]
         found = [checks.in_sync(several), checks.every_sample_once(one, several), *found]
         again, seed = self.run("again", num, *exact), self.run("seed", num, *exact, "--seed", str(base.seed + 1))
         found.append(checks.same_bits("two equal runs", several, again))
         found.append(checks.control("negative control: a run with another seed is another", several, seed))
-        middle = EPOCHS * self.options.steps * base.optimizer.accumulation_steps // 2
-        faults = f"rank=0 step={middle - 1} mode=sigterm, rank={num - 1} step={middle + 1} mode=sigkill"
+        steps = several.num_steps // EPOCHS
+        faults = f"rank=0 step={steps // 2} mode=sigterm, rank={num - 1} step={steps + steps // 2 + 1} mode=sigkill"
         often = ["--checkpoint.every-steps", "1", "--health.agree-every-steps", "1"]
-        for _ in range(3):
-            killed = self.run("killed", num, *exact, *often, "--chaos", faults)
         claim = "stopped, resumed, killed and resumed, within an epoch: as without"
-        found.append(checks.same_bits(claim, several, killed, again))
+        if steps < 4:
+            found.append(Check(claim, None, f"an epoch has {steps} steps here: too few samples"))
+        else:
+            attempts = [self.run("killed", num, *exact, *often, "--chaos", faults) for _ in range(3)]
+            found.append(checks.killed(claim, several, attempts, again))
         return [*found, *self.virtual_ranks()]
+
+    @property
+    def least_virtual(self) -> int:
+        """Least number of virtual ranks for as many ranks."""
+        return 1 << (self.num_ranks - 1).bit_length()
 
     def virtual_ranks(self) -> list[Check]:
         """Compares runs with virtual ranks on one process and on several."""
-        virtual = 1 << (self.num_ranks - 1).bit_length()
+        virtual = self.least_virtual
         words = ["--train.virtual-ranks", str(virtual)]
         alone = self.run("virtual-1", 1, *words)
-        if "train.virtual_ranks" in alone.error:
+        if "virtual_ranks" in alone.error or "virtual ranks" in alone.error:
             return [Check("the same bits on any number of ranks", None, alone.error)]
         others = sorted({2, self.num_ranks})
         return [
@@ -127,16 +156,17 @@ class Job:
         """Trains once, or resumes; options that `words` repeat win."""
         base, rows = self.base, self.folder / name / "rows"
         rows.mkdir(parents=True, exist_ok=True)
-        num_samples = self.options.steps * self.num_ranks * base.train.batch_size * base.optimizer.accumulation_steps
+        num_parts = max(self.least_virtual, base.train.virtual_ranks)
+        num_samples = self.options.steps * num_parts * base.train.batch_size * base.optimizer.accumulation_steps
         short = {
-            "--train.epochs": EPOCHS,
-            "--data.max-samples": num_samples,
-            "--schedule.warmup-epochs": min(base.schedule.warmup_epochs, 1),
-            "--run.directory": self.folder,
-            "--run.name": name,
-            "--run.resume": "auto",
+            "train.epochs": EPOCHS,
+            "data.max_samples": num_samples,
+            "schedule.warmup_epochs": min(base.schedule.warmup_epochs, 1),
+            "run.directory": self.folder,
+            "run.name": name,
+            "run.resume": "auto",
         }
-        said = [str(word) for pair in short.items() for word in pair]
+        said = _arguments(NOT_TOLD | short)
         said += ["--train.callbacks", *base.train.callbacks, RECORDER]
         launch = ["ringtrain", "launch", *self.given.launch_words, "-np", str(num_ranks)]
         trainer = ["python", "-m", "ringtrain.train", *self.given.command, *said, *words]
@@ -148,7 +178,12 @@ class Job:
             log,
         )
         code = process.wait()
-        return Outcome(self.folder / name, jobs.reason_of(log, code) if code else "")
+        return Outcome(self.folder / name, jobs.reason_of(log, code) if code else "", code)
+
+
+def _arguments(options: Mapping[str, Any]) -> list[str]:
+    """Options as arguments of a command line."""
+    return [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def show(found: Sequence[Check], options: Options, command: Sequence[str], num_ranks: int) -> None:
