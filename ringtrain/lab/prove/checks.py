@@ -68,7 +68,8 @@ class Outcome:
         """Kind of each array of `state`: "weights", or a slot's name."""
         paths = [path for path, *_ in self.last.manifest["variables"]]
         first = next((place for place, path in enumerate(paths) if path.endswith("/iteration")), len(paths))
-        return {str(i): "weights" if i < first else path.rpartition("_")[2] for i, path in enumerate(paths)}
+        kinds = ["weights" if place < first else path.rpartition("_")[2] for place, path in enumerate(paths)]
+        return {name: kinds[int(name)] for name in self.state()}
 
     def apart(self, other: Outcome) -> float:
         """Largest distance of an array from that of another run."""
