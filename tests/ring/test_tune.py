@@ -18,12 +18,15 @@ def test_every_candidate_is_decided_and_the_toml_trains(tmp_path):
     ended = run(0, [str(word) for word in argv], 600, warm=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "of 3600 s: as it was" in ended.stderr
-    for candidate in ("hvd.groups=1", "hvd.groups=2", "hvd.compression=powersgd:4", "hvd.local_steps=8"):
+    candidates = ["hvd.groups=1", "hvd.groups=2", "hvd.compression=fp16", "hvd.local_steps=8"]
+    if not re.search(r"^ *groups .* kept", ended.stdout, re.M):  # groups that were faster do not go with it
+        candidates.append("hvd.compression=powersgd:4")
+    for candidate in candidates:
         assert re.search(rf"^ *(groups|compression) +{candidate} .*(kept|certain|better)", ended.stdout, re.M)
     line = ended.stdout.splitlines()[-1]
     assert re.search(r"ringtrain launch --hosts localhost:2 .*-- python -m ringtrain.train --config ", line)
     assert f"#   {line}" in (tmp_path / "tuned.toml").read_text().splitlines()[:5]
-    told = ["--config", tmp_path / "tuned.toml", "--hvd.groups", "2", "--train.epochs", "1"]
+    told = ["--config", tmp_path / "tuned.toml", "--hvd.compression", "none", "--hvd.groups", "2", "--train.epochs", "1"]
     trained = run(2, ["python", "-m", "ringtrain.train", *map(str, told)], 300, warm=True)
     assert trained.returncode == 0, trained.stdout + trained.stderr
     summary = json.loads((tmp_path / "runs" / "tuned" / "summary.json").read_text())
