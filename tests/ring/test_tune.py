@@ -26,7 +26,8 @@ def test_every_candidate_is_decided_and_the_toml_trains(tmp_path):
     line = ended.stdout.splitlines()[-1]
     assert re.search(r"ringtrain launch --hosts localhost:2 .*-- python -m ringtrain.train --config ", line)
     assert f"#   {line}" in (tmp_path / "tuned.toml").read_text().splitlines()[:5]
-    told = ["--config", tmp_path / "tuned.toml", "--hvd.compression", "none", "--hvd.groups", "2", "--train.epochs", "1"]
+    told = ["--config", tmp_path / "tuned.toml", "--train.epochs", "1"]
+    told += ["--hvd.compression", "none", "--hvd.groups", "2"]
     trained = run(2, ["python", "-m", "ringtrain.train", *map(str, told)], 300, warm=True)
     assert trained.returncode == 0, trained.stdout + trained.stderr
     summary = json.loads((tmp_path / "runs" / "tuned" / "summary.json").read_text())
