@@ -100,6 +100,8 @@ def predict(profile: Profile, cluster: Cluster, setting: Setting) -> Prediction:
         ready_s = [stretch * (before_s + crowding * g.ready_s) for g in profile.gradients]
         gradients = list(zip(sizes, ready_s, strict=True))
         played = _play(gradients if ranks > 1 else [], slowest_s, cluster, setting)
+    if kind == "bf16" and cluster.transport is TRANSPORTS["gloo"]:
+        played.now_s += played.communication_s  # its alltoall and allgather take twice a ring's time for their bytes
     if ranks > 1:
         played.now_s += COMPRESS_S_PER_GB[kind] * profile.total_bytes / 1e9 * crowding * cores
     return _prediction(profile, cluster, setting, (compute_s, slowest_s, update_s), played)
