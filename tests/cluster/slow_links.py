@@ -151,12 +151,14 @@ def show(results: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, len(RATES), figsize=(13, 5.5), sharey=True)
+    colors = pyplot.get_cmap("tab20")
+    figure, panels = pyplot.subplots(1, len(RATES), figsize=(13, 4.5), sharey=True, layout="constrained")
     for rate, axes in zip(RATES, panels, strict=True):
         speeds = steps_per_s(results, rate)
-        print(f"\n| {rate} Mb/s | ms per step | speed | s to {TARGET:.0%} | MB to it | accuracy at the end, % |")
-        print("|---|---|---|---|---|---|")
-        for way in WAYS:
+        head = ("ms per step", "speed", f"s to {TARGET:.0%}", "MB to it", "accuracy at the end, %", "seeds")
+        print(f"\n| {rate} Mb/s | {' | '.join(head)} |")
+        print("|---|---|---|---|---|---|---|")
+        for number, way in enumerate(WAYS):
             runs = [points for seed in SEEDS if (points := points_of(results, way, seed))]
             if not runs or way not in speeds:
                 continue
@@ -166,17 +168,16 @@ def show(results: Path) -> None:
             ends = sorted(100 * run[-1][1] for run in runs)
             print(
                 f"| {way} | {1e3 / speed:,.1f} | {share:.2f} | {middle / speed:,.0f} | {megabytes(way, middle):,.1f} |"
-                f" {statistics.median(ends):.2f} ({ends[0]:.2f} to {ends[-1]:.2f}) |"
+                f" {statistics.median(ends):.2f} ({ends[0]:.2f} to {ends[-1]:.2f}) | {len(runs)} |"
             )
             mean = np.mean([[accuracy for _, accuracy in run] for run in runs], axis=0)
-            axes.plot([step / speed for step, _ in runs[0]], 100 * mean, marker=".", label=way)
+            axes.plot([step / speed for step, _ in runs[0]], 100 * mean, color=colors(number), label=way)
         axes.set(xscale="log", xlabel=f"seconds at {rate} Mb/s", ylim=(75, 91.5))
         axes.axhline(100 * TARGET, color="0.6", linestyle="--")
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("test accuracy, %")
-    panels[-1].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(results / "slow-links.png", dpi=80)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
+    figure.savefig(results / "slow-links.png", dpi=64)
 
 
 def main() -> None:
