@@ -125,7 +125,7 @@ def test_terminal_shows_the_proof_last_and_no_chatter(digits):
     assert {line.partition("]")[0] for line in ended.stdout.splitlines() if line} == {"[1,0"}  # rank 0 alone speaks
     assert said(ended, "stderr") == []
     logs = [(folder / "logs" / f"rank-{rank}.log").read_text() for rank in range(2)]
-    assert all(f"rank {rank} of 2" in log and "oneDNN" in log for rank, log in enumerate(logs))
+    assert all(f"rank {rank} of 2" in log for rank, log in enumerate(logs))
 
 
 def test_in_a_real_terminal_the_bar_moves_and_the_launcher_adds_no_prefix(tmp_path):
