@@ -1,4 +1,4 @@
-"""Prints the size of each folder of ringtrain/, and fails where a file, function or folder exceeds its limit in pyproject.
+"""Prints the size of each folder of ringtrain/, and checks the limits in pyproject.toml.
 
 python tests/support/house.py            # exit code 1 if something is over its limit
 """
