@@ -99,6 +99,8 @@ from ringtrain.hvd.batch_norm import (
     seeds,
     share_state,
     synchronize_batch_norm,
+    synchronized_layers,
+    unsynchronize,
     weights_of_one_rank,
 )
 from ringtrain.hvd.collectives import (

@@ -19,7 +19,7 @@ import tensorflow as tf
 from ringtrain.errors import RingtrainError
 from ringtrain.hvd.backend import Sum, horovod
 from ringtrain.hvd.collectives import copies_of, elastic, num_copies, unique_in_graph
-from ringtrain.hvd.keras_patches import layers_of, non_trainable_variables_made_by, saved_as_its_base
+from ringtrain.hvd.keras_patches import layers_of, make_plain, non_trainable_variables_made_by, saved_as_its_base
 from ringtrain.hvd.placement import CPU
 
 
@@ -69,7 +69,7 @@ def weights_of_one_rank(model: keras.Model) -> list[Any]:
     """
     if is_shared(model):
         return []
-    synchronized = (layer for layer in layers_of(model) if isinstance(layer, _Synchronized))
+    synchronized = synchronized_layers(model)
     equal = {id(variable) for layer in synchronized for variable in non_trainable_variables_made_by(layer)}
     return [variable for variable in layers_own_variables(model) if id(variable) not in equal]
 
@@ -119,6 +119,18 @@ def synchronize_batch_norm(model: keras.Model, device: str = "") -> int:
             layer.supports_jit = False
         object.__setattr__(layer, "device_of_sums", device)
     return len(layers)
+
+
+def synchronized_layers(model: keras.Model) -> list[Any]:
+    """Batch normalization layers that use the statistics of all ranks."""
+    return [layer for layer in layers_of(model) if isinstance(layer, _Synchronized)]
+
+
+def unsynchronize(layer: Any) -> None:
+    """Undoes `synchronize_batch_norm`."""
+    make_plain(layer, _Synchronized)
+    vars(layer).pop("device_of_sums", None)
+    layer.supports_jit = True
 
 
 def batch_norm_layers(model: keras.Model) -> Iterator[Any]:

@@ -14,12 +14,18 @@ import keras
 import tensorflow as tf
 
 from ringtrain.errors import OutOfSync
-from ringtrain.hvd.keras_patches import distributed, innermost, saved_as_its_base
+from ringtrain.hvd.keras_patches import distributed, innermost, make_plain, saved_as_its_base
 from ringtrain.hvd.reduction import Reduction, scaled
 from ringtrain.hvd.sharded import Part, Shards
 from ringtrain.hvd.slow_links.compression import name_of
 from ringtrain.hvd.slow_links.powersgd import LowRank
 from ringtrain.hvd.step_timing import PLACE
+
+OF_OBJECT = (
+    *("_reached", "_updated_variables", "added"),
+    *("starts", "velocities_of_rounds", "steps_of_round", "ending"),
+)
+"""attributes that the mixins set on an optimizer itself"""
 
 
 def distribute(
@@ -54,6 +60,23 @@ def distribute(
     if optimizer.built:
         optimizer.add_state()
     return optimizer
+
+
+def undistribute(optimizer: Any) -> None:
+    """Makes an optimizer Keras' own again, with its slots; a sharded one, of whose slots this rank has a part, stays."""
+    inner = innermost(optimizer)
+    if isinstance(inner, _Sharded) or not isinstance(inner, _Reducing):
+        return
+    reduction = inner.reduction
+    for single in [inner, *getattr(inner, "_inner_optimizers", ())]:
+        if getattr(single, "reduction", None) is not reduction:
+            continue  # the script has made this part of a MultiOptimizer distributed
+        for variable in single.added:
+            single._tracker.untrack(variable)
+        for name in OF_OBJECT:
+            vars(single).pop(name, None)
+        make_plain(single, _Reducing)
+    vars(optimizer).pop("register_local_var", None)
 
 
 def variables_of_one_rank(optimizer: Any, now: bool = False) -> list[Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src import api_export
 from keras.src.saving import object_registration
 from keras.src.trainers import trainer
 
@@ -137,12 +138,20 @@ def non_trainable_variables_made_by(layer: keras.Layer) -> list[Any]:
 
 def saved_as_its_base(mixin: type, base: type, attributes: Mapping[str, Any]) -> type:
     """Returns a subclass of `mixin` and `base` with base's name, module and registration, saved as a plain `base`."""
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    public = api_export.get_name_from_symbol(base)  # such as keras.optimizers.Adam
+    module = public.rpartition(".")[0] if public else base.__module__
+    names = {"__module__": module, "__qualname__": base.__qualname__}
     subclass = type(base.__name__, (mixin, base), {**names, **attributes})
     registered = object_registration.get_registered_name(base)
     if registered != base.__name__:
         object_registration.GLOBAL_CUSTOM_NAMES[subclass] = registered
     return subclass
+
+
+def make_plain(changed: Any, mixin: type) -> None:
+    """Gives an object whose class is from `saved_as_its_base` the class that it had before."""
+    kind = type(changed)
+    object.__setattr__(changed, "__class__", next(one for one in kind.__mro__ if not issubclass(one, mixin)))
 
 
 def jit_gradients(model: keras.Model) -> None:

@@ -20,7 +20,8 @@ from ringtrain import data, hvd
 from ringtrain.config import Config, changed_options
 from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError, DataError
-from ringtrain.hvd.keras_patches import distributed
+from ringtrain.hvd.distributed import undistribute
+from ringtrain.hvd.keras_patches import distributed, innermost
 from ringtrain.optim.uneven import UnevenBatches
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.run import console, devices, model_state, resume
@@ -236,19 +237,31 @@ def _is_sum(first: Any, second: Any, both: Any) -> bool:
 
 @contextlib.contextmanager
 def unchanged_afterwards(model: keras.Model) -> Iterator[None]:
-    """Context after which a model and its optimizer have no attributes of a run, and `model.fit` is Keras' again."""
+    """Context after which model, optimizers and layers are as before it, but for what is trained; see docs/fit.md."""
     objects = [model, *hvd.optimizers_of(model)]
+    of_script = [one for one in objects[1:] if distributed(one)]
+    synchronized = list(hvd.synchronized_layers(model))
     before = [{name: vars(one).get(name) for name in ("train_step", "apply")} for one in objects]
     jit_compile, model.jit_compile = model.jit_compile, False  # XLA has no kernel for Horovod's allreduce
     seed = context.global_seed()
     try:
         yield
+        if hvd.size() > 1 and hvd.local_steps_of(model) > 1 and not of_script:
+            slots = [slot for one in hvd.optimizers_of(model) for slot in innermost(one).of_one_rank(now=True)]
+            hvd.broadcast_variables(slots, root_rank=0)  # the ranks' slots differ
     finally:
         for one, values in zip(objects, before, strict=True):
             for name, value in values.items():
                 vars(one).pop(name, None)
                 if value is not None:
                     object.__setattr__(one, name, value)
+        for optimizer in hvd.optimizers_of(model):
+            if all(optimizer is not one for one in of_script):
+                undistribute(optimizer)
+        for layer in hvd.synchronized_layers(model):
+            if all(layer is not one for one in synchronized):
+                hvd.unsynchronize(layer)
+        vars(model).pop("ringtrain_gradients", None)
         model.jit_compile, model.train_function = jit_compile, None
         if hvd.size() > 1:  # the ranks' own seeds would shuffle the script's next dataset otherwise on each rank
             tf.random.set_seed(seed)

@@ -360,7 +360,10 @@ def another_order_on_a_rank_is_refused() -> None:
 
 
 def fitted_before() -> None:
-    """The step that Keras has traced before does not reduce gradients: it is traced anew, and once more for Keras."""
+    """The step that Keras has traced before does not reduce gradients: it is traced anew, and once more for Keras.
+
+    Afterwards the model is Keras' own again, which one rank alone can train and every rank can train once more.
+    """
 
     def make() -> keras.Model:
         model = compiled(dense(), metrics=["mae"])
@@ -368,9 +371,30 @@ def fitted_before() -> None:
         return model
 
     ours, _ = equals_one_process(make, X, Y, "fitted")
-    ours.fit(X[hvd.rank() :: hvd.size()][:32], Y[hvd.rank() :: hvd.size()][:32], verbose=0)  # one more by Keras itself
-    hvd.check_in_sync(ours)
+    before = ours.get_weights()
+    if hvd.rank() == 0:
+        ours.fit(X, Y, verbose=0)
+        ours.set_weights(before)
+    hvd.allgather_object(0, name="rank_0_has_trained_alone")
     assert "train_step" not in vars(ours) and "apply" not in vars(ours.optimizer)
+    sync = ModelConfig(sync_batch_norm=True)
+    for more in (
+        {"model": sync, "hvd": HvdConfig(compression="fp16")},
+        {"model": sync, "hvd": HvdConfig(compression="powersgd:1")},
+        {"hvd": HvdConfig(local_steps=2, outer_optimizer="nesterov")},
+    ):
+        model = compiled(dense(keras.layers.BatchNormalization()), optimizer=keras.optimizers.Adam(0.01))
+        model.fit(X[:32], Y[:32], verbose=0)
+        attributes, num_variables = set(vars(model.optimizer)), len(model.optimizer.variables)
+        for _ in range(2):
+            ringtrain.fit(model, X, Y, batch_size=32, verbose=0, options=options(**more))
+            hvd.check_in_sync(model)
+            assert type(model.optimizer) is keras.optimizers.Adam, type(model.optimizer).__mro__
+            assert type(model.layers[1]) is keras.layers.BatchNormalization
+            assert set(vars(model.optimizer)) == attributes and len(model.optimizer.variables) == num_variables
+        if hvd.rank() == 0:
+            model.fit(X, Y, verbose=0)
+        hvd.allgather_object(0, name="rank_0_has_trained_alone")
 
 
 class Subclass(keras.Model):

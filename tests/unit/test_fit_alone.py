@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -119,14 +120,19 @@ def test_an_error_shows_the_scripts_line() -> None:
 
 
 def test_the_model_is_keras_again(tmp_path: Path) -> None:
-    model = _model()
+    model = _model(jit_compile=True)
     _fit(model, tmp_path, epochs=1)
+    assert type(model.optimizer) is keras.optimizers.Adam and model.jit_compile
+    model.save(tmp_path / "saved.keras")
+    with zipfile.ZipFile(tmp_path / "saved.keras") as saved:
+        optimizer = json.loads(saved.read("config.json"))["compile_config"]["optimizer"]
+    assert (optimizer["module"], optimizer["class_name"]) == ("keras.optimizers", "Adam")
+    model.jit_compile = False
     assert "train_step" not in vars(model) and "apply" not in vars(model.optimizer) and model.train_function is None
     reference = keras.models.clone_model(model)
     reference.set_weights(model.get_weights())
     model.fit(X, Y, epochs=1, verbose=0)
     assert not np.array_equal(model.get_weights()[0], reference.get_weights()[0])
-    model.save(tmp_path / "saved.keras")
     assert type(keras.models.load_model(tmp_path / "saved.keras").optimizer) is keras.optimizers.Adam
 
 
