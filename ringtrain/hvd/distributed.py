@@ -63,7 +63,7 @@ def distribute(
 
 
 def undistribute(optimizer: Any) -> None:
-    """Makes an optimizer Keras' own again, with its slots; a sharded one, of whose slots this rank has a part, stays."""
+    """Makes an optimizer Keras' own again; a sharded one, of whose slots this rank has a part, stays."""
     inner = innermost(optimizer)
     if isinstance(inner, _Sharded) or not isinstance(inner, _Reducing):
         return
