@@ -25,6 +25,7 @@ from typing import Any
 from ringtrain.cluster import host_agent, processes
 from ringtrain.errors import LaunchError
 from ringtrain.protocol import plain_pickle
+from ringtrain.protocol.limited_server import LimitedServer
 
 CONNECT_TIMEOUT_S = 10
 VALUES = "RINGTRAIN_RANK_ENVIRONMENT"
@@ -144,10 +145,7 @@ def make_rendezvous() -> Any:
     """Class of Horovod's rendezvous server that listens on one address and requires a secret in requests."""
     from horovod.runner.http import http_server
 
-    class Server(http_server.RendezvousHTTPServer):
-        request_queue_size = 1024
-        daemon_threads = True
-
+    class Server(LimitedServer, http_server.RendezvousHTTPServer):
         def server_bind(self) -> None:
             """Does nothing until `open`: the address is not known yet."""
 
@@ -158,11 +156,6 @@ def make_rendezvous() -> Any:
             self.server_address = (address, 0)
             socketserver.TCPServer.server_bind(self)
             socketserver.TCPServer.server_activate(self)
-
-        def handle_error(self, request: object, client_address: object) -> None:
-            """Ignores connections that clients reset, close or leave open."""
-            if not isinstance(sys.exc_info()[1], OSError):
-                super().handle_error(request, client_address)
 
     class Rendezvous(http_server.RendezvousServer):
         opened: Any = None
@@ -193,24 +186,31 @@ def make_rendezvous() -> Any:
 
 
 def guarded(handler: Any, token: str) -> Any:
-    """Subclass of a request handler that requires a secret at the beginning of each path."""
+    """Subclass of a request handler that requires a secret at the beginning of each path, before it reads on."""
+    prefix = f"/{token}:".encode()
 
     class Guarded(handler):
         path: str
 
         def parse_request(self) -> bool:
+            path = [*self.raw_requestline.split(), b"", b""][1]
+            if not hmac.compare_digest(path[: len(prefix)], prefix):
+                self.requestline, self.request_version = "", "HTTP/1.0"
+                return self._refuse(403)
             if not super().parse_request():
                 return False
-            first, _, rest = self.path.removeprefix("/").partition("/")
+            rest = self.path.removeprefix("/").partition("/")[2]
             length = self.headers.get("Content-Length", "0")
-            given = first.partition(":")[0].encode(errors="replace")
-            known = hmac.compare_digest(given, token.encode())
-            if not known or rest.count("/") != 1 or not length.isdecimal() or int(length) > plain_pickle.MAX_BYTES:
-                self.close_connection = True
-                self.send_status_code(400 if known else 403)
-                return False
+            if rest.count("/") != 1 or not length.isdecimal() or int(length) > plain_pickle.MAX_BYTES:
+                return self._refuse(400)
+            self.server.trust(self.connection)  # its answer may have to wait for other ranks
             self.path = f"/{rest}"
             return True
+
+        def _refuse(self, status: int) -> bool:
+            self.close_connection = True
+            self.send_status_code(status)
+            return False
 
         def _put_value(self, scope: str, key: str, value: bytes) -> None:
             try:

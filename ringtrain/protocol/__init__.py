@@ -11,5 +11,6 @@ launcher_args: placement that a bare horovodrun or mpirun was given, read from i
 mpi_world:     MPI without Horovod: initialized once, finalized if the process succeeds
 transport:     heartbeats as JSON lines over TCP, behind a token
 json_text:     JSON from files and other processes, or ValueError
+limited_server: threaded TCP server that silent or many clients can neither keep from ending nor fill
 plain_pickle:  unpickles plain values alone, for Horovod's elastic services
 """

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import socket
+import socketserver
 import struct
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+
+from ringtrain.protocol.limited_server import LimitedServer
 
 MAX_BYTES = 1 << 20
 """per message"""
@@ -41,11 +45,19 @@ class _Reader(pickle.Unpickler):
 def loads(data: bytes) -> Any:
     """Unpickles plain values. Raises NotPlain for anything else."""
     try:
+        _check_sizes(data)
         return _Reader(io.BytesIO(data)).load()
     except NotPlain:
         raise
     except Exception as error:  # an invalid pickle can raise anything
         raise NotPlain(f"got {len(data)} bytes that are no pickle of plain values ({error!r})") from error
+
+
+def _check_sizes(data: bytes) -> None:
+    """Raises ValueError for lengths and memo indices beyond the data's, for which Python would allocate memory."""
+    for operation, argument, _ in pickletools.genops(data):  # checks the lengths
+        if operation.name.endswith("PUT") and int(argument or 0) > len(data):
+            raise ValueError(f"{operation.name} {argument}")
 
 
 def restrict(network: Any, address: str) -> None:
@@ -65,6 +77,8 @@ def restrict(network: Any, address: str) -> None:
         server = make_server((address, 0))
         return server, int(server.socket.getsockname()[1])
 
+    handler = socketserver.StreamRequestHandler
+    network.socketserver = SimpleNamespace(ThreadingTCPServer=LimitedServer, StreamRequestHandler=handler)
     network.Wire = Wire
     network.find_port = find_port
     network.cloudpickle = SimpleNamespace(dumps=network.cloudpickle.dumps, loads=loads)

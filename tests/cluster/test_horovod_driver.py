@@ -7,11 +7,14 @@ import importlib.util
 import io
 import os
 import pickle
+import resource
 import shutil
 import socket
 import struct
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +28,7 @@ from horovod.runner.elastic import rendezvous as elastic_rendezvous
 from horovod.runner.elastic.worker import HostsUpdatedRequest, HostUpdateResult
 
 from ringtrain.cluster import horovod_driver
-from ringtrain.protocol import plain_pickle
+from ringtrain.protocol import limited_server, plain_pickle
 
 PLAIN = ({"lo": [("127.0.0.1", 41000)]}, b"key")
 PUT = "/worker_addresses/host1:0"
@@ -101,6 +104,38 @@ def test_of_strangers_nothing_is_printed(server: Any, capfd: Any) -> None:
     assert capfd.readouterr().err == ""
 
 
+def test_a_stranger_is_not_read_beyond_the_first_line(server: Any) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), 10) as stranger:
+        stranger.sendall(b"GET /wrong:1/global/0 HTTP/1.0\r\n")  # and no end of headers
+        assert stranger.recv(100).split()[1] == b"403"
+
+
+def test_a_request_has_a_deadline_that_bytes_do_not_renew(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limited_server.LimitedServer, "request_s", 1.0)
+    with socket.create_connection(("127.0.0.1", server.port), 10) as stranger:
+        stranger.settimeout(0.1)
+        for _ in range(600):
+            stranger.sendall(b"x")
+            try:
+                assert stranger.recv(1) == b""
+                return
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                return
+    pytest.fail("it is read for a minute")
+
+
+def test_of_many_silent_connections_the_oldest_are_closed(server: Any) -> None:
+    most = limited_server.MAX_UNAUTHENTICATED
+    silent = [socket.create_connection(("127.0.0.1", server.port), 10) for _ in range(most + 20)]
+    assert attacker.ask("127.0.0.1", server.port, "GET", f"/{server.token}:1/global/0")[0] == 404
+    assert [connection.recv(1) for connection in silent[:20]] == [b""] * 20
+    assert len(server._httpd._unauthenticated) <= most
+    for connection in silent:
+        connection.close()
+
+
 def test_a_length_that_cannot_be(server: Any) -> None:
     for length in (b"-1", b"99999999999", b"1e3", b""):
         request = b"PUT /%s:1/global/0 HTTP/1.0\r\nContent-Length: %s\r\n\r\nx" % (server.token.encode(), length)
@@ -132,6 +167,14 @@ def test_anything_else_is_refused(data: bytes) -> None:
         plain_pickle.loads(data)
 
 
+@pytest.mark.parametrize("data", [b"Nr\xff\xff\xff\x0f.", b"Np268435455\n.", b"\x96\xff\xff\xff\x7f\0\0\0\0."])
+def test_a_few_bytes_cost_no_memory(data: bytes) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(plain_pickle.NotPlain):
+        plain_pickle.loads(data)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 17  # KiB
+
+
 def test_a_message_of_a_service_is_signed_short_and_plain(copied: ModuleType, tmp_path: Path) -> None:
     key, file = secret.make_secret_key(), tmp_path / "made"
     plain_pickle.restrict(copied, "127.0.0.1")
@@ -161,6 +204,19 @@ def test_a_service_listens_on_its_address_alone(copied: ModuleType) -> None:
         assert client.addresses()
     finally:
         service.shutdown()
+
+
+def test_a_silent_connection_keeps_no_service_from_ending(copied: ModuleType) -> None:
+    plain_pickle.restrict(copied, "127.0.0.1")
+    service = copied.BasicService("named", secret.make_secret_key(), None)
+    with socket.create_connection(("127.0.0.1", service.get_port()), 10):
+        while not (at_it := [each for each in threading.enumerate() if "process_request_thread" in each.name]):
+            time.sleep(0.01)
+        assert all(thread.daemon for thread in at_it), "the process would wait for it"
+        ending = threading.Thread(target=service.shutdown, daemon=True)
+        ending.start()
+        ending.join(30)
+        assert not ending.is_alive()
 
 
 def test_the_interface_is_that_of_the_way_to_the_other_hosts() -> None:

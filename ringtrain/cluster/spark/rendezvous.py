@@ -5,25 +5,22 @@ from __future__ import annotations
 import hmac
 import re
 import secrets
-import sys
 import threading
 from collections import defaultdict
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
-from socketserver import ThreadingTCPServer
+
+from ringtrain.protocol.limited_server import LimitedServer
 
 MAX_VALUE_BYTES = 1 << 24  # for one rank's addresses, about 150 bytes per other rank
 
 
-class Store(ThreadingTCPServer):  # HTTPServer would look up the host's full name, which can be slow
+class Store(LimitedServer):  # HTTPServer would look up the host's full name, which can be slow
     """Server of GET, PUT and DELETE /token/scope/key, from construction until `close`; drops other requests unread.
 
     A rank deletes its key when it is connected to all others of the scope, which may still need it. A scope is
     therefore removed only after all its keys have been deleted.
     """
-
-    daemon_threads = True
-    request_queue_size = 1024
 
     def __init__(self, host: str) -> None:
         """Listens on a free port of `host`; "": of all addresses of this machine."""
@@ -47,11 +44,6 @@ class Store(ThreadingTCPServer):  # HTTPServer would look up the host's full nam
         where = f"{address}:{self.port}/{self.token}"
         return {"HOROVOD_GLOO_RENDEZVOUS_ADDR": where, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self.port)}
 
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Prints nothing if a client resets or closes a connection or leaves it open."""
-        if not isinstance(sys.exc_info()[1], OSError):
-            super().handle_error(request, client_address)  # type: ignore[arg-type]
-
     def close(self) -> None:
         self.shutdown()
         self.server_close()
@@ -69,6 +61,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         if not (hmac.compare_digest(path[: len(known)], known) and super().parse_request()):
             return False
+        self.server.trust(self.connection)
         _, self.scope, self.key = [*self.path.removeprefix("/").split("/", 2), ""][:3]
         return True
 
