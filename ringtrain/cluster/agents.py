@@ -26,6 +26,8 @@ AGAIN_S, MAX_TRIES, MIN_CONNECTING = 1.0, 5, 8
 TURNED_AWAY = re.compile(r"[a-z]+_exchange_identification: |banner exchange")
 CLOSED = re.compile(r"Connection (closed|reset) by ")
 MAX_LINES = 20
+MAX_NAMED = 10
+"""lost hosts in a message"""
 
 
 class HostsLost(LaunchError):
@@ -45,6 +47,10 @@ class HostAgent:
     cleaned_up: bool = False
     closed: bool = False
     """has exited, and its output is read"""
+    started_s: float = 0.0
+    """time.monotonic() at the start of its process"""
+    first_s: float = 0.0
+    """started_s of the first try to connect to the host"""
     tries: int = 1
     """to connect to the host, this one included"""
     refusal: str = ""
@@ -106,13 +112,14 @@ class HostAgents:
     def connect(self, hosts: Sequence[str], is_used: bool, poll: Callable[[], None]) -> None:
         """Starts an agent here and on other hosts, and waits until all are ready.
 
-        is_used: This host has ranks, and is checked as well. Raises HostsLost if a host does not answer, LaunchError if
-        it lacks the program or has another ringtrain.
+        is_used: This host has ranks, and is checked as well. Each host has answer_timeout_s from its own start on.
+        Raises HostsLost, after all others are ready, with the hosts that do not answer; LaunchError if a host lacks
+        the program or has another ringtrain.
         """
         raise_limits()
         waiting = deque(["", *hosts])
-        deadline = time.monotonic() + self.answer_timeout_s
         refused: dict[str, HostAgent] = {}
+        lost: dict[str, str] = {}
         max_connecting, pause_until = CONNECTING, 0.0
         while waiting or not all(agent.ready for agent in self.members):
             num_connecting = sum(not agent.ready for agent in self.members)
@@ -120,27 +127,31 @@ class HostAgents:
                 host = waiting.popleft()
                 agent = self.start(host, is_checked=bool(host) or is_used)
                 if before := refused.pop(host, None):
-                    agent.tries, agent.refusal = before.tries + 1, before.lines[-1]
+                    agent.tries, agent.refusal, agent.first_s = before.tries + 1, before.lines[-1], before.first_s
                 num_connecting += 1
             poll()
             failed = [agent for agent in self.members if not agent.ready and agent.has_exited]
-            silent = [agent for agent in self.members if not agent.ready] if time.monotonic() > deadline else []
-            if failed or silent:
+            if failed:
                 poll()
             for agent in [agent for agent in failed if agent.may_connect_later()]:
                 now, pause_s = time.monotonic(), AGAIN_S * 2 ** (agent.tries - 1)
-                if now + pause_s < deadline:
+                if now + pause_s < agent.first_s + self.answer_timeout_s:
                     if now > pause_until:
                         max_connecting = max(MIN_CONNECTING, max_connecting // 2)
                     refused[agent.host], pause_until = agent, max(pause_until, now + pause_s)
                     failed.remove(agent)
                     self.drop(agent)
                     waiting.append(agent.host)
-            if lost := failed or silent:
-                why = "; ".join(self.why_lost(agent) for agent in lost)
-                if any(f"{SAYS}lacks" in line for agent in failed for line in agent.lines):
-                    raise LaunchError(why)
-                raise HostsLost([agent.host for agent in lost], why)
+            if lacking := [agent for agent in failed if any(f"{SAYS}lacks" in line for line in agent.lines)]:
+                raise LaunchError(listed([self.why_lost(agent) for agent in lacking]))
+            late_s = time.monotonic() - self.answer_timeout_s
+            silent = [agent for agent in self.members if agent.started_s < late_s and not (agent.ready or agent in failed)]
+            # The others go on connecting: a restart continues with all that answer.
+            for agent in [*failed, *silent]:
+                lost[agent.host] = self.why_lost(agent)
+                self.drop(agent)
+        if lost:
+            raise HostsLost([*lost], listed([*lost.values()]))
         self._refuse_other_versions()
 
     def start(self, host: str, is_checked: bool) -> HostAgent:
@@ -162,7 +173,8 @@ class HostAgents:
             process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, start_new_session=True)
         except OSError as error:
             raise LaunchError(f"{host or 'this host'}: {argv[0]} cannot be started here: {error.strerror}") from error
-        self.members.append(HostAgent(host, process))
+        now = time.monotonic()
+        self.members.append(HostAgent(host, process, started_s=now, first_s=now))
         self.selector.register(process.stdout, selectors.EVENT_READ, self.members[-1])  # type: ignore[arg-type]
         return self.members[-1]
 
@@ -187,6 +199,10 @@ class HostAgents:
             fix = f"start it by python {name}" if name.endswith(".py") else "install it"
             return f"{host} has no {name!r} on PATH={path}: {fix}"
         lines = [line for line in agent.lines if line and not line.startswith(("@", SAYS))]
+        if not lines and not agent.refusal and agent.has_exited:
+            code = agent.process.returncode
+            how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+            return f"{host}: its host agent {how}, without a message"
         silent = agent.refusal or f"no answer in {self.answer_timeout_s:g} s"
         why = next((line for line in reversed(lines) if not CLOSED.match(line)), lines[-1] if lines else silent)
         return f"{host} does not answer: {why}"
@@ -249,6 +265,12 @@ class HostAgents:
                 with contextlib.suppress(OSError):
                     reached.add(host_agent.source_address(address))
         return host_agent.local_networks([agent.networks for agent in agents], reached)
+
+
+def listed(texts: Sequence[str]) -> str:
+    """Texts in one line, the first MAX_NAMED of them."""
+    more = len(texts) - MAX_NAMED
+    return "; ".join([*texts[:MAX_NAMED], *([f"and {more} more hosts"] if more > 0 else [])])
 
 
 def raise_limits() -> None:

@@ -85,6 +85,7 @@ IS_RANK = f"^({'|'.join(names('rank'))})="
 SCRIPT = f"""
 trap '' HUP INT TERM PIPE
 job=$1 folder=$2 program=$3 path=$4 modules=$5 wants_ringtrain=$6
+echo  # ends the line of a login shell whose start-up files print one without its end
 mine() {{ grep -ls "{JOB}=$job" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3; }}
 daemons() {{
     for process in $(mine); do

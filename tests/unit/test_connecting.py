@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import selectors
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,3 +52,55 @@ cat answer-$number >&2; exit 255
         watch.prepare(Plan((), ()))
     assert str(lost.value) == f"far does not answer: {said}"
     assert (tmp_path / "tries").read_text().count("\n") == tries
+
+
+class Connection:
+    """In place of the process of an agent: ends with a code, if it is given one."""
+
+    returncode: int | None = None
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+
+def connect(monkeypatch: pytest.MonkeyPatch, num_hosts: int, at_once: int, answer_s: float, ends: dict[str, int]) -> Any:
+    """Agents of hosts that answer after a time, or end with a code; the time is the test's own."""
+    now_s = [0.0]
+    monkeypatch.setattr(agents.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(agents, "CONNECTING", at_once)
+    hosts = [f"host{number}" for number in range(num_hosts)]
+    job = Job(("true",), num_hosts, tuple(map(Host, hosts)), here=frozenset(), id="j")
+    connecting = agents.HostAgents(job, selectors.DefaultSelector(), answer_timeout_s=20)
+
+    def start(host: str, is_checked: bool) -> agents.HostAgent:
+        process: Any = Connection()
+        process.returncode = ends.get(host)
+        connecting.members.append(agents.HostAgent(host, process, started_s=now_s[0], first_s=now_s[0]))
+        return connecting.members[-1]
+
+    def poll() -> None:
+        now_s[0] += 1
+        for agent in connecting.members:
+            if agent.host not in ends and now_s[0] >= agent.started_s + answer_s:
+                agent.ready = True
+
+    monkeypatch.setattr(connecting, "start", start)
+    monkeypatch.setattr(connecting, "drop", lambda agent: connecting.members.remove(agent))
+    connecting.connect(hosts, False, poll)
+    return connecting
+
+
+def test_each_host_has_the_whole_time_from_its_own_connection_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = connect(monkeypatch, num_hosts=40, at_once=4, answer_s=6, ends={})
+    assert [agent.host for agent in ready.members if agent.ready] == ["", *(f"host{number}" for number in range(40))]
+
+
+def test_only_hosts_that_do_not_answer_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    silent: Any = {"host3": None, "host30": None}
+    with pytest.raises(agents.HostsLost) as lost:
+        connect(monkeypatch, num_hosts=40, at_once=4, answer_s=6, ends={"host1": -9, "host2": 255, **silent})
+    assert lost.value.hosts == ("host1", "host2", "host3", "host30")
+    assert str(lost.value) == (
+        "host1: its host agent was killed by signal 9, without a message; host2: its host agent exited with code 255,"
+        " without a message; host3 does not answer: no answer in 20 s; host30 does not answer: no answer in 20 s"
+    )

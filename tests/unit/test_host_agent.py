@@ -142,3 +142,14 @@ def test_a_host_agent_reports_processes_that_the_kernel_killed_for_lack_of_memor
     watch = Supervisor(TWO_HOSTS, LaunchOptions(launcher="srun"))
     watch.agents.read(HostAgent("host2", process), said)
     assert watch.agents.out_of_memory == ({"host2"} if counted == "wc -l" else set())
+
+
+def test_a_login_shell_that_ends_no_line_hides_no_report_of_its_host_agent() -> None:
+    words = host_agent.argv("", "job", (), Path("/"), os.environ["PATH"], "", timeout_s=5)
+    pipe: Any = {"env": {"PATH": os.environ["PATH"], "SSH_CONNECTION": "10.1.0.9 51000 10.1.0.3 22"}, "timeout": 60}
+    words[2] = f"printf 'Welcome to host2'; ip() {{ echo '1: eth0 inet 10.1.0.3/16 x'; }}\n{words[2]}"
+    said = subprocess.run(words, input=b"end\n", stdout=subprocess.PIPE, check=True, **pipe).stdout
+    process: Any = None
+    agent = HostAgent("host2", process)
+    Supervisor(TWO_HOSTS, LaunchOptions(launcher="srun")).agents.read(agent, said)
+    assert (agent.networks, agent.reached) == ("10.1.0.3/16", "10.1.0.3")
