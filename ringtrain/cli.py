@@ -61,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader closed the pipe, as `head` does
         return 128 + signal.SIGPIPE
     except (RingtrainError, OSError) as error:
-        print(f"ringtrain: {error}", file=sys.stderr)
+        from ringtrain.monitor.journal import printable
+
+        print(printable(f"ringtrain: {error}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 128 + 2  # the shells' code for SIGINT; no job runs that must be stopped
@@ -80,6 +82,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise LaunchError(f"{message}: see {self.prog} --help")
+
+    def _get_values(self, action: Any, words: Any) -> Any:
+        if action.option_strings and "--" in words:  # argparse would remove it, and give the option no value
+            raise argparse.ArgumentError(action, "expected a value, got '--'")
+        return super()._get_values(action, words)  # type: ignore[misc]
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if not self.runs:

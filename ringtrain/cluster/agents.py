@@ -145,7 +145,9 @@ class HostAgents:
             if lacking := [agent for agent in failed if any(f"{SAYS}lacks" in line for line in agent.lines)]:
                 raise LaunchError(listed([self.why_lost(agent) for agent in lacking]))
             late_s = time.monotonic() - self.answer_timeout_s
-            silent = [agent for agent in self.members if agent.started_s < late_s and not (agent.ready or agent in failed)]
+            silent = [
+                agent for agent in self.members if agent.started_s < late_s and not (agent.ready or agent in failed)
+            ]
             # The others go on connecting: a restart continues with all that answer.
             for agent in [*failed, *silent]:
                 lost[agent.host] = self.why_lost(agent)
@@ -238,8 +240,9 @@ class HostAgents:
             agent.cleaned_up = True
         elif kind == "box":
             rank, step, *phase = [*rest, "", ""]
-            with contextlib.suppress(ValueError):
-                self.status[int(rank)] = int(step), " ".join(phase).strip()
+            if rank.isdecimal():
+                with contextlib.suppress(ValueError):
+                    self.status[int(rank)] = int(step), " ".join(phase).strip()
         elif kind == "networks":
             agent.networks = " ".join(rest)
         elif kind == "reached" and agent.host:

@@ -35,8 +35,15 @@ ALIVE_S, ALIVE_COUNT = 3, 5
 """interval in seconds, and number, of ssh's keep-alive messages to a silent host before it gives up"""
 LOOK_UP_S, MAX_LOOKING_UP = 10.0, 256
 """seconds for looking up all host names, and number of concurrent look-ups"""
-OWN_CONNECTION = {"ControlMaster": "no", "ControlPath": "none", "ClearAllForwardings": "yes"}
-"""options of ssh: a shared connection has its own keep-alive, which hides that a host is lost"""
+OWN_CONNECTION = {
+    "ControlMaster": "no",
+    "ControlPath": "none",
+    "ClearAllForwardings": "yes",
+    "ForwardAgent": "no",
+    "ForwardX11": "no",
+}
+"""options of ssh: a shared connection has its own keep-alive, which hides that a host is lost; no host gets the user's
+keys or display"""
 
 # A signal would end these wrappers, so it goes to the program that they started. They catch SIGINT to wait for a child,
 # which a terminal signals as well. A script's process has its own name, and is recognized by its program.
@@ -196,13 +203,11 @@ def local_networks(hosts: Iterable[str], reached: Iterable[str] = ()) -> tuple[s
     distinct = dict.fromkeys(hosts)  # two names of one machine have the same networks
     places: dict[Any, list[tuple[Any, bool]]] = {}
     for host in distinct:
-        for text in host.split():
-            address, _, kind = text.partition(":")
-            place = ipaddress.IPv4Interface(address)
+        for place, is_bridge in interfaces(host):
             if not place.is_loopback:
-                places.setdefault(place.network, []).append((place.ip, kind == "bridge"))
+                places.setdefault(place.network, []).append((place.ip, is_bridge))
     times = Counter(address for seen in places.values() for address, _ in seen)
-    joining = {address for address in map(ipaddress.IPv4Address, reached) if times[address] < 2}
+    joining = {place.ip for text in reached for place, _ in interfaces(text) if times[place.ip] < 2}
     networks = [
         network
         for network, seen in places.items()
@@ -210,6 +215,16 @@ def local_networks(hosts: Iterable[str], reached: Iterable[str] = ()) -> tuple[s
         if not any(address in network for address in joining)
     ]
     return tuple(map(str, sorted(networks))) if len(distinct) > 1 else ()
+
+
+def interfaces(networks: str) -> list[tuple[ipaddress.IPv4Interface, bool]]:
+    """Addresses of a host, and whether each is a bridge's; a host may print anything, and the rest is left out."""
+    places = []
+    for text in networks.split():
+        address, _, kind = text.partition(":")
+        with contextlib.suppress(ValueError):
+            places.append((ipaddress.IPv4Interface(address), kind == "bridge"))
+    return places
 
 
 def source_address(host: str, family: int = socket.AF_INET, scope: Sequence[int] = ()) -> str:

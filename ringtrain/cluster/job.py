@@ -163,9 +163,12 @@ def check(job: Job) -> None:
             "got ':' as an argument of its own, which mpirun takes for the end of the command: put the command in a"
             " script"
         )
-    texts = (*job.command, job.working_directory, job.output, job.files_folder)
+    texts = (*job.command, job.working_directory, job.output, job.timeline, job.files_folder)
     if any("\0" in text for text in texts):
         raise LaunchError("got a zero byte in the command or a path, expected text")
+    for text in texts:
+        if not text.isascii() and text.encode(errors="replace").decode() != text:
+            raise LaunchError(f"got {text!r} in the command or a path, expected UTF-8: rename it, or use a script")
     if job.num_ranks < 1:
         raise LaunchError(f"got -np {job.num_ranks}, expected at least 1")
     num_slots = sum(host.slots for host in job.hosts)

@@ -73,14 +73,20 @@ class Launch:
             ssh_port=options.ssh_port,
             threads_per_rank=options.threads,
             oversubscribe=options.oversubscribe,
-            output=str(Path(options.output).absolute()) if options.output else "",
+            output=self.path(options.output),
             num_servers=options.ps or 0,
-            timeline=str(Path(options.timeline).absolute()) if options.timeline else "",
+            timeline=self.path(options.timeline),
             here=self.here,
             allow_root=os.geteuid() == 0,
             files_folder=os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/ringtrain-{os.geteuid()}",
             yield_when_idle=full if yields is None else yields == "1",
         )
+
+    def path(self, name: str) -> str:
+        """Path of an option for the ranks; an MPIJob's is in its containers, which start in their image's directory."""
+        if not name or self.options.launcher == "mpijob":
+            return name
+        return str(Path(name).absolute())
 
 
 def launch(options: LaunchOptions) -> int:
@@ -102,7 +108,8 @@ def launch(options: LaunchOptions) -> int:
         explain(work.planner(shown))
         return 0
     if options.dry_run:
-        show_dry(work.planner(replace(shown, files_folder=job.FRESH)), options.started_by.submits, first.output)
+        folder = first.output if options.launcher == "sbatch" else ""
+        show_dry(work.planner(replace(shown, files_folder=job.FRESH)), options.started_by.submits, folder)
         return 0
     if options.started_by.submits:
         return processes.submit(work.planner(first), first.files_folder)

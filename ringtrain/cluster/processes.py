@@ -110,7 +110,9 @@ def written_files(plan: Plan, folder: str) -> Iterator[None]:
 
 def say(text: str) -> None:
     """Prints one of the launcher's own lines."""
-    write(f"ringtrain: {text}\n".encode())
+    # Hosts and ranks may print anything, and a terminal would execute control characters.
+    shown = "".join(letter if letter in "\n\t" or letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+    write(f"ringtrain: {shown}\n".encode())
 
 
 def write(data: bytes, stream: int = 2) -> None:

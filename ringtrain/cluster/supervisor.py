@@ -8,6 +8,7 @@ reports on standard error (ringtrain.protocol.failures) are removed from its out
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import selectors
 import signal
@@ -25,7 +26,7 @@ from ringtrain.cluster.job import Job, Plan
 from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.cluster.output import Output
 from ringtrain.cluster.processes import find, say, written_files
-from ringtrain.errors import PlacementError
+from ringtrain.errors import LaunchError, PlacementError
 from ringtrain.protocol.placement import RankPlacement, difference
 from ringtrain.protocol.reader import Reader
 
@@ -134,7 +135,20 @@ class Supervisor:
         self.agents.connect(others, len(others) < len(names) or not names, self._poll_unless_stopped)
 
     def check_networks(self, plan: Plan) -> None:
-        """Prints which hosts cannot report their networks, if the plan excludes local ones."""
+        """Prints which hosts cannot report their networks, if the plan excludes local ones.
+
+        Raises LaunchError for a host without an address in --subnet, which Open MPI would ignore.
+        """
+        if self.job.subnet:
+            subnet = ipaddress.ip_network(self.job.subnet, strict=False)
+            for agent in self.agents.of_hosts():
+                addresses = [place.ip for place, _ in host_agent.interfaces(agent.networks)]
+                # Hosts report addresses of IPv4 only.
+                if subnet.version == 4 and addresses and not any(address in subnet for address in addresses):
+                    raise LaunchError(
+                        f"{agent.name} has no address in --subnet {self.job.subnet}, but"
+                        f" {', '.join(map(str, addresses[:MAX_SHOWN]))}: give the network that all hosts are in"
+                    )
         unknown = [agent.name for agent in self.agents.of_hosts() if not agent.networks]
         if unknown and "btl_tcp_if_exclude" in plan.argv:
             say(

@@ -35,11 +35,13 @@ class Table:
         from rich.table import Table as RichTable
         from rich.text import Text
 
+        from ringtrain.monitor.journal import printable
+
         table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
         for column, name in enumerate(self.head):
-            table.add_column(Text(name), justify="right" if column and self.is_number(column) else "left")
+            table.add_column(Text(printable(name)), justify="right" if column and self.is_number(column) else "left")
         for row in self.rows:
-            table.add_row(*(Text(cell, overflow="fold") for cell in row))
+            table.add_row(*(Text(printable(cell), overflow="fold") for cell in row))
         printed = console()
         if self.title:
             printed.print(Text(self.title, style="italic"))

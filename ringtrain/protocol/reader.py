@@ -83,11 +83,11 @@ class Reader:
             if kind == "seat":
                 rank, size, local_rank, process, host = rest.split(":", 4)
                 self.ranks.append(
-                    RankPlacement(int(rank), int(size), host, int(local_rank or -1), process=int(process))
+                    RankPlacement(_count(rank), _count(size), host, int(local_rank or -1), process=_count(process))
                 )
             elif kind == "process":
                 first, process, host = rest.split(":", 2)
-                self.processes[host, int(first)] = int(process)
+                self.processes[host, _count(first)] = _count(process)
             elif kind == "recovery":
                 self.failures.clear()
                 self._pieces.clear()
@@ -98,7 +98,7 @@ class Reader:
                 self.not_initialized |= kind == "no-init"
             elif kind == "box":
                 rank, step, phase = rest.split(":", 2)
-                self.status[int(rank)] = int(step), phase.strip()
+                self.status[_count(rank)] = int(step), phase.strip()
             elif kind == "failure":
                 self._take_piece(*rest.split(":", 2))
         except (*INVALID, zlib.error):
@@ -106,7 +106,7 @@ class Reader:
         return True
 
     def _take_piece(self, rank: str, number: str, text: str) -> None:
-        pieces = self._pieces.setdefault(int(rank), {})
+        pieces = self._pieces.setdefault(_count(rank), {})
         pieces[number] = text
         count = int(number.partition("/")[2])
         wanted = [f"{index}/{count}" for index in range(1, min(count, MAX_PIECES) + 1)]
@@ -115,11 +115,25 @@ class Reader:
             fields = parse_json(zlib.decompressobj().decompress(data, MAX_FAILURE_BYTES))
             texts = {name: str(fields[name]) for name in ("host", "kind", "text")}
             failure = Failure(
-                int(fields["rank"]), time_s=float(fields["time_s"]), exit_code=int(fields["exit_code"]), **texts
+                _count(fields["rank"]), time_s=float(fields["time_s"]), exit_code=int(fields["exit_code"]), **texts
             )
             if 0 <= failure.exit_code < 256:
                 self.failures[int(rank)] = failure
 
     def first_failure(self) -> Failure | None:
-        """Earliest failure; a follow-up error only if there is no other."""
-        return min(self.failures.values(), key=lambda failure: (failure.is_consequence, failure.time_s), default=None)
+        """Earliest failure; a follow-up error only if there is no other.
+
+        Clocks of hosts differ: between hosts the order of arrival counts, on the first one its clock.
+        """
+        arrived = [self.failures[rank] for rank in self._pieces if rank in self.failures]
+        failures = [failure for failure in arrived if not failure.is_consequence] or arrived
+        on_first_host = [failure for failure in failures if failure.host == failures[0].host]
+        return min(on_first_host, key=lambda failure: failure.time_s, default=None)
+
+
+def _count(value: object) -> int:
+    """Number of 0 or more. Raises ValueError for anything else."""
+    number = int(str(value))
+    if number < 0:
+        raise ValueError(f"got {number}, expected 0 or more")
+    return number

@@ -112,6 +112,8 @@ BAD = {
     "no ranks": (["-np", "0", "--", "true"], "got -np 0, expected 1 rank or more"),
     "more ranks than slots": (["-H", "localhost:2", "-np", "3", "--", "true"], "got -np 3, but 1 host with 2 slots"),
     "words for a number": (["-np", "two", "--", "true"], "invalid int value: 'two'"),
+    "no number of servers": (["--ps=--", "--", "true"], "argument --ps: expected a value, got '--'"),
+    "two dashes as seconds": (["--grace=--", "--", "true"], "argument --grace: expected a value, got '--'"),
     "no command": (["-np", "1"], "got no command to run"),
     "no command after --": (["-np", "1", "--"], "got no command to run"),
     "hosts twice": (["--hostfile", "x", "-H", "y", "--", "true"], "not allowed with argument"),
@@ -219,6 +221,13 @@ def test_a_dry_run_for_a_scheduler_prints_what_is_submitted(bin_dir: Path) -> No
         assert ended.stdout.startswith(first)
         assert line in ended.stderr
         assert tempfile.gettempdir() not in ended.stderr.replace(str(launching.ROOT), "")
+
+
+def test_the_logs_of_an_mpijob_are_in_its_containers(bin_dir: Path) -> None:
+    words = ("-H", "a:2,b:2", "--output", "logs", "--timeline", "t.json", "--dry-run", "--", "true")
+    ended = here("launch", "--launcher", "mpijob", *words, bin_dir=bin_dir)
+    assert '- "--output-filename"' in ended.stdout and '- "logs"' in ended.stdout and 'value: "t.json"' in ended.stdout
+    assert os.getcwd() not in ended.stdout + ended.stderr and "mkdir" not in ended.stderr
 
 
 def test_explain_gives_every_flag_a_reason(bin_dir: Path) -> None:

@@ -63,7 +63,9 @@ class Connection:
         return self.returncode
 
 
-def connect(monkeypatch: pytest.MonkeyPatch, num_hosts: int, at_once: int, answer_s: float, ends: dict[str, int]) -> Any:
+def connect(
+    monkeypatch: pytest.MonkeyPatch, num_hosts: int, at_once: int, answer_s: float, ends: dict[str, int]
+) -> Any:
     """Agents of hosts that answer after a time, or end with a code; the time is the test's own."""
     now_s = [0.0]
     monkeypatch.setattr(agents.time, "monotonic", lambda: now_s[0])

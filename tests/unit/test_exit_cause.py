@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from ringtrain.cluster.agents import HostAgent
@@ -35,8 +37,9 @@ HOROVODRUN_GLOO = "RuntimeError: Horovod detected ...\nProcess name: 1\nExit cod
 def reader(*failures: tuple[int, float, str, int]) -> Reader:
     reports = Reader("j")
     reports.ranks = [RankPlacement(0, 2, "host1", 0, process=76), RankPlacement(1, 2, "host2", 0, process=77)]
-    for rank, time_s, text, code in failures:
-        reports.failures[rank] = Failure(rank, f"host{rank + 1}", time_s, text.partition(":")[0], text, code)
+    for rank, time_s, text, code in sorted(failures, key=lambda failure: failure[1]):
+        for line in Failure(rank, f"host{rank + 1}", time_s, text.partition(":")[0], text, code).lines("j"):
+            reports.take(line)
     return reports
 
 
@@ -50,6 +53,20 @@ def test_the_first_failure_is_printed_last_with_its_exit_code(of_rank_0: str, la
     reports = reader((0, 2.0 + later_s, of_rank_0, 1), (1, 2.0, "Traceback\nValueError: batch 3", 3))
     decided = decide(1, reports, OPEN_MPI_EXITED, {}, "mpirun")
     assert (decided.exit_code, decided.text) == (3, "rank 1 on host2 failed first:\nTraceback\nValueError: batch 3")
+
+
+def test_clocks_of_hosts_decide_nothing_between_hosts() -> None:
+    """Rank 2, whose host's clock is behind, reports later; of the two ranks of host1 the clock knows the first."""
+    reports = Reader("j")
+    said = [
+        Failure(rank, host, time_s, "E", f"E: {rank}", 3)
+        for rank, host, time_s in ((1, "host1", 5002.0), (2, "host2", 10.0), (0, "host1", 5001.0))
+    ]
+    pieces = [failure.lines("j") for failure in said]
+    for line in itertools.chain(*pieces):
+        reports.take(line)
+    first = reports.first_failure()
+    assert first is not None and first.rank == 0
 
 
 @pytest.mark.parametrize("text", [OPEN_MPI_EXITED, PRRTE_EXITED, HOROVODRUN_GLOO])

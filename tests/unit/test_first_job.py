@@ -108,6 +108,19 @@ def test_runs_as_json_have_all_metrics_and_null_for_nan(many: Path, capsys: pyte
     assert second["metrics"].keys() == {"loss", "accuracy", "test_loss", "test_accuracy"}
 
 
+def test_a_run_folders_name_commands_no_terminal(
+    many: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (many / "third").rename(many / "\x1b[2Jthird")
+    (many / "notes").rename(tmp_path / "\x1b]0;notes\x07")
+    assert cli.main(["runs", str(many)]) == 0
+    assert cli.main(["report", str(many / "\x1b[2Jthird")]) == 0
+    assert cli.main(["runs", str(tmp_path / "\x1b]0;notes\x07")]) == 2
+    said = "".join(capsys.readouterr())
+    assert "\\x1b[2Jthird" in said and "\\x1b]0;notes\\x07: holds no runs" in said
+    assert "\x1b" not in said and "\x07" not in said
+
+
 def test_a_run_whose_lock_is_held_is_running(many: Path) -> None:
     folder = many / "first"
     assert runs.facts(folder)["state"] == "complete"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import selectors
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from ringtrain.cluster.agents import HostAgent
 from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.cluster.plans import mpirun
 from ringtrain.cluster.supervisor import Supervisor
+from ringtrain.errors import LaunchError
 
 
 def test_a_line_that_comes_in_two_parts_is_read_whole() -> None:
@@ -153,3 +155,30 @@ def test_a_login_shell_that_ends_no_line_hides_no_report_of_its_host_agent() -> 
     agent = HostAgent("host2", process)
     Supervisor(TWO_HOSTS, LaunchOptions(launcher="srun")).agents.read(agent, said)
     assert (agent.networks, agent.reached) == ("10.1.0.3/16", "10.1.0.3")
+
+
+def test_a_host_may_report_networks_that_are_no_addresses(capfd: pytest.CaptureFixture[str]) -> None:
+    watch = Supervisor(TWO_HOSTS, LaunchOptions(launcher="srun"))
+    process: Any = None
+    networks = "10.1.0.3/16 10.1.0.4/99 eth0 fe80::1/64 :bridge 192.168.0.1/24:bridge"
+    there = [HostAgent(f"host{number}", process, networks=f"{networks} 10.2.0.{number}/24") for number in (1, 2)]
+    there[0].reached = "nowhere"
+    watch.agents.members = there
+    assert watch.agents.local_networks() == ("10.1.0.0/16", "192.168.0.0/24")
+
+
+def test_a_subnet_in_which_a_host_has_no_address_is_refused() -> None:
+    job = replace(TWO_HOSTS, subnet="10.2.0.0/24")
+    watch = Supervisor(job, LaunchOptions(launcher="srun"))
+    process: Any = None
+    watch.agents.members = [
+        HostAgent("host1", process, networks="127.0.0.1/8 10.2.0.1/24"),
+        HostAgent("host2", process, networks="127.0.0.1/8 10.1.0.2/16"),
+        HostAgent("host3", process, networks=""),
+    ]
+    with pytest.raises(
+        LaunchError, match=re.escape("host2 has no address in --subnet 10.2.0.0/24, but 127.0.0.1, 10.1.0.2")
+    ):
+        watch.check_networks(mpirun.plan(job, "openmpi4"))
+    watch.agents.members[1].networks = "10.2.0.2/24"
+    watch.check_networks(mpirun.plan(job, "openmpi4"))

@@ -38,6 +38,7 @@ VERSIONS = {
     "intel": "Intel(R) MPI Library for Linux* OS, Version 2021.18.1 Build 20260626 (id: b44796a)\nCopyright ...\n",
 }
 WORD = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
+AT_HOME: Any = {"environment": {"HOME": "/home/me"}}
 LOCAL_PATH = {"command": ("python", "train.py", "--config=/home/me/my.toml"), "environment": {"HOME": "/home/me"}}
 WORDS = st.lists(WORD.filter(lambda word: word != ":"), max_size=4).map(tuple)
 QUICK = settings(max_examples=40)
@@ -245,6 +246,8 @@ def test_networks_that_lead_to_no_other_host_are_left_out(
         ({"command": ("",)}, "begin with a program"),
         ({"command": ("python", ":", "id")}, "':' as an argument"),
         ({"command": ("python", "a\0b")}, "zero byte"),
+        ({"command": ("python", "caf\udce9.py")}, "expected UTF-8"),
+        ({"output": "/caf\udce9"}, "expected UTF-8"),
         ({"num_ranks": 0, "hosts": ()}, "-np 0"),
         ({"num_ranks": 7}, "7 ranks and hosts with 8 slots"),
         ({"threads_per_rank": -1}, "-1 threads"),
@@ -277,6 +280,8 @@ def test_what_only_one_launcher_refuses() -> None:
         (lambda: kubernetes.plan(TWO_HOSTS, kubernetes.Cluster(name="Bad: name")), "'Bad: name'"),
         (lambda: kubernetes.plan(TWO_HOSTS, kubernetes.Cluster(resources={"memory": "a lot"})), "'a lot'"),
         (lambda: kubernetes.plan(replace(TWO_HOSTS, **LOCAL_PATH)), "/home/me/my.toml is a path of this machine"),
+        (lambda: kubernetes.plan(replace(TWO_HOSTS, output="/home/me/logs", **AT_HOME)), "/home/me/logs is a path of"),
+        (lambda: kubernetes.plan(replace(TWO_HOSTS, timeline="/home/me/t.json", **AT_HOME)), "/home/me/t.json is a"),
     ):
         with pytest.raises(LaunchError, match=re.escape(said)):
             refused()

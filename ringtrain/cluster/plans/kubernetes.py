@@ -74,16 +74,17 @@ def plan(job: Job, cluster: Cluster = Cluster()) -> Plan:
         raise LaunchError("got an empty name of the image, expected one such as registry.example/team/ringtrain:1")
     _refuse_local_paths(job)
     files: dict[str, str] = {}
-    path = add_file(files, job, "job.yaml", "".join(_lines(manifest(job, cluster))))
+    # The folder of the logs is one of the containers.
+    path = add_file(files, replace(job, output=""), "job.yaml", "".join(_lines(manifest(job, cluster))))
     apply = words("kubectl", "apply", because="submits the job to Kubernetes, whose MPI Operator runs it")
     return Plan((apply, words("-f", path, because="the manifest")), (), files=files)
 
 
 def _refuse_local_paths(job: Job) -> None:
-    """Raises LaunchError for a path of the command in a directory of this machine, which no worker has."""
+    """Raises LaunchError for a path in a directory of this machine, which no worker has."""
     local = [job.working_directory, *(job.environment.get(name, "") for name in ("VIRTUAL_ENV", "HOME"))]
     folders = [folder.rstrip("/") for folder in local if folder.rstrip("/")]
-    for word in job.command:
+    for word in (*job.command, f"--output={job.output}", f"--timeline={job.timeline}"):
         path = word.rpartition("=")[2]
         if any(path == folder or path.startswith(f"{folder}/") for folder in folders):
             raise LaunchError(

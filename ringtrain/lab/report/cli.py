@@ -61,7 +61,7 @@ def main(options: argparse.Namespace) -> int:
         out = Path(options.out) if options.out else first / PAGE
         _write(out, title, told)
         if not options.markdown:
-            print(out)
+            print(journal.printable(str(out)))
     return 0
 
 
