@@ -86,7 +86,7 @@ class Parser(argparse.ArgumentParser):
     def _get_values(self, action: Any, words: Any) -> Any:
         if action.option_strings and "--" in words:  # argparse would remove it, and give the option no value
             raise argparse.ArgumentError(action, "expected a value, got '--'")
-        return super()._get_values(action, words)  # type: ignore[misc]
+        return super()._get_values(action, words)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if not self.runs:
