@@ -27,7 +27,7 @@ IMPORTED = "import ringtrain.hvd as hvd, sys\nif 'init' in sys.argv: hvd.init()\
 
 def test_what_init_writes_trains_as_it_is_and_is_listed(tmp_path: Path) -> None:
     assert run(0, [*RINGTRAIN, "init"], LIMIT_S, cwd=tmp_path).returncode == 0
-    for options in ([], ["-np", "2"]):
+    for options in ([], ["-H", "localhost:2"]):
         ended = run(0, [*RINGTRAIN, "train", *options, "--config", "config.toml"], LIMIT_S, cwd=tmp_path)
         assert ended.returncode == 0, ended.stderr[-3000:]
         assert ("2 ranks in step" if options else "1 rank: nothing to compare") in ended.stdout.splitlines()[-1]
@@ -44,7 +44,9 @@ def test_what_init_writes_trains_as_it_is_and_is_listed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("required", [[], ["--require-init"]], ids=["warning", "error"])
 def test_ranks_that_never_met_are_named(tmp_path: Path, required: list[str]) -> None:
     (tmp_path / "alone.py").write_text(ALONE)
-    ended = run(0, [*RINGTRAIN, "train", "-np", "2", *required, "alone.py"], LIMIT_S, {LEASE: "6"}, cwd=tmp_path)
+    ended = run(
+        0, [*RINGTRAIN, "train", "-H", "localhost:2", *required, "alone.py"], LIMIT_S, {LEASE: "6"}, cwd=tmp_path
+    )
     assert ended.returncode == (2 if required else 0)
     last = ended.stderr.splitlines()[-1]
     assert last.startswith("ringtrain: 2 ranks ran without meeting: they load TensorFlow without Horovod or MPI")
@@ -57,7 +59,7 @@ def test_importing_hvd_is_not_enough_and_programs_without_python_are_left_alone(
         (["python", "fit.py", "init"], 0, ""),
         (["hostname"], 2, "none of 2 ranks called ringtrain's hvd.init(), which --require-init expects"),
     ):
-        ended = run(0, [*RINGTRAIN, "launch", "-np", "2", "--require-init", *words], LIMIT_S, cwd=tmp_path)
+        ended = run(0, [*RINGTRAIN, "launch", "-H", "localhost:2", "--require-init", *words], LIMIT_S, cwd=tmp_path)
         assert (ended.returncode, named in ended.stderr) == (code, True), ended.stderr[-3000:]
-    ended = run(0, [*RINGTRAIN, "launch", "-np", "2", "hostname"], LIMIT_S, cwd=tmp_path)
+    ended = run(0, [*RINGTRAIN, "launch", "-H", "localhost:2", "hostname"], LIMIT_S, cwd=tmp_path)
     assert (ended.returncode, "ringtrain:" in ended.stderr) == (0, False)

@@ -24,6 +24,7 @@ import pytest
 import ringtrain as ringtrain_package
 from ringtrain import cli
 from ringtrain.cluster import host_agent, processes, supervisor
+from ringtrain.cluster import launch as launch_module
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.job import Job, Plan
 from ringtrain.cluster.launch_options import LaunchOptions
@@ -293,7 +294,10 @@ def test_an_option_may_be_abbreviated_and_a_wrong_one_is_named(capsys: pytest.Ca
     assert "unrecognized arguments: --nonsense" in printed(capsys, "launch", "--nonsense", "python", "fit.py")[1]
 
 
-def test_train_starts_ranks_if_it_is_given_a_number_or_hosts(capsys: pytest.CaptureFixture[str], bin_dir: Path) -> None:
+def test_train_starts_ranks_if_it_is_given_a_number_or_hosts(
+    capsys: pytest.CaptureFixture[str], bin_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_module, "slots_here", lambda: 2)  # a machine with one core has one slot
     recipe = ["--config", "configs/digits.toml", "--train.epochs", "3"]
     for words, command in (
         (recipe, f"python -m ringtrain.train {' '.join(recipe)}"),
