@@ -124,8 +124,14 @@ sweep() {{
 }}
 boxes() {{
     for box in {STATUS_FILES}-"$job"-*; do
-        [ -f "$box" ] || continue
-        echo "{SAYS}box ${{box##*-}} $(head -c {STATUS_LENGTH} "$box")"
+        # Other users of the host may leave files and links of such names.
+        [ -f "$box" ] && [ -O "$box" ] && [ ! -L "$box" ] || continue
+        rank=${{box##*-}}
+        rank=${{rank%%.*}}
+        case $rank in
+        "" | *[!0-9]*) ;;
+        *) echo "{SAYS}box $rank $(head -c {STATUS_LENGTH} "$box" | tr -c "[:alnum:],.:_-" " ")" ;;
+        esac
         rm -f "$box"
     done
 }}

@@ -18,8 +18,10 @@ from ringtrain.cluster import host_agent
 from ringtrain.cluster.agents import HostAgent
 from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.cluster.plans import mpirun
+from ringtrain.cluster.spark import task
 from ringtrain.cluster.supervisor import Supervisor
 from ringtrain.errors import LaunchError
+from ringtrain.protocol.status import STATUS_FILES
 
 
 def test_a_line_that_comes_in_two_parts_is_read_whole() -> None:
@@ -182,3 +184,36 @@ def test_a_subnet_in_which_a_host_has_no_address_is_refused() -> None:
         watch.check_networks(mpirun.plan(job, "openmpi4"))
     watch.agents.members[1].networks = "10.2.0.2/24"
     watch.check_networks(mpirun.plan(job, "openmpi4"))
+
+
+def test_only_status_lines_of_this_user_are_believed(tmp_path: Path) -> None:
+    """Others may write into the same folder: a line end forges no report, and a link leads nowhere."""
+    job, other = f"told{os.getpid()}", tmp_path / "other"
+    other.write_text("9 save")
+    paths = [Path(f"{STATUS_FILES}-{job}-{rank}") for rank in ("0", "1", "2", "3.a1", "x\nringtrain-agent:memory")]
+    forged = "5 reduce\nringtrain-agent:memory\n\x1b[2J"
+    try:
+        for path in paths[:1] + paths[2:]:
+            path.write_text(forged)
+        paths[1].symlink_to(other)
+        is_root = os.geteuid() == 0
+        if is_root:
+            os.chown(paths[2], 65534, 65534)
+        words = host_agent.argv("", job, (), Path("/"), os.environ["PATH"], "", timeout_s=5)
+        env = {"PATH": os.environ["PATH"]}
+        said = subprocess.run(words, env=env, input=b"end\n", stdout=subprocess.PIPE, check=True, timeout=60).stdout
+        process: Any = None
+        watch = Supervisor(TWO_HOSTS, LaunchOptions(launcher="srun"))
+        watch.agents.read(HostAgent("host2", process), said)
+        believed = {0, 3} if is_root else {0, 2, 3}
+        assert {rank: step for rank, (step, _) in watch.agents.status.items()} == dict.fromkeys(believed, 5)
+        assert all(phase.startswith("reduce") and phase.isprintable() for _, phase in watch.agents.status.values())
+        assert not watch.agents.out_of_memory and b"\x1b" not in said
+        assert [path.exists() for path in paths] == [False, True, is_root, False, False]
+        paths[3].write_text(forged)
+        assert [task._status(str(path)).split(" ")[:2] for path in paths[:4:3]] == [[""], ["5", "reduce"]]
+        assert task._status(str(paths[1])) == "" and other.exists()
+        assert task._status(str(paths[2])) == "" or not is_root
+    finally:
+        for path in paths:
+            path.unlink(missing_ok=True)

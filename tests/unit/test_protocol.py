@@ -259,4 +259,6 @@ def test_a_ranks_line_is_written_and_no_disk_and_no_foreign_file_ends_training(t
     (tmp_path / "box-job-4").mkdir()
     for rank in range(1, 5):
         status.StatusLine(rank, {JOB: "job"}).put(9, "reduce")
+        (other,) = tmp_path.glob(f"box-job-{rank}.*")
+        assert other.read_text().split() == ["9", "reduce"]
     assert kept.read_text() == "kept"

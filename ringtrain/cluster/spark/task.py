@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import glob
 import os
 import pickle
 import signal
 import socket
+import stat
 import struct
 import subprocess
 import sys
@@ -22,6 +24,8 @@ SIOCGIFADDR = 0x8915  # ioctl: IPv4 address of an interface
 PIPE_S = 2.0  # for processes that a rank left behind to close its output
 PATHS = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 NOT_STARTED = 127
+STATUS_LENGTH = 80
+"""as in protocol.status"""
 
 
 def task(address: tuple[str, int], key: bytes) -> Callable[[int, Iterable[Any]], Iterator[None]]:
@@ -120,14 +124,24 @@ def run(
     for reader in readers:
         reader.join(PIPE_S)
     _kill(process.pid)
-    step = ""
-    if os.path.isfile(status_file):  # a FIFO of that name would block
-        with contextlib.suppress(OSError), open(status_file) as file:
-            step = file.read().strip()
-            os.unlink(status_file)
-    report(ended=process.wait(), step=step)
+    report(ended=process.wait(), step=_status(status_file))
     with contextlib.suppress(OSError), socket_of(connection) as same:
         same.shutdown(socket.SHUT_RDWR)  # the driver must not wait: the executor's Python may keep running
+
+
+def _status(path: str) -> str:
+    """Status line of a rank, which is then removed; "" without one. Others may have files and links of its name."""
+    for name in (path, *glob.glob(f"{path}.*")):
+        with contextlib.suppress(OSError):
+            # O_NONBLOCK: a FIFO without a writer would block.
+            with open(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), errors="replace") as file:
+                opened = os.fstat(file.fileno())
+                if not stat.S_ISREG(opened.st_mode) or opened.st_uid != os.geteuid():
+                    continue
+                text = file.read(STATUS_LENGTH)
+            os.unlink(name)
+            return "".join(letter if letter.isprintable() else " " for letter in text).strip()
+    return ""
 
 
 def _environment(forwarded: dict[str, str], interface: str) -> dict[str, str]:
