@@ -79,12 +79,17 @@ def read_toml(path: Path) -> Config:
     Raises:
         ConfigError: The file cannot be read, or a key or value is invalid. Names the file and the key.
     """
-    tables, sections = tables_of(path), get_type_hints(Config)
-    options = option_types()
+    return from_tables(tables_of(path), str(path))
+
+
+def from_tables(tables: Mapping[str, Any], path: str) -> Config:
+    """Configuration of sections and their options, or of dotted options, over the defaults; `path` is for errors."""
+    sections, options = get_type_hints(Config), option_types()
     values: dict[str, Any] = {}
     for section, table in tables.items():
-        if section not in sections:
-            raise ConfigError(f"{path}: unknown key {section}: {nearest(section, list(sections))}")
+        if section not in sections and section not in options:
+            known = list(options if "." in section else sections)
+            raise ConfigError(f"{path}: unknown key {section}: {nearest(section, known)}")
         if section not in options and not isinstance(table, dict):
             raise ConfigError(f"{path}: {section}: got {table!r}, expected a table: [{section}]")
         in_table = {section: table} if section in options else {f"{section}.{key}": table[key] for key in table}
@@ -116,7 +121,7 @@ def toml_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def checked(path: Path, option: str, value: Any, kind: Any) -> Any:
+def checked(path: Path | str, option: str, value: Any, kind: Any) -> Any:
     """Returns the value in the option's type, or raises ConfigError. Integers are valid floats, booleans are not."""
     if get_origin(kind) is Literal:
         fits, expected = value in get_args(kind), "one of " + ", ".join(get_args(kind))

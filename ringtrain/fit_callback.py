@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,17 @@ class Run(keras.callbacks.Callback):
         >>> model.fit(x, y, batch_size=32, epochs=9, callbacks=[hvd.callbacks.Run("first", batch_size=32)])
     """
 
-    def __init__(self, name: str = "", *, batch_size: int, resume: str = "auto", options: Config | None = None) -> None:
+    def __init__(
+        self,
+        name: str = "",
+        *,
+        batch_size: int,
+        resume: str = "auto",
+        options: Config | Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__()
-        self.name, self.batch_size, self.resume, self.options = name, batch_size, resume, options or Config()
+        self.name, self.batch_size, self.resume = name, batch_size, resume
+        self.options = keras_fit.options_of("hvd.callbacks.Run", options)
         self.folder: Path | None = None
         self.checksum = ""
         self._run: RunContext | None = None
@@ -70,6 +79,7 @@ class Run(keras.callbacks.Callback):
 
     # ---- before and after --------------------------------------------------------------------------------------------
 
+    @keras_fit.in_words_of_a_script()
     def on_train_begin(self, logs: Any = None) -> None:
         model, epochs = self.model, self.params["epochs"]
         batches = (0, socket.gethostname(), self.params["steps"], epochs)

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import signal
 import sys
+import warnings
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ringtrain import data, own_fit, strategies
+from ringtrain import config_io, data, own_fit, strategies
 from ringtrain.config import Config, changed_options, with_values
 from ringtrain.derived import Numbers
 from ringtrain.errors import CheckpointError, ConfigError, RingtrainError
@@ -41,6 +43,14 @@ REFUSED = {
 }
 
 
+ARGUMENTS = {
+    **{"run.name": "name", "run.resume": "resume", "train.epochs": "epochs", "train.batch_size": "batch_size"},
+    "train.seed": "seed",
+}
+"""Options that are arguments of `fit`."""
+OPTION = re.compile(r"--([a-z]+)\.([a-z_-]+)")
+
+
 def fit(
     model: keras.Model,
     x: Any = None,
@@ -63,7 +73,7 @@ def fit(
     batch_per_rank: bool = False,
     seed: int = 0,
     resume: str = "auto",
-    options: Config | None = None,
+    options: Config | Mapping[str, Any] | None = None,
 ) -> keras.callbacks.History:
     """Trains a compiled model on all ranks, as `model.fit` does on one.
 
@@ -94,7 +104,7 @@ def fit(
         steps_per_epoch: Batches of an epoch, for generators and data without an end. All epochs are one iteration.
         seed: Of the order and, on the other ranks than rank 0, of dropout.
         resume: "auto", "must" (fail without a checkpoint), "never", or the path of a run or checkpoint.
-        options: Further options, such as `Config(checkpoint=CheckpointConfig(every_steps=100))`.
+        options: Further options, such as `{"checkpoint.every_steps": 100}` or the same as a `Config`.
         validation_split, validation_steps, validation_batch_size, validation_freq: As in `keras.Model.fit`.
 
     Returns:
@@ -109,6 +119,12 @@ def fit(
         >>> history = ringtrain.fit(model, x, y, name="first", batch_size=64, epochs=10, validation_split=0.1)
         >>> history.history["val_loss"][-1], history.run
     """
+    import keras
+
+    limit = keras.config.max_epochs()
+    if limit and limit < epochs:
+        warnings.warn(f"Limiting epochs to {limit}", stacklevel=2)
+        epochs = limit
     arguments = data.FitArguments(
         x=x,
         y=y,
@@ -129,19 +145,46 @@ def fit(
         seed=seed,
         resume=resume,
     )
-    import keras
-
     try:
-        if type(model).fit is not keras.Model.fit:
-            return own_fit.through(model, arguments, lambda given: _fit(model, name, options or Config(), given))
-        return _fit(model, name, options or Config(), arguments)
+        with in_words_of_a_script():
+            settings = options_of("ringtrain.fit", options)
+            if type(model).fit is not keras.Model.fit:
+                return own_fit.through(model, arguments, lambda given: _fit(model, name, settings, given))
+            return _fit(model, name, settings, arguments)
     except RingtrainError as error:
         # Its text says all: frames of ringtrain would only hide the script's line.
         is_filtered = keras.config.is_traceback_filtering_enabled()
         raise error.with_traceback(None if is_filtered else error.__traceback__)  # noqa: B904
 
 
-def start(options: Config | None = None, num_devices: int = 1) -> None:
+def options_of(door: str, options: Config | Mapping[str, Any] | None) -> Config:
+    """Configuration of the options of a script, which may be dotted or in sections."""
+    if isinstance(options, Config):
+        return options
+    if options is not None and not isinstance(options, Mapping):
+        raise ConfigError(
+            f"{door}: got {type(options).__name__} for options, expected a ringtrain.config.Config, or a dict such as"
+            ' {"checkpoint.every_steps": 100}'
+        )
+    return config_io.from_tables(options or {}, f"{door}: options")
+
+
+@contextlib.contextmanager
+def in_words_of_a_script() -> Iterator[None]:
+    """Context in which errors name arguments instead of options of the command line."""
+    try:
+        yield
+    except RingtrainError as error:
+        error.args = (OPTION.sub(lambda option: _argument(option[1], option[2]), str(error)), *error.args[1:])
+        raise
+
+
+def _argument(section: str, key: str) -> str:
+    name = f"{section}.{key.replace('-', '_')}"
+    return ARGUMENTS.get(name, f"{name} in options")
+
+
+def start(options: Config | Mapping[str, Any] | None = None, num_devices: int = 1) -> None:
     """Starts Horovod and pins this rank's GPU. Call it on hosts with several GPUs, before the model is built.
 
     Without it, `fit` starts Horovod itself, when TensorFlow has already placed the model on a device.
@@ -153,7 +196,7 @@ def start(options: Config | None = None, num_devices: int = 1) -> None:
     from ringtrain import hvd
     from ringtrain.run import devices
 
-    config = options or Config()
+    config = options_of("ringtrain.start", options)
     hvd.configure(config.hvd)
     hvd.init()
     hvd.run_together(lambda: devices.pin_late(hvd.local_rank(), hvd.local_size(), config.device, num_devices))
@@ -212,8 +255,22 @@ def end_by_signal(exit_code: int) -> None:
 
 def _config(model: keras.Model, name: str, options: Config, arguments: data.FitArguments) -> Config:
     """Configuration that describes the script's job; raises ConfigError for what `fit` cannot do."""
+    import keras
+
     if not getattr(model, "compiled", False):
         raise ConfigError("ringtrain.fit: the model is not compiled: call model.compile(optimizer, loss) first")
+    strategy = model.distribute_strategy
+    if strategy.num_replicas_in_sync > 1:
+        raise ConfigError(
+            f"ringtrain.fit: the model is in the scope of a {type(strategy).__name__} with"
+            f" {strategy.num_replicas_in_sync} devices: leave the strategy out, and start a rank for each device"
+        )
+    limit = keras.config.max_steps_per_epoch()
+    if limit:
+        raise ConfigError(
+            f"ringtrain.fit: got keras.config.max_steps_per_epoch {limit}: leave it out, and pass fewer rows or, for"
+            " batches, steps_per_epoch"
+        )
     for option in changed_options(options):
         if not option.startswith(OPTIONS):
             raise ConfigError(

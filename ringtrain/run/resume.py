@@ -113,7 +113,7 @@ def source_of(config: Config) -> tuple[Path | None, bool]:
     """Returns the folder to resume from (None: start from scratch), and whether it must hold a checkpoint."""
     resume, own = config.run.resume, Path(config.run.directory) / config.run.name
     if resume == "must" and not config.run.name:
-        raise ConfigError("run.resume: got must, which needs the name of the run to resume: give --run.name as well")
+        raise ConfigError("resume: got must, which needs the name of the run to resume: give --run.name as well")
     if resume in ("auto", "must"):
         return (own if config.run.name else None), resume == "must"
     return (None, False) if resume == "never" else (Path(resume), True)

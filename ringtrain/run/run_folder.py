@@ -144,7 +144,7 @@ class RunLock:
             file.close()
             return False
         except OSError as error:
-            why = f"the file system has no locks ({error.strerror}): make sure that no other job has this --run.name"
+            why = f"the file system has no locks ({error.strerror}): make sure that no other job has this name"
             print(f"ringtrain: {path}: {why}", file=sys.stderr, flush=True)
         if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
             file.close()  # it was deleted meanwhile

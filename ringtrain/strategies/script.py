@@ -19,7 +19,7 @@ from tensorflow.python.eager import context
 from ringtrain import data, hvd
 from ringtrain.config import Config, changed_options
 from ringtrain.derived import Numbers
-from ringtrain.errors import ConfigError, DataError
+from ringtrain.errors import ConfigError, DataError, OutOfSync
 from ringtrain.hvd.distributed import undistribute
 from ringtrain.hvd.keras_patches import distributed, innermost
 from ringtrain.optim.uneven import UnevenBatches
@@ -64,7 +64,13 @@ class Script(Ring):
         return f"up to {n.batch_size} of {n.samples_per_step} rows of a step on each rank, the last batch included"
 
     def begin(self) -> devices.Pinning:
-        return hvd.run_together(lambda: devices.pin_late(hvd.local_rank(), hvd.local_size(), self.config.device))
+        try:
+            return hvd.run_together(lambda: devices.pin_late(hvd.local_rank(), hvd.local_size(), self.config.device))
+        except tf.errors.UnknownError:
+            raise OutOfSync(
+                f"ringtrain.fit: rank {hvd.rank()} has waited for the others, of which one has exited: every rank must"
+                " call it, so it cannot be under a condition such as hvd.rank() == 0; see also that rank's output"
+            ) from None
 
     def same_global_batch(self, config: Config, attempt: Attempt) -> Config:
         return config  # a script gives the global batch itself

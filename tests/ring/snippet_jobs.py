@@ -47,7 +47,7 @@ def snippets() -> None:
     exec(
         snippet(
             "docs/fit.md",
-            "from ringtrain.config import CheckpointConfig, Config, HvdConfig\n",
+            'options = {"checkpoint.every_steps": 500',
             ('"first"', '"of-options"'),
         ),
         given(model=compiled()),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import ringtrain
 from ringtrain.config import Config, StrategyConfig, TrainConfig, option_types
@@ -32,6 +34,15 @@ def _model(kind: type = keras.Sequential, compiled: bool = True) -> keras.Model:
     return model
 
 
+def _mirrored() -> keras.Model:
+    class MirroredStrategy:
+        num_replicas_in_sync = 2
+
+    model = _model()
+    object.__setattr__(model, "_distribute_strategy", MirroredStrategy())
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "arguments", "message"),
     [
@@ -48,6 +59,11 @@ def _model(kind: type = keras.Sequential, compiled: bool = True) -> keras.Model:
         ),
         (_model(), {"x": X[:0], "y": Y[:0]}, r"got no training samples, expected at least one"),
         (_model(), {"options": Config(strategy=StrategyConfig(name="ps-sync"))}, r"expected ring or mpi-ring"),
+        (_model(), {"options": {"checkpoint.every_step": 3}}, r"unknown key checkpoint\.every_step: .*every_steps"),
+        (_model(), {"options": {"checkpoint": {"every_steps": "3"}}}, r"every_steps: got '3', expected int"),
+        (_model(), {"options": 3}, r"got int for options, expected a ringtrain\.config\.Config, or a dict"),
+        (_model(), {"resume": "must"}, r"got must, which needs the name of the run to resume: give name as well"),
+        (_mirrored(), {}, r"a MirroredStrategy with 2 devices: leave the strategy out"),
     ],
     ids=[
         "uncompiled",
@@ -59,11 +75,44 @@ def _model(kind: type = keras.Sequential, compiled: bool = True) -> keras.Model:
         "options",
         "no rows",
         "strategy",
+        "unknown option",
+        "type of an option",
+        "no options",
+        "must without name",
+        "two replicas",
     ],
 )
 def test_refused_before_anything_starts(model: keras.Model, arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises((ConfigError, DataError), match=f"^ringtrain.fit: .*{message}"):
-        ringtrain.fit(model, **{"x": X, "y": Y, **arguments})
+    with pytest.raises((ConfigError, DataError), match=f"^(ringtrain.fit|resume): .*{message}"):
+        ringtrain.fit(model, **{"x": X, "y": Y, "verbose": 0, **arguments})
+
+
+def test_keras_limits(tmp_path: Path) -> None:
+    options = {"run.directory": str(tmp_path), "tracking": {"every_steps": 0}}
+    keras.config.set_max_epochs(2)
+    try:
+        with pytest.warns(UserWarning, match="Limiting epochs to 2"):
+            history = ringtrain.fit(_model(), X, Y, epochs=5, verbose=0, options=options)
+        assert history.epoch == [0, 1]
+        keras.config.set_max_steps_per_epoch(1)
+        with pytest.raises(ConfigError, match=r"got keras\.config\.max_steps_per_epoch 1: leave it out"):
+            ringtrain.fit(_model(), X, Y, verbose=0, options=options)
+    finally:
+        keras.config.set_max_epochs(None)
+        keras.config.set_max_steps_per_epoch(None)
+
+
+def test_a_rank_that_calls_it_alone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the error of Horovod after another rank has exited."""
+    from ringtrain import hvd
+
+    def fail(action: Any) -> None:
+        raise tf.errors.UnknownError(None, None, "Horovod has been shut down.")
+
+    monkeypatch.setattr(hvd, "run_together", fail)
+    with pytest.raises(RingtrainError, match=r"every rank must call it, .* hvd\.rank\(\) == 0") as raised:
+        ringtrain.fit(_model(), X, Y, verbose=0)
+    assert raised.value.__suppress_context__
 
 
 def test_the_public_functions_are_there_without_loading_keras() -> None:
