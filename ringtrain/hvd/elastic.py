@@ -26,7 +26,7 @@ from ringtrain.hvd.backend import (
 )
 from ringtrain.hvd.batch_norm import is_shared, seeds
 from ringtrain.hvd.collectives import allgather_object, broadcast_object, broadcast_variables, elastic, init, shutdown
-from ringtrain.hvd.keras_patches import innermost
+from ringtrain.hvd.keras_patches import compiled_optimizer, innermost, optimizers_of
 from ringtrain.hvd.placement import CPU
 from ringtrain.hvd.process import PROCESS
 from ringtrain.hvd.sync import broadcast_model
@@ -103,7 +103,7 @@ class _VariablesState(_Listener, ObjectState):
     """Variables and named objects that are committed, restored and synchronized together."""
 
     def __init__(self, **kwargs: Any) -> None:
-        self._committed: list[np.ndarray] = []
+        self._committed: list[tuple[Any, np.ndarray]] = []
         self.num_commits = 0
         self._keep()
         super().__init__(bcast_object=broadcast_object, get_rank=horovod.rank, **kwargs)
@@ -134,7 +134,7 @@ class _VariablesState(_Listener, ObjectState):
 
     def restore(self) -> None:
         """Restores the state that was saved last."""
-        for variable, value in zip(self._variables(), self._committed, strict=True):
+        for variable, value in self._committed:
             variable.assign(value)
         super().restore()
 
@@ -144,7 +144,7 @@ class _VariablesState(_Listener, ObjectState):
         super().sync()
 
     def _keep(self) -> None:
-        self._committed = [keras.ops.convert_to_numpy(variable).copy() for variable in self._variables()]
+        self._committed = [(one, keras.ops.convert_to_numpy(one).copy()) for one in self._variables()]
 
     def _variables(self) -> list[Any]:
         raise NotImplementedError
@@ -155,7 +155,7 @@ class KerasState(_VariablesState):
 
     Args:
         model: Built model.
-        optimizer: Optimizer of the model. None: the one it was compiled with.
+        optimizer: Optimizer of the model. None: the one it was compiled with, if any.
         kwargs: Objects to keep with the model; they become attributes.
 
     Raises:
@@ -164,10 +164,10 @@ class KerasState(_VariablesState):
 
     def __init__(self, model: keras.Model, optimizer: Any = None, **kwargs: Any) -> None:
         self.model = model
-        self.optimizer = optimizer or model.optimizer
+        self.optimizer = compiled_optimizer(model) if optimizer is None else optimizer
         if not model.built:
             raise ValueError(f"KerasState: {model.name} has no weights yet; call model.build(input_shape) first")
-        if not self.optimizer.built:
+        if self.optimizer is not None and not self.optimizer.built:
             self.optimizer.build(model.trainable_variables)
         super().__init__(**kwargs)
 
@@ -176,7 +176,9 @@ class KerasState(_VariablesState):
         super().sync()
 
     def _variables(self) -> list[Any]:
-        return [*self.model.weights, *self.optimizer.variables, *(seeds(self.model) if is_shared(self.model) else [])]
+        optimizers = optimizers_of(self.model, self.optimizer)
+        slots = [variable for optimizer in optimizers for variable in optimizer.variables]
+        return [*self.model.weights, *slots, *(seeds(self.model) if is_shared(self.model) else [])]
 
 
 class SharedKerasState(KerasState):

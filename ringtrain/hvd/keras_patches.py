@@ -106,12 +106,23 @@ def innermost(optimizer: Any) -> Any:
     return optimizer
 
 
-def optimizers_of(model: keras.Model) -> list[Any]:
-    """Returns the optimizer with which a model was compiled, and those in its attributes, such as those of a GAN."""
-    held: list[Any] = [model.optimizer]
+def compiled_optimizer(model: keras.Model) -> Any:
+    """Returns the optimizer with which a model was compiled; None before `compile`, which creates the attribute."""
+    return getattr(model, "optimizer", None)
+
+
+def optimizers_of(model: keras.Model, optimizer: Any = None) -> list[Any]:
+    """Returns the optimizer with which a model was compiled, and those in its attributes, such as those of a GAN.
+
+    `optimizer` takes the place of the compiled one.
+    """
+    compiled = compiled_optimizer(model)
+    held: list[Any] = [compiled if optimizer is None else optimizer]
     for value in vars(model).values():
         parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
         held.extend(parts)
+    if optimizer is not None and optimizer is not compiled:
+        held = [one for one in held if one is not compiled]
     return list({id(one): one for one in held if isinstance(one, keras.optimizers.Optimizer)}.values())
 
 

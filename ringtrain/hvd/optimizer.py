@@ -15,9 +15,9 @@ import keras
 import tensorflow as tf
 
 from ringtrain.hvd.backend import Adasum, Average, ProcessSet, global_process_set, horovod
-from ringtrain.hvd.collectives import elastic, layer_variables, refuse_xla, tensor_of
+from ringtrain.hvd.collectives import elastic, layer_variables, refuse_xla, tensor_of, unique_in_graph
 from ringtrain.hvd.distributed import distribute
-from ringtrain.hvd.keras_patches import distributed, innermost, refuse_horovods_own, teach_keras
+from ringtrain.hvd.keras_patches import compiled_optimizer, distributed, innermost, refuse_horovods_own, teach_keras
 from ringtrain.hvd.reduction import Reduction
 from ringtrain.hvd.sharded import refuse_sharding
 from ringtrain.hvd.slow_links.compression import Compression, name_of
@@ -215,7 +215,7 @@ def load_model(
         raise ValueError("legacy_opts=True: Keras 3 has no legacy optimizers; load the model without it")
     known = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()}
     model = keras.models.load_model(filepath, custom_objects={**known, **(custom_objects or {})})
-    if model.optimizer is not None:
+    if compiled_optimizer(model) is not None:
         DistributedOptimizer(model.optimizer, compression=compression, **options)
         model.jit_compile = False  # Keras decided before the optimizer was distributed
     return model
@@ -232,6 +232,7 @@ def DistributedGradientTape(gradtape: tf.GradientTape, *args: Any, **kwargs: Any
     tape = horovod.DistributedGradientTape(gradtape, *args, **kwargs)
     if not bound.arguments["sparse_as_dense"]:
         _sum_sparse_in_one_order(tape, bound.arguments)
+    _name_by_order(tape, bound.arguments["sparse_as_dense"])
     reduce, num_ranks = tape._allreduce_grads, bound.arguments["process_set"].size()
     if num_ranks > 1 and not elastic():
         tape._allreduce_grads = lambda grads, *rest: PLACE.reducing(num_ranks, grads, lambda: reduce(grads, *rest))
@@ -246,6 +247,24 @@ def DistributedGradientTape(gradtape: tf.GradientTape, *args: Any, **kwargs: Any
     tape.gradient = gradient_of
     tape.register_local_source = lambda source: register(tensor_of(source))
     return tape
+
+
+def _name_by_order(tape: Any, sparse_as_dense: bool) -> None:
+    """Names gradients in a graph by their order: Horovod's names follow those of layers, which may differ by rank."""
+    reduce = tape._allreduce_grads
+
+    def renamed(gradient: Any, name: str) -> Any:
+        if gradient is None or (isinstance(gradient, tf.IndexedSlices) and not sparse_as_dense):
+            return gradient
+        return tf.identity(tf.convert_to_tensor(gradient), name)
+
+    def reduce_renamed(gradients: Any, *args: Any) -> Any:
+        if not tf.executing_eagerly():
+            prefix = unique_in_graph("DistributedGradientTape")
+            gradients = [renamed(gradient, f"{prefix}_{index}") for index, gradient in enumerate(gradients)]
+        return reduce(gradients, *args)
+
+    tape._allreduce_grads = reduce_renamed
 
 
 def _sum_sparse_in_one_order(tape: Any, options: Mapping[str, Any]) -> None:

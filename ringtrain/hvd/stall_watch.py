@@ -210,6 +210,7 @@ def begin() -> Watch | None:
     return watch
 
 
+@tf.autograph.experimental.do_not_convert  # in a script's tf.function
 def broadcast_variables(
     variables: Sequence[Any],
     root_rank: int,
@@ -228,7 +229,8 @@ def broadcast_variables(
         inplace: Use Horovod's in-place broadcast, which saves memory and supports floating-point types only.
         device: Addition of ringtrain. Device of the broadcast; ignored with `inplace`.
     """
-    if process_set is global_process_set and (watch := begin()):  # all ranks of a user's training loop call this
+    watch = begin() if process_set is global_process_set else None  # all ranks of a user's training loop call this
+    if watch is not None:
         counters = [collectives.tensor_of(one) for one in variables if getattr(one, "name", "") == "iteration"]
         watch.iterations = next(iter(counters), watch.iterations)
     collectives.broadcast_variables(variables, root_rank, process_set, inplace, device)

@@ -19,7 +19,14 @@ from ringtrain.hvd.backend import Max, ProcessSet, global_process_set, horovod
 from ringtrain.hvd.batch_norm import batch_norm_layers, is_shared, seeds, weights_of_one_rank
 from ringtrain.hvd.collectives import allgather_object, broadcast_variables, copies_of, num_copies
 from ringtrain.hvd.distributed import Bypassed, distribute, variables_of_one_rank
-from ringtrain.hvd.keras_patches import distributed, innermost, layers_of, optimizers_of, refuse_horovods_own
+from ringtrain.hvd.keras_patches import (
+    compiled_optimizer,
+    distributed,
+    innermost,
+    layers_of,
+    optimizers_of,
+    refuse_horovods_own,
+)
 from ringtrain.hvd.placement import CPU
 from ringtrain.hvd.reduction import OP_WORDS, averaged_by_adasum
 from ringtrain.hvd.sharded import sharded_slots
@@ -47,7 +54,7 @@ def broadcast_model(
         root_rank: Rank that sends.
         local_variables: Variables to exclude.
         process_set: Ranks that take part.
-        optimizer: Optimizer of the model. None: the one it was compiled with.
+        optimizer: Optimizer of the model. None: the one it was compiled with, if any.
         device: Device of the broadcast.
 
     Raises:
@@ -56,14 +63,14 @@ def broadcast_model(
     """
     if not model.built:
         raise ValueError(f"broadcast_model: {model.name} has no weights yet; call model.build(input_shape) first")
-    optimizer = model.optimizer if optimizer is None else optimizer
+    optimizer = compiled_optimizer(model) if optimizer is None else optimizer
     if optimizer is not None:
         refuse_horovods_own(optimizer)
-        _require_same_settings(optimizer, process_set)
+        _require_same_settings(model, optimizer, process_set)
         if not optimizer.built:
             optimizer.build(model.trainable_variables)
     local = {id(variable) for variable in local_variables}
-    slots = (variable for one in _optimizers(model, optimizer) for variable in one.variables)
+    slots = (variable for one in optimizers_of(model, optimizer) for variable in one.variables)
     variables = [*model.weights, *slots, *(seeds(model) if is_shared(model) else [])]
     broadcast_variables([v for v in variables if id(v) not in local], root_rank, process_set, device=device)
 
@@ -78,7 +85,7 @@ def check_in_sync(model: keras.Model, optimizer: Any = None) -> str:
 
     Args:
         model: Built model.
-        optimizer: Optimizer of the model. None: the one it was compiled with.
+        optimizer: Optimizer of the model. None: the one it was compiled with, if any.
 
     Returns:
         Checksum, 16 hexadecimal digits: the same on every rank, and in every run with the same weights.
@@ -87,7 +94,7 @@ def check_in_sync(model: keras.Model, optimizer: Any = None) -> str:
         OutOfSync: On every rank. Names the ranks that differ and the first variable that differs.
         ValueError: The optimizer was wrapped by Horovod's `DistributedOptimizer`.
     """
-    optimizer = model.optimizer if optimizer is None else optimizer
+    optimizer = compiled_optimizer(model) if optimizer is None else optimizer
     refuse_horovods_own(optimizer)
     process_set = _process_set(optimizer)
     copies = [tuple(zip(*_checksums(model, optimizer, copy), strict=True)) for copy in range(num_copies(model))]
@@ -107,7 +114,7 @@ def differing_weights(model: keras.Model) -> list[str]:
     """Paths of local weights, except those of batch normalization, that differ between ranks. A collective."""
     expected = {id(variable) for layer in batch_norm_layers(model) for variable in layer.weights}
     variables = [variable for variable in weights_of_one_rank(model) if id(variable) not in expected]
-    process_set = _process_set(model.optimizer)
+    process_set = _process_set(compiled_optimizer(model))
     if not variables or not process_set.included():
         return []
     checksums = [[_checksum(copy.numpy()) for copy in copies_of(variable)] for variable in variables]
@@ -339,13 +346,15 @@ def _process_set(optimizer: Any) -> ProcessSet:
     return global_process_set if reduction is None else reduction.process_set
 
 
-def _require_same_settings(optimizer: Any, process_set: ProcessSet) -> None:
+def _require_same_settings(model: keras.Model, optimizer: Any, process_set: ProcessSet) -> None:
     inner = innermost(optimizer)
+    others = [one for one in optimizers_of(model, optimizer) if one is not optimizer]
     reduction = getattr(inner, "reduction", None)
     settings = {
         "optimizer": type(inner).__name__,
         "gradient_accumulation_steps": inner.gradient_accumulation_steps,
         "local_steps": str(getattr(inner, "local", 1)),
+        "variables of other optimizers": sum(len(one.variables) for one in others),
         **({"reduction": "none"} if reduction is None else reduction.settings()),
     }
     first, *others = allgather_object(settings, name="ringtrain_optimizer_settings", process_set=process_set)
@@ -360,18 +369,12 @@ def _require_same_settings(optimizer: Any, process_set: ProcessSet) -> None:
 
 
 def _checksums(model: keras.Model, optimizer: Any, copy: int) -> Iterator[tuple[str, int]]:
-    optimizers = _optimizers(model, optimizer)
+    optimizers = optimizers_of(model, optimizer)
     local = [variable for one in optimizers for variable in _local_variables(model, one)]
     excluded = {id(variable) for variable in (*weights_of_one_rank(model), *local)}
     for variable in (*model.weights, *(variable for one in optimizers for variable in one.variables)):
         if id(variable) not in excluded:
             yield variable.path, _checksum(copies_of(variable)[copy].numpy())
-
-
-def _optimizers(model: keras.Model, optimizer: Any) -> list[Any]:
-    """Returns all optimizers of a model, with one in place of that with which it was compiled."""
-    rest = [one for one in optimizers_of(model) if one is not model.optimizer and one is not optimizer]
-    return [*([] if optimizer is None else [optimizer]), *rest]
 
 
 def _checksum(value: Any) -> int:

@@ -36,7 +36,7 @@ PROPERTIES = _properties()
 
 # Modules whose properties are about Keras and files rather than about what carries the gradients, and between how many;
 # and those that are about the number of ranks, but not about what carries the gradients.
-OVER_MPI_ON_2_RANKS = ("callbacks", "optimizers", "saving", "schedules")
+OVER_MPI_ON_2_RANKS = ("callbacks", "custom_loops", "optimizers", "saving", "schedules")
 OVER_MPI = (*OVER_MPI_ON_2_RANKS, "batch_norm", "precision")
 
 

@@ -1,0 +1,290 @@
+"""Training loops without `compile` and `fit`, as scripts for Horovod and Keras' guides have them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import keras
+import numpy as np
+import small
+import tensorflow as tf
+
+import ringtrain.hvd as hvd
+from ringtrain.errors import OutOfSync
+
+STEPS = 4
+
+
+def _adam() -> keras.optimizers.Optimizer:
+    return keras.optimizers.Adam(0.02)
+
+
+def _reference(num_steps: int = STEPS) -> keras.Model:
+    return small.alone(small.build(), _adam(), small.global_batches(num_steps))
+
+
+def _loss(model: keras.Model, x: Any, y: Any) -> Any:
+    return keras.ops.mean(keras.losses.mean_squared_error(y, model(x, training=True)))
+
+
+def _step_with_optimizer(model: keras.Model, optimizer: Any, x: Any, y: Any) -> None:
+    with tf.GradientTape() as tape:
+        loss = _loss(model, x, y)
+    optimizer.apply(tape.gradient(loss, model.trainable_weights), model.trainable_weights)
+
+
+def _step_with_tape(model: keras.Model, optimizer: Any, x: Any, y: Any) -> None:
+    with tf.GradientTape() as tape:
+        loss = _loss(model, x, y)
+    gradients = hvd.DistributedGradientTape(tape).gradient(loss, model.trainable_weights)
+    optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
+
+
+@contextlib.contextmanager
+def _autograph_warnings() -> Iterator[list[str]]:
+    """Messages in which AutoGraph names a function that it could not convert."""
+    messages: list[str] = []
+
+    class Collecting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "AutoGraph" in record.getMessage():
+                messages.append(record.getMessage())
+
+    handler, logger = Collecting(), tf.get_logger()
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+
+
+def an_optimizer_of_a_model_that_is_not_compiled_is_broadcast_and_checked() -> None:
+    model, optimizer = small.build(seed=hvd.rank()), hvd.DistributedOptimizer(_adam())
+    hvd.broadcast_model(model, optimizer=optimizer)
+    model.set_weights(small.build().get_weights())
+    step = tf.function(_step_with_optimizer)
+    for x, y in small.shares(STEPS):
+        step(model, optimizer, tf.constant(x), tf.constant(y))
+    assert small.distance(model, _reference()) < 1e-6
+    checksum = hvd.check_in_sync(model, optimizer)
+    assert checksum != hvd.check_in_sync(model)  # of the weights alone
+    optimizer._momentums[0].assign(optimizer._momentums[0] + hvd.rank())
+    hvd.check_in_sync(model)
+    assert "first in" in small.raised(OutOfSync, lambda: hvd.check_in_sync(model, optimizer))
+    hvd.broadcast_model(model, optimizer=optimizer)
+    hvd.check_in_sync(model, optimizer)
+
+
+def a_model_without_any_optimizer_is_broadcast_and_checked() -> None:
+    model = small.build(seed=hvd.rank())
+    hvd.broadcast_model(model)
+    hvd.check_in_sync(model)
+    assert small.spread(model) == 0
+    assert hvd.optimizers_of(model) == []
+
+
+def tapes_reduce_and_variables_are_broadcast_after_the_first_step() -> None:
+    if hvd.rank() == 0:
+        small.build()  # so that layers have other names here, from which Horovod makes those of messages
+    model, optimizer = small.build(seed=7 + hvd.rank()), _adam()
+    step = tf.function(_step_with_tape)
+    for index, (x, y) in enumerate(small.shares(STEPS)):
+        step(model, optimizer, tf.constant(x), tf.constant(y))
+        if index == 0:
+            hvd.broadcast_variables(model.variables, root_rank=0)
+            hvd.broadcast_variables(optimizer.variables, root_rank=0)
+    hvd.check_in_sync(model, optimizer)
+
+
+def the_first_step_broadcasts_in_its_graph_and_autograph_says_nothing() -> None:
+    model, optimizer = small.build(seed=hvd.rank()), hvd.DistributedOptimizer(_adam())
+    optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def step(x: Any, y: Any, is_first: bool) -> Any:
+        with tf.GradientTape() as tape:
+            loss = _loss(model, x, y)
+        gradients = tape.gradient(loss, model.trainable_weights)
+        optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
+        if is_first:
+            hvd.broadcast_variables(model.variables, root_rank=0)
+            hvd.broadcast_variables(optimizer.variables, root_rank=0)
+        return hvd.allreduce(loss), hvd.allgather(loss[None]), hvd.broadcast(loss, root_rank=0)
+
+    @tf.function
+    def taped(x: Any, y: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = _loss(model, x, y)
+        gradients = hvd.DistributedGradientTape(tape).gradient(loss, model.trainable_weights)
+        for gradient, variable in zip(gradients, model.trainable_weights, strict=True):
+            variable.assign_sub(0.1 * gradient)
+
+    with _autograph_warnings() as messages:
+        for index, (x, y) in enumerate(small.shares(STEPS)):
+            step(tf.constant(x), tf.constant(y), index == 0)
+            taped(tf.constant(x), tf.constant(y))
+    assert not messages, messages
+    hvd.check_in_sync(model, optimizer)
+
+
+def optimizers_that_a_model_holds_are_part_of_its_state() -> None:
+    class Pair(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = small.build(1), small.build(2)
+            self.optimizers = [hvd.DistributedOptimizer(_adam()), hvd.DistributedOptimizer(_adam())]
+            self.built = True
+
+    model = Pair()
+    for optimizer, part in zip(model.optimizers, (model.first, model.second), strict=True):
+        optimizer.build(part.trainable_variables)
+        optimizer._momentums[0].assign(optimizer._momentums[0] + hvd.rank())
+    assert "differs in 2" in small.raised(OutOfSync, lambda: hvd.check_in_sync(model))
+    hvd.broadcast_model(model)
+    hvd.check_in_sync(model)
+    state = hvd.elastic.KerasState(model, model.optimizers[0])
+    x, y = small.shares(1)[0]
+    for optimizer, part in zip(model.optimizers, (model.first, model.second), strict=True):
+        _step_with_optimizer(part, optimizer, tf.constant(x), tf.constant(y))
+    state.restore()
+    assert [int(optimizer.iterations) for optimizer in model.optimizers] == [0, 0]
+    assert small.distance(model.second, small.build(2)) == 0
+
+
+def one_ranks_optimizer_that_is_not_built_is_named() -> None:
+    model = small.build()
+    model.other = hvd.DistributedOptimizer(_adam())
+    if hvd.rank() == 0:
+        model.other.build(model.trainable_variables)
+    message = small.raised(OutOfSync, lambda: hvd.broadcast_model(model, optimizer=keras.optimizers.SGD(0.1)))
+    assert "variables of other optimizers is 2 on rank 1" in message, message
+
+
+def elastic_states_of_a_model_that_is_not_compiled() -> None:
+    for kind in (hvd.elastic.KerasState, hvd.elastic.TensorFlowKerasState):
+        model, optimizer = small.build(seed=hvd.rank()), hvd.DistributedOptimizer(_adam())
+        state = kind(model, optimizer, batch=hvd.rank(), epoch=10 + hvd.rank())
+
+        @hvd.elastic.run
+        def train(state: Any, model: keras.Model = model, optimizer: Any = optimizer) -> int:
+            for x, y in small.shares(STEPS)[state.batch :]:
+                _step_with_optimizer(model, optimizer, tf.constant(x), tf.constant(y))
+                state.batch += 1
+                state.commit()
+            return int(optimizer.iterations)
+
+        assert train(state) == STEPS and (state.batch, state.epoch) == (STEPS, 10)
+        hvd.check_in_sync(model, optimizer)
+        kept = [np.array(one) for one in (*model.weights, *optimizer.variables)]
+        _step_with_optimizer(model, optimizer, *map(tf.constant, small.shares(1)[0]))
+        state.batch = 99
+        state.restore()
+        assert state.batch == STEPS
+        for value, variable in zip(kept, (*model.weights, *optimizer.variables), strict=True):
+            np.testing.assert_array_equal(value, np.array(variable))
+
+
+def an_elastic_state_without_an_optimizer_keeps_the_weights() -> None:
+    model = small.build(seed=hvd.rank())
+    state = hvd.elastic.KerasState(model)
+    state.sync()
+    hvd.check_in_sync(model)
+    before = model.get_weights()[0]
+    model.layers[0].kernel.assign(model.layers[0].kernel + 1)
+    state.restore()
+    np.testing.assert_array_equal(model.get_weights()[0], before)
+
+
+def micro_steps_are_accumulated_also_sparse_and_local_ones() -> None:
+    passes = 4
+    for averages in (True, False):
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(1.0),
+            backward_passes_per_step=passes,
+            average_aggregated_gradients=averages,
+            sparse_as_dense=True,
+        )
+        shared, table, local = (tf.Variable(value, dtype=tf.float64) for value in ([0.0], [[1.0], [2.0]], [0.0]))
+        optimizer.register_local_var(local)
+
+        @tf.function
+        def step(optimizer: Any = optimizer, shared: Any = shared, table: Any = table, local: Any = local) -> None:
+            with tf.GradientTape() as tape:
+                row = tf.reduce_sum(tf.gather(table, [0]))
+                loss = tf.reduce_sum(-shared * (hvd.rank() + 1.0) + row - local * (hvd.rank() + 1.0))
+            variables = [shared, table, local]
+            optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+
+        optimizer.build([shared, table, local])
+        for _ in range(2 * passes + 1):
+            step()
+        times = 2.0 if averages else 2.0 * passes
+        mean = (hvd.size() + 1) / 2
+        np.testing.assert_allclose(shared.numpy(), [times * mean])
+        np.testing.assert_allclose(table.numpy(), [[1.0 - times], [2.0]])
+        np.testing.assert_allclose(local.numpy(), [times * (hvd.rank() + 1) / hvd.size()])
+
+
+def sparse_gradients_of_a_tape_equal_the_big_batch() -> None:
+    rows = np.random.default_rng(5).integers(0, 9, (hvd.size() * 4, 3))
+
+    def table() -> Any:
+        return tf.Variable(np.random.default_rng(6).normal(size=(9, 2)))
+
+    def gradient(variable: Any, some: np.ndarray, wrap: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(tf.gather(variable, some)))
+        return wrap(tape).gradient(loss, [variable])[0]
+
+    ours, whole = table(), table()
+    part = rows[hvd.rank() * 4 : (hvd.rank() + 1) * 4]
+    for _ in range(2):
+        keras.optimizers.SGD(0.1).apply_gradients([(gradient(ours, part, hvd.DistributedGradientTape), ours)])
+        keras.optimizers.SGD(0.1).apply_gradients([(gradient(whole, rows, lambda tape: tape), whole)])
+    np.testing.assert_allclose(ours.numpy(), whole.numpy(), rtol=1e-12)
+    assert small.spread_of(ours) == 0
+
+
+def each_process_set_trains_a_model_of_its_own() -> None:
+    sets = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
+    mine = sets[hvd.rank()]
+    model, reference, optimizer, alone = small.build(), small.build(), _adam(), _adam()
+    for x, y in small.shares(STEPS):
+        with tf.GradientTape() as tape:
+            loss = _loss(model, x, y)
+        gradients = hvd.DistributedGradientTape(tape, process_set=mine).gradient(loss, model.trainable_weights)
+        optimizer.apply(gradients, model.trainable_weights)
+        _step_with_optimizer(reference, alone, x, y)
+    assert small.distance(model, reference) == 0 and small.spread(model) > 0
+    wrapped = hvd.DistributedOptimizer(_adam(), process_set=mine)
+    hvd.broadcast_model(model, hvd.rank(), process_set=mine, optimizer=wrapped)
+    hvd.check_in_sync(model, wrapped)
+    for one in sets:
+        hvd.remove_process_set(one)
+
+
+class Halved(keras.optimizers.SGD):
+    """An optimizer that Keras does not know by its name."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        super().update_step(gradient / 2, variable, learning_rate)
+
+
+def models_are_loaded_with_optimizers_of_ones_own_and_without() -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "model.keras"
+        model = small.train(small.build(), hvd.DistributedOptimizer(Halved(0.1, momentum=0.9)), small.shares(2))
+        model.save(path)
+        for more in ({"custom_optimizers": [Halved]}, {"custom_objects": {"Halved": Halved}}):
+            loaded = hvd.load_model(path, **more)
+            assert isinstance(loaded.optimizer, Halved) and hvd.check_in_sync(loaded) == hvd.check_in_sync(model)
+            assert hvd.check_averaging(loaded.optimizer) == "averaged"
+        small.build().save(path)  # never compiled
+        loaded = hvd.load_model(path)
+        assert small.distance(loaded, small.build()) == 0
+        hvd.broadcast_model(loaded, optimizer=hvd.DistributedOptimizer(_adam()))
