@@ -130,7 +130,8 @@ class RowBatches:
                 )
             )
 
-        numbers = of_epoch(self._numbers, tf.int64).batch(max(1, end - begin))
+        # Without a smaller batch the number of rows is part of the graph, as in Keras: it decides about last bits.
+        numbers = of_epoch(self._numbers, tf.int64).batch(max(1, end - begin), drop_remainder=not self.rest)
         batches = samples.batches(numbers.map(lambda rows: (tf.constant(0, tf.int64), rows)), end - begin, seed)
         if not self.is_even:
             batches = tf.data.Dataset.zip(of_epoch(self._shares, tf.float64), batches)

@@ -348,6 +348,17 @@ class Distributed(_Reducing):
             use_nesterov=self.nesterov,
         )
 
+    def assign_add(self, variable: Any, value: Any) -> None:
+        super().assign_add(variable, self._in_fixed_order(value))
+
+    def assign_sub(self, variable: Any, value: Any) -> None:
+        super().assign_sub(variable, self._in_fixed_order(value))
+
+    def _in_fixed_order(self, value: Any) -> Any:
+        if not isinstance(value, tf.IndexedSlices) or not isinstance(self.reduction, Reduction):
+            return value
+        return self.reduction.in_fixed_order(value)
+
     def _all_reduce_sum_gradients(self, grads_and_vars: Any) -> Any:
         return grads_and_vars  # Keras would sum over a tf.distribute strategy's copies here, after clipping
 

@@ -46,6 +46,7 @@ def DistributedOptimizer(
     sharded: bool = False,
     compression_start_step: int = 0,
     local_steps: int | LocalSteps = 1,
+    merge_rows: bool = False,
 ) -> keras.optimizers.Optimizer:
     """Makes an optimizer reduce its gradients over all ranks before it clips, decays and applies them.
 
@@ -84,6 +85,9 @@ def DistributedOptimizer(
         local_steps: Addition of ringtrain. Number of updates that each rank makes by itself, before the ranks average
             their weights; or a `LocalSteps` with an outer optimizer. Call `hvd.end_round(model)` before weights are
             evaluated or saved. 1: gradients are reduced in every update.
+        merge_rows: Addition of ringtrain. Add up the parts of a row of a sparse gradient before the update, as in a
+            dense one, and send less. False: Adam and others square the parts one by one, as Keras does. Several ranks
+            with GPUs always add them up, since TensorFlow would do so in another order on each rank.
 
     Returns:
         `optimizer`, with the new method `register_local_var(variable)`, which excludes a variable from the reduction.
@@ -122,6 +126,7 @@ def DistributedOptimizer(
         deterministic=deterministic,
         sharded=sharded,
         compression_start_step=compression_start_step,
+        merge_rows=merge_rows,
     )
     updates: dict[str, Any] = {}
     if local_steps != 1:
@@ -276,6 +281,7 @@ def _sum_sparse_in_one_order(tape: Any, options: Mapping[str, Any]) -> None:
         gradient_predivide_factor=1.0,  # which would cancel out
         groups=None,
         share=None,
+        merge_rows=True,
     )
 
     def reduce(gradients: Any, sources: Any = None, *args: Any) -> list[Any]:

@@ -26,7 +26,7 @@ class Reduction:
 
     `accumulated_scale` multiplies the result: Keras averages over micro-steps, but Horovod's `backward_passes_per_step`
     sums. `share` multiplies this rank's gradients, in `_Reducing.weighted`. `low_rank` is the state of PowerSGD. With
-    `is_local`, nothing is sent.
+    `is_local`, nothing is sent. `merge_rows` adds up the rows of a sparse gradient before the update.
     """
 
     name: str
@@ -44,6 +44,7 @@ class Reduction:
     sharded: bool = False
     compression_start_step: int = 0
     is_local: bool = False
+    merge_rows: bool = False
     low_rank: LowRank | None = field(init=False, default=None)
     share: tf.Variable | None = field(default_factory=lambda: tf.Variable(1.0, trainable=False) if elastic() else None)
     _graphs: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -84,7 +85,7 @@ class Reduction:
 
     @functools.cached_property
     def of_this_rank(self) -> Reduction:
-        """The same for an update without communication: merges rows, scales local variables and micro-steps."""
+        """The same for an update without communication: scales local variables and micro-steps."""
         return self.uncompressed._with("local", is_local=True)
 
     @functools.cached_property
@@ -125,7 +126,22 @@ class Reduction:
             "factor after accumulation": self.accumulated_scale,
             "deterministic": self.deterministic,
             "sharded": self.sharded,
+            "merge_rows": self.merge_rows,
         }
+
+    @property
+    def merges_rows(self) -> bool:
+        """Whether each row of a sparse gradient reaches the update once, as the sum of its parts."""
+        # Keras makes sparse gradients dense in its update, and on a GPU adds up the parts of a row in any order.
+        return self.merge_rows or (not self._alone() and bool(tf.config.list_logical_devices("GPU")))
+
+    def in_fixed_order(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
+        """Merges the rows of slices to be added to a variable: several threads would add them in any order."""
+        if self._alone() or self.merges_rows:
+            return slices
+        rows, places = tf.unique(slices.indices)
+        values = tf.math.unsorted_segment_sum(slices.values, places, tf.size(rows))
+        return tf.IndexedSlices(values, rows, slices.dense_shape)
 
     def trial(self, probe: Callable[[int], Callable[[Any], Any]]) -> NDArray[Any]:
         """Reduces vectors of length size, each 1 at its rank and else 0, by the function that `probe(size)` returns."""
@@ -252,10 +268,15 @@ class Reduction:
 
     def _reduce_sparse(self, gradient: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
         # Equivalent to Horovod's allreduce, which names the gathers after their tensors: those names differ between
-        # ranks. gradient_predivide_factor would cancel out. A single rank also merges rows, like several ranks.
+        # ranks. gradient_predivide_factor would cancel out. Without merge_rows, the ranks' parts of a row stay apart:
+        # Adam and others square them one by one.
+        if self._alone() and not self.merge_rows:
+            return gradient
         with tf.device(self.device_sparse):
-            rows, places = tf.unique(gradient.indices)
-            values = tf.math.unsorted_segment_sum(_widened(gradient.values), places, tf.size(rows))
+            rows, values = gradient.indices, _widened(gradient.values)
+            if self.merges_rows:
+                rows, places = tf.unique(rows)
+                values = tf.math.unsorted_segment_sum(values, places, tf.size(rows))
             if not self._alone():
                 if self.op == Adasum:
                     raise NotImplementedError("Adasum knows no sparse gradients: set sparse_as_dense=True")
@@ -266,7 +287,8 @@ class Reduction:
                     counts = horovod.allgather(tf.size(rows)[None], name=f"{name}_counts", **options)
                 values = horovod.allgather(values, name=f"{name}_values", **options)
                 rows = horovod.allgather(rows, name=f"{name}_indices", **options)
-                values, rows = _summed_by_row(values, rows, counts)
+                if self.merges_rows:
+                    values, rows = _summed_by_row(values, rows, counts)
         return tf.IndexedSlices(tf.cast(values, gradient.dtype), rows, gradient.dense_shape)
 
     def _reduce_dense(self, gradients: list[tf.Tensor], name: str, reduce: Any = None) -> list[tf.Tensor]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _HOROVOD = (
     *("hvd.op", "hvd.compression", "hvd.fusion_mb", "hvd.cycle_time_ms", "hvd.groups", "tracking.timeline_steps"),
-    *("hvd.local_steps", "optimizer.sharded", "train.virtual_ranks"),
+    *("hvd.local_steps", "hvd.merge_rows", "optimizer.sharded", "train.virtual_ranks"),
 )
 _NOT_IN_TENSORFLOW = (
     *(*_HOROVOD, "hvd.deterministic", "optimizer.accumulation_steps", "optimizer.jit", "model.sync_batch_norm"),

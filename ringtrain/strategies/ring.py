@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 OF_OPTIMIZER = (
-    *("hvd.op", "hvd.compression", "hvd.local_", "hvd.outer_", "hvd.groups", "hvd.deterministic"),
+    *("hvd.op", "hvd.compression", "hvd.local_", "hvd.outer_", "hvd.groups", "hvd.deterministic", "hvd.merge_rows"),
     *("optimizer.jit", "optimizer.sharded"),
 )
 """beginnings of the options that `distribute` passes to hvd.DistributedOptimizer"""
@@ -63,6 +63,7 @@ class Ring(Strategy):
                 deterministic=options.deterministic or self.config.strategy.name == "mpi-ring",
                 jit_update=self.config.optimizer.jit,
                 sharded=sharded,
+                merge_rows=options.merge_rows,
             )
         except ValueError as error:
             told = str(error).replace("sharded=True", "optimizer.sharded", 1)

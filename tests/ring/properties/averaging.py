@@ -222,34 +222,43 @@ def sparse_gradients_equal_big_batch():
     own = slice(hvd.rank() * small.BATCH, (hvd.rank() + 1) * small.BATCH)
     whole, share = list(zip(indices, targets, strict=True)), list(zip(indices[:, own], targets[:, own], strict=True))
     for clip in ({}, {"global_clipnorm": 0.1}, {"gradient_accumulation_steps": 2}):
-        # Keras squares the entries of a row one by one where they come in several parts; here a row comes once.
-        reference = _train_on_dense_gradients(_embedding(), keras.optimizers.Adam(0.01, **clip), whole)
-        more = ({"sparse_as_dense": True}, {"num_groups": 2}, {"gradient_predivide_factor": 2.0})
-        for options in ({}, *(more if not clip else ())):
+        reference = small.alone(_embedding(), keras.optimizers.Adam(0.01, **clip), whole)
+        for options in ({}, *(({"num_groups": 2}, {"gradient_predivide_factor": 2.0}) if not clip else ())):
             optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01, **clip), **options)
             _close(small.train(_embedding(), optimizer, share), reference, 1e-5)
+        # Keras squares the parts of a row one by one; here a row comes once.
+        merged = _train_on_dense_gradients(_embedding(), keras.optimizers.Adam(0.01, **clip), whole)
+        assert clip or small.distance(merged, reference) > 1e-3
+        for name in ("sparse_as_dense", "merge_rows"):
+            optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01, **clip), **{name: True})
+            _close(small.train(_embedding(), optimizer, share), merged, 1e-5)
 
 
 def sparse_gradients_leave_ranks_equal():
     """To the last bit, though rows have many parts, which several threads would add in any order."""
     random = np.random.default_rng(hvd.rank())
     batches = [(random.integers(0, 2000, (200, 100)), random.normal(size=(200, 2))) for _ in range(20)]
-    for make in (lambda: keras.optimizers.SGD(1.0), lambda: keras.optimizers.Adagrad(0.1)):
+    kinds = keras.optimizers.SGD, keras.optimizers.Adagrad, keras.optimizers.RMSprop, keras.optimizers.Adam
+    for kind in kinds:
         keras.utils.set_random_seed(1)
         layers = [keras.layers.Embedding(2000, 16), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(2)]
         model = keras.Sequential([keras.Input((100,), dtype="int32"), *layers])
-        small.train(model, hvd.DistributedOptimizer(make()), batches)
+        small.train(model, hvd.DistributedOptimizer(kind(0.1)), batches)
         assert small.spread(model) == 0, small.spread(model)
         assert hvd.check_in_sync(model)
     table = _embedding().layers[0].embeddings
-    sgd = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    rows = [[3, 1, 3], [1, 5, 1]]
+    own = tf.IndexedSlices(tf.ones((3, 4)), tf.constant(rows[hvd.rank() % 2]), tf.constant([20, 4]))
     received = []
-    object.__setattr__(sgd, "update_step", lambda gradient, *_: received.append(gradient))
-    rows = [[3, 1, 3], [1, 5, 1]][hvd.rank() % 2]
-    sgd.apply([tf.IndexedSlices(tf.ones((3, 4)), tf.constant(rows), tf.constant([20, 4]))], [table])
+    for merge_rows in (True, False):
+        sgd = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), merge_rows=merge_rows)
+        object.__setattr__(sgd, "update_step", lambda gradient, *_: received.append(gradient))
+        sgd.apply([own], [table])
     expected = [3, 1, 5], [4.0, 4.0, 1.0] if hvd.size() == 3 else [2.0, 3.0, 1.0]
     assert received[0].indices.numpy().tolist() == expected[0]
     assert np.allclose(received[0].values, np.divide(expected[1], hvd.size())[:, None] * np.ones((1, 4)))
+    assert received[1].indices.numpy().tolist() == [row for rank in range(hvd.size()) for row in rows[rank % 2]]
+    assert np.allclose(received[1].values, 1 / hvd.size())
 
 
 def tapes_sum_sparse_gradients_in_one_order():

@@ -233,7 +233,8 @@ def local_steps_with_equal_data_are_ordinary_steps():
     results = []
     for options in ({}, {"local_steps": 4}, {"local_steps": hvd.LocalSteps(2, warmup_steps=2)}):
         weights = [keras.Variable(start, name="rows"), keras.Variable(np.zeros(5, "float32"), name="own")]
-        optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01, epsilon=0.1), **options)
+        adam = keras.optimizers.Adam(0.01, epsilon=0.1)
+        optimizer = hvd.DistributedOptimizer(adam, merge_rows=True, **options)
         optimizer.register_local_var(weights[1])
         dense = keras.Variable(np.zeros(5, "float32"), name="dense")
         summed = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=2, **options)
