@@ -63,6 +63,8 @@ class HostAgent:
     """of its host's ringtrain; "": not asked for"""
     networks: str = ""
     """of its host, see host_agent.local_networks"""
+    num_signaled: int = -1
+    """ranks that caught the signal sent last, or got it; -1: not known yet"""
     reached: str = ""
     """IPv4 address by which ssh reaches its host; "": not known"""
 
@@ -236,6 +238,8 @@ class HostAgents:
         if kind == "ready":
             agent.ready = True
             agent.hostname, agent.version = [*rest, "", ""][:2]
+        elif kind == "taken" and "".join(rest).isdecimal():
+            agent.num_signaled = int("".join(rest)[:9])
         elif kind == "swept":
             agent.cleaned_up = True
         elif kind == "box":

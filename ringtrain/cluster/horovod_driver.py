@@ -11,6 +11,7 @@ interfaces, ssh checks host keys, and ranks on other hosts read their environmen
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
 import os
 import secrets
@@ -28,24 +29,65 @@ from ringtrain.protocol import plain_pickle
 from ringtrain.protocol.limited_server import LimitedServer
 
 CONNECT_TIMEOUT_S = 10
+SHELLS = ("sh", "bash", "dash")
 VALUES = "RINGTRAIN_RANK_ENVIRONMENT"
 """variable of the local shell that writes a rank's environment to ssh"""
 TO_SSH = f'printf %s "${VALUES}" |'
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs horovodrun's command line; `--export NAME,...` before it names the variables for ranks on other hosts."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    exported = words[1].split(",") if words[:1] == ["--export"] else []
-    sys.argv[1:] = words[2:] if words[:1] == ["--export"] else words
-    from horovod.runner import launch
+    """Runs horovodrun's command line, with up to two options before it, in this order.
 
-    install({name for name in exported if name})
+    `--grace S`: seconds after which ranks over Gloo are killed if they stay after another has ended. `--export
+    NAME,...`: names of the variables for ranks on other hosts.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    values = {"--grace": "", "--export": ""}
+    for option in values:
+        if words[:1] == [option]:
+            values[option], words = words[1], words[2:]
+    sys.argv[1:] = words
+    from horovod.runner import launch
+    from horovod.runner.common.util import safe_shell_exec
+
+    if values["--grace"]:
+        safe_shell_exec._exec_middleman = functools.partial(run_rank, float(values["--grace"]))
+    install({name for name in values["--export"].split(",") if name})
     try:
         launch.run_commandline()
     except LaunchError as error:
         processes.say(str(error))
         sys.exit(2)
+
+
+def run_rank(grace_s: float, *arguments: Any) -> None:
+    """Runs a rank's command as Horovod does, in a process that is started for it, but ends it as end_rank does."""
+    from horovod.runner.common.util import safe_shell_exec
+
+    safe_shell_exec.terminate_executor_shell_and_children = functools.partial(end_rank, grace_s)
+    safe_shell_exec._exec_middleman(*arguments)
+
+
+def end_rank(grace_s: float, process_id: int) -> None:
+    """Sends SIGTERM to a rank, and kills it after grace_s; Horovod itself would stop a rank that saves.
+
+    A rank on another host is behind an ssh, which forwards no signal: its host agent ends it.
+    """
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(process_id)
+        family = [process, *process.children(recursive=True)]
+        # The shell may have become the rank.
+        ranks = process.children() if process.name() in SHELLS else [process]
+        for rank in ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if rank.name() != "ssh":
+                    rank.terminate()
+        psutil.wait_procs([process], timeout=grace_s)
+        for member in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
 
 
 def install(exported: set[str]) -> None:

@@ -52,7 +52,8 @@ WRAPPERS = " | ".join(
     + [f"*:{name}" for name in ("uv", "conda", "mamba", "micromamba")]
 )
 # Shell functions for signal $number. caught: whether a process catches it. catches: the processes that do. takers: the
-# outermost of these processes and their children that are no wrappers, or catch it. hand_on: signals the rank of $1.
+# outermost of these processes and their children that are no wrappers, or catch it. hand_on: signals the rank of $1; if
+# $2 is "catching", only processes that catch it, else it fails.
 SIGNALLING = f"""
 caught() {{
     bits=$(sed -n 's/^SigCgt:.*\\(........\\)$/\\1/p' "/proc/$1/status" 2>/dev/null)
@@ -75,6 +76,7 @@ takers() {{
 hand_on() {{
     below=$(takers "$1")
     chosen=$(catches $below)
+    [ -n "$chosen" ] || [ "$2" != catching ] || return
     kill -"$number" ${{chosen:-${{below:-$1}}}}
 }}
 """
@@ -178,18 +180,19 @@ while order=$(timeout -s KILL {LEASE_S} sh -c "IFS= read -r order && echo "'"$or
     case $order in
     end) break ;;
     beat) look ;;
-    signal*)
+    signal* | catching*)
         set -- $order
-        number=$2
+        kind=$1 number=$2 taken=0
         shift 2
         for pair; do
             # The process that a rank has told of, and the first one: in a namespace of their own numbers mean others.
             for process in ${{pair%%:*}} ${{pair##*:}}; do
                 grep -qs "{JOB}=$job" "/proc/$process/environ" || continue
-                hand_on "$process"
+                ! hand_on "$process" "$kind" || taken=$((taken + 1))
                 break
             done
-        done ;;
+        done
+        echo "{SAYS}taken $taken" ;;
     esac
 done
 sweep

@@ -61,6 +61,8 @@ class Job:
     """MPI yields the processor while it waits: for hosts whose ranks fill their cores"""
     here: frozenset[str] | None = None
     """names of hosts that mean the launching machine; None: look them up"""
+    grace_s: float = 0.0
+    """seconds after SIGTERM for ranks to save, while others have ended; 0: the launcher's own"""
     allow_root: bool = False
     """the launching user is root, which Open MPI refuses without a flag"""
     files_folder: str = "/tmp"

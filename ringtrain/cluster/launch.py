@@ -77,6 +77,7 @@ class Launch:
             num_servers=options.ps or 0,
             timeline=self.path(options.timeline),
             here=self.here,
+            grace_s=options.grace,
             allow_root=os.geteuid() == 0,
             files_folder=os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/ringtrain-{os.geteuid()}",
             yield_when_idle=full if yields is None else yields == "1",

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from ringtrain.protocol.reader import Reader
 TICK_S = 0.1
 SETTLE_S = 0.5  # after a misplaced rank, so that the table has the others as well
 CLEAN_UP_S = 7.0
+CATCH_S = 5.0  # for hosts to report which ranks catch a signal
 LOST_S = 30.0
 COMPARE_S = 0.5  # between comparisons of placements
 ENDING = (signal.SIGTERM, signal.SIGHUP)  # their sender will not send a second one
@@ -235,16 +236,31 @@ class Supervisor:
         # Ranks treat a closed terminal like SIGTERM.
         forwarded = int(signal.SIGTERM if is_final else number)
         if self.over_ssh:
-            by_host: dict[str, list[str]] = {}
-            for rank in known:
-                process = self.reports.processes.get((rank.host, rank.process), rank.process)
-                by_host.setdefault(self._agent_host(rank), []).append(f"{process}:{rank.process}")
-            for agent in self.agents.members:
-                if processes := by_host.get(agent.host):
-                    agent.send(f"signal {forwarded} {' '.join(processes)}")
+            self._signal(known, forwarded)
         elif self._process:
             self._process.send_signal(signal.SIGUSR1)  # srun forwards it; at other signals it ends the ranks itself
         return time.monotonic() + self.options.grace if is_final else float("inf")
+
+    def _signal(self, ranks: Sequence[RankPlacement], number: int) -> None:
+        """Sends a signal to the ranks that catch it, to all if none does.
+
+        A rank that does not catch it would exit at once, upon which launchers end the ranks that save.
+        """
+        by_host: dict[str, list[str]] = {}
+        for rank in ranks:
+            process = self.reports.processes.get((rank.host, rank.process), rank.process)
+            by_host.setdefault(self._agent_host(rank), []).append(f"{process}:{rank.process}")
+        told = [agent for agent in self.agents.members if agent.host in by_host]
+        for agent in told:
+            agent.num_signaled = -1
+            agent.send(f"catching {number} {' '.join(by_host[agent.host])}")
+        deadline = time.monotonic() + CATCH_S
+        while any(agent.num_signaled < 0 for agent in told) and time.monotonic() < deadline:
+            self._poll()
+        if not any(agent.num_signaled > 0 for agent in told):
+            for agent in told:
+                if agent.num_signaled == 0:
+                    agent.send(f"signal {number} {' '.join(by_host[agent.host])}")
 
     def _agent_host(self, rank: RankPlacement) -> str:
         """Host of the agent that can reach a rank's process; "": this machine."""

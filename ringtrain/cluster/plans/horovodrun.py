@@ -142,6 +142,9 @@ def _plan(
         reasons[GLOO_TIMEOUT] = "for ranks of a new host to load TensorFlow, while the others wait"
     because = "horovodrun, Horovod's launcher, with its services restricted to this job"
     flags = [*clean_start(job, "horovodrun", job.working_directory), words(python, "-m", DRIVER, because=because)]
+    if gloo and job.grace_s and not first_ranks:
+        because = "seconds for ranks to save after another has ended (--grace)"
+        flags.append(words("--grace", f"{job.grace_s:g}", because=because))
     if names := names_for_ranks(job, values):
         flags.append(words("--export", ",".join(names), because=jobs.BY_NAME))
     flags.append(words("-np", first_ranks or job.num_ranks, because=jobs.NUM_RANKS))
