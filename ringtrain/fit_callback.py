@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,7 @@ class Run(keras.callbacks.Callback):
             model._initial_epoch = run.clock.global_step // run.numbers.steps_per_epoch  # as BackupAndRestore does it
             model.make_train_function(force=True)  # an earlier one does not have what watches this run's steps
             stack.enter_context(train.training(run))
+            stack.callback(self._end_after_others())
             self._training = stack.pop_all()
         for callback in run.callbacks.ordered:
             callback.set_params(self.params)
@@ -114,13 +115,40 @@ class Run(keras.callbacks.Callback):
         self._call("on_train_begin")
 
     def on_train_end(self, logs: Any = None) -> None:
-        run, self.model._initial_epoch = self._run, None
+        self.model._initial_epoch = None
+
+    def _end_after_others(self) -> Callable[[], None]:
+        """Lets History, which Keras puts after the script's callbacks, call what must see all that these have done.
+
+        Returns a function that undoes it.
+        """
+        history = self.model.history
+        for hook in ("on_train_batch_end", "on_epoch_end"):
+            setattr(history, hook, self._followed(getattr(history, hook), hook))
+        history.on_train_end = self._end
+
+        def undo() -> None:
+            for hook in ("on_train_batch_end", "on_epoch_end", "on_train_end"):
+                del vars(history)[hook]
+
+        return undo
+
+    def _followed(self, of_history: Callable[..., None], hook: str) -> Callable[..., None]:
+        def call(number: int, logs: Any = None) -> None:
+            of_history(number, logs)
+            self._call(hook, number, logs, after_others=True)
+
+        return call
+
+    def _end(self, logs: Any = None) -> None:
+        """Writes the run's results, after other callbacks have set the model's last weights."""
+        run = self._run
         if run is None:
             return
         stop = run.callbacks.stop
         if not stop.stopped_by and run.clock.global_step < run.numbers.num_steps:
-            stop.stopped_by = console.A_CALLBACK  # one after this one
-        self._call("on_train_end", logs)
+            stop.stopped_by = console.A_CALLBACK
+        self._call("on_train_end", logs, after_others=True)
         self._run = None
         with keras_fit.journaled(run):
             self._training.close()
@@ -184,15 +212,10 @@ class Run(keras.callbacks.Callback):
         self._call("on_train_batch_begin", batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._call("on_train_batch_end", batch, logs)
+        self._call("on_train_batch_end", batch, logs, after_others=False)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        run = self._run
-        if run is None:
-            return
-        self._call("on_epoch_end", epoch, logs if run.clock.epoch_complete else {})
-        if run.clock.epoch_complete and (self.model.stop_training or run.clock.global_step == run.numbers.num_steps):
-            run.callbacks.saver.save()  # before averaged weights replace those with which training would continue
+        self._call("on_epoch_end", epoch, logs, after_others=False)
 
     def on_test_begin(self, logs: Any = None) -> None:
         if self._run:
@@ -207,12 +230,20 @@ class Run(keras.callbacks.Callback):
             self._run.callbacks.evaluation.on_test_end(logs)
             self._evaluating.close()
 
-    def _call(self, hook: str, *arguments: Any) -> None:
-        """Calls the run's own callbacks; an error ends the run."""
+    def _call(self, hook: str, *arguments: Any, after_others: bool | None = None) -> None:
+        """Calls the run's own callbacks; an error ends the run.
+
+        Args:
+            after_others: Only those that belong after (True) or before (False) the script's own callbacks.
+        """
         if self._run is None:
             return
+        callbacks = self._run.callbacks.ordered
+        num_before = callbacks.index(self._run.callbacks.evaluation) + 1
+        if after_others is not None:
+            callbacks = callbacks[num_before:] if after_others else callbacks[:num_before]
         try:
-            for callback in self._run.callbacks.ordered:
+            for callback in callbacks:
                 getattr(callback, hook)(*arguments)
         except BaseException as error:
             run, self._run = self._run, None
@@ -254,6 +285,7 @@ class MetricsOfAllRanks(evaluation.Evaluation):
         if not self.run.clock.epoch_complete:
             return
         hvd.end_round(self.model)
+        hvd.average_moving_statistics(self.model, self.run.config.model.not_averaged)
         logs = self.logs = {} if logs is None else logs
         metrics = {**(self.trained or evaluation.over_all_ranks(self.model, 1)), **self.validated}
         logs |= evaluation.means_over_ranks({name: value for name, value in logs.items() if name not in metrics})

@@ -97,7 +97,7 @@ def fit(
         epochs: Passes over the data, including those before a resume.
         verbose: 0 prints nothing.
         callbacks: Keras callbacks, which run on every rank; those that write files (ModelCheckpoint, CSVLogger,
-            TensorBoard, RemoteMonitor) on rank 0 only. Numbers and arrays that they keep are saved and resumed.
+            TensorBoard, RemoteMonitor) on rank 0 only. Numbers, arrays and variables that they keep are saved.
         validation_data: (x, y) or (x, y, sample_weight), evaluated after each epoch: metrics val_...
         shuffle: Whether every epoch has another order, which `seed` and the epoch determine.
         class_weight: Weight by class, for one output.
@@ -207,7 +207,7 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
     config = _config(model, name, options, arguments)
     strategies.prepare(config)
     from ringtrain import hvd, train
-    from ringtrain.run import model_state, resume
+    from ringtrain.run import callback_state, resume
     from ringtrain.strategies.script import Script, unchanged_afterwards
 
     if hvd.elastic.is_on():
@@ -228,7 +228,7 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
         restore_result(model, history.run)
         saved = hvd.run_together(lambda: resume.callbacks_of(history.run) if hvd.rank() == 0 else ())
         states = hvd.broadcast_object(saved, root_rank=0, name="ringtrain_history")
-        model_state.restore_callbacks([history], states)
+        callback_state.restore_callbacks([history], states)
         model.history = history
     history.checksum = summary["checksum"]
     return history

@@ -45,6 +45,7 @@ class Evaluation(keras.callbacks.Callback):
         if not self.run.clock.epoch_complete:
             return  # the partial sums in this rank's metrics are saved with the checkpoint
         hvd.end_round(self.model)
+        hvd.average_moving_statistics(self.model, self.run.config.model.not_averaged)
         logs = self.logs = {} if logs is None else logs
         metrics = over_all_ranks(self.model, 1)
         if self.run.strategy.is_scripted:
@@ -53,7 +54,6 @@ class Evaluation(keras.callbacks.Callback):
         if not self.run.numbers.num_test or not self.run.validation.is_due(epoch):
             return
         begin_s = time.perf_counter()
-        hvd.average_moving_statistics(self.model, self.run.config.model.not_averaged)
         parts = self._evaluate_shards()
         hvd.run_together(self.run.data_set.raise_unreadable)
         num_samples = sum(map(self.test.num_readable, self.shards))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
@@ -19,8 +18,6 @@ from ringtrain.run import checkpoint
 Arrays = dict[str, NDArray[Any]]
 Slots = dict[int, NDArray[Any]]
 """Whole slots of a sharded optimizer, by the id of this rank's part: see `hvd.gather_slots`."""
-NO_STATE = ("params", "min_delta")
-"""attributes of callbacks that change, but are arguments; Keras changes the sign of min_delta once per object"""
 Spec = list[dict[str, tuple[str, tuple[int, ...]]]]
 """Dtype and shape of the arrays of each dictionary in a list."""
 
@@ -114,77 +111,6 @@ def metrics_state(own: list[Arrays], rank: int, size: int, copies: int = 1) -> l
 
 def arrays_of(variables: Mapping[int, Any], copy: int = 0) -> Arrays:
     return {f"{index:05d}": storable(hvd.copies_of(one)[copy].numpy()) for index, one in variables.items()}
-
-
-class CallbackState:
-    """Numbers, lists and arrays in the attributes of callbacks, as far as they have changed since this object was made.
-
-    Attributes that do not change are arguments, which a resumed run takes from the script. Texts are never state, and
-    may be secrets.
-    """
-
-    def __init__(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
-        self.callbacks = callbacks
-        self._first = [self._values(callback, {}) for callback in callbacks]
-
-    def save(self) -> tuple[list[dict[str, Any]], Arrays]:
-        """Returns plain values by callback, and arrays apart, each under a name."""
-        arrays: Arrays = {}
-        states = []
-        for callback, first in zip(self.callbacks, self._first, strict=True):
-            now = self._values(callback, arrays)
-            changed = {
-                name: now[name] for name in now if "array" in str(now[name]) or now[name] != first.get(name, now)
-            }
-            states.append({"class": type(callback).__name__, "values": changed})
-        return states, arrays
-
-    @staticmethod
-    def _values(callback: keras.callbacks.Callback, arrays: Arrays) -> dict[str, Any]:
-        kept = {}
-        for name, value in vars(callback).items():
-            with contextlib.suppress(TypeError):
-                kept[name] = _plain(value, arrays)
-        return {name: kept[name] for name in kept if name not in NO_STATE}
-
-
-def _plain(value: Any, arrays: Arrays) -> Any:
-    """Value for JSON; raises TypeError for what is no number, list or array."""
-    if isinstance(value, np.ndarray) and value.ndim:
-        name = f"callback-{len(arrays)}"
-        arrays[name] = value
-        return {"array": name}
-    if isinstance(value, np.generic | np.ndarray):
-        value = value.item()
-    if isinstance(value, list | tuple):
-        return [_plain(one, arrays) for one in value]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {"dict": {key: _plain(one, arrays) for key, one in value.items()}}
-    if value is None or isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 2**63):
-        return value
-    raise TypeError
-
-
-def loaded_callbacks(states: Sequence[Mapping[str, Any]], arrays: Mapping[str, NDArray[Any]]) -> list[dict[str, Any]]:
-    """Returns what `CallbackState.save` has returned, with the arrays in their places."""
-
-    def value_of(value: Any) -> Any:
-        if isinstance(value, dict):
-            if "array" in value:
-                return arrays[value["array"]]
-            return {key: value_of(one) for key, one in value["dict"].items()}
-        return [value_of(one) for one in value] if isinstance(value, list) else value
-
-    return [{**one, "values": {name: value_of(value) for name, value in one["values"].items()}} for one in states]
-
-
-def restore_callbacks(callbacks: Sequence[keras.callbacks.Callback], states: Sequence[Mapping[str, Any]]) -> None:
-    """Sets the loaded values; callbacks of one class must have the same order as when they were saved."""
-    left = list(states)
-    for callback in callbacks:
-        if state := next((one for one in left if one["class"] == type(callback).__name__), None):
-            left.remove(state)
-            vars(callback).update(state["values"])
 
 
 def packed(states: Sequence[Arrays]) -> NDArray[np.uint8]:

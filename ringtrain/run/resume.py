@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 from numpy.typing import NDArray
 
 from ringtrain import hvd
@@ -23,7 +24,7 @@ from ringtrain.errors import CheckpointError, ConfigError
 from ringtrain.monitor.journal import Journal
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.status import StatusLine
-from ringtrain.run import checkpoint, model_state
+from ringtrain.run import callback_state, checkpoint, model_state
 from ringtrain.run.model_state import Arrays
 
 # Options that may change on resume. The others affect the result; the global batch is compared as a whole.
@@ -194,7 +195,10 @@ def restore(model: keras.Model, folder: Path | None, must: bool, config: Config,
         if newest.manifest["format"] == 1 or is_shared:  # in which only the seeds have the same indices
             seeds = [f"{index:05d}" for index in range(len(hvd.seeds(model)))]
             own = [{place: arrays[place] for place in seeds if place in arrays} for arrays in own]
-        copies_of = [own[rank * copies : (rank + 1) * copies] if same else [] for rank in range(size)]
+        if not same:
+            first = own[:1] if was_shared else own  # there, all ranks have the same seeds
+            own = _seeds_for(model, first, size * copies, config.seed, newest.global_step)
+        copies_of = [own[rank * copies : (rank + 1) * copies] for rank in range(size)]
         return [
             [*states, {str(index): array for index, array in enumerate(sums)}]
             for states, sums in zip(copies_of, metrics, strict=True)
@@ -214,6 +218,22 @@ def restore(model: keras.Model, folder: Path | None, must: bool, config: Config,
     for copy, state in enumerate(own_states):
         model_state.assign(model_state.own_variables(model), state, copy)
     return dataclasses.replace(start, metrics_state=tuple(metrics.values()))
+
+
+def _seeds_for(model: keras.Model, own: list[Arrays], num_copies: int, seed: int, global_step: int) -> list[Arrays]:
+    """Seeds of another number of ranks: those that were saved, then others that none has drawn from."""
+    states = []
+    for number in range(num_copies):
+        state = {}
+        for index, variable in enumerate(hvd.seeds(model)):
+            place = f"{index:05d}"
+            if number < len(own):
+                state[place] = own[number][place]
+                continue
+            draw = np.random.default_rng([seed, number, index, global_step])
+            state[place] = draw.integers(0, 2**31, variable.shape).astype(variable.dtype)
+        states.append(state)
+    return states
 
 
 def manifest_of(folder: Path | None) -> Mapping[str, Any]:
@@ -248,7 +268,7 @@ def _find(folder: Path | None, must: bool) -> tuple[checkpoint.Checkpoint | None
     start = Start(newest.global_step, str(newest.folder), saved["metrics"], monitored, refused=tuple(refused))
     start = dataclasses.replace(start, checksums=saved.get("checksums", {}))
     if states := saved.get("callbacks", ()):
-        start = dataclasses.replace(start, callbacks=model_state.loaded_callbacks(states, newest.arrays("state")))
+        start = dataclasses.replace(start, callbacks=callback_state.loaded_callbacks(states, newest.arrays("state")))
     return newest, start
 
 

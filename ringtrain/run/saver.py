@@ -22,6 +22,7 @@ import tensorflow as tf
 from ringtrain import hvd
 from ringtrain.errors import CheckpointError, NonFiniteLoss
 from ringtrain.run import checkpoint, model_state, tracking
+from ringtrain.run.callback_state import CallbackState
 from ringtrain.run.model_state import Arrays
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ class Saver(keras.callbacks.Callback):
         self.facts |= {"versions": tracking.versions(), "checksums": dict(run.checksums)}
         self.metrics, self.best_by = dict(run.start.metrics), f"{run.validation.prefix}accuracy"
         self.monitored, self.is_due, self.while_saving = monitored, is_due, while_saving
-        self.callback_state = model_state.CallbackState(run.users_callbacks) if run.strategy.is_scripted else None
+        self.callback_state = CallbackState(run.users_callbacks, run.model) if run.strategy.is_scripted else None
+        self.resumes_within_epochs = run.strategy.resumes_within_epochs
         self.saved_step = -1
         self._failed_step = -2
         self.saves: dict[str, Any] = {"count": 0, "stall_s": 0.0, "longest_stall_s": 0.0, "write_s": 0.0, "failed": []}
@@ -72,6 +74,10 @@ class Saver(keras.callbacks.Callback):
         # Not a new thread for each save: it would run first, and the training thread would wait for it.
         self._writer = ThreadPoolExecutor(1, "ringtrain-saver")
         self._written: Future[None] | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self.callback_state is not None:
+            self.callback_state.begin()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._written and self._written.done():
@@ -87,6 +93,11 @@ class Saver(keras.callbacks.Callback):
             every = self.config.checkpoint.every_epochs
             if self.is_due() or (every and (epoch + 1) % every == 0):
                 self.save()
+        if self.model.stop_training or epoch + 1 == self.config.train.epochs:
+            # Now: callbacks and averaged weights replace those with which training would continue.
+            if self.clock.epoch_complete or self.resumes_within_epochs:
+                self._save_last()
+            hvd.end_round(self.model)
 
     @hvd.during("save")
     def save(self) -> None:
@@ -125,13 +136,22 @@ class Saver(keras.callbacks.Callback):
             self._written = self._writer.submit(self._write, step, *state)
 
     def finish(self) -> None:
-        """Saves the current state and waits until it is on disk; raises CheckpointError on every rank. Collective."""
+        """Waits until the last state is saved; raises CheckpointError on every rank if it cannot be. Collective.
+
+        A run with nothing left to train is saved here.
+        """
+        if self.saved_step != self.clock.global_step:
+            self._save_last()
+        hvd.run_together(self._finish)
+
+    def _save_last(self) -> None:
+        """Saves the current state and waits until it is on disk, with a second attempt. Collective."""
         self.save()
         self.wait()
         if hvd.broadcast_object(self._failed_step == self.saved_step, 0, name="ringtrain_last_save"):
             self.saved_step = -1  # the disk may have been full for a moment
             self.save()
-        hvd.run_together(self._finish)
+            self.wait()
 
     def _finish(self) -> None:
         self.wait()

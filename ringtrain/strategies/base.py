@@ -242,9 +242,7 @@ class Strategy:
     def call(self, run: RunContext, steps: Iterator[Mapping[str, Any]], part: Segment) -> None:
         """Training loop that calls callbacks as Keras' fit does; `steps` runs a step per item and yields metrics."""
         model = run.model
-        callbacks = keras.callbacks.CallbackList(
-            run.callbacks.ordered, model=model, epochs=part.end_epoch, steps=part.num_steps, verbose=0
-        )
+        callbacks = run.callbacks.of_segment(part)
         model.stop_training = False
         callbacks.on_train_begin()
         for epoch in range(part.first_epoch, part.end_epoch):

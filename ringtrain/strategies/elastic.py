@@ -15,7 +15,7 @@ from ringtrain.config import Config
 from ringtrain.errors import ConfigError
 from ringtrain.optim import optimizers, schedules
 from ringtrain.optim.shared_step import SharedStep
-from ringtrain.run import devices, evaluation, resume
+from ringtrain.run import callback_state, devices, evaluation, resume
 from ringtrain.run.resume import Segment
 from ringtrain.strategies.ring import Ring
 
@@ -148,7 +148,8 @@ class Elastic(Ring):
         epoch, epochs = scheduler.current.epoch, run.config.train.epochs
         callbacks = keras.callbacks.CallbackList(run.callbacks.ordered, model=run.model, epochs=epochs, verbose=0)
         callbacks.on_train_begin()
-        callbacks.on_epoch_begin(epoch)
+        with callback_state.unchanged_afterwards(run.model, run.users_callbacks):
+            callbacks.on_epoch_begin(epoch)
         for variable, total in zip(run.model.metrics_variables, scheduler.metrics_state, strict=True):
             variable.assign(total)
         scheduler.sums, scheduler.metrics_state = scheduler.metrics_state, ()

@@ -106,7 +106,7 @@ class Ring(Strategy):
             initial_epoch=part.first_epoch,
             epochs=part.end_epoch,
             steps_per_epoch=part.num_steps,
-            callbacks=list(run.callbacks.ordered),
+            callbacks=run.callbacks.of_segment(part),
             shuffle=False,  # the shards are already shuffled, in the same way on every rank
             verbose=0,
         )

@@ -24,7 +24,7 @@ from ringtrain.hvd.distributed import undistribute
 from ringtrain.hvd.keras_patches import distributed, innermost
 from ringtrain.optim.uneven import UnevenBatches
 from ringtrain.protocol.attempt import Attempt
-from ringtrain.run import console, devices, model_state, resume
+from ringtrain.run import callback_state, console, devices, resume
 from ringtrain.run.context import Validation
 from ringtrain.run.resume import Segment
 from ringtrain.strategies.ring import OF_OPTIMIZER, Ring
@@ -130,16 +130,14 @@ class Script(Ring):
 
     def _train(self, run: RunContext, part: Segment, rows: Callable[[int, int], Iterator[Any]]) -> None:
         model, first_step, logs = run.model, part.first_step % part.num_steps, None
-        callbacks = keras.callbacks.CallbackList(
-            run.callbacks.ordered, model=model, epochs=part.end_epoch, steps=part.num_steps, verbose=0
-        )
+        callbacks = run.callbacks.of_segment(part)
         model.stop_training = False
         model.make_train_function(force=True)  # an earlier one has other gradients and losses
         for callback in run.users_callbacks:
             if isinstance(callback, keras.callbacks.CSVLogger) and run.start.source:
                 callback.append = True
         callbacks.on_train_begin()
-        model_state.restore_callbacks(run.users_callbacks, run.start.callbacks)
+        callback_state.restore_callbacks(run.users_callbacks, run.start.callbacks)
         for epoch in range(part.first_epoch, part.end_epoch):
             model.reset_metrics()
             callbacks.on_epoch_begin(epoch)
@@ -154,11 +152,9 @@ class Script(Ring):
             logs = self._end_epoch(run, callbacks, epoch, step_logs)
             if model.stop_training:
                 break
-        if run.clock.epoch_complete:
-            run.callbacks.saver.save()  # before averaged weights replace those with which training would continue
-            for optimizer in hvd.optimizers_of(model):
-                inner = getattr(optimizer, "inner_optimizer", optimizer)
-                optimizer.finalize_variable_values(inner._trainable_variables)
+        for optimizer in hvd.optimizers_of(model):
+            inner = getattr(optimizer, "inner_optimizer", optimizer)
+            optimizer.finalize_variable_values(inner._trainable_variables)
         callbacks.on_train_end(logs)
 
     def _step(self, run: RunContext, batches: Iterator[Any]) -> Any:

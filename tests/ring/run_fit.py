@@ -22,6 +22,7 @@ import kept_jobs
 import keras
 import keras_jobs
 import numpy as np
+import resume_jobs
 import sharded_jobs
 import snippet_jobs
 import tensorflow as tf
@@ -624,7 +625,7 @@ def what_differs_is_refused() -> None:
             raise AssertionError(f"trained in spite of {words}")
 
 
-MODULES = (keras_jobs, kept_jobs, configured_jobs, sharded_jobs, snippet_jobs)
+MODULES = (keras_jobs, kept_jobs, configured_jobs, resume_jobs, sharded_jobs, snippet_jobs)
 
 
 def main() -> None:

@@ -33,6 +33,9 @@ ON_2_RANKS = {
     *("a_kept_fit_resumes_after_a_whole_epoch", "a_kept_fit_ends_on_all_ranks", "a_kept_fit_refuses_what_cannot_work"),
     *("multi_label", "several_steps_per_call", "segmentation", "texts_with_masks_and_lstm", "gan", "from_files"),
     *("configured_regression", "configured_batches", "configured_inputs_and_outputs"),
+    *("a_stop_saves_the_weights_of_its_step", "a_callback_that_stops_within_an_epoch_leaves_the_averages"),
+    *("an_epoch_begins_once", "a_kept_fit_saves_before_and_exports_after_other_callbacks"),
+    *("configured_averages_and_rates",),
     *("a_fit_of_its_own", "what_shards_cannot_be_is_refused", "snippets", "configured_snippet"),
 }
 """Jobs that a third rank adds nothing to. Batches of 32 are cut into equal parts on 2 ranks, and unequal ones on 3."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import json
+from typing import Any
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
-from ringtrain.run import model_state
+from ringtrain.run import callback_state
 
 
 class Keeps(keras.callbacks.Callback):
@@ -27,18 +30,18 @@ class Keeps(keras.callbacks.Callback):
 
 def _saved(*callbacks: keras.callbacks.Callback) -> list[dict[str, object]]:
     """As in a checkpoint: JSON, and arrays in another file."""
-    state = model_state.CallbackState(callbacks)
+    state = callback_state.CallbackState(callbacks)
     for callback in callbacks:
         callback.train()
     states, arrays = state.save()
     text = json.dumps(states)
     assert "secret" not in text and "patience" not in text and "large" not in text
-    return model_state.loaded_callbacks(json.loads(text), arrays)
+    return callback_state.loaded_callbacks(json.loads(text), arrays)
 
 
 def test_what_has_changed_is_restored() -> None:
     other = Keeps(patience=5)
-    model_state.restore_callbacks([other], _saved(Keeps()))
+    callback_state.restore_callbacks([other], _saved(Keeps()))
     assert (other.wait, other.best, other.patience, other.token) == (2, 0.5, 5, "secret")
     np.testing.assert_equal(other.seen, [[1, 2.0], {"loss": np.arange(3.0)}])
     np.testing.assert_array_equal(other.weights[0], np.eye(2))
@@ -53,7 +56,7 @@ def test_callbacks_are_found_by_class_and_order() -> None:
     states = _saved(first, Later(), second)
     states[0]["values"]["wait"] = 7
     others = [keras.callbacks.History(), Later(), Keeps(), Keeps()]
-    model_state.restore_callbacks(others, states)
+    callback_state.restore_callbacks(others, states)
     assert [one.wait for one in others[1:]] == [2, 7, 2]
 
 
@@ -72,13 +75,94 @@ def test_keras_callbacks_that_wait(kind: type) -> None:
 
     losses = [1.0, 0.95, 0.8, 0.75, 0.72]
     whole, part = begun(), begun()
-    state = model_state.CallbackState([part])
+    state = callback_state.CallbackState([part])
     for epoch, loss in enumerate(losses):
         whole.on_epoch_end(epoch, {"loss": loss})
     for epoch, loss in enumerate(losses[:2]):
         part.on_epoch_end(epoch, {"loss": loss})
     resumed = begun()
-    model_state.restore_callbacks([resumed], model_state.loaded_callbacks(*state.save()))
+    callback_state.restore_callbacks([resumed], callback_state.loaded_callbacks(*state.save()))
     for epoch, loss in enumerate(losses[2:], 2):
         resumed.on_epoch_end(epoch, {"loss": loss})
     assert (resumed.best, resumed.wait) == (whole.best, whole.wait) == (0.8, 2)
+
+
+class KeepsMore(keras.callbacks.Callback):
+    """What averages, replay buffers and counters keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.last, self.counts = set(), collections.deque(maxlen=2), collections.defaultdict(int)
+        self.pair, self.frozen = (0, 0), frozenset()
+        self.average, self.native = keras.Variable([0.0, 0.0]), tf.Variable(1)
+        self.shadow = [tf.Variable([1.0, 2.0]), tf.constant(3.0)]
+        self.metric = keras.metrics.Mean()
+        self.table, self.unchanged = np.zeros(3), np.ones(3)
+        self.variable_of_script = keras.Variable(5.0)
+
+    def train(self) -> None:
+        self.seen |= {(1, 2), (3, 4)}
+        self.last.extend([1, 2, 3])
+        self.counts[7] += 1
+        self.pair, self.frozen = (1, 2), frozenset({1})
+        self.average.assign([1.0, 2.0])
+        self.native.assign(4)
+        self.shadow[0].assign([5.0, 6.0])
+        self.shadow[1] = tf.constant(7.0)
+        self.metric.update_state([1.0, 3.0])
+        self.table[1] = 1.0
+        self.unchanged = np.ones(3)
+        self.later = keras.Variable(8.0)
+
+
+def test_containers_variables_and_metrics_are_restored() -> None:
+    other = KeepsMore()
+    average, shadow = other.average, other.shadow[0]
+    other.unchanged, other.variable_of_script = np.zeros(3), keras.Variable(6.0)  # arguments, in a script that changed
+    callback_state.restore_callbacks([other], _saved(KeepsMore()))
+    assert other.seen == {(1, 2), (3, 4)} and other.frozen == frozenset({1}) and other.pair == (1, 2)
+    assert other.last == collections.deque([2, 3]) and other.last.maxlen == 2
+    other.counts[8] += 1  # still a defaultdict
+    assert other.counts == {7: 1, 8: 1}
+    assert other.average is average and other.shadow[0] is shadow, "another object than the callback's functions use"
+    np.testing.assert_array_equal(average, [1.0, 2.0])
+    np.testing.assert_array_equal(shadow, [5.0, 6.0])
+    assert (int(other.native), float(other.shadow[1]), float(other.metric.result())) == (4, 7.0, 2.0)
+    np.testing.assert_array_equal(other.table, [0.0, 1.0, 0.0])
+    np.testing.assert_array_equal(other.unchanged, np.zeros(3))
+    assert float(other.variable_of_script) == 6.0 and float(other.later) == 8.0
+
+
+def test_variables_of_the_model_are_saved_with_the_model_only() -> None:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    callback = KeepsMore()
+    callback.weights, callback.layer = model.weights, model.layers[0]
+    callback.copy = keras.models.clone_model(model)
+    state = callback_state.CallbackState([callback], model)
+    for weight in (*model.weights, *callback.copy.weights):
+        weight.assign(weight + 1.0)
+    states, arrays = state.save()
+    assert [*states[0]["values"]] == ["copy"] and len(arrays) == 2
+
+
+def test_what_changes_and_cannot_be_saved_is_named_once(capsys: Any) -> None:
+    class Other:
+        number = 0
+
+    class Writes(keras.callbacks.CSVLogger):
+        def __init__(self) -> None:
+            super().__init__("unwritten.csv")
+            self.text, self.inside, self.draw, self.same = "a", Other(), np.random.default_rng(0), Other()
+
+    callback = Writes()
+    state = callback_state.CallbackState([callback])
+    callback.monitor = len  # as Keras' callbacks prepare a training
+    state.begin()
+    callback.text, callback.writer = "secret", object()
+    callback.draw.random()
+    for _ in range(2):
+        state.save()
+    said = capsys.readouterr().err
+    assert said.count("Writes.text changes and cannot be saved (str)") == 1 and said.count("Writes.draw") == 1
+    assert said.count("\n") == 2 and "secret" not in said, said

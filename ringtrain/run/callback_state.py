@@ -1,0 +1,319 @@
+"""State of a script's callbacks: what their attributes keep, as values of a checkpoint's manifest and arrays apart.
+
+These are numbers, lists, dicts, sets, arrays, tensors, variables, and the variables of Keras' objects, such as metrics
+and models. In the manifest, a value that JSON does not know is a dictionary whose first key names its kind.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import hashlib
+import json
+import pickle
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from ringtrain import hvd
+from ringtrain.run.model_state import Arrays
+
+NO_STATE = ("_model", "params", "min_delta")
+"""attributes of callbacks that change, but are arguments; Keras changes the sign of min_delta once per object"""
+CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": collections.deque,
+}
+KERAS_OBJECTS = (keras.Layer, keras.metrics.Metric, keras.optimizers.Optimizer)
+MAX_COMPARED_BYTES = 1 << 20
+"""Size up to which an object that cannot be saved is compared by its content, above by its identity."""
+
+
+class OfTheModel(Exception):
+    """A variable of the trained model, which every checkpoint has anyway."""
+
+
+class CallbackState:
+    """Attributes of callbacks, as far as they have changed since this object was made.
+
+    Attributes that do not change are arguments, which a resumed run takes from the script. Texts are never state, and
+    may be secrets.
+    """
+
+    def __init__(self, callbacks: Sequence[keras.callbacks.Callback], model: Any = None) -> None:
+        self.callbacks, self.model = callbacks, model
+        self._first = [{name: one[0] for name, one in self._saved(number).items()} for number in range(len(callbacks))]
+        self._unsaved: list[dict[str, Any]] = []
+        self._reported: set[str] = set()
+
+    def begin(self) -> None:
+        """Notes what cannot be saved, after callbacks have prepared their training."""
+        self._unsaved = [self._unsavable(callback) for callback in self.callbacks]
+
+    def save(self) -> tuple[list[dict[str, Any]], Arrays]:
+        """Returns plain values by callback, and arrays apart, each under a name."""
+        states, arrays = [], Arrays()
+        for number, callback in enumerate(self.callbacks):
+            values = {}
+            for name, (digest, value, parts) in self._saved(number).items():
+                if digest != self._first[number].get(name):
+                    values[name] = value
+                    arrays |= {key: np.array(array) for key, array in parts.items()}  # training continues meanwhile
+            states.append({"class": type(callback).__name__, "values": values})
+        self._report()
+        return states, arrays
+
+    def _saved(self, number: int) -> dict[str, tuple[bytes, Any, Arrays]]:
+        """Digest, plain value and arrays of each attribute of a callback that can be saved."""
+        return values_of(self.callbacks[number], variables_of(self.model), f"callback-{number}")
+
+    def _unsavable(self, callback: keras.callbacks.Callback) -> dict[str, Any]:
+        """Content or identity of each attribute of a callback that cannot be saved, except those that Keras keeps."""
+        known, kept_by_keras = variables_of(self.model), _attributes_of_keras(callback)
+        marks = {}
+        for name, value in vars(callback).items():
+            if name in kept_by_keras or name in NO_STATE:
+                continue
+            try:
+                encoded(value, known, name, {})
+            except OfTheModel:
+                continue
+            except TypeError:
+                marks[name] = content_of(value)
+        return marks
+
+    def _report(self) -> None:
+        """Names, once, what changes and cannot be saved."""
+        for callback, before in zip(self.callbacks, self._unsaved, strict=False):
+            for name, mark in self._unsavable(callback).items():
+                path = f"{type(callback).__name__}.{name}"
+                if mark == before.get(name) or path in self._reported:
+                    continue
+                self._reported.add(path)
+                kind = type(vars(callback)[name]).__name__
+                text = f"{path} changes and cannot be saved ({kind}): a resumed run has what the script sets"
+                print(f"ringtrain: {text}; numbers, arrays and variables are saved", file=sys.stderr, flush=True)
+
+
+def variables_of(model: Any) -> set[int]:
+    """Ids of all variables of a model and its optimizers."""
+    if model is None:
+        return set()
+    slots = [variable for optimizer in hvd.optimizers_of(model) for variable in getattr(optimizer, "variables", ())]
+    return {id(variable) for variable in (*model.variables, *slots)}
+
+
+def values_of(callback: Any, known: set[int], prefix: str) -> dict[str, tuple[bytes, Any, Arrays]]:
+    """Digest, plain value and arrays of each attribute that can be saved; `known`: variables to leave out."""
+    values = {}
+    for name, attribute in vars(callback).items():
+        arrays: Arrays = {}
+        if name in NO_STATE:
+            continue
+        with contextlib.suppress(TypeError, OfTheModel):
+            value = encoded(attribute, known, f"{prefix}-{name}", arrays)
+            digest = hashlib.sha256(json.dumps(value).encode())
+            for array in arrays.values():
+                digest.update(f"{array.dtype}{array.shape}".encode())
+                digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            values[name] = digest.digest(), value, arrays
+    return values
+
+
+def encoded(value: Any, known: set[int], prefix: str, arrays: Arrays) -> Any:
+    """Value for JSON, with arrays put aside. Raises TypeError for what cannot be saved, and OfTheModel."""
+
+    def put(array: Any) -> str:
+        array = np.asarray(array)
+        if array.dtype.kind not in "biufcmM":
+            raise TypeError(f"an array of {array.dtype}")
+        arrays[f"{prefix}-{len(arrays)}"] = array
+        return f"{prefix}-{len(arrays) - 1}"
+
+    def all_of(parts: Any) -> list[Any]:
+        return [encoded(part, known, prefix, arrays) for part in parts]
+
+    if isinstance(value, np.ndarray) and value.ndim:
+        return {"array": put(value)}
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.item()
+    if value is None or isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 2**63):
+        return value
+    if type(value) is list:
+        return all_of(value)
+    if type(value) is collections.deque:
+        return {"deque": all_of(value), "maxlen": value.maxlen}
+    if type(value) in (set, frozenset):
+        return {type(value).__name__: all_of(sorted(value, key=repr))}
+    if type(value) is tuple:
+        return {"tuple": all_of(value)}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: encoded(inner, known, prefix, arrays) for key, inner in value.items()}}
+    if isinstance(value, dict):
+        return {"items": [all_of(item) for item in value.items()]}
+    if isinstance(value, tf.Variable | keras.Variable):
+        if id(value) in known:
+            raise OfTheModel
+        return {"variable": put(value.numpy()), "is_keras": isinstance(value, keras.Variable)}
+    if isinstance(value, tf.Tensor) and hasattr(value, "numpy"):
+        return {"tensor": put(value.numpy())}
+    if isinstance(value, KERAS_OBJECTS):
+        return {"variables": [put(one.numpy()) for one in _variables_in(value, known)]}
+    raise TypeError(type(value).__name__)
+
+
+def _variables_in(value: Any, known: set[int]) -> list[Any]:
+    """Variables of one of Keras' objects without those of the trained model. Raises OfTheModel if none are left."""
+    variables = [variable for variable in value.variables if id(variable) not in known]
+    if value.variables and not variables:
+        raise OfTheModel
+    return variables
+
+
+def loaded_callbacks(states: Sequence[Mapping[str, Any]], arrays: Mapping[str, NDArray[Any]]) -> list[dict[str, Any]]:
+    """Returns what `CallbackState.save` has returned, with the arrays in their places."""
+
+    def value_of(value: Any) -> Any:
+        if isinstance(value, list):
+            return [value_of(part) for part in value]
+        if not isinstance(value, dict):
+            return value
+        (kind, content), *more = value.items()
+        if kind in ("array", "tensor", "variable"):
+            content = arrays[content]
+        elif kind == "variables":
+            content = [arrays[name] for name in content]
+        elif kind == "dict":
+            content = {key: value_of(inner) for key, inner in content.items()}
+        else:
+            content = value_of(content)
+        return {kind: content, **dict(more)}
+
+    return [{**one, "values": {name: value_of(value) for name, value in one["values"].items()}} for one in states]
+
+
+def restore_callbacks(callbacks: Sequence[keras.callbacks.Callback], states: Sequence[Mapping[str, Any]]) -> None:
+    """Sets the loaded values; callbacks of one class must have the same order as when they were saved."""
+    left = list(states)
+    for callback in callbacks:
+        if state := next((one for one in left if one["class"] == type(callback).__name__), None):
+            left.remove(state)
+            _set(callback, state["values"])
+
+
+def _set(callback: Any, values: Mapping[str, Any]) -> None:
+    known = variables_of(getattr(callback, "model", None))
+    for name, value in values.items():
+        vars(callback)[name] = _decoded(value, vars(callback).get(name), known)
+
+
+def _decoded(value: Any, current: Any, known: set[int]) -> Any:
+    """Value of an attribute that holds `current`: variables in it are set, everything else is new."""
+    if isinstance(value, list):
+        is_alike = isinstance(current, list | tuple | collections.deque) and len(current) == len(value)
+        pairs = zip(value, current if is_alike else [None] * len(value), strict=True)
+        return [_decoded(part, inner, known) for part, inner in pairs]
+    if not isinstance(value, dict):
+        return value
+    (kind, content), *_ = value.items()
+    if kind in CONTAINERS:
+        parts = _decoded(content, current, known)
+        return collections.deque(parts, value["maxlen"]) if kind == "deque" else CONTAINERS[kind](parts)
+    if kind in ("dict", "items"):
+        inner = current if isinstance(current, dict) else {}
+        if kind == "items":
+            content = {_decoded(key, None, known): one for key, one in content}
+        result = {key: _decoded(one, inner.get(key), known) for key, one in content.items()}
+        if type(inner) is dict:
+            return result
+        inner = copy.copy(inner)  # such as a defaultdict
+        inner.clear()
+        inner.update(result)
+        return inner
+    if kind == "tensor":
+        return tf.constant(content)
+    if kind == "variable":
+        if isinstance(current, tf.Variable | keras.Variable) and tuple(current.shape) == content.shape:
+            current.assign(content)
+            return current
+        return keras.Variable(content, dtype=str(content.dtype)) if value["is_keras"] else tf.Variable(content)
+    if kind == "variables":
+        variables = []
+        if isinstance(current, KERAS_OBJECTS):
+            variables = _variables_in(current, known)
+        if [tuple(variable.shape) for variable in variables] != [array.shape for array in content]:
+            print("ringtrain: a callback's object has other variables than were saved: not restored", file=sys.stderr)
+            return current
+        for variable, array in zip(variables, content, strict=True):
+            variable.assign(array)
+        return current
+    return content
+
+
+@contextlib.contextmanager
+def unchanged_afterwards(model: Any, callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[None]:
+    """Context after which a model, its optimizers and what can be saved of callbacks are as they were before."""
+    slots = [variable for optimizer in hvd.optimizers_of(model) for variable in optimizer.variables]
+    variables = [part for variable in (*model.variables, *slots) for part in hvd.copies_of(variable)]
+    arrays = [np.array(variable) for variable in variables]
+    known = variables_of(model)
+    states = [copy.deepcopy(values_of(callback, known, "callback")) for callback in callbacks]
+    yield
+    for variable, array in zip(variables, arrays, strict=True):
+        if not np.array_equal(variable.numpy(), array):
+            variable.assign(array)
+    for callback, before in zip(callbacks, states, strict=True):
+        after = values_of(callback, known, "callback")
+        for name, (digest, value, parts) in before.items():
+            if name not in after or after[name][0] != digest:
+                restored = loaded_callbacks([{"values": {name: value}}], parts)
+                _set(callback, restored[0]["values"])
+
+
+def _attributes_of_keras(callback: keras.callbacks.Callback) -> set[str]:
+    """Names that the methods of Keras' own classes use, which a callback may derive from."""
+    classes = [kind for kind in type(callback).__mro__ if kind.__module__.partition(".")[0] == "keras"]
+    methods = [method for kind in classes for method in vars(kind).values() if isinstance(method, types.FunctionType)]
+    return {name for method in methods for name in method.__code__.co_names}
+
+
+def content_of(value: Any) -> Any:
+    """Digest of an object that cannot be saved, or its id if it is large or cannot be pickled."""
+    digest = _Digest()
+    try:
+        _Pickler(digest).dump(value)
+    except Exception:  # of the object's own code
+        return id(value)
+    return digest.sha256.digest()
+
+
+class _Digest:
+    """File that keeps the digest of what is written."""
+
+    def __init__(self) -> None:
+        self.sha256, self.num_bytes = hashlib.sha256(), 0
+
+    def write(self, content: Any) -> int:
+        self.num_bytes += len(content)
+        if self.num_bytes > MAX_COMPARED_BYTES:
+            raise ValueError("too large")
+        self.sha256.update(content)
+        return len(content)
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, value: Any) -> Any:
+        """Objects that would be written as large files, or never are state."""
+        is_opaque = isinstance(
+            value, (*KERAS_OBJECTS, tf.Variable, keras.Variable, tf.Module, type, types.FunctionType)
+        )
+        return id(value) if is_opaque else None

@@ -1,0 +1,202 @@
+"""Jobs that end within an epoch and resume, with callbacks and averages that change a model; see run_fit.py."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import keras
+import numpy as np
+from fit_alike import CLASSES, OUTPUT, KillAfter, Killed, X, Y, compiled, dense, distance, options
+
+import ringtrain
+import ringtrain.hvd as hvd
+from ringtrain import config_io, train
+from ringtrain.config import CheckpointConfig, HealthConfig
+
+AT_ONCE = HealthConfig(agree_every_steps=1)
+
+
+def _fit(name: str, make: Callable[[], keras.Model], *callbacks: Any, **more: Any) -> tuple[keras.Model, Any]:
+    model, config = make(), options(health=AT_ONCE, **more)
+    arguments = {"batch_size": 32, "epochs": 3, "validation_data": (X[:40], Y[:40]), "verbose": 0}
+    return model, ringtrain.fit(model, X, Y, name=name, callbacks=callbacks, options=config, **arguments)
+
+
+def _kept(name: str, make: Callable[[], keras.Model], *callbacks: Any, **config: Any) -> tuple[keras.Model, Any]:
+    """By Keras' own `fit`, with all rows on each rank."""
+    model = make()
+    hvd.DistributedOptimizer(model.optimizer)
+    run = hvd.callbacks.Run(name, batch_size=32, options=options(**config))
+    held_out = (X[:40], -Y[:40])  # worse from the second epoch on
+    model.fit(X[:96], Y[:96], epochs=4, verbose=0, validation_data=held_out, callbacks=[run, *callbacks], shuffle=False)
+    return model, run
+
+
+def _averaged() -> keras.Model:
+    return compiled(dense(), optimizer=keras.optimizers.SGD(0.2, use_ema=True, ema_momentum=0.9))
+
+
+def _plain() -> keras.Model:
+    return compiled(dense(), optimizer=keras.optimizers.SGD(0.2, momentum=0.9))
+
+
+def _normalized() -> keras.Model:
+    return compiled(dense(keras.layers.BatchNormalization()))
+
+
+def _best() -> keras.callbacks.Callback:
+    return keras.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True)
+
+
+def a_stop_saves_the_weights_of_its_step() -> None:
+    """Not those that callbacks and averages leave at the end of a process."""
+    for name, make, callbacks in (("averaged", _averaged, ()), ("best", _plain, (_best,))):
+        whole, history = _fit(f"{name}-whole", make, *(callback() for callback in callbacks))
+        chaos = f"rank={hvd.size() - 1} step=6 mode=sigterm"
+        try:
+            _fit(f"{name}-ended", make, *(callback() for callback in callbacks), chaos=chaos)
+        except SystemExit as end:
+            assert end.code == 143, end.code
+        else:
+            raise AssertionError("not ended")
+        resumed, again = _fit(f"{name}-ended", make, *(callback() for callback in callbacks), chaos=chaos)
+        assert distance(whole, resumed) == 0, (name, distance(whole, resumed))
+        assert history.history == again.history, name
+
+
+def a_callback_that_stops_within_an_epoch_leaves_the_averages() -> None:
+    class Stops(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 2:
+                self.model.stop_training = True
+
+    model, _ = _fit("averaged-stopped", _averaged, Stops())
+    optimizer = model.optimizer
+    for weight, average in zip(model.trainable_weights, optimizer._model_variables_moving_average, strict=True):
+        np.testing.assert_array_equal(weight, average)
+
+
+class Counts(keras.callbacks.Callback):
+    """Changes numbers, a variable, and makes an object that the rest of the epoch needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.rate, self.variable = 0, 1.0, keras.Variable(1.0)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.begun += 1
+        self.rate *= 0.5
+        self.variable.assign(self.variable * 2)
+        self.timer = object()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        del self.timer
+
+
+def an_epoch_begins_once() -> None:
+    """A learning rate that each epoch multiplies, killed within the first and the second epoch."""
+
+    def callbacks() -> list[Any]:
+        return [keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.8), Counts()]
+
+    uninterrupted, every_step = callbacks(), {"checkpoint": CheckpointConfig(every_steps=1)}
+    whole, history = _fit("rates-whole", _plain, *uninterrupted)
+    for num_steps in (2, 4):
+        with contextlib.suppress(Killed):
+            _fit("rates", _plain, *callbacks(), KillAfter(num_steps), **every_step)
+            raise AssertionError("was not killed")
+    resumed = callbacks()
+    model, again = _fit("rates", _plain, *resumed, **every_step)
+    assert distance(whole, model) == 0
+    assert history.history == again.history
+    counts = [(one.begun, one.rate, float(one.variable.value)) for one in (uninterrupted[1], resumed[1])]
+    assert counts[0] == counts[1] == (3, 0.125, 8.0), counts
+
+
+def a_kept_fit_saves_before_and_exports_after_other_callbacks() -> None:
+    """The exported model is the one that EarlyStopping restores; training continues from the last epoch's."""
+    best = keras.callbacks.EarlyStopping("val_loss", patience=1, restore_best_weights=True)
+    model, run = _kept("kept-best", _plain, best)
+    assert best.stopped_epoch > best.best_epoch, "restored nothing"
+    exported = keras.models.load_model(run.folder / "model.keras", compile=False)
+    assert distance(model, exported) == 0
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert summary["stopped_by"] == "a callback" and summary["checksum"] == hvd.check_in_sync(model)
+    assert "on_train_end" not in vars(model.history)
+
+    whole, _ = _kept("kept-averaged-whole", _averaged)
+    rare = {"checkpoint": CheckpointConfig(every_epochs=9)}
+    with contextlib.suppress(SystemExit):
+        sends = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        _kept("kept-averaged", _averaged, sends, **rare)
+        raise AssertionError("not ended")
+    resumed, run = _kept("kept-averaged", _averaged, **rare)
+    assert json.loads((run.folder / "summary.json").read_text())["resumed_from"].endswith("step-00000003")
+    assert distance(whole, resumed) < 1e-12, distance(whole, resumed)
+
+
+def a_checkpoint_of_keras_has_the_moving_statistics_of_all_ranks() -> None:
+    for name, fit in (("fit", _without_validation), ("kept", _kept)):
+        path = OUTPUT / f"statistics-{name}-{hvd.size()}.keras"
+        writes = [keras.callbacks.ModelCheckpoint(path)] if hvd.rank() == 0 or name == "fit" else []
+        model, _ = fit(f"statistics-{name}", _normalized, *writes)
+        hvd.allgather_object("written")
+        assert distance(model, keras.models.load_model(path)) == 0, name
+
+
+def _without_validation(name: str, make: Callable[[], keras.Model], *callbacks: Any) -> tuple[keras.Model, Any]:
+    model = make()
+    arguments = {"batch_size": 32, "epochs": 2, "verbose": 0, "callbacks": callbacks}
+    return model, ringtrain.fit(model, X, Y, name=name, options=options(), **arguments)
+
+
+# ---- the configured trainer, whose loop is Keras' fit --------------------------------------------------------------
+
+
+def _samples() -> Any:
+    return (X, CLASSES), (X[:20], CLASSES[:20])
+
+
+def _averaging(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    model = keras.Sequential([keras.Input(input_shape), keras.layers.Dense(num_classes)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.2, use_ema=True, ema_momentum=0.9), loss, metrics=["accuracy"])
+    return model
+
+
+def _falls() -> keras.callbacks.Callback:
+    return keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.8)
+
+
+class Counted(keras.callbacks.Callback):
+    """Counts the trainings that begin and end."""
+
+    seen: ClassVar[list[str]] = []
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        Counted.seen.append("begin")
+
+    def on_train_end(self, logs: Any = None) -> None:
+        Counted.seen.append("end")
+
+
+def configured_averages_and_rates() -> None:
+    """Ended within an epoch and resumed: averages replace weights at the end only, and each epoch begins once."""
+    words = ["--data.name", "resume_jobs:_samples", "--model.name", "resume_jobs:_averaging"]
+    words += ["--train.batch-size", str(24 // hvd.size()), "--train.epochs", "3", "--health.agree-every-steps", "1"]
+    words += ["--run.directory", str(OUTPUT / f"averaging-{hvd.size()}"), "--tracking.every-steps", "0"]
+    words += ["--train.callbacks", "resume_jobs:_falls", "resume_jobs:Counted"]
+    whole = train.train(config_io.read([*words, "--run.name", "whole"]))
+    chaos = ["--chaos", f"rank={hvd.size() - 1} step=6 mode=sigterm"]
+    stopped = train.train(config_io.read([*words, "--run.name", "ended", *chaos]))
+    assert stopped["stopped_by"] == "SIGTERM" and 4 < stopped["global_step"] < 8
+    Counted.seen.clear()
+    resumed = train.train(config_io.read([*words, "--run.name", "ended", *chaos]))  # the fault happens once
+    assert resumed["resumed_from"] and resumed["global_step"] == whole["global_step"]
+    assert resumed["checksum"] == whole["checksum"]
+    assert Counted.seen == ["begin", "end"]
