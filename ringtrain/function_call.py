@@ -39,6 +39,7 @@ LARGE_MB = 64
 POLL_MS = 200
 # Of Open MPI 4 and 5 ("[1,3]<stdout>:", "[prterun-host1-99@1,3]<stdout>: ") and horovodrun ("[3]<stdout>:").
 TAG = re.compile(r"\[([^][<>\n]*@)?(?:\d+,)?(\d{1,9})\]<std(?:out|err)>:(?(1) ?)")
+FIRST = re.compile(r"rank (\d{1,9}) on \S+ failed first")
 LAUNCHER = -1
 """as the rank of a line"""
 T = TypeVar("T")
@@ -105,17 +106,25 @@ def run(
             stacklevel=2,
         )
     may_leave = hosts or options or schedulers.find(os.environ)
-    with tempfile.TemporaryDirectory(
-        prefix=".ringtrain-", dir=os.getcwd() if may_leave else None, ignore_cleanup_errors=True
-    ) as name:
-        call = Path(name, "call")
-        call.touch(mode=0o600)
-        call.write_bytes(content)
+    parent = os.getcwd() if may_leave else tempfile.gettempdir()
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = tempfile.TemporaryDirectory(prefix=".ringtrain-", dir=parent, ignore_cleanup_errors=True)
+            call = Path(stack.enter_context(folder), "call")
+            call.touch(mode=0o600)
+            call.write_bytes(content)
+        except OSError as error:
+            raise LaunchError(
+                f"ringtrain.run: {parent}: function and arguments, {len(content):,} bytes, cannot be written:"
+                f" {error.strerror}: free space there"
+            ) from error
         launch = [sys.executable, "-m", "ringtrain", "launch", "-np", str(np), *(["-H", hosts] if hosts else [])]
         rank = [sys.executable, "-m", "ringtrain.function_call", str(call)]
         shown = Shown(processes.start_beside([*launch, *options, "--", *rank], {**os.environ, "PATH": _path()}))
         if code := shown.follow():
-            text = _first_failure(call, np) or shown.message or f"ringtrain launch exited with code {code}"
+            text = (
+                _first_failure(call, np, shown.message) or shown.message or f"ringtrain launch exited with code {code}"
+            )
             raise (RankError if text.startswith("rank ") else LaunchError)(text)
         return [_value(call, number) for number in range(np)]
 
@@ -231,14 +240,19 @@ class Shown:
         return LAUNCHER, text
 
 
-def _first_failure(call: Path, num_ranks: int) -> str:
-    """Failure of the rank that failed first, with its traceback; "" if the launcher knows more about it."""
-    found = []
-    for rank in range(num_ranks):
+def _first_failure(call: Path, num_ranks: int, message: str) -> str:
+    """Failure of the rank that failed first, with its traceback; "" if the launcher knows more about it.
+
+    message: The launcher's, which names the rank. Clocks of hosts differ.
+    """
+    named = FIRST.match(message)
+    ranks = [int(named[1])] if named else []
+    for rank in [*ranks, *range(num_ranks)]:
         with contextlib.suppress(OSError, *INVALID):
-            found.append(Failure(**parse_json(_left_by(rank, call, "failure").read_text(encoding="utf-8"))))
-    first = min(found, key=lambda failure: (failure.is_consequence, failure.time_s), default=None)
-    if first is None or first.is_consequence:
+            first = Failure(**parse_json(_left_by(rank, call, "failure").read_text(encoding="utf-8")))
+            if not first.is_consequence:
+                break
+    else:
         return ""
     return f"rank {first.rank} on {first.host} failed first:\n{first.text}"
 
@@ -260,12 +274,23 @@ def main(call: Path) -> int:
     rank = int(next(filter(None, map(os.environ.get, launchers.names("rank"))), 0))
     try:
         content = cloudpickle.dumps(_called(call, rank))
+        _write_value(_left_by(rank, call, "value"), content)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:
         return _report(error, rank, call)
-    _left_by(rank, call, "value").write_bytes(content)
     return 0
+
+
+def _write_value(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        path.unlink(missing_ok=True)  # so that there is space for the failure
+        raise LaunchError(
+            f"{path.parent}: the value of the function, {len(content):,} bytes, cannot be written: {error.strerror}:"
+            f" free space there, or save it elsewhere"
+        ) from error
 
 
 def _called(call: Path, rank: int) -> Any:

@@ -76,6 +76,16 @@ class HostAgent:
     def has_exited(self) -> bool:
         return self.process.poll() is not None
 
+    @property
+    def messages(self) -> list[str]:
+        """Output of ssh and of the login shell, since the agent was ready."""
+        return [line for line in self.lines if line and not line.startswith(("@", SAYS))]
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether the agent was killed on its host; one that is cut off from the launcher cleans up by itself."""
+        return self.ready and not self.cleaned_up and self.has_exited and not self.messages
+
     def send(self, order: str) -> None:
         """Sends a line. An agent that is gone has cleaned up already, or its host is lost."""
         with contextlib.suppress(OSError):
@@ -102,6 +112,8 @@ class HostAgents:
         self.status: dict[int, tuple[int, str]] = {}
         """step and phase of ranks that have exited"""
         self.out_of_memory: set[str] = set()
+        self.not_cleaned_up: list[str] = []
+        """hosts whose agent was killed"""
         self.tensorflow: set[str] = set()
         """What ranks of a host have loaded besides TensorFlow: "horovod"; "1", MPI or NCCL; "alone", none of these"""
 
@@ -185,6 +197,8 @@ class HostAgents:
     def drop(self, agent: HostAgent) -> None:
         """Ends an agent's process, which then cleans up on its host."""
         self.members.remove(agent)
+        if agent.was_killed:
+            self.not_cleaned_up.append(agent.host)
         agent.process.kill()
         agent.process.wait()
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -192,6 +206,18 @@ class HostAgents:
         for pipe in filter(None, (agent.process.stdin, agent.process.stdout)):
             with contextlib.suppress(OSError):
                 pipe.close()
+
+    def end(self) -> None:
+        """Makes all agents clean up, and starts another one where one was killed; does nothing without agents."""
+        if not self.members:
+            return
+        for agent in [agent for agent in self.members if agent.was_killed]:
+            self.drop(agent)
+        present = {agent.host for agent in self.members}
+        for host in {*self.not_cleaned_up} - present:
+            self.start(host, is_checked=False).ready = True
+        self.not_cleaned_up.clear()
+        self.send("end")
 
     def why_lost(self, agent: HostAgent) -> str:
         """Message about a host that is not ready, or no longer."""
@@ -202,7 +228,7 @@ class HostAgents:
             name, path = self.job.command[0], self.job.environment.get("PATH", "")
             fix = f"start it by python {name}" if name.endswith(".py") else "install it"
             return f"{host} has no {name!r} on PATH={path}: {fix}"
-        lines = [line for line in agent.lines if line and not line.startswith(("@", SAYS))]
+        lines = agent.messages
         if not lines and not agent.refusal and agent.has_exited:
             code = agent.process.returncode
             how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
@@ -237,6 +263,8 @@ class HostAgents:
     def _take(self, agent: HostAgent, kind: str = "", *rest: str) -> None:
         if kind == "ready":
             agent.ready = True
+            while len(agent.lines) > 1:  # a login's greeting is no reason for a later loss
+                agent.lines.popleft()
             agent.hostname, agent.version = [*rest, "", ""][:2]
         elif kind == "taken" and "".join(rest).isdecimal():
             agent.num_signaled = int("".join(rest)[:9])

@@ -303,7 +303,8 @@ class Supervisor:
         if self._heartbeats.is_alive():
             self._heartbeats.join()
         agents = self.agents.members
-        self.agents.send("end")
+        with contextlib.suppress(LaunchError):
+            self.agents.end()
         # After success a host counts as lost only if ssh has given it up, or after LOST_S.
         succeeded = self._process is not None and self._process.poll() == 0
         deadline = time.monotonic() + (LOST_S if succeeded else CLEAN_UP_S)

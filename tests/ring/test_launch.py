@@ -440,6 +440,30 @@ while [ "$1" != far ]; do shift; done; shift; eval "$@"
     assert started.left() == {}
 
 
+def test_another_host_agent_cleans_up_after_one_that_was_killed(launch, tmp_path: Path) -> None:
+    """The rank is in a session of its own, as over Gloo on another host, where it outlives its ssh."""
+    ssh, swept = tmp_path / "ssh", tmp_path / "swept"
+    ssh.write_text(f"""#!/bin/sh
+while [ "$1" != far ]; do shift; done; shift; eval "$@" | sed -u "/swept/w {swept}"
+""")
+    ssh.chmod(0o755)
+    mpirun = (
+        'while [ "$1" != sh ]; do shift; done; export OMPI_COMM_WORLD_{RANK,LOCAL_RANK}=0 OMPI_COMM_WORLD_SIZE=1;'
+        ' setsid --wait "$@"'
+    )
+    words = [launching.BIN / "ringtrain", "launch", "-H", "far:1", "--", *shell("echo begun; sleep 600")]
+    started = launch(*words, env=liar(tmp_path, mpirun))
+    started.wait_for_ranks(1)
+    agents = [process for process, line in started.alive().items() if "base64 -d" in line and "ringtrain-agent" in line]
+    for process in agents:
+        os.kill(process, signal.SIGKILL)
+    code, stderr = started.end()
+    assert code == 2, stderr
+    assert re.search(r"lost far while the job ran: far: its host agent .*, without a message", stderr), stderr
+    assert swept.read_text().count("swept") == 1
+    assert started.left() == {}
+
+
 def test_a_launcher_that_ends_well_without_ranks_has_not_done_well(launch, tmp_path: Path) -> None:
     code, stderr = launch(*ringtrain(*shell("sleep 600")), env=liar(tmp_path, "exit 0")).end()
     assert code == 2

@@ -215,8 +215,8 @@ MUTANTS = (
         *(
             "the last failure in place of the first",
             "protocol/reader.py",
-            "failure.is_consequence, failure.time_s",
-            "failure.is_consequence, -failure.time_s",
+            "for rank in self._pieces if",
+            "for rank in reversed(self._pieces) if",
         ),
         f"{UNIT}/test_exit_cause.py::test_the_first_failure_is_printed_last_with_its_exit_code",
     ),

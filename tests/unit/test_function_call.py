@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
+import resource
 import subprocess
 import sys
+import tempfile
 import threading
 import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +24,7 @@ import ringtrain
 from ringtrain import function_call
 from ringtrain.errors import LaunchError
 from ringtrain.protocol.env import JOB
+from ringtrain.protocol.failures import Failure
 
 IMPORTS = """
 import sys
@@ -142,3 +149,47 @@ def test_tensorflow_says_whether_it_has_used_a_device() -> None:
     """By a private attribute, which a new release may rename."""
     ended = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True)
     assert ended.stdout == "False True\n", ended.stderr
+
+
+def on_a_full_disk(call: Callable[[], Any]) -> Any:
+    """Result of a call in which no file may grow over 100 bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        return call()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk_is_an_error_of_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(LaunchError, match=r"function and arguments, [\d,]+ bytes, cannot be written: ") as refused:
+        on_a_full_disk(lambda: ringtrain.run(print, "x" * 1000))
+    assert str(tmp_path) in str(refused.value) and "\n" not in str(refused.value)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_value_for_which_the_disk_is_full_is_a_failure_of_its_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(function_call, "_called", lambda call, rank: "x" * 1000)
+    monkeypatch.setattr(function_call.log_capture, "watch", lambda: None)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO()))
+    reported: list[BaseException] = []
+    monkeypatch.setattr(function_call, "report_failure", lambda error, *_, **__: reported.append(error))
+    assert on_a_full_disk(lambda: function_call.main(tmp_path / "call")) == 2
+    assert "the value of the function, " in str(reported[0]) and "cannot be written" in str(reported[0])
+    assert not (tmp_path / "value-0").exists()
+
+
+@pytest.mark.parametrize(
+    ("message", "rank"), [("rank 1 on b failed first:\nE: 1", 1), ("mpirun exited with code 1", 0)]
+)
+def test_the_launcher_knows_which_rank_failed_first_and_not_the_hosts_clocks(
+    message: str, rank: int, tmp_path: Path
+) -> None:
+    for number, time_s in ((0, 1.0), (1, 9.0)):
+        failure = Failure(number, "host", time_s, "ValueError", f"Traceback\nValueError: {number}")
+        (tmp_path / f"failure-{number}").write_text(json.dumps(asdict(failure)))
+    first = function_call._first_failure(tmp_path / "call", 2, message)
+    assert first == f"rank {rank} on host failed first:\nTraceback\nValueError: {rank}"
