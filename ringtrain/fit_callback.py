@@ -97,7 +97,7 @@ class Run(keras.callbacks.Callback):
                 run = train.agree(process, process.strategy.together(lambda: self._job(process)))
             if not isinstance(run, RunContext):
                 self.folder, self.checksum = Path(config.run.directory) / self.name, run["checksum"]
-                keras_fit.restore_result(model, self.folder)
+                keras_fit.restore_result(model, self.folder, run, config.checkpoint.saved_model)
                 model._initial_epoch = epochs
                 self._restore_history()
                 return
@@ -194,10 +194,12 @@ class Run(keras.callbacks.Callback):
         rows = self.batch_size * hvd.size()
         numbers = keras_fit.adopt(process, model, "script", steps * rows, 0, rows)
         plan = keras_fit.plan_of(process, model, numbers, "the epoch that was not complete")
+        compiled = keras_fit.words_of_compiled(model)
         return Job(
             data_set=data.DataSet(data.NoSamples(), data.NoSamples(), 0, ()),
             numbers=numbers,
-            checksums={"model": keras_fit.checksum_of_shapes(model_state.shapes_of(model.weights))},
+            checksums={"model": keras_fit.checksum_of_shapes(model_state.shapes_of(model.weights)), **compiled},
+            of_name=compiled,
             model=model,
             validation=Validation("val_"),
             plan={**plan, "data": "the script's own shards, which are not compared", "seed": "the script's own"},

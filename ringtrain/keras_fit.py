@@ -37,6 +37,8 @@ OPTIONS = (
 STRATEGIES = ("ring", "mpi-ring")
 ON_RANK_0 = ("ModelCheckpoint", "CSVLogger", "TensorBoard", "RemoteMonitor", "ProgbarLogger")
 """Keras' callbacks that write files or show progress."""
+_ended: set[Path] = set()
+"""Folders of the runs that this process has ended."""
 REFUSED = {
     "BackupAndRestore": "name= saves and resumes, on all ranks together",
     "OrbaxCheckpoint": "it does not write for several processes here; name= saves and resumes",
@@ -92,7 +94,8 @@ def fit(
             a `keras.utils.PyDataset`, or a generator. Or x is a function (rank, number of ranks) that returns such
             batches for this rank alone; a step is then one batch of each rank, all with the same number of rows.
             `ringtrain.from_rank_0(batches)` gives all ranks those that rank 0 reads.
-        name: Folder of the run in `runs`. "": its time, so that nothing is resumed.
+        name: Folder of the run in `runs`. It stands for one training: other data, another loss, metrics or optimizer
+            are refused. "": its time, so that nothing is resumed.
         batch_size: Rows of a step on all ranks. None: 32. With `batch_per_rank`: on each rank.
         epochs: Passes over the data, including those before a resume.
         verbose: 0 prints nothing.
@@ -103,7 +106,8 @@ def fit(
         class_weight: Weight by class, for one output.
         steps_per_epoch: Batches of an epoch, for generators and data without an end. All epochs are one iteration.
         seed: Of the order and, on the other ranks than rank 0, of dropout.
-        resume: "auto", "must" (fail without a checkpoint), "never", or the path of a run or checkpoint.
+        resume: "auto", "must" (fail without a checkpoint), "never", or the path of a run or checkpoint, which this one
+            continues, also with other data, loss or metrics.
         options: Further options, such as `{"checkpoint.every_steps": 100}` or the same as a `Config`.
         validation_split, validation_steps, validation_batch_size, validation_freq: As in `keras.Model.fit`.
 
@@ -225,11 +229,15 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
     if isinstance(run, RunContext):
         history.run = run.folder
     else:
-        restore_result(model, history.run)
+        if history.run.resolve() in _ended and hvd.rank() == 0:
+            text = "is complete, this call has trained nothing: raise epochs, or give fit another name"
+            print(f"ringtrain: {history.run} {text}", file=sys.stderr, flush=True)
+        restore_result(model, history.run, summary, process.config.checkpoint.saved_model)
         saved = hvd.run_together(lambda: resume.callbacks_of(history.run) if hvd.rank() == 0 else ())
         states = hvd.broadcast_object(saved, root_rank=0, name="ringtrain_history")
         callback_state.restore_callbacks([history], states)
         model.history = history
+    _ended.add(history.run.resolve())
     history.checksum = summary["checksum"]
     return history
 
@@ -352,10 +360,15 @@ def _job(process: Process, model: keras.Model, arguments: data.FitArguments) -> 
     users = [one for one in arguments.callbacks if rank == 0 or not _classes(one) & {*ON_RANK_0}]
     data_set = data.DataSet(train, test, 0, ())
     checksums = {name + consistency.DIVIDED: text for name, text in data.checksums(data_set).items()}
+    of_name = {*checksums}
+    if isinstance(test, data.Stream):
+        of_name.remove(f"test data{consistency.DIVIDED}")  # its first batch need not be the same in every start
+    compiled = words_of_compiled(model)
     return Job(
         data_set=data_set,
         numbers=numbers,
-        checksums={**checksums, "model": checksum_of_shapes(model_state.shapes_of(model.weights))},
+        checksums={**checksums, **compiled, "model": checksum_of_shapes(model_state.shapes_of(model.weights))},
+        of_name={*of_name, *compiled},
         model=model,
         users_callbacks=[*users, keras.callbacks.History()],
         validation=validation,
@@ -363,20 +376,49 @@ def _job(process: Process, model: keras.Model, arguments: data.FitArguments) -> 
     )
 
 
+def words_of_compiled(model: keras.Model) -> dict[str, str]:
+    """Loss, metrics and optimizers of a model, which all runs of one name have in common."""
+    from ringtrain.run import identity
+
+    return {**identity.of_compiled(model), **identity.of_optimizers(_used_optimizers(model))}
+
+
+def _used_optimizers(model: keras.Model) -> list[Any]:
+    from ringtrain import hvd
+
+    # One that is not built is that of a `compile` without arguments, which the script's own train_step does not use.
+    used = [one for one in hvd.optimizers_of(model) if one.built] or [model.optimizer]
+    return [getattr(one, "inner_optimizer", one) for one in used]
+
+
 def checksum_of_shapes(shapes: list[list[Any]]) -> str:
     """Checksum of the weights' shapes and dtypes; their names depend on earlier models of the process."""
     return f"with {len(shapes)} weights and checksum {zlib.crc32(str([one[1:] for one in shapes]).encode()):08x}"
 
 
-def restore_result(model: keras.Model, folder: Path) -> None:
-    """Gives a model the weights with which a complete run has ended, which callbacks or averages may have set."""
+def restore_result(model: keras.Model, folder: Path, summary: Mapping[str, Any], saved_model: bool) -> None:
+    """Gives a model the weights with which a complete run has ended, which callbacks or averages may have set.
+
+    What could not be exported then, or was not asked for, is exported now.
+    """
     from ringtrain import hvd
-    from ringtrain.run import resume
+    from ringtrain.run import checkpoint, model_state, resume, run_folder
 
     def load() -> None:
-        # A model that Keras cannot load has the weights of the last checkpoint.
-        with contextlib.suppress(CheckpointError):
-            resume.load_weights(model, folder / "model.keras")
+        if not (folder / checkpoint.RESULT).exists():  # of an earlier version
+            try:
+                resume.load_weights(model, folder / "model.keras")
+            except CheckpointError as error:
+                fix = "give fit another name, or delete this file to end the run again from its last checkpoint"
+                raise CheckpointError(f"{error}: {fix}") from error
+            return
+        model_state.assign(model.weights, checkpoint.load_result(folder))
+        exported = ["model.keras", *(["saved_model"] if saved_model else [])]
+        if "not_exported" in summary or not all((folder / name).exists() for name in exported):
+            with contextlib.suppress(CheckpointError, OSError):
+                checkpoint.export(model, folder, saved_model)
+                told = {name: value for name, value in summary.items() if name != "not_exported"}
+                run_folder.write_summary(folder, told)
 
     hvd.run_together(load if hvd.rank() == 0 else lambda: None)
     hvd.broadcast_model(model, root_rank=0)
@@ -410,9 +452,7 @@ def adopt(
     """
     from ringtrain import hvd
 
-    # One that is not built is that of a `compile` without arguments, which the script's own train_step does not use.
-    used = [one for one in hvd.optimizers_of(model) if one.built] or [model.optimizer]
-    used = [getattr(one, "inner_optimizer", one) for one in used]
+    used = _used_optimizers(model)
     names, rate = ", ".join(type(one).__name__ for one in used), _learning_rate(used[0])
     per_rank = math.ceil(batch_size / hvd.size())
     values = {"data.name": data_name, "optimizer.name": names, "optimizer.learning_rate": rate}

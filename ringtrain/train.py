@@ -13,6 +13,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import contextlib
+import dataclasses
 import functools
 import sys
 import time
@@ -136,12 +137,17 @@ def setup(
     strategy = Elastic(config) if hvd.elastic.is_on() else make(config, group)
     pinning = strategy.begin()
     attempt, events = Attempt.from_environment(), journal.Journal()
+    hvd.process.PROCESS.num_runs += 1
+    is_first = hvd.process.PROCESS.num_runs == 1
+    if not is_first:  # the name is that of the first run of the earlier attempt's process
+        attempt = dataclasses.replace(attempt, run_name="")
     config = strategy.together(lambda: resume.started_again(config, attempt))
     strategy.together(lambda: tracking.check(config))
     return Process(
         config=config,
         named=named,
         attempt=attempt,
+        is_first=is_first,
         strategy=strategy,
         pinning=pinning,
         code=strategy.together(lambda: consistency.of_code(config, tracking.versions())),

@@ -32,6 +32,8 @@ class ProcessState:
     has_finalized_mpi: bool = False
     has_started: bool = False
     """`init` was called, also if `shutdown` was called since"""
+    num_runs: int = 0
+    """runs that this process has set up"""
 
     def hang_up(self) -> None:
         """Closes the connections that `init` has opened; call it after Horovod's `shutdown`."""

@@ -20,7 +20,7 @@ class Attempt:
     causes: tuple[str, ...] = ()
     """exit cause of each earlier attempt, a line each"""
     run_name: str = ""
-    """of the first attempt; "": not known yet"""
+    """of the first run of the first attempt's process; "": not known yet"""
     num_ranks: int = 0
     """of the first attempt; 0: the current number"""
 

@@ -15,6 +15,7 @@ import re
 import shutil
 import socket
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,9 @@ from ringtrain.protocol.json_text import INVALID, parse_json
 FORMAT = 2
 """Manifest format. 2: ranks.npz holds only what differs between ranks."""
 MANIFEST = "manifest.json"
+RESULT = "result.npz"
+UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
+"""errors of np.load"""
 UNFINISHED = ".unfinished-"
 REMOVED = ".removed-"
 READ_AGAIN_S = (0.5, 2.0)
@@ -196,6 +200,39 @@ def _remove(path: Path) -> None:
     doomed = path.with_name(f"{REMOVED}{path.name}-{time.time_ns()}")
     os.rename(path, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+def save_result(folder: Path, global_step: int, weights: Mapping[str, NDArray[Any]]) -> None:
+    """Writes the weights with which a run has ended, to be read without their classes; raises OSError."""
+    unfinished = folder / f"{UNFINISHED}{RESULT}"
+    try:
+        with open(unfinished, "wb") as file:
+            np.savez(file, global_step=np.array(global_step), **weights)  # type: ignore[arg-type]
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, folder / RESULT)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def result_step(folder: Path) -> int:
+    """Returns the step after which the weights of `save_result` were written; -1 if there are none."""
+    try:
+        with np.load(folder / RESULT, allow_pickle=False) as file:
+            return int(file["global_step"])
+    except UNREADABLE:
+        return -1
+
+
+def load_result(folder: Path) -> dict[str, NDArray[Any]]:
+    """Returns the weights of `save_result`; raises CheckpointError if they cannot be read."""
+    try:
+        with np.load(folder / RESULT, allow_pickle=False) as file:
+            return {name: file[name] for name in file if name != "global_step"}
+    except UNREADABLE as error:
+        raise CheckpointError(
+            f"{folder / RESULT}: cannot be read: {_one_line(error)}: give fit another name"
+        ) from error
 
 
 def check_exportable(model: Any) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringtrain import config_io
-from ringtrain.config import Config, option_types, value_of
+from ringtrain.config import Config, option_types, value_of, with_values
 from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError
 from ringtrain.protocol import failures
@@ -155,9 +155,13 @@ def restore(
     from ringtrain import hvd
     from ringtrain.run import resume
 
-    config = process.config
     lock_folder(process)
-    start = resume.restore(job.model, *resume.source_of(config), config, numbers)
+    has_left = hvd.run_together(lambda: resume.has_left_its_source(process.config) if hvd.rank() == 0 else False)
+    if hvd.broadcast_object(has_left, root_rank=0, name="ringtrain_has_left_its_source"):
+        process.config = process.strategy.config = with_values(process.config, {"run.resume": "auto"})
+    config = process.config
+    of_name = {name: text for name, text in job.checksums.items() if name in job.of_name}
+    start = resume.restore(job.model, *resume.source_of(config), config, numbers, of_name)
     for name, before in start.checksums.items() if hvd.rank() == 0 else ():
         if job.checksums.get(name, before) != before:
             what, _, _ = name.partition(DIVIDED)
@@ -186,11 +190,13 @@ def complete_summary(
         if hvd.rank() or folder is None or Path(start.source).parent != folder / "checkpoints":
             return {}
         summary = run_folder.read_summary(folder)
-        exported = ["model.keras", *(["saved_model"] if config.checkpoint.saved_model else [])]
-        has_all = summary.get("global_step") == start.global_step and "not_exported" not in summary
-        has_all = has_all and all((folder / name).exists() for name in exported)
         # A configured run continues after its callbacks have ended it; those of a script decide for good.
-        is_ended = "script" in summary and summary["stopped_by"] == console.A_CALLBACK
+        of_script = "script" in summary
+        is_ended = of_script and summary["stopped_by"] == console.A_CALLBACK
+        exported = ["model.keras", *(["saved_model"] if config.checkpoint.saved_model else [])]
+        has_all = "not_exported" not in summary and all((folder / name).exists() for name in exported)
+        has_all = has_all or (of_script and checkpoint.result_step(folder) == start.global_step)
+        has_all = has_all and summary.get("global_step") == start.global_step
         return summary if has_all and (is_trained or ended_by or is_ended) else {}
 
     summary: Mapping[str, Any] = hvd.broadcast_object(hvd.run_together(read), root_rank=0, name="ringtrain_complete")
@@ -220,8 +226,7 @@ def make_folder(process: Process, numbers: Numbers, start: Start) -> Path:
             name,
             number_if_taken=not config.run.name,
             # Without the lock, the folder did not exist when checkpoints were searched.
-            reuse=lock.folder is not None
-            and (config.run.resume != "never" or process.attempt.run_name == config.run.name),
+            reuse=lock.folder is not None and (config.run.resume != "never" or process.attempt.number > 0),
         )
         lock.take(folder)
         derived = "".join(f"# {name} = {value}\n" for name, value in dataclasses.asdict(numbers).items())
@@ -230,7 +235,7 @@ def make_folder(process: Process, numbers: Numbers, start: Start) -> Path:
 
     made = hvd.run_together(make if hvd.rank() == 0 else lambda: None)
     folder: Path = hvd.broadcast_object(made, root_rank=0, name="ringtrain_folder")
-    if hvd.rank() == 0:
+    if hvd.rank() == 0 and process.is_first:
         failures.report_run(folder.name)
     if start.source:
         saved = folder / "checkpoints"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +49,8 @@ class Process:
     stages: Stages
     timeline_file: str = ""
     """named by HOROVOD_TIMELINE; "": timeline.json in the run folder"""
+    is_first: bool = True
+    """whether this is the first run of the process, which a restart continues, named or not"""
     lock: RunLock = field(default_factory=RunLock)
     """held by rank 0 from before it reads the run folder until the end"""
 
@@ -76,7 +78,9 @@ class Job:
     data_set: data.DataSet
     numbers: Numbers
     checksums: Mapping[str, str]
-    """of the data"""
+    """of the data, and what else must be equal on all ranks"""
+    of_name: Collection[str] = ("training data", "test data")
+    """names of the checksums that all runs of one name have in common; others may change on a resume"""
     model: keras.Model | Any = None
     """compiled, with a distributed optimizer; None: built from the configuration once the ranks agree on the data"""
     users_callbacks: list[keras.callbacks.Callback] = field(default_factory=list)

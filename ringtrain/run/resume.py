@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -120,6 +121,14 @@ def source_of(config: Config) -> tuple[Path | None, bool]:
     return (None, False) if resume == "never" else (Path(resume), True)
 
 
+def has_left_its_source(config: Config) -> bool:
+    """Returns whether a run that resumes from the path of another one has saved checkpoints of its own since."""
+    if not config.run.name or config.run.resume in ("auto", "must", "never"):
+        return False
+    own, source = (Path(config.run.directory) / config.run.name).resolve(), Path(config.run.resume).resolve()
+    return own not in (source, *source.parents) and bool(checkpoint.saved_in(own / "checkpoints"))
+
+
 class Clock(keras.callbacks.Callback):
     """Counts the steps of a run. It must be the first callback, since the others read it."""
 
@@ -161,12 +170,19 @@ class Clock(keras.callbacks.Callback):
             self.metrics_state = ()
 
 
-def restore(model: keras.Model, folder: Path | None, must: bool, config: Config, numbers: Numbers) -> Start:
+def restore(
+    model: keras.Model,
+    folder: Path | None,
+    must: bool,
+    config: Config,
+    numbers: Numbers,
+    of_name: Mapping[str, str] = MappingProxyType({}),
+) -> Start:
     """Restores on every rank the newest valid checkpoint that rank 0 finds; returns the same position on all.
 
     `folder` is a run folder, its folder of checkpoints, or one checkpoint. Raises CheckpointError if no checkpoint is
     valid although there are some or one is required, or it is of another model; ConfigError if it was made with other
-    options.
+    options or, unless the configuration names its path, with other checksums `of_name`.
     """
     newest, start = hvd.run_together(lambda: _find(folder, must) if hvd.rank() == 0 else (None, Start()))
 
@@ -179,6 +195,7 @@ def restore(model: keras.Model, folder: Path | None, must: bool, config: Config,
         if newest is None:
             return None
         _require_same_run(newest, config, numbers)
+        _require_same_job(newest, config, numbers, of_name)
         if not model.optimizer.built:  # a second build of a LossScaleOptimizer would add its variables once more
             model.optimizer.build(model.trainable_variables)
         model_state.require_same_model(newest, model)
@@ -205,6 +222,8 @@ def restore(model: keras.Model, folder: Path | None, must: bool, config: Config,
         ]
 
     by_rank = hvd.run_together(load)
+    if newest is not None and _is_of_a_script(config):
+        start = _in_epochs_of(start, newest, numbers)
     start, spec = hvd.broadcast_object(
         (start, model_state.spec(by_rank[0]) if by_rank else []), 0, name="ringtrain_start"
     )
@@ -275,7 +294,8 @@ def _find(folder: Path | None, must: bool) -> tuple[checkpoint.Checkpoint | None
 def _anew(config: Config) -> str:
     """Returns a hint how to train from scratch instead."""
     if _is_of_a_script(config):
-        return "give fit another name"
+        is_by_name = config.run.resume in ("auto", "must")
+        return "give fit another name" if is_by_name else "leave out resume and load the weights of its model.keras"
     return "give the run another --run.name" if config.run.resume in ("auto", "must") else "leave out --run.resume"
 
 
@@ -323,6 +343,43 @@ def _require_same_run(newest: checkpoint.Checkpoint, config: Config, numbers: Nu
         )
 
 
+def _require_same_job(
+    newest: checkpoint.Checkpoint, config: Config, numbers: Numbers, of_name: Mapping[str, str]
+) -> None:
+    """Raises ConfigError if a run of this name has trained other data, or another loss, metrics or optimizer."""
+    saved = newest.manifest
+    if config.run.resume not in ("auto", "must"):  # its path was given on purpose
+        steps = saved["numbers"].get("steps_per_epoch", numbers.steps_per_epoch)
+        if _is_of_a_script(config) and steps != numbers.steps_per_epoch and newest.global_step % steps:
+            raise ConfigError(
+                f"{newest.folder}: was saved within an epoch of {steps} steps, an epoch of this run has"
+                f" {numbers.steps_per_epoch}: resume from a checkpoint of an epoch's end, or {_anew(config)}"
+            )
+        return
+    now = {"training samples": str(numbers.num_train), **of_name}
+    before = {**saved.get("checksums", {}), "training samples": str(saved["numbers"].get("num_train", ""))}
+    different = [name for name in now if before.get(name, now[name]) not in (now[name], "")]
+    if not different:
+        return
+    name = different[0]
+    source, option = newest.folder.parent.parent, "resume=" if _is_of_a_script(config) else "--run.resume "
+    what = f"{name} {before[name]}, this run has {now[name]}"
+    if "checksum" in now[name]:
+        what = f"another {name.partition(' (')[0]}"
+    raise ConfigError(
+        f"{newest.folder}: was made with {what}: {_anew(config)}; to train its weights further on purpose, also give"
+        f" {option}{str(source)!r}"
+    )
+
+
+def _in_epochs_of(start: Start, newest: checkpoint.Checkpoint, numbers: Numbers) -> Start:
+    """Position after as many whole epochs, if the data, and so the steps of an epoch, are other ones on purpose."""
+    steps = newest.manifest["numbers"].get("steps_per_epoch", numbers.steps_per_epoch)
+    if steps == numbers.steps_per_epoch:
+        return start
+    return dataclasses.replace(start, global_step=start.global_step // steps * numbers.steps_per_epoch)
+
+
 def _require_whole_update(newest: checkpoint.Checkpoint, numbers: Numbers) -> None:
     """Raises ConfigError if the number of ranks changed within an update: accumulated gradients are per shard."""
     then, accumulated = newest.manifest["num_ranks"], numbers.accumulation_steps
@@ -346,8 +403,10 @@ def load_weights(model: keras.Model, source: Path) -> None:
     if source.suffix == ".keras":
         try:
             weights = keras.models.load_model(source, compile=False).get_weights()
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{source}: cannot be read as a Keras model: {error}") from error
+        except Exception as error:  # also from the model's own code
+            raise CheckpointError(
+                f"{source}: cannot be read as a Keras model: {' '.join(str(error).split())[:300]}"
+            ) from error
         variables = hvd.whole_variables(model.weights)
         if [w.shape for w in weights] != [tuple(v.shape) for v in variables]:
             raise CheckpointError(f"{source}: has weights of other shapes: use a model of the same architecture")

@@ -13,7 +13,7 @@ from ringtrain.config import Config, changed_options, nearest, value_of
 from ringtrain.derived import Numbers, derive
 from ringtrain.errors import ConfigError
 from ringtrain.monitor import fault_injection
-from ringtrain.run import checkpoint, devices
+from ringtrain.run import checkpoint, devices, identity
 from ringtrain.run.context import Job, Process
 
 if TYPE_CHECKING:
@@ -83,6 +83,8 @@ def add_model(process: Process, job: Job, config: Config) -> None:
     together = process.strategy.together
     keras.utils.clear_session()  # each run of a process gives its layers the same names, which checkpoints hold
     job.model = compiled_model(process.named, job.data_set, config, job.numbers, process.strategy, plan=job.plan)
+    compiled = identity.of_compiled(job.model)  # by its own function, perhaps
+    job.checksums, job.of_name = {**job.checksums, **compiled}, {*job.of_name, *compiled}
     if not process.strategy.is_scripted:  # else, if the model cannot be exported, its weights alone are
         together(lambda: checkpoint.check_exportable(job.model))
     job.gradient_norm = process.strategy.gradient_norm(job.model.optimizer) if config.tracking.every_steps else None

@@ -29,7 +29,7 @@ from ringtrain.optim.optimizers import last_learning_rate
 from ringtrain.optim.schedules import Schedule, curve, schedule_of
 from ringtrain.protocol.env import ALONE, COLLECTIVES
 from ringtrain.protocol.json_text import INVALID, parse_json
-from ringtrain.run import checkpoint, consistency
+from ringtrain.run import checkpoint, consistency, model_state
 from ringtrain.run.console import Progress, speed
 from ringtrain.run.run_folder import METRICS, NO_METRICS, STEPS, plain, write_summary
 
@@ -311,6 +311,9 @@ def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
         if not recorder:
             return
         try:
+            if "script" in summary:
+                weights = model_state.arrays_of(dict(enumerate(run.model.weights)))
+                checkpoint.save_result(run.folder, run.clock.global_step, weights)
             checkpoint.export(run.model, run.folder, saved_model=run.config.checkpoint.saved_model)
         except (CheckpointError, OSError) as error:  # the other files are written nevertheless
             summary["not_exported"] = str(error)

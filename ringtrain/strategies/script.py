@@ -108,10 +108,10 @@ class Script(Ring):
         return {**super().summary(run), **facts}
 
     def segments(self, run: RunContext) -> list[Segment]:
-        """The rest of the run, if any."""
+        """The rest of the run: perhaps no epoch, but what callbacks and averaged weights do at the end of training."""
         steps, epochs = run.numbers.steps_per_epoch, run.config.train.epochs
         epoch = run.start.global_step // steps
-        return [Segment(epoch, epochs, steps, run.start.global_step)] if epoch < epochs else []
+        return [Segment(epoch, epochs, steps, run.start.global_step)] if epoch <= epochs else []
 
     def fingerprint(self) -> int | None:
         return int(self._batches.fingerprint) if self._batches and self._is_stream else None

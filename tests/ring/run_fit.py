@@ -537,11 +537,12 @@ def a_loss_of_nan_is_named() -> None:
 
 
 def another_run_is_not_resumed() -> None:
-    """A checkpoint of another batch, rate, optimizer or model is refused, with the fix."""
+    """A checkpoint of another batch, rate, optimizer, loss, model or of other data is refused, with the fix."""
     arguments: dict[str, Any] = {"epochs": 1, "verbose": 0, "options": options()}
     ringtrain.fit(compiled(dense()), X, Y, name="another", batch_size=32, **arguments)
     adam, faster = keras.optimizers.Adam(0.05), keras.optimizers.SGD(0.1)
-    for words, model, batch_size in (
+    given: Any
+    for words, given, batch_size in (
         ("set batch_size so that they are equal, or give fit another name", compiled(dense()), 16),
         (
             "optimizer.learning_rate = 0.05, this run has 0.1: use the same value, or give fit",
@@ -550,17 +551,21 @@ def another_run_is_not_resumed() -> None:
         ),
         ("was made with optimizer.name = 'SGD', this run has 'Adam'", compiled(dense(), optimizer=adam), 32),
         ("of another model", compiled(dense(keras.layers.Dense(8))), 32),
+        ("was made with loss mse, this run has mae: give fit another name", compiled(dense(), "mae"), 32),
+        ("was made with another training data: give fit another name", Y + 1, 32),
     ):
+        model, y = (compiled(dense()), given) if isinstance(given, np.ndarray) else (given, Y)
         try:
-            ringtrain.fit(model, X, Y, name="another", batch_size=batch_size, **arguments)
+            ringtrain.fit(model, X, y, name="another", batch_size=batch_size, **arguments)
         except ringtrain.errors.RingtrainError as error:
             assert words in str(error), error
         else:
             raise AssertionError(f"resumed in spite of {words}")
-    for y, notes in ((Y, 0), (Y + 1, hvd.rank() == 0)):
-        with contextlib.redirect_stderr(io.StringIO()) as said:
-            ringtrain.fit(compiled(dense()), X, y, name="another", batch_size=32, **arguments)
-        assert said.getvalue().count("was saved with another training data: ") == notes, said.getvalue()
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        arguments["epochs"] = 2
+        source = f"{options().run.directory}/another"
+        ringtrain.fit(compiled(dense()), X, Y + 1, name="on-purpose", batch_size=32, resume=source, **arguments)
+    assert said.getvalue().count("was saved with another training data: ") == (hvd.rank() == 0), said.getvalue()
 
 
 def resumed_by_other_ranks() -> None:

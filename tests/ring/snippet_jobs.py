@@ -44,6 +44,18 @@ def snippets() -> None:
     exec(snippet("docs/fit.md", "import ringtrain\n", ('"first"', '"of-fit"')), fit)
     assert len(fit["history"].history["val_mae"]) == 10
 
+    folds = [(np.arange(50), None), (np.arange(50, 100), None)]
+    cheap = ("epochs=20", "epochs=1")
+    exec(snippet("docs/fit.md", "for fold, (train, test) in", cheap), given(build=compiled, folds=folds))
+    exec(
+        snippet("docs/fit.md", 'more = {"resume": ', ("runs/first", "runs/of-fit"), ('"epochs": 15', '"epochs": 11')),
+        {**fit, "new_x": X, "new_y": Y},
+    )
+    model, shown = compiled(), []
+    more = {"model": model, "show_samples": lambda model: shown.append(int(model.optimizer.iterations))}
+    exec(snippet("docs/fit.md", "for epoch in range(1, 41):", ("1, 41", "1, 4")), given(**more))
+    assert shown == [4, 8, 12]
+
     exec(
         snippet(
             "docs/fit.md",

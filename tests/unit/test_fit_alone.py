@@ -14,7 +14,10 @@ import pytest
 
 import ringtrain
 from ringtrain.config import CheckpointConfig, Config, HealthConfig, RunConfig, TrackingConfig
-from ringtrain.errors import ConfigError, DataError
+from ringtrain.errors import CheckpointError, ConfigError, DataError
+from ringtrain.hvd.process import PROCESS
+from ringtrain.protocol.attempt import Attempt
+from ringtrain.protocol.env import ATTEMPT
 
 RANDOM = np.random.default_rng(0)
 X, Y = RANDOM.normal(size=(100, 6)), RANDOM.normal(size=(100, 3))
@@ -49,8 +52,8 @@ def _fit(model: keras.Model, folder: Path, *callbacks: Any, **more: Any) -> Any:
         health=HealthConfig(agree_every_steps=1),
         tracking=TrackingConfig(every_steps=0),
     )
-    arguments = {"batch_size": 32, "epochs": 4, "verbose": 0, "validation_data": (X[:40], Y[:40])}
-    return ringtrain.fit(model, X, Y, callbacks=callbacks, options=options, **arguments | more)
+    arguments = {"x": X, "y": Y, "batch_size": 32, "epochs": 4, "verbose": 0, "validation_data": (X[:40], Y[:40])}
+    return ringtrain.fit(model, callbacks=callbacks, options=options, **arguments | more)
 
 
 def _callbacks(folder: Path) -> list[keras.callbacks.Callback]:
@@ -102,6 +105,94 @@ def test_further_epochs_under_the_same_name(tmp_path: Path) -> None:
     assert len(_fit(_model(), tmp_path, name="longer", epochs=2).epoch) == 2
     history = _fit(longer, tmp_path, name="longer")
     assert history.history == expected.history and history.checksum == expected.checksum
+
+
+def test_what_a_name_stands_for_is_refused_if_it_differs_and_continued_by_its_path(tmp_path: Path) -> None:
+    expected = _fit(_model(), tmp_path, name="one", epochs=1).checksum
+    for words, more, compiled in (
+        ("was made with another training data: ", {"x": X + 1}, {}),
+        ("was made with training samples 100, this run has 50: ", {"x": X[:50], "y": Y[:50]}, {}),
+        ("was made with loss mse, this run has mae: ", {}, {"loss": "mae"}),
+        (r"was made with metrics \[mae\], this run has \[mse\]: ", {}, {"metrics": ["mse"]}),
+        ("optimizer.beta_1 0.9, this run has 0.5: ", {}, {"optimizer": keras.optimizers.Adam(0.01, beta_1=0.5)}),
+    ):
+        model = _model()
+        if compiled:
+            adam = keras.optimizers.Adam(0.01)
+            model.compile(**{"optimizer": adam, "loss": "mse", "metrics": ["mae"]} | compiled)
+        before = model.get_weights()
+        how = f"give fit another name; .*, also give resume='{tmp_path}/one'"
+        with pytest.raises(ConfigError, match=f"{words}{how}"):
+            _fit(model, tmp_path, name="one", epochs=2, **more)
+        assert all(map(np.array_equal, before, model.get_weights()))
+    assert _fit(_model(), tmp_path, name="one", epochs=1).checksum == expected
+    half = {"name": "two", "x": X[:50], "y": Y[:50], "resume": f"{tmp_path}/one"}
+    assert _fit(_model(), tmp_path, epochs=2, **half).epoch == [0, 1]
+    further = _fit(_model(), tmp_path, epochs=3, **half)
+    assert further.epoch == [0, 1, 2]
+    summary = json.loads((further.run / "summary.json").read_text())
+    assert summary["resumed_from"] == f"{tmp_path}/two/checkpoints/step-00000004", "its own, not the path once more"
+    with pytest.raises(ConfigError, match="was saved within an epoch of 4 steps, an epoch of this run has 2"):
+        within = f"{tmp_path}/one/checkpoints/step-00000003"
+        _fit(_model(), tmp_path, epochs=3, **half | {"name": "three", "resume": within})
+
+
+class Unregistered(keras.layers.Layer):
+    """Keras cannot load a model that has it, and cannot write one if it holds an object."""
+
+    def __init__(self, held: Any = 1, **more: Any) -> None:
+        super().__init__(**more)
+        self.held, self.inner = held, keras.layers.Dense(4)
+
+    def call(self, inputs: Any) -> Any:
+        return self.inner(inputs)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: keras.layers.Lambda(lambda inputs: 2 * inputs), Unregistered, lambda: Unregistered(object())],
+    ids=["lambda", "unregistered", "not exported"],
+)
+def test_a_second_start_gives_the_weights_of_the_result(tmp_path: Path, make: Any) -> None:
+    """Those of the first epoch, which a callback restores; also if the first start was killed just before."""
+
+    class KilledAtTheEnd(keras.callbacks.Callback):
+        def on_train_end(self, logs: Any = None) -> None:
+            raise Killed
+
+    def fit(name: str, *more: Any) -> tuple[list[Any], Any]:
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input((6,)), make(), keras.layers.Dense(3)])
+        model.compile("adam", "mse")
+        best = keras.callbacks.EarlyStopping("loss", patience=9, min_delta=10, restore_best_weights=True)
+        history = _fit(model, tmp_path, best, *more, name=name, epochs=3)
+        return model.get_weights(), history
+
+    expected, history = fit("whole")
+    with pytest.raises(Killed):
+        fit("killed", KilledAtTheEnd())
+    for name in ("whole", "killed", "killed"):
+        weights, again = fit(name)
+        assert all(map(np.array_equal, expected, weights)), name
+        assert again.history == history.history and again.checksum == history.checksum
+    (history.run / "result.npz").unlink()
+    (history.run / "model.keras").write_text("")
+    if not (history.run / "model.weights.h5").exists():
+        with pytest.raises(CheckpointError, match="delete this file to end the run again from its last checkpoint"):
+            fit("whole")
+
+
+def test_a_call_without_a_name_never_resumes_that_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A restart continues the first run of the process, and trains the others anew."""
+    first = _fit(_model(), tmp_path, epochs=1)
+    again = _fit(_model(), tmp_path, epochs=1)
+    assert again.run != first.run
+    monkeypatch.setenv(ATTEMPT, Attempt(number=1, run_name=first.run.name).to_json())
+    monkeypatch.setattr(PROCESS, "num_runs", 0)
+    assert [_fit(_model(), tmp_path, epochs=1).run == first.run for _ in range(2)] == [True, False]
+    assert f"{first.run} is complete, this call has trained nothing: raise epochs" in capsys.readouterr().err
 
 
 def test_an_error_shows_the_scripts_line() -> None:

@@ -1,0 +1,91 @@
+"""Loss, metrics and optimizer of a compiled model in words, by which the runs of one name are compared."""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import keras
+
+
+OF_LOSSES = ("loss", "loss_weights")
+OF_METRICS = ("metrics", "weighted_metrics")
+NO_SETTINGS = ("name", "dtype", "fn")
+"""Keys of a configuration that are counted in a process, follow from the data, or are part of the name."""
+
+
+def of_compiled(model: keras.Model) -> dict[str, str]:
+    """Loss and metrics with which a model was compiled."""
+    import keras
+
+    compiled = getattr(model, "_compile_config", None)
+    given = compiled.config if compiled else {}
+    described = {name: words_of(given.get(name)) for name in (*OF_LOSSES, *OF_METRICS)}
+    own = {name: value for name, value in vars(model).items() if isinstance(value, keras.Loss) and name[0] != "_"}
+    own.pop("loss", None)
+    if own:  # of a train_step
+        described["losses"] = words_of(own)
+    return described
+
+
+def of_optimizers(optimizers: Sequence[Any]) -> dict[str, str]:
+    """Settings of optimizers, but for the first one's constant learning rate, which is an option of the run."""
+    described: dict[str, str] = {}
+    for number, optimizer in enumerate(optimizers, start=1):
+        settings = _settings(optimizer)
+        if number == 1 and not isinstance(settings.get("learning_rate"), Mapping):
+            settings.pop("learning_rate", None)
+        prefix = "optimizer" if number == 1 else f"optimizer {number}"
+        described |= {f"{prefix}.{name}": words_of(value) for name, value in settings.items()}
+    return described
+
+
+def words_of(value: Any) -> str:
+    """Describes a setting in the same words in every process; functions and unknown objects by their names."""
+    import keras
+
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float):
+        return f"{value:.7g}"
+    if value is None or isinstance(value, str | int):
+        return str(value)
+    if isinstance(value, Mapping):
+        if {"class_name", "config"} <= set(value):  # as Keras writes objects
+            config = value["config"]
+            return _named(value["class_name"], config) if isinstance(config, Mapping) else words_of(config)
+        return f"{{{', '.join(f'{key}: {words_of(value[key])}' for key in sorted(value, key=str))}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(words_of, value))}]"
+    if isinstance(value, keras.Loss | keras.Metric):
+        function = getattr(value, "fn", getattr(value, "_fn", None))
+        return _named(_name_of(function or type(value)), _settings(value))
+    if isinstance(value, np.ndarray):
+        return f"{value.shape} with checksum {zlib.crc32(value.tobytes()):08x}"
+    return _name_of(value if callable(value) else type(value))
+
+
+def _named(name: str, config: Mapping[str, Any]) -> str:
+    given = {key: value for key, value in config.items() if key not in NO_SETTINGS and value != "sum_over_batch_size"}
+    settings = ", ".join(f"{key}={words_of(value)}" for key, value in sorted(given.items()))
+    return f"{name}({settings})" if settings else name
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _settings(thing: Any) -> dict[str, Any]:
+    """Configuration of an optimizer, loss or metric; {} if its class cannot give it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about lambdas, which nothing loads again
+            config = dict(thing.get_config())
+    except Exception:  # of the script's own code
+        return {}
+    return {name: value for name, value in config.items() if name not in NO_SETTINGS}
