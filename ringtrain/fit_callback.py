@@ -19,7 +19,7 @@ from ringtrain.hvd.callbacks import refuse_other_batches
 from ringtrain.hvd.keras_patches import distributed
 from ringtrain.monitor import journal
 from ringtrain.protocol.json_text import parse_json
-from ringtrain.run import console, evaluation, model_state
+from ringtrain.run import console, evaluation, model_state, resume
 from ringtrain.run.context import Job, Process, RunContext, Validation
 from ringtrain.run.run_folder import METRICS, NO_METRICS
 from ringtrain.strategies.ring import OF_OPTIMIZER
@@ -97,7 +97,7 @@ class Run(keras.callbacks.Callback):
                 run = train.agree(process, process.strategy.together(lambda: self._job(process)))
             if not isinstance(run, RunContext):
                 self.folder, self.checksum = Path(config.run.directory) / self.name, run["checksum"]
-                keras_fit.restore_result(model, self.folder, run, config.checkpoint.saved_model)
+                resume.restore_result(model, self.folder, run, config.checkpoint.saved_model)
                 model._initial_epoch = epochs
                 self._restore_history()
                 return

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ringtrain import config_io, data, own_fit, strategies
 from ringtrain.config import Config, changed_options, with_values
 from ringtrain.derived import Numbers
-from ringtrain.errors import CheckpointError, ConfigError, RingtrainError
+from ringtrain.errors import ConfigError, RingtrainError
 from ringtrain.monitor import fault_injection, journal
 from ringtrain.run import consistency
 from ringtrain.run.context import Job, Process, RunContext
@@ -232,7 +232,7 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
         if history.run.resolve() in _ended and hvd.rank() == 0:
             text = "is complete, this call has trained nothing: raise epochs, or give fit another name"
             print(f"ringtrain: {history.run} {text}", file=sys.stderr, flush=True)
-        restore_result(model, history.run, summary, process.config.checkpoint.saved_model)
+        resume.restore_result(model, history.run, summary, process.config.checkpoint.saved_model)
         saved = hvd.run_together(lambda: resume.callbacks_of(history.run) if hvd.rank() == 0 else ())
         states = hvd.broadcast_object(saved, root_rank=0, name="ringtrain_history")
         callback_state.restore_callbacks([history], states)
@@ -394,34 +394,6 @@ def _used_optimizers(model: keras.Model) -> list[Any]:
 def checksum_of_shapes(shapes: list[list[Any]]) -> str:
     """Checksum of the weights' shapes and dtypes; their names depend on earlier models of the process."""
     return f"with {len(shapes)} weights and checksum {zlib.crc32(str([one[1:] for one in shapes]).encode()):08x}"
-
-
-def restore_result(model: keras.Model, folder: Path, summary: Mapping[str, Any], saved_model: bool) -> None:
-    """Gives a model the weights with which a complete run has ended, which callbacks or averages may have set.
-
-    What could not be exported then, or was not asked for, is exported now.
-    """
-    from ringtrain import hvd
-    from ringtrain.run import checkpoint, model_state, resume, run_folder
-
-    def load() -> None:
-        if not (folder / checkpoint.RESULT).exists():  # of an earlier version
-            try:
-                resume.load_weights(model, folder / "model.keras")
-            except CheckpointError as error:
-                fix = "give fit another name, or delete this file to end the run again from its last checkpoint"
-                raise CheckpointError(f"{error}: {fix}") from error
-            return
-        model_state.assign(model.weights, checkpoint.load_result(folder))
-        exported = ["model.keras", *(["saved_model"] if saved_model else [])]
-        if "not_exported" in summary or not all((folder / name).exists() for name in exported):
-            with contextlib.suppress(CheckpointError, OSError):
-                checkpoint.export(model, folder, saved_model)
-                told = {name: value for name, value in summary.items() if name != "not_exported"}
-                run_folder.write_summary(folder, told)
-
-    hvd.run_together(load if hvd.rank() == 0 else lambda: None)
-    hvd.broadcast_model(model, root_rank=0)
 
 
 def _prepare(process: Process, model: keras.Model, train: Any, batch_size: int) -> None:

@@ -5,6 +5,7 @@ The position in the run follows from the global step.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -25,7 +26,7 @@ from ringtrain.errors import CheckpointError, ConfigError
 from ringtrain.monitor.journal import Journal
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.status import StatusLine
-from ringtrain.run import callback_state, checkpoint, model_state
+from ringtrain.run import callback_state, checkpoint, model_state, run_folder
 from ringtrain.run.model_state import Arrays
 
 # Options that may change on resume. The others affect the result; the global batch is compared as a whole.
@@ -417,3 +418,29 @@ def load_weights(model: keras.Model, source: Path) -> None:
     if newest is not None:
         model_state.require_same_model(newest, model, weights_only=True)
         model_state.assign(hvd.whole_variables(model.weights), newest.arrays("state"))
+
+
+def restore_result(model: keras.Model, folder: Path, summary: Mapping[str, Any], saved_model: bool) -> None:
+    """Gives a model the weights with which a complete run has ended, which callbacks or averages may have set.
+
+    What could not be exported then, or was not asked for, is exported now.
+    """
+
+    def load() -> None:
+        if not (folder / checkpoint.RESULT).exists():  # of an earlier version
+            try:
+                load_weights(model, folder / "model.keras")
+            except CheckpointError as error:
+                fix = "give fit another name, or delete this file to end the run again from its last checkpoint"
+                raise CheckpointError(f"{error}: {fix}") from error
+            return
+        model_state.assign(model.weights, checkpoint.load_result(folder))
+        exported = ["model.keras", *(["saved_model"] if saved_model else [])]
+        if "not_exported" in summary or not all((folder / name).exists() for name in exported):
+            with contextlib.suppress(CheckpointError, OSError):
+                checkpoint.export(model, folder, saved_model)
+                told = {name: value for name, value in summary.items() if name != "not_exported"}
+                run_folder.write_summary(folder, told)
+
+    hvd.run_together(load if hvd.rank() == 0 else lambda: None)
+    hvd.broadcast_model(model, root_rank=0)
