@@ -412,6 +412,7 @@ def _prepare(process: Process, model: keras.Model, train: Any, batch_size: int) 
             draw = np.random.default_rng([process.config.seed, hvd.rank(), index])
             state.assign(draw.integers(0, 2**31, state.shape))
         tf.random.set_seed(process.config.seed * hvd.size() + hvd.rank())
+    hvd.seed_globally_by_rank(process.config.seed)
 
 
 def adopt(

@@ -8,6 +8,7 @@ non-trainable weights that a step changes, such as a codebook of moving averages
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.random import seed_generator
 
 from ringtrain.errors import RingtrainError
 from ringtrain.hvd.backend import Sum, horovod
@@ -94,6 +97,31 @@ def seeds(model: keras.Model) -> list[Any]:
     """States of Keras' seed generators, which differ between ranks unless `is_shared`."""
     known = {id(variable) for variable in (*model.weights, *model.metrics_variables)}
     return [variable for variable in model.variables if id(variable) not in known]
+
+
+def global_seed(create: bool = False) -> list[Any]:
+    """State of Keras' global seed generator, for random numbers without a seed of their own; [] if there is none yet.
+
+    Args:
+        create: Make one if there is none; Python's random numbers stay as they are.
+    """
+    state = random.getstate()
+    generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+    if generator is None and create:
+        generator = seed_generator.global_seed_generator()
+        random.setstate(state)
+    return [] if generator is None else [generator.state]
+
+
+def seed_globally_by_rank(seed: int) -> None:
+    """Gives random numbers without a seed of their own other values on each rank; rank 0 keeps the script's."""
+    if horovod.size() == 1:
+        return
+    for state in global_seed(create=True):
+        if horovod.rank():
+            # Keras' next state is below this number.
+            numbers = np.random.default_rng([seed, horovod.rank()]).integers(0, 933_199, state.shape)
+            state.assign(numbers)
 
 
 def synchronize_batch_norm(model: keras.Model, device: str = "") -> int:

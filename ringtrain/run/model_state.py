@@ -57,9 +57,13 @@ def plan_of_slots(model: keras.Model) -> dict[str, str]:
 
 
 def own_variables(model: keras.Model) -> list[Any]:
-    """Returns seeds, weights that depend on a rank's data, and what optimizers keep of each rank."""
+    """Returns seeds, weights that depend on a rank's data, what optimizers keep of each rank, and the global seed."""
     kept = [variable for one in hvd.optimizers_of(model) for variable in hvd.variables_of_one_rank(one)]
-    return [*hvd.seeds(model), *hvd.weights_of_one_rank(model), *kept]
+    return [*hvd.seeds(model), *hvd.weights_of_one_rank(model), *kept, *_global_seed(model)]
+
+
+def _global_seed(model: keras.Model) -> list[Any]:
+    return hvd.global_seed() if hvd.num_copies(model) == 1 else []
 
 
 def digests(model: keras.Model) -> list[list[bytes]]:
@@ -74,8 +78,9 @@ def digests(model: keras.Model) -> list[list[bytes]]:
 
 def places_to_save(model: keras.Model, digests: Sequence[Sequence[bytes]]) -> list[int]:
     """Returns indices in `own_variables` of variables that differ between ranks, and of all seeds."""
-    num_seeds = len(hvd.seeds(model))
-    return [place for place, one in enumerate(zip(*digests, strict=True)) if place < num_seeds or len(set(one)) > 1]
+    num_seeds, num_own = len(hvd.seeds(model)), len(own_variables(model))
+    seeds = {*range(num_seeds), *range(num_own - len(_global_seed(model)), num_own)}
+    return [place for place, one in enumerate(zip(*digests, strict=True)) if place in seeds or len(set(one)) > 1]
 
 
 def shared_state(

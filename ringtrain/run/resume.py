@@ -235,6 +235,7 @@ def restore(
     length = sum(model_state.num_bytes(*array) for one in spec for array in one.values())
     rows = [model_state.packed(states) for states in by_rank] if by_rank else None
     *own_states, metrics = model_state.unpacked(hvd.scatter_bytes(rows, length, name="ringtrain_own_state"), spec)
+    hvd.global_seed(create=True)
     for copy, state in enumerate(own_states):
         model_state.assign(model_state.own_variables(model), state, copy)
     return dataclasses.replace(start, metrics_state=tuple(metrics.values()))

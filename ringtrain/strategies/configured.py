@@ -30,6 +30,7 @@ class Configured(script.Script):
     def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
         self.build(model, self.train, self.batch_size)
         tf.random.set_seed(self.config.seed * hvd.size() + hvd.rank())  # else all ranks would draw the same noise
+        hvd.seed_globally_by_rank(self.config.seed)
         if self.unlike_one_process:
             self.plan["unlike 1 rank"] = "; ".join(self.unlike_one_process)
 

@@ -92,6 +92,8 @@ class Ring(Strategy):
     def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
         if num_virtual := self.config.train.virtual_ranks:
             self.step = virtual_ranks.VirtualRanks(model, input_shape, num_virtual)
+        elif not self.shares_state:
+            hvd.seed_globally_by_rank(self.config.seed)
 
     def check_averaging(self, model: keras.Model) -> str:
         combined = super().check_averaging(model)

@@ -246,8 +246,12 @@ def unchanged_afterwards(model: keras.Model) -> Iterator[None]:
     before = [{name: vars(one).get(name) for name in ("train_step", "apply")} for one in objects]
     jit_compile, model.jit_compile = model.jit_compile, False  # XLA has no kernel for Horovod's allreduce
     seed = context.global_seed()
+    numbers = [state.numpy() for state in hvd.global_seed(create=hvd.size() > 1)]
     try:
         yield
+        if hvd.size() > 1:  # the script's next random numbers are equal on all ranks again: rank 0's
+            hvd.broadcast_variables(hvd.global_seed(create=True), root_rank=0)
+            numbers = [state.numpy() for state in hvd.global_seed()]
         if hvd.size() > 1 and hvd.local_steps_of(model) > 1 and not of_script:
             slots = [slot for one in hvd.optimizers_of(model) for slot in innermost(one).of_one_rank(now=True)]
             hvd.broadcast_variables(slots, root_rank=0)  # the ranks' slots differ
@@ -267,3 +271,5 @@ def unchanged_afterwards(model: keras.Model) -> Iterator[None]:
         model.jit_compile, model.train_function = jit_compile, None
         if hvd.size() > 1:  # the ranks' own seeds would shuffle the script's next dataset otherwise on each rank
             tf.random.set_seed(seed)
+            for state, value in zip(hvd.global_seed(), numbers, strict=False):
+                state.assign(value)

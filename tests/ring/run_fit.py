@@ -484,6 +484,42 @@ def killed_and_resumed() -> None:
     assert complete.checksum == history.checksum
 
 
+class Noise(keras.layers.Layer):
+    """Adds random numbers without a seed of their own, and keeps the first of the last batch."""
+
+    def build(self, shape: Any) -> None:
+        self.last = self.add_weight(shape=(), trainable=False, initializer="zeros")
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if not training:
+            return inputs
+        noise = keras.random.normal(keras.ops.shape(inputs), dtype=inputs.dtype)
+        self.last.assign(noise[0, 0])
+        return inputs + noise
+
+
+def numbers_without_a_seed_of_their_own() -> None:
+    """Other ones on each rank, continued by a resume; afterwards those of all ranks are the same again."""
+
+    def fitted(name: str, *callbacks: keras.callbacks.Callback) -> keras.Model:
+        keras.utils.set_random_seed(6)
+        model = compiled(dense(Noise()))
+        config = options(checkpoint=CheckpointConfig(every_steps=1), model=ModelConfig(not_averaged=("*",)))
+        ringtrain.fit(model, X, Y, name=name, callbacks=callbacks, options=config, **SAME)
+        return model
+
+    model = fitted("noise")
+    numbers = hvd.allgather_object(float(model.layers[1].last))
+    assert len(set(numbers)) == hvd.size(), numbers
+    following = hvd.allgather_object(keras.random.normal((3,)).numpy().tolist())
+    assert all(one == following[0] for one in following), following
+    with contextlib.suppress(Killed):
+        fitted("noise-killed", KillAfter(6))
+        raise AssertionError("was not killed")
+    assert distance(model, fitted("noise-killed")) == 0
+    assert keras.random.normal((3,)).numpy().tolist() == following[0]
+
+
 class Once(keras.callbacks.Callback):
     """Calls a function with the model on the last rank, after the third step of its first run."""
 

@@ -35,7 +35,7 @@ ON_2_RANKS = {
     *("configured_regression", "configured_batches", "configured_inputs_and_outputs"),
     *("a_stop_saves_the_weights_of_its_step", "a_callback_that_stops_within_an_epoch_leaves_the_averages"),
     *("an_epoch_begins_once", "a_kept_fit_saves_before_and_exports_after_other_callbacks"),
-    *("configured_averages_and_rates",),
+    *("configured_averages_and_rates", "numbers_without_a_seed_of_their_own"),
     *("a_fit_of_its_own", "what_shards_cannot_be_is_refused", "snippets", "configured_snippet"),
 }
 """Jobs that a third rank adds nothing to. Batches of 32 are cut into equal parts on 2 ranks, and unequal ones on 3."""
