@@ -5,7 +5,9 @@
 #
 # docs/docker.md says which flags of `docker run` matter, and how several hosts train together.
 
-FROM debian:bookworm-slim AS system
+# Another base, or this one by its digest: --build-arg BASE=debian@sha256:...
+ARG BASE=debian:bookworm-slim
+FROM $BASE AS system
 
 # Open MPI comes with the Python environment. The host keys that the ssh server's package makes would be the same for
 # everybody who has this image; launch/sshd.sh takes the cluster's own. Host agents ask `ip` for their host's networks.

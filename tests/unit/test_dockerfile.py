@@ -26,12 +26,13 @@ def instructions(text: str) -> list[tuple[str, str]]:
 
 
 def stages() -> list[list[tuple[str, str]]]:
-    found: list[list[tuple[str, str]]] = []
+    """Instructions of each stage; those before the first one set its arguments."""
+    found: list[list[tuple[str, str]]] = [[]]
     for word, rest in instructions(DOCKERFILE):
         if word == "FROM":
             found.append([])
         found[-1].append((word, rest))
-    return found
+    return found[1:]
 
 
 def values(stage: list[tuple[str, str]], name: str) -> list[str]:
@@ -57,7 +58,8 @@ def sent(path: str) -> bool:
 
 def test_the_stages() -> None:
     system, environment, image = stages()
-    assert values(system, "FROM") == ["debian:bookworm-slim AS system"]
+    assert values(instructions(DOCKERFILE), "ARG")[0] == "BASE=debian:bookworm-slim"
+    assert values(system, "FROM") == ["$BASE AS system"]
     assert values(environment, "FROM") == ["system AS environment"]
     assert values(image, "FROM") == ["system"]
 
