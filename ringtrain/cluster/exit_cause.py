@@ -160,18 +160,24 @@ def _named_by_launcher(
     if killed := KILLED.search(text):
         rank, number = int(killed[1]), int(killed[3])
         where = hosts.get(rank, killed[2])
-        return JobResult(128 + number, f"rank {rank} on {where} was killed by {signal_name(number)}", rank=rank)
+        text = f"rank {rank} on {where} was killed by {signal_name(number)}"
+        return JobResult(_code(128 + number), text, rank=rank)
     if (exited := EXITED.search(text)) and int(exited[1]) not in reports.failures:
         rank, rank_code = int(exited[1]), int(exited[2])
         rank_code = rank_code if rank_code >= 0 else 128 - rank_code
         where = f"rank {rank} on {hosts[rank]}" if rank in hosts else f"rank {rank}"
         tail = "\n".join(f"  {line}" for line in tails.get(rank, ()))
         why = f"{where} {_how(rank_code)}{'; its last lines:' * bool(tail)}\n{tail}".rstrip()
-        return JobResult(rank_code, why, rank=rank)
+        return JobResult(_code(rank_code), why, rank=rank)
     if match := EXITED_ELASTIC.search(text):
         output = f"; its output:\n{consequence.text}" if consequence else ""
-        return JobResult(int(match[2]), f"of the last ranks, one on {match[1]} {_how(int(match[2]))}{output}")
+        return JobResult(_code(int(match[2])), f"of the last ranks, one on {match[1]} {_how(int(match[2]))}{output}")
     return None
+
+
+def _code(number: int) -> int:
+    """Exit code of a failure; 1 for a number that is none, as a rank may have printed it."""
+    return number if 0 < number < 256 else 1
 
 
 def _how(exit_code: int) -> str:
@@ -188,9 +194,9 @@ def _by_hydra(match: re.Match[str], code: int, reports: Reader, consequence: Fai
     rank = placement.rank if placement else -1
     if "KILLED BY SIGNAL" in match[0] or match[4]:
         number = int(match[4] or number)
-        return JobResult(128 + number, f"{who} was killed by {signal_name(number)}", rank=rank)
+        return JobResult(_code(128 + number), f"{who} was killed by {signal_name(number)}", rank=rank)
     output = f"; its output:\n{consequence.text}" if consequence else ""
-    return JobResult(number or code, f"{who} exited first, with exit code {number}{output}", rank=rank)
+    return JobResult(_code(number or code), f"{who} exited first, with exit code {number}{output}", rank=rank)
 
 
 def signal_name(number: int) -> str:

@@ -264,7 +264,8 @@ class Supervisor:
 
     def _agent_host(self, rank: RankPlacement) -> str:
         """Host of the agent that can reach a rank's process; "": this machine."""
-        return "" if self._host_of_rank[rank.rank] in self.here else self._host_of_rank[rank.rank]
+        host = self._host_of_rank[rank.rank] if rank.rank < len(self._host_of_rank) else ""
+        return "" if host in self.here else host
 
     def _check_agents(self) -> None:
         for agent in self.agents.members:

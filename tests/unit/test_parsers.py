@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
 import contextlib
 import copy
 import json
 import math
+import os
 import tempfile
 import time
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from planning import PLANNERS, TWO_HOSTS
 
+from ringtrain import cli
 from ringtrain import config_io as config_options
 from ringtrain.cluster import exit_cause, schedulers
+from ringtrain.cluster.agents import HostAgent
 from ringtrain.cluster.doctor import ring
+from ringtrain.cluster.host_agent import SAYS
 from ringtrain.cluster.hosts import parse_hostfile, parse_hosts
+from ringtrain.cluster.job import explain
+from ringtrain.cluster.launch_options import LaunchOptions
+from ringtrain.cluster.plans import mpirun
+from ringtrain.cluster.supervisor import Supervisor
 from ringtrain.errors import CheckpointError, ConfigError, HostsError, LaunchError, RunDirectoryError
 from ringtrain.lab import jobs
 from ringtrain.lab.forecast import network, points, profile
@@ -249,6 +260,33 @@ SAID = [
     f"{MARK}:j:box:1:20:save",
     f"{MARK}:j:run:YQ==:",
 ]
+REPORTS = [
+    *SAID,
+    f"{MARK}:j:seat:-1:2:0:123:a",
+    f"{MARK}:j:seat:7:2:-3:123:a",
+    f"{MARK}:j:process:123:124:a",
+    f"{MARK}:j:init:0",
+    f"{MARK}:j:box:-1:20:save",
+]
+AGENT = [
+    f"{SAYS}{line}"
+    for line in (
+        *(
+            "networks 10.1.0.3/16 192.168.1.1/24:bridge",
+            "networks 10.2.0.3/24",
+            "reached 10.1.0.3",
+            "ready host1 0.1.0",
+        ),
+        *("box 1 20 save", "taken 2", "tensorflow alone", "memory", "swept"),
+    )
+]
+COMMANDS = [
+    "launch -np 2 -H a:2 --ps 1 --grace 8 --max-restarts 3 -- python train.py",
+    "launch --elastic --min-np 1 --blacklist-cooldown 5 60 --hosts a:1,b:1 true",
+    "train -np 2 --train.epochs 3",
+    "report --timeline t.json runs/a",
+    "bench allreduce -np 2",
+]
 NODES = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}
 PBS = {"LSB_JOBID": "1", "LSB_MCPU_HOSTS": "a 4 b 4"}
 
@@ -283,6 +321,56 @@ def test_what_launchers_and_ranks_say_always_ends_in_a_verdict(data: st.DataObje
     returncode = data.draw(st.integers(-64, 255))
     decided = exit_cause.decide(returncode, reports, "\n".join(said), {0: ["x"]}, "mpirun")
     assert bool(decided.exit_code) or not returncode or decided.text
+
+
+@settings(max_examples=4 * EXAMPLES, deadline=None)
+@given(data=st.data())
+def test_what_host_agents_and_ranks_report_ends_in_a_result(data: st.DataObject) -> None:
+    """Whatever stands in it: networks, addresses, ranks and steps of hosts, also of a rank beyond the job's."""
+    watch = Supervisor(TWO_HOSTS, LaunchOptions(launcher="srun"))
+    process: Any = None
+    agent = HostAgent("host2", process)
+    watch.agents.members = [HostAgent("host1", process, networks="10.1.0.4/16", reached="10.1.0.4"), agent]
+    lines = st.sampled_from(AGENT).flatmap(damaged)
+    watch.agents.read(agent, "\n".join(data.draw(st.lists(lines, max_size=4))).encode(errors="surrogatepass"))
+    watch.agents.local_networks()
+    job = replace(TWO_HOSTS, subnet="10.1.0.0/16")
+    watch.job = job
+    with contextlib.suppress(LaunchError):
+        watch.check_networks(mpirun.plan(job, "openmpi4"))
+    for line in data.draw(st.lists(st.sampled_from(REPORTS).flatmap(damaged), max_size=4)):
+        watch.output.add(line.encode(errors="surrogatepass") + b"\n")
+    assert all(watch._agent_host(rank) in ("", "host1", "host2") for rank in watch.reports.ranks)
+    difference(watch.planned_placement, watch.reports.ranks)
+    watch._missing_ranks("in time")
+    result = watch.conclude(data.draw(st.integers(-64, 255)))
+    assert 0 <= result.exit_code < 256 and result.in_a_line is not None
+
+
+@settings(max_examples=4 * EXAMPLES, deadline=None)
+@given(data=st.data())
+def test_a_command_line_is_read_or_refused(data: st.DataObject) -> None:
+    words = data.draw(st.sampled_from(COMMANDS).flatmap(damaged)).split(" ")
+    at = data.draw(st.integers(0, len(words)))
+    more = data.draw(st.sampled_from(["", "--", "--ps=--", "-np=--", "--blacklist-cooldown=--", "-H", "--json", "-"]))
+    with contextlib.suppress(LaunchError):
+        given = cli.parser().parse_args([*words[:at], more, *words[at:]], argparse.Namespace(command=[], environ={}))
+        if given.name == "launch":
+            LaunchOptions.of(given).checked()
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(data=st.data())
+def test_a_command_of_any_bytes_is_planned_or_refused(data: st.DataObject) -> None:
+    """As Python has the bytes of a command line, and those that are no UTF-8."""
+    texts = st.binary(max_size=6).map(lambda text: os.fsdecode(text.replace(b"\0", b"x")))
+    job = replace(
+        TWO_HOSTS, command=("python", data.draw(texts)), output=data.draw(texts), working_directory=data.draw(texts)
+    )
+    for planner in PLANNERS.values():
+        with contextlib.suppress(LaunchError):
+            plan = planner(job)
+            "\n".join([plan.shell(), *plan.files.values(), *map("\n".join, explain(plan))]).encode()
 
 
 @settings(max_examples=4 * EXAMPLES, deadline=None)
