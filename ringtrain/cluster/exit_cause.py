@@ -7,7 +7,7 @@ import signal
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 
-from ringtrain.protocol.failures import Failure
+from ringtrain.protocol.failures import REDUCING, Failure
 from ringtrain.protocol.reader import Reader
 
 # Launchers' tags of a rank's output: Open MPI 4 "[1,3]<stderr>:", 5 "[prterun-host1-99@1,3]<stderr>: ", Hydra "[3] ",
@@ -148,6 +148,18 @@ def without_init(num_ranks: int, reports: Reader, tensorflow: Collection[str], i
             f" other means, each trained a model of its own: call ringtrain.hvd.init() first, or start one process"
         )
     return f"none of {num_ranks} ranks called ringtrain's hvd.init(), which --require-init expects" * is_required
+
+
+def without_reduction(reports: Reader) -> str:
+    """Message about a job that ended well and whose ranks have trained different models, each by itself; "" if none."""
+    if len(set(reports.weights.values())) < 2:
+        return ""
+    told = sorted(reports.weights.items())
+    each = ", ".join(f"rank {rank}: {checksum}" for rank, checksum in told[:MAX_SPEAKERS])
+    return (
+        f"{len(told)} ranks called hvd.init() and trained a model of their own each, without reducing gradients:"
+        f" checksums of the weights are {each}{', ...' * (len(told) > MAX_SPEAKERS)}: {REDUCING}"
+    )
 
 
 def _named_by_launcher(

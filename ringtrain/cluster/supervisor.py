@@ -322,9 +322,10 @@ class Supervisor:
             self.output.drain(stream.fileno())
 
     def _without_init(self) -> str:
-        """Message about a job without hvd.init(), unless it did not get that far."""
+        """Message about a job without hvd.init(), or without reduction; "" if it did not get that far."""
         is_required = self.options.require_init
         text = exit_cause.without_init(self.job.num_ranks, self.reports, self.agents.tensorflow, is_required)
+        text = text or exit_cause.without_reduction(self.reports)
         return f"{text}{'; --require-init makes this an error' * (not is_required)}" if text else ""
 
     def conclude(self, returncode: int, lost: HostsLost | None = None) -> JobResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import io
 import os
@@ -21,7 +22,7 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from ringtrain.errors import LaunchError, RingtrainError
 from ringtrain.hvd.backend import WITH_HOROVOD, Average, Compression, ProcessSet, global_process_set, horovod
-from ringtrain.hvd.keras_patches import teach_keras
+from ringtrain.hvd.keras_patches import report_trained_alone, teach_keras
 from ringtrain.hvd.placement import CPU, check_local_placement
 from ringtrain.hvd.process import PROCESS, open_sockets
 from ringtrain.protocol.failures import report_init, report_process, report_uncaught
@@ -61,6 +62,8 @@ def init(*args: Any, **kwargs: Any) -> None:
     rank = horovod.rank()
     report_uncaught(lambda: rank)
     report_process()
+    if not PROCESS.has_started and horovod.size() > 1:
+        atexit.register(report_trained_alone, rank, horovod.size())
     PROCESS.has_started = True
     report_init(rank)
     if not args and not kwargs.get("comm"):  # else the caller wants a subset of the launcher's ranks
@@ -168,6 +171,7 @@ def allreduce(
             f"hvd.allreduce: got name={name!r}, average={average!r}: the second argument is the name, as in "
             "horovod.tensorflow.keras, and not average, as in horovod.tensorflow: write op=hvd.Sum or op=hvd.Average"
         )
+    PROCESS.has_allreduced = True
     device_dense = device_dense or device_of(value)
     with tf.device(device_dense):
         tensor = tensor_of(value)
@@ -188,6 +192,7 @@ def allreduce(
 
 def grouped_allreduce(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> list[Any]:
     """Reduces several dense tensors as one unit; other arguments as in `horovod.tensorflow.grouped_allreduce`."""
+    PROCESS.has_allreduced = True
     return horovod.grouped_allreduce([tensor_of(value) for value in tensors], *args, **kwargs)
 
 

@@ -18,6 +18,7 @@ from ringtrain.hvd.backend import Adasum, Average, ProcessSet, global_process_se
 from ringtrain.hvd.collectives import elastic, layer_variables, refuse_xla, tensor_of, unique_in_graph
 from ringtrain.hvd.distributed import distribute
 from ringtrain.hvd.keras_patches import compiled_optimizer, distributed, innermost, refuse_horovods_own, teach_keras
+from ringtrain.hvd.process import PROCESS
 from ringtrain.hvd.reduction import Reduction
 from ringtrain.hvd.sharded import refuse_sharding
 from ringtrain.hvd.slow_links.compression import Compression, name_of
@@ -246,6 +247,7 @@ def DistributedGradientTape(gradtape: tf.GradientTape, *args: Any, **kwargs: Any
 
     def gradient_of(target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         refuse_xla()
+        PROCESS.has_reduced = True
         flat = [tensor_of(source) for source in tf.nest.flatten(sources)]
         return tf.nest.pack_sequence_as(sources, gradient(target, flat, *args, **kwargs))
 

@@ -24,6 +24,8 @@ PIECE_LETTERS = 600  # launchers split longer lines
 CONSEQUENCE = re.compile(
     r"Horovod has been shut down|(UnknownError|HorovodInternalError)\b.*Horovod|grpc_status:14\b", re.DOTALL
 )
+REDUCING = "call ringtrain.fit in place of model.fit, or compile with ringtrain.hvd.DistributedOptimizer(optimizer)"
+"""advice for ranks that train models of their own"""
 _failures: list[BaseException] = []
 
 
@@ -119,6 +121,13 @@ def report_no_init(environ: Mapping[str, str] = os.environ) -> None:
     """Reports that this process exits, and could have called hvd.init(), but never has."""
     if environ.get(JOB):
         _write([f"{MARK}:{environ[JOB]}:no-init:{os.getpid()}"], times=1)
+
+
+def report_weights(rank: int, checksum: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Reports weights that this rank has trained without the others' gradients; returns whether there is a launcher."""
+    if environ.get(JOB):
+        _write([f"{MARK}:{environ[JOB]}:weights:{rank}:{checksum}:"])
+    return bool(environ.get(JOB))
 
 
 def ancestors(process: int, proc: Path = Path("/proc")) -> Iterator[int]:

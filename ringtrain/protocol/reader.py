@@ -14,6 +14,7 @@ from ringtrain.protocol.placement import RankPlacement
 
 MAX_PIECES = 1000
 MAX_FAILURE_BYTES = 1 << 20
+CHECKSUM = re.compile(r"\d{1,9}:[0-9a-f]{8}:")
 TAG = re.compile(r"\[[^][<>]*\d\]<stderr>:? ?")  # a launcher's, also within a line that it read in two parts
 
 
@@ -68,6 +69,7 @@ class Reader:
         self.run_name = ""  # until rank 0 has reported it
         self.initialized = False  # a rank has called hvd.init()
         self.not_initialized = False  # a process has imported ringtrain.hvd, and exited without hvd.init()
+        self.weights: dict[int, str] = {}  # checksum, of ranks that have trained by themselves
         self.status: dict[int, tuple[int, str]] = {}  # step and phase of ranks that have exited
         self.processes: dict[tuple[str, int], int] = {}  # that trains, by host and first process, if they differ
         self._pieces: dict[int, dict[str, str]] = {}
@@ -96,6 +98,9 @@ class Reader:
             elif kind in ("init", "no-init") and rest.isdecimal():
                 self.initialized |= kind == "init"
                 self.not_initialized |= kind == "no-init"
+            elif kind == "weights" and CHECKSUM.fullmatch(rest):
+                rank, checksum, _ = rest.split(":")
+                self.weights[int(rank)] = checksum
             elif kind == "box":
                 rank, step, phase = rest.split(":", 2)
                 self.status[_count(rank)] = int(step), phase.strip()
