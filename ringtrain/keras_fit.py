@@ -313,14 +313,23 @@ def _classes(callback: Any) -> set[str]:
     return {kind.__name__ for kind in type(callback).__mro__}
 
 
-def _learning_rate(optimizer: Any) -> float:
-    """Learning rate of the first step."""
+def _learning_rates(optimizer: Any) -> tuple[float, float]:
+    """Learning rate of the first step, and if that is 0, as in a warm-up, the largest of steps 1, 2, ..., 2 ** 20."""
     import keras
 
-    rate = optimizer._learning_rate
+    from ringtrain.optim import optimizers
+
+    rate = optimizers.with_rate(optimizer)._learning_rate
     is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
-    number = keras.ops.convert_to_numpy(rate(0) if is_schedule else rate)
-    return float(f"{float(number):.7g}")  # the digits of float32
+
+    def at(step: int) -> float:
+        number = keras.ops.convert_to_numpy(rate(step) if is_schedule else rate)
+        return float(f"{float(number):.7g}")  # the digits of float32
+
+    first = at(0)
+    if first or not is_schedule:
+        return first, first
+    return first, max(at(2**exponent) for exponent in range(21))  # the same for any number of epochs
 
 
 def named(config: Config) -> Named:
@@ -426,14 +435,16 @@ def adopt(
     from ringtrain import hvd
 
     used = _used_optimizers(model)
-    names, rate = ", ".join(type(one).__name__ for one in used), _learning_rate(used[0])
-    per_rank = math.ceil(batch_size / hvd.size())
-    values = {"data.name": data_name, "optimizer.name": names, "optimizer.learning_rate": rate}
-    process.config = with_values(process.config, {**values, "train.batch_size": per_rank})
+    names, per_rank = ", ".join(type(one).__name__ for one in used), math.ceil(batch_size / hvd.size())
+    steps, accumulated = math.ceil(num_train / batch_size), used[0].gradient_accumulation_steps or 1
+    first_rate, rate = _learning_rates(used[0])
+    values = {"data.name": data_name, "optimizer.name": names, "train.batch_size": per_rank}
+    if rate > 0:  # 0 is no value of the option, but a callback may set the rate later
+        values["optimizer.learning_rate"] = rate
+    process.config = with_values(process.config, values)
     process.strategy.config = process.config
     script = getattr(sys.modules["__main__"], "__file__", None)
     process.code = {**process.code, **({"script": consistency.checksum_of(Path(script))} if script else {})}
-    steps, accumulated = math.ceil(num_train / batch_size), used[0].gradient_accumulation_steps or 1
     return Numbers(
         num_ranks=hvd.size(),
         num_train=num_train,
@@ -445,7 +456,7 @@ def adopt(
         num_steps=steps * process.config.train.epochs,
         dropped_per_epoch=0,
         learning_rate=rate,
-        initial_learning_rate=rate,
+        initial_learning_rate=first_rate,
         warmup_steps=0,
         milestone_steps=(),
     )
@@ -456,12 +467,15 @@ def plan_of(process: Process, model: keras.Model, numbers: Numbers, on_resume: s
     unlike = "; ".join(getattr(strategy, "unlike_one_process", ()))
     given = {name: value for name, value in changed_options(config).items() if name.startswith(OPTIONS)}
     rows = f"{numbers.samples_per_step:,} rows on all ranks"
+    rate = f"{numbers.learning_rate:g}"
+    if numbers.initial_learning_rate != numbers.learning_rate:
+        rate = f"from {numbers.initial_learning_rate:g} on, at least up to {rate}"
     return {
         "data": f"{config.data.name}: {numbers.num_train:,} to train, {numbers.num_test:,} to validate",
         "on resume": on_resume,
         "model": f"{config.model.name} {model.name}, {model.count_params():,} parameters",
         "global batch": rows + f" x {numbers.accumulation_steps} accumulated" * (numbers.accumulation_steps > 1),
         "options": ", ".join(f"{name}={value}" for name, value in given.items()) or "defaults",
-        "learning rate": f"{options.learning_rate:g} ({options.name}, as compiled)",
+        "learning rate": f"{rate} ({options.name}, as compiled)",
         **({"unlike 1 rank": unlike} if unlike else {}),
     }

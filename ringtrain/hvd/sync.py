@@ -242,28 +242,35 @@ class _Local:
         return flag
 
 
-def run_together(action: Callable[[], T]) -> T:
+def run_together(action: Callable[[], T], of_script: bool = False) -> T:
     """Runs an action on every rank, and raises on all ranks if it fails on one. A collective.
 
     Args:
         action: Called once per rank, without arguments. Must not contain a collective that a failing rank skips.
+        of_script: Whether the action calls a script's own code, which may raise any exception.
 
     Returns:
         Result of `action` on this rank.
 
     Raises:
         RingtrainError: On every rank, the error of the lowest failing rank: a RingtrainError or an `OSError`. Other
-            exceptions are bugs and end this rank only.
+            exceptions are bugs and end this rank only, or with `of_script` are raised unchanged on a rank that fails.
     """
     result, failure = None, None
     try:
         result = action()
-    except (RingtrainError, OSError) as error:
+    except Exception as error:
+        is_expected = isinstance(error, RingtrainError | OSError)
+        if not is_expected and not of_script:
+            raise
         failure = error
     kind = type(failure) if isinstance(failure, RingtrainError) else RingtrainError
-    report = None if failure is None else (kind, str(failure), socket.gethostname())
+    message = str(failure) if failure is None or is_expected else f"{type(failure).__name__}: {failure}"
+    report = None if failure is None else (kind, message, socket.gethostname())
     with during("reduce"):
         reports = allgather_object(report, name="ringtrain_run_together")
+    if failure is not None and not is_expected:
+        raise failure
     for rank, other in enumerate(reports):
         if other is not None:
             error_class, message, host = other

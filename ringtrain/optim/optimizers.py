@@ -178,9 +178,15 @@ def set_share(optimizer: keras.optimizers.Optimizer, full_rate: float, share: fl
         set_rate(optimizer, full_rate * share)
 
 
+def with_rate(optimizer: keras.optimizers.Optimizer) -> Any:
+    """Returns the optimizer with a learning rate: that in a LossScaleOptimizer, the first of a MultiOptimizer."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return next(iter(getattr(inner, "optimizers", ())), inner)
+
+
 def last_learning_rate(optimizer: keras.optimizers.Optimizer) -> float:
     """Returns the learning rate of an optimizer's last step; `optimizer.learning_rate` is that of the next one."""
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    optimizer = with_rate(optimizer)
     schedule = optimizer._learning_rate
     if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
         return float(schedule(max(0, int(optimizer._iterations.numpy()) - 1)))

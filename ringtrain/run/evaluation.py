@@ -54,8 +54,7 @@ class Evaluation(keras.callbacks.Callback):
         if not self.run.numbers.num_test or not self.run.validation.is_due(epoch):
             return
         begin_s = time.perf_counter()
-        parts = self._evaluate_shards()
-        hvd.run_together(self.run.data_set.raise_unreadable)
+        parts = hvd.run_together(self._evaluate_shards, of_script=True)
         num_samples = sum(map(self.test.num_readable, self.shards))
         values = parts[0]
         if self.run.config.train.virtual_ranks:  # a row each: their sum does not depend on the number of ranks
@@ -80,6 +79,7 @@ class Evaluation(keras.callbacks.Callback):
         finally:
             for seed, value in zip(seeds, kept, strict=True):
                 seed.assign(value)
+        self.run.data_set.raise_unreadable()
         return parts
 
     def _evaluated(self, shard: NDArray[np.int64], batches: Any) -> list[NDArray[Any]]:

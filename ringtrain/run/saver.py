@@ -67,10 +67,7 @@ class Saver(keras.callbacks.Callback):
         self._failed_step = -2
         self.saves: dict[str, Any] = {"count": 0, "stall_s": 0.0, "longest_stall_s": 0.0, "write_s": 0.0, "failed": []}
         self._floating = [weight for weight in run.model.weights if keras.backend.is_float_dtype(weight.dtype)]
-        self._sum_of_weights = tf.function(
-            lambda: tf.add_n([tf.cast(tf.reduce_sum(weight.value), tf.float32) for weight in self._floating]),
-            autograph=False,
-        ).get_concrete_function()
+        self._sum_of_weights = tf.function(self._sum, autograph=False).get_concrete_function()
         # Not a new thread for each save: it would run first, and the training thread would wait for it.
         self._writer = ThreadPoolExecutor(1, "ringtrain-saver")
         self._written: Future[None] | None = None
@@ -177,6 +174,10 @@ class Saver(keras.callbacks.Callback):
             state | {f"metrics-{name}": array if copy == 0 and counts else 0 * array for name, array in seen.items()}
             for copy, state in enumerate(own)
         ]
+
+    def _sum(self) -> tf.Tensor:
+        """Sum of all floating-point weights, of which a model may have none."""
+        return tf.add_n([tf.cast(tf.reduce_sum(one.value), tf.float32) for one in self._floating] or [tf.constant(0.0)])
 
     def _not_finite(self) -> str:
         """Returns the path of the first weight that contains NaN or infinity, or "" if all weights are finite."""

@@ -44,7 +44,8 @@ def compiled(model: keras.Model, loss: Any = "mse", **more: Any) -> keras.Model:
 
 
 def distance(model: keras.Model, other: keras.Model) -> float:
-    return max(float(np.abs(a - b).max()) for a, b in zip(model.get_weights(), other.get_weights(), strict=True))
+    pairs = zip(model.get_weights(), other.get_weights(), strict=True)
+    return max((float(np.abs(ours - theirs).max()) for ours, theirs in pairs), default=0.0)
 
 
 def equals_one_process(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 from typing import Any
 
 import keras
@@ -11,6 +13,7 @@ import tensorflow as tf
 from fit_alike import (
     CLASSES,
     OUTPUT,
+    SAME,
     X,
     Y,
     compiled,
@@ -26,6 +29,7 @@ from keras import layers
 import ringtrain
 from ringtrain import hvd
 from ringtrain.config import CheckpointConfig, ModelConfig
+from ringtrain.errors import RingtrainError
 
 DRAW = np.random.default_rng(1)
 IMAGES, PIXELS = DRAW.normal(size=(70, 8, 8, 1)), DRAW.integers(0, 3, (70, 8, 8))
@@ -77,6 +81,56 @@ def averaged_weights() -> None:
 
     one_hot = np.eye(3)[CLASSES]
     whole_job(make, X, one_hot, "ema")
+
+
+def rates_that_begin_at_0() -> None:
+    """A warm-up from 0, a rate that a callback sets, and optimizers by variable, whose own rate Keras leaves at 0."""
+    warm_up = keras.optimizers.schedules.CosineDecay(0.0, 8, warmup_target=0.1, warmup_steps=4)
+    by_epoch = keras.callbacks.LearningRateScheduler(lambda epoch: 0.02 * epoch)
+    make = lambda optimizer: compiled(dense(), optimizer=optimizer)  # noqa: E731
+    sgd = keras.optimizers.SGD
+    _, history = equals_one_process(lambda: make(sgd(warm_up)), X, Y, "warm-up")
+    numbers = json.loads((history.run / "summary.json").read_text())["numbers"]
+    assert (numbers["initial_learning_rate"], numbers["learning_rate"]) == (0.0, 0.1)
+    equals_one_process(lambda: make(sgd(0.0)), X, Y, "later", callbacks=[by_epoch])
+
+    def by_variable() -> keras.Model:
+        return make(keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(sgd(0.1), {".*/bias": sgd(0.01)})))
+
+    _, history = equals_one_process(by_variable, X, Y, "by-variable")
+    assert json.loads((history.run / "summary.json").read_text())["numbers"]["learning_rate"] in (0.01, 0.1)
+
+
+def nothing_to_train() -> None:
+    """Keras warns of a model without trainable weights, and evaluates it in every epoch; it may have no weights."""
+    for number, layer in enumerate((layers.Rescaling(0.5), layers.Dense(6, trainable=False))):
+        make = lambda layer=layer: compiled(keras.Sequential([keras.Input((6,)), layer]))  # noqa: E731
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            equals_one_process(make, X, X, f"nothing-{number}", validation_split=0.2)
+
+
+class Picky(keras.layers.Layer):
+    """Cannot compute a batch of evaluation whose first number is above 1000."""
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            return x
+        with tf.control_dependencies([tf.debugging.assert_less(x[0, 0], tf.cast(1000, x.dtype))]):
+            return tf.identity(x)
+
+
+def a_failure_of_evaluation_on_one_rank_is_raised_on_all() -> None:
+    """Rank 0 alone has a row to evaluate; scripts may catch the error, and continue together."""
+    model = compiled(keras.Sequential([keras.Input((6,)), Picky(), layers.Dense(3)]))
+    held_out = (np.full((1, 6), 2000.0), np.zeros((1, 3)))
+    try:
+        ringtrain.fit(model, X, Y, validation_data=held_out, name="picky", options=options(), **SAME)
+        raise AssertionError("nothing was raised")
+    except (tf.errors.InvalidArgumentError, RingtrainError) as error:
+        assert isinstance(error, RingtrainError) == (hvd.rank() > 0), error
+        assert hvd.rank() == 0 or ("rank 0 on " in str(error) and "InvalidArgumentError" in str(error)), error
+    assert hvd.allgather_object(hvd.rank(), name="after_picky") == list(range(hvd.size()))
 
 
 def fine_tuning() -> None:

@@ -32,11 +32,12 @@ ON_2_RANKS = {
     *("another_order_on_a_rank_is_refused", "averaged_weights", "fine_tuning", "distillation", "vae"),
     *("a_kept_fit_resumes_after_a_whole_epoch", "a_kept_fit_ends_on_all_ranks", "a_kept_fit_refuses_what_cannot_work"),
     *("multi_label", "several_steps_per_call", "segmentation", "texts_with_masks_and_lstm", "gan", "from_files"),
-    *("configured_regression", "configured_batches", "configured_inputs_and_outputs"),
+    *("configured_regression", "configured_batches", "configured_inputs_and_outputs", "rates_that_begin_at_0"),
     *("a_stop_saves_the_weights_of_its_step", "a_callback_that_stops_within_an_epoch_leaves_the_averages"),
     *("an_epoch_begins_once", "a_kept_fit_saves_before_and_exports_after_other_callbacks"),
     *("configured_averages_and_rates", "numbers_without_a_seed_of_their_own"),
     *("a_fit_of_its_own", "what_shards_cannot_be_is_refused", "snippets", "configured_snippet"),
+    *("nothing_to_train", "a_failure_of_evaluation_on_one_rank_is_raised_on_all"),
 }
 """Jobs that a third rank adds nothing to. Batches of 32 are cut into equal parts on 2 ranks, and unequal ones on 3."""
 JOB = """
