@@ -120,7 +120,8 @@ def values_of(callback: Any, known: set[int], prefix: str) -> dict[str, tuple[by
         if name in NO_STATE:
             continue
         with contextlib.suppress(TypeError, OfTheModel):
-            value = encoded(attribute, known, f"{prefix}-{name}", arrays)
+            is_history = isinstance(callback, keras.callbacks.History)  # whose texts are logs
+            value = encoded(attribute, known, f"{prefix}-{name}", arrays, with_texts=is_history)
             digest = hashlib.sha256(json.dumps(value).encode())
             for array in arrays.values():
                 digest.update(f"{array.dtype}{array.shape}".encode())
@@ -129,7 +130,7 @@ def values_of(callback: Any, known: set[int], prefix: str) -> dict[str, tuple[by
     return values
 
 
-def encoded(value: Any, known: set[int], prefix: str, arrays: Arrays) -> Any:
+def encoded(value: Any, known: set[int], prefix: str, arrays: Arrays, with_texts: bool = False) -> Any:
     """Value for JSON, with arrays put aside. Raises TypeError for what cannot be saved, and OfTheModel."""
 
     def put(array: Any) -> str:
@@ -140,7 +141,7 @@ def encoded(value: Any, known: set[int], prefix: str, arrays: Arrays) -> Any:
         return f"{prefix}-{len(arrays) - 1}"
 
     def all_of(parts: Any) -> list[Any]:
-        return [encoded(part, known, prefix, arrays) for part in parts]
+        return [encoded(part, known, prefix, arrays, with_texts) for part in parts]
 
     if isinstance(value, np.ndarray) and value.ndim:
         return {"array": put(value)}
@@ -148,6 +149,8 @@ def encoded(value: Any, known: set[int], prefix: str, arrays: Arrays) -> Any:
         value = value.item()
     if value is None or isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 2**63):
         return value
+    if isinstance(value, str | bytes) and with_texts:
+        return value if isinstance(value, str) else value.decode(errors="replace")
     if type(value) is list:
         return all_of(value)
     if type(value) is collections.deque:
@@ -157,7 +160,7 @@ def encoded(value: Any, known: set[int], prefix: str, arrays: Arrays) -> Any:
     if type(value) is tuple:
         return {"tuple": all_of(value)}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {"dict": {key: encoded(inner, known, prefix, arrays) for key, inner in value.items()}}
+        return {"dict": dict(zip(value, all_of(value.values()), strict=True))}
     if isinstance(value, dict):
         return {"items": [all_of(item) for item in value.items()]}
     if isinstance(value, tf.Variable | keras.Variable):

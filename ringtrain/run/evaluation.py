@@ -125,12 +125,28 @@ def over_all_ranks(
         raise DataError("none of the samples could be read: those that were skipped are named in the run's logs/")
     for variable, total in zip(variables, sums, strict=True):
         variable.assign(total.sum(axis=0) if total.ndim > len(variable.shape) else total)
-    metrics = {name: keras.ops.convert_to_numpy(value) for name, value in model.get_metrics_result().items()}
+    metrics = {name: keras.ops.convert_to_numpy(value) for name, value in _flat(model.get_metrics_result()).items()}
     return {name: float(value) if np.ndim(value) == 0 else np.asarray(value) for name, value in metrics.items()}
 
 
+def _flat(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics by name; one whose result is a dictionary gives several, under the names in it, as in Keras' logs."""
+    flat: dict[str, Any] = {}
+    for name, value in metrics.items():
+        flat |= _flat(value) if isinstance(value, Mapping) else {name: value}
+    return flat
+
+
 def means_over_ranks(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """Means of the ranks' logs that are no metrics, such as those of a model's own train_step. Collective if any."""
+    """Means of the ranks' logs that are no metrics, such as those of a model's own train_step. Collective if any.
+
+    Texts, and arrays whose shapes differ between ranks, have no mean and are left out.
+    """
+    logs = {name: value for name, value in logs.items() if np.asarray(value).dtype.kind in "biuf"}
+    if any(np.ndim(value) for value in logs.values()):
+        shapes = hvd.allgather_object({name: np.shape(value) for name, value in logs.items()}, name="ringtrain_shapes")
+        alike = {name for name in logs if all(of_rank.get(name) == shapes[0].get(name) for of_rank in shapes)}
+        logs = {name: value for name, value in logs.items() if name in alike}
     if not logs:
         return {}
     sums = sums_over_ranks([np.asarray(value) for value in logs.values()], "ringtrain_logs")

@@ -261,6 +261,8 @@ def plain(value: Any) -> Any:
     """Returns a value that JSON can represent: non-finite numbers become None."""
     if isinstance(value, Mapping):
         return {key: plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [plain(inner) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

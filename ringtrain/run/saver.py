@@ -16,7 +16,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from ringtrain import hvd
@@ -45,6 +44,7 @@ class Saver(keras.callbacks.Callback):
         facts: plain values for the manifest.
         metrics: those of the last complete epoch.
         saves: statistics and failures of all saves so far, for the summary.
+        is_closed: whether nothing is saved any more, since the loss is not finite; the same on every rank.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class Saver(keras.callbacks.Callback):
         self.callback_state = CallbackState(run.users_callbacks, run.model) if run.strategy.is_scripted else None
         self.resumes_within_epochs = run.strategy.resumes_within_epochs
         self.saved_step = -1
+        self.is_closed = False
         self._failed_step = -2
         self.saves: dict[str, Any] = {"count": 0, "stall_s": 0.0, "longest_stall_s": 0.0, "write_s": 0.0, "failed": []}
         self._floating = [weight for weight in run.model.weights if keras.backend.is_float_dtype(weight.dtype)]
@@ -86,7 +87,7 @@ class Saver(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         if self.clock.epoch_complete:
-            self.metrics = {name: float(value) for name, value in (logs or {}).items() if np.ndim(value) == 0}
+            self.metrics = {name: float(value) for name, value in (logs or {}).items() if tracking.is_number(value)}
             every = self.config.checkpoint.every_epochs
             if self.is_due() or (every and (epoch + 1) % every == 0):
                 self.save()
@@ -103,7 +104,7 @@ class Saver(keras.callbacks.Callback):
         Raises NonFiniteLoss on every rank if a weight is NaN or infinite. The previous checkpoint stays the newest.
         """
         step = self.clock.global_step
-        if self.saved_step == step:
+        if self.saved_step == step or self.is_closed:
             return
         begin_s = time.perf_counter()
         self.wait()  # for the previous save, so that states do not pile up in memory

@@ -94,7 +94,7 @@ class StopTogether(keras.callbacks.Callback):
         global_step = self.run.clock.global_step
         self.save_is_due = False
         self._read_stop_training()
-        if not self._first_bad_step and not math.isfinite(float((logs or {}).get("loss", 0.0))):
+        if not self._first_bad_step and not np.isfinite((logs or {}).get("loss", 0.0)).all():
             self._first_bad_step = global_step
         is_first = self.run.clock.before == self.run.start.global_step
         compares_first = is_first and self.run.strategy.fingerprint() is not None  # before other batches are trained
@@ -116,20 +116,23 @@ class StopTogether(keras.callbacks.Callback):
         run, now_s = self.run, time.monotonic()
         time_is_up = run.rank == 0 and 0 < run.config.train.max_time_s < now_s - self._begin_s
         save = run.rank == 0 and 0 < 60 * run.config.checkpoint.every_minutes < now_s - self._saved_s
-        requests = [run.signals.received, time_is_up, bool(self._reason), save]
+        ends_quietly = any(isinstance(one, keras.callbacks.TerminateOnNaN) for one in run.users_callbacks)
+        requests = [run.signals.received, time_is_up, bool(self._reason), save, ends_quietly]
         batches = run.strategy.fingerprint() or 0
         local = np.array([self._first_bad_step > 0, self._unreadable(), *requests, batches, -batches], np.int32)
         if run.size > 1:
             local = hvd.allreduce(local, op=hvd.Max, name="ringtrain_stop").numpy()
-        bad, unreadable, number, time_is_up, requested, save, highest, lowest = local
+        bad, unreadable, number, time_is_up, requested, save, ends_quietly, highest, lowest = local
         if highest != -lowest:
             self._raise_other_batches(batches)
         if save:
             self.save_is_due, self._saved_s = True, now_s
         if unreadable:
             hvd.run_together(run.data_set.raise_unreadable)
-        if bad:
+        if bad and not ends_quietly:
             self._raise_together()
+        if bad:  # TerminateOnNaN has asked for the end, which is no error then; the last checkpoint is older
+            run.callbacks.saver.is_closed = requested = True
         if not self.stopped_by and (number or time_is_up or requested):
             reason = "train.max_time_s" if time_is_up else self._reason or A_CALLBACK
             self.stopped_by = signal.Signals(number).name if number else reason

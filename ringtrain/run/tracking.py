@@ -88,7 +88,7 @@ class Recorder(keras.callbacks.Callback):
         if self.run.clock.before == self.first_step:
             self.epoch_start_s, self.steps_before = self.epoch_end_s, self.global_step
         if self.progress.is_due() or self.run.clock.epoch_complete:
-            figures = "  ".join(f"{name} {value:.4f}" for name, value in (logs or {}).items() if np.ndim(value) == 0)
+            figures = "  ".join(f"{name} {value:.4f}" for name, value in (logs or {}).items() if is_number(value))
             self.progress.step(self.global_step, self.epoch, figures)
         every = self.run.config.tracking.every_steps
         if every and self.run.clock.passed(every):
@@ -160,13 +160,23 @@ class Recorder(keras.callbacks.Callback):
             **more,
         }
         with self._disk_may_be_full():
-            self._append(file_name, json.dumps(plain(record)))
-        shown = {prefix + name: one for name, one in record.items() if name not in POSITION and np.ndim(one) == 0}
+            self._append(file_name, json.dumps(plain(record), default=_text))
+        shown = {prefix + name: one for name, one in record.items() if name not in POSITION and is_number(one)}
         self.run.callbacks.trackers.log(self.global_step, record["time_s"], shown)
         with self._disk_may_be_full(), self.summaries.as_default():
             for name, value in shown.items():
                 tf.summary.scalar(name, value, step=self.global_step)
         return record
+
+
+def is_number(value: Any) -> bool:
+    """Returns whether a value of logs is a number, and no text or array."""
+    return np.ndim(value) == 0 and np.asarray(value).dtype.kind in "biuf"
+
+
+def _text(value: Any) -> str:
+    """Text for a value that JSON cannot represent, such as that of a tensor of texts."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
 def _records_until(path: Path, global_step: int) -> list[dict[str, Any]]:
@@ -194,7 +204,7 @@ def figures_of(record: Mapping[str, Any]) -> list[str]:
         "test_accuracy": "accuracy {:.2%}",
     }
     if missing := usual.keys() - record.keys():
-        names = [name for name, value in record.items() if name not in NO_METRICS and np.ndim(value) == 0]
+        names = [name for name, value in record.items() if name not in NO_METRICS and is_number(value)]
         names.sort(key=lambda name: name not in ("loss", "val_loss"))  # else by name, from a script
         shown = [f"{name.replace('_', ' ')} {record[name]:.4f}" for name in names[: len(missing) + 2]]
     else:
@@ -230,7 +240,7 @@ def draw_curves(
     rates.grid(alpha=0.3)
     rates.legend()
     # A model with its own train_step may have neither.
-    names = dict.fromkeys(["loss", "accuracy", *(name for record in epochs for name in record)])
+    names = dict.fromkeys(["loss", "accuracy", *(name for one in epochs for name in one if is_number(one[name]))])
     prefix = "val_" if any("val_loss" in record for record in epochs) else "test_"
     drawn = [name for name in names if any(f"{prefix}{name}" in record for record in epochs)] or [*names]
     for axes in panels[len(drawn) :]:

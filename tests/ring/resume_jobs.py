@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import keras
 import numpy as np
+import tensorflow as tf
 from fit_alike import CLASSES, OUTPUT, KillAfter, Killed, X, Y, compiled, dense, distance, options
 
 import ringtrain
@@ -153,6 +154,115 @@ def _without_validation(name: str, make: Callable[[], keras.Model], *callbacks: 
     model = make()
     arguments = {"batch_size": 32, "epochs": 2, "verbose": 0, "callbacks": callbacks}
     return model, ringtrain.fit(model, X, Y, name=name, options=options(), **arguments)
+
+
+class TwoNumbers(keras.metrics.MeanAbsoluteError):
+    """A metric whose result is a dictionary."""
+
+    def result(self) -> Any:
+        return {"middle": super().result(), "twice": 2 * super().result()}
+
+
+class PerClass(keras.metrics.Metric):
+    """A metric whose result is an array, of which one number is NaN."""
+
+    def __init__(self) -> None:
+        super().__init__(name="per_class")
+        self.sums = self.add_weight(shape=(3,), initializer="zeros")
+
+    def update_state(self, y: Any, outputs: Any, sample_weight: Any = None) -> None:
+        self.sums.assign_add(keras.ops.sum(y, axis=0))
+
+    def result(self) -> Any:
+        return self.sums * keras.ops.cast([1.0, 2.0, np.nan], self.sums.dtype)
+
+
+class OwnLogs(keras.Model):
+    """Returns texts and arrays in its logs."""
+
+    def train_step(self, data: Any) -> Any:
+        rows = tf.shape(data[0])[0]
+        logs = {"kind": tf.constant("text"), "rows": tf.zeros([rows]), "pair": tf.constant([1.0, 2.0])}
+        return super().train_step(data) | logs
+
+
+def logs_of_any_kind() -> None:
+    """Metrics that return dictionaries and arrays with NaN, texts and arrays in logs: recorded, and resumed."""
+
+    class Adds(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            logs |= {"note": "text", "array": np.array([epoch, np.nan]), "none": None}
+
+    def make(kind: Any = keras.Model) -> keras.Model:
+        base = dense()
+        model = kind(base.inputs, base.outputs)
+        return compiled(model, metrics=[TwoNumbers("numbers"), PerClass()])
+
+    reference = make()
+    given = {"batch_size": 32, "epochs": 2, "verbose": 0, "validation_data": (X[:40], Y[:40])}
+    expected = reference.fit(X, Y, shuffle=False, **given).history
+    for name, kind in (("logs", keras.Model), ("own-logs", OwnLogs)):
+        more = {"name": name, "options": options(checkpoint=CheckpointConfig(every_steps=1)), "shuffle": False, **given}
+        with contextlib.suppress(Killed):
+            ringtrain.fit(make(kind), X, Y, callbacks=[Adds(), KillAfter(6)], **more)
+            raise AssertionError("was not killed")
+        model = make(kind)
+        history = ringtrain.fit(model, X, Y, callbacks=[Adds()], **more)
+        assert distance(model, reference) < 1e-10
+        assert history.history["note"] == ["text", "text"], history.history
+        lines = (history.run / "metrics.jsonl").read_text().splitlines()
+        for epoch, record in enumerate(json.loads(line, parse_constant=_refused) for line in lines):
+            assert record["note"] == "text" and record["array"] == [epoch, None]
+        assert epoch == 1, "a record is lost"
+        for metric in () if kind is OwnLogs else expected:
+            np.testing.assert_allclose(history.history[metric], expected[metric], rtol=1e-6, err_msg=metric)
+    assert {"middle", "twice", "per_class", "val_middle"} <= set(expected)
+
+
+def _refused(constant: str) -> None:
+    raise AssertionError(f"{constant} is no JSON")
+
+
+def a_callback_ends_a_loss_of_nan_quietly() -> None:
+    """On all ranks, without an error and without a checkpoint."""
+    y = Y.copy()
+    y[-1] = np.nan  # in the last batch of the first epoch, on the last rank
+    given = {"batch_size": 32, "epochs": 3, "shuffle": False, "verbose": 0, "name": "nan"}
+    config = options(checkpoint=CheckpointConfig(every_steps=1), health=AT_ONCE)
+    history = ringtrain.fit(_plain(), X, y, callbacks=[keras.callbacks.TerminateOnNaN()], options=config, **given)
+    summary = json.loads((history.run / "summary.json").read_text())
+    assert summary["stopped_by"] == "a callback" and summary["global_step"] == 4
+    hvd.allgather_object("ended")
+    saved = sorted(path.name for path in (history.run / "checkpoints").glob("step-*"))
+    assert saved[-1] == "step-00000003", saved
+
+
+def seeds_go_on_with_another_number_of_ranks() -> None:
+    """Begun by 2 ranks and continued by 3: no rank draws the numbers of its first epoch again, or another rank's."""
+    seen: list[Any] = []
+
+    class Sees(keras.callbacks.Callback):
+        def on_train_begin(self, logs: Any = None) -> None:
+            seen.append([seed.numpy().tolist() for seed in hvd.seeds(self.model)])
+
+    def fit(*callbacks: Any, name: str = "seeds") -> None:
+        config = options("seeds", checkpoint=CheckpointConfig(every_steps=1))
+        model = compiled(dense(keras.layers.Dropout(0.2), keras.layers.Dropout(0.2)))
+        given = {"batch_size": 32, "epochs": 2, "verbose": 0, "name": name, "options": config}
+        ringtrain.fit(model, X, Y, callbacks=[Sees(), *callbacks], **given)
+
+    if hvd.size() == 2:
+        with contextlib.suppress(Killed):
+            fit(KillAfter(6))
+            raise AssertionError("was not killed")
+        return
+    fit()
+    fit(name="seeds-begun")
+    states, begun = zip(*hvd.allgather_object(seen), strict=True)
+    flat = [tuple(seed) for rank in (*states, *begun) for seed in rank]
+    assert len(set(flat)) == len(flat) == 4 * hvd.size(), flat
+    if hvd.rank() == 0:
+        assert all(seed[1] == first[1] + 6 for seed, first in zip(states[0], begun[0], strict=True)), (states, begun)
 
 
 # ---- the configured trainer, whose loop is Keras' fit --------------------------------------------------------------
