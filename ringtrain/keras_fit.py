@@ -313,25 +313,6 @@ def _classes(callback: Any) -> set[str]:
     return {kind.__name__ for kind in type(callback).__mro__}
 
 
-def _learning_rates(optimizer: Any) -> tuple[float, float]:
-    """Learning rate of the first step, and if that is 0, as in a warm-up, the largest of steps 1, 2, ..., 2 ** 20."""
-    import keras
-
-    from ringtrain.optim import optimizers
-
-    rate = optimizers.with_rate(optimizer)._learning_rate
-    is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
-
-    def at(step: int) -> float:
-        number = keras.ops.convert_to_numpy(rate(step) if is_schedule else rate)
-        return float(f"{float(number):.7g}")  # the digits of float32
-
-    first = at(0)
-    if first or not is_schedule:
-        return first, first
-    return first, max(at(2**exponent) for exponent in range(21))  # the same for any number of epochs
-
-
 def named(config: Config) -> Named:
     """Objects that a configuration would name: only faults, here."""
 
@@ -433,11 +414,12 @@ def adopt(
         batch_size: Rows of a step on all ranks.
     """
     from ringtrain import hvd
+    from ringtrain.optim.optimizers import first_and_largest_rate
 
     used = _used_optimizers(model)
     names, per_rank = ", ".join(type(one).__name__ for one in used), math.ceil(batch_size / hvd.size())
     steps, accumulated = math.ceil(num_train / batch_size), used[0].gradient_accumulation_steps or 1
-    first_rate, rate = _learning_rates(used[0])
+    first_rate, rate = first_and_largest_rate(used[0])
     values = {"data.name": data_name, "optimizer.name": names, "train.batch_size": per_rank}
     if rate > 0:  # 0 is no value of the option, but a callback may set the rate later
         values["optimizer.learning_rate"] = rate

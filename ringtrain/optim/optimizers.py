@@ -184,6 +184,21 @@ def with_rate(optimizer: keras.optimizers.Optimizer) -> Any:
     return next(iter(getattr(inner, "optimizers", ())), inner)
 
 
+def first_and_largest_rate(optimizer: keras.optimizers.Optimizer) -> tuple[float, float]:
+    """Learning rate of the first step, and if that is 0, as in a warm-up, the largest of steps 1, 2, ..., 2 ** 20."""
+    rate = with_rate(optimizer)._learning_rate
+    is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
+
+    def at(step: int) -> float:
+        number = ops.convert_to_numpy(rate(step) if is_schedule else rate)
+        return float(f"{float(number):.7g}")  # the digits of float32
+
+    first = at(0)
+    if first or not is_schedule:
+        return first, first
+    return first, max(at(2**exponent) for exponent in range(21))  # the same for any number of epochs
+
+
 def last_learning_rate(optimizer: keras.optimizers.Optimizer) -> float:
     """Returns the learning rate of an optimizer's last step; `optimizer.learning_rate` is that of the next one."""
     optimizer = with_rate(optimizer)
