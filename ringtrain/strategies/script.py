@@ -78,13 +78,23 @@ class Script(Ring):
     def build(self, model: keras.Model, train: data.Arrays | data.Stream, batch_size: int) -> None:
         """Makes a compiled model's optimizers distributed, and builds model, metrics, loss and optimizers."""
         optimizers = hvd.optimizers_of(model)
+        changed = changed_options(self.config).items()
+        options = {name: value for name, value in changed if name.startswith(OF_OPTIMIZER)}
         for optimizer in optimizers:
             if not distributed(optimizer):
                 self.distribute(optimizer)
-            elif ignored := next((one for one in changed_options(self.config) if one.startswith(OF_OPTIMIZER)), ""):
+                type(innermost(optimizer)).options_of_fit = options
+                continue
+            earlier = getattr(innermost(optimizer), "options_of_fit", None)
+            if earlier is None and options:
                 raise ConfigError(
-                    f"ringtrain.fit: options set {ignored}, but the optimizer is distributed already: pass it to"
-                    " hvd.DistributedOptimizer, or leave hvd.DistributedOptimizer out"
+                    f"ringtrain.fit: options set {next(iter(options))}, but the optimizer is distributed already: pass"
+                    " it to hvd.DistributedOptimizer, or leave hvd.DistributedOptimizer out"
+                )
+            if earlier is not None and earlier != options:
+                raise ConfigError(
+                    f"ringtrain.fit: the optimizer is sharded since an earlier fit with the options {earlier}: pass the"
+                    " same ones, or compile the model again with a new optimizer"
                 )
         num_rows = max(2, batch_size // hvd.size())
         batch = train.rows(0, min(len(train), num_rows) if isinstance(train, data.Arrays) else 2)

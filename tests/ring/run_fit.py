@@ -378,24 +378,37 @@ def fitted_before() -> None:
         ours.set_weights(before)
     hvd.allgather_object(0, name="rank_0_has_trained_alone")
     assert "train_step" not in vars(ours) and "apply" not in vars(ours.optimizer)
-    sync = ModelConfig(sync_batch_norm=True)
-    for more in (
-        {"model": sync, "hvd": HvdConfig(compression="fp16")},
-        {"model": sync, "hvd": HvdConfig(compression="powersgd:1")},
-        {"hvd": HvdConfig(local_steps=2, outer_optimizer="nesterov")},
+
+
+def fitted_twice() -> None:
+    """With options of the optimizer, which is Keras' own again after each fit, unless it is sharded."""
+
+    def make() -> keras.Model:
+        return compiled(dense(keras.layers.BatchNormalization()), optimizer=keras.optimizers.Adam(0.01))
+
+    for num_fits, more in (
+        (2, {"model": ModelConfig(sync_batch_norm=True), "hvd": HvdConfig(compression="powersgd:1")}),
+        (1, {"hvd": HvdConfig(local_steps=2, outer_optimizer="nesterov")}),
     ):
-        model = compiled(dense(keras.layers.BatchNormalization()), optimizer=keras.optimizers.Adam(0.01))
+        model = make()
         model.fit(X[:32], Y[:32], verbose=0)
         attributes, num_variables = set(vars(model.optimizer)), len(model.optimizer.variables)
-        for _ in range(2):
+        for _ in range(num_fits):
             ringtrain.fit(model, X, Y, batch_size=32, verbose=0, options=options(**more))
             hvd.check_in_sync(model)
             assert type(model.optimizer) is keras.optimizers.Adam, type(model.optimizer).__mro__
             assert type(model.layers[1]) is keras.layers.BatchNormalization
             assert set(vars(model.optimizer)) == attributes and len(model.optimizer.variables) == num_variables
-        if hvd.rank() == 0:
-            model.fit(X, Y, verbose=0)
-        hvd.allgather_object(0, name="rank_0_has_trained_alone")
+    model, more = make(), {"optimizer.sharded": True, "run.directory": options().run.directory}
+    for _ in range(2):
+        ringtrain.fit(model, X, Y, batch_size=32, verbose=0, options=more)
+    assert int(model.optimizer.iterations) == 8
+    try:
+        ringtrain.fit(model, X, Y, verbose=0, options=options())
+    except ringtrain.errors.ConfigError as error:
+        assert "the optimizer is sharded since an earlier fit" in str(error)
+    else:
+        raise AssertionError("trained with other options than before")
 
 
 class Subclass(keras.Model):

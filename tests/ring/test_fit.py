@@ -28,7 +28,15 @@ def _jobs() -> list[str]:
 
 NAMES = _jobs()
 ON_2_RANKS = {
-    *("fitted_before", "unbuilt_and_unseeded", "early_stopping", "eagerly", "own_train_step", "mixed_float16"),
+    *(
+        "fitted_before",
+        "fitted_twice",
+        "unbuilt_and_unseeded",
+        "early_stopping",
+        "eagerly",
+        "own_train_step",
+        "mixed_float16",
+    ),
     *("a_signal_saves_and_ends_all", "another_run_is_not_resumed", "what_differs_is_refused"),
     *("another_order_on_a_rank_is_refused", "averaged_weights", "fine_tuning", "distillation", "vae"),
     *("a_kept_fit_resumes_after_a_whole_epoch", "a_kept_fit_ends_on_all_ranks", "a_kept_fit_refuses_what_cannot_work"),
