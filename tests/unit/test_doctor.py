@@ -716,7 +716,7 @@ def noisy_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An ssh that goes nowhere: every host is this machine. Its login shell says things of its own."""
     ssh = tmp_path / "bin" / "ssh"  # the last word is what the host's shell gets
     ssh.parent.mkdir()
-    ssh.write_text('#!/bin/sh\necho Welcome; echo {}; shift $(($# - 1)); exec sh -c "$1"\n')
+    ssh.write_text('#!/bin/sh\necho Welcome; printf "{}"; shift $(($# - 1)); exec sh -c "$1"\n')
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{ssh.parent}{os.pathsep}{os.environ['PATH']}")
 

@@ -127,8 +127,9 @@ class Session:
         alarm.start()
         try:
             for line in self.process.stdout:  # type: ignore[union-attr]
-                if line.startswith(self.mark.encode()):  # other lines are output of a login shell
-                    return line[len(self.mark) :]
+                _, mark, answer = line.partition(self.mark.encode())
+                if mark:  # other text, also before it, is output of a login shell
+                    return answer
         finally:
             alarm.cancel()
         status = self.process.wait()
