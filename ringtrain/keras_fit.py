@@ -287,10 +287,10 @@ def _config(model: keras.Model, name: str, options: Config, arguments: data.FitA
             )
     if options.strategy.name not in STRATEGIES:
         raise ConfigError(f"ringtrain.fit: got strategy.name {options.strategy.name}, expected ring or mpi-ring")
-    if (arguments.batch_size or 1) < 1 or arguments.epochs < 1:
-        raise ConfigError(
-            f"ringtrain.fit: got batch_size {arguments.batch_size} and epochs {arguments.epochs}, expected at least 1"
-        )
+    for argument in ("batch_size", "epochs", "steps_per_epoch", "validation_steps", "validation_batch_size"):
+        number = getattr(arguments, argument)
+        if number is not None and number < 1:
+            raise ConfigError(f"ringtrain.fit: got {argument} {number}, expected at least 1")
     for callback in arguments.callbacks:
         if why := next((REFUSED[name] for name in _classes(callback) if name in REFUSED), ""):
             raise ConfigError(f"ringtrain.fit: leave out {type(callback).__name__}: {why}")
@@ -342,6 +342,8 @@ def _job(process: Process, model: keras.Model, arguments: data.FitArguments) -> 
         held_out = f"{len(test):,}{' batches' * isinstance(test, data.Stream)} to validate"
         more = {"data": f"{train.kind}: {num_train:,} batches to train, {held_out}"}
         num_train *= batch_size
+        if train.why_rank_0:
+            more |= {"read by": f"rank 0, as each rank would get other batches from {train.why_rank_0}"}
         if train.is_shard:
             more |= {"shard": f"{train.num_batches} batches of its own on each rank"}
             if size > 1:

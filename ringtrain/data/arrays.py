@@ -24,13 +24,13 @@ class Arrays(Split):
     Args:
         x, y, sample_weight: As in `keras.Model.fit`, whose checks and error messages apply.
         class_weight: Weight by class, for one output.
-        shuffle: Whether every epoch has another order.
+        shuffle: Whether every epoch has another order; "batch": of the rows of each global batch.
     """
 
     kind, on_resume = "arrays", "nothing is read again"
 
     def __init__(
-        self, x: Any, y: Any = None, sample_weight: Any = None, class_weight: Any = None, shuffle: bool = False
+        self, x: Any, y: Any = None, sample_weight: Any = None, class_weight: Any = None, shuffle: bool | str = False
     ) -> None:
         from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
@@ -60,7 +60,7 @@ class Arrays(Split):
         return checksum
 
     def epoch_order(self, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-        if self.shuffle:
+        if self.shuffle and self.shuffle != "batch":
             return sharding.epoch_order(len(self), global_batch_size, seed, epoch)
         num_steps = len(self) // global_batch_size
         return np.arange(num_steps * global_batch_size).reshape(num_steps, global_batch_size)
@@ -146,10 +146,14 @@ class RowBatches:
         epoch, first_step = self.position
         order = self.samples.epoch_order(1, self.seed, epoch).reshape(-1)
         length = len(order) - self.rest
-        whole = order[:length].reshape(-1, self.global_batch_size)[first_step:]
+        whole, rest = order[:length].reshape(-1, self.global_batch_size), order[length:]
+        if getattr(self.samples, "shuffle", False) == "batch":
+            draw = np.random.default_rng([self.seed, epoch])
+            whole, rest = draw.permuted(whole, axis=1), draw.permutation(rest)
+        whole = whole[first_step:]
         parts = [whole[:, slice(*self._part(self.global_batch_size))].reshape(-1)]
         if self.rest:
-            parts.append(order[length:][slice(*self._part(self.rest))])
+            parts.append(rest[slice(*self._part(self.rest))])
         return np.concatenate(parts)
 
     def _shares(self) -> NDArray[np.float64]:

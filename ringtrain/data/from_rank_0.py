@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -49,9 +50,11 @@ class StreamOfRank0(Stream):
 
         def read() -> tuple[Any, ...]:
             self._source = one = source()
-            return one.kind, one.num_batches, one.batch_size, one.on_resume, one.dataset.element_spec
+            facts = one.num_batches, one.batch_size, one.on_resume, one.may_end_early
+            return one.kind, one.dataset.element_spec, facts
 
-        kind, self.num_batches, self.batch_size, self.on_resume, spec = read_on_rank_0(read)
+        kind, spec, facts = read_on_rank_0(read)
+        self.num_batches, self.batch_size, self.on_resume, self.may_end_early = facts
         self.kind = f"{kind} of rank 0"
         self.dataset = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
         self._cut = tf.function(lambda batch: cut(batch, hvd.rank(), hvd.size()), input_signature=[spec])
@@ -60,15 +63,18 @@ class StreamOfRank0(Stream):
         import tensorflow as tf
 
         batches = None
-        while True:
+        for number in itertools.count():
 
             def read() -> list[Any]:
                 nonlocal batches
                 if batches is None:
+                    self._source.steps_per_call = self.steps_per_call
                     batches = self._source.iterator(ahead(self._source.dataset), epoch, first_step)
                 return leaves(next(batches, ()))
 
             batch = read_on_rank_0(read)
+            if not batch and number % self.steps_per_call:
+                return  # a last call with fewer batches
             if not batch:
                 raise tf.errors.OutOfRangeError(None, None, "rank 0 has no more batches")
             yield self._cut(packed(self.dataset.element_spec, batch))

@@ -5,6 +5,7 @@ The function that `data.name` names may also return these arguments.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import GeneratorType
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ringtrain.data.arrays import Arrays, NoSamples
 from ringtrain.data.dataset import Split
 from ringtrain.data.from_rank_0 import FromRank0, StreamOfRank0, leaves, packed, read_on_rank_0
+from ringtrain.data.pipeline_graph import RandomOperation, random_operations
 from ringtrain.data.streams import PyDatasetStream, Stream, num_rows
 from ringtrain.errors import DataError
 
@@ -95,8 +97,10 @@ def _kind(result: Any) -> str:
 def _is_batches(x: Any) -> bool:
     import keras
     import tensorflow as tf
+    from keras.src.trainers.data_adapters import is_grain_dataset, is_torch_dataloader
 
-    return isinstance(x, tf.data.Dataset | keras.utils.PyDataset | GeneratorType | FromRank0)
+    kinds = tf.data.Dataset | keras.utils.PyDataset | GeneratorType | FromRank0
+    return isinstance(x, kinds) or is_grain_dataset(x) or is_torch_dataloader(x)
 
 
 def is_nest(part: Any) -> bool:
@@ -119,24 +123,53 @@ def inputs(given: FitArguments, batch_size: int) -> tuple[Arrays | Stream, Split
     """Returns training and validation data; raises DataError for what `fit` cannot divide over ranks."""
     from keras.src.trainers.data_adapters import array_slicing
 
-    how = (given.class_weight, given.steps_per_epoch, given.epochs, given.shuffle is True, given.seed)
-    if stream := _shard(given.x, *how) if callable(given.x) else _stream(given.x, *how):
+    if isinstance(given.shuffle, str) and given.shuffle != "batch":
+        raise DataError(f'ringtrain.fit: got shuffle {given.shuffle!r}, expected True, False or "batch"')
+    how = (given.class_weight, given.steps_per_epoch, given.epochs, bool(given.shuffle), given.seed)
+    random_operations, why_rank_0 = _random_operations(given.x)
+    x = FromRank0(given.x) if why_rank_0 else given.x
+    if stream := _shard(x, *how) if callable(x) else _stream(x, *how):
+        if why_rank_0:
+            stream.kind, stream.why_rank_0 = "tf.data.Dataset", why_rank_0
+        if any(operation.always_differs for operation in random_operations):
+            stream.on_resume += ", with other random numbers"
+        elif random_operations:
+            texts = ", ".join(operation.text for operation in random_operations)
+            stream.advice = f"it has {texts}: give all ranks the same, or pass ringtrain.from_rank_0(dataset)"
         _check_stream(stream, given)
         return stream, _validation(given.validation_data, given, batch_size)
-    if given.steps_per_epoch:
-        raise DataError(
-            "ringtrain.fit: got steps_per_epoch, which arrays have by themselves: leave it out, or pass fewer rows"
-        )
     _check_arrays("x", given.x)
     x, y, weight, held_out = given.x, given.y, given.sample_weight, given.validation_data
     if given.validation_split and held_out is None:
         (x, y, weight), held_out = array_slicing.train_validation_split(
             (x, y, weight), validation_split=given.validation_split
         )
-    train = Arrays(x, y, weight, given.class_weight, shuffle=given.shuffle is True)
+    train = Arrays(x, y, weight, given.class_weight, shuffle=given.shuffle)
     if not len(train):
         raise DataError("ringtrain.fit: got no training samples, expected at least one")
+    steps = math.ceil(len(train) / batch_size)
+    if given.steps_per_epoch not in (None, steps):
+        raise DataError(
+            f"ringtrain.fit: got steps_per_epoch {given.steps_per_epoch} with arrays of {steps} batches of {batch_size}"
+            f" rows: leave it out, or pass other rows"
+        )
     return train, _validation(held_out, given, batch_size)
+
+
+def _random_operations(x: Any) -> tuple[list[RandomOperation], str]:
+    """Random operations of a pipeline, and those that give ranks other batches, if any, as a phrase. Collective."""
+    import tensorflow as tf
+
+    from ringtrain import hvd
+
+    operations, checksum = random_operations(x) if isinstance(x, tf.data.Dataset) else ([], 0)
+    if not hvd.is_initialized() or hvd.size() == 1:
+        return operations, ""
+    differing = ", ".join(operation.text for operation in operations if operation.always_differs)
+    of_ranks = hvd.allgather_object((differing, checksum), name="ringtrain_random_operations")
+    if not any(of_rank for of_rank, _ in of_ranks) and len({of_rank for _, of_rank in of_ranks}) > 1:
+        differing = ", ".join(operation.text for operation in operations)
+    return operations, differing or next((of_rank for of_rank, _ in of_ranks if of_rank), "")
 
 
 def _validation(held_out: Any, given: FitArguments, batch_size: int) -> Split:
@@ -188,6 +221,8 @@ def _stream(
     from keras.src.trainers.data_adapters import (
         generator_data_adapter,
         get_data_adapter,
+        is_grain_dataset,
+        is_torch_dataloader,
         py_dataset_adapter,
         tf_dataset_adapter,
     )
@@ -207,9 +242,17 @@ def _stream(
             raise DataError("ringtrain.fit: got class_weight with a generator: let it yield (x, y, sample_weight)")
         adapter = generator_data_adapter.GeneratorDataAdapter(x)
         return Stream("generator", adapter.get_tf_dataset(), steps, epochs, num_rows(adapter._first_batches[0]))
-    if type(x).__module__.partition(".")[0] == "grain":
-        grain = get_data_adapter(x, class_weight=class_weight)
-        return Stream("grain", grain.get_tf_dataset(), steps, epochs, grain.batch_size or 1)
+    if is_torch_dataloader(x) or is_grain_dataset(x):
+        kind = "torch DataLoader" if is_torch_dataloader(x) else "grain"
+        if class_weight:
+            raise DataError(f"ringtrain.fit: got class_weight with a {kind}: let it yield (x, y, sample_weight)")
+        loader = get_data_adapter(x)
+        dataset = loader.get_tf_dataset()
+        if loader.num_batches is not None:
+            dataset = dataset.apply(tf.data.experimental.assert_cardinality(loader.num_batches))
+        stream = Stream(kind, dataset.take(take) if take else dataset, steps, epochs, loader.batch_size or 1)
+        stream.advice = f"give the {kind} the same seed on all ranks, or pass ringtrain.from_rank_0(loader)"
+        return stream
     if not isinstance(x, keras.utils.PyDataset):
         return None
     if x.num_batches is None:

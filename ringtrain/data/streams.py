@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import zlib
 from collections import deque
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ringtrain.data import pipeline_graph
 from ringtrain.data.dataset import Split
 from ringtrain.data.pipeline import ahead
 from ringtrain.errors import DataError
@@ -24,14 +26,15 @@ if TYPE_CHECKING:
 MODULUS = 2**31 - 1
 """Fingerprints are below this."""
 FINGERPRINTED = 1024
-"""numbers of each part of a batch that count"""
+"""numbers of each part of a batch that count, at least"""
 
 
 class Stream(Split):
     """Whole batches of a `tf.data.Dataset`; its samples are counted in batches.
 
     Without `steps`, each epoch is an iteration of the dataset: epoch e, from 0, is iteration 2 e, as in Keras' `fit`,
-    which begins one at the end of each epoch, too, and discards it. With `steps`, all epochs are one iteration.
+    which begins one at the end of each epoch, too, and discards it. It does not if the length is unknown, or `steps`:
+    then it is iteration e. With fewer `steps`, all epochs are one iteration.
 
     Args:
         kind: What the script has passed, for messages.
@@ -42,15 +45,19 @@ class Stream(Split):
 
     Attributes:
         num_batches: Of an epoch.
+        steps_per_call: Batches that Keras' train_function reads at once.
         is_held_out: Whether these are validation data, of which each rank evaluates other batches.
         is_shard: Whether these are batches of one rank alone, instead of all ranks' together.
         on_resume: What a resumed run has to read again.
+        why_rank_0: Random operations that would give each rank other batches, so that rank 0 reads for all.
 
     Raises:
         DataError: The number of batches is infinite or 0, or less than `steps` for each epoch.
     """
 
     is_held_out = is_shard = False
+    why_rank_0 = ""
+    steps_per_call = 1
 
     def __init__(
         self, kind: str, dataset: tf.data.Dataset, steps: int | None = None, epochs: int = 1, batch_size: int = 1
@@ -58,24 +65,38 @@ class Stream(Split):
         import tensorflow as tf
 
         self.kind, self.dataset, self.batch_size = kind, dataset, batch_size
-        self._is_endless, self._iterations = steps is not None, 0
+        self._iterations, self._per_epoch = 0, 2
         self._open: Iterator[Any] | None = None
         if any(spec.shape.rank is None for spec in tf.nest.flatten(dataset.element_spec)):
             raise DataError(
                 f"ringtrain.fit: got a {kind} of unknown shapes, expected batches with known ones: use"
                 f" Dataset.from_generator(..., output_signature=...) or tf.ensure_shape"
             )
-        self.num_batches = steps or int(dataset.cardinality())
+        length = int(dataset.cardinality())
+        if steps == length:
+            steps, self._per_epoch = None, 1
+        self._is_endless, self.num_batches = steps is not None, steps or length
         if steps:
             self._check_length(steps, epochs)
-        elif self.num_batches == -1:
+        elif length == -1:
             raise DataError(f"ringtrain.fit: got a {kind} without an end: pass steps_per_epoch, or use take(n)")
-        elif self.num_batches == -2:
-            self.num_batches, self._iterations = sum(1 for _ in dataset), 1
+        elif length == -2:
+            self.num_batches, self._per_epoch, self.may_end_early = self._counted(), 1, True
         if not self.num_batches:
             raise DataError(f"ringtrain.fit: got a {kind} without batches, expected at least one")
         which = "all earlier batches" if steps else "the epoch's earlier batches"
         self.on_resume = f"{which} are read again, without training"
+
+    def _counted(self) -> int:
+        """Number of batches of an iteration: of a copy, if there can be one, so that no epoch is read before."""
+        copy = pipeline_graph.copy_of(self.dataset)
+        if copy is None:
+            self._iterations = 1
+        num_batches = 0
+        for _ in copy or self.dataset:
+            num_batches += 1
+            _advance()
+        return num_batches
 
     def _check_length(self, steps: int, epochs: int) -> None:
         length = int(self.dataset.cardinality())
@@ -95,7 +116,9 @@ class Stream(Split):
         """
         import tensorflow as tf
 
-        first = next(iter(self.dataset)) if self.is_held_out else ()
+        first: Any = ()
+        if self.is_held_out:
+            first = next(iter(pipeline_graph.copy_of(self.dataset) or self.dataset))
         content = [int(_fingerprint(leaf)) for leaf in tf.nest.flatten(first)]
         return zlib.crc32(f"{self.num_batches} {self.dataset.element_spec} {content}".encode())
 
@@ -103,29 +126,22 @@ class Stream(Split):
         """The batches with these successive numbers."""
         return self.dataset.skip(int(numbers[0]) if len(numbers) else 0).take(len(numbers))
 
-    def rows(self, begin: int, end: int) -> Any:
-        """Batch of so many rows of zeros. Reading one would shuffle the dataset once more."""
-        import tensorflow as tf
-
-        def zeros(spec: Any) -> Any:
-            return tf.zeros([end - begin, *(size or 1 for size in spec.shape[1:])], spec.dtype)
-
-        return tf.nest.map_structure(zeros, self.dataset.element_spec)
-
     def iterator(self, rows: tf.data.Dataset, epoch: int, first_step: int) -> Iterator[Any]:
         """Iterator over an epoch of this dataset's rows from a step on. Epochs must be asked for in order."""
         if self._open is not None:
             return self._open
         skipped = first_step
-        if self._is_endless:
-            skipped += epoch * self.num_batches
+        if self._is_endless:  # whole calls of train_function, the last of an epoch included
+            skipped += epoch * math.ceil(self.num_batches / self.steps_per_call) * self.steps_per_call
         else:
-            for _ in range(2 * epoch - self._iterations):  # each iterator gives the shuffle its next order
+            iteration = self._per_epoch * epoch
+            for _ in range(iteration - self._iterations):  # each iterator gives the shuffle its next order
                 iter(rows)
-            self._iterations = max(2 * epoch, self._iterations) + 1
+            self._iterations = max(iteration, self._iterations) + 1
         batches = iter(rows)
         for _ in range(skipped):
             next(batches)
+            _advance()
         self._open = batches if self._is_endless else None
         return batches
 
@@ -202,8 +218,9 @@ class StreamRows:
     fingerprint of the whole batch or, of a shard, the number of its rows.
     """
 
-    def __init__(self, stream: Stream, rank: int, size: int) -> None:
+    def __init__(self, stream: Stream, rank: int, size: int, steps_per_call: int = 1) -> None:
         self.stream, self.steps = stream, stream.num_batches
+        stream.steps_per_call = steps_per_call
         self.is_even, self.has_empty_parts = size == 1, size > 1 and not stream.is_shard
         rows = stream.dataset
         if size > 1 and stream.is_shard:
@@ -215,6 +232,13 @@ class StreamRows:
     def __call__(self, epoch: int, first_step: int = 0) -> Iterator[Any]:
         """Iterator over the batches of an epoch from a step on. Epochs must be asked for in order."""
         return self.stream.iterator(self.dataset, epoch, first_step)
+
+
+def _advance() -> None:
+    """Counts a batch that is read without training as progress, for the detection of stalls."""
+    from ringtrain import hvd
+
+    hvd.step_timing.PLACE.advance()
 
 
 @contextlib.contextmanager
@@ -279,10 +303,12 @@ def _rows(leaf: Any, begin: tf.Tensor, end: tf.Tensor) -> Any:
 
 
 def _fingerprint(leaf: Any) -> tf.Tensor:
-    """Number of the first values of a part of a batch, below MODULUS."""
+    """Number of evenly spaced values of a part of a batch, below MODULUS."""
     import tensorflow as tf
 
     values = leaf.values if isinstance(leaf, tf.SparseTensor) else leaf
     values = values.flat_values if isinstance(values, tf.RaggedTensor) else values
-    text = tf.io.serialize_tensor(tf.reshape(values, [-1])[:FINGERPRINTED])
+    values = tf.reshape(values, [-1])
+    values = values[:: tf.maximum(1, tf.size(values) // FINGERPRINTED)]
+    text = tf.io.serialize_tensor(values)
     return tf.strings.to_hash_bucket_fast(text, MODULUS)

@@ -153,6 +153,12 @@ class Clock(keras.callbacks.Callback):
         """Whether the last step was the last of its epoch."""
         return self.global_step % self.steps_per_epoch == 0
 
+    def end_epoch(self) -> None:
+        """Counts an epoch whose data have ended early as a complete one."""
+        self.before = self.global_step
+        self.global_step = math.ceil(self.global_step / self.steps_per_epoch) * self.steps_per_epoch
+        self.status.put(self.global_step, "")
+
     def passed(self, every: int) -> bool:
         """Whether the last call of a step has reached a multiple of `every`."""
         return self.global_step // every > self.before // every

@@ -96,9 +96,9 @@ class StopTogether(keras.callbacks.Callback):
         self._read_stop_training()
         if not self._first_bad_step and not np.isfinite((logs or {}).get("loss", 0.0)).all():
             self._first_bad_step = global_step
-        is_first = self.run.clock.before == self.run.start.global_step
-        compares_first = is_first and self.run.strategy.fingerprint() is not None  # before other batches are trained
-        if compares_first or any(map(self.run.clock.passed, self.every_steps)):
+        is_early = self.run.clock.before < self.run.start.global_step + self.run.config.health.agree_every_steps
+        compares = is_early and self.run.strategy.fingerprint() is not None  # before other batches are trained
+        if compares or any(map(self.run.clock.passed, self.every_steps)):
             self._agree()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -97,7 +97,10 @@ class Script(Ring):
                     " same ones, or compile the model again with a new optimizer"
                 )
         num_rows = max(2, batch_size // hvd.size())
-        batch = train.rows(0, min(len(train), num_rows) if isinstance(train, data.Arrays) else 2)
+        if isinstance(train, data.Stream):
+            batch = train.dataset.element_spec  # unknown sizes stay unknown, and no batch is read
+        else:
+            batch = train.rows(0, min(len(train), num_rows))
         has_call = type(model).call is not keras.Model.call
         if has_call:
             model._symbolic_build(data_batch=batch)
@@ -105,8 +108,8 @@ class Script(Ring):
             tf.function(model.train_step).get_concrete_function(batch)  # builds optimizers of a train_step
             model.built = True
         if hvd.size() > 1:
-            has_rows = isinstance(train, data.Arrays) and len(train) >= 8
-            self.unlike_one_process = unlike_one_process(model, train.rows if has_rows else None)
+            rows = train.rows if isinstance(train, data.Arrays) and len(train) >= 8 else None
+            self.unlike_one_process = unlike_one_process(model, rows)
 
     def clock(self, run: RunContext) -> resume.Clock:
         per_call = run.model.steps_per_execution
@@ -131,7 +134,7 @@ class Script(Ring):
         rows: Any
         self._is_stream = isinstance(train, data.Stream) and size > 1
         if isinstance(train, data.Stream):
-            rows = data.StreamRows(train, rank, size)
+            rows = data.StreamRows(train, rank, size, run.model.steps_per_execution)
         else:
             rows = data.RowBatches(train, run.numbers.samples_per_step, rank, size, run.config.seed)
         self._batches = UnevenBatches(run.model, not rows.is_even, rows.has_empty_parts)
@@ -154,7 +157,10 @@ class Script(Ring):
             batches, step_logs = rows(epoch, first_step), {}
             for step in range(first_step, part.num_steps, model.steps_per_execution):
                 callbacks.on_train_batch_begin(step)
-                step_logs = self._step(run, batches)
+                logs_of_call = self._step(run, batches)
+                if logs_of_call is None:
+                    break
+                step_logs = logs_of_call
                 callbacks.on_train_batch_end(step + model.steps_per_execution - 1, step_logs)
                 if model.stop_training:
                     break
@@ -168,9 +174,21 @@ class Script(Ring):
         callbacks.on_train_end(logs)
 
     def _step(self, run: RunContext, batches: Iterator[Any]) -> Any:
+        """Logs of a call of Keras' train function; None: this epoch has fewer batches than the first."""
         try:
             return run.model.train_function(batches)
-        except tf.errors.OutOfRangeError as error:
+        except (StopIteration, tf.errors.OutOfRangeError) as error:
+            train, clock = run.data_set.train, run.clock
+            if train.may_end_early and not clock.epoch_complete:
+                if run.rank == 0:
+                    print(
+                        f"ringtrain: the data of an epoch ended after {clock.global_step % clock.steps_per_epoch} of"
+                        f" {clock.steps_per_epoch} batches: its length changes from epoch to epoch",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                clock.end_epoch()
+                return None
             raise DataError(
                 f"ringtrain.fit: the data ended after {run.clock.global_step} batches of {run.config.train.epochs}"
                 f" epochs with {run.numbers.steps_per_epoch} each: pass as many, or fewer steps_per_epoch or epochs"

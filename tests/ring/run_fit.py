@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import io
+import itertools
 import json
 import os
 import signal
@@ -281,6 +283,82 @@ def py_datasets_and_generators() -> None:
         assert distance(ours, reference) < 1e-10, name
         for metric, values in expected.history.items():
             np.testing.assert_allclose(history.history[metric], values, rtol=1e-6, err_msg=metric)
+
+
+def variable_lengths() -> None:
+    """Batches of other lengths, for layers that cannot be built with a length of 1; the last ones are of one row."""
+    lengths, draw = (8, 10, 9, 12), np.random.default_rng(1)
+    batches = [
+        (draw.normal(size=(9 - 2 * i, length, 2)), draw.normal(size=(9 - 2 * i, 1))) for i, length in enumerate(lengths)
+    ]
+
+    class Lengths(keras.utils.PyDataset):
+        num_batches = 4
+
+        def __getitem__(self, index: int) -> Any:
+            return batches[index]
+
+    class Pooled(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = [keras.layers.Conv1D(4, 3), keras.layers.MaxPooling1D(3), keras.layers.Reshape((-1, 2))]
+            self.parts += [keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(1)]
+
+        def call(self, inputs: Any) -> Any:
+            for part in self.parts:
+                inputs = part(inputs)
+            return inputs
+
+    def functional() -> keras.Model:
+        inputs = keras.Input((None, 2))
+        return keras.Model(inputs, Pooled().call(inputs))
+
+    spec = (tf.TensorSpec([None, None, 2], tf.float64), tf.TensorSpec([None, 1], tf.float64))
+    kinds: list[Callable[[], dict[str, Any]]] = [
+        lambda: {"x": tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec)},
+        lambda: {"x": Lengths(), "shuffle": False},
+        lambda: {"x": (batch for _ in range(3) for batch in batches), "steps_per_epoch": 4},
+    ]
+    for make, model in itertools.product(kinds, (functional, Pooled)):
+        trained = []
+        for train in (functools.partial(ringtrain.fit, options=options()), keras.Model.fit):
+            keras.utils.set_random_seed(3)
+            trained.append(compiled(model(), metrics=["mae"]))
+            history = train(trained[-1], **make(), epochs=2, verbose=0)
+            np.testing.assert_allclose(history.history["mae"], trained[0].history.history["mae"], rtol=1e-6)
+        assert distance(*trained) < 1e-10
+
+
+def random_pipelines() -> None:
+    """Of a pipeline that would give each rank other batches, all train rank 0's; a resume goes on."""
+    tf.random.set_seed(None)
+    noise = keras.layers.GaussianNoise(0.1, seed=hvd.rank())
+    for name, transform in {
+        "shuffled": lambda pairs: pairs.shuffle(97).batch(32),
+        "parallel": lambda pairs: pairs.batch(8).map(
+            lambda x, y: (tf.random.shuffle(x, seed=1), y), num_parallel_calls=4
+        ),
+        "seeds": lambda pairs: pairs.batch(32).map(lambda x, y: (noise(x, training=True), y)),
+    }.items():
+        pairs = tf.data.Dataset.from_tensor_slices((X[:97], Y[:97]))
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            model = compiled(dense())
+            tf.random.set_seed(None)  # dense() has set one
+            ringtrain.fit(model, transform(pairs), epochs=2, options=options())
+        assert hvd.rank() or "rank 0, as each rank would get other batches from " in said.getvalue(), (
+            name,
+            said.getvalue(),
+        )
+        hvd.check_in_sync(model)
+    pairs = tf.data.Dataset.from_tensor_slices((X[:97], Y[:97])).batch(32)
+    foreign = pairs.map(lambda x, y: (tf.numpy_function(lambda x: x + hvd.rank(), [x], x.dtype), y))
+    try:
+        foreign = foreign.map(lambda x, y: (tf.ensure_shape(x, [None, 6]), y))
+        ringtrain.fit(compiled(dense()), foreign, verbose=0, options=options())
+    except ringtrain.errors.DataError as error:
+        assert "other batches than rank 0, by step 1: it has map with a Python function: " in str(error), error
+    else:
+        raise AssertionError("trained with other batches")
 
 
 def _queue(num_batches: int = 99) -> Any:

@@ -28,6 +28,7 @@ def _jobs() -> list[str]:
 
 NAMES = _jobs()
 ON_2_RANKS = {
+    "random_pipelines",
     *(
         "fitted_before",
         "fitted_twice",

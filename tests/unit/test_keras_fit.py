@@ -50,7 +50,7 @@ def _mirrored() -> keras.Model:
         (_model(OwnFit), {}, r"OwnFit has a fit of its own that does not call"),
         (_model(Calls), {"batch_per_rank": True}, r"batch_per_rank, which the fit of Calls does not know"),
         (_model(Calls), {"y": None, "x": {}}, r"the fit of Calls has not called super"),
-        (_model(), {"batch_size": 0, "epochs": 0}, r"epochs 0, expected at least 1"),
+        (_model(), {"batch_size": 0}, r"got batch_size 0, expected at least 1"),
         (_model(), {"callbacks": [keras.callbacks.BackupAndRestore("x")]}, r"leave out BackupAndRestore: name= saves"),
         (
             _model(),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ import tensorflow as tf
 from test_fit_alone import KillAfter, Killed, X, Y, _model, _weights
 
 import ringtrain
-from ringtrain import data
+from ringtrain import data, hvd
 from ringtrain.config import CheckpointConfig, Config, HealthConfig, RunConfig
+from ringtrain.data.pipeline_graph import random_operations
 from ringtrain.errors import DataError
 
 
@@ -106,11 +109,102 @@ def test_validation_data_in_another_order_have_another_checksum() -> None:
     assert _stream(_ids(seed=None)).checksum() == _stream(_ids(seed=None)).checksum()
 
 
-def test_an_unknown_length_is_counted() -> None:
-    stream = _stream(_ids().unbatch().filter(lambda row: row["id"] % 2 == 0).batch(4))
+def _even_ids(cached: bool = False) -> tf.data.Dataset:
+    ids = _ids().unbatch().filter(lambda row: row["id"] % 2 == 0).batch(4)
+    return ids.cache().shuffle(3, seed=1) if cached else ids
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_an_unknown_length_is_counted_without_an_iteration(cached: bool) -> None:
+    stream = _stream(_even_ids(cached))
     assert stream.num_batches == 7  # of 25 rows
-    trained = [row for ranks in _epochs(lambda: stream, 1, 1) for _, _, rows in ranks for row in rows]
-    assert sorted(trained) == list(range(0, 50, 2))
+    trained = [ranks[0][2].tolist() for ranks in _epochs(lambda: stream, 1, 3)]
+    untouched = _even_ids(cached)
+    assert trained == [batch["id"].numpy().tolist() for _ in range(3) for batch in untouched]
+    assert sorted(row for rows in trained[:7] for row in rows) == list(range(0, 50, 2))
+
+
+def test_counting_changes_no_variable() -> None:
+    drawn = tf.Variable(0.0)
+    _stream(tf.data.Dataset.range(5).map(lambda row: drawn.assign_add(1.0)).filter(lambda row: row > 1).batch(2))
+    assert drawn.numpy() == 0
+
+
+def test_batches_read_without_training_are_progress() -> None:
+    """So that a resume that reads for longer than the stall timeout is not ended."""
+    before = hvd.step_timing.PLACE.changes
+    stream = _stream(_even_ids())
+    counted = hvd.step_timing.PLACE.changes
+    next(data.StreamRows(stream, 0, 1)(1, 5))
+    assert (counted - before, hvd.step_timing.PLACE.changes - counted) == (7, 5)
+
+
+def test_a_call_of_several_steps_reads_whole_calls() -> None:
+    """4 steps at once and 10 an epoch read 12 batches in each, also before the step at which a run resumes."""
+    stream = _stream(tf.data.Dataset.range(99), 10)
+    assert int(next(data.StreamRows(stream, 0, 1, 4)(2, 4))) == 2 * 12 + 4
+
+
+def test_rows_are_shuffled_within_their_batches() -> None:
+    def epochs(shuffle: Any) -> list[Any]:
+        arrays = data.Arrays(np.arange(50), shuffle=shuffle)
+        rows = data.RowBatches(arrays, 16, 0, 1, 0)
+        return [[tf.nest.flatten(batch)[0].numpy().tolist() for batch in rows(epoch)] for epoch in range(2)]
+
+    in_order, in_batches = epochs(False), epochs("batch")
+    assert in_batches[0] != in_batches[1] != in_order[1]
+    assert [sorted(batch) for batch in in_batches[1]] == in_order[1]
+    with pytest.raises(DataError, match="got shuffle 'batches', expected True, False or \"batch\""):
+        _stream(X, shuffle="batches")
+
+
+FLIP = keras.Sequential([keras.layers.RandomFlip(seed=1, name="flip")])
+
+
+@pytest.mark.parametrize(
+    ("transform", "differ", "text"),
+    [
+        (lambda ids: ids.shuffle(9), True, "shuffle without a seed"),
+        (lambda ids: ids.shuffle(9, seed=0).cache(), False, ""),
+        (lambda ids: ids.map(lambda row: tf.random.uniform([1])), True, "map with random_uniform without a seed"),
+        (lambda ids: ids.map(lambda row: tf.random.uniform([1], seed=3)), False, "map with random_uniform"),
+        (
+            lambda ids: ids.map(lambda row: FLIP(tf.zeros([2, 2, 1]), training=True), num_parallel_calls=-1),
+            True,
+            "map with flip and num_parallel_calls",
+        ),
+        (
+            lambda ids: ids.map(lambda row: FLIP(tf.zeros([2, 2, 1]), training=True), num_parallel_calls=1).prefetch(1),
+            False,
+            "map with flip",
+        ),
+        (lambda ids: ids.map(lambda row: row, num_parallel_calls=2), False, ""),
+        (
+            lambda ids: ids.map(lambda row: row, num_parallel_calls=2, deterministic=False),
+            True,
+            "map with deterministic=False",
+        ),
+        (
+            lambda ids: ids.map(lambda row: tf.numpy_function(lambda x: x, [row], tf.int64)),
+            False,
+            "map with a Python function",
+        ),
+    ],
+)
+def test_random_operations_of_a_pipeline(transform: Any, differ: bool, text: str) -> None:
+    tf.random.set_seed(None)
+    operations, _ = random_operations(transform(tf.data.Dataset.range(9)))
+    found = [(one.text.replace("flip_1", "flip"), one.always_differs) for one in operations]
+    assert found == ([(text, differ)] if text else [])
+
+
+def test_the_state_of_random_layers_is_in_the_checksum() -> None:
+    def checksum(seed: int) -> int:
+        flip = keras.layers.RandomFlip(seed=seed)
+        ids = tf.data.Dataset.range(9).map(lambda row: flip(tf.zeros([2, 2, 1]), training=True))
+        return random_operations(ids)[1]
+
+    assert checksum(1) == checksum(1) != checksum(2)
 
 
 class Batches(keras.utils.PyDataset):
@@ -178,7 +272,7 @@ def test_all_epochs_of_given_steps_are_one_iteration(make: Any) -> None:
         (_ids(), 4, "of 7 batches for 3 epochs of steps_per_epoch 4, .*use repeat"),
         (_ids().take(0), None, "without batches"),
         (_generated(), None, "a generator without steps_per_epoch"),
-        (X, 4, "got steps_per_epoch, which arrays have"),
+        (X, 5, "got steps_per_epoch 5 with arrays of 4 batches of 32 rows"),
         (Batches(), 4, "steps_per_epoch 4 and a PyDataset of 7 batches"),
     ],
 )
@@ -219,13 +313,40 @@ def _fit(model: keras.Model, folder: Path, *callbacks: Any, **more: Any) -> Any:
     return ringtrain.fit(model, x, options=options, **arguments | more)
 
 
-def test_alone_it_is_keras_fit(tmp_path: Path) -> None:
-    ours, reference = _model(), _model()
-    history = _fit(ours, tmp_path)
+def _without_dropout(**more: Any) -> keras.Model:
+    """After an epoch of unknown length Keras counts an update and draws a seed without a batch: Adam would differ."""
+    keras.utils.set_random_seed(3)
+    layers = [keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.Dense(3)]
+    model = keras.Sequential([keras.Input((6,)), *layers])
+    model.compile(keras.optimizers.SGD(0.01), "mse", metrics=["mae"], **more)
+    return model
+
+
+def _large_pairs() -> tf.data.Dataset:
+    """Of unknown length."""
+    return _pairs().unbatch().filter(lambda x, y: x[0] > 0).batch(16)
+
+
+@pytest.mark.parametrize(
+    ("make", "steps", "more"),
+    [
+        (_pairs, 1, {}),
+        (_pairs, 1, {"steps_per_epoch": 4}),
+        (_large_pairs, 1, {}),
+        (_large_pairs, 3, {}),
+        (lambda: _large_pairs().cache().shuffle(9, seed=1), 3, {}),
+        (lambda: _pairs().repeat(), 3, {"steps_per_epoch": 5}),
+    ],
+)
+def test_alone_it_is_keras_fit(make: Any, steps: int, more: dict[str, Any], tmp_path: Path) -> None:
+    ours, reference = (_without_dropout(steps_per_execution=steps) for _ in range(2))
+    tf.random.set_seed(4)
+    history = _fit(ours, tmp_path, x=make(), **more)
     held_out = tf.data.Dataset.from_tensor_slices((X[:40], Y[:40])).batch(16)
-    expected = reference.fit(_pairs(), epochs=3, verbose=0, validation_data=held_out)
+    tf.random.set_seed(4)
+    expected = reference.fit(make(), epochs=3, verbose=0, validation_data=held_out, **more)
     for one, other in zip(ours.get_weights(), reference.get_weights(), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6)
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-8)
     for metric, values in expected.history.items():
         np.testing.assert_allclose(history.history[metric], values, rtol=1e-6)
 
@@ -260,9 +381,70 @@ def test_killed_and_resumed(kind: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_data_that_end_early_are_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="ended after 5 batches of 3 epochs with 4 each"):
-        _fit(_model(), tmp_path, x=_of_numpy(5), steps_per_epoch=4)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_data_that_end_early_are_an_error(steps: int, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"ended after [56] batches of 3 epochs with 4 each"):
+        _fit(_model(steps_per_execution=steps), tmp_path, x=_of_numpy(4 + steps), steps_per_epoch=4)
+
+
+def test_a_later_epoch_may_be_shorter(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As in Keras, with its metrics and validation."""
+
+    def make(*lengths: int) -> tf.data.Dataset:
+        of_iterations = iter(lengths)
+
+        def batches() -> Any:
+            for index in range(next(of_iterations)):
+                yield X[16 * index :][:16], Y[16 * index :][:16]
+
+        spec = (tf.TensorSpec([None, 6], tf.float64), tf.TensorSpec([None, 3], tf.float64))
+        return tf.data.Dataset.from_generator(batches, output_signature=spec)
+
+    ours, reference = _without_dropout(), _without_dropout()
+    held_out = {"validation_data": (X[:40], Y[:40])}
+    history = _fit(ours, tmp_path, x=make(5, 5, 3, 5), **held_out)  # one to count
+    expected = reference.fit(make(5, 3, 5), epochs=3, verbose=0, **held_out)
+    for one, other in zip(ours.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-8)
+    for metric, values in expected.history.items():
+        np.testing.assert_allclose(history.history[metric], values, rtol=1e-6)
+    assert "ended after 3 of 5 batches" in capfd.readouterr().err
+
+
+class Tensor(np.ndarray):
+    """Stands for torch's."""
+
+    def cpu(self) -> np.ndarray:
+        return np.asarray(self)
+
+
+class DataLoader:
+    """Stands for torch's, which Keras knows by its name and module."""
+
+    batch_size, dataset = 32, X
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Any:
+        parts = [np.split(rows.astype("float32"), range(32, 100, 32)) for rows in (X, Y)]
+        return iter([tuple(part.view(Tensor) for part in pair) for pair in zip(*parts, strict=True)])
+
+
+DataLoader.__module__ = "torch.utils.data.dataloader"
+
+
+def test_a_data_loader_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = types.ModuleType("torch")
+    torch.utils = types.SimpleNamespace(data=types.SimpleNamespace(DataLoader=DataLoader))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    stream = _stream(DataLoader())
+    assert (stream.kind, stream.num_batches, stream.batch_size) == ("torch DataLoader", 4, 32)
+    ours, reference = _model(), _model()
+    history = _fit(ours, tmp_path, x=DataLoader(), validation_data=DataLoader())
+    expected = reference.fit(DataLoader(), epochs=3, verbose=0, validation_data=DataLoader())
+    for metric, values in expected.history.items():
+        np.testing.assert_allclose(history.history[metric], values, rtol=1e-6)
 
 
 def test_arguments_that_arrays_have(tmp_path: Path) -> None:

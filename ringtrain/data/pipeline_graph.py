@@ -1,0 +1,151 @@
+"""What the graph of a tf.data pipeline shows: a copy with a state of its own, and what differs between processes."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+IGNORE_EXTERNAL_STATE = 1
+MAX_BYTES = 2**26
+"""Most bytes of arrays in memory for which a graph is made: it contains them."""
+STATE_INPUTS = {
+    "ShuffleDatasetV3": (4, "DummySeedGenerator"),
+    "ShuffleAndRepeatDatasetV2": (5, "DummySeedGenerator"),
+    "CacheDatasetV2": (2, "DummyMemoryCache"),
+}
+"""By operation: the input that holds its state, and the operation that creates a new state."""
+SEED_INPUTS = {"ShuffleDatasetV3": (2, 3), "ShuffleAndRepeatDatasetV2": (2, 3)}
+DRAWS = re.compile(
+    "Random(Uniform|StandardNormal|Gamma|Poisson|Shuffle|Crop)|Multinomial|TruncatedNormal|ParameterizedTruncated"
+    "|SampleDistortedBoundingBox"
+)
+"""Operations with a state of their own, which their seed determines."""
+CHANGES = re.compile("Assign|Rng(ReadAndSkip|Skip)|StatefulUniform|StatefulStandardNormal|StatefulTruncated")
+"""Operations that change a variable, such as a seed of Keras."""
+PYTHON = re.compile("(Eager)?PyFunc")
+
+
+@dataclass(frozen=True)
+class RandomOperation:
+    """A part of a pipeline that may give each process other batches.
+
+    Attributes:
+        text: A phrase that names it.
+        always_differs: Whether no seed makes it the same in every process.
+    """
+
+    text: str
+    always_differs: bool
+
+
+def copy_of(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
+    """Dataset with the same batches, of which an iteration changes no shuffle, cache or variable of `dataset`.
+
+    None: it cannot be copied, e.g. because it is made from arrays of more than MAX_BYTES.
+    """
+    import tensorflow as tf
+
+    try:
+        graph = _graph_of(dataset)
+        for node in list(graph.node):
+            if node.op in STATE_INPUTS:
+                index, operation = STATE_INPUTS[node.op]
+                name = f"state_of_{node.name}".replace("/", "_")
+                graph.node.add(name=name, op=operation)
+                node.input[index] = name
+        variant = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
+        return tf.data.experimental.from_variant(variant, dataset.element_spec)
+    except Exception:  # too large, or nothing that TensorFlow can put into a graph
+        return None
+
+
+def random_operations(dataset: tf.data.Dataset) -> tuple[list[RandomOperation], int]:
+    """Parts of a pipeline that may differ between processes, and a checksum of the variables that it reads."""
+    try:
+        graph = _graph_of(dataset)
+        return list(dict.fromkeys(_operations(graph))), _checksum_of_variables(graph)
+    except Exception:  # as above
+        return [], 0
+
+
+def _graph_of(dataset: tf.data.Dataset) -> Any:
+    import tensorflow as tf
+
+    if _bytes_of(dataset) > MAX_BYTES:
+        raise ValueError("too large")
+    variant = tf.data.experimental.to_variant(dataset)
+    graph = tf.raw_ops.DatasetToGraphV2(input_dataset=variant, external_state_policy=IGNORE_EXTERNAL_STATE)
+    return tf.compat.v1.GraphDef.FromString(graph.numpy())
+
+
+def _bytes_of(dataset: Any) -> int:
+    """Bytes of the arrays that a dataset is made from, and that its functions use."""
+    tensors = list(getattr(dataset, "_tensors", ()))
+    for function in dataset._functions():
+        tensors += function.function.captured_inputs
+    sizes = [(tensor.shape.num_elements() or 0) * tensor.dtype.size for tensor in tensors]
+    return sum(sizes) + sum(map(_bytes_of, dataset._inputs()))
+
+
+def _operations(graph: Any) -> Iterator[RandomOperation]:
+    nodes = {node.name: node for node in graph.node}
+    functions = {function.signature.name: function for function in graph.library.function}
+    for node in graph.node:
+        if node.op in SEED_INPUTS and not any(_number(nodes, node.input[index]) for index in SEED_INPUTS[node.op]):
+            yield RandomOperation("shuffle without a seed", True)
+        kind = re.sub("Parallel|Dataset.*", "", node.op).lower()
+        if node.attr["deterministic"].s == b"false":
+            yield RandomOperation(f"{kind} with deterministic=False", True)
+        is_parallel = node.op.startswith("Parallel") and _number(nodes, node.input[-1]) != 1
+        for inner in _nodes_of(_functions_of(node), functions):
+            name = _layer_or_operation(inner)
+            if PYTHON.fullmatch(inner.op):
+                yield RandomOperation(f"{kind} with a Python function", False)
+            elif DRAWS.match(inner.op) and not (inner.attr["seed"].i or inner.attr["seed2"].i):
+                yield RandomOperation(f"{kind} with {name} without a seed", True)
+            elif is_parallel and (DRAWS.match(inner.op) or CHANGES.match(inner.op)):
+                yield RandomOperation(f"{kind} with {name} and num_parallel_calls", True)
+            elif DRAWS.match(inner.op) or CHANGES.match(inner.op):
+                yield RandomOperation(f"{kind} with {name}", False)
+
+
+def _layer_or_operation(node: Any) -> str:
+    """Name of the innermost layer that has made an operation, or else its kind."""
+    return node.name.split("/")[-2] if "/" in node.name else node.op
+
+
+def _functions_of(node: Any) -> list[str]:
+    values = node.attr.values()
+    return [name for value in values for name in (value.func.name, *(one.name for one in value.list.func)) if name]
+
+
+def _nodes_of(names: Iterable[str], functions: Any) -> Iterator[Any]:
+    """Operations of functions, and of those that these call."""
+    for name in names:
+        for node in functions[name].node_def if name in functions else ():
+            yield node
+            yield from _nodes_of(_functions_of(node), functions)
+
+
+def _number(nodes: Any, name: str) -> int:
+    """Value of a constant; -1: `name` is none, or TensorFlow chooses (AUTOTUNE)."""
+    import tensorflow as tf
+
+    node = nodes.get(name.partition(":")[0].removeprefix("^"))
+    return int(tf.make_ndarray(node.attr["value"].tensor)) if node is not None and node.op == "Const" else -1
+
+
+def _checksum_of_variables(graph: Any) -> int:
+    constants = {node.name: node for node in graph.node if node.op == "Const"}
+    checksum = 0
+    for node in graph.node:
+        value = constants.get(node.input[1]) if node.op == "AssignVariableOp" else None
+        if value is not None:
+            checksum = zlib.crc32(value.attr["value"].tensor.SerializeToString(), checksum)
+    return checksum
