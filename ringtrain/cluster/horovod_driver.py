@@ -23,9 +23,10 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from ringtrain.cluster import host_agent, processes
+from ringtrain.cluster import elastic_slots, host_agent, processes
 from ringtrain.errors import LaunchError
 from ringtrain.protocol import plain_pickle
+from ringtrain.protocol.env import SLOT
 from ringtrain.protocol.limited_server import LimitedServer
 
 CONNECT_TIMEOUT_S = 10
@@ -58,6 +59,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     except LaunchError as error:
         processes.say(str(error))
         sys.exit(2)
+    except RuntimeError as error:
+        if not str(error).startswith("Horovod detected that"):  # a rank failed
+            raise
+        sys.exit(elastic_slots.readable(str(error)))
 
 
 def run_rank(grace_s: float, *arguments: Any) -> None:
@@ -102,6 +107,7 @@ def install(exported: set[str]) -> None:
     mpi_run.env_util.is_exportable = exported.__contains__
     remote.SSH_COMMAND_PREFIX = shlex.join(host_agent.ssh(CONNECT_TIMEOUT_S))
     driver_service.get_common_interfaces = common_interfaces
+    elastic_slots.install()
     rendezvous = make_rendezvous()
     gloo_run.RendezvousServer = rendezvous
     exported_values: dict[str, str] = {}
@@ -123,7 +129,11 @@ def install(exported: set[str]) -> None:
         exported_values.update({name: value for name, value in environ.items() if name in exported})
 
         def of_slot(slot: Any) -> str:
-            variables = [f"{name}={value}" for name, value in gloo_run.create_slot_env_vars(slot).items()]
+            values = gloo_run.create_slot_env_vars(rendezvous.opened.placement[slot.hostname, slot.local_rank])
+            if elastic_slots.MARK in slot.hostname:
+                values["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(rendezvous.opened.number(slot.hostname))
+                values[SLOT] = str(elastic_slots.number_of(slot.hostname))
+            variables = [f"{name}={value}" for name, value in values.items()]
             return f"env {shlex.join(variables)} {command}"
 
         return of_slot
@@ -154,6 +164,7 @@ def common_interfaces(settings: Any, hosts: Sequence[str], remote_hosts: Any = N
 
     if settings.nics:
         return set(settings.nics)
+    hosts = list(dict.fromkeys(map(elastic_slots.host_of, hosts)))
     others = driver_service.network.filter_local_addresses(hosts) if remote_hosts is None else remote_hosts
     if not others:
         return set(driver_service.get_local_interfaces(settings))
@@ -205,9 +216,21 @@ def make_rendezvous() -> Any:
         def start(self, handler_cls: Any = http_server.RendezvousHandler) -> int:
             """Prepares the server; `listen` opens it."""
             self.token = secrets.token_urlsafe(32)
-            self._httpd = Server(("", 0), guarded(handler_cls, self.token), self._verbose)
+            self.names: list[str] = []
+            self._httpd = Server(("", 0), guarded(handler_cls, self.token, self.names), self._verbose)
             type(self).opened = self
             return 0
+
+        def init(self, slots: Sequence[Any]) -> None:
+            """Called with the placement of ranks at the start, and after each change."""
+            self.placement = elastic_slots.placement(slots)
+            super().init(list(self.placement.values()))
+
+        def number(self, name: str) -> int:
+            """Number by which the rank of a slot calls itself, in place of the port that it appends to the secret."""
+            if name not in self.names:
+                self.names.append(name)
+            return self.names.index(name)
 
         def listen(self, address: str) -> str:
             """Opens the server on one address, and returns the value of HOROVOD_GLOO_RENDEZVOUS_ADDR."""
@@ -227,8 +250,12 @@ def make_rendezvous() -> Any:
     return Rendezvous
 
 
-def guarded(handler: Any, token: str) -> Any:
-    """Subclass of a request handler that requires a secret at the beginning of each path, before it reads on."""
+def guarded(handler: Any, token: str, names: Sequence[str] = ()) -> Any:
+    """Subclass of a request handler that requires a secret at the beginning of each path, before it reads on.
+
+    `names` are the slots of an elastic job by the number after the secret. A rank knows its host and local rank only,
+    which may be those of another slot since the last change.
+    """
     prefix = f"/{token}:".encode()
 
     class Guarded(handler):
@@ -241,12 +268,15 @@ def guarded(handler: Any, token: str) -> Any:
                 return self._refuse(403)
             if not super().parse_request():
                 return False
-            rest = self.path.removeprefix("/").partition("/")[2]
-            length = self.headers.get("Content-Length", "0")
-            if rest.count("/") != 1 or not length.isdecimal() or int(length) > plain_pickle.MAX_BYTES:
+            first, *rest = self.path.removeprefix("/").split("/")
+            number, length = first.partition(":")[2], self.headers.get("Content-Length", "0")
+            is_right = len(rest) == 2 and number.isdecimal() and length.isdecimal()
+            if not is_right or int(length) > plain_pickle.MAX_BYTES:
                 return self._refuse(400)
             self.server.trust(self.connection)  # its answer may have to wait for other ranks
-            self.path = f"/{rest}"
+            if rest[0] in elastic_slots.SCOPES and int(number) < len(names):
+                rest[1] = f"{names[int(number)]}:0"
+            self.path = "/" + "/".join(rest)
             return True
 
         def _refuse(self, status: int) -> bool:

@@ -115,7 +115,7 @@ class LaunchOptions:
     host_discovery: str = option(ELASTIC, "", "PROGRAM", "program that prints the current hosts: host:slots")
     blacklist_cooldown: tuple[int, int] = option(
         *(ELASTIC, (15, 600), ("S", "MAX")),
-        "a host whose rank has failed may return after about twice S seconds, longer each time (15 600); 0 0: never",
+        "the slot of a failed rank is used again after about twice S seconds, longer each time (15 600); 0 0: never",
     )
 
     dry_run: bool = option(SHOW, False, None, "print the command, script or manifest and exit")

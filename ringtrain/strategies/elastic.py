@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from ringtrain.config import Config
 from ringtrain.errors import ConfigError
 from ringtrain.optim import optimizers, schedules
 from ringtrain.optim.shared_step import SharedStep
+from ringtrain.protocol.env import SLOT
 from ringtrain.run import callback_state, devices, evaluation, resume
 from ringtrain.run.resume import Segment
 from ringtrain.strategies.ring import Ring
@@ -85,7 +87,9 @@ class Elastic(Ring):
         self.has_log = False
 
     def begin(self) -> devices.Pinning:
-        return devices.pin(hvd.local_rank(), hvd.local_size(), self.config.device, **self.pinning)
+        # Not the local rank: it is that of another slot while ranks are missing, which have left their GPU.
+        slot = int(os.environ.get(SLOT, hvd.local_rank()))
+        return devices.pin(slot, hvd.local_size(), self.config.device, **self.pinning)
 
     def together(self, function: Callable[[], Any]) -> Any:
         """Result of a function that this rank calls alone."""

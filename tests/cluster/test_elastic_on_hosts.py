@@ -36,7 +36,7 @@ def attack(hosts: lab.Lab, made: Path) -> None:
         assert {line.split()[0] for answers in found.values() for line in answers.splitlines()} <= {"0", "403"}, found
         assert [address for address, _, port in places if port in found and address != hosts.address(host)] == []
         lines = hosts.processes(host).values()
-        assert not [line for line in lines if "RINGTRAIN_TEST_HOLD=" in line or "RENDEZVOUS" in line], lines
+        assert not [line for line in lines if "RINGTRAIN_TEST_HOLD=" in line or "RENDEZVOUS_ADDR" in line], lines
         assert not [line for line in lines if "StrictHostKeyChecking=no" in line or "task_fn" in line], lines
     assert not made.exists()
 

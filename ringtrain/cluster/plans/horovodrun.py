@@ -69,7 +69,7 @@ def elastic(
         first_ranks: Slots with which it starts, if more are not available yet; 0: the job's number of ranks.
         discovery: Program whose output, lines host:slots, the launcher writes to a file; "": the job's hosts.
         interface: Of all hosts; "": horovodrun looks for it once there are two hosts, and never starts on one.
-        cooldown_s: Time for which a host is excluded after a rank has failed on it: twice to three times the first
+        cooldown_s: Time for which the slot of a rank that has failed is excluded: twice to three times the first
             number, doubled each time, up to the second; zeros: for good.
     """
     _check(job)
@@ -98,7 +98,7 @@ def elastic(
         ),
     ]
     if any(cooldown_s):
-        because = "seconds, shortest and longest, after which a host whose rank has failed may return"
+        because = "seconds, shortest and longest, after which the slot of a rank that has failed is used again"
         limits.append(words("--blacklist-cooldown-range", *cooldown_s, because=because))
     return _plan(job, True, limits, interface, start_timeout_s, files, python=python, first_ranks=first_ranks)
 
