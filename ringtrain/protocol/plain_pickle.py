@@ -18,7 +18,9 @@ from typing import Any
 from ringtrain.protocol.limited_server import LimitedServer
 
 MAX_BYTES = 1 << 20
-"""per message"""
+"""per message to the rendezvous"""
+MAX_SERVICE_BYTES = 1 << 14
+"""per message to a service, which reads it before it can check the digest"""
 _SERVICES = "horovod.runner.common.util.network"
 _ELASTIC = "horovod.runner.elastic.worker"
 ALLOWED = {
@@ -68,7 +70,7 @@ def restrict(network: Any, address: str) -> None:
             """Reads a message of limited length with a valid digest; any other counts as a closed connection."""
             digest, header = file.read(network.secret.DIGEST_LENGTH), file.read(4)
             length = struct.unpack("i", header)[0] if len(header) == 4 else -1
-            message = file.read(length) if 0 <= length <= MAX_BYTES else b""
+            message = file.read(length) if 0 <= length <= MAX_SERVICE_BYTES else b""
             if not message or not network.secret.check_digest(self._key, message, digest):
                 raise EOFError
             return loads(message)

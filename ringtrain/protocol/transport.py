@@ -1,6 +1,7 @@
 """Heartbeat transport: JSON lines over TCP between rank 0 and every other rank, and a status line for this host.
 
-Both sides of a connection send the token first; nothing else is parsed before. Needs psutil, as Horovod does.
+Both sides of a connection prove first that they know the token, without sending it: a digest of it and of a random
+number of each side. Nothing else is parsed before. Needs psutil, as Horovod does.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import contextlib
 import hmac
 import json
 import os
+import secrets
 import selectors
 import socket
 import time
@@ -24,7 +26,8 @@ MAX_UNAUTHENTICATED = 256
 """unauthenticated connections; with one more, the oldest is closed"""
 CONNECT_TIMEOUT_S = 2.0
 TOKEN_TIMEOUT_S = 5.0
-"""for a new connection to send the token"""
+"""for a new connection to prove that it knows the token"""
+NONCE_LETTERS, PROOF_LETTERS = 32, 64
 
 
 @dataclass
@@ -34,10 +37,16 @@ class _Connection:
     received: bytes = b""
     to_send: bytes = b""
     knows_token: bool = False
+    nonce: bytes = b""
+    """random letters of this side"""
+    peer_nonce: bytes = b""
 
 
 class Wire:
-    """Connections of one process. `listens`: Accepts connections, on all interfaces and a free port."""
+    """Connections of one process. `listens`: Accepts connections, on all interfaces and a free port.
+
+    The process that connects sends its nonce, the other one its nonce and proof, then the first its proof: a line each.
+    """
 
     def __init__(self, token: str, listens: bool = False) -> None:
         self.token = token  # the ranks receive rank 0's before they connect
@@ -61,15 +70,15 @@ class Wire:
 
     @property
     def is_connected(self) -> bool:
-        """Whether a peer has sent the token."""
+        """Whether a peer knows the token."""
         return any(connection.knows_token for connection in self._connections.values())
 
     def connect(self, addresses: Sequence[str], port: int, message: dict[str, Any]) -> bool:
-        """Connects to the first address that answers with the token; returns whether one did."""
+        """Connects to the first address that knows the token; returns whether one did."""
         for address in addresses:
             with contextlib.suppress(OSError):
                 connection = self._add(socket.create_connection((address, port), CONNECT_TIMEOUT_S))
-                connection.to_send = self._greeting + _line_of(message)
+                connection.to_send = connection.nonce + b"\n"
                 self._send(connection)
                 self.exchange(message, CONNECT_TIMEOUT_S, lambda: self.is_connected)
                 if self.is_connected:
@@ -121,11 +130,6 @@ class Wire:
             self._listener.close()
             self._listener = None
 
-    @property
-    def _greeting(self) -> bytes:
-        """Line that both sides send first."""
-        return self.token.encode() + b"\n"
-
     def _unauthenticated(self) -> list[_Connection]:
         """Unauthenticated connections, the oldest first."""
         return [connection for connection in self._connections.values() if not connection.knows_token]
@@ -140,7 +144,8 @@ class Wire:
     def _add(self, new: socket.socket) -> _Connection:
         new.setblocking(False)
         new.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = self._connections[new.fileno()] = _Connection(new, time.monotonic())
+        nonce = secrets.token_hex(NONCE_LETTERS // 2).encode()
+        connection = self._connections[new.fileno()] = _Connection(new, time.monotonic(), nonce=nonce)
         self._selector.register(new, selectors.EVENT_READ)
         return connection
 
@@ -157,24 +162,22 @@ class Wire:
         self._selector.modify(connection.socket, wanted)
 
     def _receive(self, connection: _Connection) -> list[dict[str, Any]]:
-        missing = 0 if connection.knows_token else len(self._greeting) - len(connection.received)
+        length = self._next_letters(connection) + 1
+        missing = RECEIVE_BYTES if connection.knows_token else length - len(connection.received)
         try:
-            data = connection.socket.recv(missing or RECEIVE_BYTES)
+            data = connection.socket.recv(missing)
         except BlockingIOError:
             return []
         except OSError:
             data = b""
         connection.received += data
         if not connection.knows_token:
-            # An incomplete token gets no answer: it could be guessed character by character.
-            is_whole = len(connection.received) == len(self._greeting) or b"\n" in data
-            if hmac.compare_digest(connection.received, self._greeting):
-                connection.knows_token, connection.received = True, b""
-                if self._listener:
-                    connection.to_send = self._greeting + self._line
-                    self._send(connection)
-            elif is_whole or not data:
+            # An incomplete line gets no answer: a proof could be guessed character by character.
+            if not data or b"\n" in data[:-1] or (len(connection.received) == length and data[-1:] != b"\n"):
                 self._close(connection)
+            elif data[-1:] == b"\n":
+                line, connection.received = connection.received[:-1], b""
+                self._take_greeting(connection, line)
             return []
         *lines, connection.received = connection.received.split(b"\n")
         messages: list[dict[str, Any]] = []
@@ -190,6 +193,35 @@ class Wire:
             self._close(connection)
         return messages
 
+    def _next_letters(self, connection: _Connection) -> int:
+        """Length of the next line of a peer that has not proven yet that it knows the token."""
+        if not self._listener:
+            return NONCE_LETTERS + PROOF_LETTERS
+        return PROOF_LETTERS if connection.peer_nonce else NONCE_LETTERS
+
+    def _take_greeting(self, connection: _Connection, line: bytes) -> None:
+        """Answers a line of the greeting, and closes the connection if it is wrong."""
+        if len(line) != self._next_letters(connection):
+            self._close(connection)
+            return
+        if not connection.peer_nonce:
+            connection.peer_nonce, line = line[:NONCE_LETTERS], line[NONCE_LETTERS:]
+            if self._listener:
+                own = proof(self.token, "listener", connection.nonce, connection.peer_nonce)
+                connection.to_send = connection.nonce + own + b"\n"
+                self._send(connection)
+                return
+        peer = "caller" if self._listener else "listener"
+        if not hmac.compare_digest(line, proof(self.token, peer, connection.peer_nonce, connection.nonce)):
+            self._close(connection)
+            return
+        connection.knows_token = True
+        connection.to_send = self._line
+        if not self._listener:
+            own = proof(self.token, "caller", connection.nonce, connection.peer_nonce)
+            connection.to_send = own + b"\n" + self._line
+        self._send(connection)
+
     def _close(self, connection: _Connection) -> None:
         if self._connections.pop(connection.socket.fileno(), None):
             self._selector.unregister(connection.socket)
@@ -198,6 +230,11 @@ class Wire:
     def _close_all(self) -> None:
         for connection in list(self._connections.values()):
             self._close(connection)
+
+
+def proof(token: str, side: str, nonce: bytes, peer_nonce: bytes) -> bytes:
+    """Digest by which a side, "caller" or "listener", proves that it knows the token, of its nonce and the peer's."""
+    return hmac.digest(token.encode(), b" ".join((side.encode(), nonce, peer_nonce)), "sha256").hex().encode()
 
 
 def _line_of(message: dict[str, Any]) -> bytes:

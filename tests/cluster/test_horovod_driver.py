@@ -186,7 +186,13 @@ def test_a_message_of_a_service_is_signed_short_and_plain(copied: ModuleType, tm
     read = copied.Wire(key).read
     assert read(sent(pickle.dumps([1]))) == [1]
     short = io.BytesIO(b"x")
-    for wrong in (sent(pickle.dumps([1]), b"other"), sent(b"x", length=-1), sent(b"x", length=1 << 30), short):
+    for wrong in (
+        sent(pickle.dumps([1]), b"other"),
+        sent(b"x", length=-1),
+        sent(b"x", length=1 << 30),
+        sent(pickle.dumps(bytes(1 << 15))),
+        short,
+    ):
         with pytest.raises(EOFError):
             read(wrong)
     with pytest.raises(plain_pickle.NotPlain):

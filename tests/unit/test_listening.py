@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
 from ipaddress import IPv4Address
+from typing import Any
 
 import pytest
 
 from ringtrain.protocol import transport
-from ringtrain.strategies.parameter_server import listening
+from ringtrain.strategies.parameter_server import cluster, listening
 
 
 def accepts(code: bytes, packet: bytes) -> bool:
@@ -60,15 +62,67 @@ def test_a_server_answers_this_host_alone(capfd: pytest.CaptureFixture) -> None:
     strangers += [one for one in transport.own_addresses() if ":" not in one]
     with socket.create_server(("", 0), family=family, dualstack_ipv6=both) as server:
         port = server.getsockname()[1]
-        for address in strangers:
-            socket.create_connection((address, port), 5).close()
+        friend = socket.create_connection(("127.0.0.1", port), 5)
+        accepted = [socket.create_connection((address, port), 5) for address in strangers]
+        at_server = [server.accept()[0] for _ in (friend, *accepted)]
+        waiting = [socket.create_connection((address, port), 5) for address in strangers]
         with listening.only_for(["10.255.255.1", "fe80::7"], [port]):
             pass
+        for stranger in (*accepted, *waiting):
+            assert stranger.recv(1) == b"", "it was there before the filter"
+            stranger.close()
+        friend.sendall(b"x")
+        assert at_server[0].recv(1) == b"x"
+        for connection in (friend, *at_server):
+            connection.close()
         socket.create_connection(("127.0.0.1", port), 5).close()
         for address in strangers:
             with pytest.raises(TimeoutError):
                 socket.create_connection((address, port), 1)
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("hosts", [("host1", "host2", "host1"), ("host1", "host1")])
+def test_ports_are_open_to_other_hosts_alone(hosts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread is a rank. While they find each other's addresses, ports of a job on one host answer nobody."""
+    together, lock = threading.Barrier(len(hosts), timeout=60), threading.Lock()
+    told: list[dict[int, Any]] = [{}]
+    open_ports: list[int] = []
+    found: dict[int, Any] = {}
+    own = threading.local()
+    monkeypatch.setattr(cluster.socket, "gethostname", lambda: hosts[own.rank])
+    monkeypatch.setattr(transport, "own_addresses", lambda: [f"127.0.0.{own.rank + 2}"])
+
+    def allgather(value: Any) -> list[Any]:
+        with lock:
+            told[-1][own.rank] = value
+        if together.wait() == 0:
+            of_ranks = told[-1]
+            for _, _, ports in (place for place in of_ranks.values() if isinstance(place, tuple) and len(place) == 3):
+                with socket.socket() as stranger:
+                    open_ports.extend(port for port in ports if not stranger.connect_ex(("127.0.0.1", port)))
+            told.append({})
+        together.wait()
+        return [told[-2][rank] for rank in range(len(hosts))]
+
+    def rank_of(rank: int) -> None:
+        own.rank = rank
+        found[rank] = cluster.addresses(rank, allgather, num_ports=2)
+
+    ranks = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(len(hosts))]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(60)
+    (endpoints, callers), *others = [found[rank] for rank in range(len(hosts))]
+    assert others == [(endpoints, callers)] * len(others)
+    assert open_ports == []
+    if len(set(hosts)) == 1:
+        assert {place.partition(":")[0] for ports in endpoints for place in ports} == {"127.0.0.1"}
+        assert callers == ()
+    else:
+        assert [ports[0].partition(":")[0] for ports in endpoints] == ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
+        assert {"127.0.0.2", "127.0.0.3", "127.0.0.4"} <= set(callers)
 
 
 def test_where_it_cannot_be_a_line_says_what_a_firewall_has_to_do(capfd: pytest.CaptureFixture) -> None:

@@ -38,6 +38,23 @@ def until(condition: Callable[[], Any], action: Callable[[], Any]) -> None:
         action()
 
 
+def greet(hub: transport.Wire, *callers: socket.socket, token: str = "secret") -> None:
+    """What a rank says first."""
+    nonce = b"0" * transport.NONCE_LETTERS
+    for caller in callers:
+        caller.settimeout(LIMIT_S)
+        caller.sendall(nonce + b"\n")
+    hub.exchange({}, 0.2)
+    for caller in callers:
+        answer = b""
+        while not answer.endswith(b"\n"):
+            hub.exchange({}, 0.01)
+            answer += caller.recv(1000)
+        other = answer[: transport.NONCE_LETTERS]
+        assert answer == other + transport.proof("secret", "listener", other, nonce) + b"\n"
+        caller.sendall(transport.proof(token, "caller", nonce, other) + b"\n")
+
+
 def test_both_sides_hear_each_other(hub: transport.Wire) -> None:
     caller = transport.Wire("secret")
     heard: list[dict] = []
@@ -79,17 +96,30 @@ def test_who_does_not_know_the_token_is_not_heard_and_told_nothing(hub: transpor
 @pytest.mark.parametrize("line", [b"[" * 60_000, b"[]", b"\xff", b"{", b""], ids=lambda line: repr(line[:20]))
 def test_a_broken_message_ends_its_connection_and_not_the_watch(hub: transport.Wire, line: bytes) -> None:
     with socket.create_connection(("127.0.0.1", hub.port), 5) as rank:
-        rank.settimeout(5)
-        rank.sendall(b"secret\n" + line + b"\n")
+        greet(hub, rank)
+        rank.sendall(line + b"\n")
         assert hub.exchange({}, 0.2) == []
-        assert rank.recv(100).startswith(b"secret\n")
+        assert rank.recv(100) == b"{}\n"
         assert rank.recv(100) == b""
 
 
-def test_a_part_of_the_token_gets_no_answer(hub: transport.Wire) -> None:
+def test_who_proves_another_token_is_not_heard(hub: transport.Wire) -> None:
+    with socket.create_connection(("127.0.0.1", hub.port), 5) as stranger:
+        greet(hub, stranger, token="guess")
+        assert hub.exchange({"secrets": 1}, 0.2) == []
+        assert stranger.recv(100) == b""
+
+
+def test_a_proof_of_the_listener_is_none_of_a_caller() -> None:
+    proofs = [transport.proof("secret", side, b"a", b"b") for side in ("caller", "listener")]
+    proofs += [transport.proof("secret", "caller", b"b", b"a"), transport.proof("other", "caller", b"a", b"b")]
+    assert len(set(proofs)) == 4
+
+
+def test_a_part_of_a_line_gets_no_answer(hub: transport.Wire) -> None:
     with socket.create_connection(("127.0.0.1", hub.port), 5) as right, socket.socket() as wrong:
         wrong.connect(("127.0.0.1", hub.port))
-        right.sendall(b"secr")
+        right.sendall(b"0" * 5)
         wrong.sendall(b"ringx")
         hub.exchange({}, 0.2)
         for stranger in (right, wrong):
@@ -101,8 +131,9 @@ def test_a_part_of_the_token_gets_no_answer(hub: transport.Wire) -> None:
 def test_silent_connections_lock_no_rank_out(hub: transport.Wire) -> None:
     silent = [socket.create_connection(("127.0.0.1", hub.port), 5) for _ in range(transport.MAX_UNAUTHENTICATED + 20)]
     ranks = [socket.create_connection(("127.0.0.1", hub.port), 5) for _ in range(128)]
+    greet(hub, *ranks)
     for number, rank in enumerate(ranks):
-        rank.sendall(b'secret\n{"rank": %d}\n' % number)
+        rank.sendall(b'{"rank": %d}\n' % number)
     heard: list[dict] = []
     until(lambda: len(heard) >= len(ranks), lambda: heard.extend(hub.exchange({}, 0.5)))
     assert sorted(message["rank"] for message in heard) == list(range(128))
@@ -112,7 +143,11 @@ def test_silent_connections_lock_no_rank_out(hub: transport.Wire) -> None:
 
 def test_a_caller_does_not_take_another_program_for_rank_0() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        assert not transport.Wire("secret").connect(["127.0.0.1"], other.getsockname()[1], {})
+        assert not transport.Wire("secret").connect(["127.0.0.1"], other.getsockname()[1], {"first": 1})
+        connection, _ = other.accept()
+        with connection:
+            received = connection.recv(1000)
+    assert len(received) == transport.NONCE_LETTERS + 1 and b"secret" not in received
 
 
 def test_an_exchange_is_woken(hub: transport.Wire) -> None:

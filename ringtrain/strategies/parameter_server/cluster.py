@@ -208,13 +208,19 @@ def addresses(
     LaunchError on every rank if one cannot be reached.
     """
     with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(socket.create_server(("", 0), backlog=4096)) for _ in range(num_ports)]
+        # Bound, so that the ports stay free; they listen only if there are other hosts to call them.
+        listeners = [stack.enter_context(socket.socket()) for _ in range(num_ports)]
+        for listener in listeners:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for TensorFlow, soon after
+            listener.bind(("", 0))
         own = (socket.gethostname(), transport.own_addresses(), [one.getsockname()[1] for one in listeners])
         of_ranks = allgather(own)
         hosts = [host for host, _, _ in of_ranks]
         callers = tuple(sorted({address for _, each, _ in of_ranks for address in each}))
         if len(set(hosts)) == 1:
             return [[f"127.0.0.1:{port}" for port in ports] for _, _, ports in of_ranks], ()
+        listeners[0].listen(4096)
+        allgather(None)  # all listen
         # Each rank is tested from another host: by rank 0, or, on its host, by the first rank of another host.
         first_elsewhere = next(other for other, host in enumerate(hosts) if host != hosts[0])
         called_by = [first_elsewhere if host == hosts[0] else 0 for host in hosts]
