@@ -129,11 +129,7 @@ def install(exported: set[str]) -> None:
         exported_values.update({name: value for name, value in environ.items() if name in exported})
 
         def of_slot(slot: Any) -> str:
-            values = gloo_run.create_slot_env_vars(rendezvous.opened.placement[slot.hostname, slot.local_rank])
-            if elastic_slots.MARK in slot.hostname:
-                values["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(rendezvous.opened.number(slot.hostname))
-                values[SLOT] = str(elastic_slots.number_of(slot.hostname))
-            variables = [f"{name}={value}" for name, value in values.items()]
+            variables = [f"{name}={value}" for name, value in rendezvous.opened.variables(slot).items()]
             return f"env {shlex.join(variables)} {command}"
 
         return of_slot
@@ -196,6 +192,7 @@ def interface_of(address: str) -> str:
 
 def make_rendezvous() -> Any:
     """Class of Horovod's rendezvous server that listens on one address and requires a secret in requests."""
+    from horovod.runner import gloo_run
     from horovod.runner.http import http_server
 
     class Server(LimitedServer, http_server.RendezvousHTTPServer):
@@ -226,11 +223,16 @@ def make_rendezvous() -> Any:
             self.placement = elastic_slots.placement(slots)
             super().init(list(self.placement.values()))
 
-        def number(self, name: str) -> int:
-            """Number by which the rank of a slot calls itself, in place of the port that it appends to the secret."""
-            if name not in self.names:
-                self.names.append(name)
-            return self.names.index(name)
+        def variables(self, slot: Any) -> dict[str, str]:
+            """Variables of one rank, of which none is secret."""
+            values: dict[str, str] = gloo_run.create_slot_env_vars(self.placement[slot.hostname, slot.local_rank])
+            if elastic_slots.MARK in slot.hostname:
+                if slot.hostname not in self.names:
+                    self.names.append(slot.hostname)
+                # In place of the port, which ranks append to the secret.
+                values["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(self.names.index(slot.hostname))
+                values[SLOT] = str(elastic_slots.number_of(slot.hostname))
+            return values
 
         def listen(self, address: str) -> str:
             """Opens the server on one address, and returns the value of HOROVOD_GLOO_RENDEZVOUS_ADDR."""
