@@ -206,13 +206,16 @@ def elastic_launch(options: LaunchOptions) -> Launch:
     check_min_np(options, first_ranks)
     slots = sum(host.slots for host in hosts)
     max_ranks = options.max_np or max(first_ranks, slots)
+    interface = options.network_interface
+    if not interface and not options.host_discovery and len(hosts) == 1 and host_agent.here([hosts[0].name]):
+        interface = "lo"  # the job stays on this host
     planner = partial(
         horovodrun.elastic,
         first_ranks=first_ranks,
         min_ranks=options.min_np,
         max_ranks=max_ranks,
         discovery=options.host_discovery,
-        interface=options.network_interface,
+        interface=interface,
         start_timeout_s=max(1, int(options.start_timeout)),
         cooldown_s=options.blacklist_cooldown,
         python=sys.executable,

@@ -425,6 +425,8 @@ def test_an_elastic_job_starts_with_all_slots(bin_dir: Path) -> None:
         assert ended.returncode == 0, ended.stderr
         assert f" {first} --min-np 4 --max-np 8 " in ended.stdout
         assert "a:4 b:4 >" in ended.stdout, "the file of hosts names both"
+    ended = here("launch", "--elastic", "-H", "localhost:4", "--dry-run", "--", "true", bin_dir=bin_dir)
+    assert " --network-interfaces lo " in ended.stdout, ended.stderr
 
 
 def test_without_an_ssh_client_other_hosts_are_refused_in_one_line(bin_dir: Path) -> None:
