@@ -104,7 +104,8 @@ def fit(
         validation_data: (x, y) or (x, y, sample_weight), evaluated after each epoch: metrics val_...
         shuffle: Whether every epoch has another order, which `seed` and the epoch determine.
         class_weight: Weight by class, for one output.
-        steps_per_epoch: Batches of an epoch, for generators and data without an end. All epochs are one iteration.
+        steps_per_epoch: Batches of an epoch, for generators and data without an end. All epochs are one iteration. With
+            arrays a divisor of their number of batches, or so few that all epochs are within one pass.
         seed: Of the order and, on the other ranks than rank 0, of dropout.
         resume: "auto", "must" (fail without a checkpoint), "never", or the path of a run or checkpoint, which this one
             continues, also with other data, loss or metrics.
@@ -129,6 +130,10 @@ def fit(
     if limit and limit < epochs:
         warnings.warn(f"Limiting epochs to {limit}", stacklevel=2)
         epochs = limit
+    limit = keras.config.max_steps_per_epoch()
+    if limit and (steps_per_epoch is None or limit < steps_per_epoch):
+        warnings.warn(f"Limiting steps_per_epoch to {limit}", stacklevel=2)
+        steps_per_epoch = limit
     arguments = data.FitArguments(
         x=x,
         y=y,
@@ -263,7 +268,6 @@ def end_by_signal(exit_code: int) -> None:
 
 def _config(model: keras.Model, name: str, options: Config, arguments: data.FitArguments) -> Config:
     """Configuration that describes the script's job; raises ConfigError for what `fit` cannot do."""
-    import keras
 
     if not getattr(model, "compiled", False):
         raise ConfigError("ringtrain.fit: the model is not compiled: call model.compile(optimizer, loss) first")
@@ -272,12 +276,6 @@ def _config(model: keras.Model, name: str, options: Config, arguments: data.FitA
         raise ConfigError(
             f"ringtrain.fit: the model is in the scope of a {type(strategy).__name__} with"
             f" {strategy.num_replicas_in_sync} devices: leave the strategy out, and start a rank for each device"
-        )
-    limit = keras.config.max_steps_per_epoch()
-    if limit:
-        raise ConfigError(
-            f"ringtrain.fit: got keras.config.max_steps_per_epoch {limit}: leave it out, and pass fewer rows or, for"
-            " batches, steps_per_epoch"
         )
     for option in changed_options(options):
         if not option.startswith(OPTIONS):
@@ -348,7 +346,8 @@ def _job(process: Process, model: keras.Model, arguments: data.FitArguments) -> 
             more |= {"shard": f"{train.num_batches} batches of its own on each rank"}
             if size > 1:
                 strategy.unlike_one_process.append("each rank has batches of its own")
-    numbers = adopt(process, model, train.kind, num_train, len(test), batch_size)
+    steps = arguments.steps_per_epoch if isinstance(train, data.Arrays) else None
+    numbers = adopt(process, model, train.kind, num_train, len(test), batch_size, steps)
     users = [one for one in arguments.callbacks if rank == 0 or not _classes(one) & {*ON_RANK_0}]
     data_set = data.DataSet(train, test, 0, ())
     checksums = {name + consistency.DIVIDED: text for name, text in data.checksums(data_set).items()}
@@ -408,7 +407,13 @@ def _prepare(process: Process, model: keras.Model, train: Any, batch_size: int) 
 
 
 def adopt(
-    process: Process, model: keras.Model, data_name: str, num_train: int, num_test: int, batch_size: int
+    process: Process,
+    model: keras.Model,
+    data_name: str,
+    num_train: int,
+    num_test: int,
+    batch_size: int,
+    steps_per_epoch: int | None = None,
 ) -> Numbers:
     """Writes what a script has compiled into the configuration; returns the numbers of its run.
 
@@ -421,6 +426,7 @@ def adopt(
     used = _used_optimizers(model)
     names, per_rank = ", ".join(type(one).__name__ for one in used), math.ceil(batch_size / hvd.size())
     steps, accumulated = math.ceil(num_train / batch_size), used[0].gradient_accumulation_steps or 1
+    steps = min(steps, steps_per_epoch or steps)
     first_rate, rate = first_and_largest_rate(used[0])
     values = {"data.name": data_name, "optimizer.name": names, "train.batch_size": per_rank}
     if rate > 0:  # 0 is no value of the option, but a callback may set the rate later

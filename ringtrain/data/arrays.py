@@ -97,24 +97,36 @@ class RowBatches:
     Args:
         samples: Data whose `epoch_order` of global batches of 1 contains every sample.
         global_batch_size: Rows of a step on all ranks.
+        steps_per_epoch: Steps of an epoch, if several epochs share a pass over the data; None: a pass. An epoch does
+            not go beyond the end of a pass.
 
     Attributes:
-        steps: Number of steps per epoch.
+        steps: Number of steps of a pass.
         shares: float64 [steps]; this rank's rows of a step times the number of ranks, divided by all rows.
         is_even: Whether all ranks have the same number of rows in every step. Batches then have no share.
         has_empty_parts: Whether some rank has no row in some step.
     """
 
-    def __init__(self, samples: Split, global_batch_size: int, rank: int, size: int, seed: int) -> None:
+    def __init__(
+        self,
+        samples: Split,
+        global_batch_size: int,
+        rank: int,
+        size: int,
+        seed: int,
+        steps_per_epoch: int | None = None,
+    ) -> None:
         import tensorflow as tf
 
         self.samples, self.global_batch_size, self.seed = samples, global_batch_size, seed
         self.rank, self.size = rank, size
-        self.position = 0, 0
+        self.position = 0, 0, 0
+        """number of the pass; first step of it, and the step after the last one"""
         whole, self.rest = divmod(len(samples), global_batch_size)
         per_step = [global_batch_size] * whole + [self.rest] * (self.rest > 0)
         parts = [sharding.part_of(rows, rank, size) for rows in per_step]
         self.steps = len(per_step)
+        self.steps_per_epoch = steps_per_epoch or self.steps
         self.shares = np.array(
             [(end - begin) * size / rows for (begin, end), rows in zip(parts, per_step, strict=True)], np.float64
         )
@@ -139,25 +151,26 @@ class RowBatches:
 
     def __call__(self, epoch: int, first_step: int = 0) -> Iterator[Any]:
         """Iterator over the batches of an epoch from a step on: (share, batch), or the batch alone if `is_even`."""
-        self.position = epoch, first_step
+        number, begin = divmod(epoch * self.steps_per_epoch + first_step, self.steps)
+        self.position = number, begin, begin + self.steps_per_epoch - first_step
         return iter(self.dataset)
 
     def _numbers(self) -> NDArray[np.int64]:
-        epoch, first_step = self.position
+        epoch, first_step, end = self.position
         order = self.samples.epoch_order(1, self.seed, epoch).reshape(-1)
         length = len(order) - self.rest
         whole, rest = order[:length].reshape(-1, self.global_batch_size), order[length:]
         if getattr(self.samples, "shuffle", False) == "batch":
             draw = np.random.default_rng([self.seed, epoch])
             whole, rest = draw.permuted(whole, axis=1), draw.permutation(rest)
-        whole = whole[first_step:]
+        whole = whole[first_step:end]
         parts = [whole[:, slice(*self._part(self.global_batch_size))].reshape(-1)]
-        if self.rest:
+        if self.rest and end == self.steps:
             parts.append(rest[slice(*self._part(self.rest))])
         return np.concatenate(parts)
 
     def _shares(self) -> NDArray[np.float64]:
-        return self.shares[self.position[1] :]
+        return self.shares[slice(*self.position[1:])]
 
     def _part(self, rows: int) -> tuple[int, int]:
         begin, end = sharding.part_of(rows, self.rank, self.size)

@@ -6,6 +6,7 @@ The function that `data.name` names may also return these arguments.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import GeneratorType
@@ -147,13 +148,20 @@ def inputs(given: FitArguments, batch_size: int) -> tuple[Arrays | Stream, Split
     train = Arrays(x, y, weight, given.class_weight, shuffle=given.shuffle)
     if not len(train):
         raise DataError("ringtrain.fit: got no training samples, expected at least one")
-    steps = math.ceil(len(train) / batch_size)
-    if given.steps_per_epoch not in (None, steps):
-        raise DataError(
-            f"ringtrain.fit: got steps_per_epoch {given.steps_per_epoch} with arrays of {steps} batches of {batch_size}"
-            f" rows: leave it out, or pass other rows"
-        )
+    _check_steps(given, math.ceil(len(train) / batch_size), batch_size)
     return train, _validation(held_out, given, batch_size)
+
+
+def _check_steps(given: FitArguments, num_batches: int, batch_size: int) -> None:
+    """Raises DataError for a steps_per_epoch with which an epoch would go beyond the end of the arrays."""
+    steps = given.steps_per_epoch or num_batches
+    if steps > num_batches:
+        warnings.warn(f"Your input ran out of data: epochs have {num_batches} steps instead of {steps}", stacklevel=2)
+    elif num_batches % steps and steps * given.epochs > num_batches:
+        raise DataError(
+            f"ringtrain.fit: got steps_per_epoch {steps} with arrays of {num_batches} batches of {batch_size} rows:"
+            f" leave it out, or pass a divisor of {num_batches}"
+        )
 
 
 def _random_operations(x: Any) -> tuple[list[RandomOperation], str]:

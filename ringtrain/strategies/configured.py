@@ -68,6 +68,8 @@ def read_data(process: Process) -> Job:
         with _errors_named(name):
             try:
                 train, test = data.inputs(given, rows)
+                if isinstance(train, data.Arrays) and given.steps_per_epoch:
+                    raise DataError("got steps_per_epoch with arrays: leave it out")
                 if most := config.data.max_samples:
                     if not isinstance(train, data.Arrays):
                         raise DataError("data.max_samples: the rows are not in memory: leave it out")

@@ -136,7 +136,10 @@ class Script(Ring):
         if isinstance(train, data.Stream):
             rows = data.StreamRows(train, rank, size, run.model.steps_per_execution)
         else:
-            rows = data.RowBatches(train, run.numbers.samples_per_step, rank, size, run.config.seed)
+            numbers = run.numbers
+            rows = data.RowBatches(
+                train, numbers.samples_per_step, rank, size, run.config.seed, numbers.steps_per_epoch
+            )
         self._batches = UnevenBatches(run.model, not rows.is_even, rows.has_empty_parts)
         with self._batches:
             self._train(run, part, rows)
@@ -297,6 +300,8 @@ def unchanged_afterwards(model: keras.Model) -> Iterator[None]:
                 hvd.unsynchronize(layer)
         vars(model).pop("ringtrain_gradients", None)
         model.jit_compile, model.train_function = jit_compile, None
+        if jit_compile:
+            model.test_function = None  # that of the run is not compiled
         if hvd.size() > 1:  # the ranks' own seeds would shuffle the script's next dataset otherwise on each rank
             tf.random.set_seed(seed)
             for state, value in zip(hvd.global_seed(), numbers, strict=False):

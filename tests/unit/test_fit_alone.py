@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -210,10 +211,28 @@ def test_an_error_shows_the_scripts_line() -> None:
     assert lengths[0] == 2 < lengths[1]
 
 
+@pytest.mark.parametrize(("steps_per_epoch", "steps_per_execution"), [(2, 1), (5, 2), (9, 1)])
+def test_steps_per_epoch_of_arrays(steps_per_epoch: int, steps_per_execution: int, tmp_path: Path) -> None:
+    """Two epochs that share a pass, each with a divisor of the 4 or 10 batches; more batches than there are: a pass."""
+    ours, reference = (_model(steps_per_execution=steps_per_execution) for _ in range(2))
+    batch_size = 10 if steps_per_epoch == 5 else 32
+    more = {"steps_per_epoch": steps_per_epoch, "batch_size": batch_size, "shuffle": False, "epochs": 4, "verbose": 0}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Your input ran out of data")
+        history = _fit(ours, tmp_path, **more)
+        expected = reference.fit(X, Y, validation_data=(X[:40], Y[:40]), **more)
+    if steps_per_epoch % steps_per_execution:  # Keras counts the steps of a shorter last call as if it were whole
+        assert int(ours.optimizer.iterations) == 4 * steps_per_epoch
+        return
+    assert history.history == expected.history
+    for ours_, theirs in zip(ours.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours_, theirs)
+
+
 def test_the_model_is_keras_again(tmp_path: Path) -> None:
     model = _model(jit_compile=True)
     _fit(model, tmp_path, epochs=1)
-    assert type(model.optimizer) is keras.optimizers.Adam and model.jit_compile
+    assert type(model.optimizer) is keras.optimizers.Adam and model.jit_compile and model.test_function is None
     model.save(tmp_path / "saved.keras")
     with zipfile.ZipFile(tmp_path / "saved.keras") as saved:
         optimizer = json.loads(saved.read("config.json"))["compile_config"]["optimizer"]
