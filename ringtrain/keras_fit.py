@@ -46,8 +46,10 @@ REFUSED = {
 
 
 ARGUMENTS = {
-    **{"run.name": "name", "run.resume": "resume", "train.epochs": "epochs", "train.batch_size": "batch_size"},
-    "train.seed": "seed",
+    "run.name": "name",
+    "run.resume": "resume",
+    "train.epochs": "epochs",
+    "train.batch_size": "batch_size",
 }
 """Options that are arguments of `fit`."""
 OPTION = re.compile(r"--([a-z]+)\.([a-z_-]+)")
@@ -126,14 +128,7 @@ def fit(
     """
     import keras
 
-    limit = keras.config.max_epochs()
-    if limit and limit < epochs:
-        warnings.warn(f"Limiting epochs to {limit}", stacklevel=2)
-        epochs = limit
-    limit = keras.config.max_steps_per_epoch()
-    if limit and (steps_per_epoch is None or limit < steps_per_epoch):
-        warnings.warn(f"Limiting steps_per_epoch to {limit}", stacklevel=2)
-        steps_per_epoch = limit
+    epochs, steps_per_epoch = _within_limits_of_keras(epochs, steps_per_epoch)
     arguments = data.FitArguments(
         x=x,
         y=y,
@@ -164,6 +159,21 @@ def fit(
         # Its text says all: frames of ringtrain would only hide the script's line.
         is_filtered = keras.config.is_traceback_filtering_enabled()
         raise error.with_traceback(None if is_filtered else error.__traceback__)  # noqa: B904
+
+
+def _within_limits_of_keras(epochs: int, steps_per_epoch: int | None) -> tuple[int, int | None]:
+    """Epochs and steps of an epoch up to `keras.config.max_epochs` and `max_steps_per_epoch`."""
+    import keras
+
+    limit = keras.config.max_epochs()
+    if limit and limit < epochs:
+        warnings.warn(f"Limiting epochs to {limit}", stacklevel=3)
+        epochs = limit
+    limit = keras.config.max_steps_per_epoch()
+    if limit and (steps_per_epoch is None or limit < steps_per_epoch):
+        warnings.warn(f"Limiting steps_per_epoch to {limit}", stacklevel=3)
+        steps_per_epoch = limit
+    return epochs, steps_per_epoch
 
 
 def options_of(door: str, options: Config | Mapping[str, Any] | None) -> Config:
