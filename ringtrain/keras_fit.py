@@ -43,8 +43,6 @@ REFUSED = {
     "BackupAndRestore": "name= saves and resumes, on all ranks together",
     "OrbaxCheckpoint": "it does not write for several processes here; name= saves and resumes",
 }
-
-
 ARGUMENTS = {
     "run.name": "name",
     "run.resume": "resume",
