@@ -333,7 +333,7 @@ def _job(process: Process, model: keras.Model, arguments: data.FitArguments) -> 
     import keras
 
     from ringtrain import hvd
-    from ringtrain.run import model_state
+    from ringtrain.run import identity, model_state
     from ringtrain.strategies import script
 
     size, rank, strategy = hvd.size(), hvd.rank(), cast(script.Script, process.strategy)
@@ -363,6 +363,8 @@ def _job(process: Process, model: keras.Model, arguments: data.FitArguments) -> 
     if isinstance(test, data.Stream):
         of_name.remove(f"test data{consistency.DIVIDED}")  # its first batch need not be the same in every start
     compiled = words_of_compiled(model)
+    if isinstance(train, data.Stream) and not train.is_shard and (content := identity.content_of(train.dataset)):
+        compiled[f"content of the training data{consistency.DIVIDED}"] = content
     return Job(
         data_set=data_set,
         numbers=numbers,

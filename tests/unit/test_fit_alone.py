@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import ringtrain
 from ringtrain.config import CheckpointConfig, Config, HealthConfig, RunConfig, TrackingConfig
@@ -19,6 +20,7 @@ from ringtrain.errors import CheckpointError, ConfigError, DataError
 from ringtrain.hvd.process import PROCESS
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.env import ATTEMPT
+from ringtrain.run import identity
 
 RANDOM = np.random.default_rng(0)
 X, Y = RANDOM.normal(size=(100, 6)), RANDOM.normal(size=(100, 3))
@@ -136,6 +138,26 @@ def test_what_a_name_stands_for_is_refused_if_it_differs_and_continued_by_its_pa
     with pytest.raises(ConfigError, match="was saved within an epoch of 4 steps, an epoch of this run has 2"):
         within = f"{tmp_path}/one/checkpoints/step-00000003"
         _fit(_model(), tmp_path, epochs=3, **half | {"name": "three", "resume": within})
+    for x, y in ((X, Y), (X + 1, Y)):
+        folds = {"x": tf.data.Dataset.from_tensor_slices((x, y)).shuffle(9, seed=1).batch(50), "y": None}
+        if x is not X:
+            with pytest.raises(ConfigError, match="was made with another content of the training data: "):
+                _fit(_model(), tmp_path, name="folds", batch_size=None, epochs=1, **folds)
+        else:
+            _fit(_model(), tmp_path, name="folds", batch_size=None, epochs=1, **folds)
+
+
+def test_arrays_in_a_dataset_count_in_any_order_and_without_being_read() -> None:
+    rows = np.arange(100.0).reshape(50, 2)
+
+    def content(rows: Any) -> str:
+        dataset = tf.data.Dataset.from_tensor_slices((rows, rows[:, 0] > 9))
+        return identity.content_of(tf.data.Dataset.zip(dataset.shuffle(9).batch(5), tf.data.Dataset.range(9)))
+
+    assert content(rows) == content(rows[::-1]) != content(2 * rows) != ""
+    paths = tf.data.Dataset.from_tensor_slices(["a", "b"])
+    generated = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=tf.TensorSpec((2,)))
+    assert identity.content_of(paths) == identity.content_of(generated) == ""
 
 
 class Unregistered(keras.layers.Layer):
