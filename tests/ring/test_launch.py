@@ -37,7 +37,6 @@ while True:
     time.sleep(0.2)
 """
 WRAPPER = '"$@"; code=$?; exit $code'  # a script in front of the program, which does not become it
-RANK = "rank=${OMPI_COMM_WORLD_RANK:-$HOROVOD_RANK}"
 WAITING = "echo begun; while :; do sleep 0.2; done"
 DEAF = "trap '' INT TERM HUP USR1; echo begun; while :; do sleep 600; done"
 
@@ -260,8 +259,8 @@ def test_ranks_may_save_at_the_first_signal(
 
 def test_a_rank_may_save_for_the_whole_grace_beside_one_that_does_not_catch_the_signal(launch, tmp_path: Path) -> None:
     """If that one ended at once, mpirun would kill the other 4 s later."""
-    saves = f"[ $rank = 1 ] || trap 'sleep 6; touch {tmp_path}/saved; exit 3' TERM"
-    words = shell(f"{RANK}; {saves}; {WAITING}")
+    saves = f"[ {RANK} = 1 ] || trap 'sleep 6; touch {tmp_path}/saved; exit 3' TERM"
+    words = shell(f"{saves}; {WAITING}")
     started = launch(*ringtrain("--grace", "60", "--", *words))
     started.wait_for_ranks()
     started.process.send_signal(signal.SIGTERM)
@@ -273,8 +272,8 @@ def test_a_rank_may_save_for_the_whole_grace_beside_one_that_does_not_catch_the_
 
 def test_over_gloo_a_rank_may_save_after_another_has_ended(launch, tmp_path: Path) -> None:
     """Horovod itself would stop it at once, and kill it after 5 s."""
-    saves = f"[ $rank = 1 ] && trap 'exit 3' TERM || trap 'sleep 6; touch {tmp_path}/saved; exit 3' TERM"
-    words = shell(f"{RANK}; {saves}; {WAITING}")
+    saves = f"[ {RANK} = 1 ] && trap 'exit 3' TERM || trap 'sleep 6; touch {tmp_path}/saved; exit 3' TERM"
+    words = shell(f"{saves}; {WAITING}")
     started = launch(*ringtrain("--grace", "60", "--", *words, launcher="horovodrun-gloo"))
     started.wait_for_ranks()
     started.process.send_signal(signal.SIGTERM)
