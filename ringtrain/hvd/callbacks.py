@@ -17,7 +17,7 @@ from ringtrain.errors import RingtrainError
 from ringtrain.hvd import stall_watch
 from ringtrain.hvd.backend import Sum, horovod
 from ringtrain.hvd.collectives import allgather_object
-from ringtrain.hvd.keras_patches import has_schedule, innermost, velocities
+from ringtrain.hvd.keras_patches import has_schedule, has_weights, innermost, velocities
 from ringtrain.hvd.placement import CPU
 from ringtrain.hvd.slow_links.local_steps import end_round, steps_of_round
 from ringtrain.hvd.sync import broadcast_model, check_in_sync, differing_weights
@@ -66,7 +66,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if reduction is not None and reduction.process_set.included():
             steps, epochs = self.params.get("steps"), self.params.get("epochs")
             batches = (reduction.process_set.process_set_id, socket.gethostname(), steps, epochs)
-        ranks = allgather_object((self.model.built, batches), name="ringtrain_train_begin")
+        ranks = allgather_object((has_weights(self.model), batches), name="ringtrain_train_begin")
         refuse_other_batches([batches for _, batches in ranks])
         self._watch = stall_watch.begin()
         if not self.broadcast_done and all(built for built, _ in ranks):

@@ -26,7 +26,7 @@ from ringtrain.hvd.backend import (
 )
 from ringtrain.hvd.batch_norm import is_shared, seeds
 from ringtrain.hvd.collectives import allgather_object, broadcast_object, broadcast_variables, elastic, init, shutdown
-from ringtrain.hvd.keras_patches import compiled_optimizer, innermost, optimizers_of
+from ringtrain.hvd.keras_patches import compiled_optimizer, has_weights, innermost, optimizers_of
 from ringtrain.hvd.placement import CPU
 from ringtrain.hvd.process import PROCESS
 from ringtrain.hvd.sync import broadcast_model
@@ -165,7 +165,7 @@ class KerasState(_VariablesState):
     def __init__(self, model: keras.Model, optimizer: Any = None, **kwargs: Any) -> None:
         self.model = model
         self.optimizer = compiled_optimizer(model) if optimizer is None else optimizer
-        if not model.built:
+        if not has_weights(model):
             raise ValueError(f"KerasState: {model.name} has no weights yet; call model.build(input_shape) first")
         if self.optimizer is not None and not self.optimizer.built:
             self.optimizer.build(model.trainable_variables)

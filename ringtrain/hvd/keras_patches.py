@@ -174,6 +174,14 @@ def layers_of(model: keras.Model) -> list[keras.Layer]:
     return list(model._flatten_layers())
 
 
+def has_weights(model: keras.Model) -> bool:
+    """Returns whether a model has all its weights: it is built, or all its layers are, as in a GAN without `call`."""
+    if model.built:
+        return True
+    layers = [layer for layer in layers_of(model) if layer is not model]
+    return bool(model.weights) and all(layer.built for layer in layers)
+
+
 def non_trainable_variables_made_by(layer: keras.Layer) -> list[Any]:
     """Variables that a layer has created as non-trainable; not those that `trainable = False` freezes."""
     return list(layer._non_trainable_variables)

@@ -22,6 +22,7 @@ from ringtrain.hvd.distributed import Bypassed, distribute, variables_of_one_ran
 from ringtrain.hvd.keras_patches import (
     compiled_optimizer,
     distributed,
+    has_weights,
     innermost,
     layers_of,
     optimizers_of,
@@ -61,7 +62,7 @@ def broadcast_model(
         OutOfSync: On every rank: the ranks' optimizers have different classes or reduce differently.
         ValueError: The model is not built, or its optimizer was wrapped by Horovod's `DistributedOptimizer`.
     """
-    if not model.built:
+    if not has_weights(model):
         raise ValueError(f"broadcast_model: {model.name} has no weights yet; call model.build(input_shape) first")
     optimizer = compiled_optimizer(model) if optimizer is None else optimizer
     if optimizer is not None:

@@ -288,3 +288,36 @@ def models_are_loaded_with_optimizers_of_ones_own_and_without() -> None:
         loaded = hvd.load_model(path)
         assert small.distance(loaded, small.build()) == 0
         hvd.broadcast_model(loaded, optimizer=hvd.DistributedOptimizer(_adam()))
+
+
+class WithoutCall(keras.Model):
+    """A model with a step of its own, which Keras never builds: only the model in it is called."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.inner, self.tracker = small.build(seed), keras.metrics.Mean("loss")
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.tracker]
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = _loss(self.inner, x, y)
+        self.optimizer.apply(tape.gradient(loss, self.inner.trainable_weights), self.inner.trainable_weights)
+        self.tracker.update_state(loss)
+        return {"loss": self.tracker.result()}
+
+
+def a_model_that_is_never_called_is_broadcast_before_its_first_step() -> None:
+    model = WithoutCall(seed=7 + hvd.rank())
+    model.compile(hvd.DistributedOptimizer(_adam()))
+    x, y = (np.concatenate(parts) for parts in zip(*small.shares(STEPS), strict=True))
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
+    model.fit(x, y, batch_size=small.BATCH, shuffle=False, verbose=0, callbacks=callbacks)
+    hvd.check_in_sync(model)
+    assert small.distance(model.inner, _reference()) < 1e-6
+    incomplete = WithoutCall(1)
+    incomplete.later = keras.layers.Dense(3)
+    assert "no weights yet" in small.raised(ValueError, lambda: hvd.broadcast_model(incomplete))
