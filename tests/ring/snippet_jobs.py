@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from fit_alike import CLASSES, OUTPUT, X, Y, dense, snippet
+from fit_alike import CLASSES, OUTPUT, X, Y, dense, distance, snippet
 
 from ringtrain import hvd
 
@@ -39,6 +39,14 @@ def snippets() -> None:
     horovod = given(model=dense(activation="softmax"), x_train=X[rows], y_train=CLASSES[rows])
     exec(snippet("README.md", "import ringtrain.hvd as hvd  # was:"), horovod)
     hvd.check_in_sync(horovod["model"])
+
+    small, seeded = ("batch(64", "batch(20"), (".shuffle(1024, seed=0)", "")
+    loop = given(model=dense(), loss_fn=keras.losses.MeanSquaredError())
+    exec(snippet("docs/from-keras.md", "import ringtrain.hvd as hvd  # new", small, seeded), loop)
+    alone = dense()
+    alone.compile(keras.optimizers.Adam(0.01), "mse")
+    alone.fit(X, Y, batch_size=20, epochs=2, shuffle=False, verbose=0)
+    assert distance(loop["model"], alone) < 1e-10
 
     fit = given(model=dense())
     exec(snippet("docs/fit.md", "import ringtrain\n", ('"first"', '"of-fit"')), fit)
