@@ -48,6 +48,8 @@ class StreamOfRank0(Stream):
 
         from ringtrain import hvd
 
+        self._source: Any = None  # on other ranks
+
         def read() -> tuple[Any, ...]:
             self._source = one = source()
             facts = one.num_batches, one.batch_size, one.on_resume, one.may_end_early
@@ -58,6 +60,10 @@ class StreamOfRank0(Stream):
         self.kind = f"{kind} of rank 0"
         self.dataset = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
         self._cut = tf.function(lambda batch: cut(batch, hvd.rank(), hvd.size()), input_signature=[spec])
+
+    def close(self) -> None:
+        if self._source is not None:
+            self._source.close()
 
     def iterator(self, rows: tf.data.Dataset, epoch: int, first_step: int) -> Iterator[Any]:
         import tensorflow as tf

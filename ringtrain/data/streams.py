@@ -145,6 +145,10 @@ class Stream(Split):
         self._open = batches if self._is_endless else None
         return batches
 
+    def close(self) -> None:
+        """Ends reading: a Python generator that is read when the interpreter ends keeps the process alive."""
+        self._open = None
+
 
 class PyDatasetStream(Stream):
     """Batches of a finite `keras.utils.PyDataset`, made by number: a resumed run makes no earlier ones.

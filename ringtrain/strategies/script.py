@@ -141,8 +141,12 @@ class Script(Ring):
                 train, numbers.samples_per_step, rank, size, run.config.seed, numbers.steps_per_epoch
             )
         self._batches = UnevenBatches(run.model, not rows.is_even, rows.has_empty_parts)
-        with self._batches:
-            self._train(run, part, rows)
+        try:
+            with self._batches:
+                self._train(run, part, rows)
+        finally:
+            if isinstance(train, data.Stream):
+                train.close()
 
     def _train(self, run: RunContext, part: Segment, rows: Callable[[int, int], Iterator[Any]]) -> None:
         model, first_step, logs = run.model, part.first_step % part.num_steps, None
@@ -167,6 +171,8 @@ class Script(Ring):
                 callbacks.on_train_batch_end(step + model.steps_per_execution - 1, step_logs)
                 if model.stop_training:
                     break
+            else:
+                self._check_end(run, batches)
             first_step = 0
             logs = self._end_epoch(run, callbacks, epoch, step_logs)
             if model.stop_training:
@@ -183,19 +189,27 @@ class Script(Ring):
         except (StopIteration, tf.errors.OutOfRangeError) as error:
             train, clock = run.data_set.train, run.clock
             if train.may_end_early and not clock.epoch_complete:
-                if run.rank == 0:
-                    print(
-                        f"ringtrain: the data of an epoch ended after {clock.global_step % clock.steps_per_epoch} of"
-                        f" {clock.steps_per_epoch} batches: its length changes from epoch to epoch",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                num_batches = clock.global_step % clock.steps_per_epoch
+                self._say(run, f"an epoch of the data ended after {num_batches} of {clock.steps_per_epoch} batches")
                 clock.end_epoch()
                 return None
             raise DataError(
                 f"ringtrain.fit: the data ended after {run.clock.global_step} batches of {run.config.train.epochs}"
                 f" epochs with {run.numbers.steps_per_epoch} each: pass as many, or fewer steps_per_epoch or epochs"
             ) from error
+
+    def _check_end(self, run: RunContext, batches: Iterator[Any]) -> None:
+        """Says so if an epoch of unknown length has more batches than the first: they are not trained."""
+        if not run.data_set.train.may_end_early:
+            return
+        with contextlib.suppress(tf.errors.OutOfRangeError):
+            if next(batches, None) is not None:
+                self._say(run, f"an epoch of the data has more than {run.clock.steps_per_epoch} batches: not trained")
+
+    def _say(self, run: RunContext, text: str) -> None:
+        if run.rank == 0:
+            advice = "its length changes: use repeat() and steps_per_epoch for epochs of one length"
+            print(f"ringtrain: {text}: {advice}", file=sys.stderr, flush=True)
 
     def _end_epoch(self, run: RunContext, callbacks: Any, epoch: int, step_logs: Mapping[str, Any]) -> dict[str, Any]:
         """Calls on_epoch_end; the user's callbacks see complete epochs only, as their state will be saved."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import sys
 import types
@@ -12,6 +13,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.data.ops import iterator_ops
 from test_fit_alone import KillAfter, Killed, X, Y, _model, _weights
 
 import ringtrain
@@ -403,12 +405,26 @@ def test_a_later_epoch_may_be_shorter(tmp_path: Path, capfd: pytest.CaptureFixtu
     ours, reference = _without_dropout(), _without_dropout()
     held_out = {"validation_data": (X[:40], Y[:40])}
     history = _fit(ours, tmp_path, x=make(5, 5, 3, 5), **held_out)  # one to count
+    assert "not trained" not in (said := capfd.readouterr().err) and "ended after 3 of 5 batches" in said
     expected = reference.fit(make(5, 3, 5), epochs=3, verbose=0, **held_out)
     for one, other in zip(ours.get_weights(), reference.get_weights(), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-8)
     for metric, values in expected.history.items():
         np.testing.assert_allclose(history.history[metric], values, rtol=1e-6)
-    assert "ended after 3 of 5 batches" in capfd.readouterr().err
+    _fit(ours, tmp_path, x=make(2, 2, 3, 2))
+    assert "an epoch of the data has more than 2 batches: not trained" in capfd.readouterr().err
+
+
+def test_nothing_reads_on_after_training(tmp_path: Path) -> None:
+    """A generator that tf.data still reads when the interpreter ends would keep the process alive."""
+
+    def num_iterators() -> int:
+        gc.collect()
+        return sum(isinstance(one, iterator_ops.OwnedIterator) for one in gc.get_objects())
+
+    before = num_iterators()
+    history = _fit(_model(), tmp_path, x=_of_numpy(), steps_per_epoch=4)
+    assert len(history.epoch) == 3 and num_iterators() == before
 
 
 class Tensor(np.ndarray):
