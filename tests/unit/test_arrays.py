@@ -11,10 +11,10 @@ from ringtrain import data
 
 def _epoch(num_rows: int, batch_size: int, size: int, epoch: int = 0, first_step: int = 0, **options: object):
     """Rows and share of each step, by rank."""
-    steps = []
+    steps, steps_per_epoch = [], options.pop("steps_per_epoch", None)
     for rank in range(size):
         arrays = data.Arrays({"id": np.arange(num_rows)}, **options)
-        batches = data.RowBatches(arrays, batch_size, rank, size, seed=5)
+        batches = data.RowBatches(arrays, batch_size, rank, size, 5, steps_per_epoch)
         pairs = [(1.0, one) if batches.is_even else one for one in batches(epoch, first_step)]
         steps.append(
             [
@@ -37,6 +37,21 @@ def test_every_row_once_per_epoch(num_rows: int, batch_size: int, size: int) -> 
             assert share == pytest.approx(len(part) * size / len(rows)) or (share == 0 and len(part) == 1)
         trained += rows
     assert sorted(trained) == list(range(num_rows))
+
+
+def test_epochs_that_share_a_pass() -> None:
+    """Of 4 batches, the last of them with an uneven number of rows, 2 in each epoch; also from a step on."""
+
+    def rows(epoch: int, first_step: int = 0) -> list[list[int]]:
+        parts = _epoch(99, 25, 2, epoch, first_step, steps_per_epoch=2, shuffle=True)
+        return [[int(row) for _, part in ranks for row in part] for ranks in parts]
+
+    passes = []
+    for number in range(2):
+        steps = _epoch(99, 25, 2, number, shuffle=True)
+        passes.append([[int(row) for _, part in ranks for row in part] for ranks in steps])
+    assert [rows(epoch) for epoch in range(4)] == [passes[0][:2], passes[0][2:], passes[1][:2], passes[1][2:]]
+    assert rows(3, 1) == passes[1][3:] and rows(2, 1) == passes[1][1:2]
 
 
 def test_the_same_batches_on_any_number_of_ranks() -> None:
