@@ -68,6 +68,14 @@ class Numbers:
         return self.global_batch_size // self.accumulation_steps
 
     @property
+    def rates(self) -> str:
+        """Learning rates in words, of a script's own schedule."""
+        rate = f"{self.learning_rate:g}"
+        if self.initial_learning_rate == self.learning_rate:
+            return rate
+        return f"from {self.initial_learning_rate:g} on, at least up to {rate}"
+
+    @property
     def lengths(self) -> tuple[int, int]:
         """Steps of the whole run and of an epoch."""
         return self.num_steps, self.steps_per_epoch

@@ -467,15 +467,12 @@ def plan_of(process: Process, model: keras.Model, numbers: Numbers, on_resume: s
     unlike = "; ".join(getattr(strategy, "unlike_one_process", ()))
     given = {name: value for name, value in changed_options(config).items() if name.startswith(OPTIONS)}
     rows = f"{numbers.samples_per_step:,} rows on all ranks"
-    rate = f"{numbers.learning_rate:g}"
-    if numbers.initial_learning_rate != numbers.learning_rate:
-        rate = f"from {numbers.initial_learning_rate:g} on, at least up to {rate}"
     return {
         "data": f"{config.data.name}: {numbers.num_train:,} to train, {numbers.num_test:,} to validate",
         "on resume": on_resume,
         "model": f"{config.model.name} {model.name}, {model.count_params():,} parameters",
         "global batch": rows + f" x {numbers.accumulation_steps} accumulated" * (numbers.accumulation_steps > 1),
         "options": ", ".join(f"{name}={value}" for name, value in given.items()) or "defaults",
-        "learning rate": f"{rate} ({options.name}, as compiled)",
+        "learning rate": f"{numbers.rates} ({options.name}, as compiled)",
         **({"unlike 1 rank": unlike} if unlike else {}),
     }

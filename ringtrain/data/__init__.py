@@ -15,6 +15,7 @@ inputs:         training and validation data from arguments of Keras' fit
 sharding:       distribution of the samples over the ranks
 augment:        crops and flips, determined by seed and sample number
 pipeline:       batches as tf.data
+pipeline_graph: what the graph of a tf.data pipeline shows
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ callbacks:      the ordered list of a run's callbacks
 devices:        one GPU per local rank, memory limits, CPU threads
 checkpoint:     atomic checkpoints with a checksum per file; export of the trained model
 saver:          saves the state of a run during training
+callback_state: what callbacks keep, saved and restored
 model_state:    state of a model as arrays, shared and per rank
 resume:         finds the checkpoint to resume from and restores it on all ranks
 evaluation:     metrics over all ranks, equal to those of one process
