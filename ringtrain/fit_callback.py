@@ -19,7 +19,7 @@ from ringtrain.hvd.callbacks import refuse_other_batches
 from ringtrain.hvd.keras_patches import distributed
 from ringtrain.monitor import journal
 from ringtrain.protocol.json_text import parse_json
-from ringtrain.run import console, evaluation, model_state, resume
+from ringtrain.run import console, evaluation, identity, model_state, resume
 from ringtrain.run.context import Job, Process, RunContext, Validation
 from ringtrain.run.run_folder import METRICS, NO_METRICS
 from ringtrain.strategies.ring import OF_OPTIMIZER
@@ -194,7 +194,7 @@ class Run(keras.callbacks.Callback):
         rows = self.batch_size * hvd.size()
         numbers = keras_fit.adopt(process, model, "script", steps * rows, 0, rows)
         plan = keras_fit.plan_of(process, model, numbers, "the epoch that was not complete")
-        compiled = keras_fit.words_of_compiled(model)
+        compiled = identity.of_script(model)
         return Job(
             data_set=data.DataSet(data.NoSamples(), data.NoSamples(), 0, ()),
             numbers=numbers,

@@ -21,7 +21,7 @@ from ringtrain.config import Config, changed_options, with_values
 from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError, RingtrainError
 from ringtrain.monitor import fault_injection, journal
-from ringtrain.run import consistency
+from ringtrain.run import consistency, identity
 from ringtrain.run.context import Job, Process, RunContext
 from ringtrain.run.setup import Named
 
@@ -333,7 +333,7 @@ def _job(process: Process, model: keras.Model, arguments: data.FitArguments) -> 
     import keras
 
     from ringtrain import hvd
-    from ringtrain.run import identity, model_state
+    from ringtrain.run import model_state
     from ringtrain.strategies import script
 
     size, rank, strategy = hvd.size(), hvd.rank(), cast(script.Script, process.strategy)
@@ -362,9 +362,10 @@ def _job(process: Process, model: keras.Model, arguments: data.FitArguments) -> 
     of_name = {*checksums}
     if isinstance(test, data.Stream):
         of_name.remove(f"test data{consistency.DIVIDED}")  # its first batch need not be the same in every start
-    compiled = words_of_compiled(model)
-    if isinstance(train, data.Stream) and not train.is_shard and (content := identity.content_of(train.dataset)):
-        compiled[f"content of the training data{consistency.DIVIDED}"] = content
+    compiled = identity.of_script(model)
+    if isinstance(train, data.Stream) and not train.is_shard:
+        content = identity.content_of(train.dataset)
+        compiled |= {f"content of the training data{consistency.DIVIDED}": content} if content else {}
     return Job(
         data_set=data_set,
         numbers=numbers,
@@ -375,21 +376,6 @@ def _job(process: Process, model: keras.Model, arguments: data.FitArguments) -> 
         validation=validation,
         plan={**plan_of(process, model, numbers, train.on_resume), **more},
     )
-
-
-def words_of_compiled(model: keras.Model) -> dict[str, str]:
-    """Loss, metrics and optimizers of a model, which all runs of one name have in common."""
-    from ringtrain.run import identity
-
-    return {**identity.of_compiled(model), **identity.of_optimizers(_used_optimizers(model))}
-
-
-def _used_optimizers(model: keras.Model) -> list[Any]:
-    from ringtrain import hvd
-
-    # One that is not built is that of a `compile` without arguments, which the script's own train_step does not use.
-    used = [one for one in hvd.optimizers_of(model) if one.built] or [model.optimizer]
-    return [getattr(one, "inner_optimizer", one) for one in used]
 
 
 def checksum_of_shapes(shapes: list[list[Any]]) -> str:
@@ -433,7 +419,7 @@ def adopt(
     from ringtrain import hvd
     from ringtrain.optim.optimizers import first_and_largest_rate
 
-    used = _used_optimizers(model)
+    used = identity.used_optimizers(model)
     names, per_rank = ", ".join(type(one).__name__ for one in used), math.ceil(batch_size / hvd.size())
     steps, accumulated = math.ceil(num_train / batch_size), used[0].gradient_accumulation_steps or 1
     steps = min(steps, steps_per_epoch or steps)

@@ -21,6 +21,20 @@ NO_SETTINGS = ("name", "dtype", "fn")
 """Keys of a configuration that are counted in a process, follow from the data, or are part of the name."""
 
 
+def of_script(model: keras.Model) -> dict[str, str]:
+    """Loss, metrics and optimizers of a script's model, which all runs of one name have in common."""
+    return {**of_compiled(model), **of_optimizers(used_optimizers(model))}
+
+
+def used_optimizers(model: keras.Model) -> list[Any]:
+    """Optimizers that train a built model, each without its loss scale."""
+    from ringtrain import hvd
+
+    # One that is not built is that of a `compile` without arguments, which the script's own train_step does not use.
+    used = [one for one in hvd.optimizers_of(model) if one.built] or [model.optimizer]
+    return [getattr(one, "inner_optimizer", one) for one in used]
+
+
 def of_compiled(model: keras.Model) -> dict[str, str]:
     """Loss and metrics with which a model was compiled."""
     import keras
