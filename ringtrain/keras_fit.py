@@ -346,10 +346,8 @@ def _job(process: Process, model: keras.Model, arguments: data.FitArguments) -> 
     if isinstance(train, data.Stream):
         batch_size = train.batch_size * (size if train.is_shard else 1)
         held_out = f"{len(test):,}{' batches' * isinstance(test, data.Stream)} to validate"
-        more = {"data": f"{train.kind}: {num_train:,} batches to train, {held_out}"}
+        more = {"data": f"{train.kind}: {num_train:,} batches to train, {held_out}", **train.plan}
         num_train *= batch_size
-        if train.why_rank_0:
-            more |= {"read by": f"rank 0, as each rank would get other batches from {train.why_rank_0}"}
         if train.is_shard:
             more |= {"shard": f"{train.num_batches} batches of its own on each rank"}
             if size > 1:

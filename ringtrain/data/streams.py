@@ -109,6 +109,13 @@ class Stream(Split):
     def __len__(self) -> int:
         return self.num_batches
 
+    @property
+    def plan(self) -> dict[str, str]:
+        """Row of the plan that says who reads the batches, if it is not each rank."""
+        if not self.why_rank_0:
+            return {}
+        return {"read by": f"rank 0, as each rank would get other batches from {self.why_rank_0}"}
+
     def checksum(self) -> int:
         """Checksum of length, shapes and dtypes, and the first batch of validation data, whose order must be fixed.
 

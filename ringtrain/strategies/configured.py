@@ -86,6 +86,7 @@ def read_data(process: Process) -> Job:
     plan = {"data": f"{name} ({train.kind}): {sizes}", "on resume": train.on_resume}
     if isinstance(train, data.Stream):
         rows, num_train = train.batch_size, num_train * train.batch_size
+        plan |= train.plan
         process.config = _with_unscaled_rate(config)
         plan["global batch"] = (
             f"{f'{rows:,}' if rows > 1 else 'unknown'}: a batch of the {train.kind}, on all ranks together;"
