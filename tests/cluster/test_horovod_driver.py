@@ -258,3 +258,15 @@ def test_hosts_that_only_ssh_knows_are_looked_up_as_ssh_does(tmp_path: Path, mon
     said = "ringtrain: gpu1: no IPv4 address found from here: give --network-interface NAME\n"
     assert (ended.returncode, ended.stderr.splitlines(keepends=True)[-1]) == (2, said)
     assert "Traceback" not in ended.stderr
+
+
+def test_a_rank_that_failed_is_reported_without_a_traceback() -> None:
+    """As at each end by Ctrl-C over Gloo, and of an elastic job that failed: in two lines that the launcher reads."""
+    script = (
+        "from horovod.runner import launch; from ringtrain.cluster import horovod_driver\n"
+        "def fail(): raise RuntimeError('Horovod detected that one failed:\\nProcess name: a~2[0]\\nExit code: 3\\n')\n"
+        "launch.run_commandline = fail; horovod_driver.main(['-np', '1'])"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (ended.returncode, "Traceback" in ended.stderr) == (1, False), ended.stderr
+    assert "Process name: a[2]\nExit code: 3\n" in ended.stderr
