@@ -35,6 +35,8 @@ from ringtrain.hvd.slow_links.local_steps import LocalSteps, LocalUpdates, local
 from ringtrain.hvd.step_timing import during
 
 T = TypeVar("T")
+OF_REDUCTION = " (the reduction alone was tested)"
+"""added to the result of `check_averaging` if the optimizer changes gradients, or no copy of it can be made"""
 
 
 def broadcast_model(
@@ -135,7 +137,8 @@ def check_averaging(optimizer: Any) -> str:
         optimizer: Distributed optimizer.
 
     Returns:
-        "averaged", "summed" or "combined by Adasum"; "left to this rank" outside of the optimizer's process set.
+        "averaged", "summed" or "combined by Adasum", with "(the reduction alone was tested)" if the vectors passed only
+        that; "left to this rank" outside of the optimizer's process set.
 
     Raises:
         OutOfSync: The optimizer is not distributed, or the result differs from the expected one.
@@ -153,8 +156,11 @@ def check_averaging(optimizer: Any) -> str:
         variable = keras.Variable(np.zeros(length), dtype="float32", name="probe")
         return lambda vector: reduction([vector], [variable], [False])[0]
 
+    is_whole = True
     for part in inner.optimizers if isinstance(inner, keras.optimizers.MultiOptimizer) else [optimizer]:
-        result = reduction.trial(functools.partial(probe, part) if hands_on(part) else alone)
+        is_handed_on = hands_on(part)
+        is_whole = is_whole and is_handed_on
+        result = reduction.trial(functools.partial(probe, part) if is_handed_on else alone)
         num_ranks, device = result.shape[-1], getattr(reduction, "device_dense", "")
         divisor = {"averaged": num_ranks, "summed": 1}.get(OP_WORDS[reduction.op])
         if divisor is None:
@@ -166,7 +172,7 @@ def check_averaging(optimizer: Any) -> str:
                 f"{type(part).__name__}: the reduction of {num_ranks} ranks gave {result.tolist()}, expected"
                 f" {expected} everywhere"
             )
-    return OP_WORDS[reduction.op]
+    return OP_WORDS[reduction.op] + ("" if is_whole else OF_REDUCTION)
 
 
 def probe(optimizer: Any, length: int, reduction: Any = None) -> Callable[[Any], tf.Tensor]:

@@ -35,6 +35,8 @@ class UnevenBatches:
 
     def __init__(self, model: keras.Model, has_shares: bool, has_empty_parts: bool) -> None:
         self.model, self.has_empty_parts = model, has_empty_parts
+        self.size: Any = hvd.size()
+        self.is_divided = hvd.size() > 1
         self.share = tf.Variable(1.0, trainable=False, dtype=tf.float64) if has_shares else None
         self.fingerprint = tf.Variable(0.0, trainable=False, dtype=tf.float64)
         self._in_step = False
@@ -46,7 +48,7 @@ class UnevenBatches:
             self._weigh(self.share)
         # Not model.train_step = ...: Keras would track and save the attribute.
         object.__setattr__(model, "train_step", self._step)
-        if compiled and hvd.size() > 1:
+        if compiled and self.is_divided:
             compiled._flat_losses[:] = [one._replace(loss=self._weighted(one.loss)) for one in self._losses]
             self._replace_update(model._loss_tracker, self._of_values)
             for metric in compiled.metrics:
@@ -109,11 +111,11 @@ class UnevenBatches:
 
     def _of_output(self, loss: Any, weight: Any) -> tuple[Any, Any]:
         """Loss of one output, in whose mean each batch counts 1."""
-        return loss, self._share / hvd.size()
+        return loss, self._share / self.size
 
     def _of_values(self, loss: Any, num_rows: Any) -> tuple[Any, Any]:
         """Loss of a step. Without a reduction it has a value per row, of which Keras tracks the mean."""
-        return (loss * tf.cast(self._share / hvd.size(), loss.dtype) if loss.shape.rank else loss), num_rows
+        return (loss * tf.cast(self._share / self.size, loss.dtype) if loss.shape.rank else loss), num_rows
 
     @property
     def _share(self) -> Any:
@@ -134,7 +136,7 @@ class UnevenBatches:
         if not isinstance(loss, keras.Loss) or type(loss).__call__ is not keras.Loss.__call__:
             return 1.0  # its divisor is unknown
         if loss.reduction in ("sum", "none", None):
-            return tf.math.divide_no_nan(tf.constant(hvd.size(), tf.float64), share)
+            return tf.math.divide_no_nan(tf.cast(self.size, tf.float64), share)
         is_weighted = loss.reduction == "mean_with_sample_weight" and sample_weight is not None
         values = _Ones(loss)
         divisor = values(y_true, y_pred, sample_weight if is_weighted else None)
@@ -142,10 +144,13 @@ class UnevenBatches:
         if not values.shape or (not is_weighted and not is_masked and None not in values.shape[1:]):
             return 1.0
         divisor = tf.stop_gradient(tf.cast(divisor, tf.float64) * tf.cast(share > 0, tf.float64))
+        return tf.math.divide_no_nan(self.size * divisor, self._total(divisor) * share)
+
+    def _total(self, divisor: Any) -> Any:
+        """Sum over the ranks."""
         name = f"HorovodAllreduce_{unique_in_graph('ringtrain_divisor')}"
         with tf.device(CPU):
-            total = hvd.allreduce(divisor, name=name, op=hvd.Sum, device_dense=CPU, ignore_name_scope=True)
-        return tf.math.divide_no_nan(hvd.size() * divisor, total * share)
+            return hvd.allreduce(divisor, name=name, op=hvd.Sum, device_dense=CPU, ignore_name_scope=True)
 
 
 class _Ones(keras.losses.Loss):

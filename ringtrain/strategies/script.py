@@ -21,7 +21,8 @@ from ringtrain.config import Config, changed_options
 from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError, DataError, OutOfSync
 from ringtrain.hvd.distributed import undistribute
-from ringtrain.hvd.keras_patches import distributed, innermost
+from ringtrain.hvd.keras_patches import distributed, innermost, layers_of
+from ringtrain.optim import divided
 from ringtrain.optim.uneven import UnevenBatches
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.run import callback_state, console, devices, resume
@@ -108,8 +109,8 @@ class Script(Ring):
             tf.function(model.train_step).get_concrete_function(batch)  # builds optimizers of a train_step
             model.built = True
         if hvd.size() > 1:
-            rows = train.rows if isinstance(train, data.Arrays) and len(train) >= 8 else None
-            self.unlike_one_process = unlike_one_process(model, rows)
+            rows = train.rows if isinstance(train, data.Arrays) and len(train) >= divided.NUM_ROWS else None
+            self.unlike_one_process = unlike_one_process(model, batch, rows)
 
     def clock(self, run: RunContext) -> resume.Clock:
         per_call = run.model.steps_per_execution
@@ -231,23 +232,49 @@ def validation_of(given: data.FitArguments, test: data.Split, batch_size: int, p
     return Validation(prefix, evaluated, due)
 
 
-def unlike_one_process(model: keras.Model, rows: Callable[[int, int], Any] | None) -> list[str]:
+def unlike_one_process(model: keras.Model, batch: Any, rows: Callable[[int, int], Any] | None) -> list[str]:
     """Parts of a built model whose results on several ranks are not those of one process, a phrase each.
 
     Args:
-        rows: Returns the batch of the rows from one number up to another, of at least 8. None: metrics are not tested.
+        batch: One of the model's batches, or its specification.
+        rows: Returns the batch of the rows from one number up to another, of at least `divided.NUM_ROWS`. None: neither
+            gradients nor metrics are tested.
     """
     found = []
+    seen = divided.Comparison() if divided.is_known(model) else divided.compare(model, batch, rows)
     if any(not hasattr(layer, "device_of_sums") for layer in hvd.batch_norm_layers(model)):
         found.append("batch normalization uses each rank's rows (all rows with model.sync_batch_norm)")
-    if hvd.seeds(model):
+    if seen.draws:
         found.append("random layers draw other numbers on each rank")
+    if seen.draws_by_tensorflow:
+        found.append("tf.random draws other numbers on each rank")
     losses = model._compile_loss._flat_losses if model._compile_loss else []
     if names := [one.name for one in losses if _function_of(one.loss) in OF_A_WHOLE_BATCH]:
         found.append(f"the loss of {', '.join(names)} is a function of a whole batch, here of each rank's rows")
-    if names := _not_summed(model, rows) if rows else []:
+    elif seen.distance is not None:
+        found.append(
+            f"a batch's gradient is not the mean of its parts' ({seen.distance:.1e} apart): train_step, loss or"
+            " optimizer combine the rows of each rank by themselves"
+        )
+    if seen.error:
+        found.append(f"gradients of a whole batch and of its parts were not compared: {seen.error}")
+    if _merges_rows(model):
+        found.append("an embedding's rows that occur several times are added up before the update")
+    names = list(dict.fromkeys([*_not_summed(model, rows), *seen.metrics])) if rows else []
+    if names:
         found.append(f"{', '.join(names)}: the metric is no sum over rows")
     return found
+
+
+def _merges_rows(model: keras.Model) -> bool:
+    """Returns whether an update with the sum of a row's gradients differs from Keras' with its parts."""
+    if not any(isinstance(layer, keras.layers.Embedding) for layer in layers_of(model)):
+        return False
+    for optimizer in map(innermost, hvd.optimizers_of(model)):
+        reduction, is_linear = optimizer.reduction, isinstance(optimizer, keras.optimizers.SGD)
+        if not is_linear and (reduction.merges_rows or reduction.sparse_as_dense or reduction.sharded):
+            return True
+    return False
 
 
 def _function_of(loss: Any) -> str:
@@ -257,12 +284,12 @@ def _function_of(loss: Any) -> str:
 
 def _not_summed(model: keras.Model, rows: Callable[[int, int], Any]) -> list[str]:
     """Names of metrics whose state after two halves of a batch is not the sum of their states after each."""
-    of_losses = [model._loss_tracker, *(model._compile_loss.metrics if model._compile_loss else [])]
-    compiled = model._compile_metrics
-    metrics = [one for one in model.metrics if all(one is not other for other in (*of_losses, compiled))]
-    metrics += compiled.metrics if compiled else []
+    metrics = divided.metrics_of(model)
     if not metrics:
         return []
+
+    kept = [*hvd.seeds(model), *hvd.global_seed(), *hvd.weights_of_one_rank(model)]
+    before = [keras.ops.convert_to_numpy(variable) for variable in kept]
 
     def states(begin: int, end: int) -> list[list[Any]]:
         model.reset_metrics()
@@ -271,15 +298,18 @@ def _not_summed(model: keras.Model, rows: Callable[[int, int], Any]) -> list[str
 
     try:
         pairs = zip(metrics, states(0, 4), states(4, 8), states(0, 8), strict=True)
-        return [one.name for one, *parts in pairs if not all(itertools.starmap(_is_sum, zip(*parts, strict=True)))]
+        names = [
+            one.name for one, *each in pairs if not all(itertools.starmap(divided.is_sum, zip(*each, strict=True)))
+        ]
     except Exception:  # of the script's own code; a step will raise it again
         return []
     finally:
         model.reset_metrics()
-
-
-def _is_sum(first: Any, second: Any, both: Any) -> bool:
-    return bool(np.allclose(first.astype(float) + second, both, rtol=1e-3, atol=1e-6))
+        is_random = len(hvd.global_seed()) + len(hvd.seeds(model)) > len(kept)
+        for variable, value in zip(kept, before, strict=True):
+            is_random = is_random or not np.array_equal(variable, value)
+            variable.assign(value)
+    return [] if is_random else names
 
 
 @contextlib.contextmanager

@@ -24,14 +24,13 @@ class Rows(keras.callbacks.Callback):
         super().__init__()
         self.file = Path(os.environ[PROVE]) / f"{hvd.rank()}-{os.getpid()}.jsonl"
         self.seen: list[int] = []
+        self._numbers: list[Any] | None = None
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         if hasattr(model, "ringtrain_rows"):
             return
-        own = any(not hasattr(layer, "device_of_sums") for layer in hvd.batch_norm_layers(model))
-        narrow = [layer.name for layer in layers_of(model) if layer.compute_dtype != keras.config.floatx()]
-        self._write({"seeds": len(hvd.seeds(model)), "batch_norm": own, "narrow": narrow})
+        self._numbers = _numbers(model)
         train_step = model.train_step
 
         def recorded(batch: Any) -> Any:
@@ -42,6 +41,16 @@ class Rows(keras.callbacks.Callback):
         # Not model.train_step = ...: Keras would track and save the attributes.
         object.__setattr__(model, "train_step", recorded)
         object.__setattr__(model, "ringtrain_rows", True)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._numbers is None:
+            return
+        model = self.model
+        own = any(not hasattr(layer, "device_of_sums") for layer in hvd.batch_norm_layers(model))
+        narrow = [layer.name for layer in layers_of(model) if layer.compute_dtype != keras.config.floatx()]
+        # A GRU without dropout has a seed, and draws no numbers.
+        self._write({"seeds": self._numbers != _numbers(model), "batch_norm": own, "narrow": narrow})
+        self._numbers = None
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._write({"epoch": epoch, "rows": self.seen})
@@ -57,3 +66,8 @@ class Rows(keras.callbacks.Callback):
     def _write(self, line: dict[str, Any]) -> None:
         with self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+
+
+def _numbers(model: keras.Model) -> list[Any]:
+    """States of the seeds from which a model may draw."""
+    return [np.asarray(variable.numpy()).tolist() for variable in (*hvd.seeds(model), *hvd.global_seed())]

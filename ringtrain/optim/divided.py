@@ -1,0 +1,326 @@
+"""Comparison of a training step with a whole batch and with its two halves, in one process, before training.
+
+What a `train_step`, a loss or an optimizer does with the rows of a batch by itself (clips gradients, adds up losses,
+mixes rows) gives other gradients where ranks divide the batch. The step is traced once more, with these differences: it
+updates no weights, random numbers are those of the first row for all rows, and batch normalization uses its moving
+statistics. Afterwards all variables are as before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.tensorflow import random as keras_random
+
+from ringtrain import hvd
+from ringtrain.hvd.keras_patches import innermost, layers_of
+from ringtrain.optim.uneven import UnevenBatches
+
+NUM_ROWS = 8
+"""rows of the whole batch"""
+TOLERANCE, TOLERANCE_16_BITS = 1e-3, 5e-2
+"""largest distance of gradients from rounding, relative to their norm"""
+MAX_DIVISORS = 16
+OF_SHAPES = ("normal", "uniform", "truncated_normal", "randint", "gamma", "binomial", "beta")
+"""functions of random numbers in Keras' backend whose argument `shape` begins with the rows"""
+OF_TENSORFLOW = ("normal", "uniform", "truncated_normal")
+STATEFUL = {
+    *("RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal", "ParameterizedTruncatedNormal"),
+    *("RandomShuffle", "Multinomial", "RandomGamma", "RandomPoissonV2", "StatefulStandardNormalV2", "StatefulUniform"),
+    *("StatefulUniformInt", "StatefulUniformFullInt", "StatefulTruncatedNormal", "StatefulRandomBinomial"),
+}
+"""operations of `tf.random`"""
+
+
+@dataclass
+class Comparison:
+    """What was seen of a step."""
+
+    draws: bool = False
+    """whether it draws random numbers by Keras"""
+    draws_by_tensorflow: bool = False
+    distance: float | None = None
+    """of the mean of the halves' gradients from that of the whole batch, if it is more than rounding"""
+    metrics: list[str] = field(default_factory=list)
+    """names of metrics whose state is no sum over rows"""
+    error: str = ""
+    """why gradients were not compared"""
+
+
+def is_known(model: keras.Model) -> bool:
+    """Returns whether a model consists of Keras' own parts, whose steps with divided batches are known."""
+    kind = type(model)
+    losses = model._compile_loss._flat_losses if model._compile_loss else []
+    parts = [*layers_of(model)[1:], *(one.loss for one in losses), *map(innermost, hvd.optimizers_of(model))]
+    return (
+        kind.train_step is keras.Model.train_step
+        and kind.compute_loss is keras.Model.compute_loss
+        and kind.__module__.startswith("keras.")
+        and all(type(one).__module__.startswith("keras.") for one in parts)
+        and all(_is_of_keras(one.loss) for one in losses)
+        and all(isinstance(one, keras.Layer) for one in getattr(model, "operations", ()))
+        and not any(isinstance(one, keras.layers.Lambda) for one in parts)
+        and not hvd.seeds(model)
+    )
+
+
+def _is_of_keras(loss: Any) -> bool:
+    return str(getattr(getattr(loss, "fn", loss), "__module__", "")).startswith("keras.")
+
+
+def compare(model: keras.Model, batch: Any, rows: Callable[[int, int], Any] | None) -> Comparison:
+    """Compares a step of a built and compiled model with `NUM_ROWS` rows and with two halves of them.
+
+    Args:
+        batch: One of the model's batches, or its specification.
+        rows: Returns the batch of the rows from one number up to another. None: the step is only traced.
+    """
+    found = Comparison()
+    try:
+        _compare(model, batch, rows, found)
+    except Exception as error:  # of the script's own code, which may not be traced again or with so few rows
+        found.draws = found.draws or bool(hvd.seeds(model))
+        found.error = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:100]}"
+    finally:
+        model.reset_metrics()
+    return found
+
+
+def _compare(model: keras.Model, batch: Any, rows: Callable[[int, int], Any] | None, found: Comparison) -> None:
+    leaves = [one for one in tf.nest.flatten(batch) if one is not None]
+    if model.run_eagerly or not all(isinstance(one, tf.Tensor | tf.TensorSpec) for one in leaves):
+        found.draws, found.error = bool(hvd.seeds(model)), "it runs eagerly, or has inputs that are not dense"
+        return
+    gradients: list[Any] = []
+    halves, noise = _Halves(model), _Noise(found)
+
+    def step(batch: Any) -> tuple[list[Any], Any]:
+        gradients.clear()
+        halves.divisors.clear()
+        model.train_step(batch)
+        missing = [tf.constant(0.0, tf.float64)] * (MAX_DIVISORS - len(halves.divisors))
+        return list(gradients), tf.stack([*halves.divisors, *missing])
+
+    with halves, noise, _captured(model, gradients), _with_moving_statistics(model):
+        spec = tf.nest.map_structure(_with_any_rows, batch)
+        traced = tf.function(step, autograph=False).get_concrete_function(spec)
+    if STATEFUL & _operations(traced):
+        found.draws_by_tensorflow = noise.mixes = True
+    if noise.mixes:
+        found.error = "random numbers depend on the number of rows"
+    if rows is None:
+        found.error = "no batch is read before training, or there are too few rows"
+    if rows is None or noise.mixes:
+        return
+    of_check = {halves.size.ref(), halves.totals.ref()}
+    changed = [variable for variable in traced.graph.variables if variable.ref() not in of_check]
+    before = [(variable, variable.read_value()) for variable in changed]
+    metrics = metrics_of(model)
+    try:
+        results, middle = [], NUM_ROWS // 2
+        for num_parts, begin, end in ((1, 0, NUM_ROWS), (2, 0, middle), (2, middle, NUM_ROWS)):
+            model.reset_metrics()
+            halves.size.assign(num_parts)
+            each, divisors = traced(rows(begin, end))
+            if num_parts == 1:
+                halves.totals.assign(divisors)
+            states = [[keras.ops.convert_to_numpy(one) for one in metric.variables] for metric in metrics]
+            results.append((each, states))
+            for variable, value in before:  # also weights that the step assigns, and seeds
+                variable.assign(value)
+    finally:
+        for variable, value in before:
+            variable.assign(value)
+    (of_whole, total), (first, left), (second, right) = results
+    found.metrics = [
+        metric.name
+        for metric, states, both in zip(metrics, zip(left, right, strict=True), total, strict=True)
+        if not all(is_sum(*each) for each in zip(*states, both, strict=True))
+    ]
+    distance = _distance(of_whole, first, second)
+    narrow = any("16" in layer.compute_dtype for layer in layers_of(model))
+    if distance > (TOLERANCE_16_BITS if narrow else TOLERANCE):
+        found.distance = distance
+
+
+def is_sum(first: Any, second: Any, both: Any) -> bool:
+    return bool(np.allclose(first.astype(float) + second, both, rtol=1e-3, atol=1e-6))
+
+
+def metrics_of(model: keras.Model) -> list[Any]:
+    """Metrics of a model besides those of its loss; those of `compile` one by one."""
+    compiled, of_loss = model._compile_metrics, model._compile_loss
+    excluded = {id(one) for one in (model._loss_tracker, compiled, *(of_loss.metrics if of_loss else ()))}
+    return [*(one for one in model.metrics if id(one) not in excluded), *(compiled.metrics if compiled else [])]
+
+
+def _with_any_rows(tensor: Any) -> Any:
+    return None if tensor is None else tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
+
+
+def _operations(function: Any) -> set[str]:
+    """Types of the operations of a traced function and of those that it calls."""
+    graph = function.graph.as_graph_def()
+    nodes = [*graph.node, *(node for inner in graph.library.function for node in inner.node_def)]
+    return {node.op for node in nodes}
+
+
+def _distance(whole: Sequence[Any], first: Sequence[Any], second: Sequence[Any]) -> float:
+    """Distance of the mean of two lists of gradients from a third, relative to its norm; 0 if it is not finite."""
+    apart, norm = 0.0, 0.0
+    for of_whole, one, other in zip(whole, first, second, strict=True):
+        expected = tf.cast(of_whole, tf.float64)
+        mean = (tf.cast(one, tf.float64) + tf.cast(other, tf.float64)) / 2
+        apart += float(tf.reduce_sum(tf.square(mean - expected)))
+        norm += float(tf.reduce_sum(tf.square(expected)))
+    ratio = np.sqrt(apart / norm) if norm else 0.0
+    return float(ratio) if np.isfinite(ratio) else 0.0
+
+
+@contextlib.contextmanager
+def _replaced(objects: Sequence[tuple[Any, dict[str, Any]]]) -> Iterator[None]:
+    """Context in which objects have other attributes, behind Keras' tracking of attributes."""
+    before = [{name: vars(one)[name] for name in values if name in vars(one)} for one, values in objects]
+    try:
+        for one, values in objects:
+            vars(one).update(values)
+        yield
+    finally:
+        for (one, values), kept in zip(objects, before, strict=True):
+            for name in values:
+                vars(one).pop(name, None)
+            vars(one).update(kept)
+
+
+def _captured(model: keras.Model, gradients: list[Any]) -> contextlib.AbstractContextManager[None]:
+    """Context in which a model's optimizers append the gradients that they would reduce, and update nothing."""
+
+    def attributes(optimizer: Any) -> dict[str, Any]:
+        def record(grads: Any, *_: Any) -> list[Any]:
+            grads = list(grads)
+            gradients.extend(tf.convert_to_tensor(one) for one in grads if one is not None)
+            return grads
+
+        def clip(grads: Any) -> list[Any]:
+            optimizer._reached.append("hook")
+            return list(grads) if optimizer._reduced_before else record(grads)
+
+        return {
+            "reduce": record,
+            "_clip_gradients": clip,
+            "_backend_update_step": lambda *_: None,
+            "_apply_weight_decay": lambda *_: None,
+            "gradient_accumulation_steps": None,
+            "use_ema": False,
+        }
+
+    inner = [innermost(optimizer) for optimizer in hvd.optimizers_of(model)]
+    singles = [single for one in inner for single in getattr(one, "optimizers", [one])]
+    return _replaced([(single, attributes(single)) for single in singles])
+
+
+def _with_moving_statistics(model: keras.Model) -> contextlib.AbstractContextManager[None]:
+    """Context in which batch normalization depends on no other row."""
+
+    def call(layer: Any) -> Callable[..., Any]:
+        original = layer.call
+        return lambda inputs, training=None, **rest: original(inputs, training=False, **rest)
+
+    return _replaced([(layer, {"call": call(layer)}) for layer in hvd.batch_norm_layers(model)])
+
+
+class _Halves(UnevenBatches):
+    """Context in which a step is that of a rank with one of `size` parts; sums over ranks are those of a whole batch.
+
+    Attributes:
+        divisors: Sums over ranks that the step asks for.
+        totals: Their values in the whole batch.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        super().__init__(model, has_shares=False, has_empty_parts=False)
+        self.is_divided = True
+        self.size = tf.Variable(1.0, trainable=False, dtype=tf.float64)
+        self.totals = tf.Variable(np.ones(MAX_DIVISORS), trainable=False)
+        self.divisors: list[Any] = []
+
+    def _total(self, divisor: Any) -> Any:
+        place = len(self.divisors)
+        self.divisors.append(divisor)
+        return tf.where(self.size == 1, divisor, self.totals[place])
+
+
+class _Noise:
+    """Context in which random numbers are the same for all rows, and noted.
+
+    Attributes:
+        mixes: Whether some depend on the number of rows nevertheless.
+    """
+
+    def __init__(self, found: Comparison) -> None:
+        self.found, self.mixes, self._count = found, False, 0
+        self._patches = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        keras_functions: dict[str, Any] = {name: self._of_shape(keras_random, name) for name in OF_SHAPES}
+        keras_functions |= {"dropout": self._dropout(keras_random.dropout)}
+        keras_functions |= {name: self._mixing(getattr(keras_random, name)) for name in ("shuffle", "categorical")}
+        functions = {name: self._of_shape(tf.random, name) for name in OF_TENSORFLOW}
+        self._patches.enter_context(_replaced([(keras_random, keras_functions), (tf.random, functions)]))
+
+    def __exit__(self, *_: object) -> None:
+        self._patches.close()
+
+    def _note(self, module: Any = keras_random) -> int:
+        """Notes a call; returns a seed for it."""
+        self._count += 1
+        if module is keras_random:
+            self.found.draws = True
+        else:
+            self.found.draws_by_tensorflow = True
+        return self._count
+
+    def _of_shape(self, module: Any, name: str) -> Callable[..., Any]:
+        original = getattr(module, name)
+        signature = inspect.signature(original)
+        constant = original
+        if module is tf.random:
+            stateless = getattr(tf.random, f"stateless_{name}")
+            constant = lambda seed, name=None, **rest: stateless(seed=(seed, 0), **rest)  # noqa: E731
+
+        def drawn(*args: Any, **kwargs: Any) -> Any:
+            if tf.executing_eagerly():  # of the first value of a variable
+                return original(*args, **kwargs)
+            arguments = signature.bind(*args, **kwargs).arguments
+            shape, seed = arguments["shape"], self._note(module)
+            if tf.is_tensor(shape):
+                arguments["shape"] = tf.concat([tf.ones_like(shape[:1]), shape[1:]], 0)
+            elif shape:
+                arguments["shape"] = (1, *shape[1:])
+            return tf.broadcast_to(constant(**{**arguments, "seed": seed}), shape)
+
+        return drawn
+
+    def _dropout(self, original: Any) -> Callable[..., Any]:
+        def dropped(inputs: Any, rate: Any, noise_shape: Any = None, seed: Any = None) -> Any:
+            if not 0 < rate < 1 or not len(inputs.shape):
+                return original(inputs, rate, noise_shape, seed)
+            of_row = None if noise_shape is None else (1, *noise_shape[1:])
+            return inputs * original(tf.ones_like(inputs[:1]), rate, of_row, self._note())
+
+        return dropped
+
+    def _mixing(self, original: Any) -> Callable[..., Any]:
+        def mixing(*args: Any, **kwargs: Any) -> Any:
+            self._note()
+            self.mixes = True
+            return original(*args, **kwargs)
+
+        return mixing
