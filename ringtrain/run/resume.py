@@ -363,6 +363,13 @@ def _require_same_job(
                 f"{newest.folder}: was saved within an epoch of {steps} steps, an epoch of this run has"
                 f" {numbers.steps_per_epoch}: resume from a checkpoint of an epoch's end, or {_anew(config)}"
             )
+        is_own = newest.folder.parent.parent.resolve() == (Path(config.run.directory) / config.run.name).resolve()
+        epochs = newest.global_step // steps
+        if _is_of_a_script(config) and not is_own and epochs >= config.train.epochs:
+            raise ConfigError(
+                f"{newest.folder}: has trained {epochs} epochs, and epochs={config.train.epochs} includes them: nothing"
+                f" is left to train: raise epochs"
+            )
         return
     now = {"training samples": str(numbers.num_train), **of_name}
     before = {**saved.get("checksums", {}), "training samples": str(saved["numbers"].get("num_train", ""))}

@@ -132,6 +132,8 @@ def test_what_a_name_stands_for_is_refused_if_it_differs_and_continued_by_its_pa
     assert _fit(_model(), tmp_path, name="one", epochs=1).checksum == expected
     half = {"name": "two", "x": X[:50], "y": Y[:50], "resume": f"{tmp_path}/one"}
     assert _fit(_model(), tmp_path, epochs=2, **half).epoch == [0, 1]
+    with pytest.raises(ConfigError, match="has trained 1 epochs, and epochs=1 includes them: nothing is left"):
+        _fit(_model(), tmp_path, epochs=1, **half | {"name": "none"})
     further = _fit(_model(), tmp_path, epochs=3, **half)
     assert further.epoch == [0, 1, 2]
     summary = json.loads((further.run / "summary.json").read_text())
