@@ -25,7 +25,7 @@ ARG GPU=0
 
 RUN apt-get update && apt-get install -y --no-install-recommends g++ make python3-venv
 COPY constraints.txt hashes.txt pyproject.toml setup.py ./
-COPY compat compat
+COPY packaging packaging
 COPY launch/setup.sh launch/
 COPY ringtrain/__init__.py ringtrain/
 RUN RINGTRAIN_GPU=$GPU launch/setup.sh
@@ -45,7 +45,7 @@ RUN useradd --create-home --uid 1000 --shell /bin/bash ringtrain \
 COPY --from=environment /opt/ringtrain/.venv .venv
 COPY CHANGELOG.md LICENSE README.md constraints.txt hashes.txt pyproject.toml setup.py ./
 COPY benchmarks benchmarks
-COPY compat compat
+COPY packaging packaging
 COPY configs configs
 COPY examples examples
 COPY hostfiles hostfiles

@@ -1,6 +1,6 @@
 # What CI runs is what people run. Each target first sets up what is missing in .venv (seconds, once it is there).
 
-.PHONY: setup train smoke test test-unit test-all chaos lint image
+.PHONY: setup train smoke test test-unit test-all chaos lint dist image
 
 setup:
 	launch/setup.sh
@@ -30,6 +30,10 @@ lint:
 	launch/setup.sh ruff check . && launch/setup.sh ruff format --check . && launch/setup.sh mypy ringtrain \
 		&& launch/setup.sh lint-imports --no-logo --no-cache \
 		&& launch/setup.sh python tests/support/house.py
+
+# Wheels and sdists of ringtrain and ringtrain-horovod, in dist/.
+dist:
+	launch/setup.sh python packaging/dist.py
 
 image:
 	tests/cluster/image.sh

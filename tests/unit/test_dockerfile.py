@@ -79,7 +79,7 @@ def test_the_setup_script_finds_in_the_image_what_it_was_run_on() -> None:
     """What its stamp is made of is there, in the same folder: it has nothing to set up when it is started again."""
     _, environment, image = stages()
     script = (ROOT / "launch" / "setup.sh").read_text()
-    (inputs,) = re.findall(r"find (compat) .* xargs -0 sha256sum ([^)\n]+)", script)
+    (inputs,) = re.findall(r"find (packaging) .* xargs -0 sha256sum ([^)\n]+)", script)
     copied = {name for line in values(image, "COPY") for name in line.split()[:-1]}
     built_from = {name for line in values(environment, "COPY") for name in line.split()[:-1]}
     for name in (inputs[0], *inputs[1].split()):

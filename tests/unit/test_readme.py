@@ -83,7 +83,11 @@ def test_the_tree_is_as_the_readme_draws_it() -> None:
     missing = [path for path in drawn if not (ROOT / path).exists()]
     assert not missing, f"drawn, but not there: {missing}"
     shown = {f"{path.relative_to(ROOT)}{'/' * path.is_dir()}" for path in (ROOT / "ringtrain").iterdir()}
-    undrawn = shown - drawn - {"ringtrain/__pycache__/", "ringtrain/__init__.py", "ringtrain/__main__.py"}
+    undrawn = (
+        shown
+        - drawn
+        - {"ringtrain/__pycache__/", "ringtrain/__init__.py", "ringtrain/__main__.py", "ringtrain/py.typed"}
+    )
     assert not undrawn, f"there, but not drawn: {undrawn}"
 
 

