@@ -259,8 +259,8 @@ def test_ranks_may_save_at_the_first_signal(
 
 def test_a_rank_may_save_for_the_whole_grace_beside_one_that_does_not_catch_the_signal(launch, tmp_path: Path) -> None:
     """If that one ended at once, mpirun would kill the other 4 s later."""
-    saves = f"[ {RANK} = 1 ] || trap 'sleep 6; touch {tmp_path}/saved; exit 3' TERM"
-    words = shell(f"{saves}; {WAITING}")
+    script = f"[ {RANK} = 0 ] || {{ echo begun; exec sleep 600; }}; trap 'sleep 6; touch {tmp_path}/saved; exit 3' TERM"
+    words = shell(f"{script}; {WAITING}")
     started = launch(*ringtrain("--grace", "60", "--", *words))
     started.wait_for_ranks()
     started.process.send_signal(signal.SIGTERM)
