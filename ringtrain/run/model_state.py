@@ -62,6 +62,12 @@ def own_variables(model: keras.Model) -> list[Any]:
     return [*hvd.seeds(model), *hvd.weights_of_one_rank(model), *kept, *_global_seed(model)]
 
 
+def seed_places(model: keras.Model) -> list[int]:
+    """Returns indices in `own_variables` of all seeds."""
+    num_seeds, num_own = len(hvd.seeds(model)), len(own_variables(model))
+    return [*range(num_seeds), *range(num_own - len(_global_seed(model)), num_own)]
+
+
 def _global_seed(model: keras.Model) -> list[Any]:
     return hvd.global_seed() if hvd.num_copies(model) == 1 else []
 
@@ -78,8 +84,7 @@ def digests(model: keras.Model) -> list[list[bytes]]:
 
 def places_to_save(model: keras.Model, digests: Sequence[Sequence[bytes]]) -> list[int]:
     """Returns indices in `own_variables` of variables that differ between ranks, and of all seeds."""
-    num_seeds, num_own = len(hvd.seeds(model)), len(own_variables(model))
-    seeds = {*range(num_seeds), *range(num_own - len(_global_seed(model)), num_own)}
+    seeds = seed_places(model)
     return [place for place, one in enumerate(zip(*digests, strict=True)) if place in seeds or len(set(one)) > 1]
 
 

@@ -249,16 +249,17 @@ def restore(
 
 def _seeds_for(model: keras.Model, own: list[Arrays], num_copies: int, seed: int, global_step: int) -> list[Arrays]:
     """Seeds of another number of ranks: those that were saved, then others that none has drawn from."""
-    states = []
+    variables, states = model_state.own_variables(model), []
     for number in range(num_copies):
         state = {}
-        for index, variable in enumerate(hvd.seeds(model)):
-            place = f"{index:05d}"
-            if number < len(own):
+        for index in model_state.seed_places(model):
+            place, variable = f"{index:05d}", variables[index]
+            if number < len(own) and place in own[number]:
                 state[place] = own[number][place]
                 continue
             draw = np.random.default_rng([seed, number, index, global_step])
-            state[place] = draw.integers(0, 2**31, variable.shape).astype(variable.dtype)
+            # The next state of Keras' global generator is below this number.
+            state[place] = draw.integers(0, 933_199, variable.shape).astype(variable.dtype)
         states.append(state)
     return states
 
