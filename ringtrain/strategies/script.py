@@ -319,6 +319,8 @@ def unchanged_afterwards(model: keras.Model) -> Iterator[None]:
     of_script = [one for one in objects[1:] if distributed(one)]
     synchronized = list(hvd.synchronized_layers(model))
     before = [{name: vars(one).get(name) for name in ("train_step", "apply")} for one in objects]
+    if model.jit_compile:
+        model.make_test_function()  # which XLA compiles, as it reduces nothing
     jit_compile, model.jit_compile = model.jit_compile, False  # XLA has no kernel for Horovod's allreduce
     seed = context.global_seed()
     numbers = [state.numpy() for state in hvd.global_seed(create=hvd.size() > 1)]
@@ -344,8 +346,6 @@ def unchanged_afterwards(model: keras.Model) -> Iterator[None]:
                 hvd.unsynchronize(layer)
         vars(model).pop("ringtrain_gradients", None)
         model.jit_compile, model.train_function = jit_compile, None
-        if jit_compile:
-            model.test_function = None  # that of the run is not compiled
         if hvd.size() > 1:  # the ranks' own seeds would shuffle the script's next dataset otherwise on each rank
             tf.random.set_seed(seed)
             for state, value in zip(hvd.global_seed(), numbers, strict=False):
