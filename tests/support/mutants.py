@@ -170,7 +170,7 @@ MUTANTS = (
             f"{UNIT}/test_checkpoint.py::test_files_are_flushed_before_the_rename_and_the_folder_after_it",
         )
         for what, text in (
-            ("its files", "os.fsync(file.fileno())"),
+            ("its files", f"file.flush()\n{' ' * 16}os.fsync(file.fileno())"),
             ("its manifest", "os.fsync(text.fileno())"),
             ("its folder", "_flush(unfinished)"),
             ("the folder above it", "_flush(folder)"),

@@ -347,7 +347,7 @@ def test_what_host_agents_and_ranks_report_ends_in_a_result(data: st.DataObject)
     assert 0 <= result.exit_code < 256 and result.in_a_line is not None
 
 
-@settings(max_examples=4 * EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(data=st.data())
 def test_a_command_line_is_read_or_refused(data: st.DataObject) -> None:
     words = data.draw(st.sampled_from(COMMANDS).flatmap(damaged)).split(" ")
