@@ -67,7 +67,6 @@ def is_known(model: keras.Model) -> bool:
         and all(_is_of_keras(one.loss) for one in losses)
         and all(isinstance(one, keras.Layer) for one in getattr(model, "operations", ()))
         and not any(isinstance(one, keras.layers.Lambda) for one in parts)
-        and not hvd.seeds(model)
     )
 
 
