@@ -241,8 +241,8 @@ MUTANTS = (
     Mutant(
         *("heartbeats of programs without the token", "protocol/transport.py"),
         *(
-            "hmac.compare_digest(connection.received, self._greeting)",
-            "len(connection.received) == len(self._greeting)",
+            "hmac.compare_digest(line, proof(self.token, peer, connection.peer_nonce, connection.nonce))",
+            "len(line) > 0",
         ),
         f"{UNIT}/test_transport.py",
     ),
