@@ -243,7 +243,7 @@ def DistributedGradientTape(gradtape: tf.GradientTape, *args: Any, **kwargs: Any
     if num_ranks > 1 and not elastic():
         tape._allreduce_grads = lambda grads, *rest: PLACE.reducing(num_ranks, grads, lambda: reduce(grads, *rest))
     # Horovod's tape calls super(self.__class__, self), which recurses without end in a subclass.
-    gradient, register = tape.gradient, tape.register_local_source
+    gradient, register, divide = tape.gradient, tape.register_local_source, tape.get_local_and_global_gradients
 
     def gradient_of(target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         refuse_xla()
@@ -251,7 +251,13 @@ def DistributedGradientTape(gradtape: tf.GradientTape, *args: Any, **kwargs: Any
         flat = [tensor_of(source) for source in tf.nest.flatten(sources)]
         return tf.nest.pack_sequence_as(sources, gradient(target, flat, *args, **kwargs))
 
+    def local_and_global_gradients(target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        source_of = {id(tensor_of(source)): source for source in sources}
+        parts = divide(target, [tensor_of(source) for source in sources], *args, **kwargs)
+        return tuple([(source_of[id(tensor)], one) for tensor, one in part] for part in parts)
+
     tape.gradient = gradient_of
+    tape.get_local_and_global_gradients = local_and_global_gradients
     tape.register_local_source = lambda source: register(tensor_of(source))
     return tape
 

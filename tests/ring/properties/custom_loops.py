@@ -268,6 +268,17 @@ def each_process_set_trains_a_model_of_its_own() -> None:
         hvd.remove_process_set(one)
 
 
+def a_tape_divides_local_from_reduced_gradients() -> None:
+    model = small.build()
+    x, y = small.shares(1)[0]
+    with tf.GradientTape() as tape:
+        loss = _loss(model, x, y)
+    tape = hvd.PartialDistributedGradientTape(tape, local_layers=model.layers[0])
+    local, reduced = tape.get_local_and_global_gradients(loss, model.trainable_weights)
+    assert [id(one) for one, _ in (*local, *reduced)] == [id(one) for one in model.trainable_weights]
+    assert len(local) == 2 and small.spread_of(local[0][1]) > 0 and small.spread_of(reduced[0][1]) == 0
+
+
 class Halved(keras.optimizers.SGD):
     """An optimizer that Keras does not know by its name."""
 
