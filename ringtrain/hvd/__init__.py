@@ -24,23 +24,16 @@ elastic:        Keras state of elastic runs, and `run`
 model_parallel: a model over several devices of a rank
 """
 
-import importlib.util
-
 from ringtrain.errors import MissingDependency
 from ringtrain.hvd.process import uncollected
 
-# Before TensorFlow is loaded: a Horovod that was built for another one would fail without a reason.
-if importlib.util.find_spec("ringtrain_horovod"):
-    import ringtrain_horovod
-
-    if problem := ringtrain_horovod.problem():
-        raise MissingDependency(problem)
-
 try:
     with uncollected():
+        from ringtrain.hvd import backend  # first: it looks at Horovod before TensorFlow is loaded
+    with uncollected():
         import keras
-
-        from ringtrain.hvd import backend
+except MissingDependency:
+    raise
 except ImportError as error:
     raise MissingDependency(
         f"ringtrain.hvd needs TensorFlow and Horovod built for it ({error}): pip install 'ringtrain[cpu]', or gpu"

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from ringtrain.config import HvdConfig
-from ringtrain.errors import ConfigError
+from ringtrain.errors import ConfigError, MissingDependency
 from ringtrain.protocol.env import ALONE, COLLECTIVES
 
 WITH_HOROVOD = os.environ.get(COLLECTIVES) not in ("mpi4py", ALONE)
+
+if WITH_HOROVOD and importlib.util.find_spec("ringtrain_horovod"):
+    import ringtrain_horovod
+
+    # A Horovod that was built for another TensorFlow or MPI would fail without a reason.
+    problem = ringtrain_horovod.problem()
+    if problem:
+        raise MissingDependency(problem)
 
 if TYPE_CHECKING or WITH_HOROVOD:
     import horovod.tensorflow as horovod

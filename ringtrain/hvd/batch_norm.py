@@ -110,6 +110,8 @@ def global_seed(create: bool = False) -> list[Any]:
     if generator is None and create:
         generator = seed_generator.global_seed_generator()
         random.setstate(state)
+        if horovod.size() > 1:  # else the next layer with a seed would get the same one
+            generator.state.assign(generator.state + np.array([1, 0], generator.state.dtype))
     return [] if generator is None else [generator.state]
 
 

@@ -174,7 +174,9 @@ def _errors_named(name: str, value: str) -> Iterator[None]:
         raise MissingDependency(text) from error
     except Exception as error:
         cure = {"mlflow": "start that server", "wandb": "call wandb login, or take offline"}[name]
-        text = f"--tracking.{name} {value}: cannot be used: {_reason(error)}: {cure}, or leave the option out"
+        text = (
+            f"--tracking.{name}: got {value}, which cannot be used: {_reason(error)}: {cure}, or leave the option out"
+        )
         raise ConfigError(text) from error
 
 

@@ -42,6 +42,8 @@ def test_a_server_that_does_not_answer_ends_both_ranks_before_training(tmp_path:
     ended = run(2, [*TRAIN, *options], TIMEOUT_S, warm=True, cwd=tmp_path)
     assert ended.returncode == 2
     lines = [line.partition(">:")[2] for line in ended.stderr.splitlines() if "ringtrain: " in line]
-    assert len(lines) == 1 and "--tracking.mlflow http://127.0.0.1:9: cannot be used: " in lines[0], ended.stderr
+    assert len(lines) == 1 and "--tracking.mlflow: got http://127.0.0.1:9, which cannot be used: " in lines[0], (
+        ended.stderr
+    )
     assert "refused" in lines[0] and "Traceback" not in ended.stderr
     assert not (tmp_path / "runs").exists()

@@ -181,7 +181,10 @@ def test_mlflow_receives_a_run_continues_it_and_may_fail(
     assert (history.run / "report.html").exists()
 
     # Lost before the start, it ends the start.
-    with pytest.raises(ConfigError, match=rf"^--tracking.mlflow {uri}: cannot be used: .*refused.*: start that server"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"^tracking.mlflow in options: got {uri}, which cannot be used: .*refused.*: start that server",
+    ):
         _fit(tmp_path, "three", mlflow=uri)
     assert not (tmp_path / "three").exists()
 
@@ -334,7 +337,9 @@ def test_a_tracker_that_is_lost_does_not_stop_a_run_that_resumes(package: Unstea
     """It is opened later. The control: a run that begins needs it."""
     package.go.set()
     package.fails = "init"
-    with pytest.raises(ConfigError, match=r"^--tracking.wandb offline: cannot be used: gone for a moment"):
+    with pytest.raises(
+        ConfigError, match=r"^tracking.wandb in options: got offline, which cannot be used: gone for a moment"
+    ):
         _fit(tmp_path, "one", wandb="offline")
     with pytest.raises(Killed):
         _fit(tmp_path, "one", _after(5, _kill), wandb="offline")
@@ -387,7 +392,7 @@ def test_mlflow_ends_a_run_whose_files_it_cannot_store(tmp_path: Path, monkeypat
 
 def test_a_missing_key_and_a_password_are_refused_before_the_run_has_a_folder(package: Unsteady) -> None:
     with pytest.raises(
-        ConfigError, match=r"^--tracking.wandb online: cannot be used: there is no API key: call wandb l"
+        ConfigError, match=r"^--tracking.wandb: got online, which cannot be used: there is no API key: call wandb l"
     ):
         trackers.check(Config(tracking=TrackingConfig(wandb="online")))
     with pytest.raises(ConfigError, match="got a URI with a password") as raised:
