@@ -23,12 +23,15 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def main() -> int:
     """Writes dist/ and prints the SHA-256 of each file."""
+    horovod = cached_wheel()
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
     dist.mkdir()
     with tempfile.TemporaryDirectory() as scratch:
         write_ringtrain(export(Path(scratch)), dist)
-    write_horovod(dist)
+    shutil.copy(horovod, dist)
+    command = [sys.executable, "-Bc", f"import build_backend; build_backend.build_sdist({str(dist)!r})"]
+    subprocess.run(command, cwd=ROOT / "packaging" / "horovod", check=True)
     for path in sorted(dist.iterdir()):
         print(hashlib.sha256(path.read_bytes()).hexdigest(), f"{path.stat().st_size / 1e6:6.2f} MB", path.name)
     return 0
@@ -66,15 +69,14 @@ def without_times(sdist: bytes, time_s: int) -> bytes:
     return result.getvalue()
 
 
-def write_horovod(dist: Path) -> None:
-    """Copies ringtrain-horovod's wheel from set-up's cache, and builds its sdist."""
+def cached_wheel() -> Path:
+    """Wheel of ringtrain-horovod in set-up's cache."""
     shown = subprocess.run([ROOT / "launch" / "setup.sh", "--print-key"], check=True, capture_output=True, text=True)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    wheels = cache / "ringtrain" / "wheels" / shown.stdout.split()[-1]
-    (wheel,) = wheels.glob("ringtrain_horovod*.whl")
-    shutil.copy(wheel, dist)
-    command = [sys.executable, "-Bc", f"import build_backend; build_backend.build_sdist({str(dist)!r})"]
-    subprocess.run(command, cwd=ROOT / "packaging" / "horovod", check=True)
+    folder = cache / "ringtrain" / "wheels" / shown.stdout.split()[-1]
+    for wheel in folder.glob("ringtrain_horovod*.whl"):
+        return wheel
+    raise SystemExit(f"{folder} has no wheel: rm .venv/setup/stamp, then make setup, which builds one")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Builds ringtrain-horovod: the unmodified Horovod release, compiled for the installed TensorFlow. A PEP 517 backend.
 
 pip wheel packaging/horovod                          # needs g++ and make; pip brings TensorFlow, cmake and Open MPI
-RINGTRAIN_GPU=1 pip wheel packaging/horovod          # with NCCL, for TensorFlow's CUDA 12
+RINGTRAIN_GPU=1 launch/setup.sh                      # with NCCL, as ringtrain-horovod-cu12: set-up brings nvcc
 RINGTRAIN_MPI=system pip wheel packaging/horovod     # against the mpicxx on PATH
 
 The library needs TensorFlow and MPI, but nothing of Python: only its file name has Python's suffix. So one build serves
@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
+import importlib.metadata
 import importlib.util
 import io
 import json
@@ -35,6 +36,7 @@ HOROVOD_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67e
 VERSION = "0.28.1.post1"
 TENSORFLOW = "2.21"
 PYTHONS = ("311", "312", "313")
+TENSORFLOW_DISTRIBUTIONS = ("tensorflow", "tensorflow-cpu", "tensorflow-cpu-aws")
 TIME = 1_700_000_000  # of every file in a wheel or sdist, so that two builds are equal: Unix time in seconds
 ARCH_FLAGS = {"x86_64": "-mavx -mf16c", "aarch64": ""}
 """Vector extensions that Horovod has code for, and that every processor has on which TensorFlow runs."""
@@ -112,12 +114,15 @@ def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: A
 
 def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None) -> str:
     """Builds Horovod, and packs it so that no other Horovod's files are in its way."""
+    if NAME.endswith("-cu12") and os.environ.get("HOROVOD_GPU_OPERATIONS") != "NCCL":
+        raise SystemExit("ringtrain-horovod: for GPUs, build it by RINGTRAIN_GPU=1 launch/setup.sh, which brings nvcc")
+    facts = _built_with()
     with tempfile.TemporaryDirectory() as scratch:
         build = Path(scratch)
         horovod = _unpack(_build_horovod(build), build / "horovod")
         (library,) = horovod.glob("horovod/tensorflow/mpi_lib.*.so")
         _make_relocatable(library)
-        return _pack(Path(wheel_directory), horovod, library)
+        return _pack(Path(wheel_directory), horovod, library, facts)
 
 
 # ---- Horovod -----------------------------------------------------------------------------------------------------
@@ -204,13 +209,13 @@ def _make_relocatable(library: Path) -> None:
 # ---- the wheel ---------------------------------------------------------------------------------------------------
 
 
-def _pack(wheel_directory: Path, horovod: Path, library: Path) -> str:
+def _pack(wheel_directory: Path, horovod: Path, library: Path, facts: Mapping[str, str]) -> str:
     """Writes the wheel, with the same bytes for the same library; returns its name."""
     platform_tag = f"manylinux_{_newest_glibc(library).replace('.', '_')}_{platform.machine()}"
     name, info = f"{BASE}-py3-none-{platform_tag}.whl", f"{BASE}.dist-info"
     files = {"ringtrain_horovod.pth": b"ringtrain_horovod/packages\n"}
     files["ringtrain_horovod/__init__.py"] = (HERE / "ringtrain_horovod" / "__init__.py").read_bytes()
-    files["ringtrain_horovod/built_with.json"] = json.dumps(_built_with(), indent=1).encode()
+    files["ringtrain_horovod/built_with.json"] = json.dumps(facts, indent=1).encode()
     (horovod_info,) = horovod.glob("horovod-*.dist-info")
     # Horovod's version can be asked for as ever, and pip knows that it is there.
     files[f"ringtrain_horovod/packages/{horovod_info.name}/METADATA"] = (horovod_info / "METADATA").read_bytes()
@@ -243,16 +248,30 @@ def _hash(content: bytes) -> str:
 
 
 def _newest_glibc(library: Path) -> str:
-    """Newest version of the C library that the library asks for, such as 2.34."""
-    shown = subprocess.run(
-        ["readelf", "--version-info", "--wide", str(library)], capture_output=True, text=True, check=True
-    )
-    versions = {tuple(map(int, version.split("."))) for version in re.findall(r"Name: GLIBC_([\d.]+)", shown.stdout)}
+    """Version of the C library that a machine must have at least, such as 2.35.
+
+    Machines whose C++ library is that of GCC 12 or newer, if the library asks for it, have glibc 2.35 or newer.
+    """
+    command = ["readelf", "--version-info", "--wide", str(library)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    versions = {tuple(map(int, version.split("."))) for version in re.findall(r"Name: GLIBC_([\d.]+)", shown)}
+    of_cpp = {tuple(map(int, version.split("."))) for version in re.findall(r"Name: GLIBCXX_([\d.]+)", shown)}
+    if of_cpp and max(of_cpp) >= (3, 4, 30):
+        versions.add((2, 35))
     return ".".join(map(str, max(versions)[:2]))
 
 
 def _built_with() -> dict[str, str]:
-    (metadata,) = _tensorflow().parent.glob("tensorflow*-*.dist-info/METADATA")
-    version = re.search(r"^Version: (.+)$", metadata.read_text(), re.MULTILINE).group(1)
+    versions = [_version(name) for name in TENSORFLOW_DISTRIBUTIONS]
+    version = next(filter(None, versions), TENSORFLOW)
     mpi = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False).stdout.partition("\n")[0]
-    return {"horovod": HOROVOD, "tensorflow": version, "mpi": mpi, "gpu": str(NAME.endswith("-cu12"))}
+    mpi_from = "system" if os.environ.get("RINGTRAIN_MPI") == "system" else "wheel"
+    gpu = str(NAME.endswith("-cu12"))
+    return {"horovod": HOROVOD, "tensorflow": version, "mpi": mpi, "mpi_from": mpi_from, "gpu": gpu}
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

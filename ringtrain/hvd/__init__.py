@@ -36,7 +36,8 @@ except MissingDependency:
     raise
 except ImportError as error:
     raise MissingDependency(
-        f"ringtrain.hvd needs TensorFlow and Horovod built for it ({error}): pip install 'ringtrain[cpu]', or gpu"
+        f"ringtrain.hvd needs TensorFlow and Horovod built for it ({error}): run launch/setup.sh, or see"
+        " docs/installation.md for an environment of your own"
     ) from error
 
 if keras.backend.backend() != "tensorflow":

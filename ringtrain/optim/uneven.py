@@ -162,6 +162,6 @@ class _Ones(keras.losses.Loss):
         self.shape: tuple[int | None, ...] = ()
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
-        values = self.loss.call(y_true, y_pred)
+        values = keras.ops.convert_to_tensor(self.loss.call(y_true, y_pred))  # a function may return a plain number
         self.shape = tuple(values.shape)
         return keras.ops.ones_like(values)

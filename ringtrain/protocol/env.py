@@ -44,8 +44,9 @@ STARTER = (
 
 
 def path_with_own(environ: Mapping[str, str] = os.environ) -> str:
-    """PATH with the programs of this interpreter's environment first, if it is not activated."""
+    """PATH with the programs of this interpreter's environment first, if no environment is activated."""
     folder, path = str(Path(sys.executable).parent), environ.get("PATH", os.defpath)
-    if folder in path.split(os.pathsep):
+    is_activated = environ.get("VIRTUAL_ENV") or environ.get("CONDA_PREFIX")
+    if is_activated or folder in path.split(os.pathsep):
         return path
     return f"{folder}{os.pathsep}{path}"

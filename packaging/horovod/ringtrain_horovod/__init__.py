@@ -17,7 +17,7 @@ TENSORFLOW_DISTRIBUTIONS = ("tensorflow", "tensorflow-cpu", "tensorflow-intel", 
 
 
 def built_with() -> dict[str, str]:
-    """Versions that this library was built with: `horovod`, `tensorflow`, `mpi`, `gpu`."""
+    """Versions that this library was built with: `horovod`, `tensorflow`, `mpi`, `mpi_from`, `gpu`."""
     facts: dict[str, str] = json.loads((HERE / "built_with.json").read_text(encoding="utf-8"))
     return facts
 
@@ -33,11 +33,12 @@ def problem() -> str:
 def _other_horovod() -> str:
     found = importlib.util.find_spec("horovod")
     if found is None or found.origin is None:
-        return "ringtrain_horovod.pth is not read in this environment: start its python without -S"
+        return "ringtrain_horovod.pth is not read: by python -S, or since this folder is on PYTHONPATH alone"
     folder = Path(found.origin).parent
     if folder.parent.resolve() == (HERE / "packages").resolve():
         return ""
-    return f"another Horovod is installed, in {folder}: pip uninstall horovod, or pip uninstall ringtrain-horovod"
+    fix = "pip uninstall -y horovod ringtrain-horovod, then install ringtrain-horovod again"
+    return f"another Horovod is installed, in {folder}: {fix}"
 
 
 def _other_tensorflow() -> str:
@@ -55,6 +56,8 @@ def _other_tensorflow() -> str:
 
 
 def _missing_mpi() -> str:
+    if built_with()["mpi_from"] == "system":
+        return ""  # the library knows the folder of the MPI that it was built with
     in_environment = HERE.parents[2] / "libmpi.so.40"  # where the wheel of Open MPI puts it, and the library looks
     try:
         ctypes.CDLL(str(in_environment) if in_environment.exists() else "libmpi.so.40")

