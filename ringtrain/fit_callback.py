@@ -74,6 +74,8 @@ class Run(keras.callbacks.Callback):
         self.folder: Path | None = None
         self.checksum = ""
         self._run: RunContext | None = None
+        self._result: list[Any] = []
+        """weights of a complete run, until Keras' fit ends"""
         self._training = contextlib.ExitStack()
         self._evaluating = contextlib.ExitStack()
 
@@ -92,12 +94,13 @@ class Run(keras.callbacks.Callback):
             config, keras_fit.named(config), None, journal.Stages(), lambda config, group: Kept(config)
         )
         with contextlib.ExitStack() as stack:
-            stack.enter_context(unchanged_afterwards(model))
+            stack.enter_context(unchanged_afterwards(model, seeds_ranks=False))
             with keras_fit.journaled(process):
                 run = train.agree(process, process.strategy.together(lambda: self._job(process)))
             if not isinstance(run, RunContext):
                 self.folder, self.checksum = Path(config.run.directory) / self.name, run["checksum"]
                 resume.restore_result(model, self.folder, run, config.checkpoint.saved_model)
+                self._result = model.get_weights()
                 model._initial_epoch = epochs
                 self._restore_history()
                 return
@@ -116,6 +119,9 @@ class Run(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         self.model._initial_epoch = None
+        if self._result:  # Keras has replaced them by the optimizer's averages, though no epoch was left
+            self.model.set_weights(self._result)
+            self._result = []
 
     def _end_after_others(self) -> Callable[[], None]:
         """Lets History, which Keras puts after the script's callbacks, call what must see all that these have done.

@@ -248,7 +248,7 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
         resume.restore_result(model, history.run, summary, process.config.checkpoint.saved_model)
         saved = hvd.run_together(lambda: resume.callbacks_of(history.run) if hvd.rank() == 0 else ())
         states = hvd.broadcast_object(saved, root_rank=0, name="ringtrain_history")
-        callback_state.restore_callbacks([history], states)
+        callback_state.restore_callbacks([history], states[-1:])
         model.history = history
     _ended.add(history.run.resolve())
     history.checksum = summary["checksum"]

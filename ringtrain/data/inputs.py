@@ -216,6 +216,7 @@ def _shard(function: Callable[[int, int], Any], *how: Any) -> Stream:
             f" a tf.data.Dataset, a PyDataset or a generator"
         )
     stream.is_shard, stream.kind = True, f"{stream.kind}, a shard of {hvd.size()}"
+    stream.may_end_early = False  # on one rank alone, while the others would wait for its gradients
     stream.advice = "batches of a step must have as many rows on every rank: use batch(n, drop_remainder=True)"
     return stream
 

@@ -65,7 +65,7 @@ class Stream(Split):
         import tensorflow as tf
 
         self.kind, self.dataset, self.batch_size = kind, dataset, batch_size
-        self._iterations, self._per_epoch = 0, 2
+        self._iterations, self._per_epoch, self._first = 0, 2, 0
         self._open: Iterator[Any] | None = None
         if any(spec.shape.rank is None for spec in tf.nest.flatten(dataset.element_spec)):
             raise DataError(
@@ -91,7 +91,7 @@ class Stream(Split):
         """Number of batches of an iteration: of a copy, if there can be one, so that no epoch is read before."""
         copy = pipeline_graph.copy_of(self.dataset)
         if copy is None:
-            self._iterations = 1
+            self._iterations = self._first = 1
         num_batches = 0
         for _ in copy or self.dataset:
             num_batches += 1
@@ -141,7 +141,7 @@ class Stream(Split):
         if self._is_endless:  # whole calls of train_function, the last of an epoch included
             skipped += epoch * math.ceil(self.num_batches / self.steps_per_call) * self.steps_per_call
         else:
-            iteration = self._per_epoch * epoch
+            iteration = self._first + self._per_epoch * epoch
             for _ in range(iteration - self._iterations):  # each iterator gives the shuffle its next order
                 iter(rows)
             self._iterations = max(iteration, self._iterations) + 1

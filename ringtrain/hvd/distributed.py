@@ -440,6 +440,9 @@ class _DistributedMulti(_Reducing):
 
     def build(self, var_list: Any) -> None:
         super().build(var_list)
+        self.add_state()
+
+    def add_state(self) -> None:
         for optimizer in self._inner_optimizers:
             if not distributed(optimizer):
                 distribute(optimizer, self.reduction, 1, self.jit_update)

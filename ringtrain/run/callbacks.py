@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +85,10 @@ class CallbacksOfSegments(keras.callbacks.CallbackList):
     def on_train_begin(self, logs: Any = None) -> None:
         if not self._begun:
             self._begun = True
-            super().on_train_begin(logs)
+            with contextlib.ExitStack() as stack:
+                if self._run.start.source:  # what callbacks do to the model here is in the checkpoint
+                    stack.enter_context(callback_state.unchanged_afterwards(self.model, []))
+                super().on_train_begin(logs)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         clock, users = self._run.clock, self._run.users_callbacks

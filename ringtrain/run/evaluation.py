@@ -49,7 +49,12 @@ class Evaluation(keras.callbacks.Callback):
         logs = self.logs = {} if logs is None else logs
         metrics = over_all_ranks(self.model, 1)
         if self.run.strategy.is_scripted:
-            logs |= means_over_ranks({name: value for name, value in logs.items() if name not in metrics})
+            others = {name: value for name, value in logs.items() if name not in metrics}
+            means = means_over_ranks(others)
+            for name, value in others.items():
+                if name not in means and _is_numeric(value):
+                    del logs[name]  # another number on each rank, by which callbacks might decide otherwise
+            logs |= means
         logs |= metrics
         if not self.run.numbers.num_test or not self.run.validation.is_due(epoch):
             return
@@ -137,16 +142,19 @@ def _flat(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
+def _is_numeric(value: Any) -> bool:
+    return np.asarray(value).dtype.kind in "biuf"
+
+
 def means_over_ranks(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """Means of the ranks' logs that are no metrics, such as those of a model's own train_step. Collective if any.
+    """Means of the ranks' logs that are no metrics, such as those of a model's own train_step. Collective.
 
     Texts, and arrays whose shapes differ between ranks, have no mean and are left out.
     """
-    logs = {name: value for name, value in logs.items() if np.asarray(value).dtype.kind in "biuf"}
-    if any(np.ndim(value) for value in logs.values()):
-        shapes = hvd.allgather_object({name: np.shape(value) for name, value in logs.items()}, name="ringtrain_shapes")
-        alike = {name for name in logs if all(of_rank.get(name) == shapes[0].get(name) for of_rank in shapes)}
-        logs = {name: value for name, value in logs.items() if name in alike}
+    logs = {name: value for name, value in logs.items() if _is_numeric(value)}
+    shapes = hvd.allgather_object({name: np.shape(value) for name, value in logs.items()}, name="ringtrain_shapes")
+    alike = {name for name in shapes[0] if all(of_rank.get(name) == shapes[0][name] for of_rank in shapes)}
+    logs = {name: value for name, value in logs.items() if name in alike}
     if not logs:
         return {}
     sums = sums_over_ranks([np.asarray(value) for value in logs.values()], "ringtrain_logs")

@@ -374,6 +374,9 @@ def _require_same_job(
         return
     now = {"training samples": str(numbers.num_train), **of_name}
     before = {**saved.get("checksums", {}), "training samples": str(saved["numbers"].get("num_train", ""))}
+    if _is_of_a_script(config):
+        now["steps of an epoch"] = str(numbers.steps_per_epoch)
+        before["steps of an epoch"] = str(saved["numbers"].get("steps_per_epoch", ""))
     different = [name for name in now if before.get(name, now[name]) not in (now[name], "")]
     if not different:
         return

@@ -99,6 +99,7 @@ def read_data(process: Process) -> Job:
         data_set=data_set,
         numbers=together(lambda: derive(process.config, size, num_train, len(test), rows)),
         checksums=together(lambda: data.checksums(data_set)),
+        of_name=("training data",) if isinstance(test, data.Stream) else ("training data", "test data"),
         validation=validation,
         plan=plan,
     )

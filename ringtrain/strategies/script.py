@@ -315,8 +315,12 @@ def _not_summed(model: keras.Model, rows: Callable[[int, int], Any]) -> list[str
 
 
 @contextlib.contextmanager
-def unchanged_afterwards(model: keras.Model) -> Iterator[None]:
-    """Context after which model, optimizers and layers are as before it, but for what is trained; see docs/fit.md."""
+def unchanged_afterwards(model: keras.Model, seeds_ranks: bool = True) -> Iterator[None]:
+    """Context after which model, optimizers and layers are as before it, but for what is trained; see docs/fit.md.
+
+    seeds_ranks: The run gives each rank other random numbers; afterwards they are equal again.
+    """
+    seeds_ranks = seeds_ranks and hvd.size() > 1
     objects = [model, *hvd.optimizers_of(model)]
     of_script = [one for one in objects[1:] if distributed(one)]
     synchronized = list(hvd.synchronized_layers(model))
@@ -325,10 +329,10 @@ def unchanged_afterwards(model: keras.Model) -> Iterator[None]:
         model.make_test_function()  # which XLA compiles, as it reduces nothing
     jit_compile, model.jit_compile = model.jit_compile, False  # XLA has no kernel for Horovod's allreduce
     seed = context.global_seed()
-    numbers = [state.numpy() for state in hvd.global_seed(create=hvd.size() > 1)]
+    numbers = [state.numpy() for state in hvd.global_seed(create=seeds_ranks)]
     try:
         yield
-        if hvd.size() > 1:  # the script's next random numbers are equal on all ranks again: rank 0's
+        if seeds_ranks:  # the script's next random numbers are equal on all ranks again: rank 0's
             hvd.broadcast_variables(hvd.global_seed(create=True), root_rank=0)
             numbers = [state.numpy() for state in hvd.global_seed()]
         if hvd.size() > 1 and hvd.local_steps_of(model) > 1 and not of_script:
@@ -348,7 +352,7 @@ def unchanged_afterwards(model: keras.Model) -> Iterator[None]:
                 hvd.unsynchronize(layer)
         vars(model).pop("ringtrain_gradients", None)
         model.jit_compile, model.train_function = jit_compile, None
-        if hvd.size() > 1:  # the ranks' own seeds would shuffle the script's next dataset otherwise on each rank
+        if seeds_ranks:  # the ranks' own seeds would shuffle the script's next dataset otherwise on each rank
             tf.random.set_seed(seed)
             for state, value in zip(hvd.global_seed(), numbers, strict=False):
                 state.assign(value)

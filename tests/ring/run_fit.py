@@ -481,6 +481,12 @@ def fitted_twice() -> None:
     for _ in range(2):
         ringtrain.fit(model, X, Y, batch_size=32, verbose=0, options=more)
     assert int(model.optimizer.iterations) == 8
+    parts = make()
+    optimizers = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.01), {".*/bias": keras.optimizers.Adam(0.01)})
+    parts.compile(keras.optimizers.MultiOptimizer(optimizers), "mse")
+    for _ in range(2):
+        ringtrain.fit(parts, X, Y, batch_size=32, verbose=0, options=options())
+        hvd.check_in_sync(parts)
     try:
         ringtrain.fit(model, X, Y, verbose=0, options=options())
     except ringtrain.errors.ConfigError as error:

@@ -15,6 +15,7 @@ import pytest
 import tensorflow as tf
 
 import ringtrain
+from ringtrain import hvd
 from ringtrain.config import CheckpointConfig, Config, HealthConfig, RunConfig, TrackingConfig
 from ringtrain.errors import CheckpointError, ConfigError, DataError
 from ringtrain.hvd.process import PROCESS
@@ -89,6 +90,51 @@ def test_killed_and_resumed_is_as_never_interrupted(tmp_path: Path) -> None:
     rows = [list(csv.reader((tmp_path / name / "log.csv").open())) for name in ("whole", "killed")]
     assert rows[0] == rows[1] and len(rows[0]) == 5
     assert len({(tmp_path / name / "best.weights.h5").stat().st_size for name in ("whole", "killed")}) == 1
+
+
+class RateOfTraining(keras.callbacks.Callback):
+    """Sets the learning rate when training begins, and lowers it in each epoch."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.model.optimizer.learning_rate = 0.1
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.model.optimizer.learning_rate = 0.1 * 0.5**epoch
+
+
+def test_callbacks_that_begin_a_training_change_nothing_in_a_resumed_epoch(tmp_path: Path) -> None:
+    whole, resumed = _model(), _model()
+    _fit(whole, tmp_path, RateOfTraining(), name="one", epochs=2)
+    with pytest.raises(Killed):
+        _fit(_model(), tmp_path, RateOfTraining(), KillAfter(6), name="other", epochs=2)
+    _fit(resumed, tmp_path, RateOfTraining(), name="other", epochs=2)
+    for ours, theirs in zip(_weights(whole), _weights(resumed), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+class History(keras.callbacks.Callback):
+    """A callback of a script with the name of Keras' own."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.losses = [logs["loss"]]
+
+
+def test_a_second_start_returns_the_history_and_other_steps_of_an_epoch_are_refused(tmp_path: Path) -> None:
+    first = _fit(_model(), tmp_path, History(), name="one", epochs=2)
+    again = _fit(_model(), tmp_path, History(), name="one", epochs=2)
+    assert again.history == first.history and len(first.history["loss"]) == 2
+    with pytest.raises(ConfigError, match="was made with steps of an epoch 4, this run has 2: give fit another name"):
+        _fit(_model(), tmp_path, History(), name="one", epochs=4, steps_per_epoch=2)
+
+
+def test_a_multi_optimizer_is_distributed_when_it_is_built(tmp_path: Path) -> None:
+    model = _model()
+    parts = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.01), {".*/bias": keras.optimizers.Adam(0.01)})
+    model.compile(keras.optimizers.MultiOptimizer(parts), "mse")
+    for _ in range(2):
+        _fit(model, tmp_path, epochs=1)
+    hvd.DistributedOptimizer(model.optimizer)
+    assert hvd.check_averaging(model.optimizer).startswith("averaged")
 
 
 def test_the_files_of_a_run(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from test_fit_alone import KillAfter, Killed, X, Y, _model, _weights
 import ringtrain
 from ringtrain import data, hvd
 from ringtrain.config import CheckpointConfig, Config, HealthConfig, RunConfig
+from ringtrain.data import pipeline_graph
 from ringtrain.data.pipeline_graph import random_operations
 from ringtrain.errors import DataError
 
@@ -124,6 +125,19 @@ def test_an_unknown_length_is_counted_without_an_iteration(cached: bool) -> None
     untouched = _even_ids(cached)
     assert trained == [batch["id"].numpy().tolist() for _ in range(3) for batch in untouched]
     assert sorted(row for rows in trained[:7] for row in rows) == list(range(0, 50, 2))
+
+
+def test_a_stream_that_was_counted_in_place_resumes_with_the_order_of_its_epoch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pipeline_graph, "copy_of", lambda dataset: None)
+
+    def epochs(*numbers: int) -> list[list[int]]:
+        rows = data.StreamRows(_stream(_even_ids(cached=True)), 0, 1)
+        return [np.concatenate([batch["id"] for batch in rows(epoch, 0)]).tolist() for epoch in numbers]
+
+    first, second = epochs(0, 1)
+    assert first != second and epochs(1) == [second]
 
 
 def test_counting_changes_no_variable() -> None:
