@@ -127,7 +127,8 @@ def has_left_its_source(config: Config) -> bool:
     if not config.run.name or config.run.resume in ("auto", "must", "never"):
         return False
     own, source = (Path(config.run.directory) / config.run.name).resolve(), Path(config.run.resume).resolve()
-    return own not in (source, *source.parents) and bool(checkpoint.saved_in(own / "checkpoints"))
+    is_another = source.exists() and own not in (source, *source.parents)
+    return is_another and bool(checkpoint.saved_in(own / "checkpoints"))
 
 
 class Clock(keras.callbacks.Callback):
