@@ -26,7 +26,7 @@ from ringtrain.cluster.launch_options import (
     flags_of,
 )
 from ringtrain.errors import LaunchError, RingtrainError
-from ringtrain.protocol.env import path_with_own
+from ringtrain.protocol.env import is_activated, path_with_own
 
 WITH_COMMAND = ("forecast", "predict", "bench", "tune", "prove", "sweep", "compare")
 """commands that take words after --; train and launch find the program by themselves"""
@@ -48,7 +48,8 @@ STARTING = ("np", "hosts", "hostfile", "launcher", "dry_run")
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; 2 after an error, printed in one line. argv None: sys.argv."""
     words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-    os.environ["PATH"] = path_with_own()
+    if not is_activated():
+        os.environ["PATH"] = path_with_own()
     given, command = words, []
     if "_ARGCOMPLETE" in os.environ:
         complete()  # and exits

@@ -44,9 +44,13 @@ STARTER = (
 
 
 def path_with_own(environ: Mapping[str, str] = os.environ) -> str:
-    """PATH with the programs of this interpreter's environment first, if no environment is activated."""
+    """PATH with the programs of this interpreter's environment first."""
     folder, path = str(Path(sys.executable).parent), environ.get("PATH", os.defpath)
-    is_activated = environ.get("VIRTUAL_ENV") or environ.get("CONDA_PREFIX")
-    if is_activated or folder in path.split(os.pathsep):
-        return path
-    return f"{folder}{os.pathsep}{path}"
+    return path if folder in path.split(os.pathsep) else f"{folder}{os.pathsep}{path}"
+
+
+def is_activated(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether an environment is activated. A kernel inherits its server's variables, without its PATH: it is not."""
+    prefixes = (environ.get("VIRTUAL_ENV"), environ.get("CONDA_PREFIX"))
+    folders = environ.get("PATH", os.defpath).split(os.pathsep)
+    return any(prefix and str(Path(prefix, "bin")) in folders for prefix in prefixes)

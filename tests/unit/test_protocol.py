@@ -6,11 +6,13 @@ import os
 import random
 import resource
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from ringtrain.protocol import failures, status
-from ringtrain.protocol.env import JOB, STARTER
+from ringtrain.protocol.env import JOB, STARTER, is_activated, path_with_own
 from ringtrain.protocol.failures import Failure, report_recovery
 from ringtrain.protocol.placement import PlannedPlacement, RankPlacement, difference
 from ringtrain.protocol.reader import Reader
@@ -262,3 +264,13 @@ def test_a_ranks_line_is_written_and_no_disk_and_no_foreign_file_ends_training(t
         (other,) = tmp_path.glob(f"box-job-{rank}.*")
         assert other.read_text().split() == ["9", "reduce"]
     assert kept.read_text() == "kept"
+
+
+def test_programs_of_this_environment_are_found_unless_another_one_is_activated() -> None:
+    own, other = str(Path(sys.executable).parent), "/elsewhere/env"
+    assert path_with_own({"PATH": "/usr/bin"}) == f"{own}:/usr/bin"
+    assert path_with_own({"PATH": f"/usr/bin:{own}"}) == f"/usr/bin:{own}"
+    assert is_activated({"PATH": f"{other}/bin:/usr/bin", "VIRTUAL_ENV": other})
+    assert is_activated({"PATH": f"{other}/bin:/usr/bin", "CONDA_PREFIX": other})
+    assert not is_activated({"PATH": "/usr/bin", "VIRTUAL_ENV": other})
+    assert not is_activated({"PATH": "/usr/bin"})
