@@ -233,11 +233,10 @@ def agree(process: Process, job: Job | None = None) -> RunContext | Mapping[str,
 
 def fit(run: RunContext) -> RunContext:
     """Trains to the end of the run, or until all ranks stop after the same step. Every rank makes the same steps."""
+    from ringtrain.run import loop
+
     with training(run):
-        for part in run.strategy.segments(run):
-            if run.callbacks.stop.stopped_by:
-                break
-            run.strategy.fit(run, part)
+        loop.train(run)
     return run
 
 

@@ -62,30 +62,6 @@ class Start:
     """Of the data when the checkpoint was saved."""
 
 
-@dataclass(frozen=True)
-class Segment:
-    """One call of fit. A run that resumes in the middle of an epoch needs an extra one for the rest of it."""
-
-    first_epoch: int
-    end_epoch: int
-    num_steps: int
-    """Steps per epoch."""
-    first_step: int
-    """Global step of its first batch, from 0."""
-
-
-def segments(global_step: int, steps_per_epoch: int, epochs: int) -> list[Segment]:
-    """Splits the rest of a run into zero, one or two calls of fit."""
-    epoch, step = divmod(global_step, steps_per_epoch)
-    cut = []
-    if step and epoch < epochs:
-        cut.append(Segment(epoch, epoch + 1, steps_per_epoch - step, global_step))
-        epoch += 1
-    if epoch < epochs:
-        cut.append(Segment(epoch, epochs, steps_per_epoch, epoch * steps_per_epoch))
-    return cut
-
-
 def started_again(config: Config, attempt: Attempt) -> Config:
     """Returns the configuration of a restarted run, which resumes in its own folder."""
     name = config.run.name or attempt.run_name
@@ -150,6 +126,20 @@ class Clock(keras.callbacks.Callback):
         self.metrics_state = start.metrics_state
 
     @property
+    def epoch(self) -> int:
+        """Number of the epoch under way or, between two, of the next one."""
+        return self.global_step // self.steps_per_epoch
+
+    @property
+    def steps_left(self) -> int:
+        """Number of steps that are left of the epoch under way or, between two, of the next one."""
+        return self.steps_per_epoch - self.global_step % self.steps_per_epoch
+
+    def begin_epoch(self) -> tuple[int, range]:
+        """Begins an epoch, or goes on with it; returns its number and those of the steps that are left of it."""
+        return self.epoch, range(self.global_step % self.steps_per_epoch, self.steps_per_epoch)
+
+    @property
     def epoch_complete(self) -> bool:
         """Whether the last step was the last of its epoch."""
         return self.global_step % self.steps_per_epoch == 0
@@ -171,11 +161,14 @@ class Clock(keras.callbacks.Callback):
         if not self.begun:
             self.begun = True
             self.journal.write("training", global_step=self.global_step)
-        if self.metrics_state:
-            # Metrics are sums. Keras creates or resets them with the first batch: add the sums from before the resume.
-            for variable, array in zip(self.model.metrics_variables, self.metrics_state, strict=True):
-                variable.assign_add(array)
-            self.metrics_state = ()
+        self.add_saved_metrics()  # now: Keras may have created the metrics in this step
+
+    def add_saved_metrics(self) -> None:
+        """Adds the sums of the epoch's steps before a resume to those of the metrics, once."""
+        states = zip(self.model.metrics_variables, self.metrics_state, strict=True) if self.metrics_state else ()
+        for variable, array in states:
+            variable.assign_add(array)
+        self.metrics_state = ()
 
 
 def restore(

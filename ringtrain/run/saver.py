@@ -55,7 +55,7 @@ class Saver(keras.callbacks.Callback):
         while_saving: Callable[[int], None] = lambda global_step: None,
     ) -> None:
         super().__init__()
-        self.set_model(run.model)  # fit does that too, but a run with nothing left to train does not call it
+        self.set_model(run.model)
         self.folder, self.config, self.clock, self.journal = run.checkpoints, run.config, run.clock, run.journal
         self.facts = {"config": dataclasses.asdict(run.config), "numbers": dataclasses.asdict(run.numbers)}
         self.facts |= {"versions": tracking.versions(), "checksums": dict(run.checksums)}

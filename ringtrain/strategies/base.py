@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -23,11 +24,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ringtrain.run.context import RunContext
-    from ringtrain.run.resume import Segment
 
 
 class Strategy:
-    """One way to train on several devices. A subclass overrides `distribute`, `fit` and what else differs.
+    """One way to train on several devices. A subclass overrides `distribute`, `run_step` and what else differs.
 
     Attributes:
         about: Facts on the strategy for summary.json, besides its options.
@@ -181,39 +181,43 @@ class Strategy:
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
-    def segments(self, run: RunContext) -> Iterable[Segment]:
-        """Calls of `fit` that make up the rest of the run."""
-        return resume.segments(run.start.global_step, run.numbers.steps_per_epoch, run.config.train.epochs)
+    @contextlib.contextmanager
+    def training(self, run: RunContext) -> Iterator[Callable[[int, int], Iterator[Any]]]:
+        """Context of the whole training, whose value returns the batches of an epoch from one of its steps on."""
+        yield EpochBatches(functools.partial(self.batches, run), self.iterator)
 
-    def batches(self, run: RunContext, part: Segment) -> Any:
-        """Batches of this rank for a segment: tf.data.Dataset of (inputs, labels)."""
+    def run_step(self, run: RunContext, batches: Iterator[Any]) -> Mapping[str, Any] | None:
+        """Trains the next batch, or `steps_per_execution` of them, and returns the logs; None: the epoch has ended."""
+        raise NotImplementedError
+
+    def iterator(self, batches: tf.data.Dataset) -> Iterator[Any]:
+        """Iterator over batches, for `run_step`."""
+        return iter(batches)
+
+    def batches(self, run: RunContext, epoch: int, first_step: int) -> tuple[tf.data.Dataset, int]:
+        """Batches of this rank, pairs of inputs and labels, from a step of an epoch on, and the epoch where they end."""
         # Batches that are accumulated into one update, or trained by several copies of the model, are cut from one:
         # this rank's shard of the global batch.
-        numbers = run.numbers
+        numbers, end = run.numbers, run.config.train.epochs
         if run.config.train.virtual_ranks:
-            position = part.first_step % numbers.steps_per_epoch * numbers.samples_per_step
-            return self.dealt(run, part, numbers.global_batch_size, position)
-        updates, steps = divmod(part.first_step, numbers.accumulation_steps)
+            end = epoch + 1 if first_step else end
+            position = first_step * numbers.samples_per_step
+            return self.dealt(run, range(epoch, end), numbers.global_batch_size, position), end
+        updates, steps = divmod(epoch * numbers.steps_per_epoch + first_step, numbers.accumulation_steps)
         per_update = numbers.accumulation_steps * self.copies
         batches = data.training_batches(
-            run.data_set.train,
-            numbers.batch_size * per_update,
-            run.rank,
-            run.size,
-            run.config.seed,
-            part.end_epoch,
-            updates,
+            run.data_set.train, numbers.batch_size * per_update, run.rank, run.size, run.config.seed, end, updates
         )
         if per_update > 1:
             batches = batches.rebatch(numbers.batch_size, drop_remainder=True).skip(steps * self.copies)
-        return batches
+        return batches, end
 
-    def dealt(self, run: RunContext, part: Segment, dealt_by: int, position: int) -> Any:
+    def dealt(self, run: RunContext, epochs: range, dealt_by: int, position: int) -> tf.data.Dataset:
         """Batches of this rank for the rest of an epoch, or whole epochs, whatever ranks trained before: see data."""
         numbers, num_virtual = run.numbers, run.config.train.virtual_ranks
         return data.dealt_batches(
             run.data_set.train,
-            range(part.first_epoch, part.end_epoch),
+            epochs,
             run.config.seed,
             dealt_by,
             position,
@@ -235,29 +239,6 @@ class Strategy:
         """Callbacks of the strategy, after all others; none here."""
         return []
 
-    def fit(self, run: RunContext, part: Segment) -> None:
-        """Trains a segment of the run, on `batches` and with the run's callbacks."""
-        raise NotImplementedError
-
-    def call(self, run: RunContext, steps: Iterator[Mapping[str, Any]], part: Segment) -> None:
-        """Training loop that calls callbacks as Keras' fit does; `steps` runs a step per item and yields metrics."""
-        model = run.model
-        callbacks = run.callbacks.of_segment(part)
-        model.stop_training = False
-        callbacks.on_train_begin()
-        for epoch in range(part.first_epoch, part.end_epoch):
-            model.reset_metrics()
-            callbacks.on_epoch_begin(epoch)
-            for number in range(part.num_steps):
-                callbacks.on_train_batch_begin(number)
-                callbacks.on_train_batch_end(number, next(steps))
-                if model.stop_training:
-                    break
-            callbacks.on_epoch_end(epoch, dict(model.get_metrics_result()))
-            if model.stop_training:
-                break
-        callbacks.on_train_end()
-
     # ---- after training ----------------------------------------------------------------------------------------------
 
     def summary(self, run: RunContext) -> dict[str, Any]:
@@ -273,3 +254,27 @@ class Strategy:
 
     def end(self, exit_code: int) -> None:
         """Called last, when the other ranks are no longer needed; does nothing here."""
+
+
+class EpochBatches:
+    """Batches by epoch, where one iterator serves several epochs: it prepares the next epoch's before this one ends.
+
+    Args:
+        make: Returns batches from a step of an epoch on, and the epoch before which they end.
+        iterator: Returns an iterator over them.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int, int], tuple[tf.data.Dataset, int]],
+        iterator: Callable[[tf.data.Dataset], Iterator[Any]],
+    ) -> None:
+        self._make, self._iterator_over = make, iterator
+        self._end = 0
+        self._batches: Iterator[Any] = iter(())
+
+    def __call__(self, epoch: int, first_step: int) -> Iterator[Any]:
+        if epoch >= self._end:
+            batches, self._end = self._make(epoch, first_step)
+            self._batches = self._iterator_over(batches)
+        return self._batches

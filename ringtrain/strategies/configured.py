@@ -1,10 +1,10 @@
-"""Strategy for configured data other than samples with integer classes: the training loop of `ringtrain.fit`."""
+"""Strategy for configured data other than samples with integer classes: those that `ringtrain.fit` takes."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -38,9 +38,10 @@ class Configured(script.Script):
         # One that is not built is that of a `compile` without arguments, which the model's own train_step does not use.
         return super().gradient_norm(optimizer) if optimizer.built else None
 
-    def fit(self, run: RunContext, part: Any) -> None:
-        with _errors_named(self.config.data.name):
-            super().fit(run, part)
+    @contextlib.contextmanager
+    def training(self, run: RunContext) -> Iterator[Callable[[int, int], Iterator[Any]]]:
+        with _errors_named(self.config.data.name), super().training(run) as batches_of:
+            yield batches_of
 
     def summary(self, run: RunContext) -> dict[str, Any]:
         facts = super().summary(run)

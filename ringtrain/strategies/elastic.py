@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
+import tensorflow as tf
 
 from ringtrain import data, hvd
 from ringtrain.config import Config
@@ -17,8 +19,7 @@ from ringtrain.errors import ConfigError
 from ringtrain.optim import optimizers, schedules
 from ringtrain.optim.shared_step import SharedStep
 from ringtrain.protocol.env import SLOT
-from ringtrain.run import callback_state, devices, evaluation, resume
-from ringtrain.run.resume import Segment
+from ringtrain.run import devices, evaluation, resume
 from ringtrain.strategies.ring import Ring
 
 if TYPE_CHECKING:
@@ -131,49 +132,25 @@ class Elastic(Ring):
         clock: Any = run.clock
         return clock
 
-    def segments(self, run: RunContext) -> Iterator[Segment]:
-        """Rest of the current epoch, then of the run."""
-        scheduler = self._scheduler(run)
-        scheduler.note_place()
-        if scheduler.is_open:
-            try:
-                self._end_epoch(run, scheduler)
-            finally:
-                run.callbacks.saver.wait()
-        while scheduler.place.epoch < run.config.train.epochs:
-            scheduler.turn_over()
-            place = scheduler.current
-            end = place.epoch + 1 if place.position else run.config.train.epochs
-            steps = math.ceil((place.length - place.position) / run.numbers.global_batch_size)
-            yield Segment(place.epoch, end, steps, run.clock.global_step)
-
-    def _end_epoch(self, run: RunContext, scheduler: BatchScheduler) -> None:
-        """Makes up for the end of an epoch that was interrupted after its last step."""
-        epoch, epochs = scheduler.current.epoch, run.config.train.epochs
-        callbacks = keras.callbacks.CallbackList(run.callbacks.ordered, model=run.model, epochs=epochs, verbose=0)
-        callbacks.on_train_begin()
-        with callback_state.unchanged_afterwards(run.model, run.users_callbacks):
-            callbacks.on_epoch_begin(epoch)
-        for variable, total in zip(run.model.metrics_variables, scheduler.metrics_state, strict=True):
-            variable.assign(total)
-        scheduler.sums, scheduler.metrics_state = scheduler.metrics_state, ()
-        callbacks.on_epoch_end(epoch, {})
-        callbacks.on_train_end()
-
-    def batches(self, run: RunContext, part: Segment) -> Any:
+    def batches(self, run: RunContext, epoch: int, first_step: int) -> tuple[tf.data.Dataset, int]:
         current = self._scheduler(run).current
-        return self.dealt(run, part, current.dealt_by, current.position)
+        end = epoch + 1 if current.position else run.config.train.epochs
+        return self.dealt(run, range(epoch, end), current.dealt_by, current.position), end
 
     def last_callbacks(self, run: RunContext) -> Sequence[keras.callbacks.Callback]:
         return [Committer(self.state, run)]
 
-    def fit(self, run: RunContext, part: Segment) -> None:
+    @contextlib.contextmanager
+    def training(self, run: RunContext) -> Iterator[Callable[[int, int], Iterator[Any]]]:
+        scheduler = self._scheduler(run)
+        scheduler.note_place()
         try:
-            super().fit(run, part)
+            with super().training(run) as batches_of:
+                yield batches_of
         finally:
             # After a failure: before another rank, or this one again, saves the same step.
             run.callbacks.saver.wait()
-        self._scheduler(run).write_down()
+        scheduler.write_down()
 
     def summary(self, run: RunContext) -> dict[str, Any]:
         place = self.state.place
@@ -223,6 +200,25 @@ class BatchScheduler(resume.Clock):
         if current.position == current.length > 0:
             return dataclasses.replace(current, epoch=current.epoch + 1, position=0, dealt_by=0, length=0)
         return current
+
+    @property
+    def epoch(self) -> int:
+        return self.current.epoch if self.is_open else self.place.epoch
+
+    @property
+    def steps_left(self) -> int:
+        current = self.current
+        return math.ceil((current.length - current.position) / self.run.numbers.global_batch_size)
+
+    def begin_epoch(self) -> tuple[int, range]:
+        # One that was interrupted after its last step has none left: only its end is made up for.
+        if not self.is_open:
+            self.turn_over()
+        return self.epoch, range(self.steps_left)
+
+    def add_saved_metrics(self) -> None:
+        self.sums = self.metrics_state or self.sums
+        super().add_saved_metrics()
 
     def turn_over(self) -> None:
         """Moves to the next epoch, if this one is over."""

@@ -1,7 +1,7 @@
 """TensorFlow's strategies with a copy of the weights per device, which reduce gradients in every step.
 
 The variables of model and optimizer belong to the strategy, metrics are local to the process. Keras' fit does not run
-under all these strategies. A step calls the model's train_step on each copy, in a loop that calls callbacks like fit.
+under all these strategies. A step calls the model's train_step on each copy.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -28,7 +28,6 @@ from ringtrain.strategies.parameter_server import cluster, listening
 
 if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
-    from ringtrain.run.resume import Segment
 
 
 class SumReduction:
@@ -83,7 +82,8 @@ class Mirrored(Strategy):
     def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
         self.make_all(model, input_shape, num_classes)
 
-    def fit(self, run: RunContext, part: Segment) -> None:
+    @contextlib.contextmanager
+    def training(self, run: RunContext) -> Iterator[Callable[[int, int], Iterator[Any]]]:
         local = self.strategy.experimental_local_results
 
         @tf.function(autograph=False)
@@ -91,11 +91,13 @@ class Mirrored(Strategy):
             logs = self.strategy.run(run.model.train_step, args=(data,))
             return {name: local(value)[-1] for name, value in logs.items()}  # those of the last copy cover all copies
 
-        self.call(run, map(step, self.inputs(self.batches(run, part))), part)
+        self._step = step
+        with super().training(run) as batches_of:
+            yield batches_of
 
-    def inputs(self, batches: Any) -> Iterator[Any]:
-        """Input of each step."""
-        return iter(batches)
+    def run_step(self, run: RunContext, batches: Iterator[Any]) -> Mapping[str, Any] | None:
+        logs: Mapping[str, Any] = self._step(next(batches))
+        return logs
 
 
 class Towers(Mirrored):
@@ -134,7 +136,7 @@ class Towers(Mirrored):
     def placement(self, numbers: Numbers, pinning: devices.Pinning, hosts: Sequence[str]) -> dict[str, str]:
         return {"towers": f"{numbers.num_ranks} in one process on {hosts[0]}: {pinning}"}
 
-    def inputs(self, batches: Any) -> Iterator[Any]:
+    def iterator(self, batches: tf.data.Dataset) -> Iterator[Any]:
         """One batch per copy. Repeats forever: with an end, each step would first check every copy for it."""
         return iter(self.strategy.distribute_datasets_from_function(lambda context: batches.repeat()))
 

@@ -1,8 +1,9 @@
-"""Strategies ring and mpi-ring: one process and model per rank, Keras' fit, allreduce by Horovod or mpi4py."""
+"""Strategies ring and mpi-ring: one process and model per rank, allreduce by Horovod or mpi4py."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -17,7 +18,6 @@ from ringtrain.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
-    from ringtrain.run.resume import Segment
 
 
 OF_OPTIMIZER = (
@@ -102,13 +102,12 @@ class Ring(Strategy):
             combined += " in a fixed order"
         return combined
 
-    def fit(self, run: RunContext, part: Segment) -> None:
-        run.model.fit(
-            self.batches(run, part),
-            initial_epoch=part.first_epoch,
-            epochs=part.end_epoch,
-            steps_per_epoch=part.num_steps,
-            callbacks=run.callbacks.of_segment(part),
-            shuffle=False,  # the shards are already shuffled, in the same way on every rank
-            verbose=0,
-        )
+    @contextlib.contextmanager
+    def training(self, run: RunContext) -> Iterator[Callable[[int, int], Iterator[Any]]]:
+        run.model.make_train_function()
+        with super().training(run) as batches_of:
+            yield batches_of
+
+    def run_step(self, run: RunContext, batches: Iterator[Any]) -> Mapping[str, Any] | None:
+        logs: Mapping[str, Any] = run.model.train_function(batches)
+        return logs

@@ -1,7 +1,4 @@
-"""Strategy of `ringtrain.fit`: ring, with the data and the compiled model of a script, in a loop around Keras' steps.
-
-Keras' own `fit` cannot resume within an epoch: a second call of it would begin training again for every callback.
-"""
+"""Strategy of `ringtrain.fit`: ring, with the data and the compiled model of a script."""
 
 from __future__ import annotations
 
@@ -25,9 +22,8 @@ from ringtrain.hvd.keras_patches import distributed, innermost, layers_of
 from ringtrain.optim import divided
 from ringtrain.optim.uneven import UnevenBatches
 from ringtrain.protocol.attempt import Attempt
-from ringtrain.run import callback_state, console, devices, resume
+from ringtrain.run import console, devices, resume
 from ringtrain.run.context import Validation
-from ringtrain.run.resume import Segment
 from ringtrain.strategies.ring import OF_OPTIMIZER, Ring
 
 if TYPE_CHECKING:
@@ -121,16 +117,11 @@ class Script(Ring):
         facts = {"script": sys.argv[0], "unlike_one_process": self.unlike_one_process, "on_resume": train.on_resume}
         return {**super().summary(run), **facts}
 
-    def segments(self, run: RunContext) -> list[Segment]:
-        """The rest of the run: perhaps no epoch, but what callbacks and averaged weights do at the end of training."""
-        steps, epochs = run.numbers.steps_per_epoch, run.config.train.epochs
-        epoch = run.start.global_step // steps
-        return [Segment(epoch, epochs, steps, run.start.global_step)] if epoch <= epochs else []
-
     def fingerprint(self) -> int | None:
         return int(self._batches.fingerprint) if self._batches and self._is_stream else None
 
-    def fit(self, run: RunContext, part: Segment) -> None:
+    @contextlib.contextmanager
+    def training(self, run: RunContext) -> Iterator[Callable[[int, int], Iterator[Any]]]:
         train, rank, size = run.data_set.train, run.rank, run.size
         rows: Any
         self._is_stream = isinstance(train, data.Stream) and size > 1
@@ -144,51 +135,20 @@ class Script(Ring):
         self._batches = UnevenBatches(run.model, not rows.is_even, rows.has_empty_parts)
         try:
             with self._batches:
-                self._train(run, part, rows)
+                run.model.make_train_function(force=True)  # an earlier one has other gradients and losses
+                yield rows
         finally:
             if isinstance(train, data.Stream):
                 train.close()
 
-    def _train(self, run: RunContext, part: Segment, rows: Callable[[int, int], Iterator[Any]]) -> None:
-        model, first_step, logs = run.model, part.first_step % part.num_steps, None
-        callbacks = run.callbacks.of_segment(part)
-        model.stop_training = False
-        model.make_train_function(force=True)  # an earlier one has other gradients and losses
-        for callback in run.users_callbacks:
-            if isinstance(callback, keras.callbacks.CSVLogger) and run.start.source:
-                callback.append = True
-        callbacks.on_train_begin()
-        callback_state.restore_callbacks(run.users_callbacks, run.start.callbacks)
-        for epoch in range(part.first_epoch, part.end_epoch):
-            model.reset_metrics()
-            callbacks.on_epoch_begin(epoch)
-            batches, step_logs = rows(epoch, first_step), {}
-            for step in range(first_step, part.num_steps, model.steps_per_execution):
-                callbacks.on_train_batch_begin(step)
-                logs_of_call = self._step(run, batches)
-                if logs_of_call is None:
-                    break
-                step_logs = logs_of_call
-                callbacks.on_train_batch_end(step + model.steps_per_execution - 1, step_logs)
-                if model.stop_training:
-                    break
-            else:
-                self._check_end(run, batches)
-            first_step = 0
-            logs = self._end_epoch(run, callbacks, epoch, step_logs)
-            if model.stop_training:
-                break
-        for optimizer in hvd.optimizers_of(model):
-            inner = getattr(optimizer, "inner_optimizer", optimizer)
-            optimizer.finalize_variable_values(inner._trainable_variables)
-        callbacks.on_train_end(logs)
-
-    def _step(self, run: RunContext, batches: Iterator[Any]) -> Any:
-        """Logs of a call of Keras' train function; None: this epoch has fewer batches than the first."""
+    def run_step(self, run: RunContext, batches: Iterator[Any]) -> Mapping[str, Any] | None:
+        train, clock = run.data_set.train, run.clock
         try:
-            return run.model.train_function(batches)
+            logs = super().run_step(run, batches)
+            if train.may_end_early and clock.steps_left <= run.model.steps_per_execution:
+                self._check_end(run, batches)
+            return logs
         except (StopIteration, tf.errors.OutOfRangeError) as error:
-            train, clock = run.data_set.train, run.clock
             if train.may_end_early and not clock.epoch_complete:
                 num_batches = clock.global_step % clock.steps_per_epoch
                 self._say(run, f"an epoch of the data ended after {num_batches} of {clock.steps_per_epoch} batches")
@@ -201,8 +161,6 @@ class Script(Ring):
 
     def _check_end(self, run: RunContext, batches: Iterator[Any]) -> None:
         """Says so if an epoch of unknown length has more batches than the first: they are not trained."""
-        if not run.data_set.train.may_end_early:
-            return
         with contextlib.suppress(tf.errors.OutOfRangeError):
             if next(batches, None) is not None:
                 self._say(run, f"an epoch of the data has more than {run.clock.steps_per_epoch} batches: not trained")
@@ -211,17 +169,6 @@ class Script(Ring):
         if run.rank == 0:
             advice = "its length changes: use repeat() and steps_per_epoch for epochs of one length"
             print(f"ringtrain: {text}: {advice}", file=sys.stderr, flush=True)
-
-    def _end_epoch(self, run: RunContext, callbacks: Any, epoch: int, step_logs: Mapping[str, Any]) -> dict[str, Any]:
-        """Calls on_epoch_end; the user's callbacks see complete epochs only, as their state will be saved."""
-        if run.clock.epoch_complete:
-            callbacks.on_epoch_end(epoch, dict(run.model._get_metrics_result_or_logs(step_logs)))
-            return run.callbacks.evaluation.logs
-        users = {id(callback) for callback in run.users_callbacks}
-        for callback in run.callbacks.ordered:
-            if id(callback) not in users:
-                callback.on_epoch_end(epoch, {})
-        return {}
 
 
 def validation_of(given: data.FitArguments, test: data.Split, batch_size: int, prefix: str) -> Validation:

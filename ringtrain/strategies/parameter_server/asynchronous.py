@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,6 @@ from ringtrain.strategies.parameter_server.coordinator import AHEAD, ParameterSe
 
 if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
-    from ringtrain.run.resume import Segment
 
 
 class Asynchronous(ParameterServers):
@@ -44,10 +44,12 @@ class Asynchronous(ParameterServers):
     def gradient_norm(self, optimizer: keras.optimizers.Optimizer) -> None:
         """None, since concurrent updates would overwrite the norm while it is read."""
 
-    def fit(self, run: RunContext, part: Segment) -> None:
-        """Trains a segment. Updates in flight when an earlier segment was interrupted do not count as steps."""
-        run.model.optimizer.iterations.assign(part.first_step)
-        super().fit(run, part)
+    @contextlib.contextmanager
+    def training(self, run: RunContext) -> Iterator[Callable[[int, int], Iterator[Any]]]:
+        # Updates that were in flight when an earlier training was interrupted do not count as steps.
+        run.model.optimizer.iterations.assign(run.clock.global_step)
+        with super().training(run) as batches_of:
+            yield batches_of
 
     def _on_a_worker(self, where: tf.Tensor) -> tf.Tensor:
         iterations = self.model.optimizer.iterations.value
@@ -76,20 +78,19 @@ class Asynchronous(ParameterServers):
             except Exception as error:
                 self.done.put(error)
 
-    def steps(self, part: Segment) -> Iterator[dict[str, Any]]:
-        for _ in range(part.first_epoch, part.end_epoch):
-            end = self.global_step + part.num_steps
-            self.ended_s.clear()
-            for step in range(self.global_step, min(self.global_step + self.ahead, end)):
-                self._give_out(step)
-            while self.global_step < end:
-                report = self._next()
-                if self.global_step + self.ahead < end:
-                    self._give_out(self.global_step + self.ahead)
-                self.global_step += 1
-                self.staleness[int(report[3])] += 1
-                self.record_times(report)
-                yield self.count(report)
+    def steps(self, num_steps: int) -> Iterator[dict[str, Any]]:
+        end = self.global_step + num_steps
+        self.ended_s.clear()
+        for step in range(self.global_step, min(self.global_step + self.ahead, end)):
+            self._give_out(step)
+        while self.global_step < end:
+            report = self._next()
+            if self.global_step + self.ahead < end:
+                self._give_out(self.global_step + self.ahead)
+            self.global_step += 1
+            self.staleness[int(report[3])] += 1
+            self.record_times(report)
+            yield self.count(report)
 
     def _give_out(self, step: int) -> None:
         self.given.put(self.coordinator.schedule(self.step, args=(self.where(step // self.num_workers, step),)))

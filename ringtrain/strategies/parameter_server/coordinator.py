@@ -33,8 +33,6 @@ from ringtrain.strategies.parameter_server.cluster import RankGroup
 
 if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
-    from ringtrain.run.resume import Segment
-
 
 AHEAD = 2
 """steps per worker that are scheduled in advance"""
@@ -193,20 +191,26 @@ class ParameterServers(Strategy):
             loss = model.compute_loss(inputs, labels, outputs, None, training=True)
         return loss, outputs, tape.gradient(loss, [variable.value for variable in model.trainable_variables])
 
-    def fit(self, run: RunContext, part: Segment) -> None:
-        self.folder, self.global_step, self.fault_injectors = run.folder, part.first_step, self._of_servers(run)
+    @contextlib.contextmanager
+    def training(self, run: RunContext) -> Iterator[Callable[[int, int], Iterator[Any]]]:
+        self.folder, self.global_step = run.folder, run.clock.global_step
+        self.fault_injectors = self._of_servers(run)
         # No pool of threads, which would wait for steps of lost workers.
         threads = [threading.Thread(target=target, daemon=True) for target in self.thread_targets()]
         for thread in threads:
             thread.start()
         try:
-            self.call(run, self.steps(part), part)
+            yield lambda epoch, first_step: self.steps(run.numbers.steps_per_epoch - first_step)
         finally:
             self.release()
         for thread in threads:
             thread.join()
         self.group.receive_all()
         self.about |= self.statistics()
+
+    def run_step(self, run: RunContext, batches: Iterator[Any]) -> Mapping[str, Any] | None:
+        logs: Mapping[str, Any] = next(batches)
+        return logs
 
     def _of_servers(self, run: RunContext) -> list[fault_injection.FaultInjector]:
         """Fault injectors of the servers, which run no steps themselves."""
@@ -225,8 +229,8 @@ class ParameterServers(Strategy):
         """Tells those threads to exit after their current work."""
         raise NotImplementedError
 
-    def steps(self, part: Segment) -> Iterator[dict[str, Any]]:
-        """Runs the steps of a segment and yields the metrics after each."""
+    def steps(self, num_steps: int) -> Iterator[dict[str, Any]]:
+        """Runs steps of one epoch and yields the metrics after each."""
         raise NotImplementedError
 
     def report(self, facts: Sequence[Any], labels: Any, outputs: Any) -> tf.Tensor:

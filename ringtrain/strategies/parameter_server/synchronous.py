@@ -6,7 +6,7 @@ import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -16,9 +16,6 @@ from ringtrain.config import Config
 from ringtrain.run import devices
 from ringtrain.strategies.parameter_server.cluster import LOOK_S, RankGroup
 from ringtrain.strategies.parameter_server.coordinator import ParameterServers
-
-if TYPE_CHECKING:
-    from ringtrain.run.resume import Segment
 
 
 class Synchronous(ParameterServers):
@@ -111,9 +108,9 @@ class Synchronous(ParameterServers):
                 else:
                     self.dropped[worker] += 1
 
-    def steps(self, part: Segment) -> Iterator[dict[str, Any]]:
-        for number in range(part.num_steps * (part.end_epoch - part.first_epoch)):
-            self.ended_s = self.ended_s if number % part.num_steps else {}
+    def steps(self, num_steps: int) -> Iterator[dict[str, Any]]:
+        self.ended_s.clear()
+        for _ in range(num_steps):
             with self.changed:
                 self.version += 1
                 self.arrived = []

@@ -1,0 +1,78 @@
+"""The training loop of all strategies: epochs, steps and Keras' callbacks.
+
+Keras' own `fit` cannot resume within an epoch: a second call of it would begin training again for every callback. It
+drives a run only where a script keeps it, with `hvd.callbacks.Run`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ringtrain import hvd
+from ringtrain.run import callback_state
+from ringtrain.run.callbacks import CallbacksOfRun
+
+if TYPE_CHECKING:
+    from ringtrain.run.context import RunContext
+
+
+def train(run: RunContext) -> None:
+    """Trains to the end of the run, or until all ranks stop after the same step. Every rank makes the same steps.
+
+    The callbacks of a run that was complete are called as well: they set its last weights.
+    """
+    model, clock = run.model, run.clock
+    callbacks = CallbacksOfRun(run)
+    # A resumed run may have reached its target before.
+    model.stop_training = bool(run.callbacks.stop.stopped_by)
+    logs: Mapping[str, Any] | None = None
+
+    with run.strategy.training(run) as batches_of:
+        callbacks.on_train_begin()
+        callback_state.restore_callbacks(run.users_callbacks, run.start.callbacks)
+
+        while clock.epoch < run.config.train.epochs and not model.stop_training:
+            # All of an epoch, or what is left of it: after a resume, or after a change of ranks.
+            epoch, steps = clock.begin_epoch()
+            model.reset_metrics()
+            callbacks.on_epoch_begin(epoch)
+            step_logs = _train_steps(run, callbacks, epoch, steps, batches_of) if steps else {}
+            # Metrics are sums: those of the epoch's steps before a resume are added.
+            clock.add_saved_metrics()
+            logs = _end_epoch(run, callbacks, epoch, step_logs)
+
+        # Averages of the weights replace them now, when nothing is trained any more.
+        for optimizer in hvd.optimizers_of(model):
+            inner = getattr(optimizer, "inner_optimizer", optimizer)
+            optimizer.finalize_variable_values(inner._trainable_variables)
+        callbacks.on_train_end(logs)
+
+
+def _train_steps(run: RunContext, callbacks: Any, epoch: int, steps: range, batches_of: Any) -> Mapping[str, Any]:
+    """Makes the steps of an epoch with these numbers; returns the logs of the last one."""
+    model, strategy = run.model, run.strategy
+    batches = batches_of(epoch, steps.start)
+    step_logs: Mapping[str, Any] = {}
+    for step in steps[:: model.steps_per_execution]:
+        callbacks.on_train_batch_begin(step)
+        logs = strategy.run_step(run, batches)
+        if logs is None:
+            break
+        step_logs = logs
+        callbacks.on_train_batch_end(step + model.steps_per_execution - 1, step_logs)
+        if model.stop_training:
+            break
+    return step_logs
+
+
+def _end_epoch(run: RunContext, callbacks: Any, epoch: int, step_logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Calls on_epoch_end; the user's callbacks see complete epochs only, as their state will be saved."""
+    if run.clock.epoch_complete:
+        callbacks.on_epoch_end(epoch, dict(run.model._get_metrics_result_or_logs(step_logs)))
+        return run.callbacks.evaluation.logs
+    users = {id(callback) for callback in run.users_callbacks}
+    for callback in run.callbacks.ordered:
+        if id(callback) not in users:
+            callback.on_epoch_end(epoch, {})
+    return {}
