@@ -4,6 +4,7 @@ setup:          names, data and compiled model, from a Config
 context:        state of a run: its process, its job, and what all ranks agree on
 consistency:    agreement of all ranks: code, options, data, run folder, start
 identity:       loss, metrics and optimizer in words, by which runs of one name are compared
+loop:           the training loop of all strategies
 callbacks:      the ordered list of a run's callbacks
 devices:        one GPU per local rank, memory limits, CPU threads
 checkpoint:     atomic checkpoints with a checksum per file; export of the trained model

@@ -199,7 +199,7 @@ def test_an_environment_need_not_be_activated(bin_dir: Path) -> None:
     (bin_dir / "mpirun.started").unlink()
     (bin_dir / "python").unlink()
     activated = alone(bin_dir)
-    activated["env"]["VIRTUAL_ENV"] = "/another"
+    activated["env"] |= {"VIRTUAL_ENV": "/another", "PATH": f"/another/bin:{activated['env']['PATH']}"}
     ended = ringtrain("launch", "-np", "1", "--", "python", "-c", "1", bin_dir=bin_dir, **activated)
     assert not (bin_dir / "mpirun.started").exists(), "another environment is activated"
 
