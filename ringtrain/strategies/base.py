@@ -195,7 +195,7 @@ class Strategy:
         return iter(batches)
 
     def batches(self, run: RunContext, epoch: int, first_step: int) -> tuple[tf.data.Dataset, int]:
-        """Batches of this rank, pairs of inputs and labels, from a step of an epoch on, and the epoch where they end."""
+        """Batches of this rank from a step of an epoch on: pairs of inputs and labels; and the epoch where they end."""
         # Batches that are accumulated into one update, or trained by several copies of the model, are cut from one:
         # this rank's shard of the global batch.
         numbers, end = run.numbers, run.config.train.epochs
