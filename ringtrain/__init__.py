@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import sys
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
@@ -20,11 +20,17 @@ LAZY = {
 }
 """public functions whose modules are loaded when they are used"""
 
+if TYPE_CHECKING:  # for editors and mypy
+    from ringtrain.data.from_rank_0 import from_rank_0 as from_rank_0
+    from ringtrain.function_call import run as run
+    from ringtrain.keras_fit import fit as fit
+    from ringtrain.keras_fit import start as start
+else:
 
-def __getattr__(name: str) -> Any:
-    if name in LAZY:
-        return getattr(importlib.import_module(LAZY[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name in LAZY:
+            return getattr(importlib.import_module(LAZY[name]), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -226,7 +226,8 @@ class HostAgents:
         """Message about a host that is not ready, or no longer."""
         host = agent.name
         if any(line.startswith(f"{SAYS}lacks-folder") for line in agent.lines):
-            return f"{host} has no directory {self.job.working_directory}, where ranks start: create it there"
+            folder = self.job.working_directory
+            return f"{host} has no directory {folder}, where ranks start: create it there, or use --sync"
         if any(line.startswith(f"{SAYS}lacks") for line in agent.lines):
             name, path = self.job.command[0], self.job.environment.get("PATH", "")
             fix = f"start it by python {name}" if name.endswith(".py") else "install it"

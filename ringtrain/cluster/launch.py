@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ringtrain.cluster import elastic, environment, host_agent, job, processes, restart, schedulers, supervisor
+from ringtrain.cluster import elastic, environment, host_agent, job, processes, restart, schedulers, supervisor, sync
 from ringtrain.cluster.agents import HostsLost
 from ringtrain.cluster.exit_cause import HOST_LOST, JobResult
 from ringtrain.cluster.hosts import Host, parse_hosts, read_hostfile, select, take
@@ -105,10 +105,13 @@ def launch(options: LaunchOptions) -> int:
             f" itself when ranks start: take --launcher mpirun, horovodrun or srun"
         )
     shown = replace(first, id=job.FRESH_ID if first.id else "")
+    transfers = sync.transfers(options, work.hosts if options.max_restarts or options.elastic else first.hosts)
     if options.explain:
-        explain(work.planner(shown))
+        explain([*sync.explain(transfers), *job.explain(work.planner(shown))])
         return 0
     if options.dry_run:
+        for transfer in transfers:
+            print(transfer.plan.shell())
         folder = first.output if options.launcher == "sbatch" else ""
         show_dry(work.planner(replace(shown, files_folder=job.FRESH)), options.started_by.submits, folder)
         return 0
@@ -122,6 +125,8 @@ def launch(options: LaunchOptions) -> int:
         processes.find(work.options.started_by.program)
     if options.started_by.over_ssh and (line := environment.not_forwarded(first)):
         processes.say(line)
+    if options.sync or options.sync_environment:
+        sync.send(transfers, options.elastic)
     return run_attempts(work)
 
 
@@ -326,15 +331,15 @@ def cluster_of(options: LaunchOptions) -> kubernetes.Cluster:
     )
 
 
-def explain(plan: Plan) -> None:
-    """Prints a plan as a table: every flag and variable with its reason."""
+def explain(rows: Sequence[tuple[str, str]]) -> None:
+    """Prints the parts of plans as a table: every flag and variable with its reason."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table("part", "reason", box=box.SIMPLE_HEAD)
-    for part, reason in job.explain(plan):
+    for part, reason in rows:
         table.add_row(Text(part, overflow="fold"), Text(reason, overflow="fold"))
     Console().print(table)
 

@@ -35,6 +35,7 @@ LAUNCHERS = {
 }
 HOSTS, JOB, SHOW = "hosts", "job", "show"
 SPARK, MPIJOB = "with --launcher spark (docs/spark.md)", "with --launcher mpijob (docs/docker.md)"
+SYNC = "files of the other hosts, by rsync (docs/launching.md)"
 RESTARTS, ELASTIC = "when the job fails", "hosts that join and leave (docs/elastic.md)"
 ONLY_WITH = {SPARK: "spark", MPIJOB: "mpijob"}
 """launcher of a group of options"""
@@ -89,6 +90,17 @@ class LaunchOptions:
     timeline: str = option(JOB, "", "FILE", "write timelines of all ranks of ringtrain.train, for Perfetto")
     start_timeout: float = option(JOB, 60, "S", "seconds for hosts to answer and for ranks to start (60)")
     grace: float = option(JOB, 8, "S", "seconds after SIGTERM for ranks to save before they are killed (8)")
+
+    sync: bool = option(
+        *(SYNC, False, None),
+        "send this folder to all other hosts before ranks start, to the same path, without runs/, .git, .venv,"
+        " __pycache__ and what a .gitignore names; nothing is deleted there; hosts that join an elastic job later do"
+        " not get it",
+    )
+    sync_environment: bool = option(SYNC, False, None, "send this folder, and the environment that ringtrain runs in")
+    sync_delete: bool = option(
+        SYNC, False, None, "delete in these folders of the other hosts what is not here, except what is not sent"
+    )
 
     master: str = option(SPARK, "", "URL", "e.g. local[2] (as in spark-defaults.conf)")
     spark_data: str = option(
@@ -161,6 +173,14 @@ class LaunchOptions:
             raise LaunchError(f"got --max-restarts {self.max_restarts}, expected 0 or more")
         if self.require_init and self.started_by.submits:
             raise LaunchError(f"got --require-init with --launcher {self.launcher}, which only submits: leave it out")
+        syncs = next((name for name in ("sync", "sync_environment", "sync_delete") if getattr(self, name)), "")
+        if syncs and not self.started_by.over_ssh:
+            raise LaunchError(
+                f"got {_flag(syncs)} with --launcher {self.launcher}, which reaches its hosts without ssh:"
+                f" leave it out, and use a folder that they share, or an image"
+            )
+        if syncs == "sync_delete":
+            raise LaunchError("got --sync-delete, expected --sync or --sync-environment with it")
         if self.max_restarts and self.started_by.submits:
             raise LaunchError(
                 f"got --max-restarts with --launcher {self.launcher}, which submits the job and does not supervise it:"

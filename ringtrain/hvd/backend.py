@@ -32,8 +32,12 @@ else:
     from ringtrain.hvd import mpi_backend as horovod
 
 
-def __getattr__(name: str) -> Any:
-    return getattr(horovod, name)
+if TYPE_CHECKING:
+    __getattr__: Any  # mypy then takes every name for Any, in whatever order it reads the modules
+else:
+
+    def __getattr__(name: str) -> Any:
+        return getattr(horovod, name)
 
 
 def configure(options: HvdConfig, environ: MutableMapping[str, str] | None = None) -> None:

