@@ -263,6 +263,7 @@ class Kept(Script):
     """Strategy of a script that keeps Keras' `fit`, which can begin with any epoch only."""
 
     resumes_within_epochs = False
+    ends_with_callbacks = False
 
     def shard(self, numbers: Numbers) -> str:
         return f"{numbers.batch_size} rows of a step on each rank, as the script divides them"

@@ -31,7 +31,9 @@ class Callbacks:
         self.in_sync = hvd.callbacks.CheckInSyncCallback(run.config.train.check_every_steps)
         self.stop = stopping.StopTogether(run)
         self.plateau = stopping.Plateau(run, self.stop)
-        self.saver = saver.Saver(run, self.plateau.values, lambda: self.stop.save_is_due, faults.while_saving)
+        self.saver = saver.Saver(
+            run, self.plateau.values, lambda: self.stop.save_is_due, faults.while_saving, lambda: self.stop.is_ended
+        )
         wanted = run.config if run.rank == 0 else Config()
         self.trackers = hvd.run_together(lambda: trackers.Trackers(wanted, dataclasses.asdict(run.numbers), run.folder))
         self.recorder = tracking.Recorder(run, progress) if run.rank == 0 else None

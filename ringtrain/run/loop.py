@@ -68,6 +68,7 @@ def _train_steps(run: RunContext, callbacks: Any, epoch: int, steps: range, batc
 
 def _end_epoch(run: RunContext, callbacks: Any, epoch: int, step_logs: Mapping[str, Any]) -> dict[str, Any]:
     """Calls on_epoch_end; the user's callbacks see complete epochs only, as their state will be saved."""
+    run.model.stop_training = False  # set again if a stop is decided; callbacks may ask for the end as well
     if run.clock.epoch_complete:
         callbacks.on_epoch_end(epoch, dict(run.model._get_metrics_result_or_logs(step_logs)))
         return run.callbacks.evaluation.logs

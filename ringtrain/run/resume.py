@@ -54,6 +54,8 @@ class Start:
     """Values of train.monitor, one per complete epoch, if it was monitored."""
     callbacks: Sequence[Mapping[str, Any]] = ()
     """State of the callbacks of `ringtrain.fit`."""
+    is_ended: bool = False
+    """Whether a callback of a script has ended this run there."""
     metrics_state: tuple[NDArray[Any], ...] = ()
     """Metric sums of this rank, if in the middle of an epoch."""
     refused: tuple[str, ...] = ()
@@ -225,6 +227,7 @@ def restore(
     by_rank = hvd.run_together(load)
     if newest is not None and _is_of_a_script(config):
         start = _in_epochs_of(start, newest, numbers)
+        start = dataclasses.replace(start, is_ended=start.is_ended and _is_own(newest, config))
     start, spec = hvd.broadcast_object(
         (start, model_state.spec(by_rank[0]) if by_rank else []), 0, name="ringtrain_start"
     )
@@ -288,7 +291,7 @@ def _find(folder: Path | None, must: bool) -> tuple[checkpoint.Checkpoint | None
     saved = newest.manifest
     monitored = tuple(saved.get("monitored", ()))
     start = Start(newest.global_step, str(newest.folder), saved["metrics"], monitored, refused=tuple(refused))
-    start = dataclasses.replace(start, checksums=saved.get("checksums", {}))
+    start = dataclasses.replace(start, checksums=saved.get("checksums", {}), is_ended=saved.get("is_ended", False))
     if states := saved.get("callbacks", ()):
         start = dataclasses.replace(start, callbacks=callback_state.loaded_callbacks(states, newest.arrays("state")))
     return newest, start
@@ -305,6 +308,11 @@ def _anew(config: Config) -> str:
 def _is_of_a_script(config: Config) -> bool:
     """Returns whether `ringtrain.fit` has made a configuration: its optimizer is the name of a class."""
     return config.optimizer.name not in OPTIMIZERS
+
+
+def _is_own(newest: checkpoint.Checkpoint, config: Config) -> bool:
+    """Returns whether a checkpoint is one of this run, and not of another whose path was given."""
+    return newest.folder.parent.parent.resolve() == (Path(config.run.directory) / config.run.name).resolve()
 
 
 def _require_same_run(newest: checkpoint.Checkpoint, config: Config, numbers: Numbers) -> None:
@@ -358,9 +366,8 @@ def _require_same_job(
                 f"{newest.folder}: was saved within an epoch of {steps} steps, an epoch of this run has"
                 f" {numbers.steps_per_epoch}: resume from a checkpoint of an epoch's end, or {_anew(config)}"
             )
-        is_own = newest.folder.parent.parent.resolve() == (Path(config.run.directory) / config.run.name).resolve()
         epochs = newest.global_step // steps
-        if _is_of_a_script(config) and not is_own and epochs >= config.train.epochs:
+        if _is_of_a_script(config) and not _is_own(newest, config) and epochs >= config.train.epochs:
             raise ConfigError(
                 f"{newest.folder}: has trained {epochs} epochs, and epochs={config.train.epochs} includes them: nothing"
                 f" is left to train: raise epochs"

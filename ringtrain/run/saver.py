@@ -39,6 +39,7 @@ class Saver(keras.callbacks.Callback):
         monitored: values of train.monitor; grows during training.
         is_due: whether the ranks have agreed to save now; the same on every rank.
         while_saving: called on rank 0 with the global step, in the middle of every save.
+        is_ended: whether a callback of a script has ended the run.
 
     Attributes:
         facts: plain values for the manifest.
@@ -53,6 +54,7 @@ class Saver(keras.callbacks.Callback):
         monitored: Sequence[float] = (),
         is_due: Callable[[], bool] = lambda: False,
         while_saving: Callable[[int], None] = lambda global_step: None,
+        is_ended: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__()
         self.set_model(run.model)
@@ -60,7 +62,7 @@ class Saver(keras.callbacks.Callback):
         self.facts = {"config": dataclasses.asdict(run.config), "numbers": dataclasses.asdict(run.numbers)}
         self.facts |= {"versions": tracking.versions(), "checksums": dict(run.checksums)}
         self.metrics, self.best_by = dict(run.start.metrics), f"{run.validation.prefix}accuracy"
-        self.monitored, self.is_due, self.while_saving = monitored, is_due, while_saving
+        self.monitored, self.is_due, self.while_saving, self.is_ended = monitored, is_due, while_saving, is_ended
         self.callback_state = CallbackState(run.users_callbacks, run.model) if run.strategy.is_scripted else None
         self.resumes_within_epochs = run.strategy.resumes_within_epochs
         self.saved_step = -1
@@ -200,6 +202,7 @@ class Saver(keras.callbacks.Callback):
         }
         state = model_state.shared_state(self.model, own, slots, self.config.model.not_averaged)
         if self.callback_state is not None:
+            facts["is_ended"] = self.is_ended()
             facts["callbacks"], arrays = self.callback_state.save()
             state |= arrays
         return {"state": state, "ranks": ranks}, facts

@@ -68,6 +68,8 @@ class StopTogether(keras.callbacks.Callback):
         save_is_due: whether the ranks have just agreed that checkpoint.every_minutes is over; the same on every rank.
         stopped_by: why training ended before its last step: a signal's name, "train.max_time_s", "train.patience",
             "train.target_accuracy" or "a callback"; "" if it did not.
+        is_ended: whether a callback of a script has asked for the end, also if a signal came first; the same on every
+            rank.
     """
 
     def __init__(self, run: RunContext) -> None:
@@ -76,7 +78,8 @@ class StopTogether(keras.callbacks.Callback):
         every_save = config.checkpoint.every_steps or steps_per_epoch
         self.every_steps = {config.health.agree_every_steps, every_save, steps_per_epoch}
         self.save_is_due = False
-        self.stopped_by = ""
+        self.is_ended = run.strategy.ends_with_callbacks and run.start.is_ended
+        self.stopped_by = A_CALLBACK if self.is_ended else ""
         self._reason = ""
         self._begin_s = self._saved_s = time.monotonic()
         self._first_bad_step = 0
@@ -107,7 +110,7 @@ class StopTogether(keras.callbacks.Callback):
 
     def _read_stop_training(self) -> None:
         """Turns a callback's `stop_training` into a request: Keras would end this rank alone, and the others wait."""
-        if self.model.stop_training and not self.stopped_by:
+        if self.model.stop_training:
             self.request(A_CALLBACK)
             self.model.stop_training = False
 
@@ -133,9 +136,11 @@ class StopTogether(keras.callbacks.Callback):
             self._raise_together()
         if bad:  # TerminateOnNaN has asked for the end, which is no error then; the last checkpoint is older
             run.callbacks.saver.is_closed = requested = True
+        self.is_ended = self.is_ended or bool(requested)
         if not self.stopped_by and (number or time_is_up or requested):
             reason = "train.max_time_s" if time_is_up else self._reason or A_CALLBACK
             self.stopped_by = signal.Signals(number).name if number else reason
+        if self.stopped_by:
             self.model.stop_training = True
 
     def _unreadable(self) -> bool:
@@ -184,7 +189,8 @@ class Plateau(keras.callbacks.Callback):
         super().__init__()
         self.run, self.config, self.stop = run, run.config, stop
         self.values, self.accuracy = list(run.start.monitored), f"{run.validation.prefix}accuracy"
-        stop.stopped_by = reason_to_stop(run.config, self.values, run.start.metrics.get(self.accuracy, 0.0))
+        reason = reason_to_stop(run.config, self.values, run.start.metrics.get(self.accuracy, 0.0))
+        stop.stopped_by = stop.stopped_by or reason
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._set_rate()

@@ -37,6 +37,7 @@ class Strategy:
         ranks_change: Whether ranks join and leave during training.
         is_scripted: Whether a script passes data and compiled model, instead of the configuration.
         resumes_within_epochs: Whether a run can resume after any step, instead of after whole epochs.
+        ends_with_callbacks: Whether a run that a callback has ended trains no further when it is started again.
     """
 
     copies = 1
@@ -45,6 +46,7 @@ class Strategy:
     ranks_change = False
     is_scripted = False
     resumes_within_epochs = True
+    ends_with_callbacks = False
 
     def __init__(self, config: Config) -> None:
         self.config = config

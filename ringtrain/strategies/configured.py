@@ -23,6 +23,8 @@ from ringtrain.strategies.ring import Ring
 class Configured(script.Script):
     """Strategy ring for data that `ringtrain.fit` takes, and the model that the configuration names."""
 
+    ends_with_callbacks = False
+
     def __init__(self, config: Config, train: data.Arrays | data.Stream, batch_size: int, plan: dict[str, str]) -> None:
         super().__init__(config)
         self.train, self.batch_size, self.plan = train, batch_size, plan

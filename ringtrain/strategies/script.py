@@ -45,6 +45,7 @@ class Script(Ring):
     """
 
     is_scripted = True
+    ends_with_callbacks = True
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

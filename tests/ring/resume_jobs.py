@@ -70,6 +70,50 @@ def a_stop_saves_the_weights_of_its_step() -> None:
         assert history.history == again.history, name
 
 
+def _stops(name: str, *callbacks: Any, within: bool = False, **more: Any) -> tuple[keras.Model, Any]:
+    """Stopped by a callback after the fourth epoch, with the weights of the third, or `within` the second."""
+    first: list[Any] = [keras.callbacks.EarlyStopping("val_loss", patience=1, restore_best_weights=True)]
+    if within:
+        first = [keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: _stop_after(first[0], 6))]
+    model, config = _plain(), options(health=AT_ONCE, **more)
+    given = {"batch_size": 32, "epochs": 9, "validation_data": (X[:40], -Y[:40]), "verbose": 0, "shuffle": False}
+    history = ringtrain.fit(model, X, Y, name=name, callbacks=[*first, *callbacks], options=config, **given)
+    return model, history
+
+
+def _stop_after(callback: Any, step: int) -> None:
+    if int(callback.model.optimizer.iterations) == step:
+        callback.model.stop_training = True
+
+
+def a_run_that_a_callback_has_stopped_trains_no_further() -> None:
+    """Killed before its result is written, or ended by a signal as well: the same weights and epochs."""
+
+    def kill(logs: Any) -> None:
+        raise Killed
+
+    for within in (False, True):
+        whole, history = _stops(f"stop-{within}", within=within)
+        steps = json.loads((history.run / "summary.json").read_text())["global_step"]
+        ends = keras.callbacks.LambdaCallback(on_train_end=kill)
+        chaos = {"chaos": f"rank={hvd.size() - 1} step={steps - 1} mode=sigterm"}
+        for name, callbacks, more in ((f"stop-{within}-killed", [ends], {}), (f"stop-{within}-ended", [], chaos)):
+            with contextlib.suppress(Killed, SystemExit):
+                _stops(name, *callbacks, within=within, **more)
+                raise AssertionError(f"{name}: was not ended")
+            for _ in range(2):  # then it is complete
+                again, resumed = _stops(name, within=within, **more)
+                assert distance(whole, again) == 0, (name, distance(whole, again))
+                assert resumed.history == history.history and resumed.epoch == history.epoch, name
+                assert resumed.checksum == history.checksum, name
+            summary = json.loads((resumed.run / "summary.json").read_text())
+            assert summary["stopped_by"] == "a callback" and summary["global_step"] == steps, name
+    further = _plain()
+    given = {"batch_size": 32, "epochs": 9, "verbose": 0, "shuffle": False, "resume": str(history.run)}
+    more = ringtrain.fit(further, X, Y, name="stop-further", options=options(), **given)
+    assert more.epoch[-1] == 8, "a path trains further"
+
+
 def a_callback_that_stops_within_an_epoch_leaves_the_averages() -> None:
     class Stops(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
