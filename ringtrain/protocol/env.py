@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ringtrain.protocol.launchers import in_shell
 
@@ -54,3 +56,31 @@ def is_activated(environ: Mapping[str, str] = os.environ) -> bool:
     prefixes = (environ.get("VIRTUAL_ENV"), environ.get("CONDA_PREFIX"))
     folders = environ.get("PATH", os.defpath).split(os.pathsep)
     return any(prefix and str(Path(prefix, "bin")) in folders for prefix in prefixes)
+
+
+def installer(wanted: Mapping[str, Any] | None = None) -> list[str]:
+    """Arguments of the command that installs a package in this Python's environment, without the package.
+
+    Also a fact of `ringtrain doctor`, whose hosts run its source: it uses `os` and `sys` alone.
+    """
+    project = os.path.dirname(sys.prefix)
+    made_by = os.path.join(sys.prefix, "pyvenv.cfg")
+    if os.path.exists(made_by):
+        with open(made_by, encoding="utf-8") as file:
+            is_from_uv = any(line.partition("=")[0].strip() == "uv" for line in file)
+        if is_from_uv and os.path.exists(os.path.join(project, "uv.lock")):
+            return ["uv", "add", "--project", project]
+        if is_from_uv:
+            return ["uv", "pip", "install", "--python", sys.prefix]
+    return [sys.executable, "-m", "pip", "install"]  # conda's environments have pip as well
+
+
+def install(*words: str) -> str:
+    """Shell command that installs a package in this environment; in the one that set-up has made, set-up's."""
+    if Path(sys.prefix, "setup", "stamp").exists():
+        return "launch/setup.sh"
+    return shlex.join([*installer(), *words])
+
+
+ALL_OF_IT = ("--find-links", "WHEELS", "ringtrain[cpu]")
+"""words for `install` that bring all that training needs; WHEELS: the folder with the wheels"""

@@ -39,6 +39,7 @@ def facts_of(number: int) -> Facts:
     return {
         "host_name": f"host{number}",
         "python": {"version": "3.11.7", "executable": PYTHON},
+        "installer": [PYTHON, "-m", "pip", "install"],
         "packages": {name: {"distribution": name, "version": version} for name, version in versions.items()},
         "horovod_operations": ["MPI", "Gloo", "NCCL"],
         "ringtrain": {"version": "0.1.0", "folder": "/job/ringtrain", **FILES},
@@ -148,6 +149,13 @@ RED = [
         "error",
         "2.20.0, other",
         "tensorflow==2.21.0",
+    ),
+    (
+        "TensorFlow",
+        all_of(set_fact("packages", "tensorflow", None), set_fact("installer", ["uv", "pip", "install"])),
+        "error",
+        "not installed",
+        "uv pip install tensorflow==2.21.0",
     ),
     ("Keras", set_fact("packages", "keras", "version", "3.0.0"), "error", "3.0.0", "keras==3.15.1"),
     ("Horovod", set_fact("packages", "horovod", None), "error", "not installed", "launch/setup.sh"),

