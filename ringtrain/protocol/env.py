@@ -75,12 +75,14 @@ def installer(wanted: Mapping[str, Any] | None = None) -> list[str]:
     return [sys.executable, "-m", "pip", "install"]  # conda's environments have pip as well
 
 
-def install(*words: str) -> str:
-    """Shell command that installs a package in this environment; in the one that set-up has made, set-up's."""
+def install(package: str = "") -> str:
+    """Shell command that installs a package in this environment, by default all that training needs.
+
+    In the environment that set-up has made, set-up does that. WHEELS: the folder with ringtrain's wheels.
+    """
     if Path(sys.prefix, "setup", "stamp").exists():
         return "launch/setup.sh"
-    return shlex.join([*installer(), *words])
+    return f"{shlex.join(installer())} {shlex.quote(package) if package else ALL_OF_IT}"
 
 
-ALL_OF_IT = ("--find-links", "WHEELS", "ringtrain[cpu]")
-"""words for `install` that bring all that training needs; WHEELS: the folder with the wheels"""
+ALL_OF_IT = "WHEELS/*.whl 'ringtrain[cpu]'"
