@@ -361,6 +361,8 @@ def _job(process: Process, model: keras.Model, arguments: data.FitArguments) -> 
     if isinstance(test, data.Stream):
         of_name.remove(f"test data{consistency.DIVIDED}")  # its first batch need not be the same in every start
     compiled = identity.of_script(model)
+    if isinstance(train, data.Stream) and train.is_endless:  # the last call of an epoch reads and trains whole calls
+        compiled["steps_per_execution"] = str(model.steps_per_execution)
     if isinstance(train, data.Stream) and not train.is_shard:
         content = identity.content_of(train.dataset)
         compiled |= {f"content of the training data{consistency.DIVIDED}": content} if content else {}

@@ -52,11 +52,11 @@ class StreamOfRank0(Stream):
 
         def read() -> tuple[Any, ...]:
             self._source = one = source()
-            facts = one.num_batches, one.batch_size, one.on_resume, one.may_end_early
+            facts = one.num_batches, one.batch_size, one.on_resume, one.may_end_early, one.is_endless
             return one.kind, one.dataset.element_spec, facts
 
         kind, spec, facts = read_on_rank_0(read)
-        self.num_batches, self.batch_size, self.on_resume, self.may_end_early = facts
+        self.num_batches, self.batch_size, self.on_resume, self.may_end_early, self.is_endless = facts
         self.kind = f"{kind} of rank 0"
         self.dataset = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
         self._cut = tf.function(lambda batch: cut(batch, hvd.rank(), hvd.size()), input_signature=[spec])

@@ -47,6 +47,7 @@ class Stream(Split):
         num_batches: Of an epoch.
         steps_per_call: Batches that Keras' train_function reads at once.
         is_held_out: Whether these are validation data, of which each rank evaluates other batches.
+        is_endless: Whether all epochs are one iteration.
         is_shard: Whether these are batches of one rank alone, instead of all ranks' together.
         on_resume: What a resumed run has to read again.
         why_rank_0: Random operations that would give each rank other batches, so that rank 0 reads for all.
@@ -55,7 +56,7 @@ class Stream(Split):
         DataError: The number of batches is infinite or 0, or less than `steps` for each epoch.
     """
 
-    is_held_out = is_shard = False
+    is_held_out = is_shard = is_endless = False
     why_rank_0 = ""
     steps_per_call = 1
 
@@ -75,7 +76,7 @@ class Stream(Split):
         length = int(dataset.cardinality())
         if steps == length:
             steps, self._per_epoch = None, 1
-        self._is_endless, self.num_batches = steps is not None, steps or length
+        self.is_endless, self.num_batches = steps is not None, steps or length
         if steps:
             self._check_length(steps, epochs)
         elif length == -1:
@@ -138,7 +139,7 @@ class Stream(Split):
         if self._open is not None:
             return self._open
         skipped = first_step
-        if self._is_endless:  # whole calls of train_function, the last of an epoch included
+        if self.is_endless:  # whole calls of train_function, the last of an epoch included
             skipped += epoch * math.ceil(self.num_batches / self.steps_per_call) * self.steps_per_call
         else:
             iteration = self._first + self._per_epoch * epoch
@@ -149,7 +150,7 @@ class Stream(Split):
         for _ in range(skipped):
             next(batches)
             _advance()
-        self._open = batches if self._is_endless else None
+        self._open = batches if self.is_endless else None
         return batches
 
     def close(self) -> None:

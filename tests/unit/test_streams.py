@@ -21,7 +21,7 @@ from ringtrain import data, hvd
 from ringtrain.config import CheckpointConfig, Config, HealthConfig, RunConfig
 from ringtrain.data import pipeline_graph
 from ringtrain.data.pipeline_graph import random_operations
-from ringtrain.errors import DataError
+from ringtrain.errors import ConfigError, DataError
 
 
 def _ids(num_rows: int = 50, batch_size: int = 8, seed: int | None = 7) -> tf.data.Dataset:
@@ -395,6 +395,46 @@ def test_killed_and_resumed(kind: str, tmp_path: Path) -> None:
     assert again.history == history.history
     for ours, theirs in zip(_weights(whole), _weights(resumed), strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+def test_another_number_of_steps_at_once_is_refused_where_it_reads_other_batches(tmp_path: Path) -> None:
+    """10 steps of an epoch read and train 12 batches in calls of 4; other datasets end with an epoch."""
+
+    def fit(name: str, steps: int, *callbacks: Any, **more: Any) -> keras.Model:
+        model = _without_dropout(steps_per_execution=steps)
+        _fit(model, tmp_path, *callbacks, name=name, epochs=2, **more)
+        return model
+
+    endless = {"steps_per_epoch": 10}
+    with pytest.raises(Killed):
+        fit("endless", 4, KillAfter(12), x=_of_numpy(), **endless)
+    with pytest.raises(ConfigError, match="made with steps_per_execution 4, this run has 1: give fit another name"):
+        fit("endless", 1, x=_of_numpy(), **endless)
+    with pytest.raises(Killed):
+        fit("pairs", 3, KillAfter(3))
+    for ours, theirs in zip(fit("pairs", 2).get_weights(), fit("whole", 1).get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_another_number_of_batches_without_a_seed_is_refused(tmp_path: Path) -> None:
+    """They are counted at each start."""
+    with pytest.raises(Killed):
+        _fit(_model(), tmp_path, KillAfter(3), name="counted", x=_large_pairs())
+    with pytest.raises(ConfigError, match="made with training samples 64, this run has 48: give fit another name"):
+        _fit(_model(), tmp_path, name="counted", x=_large_pairs().skip(1))
+
+
+def test_a_shard_that_ends_early_is_an_error(tmp_path: Path) -> None:
+    """The other ranks would wait for the gradients of its next batches."""
+    of_iterations = iter((5, 5, 3, 5))
+
+    def batches() -> Any:
+        yield from _of_numpy(next(of_iterations))
+
+    spec = (tf.TensorSpec([None, 6], tf.float64), tf.TensorSpec([None, 3], tf.float64))
+    shard = tf.data.Dataset.from_generator(batches, output_signature=spec)
+    with pytest.raises(DataError, match="the data ended after 8 batches of 3 epochs with 5 each"):
+        _fit(_model(), tmp_path, x=lambda rank, size: shard)
 
 
 @pytest.mark.parametrize("steps", [1, 2])
