@@ -28,7 +28,6 @@ from ringtrain.derived import Numbers, derive
 from ringtrain.protocol import failures
 from ringtrain.run import consistency, console, resume
 from ringtrain.run.context import Job, Process, RunContext
-from ringtrain.run.setup import add_model, read_data
 from ringtrain.strategies.elastic import Place
 
 
@@ -38,11 +37,12 @@ def run(process: Process, fit_and_finish: Callable[[RunContext], Any]) -> Any:
     Returns the summary and the exit code, as `fit_and_finish` does.
     """
     strategy: Any = process.strategy  # Elastic
-    job = read_data(process)
+    source: Any = process.source  # ConfiguredSource
+    job = source.read_samples(process)
     # The schedule's rates are set from outside: ranks that join later must build the same.
     flat = dataclasses.replace(process.config, schedule=ScheduleConfig())
     flat_job = dataclasses.replace(job, numbers=_numbers(flat, job, strategy.num_shards()))
-    add_model(process, flat_job, flat)
+    source.add_model(process, flat_job, flat)
     strategy.state = hvd.elastic.SharedKerasState(
         flat_job.model,
         strategy.settle,

@@ -13,17 +13,18 @@ import keras
 
 from ringtrain import data, hvd, keras_fit, strategies, train
 from ringtrain.config import Config, changed_options, with_values
-from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError
 from ringtrain.hvd.callbacks import refuse_other_batches
 from ringtrain.hvd.keras_patches import distributed
-from ringtrain.monitor import journal
+from ringtrain.monitor import fault_injection, journal
 from ringtrain.protocol.json_text import parse_json
 from ringtrain.run import console, evaluation, identity, model_state, resume
 from ringtrain.run.context import Job, Process, RunContext, Validation
+from ringtrain.run.devices import Pinning
 from ringtrain.run.run_folder import METRICS, NO_METRICS
+from ringtrain.sources import OPTIONS, script
+from ringtrain.strategies.base import Strategy
 from ringtrain.strategies.ring import OF_OPTIMIZER
-from ringtrain.strategies.script import Script, unchanged_afterwards
 
 ONLY_IN_FIT = ("checkpoint.every_steps", "checkpoint.every_minutes", *OF_OPTIMIZER)
 """beginnings of options that need a resume within an epoch, or an optimizer that ringtrain makes distributed"""
@@ -90,13 +91,12 @@ class Run(keras.callbacks.Callback):
         strategies.prepare(config)
         if hvd.elastic.is_on():
             raise ConfigError("hvd.callbacks.Run: ranks cannot join and leave here: start the job without --elastic")
-        process = train.setup(
-            config, keras_fit.named(config), None, journal.Stages(), lambda config, group: Kept(config)
-        )
+        source = hvd.run_together(lambda: self._source(config))
+        process = train.setup(config, source, None, journal.Stages())
         with contextlib.ExitStack() as stack:
-            stack.enter_context(unchanged_afterwards(model, seeds_ranks=False))
+            stack.enter_context(script.unchanged_afterwards(model, seeds_ranks=False))
             with keras_fit.journaled(process):
-                run = train.agree(process, process.strategy.together(lambda: self._job(process)))
+                run = train.agree(process)
             if not isinstance(run, RunContext):
                 self.folder, self.checksum = Path(config.run.directory) / self.name, run["checksum"]
                 resume.restore_result(model, self.folder, run, config.checkpoint.saved_model)
@@ -176,7 +176,7 @@ class Run(keras.callbacks.Callback):
         if self.batch_size < 1:
             raise ConfigError(f"hvd.callbacks.Run: got batch_size {self.batch_size}, expected at least 1")
         for option in changed_options(self.options):
-            if not option.startswith(keras_fit.OPTIONS) or option.startswith(ONLY_IN_FIT):
+            if not option.startswith(OPTIONS) or option.startswith(ONLY_IN_FIT):
                 raise ConfigError(
                     f"hvd.callbacks.Run: options set {option}: leave it out, pass it to hvd.DistributedOptimizer, or"
                     " call ringtrain.fit"
@@ -185,7 +185,7 @@ class Run(keras.callbacks.Callback):
         values |= {"optimizer.learning_rate_scaling": "none", "train.epochs": self.params["epochs"]}
         return with_values(self.options, values)
 
-    def _job(self, process: Process) -> Job:
+    def _source(self, config: Config) -> KeptFit:
         model, steps = self.model, self.params["steps"]
         if hvd.size() > 1 and not all(map(distributed, hvd.optimizers_of(model))):
             raise ConfigError(
@@ -197,19 +197,7 @@ class Run(keras.callbacks.Callback):
         for optimizer in hvd.optimizers_of(model):
             if not optimizer.built:
                 optimizer.build(model.trainable_variables)
-        rows = self.batch_size * hvd.size()
-        numbers = keras_fit.adopt(process, model, "script", steps * rows, 0, rows)
-        plan = keras_fit.plan_of(process, model, numbers, "the epoch that was not complete")
-        compiled = identity.of_script(model)
-        return Job(
-            data_set=data.DataSet(data.NoSamples(), data.NoSamples(), 0, ()),
-            numbers=numbers,
-            checksums={"model": keras_fit.checksum_of_shapes(model_state.shapes_of(model.weights)), **compiled},
-            of_name=compiled,
-            model=model,
-            validation=Validation("val_"),
-            plan={**plan, "data": "the script's own shards, which are not compared", "seed": "the script's own"},
-        )
+        return KeptFit(config, model, steps, self.batch_size)
 
     # ---- what Keras calls in between ---------------------------------------------------------------------------------
 
@@ -259,20 +247,47 @@ class Run(keras.callbacks.Callback):
                 raise error
 
 
-class Kept(Script):
-    """Strategy of a script that keeps Keras' `fit`, which can begin with any epoch only."""
+class KeptFit:
+    """A model that a script trains by Keras' own `fit`, which can begin with any epoch only; see `context.Source`."""
 
-    resumes_within_epochs = False
-    ends_with_callbacks = False
+    is_quiet = False
 
-    def shard(self, numbers: Numbers) -> str:
-        return f"{numbers.batch_size} rows of a step on each rank, as the script divides them"
+    def __init__(self, config: Config, model: keras.Model, steps: int, batch_size: int) -> None:
+        self.model, self.steps, self.batch_size = model, steps, batch_size
+        self.faults, self.code = fault_injection.parse(config.chaos), script.code_of_script()
 
-    def evaluation(self, run: RunContext) -> evaluation.Evaluation:
-        return MetricsOfAllRanks(run)
+    def pin(self, strategy: Strategy) -> Pinning:
+        return script.pin_late(strategy.config)
 
-    def summary(self, run: RunContext) -> dict[str, Any]:
-        return {**super(Script, self).summary(run), "script": sys.argv[0], "on_resume": run.plan["on resume"]}
+    def read(self, process: Process) -> Job:
+        job: Job = process.strategy.together(lambda: self._job(process))
+        return job
+
+    def _job(self, process: Process) -> Job:
+        model, rows = self.model, self.batch_size * hvd.size()
+        numbers = script.adopt(process, model, "script", self.steps * rows, 0, rows)
+        plan = script.plan_of(process, model, numbers, "the epoch that was not complete")
+        compiled = identity.of_script(model)
+        return Job(
+            data_set=data.DataSet(data.NoSamples(), data.NoSamples(), 0, ()),
+            numbers=numbers,
+            checksums={"model": script.checksum_of_shapes(model_state.shapes_of(model.weights)), **compiled},
+            of_name=compiled,
+            model=model,
+            validation=Validation("val_"),
+            plan={
+                **plan,
+                "data": "the script's own shards, which are not compared",
+                "seed": "the script's own",
+                "shard": f"{numbers.batch_size} rows of a step on each rank, as the script divides them",
+            },
+            facts={"script": sys.argv[0], "on_resume": plan["on resume"]},
+            resumes_within_epochs=False,
+            evaluation=MetricsOfAllRanks,
+        )
+
+    def add_model(self, process: Process, job: Job) -> None:
+        """Does nothing: the job has the script's model."""
 
 
 class MetricsOfAllRanks(evaluation.Evaluation):

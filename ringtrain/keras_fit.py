@@ -6,37 +6,24 @@ Not named `fit`, since a module of that name would replace the function.
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 import signal
 import sys
 import warnings
-import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from ringtrain import config_io, data, own_fit, strategies
+from ringtrain import config_io, data, own_fit, sources, strategies
 from ringtrain.config import Config, changed_options, with_values
-from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError, RingtrainError
-from ringtrain.monitor import fault_injection, journal
-from ringtrain.run import consistency, identity
-from ringtrain.run.context import Job, Process, RunContext
-from ringtrain.run.setup import Named
+from ringtrain.monitor import journal
+from ringtrain.run.context import Process, RunContext
 
 if TYPE_CHECKING:
     import keras
 
-OPTIONS = (
-    *("run.directory", "checkpoint.", "device.", "health.", "hvd.", "tracking.", "chaos", "model.not_averaged"),
-    *("model.sync_batch_norm", "optimizer.jit", "optimizer.sharded", "strategy.name"),
-    *("train.max_time_s", "train.check_every_steps"),
-)
-"""Options of a configuration that `fit` takes; the others are arguments of `fit`, or the script's own."""
 STRATEGIES = ("ring", "mpi-ring")
-ON_RANK_0 = ("ModelCheckpoint", "CSVLogger", "TensorBoard", "RemoteMonitor", "ProgbarLogger")
-"""Keras' callbacks that write files or show progress."""
 _ended: set[Path] = set()
 """Folders of the runs that this process has ended."""
 REFUSED = {
@@ -225,19 +212,17 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
     strategies.prepare(config)
     from ringtrain import hvd, train
     from ringtrain.run import callback_state, resume
-    from ringtrain.strategies.script import Script, unchanged_afterwards
+    from ringtrain.sources import script
 
     if hvd.elastic.is_on():
         raise ConfigError("ringtrain.fit: ranks cannot join and leave here: start the job without --elastic")
-    process = train.setup(config, named(config), None, journal.Stages(), lambda config, group: Script(config))
-    strategy: Any = process.strategy
-    strategy.is_quiet = arguments.verbose == 0
-    with unchanged_afterwards(model), journaled(process):
-        job = strategy.together(lambda: _job(process, model, arguments))
-        run = train.agree(process, job)
+    source = script.ScriptSource(config, model, arguments)
+    process = train.setup(config, source, None, journal.Stages())
+    with script.unchanged_afterwards(model), journaled(process):
+        run = train.agree(process)
         summary, exit_code = train.finish(train.fit(run)) if isinstance(run, RunContext) else (run, 0)
     end_by_signal(exit_code)
-    history: Any = job.users_callbacks[-1]
+    history: Any = source.history
     history.run = Path(process.config.run.directory) / process.config.run.name
     if isinstance(run, RunContext):
         history.run = run.folder
@@ -286,10 +271,10 @@ def _config(model: keras.Model, name: str, options: Config, arguments: data.FitA
             f" {strategy.num_replicas_in_sync} devices: leave the strategy out, and start a rank for each device"
         )
     for option in changed_options(options):
-        if not option.startswith(OPTIONS):
+        if not option.startswith(sources.OPTIONS):
             raise ConfigError(
                 f"ringtrain.fit: options set {option}, which is an argument of fit or the script's own here: expected"
-                f" only {', '.join(f'{one}*' if one.endswith('.') else one for one in OPTIONS)}"
+                f" only {', '.join(f'{one}*' if one.endswith('.') else one for one in sources.OPTIONS)}"
             )
     if options.strategy.name not in STRATEGIES:
         raise ConfigError(f"ringtrain.fit: got strategy.name {options.strategy.name}, expected ring or mpi-ring")
@@ -298,7 +283,7 @@ def _config(model: keras.Model, name: str, options: Config, arguments: data.FitA
         if number is not None and number < 1:
             raise ConfigError(f"ringtrain.fit: got {argument} {number}, expected at least 1")
     for callback in arguments.callbacks:
-        if why := next((REFUSED[name] for name in _classes(callback) if name in REFUSED), ""):
+        if why := next((REFUSED[name] for name in sources.classes_of(callback) if name in REFUSED), ""):
             raise ConfigError(f"ringtrain.fit: leave out {type(callback).__name__}: {why}")
     return with_values(
         options,
@@ -312,153 +297,3 @@ def _config(model: keras.Model, name: str, options: Config, arguments: data.FitA
             "seed": arguments.seed,
         },
     )
-
-
-def _classes(callback: Any) -> set[str]:
-    """Names of the class of an object and of those that it derives from."""
-    return {kind.__name__ for kind in type(callback).__mro__}
-
-
-def named(config: Config) -> Named:
-    """Objects that a configuration would name: only faults, here."""
-
-    def none() -> Any:
-        raise NotImplementedError
-
-    return Named(fault_injection.parse(config.chaos), none, lambda shape, classes: none(), none, none, none)
-
-
-def _job(process: Process, model: keras.Model, arguments: data.FitArguments) -> Job:
-    """The script's data, and its model with a distributed optimizer."""
-    import keras
-
-    from ringtrain import hvd
-    from ringtrain.run import model_state
-    from ringtrain.strategies import script
-
-    size, rank, strategy = hvd.size(), hvd.rank(), cast(script.Script, process.strategy)
-    batch_size = (arguments.batch_size or 32) * (size if arguments.batch_per_rank else 1)
-    train, test = data.inputs(arguments, batch_size)
-    validation = script.validation_of(arguments, test, batch_size, "val_")
-    _prepare(process, model, train, batch_size)
-    num_train = len(train)
-    more: dict[str, str] = {}
-    if isinstance(train, data.Stream):
-        batch_size = train.batch_size * (size if train.is_shard else 1)
-        held_out = f"{len(test):,}{' batches' * isinstance(test, data.Stream)} to validate"
-        more = {"data": f"{train.kind}: {num_train:,} batches to train, {held_out}", **train.plan}
-        num_train *= batch_size
-        if train.is_shard:
-            more |= {"shard": f"{train.num_batches} batches of its own on each rank"}
-            if size > 1:
-                strategy.unlike_one_process.append("each rank has batches of its own")
-    steps = arguments.steps_per_epoch if isinstance(train, data.Arrays) else None
-    numbers = adopt(process, model, train.kind, num_train, len(test), batch_size, steps)
-    users = [one for one in arguments.callbacks if rank == 0 or not _classes(one) & {*ON_RANK_0}]
-    data_set = data.DataSet(train, test, 0, ())
-    checksums = {name + consistency.DIVIDED: text for name, text in data.checksums(data_set).items()}
-    of_name = {*checksums}
-    if isinstance(test, data.Stream):
-        of_name.remove(f"test data{consistency.DIVIDED}")  # its first batch need not be the same in every start
-    compiled = identity.of_script(model)
-    if isinstance(train, data.Stream) and train.is_endless:  # the last call of an epoch reads and trains whole calls
-        compiled["steps_per_execution"] = str(model.steps_per_execution)
-    if isinstance(train, data.Stream) and not train.is_shard:
-        content = identity.content_of(train.dataset)
-        compiled |= {f"content of the training data{consistency.DIVIDED}": content} if content else {}
-    return Job(
-        data_set=data_set,
-        numbers=numbers,
-        checksums={**checksums, **compiled, "model": checksum_of_shapes(model_state.shapes_of(model.weights))},
-        of_name={*of_name, *compiled},
-        model=model,
-        users_callbacks=[*users, keras.callbacks.History()],
-        validation=validation,
-        plan={**plan_of(process, model, numbers, train.on_resume), **more},
-    )
-
-
-def checksum_of_shapes(shapes: list[list[Any]]) -> str:
-    """Checksum of the weights' shapes and dtypes; their names depend on earlier models of the process."""
-    return f"with {len(shapes)} weights and checksum {zlib.crc32(str([one[1:] for one in shapes]).encode()):08x}"
-
-
-def _prepare(process: Process, model: keras.Model, train: Any, batch_size: int) -> None:
-    """Builds model, metrics, loss and optimizer, makes the optimizer distributed, and gives ranks other seeds."""
-    import numpy as np
-    import tensorflow as tf
-
-    from ringtrain import hvd
-
-    strategy: Any = process.strategy
-    if process.config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model, strategy.device_of_sums):
-        raise ConfigError("model.sync_batch_norm: the model has no BatchNormalization layers: leave it out")
-    strategy.build(model, train, batch_size)
-    if hvd.rank():  # else all ranks would drop the same units; rank 0 keeps the script's seeds
-        for index, state in enumerate(hvd.seeds(model)):
-            draw = np.random.default_rng([process.config.seed, hvd.rank(), index])
-            state.assign(draw.integers(0, 2**31, state.shape))
-        tf.random.set_seed(process.config.seed * hvd.size() + hvd.rank())
-    hvd.seed_globally_by_rank(process.config.seed)
-
-
-def adopt(
-    process: Process,
-    model: keras.Model,
-    data_name: str,
-    num_train: int,
-    num_test: int,
-    batch_size: int,
-    steps_per_epoch: int | None = None,
-) -> Numbers:
-    """Writes what a script has compiled into the configuration; returns the numbers of its run.
-
-    Args:
-        batch_size: Rows of a step on all ranks.
-    """
-    from ringtrain import hvd
-    from ringtrain.optim.optimizers import first_and_largest_rate
-
-    used = identity.used_optimizers(model)
-    names, per_rank = ", ".join(type(one).__name__ for one in used), math.ceil(batch_size / hvd.size())
-    steps, accumulated = math.ceil(num_train / batch_size), used[0].gradient_accumulation_steps or 1
-    steps = min(steps, steps_per_epoch or steps)
-    first_rate, rate = first_and_largest_rate(used[0])
-    values = {"data.name": data_name, "optimizer.name": names, "train.batch_size": per_rank}
-    if rate > 0:  # 0 is no value of the option, but a callback may set the rate later
-        values["optimizer.learning_rate"] = rate
-    process.config = with_values(process.config, values)
-    process.strategy.config = process.config
-    script = getattr(sys.modules["__main__"], "__file__", None)
-    process.code = {**process.code, **({"script": consistency.checksum_of(Path(script))} if script else {})}
-    return Numbers(
-        num_ranks=hvd.size(),
-        num_train=num_train,
-        num_test=num_test,
-        batch_size=per_rank,
-        accumulation_steps=accumulated,
-        global_batch_size=batch_size * accumulated,
-        steps_per_epoch=steps,
-        num_steps=steps * process.config.train.epochs,
-        dropped_per_epoch=0,
-        learning_rate=rate,
-        initial_learning_rate=first_rate,
-        warmup_steps=0,
-        milestone_steps=(),
-    )
-
-
-def plan_of(process: Process, model: keras.Model, numbers: Numbers, on_resume: str) -> dict[str, str]:
-    config, strategy, options = process.config, process.strategy, process.config.optimizer
-    unlike = "; ".join(getattr(strategy, "unlike_one_process", ()))
-    given = {name: value for name, value in changed_options(config).items() if name.startswith(OPTIONS)}
-    rows = f"{numbers.samples_per_step:,} rows on all ranks"
-    return {
-        "data": f"{config.data.name}: {numbers.num_train:,} to train, {numbers.num_test:,} to validate",
-        "on resume": on_resume,
-        "model": f"{config.model.name} {model.name}, {model.count_params():,} parameters",
-        "global batch": rows + f" x {numbers.accumulation_steps} accumulated" * (numbers.accumulation_steps > 1),
-        "options": ", ".join(f"{name}={value}" for name, value in given.items()) or "defaults",
-        "learning rate": f"{numbers.rates} ({options.name}, as compiled)",
-        **({"unlike 1 rank": unlike} if unlike else {}),
-    }

@@ -14,13 +14,12 @@ if __name__ == "__main__":
 
 import contextlib
 import dataclasses
-import functools
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from ringtrain import config_io, data, strategies
+from ringtrain import config_io, strategies
 from ringtrain.config import Config
 from ringtrain.errors import RingtrainError
 from ringtrain.models import lazy_keras
@@ -29,13 +28,10 @@ from ringtrain.protocol import failures, status
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.launchers import launched_rank
 from ringtrain.run import consistency, console, log_capture
-from ringtrain.run.context import Job, Process, RunContext
-from ringtrain.run.setup import Named, add_model, find
+from ringtrain.run.context import Process, RunContext, Source
+from ringtrain.sources.configured import ConfiguredSource
 from ringtrain.strategies.parameter_server import worker
 from ringtrain.strategies.parameter_server.cluster import RankGroup
-
-if TYPE_CHECKING:
-    from ringtrain.strategies.base import Strategy
 
 SECONDS_FOR_RANK_0 = 10.0
 
@@ -94,12 +90,12 @@ def _walk(config: Config, stages: journal.Stages) -> tuple[Mapping[str, Any], in
     # Names first, so that a misspelled one is reported at once. Importing hvd loads TensorFlow, which prints messages.
     log_capture.watch()
     lazy_keras.start()
-    named = find(config)
+    source = ConfiguredSource(config)
     strategies.prepare(config)
     group = strategies.meet(config)
     if group is not None and group.rank:
         return {}, worker.supervise(config, group)  # a server or a worker, controlled by rank 0
-    process = setup(config, named, group, stages)
+    process = setup(config, source, group, stages)
     try:
         if process.strategy.ranks_change:
             from ringtrain import elastic
@@ -112,13 +108,7 @@ def _walk(config: Config, stages: journal.Stages) -> tuple[Mapping[str, Any], in
         raise
 
 
-def setup(
-    config: Config,
-    named: Named,
-    group: RankGroup | None,
-    stages: journal.Stages,
-    make: Callable[..., Strategy] = strategies.make,
-) -> Process:
+def setup(config: Config, source: Source, group: RankGroup | None, stages: journal.Stages) -> Process:
     """Loads the libraries, starts Horovod and pins this rank's devices."""
     import ringtrain.hvd as hvd  # first: it reports missing packages
     from ringtrain.monitor import timeline
@@ -134,8 +124,8 @@ def setup(
     hvd.step_timing.PLACE.reset()
     hvd.check_op(config.hvd)
     # Before TensorFlow uses a device: it would allocate memory on the host's first GPU for every rank.
-    strategy = Elastic(config) if hvd.elastic.is_on() else make(config, group)
-    pinning = strategy.begin()
+    strategy = Elastic(config) if hvd.elastic.is_on() else strategies.make(config, group)
+    pinning = source.pin(strategy)
     attempt, events = Attempt.from_environment(), journal.Journal()
     hvd.process.PROCESS.num_runs += 1
     is_first = hvd.process.PROCESS.num_runs == 1
@@ -145,12 +135,12 @@ def setup(
     strategy.together(lambda: tracking.check(config))
     return Process(
         config=config,
-        named=named,
+        source=source,
         attempt=attempt,
         is_first=is_first,
         strategy=strategy,
         pinning=pinning,
-        code=strategy.together(lambda: consistency.of_code(config, tracking.versions())),
+        code={**strategy.together(lambda: consistency.of_code(config, tracking.versions())), **source.code},
         status=status.StatusLine(hvd.rank()),
         signals=stopping.Signals(events),
         journal=events,
@@ -159,13 +149,10 @@ def setup(
     )
 
 
-def agree(process: Process, job: Job | None = None) -> RunContext | Mapping[str, Any]:
+def agree(process: Process) -> RunContext | Mapping[str, Any]:
     """Verifies that the ranks train the same, restores the run's state, and opens its folder. Collective.
 
     Every rank takes part in every collective; code for rank 0 alone contains none.
-
-    Args:
-        job: a caller's data and compiled model, with a distributed optimizer; None: those that the configuration names.
 
     Returns:
         The run; or summary.json, if it is complete and stays unchanged.
@@ -173,26 +160,20 @@ def agree(process: Process, job: Job | None = None) -> RunContext | Mapping[str,
     from ringtrain import hvd
     from ringtrain.monitor import heartbeat, timeline
     from ringtrain.run import model_state, tracking
-    from ringtrain.strategies import configured
 
     strategy, stages, rank, size = process.strategy, process.stages, hvd.rank(), hvd.size()
     consistency.same_code(process)
     stages.done("checks")
 
     # Data: each rank trains its shard of every global batch, and evaluates its shard of the test samples.
-    config = process.config = strategy.same_global_batch(process.config, process.attempt)
-    if job is None:
-        for is_first in (rank == 0, rank > 0 and hvd.local_rank() == 0):  # hosts may have the data on local disks
-            hvd.run_together(functools.partial(data.prepare, config.data, is_first))
-        job = configured.read_data(process)
-        strategy, config = process.strategy, process.config
+    job = process.source.read(process)
+    config = process.config
     consistency.same_job(process, job)
     stages.done("data")
 
     # Model and optimizer: rank 0's on every rank, from the newest checkpoint if there is one, kept equal by averaged
     # gradients.
-    if job.model is None:
-        add_model(process, job, config)
+    process.source.add_model(process, job)
     stages.done("model")
     numbers = job.numbers
     start, summary = consistency.restore(process, job, numbers, lambda start: start.global_step >= numbers.num_steps)
@@ -218,7 +199,7 @@ def agree(process: Process, job: Job | None = None) -> RunContext | Mapping[str,
         stages=stages.moments,
         versions=tracking.versions(),
     )
-    terminal = strategy.console()
+    terminal = console.terminal_of(process)
     console.show_plan(terminal, process, numbers, hosts, {**job.plan, **model_state.plan_of_slots(job.model)})
     console.show_start(terminal, process, start)
     run = RunContext(
@@ -258,7 +239,7 @@ def training(run: RunContext) -> Iterator[None]:
         run.callbacks = Callbacks(run, progress)
         stack.enter_context(run.callbacks.trackers)
         yield
-        if run.clock.epoch_complete or strategy.resumes_within_epochs:
+        if run.clock.epoch_complete or run.resumes_within_epochs:
             run.callbacks.saver.finish()
         else:
             hvd.run_together(run.callbacks.saver.wait)
@@ -274,7 +255,7 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
 
     stop, strategy = run.callbacks.stop, run.strategy
     with run.callbacks.trackers:
-        summary = tracking.write_results(run, strategy.summary(run))
+        summary = tracking.write_results(run, {**strategy.summary(run), **run.facts})
     if "ranks" in summary:
         console.show_ranks(run.terminal, summary["ranks"], heartbeat.slow_ranks(summary["ranks"], run.config.health))
     total_s = time.time() - run.stages.moments["python"]

@@ -27,6 +27,7 @@ class Arrays(Split):
         shuffle: Whether every epoch has another order; "batch": of the rows of each global batch.
     """
 
+    has_classes = False
     kind, on_resume = "arrays", "nothing is read again"
 
     def __init__(
@@ -83,7 +84,9 @@ class Arrays(Split):
 
 
 class NoSamples(Split):
-    """Test data of a run that is not evaluated."""
+    """Data of a run that are not known, or of one that is not evaluated."""
+
+    has_classes = False
 
     def __len__(self) -> int:
         return 0

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class Split:
     """Samples, numbered from 0: `Samples` and `Shard` in memory, or `Images` read from files."""
 
+    has_classes = True
+    """whether each sample has an integer class; else the data are what `ringtrain.fit` takes"""
     may_end_early = False
     """whether an epoch can have fewer batches than the first"""
     advice = "give dataset.shuffle a seed, and make the same random operations on all ranks, also before the dataset"

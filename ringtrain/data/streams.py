@@ -56,6 +56,7 @@ class Stream(Split):
         DataError: The number of batches is infinite or 0, or less than `steps` for each epoch.
     """
 
+    has_classes = False
     is_held_out = is_shard = is_endless = False
     why_rank_0 = ""
     steps_per_call = 1

@@ -11,7 +11,7 @@ import keras
 from ringtrain import hvd
 from ringtrain.config import Config
 from ringtrain.monitor import fault_injection, trackers
-from ringtrain.run import callback_state, saver, stopping, tracking
+from ringtrain.run import callback_state, evaluation, saver, stopping, tracking
 from ringtrain.run.console import Progress
 
 if TYPE_CHECKING:
@@ -23,11 +23,11 @@ class Callbacks:
 
     def __init__(self, run: RunContext, progress: Progress) -> None:
         lengths = run.numbers.lengths
-        faults = fault_injection.FaultInjector(run.named.faults, run.rank, *lengths, run.folder, run.journal)
+        faults = fault_injection.FaultInjector(run.source.faults, run.rank, *lengths, run.folder, run.journal)
         inject = keras.callbacks.LambdaCallback(
             on_train_batch_end=lambda batch, logs: faults.after_step(run.clock.global_step, run.model)
         )
-        self.evaluation = run.strategy.evaluation(run)
+        self.evaluation = (run.evaluation or evaluation.Evaluation)(run)
         self.in_sync = hvd.callbacks.CheckInSyncCallback(run.config.train.check_every_steps)
         self.stop = stopping.StopTogether(run)
         self.plateau = stopping.Plateau(run, self.stop)
@@ -47,7 +47,7 @@ class Callbacks:
             self.stop,  # agrees on all requests to stop, and that the loss is finite, before anything is saved
             self.in_sync,  # ranks that have diverged save nothing
             self.saver,  # saves a state on which all ranks agree
-            *([inject] if run.named.faults else []),  # breaks what is complete
+            *([inject] if run.source.faults else []),  # breaks what is complete
             *run.strategy.last_callbacks(run),  # an elastic commit interrupts training: nothing may follow it
         ]
 

@@ -201,7 +201,7 @@ def complete_summary(
 
     summary: Mapping[str, Any] = hvd.broadcast_object(hvd.run_together(read), root_rank=0, name="ringtrain_complete")
     if summary and folder is not None:
-        console.show_complete(process.strategy.console(), folder, summary, ended_by)
+        console.show_complete(console.terminal_of(process), folder, summary, ended_by)
     return summary
 
 

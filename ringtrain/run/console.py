@@ -49,6 +49,13 @@ class SteadyConsole(Console):
         return False
 
 
+def terminal_of(process: Process) -> Console:
+    """Returns this rank's console, which is quiet if the run is."""
+    from ringtrain import hvd
+
+    return console_for(1 if process.source.is_quiet else hvd.rank())
+
+
 def console_for(rank: int) -> Console:
     """Returns the console of a rank, which is quiet on all ranks but rank 0.
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ringtrain.config import Config
 from ringtrain.derived import Numbers
@@ -20,14 +20,38 @@ if TYPE_CHECKING:
 
     from ringtrain import data
     from ringtrain.hvd import GradientNorm
+    from ringtrain.monitor.fault_injection import Fault
     from ringtrain.monitor.heartbeat import Monitor
     from ringtrain.monitor.timeline import Timeline
     from ringtrain.run.callbacks import Callbacks
     from ringtrain.run.devices import Pinning
+    from ringtrain.run.evaluation import Evaluation
     from ringtrain.run.resume import Clock, Start
-    from ringtrain.run.setup import Named
     from ringtrain.run.stopping import Signals
     from ringtrain.strategies.base import Strategy
+
+
+class Source(Protocol):
+    """Who brings data, model and callbacks of a run.
+
+    Attributes:
+        code: Checksums of its code, which must be the same on all ranks.
+        faults: That are injected.
+        is_quiet: Whether nothing is printed.
+    """
+
+    code: Mapping[str, str]
+    faults: tuple[Fault, ...]
+    is_quiet: bool
+
+    def pin(self, strategy: Strategy) -> Pinning:
+        """Pins this rank's devices."""
+
+    def read(self, process: Process) -> Job:
+        """Reads the data; returns the job, with its model if that is there already. Collective."""
+
+    def add_model(self, process: Process, job: Job) -> None:
+        """Adds model and callbacks to a job on whose data the ranks agree. Collective."""
 
 
 @dataclass(kw_only=True)
@@ -35,7 +59,7 @@ class Process:
     """This rank after `setup`, before it has exchanged anything about the job with the others."""
 
     config: Config
-    named: Named
+    source: Source
     attempt: Attempt
     strategy: Strategy
     pinning: Pinning
@@ -73,7 +97,7 @@ class Validation:
 
 @dataclass(kw_only=True)
 class Job:
-    """Data and model of a run, from the configuration or from a caller who passes them to `agree`."""
+    """Data and model of a run."""
 
     data_set: data.DataSet
     numbers: Numbers
@@ -82,12 +106,24 @@ class Job:
     of_name: Collection[str] = ("training data", "test data")
     """names of the checksums that all runs of one name have in common; others may change on a resume"""
     model: keras.Model | Any = None
-    """compiled, with a distributed optimizer; None: built from the configuration once the ranks agree on the data"""
+    """compiled, with a distributed optimizer; None: not built yet"""
+    prepare: Callable[[keras.Model], None] | None = None
+    """called with the model, once it is compiled"""
     users_callbacks: list[keras.callbacks.Callback] = field(default_factory=list)
     gradient_norm: GradientNorm | None = None
     validation: Validation = field(default_factory=Validation)
     plan: dict[str, str] = field(default_factory=dict)
     """rows of the printed plan that differ from those of the configuration, for what is compiled elsewhere"""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """for summary.json"""
+    named_in_errors: str = "ringtrain.fit"
+    """who brings the data"""
+    resumes_within_epochs: bool = True
+    """whether the run can resume after any step, instead of after whole epochs"""
+    ends_with_callbacks: bool = False
+    """whether a run that a callback has ended trains no further when it is started again"""
+    evaluation: Callable[[RunContext], Evaluation] | None = None
+    """callback that adds the metrics of all ranks to those of an epoch; None: the usual one"""
 
 
 @dataclass(kw_only=True)

@@ -48,13 +48,12 @@ class Evaluation(keras.callbacks.Callback):
         hvd.average_moving_statistics(self.model, self.run.config.model.not_averaged)
         logs = self.logs = {} if logs is None else logs
         metrics = over_all_ranks(self.model, 1)
-        if self.run.strategy.is_scripted:
-            others = {name: value for name, value in logs.items() if name not in metrics}
-            means = means_over_ranks(others)
-            for name, value in others.items():
-                if name not in means and _is_numeric(value):
-                    del logs[name]  # another number on each rank, by which callbacks might decide otherwise
-            logs |= means
+        others = {name: value for name, value in logs.items() if name not in metrics}
+        means = means_over_ranks(others)
+        for name, value in others.items():
+            if name not in means and _is_numeric(value):
+                del logs[name]  # another number on each rank, by which callbacks might decide otherwise
+        logs |= means
         logs |= metrics
         if not self.run.numbers.num_test or not self.run.validation.is_due(epoch):
             return
@@ -95,8 +94,7 @@ class Evaluation(keras.callbacks.Callback):
                 on_test_batch_end=lambda batch, logs: hvd.step_timing.PLACE.advance()
             )
             # With parameters, this list would replace those of training.
-            users = self.run.users_callbacks if self.run.strategy.is_scripted else []
-            callbacks = keras.callbacks.CallbackList([*users, advance])
+            callbacks = keras.callbacks.CallbackList([*self.run.users_callbacks, advance])
             with warnings.catch_warnings():  # with skipped samples, Keras does not know the number of batches
                 warnings.filterwarnings("ignore", "Your input ran out of data")
                 self.model.evaluate(batches, verbose=0, callbacks=callbacks)

@@ -63,8 +63,9 @@ class Saver(keras.callbacks.Callback):
         self.facts |= {"versions": tracking.versions(), "checksums": dict(run.checksums)}
         self.metrics, self.best_by = dict(run.start.metrics), f"{run.validation.prefix}accuracy"
         self.monitored, self.is_due, self.while_saving, self.is_ended = monitored, is_due, while_saving, is_ended
-        self.callback_state = CallbackState(run.users_callbacks, run.model) if run.strategy.is_scripted else None
-        self.resumes_within_epochs = run.strategy.resumes_within_epochs
+        # Where ranks come and go, callbacks of one that comes have no state.
+        self.callback_state = None if run.strategy.ranks_change else CallbackState(run.users_callbacks, run.model)
+        self.resumes_within_epochs = run.resumes_within_epochs
         self.saved_step = -1
         self.is_closed = False
         self._failed_step = -2

@@ -59,11 +59,6 @@ def find(config: Config) -> Named:
     )
 
 
-def read_data(process: Process) -> Job:
-    """Reads the configured samples with integer classes, and derives the numbers of the run."""
-    return job_of(process, process.strategy.together(process.named.read_data))
-
-
 def job_of(process: Process, given: data.DataSet) -> Job:
     """Derives the numbers of a run on samples with integer classes."""
     config, together = process.config, process.strategy.together
@@ -76,19 +71,24 @@ def job_of(process: Process, given: data.DataSet) -> Job:
     return Job(data_set=data_set, numbers=numbers, checksums=checksums)
 
 
-def add_model(process: Process, job: Job, config: Config) -> None:
+def add_model(process: Process, job: Job, config: Config, named: Named) -> None:
     """Builds the model and the user's callbacks that the configuration names."""
     import keras
 
     together = process.strategy.together
     keras.utils.clear_session()  # each run of a process gives its layers the same names, which checkpoints hold
-    job.model = compiled_model(process.named, job.data_set, config, job.numbers, process.strategy, plan=job.plan)
+    job.model = compiled_model(named, job.data_set, config, job.numbers, process.strategy, plan=job.plan)
+    if job.prepare:
+        job.prepare(job.model)
     compiled = identity.of_compiled(job.model)  # by its own function, perhaps
     job.checksums, job.of_name = {**job.checksums, **compiled}, {*job.of_name, *compiled}
-    if not process.strategy.is_scripted:  # else, if the model cannot be exported, its weights alone are
+    has_classes = job.data_set.train.has_classes
+    if has_classes:  # else, if the model cannot be exported, its weights alone are
         together(lambda: checkpoint.check_exportable(job.model))
-    job.gradient_norm = process.strategy.gradient_norm(job.model.optimizer) if config.tracking.every_steps else None
-    job.users_callbacks = together(process.named.make_callbacks)
+    # One that is not built is that of a `compile` without arguments, which the model's own train_step does not use.
+    if config.tracking.every_steps and (has_classes or job.model.optimizer.built):
+        job.gradient_norm = process.strategy.gradient_norm(job.model.optimizer)
+    job.users_callbacks = together(named.make_callbacks)
 
 
 def own_callbacks(config: Config) -> Callable[[], list[keras.callbacks.Callback]]:
@@ -159,7 +159,7 @@ def compiled_model(
     if distributed:
         optimizer = strategy.distribute(optimizer)
     # XLA has no kernel for Horovod's allreduce; "auto" would enable XLA on GPUs.
-    if (is_compiled or ":" in config.model.loss) and not strategy.is_scripted:
+    if (is_compiled or ":" in config.model.loss) and data_set.train.has_classes:
         rows["targets"] = f"{data_set.num_classes} integer classes; for other targets, return floats"
     if is_compiled:
         _check_own_compile(config, strategy)
@@ -179,7 +179,7 @@ def compiled_model(
             model.compile(**arguments)
     else:
         made = [*dict.fromkeys([*models.accuracy(config.model), *named.make_metrics()])]
-        stopping.check_monitor(config.train.monitor, made, strategy.is_scripted)
+        stopping.check_monitor(config.train.monitor, made, not data_set.train.has_classes)
         if config.model.loss:
             rows["loss"] = config.model.loss
         model.compile(optimizer, named.make_loss(), metrics=made, jit_compile=False)

@@ -78,7 +78,7 @@ class StopTogether(keras.callbacks.Callback):
         every_save = config.checkpoint.every_steps or steps_per_epoch
         self.every_steps = {config.health.agree_every_steps, every_save, steps_per_epoch}
         self.save_is_due = False
-        self.is_ended = run.strategy.ends_with_callbacks and run.start.is_ended
+        self.is_ended = run.ends_with_callbacks and run.start.is_ended
         self.stopped_by = A_CALLBACK if self.is_ended else ""
         self._reason = ""
         self._begin_s = self._saved_s = time.monotonic()

@@ -5,8 +5,7 @@ This module does not import TensorFlow: unsupported options are reported before 
 base:             base class: what a run asks of a strategy, and the proof line at its end
 elastic:          ring whose ranks join and leave
 ring:             one process per rank: ring over Horovod, mpi-ring over mpi4py
-script:           the data and compiled model of a script, for ringtrain.fit
-configured:       the same for configured data other than samples with integer classes
+rows:             training on arrays and streams of batches, for ring
 mirrored:         towers and multi-worker: TensorFlow's strategies
 parameter_server: ps-sync and ps-async
 """

@@ -17,12 +17,10 @@ from ringtrain.config import Config
 from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError
 from ringtrain.protocol.attempt import Attempt
-from ringtrain.run import console, devices, evaluation, resume
+from ringtrain.run import devices, resume
 from ringtrain.strategies import STRATEGIES
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ringtrain.run.context import RunContext
 
 
@@ -35,18 +33,14 @@ class Strategy:
         copies_name: Plural noun for the copies in messages.
         over_grpc: Whether ranks use gRPC, which has no authentication: see docs/launching.md.
         ranks_change: Whether ranks join and leave during training.
-        is_scripted: Whether a script passes data and compiled model, instead of the configuration.
-        resumes_within_epochs: Whether a run can resume after any step, instead of after whole epochs.
-        ends_with_callbacks: Whether a run that a callback has ended trains no further when it is started again.
+        trains_rows: Whether it trains data that `ringtrain.fit` takes, besides samples with integer classes.
     """
 
     copies = 1
     copies_name = "ranks"
     over_grpc = False
     ranks_change = False
-    is_scripted = False
-    resumes_within_epochs = True
-    ends_with_callbacks = False
+    trains_rows = False
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -75,10 +69,6 @@ class Strategy:
         """Row of the plan on the samples that one rank trains."""
         kind = "virtual " * (self.config.train.virtual_ranks > 0)
         return f"{numbers.steps_per_epoch * numbers.batch_size:,} samples an epoch on each {kind}rank"
-
-    def console(self) -> Console:
-        """Console of this rank."""
-        return console.console_for(hvd.rank())
 
     def proof(self, summary: Mapping[str, Any], gradients: str) -> str:
         """Last line of a run: what was verified. `gradients`: how they were found to be averaged."""
@@ -179,7 +169,8 @@ class Strategy:
 
     def clock(self, run: RunContext) -> resume.Clock:
         """Callback that counts the run's steps."""
-        return resume.Clock(run.start, run.numbers.steps_per_epoch, run.status, run.journal)
+        per_call = run.model.steps_per_execution
+        return resume.Clock(run.start, run.numbers.steps_per_epoch, run.status, run.journal, per_call)
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
@@ -232,10 +223,6 @@ class Strategy:
     def fingerprint(self) -> int | None:
         """Number of the global batches that this rank has trained, below 2 ** 31; None: ranks are not compared."""
         return None
-
-    def evaluation(self, run: RunContext) -> evaluation.Evaluation:
-        """Callback that adds the metrics of all ranks to those of an epoch."""
-        return evaluation.Evaluation(run)
 
     def last_callbacks(self, run: RunContext) -> Sequence[keras.callbacks.Callback]:
         """Callbacks of the strategy, after all others; none here."""

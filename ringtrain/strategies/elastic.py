@@ -59,6 +59,7 @@ class Elastic(Ring):
     """
 
     ranks_change = True
+    trains_rows = False
     shares_state = True
 
     def __init__(self, config: Config) -> None:

@@ -14,6 +14,7 @@ from ringtrain.derived import reduced_bytes
 from ringtrain.errors import ConfigError
 from ringtrain.optim import virtual_ranks
 from ringtrain.optim.shared_step import SharedStep
+from ringtrain.strategies import rows
 from ringtrain.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -41,7 +42,9 @@ class Ring(Strategy):
         step: Step that keeps the state of all ranks equal; None: each rank has seeds and moving statistics of its own.
     """
 
+    trains_rows = True
     step: SharedStep | None = None
+    _rows: rows.Rows | None = None
 
     @property
     def shown_name(self) -> str:
@@ -104,10 +107,20 @@ class Ring(Strategy):
 
     @contextlib.contextmanager
     def training(self, run: RunContext) -> Iterator[Callable[[int, int], Iterator[Any]]]:
-        run.model.make_train_function()
-        with super().training(run) as batches_of:
-            yield batches_of
+        if run.data_set.train.has_classes:
+            run.model.make_train_function()
+            with super().training(run) as batches_of:
+                yield batches_of
+            return
+        with rows.errors_named(run.named_in_errors), rows.Rows(run) as self._rows:
+            run.model.make_train_function(force=True)  # an earlier one has other gradients and losses
+            yield self._rows
 
     def run_step(self, run: RunContext, batches: Iterator[Any]) -> Mapping[str, Any] | None:
+        if self._rows:
+            return self._rows.step(batches)
         logs: Mapping[str, Any] = run.model.train_function(batches)
         return logs
+
+    def fingerprint(self) -> int | None:
+        return self._rows.fingerprint() if self._rows else None

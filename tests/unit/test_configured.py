@@ -19,8 +19,8 @@ from ringtrain.derived import lower_is_better
 from ringtrain.errors import ConfigError, DataError
 from ringtrain.models import losses_metrics
 from ringtrain.run import log_capture
-from ringtrain.strategies.ring import Ring
-from ringtrain.strategies.script import Script
+from ringtrain.sources import script
+from ringtrain.sources.configured import ConfiguredSource
 from ringtrain.train import train
 
 RANDOM = np.random.default_rng(0)
@@ -213,7 +213,8 @@ class KillOnce(keras.callbacks.Callback):
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[keras.Model, dict[str, Any]]]:
     """Trains a configuration; returns the model that it has written, and the summary."""
     monkeypatch.setattr(log_capture, "watch", lambda: None)  # it ends with the process, and would hold pytest's output
-    monkeypatch.setattr(Ring, "begin", Script.begin)  # an earlier test of the process may have initialized TensorFlow
+    # An earlier test of the process may have initialized TensorFlow.
+    monkeypatch.setattr(ConfiguredSource, "pin", lambda self, strategy: script.pin_late(strategy.config))
 
     def start(source: str, model: str = "dense", *options: str, name: str = "run") -> tuple[Any, dict[str, Any]]:
         words = ["--data.name", f"{__name__}:{source}" if ":" not in source else "npz", "--train.epochs", "3"]

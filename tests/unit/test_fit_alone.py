@@ -394,7 +394,7 @@ def _spread(y_true: Any, y_pred: Any) -> Any:
 def _unlike(model: keras.Model, *nest: Any) -> list[str]:
     """What would differ on several ranks; the model stays as it is."""
     from ringtrain import hvd
-    from ringtrain.strategies.script import unlike_one_process
+    from ringtrain.sources.unlike import unlike_one_process
 
     def rows(begin: int, end: int) -> Any:
         return keras.tree.map_structure(lambda array: keras.ops.convert_to_tensor(array[begin:end]), nest)

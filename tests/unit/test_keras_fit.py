@@ -123,10 +123,10 @@ def test_the_public_functions_are_there_without_loading_keras() -> None:
 
 
 def test_the_options_that_it_takes_exist() -> None:
-    from ringtrain import keras_fit
+    from ringtrain import sources
 
     known = option_types()
-    assert all(any(name.startswith(option) for name in known) for option in keras_fit.OPTIONS)
+    assert all(any(name.startswith(option) for name in known) for option in sources.OPTIONS)
 
 
 def _built(name: str, **options: Any) -> tuple[keras.Model, dict[str, str]]:

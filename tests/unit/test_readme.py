@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ringtrain import config_io, keras_fit
+from ringtrain import config_io, keras_fit, sources
 from ringtrain.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -145,6 +145,6 @@ def test_pictures_are_small_and_load_nothing() -> None:
 
 def test_the_page_of_fit_names_what_fit_takes_and_refuses() -> None:
     page = (ROOT / "docs" / "fit.md").read_text()
-    options = [option.rstrip(".") for option in keras_fit.OPTIONS]
-    named = [*options, *keras_fit.STRATEGIES, *keras_fit.REFUSED, *set(keras_fit.ON_RANK_0) - {"ProgbarLogger"}]
+    options = [option.rstrip(".") for option in sources.OPTIONS]
+    named = [*options, *keras_fit.STRATEGIES, *keras_fit.REFUSED, *set(sources.ON_RANK_0) - {"ProgbarLogger"}]
     assert [name for name in named if f"`{name}`" not in page] == []

@@ -110,7 +110,8 @@ def measure(config: Config, num_steps: int, turns: int, folder: Path) -> dict[st
     start = resume.Start()
     run: Any = SimpleNamespace(model=model, checkpoints=folder, config=config, numbers=training.numbers, start=start)
     run.clock, run.journal, run.validation = clock, own_journal, Validation()
-    run.strategy, run.checksums = SimpleNamespace(is_scripted=False, resumes_within_epochs=False), {}
+    run.strategy, run.checksums = SimpleNamespace(ranks_change=False), {}
+    run.users_callbacks, run.resumes_within_epochs = [], False
     timed = TimedSaver(run)
     stalls, writes, plain, num_bytes = [], [], [], 0
     for _ in range(turns + 1):

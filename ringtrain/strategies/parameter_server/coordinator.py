@@ -214,7 +214,7 @@ class ParameterServers(Strategy):
 
     def _of_servers(self, run: RunContext) -> list[fault_injection.FaultInjector]:
         """Fault injectors of the servers, which run no steps themselves."""
-        faults, length, group, injectors = run.named.faults, run.numbers.lengths, self.group, []
+        faults, length, group, injectors = run.source.faults, run.numbers.lengths, self.group, []
         for rank in {fault.rank for fault in faults} & {*group.roles.servers[1:]}:
             events = journal.Journal(run.folder, rank, group.size, run.attempt.number)
             kill = functools.partial(group.send, rank, "signal")

@@ -252,7 +252,9 @@ def _saver(model, folder):
         journal=journal,
         validation=Validation(),
         checksums={},
-        strategy=SimpleNamespace(is_scripted=False, resumes_within_epochs=False),
+        strategy=SimpleNamespace(ranks_change=False),
+        users_callbacks=[],
+        resumes_within_epochs=False,
     )
     return saver.Saver(run), settings, numbers
 

@@ -1,0 +1,26 @@
+"""Who brings data, model and callbacks of a run: see `run.context.Source`.
+
+configured:   the configuration
+script:       a script that calls `ringtrain.fit`
+unlike:       what of a model is not the same on several ranks as in one process, in words
+
+`hvd.callbacks.Run` has one of its own: Keras' fit, which reads the data itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+OPTIONS = (
+    *("run.directory", "checkpoint.", "device.", "health.", "hvd.", "tracking.", "chaos", "model.not_averaged"),
+    *("model.sync_batch_norm", "optimizer.jit", "optimizer.sharded", "strategy.name"),
+    *("train.max_time_s", "train.check_every_steps"),
+)
+"""Options of a configuration that a script may set; the others are arguments of `fit`, or the script's own."""
+ON_RANK_0 = ("ModelCheckpoint", "CSVLogger", "TensorBoard", "RemoteMonitor", "ProgbarLogger")
+"""Keras' callbacks that write files or show progress."""
+
+
+def classes_of(callback: Any) -> set[str]:
+    """Names of the class of an object and of those that it derives from."""
+    return {kind.__name__ for kind in type(callback).__mro__}

@@ -1,0 +1,156 @@
+"""Data, model and callbacks that the configuration names: samples with classes, or what `ringtrain.fit` takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from ringtrain import data, models
+from ringtrain.config import Config, value_of, with_values
+from ringtrain.derived import derive
+from ringtrain.errors import ConfigError, DataError
+from ringtrain.run import setup
+from ringtrain.run.context import Job, Process
+
+if TYPE_CHECKING:
+    import keras
+
+    from ringtrain.run.devices import Pinning
+    from ringtrain.strategies.base import Strategy
+
+
+class ConfiguredSource:
+    """Data, model and callbacks that the configuration names; see `run.context.Source`."""
+
+    code: Mapping[str, str] = MappingProxyType({})
+    is_quiet = False
+
+    def __init__(self, config: Config) -> None:
+        self.named = setup.find(config)
+        self.faults = self.named.faults
+
+    def pin(self, strategy: Strategy) -> Pinning:
+        return strategy.begin()
+
+    def read(self, process: Process) -> Job:
+        import tensorflow as tf
+
+        from ringtrain import hvd
+
+        config = process.config = process.strategy.same_global_batch(process.config, process.attempt)
+        for is_first in (hvd.rank() == 0, hvd.rank() > 0 and hvd.local_rank() == 0):  # hosts may have local disks
+            hvd.run_together(functools.partial(data.prepare, config.data, is_first))
+        tf.random.set_seed(None)  # the seeds of an earlier run would shuffle the data in another order on each rank
+        result = process.strategy.together(self.named.read)
+        if isinstance(result, data.DataSet):
+            return setup.job_of(process, result)
+        self.named = dataclasses.replace(self.named, build_model=models.builder(config.model, of_classes=False))
+        return _job(process, result)
+
+    def read_samples(self, process: Process) -> Job:
+        """Reads samples with integer classes, by this rank alone."""
+        return setup.job_of(process, process.strategy.together(self.named.read_data))
+
+    def add_model(self, process: Process, job: Job, config: Config | None = None) -> None:
+        setup.add_model(process, job, config or process.config, self.named)
+
+
+def _job(process: Process, given: data.FitArguments) -> Job:
+    """Job on data other than samples with integer classes."""
+    import tensorflow as tf
+
+    from ringtrain import hvd
+    from ringtrain.sources import script
+
+    config, together = process.config, process.strategy.together
+    size, name = hvd.size(), config.data.name
+    if not process.strategy.trains_rows:
+        raise ConfigError(f"data.name: {name}: {setup.NO_CLASSES}")
+    for option in ("train.jit", "train.virtual_ranks"):
+        if value_of(config, option):
+            raise ConfigError(f"{option}: it needs samples with integer classes: leave it out")
+    rows = config.train.batch_size * size
+    given = dataclasses.replace(given, epochs=config.train.epochs, seed=config.seed)
+
+    train, test, shape, num_targets = together(lambda: _split(config, given, rows))
+    validation = script.validation_of(given, test, rows, "test_")
+    _check_monitor(config, len(test) > 0, validation.epochs is None)
+    num_train, batches = len(train), [" batches" * isinstance(part, data.Stream) for part in (train, test)]
+    sizes = f"{num_train:,}{batches[0]} to train, {len(test):,}{batches[1]} to test"
+    plan = {"data": f"{name} ({train.kind}): {sizes}", "on resume": train.on_resume}
+    if isinstance(train, data.Stream):
+        rows, num_train = train.batch_size, num_train * train.batch_size
+        plan |= train.plan
+        process.config = _with_unscaled_rate(config)
+        plan["global batch"] = (
+            f"{f'{rows:,}' if rows > 1 else 'unknown'}: a batch of the {train.kind}, on all ranks together;"
+            f" train.batch_size has no effect"
+        )
+    process.strategy.config = process.config
+    facts: dict[str, Any] = {"on_resume": train.on_resume}
+
+    def prepare(model: keras.Model) -> None:
+        unlike = script.build(process, model, train, rows)
+        tf.random.set_seed(config.seed * size + hvd.rank())  # else all ranks would draw the same noise
+        hvd.seed_globally_by_rank(config.seed)
+        facts["unlike_one_process"] = unlike
+        if unlike:
+            plan["unlike 1 rank"] = "; ".join(unlike)
+
+    data_set = data.DataSet(train, test, config.data.num_classes or num_targets, shape)
+    numbers = together(lambda: derive(process.config, size, num_train, len(test), rows))
+    plan["shard"] = script.shard_of(numbers)
+    return Job(
+        data_set=data_set,
+        numbers=numbers,
+        checksums=together(lambda: data.checksums(data_set)),
+        of_name=("training data",) if isinstance(test, data.Stream) else ("training data", "test data"),
+        validation=validation,
+        plan=plan,
+        facts=facts,
+        prepare=prepare,
+        named_in_errors=name,
+    )
+
+
+def _split(
+    config: Config, given: data.FitArguments, rows: int
+) -> tuple[data.Arrays | data.Stream, data.Split, tuple[int, ...], int]:
+    """Training and test data in steps of `rows` rows, shape of a row of the inputs, and number of targets."""
+    from ringtrain.strategies.rows import errors_named
+
+    name, most = config.data.name, config.data.max_samples
+    with errors_named(name):
+        try:
+            train, test = data.inputs(given, rows)
+            if isinstance(train, data.Arrays) and given.steps_per_epoch:
+                raise DataError("got steps_per_epoch with arrays: leave it out")
+            if most:
+                if not isinstance(train, data.Arrays):
+                    raise DataError("data.max_samples: the rows are not in memory: leave it out")
+                train = train.first(most)
+                test = test.first(most) if isinstance(test, data.Arrays) else test
+            return train, test, *data.shapes_of(train)
+        except ValueError as error:  # of Keras, such as different numbers of rows, or text
+            raise DataError(f"{name}: {' '.join(str(error).split())}") from error
+
+
+def _check_monitor(config: Config, has_test: bool, is_each_epoch: bool) -> None:
+    """Raises ConfigError if train.monitor is a metric of test data that some epochs do not have."""
+    monitor, is_monitored = config.train.monitor, config.train.patience or config.schedule.plateau_patience
+    if is_monitored and monitor.startswith("test_") and not (has_test and is_each_epoch):
+        lack = "is not evaluated after each epoch" if has_test else "has no test data"
+        raise ConfigError(
+            f"train.monitor: got {monitor}, but {config.data.name} {lack}: choose loss, or evaluate each epoch"
+        )
+
+
+def _with_unscaled_rate(config: Config) -> Config:
+    """Returns the configuration of batches whose size, and so the learning rate, is the same on any number of ranks."""
+    option, rule = "optimizer.learning_rate_scaling", config.optimizer.learning_rate_scaling
+    if rule in ("linear", "sqrt"):
+        raise ConfigError(f"{option}: got {rule}, but the data bring their own batches for all ranks: leave it out")
+    return with_values(config, {option: "none"})

@@ -1,0 +1,295 @@
+"""Data and compiled model of a script that calls `ringtrain.fit`."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+from ringtrain import data, hvd
+from ringtrain.config import Config, changed_options, with_values
+from ringtrain.derived import Numbers
+from ringtrain.errors import ConfigError, OutOfSync
+from ringtrain.hvd.distributed import undistribute
+from ringtrain.hvd.keras_patches import distributed, innermost
+from ringtrain.monitor import fault_injection
+from ringtrain.optim import divided
+from ringtrain.optim.optimizers import first_and_largest_rate
+from ringtrain.run import consistency, devices, identity, model_state
+from ringtrain.run.context import Job, Process, Validation
+from ringtrain.run.devices import Pinning
+from ringtrain.sources import ON_RANK_0, OPTIONS, classes_of
+from ringtrain.sources.unlike import unlike_one_process
+from ringtrain.strategies.base import Strategy
+from ringtrain.strategies.ring import OF_OPTIMIZER
+
+
+class ScriptSource:
+    """A script's model, data and arguments of Keras' `fit`; see `run.context.Source`."""
+
+    def __init__(self, config: Config, model: keras.Model, arguments: data.FitArguments) -> None:
+        self.model, self.arguments = model, arguments
+        self.history = keras.callbacks.History()
+        self.faults, self.code = fault_injection.parse(config.chaos), code_of_script()
+        self.is_quiet = arguments.verbose == 0
+
+    def pin(self, strategy: Strategy) -> Pinning:
+        return pin_late(strategy.config)
+
+    def read(self, process: Process) -> Job:
+        job: Job = process.strategy.together(lambda: _job(process, self))
+        return job
+
+    def add_model(self, process: Process, job: Job) -> None:
+        """Does nothing: the job has the script's model."""
+
+
+def code_of_script() -> Mapping[str, str]:
+    """Checksum of the script that this process runs."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    return {"script": consistency.checksum_of(Path(script))} if script else {}
+
+
+def pin_late(config: Config) -> Pinning:
+    """Pins this rank's devices, where TensorFlow may be in use already. Collective."""
+    try:
+        pinning: Pinning = hvd.run_together(lambda: devices.pin_late(hvd.local_rank(), hvd.local_size(), config.device))
+    except tf.errors.UnknownError:
+        raise OutOfSync(
+            f"ringtrain.fit: rank {hvd.rank()} has waited for the others, of which one has exited: every rank must"
+            " call it, so it cannot be under a condition such as hvd.rank() == 0; see also that rank's output"
+        ) from None
+    return pinning
+
+
+def _job(process: Process, source: ScriptSource) -> Job:
+    """The script's data, and its model with a distributed optimizer."""
+    model, arguments, size, rank = source.model, source.arguments, hvd.size(), hvd.rank()
+    batch_size = (arguments.batch_size or 32) * (size if arguments.batch_per_rank else 1)
+    train, test = data.inputs(arguments, batch_size)
+    validation = validation_of(arguments, test, batch_size, "val_")
+    unlike = _prepare(process, model, train, batch_size)
+    num_train = len(train)
+    more: dict[str, str] = {}
+    if isinstance(train, data.Stream):
+        batch_size = train.batch_size * (size if train.is_shard else 1)
+        held_out = f"{len(test):,}{' batches' * isinstance(test, data.Stream)} to validate"
+        more = {"data": f"{train.kind}: {num_train:,} batches to train, {held_out}", **train.plan}
+        num_train *= batch_size
+        if train.is_shard:
+            more |= {"shard": f"{train.num_batches} batches of its own on each rank"}
+            if size > 1:
+                unlike.append("each rank has batches of its own")
+    steps = arguments.steps_per_epoch if isinstance(train, data.Arrays) else None
+    numbers = adopt(process, model, train.kind, num_train, len(test), batch_size, steps)
+    users = [one for one in arguments.callbacks if rank == 0 or not classes_of(one) & {*ON_RANK_0}]
+    data_set = data.DataSet(train, test, 0, ())
+    checksums = {name + consistency.DIVIDED: text for name, text in data.checksums(data_set).items()}
+    of_name = {*checksums}
+    if isinstance(test, data.Stream):
+        of_name.remove(f"test data{consistency.DIVIDED}")  # its first batch need not be the same in every start
+    compiled = identity.of_script(model)
+    if isinstance(train, data.Stream) and train.is_endless:  # the last call of an epoch reads and trains whole calls
+        compiled["steps_per_execution"] = str(model.steps_per_execution)
+    if isinstance(train, data.Stream) and not train.is_shard:
+        content = identity.content_of(train.dataset)
+        compiled |= {f"content of the training data{consistency.DIVIDED}": content} if content else {}
+    return Job(
+        data_set=data_set,
+        numbers=numbers,
+        checksums={**checksums, **compiled, "model": checksum_of_shapes(model_state.shapes_of(model.weights))},
+        of_name={*of_name, *compiled},
+        model=model,
+        users_callbacks=[*users, source.history],
+        validation=validation,
+        plan={**plan_of(process, model, numbers, train.on_resume, unlike), **more},
+        ends_with_callbacks=True,
+        facts={"script": sys.argv[0], "unlike_one_process": unlike, "on_resume": train.on_resume},
+    )
+
+
+def checksum_of_shapes(shapes: list[list[Any]]) -> str:
+    """Checksum of the weights' shapes and dtypes; their names depend on earlier models of the process."""
+    return f"with {len(shapes)} weights and checksum {zlib.crc32(str([one[1:] for one in shapes]).encode()):08x}"
+
+
+def _prepare(process: Process, model: keras.Model, train: Any, batch_size: int) -> list[str]:
+    """Builds the model, makes its optimizers distributed, and gives ranks other seeds; returns what `build` does."""
+    if process.config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model, process.strategy.device_of_sums):
+        raise ConfigError("model.sync_batch_norm: the model has no BatchNormalization layers: leave it out")
+    unlike = build(process, model, train, batch_size)
+    if hvd.rank():  # else all ranks would drop the same units; rank 0 keeps the script's seeds
+        for index, state in enumerate(hvd.seeds(model)):
+            draw = np.random.default_rng([process.config.seed, hvd.rank(), index])
+            state.assign(draw.integers(0, 2**31, state.shape))
+        tf.random.set_seed(process.config.seed * hvd.size() + hvd.rank())
+    hvd.seed_globally_by_rank(process.config.seed)
+    return unlike
+
+
+def build(process: Process, model: keras.Model, train: data.Arrays | data.Stream, batch_size: int) -> list[str]:
+    """Makes a compiled model's optimizers distributed, and builds model, metrics, loss and optimizers.
+
+    Returns the parts of the model whose results are not those of one process.
+    """
+    optimizers = hvd.optimizers_of(model)
+    changed = changed_options(process.config).items()
+    options = {name: value for name, value in changed if name.startswith(OF_OPTIMIZER)}
+    for optimizer in optimizers:
+        if not distributed(optimizer):
+            process.strategy.distribute(optimizer)
+            type(innermost(optimizer)).options_of_fit = options
+            continue
+        earlier = getattr(innermost(optimizer), "options_of_fit", None)
+        if earlier is None and options:
+            raise ConfigError(
+                f"ringtrain.fit: options set {next(iter(options))}, but the optimizer is distributed already: pass"
+                " it to hvd.DistributedOptimizer, or leave hvd.DistributedOptimizer out"
+            )
+        if earlier is not None and earlier != options:
+            raise ConfigError(
+                f"ringtrain.fit: the optimizer is sharded since an earlier fit with the options {earlier}: pass the"
+                " same ones, or compile the model again with a new optimizer"
+            )
+    num_rows = max(2, batch_size // hvd.size())
+    if isinstance(train, data.Stream):
+        batch = train.dataset.element_spec  # unknown sizes stay unknown, and no batch is read
+    else:
+        batch = train.rows(0, min(len(train), num_rows))
+    has_call = type(model).call is not keras.Model.call
+    if has_call:
+        model._symbolic_build(data_batch=batch)
+    if len(optimizers) > 1 or not has_call:
+        tf.function(model.train_step).get_concrete_function(batch)  # builds optimizers of a train_step
+        model.built = True
+    if hvd.size() == 1:
+        return []
+    rows = train.rows if isinstance(train, data.Arrays) and len(train) >= divided.NUM_ROWS else None
+    return unlike_one_process(model, batch, rows)
+
+
+def adopt(
+    process: Process,
+    model: keras.Model,
+    data_name: str,
+    num_train: int,
+    num_test: int,
+    batch_size: int,
+    steps_per_epoch: int | None = None,
+) -> Numbers:
+    """Writes what a script has compiled into the configuration; returns the numbers of its run.
+
+    Args:
+        batch_size: Rows of a step on all ranks.
+    """
+    used = identity.used_optimizers(model)
+    names, per_rank = ", ".join(type(one).__name__ for one in used), math.ceil(batch_size / hvd.size())
+    steps, accumulated = math.ceil(num_train / batch_size), used[0].gradient_accumulation_steps or 1
+    steps = min(steps, steps_per_epoch or steps)
+    first_rate, rate = first_and_largest_rate(used[0])
+    values = {"data.name": data_name, "optimizer.name": names, "train.batch_size": per_rank}
+    if rate > 0:  # 0 is no value of the option, but a callback may set the rate later
+        values["optimizer.learning_rate"] = rate
+    process.config = with_values(process.config, values)
+    process.strategy.config = process.config
+    return Numbers(
+        num_ranks=hvd.size(),
+        num_train=num_train,
+        num_test=num_test,
+        batch_size=per_rank,
+        accumulation_steps=accumulated,
+        global_batch_size=batch_size * accumulated,
+        steps_per_epoch=steps,
+        num_steps=steps * process.config.train.epochs,
+        dropped_per_epoch=0,
+        learning_rate=rate,
+        initial_learning_rate=first_rate,
+        warmup_steps=0,
+        milestone_steps=(),
+    )
+
+
+def plan_of(
+    process: Process, model: keras.Model, numbers: Numbers, on_resume: str, unlike: Sequence[str] = ()
+) -> dict[str, str]:
+    """Rows of the plan for what a script has compiled."""
+    config, options = process.config, process.config.optimizer
+    given = {name: value for name, value in changed_options(config).items() if name.startswith(OPTIONS)}
+    rows = f"{numbers.samples_per_step:,} rows on all ranks"
+    return {
+        "data": f"{config.data.name}: {numbers.num_train:,} to train, {numbers.num_test:,} to validate",
+        "on resume": on_resume,
+        "model": f"{config.model.name} {model.name}, {model.count_params():,} parameters",
+        "global batch": rows + f" x {numbers.accumulation_steps} accumulated" * (numbers.accumulation_steps > 1),
+        "options": ", ".join(f"{name}={value}" for name, value in given.items()) or "defaults",
+        "learning rate": f"{numbers.rates} ({options.name}, as compiled)",
+        "shard": shard_of(numbers),
+        **({"unlike 1 rank": "; ".join(unlike)} if unlike else {}),
+    }
+
+
+def shard_of(numbers: Numbers) -> str:
+    """Row of the plan on the rows that one rank trains."""
+    n = numbers
+    return f"up to {n.batch_size} of {n.samples_per_step} rows of a step on each rank, the last batch included"
+
+
+def validation_of(given: data.FitArguments, test: data.Split, batch_size: int, prefix: str) -> Validation:
+    """Returns the evaluation that arguments of `fit` describe; `batch_size`: rows of a training step on all ranks."""
+    evaluated = 1 if isinstance(test, data.Stream) else given.validation_batch_size or batch_size
+    freq = given.validation_freq
+    due = freq if not isinstance(freq, int) else None if freq == 1 else range(freq, given.epochs + 1, freq)
+    return Validation(prefix, evaluated, due)
+
+
+@contextlib.contextmanager
+def unchanged_afterwards(model: keras.Model, seeds_ranks: bool = True) -> Iterator[None]:
+    """Context after which model, optimizers and layers are as before it, but for what is trained; see docs/fit.md.
+
+    seeds_ranks: The run gives each rank other random numbers; afterwards they are equal again.
+    """
+    seeds_ranks = seeds_ranks and hvd.size() > 1
+    objects = [model, *hvd.optimizers_of(model)]
+    of_script = [one for one in objects[1:] if distributed(one)]
+    synchronized = list(hvd.synchronized_layers(model))
+    before = [{name: vars(one).get(name) for name in ("train_step", "apply")} for one in objects]
+    if model.jit_compile:
+        model.make_test_function()  # which XLA compiles, as it reduces nothing
+    jit_compile, model.jit_compile = model.jit_compile, False  # XLA has no kernel for Horovod's allreduce
+    seed = context.global_seed()
+    numbers = [state.numpy() for state in hvd.global_seed(create=seeds_ranks)]
+    try:
+        yield
+        if seeds_ranks:  # the script's next random numbers are equal on all ranks again: rank 0's
+            hvd.broadcast_variables(hvd.global_seed(create=True), root_rank=0)
+            numbers = [state.numpy() for state in hvd.global_seed()]
+        if hvd.size() > 1 and hvd.local_steps_of(model) > 1 and not of_script:
+            slots = [slot for one in hvd.optimizers_of(model) for slot in innermost(one).of_one_rank(now=True)]
+            hvd.broadcast_variables(slots, root_rank=0)  # the ranks' slots differ
+    finally:
+        for one, values in zip(objects, before, strict=True):
+            for name, value in values.items():
+                vars(one).pop(name, None)
+                if value is not None:
+                    object.__setattr__(one, name, value)
+        for optimizer in hvd.optimizers_of(model):
+            if all(optimizer is not one for one in of_script):
+                undistribute(optimizer)
+        for layer in hvd.synchronized_layers(model):
+            if all(layer is not one for one in synchronized):
+                hvd.unsynchronize(layer)
+        vars(model).pop("ringtrain_gradients", None)
+        model.jit_compile, model.train_function = jit_compile, None
+        if seeds_ranks:  # the ranks' own seeds would shuffle the script's next dataset otherwise on each rank
+            tf.random.set_seed(seed)
+            for state, value in zip(hvd.global_seed(), numbers, strict=False):
+                state.assign(value)

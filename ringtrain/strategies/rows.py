@@ -1,0 +1,91 @@
+"""Training on data that `ringtrain.fit` takes: arrays and streams of batches, of which each rank trains its rows."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from ringtrain import data
+from ringtrain.errors import DataError
+from ringtrain.optim.uneven import UnevenBatches
+
+if TYPE_CHECKING:
+    from ringtrain.run.context import RunContext
+
+
+class Rows:
+    """Context in which a run trains; called with an epoch and one of its steps, it returns this rank's batches."""
+
+    def __init__(self, run: RunContext) -> None:
+        self.run, self.train = run, run.data_set.train
+        self._is_stream = isinstance(self.train, data.Stream)
+        self._batches_of: Any
+        if isinstance(self.train, data.Stream):
+            self._batches_of = data.StreamRows(self.train, run.rank, run.size, run.model.steps_per_execution)
+        else:
+            numbers = run.numbers
+            self._batches_of = data.RowBatches(
+                self.train, numbers.samples_per_step, run.rank, run.size, run.config.seed, numbers.steps_per_epoch
+            )
+        self._uneven = UnevenBatches(run.model, not self._batches_of.is_even, self._batches_of.has_empty_parts)
+
+    def __enter__(self) -> Rows:
+        self._uneven.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._uneven.__exit__(*error)
+        if isinstance(self.train, data.Stream):
+            self.train.close()
+
+    def __call__(self, epoch: int, first_step: int) -> Iterator[Any]:
+        batches: Iterator[Any] = self._batches_of(epoch, first_step)
+        return batches
+
+    def fingerprint(self) -> int | None:
+        """See `Strategy.fingerprint`."""
+        return int(self._uneven.fingerprint) if self._is_stream and self.run.size > 1 else None
+
+    def step(self, batches: Iterator[Any]) -> Mapping[str, Any] | None:
+        """Logs of a call of Keras' train function; None: this epoch has fewer batches than the first."""
+        run, clock = self.run, self.run.clock
+        try:
+            logs: Mapping[str, Any] = run.model.train_function(batches)
+        except (StopIteration, tf.errors.OutOfRangeError) as error:
+            if self.train.may_end_early and not clock.epoch_complete:
+                num_batches = clock.global_step % clock.steps_per_epoch
+                self._say(f"an epoch of the data ended after {num_batches} of {clock.steps_per_epoch} batches")
+                clock.end_epoch()
+                return None
+            raise DataError(
+                f"ringtrain.fit: the data ended after {clock.global_step} batches of {run.config.train.epochs}"
+                f" epochs with {run.numbers.steps_per_epoch} each: pass as many, or fewer steps_per_epoch or epochs"
+            ) from error
+        if self.train.may_end_early and clock.steps_left <= run.model.steps_per_execution:
+            self._check_end(batches)
+        return logs
+
+    def _check_end(self, batches: Iterator[Any]) -> None:
+        """Says so if an epoch of unknown length has more batches than the first: they are not trained."""
+        with contextlib.suppress(tf.errors.OutOfRangeError):
+            if next(batches, None) is not None:
+                steps = self.run.clock.steps_per_epoch
+                self._say(f"an epoch of the data has more than {steps} batches: not trained")
+
+    def _say(self, text: str) -> None:
+        if self.run.rank == 0:
+            advice = "its length changes: use repeat() and steps_per_epoch for epochs of one length"
+            print(f"ringtrain: {text}: {advice}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def errors_named(name: str) -> Iterator[None]:
+    """Context in which errors of data name who brings them, instead of `ringtrain.fit`."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(str(error).replace("ringtrain.fit:", f"{name}:", 1)) from error
