@@ -68,7 +68,9 @@ def tables_of(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {os.strerror(error.errno or 0)}") from error
+        is_recipe = path.parts[:1] == ("configs",)
+        hint = ": this recipe is in a clone of ringtrain; ringtrain init writes a config.toml" if is_recipe else ""
+        raise ConfigError(f"{path}: cannot be read: {os.strerror(error.errno or 0)}{hint}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
 

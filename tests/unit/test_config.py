@@ -118,6 +118,10 @@ def test_file_errors_name_file_and_key_in_one_line(tmp_path, text):
 def test_unreadable_file(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         config_io.read(["--config", str(tmp_path / "none.toml")])
+    with pytest.raises(
+        ConfigError, match="No such file or directory: this recipe is in a clone of ringtrain; ringtrain init"
+    ):
+        config_io.read(["--config", "configs/none.toml"])
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
         config_io.read(["--config", str(tmp_path)])
     (tmp_path / "latin.toml").write_bytes(b'[run]\nname = "\xe9"')
