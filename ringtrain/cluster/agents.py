@@ -230,7 +230,7 @@ class HostAgents:
             return f"{host} has no directory {folder}, where ranks start: create it there, or use --sync"
         if any(line.startswith(f"{SAYS}lacks") for line in agent.lines):
             name, path = self.job.command[0], self.job.environment.get("PATH", "")
-            fix = f"start it by python {name}" if name.endswith(".py") else "install it"
+            fix = f"start it by python {name}" if name.endswith(".py") else "install it, or use --sync-environment"
             return f"{host} has no {name!r} on PATH={path}: {fix}"
         lines = agent.messages
         if not lines and not agent.refusal and agent.has_exited:
