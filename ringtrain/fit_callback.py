@@ -312,5 +312,5 @@ class MetricsOfAllRanks(evaluation.Evaluation):
         hvd.average_moving_statistics(self.model, self.run.config.model.not_averaged)
         logs = self.logs = {} if logs is None else logs
         metrics = {**(self.trained or evaluation.over_all_ranks(self.model, 1)), **self.validated}
-        logs |= evaluation.means_over_ranks({name: value for name, value in logs.items() if name not in metrics})
+        self.replace_by_means(logs, metrics)
         logs |= metrics

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -39,6 +40,8 @@ class Evaluation(keras.callbacks.Callback):
         self.seconds = 0.0
         self.logs: dict[str, Any] = {}
         """of the last complete epoch"""
+        self._left_out: set[str] = set()
+        """names of logs that are no metrics and differ in shape between ranks"""
 
     @hvd.during("evaluate")
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -48,12 +51,7 @@ class Evaluation(keras.callbacks.Callback):
         hvd.average_moving_statistics(self.model, self.run.config.model.not_averaged)
         logs = self.logs = {} if logs is None else logs
         metrics = over_all_ranks(self.model, 1)
-        others = {name: value for name, value in logs.items() if name not in metrics}
-        means = means_over_ranks(others)
-        for name, value in others.items():
-            if name not in means and _is_numeric(value):
-                del logs[name]  # another number on each rank, by which callbacks might decide otherwise
-        logs |= means
+        self.replace_by_means(logs, metrics)
         logs |= metrics
         if not self.run.numbers.num_test or not self.run.validation.is_due(epoch):
             return
@@ -69,6 +67,19 @@ class Evaluation(keras.callbacks.Callback):
         metrics = over_all_ranks(self.model, num_samples, values)
         logs |= {f"{self.run.validation.prefix}{name}": value for name, value in metrics.items()}
         self.seconds += time.perf_counter() - begin_s
+
+    def replace_by_means(self, logs: dict[str, Any], metrics: Collection[str]) -> None:
+        """Replaces an epoch's logs that are no metrics by their means over the ranks. Collective."""
+        others = {name: value for name, value in logs.items() if name not in metrics}
+        means, unlike = means_over_ranks(others)
+        for name in unlike & logs.keys():
+            del logs[name]  # another number on each rank, by which callbacks might decide otherwise
+        logs |= means
+        unlike -= self._left_out
+        self._left_out |= unlike
+        if unlike and self.run.rank == 0:
+            text = f"left out are logs that not all ranks have in one shape: {', '.join(sorted(unlike))}"
+            print(f"ringtrain: {text}: return the same ones on every rank", file=sys.stderr, flush=True)
 
     def _evaluate_shards(self) -> list[list[NDArray[Any]]]:
         """State of the metrics after each of this rank's shards."""
@@ -144,22 +155,25 @@ def _is_numeric(value: Any) -> bool:
     return np.asarray(value).dtype.kind in "biuf"
 
 
-def means_over_ranks(logs: Mapping[str, Any]) -> dict[str, Any]:
+def means_over_ranks(logs: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
     """Means of the ranks' logs that are no metrics, such as those of a model's own train_step. Collective.
 
-    Texts, and arrays whose shapes differ between ranks, have no mean and are left out.
+    Texts have no mean. Nor have numbers that not all ranks have, and arrays whose shapes differ between ranks: their
+    names are returned as well.
     """
     logs = {name: value for name, value in logs.items() if _is_numeric(value)}
     shapes = hvd.allgather_object({name: np.shape(value) for name, value in logs.items()}, name="ringtrain_shapes")
-    alike = {name for name in shapes[0] if all(of_rank.get(name) == shapes[0][name] for of_rank in shapes)}
-    logs = {name: value for name, value in logs.items() if name in alike}
+    alike = [name for name in shapes[0] if all(of_rank.get(name) == shapes[0][name] for of_rank in shapes)]
+    unlike = set().union(*shapes).difference(alike)
+    logs = {name: logs[name] for name in alike}  # in one order on all ranks
     if not logs:
-        return {}
+        return {}, unlike
     sums = sums_over_ranks([np.asarray(value) for value in logs.values()], "ringtrain_logs")
-    return {
+    means = {
         name: float(total / hvd.size()) if total.ndim == 0 else total / hvd.size()
         for name, total in zip(logs, sums, strict=True)
     }
+    return means, unlike
 
 
 def sums_over_ranks(arrays: Sequence[NDArray[Any]], name: str) -> list[NDArray[np.float64]]:

@@ -15,10 +15,14 @@ from fit_alike import CLASSES, OUTPUT, ROOT, WEIGHTS, Killed, X, Y, snippet
 
 import ringtrain.hvd as hvd
 from ringtrain import config_io, train
+from ringtrain.errors import ConfigError
 
 SGD = ["--optimizer.name", "sgd", "--optimizer.momentum", "0", "--optimizer.learning-rate", "0.05"]
 MSE = [*SGD, "--optimizer.learning-rate-scaling", "none", "--model.loss", "mse", "--model.metrics", "mae"]
 
+
+HELD_OUT = {"seed": 1}
+"""of the order of validation data"""
 
 # ---- what the configuration names ----------------------------------------------------------------------------------
 
@@ -30,7 +34,7 @@ def _frame() -> dict[str, Any]:
 
 def _batches(**seed: Any) -> Any:
     pairs = tf.data.Dataset.from_tensor_slices((X, Y))
-    return pairs.shuffle(100, **seed).batch(32), pairs.take(20).batch(16)
+    return pairs.shuffle(100, **seed).batch(32), pairs.take(20).shuffle(20, seed=HELD_OUT["seed"]).batch(16)
 
 
 def _seeded() -> Any:
@@ -119,11 +123,15 @@ def configured_regression() -> None:
 
 
 def configured_batches() -> None:
-    """Of tf.data: ended by a signal to one rank and resumed, as Keras; without a seed, rank 0's batches."""
+    """Of tf.data: ended by a signal to one rank and resumed, as Keras; without a seed, rank 0's batches.
+
+    The order of validation data may be another one after a resume, but not on a rank.
+    """
     options = [*MSE, "--health.agree-every-steps", "1"]
     chaos = ["--chaos", "rank=1 step=6 mode=sigterm"]
     stopped = _train("_seeded", "_dense", "batches", *options, *chaos)
     assert stopped["stopped_by"] == "SIGTERM" and stopped["global_step"] < 12
+    HELD_OUT["seed"] = 2
     resumed = _train("_seeded", "_dense", "batches", *options, *chaos)  # the fault happens once
     assert resumed["resumed_from"] and resumed["global_step"] == 12
     tf.random.set_seed(None)  # as in a new process
@@ -131,6 +139,15 @@ def configured_batches() -> None:
     _is_that_of_keras("batches", _dense, (6,), 3, x=train_batches, validation_data=held_out, shuffle=False)
     unseeded = _train("_unseeded", "_dense", "unseeded", *options)
     assert unseeded["global_step"] == 12 and "with other random numbers" in unseeded["on_resume"]
+    HELD_OUT["seed"] = hvd.rank()
+    try:
+        _train("_seeded", "_dense", "other-order", *options)
+    except ConfigError as error:
+        assert "rank 1 on " in str(error) and "has another test data" in str(error), error
+    else:
+        raise AssertionError("trained with other orders of validation data")
+    finally:
+        HELD_OUT["seed"] = 1
 
 
 def configured_inputs_and_outputs() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from fit_alike import X, Y, compiled, dense, distance, options
 
 import ringtrain.hvd as hvd
@@ -67,6 +69,25 @@ def a_kept_fit_resumes_after_a_whole_epoch() -> None:
     again, history, run = _fit("kept", 4, **validation)
     assert history.history == trained
     assert not history.epoch and distance(again, alone) < 1e-10
+
+
+def a_kept_fit_leaves_random_numbers_as_keras_does() -> None:
+    """The numbers that follow, of Python, NumPy, Keras and TensorFlow, are those after a fit without a run."""
+
+    def following(*callbacks: keras.callbacks.Callback) -> list[Any]:
+        model = _model()
+        keras.utils.set_random_seed(hvd.rank())
+        keras.random.normal((2,))
+        x, y = _shard(X), _shard(Y)
+        model.fit(x, y, batch_size=BATCH // hvd.size(), epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+        draws = random.random(), np.random.rand(), keras.random.normal((2,)), tf.random.normal((2,))
+        return [np.asarray(draw).tolist() for draw in draws]
+
+    run = hvd.callbacks.Run("kept-random", batch_size=BATCH // hvd.size(), options=options())
+    expected = following()
+    assert following(run) == expected
+    again = hvd.callbacks.Run("kept-random", batch_size=BATCH // hvd.size(), options=options())
+    assert following(again) == expected, "of a complete run"
 
 
 def a_kept_fit_ends_on_all_ranks() -> None:

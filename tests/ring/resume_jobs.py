@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -183,6 +184,8 @@ def a_kept_fit_saves_before_and_exports_after_other_callbacks() -> None:
     resumed, run = _kept("kept-averaged", _averaged, **rare)
     assert json.loads((run.folder / "summary.json").read_text())["resumed_from"].endswith("step-00000003")
     assert distance(whole, resumed) < 1e-12, distance(whole, resumed)
+    again, _ = _kept("kept-averaged", _averaged, **rare)
+    assert distance(again, resumed) == 0, "a complete run has other weights"
 
 
 def a_checkpoint_of_keras_has_the_moving_statistics_of_all_ranks() -> None:
@@ -261,6 +264,41 @@ def logs_of_any_kind() -> None:
         for metric in () if kind is OwnLogs else expected:
             np.testing.assert_allclose(history.history[metric], expected[metric], rtol=1e-6, err_msg=metric)
     assert {"middle", "twice", "per_class", "val_middle"} <= set(expected)
+
+
+class LogsOfARank(keras.Model):
+    """Returns logs of other names and shapes on each rank, and one of all ranks."""
+
+    def train_step(self, data: Any) -> Any:
+        logs = {f"of_{hvd.rank()}": tf.constant(1.0), "sizes": tf.zeros([1 + hvd.rank()])}
+        return super().train_step(data) | logs | {"rank": tf.constant(float(hvd.rank()))}
+
+
+def logs_that_differ_by_rank() -> None:
+    """They are named once and left out, also for callbacks, which must decide the same on all ranks."""
+    seen: list[set[str]] = []
+    sees = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append({*logs}))
+
+    def make() -> keras.Model:
+        base = dense()
+        return compiled(LogsOfARank(base.inputs, base.outputs))
+
+    def kept() -> None:
+        model = make()
+        hvd.DistributedOptimizer(model.optimizer)
+        callbacks = [hvd.callbacks.Run(batch_size=32, options=options()), sees]
+        model.fit(X[:96], Y[:96], batch_size=32, epochs=2, verbose=0, callbacks=callbacks)
+
+    def fitted() -> None:
+        ringtrain.fit(make(), X, Y, batch_size=32, epochs=2, verbose=0, callbacks=[sees], options=options())
+
+    for fit in (fitted, kept):
+        seen.clear()
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            fit()
+        assert seen == [{"loss", "rank"}] * 2, (fit.__name__, seen)
+        text = "left out are logs that not all ranks have in one shape: of_0, of_1"
+        assert said.getvalue().count(text) == (hvd.rank() == 0), (fit.__name__, said.getvalue())
 
 
 def _refused(constant: str) -> None:

@@ -44,6 +44,7 @@ ON_2_RANKS = {
     *("multi_label", "several_steps_per_call", "segmentation", "texts_with_masks_and_lstm", "gan", "from_files"),
     *("configured_regression", "configured_batches", "configured_inputs_and_outputs", "rates_that_begin_at_0"),
     "a_run_that_a_callback_has_stopped_trains_no_further",
+    *("logs_that_differ_by_rank", "a_kept_fit_leaves_random_numbers_as_keras_does"),
     *("a_stop_saves_the_weights_of_its_step", "a_callback_that_stops_within_an_epoch_leaves_the_averages"),
     *("an_epoch_begins_once", "a_kept_fit_saves_before_and_exports_after_other_callbacks"),
     *("configured_averages_and_rates", "numbers_without_a_seed_of_their_own"),
