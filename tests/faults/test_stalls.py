@@ -105,10 +105,11 @@ def test_a_slow_rank_is_named_while_training_and_nobody_else(tmp_path: Path) -> 
     assert slow.returncode == 0, slow.stderr
     lines = [line for line in slow.stderr.splitlines() if "straggler: " in line]
     assert len(lines) == 1, slow.stderr
-    assert re.search(rf"straggler: rank 1 on {HOST} .* of which 1\d\d\.\d ms in callbacks", lines[0])
+    assert re.search(rf"straggler: rank 1 on {HOST} .* of which [\d.]+ ms in callbacks", lines[0])
     at_rank_0, at_rank_1 = summary(tmp_path)["ranks"]
-    assert at_rank_1["callbacks_s"] > 0.1 > at_rank_0["callbacks_s"]
-    assert at_rank_0["wait_s"] > 0.05 > at_rank_1["wait_s"], "the time of the one that waits is not its own"
+    assert at_rank_1["callbacks_s"] > max(0.1, 2 * at_rank_0["callbacks_s"])
+    assert at_rank_0["wait_s"] > 0.05, "less than the 0.1 s that it waits for"
+    assert at_rank_0["wait_s"] > 2 * at_rank_1["wait_s"], "the time of the one that waits is not its own"
     (event,) = [event for event in journal.read(tmp_path / "run") if event["event"] == "straggler"]
     assert (event["of_rank"], event["part"]) == (1, "callbacks")
     assert "slow" in slow.stdout[slow.stdout.rindex("epoch 5/5") :], "a table at the end"

@@ -433,7 +433,7 @@ def test_a_shard_that_ends_early_is_an_error(tmp_path: Path) -> None:
 
     spec = (tf.TensorSpec([None, 6], tf.float64), tf.TensorSpec([None, 3], tf.float64))
     shard = tf.data.Dataset.from_generator(batches, output_signature=spec)
-    with pytest.raises(DataError, match="the data ended after 8 batches of 3 epochs with 5 each"):
+    with pytest.raises(DataError, match="the data ended on rank 0 after 8 batches of 3 epochs with 5 each"):
         _fit(_model(), tmp_path, x=lambda rank, size: shard)
 
 
