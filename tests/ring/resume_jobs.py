@@ -354,7 +354,7 @@ def seeds_go_on_with_another_number_of_ranks() -> None:
         assert counts == [[6, 6], [0, 0]], counts
 
 
-# ---- the configured trainer, whose loop is Keras' fit --------------------------------------------------------------
+# ---- the configured trainer ----------------------------------------------------------------------------------------
 
 
 def _samples() -> Any:
@@ -373,15 +373,25 @@ def _falls() -> keras.callbacks.Callback:
 
 
 class Counted(keras.callbacks.Callback):
-    """Counts the trainings that begin and end."""
+    """Counts the trainings that begin and end, and their epochs and evaluations, before a resume as well."""
 
     seen: ClassVar[list[str]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs = self.evaluations = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
         Counted.seen.append("begin")
 
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.epochs += 1
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self.evaluations += 1
+
     def on_train_end(self, logs: Any = None) -> None:
-        Counted.seen.append("end")
+        Counted.seen.append(f"end of {self.epochs} epochs, {self.evaluations} evaluations")
 
 
 def configured_averages_and_rates() -> None:
@@ -398,4 +408,4 @@ def configured_averages_and_rates() -> None:
     resumed = train.train(config_io.read([*words, "--run.name", "ended", *chaos]))  # the fault happens once
     assert resumed["resumed_from"] and resumed["global_step"] == whole["global_step"]
     assert resumed["checksum"] == whole["checksum"]
-    assert Counted.seen == ["begin", "end"]
+    assert Counted.seen == ["begin", "end of 3 epochs, 3 evaluations"]
