@@ -75,6 +75,18 @@ def folder_of(package: str) -> str:
     return os.path.dirname(spec.origin)
 
 
+def horovod_library() -> bytes | None:
+    """Content of Horovod's TensorFlow library for this Python; None without one."""
+    from importlib.machinery import EXTENSION_SUFFIXES
+
+    for suffix in EXTENSION_SUFFIXES:
+        library = os.path.join(folder_of("horovod"), "tensorflow", "mpi_lib" + suffix)
+        if os.path.exists(library):
+            with open(library, "rb") as file:
+                return file.read()
+    return None
+
+
 def hashes(folder: str, leave_out: str) -> dict[str, Any] | None:
     """{"folder", "hash", "files": {name: hash}} of the .py and .toml files in a folder; None if it does not exist.
 

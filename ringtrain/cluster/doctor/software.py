@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import shlex
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ringtrain.cluster.doctor.findings import Cell, Check, Facts, Level, Probe, Scene, most
-from ringtrain.cluster.doctor.probe import folder_of, hashes, outcome, read
+from ringtrain.cluster.doctor.probe import folder_of, hashes, horovod_library, outcome, read
 from ringtrain.cluster.hosts import count
 from ringtrain.protocol.env import ALL_OF_IT, installer
 
@@ -47,17 +48,18 @@ def packages(wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 def horovod_operations(wanted: Mapping[str, Any]) -> list[str] | None:
     """Operations that Horovod's TensorFlow library was built with, e.g. ["MPI", "Gloo"]; None without a library."""
-    from importlib.machinery import EXTENSION_SUFFIXES
-
     # C++ classes that exist only in a library built with the operation; a stripped library keeps their names
     classes = {"MPI": b"13MPIControllerE", "Gloo": b"14GlooControllerE", "NCCL": b"13NCCLAllreduceE"}
-    for suffix in EXTENSION_SUFFIXES:
-        library = os.path.join(folder_of("horovod"), "tensorflow", "mpi_lib" + suffix)
-        if os.path.exists(library):
-            with open(library, "rb") as file:
-                content = file.read()
-            return [name for name, mark in classes.items() if b"N7horovod6common" + mark in content]
-    return None
+    content = horovod_library()
+    if content is None:
+        return None
+    return [name for name, mark in classes.items() if b"N7horovod6common" + mark in content]
+
+
+def horovod_sha256(wanted: Mapping[str, Any]) -> str | None:
+    """SHA-256 of Horovod's TensorFlow library; None without a library."""
+    content = horovod_library()
+    return None if content is None else hashlib.sha256(content).hexdigest()
 
 
 def ringtrain(wanted: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,6 +131,14 @@ def check_build(probe: Probe, facts: Facts, scene: Scene) -> Cell:
     if facts["gpus"] and "NCCL" not in operations:
         text = "the host has GPUs, but Horovod was built without NCCL: gradients are reduced on the CPUs"
         return Cell(value, "warning", text, fix)
+    sha256 = facts["horovod_sha256"]
+    if sha256 is None:
+        return Cell(value)
+    value = f"{value} {sha256[:6]}"
+    local = scene.here["horovod_sha256"] or sha256
+    if sha256 != local:
+        text = f"another build of Horovod than here: its library has SHA-256 {sha256[:12]}, here {local[:12]}"
+        return Cell(value, "warning", text, _copy(scene.python.rpartition("/bin/")[0]), "here")
     return Cell(value)
 
 
@@ -207,7 +217,7 @@ CHECKS = {
     "TensorFlow": check_package("tensorflow"),
     "Keras": check_package("keras"),
     "Horovod": check_package("horovod"),
-    "built with": Check(check_build, (horovod_operations,), may_lack=True),
+    "built with": Check(check_build, (horovod_operations, horovod_sha256), may_lack=True),
     "ringtrain": Check(check_ringtrain, (ringtrain,), may_lack=True),
     "code": Check(check_code, (code,), may_lack=True),
     "MPI": Check(check_mpi, (mpirun,), may_lack=True),
