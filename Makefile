@@ -1,6 +1,6 @@
 # What CI runs is what people run. Each target first sets up what is missing in .venv (seconds, once it is there).
 
-.PHONY: setup train smoke test test-unit test-all chaos lint dist image
+.PHONY: setup train smoke test test-unit test-all chaos lint dist wheels release image
 
 setup:
 	launch/setup.sh
@@ -34,6 +34,14 @@ lint:
 # Wheels and sdists of ringtrain and ringtrain-horovod, in dist/.
 dist:
 	launch/setup.sh python packaging/dist.py
+
+# All wheels that a host without a network needs, in wheelhouse/.
+wheels:
+	launch/setup.sh python packaging/wheels.py
+
+# dist/ with checksums and notes, its metadata checked: docs/release.md.
+release:
+	launch/setup.sh python packaging/release.py
 
 image:
 	tests/cluster/image.sh

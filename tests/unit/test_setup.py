@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -378,6 +380,45 @@ def test_a_cached_wheel_is_installed_and_the_second_setup_does_nothing(
     assert "ringtrain_horovod-0.28.1-py3.whl" in calls[-1] and "--no-index" in calls[-1]
     assert set_up(folder, bin_dir).stderr == "set-up: .venv is up to date\n"
     assert len(pip_log.read_text().splitlines()) == 5
+
+
+FITTING = {"tensorflow": "2.21.7", "mpi_from": "wheel"}
+
+
+@pytest.mark.parametrize(
+    ("tag", "facts", "fits"),
+    [
+        ("post1-py3-none-manylinux_2_17_{machine}", FITTING, True),
+        ("post1-py3-none-manylinux_2_999_{machine}", FITTING, False),
+        ("post1-py3-none-manylinux_2_17_sparc", FITTING, False),
+        ("post0-py3-none-manylinux_2_17_{machine}", FITTING, False),
+        ("post1-py3-none-manylinux_2_17_{machine}", {**FITTING, "tensorflow": "2.20.0"}, False),
+        ("post1-py3-none-manylinux_2_17_{machine}", {**FITTING, "mpi_from": "system"}, False),
+    ],
+)
+def test_with_a_wheel_that_fits_nothing_is_compiled(
+    tag: str, facts: dict[str, str], fits: bool, folder: Path, bin_dir: Path, tmp_path: Path
+) -> None:
+    backend = folder / "packaging" / "horovod" / "build_backend.py"
+    backend.write_text(re.sub('(?m)^VERSION = ".*"', 'VERSION = "0.28.1.post1"', backend.read_text()))
+    constraints = folder / "constraints.txt"
+    constraints.write_text(re.sub("(?m)^tensorflow-cpu==.*", "tensorflow-cpu==2.21.0", constraints.read_text()))
+    (bin_dir / "make").unlink()
+    name = f"ringtrain_horovod-0.28.1.{tag.format(machine=os.uname().machine)}.whl"
+    for directory in (folder / "dist", tmp_path / "wheels"):
+        directory.mkdir()
+        with zipfile.ZipFile(directory / name, "w") as wheel:
+            wheel.writestr("ringtrain_horovod/built_with.json", json.dumps(facts))
+    env = {"PYTHON": sys.executable}
+    of_dist = set_up(folder, bin_dir, "--print-key", env=env)
+    assert of_dist.returncode == (0 if fits else 2), of_dist.stderr
+    assert ("no make" in of_dist.stderr) != fits
+    os.utime(folder / "dist" / name, (0, 0))
+    assert set_up(folder, bin_dir, "--print-key", env=env).returncode == 2, "the source is newer"
+    os.utime(tmp_path / "wheels" / name, (0, 0))
+    given = set_up(folder, bin_dir, "--print-key", env={**env, "RINGTRAIN_WHEELS": str(tmp_path / "wheels")})
+    assert given.returncode == (0 if fits else 2), given.stderr
+    assert ("no wheel of ringtrain-horovod 0.28.1.post1 that fits" in given.stderr) != fits
 
 
 def test_gpus_are_remembered_and_make_the_environment_anew(folder: Path, bin_dir: Path, pip_log: Path) -> None:
