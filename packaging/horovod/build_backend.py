@@ -42,6 +42,8 @@ ARCH_FLAGS = {"x86_64": "-mavx -mf16c -mfma", "aarch64": ""}
 """Vector extensions of processors since 2013 that Horovod has code for: Adasum of 16-bit numbers needs all three."""
 
 NAME = "ringtrain-horovod-cu12" if os.environ.get("RINGTRAIN_GPU") == "1" else "ringtrain-horovod"
+if (HERE / "PKG-INFO").exists():  # an sdist keeps its name: pip refuses a wheel of another
+    NAME = re.search(r"^Name: (.+)$", (HERE / "PKG-INFO").read_text(), re.MULTILINE).group(1)
 BASE = f"{NAME.replace('-', '_')}-{VERSION}"
 ENTRY_POINTS = b"[console_scripts]\nhorovodrun = horovod.runner.launch:run_commandline\n"
 METADATA = f"""\
@@ -156,12 +158,15 @@ def _build_horovod(build: Path) -> Path:
 
 def _environment(environ: Mapping[str, str], build: Path) -> dict[str, str]:
     """Environment of Horovod's build."""
-    external = _tensorflow() / "include" / "external"
+    tensorflow = _tensorflow()
+    external = tensorflow / "include" / "external"
     # TensorFlow's wheel has these two libraries' headers, but off its include path.
     include = f"{external}/highwayhash:{external}/farmhash_archive/src"
     flags = [
         f"-iquote {HERE}/compat/include",  # before every other folder: one header stands in front of TensorFlow's
-        f"-ffile-prefix-map={build}=.",  # the scratch folder's name would be in the library
+        # These folders' names would be in the library: its headers' messages have them.
+        f"-ffile-prefix-map={build}=.",
+        f"-ffile-prefix-map={tensorflow.parent}=.",
         environ.get("CXXFLAGS", ""),
     ]
     values = {

@@ -96,6 +96,27 @@ def test_a_wheelhouse_has_all_that_training_needs(monkeypatch: pytest.MonkeyPatc
     assert not {name for name in names if name.startswith(("ringtrain", "pytest"))}
 
 
+def test_an_sdist_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RINGTRAIN_GPU=1 does not rename it: pip refuses a wheel of another name."""
+    for gpu, expected in (("0", "ringtrain-horovod"), ("1", "ringtrain-horovod-cu12")):
+        monkeypatch.setenv("RINGTRAIN_GPU", gpu)
+        sdist = module(HOROVOD / "build_backend.py").build_sdist(str(tmp_path))
+        with tarfile.open(tmp_path / sdist) as tar:
+            tar.extractall(tmp_path, filter="data")
+        for later in ("0", "1"):
+            monkeypatch.setenv("RINGTRAIN_GPU", later)
+            backend = module(tmp_path / sdist.removesuffix(".tar.gz") / "build_backend.py")
+            assert expected == backend.NAME
+
+
+def test_the_library_names_no_folder_of_its_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    backend = module(HOROVOD / "build_backend.py")
+    monkeypatch.setattr(backend, "_tensorflow", lambda: Path("/env/site-packages/tensorflow"))
+    flags = backend._environment({}, tmp_path)["CXXFLAGS"].split()
+    assert f"-ffile-prefix-map={tmp_path}=." in flags
+    assert "-ffile-prefix-map=/env/site-packages=." in flags
+
+
 @pytest.fixture
 def packages(tmp_path: Path) -> Path:
     """A site-packages with ringtrain-horovod, as pip installs it, for TensorFlow 2.21, and an MPI."""
