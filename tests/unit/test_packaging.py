@@ -109,7 +109,9 @@ def test_an_sdist_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             assert expected == backend.NAME
 
 
-def test_the_library_names_no_folder_of_its_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_library_names_neither_scratch_folder_nor_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     backend = module(HOROVOD / "build_backend.py")
     monkeypatch.setattr(backend, "_tensorflow", lambda: Path("/env/site-packages/tensorflow"))
     flags = backend._environment({}, tmp_path)["CXXFLAGS"].split()
