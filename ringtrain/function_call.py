@@ -7,6 +7,7 @@ that runs this module: it reads the file, calls the function, and leaves its val
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import linecache
 import os
@@ -116,7 +117,7 @@ def run(
         except OSError as error:
             raise LaunchError(
                 f"ringtrain.run: {parent}: function and arguments, {len(content):,} bytes, cannot be written:"
-                f" {error.strerror}: free space there"
+                f" {error.strerror}: {_fix_of(error)}"
             ) from error
         launch = [sys.executable, "-m", "ringtrain", "launch", "-np", str(np), *(["-H", hosts] if hosts else [])]
         rank = [sys.executable, "-m", "ringtrain.function_call", str(call)]
@@ -276,6 +277,15 @@ def main(call: Path) -> int:
     return 0
 
 
+def _fix_of(error: OSError) -> str:
+    """Fix of a file that cannot be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free space there"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "allow this user to write there"
+    return "check this directory"
+
+
 def _write_value(path: Path, content: bytes) -> None:
     try:
         path.write_bytes(content)
@@ -283,7 +293,7 @@ def _write_value(path: Path, content: bytes) -> None:
         path.unlink(missing_ok=True)  # so that there is space for the failure
         raise LaunchError(
             f"{path.parent}: the value of the function, {len(content):,} bytes, cannot be written: {error.strerror}:"
-            f" free space there, or save it elsewhere"
+            f" {_fix_of(error)}, or save it elsewhere"
         ) from error
 
 

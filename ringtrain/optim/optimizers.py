@@ -189,6 +189,9 @@ def first_and_largest_rate(optimizer: keras.optimizers.Optimizer) -> tuple[float
     rate = with_rate(optimizer)._learning_rate
     is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
 
+    if callable(rate) and not is_schedule and not isinstance(rate, keras.Variable):
+        rate = rate()  # as Keras calls it, without the step
+
     def at(step: int) -> float:
         number = ops.convert_to_numpy(rate(step) if is_schedule else rate)
         return float(f"{float(number):.7g}")  # the digits of float32

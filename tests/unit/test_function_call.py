@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import pickle
 import resource
 import subprocess
@@ -193,3 +195,18 @@ def test_the_launcher_knows_which_rank_failed_first_and_not_the_hosts_clocks(
         (tmp_path / f"failure-{number}").write_text(json.dumps(asdict(failure)))
     first = function_call._first_failure(tmp_path / "call", 2, message)
     assert first == f"rank {rank} on host failed first:\nTraceback\nValueError: {rank}"
+
+
+@pytest.mark.parametrize(
+    ("number", "fix"),
+    [(errno.ENOSPC, "free space"), (errno.EACCES, "allow this user to write"), (errno.ENOENT, "check this directory")],
+)
+def test_a_file_that_cannot_be_written_is_fixed_by_its_cause(
+    number: int, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "write_bytes", fails)
+    with pytest.raises(LaunchError, match=f"{os.strerror(number)}: {fix}"):
+        function_call._write_value(tmp_path / "value", b"")

@@ -12,7 +12,16 @@ import tensorflow as tf
 from ringtrain import hvd
 from ringtrain.config import Config, OptimizerConfig, ScheduleConfig, TrainConfig, option_types
 from ringtrain.derived import derive
-from ringtrain.optim.optimizers import LARS, OPTIMIZERS, SGD, LearningRate, build, is_decayed, last_learning_rate
+from ringtrain.optim.optimizers import (
+    LARS,
+    OPTIMIZERS,
+    SGD,
+    LearningRate,
+    build,
+    first_and_largest_rate,
+    is_decayed,
+    last_learning_rate,
+)
 from ringtrain.optim.schedules import Schedule
 
 STEPS = 12
@@ -281,3 +290,7 @@ def test_the_last_rate_is_the_one_that_was_used():
     for expected in (0.0, 0.25, 0.5, 0.75, 1.0, 1.0):
         optimizer.apply([tf.ones(())], [weight])
         assert last_learning_rate(optimizer) == expected
+
+
+def test_a_function_as_learning_rate_is_called_without_the_step() -> None:
+    assert first_and_largest_rate(keras.optimizers.SGD(lambda: 0.1)) == (0.1, 0.1)
