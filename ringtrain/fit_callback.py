@@ -294,15 +294,17 @@ class MetricsOfAllRanks(evaluation.Evaluation):
     """Metrics of all ranks where Keras' `fit` validates: its metrics then hold what they have seen of either data."""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        super().on_epoch_begin(epoch, logs)
         self.trained: dict[str, Any] = {}
         self.validated: dict[str, Any] = {}
 
     def on_test_begin(self, logs: Any = None) -> None:
         hvd.end_round(self.model)
-        self.trained = evaluation.over_all_ranks(self.model, 1)
+        self.trained = self.summed(1)
+        self.take_own()
 
     def on_test_end(self, logs: Any = None) -> None:
-        metrics = evaluation.over_all_ranks(self.model, 1)
+        metrics = self.summed(1)
         self.validated = {f"{self.run.validation.prefix}{name}": value for name, value in metrics.items()}
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -311,6 +313,6 @@ class MetricsOfAllRanks(evaluation.Evaluation):
         hvd.end_round(self.model)
         hvd.average_moving_statistics(self.model, self.run.config.model.not_averaged)
         logs = self.logs = {} if logs is None else logs
-        metrics = {**(self.trained or evaluation.over_all_ranks(self.model, 1)), **self.validated}
+        metrics = {**(self.trained or self.summed(1)), **self.validated}
         self.replace_by_means(logs, metrics)
         logs |= metrics

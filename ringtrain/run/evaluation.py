@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -42,6 +42,34 @@ class Evaluation(keras.callbacks.Callback):
         """of the last complete epoch"""
         self._left_out: set[str] = set()
         """names of logs that are no metrics and differ in shape between ranks"""
+        self.of_rank: list[NDArray[Any]] = []
+        self.of_all: list[NDArray[Any]] = []
+        """state of this rank's metrics at the last sum over the ranks, and that sum"""
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Gives metrics whose `reset_state` does nothing this rank's own state, or the ranks' sum would count again."""
+        variables = self.model.metrics_variables
+        kept = {id(variable): state for variable, *state in zip(variables, self.of_rank, self.of_all, strict=False)}
+        self.of_rank, self.of_all = [], []
+        for metric in _single_metrics(self.model.metrics):
+            states = [(variable, *kept[id(variable)]) for variable in metric.variables if id(variable) in kept]
+            if not any(np.any(of_all) for _, _, of_all in states):
+                continue  # a reset gives zeros, too
+            if all(np.array_equal(keras.ops.convert_to_numpy(variable), of_all) for variable, _, of_all in states):
+                for variable, of_rank, _ in states:
+                    variable.assign(of_rank)
+
+    def summed(self, num_samples: int, values: Sequence[NDArray[Any]] | None = None) -> dict[str, Any]:
+        """`over_all_ranks`; keeps what this rank had, for the next epoch. Collective."""
+        self.of_rank = states_of_metrics(self.model)
+        metrics = over_all_ranks(self.model, num_samples, values)
+        self.of_all = states_of_metrics(self.model)
+        return metrics
+
+    def take_own(self) -> None:
+        """Gives the metrics this rank's own state again, for an evaluation that may not reset all of them."""
+        for variable, value in zip(self.model.metrics_variables, self.of_rank, strict=True):
+            variable.assign(value)
 
     @hvd.during("evaluate")
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -50,12 +78,13 @@ class Evaluation(keras.callbacks.Callback):
         hvd.end_round(self.model)
         hvd.average_moving_statistics(self.model, self.run.config.model.not_averaged)
         logs = self.logs = {} if logs is None else logs
-        metrics = over_all_ranks(self.model, 1)
+        metrics = self.summed(1)
         self.replace_by_means(logs, metrics)
         logs |= metrics
         if not self.run.numbers.num_test or not self.run.validation.is_due(epoch):
             return
         begin_s = time.perf_counter()
+        self.take_own()
         parts = hvd.run_together(self._evaluate_shards, of_script=True)
         num_samples = sum(map(self.test.num_readable, self.shards))
         values = parts[0]
@@ -64,7 +93,7 @@ class Evaluation(keras.callbacks.Callback):
             for number, part in zip(self.own, parts, strict=True):
                 for rows, one in zip(values, part, strict=True):
                     rows[number] = one
-        metrics = over_all_ranks(self.model, num_samples, values)
+        metrics = self.summed(num_samples, values)
         logs |= {f"{self.run.validation.prefix}{name}": value for name, value in metrics.items()}
         self.seconds += time.perf_counter() - begin_s
 
@@ -112,6 +141,16 @@ class Evaluation(keras.callbacks.Callback):
         else:
             self.model.reset_metrics()
         return states_of_metrics(self.model)
+
+
+def _single_metrics(metrics: Sequence[keras.Metric]) -> Iterator[keras.Metric]:
+    """The metrics, and those that Keras wraps in one, each by itself."""
+    for metric in metrics:
+        parts = getattr(metric, "metrics", None)
+        if parts:
+            yield from _single_metrics(parts)
+        else:
+            yield metric
 
 
 def states_of_metrics(model: keras.Model) -> list[NDArray[Any]]:

@@ -77,6 +77,7 @@ def _not_summed(model: keras.Model, rows: Callable[[int, int], Any]) -> list[str
 
     kept = [*hvd.seeds(model), *hvd.global_seed(), *hvd.weights_of_one_rank(model)]
     before = [keras.ops.convert_to_numpy(variable) for variable in kept]
+    of_metrics = [(variable, keras.ops.convert_to_numpy(variable)) for variable in model.metrics_variables]
 
     def states(begin: int, end: int) -> list[list[Any]]:
         model.reset_metrics()
@@ -91,7 +92,8 @@ def _not_summed(model: keras.Model, rows: Callable[[int, int], Any]) -> list[str
     except Exception:  # of the script's own code; a step will raise it again
         return []
     finally:
-        model.reset_metrics()
+        for variable, value in of_metrics:  # a reset may do nothing
+            variable.assign(value)
         is_random = len(hvd.global_seed()) + len(hvd.seeds(model)) > len(kept)
         for variable, value in zip(kept, before, strict=True):
             is_random = is_random or not np.array_equal(variable, value)

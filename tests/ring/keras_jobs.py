@@ -320,6 +320,30 @@ def from_files() -> None:
     whole_job(make, table.iloc[:, :6], table.iloc[:, 6:], "table", validation_split=0.2)
 
 
+class RowsSinceTheStart(keras.metrics.Metric):
+    """Rows of all epochs and validations: nothing resets them."""
+
+    def __init__(self) -> None:
+        super().__init__(name="rows")
+        self.count = self.add_weight(initializer="zeros", name="count")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.count.assign_add(keras.ops.cast(keras.ops.shape(y_pred)[0], self.count.dtype))
+
+    def result(self) -> Any:
+        return self.count + 0.0
+
+    def reset_state(self) -> None:
+        """Does nothing."""
+
+
+def metrics_that_are_never_reset() -> None:
+    def make() -> keras.Model:
+        return compiled(dense(), metrics=["mae", RowsSinceTheStart()])
+
+    equals_one_process(make, X, Y, "never_reset", validation_data=(X[:20], Y[:20]), epochs=3)
+
+
 def several_steps_per_call() -> None:
     def make() -> keras.Model:
         return compiled(dense(), metrics=["mae"], steps_per_execution=2)

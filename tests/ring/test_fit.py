@@ -29,6 +29,7 @@ def _jobs() -> list[str]:
 NAMES = _jobs()
 ON_2_RANKS = {
     "random_pipelines",
+    "metrics_that_are_never_reset",
     *(
         "fitted_before",
         "fitted_twice",
