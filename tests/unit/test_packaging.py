@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import io
 import json
+import platform
 import re
 import subprocess
 import sys
@@ -119,6 +120,37 @@ def test_the_library_names_neither_scratch_folder_nor_environment(
     assert "-ffile-prefix-map=/env/site-packages=." in flags
 
 
+@pytest.mark.parametrize(
+    ("machine", "tensorflow"), [("x86_64", "tensorflow-cpu"), ("aarch64", "tensorflow"), ("riscv64", "")]
+)
+def test_the_backend_follows_the_processor(machine: str, tensorflow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    backend = module(HOROVOD / "build_backend.py")
+    if not tensorflow:
+        with pytest.raises(SystemExit, match=r"for riscv64: use one of x86_64, aarch64$"):
+            backend.build_wheel("")
+        return
+    assert f"{tensorflow}=={backend.TENSORFLOW}.*" in backend.get_requires_for_build_wheel()
+    flags = backend._environment({}, Path("/build"))["HOROVOD_BUILD_ARCH_FLAGS"]
+    assert flags and ("avx" in flags) == (machine == "x86_64")
+
+
+def test_a_wheel_is_named_by_its_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RINGTRAIN_MACHINE", "aarch64")
+    backend = module(HOROVOD / "build_backend.py")
+    horovod = tmp_path / "horovod"
+    (horovod / "horovod-0.28.1.dist-info").mkdir(parents=True)
+    for name in ("METADATA", "LICENSE"):
+        (horovod / "horovod-0.28.1.dist-info" / name).touch()
+    monkeypatch.setattr(backend, "_newest_glibc", lambda library: "2.28")
+    name = backend._pack(tmp_path, horovod, horovod / "horovod-0.28.1.dist-info" / "LICENSE", {})
+    assert name.endswith("-py3-none-manylinux_2_28_aarch64.whl")
+    with zipfile.ZipFile(tmp_path / name) as wheel:
+        libraries = {Path(path).name for path in wheel.namelist() if path.endswith(".so")}
+        assert json.loads(wheel.read("ringtrain_horovod/built_with.json")) == {"glibc": "2.28"}
+    assert libraries == {f"mpi_lib.cpython-{python}-aarch64-linux-gnu.so" for python in backend.PYTHONS}
+
+
 @pytest.fixture
 def packages(tmp_path: Path) -> Path:
     """A site-packages with ringtrain-horovod, as pip installs it, for TensorFlow 2.21, and an MPI."""
@@ -128,7 +160,7 @@ def packages(tmp_path: Path) -> Path:
     text = (HOROVOD / "ringtrain_horovod" / "__init__.py").read_text()
     (folder / "ringtrain_horovod" / "__init__.py").write_text(text)
     (folder / "ringtrain_horovod" / "built_with.json").write_text(
-        json.dumps({"tensorflow": "2.21.0", "mpi_from": "wheel"})
+        json.dumps({"tensorflow": "2.21.0", "mpi_from": "wheel", "glibc": "2.1"})
     )
     (folder / "ringtrain_horovod.pth").write_text("ringtrain_horovod/packages\n")
     installed(folder, "tensorflow-cpu", "2.21.3")
@@ -144,9 +176,9 @@ def installed(packages: Path, name: str, version: str) -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
-def problem_in(packages: Path) -> str:
+def problem_in(packages: Path, first: str = "pass") -> str:
     """In an interpreter that sees this site-packages alone."""
-    code = "import site, sys; site.addsitedir(sys.argv[1]); import ringtrain_horovod as r; print(r.problem())"
+    code = f"{first}; import site, sys; site.addsitedir(sys.argv[1]); import ringtrain_horovod as r; print(r.problem())"
     argv = [sys.executable, "-ISBc", code, str(packages)]
     return subprocess.run(argv, check=True, capture_output=True, text=True).stdout.strip()
 
@@ -173,6 +205,15 @@ def test_another_horovod_is_named(packages: Path) -> None:
     assert said.startswith(f"another Horovod is installed, in {packages / 'horovod'}: pip uninstall -y horovod")
 
 
+def test_an_old_c_library_is_named(packages: Path) -> None:
+    facts = {"tensorflow": "2.21.0", "mpi_from": "wheel", "glibc": "9.35"}
+    (packages / "ringtrain_horovod" / "built_with.json").write_text(json.dumps(facts))
+    said = problem_in(packages)
+    assert said.startswith("ringtrain-horovod needs glibc 9.35, this machine has 2.") and "\n" not in said
+    said = problem_in(packages, "import os; os.confstr = lambda name: None")
+    assert said.startswith("ringtrain-horovod needs glibc 9.35, this machine has another C library")
+
+
 def test_an_mpi_that_cannot_be_loaded_is_named(packages: Path) -> None:
     (packages.parents[1] / "libmpi.so.40").write_text("no library")
     said = problem_in(packages)
@@ -181,7 +222,7 @@ def test_an_mpi_that_cannot_be_loaded_is_named(packages: Path) -> None:
 
 def test_the_library_of_a_system_knows_its_mpi(packages: Path) -> None:
     (packages.parents[1] / "libmpi.so.40").write_text("no library")
-    facts = {"tensorflow": "2.21.0", "mpi_from": "system"}
+    facts = {"tensorflow": "2.21.0", "mpi_from": "system", "glibc": "2.1"}
     (packages / "ringtrain_horovod" / "built_with.json").write_text(json.dumps(facts))
     assert problem_in(packages) == ""
 

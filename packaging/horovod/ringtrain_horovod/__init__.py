@@ -10,14 +10,17 @@ import ctypes
 import importlib.metadata
 import importlib.util
 import json
+import os
+import platform
 from pathlib import Path
 
 HERE = Path(__file__).parent
 TENSORFLOW_DISTRIBUTIONS = ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-cpu-aws", "tf-nightly")
+TENSORFLOW_FOR_CPUS = "tensorflow-cpu" if platform.machine() == "x86_64" else "tensorflow"
 
 
 def built_with() -> dict[str, str]:
-    """Versions that this library was built with: `horovod`, `tensorflow`, `mpi`, `mpi_from`, `gpu`."""
+    """Versions that this library was built with: `horovod`, `tensorflow`, `mpi`, `mpi_from`, `gpu`, `glibc`."""
     facts: dict[str, str] = json.loads((HERE / "built_with.json").read_text(encoding="utf-8"))
     return facts
 
@@ -27,7 +30,7 @@ def problem() -> str:
 
     It loads neither TensorFlow nor Horovod.
     """
-    return _other_horovod() or _other_tensorflow() or _missing_mpi()
+    return _other_horovod() or _old_c_library() or _other_tensorflow() or _missing_mpi()
 
 
 def _other_horovod() -> str:
@@ -41,6 +44,25 @@ def _other_horovod() -> str:
     return f"another Horovod is installed, in {folder}: {fix}"
 
 
+def _old_c_library() -> str:
+    """In an environment that was copied from another machine: pip refuses a wheel that is too new."""
+    expected = built_with()["glibc"]
+    try:
+        name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
+    except (OSError, ValueError):
+        name, version = "", ""
+    if name != "glibc":
+        return f"ringtrain-horovod needs glibc {expected}, this machine has another C library: use Debian or Ubuntu"
+    if _numbers(version) >= _numbers(expected):
+        return ""
+    fix = "use Debian 12, Ubuntu 22.04 or later, or build it here: pip install path/to/ringtrain/packaging/horovod"
+    return f"ringtrain-horovod needs glibc {expected}, this machine has {version}: {fix}"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
 def _other_tensorflow() -> str:
     expected = built_with()["tensorflow"].rpartition(".")[0]
     for name in TENSORFLOW_DISTRIBUTIONS:
@@ -52,7 +74,8 @@ def _other_tensorflow() -> str:
             return ""
         fix = f"pip install '{name}=={expected}.*'"
         return f"ringtrain-horovod is built for TensorFlow {expected}, got {name} {version}: {fix}"
-    return f"TensorFlow is not installed: pip install 'tensorflow-cpu=={expected}.*', or tensorflow[and-cuda] for GPUs"
+    fix = f"pip install '{TENSORFLOW_FOR_CPUS}=={expected}.*', or tensorflow[and-cuda] for GPUs"
+    return f"TensorFlow is not installed: {fix}"
 
 
 def _missing_mpi() -> str:
