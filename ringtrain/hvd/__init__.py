@@ -25,7 +25,7 @@ model_parallel: a model over several devices of a rank
 """
 
 from ringtrain.errors import MissingDependency
-from ringtrain.hvd.process import uncollected
+from ringtrain.hvd.process import check_keras, uncollected
 from ringtrain.protocol.env import install
 
 try:
@@ -33,9 +33,10 @@ try:
         from ringtrain.hvd import backend  # first: it looks at Horovod before TensorFlow is loaded
     with uncollected():
         import keras
+    check_keras(keras.__version__)
 except MissingDependency:
     raise
-except ImportError as error:
+except Exception as error:  # libraries that do not fit each other fail by errors of any type
     raise MissingDependency(
         f"ringtrain.hvd needs TensorFlow and Horovod built for it ({error}): {install()} (docs/installation.md)"
     ) from error

@@ -14,7 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ringtrain.errors import MissingDependency
+from ringtrain.protocol.env import install
 from ringtrain.protocol.failures import report_no_init
+
+OLDEST_KERAS = (3, 15)
+"""older ones have other private parts than those that are patched here"""
 
 
 @dataclass
@@ -88,3 +93,11 @@ PROCESS = ProcessState()
 def _report_no_init() -> None:
     if not PROCESS.has_started:
         report_no_init()
+
+
+def check_keras(version: str) -> None:
+    """Raises MissingDependency if this Keras is too old."""
+    if tuple(map(int, version.split(".")[:2])) < OLDEST_KERAS:
+        oldest = ".".join(map(str, OLDEST_KERAS))
+        fix = install(f"keras=={oldest}.*")
+        raise MissingDependency(f"ringtrain.hvd needs Keras {oldest} or later, got {version}: {fix}")

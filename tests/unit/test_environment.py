@@ -1,4 +1,4 @@
-"""Environment variables that `hvd.init` sets for Open MPI, unless they are set already."""
+"""Environment variables that `hvd.init` sets for Open MPI, unless they are set already; the version of Keras."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from ringtrain.errors import MissingDependency
 from ringtrain.hvd.collectives import prepare_environment
+from ringtrain.hvd.process import check_keras
 
 RANK = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
 
@@ -33,3 +35,10 @@ def test_mpi_yields_the_processor_if_ranks_use_all_cores(tmp_path: Path) -> None
         environ = RANK | chosen
         prepare_environment(environ, tmp_path, num_cores=cores, nccl=False)
         assert environ.get(yielding) == expected
+
+
+def test_an_old_keras_is_refused_in_one_line() -> None:
+    for version in ("3.15.0", "3.15.1", "3.16.0.dev2026112500", "4.0.0rc1"):
+        check_keras(version)
+    with pytest.raises(MissingDependency, match=r"^ringtrain.hvd needs Keras 3.15 or later, got 3.9.2: .+$"):
+        check_keras("3.9.2")
