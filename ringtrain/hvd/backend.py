@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ringtrain.config import HvdConfig
 from ringtrain.errors import ConfigError, MissingDependency
 from ringtrain.protocol.env import ALONE, COLLECTIVES, for_this_environment
+from ringtrain.protocol.launchers import other_launcher
 
 WITH_HOROVOD = os.environ.get(COLLECTIVES) not in ("mpi4py", ALONE)
 
@@ -17,7 +18,7 @@ if WITH_HOROVOD and importlib.util.find_spec("ringtrain_horovod"):
     import ringtrain_horovod
 
     # A Horovod that was built for another TensorFlow or MPI would fail without a reason.
-    problem = ringtrain_horovod.problem()
+    problem = ringtrain_horovod.problem() or other_launcher(os.environ, ringtrain_horovod.built_with()["mpi"])
     if problem:
         raise MissingDependency(for_this_environment(problem))
 

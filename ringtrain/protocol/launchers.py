@@ -43,6 +43,18 @@ def launched_rank(environ: Mapping[str, str] = os.environ) -> int | None:
     return next((int(environ[name]) for name in launchers if name in environ), None)
 
 
+def other_launcher(environ: Mapping[str, str], mpi: str) -> str:
+    """Reason why a rank of MPICH's or Intel MPI's launcher cannot use a library built with `mpi`, or "".
+
+    Open MPI would end the process with an error of its own, or take it for a job of one rank.
+    """
+    hydra, open_mpi = RANK_VARIABLES["Hydra"], RANK_VARIABLES["Open MPI"]
+    if "Open MPI" not in mpi or hydra.local_size not in environ or open_mpi.rank in environ:
+        return ""
+    text = "this rank was started by the mpirun of MPICH or Intel MPI, but Horovod is built with Open MPI"
+    return f"{text}: start it by Open MPI's mpirun, or by ringtrain launch"
+
+
 def in_shell(field: str) -> str:
     """Shell expression with the value of one variable under any launcher; empty without a launcher."""
     text = ""

@@ -20,6 +20,7 @@ import pytest
 import ringtrain
 from ringtrain.cluster import processes
 from ringtrain.cluster.plans import openmpi
+from ringtrain.protocol import launchers
 from ringtrain.protocol.env import for_this_environment, install
 
 ROOT = Path(__file__).parents[2]
@@ -225,6 +226,15 @@ def test_the_library_of_a_system_knows_its_mpi(packages: Path) -> None:
     facts = {"tensorflow": "2.21.0", "mpi_from": "system", "glibc": "2.1"}
     (packages / "ringtrain_horovod" / "built_with.json").write_text(json.dumps(facts))
     assert problem_in(packages) == ""
+
+
+def test_ranks_of_another_mpi_are_told_which_one() -> None:
+    hydra = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+    built_with = "mpirun (Open MPI) 4.1.8"
+    assert launchers.other_launcher(hydra, built_with).endswith("start it by Open MPI's mpirun, or by ringtrain launch")
+    assert launchers.other_launcher(hydra | {"OMPI_COMM_WORLD_RANK": "0"}, built_with) == ""
+    assert launchers.other_launcher(hydra, "mpirun (MPICH) 4.0") == ""
+    assert launchers.other_launcher({"PMI_RANK": "0", "SLURM_PROCID": "0"}, built_with) == "", "Slurm's PMI-2"
 
 
 def test_an_unconfigured_open_mpi_is_told_how_to_reach_hosts(tmp_path: Path) -> None:
