@@ -12,9 +12,10 @@ import shutil
 import subprocess
 import sys
 
+from packaging.requirements import Requirement
+
 from dist import ROOT, write_checksums
 from dist import main as write_dist
-from packaging.requirements import Requirement
 
 
 def main() -> int:
