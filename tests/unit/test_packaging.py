@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 
 import ringtrain
 from ringtrain.cluster import processes
@@ -293,3 +294,19 @@ def test_a_program_of_an_environment_that_is_not_activated_is_not_installed_agai
     (tmp_path / "bin" / "activate").write_text("")
     assert processes.how_to_get("mpirun", str(tmp_path)).endswith(f"source {tmp_path}/bin/activate")
     assert processes.how_to_get("srun", str(tmp_path)) == "choose another --launcher"
+
+
+def test_workflows_call_targets_of_the_makefile_on_all_pythons() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())
+    commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    assert {command.removeprefix("make ") for command in commands} <= targets, commands
+    assert {"make lint", "make test"} <= {*commands}
+    pythons = workflow["jobs"]["test"]["strategy"]["matrix"]["python"]
+    assert pythons == [f"{python[0]}.{python[1:]}" for python in module(HOROVOD / "build_backend.py").PYTHONS]
+
+
+def test_the_devcontainer_is_a_stage_of_the_dockerfile() -> None:
+    build = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())["build"]
+    dockerfile = (ROOT / ".devcontainer" / build["dockerfile"]).read_text()
+    assert f" AS {build['target']}\n" in dockerfile
