@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import MutableMapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringtrain.config import HvdConfig
@@ -17,6 +19,9 @@ WITH_HOROVOD = os.environ.get(COLLECTIVES) not in ("mpi4py", ALONE)
 if WITH_HOROVOD and importlib.util.find_spec("ringtrain_horovod"):
     import ringtrain_horovod
 
+    # Installed after this process began, as by a cell of a notebook: Python has not read its .pth file.
+    if importlib.util.find_spec("horovod") is None:
+        sys.path.append(str(Path(ringtrain_horovod.__file__).parent / "packages"))
     # A Horovod that was built for another TensorFlow or MPI would fail without a reason.
     problem = ringtrain_horovod.problem() or other_launcher(os.environ, ringtrain_horovod.built_with()["mpi"])
     if problem:

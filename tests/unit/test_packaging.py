@@ -310,3 +310,10 @@ def test_the_devcontainer_is_a_stage_of_the_dockerfile() -> None:
     build = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())["build"]
     dockerfile = (ROOT / ".devcontainer" / build["dockerfile"]).read_text()
     assert f" AS {build['target']}\n" in dockerfile
+
+
+def test_horovod_is_found_in_a_process_that_began_before_it_was_installed() -> None:
+    forgets = "import sys; sys.path[:] = [entry for entry in sys.path if 'ringtrain_horovod' not in entry]"
+    code = f"{forgets}; import ringtrain.hvd as hvd, horovod; print(horovod.__file__)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert Path("ringtrain_horovod", "packages", "horovod").as_posix() in ended.stdout, ended.stderr
