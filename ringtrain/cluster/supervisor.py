@@ -255,7 +255,9 @@ class Supervisor:
             agent.num_signaled = -1
             agent.send(f"catching {number} {' '.join(by_host[agent.host])}")
         deadline = time.monotonic() + CATCH_S
-        while any(agent.num_signaled < 0 for agent in told) and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            if not any(agent.num_signaled < 0 and not agent.has_exited for agent in told):
+                break
             self._poll()
         if not any(agent.num_signaled > 0 for agent in told):
             for agent in told:

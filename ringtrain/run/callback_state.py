@@ -14,7 +14,7 @@ import json
 import pickle
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -57,31 +57,35 @@ class CallbackState:
 
     def begin(self) -> None:
         """Notes what cannot be saved, after callbacks have prepared their training."""
-        self._unsaved = [self._unsavable(callback) for callback in self.callbacks]
+        saved = [self._saved(number) for number in range(len(self.callbacks))]
+        self._unsaved = [self._unsavable(*pair) for pair in zip(self.callbacks, saved, strict=True)]
 
     def save(self) -> tuple[list[dict[str, Any]], Arrays]:
         """Returns plain values by callback, and arrays apart, each under a name."""
         states, arrays = [], Arrays()
         for number, callback in enumerate(self.callbacks):
-            values = {}
-            for name, (digest, value, parts) in self._saved(number).items():
+            values, saved = {}, self._saved(number)
+            self._report(number, saved)
+            for name, (digest, value, parts) in saved.items():
                 if digest != self._first[number].get(name):
                     values[name] = value
                     arrays |= {key: np.array(array) for key, array in parts.items()}  # training continues meanwhile
             states.append({"class": type(callback).__name__, "values": values})
-        self._report()
         return states, arrays
 
     def _saved(self, number: int) -> dict[str, tuple[bytes, Any, Arrays]]:
         """Digest, plain value and arrays of each attribute of a callback that can be saved."""
         return values_of(self.callbacks[number], variables_of(self.model), f"callback-{number}")
 
-    def _unsavable(self, callback: keras.callbacks.Callback) -> dict[str, Any]:
-        """Content or identity of each attribute of a callback that cannot be saved, except those that Keras keeps."""
+    def _unsavable(self, callback: keras.callbacks.Callback, saved: Container[str]) -> dict[str, Any]:
+        """Content or identity of each attribute of a callback that cannot be saved, except those that Keras keeps.
+
+        saved: Names of those that can.
+        """
         known, kept_by_keras = variables_of(self.model), _attributes_of_keras(callback)
         marks = {}
         for name, value in vars(callback).items():
-            if name in kept_by_keras or name in NO_STATE:
+            if name in saved or name in kept_by_keras or name in NO_STATE:
                 continue
             try:
                 encoded(value, known, name, {})
@@ -91,17 +95,19 @@ class CallbackState:
                 marks[name] = content_of(value)
         return marks
 
-    def _report(self) -> None:
-        """Names, once, what changes and cannot be saved."""
-        for callback, before in zip(self.callbacks, self._unsaved, strict=False):
-            for name, mark in self._unsavable(callback).items():
-                path = f"{type(callback).__name__}.{name}"
-                if mark == before.get(name) or path in self._reported:
-                    continue
-                self._reported.add(path)
-                kind = type(vars(callback)[name]).__name__
-                text = f"{path} changes and cannot be saved ({kind}): a resumed run has what the script sets"
-                print(f"ringtrain: {text}; numbers, arrays and variables are saved", file=sys.stderr, flush=True)
+    def _report(self, number: int, saved: Container[str]) -> None:
+        """Names, once, what of a callback changes and cannot be saved."""
+        if not self._unsaved:  # training has not begun
+            return
+        callback, before = self.callbacks[number], self._unsaved[number]
+        for name, mark in self._unsavable(callback, saved).items():
+            path = f"{type(callback).__name__}.{name}"
+            if mark == before.get(name) or path in self._reported:
+                continue
+            self._reported.add(path)
+            kind = type(vars(callback)[name]).__name__
+            text = f"{path} changes and cannot be saved ({kind}): a resumed run has what the script sets"
+            print(f"ringtrain: {text}; numbers, arrays and variables are saved", file=sys.stderr, flush=True)
 
 
 def variables_of(model: Any) -> set[int]:
