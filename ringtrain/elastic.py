@@ -124,7 +124,8 @@ def _begin(process: Process, job: Job, state: Any, terminal: Any) -> Mapping[str
     if summary:
         return summary
     state.folder = str(consistency.make_folder(process, numbers, start))
-    state.start, state.progress = start, 2 * start.global_step + 1
+    # Without the callbacks' state, which would be set again after each change of ranks.
+    state.start, state.progress = dataclasses.replace(start, callbacks=()), 2 * start.global_step + 1
     state.place = Place(planned, started=time.time(), **_place_of(saved, start))
     console.show_plan(terminal, process, numbers, process.strategy.hosts(), job.plan)
     console.show_start(terminal, process, start)

@@ -254,7 +254,10 @@ class KeptFit:
 
     def __init__(self, config: Config, model: keras.Model, steps: int, batch_size: int) -> None:
         self.model, self.steps, self.batch_size = model, steps, batch_size
-        self.faults, self.code = fault_injection.parse(config.chaos), script.code_of_script()
+        self.faults = fault_injection.parse(config.chaos)
+
+    def code(self) -> Mapping[str, str]:
+        return script.code_of_script()
 
     def pin(self, strategy: Strategy) -> Pinning:
         return script.pin_late(strategy.config)

@@ -140,7 +140,7 @@ def setup(config: Config, source: Source, group: RankGroup | None, stages: journ
         is_first=is_first,
         strategy=strategy,
         pinning=pinning,
-        code={**strategy.together(lambda: consistency.of_code(config, tracking.versions())), **source.code},
+        code=strategy.together(lambda: {**consistency.of_code(config, tracking.versions()), **source.code()}),
         status=status.StatusLine(hvd.rank()),
         signals=stopping.Signals(events),
         journal=events,

@@ -1,4 +1,4 @@
-"""State of a script's callbacks: what their attributes keep, as values of a checkpoint's manifest and arrays apart.
+"""State of the user's callbacks: what their attributes keep, as values of a checkpoint's manifest and arrays apart.
 
 These are numbers, lists, dicts, sets, arrays, tensors, variables, and the variables of Keras' objects, such as metrics
 and models. In the manifest, a value that JSON does not know is a dictionary whose first key names its kind.
@@ -106,7 +106,7 @@ class CallbackState:
                 continue
             self._reported.add(path)
             kind = type(vars(callback)[name]).__name__
-            text = f"{path} changes and cannot be saved ({kind}): a resumed run has what the script sets"
+            text = f"{path} changes and cannot be saved ({kind}): a resumed run has what your code sets"
             print(f"ringtrain: {text}; numbers, arrays and variables are saved", file=sys.stderr, flush=True)
 
 

@@ -35,14 +35,15 @@ class Source(Protocol):
     """Who brings data, model and callbacks of a run.
 
     Attributes:
-        code: Checksums of its code, which must be the same on all ranks.
         faults: That are injected.
         is_quiet: Whether nothing is printed.
     """
 
-    code: Mapping[str, str]
     faults: tuple[Fault, ...]
     is_quiet: bool
+
+    def code(self) -> Mapping[str, str]:
+        """Checksums of its code, which must be the same on all ranks."""
 
     def pin(self, strategy: Strategy) -> Pinning:
         """Pins this rank's devices."""
@@ -143,7 +144,7 @@ class RunContext(Process, Job):
     monitor: Monitor | None = None
     timeline: Timeline | None = None
     callbacks: Callbacks = field(init=False)
-    """set by `fit`"""
+    """set by `train.training`"""
     started: float = 0.0
     """Unix time at which training began"""
 

@@ -24,15 +24,15 @@ def train(run: RunContext) -> None:
     """
     model, clock = run.model, run.clock
     callbacks = CallbacksOfRun(run)
-    # A resumed run may have reached its target before.
-    model.stop_training = bool(run.callbacks.stop.stopped_by)
+    model.stop_training = False
     logs: Mapping[str, Any] | None = None
 
     with run.strategy.training(run) as batches_of:
         callbacks.on_train_begin()
         callback_state.restore_callbacks(run.users_callbacks, run.start.callbacks)
 
-        while clock.epoch < run.config.train.epochs and not model.stop_training:
+        # The ranks agree on the end: a callback of one alone may set `stop_training`.
+        while clock.epoch < run.config.train.epochs and not run.callbacks.stop.stopped_by:
             # All of an epoch, or what is left of it: after a resume, or after a change of ranks.
             epoch, steps = clock.begin_epoch()
             model.reset_metrics()

@@ -53,7 +53,7 @@ class Start:
     monitored: tuple[float, ...] = ()
     """Values of train.monitor, one per complete epoch, if it was monitored."""
     callbacks: Sequence[Mapping[str, Any]] = ()
-    """State of the callbacks of `ringtrain.fit`."""
+    """State of the callbacks of a script or of train.callbacks."""
     is_ended: bool = False
     """Whether a callback of a script has ended this run there."""
     metrics_state: tuple[NDArray[Any], ...] = ()
@@ -268,7 +268,7 @@ def manifest_of(folder: Path | None) -> Mapping[str, Any]:
 
 
 def callbacks_of(folder: Path) -> Sequence[Mapping[str, Any]]:
-    """Returns the state of a script's callbacks in the checkpoint that `restore` would find."""
+    """Returns the state of the user's callbacks in the checkpoint that `restore` would find."""
     return _find(folder, must=True)[1].callbacks
 
 

@@ -78,11 +78,18 @@ def add_model(process: Process, job: Job, config: Config, named: Named) -> None:
     together = process.strategy.together
     keras.utils.clear_session()  # each run of a process gives its layers the same names, which checkpoints hold
     job.model = compiled_model(named, job.data_set, config, job.numbers, process.strategy, plan=job.plan)
+    _check_own_fit(job.model, config)
     if job.prepare:
         job.prepare(job.model)
     compiled = identity.of_compiled(job.model)  # by its own function, perhaps
     job.checksums, job.of_name = {**job.checksums, **compiled}, {*job.of_name, *compiled}
     has_classes = job.data_set.train.has_classes
+    steps, per_call = job.numbers.steps_per_epoch, job.model.steps_per_execution
+    if has_classes and steps % per_call:
+        raise ConfigError(
+            f"model.name: {config.model.name} compiles steps_per_execution={per_call}, but an epoch has {steps} steps:"
+            f" give it a divisor of them"
+        )
     if has_classes:  # else, if the model cannot be exported, its weights alone are
         together(lambda: checkpoint.check_exportable(job.model))
     # One that is not built is that of a `compile` without arguments, which the model's own train_step does not use.
@@ -213,6 +220,17 @@ def split_model(model: keras.Model, config: Config) -> dict[str, str]:
 def _has_own_optimizer(model: keras.Model, config: Config) -> bool:
     """Returns whether a model is compiled by its own function, and no option asks for another optimizer."""
     return model.compiled and not any(one.startswith(("optimizer.", "schedule.")) for one in changed_options(config))
+
+
+def _check_own_fit(model: keras.Model, config: Config) -> None:
+    """Raises ConfigError for a model that prepares its data in a `fit` of its own, which is not called here."""
+    import keras
+
+    if type(model).fit is not keras.Model.fit:
+        raise ConfigError(
+            f"model.name: {config.model.name} returns a {type(model).__name__}, which has a fit of its own: train it"
+            f" by ringtrain.fit, or put its changes into train_step"
+        )
 
 
 def _check_own_compile(config: Config, strategy: Strategy) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ringtrain import data, models
@@ -25,12 +24,15 @@ if TYPE_CHECKING:
 class ConfiguredSource:
     """Data, model and callbacks that the configuration names; see `run.context.Source`."""
 
-    code: Mapping[str, str] = MappingProxyType({})
     is_quiet = False
 
     def __init__(self, config: Config) -> None:
         self.named = setup.find(config)
         self.faults = self.named.faults
+
+    def code(self) -> Mapping[str, str]:
+        """Empty: modules that the configuration names are compared in any case."""
+        return {}
 
     def pin(self, strategy: Strategy) -> Pinning:
         return strategy.begin()

@@ -39,8 +39,11 @@ class ScriptSource:
     def __init__(self, config: Config, model: keras.Model, arguments: data.FitArguments) -> None:
         self.model, self.arguments = model, arguments
         self.history = keras.callbacks.History()
-        self.faults, self.code = fault_injection.parse(config.chaos), code_of_script()
+        self.faults = fault_injection.parse(config.chaos)
         self.is_quiet = arguments.verbose == 0
+
+    def code(self) -> Mapping[str, str]:
+        return code_of_script()
 
     def pin(self, strategy: Strategy) -> Pinning:
         return pin_late(strategy.config)

@@ -157,6 +157,7 @@ class Strategy:
             tf.zeros([1, *input_shape]), tf.zeros([1], tf.int64), tf.zeros([1, num_classes]), sample_weight=None
         )
         model.reset_metrics()
+        model.steps_per_execution = 1  # a step here is a call of its own
         object.__setattr__(model, "_distribute_strategy", None)  # evaluate runs on one copy, without the strategy
 
     def gradient_norm(self, optimizer: keras.optimizers.Optimizer) -> hvd.GradientNorm | None:

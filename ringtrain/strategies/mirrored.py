@@ -1,7 +1,7 @@
 """TensorFlow's strategies with a copy of the weights per device, which reduce gradients in every step.
 
-The variables of model and optimizer belong to the strategy, metrics are local to the process. Keras' fit does not run
-under all these strategies. A step calls the model's train_step on each copy.
+The variables of model and optimizer belong to the strategy, metrics are local to the process. A step calls
+the model's train_step on each copy.
 """
 
 from __future__ import annotations

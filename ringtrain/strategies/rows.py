@@ -89,4 +89,5 @@ def errors_named(name: str) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        raise DataError(str(error).replace("ringtrain.fit:", f"{name}:", 1)) from error
+        error.args = (str(error).replace("ringtrain.fit:", f"{name}:", 1), *error.args[1:])
+        raise

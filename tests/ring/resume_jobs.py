@@ -322,6 +322,19 @@ def a_callback_ends_a_loss_of_nan_quietly() -> None:
     assert saved[-1] == "step-00000003", saved
 
 
+def one_rank_that_stops_before_the_first_step_stops_all() -> None:
+    """After a step: the others wait for it until then."""
+
+    class Stops(keras.callbacks.Callback):
+        def on_train_begin(self, logs: Any = None) -> None:
+            self.model.stop_training = hvd.rank() == hvd.size() - 1
+
+    given = {"batch_size": 32, "epochs": 3, "verbose": 0, "name": "stops-before"}
+    history = ringtrain.fit(_plain(), X, Y, callbacks=[Stops()], options=options(health=AT_ONCE), **given)
+    summary = json.loads((history.run / "summary.json").read_text())
+    assert summary["stopped_by"] == "a callback" and summary["global_step"] == 1, summary
+
+
 def seeds_go_on_with_another_number_of_ranks() -> None:
     """Begun by 2 ranks and continued by 3: no rank draws the numbers of its first epoch again, or another rank's."""
     seen: list[Any] = []

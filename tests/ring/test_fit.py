@@ -44,7 +44,7 @@ ON_2_RANKS = {
     *("a_kept_fit_resumes_after_a_whole_epoch", "a_kept_fit_ends_on_all_ranks", "a_kept_fit_refuses_what_cannot_work"),
     *("multi_label", "several_steps_per_call", "segmentation", "texts_with_masks_and_lstm", "gan", "from_files"),
     *("configured_regression", "configured_batches", "configured_inputs_and_outputs", "rates_that_begin_at_0"),
-    "a_run_that_a_callback_has_stopped_trains_no_further",
+    *("a_run_that_a_callback_has_stopped_trains_no_further", "one_rank_that_stops_before_the_first_step_stops_all"),
     *("logs_that_differ_by_rank", "a_kept_fit_leaves_random_numbers_as_keras_does"),
     *("a_stop_saves_the_weights_of_its_step", "a_callback_that_stops_within_an_epoch_leaves_the_averages"),
     *("an_epoch_begins_once", "a_kept_fit_saves_before_and_exports_after_other_callbacks"),

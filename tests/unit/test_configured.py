@@ -437,6 +437,50 @@ def test_misspelled_names(changed: dict[str, Any], message: str) -> None:
         setup.find(Config(data=DataConfig(name="a:b"), model=ModelConfig(**changed)))
 
 
+class OwnFit(keras.Sequential):
+    def fit(self, *args: Any, **named: Any) -> Any:
+        return super().fit(*args, **named)
+
+
+def samples() -> Any:
+    return (X, np.arange(len(X)) % 3), (X[:9], np.arange(9) % 3)
+
+
+def classifier(shape: tuple[int, ...], classes: int, steps: int = 1, kind: Any = keras.Sequential) -> keras.Model:
+    model = kind([keras.Input(shape), keras.layers.Dense(classes)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1), loss, steps_per_execution=steps)
+    return model
+
+
+def classifier_of_two_steps(shape: tuple[int, ...], classes: int) -> keras.Model:
+    return classifier(shape, classes, steps=2)
+
+
+def classifier_of_three_steps(shape: tuple[int, ...], classes: int) -> keras.Model:
+    return classifier(shape, classes, steps=3)
+
+
+def classifier_with_a_fit(shape: tuple[int, ...], classes: int) -> keras.Model:
+    return classifier(shape, classes, kind=OwnFit)
+
+
+def test_steps_per_execution_of_a_compiled_model(start: Callable[..., Any]) -> None:
+    batch = ("--train.batch-size", str(len(X) // 4))
+    checksums = [
+        start("samples", model, *batch, name=model)[1]["checksum"]
+        for model in ("classifier", "classifier_of_two_steps")
+    ]
+    assert checksums[0] == checksums[1]
+    with pytest.raises(ConfigError, match="compiles steps_per_execution=3, but an epoch has 4 steps"):
+        start("samples", "classifier_of_three_steps", *batch, name="three")
+
+
+def test_a_model_with_a_fit_of_its_own_is_refused(start: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="returns a OwnFit, which has a fit of its own"):
+        start("samples", "classifier_with_a_fit")
+
+
 def test_lower_errors_are_better() -> None:
     assert all(
         map(lower_is_better, ("test_mae", "mse", "test_kl_divergence", "test_b_mape", "poisson", "false_positives"))
