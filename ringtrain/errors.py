@@ -72,7 +72,7 @@ class MissingDependency(RingtrainError, ImportError):
 
 
 class OutOfSync(RingtrainError):
-    """Ranks with different weights or optimizers, or gradients that are not averaged."""
+    """Ranks with different weights or optimizers, or in different calls, or gradients that are not averaged."""
 
 
 class RankError(RingtrainError):

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tensorflow.python.ops import control_flow_v2_func_graphs as func_graphs
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from ringtrain.errors import LaunchError, RingtrainError
+from ringtrain.errors import LaunchError, OutOfSync, RingtrainError
 from ringtrain.hvd.backend import WITH_HOROVOD, Average, Compression, ProcessSet, global_process_set, horovod
 from ringtrain.hvd.keras_patches import report_trained_alone, teach_keras
 from ringtrain.hvd.placement import CPU, check_local_placement
@@ -212,15 +212,27 @@ def allgather_object(
         session: Session of TensorFlow 1; ignored in eager mode.
         name: Name of the operation. None: that of the object's type, which must then be the same on every rank.
         process_set: Ranks that take part.
+
+    Raises:
+        OutOfSync: On every rank: another rank has called it with another name.
     """
     if not tf.executing_eagerly() or not WITH_HOROVOD:
         return horovod.allgather_object(obj, session=session, name=name, process_set=process_set)
     with tf.device(CPU):
-        pickled = tf.constant(np.frombuffer(cloudpickle.dumps(obj), np.uint8))
+        pickled = tf.constant(np.frombuffer(cloudpickle.dumps((name, obj)), np.uint8))
         stream = io.BytesIO(
             horovod.allgather(pickled, name=name or type(obj).__name__, process_set=process_set).numpy()
         )
-    return [cloudpickle.load(stream) for _ in range(process_set.size())]  # a pickle marks its end
+    parts = [cloudpickle.load(stream) for _ in range(process_set.size())]  # a pickle marks its end
+    # Outside of a graph Horovod pairs calls by their order, whatever their names.
+    for rank, (other, _) in zip(process_set.ranks or range(process_set.size()), parts, strict=True):
+        if other != parts[0][0]:
+            raise OutOfSync(
+                f"the ranks are out of step: rank {rank} is at {other or 'a call without a name'}, the first one at"
+                f" {parts[0][0] or 'a call without a name'}: make the same calls in the same order on every rank, none"
+                f" under a condition such as hvd.rank() == 0"
+            )
+    return [obj for _, obj in parts]
 
 
 def broadcast_object(

@@ -23,6 +23,14 @@ def equal_ranks_have_one_checksum():
     assert hvd.check_in_sync(model) != checksums[0], "other weights, the same checksum"
 
 
+def ranks_in_different_calls_are_told():
+    names = ["ours", *["theirs"] * (hvd.size() - 1)]
+    message = small.raised(OutOfSync, lambda: hvd.allgather_object(0, name=names[hvd.rank()]))
+    assert message.startswith("the ranks are out of step: rank 1 is at theirs, the first one at ours: "), message
+    mixed = hvd.allgather_object(None if hvd.rank() else 1)
+    assert mixed == [1, *[None] * (hvd.size() - 1)], "objects of different types, without a name"
+
+
 def a_disturbed_weight_is_named():
     model = _trained()
     if hvd.rank() == 1:
