@@ -14,7 +14,7 @@ from ringtrain.config import CheckpointConfig, Config, HvdConfig, OptimizerConfi
 from ringtrain.derived import derive
 from ringtrain.errors import ConfigError
 from ringtrain.protocol.attempt import Attempt
-from ringtrain.run import consistency, console, resume, run_folder
+from ringtrain.run import consistency, resume, run_folder
 from ringtrain.run.checkpoint import Checkpoint
 
 ADASUM = Config(
@@ -108,8 +108,8 @@ def test_a_run_is_complete_with_all_that_it_is_to_export(tmp_path, monkeypatch, 
     lock.take(tmp_path)
 
     def is_complete(**options) -> bool:
-        strategy = SimpleNamespace(console=lambda: console.console_for(0))
-        process = SimpleNamespace(config=Config(checkpoint=CheckpointConfig(**options)), lock=lock, strategy=strategy)
+        source = SimpleNamespace(is_quiet=False)
+        process = SimpleNamespace(config=Config(checkpoint=CheckpointConfig(**options)), lock=lock, source=source)
         return bool(consistency.complete_summary(process, start, is_trained=True))
 
     assert not is_complete()
