@@ -197,6 +197,6 @@ def why_failed(transfer: Transfer, code: int, text: str) -> str:
         return f"{host}: {reason}: rsync 3.2.3 or later is needed, here and there"
     if code in TIMED_OUT:
         return f"{host}: {transfer.folder.path}: {reason}: check the network, or raise --start-timeout"
-    if code == SSH_FAILED:
+    if code == SSH_FAILED or reason.startswith("ssh: "):  # by timing, rsync has an error of its own first
         return f"{host} does not answer: {reason}: see ringtrain doctor -H {host}"
     return f"{host}: {transfer.folder.path} could not be sent: {reason}"

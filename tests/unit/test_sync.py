@@ -92,6 +92,7 @@ CLOSED = "rsync: connection unexpectedly closed (0 bytes received so far) [sende
     [
         (127, f"bash: rsync: command not found\n{CLOSED}", "host1 has no rsync: install it there"),
         (255, f"Welcome!\nssh: no route to host\n{CLOSED}", "host1 does not answer: ssh: no route to host"),
+        (12, f"ssh: connect to host host1 port 22: refused\n{CLOSED}", "host1 does not answer: ssh: connect to host"),
         (30, "rsync error: timeout (code 30)", "host1: /work: rsync exited with code 30: check the network, or"),
         (11, "rsync: mkdir failed\nrsync error: x", "host1: /work could not be sent: rsync: mkdir failed"),
         (
