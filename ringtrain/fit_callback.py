@@ -16,14 +16,12 @@ from ringtrain.config import Config, changed_options, with_values
 from ringtrain.errors import ConfigError
 from ringtrain.hvd.callbacks import refuse_other_batches
 from ringtrain.hvd.keras_patches import distributed
-from ringtrain.monitor import fault_injection, journal
+from ringtrain.monitor import journal
 from ringtrain.protocol.json_text import parse_json
 from ringtrain.run import console, evaluation, identity, model_state, resume
 from ringtrain.run.context import Job, Process, RunContext, Validation
-from ringtrain.run.devices import Pinning
 from ringtrain.run.run_folder import METRICS, NO_METRICS
 from ringtrain.sources import OPTIONS, script
-from ringtrain.strategies.base import Strategy
 from ringtrain.strategies.ring import OF_OPTIMIZER
 
 ONLY_IN_FIT = ("checkpoint.every_steps", "checkpoint.every_minutes", *OF_OPTIMIZER)
@@ -247,26 +245,14 @@ class Run(keras.callbacks.Callback):
                 raise error
 
 
-class KeptFit:
-    """A model that a script trains by Keras' own `fit`, which can begin with any epoch only; see `context.Source`."""
-
-    is_quiet = False
+class KeptFit(script.ModelOfScript):
+    """A model that a script trains by Keras' own `fit`, which can begin with any epoch only."""
 
     def __init__(self, config: Config, model: keras.Model, steps: int, batch_size: int) -> None:
-        self.model, self.steps, self.batch_size = model, steps, batch_size
-        self.faults = fault_injection.parse(config.chaos)
+        super().__init__(config, model)
+        self.steps, self.batch_size = steps, batch_size
 
-    def code(self) -> Mapping[str, str]:
-        return script.code_of_script()
-
-    def pin(self, strategy: Strategy) -> Pinning:
-        return script.pin_late(strategy.config)
-
-    def read(self, process: Process) -> Job:
-        job: Job = process.strategy.together(lambda: self._job(process))
-        return job
-
-    def _job(self, process: Process) -> Job:
+    def job(self, process: Process) -> Job:
         model, rows = self.model, self.batch_size * hvd.size()
         numbers = script.adopt(process, model, "script", self.steps * rows, 0, rows)
         plan = script.plan_of(process, model, numbers, "the epoch that was not complete")
@@ -288,9 +274,6 @@ class KeptFit:
             resumes_within_epochs=False,
             evaluation=MetricsOfAllRanks,
         )
-
-    def add_model(self, process: Process, job: Job) -> None:
-        """Does nothing: the job has the script's model."""
 
 
 class MetricsOfAllRanks(evaluation.Evaluation):

@@ -54,7 +54,7 @@ def find(program: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def how_to_get(program: str, prefix: str = sys.prefix) -> str:
-    """What to do where a launcher's program is missing."""
+    """Fix for a program that is not on PATH."""
     if Path(prefix, "bin", program).exists():
         is_conda = not Path(prefix, "bin", "activate").exists()
         activate = f"conda activate {prefix}" if is_conda else f"source {shlex.quote(prefix)}/bin/activate"

@@ -52,7 +52,10 @@ def path_with_own(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def is_activated(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether an environment is activated. A kernel inherits its server's variables, without its PATH: it is not."""
+    """Returns whether an environment is activated: a variable names it, and its programs are on PATH.
+
+    The kernel of a notebook may inherit the variable alone.
+    """
     prefixes = (environ.get("VIRTUAL_ENV"), environ.get("CONDA_PREFIX"))
     folders = environ.get("PATH", os.defpath).split(os.pathsep)
     return any(prefix and str(Path(prefix, "bin")) in folders for prefix in prefixes)

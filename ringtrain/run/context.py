@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Source(Protocol):
-    """Who brings data, model and callbacks of a run.
+    """Where data, model and callbacks of a run come from: the configuration, or a script.
 
     Attributes:
         faults: That are injected.
@@ -118,7 +118,7 @@ class Job:
     facts: dict[str, Any] = field(default_factory=dict)
     """for summary.json"""
     named_in_errors: str = "ringtrain.fit"
-    """who brings the data"""
+    """function that the data come from"""
     resumes_within_epochs: bool = True
     """whether the run can resume after any step, instead of after whole epochs"""
     ends_with_callbacks: bool = False

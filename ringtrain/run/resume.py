@@ -55,7 +55,7 @@ class Start:
     callbacks: Sequence[Mapping[str, Any]] = ()
     """State of the callbacks of a script or of train.callbacks."""
     is_ended: bool = False
-    """Whether a callback of a script has ended this run there."""
+    """Whether a callback had asked for the end when the checkpoint was saved."""
     metrics_state: tuple[NDArray[Any], ...] = ()
     """Metric sums of this rank, if in the middle of an epoch."""
     refused: tuple[str, ...] = ()

@@ -1,10 +1,10 @@
-"""Who brings data, model and callbacks of a run: see `run.context.Source`.
+"""Where data, model and callbacks of a run come from: see `run.context.Source`.
 
 configured:   the configuration
-script:       a script that calls `ringtrain.fit`
+script:       the script, with `ringtrain.fit`
 unlike:       what of a model is not the same on several ranks as in one process, in words
 
-`hvd.callbacks.Run` has one of its own: Keras' fit, which reads the data itself.
+`hvd.callbacks.Run` has a source of its own, since Keras' fit reads the data.
 """
 
 from __future__ import annotations
@@ -12,9 +12,20 @@ from __future__ import annotations
 from typing import Any
 
 OPTIONS = (
-    *("run.directory", "checkpoint.", "device.", "health.", "hvd.", "tracking.", "chaos", "model.not_averaged"),
-    *("model.sync_batch_norm", "optimizer.jit", "optimizer.sharded", "strategy.name"),
-    *("train.max_time_s", "train.check_every_steps"),
+    "run.directory",
+    "checkpoint.",
+    "device.",
+    "health.",
+    "hvd.",
+    "tracking.",
+    "chaos",
+    "model.not_averaged",
+    "model.sync_batch_norm",
+    "optimizer.jit",
+    "optimizer.sharded",
+    "strategy.name",
+    "train.max_time_s",
+    "train.check_every_steps",
 )
 """Options of a configuration that a script may set; the others are arguments of `fit`, or the script's own."""
 ON_RANK_0 = ("ModelCheckpoint", "CSVLogger", "TensorBoard", "RemoteMonitor", "ProgbarLogger")

@@ -33,45 +33,51 @@ from ringtrain.strategies.base import Strategy
 from ringtrain.strategies.ring import OF_OPTIMIZER
 
 
-class ScriptSource:
-    """A script's model, data and arguments of Keras' `fit`; see `run.context.Source`."""
+class ModelOfScript:
+    """A script's compiled model; see `run.context.Source`. A subclass makes the job."""
 
-    def __init__(self, config: Config, model: keras.Model, arguments: data.FitArguments) -> None:
-        self.model, self.arguments = model, arguments
-        self.history = keras.callbacks.History()
-        self.faults = fault_injection.parse(config.chaos)
-        self.is_quiet = arguments.verbose == 0
+    is_quiet = False
+
+    def __init__(self, config: Config, model: keras.Model) -> None:
+        self.model, self.faults = model, fault_injection.parse(config.chaos)
 
     def code(self) -> Mapping[str, str]:
-        return code_of_script()
+        script = getattr(sys.modules["__main__"], "__file__", None)
+        return {"script": consistency.checksum_of(Path(script))} if script else {}
 
     def pin(self, strategy: Strategy) -> Pinning:
-        return pin_late(strategy.config)
+        options = strategy.config.device
+        try:  # TensorFlow may be in use already
+            pinning: Pinning = hvd.run_together(lambda: devices.pin_late(hvd.local_rank(), hvd.local_size(), options))
+        except tf.errors.UnknownError:
+            raise OutOfSync(
+                f"ringtrain.fit: rank {hvd.rank()} has waited for the others, of which one has exited: every rank must"
+                " call it, so it cannot be under a condition such as hvd.rank() == 0; see also that rank's output"
+            ) from None
+        return pinning
 
     def read(self, process: Process) -> Job:
-        job: Job = process.strategy.together(lambda: _job(process, self))
+        job: Job = process.strategy.together(lambda: self.job(process))
         return job
+
+    def job(self, process: Process) -> Job:
+        """The job with this model."""
+        raise NotImplementedError
 
     def add_model(self, process: Process, job: Job) -> None:
         """Does nothing: the job has the script's model."""
 
 
-def code_of_script() -> Mapping[str, str]:
-    """Checksum of the script that this process runs."""
-    script = getattr(sys.modules["__main__"], "__file__", None)
-    return {"script": consistency.checksum_of(Path(script))} if script else {}
+class ScriptSource(ModelOfScript):
+    """Model, data and arguments of `ringtrain.fit`."""
 
+    def __init__(self, config: Config, model: keras.Model, arguments: data.FitArguments) -> None:
+        super().__init__(config, model)
+        self.arguments, self.history = arguments, keras.callbacks.History()
+        self.is_quiet = arguments.verbose == 0
 
-def pin_late(config: Config) -> Pinning:
-    """Pins this rank's devices, where TensorFlow may be in use already. Collective."""
-    try:
-        pinning: Pinning = hvd.run_together(lambda: devices.pin_late(hvd.local_rank(), hvd.local_size(), config.device))
-    except tf.errors.UnknownError:
-        raise OutOfSync(
-            f"ringtrain.fit: rank {hvd.rank()} has waited for the others, of which one has exited: every rank must"
-            " call it, so it cannot be under a condition such as hvd.rank() == 0; see also that rank's output"
-        ) from None
-    return pinning
+    def job(self, process: Process) -> Job:
+        return _job(process, self)
 
 
 def _job(process: Process, source: ScriptSource) -> Job:
@@ -228,11 +234,13 @@ def plan_of(
     config, options = process.config, process.config.optimizer
     given = {name: value for name, value in changed_options(config).items() if name.startswith(OPTIONS)}
     rows = f"{numbers.samples_per_step:,} rows on all ranks"
+    if numbers.accumulation_steps > 1:
+        rows += f" x {numbers.accumulation_steps} accumulated"
     return {
         "data": f"{config.data.name}: {numbers.num_train:,} to train, {numbers.num_test:,} to validate",
         "on resume": on_resume,
         "model": f"{config.model.name} {model.name}, {model.count_params():,} parameters",
-        "global batch": rows + f" x {numbers.accumulation_steps} accumulated" * (numbers.accumulation_steps > 1),
+        "global batch": rows,
         "options": ", ".join(f"{name}={value}" for name, value in given.items()) or "defaults",
         "learning rate": f"{numbers.rates} ({options.name}, as compiled)",
         "shard": shard_of(numbers),

@@ -22,7 +22,6 @@ class Rows:
 
     def __init__(self, run: RunContext) -> None:
         self.run, self.train = run, run.data_set.train
-        self._is_stream = isinstance(self.train, data.Stream)
         self._batches_of: Any
         if isinstance(self.train, data.Stream):
             self._batches_of = data.StreamRows(self.train, run.rank, run.size, run.model.steps_per_execution)
@@ -38,9 +37,11 @@ class Rows:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._uneven.__exit__(*error)
-        if isinstance(self.train, data.Stream):
-            self.train.close()
+        try:
+            self._uneven.__exit__(*error)
+        finally:
+            if isinstance(self.train, data.Stream):
+                self.train.close()
 
     def __call__(self, epoch: int, first_step: int) -> Iterator[Any]:
         batches: Iterator[Any] = self._batches_of(epoch, first_step)
@@ -48,7 +49,9 @@ class Rows:
 
     def fingerprint(self) -> int | None:
         """See `Strategy.fingerprint`."""
-        return int(self._uneven.fingerprint) if self._is_stream and self.run.size > 1 else None
+        if self.run.size == 1 or not isinstance(self.train, data.Stream):
+            return None
+        return int(self._uneven.fingerprint)
 
     def step(self, batches: Iterator[Any]) -> Mapping[str, Any] | None:
         """Logs of a call of Keras' train function; None: this epoch has fewer batches than the first."""
@@ -85,7 +88,7 @@ class Rows:
 
 @contextlib.contextmanager
 def errors_named(name: str) -> Iterator[None]:
-    """Context in which errors of data name who brings them, instead of `ringtrain.fit`."""
+    """Context in which errors of data name the function that they come from, instead of `ringtrain.fit`."""
     try:
         yield
     except DataError as error:

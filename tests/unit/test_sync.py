@@ -39,15 +39,15 @@ def test_every_other_host_gets_the_folder_and_this_one_does_not(
 
 
 def test_rsync_uses_the_ssh_of_host_agents() -> None:
-    told = argv("fd00::2", sync.Folder("/work/a b", ""), ssh_port=2222, start_timeout=7.5)
+    told = argv("fd00::2", sync.Folder("/srv/a b", ""), ssh_port=2222, start_timeout=7.5)
     ssh = shlex.split(told[told.index("-e") + 1])
     assert ssh[0] == "ssh" and "-oBatchMode=yes" in ssh and ssh[-2:] == ["-p", "2222"]
-    assert "--timeout=7" in told and told[-1] == "[fd00::2]:/work/a b/"
+    assert "--timeout=7" in told and told[-1] == "[fd00::2]:/srv/a b/"
 
 
 def test_nothing_is_deleted_unless_asked_and_never_beside_the_environment() -> None:
-    project = sync.project(Path("/work/job"), Path("/work/job/.venv"), "/home/me")
-    environment, python = sync.environment("/work/job/.venv", "/home/me/.local/share/uv/python/cpython-3.12")
+    project = sync.project(Path("/srv/job"), Path("/srv/job/.venv"), "/home/me")
+    environment, python = sync.environment("/srv/job/.venv", "/home/me/.local/share/uv/python/cpython-3.12")
     for folder in (project, environment, python):
         assert not [word for word in argv("host1", folder) if "delete" in word]
     deleting = [
@@ -59,9 +59,9 @@ def test_nothing_is_deleted_unless_asked_and_never_beside_the_environment() -> N
 
 
 def test_an_environment_in_the_project_is_sent_only_if_asked() -> None:
-    assert sync.project(Path("/work/job"), Path("/work/job/envs/tf"), "/home/me").left_out[-1] == "/envs/tf"
-    assert sync.project(Path("/work/job"), Path("/elsewhere"), "/home/me").left_out == sync.LEFT_OUT
-    assert [folder.path for folder in sync.environment("/work/job/.venv", "/usr")] == ["/work/job/.venv"]
+    assert sync.project(Path("/srv/job"), Path("/srv/job/envs/tf"), "/home/me").left_out[-1] == "/envs/tf"
+    assert sync.project(Path("/srv/job"), Path("/elsewhere"), "/home/me").left_out == sync.LEFT_OUT
+    assert [folder.path for folder in sync.environment("/srv/job/.venv", "/usr")] == ["/srv/job/.venv"]
     with pytest.raises(LaunchError, match="runs in the system's Python"):
         sync.environment("/usr", "/usr")
 
@@ -93,8 +93,8 @@ CLOSED = "rsync: connection unexpectedly closed (0 bytes received so far) [sende
         (127, f"bash: rsync: command not found\n{CLOSED}", "host1 has no rsync: install it there"),
         (255, f"Welcome!\nssh: no route to host\n{CLOSED}", "host1 does not answer: ssh: no route to host"),
         (12, f"ssh: connect to host host1 port 22: refused\n{CLOSED}", "host1 does not answer: ssh: connect to host"),
-        (30, "rsync error: timeout (code 30)", "host1: /work: rsync exited with code 30: check the network, or"),
-        (11, "rsync: mkdir failed\nrsync error: x", "host1: /work could not be sent: rsync: mkdir failed"),
+        (30, "rsync error: timeout (code 30)", "host1: /srv: rsync exited with code 30: check the network, or"),
+        (11, "rsync: mkdir failed\nrsync error: x", "host1: /srv could not be sent: rsync: mkdir failed"),
         (
             1,
             "rsync: --mkpath: unknown option",
@@ -103,7 +103,7 @@ CLOSED = "rsync: connection unexpectedly closed (0 bytes received so far) [sende
     ],
 )
 def test_a_host_that_fails_is_named_in_one_line(code: int, text: str, expected: str) -> None:
-    folder = sync.Folder("/work", "")
+    folder = sync.Folder("/srv", "")
     transfer = sync.Transfer("host1", folder, sync.plan("host1", folder, options(sync=True)))
     line = sync.why_failed(transfer, code, text)
     assert line.startswith(expected) and "\n" not in line
@@ -153,9 +153,9 @@ def test_hosts_that_fail_do_not_keep_others_from_getting_files(tmp_path: Path, m
     )
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
-    folder = sync.Folder("/work/job", "")
+    folder = sync.Folder("/srv/job", "")
     chosen = [sync.Transfer(host, folder, sync.plan(host, folder, options(sync=True))) for host in ("bad", "good")]
-    with pytest.raises(LaunchError, match=r"^not synced: bad: /work/job could not be sent: no space$"):
+    with pytest.raises(LaunchError, match=r"^not synced: bad: /srv/job could not be sent: no space$"):
         sync.send(chosen, is_elastic=False)
     assert (tmp_path / "done").exists()
     monkeypatch.setenv("PATH", str(tmp_path))
