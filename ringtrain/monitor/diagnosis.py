@@ -62,7 +62,8 @@ class Row:
     rank: int
     host: str
     process: int = 0
-    slate: int = -1
+    status: int = -1
+    """descriptor of its status line"""
     step: int = 0
     """global steps done"""
     own_steps: int = 0
@@ -77,7 +78,7 @@ class Row:
     stacks: str = ""
     """stacks of its threads, if requested"""
     saw: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """result of transport.look_at for each silent rank of its host, by rank"""
+    """result of status.look_at for each silent rank of its host, by rank"""
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Row:

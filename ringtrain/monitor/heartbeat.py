@@ -26,7 +26,7 @@ from ringtrain.config import HealthConfig
 from ringtrain.errors import Stalled
 from ringtrain.monitor import diagnosis
 from ringtrain.monitor.diagnosis import Row, Times
-from ringtrain.protocol import failures, transport
+from ringtrain.protocol import failures, status, transport
 
 if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
@@ -123,10 +123,9 @@ class Monitor:
         self.rank, self.size, self.host = run.rank, run.size, socket.gethostname()
         self.slow = diagnosis.SlowRanks(self.config.straggler_factor)
         self.rows: dict[int, Row] = {}
-        self._slate = transport.Slate()
         self._is_wanted = bool(self.config.stall_timeout or self.config.straggler_factor)
         self._transport = transport.Wire(secrets.token_hex(16), self._is_wanted and self.rank == 0 and self.size > 1)
-        row = Row(self.rank, self.host, os.getpid(), self._slate.descriptor)
+        row = Row(self.rank, self.host, os.getpid(), run.status.descriptor)
         address = (row, transport.own_addresses(), self._transport.port, self._transport.token)
         self._rank_0, addresses, self._port, self._transport.token = hvd.broadcast_object(
             address, 0, name="ringtrain_beats"
@@ -172,9 +171,7 @@ class Monitor:
         }
 
     def _put_status(self) -> None:
-        step, phase = self.clock.global_step, self.step_timer.tracker.phase
-        self._slate.put(step, phase)
-        self.run.status.put(step, phase)
+        self.run.status.put(self.clock.global_step, self.step_timer.tracker.phase)
 
     # ---- the thread -------------------------------------------------------------------------------------------------
 
@@ -194,7 +191,7 @@ class Monitor:
             blocking = diagnosis.blocking_ranks(self.rows.values()) if ask else []
             message = {
                 "row": dataclasses.asdict(self.rows[0]),
-                "silent": [[row.rank, row.host, row.process, row.slate] for row in silent],
+                "silent": [[row.rank, row.host, row.process, row.status] for row in silent],
                 "stacks_of": [row.rank for row in blocking],
             }
             received, passed_s = self._exchange(message)
@@ -268,14 +265,14 @@ class Monitor:
             rank=self.rank,
             host=self.host,
             process=os.getpid(),
-            slate=self._slate.descriptor,
+            status=self.run.status.descriptor,
             step=self.clock.global_step,
             own_steps=self.step_timer.own_steps,
             phase=self.step_timer.phase(),
             idle_s=self._idle_s,
             times=Times.of(list(self.step_timer.window)),
             stacks=stacks(self._thread.ident) if with_stacks else "",
-            saw={str(row.rank): transport.look_at(row.process, row.slate) for row in here},
+            saw={str(row.rank): status.look_at(row.process, row.status) for row in here},
         )
 
     # ---- decisions --------------------------------------------------------------------------------------------------

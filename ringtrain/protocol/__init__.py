@@ -5,7 +5,7 @@ launchers:     environment variables of each launcher with rank, size and local 
 placement:     actual and planned placement of ranks, and the difference
 failures:      reports of a rank to its launcher on stderr: process, run, failure
 reader:        the launcher's parser of these reports
-status:        status line of a rank (step and phase) in shared memory
+status:        status line of a rank (step and phase) in shared memory, for its host agent and other ranks
 attempt:       number of this attempt, and exit causes of earlier ones
 launcher_args: placement that a bare horovodrun or mpirun was given, read from its command line
 mpi_world:     MPI without Horovod: initialized once, finalized if the process succeeds

@@ -1,4 +1,4 @@
-"""Status line of a rank (step and phase) in shared memory, readable after the process was killed."""
+"""Status line of a rank (step and phase) in shared memory: other processes of its host read it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import secrets
 import stat
 from collections.abc import Mapping
+from typing import Any
 
 from ringtrain.protocol.env import JOB
 
@@ -17,25 +18,39 @@ STATUS_LENGTH = 80
 
 
 class StatusLine:
-    """Status line of one rank in /dev/shm, which the host agent reads and removes after the process has exited.
+    """Status line of one rank, readable by its user while the process is stopped and, with a launcher, after it.
 
-    Nothing is written without a launcher, nor to a file that another user or a link has put there. Errors never stop
-    training.
+    With a launcher it is a file in /dev/shm, which the host agent reads and removes after the process has exited. No
+    file of another user and no link is written to. Without one it is memory that `look_at` alone finds. Errors never
+    stop training.
     """
 
     def __init__(self, rank: int, environ: Mapping[str, str] = os.environ) -> None:
-        self._descriptor = -1
+        self.descriptor = -1
         if job := environ.get(JOB):
             path = f"{STATUS_FILES}-{job}-{rank}"
-            self._descriptor = open_own(path)
-            if self._descriptor < 0:
-                self._descriptor = open_own(f"{path}.{secrets.token_hex(8)}")
+            self.descriptor = open_own(path)
+            if self.descriptor < 0:
+                self.descriptor = open_own(f"{path}.{secrets.token_hex(8)}")
+        if self.descriptor < 0:
+            self.descriptor = os.memfd_create("ringtrain")
 
     def put(self, global_step: int, phase: str) -> None:
-        if self._descriptor < 0:
-            return
         with contextlib.suppress(OSError):  # /dev/shm may be full: Docker gives it 64 MB
-            os.pwrite(self._descriptor, f"{global_step} {phase}".ljust(STATUS_LENGTH - 1).encode() + b"\n", 0)
+            os.pwrite(self.descriptor, f"{global_step} {phase}".ljust(STATUS_LENGTH - 1).encode() + b"\n", 0)
+
+
+def look_at(process: int, descriptor: int) -> dict[str, Any]:
+    """State of another process as a letter of proc(5), "" if it is gone; step and phase if its line is readable."""
+    try:
+        with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
+            seen: dict[str, Any] = {"state": file.read().rpartition(")")[2].split()[0]}
+    except OSError:
+        return {"state": ""}
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/{process}/fd/{descriptor}", encoding="utf-8") as file:
+        step, phase = file.read().split()
+        seen |= {"step": int(step), "phase": phase}
+    return seen
 
 
 def open_own(path: str) -> int:

@@ -1,4 +1,4 @@
-"""Heartbeat transport: JSON lines over TCP between rank 0 and every other rank, and a status line for this host.
+"""Heartbeat transport: JSON lines over TCP between rank 0 and every other rank.
 
 Both sides of a connection prove first that they know the token, without sending it: a digest of it and of a random
 number of each side. Nothing else is parsed before. Needs psutil, as Horovod does.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
-import os
 import secrets
 import selectors
 import socket
@@ -250,26 +249,3 @@ def own_addresses() -> list[str]:
     entries.sort(key=lambda entry: families.index(entry.family))
     addresses = [entry.address for entry in entries]
     return [one for one in addresses if not one.startswith(("127.", "fe80")) and one != "::1"]
-
-
-class Slate:
-    """Status line of this process in memory, readable by its user on this host, also while the process is stopped."""
-
-    def __init__(self) -> None:
-        self.descriptor = os.memfd_create("ringtrain")
-
-    def put(self, step: int, phase: str) -> None:
-        os.pwrite(self.descriptor, f"{step} {phase}".ljust(40).encode(), 0)
-
-
-def look_at(process: int, descriptor: int) -> dict[str, Any]:
-    """State of another process as a letter of proc(5), "" if it is gone; step and phase if its Slate is readable."""
-    try:
-        with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
-            seen: dict[str, Any] = {"state": file.read().rpartition(")")[2].split()[0]}
-    except OSError:
-        return {"state": ""}
-    with contextlib.suppress(OSError, ValueError), open(f"/proc/{process}/fd/{descriptor}", encoding="utf-8") as file:
-        step, phase = file.read().split()
-        seen |= {"step": int(step), "phase": phase}
-    return seen

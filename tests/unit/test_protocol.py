@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -264,6 +265,25 @@ def test_a_ranks_line_is_written_and_no_disk_and_no_foreign_file_ends_training(t
         (other,) = tmp_path.glob(f"box-job-{rank}.*")
         assert other.read_text().split() == ["9", "reduce"]
     assert kept.read_text() == "kept"
+
+
+@pytest.mark.parametrize("job", ["", "job"])
+def test_the_line_of_a_stopped_process_is_read(job, tmp_path):
+    """With a launcher and without one."""
+    shows = (
+        "import sys; from ringtrain.protocol import status; status.STATUS_FILES = sys.argv[1]\n"
+        f"line = status.StatusLine(0, {{{JOB!r}: sys.argv[2]}}); line.put(20, 'save')\n"
+        "print(line.descriptor, flush=True); sys.stdin.read()"
+    )
+    argv = [sys.executable, "-c", shows, str(tmp_path / "line"), job]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        descriptor = int(process.stdout.readline())
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        assert status.look_at(process.pid, descriptor) == {"state": "T", "step": 20, "phase": "save"}
+        process.kill()
+    assert status.look_at(process.pid, descriptor) == {"state": ""}
+    assert len([*tmp_path.iterdir()]) == len(job[:1])
 
 
 def test_programs_of_this_environment_are_found_unless_another_one_is_activated() -> None:
