@@ -340,7 +340,7 @@ class Config:
     seed: Annotated[int, rule.SEED] = 0
     """seed of initial weights, sample order and dropout"""
     chaos: str = ""
-    """fault to inject, e.g. "rank=1 step=20 mode=sigkill"; see docs/faults.md"""
+    """fault to inject, e.g. "rank=1 step=20 mode=sigkill"; see docs/troubleshooting.md"""
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

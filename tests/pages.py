@@ -32,15 +32,18 @@ def scripts(page: str) -> list[str]:
     return re.findall(r"^```python\n(import keras\n.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-def command(page: str) -> list[str]:
-    """First command of a page that starts a script on two ranks."""
+def command(page: str, number: int = 0) -> list[str]:
+    """Command of a page that starts a script on two ranks: the last one before that script, else the first."""
     text = (launching.ROOT / page).read_text()
-    return shlex.split(re.search(r"^ringtrain launch -np 2 python \w+\.py", text, re.MULTILINE)[0])
+    pattern = r"^ringtrain launch -np 2 python \w+\.py"
+    commands = re.findall(pattern, text, re.MULTILINE)
+    earlier = re.findall(pattern, text[: text.index(scripts(page)[number])], re.MULTILINE)
+    return shlex.split(earlier[-1] if earlier else commands[0])
 
 
 def start(page: str, folder: Path, number: int = 0) -> tuple[str, dict[str, Any]]:
     """Runs a script of a page by the page's command; returns what it prints, and the summary of its run, if any."""
-    words = command(page)
+    words = command(page, number)
     (folder / words[-1]).write_text(scripts(page)[number])
     launch = [sys.executable, "-m", *words[: words.index("python")], "--", sys.executable, words[-1]]
     ended = launching.run(0, launch, LIMIT_S, cwd=folder, warm=True)

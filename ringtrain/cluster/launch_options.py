@@ -34,7 +34,7 @@ LAUNCHERS = {
     "spark": Launcher(),
 }
 HOSTS, JOB, SHOW = "hosts", "job", "show"
-SPARK, MPIJOB = "with --launcher spark (docs/spark.md)", "with --launcher mpijob (docs/docker.md)"
+SPARK, MPIJOB = "with --launcher spark (docs/clusters.md)", "with --launcher mpijob (docs/docker.md)"
 SYNC = "files of the other hosts, by rsync (docs/launching.md)"
 RESTARTS, ELASTIC = "when the job fails", "hosts that join and leave (docs/elastic.md)"
 ONLY_WITH = {SPARK: "spark", MPIJOB: "mpijob"}

@@ -60,7 +60,7 @@ PROVE = Command(
     "prove.cli",
     "put a job to the test: equal to one process, to itself, and through kills",
     "Trains a few steps of a job on one process and on -np ranks, stops, kills and resumes it, and says which promises"
-    " hold for it, and likely reasons where they do not. See docs/prove.md.",
+    " hold for it, and likely reasons where they do not. See docs/verification.md.",
     "-np N ",
     ("np",),
 )

@@ -49,7 +49,7 @@ def snippets() -> None:
     assert distance(loop["model"], alone) < 1e-10
 
     fit = given(model=dense())
-    exec(snippet("docs/fit.md", "import ringtrain\n", ('"first"', '"of-fit"')), fit)
+    exec(snippet("docs/fit.md", "import ringtrain\n\nmodel.compile", ('"first"', '"of-fit"')), fit)
     assert len(fit["history"].history["val_mae"]) == 10
 
     folds = [(np.arange(50), None), (np.arange(50, 100), None)]
@@ -95,4 +95,4 @@ def snippets() -> None:
 
     normalized = dense(keras.layers.BatchNormalization())
     exec(snippet("docs/models.md", "import ringtrain.hvd as hvd\n"), given(model=normalized))
-    exec(snippet("docs/migration.md", "import horovod.tensorflow.keras as hvd"), {})
+    exec(snippet("docs/from-horovod.md", "import horovod.tensorflow.keras as hvd"), {})

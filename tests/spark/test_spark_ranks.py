@@ -68,7 +68,7 @@ def prepared(spark):
 def test_trains_on_rows_of_a_data_frame_on_a_cluster(cluster: standalone.Cluster, tmp_path: Path) -> None:
     """A GPU for each rank as well, which here is but an address: TensorFlow finds none, and computes on the CPU."""
     path = str(tmp_path / "digits.parquet")
-    of_page = re.search(r"^def digits\(spark\):\n.*?(?=^```)", (ROOT / "docs/spark.md").read_text(), re.M | re.S)[0]
+    of_page = re.search(r"^def digits\(spark\):\n.*?(?=^```)", (ROOT / "docs/clusters.md").read_text(), re.M | re.S)[0]
     assert "/shared/digits.parquet" in of_page
     (tmp_path / "rows.py").write_text(of_page.replace("/shared/digits.parquet", path) + PREPARED.format(path=path))
     gpus = ["spark.executor.resource.gpu.amount=1", "spark.task.resource.gpu.amount=1", "spark.executor.cores=1"]

@@ -37,8 +37,8 @@ def session(cluster: standalone.Cluster) -> Iterator[Any]:
 
 
 def test_the_page_s_runs(session: Any) -> None:
-    """The Python of docs/spark.md, with another session, and a function that computes."""
-    page = (Path(__file__).parents[2] / "docs" / "spark.md").read_text()
+    """The Python of docs/clusters.md, with another session, and a function that computes."""
+    page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
     text = re.search(r"^```python\n(from ringtrain.cluster import spark\n.*?)^```", page, re.MULTILINE | re.DOTALL)[1]
     assert "session = spark.start(" in text and "    ...\n" in text
     names: dict[str, Any] = {"made": session}
