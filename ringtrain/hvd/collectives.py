@@ -47,7 +47,8 @@ def init(*args: Any, **kwargs: Any) -> None:
 
     Raises:
         PlacementError: The rank runs on another host or local rank than planned, or its world has another size.
-        LaunchError: `shutdown` has finalized MPI, which starts only once in a process.
+        LaunchError: `shutdown` has finalized MPI, which starts only once in a process, or Horovod runs already,
+            without a process set that is given.
     """
     if PROCESS.has_finalized_mpi:
         raise LaunchError(
@@ -55,8 +56,16 @@ def init(*args: Any, **kwargs: Any) -> None:
             " the end of the process or not at all"
         )
     prepare_environment(os.environ, Path(sys.prefix), len(os.sched_getaffinity(0)), bool(horovod.nccl_built()))
-    before = open_sockets()
-    horovod.init(*args, **kwargs)
+    before, is_running = open_sockets(), horovod.is_initialized()
+    try:
+        horovod.init(*args, **kwargs)
+    except KeyError as error:  # Horovod looks for the ranks of the set among those that it has made at its start
+        if not is_running:
+            raise
+        raise LaunchError(
+            f"hvd.init: Horovod runs already, without a process set of ranks {list(*error.args)}: give process_sets to"
+            f' the first hvd.init of the process, or process_sets="dynamic" there and hvd.add_process_set here'
+        ) from None
     teach_keras()
     PROCESS.sockets |= open_sockets() - before
     rank = horovod.rank()

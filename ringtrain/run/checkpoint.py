@@ -255,6 +255,8 @@ def export(model: Any, folder: Path, saved_model: bool) -> None:
     Raises OSError if it cannot be written; an earlier export is kept. Raises CheckpointError if Keras cannot write it;
     its weights are then in model.weights.h5.
     """
+    import keras
+
     unfinished, name = folder / ".unfinished.keras", "model.keras"
     try:
         with _uncompiled(model):
@@ -266,7 +268,8 @@ def export(model: Any, folder: Path, saved_model: bool) -> None:
     except OSError:
         raise
     except Exception as error:  # also from the model's own code
-        model.save_weights(folder / "model.weights.h5")
+        # Not the model's method: a layer that is a Keras trainer, but no keras.Model, has none.
+        keras.saving.save_weights(model, folder / "model.weights.h5")
         raise CheckpointError(
             f"{folder / name}: cannot be written: {_one_line(error)}: the weights are in model.weights.h5 and in the"
             f" last checkpoint"

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 from ringtrain.errors import CheckpointError, ConfigError
 from ringtrain.run import checkpoint
@@ -259,6 +260,28 @@ def test_the_exported_model_needs_no_ringtrain(tmp_path):
     printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
     for outputs in json.loads(printed.stdout.splitlines()[-1]):
         assert np.allclose(outputs, model.predict(np.ones((4, 2)), verbose=0), atol=1e-6)
+
+
+class TrainedLayer(TensorFlowTrainer, keras.layers.Dense):
+    """Layer with Keras' `fit` that is no `keras.Model`, and has no `save`."""
+
+    def __init__(self, units):
+        keras.layers.Dense.__init__(self, units)
+        TensorFlowTrainer.__init__(self)
+
+
+def test_a_trained_layer_that_is_no_model_leaves_its_weights(tmp_path):
+    layers = []
+    for value in (1, 2):
+        layer = TrainedLayer(1)
+        layer.build((None, 2))
+        layer.set_weights([np.full((2, 1), value), np.full(1, value)])
+        layers.append(layer)
+    with pytest.raises(CheckpointError, match=r"model.keras: cannot be written: .*the weights are in"):
+        checkpoint.export(layers[0], tmp_path, saved_model=False)
+    keras.saving.load_weights(layers[1], tmp_path / "model.weights.h5")
+    for weight, expected in zip(layers[1].get_weights(), layers[0].get_weights(), strict=True):
+        assert np.array_equal(weight, expected)
 
 
 class Unserializable(keras.layers.Layer):
