@@ -129,7 +129,11 @@ CAUSES = {
 }
 
 
-@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.__name__)
+@pytest.mark.parametrize(
+    "cause",
+    [pytest.param(cause, marks=[pytest.mark.quick] if cause is kill_launcher else []) for cause in CAUSES],
+    ids=lambda cause: cause.__name__,
+)
 def test_nothing_is_left(two_hosts: lab.Lab, cause: Callable[[Started], None]) -> None:
     started = Started(two_hosts, [*LAUNCH, "--grace", "2", "--", *DEAF])
     cause(started)
@@ -292,6 +296,7 @@ def test_one_line_and_nothing_started(
     nothing_is_left(two_hosts)
 
 
+@pytest.mark.quick
 def test_hosts_without_a_fault_start_it(two_hosts: lab.Lab) -> None:
     """The control of the tests above."""
     assert run(two_hosts, *LAUNCH, "--", "python", "-m", "ringtrain.protocol.launcher_args") == (0, "")

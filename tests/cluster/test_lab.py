@@ -73,6 +73,7 @@ def megabits_per_s(hosts: lab.Lab) -> float:
         return float(sent.stdout)
 
 
+@pytest.mark.quick
 def test_hosts_have_names_of_their_own_and_reach_each_other_by_ssh(two_hosts):
     for here, there in (("host1", "host2"), ("host2", "host1")):
         assert two_hosts.run(here, ["hostname"], TIMEOUT_S).stdout == f"{here}\n"

@@ -49,7 +49,7 @@ def test_a_host_in_reserve_takes_the_place_of_one_that_is_lost(three_hosts: lab.
     lab.wait_for(lambda: not hosts.processes("host2"), TIMEOUT_S, "the part that was cut off has ended by itself")
 
 
-@pytest.mark.parametrize(("keep", "ranks"), [((), 1), (("--keep-hosts",), 2)])
+@pytest.mark.parametrize(("keep", "ranks"), [((), 1), pytest.param(("--keep-hosts",), 2, marks=pytest.mark.quick)])
 def test_a_host_that_failed_twice_is_left_out(three_hosts: lab.Lab, tmp_path: Path, keep, ranks: int) -> None:
     """One rank goes on with the global batch of two."""
     chaos = "rank=1 step=9 mode=kill, rank=1 step=15 mode=kill"

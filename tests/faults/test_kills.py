@@ -116,6 +116,7 @@ def _ranks(folder: Path, start: int) -> list[int]:
     return [event["process"] for event in events if event["event"] == "start" and event["run_start"] == start]
 
 
+@pytest.mark.quick
 def test_a_corrupt_checkpoint_a_bug_an_exit_and_a_full_disk_in_one_run(
     undisturbed: Path, tmp_path: Path, tally
 ) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import tensorflow as tf
 from fit_alike import CLASSES, OUTPUT, ROOT, WEIGHTS, Killed, X, Y, snippet
+from only import only
 
 import ringtrain.hvd as hvd
 from ringtrain import config_io, train
@@ -105,6 +106,7 @@ def _is_that_of_keras(name: str, model: Callable[..., Any], shape: Any, targets:
         np.testing.assert_allclose(received, values, rtol=1e-4, err_msg=metric)
 
 
+@only(np=2)
 def configured_regression() -> None:
     """From a table of pandas: killed within an epoch and resumed, as if never interrupted, and as Keras."""
     options = [*MSE, "--checkpoint.every-steps", "1"]
@@ -122,6 +124,7 @@ def configured_regression() -> None:
     _is_that_of_keras("killed", _dense, (6,), 1, **_frame(), batch_size=32)
 
 
+@only(np=2)
 def configured_batches() -> None:
     """Of tf.data: ended by a signal to one rank and resumed, as Keras; without a seed, rank 0's batches.
 
@@ -150,12 +153,14 @@ def configured_batches() -> None:
         HELD_OUT["seed"] = 1
 
 
+@only(np=2)
 def configured_inputs_and_outputs() -> None:
     """A compiled model with two inputs and outputs; the divisor of a loss is another on each rank."""
     _train("_nested", "_two_outputs", "nested")
     _is_that_of_keras("nested", _two_outputs, {"left": (2,), "right": (4,)}, 0, **_nested(), batch_size=32)
 
 
+@only(np=2)
 def configured_snippet() -> None:
     """Several runs in one process, of fewer epochs."""
     rate = '"--optimizer.learning-rate", rate'

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from fit_alike import X, Y, compiled, dense, distance, options
+from only import only
 
 import ringtrain.hvd as hvd
 from ringtrain.config import HealthConfig, HvdConfig
@@ -46,6 +47,7 @@ def _alone(epochs: int, **more: Any) -> tuple[keras.Model, Any]:
     return model, model.fit(X[:ROWS], Y[:ROWS], batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0, **more)
 
 
+@only(np=2)
 def a_kept_fit_resumes_after_a_whole_epoch() -> None:
     """Weights and metrics are those of one process; rank 0's weights are used; a complete run trains nothing."""
     held_out = (X[96:], Y[96:])
@@ -71,6 +73,7 @@ def a_kept_fit_resumes_after_a_whole_epoch() -> None:
     assert not history.epoch and distance(again, alone) < 1e-10
 
 
+@only(np=2)
 def a_kept_fit_leaves_random_numbers_as_keras_does() -> None:
     """The numbers that follow, of Python, NumPy, Keras and TensorFlow, are those after a fit without a run."""
 
@@ -90,6 +93,7 @@ def a_kept_fit_leaves_random_numbers_as_keras_does() -> None:
     assert following(again) == expected, "of a complete run"
 
 
+@only(np=2)
 def a_kept_fit_ends_on_all_ranks() -> None:
     """SIGTERM to one rank within an epoch; started again, that epoch is trained as if nothing had happened."""
 
@@ -110,6 +114,7 @@ def a_kept_fit_ends_on_all_ranks() -> None:
     assert distance(model, alone) < 1e-10
 
 
+@only(np=2)
 def a_kept_fit_refuses_what_cannot_work() -> None:
     run = hvd.callbacks.Run("kept-refused", batch_size=16, options=options())
     late = hvd.callbacks.Run("kept-refused", batch_size=16, options=options(hvd=HvdConfig(compression="fp16")))

@@ -25,6 +25,7 @@ from fit_alike import (
     whole_job,
 )
 from keras import layers
+from only import only
 
 import ringtrain
 from ringtrain import hvd
@@ -36,6 +37,7 @@ IMAGES, PIXELS = DRAW.normal(size=(70, 8, 8, 1)), DRAW.integers(0, 3, (70, 8, 8)
 TEXTS = DRAW.integers(1, 20, (70, 6)) * (np.arange(6) < DRAW.integers(1, 7, 70)[:, None])
 
 
+@only(np=2)
 def segmentation() -> None:
     def make() -> keras.Model:
         keras.utils.set_random_seed(3)
@@ -49,6 +51,7 @@ def segmentation() -> None:
     whole_job(make, IMAGES, PIXELS, "segmentation", validation_split=0.2)
 
 
+@only(np=2)
 def texts_with_masks_and_lstm() -> None:
     def make() -> keras.Model:
         keras.utils.set_random_seed(3)
@@ -63,6 +66,7 @@ def texts_with_masks_and_lstm() -> None:
     whole_job(make, TEXTS, (TEXTS[:, :1] % 2).astype(float), "texts", class_weight={0: 1.0, 1: 3.0})
 
 
+@only(np=2)
 def multi_label() -> None:
     def make() -> keras.Model:
         auc = keras.metrics.AUC(multi_label=True, num_labels=3, name="auc")
@@ -71,6 +75,7 @@ def multi_label() -> None:
     whole_job(make, X, (Y > 0).astype(float), "labels", within=1e-6)
 
 
+@only(np=2)
 def averaged_weights() -> None:
     """The model has the moving average of its weights in the end, and continues without it after a resume."""
 
@@ -83,6 +88,7 @@ def averaged_weights() -> None:
     whole_job(make, X, one_hot, "ema")
 
 
+@only(np=2)
 def rates_that_begin_at_0() -> None:
     """A warm-up from 0, a rate that a callback sets, and optimizers by variable, whose own rate Keras leaves at 0."""
     warm_up = keras.optimizers.schedules.CosineDecay(0.0, 8, warmup_target=0.1, warmup_steps=4)
@@ -101,6 +107,7 @@ def rates_that_begin_at_0() -> None:
     assert json.loads((history.run / "summary.json").read_text())["numbers"]["learning_rate"] in (0.01, 0.1)
 
 
+@only(np=2)
 def nothing_to_train() -> None:
     """Keras warns of a model without trainable weights, and evaluates it in every epoch; it may have no weights."""
     for number, layer in enumerate((layers.Rescaling(0.5), layers.Dense(6, trainable=False))):
@@ -120,6 +127,7 @@ class Picky(keras.layers.Layer):
             return tf.identity(x)
 
 
+@only(np=2)
 def a_failure_of_evaluation_on_one_rank_is_raised_on_all() -> None:
     """Rank 0 alone has a row to evaluate; scripts may catch the error, and continue together."""
     model = compiled(keras.Sequential([keras.Input((6,)), Picky(), layers.Dense(3)]))
@@ -133,6 +141,7 @@ def a_failure_of_evaluation_on_one_rank_is_raised_on_all() -> None:
     assert hvd.allgather_object(hvd.rank(), name="after_picky") == list(range(hvd.size()))
 
 
+@only(np=2)
 def fine_tuning() -> None:
     """Another head on a saved model, whose layers are frozen, then the last of them trained, too."""
     path = OUTPUT / f"backbone-{hvd.size()}-{hvd.rank()}.keras"
@@ -168,6 +177,7 @@ class Prepared(keras.Sequential):
         return super().fit(train, validation_data=held_out, **more)
 
 
+@only(np=2)
 def a_fit_of_its_own() -> None:
     def make() -> keras.Model:
         return compiled(Prepared(dense().layers), metrics=["mae"])
@@ -192,6 +202,7 @@ class Distilled(keras.Model):
         return 0.3 * super().compute_loss(x, y, y_pred, *more, **named) + 0.7 * taught
 
 
+@only(np=2)
 def distillation() -> None:
     whole_job(lambda: compiled(Distilled(), metrics=["mae"]), X, Y, "distilled", logs=False)
 
@@ -223,6 +234,7 @@ class VAE(keras.Model):
         return self.decoder(self.sampling([mean, log_variance]))
 
 
+@only(np=2)
 def vae() -> None:
     """Ranks draw different noise and train one model, nearly that of one process; resumed, as never interrupted."""
 
@@ -279,6 +291,7 @@ class GAN(keras.Model):
         return {"d_loss": self.d_tracker.result(), "g_loss": self.g_tracker.result()}
 
 
+@only(np=2)
 def gan() -> None:
     """Both optimizers average, are saved, and resumed; the model is that of one process, since the noise is data."""
 
@@ -299,6 +312,7 @@ def gan() -> None:
         np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
 
 
+@only(np=2)
 def from_files() -> None:
     """Lines of CSV files, decoded by tf.data, and the same numbers as a table."""
     path = OUTPUT / f"table-{hvd.size()}-{hvd.rank()}.csv"
@@ -337,6 +351,7 @@ class RowsSinceTheStart(keras.metrics.Metric):
         """Does nothing."""
 
 
+@only(np=2)
 def metrics_that_are_never_reset() -> None:
     def make() -> keras.Model:
         return compiled(dense(), metrics=["mae", RowsSinceTheStart()])
@@ -344,6 +359,7 @@ def metrics_that_are_never_reset() -> None:
     equals_one_process(make, X, Y, "never_reset", validation_data=(X[:20], Y[:20]), epochs=3)
 
 
+@only(np=2)
 def several_steps_per_call() -> None:
     def make() -> keras.Model:
         return compiled(dense(), metrics=["mae"], steps_per_execution=2)

@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from fit_alike import CLASSES, OUTPUT, KillAfter, Killed, X, Y, compiled, dense, distance, options
+from only import only
 
 import ringtrain
 import ringtrain.hvd as hvd
@@ -55,6 +56,7 @@ def _best() -> keras.callbacks.Callback:
     return keras.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True)
 
 
+@only(np=2)
 def a_stop_saves_the_weights_of_its_step() -> None:
     """Not those that callbacks and averages leave at the end of a process."""
     for name, make, callbacks in (("averaged", _averaged, ()), ("best", _plain, (_best,))):
@@ -87,6 +89,7 @@ def _stop_after(callback: Any, step: int) -> None:
         callback.model.stop_training = True
 
 
+@only(np=2)
 def a_run_that_a_callback_has_stopped_trains_no_further() -> None:
     """Killed before its result is written, or ended by a signal as well: the same weights and epochs."""
 
@@ -115,6 +118,7 @@ def a_run_that_a_callback_has_stopped_trains_no_further() -> None:
     assert more.epoch[-1] == 8, "a path trains further"
 
 
+@only(np=2)
 def a_callback_that_stops_within_an_epoch_leaves_the_averages() -> None:
     class Stops(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -144,6 +148,7 @@ class Counts(keras.callbacks.Callback):
         del self.timer
 
 
+@only(np=2)
 def an_epoch_begins_once() -> None:
     """A learning rate that each epoch multiplies, killed within the first and the second epoch."""
 
@@ -164,6 +169,7 @@ def an_epoch_begins_once() -> None:
     assert counts[0] == counts[1] == (3, 0.125, 8.0), counts
 
 
+@only(np=2)
 def a_kept_fit_saves_before_and_exports_after_other_callbacks() -> None:
     """The exported model is the one that EarlyStopping restores; training continues from the last epoch's."""
     best = keras.callbacks.EarlyStopping("val_loss", patience=1, restore_best_weights=True)
@@ -277,6 +283,7 @@ class LogsOfARank(keras.Model):
         return super().train_step(data) | logs | {"rank": tf.constant(float(hvd.rank()))}
 
 
+@only(np=2)
 def logs_that_differ_by_rank() -> None:
     """They are named once and left out, also for callbacks, which must decide the same on all ranks."""
     seen: list[set[str]] = []
@@ -322,6 +329,7 @@ def a_callback_ends_a_loss_of_nan_quietly() -> None:
     assert saved[-1] == "step-00000003", saved
 
 
+@only(np=2)
 def one_rank_that_stops_before_the_first_step_stops_all() -> None:
     """After a step: the others wait for it until then."""
 
@@ -407,6 +415,7 @@ class Counted(keras.callbacks.Callback):
         Counted.seen.append(f"end of {self.epochs} epochs, {self.evaluations} evaluations")
 
 
+@only(np=2)
 def configured_averages_and_rates() -> None:
     """Ended within an epoch and resumed: averages replace weights at the end only, and each epoch begins once."""
     words = ["--data.name", "resume_jobs:_samples", "--model.name", "resume_jobs:_averaging"]

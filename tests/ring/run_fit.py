@@ -46,6 +46,7 @@ from fit_alike import (
     resumes_and_is_refused,
     whole_job,
 )
+from only import only, quick
 
 import ringtrain
 import ringtrain.hvd as hvd
@@ -66,6 +67,7 @@ def plain_average(model: keras.Model, x: Any, y: Any, sample_weight: Any = None)
 # ---- jobs ----------------------------------------------------------------------------------------------------------
 
 
+@quick
 def arrays_and_metrics() -> None:
 
     def make() -> keras.Model:
@@ -162,6 +164,7 @@ def accumulated_updates() -> None:
     equals_one_process(make, X[:97], Y[:97], "accumulated")
 
 
+@only(np=2)
 def eagerly() -> None:
     def make() -> keras.Model:
         return compiled(dense(), run_eagerly=True)
@@ -191,6 +194,8 @@ class OwnStep(keras.Model):
         return {"own": self.mean.result(), "half": loss / 2}
 
 
+@only(np=2)
+@quick
 def own_train_step() -> None:
     def make() -> keras.Model:
         keras.utils.set_random_seed(4)
@@ -203,6 +208,7 @@ def own_train_step() -> None:
     assert {"own", "half"} <= set(history.history)
 
 
+@only(np=2)
 def mixed_float16() -> None:
     """An overflow on one rank skips the step on all of them."""
     keras.config.set_dtype_policy("mixed_float16")
@@ -329,6 +335,7 @@ def variable_lengths() -> None:
         assert distance(*trained) < 1e-10
 
 
+@only(np=2)
 def random_pipelines() -> None:
     """Of a pipeline that would give each rank other batches, all train rank 0's; a resume goes on."""
     tf.random.set_seed(None)
@@ -409,6 +416,7 @@ def batches_of_rank_0() -> None:
             raise AssertionError(f"trained in spite of {words}")
 
 
+@only(np=2)
 def another_order_on_a_rank_is_refused() -> None:
     keras.utils.set_random_seed(hvd.rank())
     dataset = _pairs(reshuffle_each_iteration=True)
@@ -438,6 +446,7 @@ def another_order_on_a_rank_is_refused() -> None:
         raise AssertionError("validated with other batches")
 
 
+@only(np=2)
 def fitted_before() -> None:
     """The step that Keras has traced before does not reduce gradients: it is traced anew, and once more for Keras.
 
@@ -458,6 +467,7 @@ def fitted_before() -> None:
     assert "train_step" not in vars(ours) and "apply" not in vars(ours.optimizer)
 
 
+@only(np=2)
 def fitted_twice() -> None:
     """With options of the optimizer, which is Keras' own again after each fit, unless it is sharded."""
 
@@ -508,6 +518,7 @@ class Subclass(keras.Model):
         return inputs
 
 
+@only(np=2)
 def unbuilt_and_unseeded() -> None:
     """Ranks that begin with different weights train rank 0's; they drop different units."""
     keras.utils.set_random_seed(hvd.rank())
@@ -522,6 +533,8 @@ class OwnLogger(keras.callbacks.CSVLogger):
     """Derived from a callback that runs on rank 0 only."""
 
 
+@only(np=2)
+@quick
 def early_stopping() -> None:
     """Stops after the same epoch as one process, with the best epoch's weights; callbacks that write run on rank 0."""
 
@@ -595,6 +608,7 @@ class Noise(keras.layers.Layer):
         return inputs + noise
 
 
+@only(np=2)
 def numbers_without_a_seed_of_their_own() -> None:
     """Other ones on each rank, continued by a resume; afterwards those of all ranks are the same again."""
 
@@ -630,6 +644,8 @@ class Once(keras.callbacks.Callback):
             self.call(self.model)
 
 
+@only(np=2)
+@quick
 def a_signal_saves_and_ends_all() -> None:
     """SIGTERM or SIGINT to one rank ends all after the same step; what is saved is resumed. So does a callback."""
 
@@ -669,6 +685,7 @@ def a_loss_of_nan_is_named() -> None:
         raise AssertionError("trained on")
 
 
+@only(np=2)
 def another_run_is_not_resumed() -> None:
     """A checkpoint of another batch, rate, optimizer, loss, model or of other data is refused, with the fix."""
     arguments: dict[str, Any] = {"epochs": 1, "verbose": 0, "options": options()}
@@ -701,6 +718,7 @@ def another_run_is_not_resumed() -> None:
     assert said.getvalue().count("was saved with another training data: ") == (hvd.rank() == 0), said.getvalue()
 
 
+@quick
 def resumed_by_other_ranks() -> None:
     """Begun by 2 ranks and ended by 3: the weights of one process, or of 3 ranks from the beginning."""
 
@@ -735,6 +753,8 @@ def resumed_by_other_ranks() -> None:
         assert len(history.epoch) == 3
 
 
+@only(np=2)
+@quick
 def what_differs_is_refused() -> None:
     """Other data or another model on one rank, data that are no arrays, a model that is not compiled."""
     compressed = options(hvd=HvdConfig(compression="fp16"))

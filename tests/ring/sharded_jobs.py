@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from fit_alike import KillAfter, Killed, X, Y, compiled, dense, distance, options
+from only import only
 
 import ringtrain
 import ringtrain.hvd as hvd
@@ -56,6 +57,7 @@ def batches_of_each_rank() -> None:
     assert bool(summary["unlike_one_process"]) == (hvd.size() > 1)
 
 
+@only(np=2)
 def what_shards_cannot_be_is_refused() -> None:
     refused: dict[str, Any] = {
         "which returned tuple": lambda rank, size: (X, Y),

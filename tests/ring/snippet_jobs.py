@@ -10,10 +10,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 from fit_alike import CLASSES, OUTPUT, X, Y, dense, distance, snippet
+from only import only
 
 from ringtrain import hvd
 
 
+@only(np=2)
 def snippets() -> None:
     folder = OUTPUT / "snippets"
     folder.mkdir(exist_ok=True)

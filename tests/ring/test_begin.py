@@ -11,6 +11,8 @@ from launching import run
 
 from ringtrain.protocol.env import LEASE
 
+pytestmark = pytest.mark.launch
+
 LIMIT_S = 300
 RINGTRAIN = [sys.executable, "-m", "ringtrain"]
 ALONE = """
@@ -36,6 +38,7 @@ print(float(hvd.allreduce(model.evaluate(rows, rows[:, 0], verbose=0))))
 IMPORTED = "import ringtrain.hvd as hvd, sys\nif 'init' in sys.argv: hvd.init()\n"
 
 
+@pytest.mark.quick
 def test_what_init_writes_trains_as_it_is_and_is_listed(tmp_path: Path) -> None:
     assert run(0, [*RINGTRAIN, "init"], LIMIT_S, cwd=tmp_path).returncode == 0
     for options in ([], ["-H", "localhost:2"]):

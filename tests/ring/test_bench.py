@@ -12,6 +12,8 @@ from ringtrain import cli
 from ringtrain.lab.forecast import profile
 from ringtrain.run import consistency
 
+pytestmark = pytest.mark.launch
+
 LAUNCH = ["-H", "localhost:2", "--turns", 2]
 PNG = b"\x89PNG"
 

@@ -8,8 +8,11 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from launching import BIN, ROOT, run
 from timed_job import NOTES, PAUSE_S
+
+pytestmark = pytest.mark.launch
 
 HERE = Path(__file__).parent
 

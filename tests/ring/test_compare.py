@@ -9,10 +9,13 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
 from launching import BIN, ROOT, run, warm_env
 
 from ringtrain.lab import jobs
 from ringtrain.monitor import journal
+
+pytestmark = pytest.mark.launch
 
 HERE = Path(__file__).parent
 EPOCHS, BATCH, SAMPLES = 16, 16, 1437 // 32 * 32

@@ -30,7 +30,7 @@ def checksum(folder: Path, *options: str, **environment: str) -> str:
     return json.loads((folder / "run" / "summary.json").read_text())["checksum"]
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("deterministic", [pytest.param(True, marks=pytest.mark.quick), False])
 def test_the_same_command_gives_the_same_weights(deterministic, tmp_path):
     """For any timing of the gradients. The control: without the option, the weights differ."""
     options = ["--hvd.deterministic"] if deterministic else []

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launching import ROOT, run
+from only import marked_functions
 
 JOBS = Path(__file__).parent / "run_fit.py"
 ALONE = Path(__file__).parent / "run_fit_alone.py"
@@ -19,47 +20,32 @@ HANDED_OVER = {"resumed_by_other_ranks", "seeds_go_on_with_another_number_of_ran
 """jobs that 2 ranks begin and 3 continue"""
 
 
-def _jobs() -> list[str]:
+def _jobs() -> dict[str, dict[str, Any]]:
+    """Names of all jobs, with their marks: a third rank adds nothing to those that are for 2.
+
+    Batches of 32 are cut into equal parts on 2 ranks, and unequal ones on 3.
+    """
+    jobs = {}
     # Those of the configured trainer first: it sets the threads of TensorFlow, which nothing may have used before.
-    trees = [ast.parse(file.read_text()) for file in (*sorted(JOBS.parent.glob("*_jobs.py")), JOBS)]
-    names = [node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
-    return [name for name in names if not name.startswith("_") and name not in ("plain_average", "main")]
+    for path in (*sorted(JOBS.parent.glob("*_jobs.py")), JOBS):
+        jobs |= marked_functions(path)
+    return {name: marks for name, marks in jobs.items() if name not in ("plain_average", "main")}
 
 
 NAMES = _jobs()
-ON_2_RANKS = {
-    "random_pipelines",
-    "metrics_that_are_never_reset",
-    *(
-        "fitted_before",
-        "fitted_twice",
-        "unbuilt_and_unseeded",
-        "early_stopping",
-        "eagerly",
-        "own_train_step",
-        "mixed_float16",
-    ),
-    *("a_signal_saves_and_ends_all", "another_run_is_not_resumed", "what_differs_is_refused"),
-    *("another_order_on_a_rank_is_refused", "averaged_weights", "fine_tuning", "distillation", "vae"),
-    *("a_kept_fit_resumes_after_a_whole_epoch", "a_kept_fit_ends_on_all_ranks", "a_kept_fit_refuses_what_cannot_work"),
-    *("multi_label", "several_steps_per_call", "segmentation", "texts_with_masks_and_lstm", "gan", "from_files"),
-    *("configured_regression", "configured_batches", "configured_inputs_and_outputs", "rates_that_begin_at_0"),
-    *("a_run_that_a_callback_has_stopped_trains_no_further", "one_rank_that_stops_before_the_first_step_stops_all"),
-    *("logs_that_differ_by_rank", "a_kept_fit_leaves_random_numbers_as_keras_does"),
-    *("a_stop_saves_the_weights_of_its_step", "a_callback_that_stops_within_an_epoch_leaves_the_averages"),
-    *("an_epoch_begins_once", "a_kept_fit_saves_before_and_exports_after_other_callbacks"),
-    *("configured_averages_and_rates", "numbers_without_a_seed_of_their_own"),
-    *("a_fit_of_its_own", "what_shards_cannot_be_is_refused", "snippets", "configured_snippet"),
-    *("nothing_to_train", "a_failure_of_evaluation_on_one_rank_is_raised_on_all"),
-}
-"""Jobs that a third rank adds nothing to. Batches of 32 are cut into equal parts on 2 ranks, and unequal ones on 3."""
 JOB = """
 import keras, numpy as np, ringtrain
 model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
 model.compile("sgd", "mse")
 ringtrain.fit(model, np.ones((32, 4)), np.ones((32, 1)), verbose=0)
 """
-CASES = [(np, name) for np in (2, 3) for name in NAMES if np == 2 or name not in ON_2_RANKS]
+
+
+def _cases() -> Iterator[Any]:
+    for np in (2, 3):
+        for name, marks in NAMES.items():
+            if marks.get("np", np) == np:
+                yield pytest.param(np, name, marks=[pytest.mark.quick] if marks["quick"] else [])
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +70,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return of
 
 
-@pytest.mark.parametrize(("np", "name"), CASES)
+@pytest.mark.parametrize(("np", "name"), [*_cases()])
 def test_job(outcomes: Callable[[int], dict[str, str]], np: int, name: str) -> None:
     if name in HANDED_OVER:
         outcomes(2)  # begins it

@@ -22,6 +22,8 @@ import pytest
 
 from ringtrain.protocol.env import LEASE
 
+pytestmark = pytest.mark.launch
+
 TIMEOUT_S = 300  # far above what anything here takes: for machines with other work to do
 LEFT_S = 10  # what the launch promises
 RANK = "${OMPI_COMM_WORLD_RANK:-$HOROVOD_RANK}"
@@ -136,6 +138,7 @@ def trainer(*words: str | Path) -> list[str | Path]:
 # ---- how it ends --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun", "horovodrun-gloo"])
 def test_every_launcher_runs_the_command_as_it_was_typed(launch, launcher: str, tmp_path: Path) -> None:
     odd = "a b'$(touch c)\\ \"*"
@@ -161,6 +164,7 @@ def test_ranks_see_the_gpus_of_the_slots_that_were_chosen(launch, launcher: str,
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "1,3\n", "1": "1,3\n"}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun-gloo"])
 def test_a_rank_that_leaves_is_named_last_with_its_code_and_words(launch, launcher: str) -> None:
     script = f'[ {RANK} = 1 ] || exec sleep 600; echo "why it left" >&2; exit 5'
@@ -173,6 +177,7 @@ def test_a_rank_that_leaves_is_named_last_with_its_code_and_words(launch, launch
     assert started.left() == {}
 
 
+@pytest.mark.quick
 def test_a_killed_rank_is_named_with_its_signal(launch) -> None:
     started = launch(*ringtrain(*shell(f"[ {RANK} = 1 ] || exec sleep 600; kill -9 $$")))
     code, stderr = started.end()
@@ -294,6 +299,7 @@ def test_the_second_signal_ends_at_once(launch) -> None:
     assert started.left() == {}
 
 
+@pytest.mark.quick
 def test_after_sigterm_ranks_that_do_not_end_are_ended(launch) -> None:
     """Not before --grace, which the launcher counts from shortly after the signal."""
     started = launch(*ringtrain("--grace", "2", "--", *shell(f"printf loading >&2; {DEAF}")))
@@ -336,6 +342,7 @@ def test_nohup_lets_a_job_outlive_its_terminal(launch, tmp_path: Path) -> None:
     assert code == 0, stderr
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun", "horovodrun-gloo"])
 def test_a_killed_launcher_leaves_nothing(launch, launcher: str) -> None:
     started = launch(*ringtrain(*shell(DEAF), launcher=launcher))

@@ -22,6 +22,8 @@ from ringtrain.protocol.env import SERVERS
 from ringtrain.run.devices import Pinning
 from ringtrain.strategies.parameter_server import server
 
+pytestmark = pytest.mark.launch
+
 STEPS, EPOCHS = 22, 2
 OPTIONS = ["--data.name", "digits", "--model.name", "cnn", "--optimizer.clip-norm", "0.5"]
 OPTIONS += ["--train.epochs", EPOCHS, "--checkpoint.every-steps", "6", "--checkpoint.keep", "99", "--run.name", "run"]

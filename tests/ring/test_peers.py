@@ -7,6 +7,8 @@ import json
 import pytest
 from launching import BIN, run
 
+pytestmark = pytest.mark.launch
+
 SMALL = ["--model.name", "mlp", "--train.batch-size", "16", "--optimizer.name", "adam"]
 
 

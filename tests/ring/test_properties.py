@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launching import run
+from only import marked_functions
 
 HERE = Path(__file__).parent
 LAUNCHES = (("mpi", 2), ("mpi", 3), ("gloo", 2), ("mpi", 4))  # on 4 ranks only what needs so many
@@ -19,16 +20,13 @@ LIMIT_S, LAUNCH_LIMIT_S = 300, 1800  # of one property, and of all: far above wh
 OPTIONS = {"HOROVOD_TIMELINE": "DYNAMIC", "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
 
 
-def _properties() -> dict[str, dict[str, object]]:
-    """Names of all properties, with the launches they are for, read from the source."""
-    found = {}
+def _properties() -> dict[str, dict[str, Any]]:
+    """Names of all properties, with their marks."""
+    properties = {}
     for path in sorted((HERE / "properties").glob("*.py")):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-                marks = [mark for mark in node.decorator_list if isinstance(mark, ast.Call)]
-                only = {word.arg: ast.literal_eval(word.value) for mark in marks for word in mark.keywords}
-                found[f"{path.stem}.{node.name}"] = only
-    return found
+        for name, marks in marked_functions(path).items():
+            properties[f"{path.stem}.{name}"] = marks
+    return properties
 
 
 PROPERTIES = _properties()
@@ -41,13 +39,17 @@ OVER_MPI = (*OVER_MPI_ON_2_RANKS, "batch_norm", "precision")
 
 
 def _applies(name: str, launcher: str, np: int) -> bool:
-    only = PROPERTIES[name]
+    marks = PROPERTIES[name]
     if (launcher == "gloo" and name.startswith(OVER_MPI)) or (np != 2 and name.startswith(OVER_MPI_ON_2_RANKS)):
         return False
-    return only.get("np", min(np, 3)) == np and only.get("launcher", launcher) == launcher
+    return marks.get("np", min(np, 3)) == np and marks.get("launcher", launcher) == launcher
 
 
-CASES = [(launcher, np, name) for launcher, np in LAUNCHES for name in PROPERTIES if _applies(name, launcher, np)]
+def _cases() -> Iterator[Any]:
+    for launcher, np in LAUNCHES:
+        for name, marks in PROPERTIES.items():
+            if _applies(name, launcher, np):
+                yield pytest.param(launcher, np, name, marks=[pytest.mark.quick] if marks["quick"] else [])
 
 
 def run_all(launcher: str, np: int, names: list[str], limit_s: float = LIMIT_S, **env: str) -> dict[str, str]:
@@ -81,7 +83,7 @@ def outcomes(request: pytest.FixtureRequest) -> Callable[[str, int], dict[str, s
     return of
 
 
-@pytest.mark.parametrize(("launcher", "np", "name"), CASES)
+@pytest.mark.parametrize(("launcher", "np", "name"), [*_cases()])
 def test_property(outcomes: Callable[[str, int], dict[str, str]], launcher: str, np: int, name: str) -> None:
     wrong = outcomes(launcher, np)[name]
     assert not wrong, wrong

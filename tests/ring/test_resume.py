@@ -72,6 +72,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("step", [STEPS_PER_EPOCH, STEPS_PER_EPOCH + 8])
 def test_a_killed_run_goes_on_bit_for_bit(whole: Path, tmp_path: Path, step: int) -> None:
     """At the end of an epoch and in the middle of one: weights, slots, sample order, dropout, batch statistics."""

@@ -19,10 +19,13 @@ import pytest
 
 from ringtrain.cluster import launch
 
-pytestmark = pytest.mark.skipif(
-    launch.slots_here() < 2,
-    reason="ringtrain.run starts two ranks here, and this machine has one core, which is one slot",
-)
+pytestmark = [
+    pytest.mark.launch,
+    pytest.mark.skipif(
+        launch.slots_here() < 2,
+        reason="ringtrain.run starts two ranks here, and this machine has one core, which is one slot",
+    ),
+]
 LIMIT_S = 300
 LEFT_S = 20  # far above what it takes
 NOTEBOOK = launching.ROOT / "examples" / "notebook.ipynb"
@@ -76,6 +79,7 @@ print(json.dumps([[dataclasses.asdict(result), *rest] for result, *rest in value
 """
 
 
+@pytest.mark.quick
 def test_values_of_a_script_without_a_guard(tmp_path: Path, alive) -> None:
     """Its function, constants, classes and the module beside it reach the ranks; TensorFlow stays out of the script."""
     (tmp_path / "scripts").mkdir()
@@ -191,6 +195,7 @@ ringtrain.run(deaf)
 """
 
 
+@pytest.mark.quick
 def test_the_end_of_the_calling_process_ends_all_ranks(tmp_path: Path, alive) -> None:
     """Whatever ends it; ranks may save."""
     (tmp_path / "job.py").write_text(f"{WAITS}\nringtrain.run(wait, {str(tmp_path)!r})\n")

@@ -17,6 +17,8 @@ from ringtrain import config_io
 from ringtrain.lab import jobs
 from ringtrain.monitor import journal
 
+pytestmark = pytest.mark.launch
+
 EPOCHS = 40
 PNG = b"\x89PNG"
 TIMEOUT_S = 600  # far above what anything here takes

@@ -53,6 +53,7 @@ def digits(tmp_path_factory):
     return ended, folder / "main"
 
 
+@pytest.mark.quick
 def test_digits_are_learned_and_the_summary_is_complete(digits):
     _, folder = digits
     summary = json.loads((folder / "summary.json").read_text())
@@ -65,6 +66,7 @@ def test_digits_are_learned_and_the_summary_is_complete(digits):
     assert {"ringtrain", "tensorflow", "keras", "horovod", "python"} <= set(summary["versions"])
 
 
+@pytest.mark.quick
 def test_files_are_where_they_are_promised(digits):
     _, folder = digits
     steps = 30 * (1437 // 64)
@@ -114,6 +116,7 @@ def test_tensorboard_can_read_the_scalars(digits):
     assert [event.step for event in events.Tensors("test_accuracy")] == [22 * epoch for epoch in range(1, 31)]
 
 
+@pytest.mark.quick
 def test_terminal_shows_the_proof_last_and_no_chatter(digits):
     ended, folder = digits
     lines = said(ended)
@@ -140,6 +143,7 @@ def test_in_a_real_terminal_the_bar_moves_and_the_launcher_adds_no_prefix(tmp_pa
     assert "2 ranks in step: gradients averaged" in ended.stdout
 
 
+@pytest.mark.quick
 def test_exported_model_is_plain_keras_with_the_accuracy_it_was_said_to_have(digits):
     import keras
 
@@ -170,6 +174,7 @@ def test_another_run_under_a_taken_name_is_refused_and_the_old_run_stays(digits)
     assert written_ns() == before
 
 
+@pytest.mark.quick
 def test_one_rank_without_launcher(tmp_path):
     ended = launching.run(0, [*TRAIN, *SMALL, "--run.directory", tmp_path], timeout_s=TIMEOUT_S)
     assert ended.returncode == 0, ended.stderr
@@ -182,6 +187,7 @@ def test_one_rank_without_launcher(tmp_path):
     assert (folder / "logs" / "rank-0.log").exists() and summary["num_ranks"] == 1
 
 
+@pytest.mark.quick
 def test_two_ranks_over_gloo_learn_what_one_rank_with_the_big_batch_learns(tmp_path):
     """The whole path: shards, averaged gradients, and evaluation of 51 samples, which two ranks cannot halve."""
     common = [*TRAIN, *SMALL, "--optimizer.learning-rate-scaling", "none", "--run.directory", tmp_path]
@@ -199,6 +205,7 @@ def test_two_ranks_over_gloo_learn_what_one_rank_with_the_big_batch_learns(tmp_p
             assert together[metric] == pytest.approx(alone[metric], abs=2e-5), metric
 
 
+@pytest.mark.quick
 def test_two_ranks_that_accumulate_learn_what_one_rank_with_the_big_batch_learns(tmp_path):
     """The same global batches, updates and rates, though the ranks make three times as many steps."""
     rates = ["--schedule.name", "cosine", "--schedule.warmup-epochs", "0.5", "--optimizer.learning-rate", "0.05"]
@@ -345,11 +352,13 @@ def expect_refusal(folder, before, message, ended):
     assert files_in(folder) == before and not (folder / "runs").exists()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("case", BAD_INPUT)
 def test_bad_input_is_one_line_and_exit_code_2(case, refused):
     expect_refusal(*refused[case])
 
 
+@pytest.mark.quick
 def test_bad_input_ends_a_process_of_its_own_alike(tmp_path):
     options, message = bad_input(tmp_path, "unknown model")
     before = files_in(tmp_path)
@@ -397,6 +406,7 @@ def refused_by_rank(options: list[list[str]], runs: Path) -> str:
     return line
 
 
+@pytest.mark.quick
 def test_what_only_one_rank_misses_ends_all_and_names_it(tmp_path):
     good = corrupt_mnist(tmp_path / "good")
     (good / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(bytes([0, 0, 8, 1, 0, 0, 0, 3, 1, 0, 2])))

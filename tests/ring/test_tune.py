@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import re
 
+import pytest
 from launching import BIN, run
+
+pytestmark = pytest.mark.launch
 
 BUDGET = "1h"  # far above what this takes
 

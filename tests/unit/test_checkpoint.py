@@ -245,6 +245,7 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_nothing_else(tmp_path, monk
     checkpoint.verify(older)
 
 
+@pytest.mark.slow
 def test_the_exported_model_needs_no_ringtrain(tmp_path):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
     model.compile("adam", "mse")

@@ -23,6 +23,8 @@ from ringtrain.sources import script
 from ringtrain.sources.configured import ConfiguredSource
 from ringtrain.train import train
 
+pytestmark = pytest.mark.slow
+
 RANDOM = np.random.default_rng(0)
 X, Y = RANDOM.normal(size=(100, 6)), RANDOM.normal(size=(100, 3))
 CLASSES = RANDOM.integers(0, 3, 100)

@@ -73,6 +73,7 @@ def _weights(model: keras.Model) -> list[Any]:
     return [*model.get_weights(), *(variable.numpy() for variable in model.optimizer.variables)]
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_is_as_never_interrupted(tmp_path: Path) -> None:
     """Within the first epoch, at its end, and within the third."""
     whole, resumed = _model(), _model()
@@ -149,6 +150,7 @@ def test_the_files_of_a_run(tmp_path: Path) -> None:
     assert (history.run / "curves.png").exists()
 
 
+@pytest.mark.slow
 def test_further_epochs_under_the_same_name(tmp_path: Path) -> None:
     whole, longer = _model(), _model()
     expected = _fit(whole, tmp_path, name="whole")

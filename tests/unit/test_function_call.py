@@ -147,6 +147,7 @@ print(before, context.context_safe()._initialized)
 """
 
 
+@pytest.mark.slow
 def test_tensorflow_says_whether_it_has_used_a_device() -> None:
     """By a private attribute, which a new release may rename."""
     ended = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True)

@@ -386,6 +386,7 @@ def test_ten_thousand_hosts() -> None:
 MPIRUN = Path(sys.executable).parent / "mpirun"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "num_ranks", "oversubscribe"),
     [

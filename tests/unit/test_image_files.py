@@ -23,6 +23,8 @@ from ringtrain.data.augment import picture
 from ringtrain.data.dataset import Samples
 from ringtrain.errors import DataError
 
+pytestmark = pytest.mark.slow
+
 SOURCES = ("image-folder", "imagenet-tfrecords")
 
 

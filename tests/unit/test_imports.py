@@ -67,6 +67,7 @@ print(gc.get_freeze_count() > 200_000, len(gc.get_objects()) < 200_000, gc.isena
 """
 
 
+@pytest.mark.slow
 def test_the_collector_skips_the_libraries_and_nothing_else() -> None:
     ended = subprocess.run([sys.executable, "-c", COLLECTED], cwd=launching.ROOT, capture_output=True, text=True)
     assert ended.stdout == "True True True True\n", ended.stderr

@@ -16,6 +16,8 @@ from ringtrain.errors import ConfigError
 from ringtrain.models.applications import APPLICATIONS
 from ringtrain.run import setup
 
+pytestmark = pytest.mark.slow
+
 
 def build(name: str, input_shape=(28, 28, 1), num_classes=10) -> keras.Model:
     return models.builder(ModelConfig(name=name))(input_shape, num_classes)

@@ -66,6 +66,7 @@ def test_keras_momentum_in_one_kernel_has_the_bits_of_keras(options):
         assert not np.array_equal(other[name], weights), "the control"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Adam", "AdamW", "LossScaleOptimizer"])
 def test_a_compiled_update_differs_in_the_last_bits_alone(kind):
     def make(rate=0.01, **options):
@@ -188,6 +189,7 @@ def test_sparse_gradients_are_those_of_a_matrix():
         assert np.allclose(sparse[0].numpy(), dense[0].numpy(), atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [SGD(0.1, 0.8, True, 1e-4), LARS(2.0, 0.8, 1e-4, 0.01, global_clipnorm=3.0)])
 def test_keras_saves_and_loads_ours(optimizer, tmp_path):
     loaded = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -121,6 +122,7 @@ def test_parts_of_ranks_are_those_of_array_split(num_samples, size):
         assert np.array_equal(part, expected)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(st.data())
 def test_the_rest_of_an_epoch_is_dealt_once(data):

@@ -23,6 +23,8 @@ from ringtrain.data import pipeline_graph
 from ringtrain.data.pipeline_graph import random_operations
 from ringtrain.errors import ConfigError, DataError
 
+pytestmark = pytest.mark.slow
+
 
 def _ids(num_rows: int = 50, batch_size: int = 8, seed: int | None = 7) -> tf.data.Dataset:
     ids = tf.data.Dataset.range(num_rows)

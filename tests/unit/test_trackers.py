@@ -31,6 +31,8 @@ from ringtrain.errors import ConfigError, MissingDependency
 from ringtrain.monitor import trackers
 from ringtrain.run import tracking
 
+pytestmark = pytest.mark.slow
+
 REQUIRED = "RINGTRAIN_REQUIRE_TRACKERS"
 RANDOM = np.random.default_rng(0)
 X, Y = RANDOM.normal(size=(96, 6)), RANDOM.normal(size=(96, 3))

@@ -9,11 +9,13 @@ import keras
 import numpy as np
 import small
 import tensorflow as tf
+from only import quick
 
 import ringtrain.hvd as hvd
 from ringtrain.errors import DataError, OutOfSync, RingtrainError
 
 
+@quick
 def equal_ranks_have_one_checksum():
     model = _trained()
     checksums = hvd.allgather_object(hvd.check_in_sync(model))
@@ -31,6 +33,7 @@ def ranks_in_different_calls_are_told():
     assert mixed == [1, *[None] * (hvd.size() - 1)], "objects of different types, without a name"
 
 
+@quick
 def a_disturbed_weight_is_named():
     model = _trained()
     if hvd.rank() == 1:
@@ -247,6 +250,7 @@ def the_check_leaves_the_optimizer_as_it_is():
         assert all(np.array_equal(old, new) for old, new in zip(before, after, strict=True))
 
 
+@quick
 def ranks_fail_together_or_not_at_all():
     assert hvd.run_together(lambda: hvd.rank()) == hvd.rank()
 

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import small
 import tensorflow as tf
-from only import only
+from only import only, quick
 
 import ringtrain.hvd as hvd
 from ringtrain.errors import OutOfSync, RingtrainError
@@ -23,6 +23,7 @@ from ringtrain.hvd.reduction import averaged_by_adasum
 TIGHT = 1e-6
 
 
+@quick
 def sgd_with_momentum_equals_big_batch(wrap=hvd.DistributedOptimizer):
     _equals_big_batch(lambda: keras.optimizers.SGD(0.1, momentum=0.9), wrap)
 
@@ -31,6 +32,7 @@ def adam_equals_big_batch(wrap=hvd.DistributedOptimizer):
     _equals_big_batch(lambda: keras.optimizers.Adam(0.01), wrap)
 
 
+@quick
 def without_the_wrapper_they_differ():
     for control in (sgd_with_momentum_equals_big_batch, adam_equals_big_batch):
         message = small.raised(AssertionError, lambda control=control: control(wrap=small.plain))

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import small
 import tensorflow as tf
+from only import quick
 
 import ringtrain.hvd as hvd
 from ringtrain.errors import OutOfSync, RingtrainError
@@ -61,6 +62,7 @@ def outputs_and_gradients_equal_big_batch(synchronize=hvd.synchronize_batch_norm
             assert np.allclose(ours_moving, whole, atol=TIGHT), "moving statistics apart"
 
 
+@quick
 def training_equals_big_batch(synchronize=hvd.synchronize_batch_norm):
     model, reference = (small.build(layers=(_norm(), keras.layers.Activation("tanh"), _norm())) for _ in range(2))
     synchronize(model)

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import small
 import tensorflow as tf
-from only import only
+from only import only, quick
 
 import ringtrain.hvd as hvd
 from ringtrain.config import HvdConfig
@@ -46,6 +46,7 @@ def with_accumulation_and_fp16_compression():
     _overflow_is_everybodys(make, updates=(NUM_STEPS - 1) // 2)
 
 
+@quick
 def only_one_rank_overflows():
     """The negative control of this file: decided rank by rank, as Keras does it, the ranks would part."""
     teach_keras()
@@ -235,6 +236,7 @@ def jit_is_refused_where_keras_refuses_it():
     assert "Own has a train_step" in small.raised(RingtrainError, lambda: hvd.jit_gradients(Own()))
 
 
+@quick
 def deterministic_equals_big_batch(deterministic=True):
     """All gradients of a dtype travel as one vector; counted in rank 0's Horovod timeline."""
     with TemporaryDirectory() as folder:
