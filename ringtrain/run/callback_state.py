@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import functools
 import hashlib
 import json
 import pickle
@@ -138,13 +139,7 @@ def values_of(callback: Any, known: set[int], prefix: str) -> dict[str, tuple[by
 
 def encoded(value: Any, known: set[int], prefix: str, arrays: Arrays, with_texts: bool = False) -> Any:
     """Value for JSON, with arrays put aside. Raises TypeError for what cannot be saved, and OfTheModel."""
-
-    def put(array: Any) -> str:
-        array = np.asarray(array)
-        if array.dtype.kind not in "biufcmM":
-            raise TypeError(f"an array of {array.dtype}")
-        arrays[f"{prefix}-{len(arrays)}"] = array
-        return f"{prefix}-{len(arrays) - 1}"
+    put = functools.partial(_put_aside, prefix=prefix, arrays=arrays)
 
     def all_of(parts: Any) -> list[Any]:
         return [encoded(part, known, prefix, arrays, with_texts) for part in parts]
@@ -178,6 +173,16 @@ def encoded(value: Any, known: set[int], prefix: str, arrays: Arrays, with_texts
     if isinstance(value, KERAS_OBJECTS):
         return {"variables": [put(one.numpy()) for one in _variables_in(value, known)]}
     raise TypeError(type(value).__name__)
+
+
+def _put_aside(array: Any, prefix: str, arrays: Arrays) -> str:
+    """Adds an array to the others and returns its name there. Raises TypeError for types that cannot be saved."""
+    array = np.asarray(array)
+    if array.dtype.kind not in "biufcmM":
+        raise TypeError(f"an array of {array.dtype}")
+    name = f"{prefix}-{len(arrays)}"
+    arrays[name] = array
+    return name
 
 
 def _variables_in(value: Any, known: set[int]) -> list[Any]:

@@ -157,10 +157,7 @@ def compiled_model(
     _check_not_averaged(model, config.model.not_averaged)
     models.seed_by_rank(model, config.seed, 0 if strategy.shares_state else hvd.rank())
     if "columns" in config.model.split:
-        try:
-            hvd.refuse_optimizer(optimizer)
-        except ValueError as error:
-            raise ConfigError(f"model.{error}") from None
+        _check_split_optimizer(optimizer)
     if config.train.precision == "mixed_float16" and not has_own:
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     if distributed:
@@ -175,15 +172,7 @@ def compiled_model(
             rows["learning rate"] = f"{rate:g} ({kind}, as {config.model.name} compiles it)"
         model.optimizer, model.jit_compile = optimizer, False
         if config.model.loss:
-            own = getattr(model.loss, "__name__", getattr(model.loss, "name", model.loss))
-            rows["loss"] = f"{config.model.loss}, instead of {own} in {config.model.name}"
-            arguments = {**model._compile_config.config, "optimizer": optimizer, "jit_compile": False}
-            if config.model.metrics:
-                arguments["metrics"] = named.make_metrics()
-            # Keras wants a loss for each weight; without weights, one is for all outputs.
-            weights = arguments["loss_weights"] or 1.0
-            arguments["loss"] = keras.tree.map_structure(lambda weight: named.make_loss(), weights)
-            model.compile(**arguments)
+            rows["loss"] = _compile_with_loss(model, named, config)
     else:
         made = [*dict.fromkeys([*models.accuracy(config.model), *named.make_metrics()])]
         stopping.check_monitor(config.train.monitor, made, not data_set.train.has_classes)
@@ -194,6 +183,21 @@ def compiled_model(
         hvd.jit_gradients(model)
     strategy.make_ready(model, data_set.input_shape, data_set.num_classes)
     return model
+
+
+def _compile_with_loss(model: keras.Model, named: Named, config: Config) -> str:
+    """Compiles a compiled model again, with the option's loss; returns the loss's row of the plan."""
+    import keras
+
+    own = getattr(model.loss, "__name__", getattr(model.loss, "name", model.loss))
+    arguments = {**model._compile_config.config, "optimizer": model.optimizer, "jit_compile": False}
+    if config.model.metrics:
+        arguments["metrics"] = named.make_metrics()
+    # Keras wants a loss for each weight; without weights, one is for all outputs.
+    weights = arguments["loss_weights"] or 1.0
+    arguments["loss"] = keras.tree.map_structure(lambda weight: named.make_loss(), weights)
+    model.compile(**arguments)
+    return f"{config.model.loss}, instead of {own} in {config.model.name}"
 
 
 def split_model(model: keras.Model, config: Config) -> dict[str, str]:
@@ -220,6 +224,16 @@ def split_model(model: keras.Model, config: Config) -> dict[str, str]:
 def _has_own_optimizer(model: keras.Model, config: Config) -> bool:
     """Returns whether a model is compiled by its own function, and no option asks for another optimizer."""
     return model.compiled and not any(one.startswith(("optimizer.", "schedule.")) for one in changed_options(config))
+
+
+def _check_split_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
+    """Raises ConfigError for an optimizer whose updates need whole weights, for a model that is split by columns."""
+    from ringtrain import hvd
+
+    try:
+        hvd.refuse_optimizer(optimizer)
+    except ValueError as error:
+        raise ConfigError(f"model.{error}") from None
 
 
 def _check_own_fit(model: keras.Model, config: Config) -> None:

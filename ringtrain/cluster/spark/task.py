@@ -103,19 +103,10 @@ def run(
         for line in stream:
             report(stream=number, line=line)
 
-    def receive_signals() -> None:
-        try:
-            while True:
-                number = connection.recv()
-                if process.returncode is None:
-                    os.kill(process.pid, number)
-        except (EOFError, OSError):
-            if process.returncode is None:
-                _kill(process.pid)
-
     streams = ((1, process.stdout), (2, process.stderr))
     readers = [threading.Thread(target=forward, args=stream, daemon=True) for stream in streams]
-    for thread in (*readers, threading.Thread(target=receive_signals, daemon=True)):
+    signals = threading.Thread(target=_forward_signals, args=(connection, process), daemon=True)
+    for thread in (*readers, signals):
         thread.start()
     if pipe_variable:
         os.close(reading)
@@ -127,6 +118,18 @@ def run(
     report(ended=process.wait(), step=_status(status_file))
     with contextlib.suppress(OSError), socket_of(connection) as same:
         same.shutdown(socket.SHUT_RDWR)  # the driver must not wait: the executor's Python may keep running
+
+
+def _forward_signals(connection: Connection, process: subprocess.Popen[bytes]) -> None:
+    """Sends the driver's signals to the process, and kills its group when the driver disconnects."""
+    try:
+        while True:
+            number = connection.recv()
+            if process.returncode is None:
+                os.kill(process.pid, number)
+    except (EOFError, OSError):
+        if process.returncode is None:
+            _kill(process.pid)
 
 
 def _status(path: str) -> str:
