@@ -2,43 +2,34 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
-from dataclasses import fields
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from ringtrain import __version__
-from ringtrain.cluster.launch_options import (
-    ELASTIC,
-    HOSTS,
-    JOB,
-    MPIJOB,
-    RESTARTS,
-    SHOW,
-    SPARK,
-    LaunchOptions,
-    add_options,
-    flags_of,
-)
+from ringtrain.cluster.launch_options import GROUPS, PLAIN, HostOptions, LaunchOptions, add_options
 from ringtrain.errors import LaunchError, RingtrainError
+from ringtrain.options import Command, Given, Parser, add, before_program, options_of, read, refuse_dashes
 from ringtrain.protocol.env import is_activated, path_with_own
 
-WITH_COMMAND = ("forecast", "predict", "bench", "tune", "prove", "sweep", "compare")
-"""commands that take words after --; train and launch find the program by themselves"""
-OF_JOBS = (JOB, SPARK, MPIJOB, RESTARTS, ELASTIC, SHOW)
-NOT_MEASURED = (
-    *("dry_run", "explain", "elastic", "max_np", "host_discovery", "blacklist_cooldown", "gpus", "resources"),
-    "require_init",
-)
-"""options of launch that a command which starts ranks itself refuses, or does not use"""
 STARTS_RANKS = (
-    *("np", "ps", "workers", "hostfile", "hosts", "include", "exclude", "launcher", "master"),
-    *("elastic", "max_np", "host_discovery"),
+    "np",
+    "ps",
+    "workers",
+    "hostfile",
+    "hosts",
+    "include",
+    "exclude",
+    "launcher",
+    "master",
+    "elastic",
+    "max_np",
+    "host_discovery",
 )
 """options with which `ringtrain train` starts ranks; without them it trains in one process"""
 STARTING = ("np", "hosts", "hostfile", "launcher", "dry_run")
@@ -50,16 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if not is_activated():
         os.environ["PATH"] = path_with_own()
-    given, command = words, []
     if "_ARGCOMPLETE" in os.environ:
         complete()  # and exits
-    if words[0] not in ("train", "launch") and "--" in words:
-        given, command = words[: words.index("--")], words[words.index("--") + 1 :]
     try:
-        options = parser().parse_args(given, argparse.Namespace(command=command, environ={}))
-        if command and options.name not in WITH_COMMAND:
-            raise LaunchError(f"got a command after --, which ringtrain {options.name} does not run: leave it out")
-        return options.handler(options)
+        command, given = parse(words)
+        return command.run(given)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader closed the pipe, as `head` does
         return 128 + signal.SIGPIPE
@@ -72,151 +58,80 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + 2  # the shells' code for SIGINT; no job runs that must be stopped
 
 
-class Parser(argparse.ArgumentParser):
-    """Parser whose errors are LaunchErrors of one line.
+def parse(words: Sequence[str]) -> tuple[Command, Given]:
+    """The command of a command line, and what it was given. Raises LaunchError for a mistake in it."""
+    name = words[0] if words else ""
+    if name in ("train", "launch"):
+        # Their program needs no `--` before it, and keeps its own.
+        own, program = before_program(words[1:], options_of(*GROUPS), ends_at_unknown=name == "train")
+        own = [name, *own]
+    elif "--" in words:
+        own, program = words[: words.index("--")], words[words.index("--") + 1 :]
+    else:
+        own, program = words, []
+    refuse_dashes(own)
+    values = vars(parser(own).parse_args(own))
+    command: Command = values.pop("chosen")
+    if program and not command.takes_words:
+        raise LaunchError(f"got a command after --, which ringtrain {name} does not run: leave it out")
+    return command, Given(name, values, tuple(program))
 
-    runs: "program": its options come before a program, which `command` gets with the program's own options, untouched;
-    "trainer": an option that this parser does not know begins the program, too. `flags` gets each option.
-    """
 
-    def __init__(self, *args: Any, runs: str = "", **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.runs = runs
+def parser(words: Sequence[str], completes: bool = False) -> Parser:
+    """Parser of the whole command line. Of the commands, only the one that `words` begin with has its options."""
+    top = Parser(prog="ringtrain", description="Trains, starts and examines training jobs on one host or many.")
+    top.add_argument("--version", action="version", version=f"ringtrain {__version__}")
+    add_commands(top, "commands", commands(), words, completes)
+    return top
 
-    def error(self, message: str) -> NoReturn:
-        raise LaunchError(f"{message}: see {self.prog} --help")
 
-    def _get_values(self, action: Any, words: Any) -> Any:
-        if action.option_strings and "--" in words:  # argparse would remove it, and give the option no value
-            raise argparse.ArgumentError(action, "expected a value, got '--'")
-        return super()._get_values(action, words)
+def add_commands(
+    parser: Parser, title: str, known: Mapping[str, Command], words: Sequence[str], completes: bool
+) -> None:
+    """Adds commands to a parser; the one that `words` begin with gets its options, or its kinds."""
+    listed = parser.add_subparsers(title=title, metavar=title.upper().removesuffix("S"), required=True)
+    for name, command in known.items():
+        settings: dict[str, Any] = {"help": command.help} if command.help else {}
+        made = listed.add_parser(
+            name,
+            description=command.description,
+            usage=command.usage or None,
+            add_help=command.has_help,
+            **settings,
+        )
+        made.set_defaults(chosen=command)
+        if name not in words[:1]:
+            continue
+        if command.kinds:
+            add_commands(made, "kinds", command.kinds(), words[1:], completes)
+        if command.add:
+            command.add(made)
+        if completes and command.complete:
+            command.complete(made)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        if not self.runs:
-            return super().parse_known_args(args, namespace)
-        flags, length = self.options_before_program(args)
-        given, unknown = super().parse_known_args(args[:length], namespace)
-        given.flags, given.command = flags, args[length + (args[length : length + 1] == ["--"]) :]
-        return given, unknown
 
-    def options_before_program(self, words: Sequence[str]) -> tuple[dict[str, str], int]:
-        """Flags by the names of their options, and number of words before "--" or the first of no option."""
-        place, flags = 0, dict[str, str]()
-        while place < len(words) and words[place].startswith("-") and words[place] != "--":
-            flag, has_value, _ = words[place].partition("=")
-            action = self._option_string_actions.get(flag)
-            if action is None and self.runs == "trainer":
-                break
-            if action is None:  # abbreviated, or unknown, of which the parser tells
-                action = next((one for name, one in self._option_string_actions.items() if name.startswith(flag)), None)
-            place += 1
-            if action is not None:
-                flags[action.dest] = flag
-                place += 0 if has_value else 1 if action.nargs is None else int(action.nargs)
-        return flags, min(place, len(words))
+def commands() -> dict[str, Command]:
+    """All commands by name, in the order of the help."""
+    from ringtrain.lab import commands as lab
+
+    return {"train": TRAIN, "launch": LAUNCH, **lab.commands(), "hosts": HOSTS, "doctor": DOCTOR, "schema": SCHEMA}
 
 
 def complete() -> None:
     """Answers the shell, which asks for the words that may follow, and exits. Set up by register-python-argcomplete."""
     import argcomplete
 
-    from ringtrain import config, config_help
-
-    top = parser()
-    (commands,) = (one for one in top._actions if isinstance(one, argparse._SubParsersAction))
-    trained = commands.choices["train"]
-    trained.runs = ""  # the options of the trainer are options of this parser
-    trained.add_argument("--config")
-    trained.add_argument("--help", choices=[*config_help.sections(), config_help.ALL])
-    config_help.add_options(trained, config.option_types(), config.Config())
-    trained.add_argument("script", nargs="?")
-    argcomplete.autocomplete(top)
+    argcomplete.autocomplete(parser(os.environ["COMP_LINE"].split()[1:], completes=True))
 
 
-def parser() -> argparse.ArgumentParser:
-    """Parser of the whole command line."""
-    from ringtrain.lab import commands as lab
-
-    top = Parser(prog="ringtrain", description="Trains, starts and examines training jobs on one host or many.")
-    top.add_argument("--version", action="version", version=f"ringtrain {__version__}")
-    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
-    add_programs(commands)
-    lab.add_plain(commands)
-    lab.add_bench(commands, with_ranks(), launch)
-    lab.add_tune(commands, with_ranks(), launch)
-    of_trials = ("np", "ps", "workers", "bind", "oversubscribe", "output", "timeline")
-    lab.add_sweep(commands, with_ranks(*of_trials, groups=(SPARK, MPIJOB)), launch, find_hosts)
-    lab.add_compare(commands, with_ranks("workers", "output", "timeline", groups=(SPARK, MPIJOB)), launch, find_hosts)
-    lab.add_prove(commands, with_ranks("ps", "workers", "output", "timeline"), launch, find_hosts)
-    lab.add_forecast(commands)
-    add_hosts(commands)
-    add_doctor(commands)
-    written = commands.add_parser(
-        "schema",
-        description="Prints the JSON schema of the configuration, from which editors complete a TOML file.",
-        help="print the JSON schema of the configuration",
-    )
-    written.set_defaults(handler=schema, name="schema")
-    return top
+# ---- train and launch -----------------------------------------------------------------------------------------------
 
 
-def add_programs(commands: argparse._SubParsersAction[Any]) -> None:
-    """Adds `ringtrain train` and `ringtrain launch`, the commands that run a program."""
-    trained = commands.add_parser(
-        "train",
-        runs="trainer",
-        add_help=False,  # the trainer's own, see train
-        help="train a model in one process or, with -np, on many ranks",
-    )
-    add_options(trained)
-    trained.set_defaults(handler=train, name="train")
-    launched = commands.add_parser(
-        "launch",
-        runs="program",
-        usage="ringtrain launch [options] COMMAND ...",
-        description="Runs COMMAND as many ranks. Without hosts: those of the scheduler's job, else this machine."
-        " Options after COMMAND are its own.",
-        help="run a command as many ranks",
-    )
-    add_options(launched)
-    launched.set_defaults(handler=launch, name="launch")
-
-
-def with_ranks(*hidden: str, groups: Sequence[str] = (MPIJOB,)) -> tuple[Parser, Parser]:
-    """Options of a command that starts ranks as `launch` does. hidden, groups: Not in its help."""
-    parents = Parser(add_help=False), Parser(add_help=False)
-    add_options(parents[0], [HOSTS])
-    add_options(parents[1], OF_JOBS, hidden=(*NOT_MEASURED, *hidden), hidden_groups=groups)
-    return parents
-
-
-def add_hosts(commands: argparse._SubParsersAction[Any]) -> None:
-    listed = commands.add_parser("hosts", help="print the hosts that a launch would use")
-    add_options(listed, [HOSTS], hidden=("ssh_port", "subnet"))
-    listed.set_defaults(handler=hosts, name="hosts")
-
-
-def add_doctor(commands: argparse._SubParsersAction[Any]) -> None:
-    asked = commands.add_parser(
-        "doctor",
-        description="Checks every host, and measures the links between hosts. Without hosts: those of the scheduler's"
-        " job, else this machine. Exit code: 0 all is ok, 1 there are warnings, 2 there are errors.",
-        help="check hosts and links, with a fix for each problem",
-    )
-    add_options(asked, [HOSTS])
-    asked.add_argument("--run-directory", default="runs", metavar="DIR", help="parent directory of all runs (runs)")
-    asked.add_argument("--code", default=".", metavar="DIR", help="your code, the same on every host (.)")
-    asked.add_argument("--no-bandwidth", action="store_true", help="do not measure the links between hosts")
-    asked.add_argument("--timeout", type=float, default=10, metavar="S", help="seconds for a host to answer (10)")
-    asked.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    asked.set_defaults(handler=doctor, name="doctor")
-
-
-def train(options: argparse.Namespace) -> int:
+def train(given: Given) -> int:
     """Starts the trainer or a script, as `ringtrain launch` does, or replaces this process by it."""
     from ringtrain import config_help
 
-    words, chosen = options.command, options.flags
+    words, of_launch = given.command, options_of(*GROUPS)
     is_script = bool(words) and not words[0].startswith("-")
     if not is_script and config_help.asks_for_help(words):
         return help_of_train(words)
@@ -225,16 +140,23 @@ def train(options: argparse.Namespace) -> int:
             f"got {words[0]}, expected SCRIPT.py or options of the trainer such as --config FILE; other programs:"
             f" ringtrain launch {words[0]}"
         )
-    flags = {flag for one in fields(LaunchOptions) if one.metadata for flag in flags_of(one)}
-    if late := [] if is_script else [word for word in words if word.partition("=")[0] in flags]:
-        raise LaunchError(f"got {late[0]} after {words[0]}, expected options of launch before those of the trainer")
-    command = tuple(words) if is_script else ("-m", "ringtrain.train", *words)
-    if chosen.keys() & {*STARTS_RANKS}:
-        options.command = ("python", *command)
-        return launch(options)
-    for flag in [flag for name, flag in chosen.items() if name not in ("dry_run", "explain")]:
-        raise LaunchError(f"got {flag} without ranks to start: give -np N, the number of ranks, or leave {flag} out")
-    if chosen:
+    if not is_script:
+        flags = {flag for option in of_launch.values() for flag in option.flags}
+        for word in words:
+            if word.partition("=")[0] in flags:
+                raise LaunchError(
+                    f"got {word} after {words[0]}, expected options of launch before those of the trainer"
+                )
+    command = words if is_script else ("-m", "ringtrain.train", *words)
+    if not given.values.keys().isdisjoint(STARTS_RANKS):
+        return launch(replace(given, command=("python", *command)))
+    for name in given.values:
+        if name not in ("dry_run", "explain"):
+            flag = of_launch[name].flags[0]
+            raise LaunchError(
+                f"got {flag} without ranks to start: give -np N, the number of ranks, or leave {flag} out"
+            )
+    if given.values:
         print(shlex.join(["python", *command]))
         return 0
     sys.stdout.flush()
@@ -253,51 +175,99 @@ def help_of_train(words: Sequence[str]) -> int:
     shown = config_help.help_parser(words, config_io.file_of(words), usage, description)
     if words[-1] in ("-h", "--help"):
         group = shown.add_argument_group("options of launch, which come first (all: ringtrain launch --help)")
-        names = {one.name for one in fields(LaunchOptions)}
-        add_options(group, [HOSTS, JOB, SHOW], hidden=names - {*STARTING})
+        add(group, [option for name, option in options_of(*PLAIN).items() if name in STARTING])
     shown.print_help()
     return 0
 
 
-def launch(options: argparse.Namespace) -> int:
+def complete_train(parser: Parser) -> None:
+    """Adds the options of the trainer, and a script."""
+    from ringtrain import config, config_help
+
+    parser.add_argument("--config")
+    parser.add_argument("--help", choices=[*config_help.sections(), config_help.ALL])
+    config_help.add_options(parser, config.option_types(), config.Config())
+    parser.add_argument("script", nargs="?")
+
+
+def launch(given: Given) -> int:
     from ringtrain.cluster.launch import launch
 
-    return launch(LaunchOptions.of(options))
+    return launch(LaunchOptions.of(given))
 
 
-def schema(options: argparse.Namespace) -> int:
-    from ringtrain import config_help
+TRAIN = Command(
+    "train a model in one process or, with -np, on many ranks",
+    add=add_options,
+    run=train,
+    has_help=False,  # the trainer's own
+    takes_words=True,
+    complete=complete_train,
+)
+LAUNCH = Command(
+    "run a command as many ranks",
+    "Runs COMMAND as many ranks. Without hosts: those of the scheduler's job, else this machine. Options after COMMAND"
+    " are its own.",
+    add_options,
+    launch,
+    usage="ringtrain launch [options] COMMAND ...",
+    takes_words=True,
+    complete=lambda parser: parser.add_argument("program", nargs="..."),
+)
 
-    print(json.dumps(config_help.schema(), indent=1))
-    return 0
+
+# ---- hosts, doctor and schema ---------------------------------------------------------------------------------------
 
 
-def hosts(options: argparse.Namespace) -> int:
-    listed, source = find_hosts(options)
+def hosts(given: Given) -> int:
+    from ringtrain.cluster.launch import find_hosts
+
+    listed, source = find_hosts(LaunchOptions.of(given))
     for host in listed:
         print(host)
     print(f"{len(listed)} hosts, {sum(host.slots for host in listed)} slots, from {source}", file=sys.stderr)
     return 0
 
 
-def doctor(options: argparse.Namespace) -> int:
+def add_doctor(parser: Parser) -> None:
+    """Adds the options of doctor, and of the hosts that it examines."""
+    from ringtrain.cluster.doctor.session import DoctorOptions
+
+    add_options(parser, [HostOptions])
+    add(parser, options_of(DoctorOptions).values())
+
+
+def doctor(given: Given) -> int:
     from ringtrain.cluster.doctor import preflight
-
-    wanted = preflight.Options(
-        run_directory=options.run_directory,
-        code=options.code,
-        bandwidth=not options.no_bandwidth,
-        timeout_s=options.timeout,
-        ssh_port=options.ssh_port,
-        subnet=options.subnet,
-    )
-    return preflight.main(find_hosts(options)[0], wanted, options.json)
-
-
-def find_hosts(options: argparse.Namespace) -> tuple[Sequence[Any], str]:
     from ringtrain.cluster.launch import find_hosts
 
-    return find_hosts(LaunchOptions.of(options))
+    return preflight.main(find_hosts(LaunchOptions.of(given))[0], read(preflight.Options, given.values))
+
+
+def schema(given: Given) -> int:
+    from ringtrain import config_help
+
+    print(json.dumps(config_help.schema(), indent=1))
+    return 0
+
+
+HOSTS = Command(
+    "print the hosts that a launch would use",
+    add=lambda parser: add_options(parser, [HostOptions], hidden=("ssh_port", "subnet")),
+    run=hosts,
+)
+DOCTOR = Command(
+    "check hosts and links, with a fix for each problem",
+    "Checks every host, and measures the links between hosts. Without hosts: those of the scheduler's job, else this"
+    " machine. Exit code: 0 all is ok, 1 there are warnings, 2 there are errors.",
+    add_doctor,
+    doctor,
+)
+SCHEMA = Command(
+    "print the JSON schema of the configuration",
+    "Prints the JSON schema of the configuration, from which editors complete a TOML file.",
+    run=schema,
+)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 from ringtrain import option_rules as rule
 from ringtrain.errors import ConfigError
-from ringtrain.option_rules import Need, Rule, needs, needs_above_0, needs_above_1, needs_other
+from ringtrain.option_rules import Need, needs, needs_above_0, needs_above_1, needs_other
+from ringtrain.options import AT_LEAST_0, AT_LEAST_1, Rule, at_least
 
 
 class OptimizerKind(NamedTuple):
@@ -63,15 +64,15 @@ class DataConfig:
     folder, else Keras downloads them"""
     file: Annotated[str, needs("data.name", "npz")] = ""
     """file that npz reads; empty: the only one in dir"""
-    max_samples: Annotated[int, rule.AT_LEAST_0] = 0
+    max_samples: Annotated[int, AT_LEAST_0] = 0
     """first samples in memory that are used, of training and of test data, for a short try; 0: all"""
-    num_samples: Annotated[int, rule.at_least(16), needs("data.name", "synthetic")] = 4096
+    num_samples: Annotated[int, at_least(16), needs("data.name", "synthetic")] = 4096
     """number of samples that synthetic generates, training and test together"""
     image_size: Annotated[
         int, rule.PIXELS_OR_0, needs("data.name", "synthetic", "image-folder", "imagenet-tfrecords")
     ] = 0
     """height and width in pixels of generated images (0: 28) and of images read from files (0: 224)"""
-    num_classes: Annotated[int, rule.AT_LEAST_0, needs("data.name", "npz", "imagenet-tfrecords")] = 0
+    num_classes: Annotated[int, AT_LEAST_0, needs("data.name", "npz", "imagenet-tfrecords")] = 0
     """number of classes; labels start at 0, those of ImageNet at 1. 0: as in the data"""
     augment: Annotated[bool, needs("data.name", "cifar10", "image-folder", "imagenet-tfrecords")] = True
     """random crops and flips of training images, for cifar10 and image files; off: centre crops of image files"""
@@ -104,7 +105,7 @@ class ModelConfig:
     of its own, and a rank has K GPUs"""
     stages: Annotated[tuple[str, ...], Need("model.split layers:K", lambda config: "layers" in config.model.split)] = ()
     """layers with which the second and further stages begin; without it, the largest stage is made small"""
-    micro_batches: Annotated[int, rule.AT_LEAST_1] = 1
+    micro_batches: Annotated[int, AT_LEAST_1] = 1
     """parts of a rank's batch, whose gradients are averaged; stages of a split model work on several at a time"""
 
     @property
@@ -125,7 +126,7 @@ class OptimizerConfig:
     """linear: learning_rate times global batch / reference_batch_size; sqrt: times its square root; none: unchanged;
     auto: sqrt for adam, adamw and lamb, else linear. With hvd.op adasum, one rank's batch replaces the global one"""
     reference_batch_size: Annotated[
-        int, rule.AT_LEAST_1, needs("optimizer.learning_rate_scaling", "auto", "linear", "sqrt")
+        int, AT_LEAST_1, needs("optimizer.learning_rate_scaling", "auto", "linear", "sqrt")
     ] = 32
     """samples per update that learning_rate is meant for"""
     momentum: Annotated[float, rule.BELOW_1, _optimizer_with("momentum")] = 0.9
@@ -138,7 +139,7 @@ class OptimizerConfig:
     """size of a layer's step in lars, relative to the norm of its weights"""
     clip_norm: Annotated[float, rule.FINITE] = 0.0
     """maximum global norm of the averaged gradient, which is scaled down to it; use it against divergence. 0: none"""
-    accumulation_steps: Annotated[int, rule.AT_LEAST_1] = 1
+    accumulation_steps: Annotated[int, AT_LEAST_1] = 1
     """steps whose gradients are averaged into one update; multiplies the global batch by this number"""
     jit: bool = False
     """compile the update with XLA; adam and adamw then take less time, and weights differ in the last bits"""
@@ -164,7 +165,7 @@ class ScheduleConfig:
     """final learning rate of cosine and polynomial, as a fraction of the full one"""
     power: Annotated[float, rule.ABOVE_0, needs("schedule.name", "polynomial")] = 1.0
     """exponent of polynomial; 1: linear decay"""
-    plateau_patience: Annotated[int, rule.AT_LEAST_0] = 0
+    plateau_patience: Annotated[int, AT_LEAST_0] = 0
     """epochs without improvement of train.monitor after which plateau_factor is applied; 0: never"""
     plateau_factor: Annotated[float, rule.WITHIN_0_AND_1, needs_above_0("schedule.plateau_patience")] = 0.1
     """factor of the learning rate after plateau_patience epochs"""
@@ -174,9 +175,9 @@ class ScheduleConfig:
 class TrainConfig:
     """Length of the training, batches, precision, early stopping."""
 
-    epochs: Annotated[int, rule.AT_LEAST_1] = 10
+    epochs: Annotated[int, AT_LEAST_1] = 10
     """passes over the training data"""
-    batch_size: Annotated[int, rule.AT_LEAST_1] = 32
+    batch_size: Annotated[int, AT_LEAST_1] = 32
     """samples per step on each rank; the global batch is this times the number of ranks"""
     virtual_ranks: Annotated[int, rule.POWER_OF_2_OR_0] = 0
     """train as this many ranks would, on as many or fewer, with the same bits on any number; batch_size is then that of
@@ -186,7 +187,7 @@ class TrainConfig:
     float64: of weights, too, to compare runs"""
     jit: bool = False
     """compile forward and backward pass with XLA; the allreduce stays outside"""
-    patience: Annotated[int, rule.AT_LEAST_0] = 0
+    patience: Annotated[int, AT_LEAST_0] = 0
     """epochs without improvement of monitor after which training stops on all ranks; 0: never"""
     monitor: Annotated[str, needs_above_0("train.patience", "schedule.plateau_patience")] = "test_loss"
     """metric that patience and schedule.plateau_patience watch: test_accuracy, loss, ..."""
@@ -196,9 +197,9 @@ class TrainConfig:
     """training stops after the first epoch whose test accuracy is at least this; 0: never"""
     callbacks: tuple[str, ...] = ()
     """your Keras callbacks, each a module:function that returns one; run on every rank, with averaged metrics"""
-    max_time_s: Annotated[float, rule.AT_LEAST_0] = 0.0
+    max_time_s: Annotated[float, AT_LEAST_0] = 0.0
     """seconds after which training stops and saves; for jobs with a time limit. 0: no limit"""
-    check_every_steps: Annotated[int, rule.AT_LEAST_1] = 500
+    check_every_steps: Annotated[int, AT_LEAST_1] = 500
     """steps between two checks that all ranks hold the same weights; also after the first step and at the end"""
 
 
@@ -210,11 +211,11 @@ class DeviceConfig:
     """allocate GPU memory as needed instead of all at start"""
     memory_fraction: Annotated[float, rule.SHARE] = 0.0
     """fraction of a GPU's memory that is allocated at start, above 0 and up to 1; 0: see memory_growth"""
-    memory_mb: Annotated[int, rule.AT_LEAST_0] = 0
+    memory_mb: Annotated[int, AT_LEAST_0] = 0
     """limit of GPU memory per rank, MB; 0: see memory_growth"""
     share_gpus: bool = False
     """let ranks share GPUs if a host has more ranks than GPUs; gradients are then reduced on the CPU"""
-    threads: Annotated[int, rule.AT_LEAST_0] = 0
+    threads: Annotated[int, AT_LEAST_0] = 0
     """CPU threads per rank; 0: the host's cores divided by its ranks"""
 
 
@@ -222,13 +223,13 @@ class DeviceConfig:
 class CheckpointConfig:
     """When checkpoints are saved, and how many are kept."""
 
-    every_epochs: Annotated[int, rule.AT_LEAST_0] = 1
+    every_epochs: Annotated[int, AT_LEAST_0] = 1
     """epochs between two checkpoints; 0: none after epochs. The end of the run is always saved"""
-    every_steps: Annotated[int, rule.AT_LEAST_0] = 0
+    every_steps: Annotated[int, AT_LEAST_0] = 0
     """steps between two checkpoints within an epoch; 0: none"""
     every_minutes: Annotated[float, rule.FINITE] = 0.0
     """minutes between two checkpoints, rounded up to the next agreement (health.agree_every_steps); 0: none"""
-    keep: Annotated[int, rule.AT_LEAST_1] = 3
+    keep: Annotated[int, AT_LEAST_1] = 3
     """number of newest checkpoints to keep, besides the best"""
     saved_model: bool = False
     """also export the trained model as a TensorFlow SavedModel, next to model.keras"""
@@ -238,11 +239,11 @@ class CheckpointConfig:
 class TrackingConfig:
     """Records besides the metrics of each epoch."""
 
-    every_steps: Annotated[int, rule.AT_LEAST_0] = 100
+    every_steps: Annotated[int, AT_LEAST_0] = 100
     """steps between two records of loss and gradient norm in steps.jsonl and TensorBoard; 0: none"""
     histograms: bool = False
     """write histograms of all weights to TensorBoard after each epoch"""
-    timeline_steps: Annotated[int, rule.AT_LEAST_0] = 0
+    timeline_steps: Annotated[int, AT_LEAST_0] = 0
     """number of steps of all ranks that are recorded in timeline.json; 0: none"""
     mlflow: str = ""
     """URI of an MLflow server or store that also receives the records, such as http://host:5000; empty: none"""
@@ -254,7 +255,7 @@ class TrackingConfig:
 class HealthConfig:
     """Stop, stall and straggler detection."""
 
-    agree_every_steps: Annotated[int, rule.AT_LEAST_1] = 10
+    agree_every_steps: Annotated[int, AT_LEAST_1] = 10
     """steps between two agreements of the ranks on whether to stop (signal, time limit, loss of NaN or infinity)"""
     stall_timeout: Annotated[float, rule.FINITE] = 300.0
     """seconds without progress on any rank, at least 20 median steps, after which the job names the blocking rank and
@@ -269,7 +270,7 @@ class ElasticConfig:
 
     keep: Literal["global-batch", "per-rank-batch"] = "global-batch"
     """global-batch: batch and learning rate stay, the ranks divide the batch; per-rank-batch: both follow the ranks"""
-    commit_every_steps: Annotated[int, rule.AT_LEAST_1] = 10
+    commit_every_steps: Annotated[int, AT_LEAST_1] = 10
     """steps between two times at which hosts join and leave"""
 
 
@@ -281,7 +282,7 @@ class StrategyConfig:
     """ring: Horovod; mpi-ring: a ring in NumPy, without Horovod; towers: several copies of the model in one process;
     multi-worker: TensorFlow's collectives between the ranks; ps-async, ps-sync: weights on parameter servers, which
     each worker updates alone, or all together"""
-    towers: Annotated[int, rule.AT_LEAST_0, needs("strategy.name", "towers")] = 0
+    towers: Annotated[int, AT_LEAST_0, needs("strategy.name", "towers")] = 0
     """copies of the model in towers, each on its own device; 0: one per GPU, or 2 without GPUs"""
     reduction: Annotated[Literal["one-device", "all"], needs("strategy.name", "towers")] = "one-device"
     """sum gradients of towers on the controller, or on all devices together"""
@@ -291,13 +292,13 @@ class StrategyConfig:
     """device that sums gradients of towers: cpu:0, gpu:0, gpu:1, ..."""
     communication: Annotated[Literal["auto", "ring", "nccl"], needs("strategy.name", "multi-worker")] = "auto"
     """collectives of multi-worker: TensorFlow's ring, NCCL between GPUs, or TensorFlow's choice"""
-    servers: Annotated[int, rule.AT_LEAST_1, needs("strategy.name", "ps-async", "ps-sync")] = 1
+    servers: Annotated[int, AT_LEAST_1, needs("strategy.name", "ps-async", "ps-sync")] = 1
     """number of ranks that are parameter servers, the first also the coordinator; also ringtrain launch --ps"""
     variables: Annotated[Literal["round-robin", "by-size"], needs("strategy.name", "ps-async", "ps-sync")] = (
         "round-robin"
     )
     """placement of variables on servers: in turn, or each on the server with the fewest bytes"""
-    backup_workers: Annotated[int, rule.AT_LEAST_0, needs("strategy.name", "ps-sync")] = 0
+    backup_workers: Annotated[int, AT_LEAST_0, needs("strategy.name", "ps-sync")] = 0
     """slowest workers per step whose gradients ps-sync drops; against stragglers"""
 
 
@@ -309,11 +310,11 @@ class HvdConfig:
     """average of the ranks' gradients, or Adasum (arXiv 2006.02924)"""
     compression: Annotated[str, rule.COMPRESSION] = "none"
     """for slow networks: fp16, bf16 (16 bits per number), or powersgd:4 (matrices of rank 4); see docs/slow-links.md"""
-    compression_start_step: Annotated[int, rule.AT_LEAST_0, needs_other("hvd.compression", "none")] = 0
+    compression_start_step: Annotated[int, AT_LEAST_0, needs_other("hvd.compression", "none")] = 0
     """number of updates before the first that is compressed"""
-    local_steps: Annotated[int, rule.AT_LEAST_1] = 1
+    local_steps: Annotated[int, AT_LEAST_1] = 1
     """updates that each rank makes by itself before the ranks average their weights; 1: all updates are ordinary"""
-    local_warmup_steps: Annotated[int, rule.AT_LEAST_0, needs_above_1("hvd.local_steps")] = 0
+    local_warmup_steps: Annotated[int, AT_LEAST_0, needs_above_1("hvd.local_steps")] = 0
     """number of ordinary updates before the first local one"""
     outer_optimizer: Annotated[Literal["average", "nesterov"], needs_above_1("hvd.local_steps")] = "average"
     """after local steps: the average of weights, or a step of SGD with Nesterov momentum (DiLoCo, arXiv 2311.08105)"""
@@ -325,7 +326,7 @@ class HvdConfig:
     """Horovod's fusion buffer, MiB; 0: no fusion; -1: HOROVOD_FUSION_THRESHOLD if set, else 4, or 128 with NCCL"""
     cycle_time_ms: Annotated[float, rule.FINITE_OR_UNSET] = -1.0
     """milliseconds in which ready gradients are collected; -1: HOROVOD_CYCLE_TIME if set, else 1"""
-    groups: Annotated[int, rule.AT_LEAST_0] = 0
+    groups: Annotated[int, AT_LEAST_0] = 0
     """number of groups of gradients, each sent when complete; 0: send each gradient when it is ready"""
     deterministic: bool = False
     """sum gradients in the same order in every step and run, also with more than two ranks; slower"""

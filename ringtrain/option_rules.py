@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ringtrain.errors import ConfigError
-
-
-@dataclass(frozen=True, eq=False)  # in Annotated it must have a hash, which its schema has not
-class Rule:
-    """Values that an option may have, in words, the check of a value, and keywords of JSON schema that say the same."""
-
-    text: str
-    holds: Callable[[Any], bool]
-    schema: Mapping[str, Any]
+from ringtrain.options import Rule
 
 
 class Need(NamedTuple):
@@ -28,16 +19,10 @@ class Need(NamedTuple):
     is_met: Callable[[Any], bool]
 
 
-def at_least(least: int) -> Rule:
-    """Rule of a number with a lower limit."""
-    return Rule(f"{least} or more", lambda value: value >= least, {"minimum": least})
-
-
 def _or(other: float, **schema: float) -> dict[str, Any]:
     return {"anyOf": [{"const": other}, schema]}
 
 
-AT_LEAST_0, AT_LEAST_1 = at_least(0), at_least(1)
 FINITE = Rule("a number from 0 on", lambda value: 0 <= value < math.inf, {"minimum": 0})
 FINITE_OR_UNSET = Rule("0 or more, or -1", lambda value: value == -1 or 0 <= value < math.inf, _or(-1, minimum=0))
 ABOVE_0 = Rule("a number above 0", lambda value: 0 < value < math.inf, {"exclusiveMinimum": 0})

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-import argparse
-import math
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import Field, dataclass, field, fields, replace
-from typing import Any, Literal
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal
 
 from ringtrain.errors import LaunchError
+from ringtrain.options import (
+    AT_LEAST_0,
+    FILE,
+    LIST,
+    NAME,
+    SECONDS,
+    Argument,
+    Given,
+    Group,
+    N,
+    NotWith,
+    Parser,
+    add,
+    check,
+    options_of,
+    read,
+    title_of,
+)
 
 
 @dataclass(frozen=True)
@@ -33,30 +49,163 @@ LAUNCHERS = {
     "mpijob": Launcher(submits=True),
     "spark": Launcher(),
 }
-HOSTS, JOB, SHOW = "hosts", "job", "show"
-SPARK, MPIJOB = "with --launcher spark (docs/clusters.md)", "with --launcher mpijob (docs/docker.md)"
-SYNC = "files of the other hosts, by rsync (docs/launching.md)"
-RESTARTS, ELASTIC = "when the job fails", "hosts that join and leave (docs/elastic.md)"
-ONLY_WITH = {SPARK: "spark", MPIJOB: "mpijob"}
-"""launcher of a group of options"""
-ONE_OF = (("hostfile", "hosts"), ("dry_run", "explain"))
-KINDS: dict[str, dict[str, Any]] = {
-    "bool": {"action": "store_true"},
-    "int": {"type": int},
-    "int | None": {"type": int},
-    "float": {"type": float},
-    "tuple[str, ...]": {"action": "append"},
-    "tuple[int, int]": {"type": int, "nargs": 2},
-}
-
-
-def option(group: str, default: Any, metavar: Any, text: str, *flags: str, **more: Any) -> Any:
-    """Field that is an option. flags: Instead of `--` and the field's name; more: Keywords of add_argument."""
-    return field(default=default, metadata={"group": group, "flags": flags, "metavar": metavar, "help": text, **more})
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchOptions:
+class HostOptions:
+    """Hosts."""
+
+    hostfile: Annotated[str | None, FILE] = None
+    """hosts and slots, in any of the usual formats"""
+    hosts: Annotated[str | None, Argument("LIST", ("-H", "--hosts")), NotWith("hostfile")] = None
+    """the same in a line: host1:4,host2:4"""
+    include: Annotated[str, LIST] = ""
+    """use only these hosts or slots, counted from 0: host1,host2:0-1 (all)"""
+    exclude: Annotated[str, LIST] = ""
+    """use all but these: host1:3"""
+    ssh_port: Annotated[int, Argument("PORT")] = 0
+    """port of every host's sshd; 0: as ssh itself has it configured"""
+    subnet: Annotated[str, Argument("CIDR")] = ""
+    """network of the ranks, e.g. 10.1.0.0/16 (any)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """Ranks."""
+
+    np: Annotated[int | None, Argument("N", ("-np",))] = None
+    """number of ranks (all slots)"""
+    ps: Annotated[int | None, Argument("P")] = None
+    """number of ranks that are parameter servers (docs/strategies.md)"""
+    workers: Annotated[int | None, Argument("W")] = None
+    """number of ranks that train besides them; -np is the sum of both"""
+    launcher: Annotated[str, Argument("NAME", choices=tuple(LAUNCHERS))] = "mpirun"
+    """program that starts the ranks"""
+    bind: Literal["none", "core"] = "none"
+    """core: --threads cores for each rank"""
+    network: Literal["tcp", "ucx"] = "tcp"
+    """TCP, or InfiniBand and RoCE"""
+    network_interface: Annotated[str, NAME] = ""
+    """interface of all hosts, for horovodrun (searched for)"""
+    threads: Annotated[int, N] = 0
+    """CPU threads of a rank; 0: the rank decides"""
+    forward: Annotated[tuple[str, ...], Argument("NAME", is_repeated=True)] = ()
+    """forward a variable besides the usual ones; may be repeated"""
+    oversubscribe: bool = False
+    """allow more ranks than slots"""
+    require_init: bool = False
+    """exit with 2 if no rank has called hvd.init() (a warning)"""
+    output: Annotated[str, Argument("DIR")] = ""
+    """keep a log per rank"""
+    timeline: Annotated[str, FILE] = ""
+    """write timelines of all ranks of ringtrain.train, for Perfetto"""
+    start_timeout: Annotated[float, Argument("S"), SECONDS] = 60
+    """seconds for hosts to answer and for ranks to start"""
+    grace: Annotated[float, Argument("S"), SECONDS] = 8
+    """seconds after SIGTERM for ranks to save before they are killed"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowOptions:
+    """What is printed instead of a start."""
+
+    dry_run: bool = False
+    """print the command, script or manifest and exit"""
+    explain: Annotated[bool, NotWith("dry_run")] = False
+    """print every flag and variable with its reason and exit"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncOptions:
+    """Files of the other hosts, by rsync (docs/launching.md)."""
+
+    sync: bool = False
+    """send this folder to all other hosts before ranks start, to the same path, without runs/, .git, .venv, __pycache__
+    and what a .gitignore names; nothing is deleted there; hosts that join an elastic job later do not get it"""
+    sync_environment: bool = False
+    """send this folder, and the environment that ringtrain runs in"""
+    sync_delete: bool = False
+    """delete in these folders of the other hosts what is not here, except what is not sent"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparkOptions:
+    """With --launcher spark (docs/clusters.md)."""
+
+    master: Annotated[str, Argument("URL")] = ""
+    """e.g. local[2] (as in spark-defaults.conf)"""
+    spark_data: Annotated[str, Argument("MODULE:FUNCTION")] = ""
+    """function that returns DataFrames for --data.name spark of ranks"""
+    spark_conf: Annotated[tuple[str, ...], Argument("NAME=VALUE", is_repeated=True)] = ()
+    """setting of Spark; may be repeated"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MPIJobOptions:
+    """With --launcher mpijob (docs/docker.md)."""
+
+    image: Annotated[str, NAME] = ""
+    """image of all containers (ringtrain)"""
+    job_name: Annotated[str, NAME] = ""
+    """name of the MPIJob (ringtrain)"""
+    namespace: Annotated[str, NAME] = ""
+    """namespace of the MPIJob (kubectl's)"""
+    gpus: Annotated[int, N] = 0
+    """GPUs of each worker"""
+    resources: Annotated[str, LIST] = ""
+    """limits of each worker, for namespaces with a quota: cpu=8,memory=32Gi (none)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestartOptions:
+    """When the job fails."""
+
+    max_restarts: Annotated[int, N, AT_LEAST_0] = 0
+    """restart it up to N times, from its newest checkpoint"""
+    restart_on: Annotated[str, Argument("REGEX")] = ""
+    """restart on any failure whose message matches"""
+    give_up_on: Annotated[str, Argument("REGEX")] = ""
+    """never restart on a match"""
+    keep_hosts: bool = False
+    """never exclude a host that has failed twice"""
+    min_np: Annotated[int, N] = 1
+    """continue with fewer ranks, down to N"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticOptions:
+    """Hosts that join and leave (docs/elastic.md)."""
+
+    elastic: bool = False
+    """continue with the hosts that are available, over Gloo"""
+    max_np: Annotated[int | None, N] = None
+    """maximum number of ranks (all slots at the start)"""
+    host_discovery: Annotated[str, Argument("PROGRAM")] = ""
+    """program that prints the current hosts: host:slots"""
+    blacklist_cooldown: Annotated[tuple[int, int], Argument(("S", "MAX"))] = (15, 600)
+    """the slot of a failed rank is used again after about twice S seconds, longer each time; 0 0: never"""
+
+
+PLAIN = (HostOptions, JobOptions, ShowOptions)
+"""groups without a title in the help"""
+OF_JOBS = (JobOptions, SparkOptions, MPIJobOptions, RestartOptions, ElasticOptions, ShowOptions)
+"""groups of a command that starts ranks, besides their hosts"""
+GROUPS = (*PLAIN, SyncOptions, SparkOptions, MPIJobOptions, RestartOptions, ElasticOptions)
+ONLY_WITH = {SparkOptions: "spark", MPIJobOptions: "mpijob"}
+"""launcher of a group of options"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions(
+    HostOptions,
+    JobOptions,
+    ShowOptions,
+    SyncOptions,
+    SparkOptions,
+    MPIJobOptions,
+    RestartOptions,
+    ElasticOptions,
+):
     """Options of `ringtrain launch`: the command, its hosts and its ranks."""
 
     command: tuple[str, ...] = ()
@@ -64,81 +213,10 @@ class LaunchOptions:
     environ: Mapping[str, str] = field(default_factory=dict)
     """variables for the ranks besides those of the launching environment"""
 
-    hostfile: str | None = option(HOSTS, None, "FILE", "hosts and slots, in any of the usual formats")
-    hosts: str | None = option(HOSTS, None, "LIST", "the same in a line: host1:4,host2:4", "-H", "--hosts")
-    include: str = option(HOSTS, "", "LIST", "use only these hosts or slots, counted from 0: host1,host2:0-1 (all)")
-    exclude: str = option(HOSTS, "", "LIST", "use all but these: host1:3")
-    ssh_port: int = option(HOSTS, 0, "PORT", "port of every host's sshd (as ssh itself has it configured)")
-    subnet: str = option(HOSTS, "", "CIDR", "network of the ranks, e.g. 10.1.0.0/16 (any)")
-
-    np: int | None = option(JOB, None, "N", "number of ranks (all slots)", "-np")
-    ps: int | None = option(JOB, None, "P", "number of ranks that are parameter servers (docs/strategies.md)")
-    workers: int | None = option(JOB, None, "W", "number of ranks that train besides them; -np is the sum of both")
-    launcher: str = option(JOB, "mpirun", None, "program that starts the ranks (mpirun)", choices=tuple(LAUNCHERS))
-    bind: Literal["none", "core"] = option(
-        JOB, "none", None, "core: --threads cores for each rank (none)", choices=("none", "core")
-    )
-    network: Literal["tcp", "ucx"] = option(
-        JOB, "tcp", None, "TCP, or InfiniBand and RoCE (tcp)", choices=("tcp", "ucx")
-    )
-    network_interface: str = option(JOB, "", "NAME", "interface of all hosts, for horovodrun (searched for)")
-    threads: int = option(JOB, 0, "N", "CPU threads of a rank (the rank decides)")
-    forward: tuple[str, ...] = option(JOB, (), "NAME", "forward a variable besides the usual ones; may be repeated")
-    oversubscribe: bool = option(JOB, False, None, "allow more ranks than slots")
-    require_init: bool = option(JOB, False, None, "exit with 2 if no rank has called hvd.init() (a warning)")
-    output: str = option(JOB, "", "DIR", "keep a log per rank")
-    timeline: str = option(JOB, "", "FILE", "write timelines of all ranks of ringtrain.train, for Perfetto")
-    start_timeout: float = option(JOB, 60, "S", "seconds for hosts to answer and for ranks to start (60)")
-    grace: float = option(JOB, 8, "S", "seconds after SIGTERM for ranks to save before they are killed (8)")
-
-    sync: bool = option(
-        *(SYNC, False, None),
-        "send this folder to all other hosts before ranks start, to the same path, without runs/, .git, .venv,"
-        " __pycache__ and what a .gitignore names; nothing is deleted there; hosts that join an elastic job later do"
-        " not get it",
-    )
-    sync_environment: bool = option(SYNC, False, None, "send this folder, and the environment that ringtrain runs in")
-    sync_delete: bool = option(
-        SYNC, False, None, "delete in these folders of the other hosts what is not here, except what is not sent"
-    )
-
-    master: str = option(SPARK, "", "URL", "e.g. local[2] (as in spark-defaults.conf)")
-    spark_data: str = option(
-        SPARK, "", "MODULE:FUNCTION", "function that returns DataFrames for --data.name spark of ranks"
-    )
-    spark_conf: tuple[str, ...] = option(SPARK, (), "NAME=VALUE", "setting of Spark; may be repeated")
-
-    image: str = option(MPIJOB, "", "NAME", "image of all containers (ringtrain)")
-    job_name: str = option(MPIJOB, "", "NAME", "name of the MPIJob (ringtrain)")
-    namespace: str = option(MPIJOB, "", "NAME", "namespace of the MPIJob (kubectl's)")
-    gpus: int = option(MPIJOB, 0, "N", "GPUs of each worker (0)")
-    resources: str = option(
-        MPIJOB, "", "LIST", "limits of each worker, for namespaces with a quota: cpu=8,memory=32Gi (none)"
-    )
-
-    max_restarts: int = option(RESTARTS, 0, "N", "restart it up to N times, from its newest checkpoint (0)")
-    restart_on: str = option(RESTARTS, "", "REGEX", "restart on any failure whose message matches")
-    give_up_on: str = option(RESTARTS, "", "REGEX", "never restart on a match")
-    keep_hosts: bool = option(RESTARTS, False, None, "never exclude a host that has failed twice")
-    min_np: int = option(RESTARTS, 1, "N", "continue with fewer ranks, down to N (1)")
-
-    elastic: bool = option(ELASTIC, False, None, "continue with the hosts that are available, over Gloo")
-    max_np: int | None = option(ELASTIC, None, "N", "maximum number of ranks (all slots at the start)")
-    host_discovery: str = option(ELASTIC, "", "PROGRAM", "program that prints the current hosts: host:slots")
-    blacklist_cooldown: tuple[int, int] = option(
-        *(ELASTIC, (15, 600), ("S", "MAX")),
-        "the slot of a failed rank is used again after about twice S seconds, longer each time (15 600); 0 0: never",
-    )
-
-    dry_run: bool = option(SHOW, False, None, "print the command, script or manifest and exit")
-    explain: bool = option(SHOW, False, None, "print every flag and variable with its reason and exit")
-
     @classmethod
-    def of(cls, given: argparse.Namespace) -> LaunchOptions:
-        """Options of a parsed command line; those that its command does not have are at their defaults."""
-        names = {one.name for one in fields(cls)}
-        values: dict[str, Any] = {name: value for name, value in vars(given).items() if name in names}
-        return cls(**values | {name: tuple(value) for name, value in values.items() if isinstance(value, list)})
+    def of(cls, given: Given) -> LaunchOptions:
+        """Options of a command line; those that its command does not have are at their defaults."""
+        return read(cls, given.values, command=given.command)
 
     @property
     def started_by(self) -> Launcher:
@@ -148,9 +226,7 @@ class LaunchOptions:
         """These options, with -np set if some ranks are parameter servers. Raises LaunchError for invalid ones."""
         if not self.command:
             raise LaunchError("got no command to run: ringtrain launch [options] python -m ringtrain.train ...")
-        for name in ("start_timeout", "grace"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise LaunchError(f"got {_flag(name)} {getattr(self, name):g}, expected a number of seconds above 0")
+        check(self)
         for name in ("restart_on", "give_up_on"):
             try:
                 re.compile(getattr(self, name))
@@ -163,14 +239,14 @@ class LaunchOptions:
         return self if self.ps is None and self.workers is None else self._with_roles()
 
     def _check_launcher(self) -> None:
-        for one in fields(self):
-            launcher = ONLY_WITH.get(one.metadata.get("group", ""), self.launcher)
-            if launcher != self.launcher and getattr(self, one.name):
-                raise LaunchError(
-                    f"got {_flag(one.name)} with --launcher {self.launcher}, expected --launcher {launcher}"
-                )
-        if self.max_restarts < 0:
-            raise LaunchError(f"got --max-restarts {self.max_restarts}, expected 0 or more")
+        for group, launcher in ONLY_WITH.items():
+            if launcher == self.launcher:
+                continue
+            for name in options_of(group):
+                if getattr(self, name):
+                    raise LaunchError(
+                        f"got {_flag(name)} with --launcher {self.launcher}, expected --launcher {launcher}"
+                    )
         if self.require_init and self.started_by.submits:
             raise LaunchError(f"got --require-init with --launcher {self.launcher}, which only submits: leave it out")
         syncs = next((name for name in ("sync", "sync_environment", "sync_delete") if getattr(self, name)), "")
@@ -215,36 +291,27 @@ class LaunchOptions:
 
 
 def add_options(
-    parser: argparse._ActionsContainer,
-    groups: Collection[str] = (),
+    parser: Parser,
+    groups: Iterable[type] = GROUPS,
     hidden: Collection[str] = (),
-    hidden_groups: Collection[str] = (),
+    hidden_groups: Collection[type] = (),
+    plain: Group | None = None,
 ) -> None:
-    """Adds the options of some groups, all by default. hidden: Accepted, but not in the help of the command."""
-    sections: dict[str, Any] = {HOSTS: parser, JOB: parser, SHOW: parser}
-    exclusive: dict[tuple[str, str], Any] = {}
-    for one in fields(LaunchOptions):
-        keywords = {name: value for name, value in one.metadata.items() if value is not None}
-        group = keywords.pop("group", "")
-        keywords.pop("flags", None)
-        if not group or (groups and group not in groups):
-            continue
-        if group not in sections:
-            sections[group] = parser.add_argument_group(group) if group not in hidden_groups else parser
-        section = sections[group]
-        for names in ONE_OF:
-            if one.name in names:
-                exclusive.setdefault(names, None)
-                exclusive[names] = section = exclusive[names] or section.add_mutually_exclusive_group()
-        if one.name in hidden or group in hidden_groups:
-            keywords["help"] = argparse.SUPPRESS
-        keywords = {"default": [] if one.default == () else one.default, **KINDS.get(str(one.type), {}), **keywords}
-        section.add_argument(*flags_of(one), **keywords)
+    """Adds the options of some groups to a parser.
 
-
-def flags_of(one: Field[Any]) -> tuple[str, ...]:
-    """Command-line flags of an option."""
-    return one.metadata["flags"] or (_flag(one.name),)
+    Args:
+        hidden: Options that are accepted, but not in the help of the command.
+        hidden_groups: Groups whose options are.
+        plain: Group of the help for the options of groups without a title; None: the parser's own.
+    """
+    for group in groups:
+        options = options_of(group)
+        if group in hidden_groups:
+            add(parser, options.values(), hidden=options)
+        elif group in PLAIN:
+            add(plain or parser, options.values(), hidden)
+        else:
+            add(parser.add_argument_group(title_of(group)), options.values(), hidden)
 
 
 def _flag(name: str) -> str:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from ringtrain import data
+from ringtrain.cluster.hosts import Host
+from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.cluster.restart import ASKED_TO_STOP
 from ringtrain.config import Config
 from ringtrain.derived import Numbers, derive
@@ -31,8 +32,30 @@ Call = Callable[..., Any]
 """as caller() returns it"""
 
 
-def caller(given: argparse.Namespace, launch: Callable[[argparse.Namespace], int]) -> Call:
-    """Returns a function that calls a function on ranks, which it starts with the given options of ringtrain launch."""
+@dataclass(frozen=True)
+class Start:
+    """How a command of the lab starts ranks."""
+
+    name: str
+    """of the command"""
+    launch: LaunchOptions
+    launch_words: Sequence[str] = ()
+    """options of ringtrain launch that repeat those of the command line"""
+    hosts: Sequence[Host] = ()
+    """of the command line, for a command that places ranks itself"""
+
+    @property
+    def train_args(self) -> tuple[str, ...]:
+        """Options of ringtrain.train."""
+        return self.launch.command
+
+    def oversubscribed(self) -> Start:
+        """The same with more ranks than slots."""
+        return replace(self, launch=replace(self.launch, oversubscribe=True))
+
+
+def caller(start: Start) -> Call:
+    """Returns a function that calls a function on ranks, which it starts as the command line says."""
 
     def call(
         on_ranks: Callable[[Any, Sequence[str]], Any],
@@ -50,21 +73,25 @@ def caller(given: argparse.Namespace, launch: Callable[[argparse.Namespace], int
             num_ranks: 0: `-np` of the command line, else all slots.
             launcher: "": from the command line.
         """
+        from ringtrain.cluster.launch import launch
+
         with tempfile.TemporaryDirectory(prefix="ringtrain-bench-") as folder:
             out = Path(folder, "out.json")
             function = f"{on_ranks.__module__}:{on_ranks.__qualname__}"
             command = ["python", "-m", "ringtrain.lab.ranks", function, json.dumps(asdict(options)), str(out)]
-            changed = {
-                "command": [*command, "--", *train_args],
-                "np": num_ranks or given.np,
-                "environ": dict(environ),
-                "launcher": launcher or given.launcher,
-            }
-            code = launch(argparse.Namespace(**{**vars(given), **changed}))
+            code = launch(
+                replace(
+                    start.launch,
+                    command=(*command, "--", *train_args),
+                    np=num_ranks or start.launch.np,
+                    environ=dict(environ),
+                    launcher=launcher or start.launch.launcher,
+                )
+            )
             if code in ASKED_TO_STOP:  # a signal also cancels the following starts
                 raise SystemExit(code)
             if code:
-                raise LaunchError(f"{given.name}: ranks exited with code {code}, see above")
+                raise LaunchError(f"{start.name}: ranks exited with code {code}, see above")
             if not out.exists():
                 raise LaunchError(
                     f"{folder} on rank 0's host is not this one: start from that host, or set TMPDIR to a"

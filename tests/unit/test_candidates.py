@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 
 import pytest
 
 from ringtrain import cli, config_io
+from ringtrain.cluster.launch_options import GROUPS, LaunchOptions
 from ringtrain.config import Config
 from ringtrain.errors import ConfigError, LaunchError
-from ringtrain.lab import commands
 from ringtrain.lab import options as opt
+from ringtrain.lab import ranks
 from ringtrain.lab.tune import candidates
 from ringtrain.lab.tune import cli as tune_cli
 from ringtrain.lab.tune.candidates import BudgetOver, Choice, Facts, Lever
+from ringtrain.options import options_of, words_of
 
 ONE_HOST = Facts(2, 2, 8, threads=1, nccl=False, yields=True)
 TWO_HOSTS = Facts(2, 1, 8, threads=2, nccl=False, yields=False)
@@ -199,13 +200,13 @@ def test_the_search_keeps_what_gains_within_its_budget():
 
 def test_a_budget_that_allows_no_comparison_writes_no_toml(tmp_path):
     out, call = tmp_path / "tuned.toml", fake_start(lambda text: 100.0, [0.0], 0.0)
-    given = argparse.Namespace(command=["--model.name", "cnn"], launcher="mpirun", launch_words=[])
+    start = ranks.Start("tune", LaunchOptions(command=("--model.name", "cnn")))
     options = tune_cli.Options(only="groups", budget="1s", out=str(out))
     with pytest.raises(LaunchError, match=r"compared nothing in 1 s") as error:
-        tune_cli.main(options, given, call)
+        tune_cli.main(options, start, call)
     assert not out.exists()
     enough = str(error.value).partition("--budget ")[2].partition(" ")[0]
-    assert tune_cli.main(dataclasses.replace(options, budget=enough), given, call) == 0
+    assert tune_cli.main(dataclasses.replace(options, budget=enough), start, call) == 0
     assert out.exists()
 
 
@@ -228,17 +229,14 @@ def test_the_toml_is_read_as_what_was_found_and_a_refused_value_cannot_come_out(
 
 
 def test_the_line_to_launch_repeats_the_options_that_were_given():
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("-H", "--hosts")
-    parser.add_argument("-np", type=int)
-    parser.add_argument("--forward", action="append", default=[])
-    parser.add_argument("--oversubscribe", action="store_true")
-    parser.add_argument("--cooldown", type=int, nargs=2, default=(15, 600))
-    words = ["-np", "2", "-H", "a:1,b:1", "--forward", "X", "--forward", "Y", "--oversubscribe", "--cooldown", "1", "2"]
-    options = parser.parse_args(words)
-    again = commands.words_of(parser, options)
-    assert "--hosts" in again and parser.parse_args(again) == options
-    assert commands.words_of(parser, parser.parse_args([])) == []
+    words = ["-np", "2", "-H", "a:1,b:1", "--forward", "X", "--forward", "Y", "--oversubscribe", "--grace", "3"]
+    words += ["--blacklist-cooldown", "1", "2", "--launcher", "mpirun"]
+    _, given = cli.parse(["launch", *words, "true"])
+    again = words_of(options_of(*GROUPS), given.values)
+    assert "--hosts" in again and "--launcher" not in again, "what is at its default is not repeated"
+    _, repeated = cli.parse(["launch", *again, "true"])
+    assert LaunchOptions.of(repeated) == LaunchOptions.of(given)
+    assert words_of(options_of(*GROUPS), {}) == []
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("5m", 300), ("1.5h", 5400)])

@@ -278,7 +278,9 @@ def test_a_timeline_reaches_the_ranks_with_the_line_that_is_pasted(bin_dir: Path
 
 def test_it_starts_in_milliseconds_without_the_heavy_libraries(bin_dir: Path) -> None:
     names = "('tensorflow', 'keras', 'horovod', 'numpy', 'rich', 'ringtrain.cluster.supervisor', 'subprocess')"
-    script = f"import sys, ringtrain.cli as c; c.parser(); print([n for n in {names} if n in sys.modules])"
+    script = (
+        f"import sys, ringtrain.cli as c; c.parse(['launch', 'true']); print([n for n in {names} if n in sys.modules])"
+    )
     ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ended.stdout == "[]\n"
 
@@ -306,16 +308,16 @@ def test_ringtrain_alone_is_the_help_which_names_every_command(capsys: pytest.Ca
 )
 def test_options_after_the_program_are_its_own(program: list[str], between: list[str]) -> None:
     for options in (["-np", "2"], ["--timeline=t.json", "--elastic", "--blacklist-cooldown", "1", "2"], []):
-        given = cli.parser().parse_args(["launch", *options, *between, *program])
-        assert given.command == program
+        given = LaunchOptions.of(cli.parse(["launch", *options, *between, *program])[1])
+        assert given.command == (*program,)
         assert given.np == (2 if "-np" in options else None)
-    given = cli.parser().parse_args(["train", "--threads", "2", *between, *program])
-    assert (given.command, given.threads) == (program, 2)
+    given = LaunchOptions.of(cli.parse(["train", "--threads", "2", *between, *program])[1])
+    assert (given.command, given.threads) == ((*program,), 2)
 
 
 def test_an_option_may_be_abbreviated_and_a_wrong_one_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    given = cli.parser().parse_args(["launch", "--hostf", "hosts.txt", "--dry", "python", "fit.py"])
-    assert (given.hostfile, given.dry_run, given.command) == ("hosts.txt", True, ["python", "fit.py"])
+    given = LaunchOptions.of(cli.parse(["launch", "--hostf", "hosts.txt", "--dry", "python", "fit.py"])[1])
+    assert (given.hostfile, given.dry_run, given.command) == ("hosts.txt", True, ("python", "fit.py"))
     assert "unrecognized arguments: --nonsense" in printed(capsys, "launch", "--nonsense", "python", "fit.py")[1]
 
 

@@ -20,11 +20,13 @@ import pytest
 from rich.console import Console
 
 from ringtrain import cli
-from ringtrain.cluster.doctor import checks, network, preflight, probe, report, ring, software
+from ringtrain.cluster.doctor import checks, network, preflight, probe, report, ring, session, software
 from ringtrain.cluster.doctor.findings import Cell, Check, Probe, Scene, gather
 from ringtrain.cluster.doctor.probe import read
 from ringtrain.cluster.hosts import Host
+from ringtrain.cluster.launch_options import HostOptions
 from ringtrain.errors import LaunchError
+from ringtrain.options import options_of
 
 ROOT = Path(__file__).parents[2]
 PYTHON = "/env/bin/python"
@@ -380,14 +382,13 @@ def test_the_page_says_what_each_check_means() -> None:
 
 
 def test_the_page_knows_the_options() -> None:
-    parser = cli.parser()
     commands = re.findall(r"^ringtrain (doctor.*?)(?: +[#>].*)?$", PAGE, re.MULTILINE)
     assert len(commands) == 4
     for command in commands:
-        parser.parse_args(shlex.split(command))
+        cli.parse(shlex.split(command))
     told = set(re.findall(r"--[a-z-]+", PAGE.split("## What each check means")[0].split("| option |")[1]))
-    doctors = parser.parse_args(["doctor"])
-    own = {f"--{name.replace('_', '-')}" for name in vars(doctors)} - {"--handler", "--name", "--hosts", "--json"}
+    options = options_of(HostOptions, session.DoctorOptions).values()
+    own = {flag for option in options for flag in option.flags} - {"-H", "--hosts", "--json"}
     assert own <= told
 
 
@@ -690,7 +691,7 @@ def test_alone_it_checks_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert preflight.main([HERE], preflight.Options(), as_json=True) in (0, 1)
+    assert preflight.main([HERE], preflight.Options(as_json=True)) in (0, 1)
     value = json.loads(capsys.readouterr().out)
     (host,) = value["hosts"]
     assert (host["name"], host["checks"]["ssh"]["value"]) == ("localhost", "here")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import base64
 import contextlib
 import copy
@@ -354,7 +353,7 @@ def test_a_command_line_is_read_or_refused(data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(words)))
     more = data.draw(st.sampled_from(["", "--", "--ps=--", "-np=--", "--blacklist-cooldown=--", "-H", "--json", "-"]))
     with contextlib.suppress(LaunchError):
-        given = cli.parser().parse_args([*words[:at], more, *words[at:]], argparse.Namespace(command=[], environ={}))
+        _, given = cli.parse([*words[:at], more, *words[at:]])
         if given.name == "launch":
             LaunchOptions.of(given).checked()
 

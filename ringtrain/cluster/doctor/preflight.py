@@ -19,11 +19,11 @@ from ringtrain.cluster.job import check_subnet
 from ringtrain.errors import LaunchError
 
 
-def main(hosts: Sequence[Host], options: Options, as_json: bool = False) -> int:
+def main(hosts: Sequence[Host], options: Options) -> int:
     """Examines hosts, prints the report, and returns 0: ok, 1: warnings, or 2: errors."""
     if sys.stderr.isatty() and len(hosts) > 1:
         print(f"probing {len(hosts)} hosts, each has {options.timeout_s:g} s to answer ...", file=sys.stderr)
-    return show(examine(hosts, options), plain_or_terminal(), as_json)
+    return show(examine(hosts, options), plain_or_terminal(), options.as_json)
 
 
 def examine(hosts: Sequence[Host], options: Options) -> Report:

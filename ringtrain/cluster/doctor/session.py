@@ -17,12 +17,13 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
 from ringtrain.cluster import host_agent
 from ringtrain.cluster.doctor.findings import Probe
 from ringtrain.cluster.host_agent import is_here
 from ringtrain.cluster.hosts import Host
+from ringtrain.options import Argument
 from ringtrain.protocol.json_text import parse_json
 
 NUM_CLOCK_READINGS = 5  # of which the fastest is used
@@ -33,11 +34,25 @@ START = "import sys; i = sys.stdin.buffer; exec(compile(i.read(int(i.readline())
 
 
 @dataclass(frozen=True)
-class Options:
-    run_directory: str = "runs"  # parent directory of all runs, as in --run.directory
-    code: str = "."  # directory whose .py and .toml files must be the same on all hosts
-    bandwidth: bool = True  # whether to measure the links between hosts
-    timeout_s: float = 10.0  # limit for each answer of a host
+class DoctorOptions:
+    """Options of `ringtrain doctor`, besides its hosts."""
+
+    run_directory: Annotated[str, Argument("DIR")] = "runs"
+    """parent directory of all runs"""
+    code: Annotated[str, Argument("DIR")] = "."
+    """your code, the same on every host"""
+    bandwidth: bool = True
+    """do not measure the links between hosts"""
+    timeout_s: Annotated[float, Argument("S", ("--timeout",))] = 10
+    """seconds for a host to answer"""
+    as_json: Annotated[bool, Argument("", ("--json",))] = False
+    """print one JSON object instead of a table"""
+
+
+@dataclass(frozen=True)
+class Options(DoctorOptions):
+    """How hosts are examined."""
+
     num_connections: int = 32  # hosts probed at the same time, at least 2
     ssh_port: int = 0  # 0: from ssh's configuration
     subnet: str = ""  # CIDR of the network to measure, e.g. 10.1.0.0/16; "": the one that all hosts share

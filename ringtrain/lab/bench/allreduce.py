@@ -11,23 +11,22 @@ measured with a function that does nothing: NOTHING.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from ringtrain import ring_allreduce
 from ringtrain.config import DeviceConfig
 from ringtrain.errors import LaunchError, OutOfSync
-from ringtrain.lab import options as opt
 from ringtrain.lab import plots, ranks, stats
 from ringtrain.lab.tables import Table
+from ringtrain.options import AT_LEAST_1, FILE, LIST, N
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 Call = Callable[[], Any]
@@ -54,12 +53,18 @@ LIBRARIES = {"mpi": "", "horovod-mpi": "", "horovod-gloo": GLOO}
 class Options:
     """Options of the bench."""
 
-    sizes: str = opt.option("1KiB..256MiB", "1KiB,64MiB, or a range in steps of four (1KiB..256MiB)", "LIST")
-    libraries: str = opt.option(",".join(LIBRARIES), "that take turns (mpi,horovod-mpi,horovod-gloo)", "LIST")
-    turns: int = opt.turns(3)
-    repeats: int = opt.count(5, "measurements within a turn, which is a start of its own")
-    out: str = opt.out()
-    plot: str = opt.plot()
+    sizes: Annotated[str, LIST] = "1KiB..256MiB"
+    """1KiB,64MiB, or a range in steps of four"""
+    libraries: Annotated[str, LIST] = ",".join(LIBRARIES)
+    """that take turns"""
+    turns: Annotated[int, N, AT_LEAST_1] = 3
+    """measurements of each kind, in turns"""
+    repeats: Annotated[int, N, AT_LEAST_1] = 5
+    """measurements within a turn, which is a start of its own"""
+    out: Annotated[str, FILE] = ""
+    """write the results as JSON"""
+    plot: Annotated[str, FILE] = ""
+    """draw them as PNG"""
 
 
 def sizes(text: str) -> list[int]:
@@ -91,10 +96,10 @@ def size_text(num_bytes: int) -> str:
     return f"{num_bytes // UNITS[unit]} {unit}"
 
 
-def main(options: Options, given: argparse.Namespace, call: ranks.Call) -> int:
+def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
     """Measures, prints and writes."""
-    if given.command:
-        raise LaunchError(f"got {given.command[0]} after --, but bench allreduce trains nothing: leave it out")
+    if start.train_args:
+        raise LaunchError(f"got {start.train_args[0]} after --, but bench allreduce trains nothing: leave it out")
     sizes(options.sizes)  # report a mistake before anything starts
     libraries = options.libraries.split(",")
     if unknown := [name for name in libraries if name not in LIBRARIES]:
@@ -102,7 +107,7 @@ def main(options: Options, given: argparse.Namespace, call: ranks.Call) -> int:
     measured: list[dict[str, Any]] = []
     for turn in range(options.turns):
         for name in libraries:
-            launcher = LIBRARIES[name] or ("mpirun" if given.launcher == GLOO else "")
+            launcher = LIBRARIES[name] or ("mpirun" if start.launch.launcher == GLOO else "")
             results = call(on_ranks, dataclasses.replace(options, libraries=name), launcher=launcher)
             measured += [one | {"turn": turn} for one in results["measured"]]
             num_ranks = results["num_ranks"]

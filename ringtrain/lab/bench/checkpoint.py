@@ -8,7 +8,6 @@ running, the files of that checkpoint written and flushed to the same disk by pl
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import shutil
@@ -18,14 +17,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
 from ringtrain import config_io
 from ringtrain.config import Config
-from ringtrain.lab import options as opt
 from ringtrain.lab import ranks, stats
+from ringtrain.lab.options import by_flag
 from ringtrain.lab.tables import Table
 from ringtrain.monitor import journal
+from ringtrain.options import AT_LEAST_1, FILE, N
 from ringtrain.protocol import status
 
 
@@ -33,14 +33,17 @@ from ringtrain.protocol import status
 class Options:
     """Options of the bench."""
 
-    turns: int = opt.turns(9)
-    steps: int = opt.count(20, "steps between two saves")
-    out: str = opt.out()
+    turns: Annotated[int, N, AT_LEAST_1] = 9
+    """measurements of each kind, in turns"""
+    steps: Annotated[int, N, AT_LEAST_1] = 20
+    """steps between two saves"""
+    out: Annotated[str, FILE] = ""
+    """write the results as JSON"""
 
 
-def main(options: Options, given: argparse.Namespace, call: ranks.Call) -> int:
+def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
     """Measures, prints and writes."""
-    results = call(on_ranks, options, given.command)
+    results = call(on_ranks, options, start.train_args)
     title = results.pop("title")
     rows = [
         ["training stands still, ms", results["stall_s"].times(1e3).text()],
@@ -50,7 +53,7 @@ def main(options: Options, given: argparse.Namespace, call: ranks.Call) -> int:
     ]
     Table(["", "median (p10 to p90)"], rows, title).show()
     if options.out:
-        stats.write(Path(options.out), "checkpoint", opt.by_flag(options), results)
+        stats.write(Path(options.out), "checkpoint", by_flag(options), results)
     return 0
 
 

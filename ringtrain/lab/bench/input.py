@@ -9,7 +9,6 @@ size; and for pictures the same work as the pipeline's, including crop and resiz
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import os
@@ -18,16 +17,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
 from ringtrain import config_io, data
 from ringtrain.config import Config
 from ringtrain.errors import DataError
-from ringtrain.lab import options as opt
 from ringtrain.lab import ranks, stats
+from ringtrain.lab.options import by_flag
 from ringtrain.lab.tables import Table
+from ringtrain.options import AT_LEAST_1, FILE, N, X
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -43,15 +43,19 @@ PIPELINE, ALONE, SAME = "pipeline", "alone", "same work"
 class Options:
     """Options of the bench."""
 
-    turns: int = opt.turns(7)
-    batches: int = opt.count(20, "batches of a measurement")
-    rank_images_per_s: float = opt.option(0.0, "that a rank trains", "X")
-    out: str = opt.out()
+    turns: Annotated[int, N, AT_LEAST_1] = 7
+    """measurements of each kind, in turns"""
+    batches: Annotated[int, N, AT_LEAST_1] = 20
+    """batches of a measurement"""
+    rank_images_per_s: Annotated[float, X] = 0.0
+    """that a rank trains; 0: unknown"""
+    out: Annotated[str, FILE] = ""
+    """write the results as JSON"""
 
 
-def main(options: Options, given: argparse.Namespace, call: ranks.Call) -> int:
+def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
     """Measures, prints and writes."""
-    title, results = call(on_ranks, options, given.command)
+    title, results = call(on_ranks, options, start.train_args)
     rows, failed = [], []
     for name, measured in results.items():
         if isinstance(measured, str):
@@ -64,7 +68,7 @@ def main(options: Options, given: argparse.Namespace, call: ranks.Call) -> int:
             rows.append([f"{name}, {PIPELINE} / what a rank trains", times.text(".1f")])
     Table(["", "median (p10 to p90)"], rows + failed, title).show()
     if options.out:
-        stats.write(Path(options.out), "input", opt.by_flag(options), results)
+        stats.write(Path(options.out), "input", by_flag(options), results)
     return 0
 
 

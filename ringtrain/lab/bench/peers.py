@@ -5,7 +5,6 @@ Each run has its own start. The alternatives are in benchmarks/peers of the repo
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import importlib
@@ -21,7 +20,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import numpy as np
 
@@ -30,9 +29,9 @@ from ringtrain.cluster.hosts import parse_hosts
 from ringtrain.config import Config
 from ringtrain.derived import derive
 from ringtrain.errors import ConfigError, LaunchError
-from ringtrain.lab import options as opt
 from ringtrain.lab import ranks, stats
 from ringtrain.lab.tables import Table
+from ringtrain.options import AT_LEAST_1, FILE, LIST, N
 from ringtrain.protocol.launchers import launched_rank
 from ringtrain.run import setup
 
@@ -103,11 +102,16 @@ ONE_PROCESS = ("fit-alone", "ringtrain-alone")
 class Options:
     """Options of the bench."""
 
-    turns: int = opt.turns(5)
-    steps: int = opt.count(60, "steps of a measurement")
-    peers: str = opt.option("", "some of them: ringtrain,by-hand,towers (all)", "LIST")
-    limit: int = opt.count(120, "seconds that one start may take")
-    out: str = opt.out()
+    turns: Annotated[int, N, AT_LEAST_1] = 5
+    """measurements of each kind, in turns"""
+    steps: Annotated[int, N, AT_LEAST_1] = 60
+    """steps of a measurement"""
+    peers: Annotated[str, LIST] = ""
+    """some of them: ringtrain,by-hand,towers (all)"""
+    limit: Annotated[int, N, AT_LEAST_1] = 120
+    """seconds that one start may take"""
+    out: Annotated[str, FILE] = ""
+    """write the results as JSON"""
 
 
 @dataclass(frozen=True)
@@ -129,14 +133,15 @@ class OneStart:
     """for the results of all ranks"""
 
 
-def main(options: Options, given: argparse.Namespace, call: ranks.Call) -> int:
+def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
     """Measures, prints and writes."""
     names = options.peers.split(",") if options.peers else list(PEERS)
     if unknown := [name for name in names if name not in PEERS]:
         raise LaunchError(f"got --peers {unknown[0]}, expected some of {','.join(PEERS)}")
-    workers = given.np or (sum(host.slots for host in parse_hosts(given.hosts)) if given.hosts else 2)
-    given.oversubscribe = True  # for the parameter server, which mostly waits
-    train_args = [*COMMON, *given.command]
+    hosts = start.launch.hosts
+    workers = start.launch.np or (sum(host.slots for host in parse_hosts(hosts)) if hosts else 2)
+    call = ranks.caller(start.oversubscribed())  # for the parameter server, which mostly waits
+    train_args = [*COMMON, *start.train_args]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for _ in range(options.turns):
         for name, before in runs.items():

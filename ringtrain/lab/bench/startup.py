@@ -8,7 +8,6 @@ of plain Python processes that only import TensorFlow and build the model.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import json
@@ -19,15 +18,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from ringtrain import config_io, data
 from ringtrain.cluster.processes import call
 from ringtrain.errors import LaunchError
-from ringtrain.lab import options as opt
 from ringtrain.lab import ranks, stats
 from ringtrain.lab.tables import Table
 from ringtrain.monitor import journal
+from ringtrain.options import AT_LEAST_1, FILE, N
 
 TIMEOUT_S = 1800.0
 SMALL = ("--data.name", "synthetic", "--data.num-samples", "512", "--data.image-size", "28", "--model.name", "cnn")
@@ -60,22 +59,24 @@ print(imported_s, time.time())
 class Options:
     """Options of the bench."""
 
-    turns: int = opt.turns(5)
-    out: str = opt.out()
+    turns: Annotated[int, N, AT_LEAST_1] = 5
+    """measurements of each kind, in turns"""
+    out: Annotated[str, FILE] = ""
+    """write the results as JSON"""
 
 
-def main(options: Options, given: argparse.Namespace, call: ranks.Call) -> int:
+def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
     """Measures commands as typed by a user, without `call`; prints and writes."""
-    told = list(given.command) or list(SMALL)
+    told = list(start.train_args) or list(SMALL)
     config = config_io.read(told)
     data_set = data.source(config.data)()
     model = json.dumps([dataclasses.asdict(config.model), data_set.input_shape, data_set.num_classes])
-    launchers = ("mpirun", "horovodrun") if given.launcher == "mpirun" else (given.launcher,)
+    launchers = ("mpirun", "horovodrun") if start.launch.launcher == "mpirun" else (start.launch.launcher,)
     stages: dict[str, list[dict[str, float]]] = {launcher: [] for launcher in launchers}
     plain: list[dict[str, float]] = []
     for _ in range(options.turns):
         for launcher in launchers:
-            turn, num_ranks = launched([*given.launch_words, "--launcher", launcher], told)
+            turn, num_ranks = launched([*start.launch_words, "--launcher", launcher], told)
             stages[launcher].append(turn)
         plain.append(imported(num_ranks, model))
     built_s = [turn["built"] for turn in plain]

@@ -8,25 +8,24 @@ each of which trains a model of its own without communicating: blocks of steps o
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
 from ringtrain import config_io
 from ringtrain.config import Config
-from ringtrain.lab import options as opt
 from ringtrain.lab import plots, ranks, stats
 from ringtrain.lab.forecast import points
 from ringtrain.lab.forecast.profile import Gradient, Profile
 from ringtrain.lab.tables import Table
 from ringtrain.monitor.trace import PHASES
+from ringtrain.options import AT_LEAST_1, FILE, LIST, N
 
 if TYPE_CHECKING:
     import keras
@@ -41,18 +40,24 @@ PROFILE_WARM_STEPS = 120  # after which TensorFlow has learned that a note of th
 class Options:
     """Options of the bench."""
 
-    turns: int = opt.turns(7)
-    steps: int = opt.count(40, "steps of a measurement")
-    ranks: str = opt.option("", "numbers of ranks to compare: 1,2,4 (-np alone)", "LIST")
-    out: str = opt.out()
-    plot: str = opt.plot()
-    profile: str = opt.option("", "for ringtrain forecast --profile FILE", "FILE")
+    turns: Annotated[int, N, AT_LEAST_1] = 7
+    """measurements of each kind, in turns"""
+    steps: Annotated[int, N, AT_LEAST_1] = 40
+    """steps of a measurement"""
+    ranks: Annotated[str, LIST] = ""
+    """numbers of ranks to compare: 1,2,4 (-np alone)"""
+    out: Annotated[str, FILE] = ""
+    """write the results as JSON"""
+    plot: Annotated[str, FILE] = ""
+    """draw them as PNG"""
+    profile: Annotated[str, FILE] = ""
+    """for ringtrain forecast --profile FILE"""
 
 
-def main(options: Options, given: argparse.Namespace, call: ranks.Call) -> int:
+def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
     """Measures, prints and writes."""
     numbers = points.parse_ranks(options.ranks) if options.ranks else [0]
-    measured = [call(on_ranks, options, given.command, number) for number in numbers]
+    measured = [call(on_ranks, options, start.train_args, number) for number in numbers]
     profiles = [results.pop("profile") for results in measured]
     for results in measured:
         show(results)

@@ -8,7 +8,6 @@ interrupted comparison.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shlex
@@ -16,19 +15,21 @@ import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, get_args
+from typing import Annotated, NoReturn, get_args
 
 from ringtrain import config_io
 from ringtrain.cluster import processes
 from ringtrain.cluster.hosts import take
+from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.config import Config, nearest, option_types, value_of
 from ringtrain.errors import LaunchError, RunDirectoryError
 from ringtrain.lab import jobs, ranks, stats
-from ringtrain.lab import options as opt
 from ringtrain.lab.compare import results
 from ringtrain.lab.compare.results import Result
+from ringtrain.lab.options import seconds_of
+from ringtrain.options import AT_LEAST_1, FILE, LIST, N
 from ringtrain.protocol.env import HOST_SLOTS
 from ringtrain.run import setup
 from ringtrain.strategies import STRATEGIES
@@ -55,26 +56,33 @@ class Entry:
 class Options:
     """Options of the command."""
 
-    strategies: str = opt.option(MISSING, "e.g. ring,towers:reduction=all,one (one: a copy alone)", "LIST")
-    config: str = opt.option("", "TOML of the job, as of ringtrain.train", "FILE")
-    budget: str = opt.option("", "epochs=5, time=60s, accuracy=0.97, what comes first; else as the job has it", "LIST")
-    seeds: int = opt.option(3, "runs under each (3)", "N", least=1)
-    out: str = opt.out()
-    plot: str = opt.plot()
-    html: str = opt.option("", "write a page about them", "FILE")
+    strategies: Annotated[str, LIST]
+    """e.g. ring,towers:reduction=all,one (one: a copy alone)"""
+    config: Annotated[str, FILE] = ""
+    """TOML of the job, as of ringtrain.train"""
+    budget: Annotated[str, LIST] = ""
+    """epochs=5, time=60s, accuracy=0.97, what comes first; else as the job has it"""
+    seeds: Annotated[int, N, AT_LEAST_1] = 3
+    """runs under each"""
+    out: Annotated[str, FILE] = ""
+    """write the results as JSON"""
+    plot: Annotated[str, FILE] = ""
+    """draw them as PNG"""
+    html: Annotated[str, FILE] = ""
+    """write a page about them"""
 
 
-def main(options: Options, given: argparse.Namespace, _: ranks.Call) -> int:
+def main(options: Options, start: ranks.Start, _: ranks.Call) -> int:
     """Trains, prints and writes the results.
 
     Returns:
         0, or 1 if a run failed.
     """
-    refuse(given)
-    servers = given.ps or 1
-    copies = given.np or sum(host.slots for host in given.found_hosts)
-    slots = take(given.found_hosts, copies, given.oversubscribe)[0].slots
-    told = [*(["--config", options.config] if options.config else []), *given.command, *budget(options.budget)]
+    refuse(start.launch)
+    servers = start.launch.ps or 1
+    copies = start.launch.np or sum(host.slots for host in start.hosts)
+    slots = take(start.hosts, copies, start.launch.oversubscribe)[0].slots
+    told = [*(["--config", options.config] if options.config else []), *start.train_args, *budget(options.budget)]
     base, entries = config_io.read(told), read(options.strategies, copies)
     for entry in entries:  # report a mistake before anything starts
         setup.find(config_io.read([*told, *entry.words]))
@@ -87,7 +95,7 @@ def main(options: Options, given: argparse.Namespace, _: ranks.Call) -> int:
                 raise RunDirectoryError(
                     f"{folder}: another ringtrain compare works there: wait, or give another --run.name"
                 )
-            claim(folder, base, copies, servers, given.launch_words)
+            claim(folder, base, copies, servers, start.launch_words)
             trained: list[Result] = []
             for seed in range(base.seed, base.seed + options.seeds):
                 for entry in entries:
@@ -95,7 +103,7 @@ def main(options: Options, given: argparse.Namespace, _: ranks.Call) -> int:
                     if earlier and all(one.error for one in earlier):  # it would fail again
                         continue
                     slots_of_others = slots if entry.name == ALONE else 1
-                    argv = ["ringtrain", "launch", *given.launch_words, *launch_words(entry.name, copies, servers)]
+                    argv = ["ringtrain", "launch", *start.launch_words, *launch_words(entry.name, copies, servers)]
                     argv = [sys.executable, "-m", *argv, "--", "python", "-m", "ringtrain.train", *told, *entry.words]
                     trained.append(train_once(entry, seed, folder, argv, slots_of_others, lock))
                     say(results.in_words(trained[-1]))
@@ -105,17 +113,17 @@ def main(options: Options, given: argparse.Namespace, _: ranks.Call) -> int:
     return conclude(trained, options, told, {"copies": copies, "servers": servers})
 
 
-def refuse(given: argparse.Namespace) -> None:
+def refuse(launch: LaunchOptions) -> None:
     """Rejects options of launch that a comparison cannot use."""
-    if given.ps is not None and given.ps < 1:
-        raise LaunchError(f"got --ps {given.ps}, expected 1 or more")
-    if given.workers is not None:
-        raise LaunchError(f"got --workers {given.workers}: all have as many, -np: leave it out")
+    if launch.ps is not None and launch.ps < 1:
+        raise LaunchError(f"got --ps {launch.ps}, expected 1 or more")
+    if launch.workers is not None:
+        raise LaunchError(f"got --workers {launch.workers}: all have as many, -np: leave it out")
     for name in ("output", "timeline"):
-        if getattr(given, name):
+        if getattr(launch, name):
             raise LaunchError(f"got --{name}: each run keeps its own in its folder: leave it out")
-    if given.launcher not in LAUNCHERS:
-        raise LaunchError(f"got --launcher {given.launcher}, expected one of {', '.join(LAUNCHERS)}")
+    if launch.launcher not in LAUNCHERS:
+        raise LaunchError(f"got --launcher {launch.launcher}, expected one of {', '.join(LAUNCHERS)}")
 
 
 def budget(text: str) -> list[str]:
@@ -125,7 +133,7 @@ def budget(text: str) -> list[str]:
         kind, _, value = part.partition("=")
         if kind not in BUDGETS:
             raise LaunchError(f"got --budget {part}, expected epochs=5, time=60s or accuracy=0.97, or several: a,b")
-        words += [BUDGETS[kind], str(opt.seconds_of(value)) if kind == "time" else value]
+        words += [BUDGETS[kind], str(seconds_of(value)) if kind == "time" else value]
     return words
 
 

@@ -2,50 +2,54 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from ringtrain.errors import ConfigError
-from ringtrain.lab import options as opt
 from ringtrain.lab import plots
 from ringtrain.lab.forecast import points
 from ringtrain.lab.forecast.formulas import Prediction, Way, parameter_servers, predict, reach
 from ringtrain.lab.forecast.points import Case, Point
 from ringtrain.lab.tables import Table
-
-WHAT = "what"
+from ringtrain.options import FILE, LIST, Argument, Given, X, options_of, read
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Output options of ringtrain forecast."""
+    """What."""
 
-    ranks: str = opt.option(
-        "..128", "numbers of ranks: 1,2,4, or ..128 for the powers of two (..128)", "LIST", group=WHAT
-    )
-    reach: float = opt.option(0.0, "what reaches this efficiency on the most of these ranks?", "X", group=WHAT)
-    memory: bool = opt.option(
-        False, "bytes on each device of a rank instead, for options of ringtrain.train behind --", group=WHAT
-    )
-    devices: int = opt.option(2, "devices of a rank over which --memory divides the model (2)", "K", group=WHAT)
-    measured: str = opt.option("", "measured points, to see predictions beside them", "FILE", group=WHAT)
-    json: bool = opt.option(False, "print JSON instead of tables", group=WHAT)
-    plot: str = opt.option("", "draw images/s over ranks as PNG", "FILE", group=WHAT)
+    ranks: Annotated[str, LIST] = "..128"
+    """numbers of ranks: 1,2,4, or ..128 for the powers of two"""
+    reach: Annotated[float, X] = 0.0
+    """what reaches this efficiency on the most of these ranks? 0: speeds instead"""
+    memory: bool = False
+    """bytes on each device of a rank instead, for options of ringtrain.train behind --"""
+    devices: Annotated[int, Argument("K")] = 2
+    """devices of a rank over which --memory divides the model"""
+    measured: Annotated[str, FILE] = ""
+    """measured points, to see predictions beside them"""
+    json: bool = False
+    """print JSON instead of tables"""
+    plot: Annotated[str, FILE] = ""
+    """draw images/s over ranks as PNG"""
 
 
-def main(given: argparse.Namespace) -> int:
-    """Predicts and prints; `given` has only options of the command line.
+GROUPS = (points.StepOptions, points.PlaceOptions, points.ReductionOptions, Wanted)
+"""of the help"""
+
+
+def main(given: Given) -> int:
+    """Predicts and prints.
 
     Returns:
         Exit code 0; with reach 1 if no change reaches it.
     """
-    wanted = opt.read(Wanted, given)
-    values = {field.name: vars(given)[field.name] for field in dataclasses.fields(Case) if field.name in given}
+    wanted = read(Wanted, given.values)
+    values = {name: value for name, value in given.values.items() if name in options_of(Case)}
     if wanted.memory:
         from ringtrain.lab.forecast import memory
 

@@ -7,20 +7,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 from ringtrain.config import nearest
 from ringtrain.errors import ConfigError
-from ringtrain.lab import options as opt
 from ringtrain.lab.forecast import network, profile
 from ringtrain.lab.forecast.formulas import Prediction, Setting, calibrated, parameter_servers, predict
 from ringtrain.lab.forecast.network import TRANSPORTS, Cluster, Link
 from ringtrain.lab.forecast.profile import Profile
 from ringtrain.option_rules import COMPRESSION
+from ringtrain.options import FILE, NAME, Argument, N, X
 from ringtrain.protocol.json_text import INVALID, parse_json
 
-STEP, WHERE, HOW = "one process' step", "where", "how"
-"""groups of options"""
 CHOICES = {
     "transport": tuple(TRANSPORTS),
     "algorithm": tuple(network.ALGORITHMS),
@@ -28,35 +26,70 @@ CHOICES = {
 
 
 @dataclass(frozen=True)
-class Case:
-    """Set-up without its number of ranks. The field names are keys of a file and options of ringtrain forecast."""
+class StepOptions:
+    """One process' step."""
 
-    profile: str = opt.option("", "as bench train writes it", "FILE", group=STEP)
-    """path; relative to the file of points"""
-    model: str = opt.option("", "instead: resnet50, resnet101, inceptionv3 or vgg16", "NAME", group=STEP)
-    model_images_per_s: float = opt.option(0.0, "of that model on one device", "X", group=STEP)
-    model_batch: int = opt.option(64, "with this batch (64)", "N", group=STEP)
-    batch: int = opt.option(0, "predict for another batch per rank", "N", group=STEP)
-    jitter: float = opt.option(-1.0, "standard deviation of a step's time, as a share of it", "X", group=STEP)
-    """-1: from the profile"""
-    link: str = opt.option(
-        "25Gbps", "of a host: 25Gbps, 1.4GB/s, or what doctor or bench allreduce wrote (25Gbps)", "RATE", group=WHERE
-    )
-    latency_us: float = opt.option(25.0, "of that, one way (25)", "X", group=WHERE)
-    local_link: str = opt.option("10GB/s", "between two ranks of a host (10GB/s)", "RATE", group=WHERE)
-    local_latency_us: float = opt.option(5.0, "of that, one way (5)", "X", group=WHERE)
-    ranks_per_host: int = opt.option(1, "ranks of a host (1)", "N", group=WHERE)
-    cores_per_host: float = opt.option(0.0, "that ranks compute on; else each has a GPU", "X", group=WHERE)
-    calibrate_ranks: int = opt.option(0, "a measured point on one host: so many ranks", "N", group=WHERE)
-    calibrate_images_per_s: float = opt.option(0.0, "were so fast, all together", "X", group=WHERE)
-    transport: str = opt.option("nccl-tcp", "nccl-tcp, nccl-rdma, mpi, mpi-rdma or gloo (nccl-tcp)", "NAME", group=HOW)
-    algorithm: str = opt.option("ring", "ring, hierarchical, halving: for --reach and parts (ring)", "NAME", group=HOW)
-    compression: str = opt.option("none", "none, fp16, bf16, or powersgd:4 (none)", "NAME", group=HOW)
-    local_steps: int = opt.option(1, "updates between two reductions (1)", "N", group=HOW)
-    accumulation: int = opt.option(1, "steps per update (1)", "N", group=HOW)
-    fusion_mb: float = opt.option(128.0, "Horovod's fusion buffer (128)", "X", group=HOW)
-    cycle_ms: float = opt.option(1.0, "Horovod's cycle time (1)", "X", group=HOW)
-    servers: int = opt.option(0, "also with so many parameter servers", "N", group=HOW)
+    profile: Annotated[str, FILE] = ""
+    """as bench train writes it; in a file of points, a path relative to it"""
+    model: Annotated[str, NAME] = ""
+    """instead: resnet50, resnet101, inceptionv3 or vgg16"""
+    model_images_per_s: Annotated[float, X] = 0.0
+    """of that model on one device"""
+    model_batch: Annotated[int, N] = 64
+    """with this batch"""
+    batch: Annotated[int, N] = 0
+    """predict for another batch per rank; 0: that of the profile"""
+    jitter: Annotated[float, X] = -1.0
+    """standard deviation of a step's time, as a share of it; -1: from the profile"""
+
+
+@dataclass(frozen=True)
+class PlaceOptions:
+    """Where."""
+
+    link: Annotated[str, Argument("RATE")] = "25Gbps"
+    """of a host: 25Gbps, 1.4GB/s, or what doctor or bench allreduce wrote"""
+    latency_us: Annotated[float, X] = 25.0
+    """of that, one way"""
+    local_link: Annotated[str, Argument("RATE")] = "10GB/s"
+    """between two ranks of a host"""
+    local_latency_us: Annotated[float, X] = 5.0
+    """of that, one way"""
+    ranks_per_host: Annotated[int, N] = 1
+    """ranks of a host"""
+    cores_per_host: Annotated[float, X] = 0.0
+    """that ranks compute on; 0: each has a GPU"""
+    calibrate_ranks: Annotated[int, N] = 0
+    """a measured point on one host: so many ranks"""
+    calibrate_images_per_s: Annotated[float, X] = 0.0
+    """were so fast, all together"""
+
+
+@dataclass(frozen=True)
+class ReductionOptions:
+    """How."""
+
+    transport: Annotated[str, NAME] = "nccl-tcp"
+    """nccl-tcp, nccl-rdma, mpi, mpi-rdma or gloo"""
+    algorithm: Annotated[str, NAME] = "ring"
+    """ring, hierarchical, halving: for --reach and parts"""
+    compression: Annotated[str, NAME] = "none"
+    """none, fp16, bf16, or powersgd:4"""
+    local_steps: Annotated[int, N] = 1
+    """updates between two reductions"""
+    accumulation: Annotated[int, N] = 1
+    """steps per update"""
+    fusion_mb: Annotated[float, X] = 128.0
+    """Horovod's fusion buffer"""
+    cycle_ms: Annotated[float, X] = 1.0
+    """Horovod's cycle time"""
+    servers: Annotated[int, N] = 0
+    """also with so many parameter servers"""
+
+
+@dataclass(frozen=True)
+class Case(ReductionOptions, PlaceOptions, StepOptions):
+    """Set-up without its number of ranks. The field names are keys of a file and options of ringtrain forecast."""
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():

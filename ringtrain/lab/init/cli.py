@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import shlex
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from ringtrain import config_help, config_io
 from ringtrain.config import Config
 from ringtrain.errors import RunDirectoryError
-from ringtrain.lab import options as opt
+from ringtrain.options import Argument
 
 CONFIG, JOB = "config.toml", "job.py"
 VALUES: Mapping[str, Any] = {"data.name": "job:data", "model.name": "job:model", "train.epochs": 15}
@@ -32,12 +31,13 @@ HEAD = f"""\
 class Options:
     """Options of the command."""
 
-    folder: str = opt.option(".", "folder for both files, created if missing (.)", "FOLDER", nargs="?")
+    folder: Annotated[str, Argument("FOLDER", is_positional=True)] = "."
+    """folder for both files, created if missing"""
 
 
-def main(given: argparse.Namespace) -> int:
+def main(options: Options) -> int:
     """Writes both files, or neither if one exists."""
-    folder = Path(opt.read(Options, given).folder)
+    folder = Path(options.folder)
     texts = {CONFIG: config_text(), JOB: Path(__file__).with_name(JOB).read_text(encoding="utf-8")}
     if taken := [str(folder / name) for name in texts if (folder / name).exists()]:
         raise RunDirectoryError(f"{taken[0]}: exists already: give another folder, or remove the file")

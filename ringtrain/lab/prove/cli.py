@@ -5,7 +5,6 @@ ringtrain prove -np 2 -- --config config.toml
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import shutil
@@ -13,18 +12,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from ringtrain import config_io
 from ringtrain.cluster import processes
 from ringtrain.config import Config, value_of
 from ringtrain.errors import LaunchError
 from ringtrain.lab import jobs, ranks, stats
-from ringtrain.lab import options as opt
 from ringtrain.lab.prove import checks
 from ringtrain.lab.prove.checks import Check, Outcome
 from ringtrain.lab.report import html
 from ringtrain.lab.tables import Table
+from ringtrain.options import FILE, N, at_least
 from ringtrain.protocol.env import PROVE
 from ringtrain.run import setup
 
@@ -60,18 +59,21 @@ WORDS = {True: "holds", False: "DOES NOT HOLD", None: "not shown"}
 class Options:
     """Options of the command."""
 
-    steps: int = opt.option(6, "steps of an epoch, 4 or more; each run has two epochs (6)", "N", least=4)
-    out: str = opt.out()
-    html: str = opt.option("", "write a page about them", "FILE")
+    steps: Annotated[int, N, at_least(4)] = 6
+    """steps of an epoch, 4 or more; each run has two epochs"""
+    out: Annotated[str, FILE] = ""
+    """write the results as JSON"""
+    html: Annotated[str, FILE] = ""
+    """write a page about them"""
 
 
-def main(options: Options, given: argparse.Namespace, _: ranks.Call) -> int:
+def main(options: Options, start: ranks.Start, _: ranks.Call) -> int:
     """Trains, prints and writes the certificate. Returns 0, or 1 if something does not hold."""
-    base = config_io.read(given.command)
+    base = config_io.read(start.train_args)
     setup.find(base)  # report a mistake before anything starts
     if base.strategy.name not in STRATEGIES:
         raise LaunchError(f"strategy.name: got {base.strategy.name}, expected {' or '.join(STRATEGIES)}")
-    num_ranks = given.np or sum(host.slots for host in given.found_hosts)
+    num_ranks = start.launch.np or sum(host.slots for host in start.hosts)
     if num_ranks < 2:
         raise LaunchError(f"got {num_ranks} rank, expected 2 or more, whose result is compared with one process: -np 2")
     folder = Path(base.run.directory) / (base.run.name or "prove")
@@ -80,8 +82,8 @@ def main(options: Options, given: argparse.Namespace, _: ranks.Call) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "starts").mkdir(parents=True)
     (folder / MARK).touch()
-    found = Job(options, given, base, num_ranks, folder).checks()
-    show(found, options, given.command, num_ranks)
+    found = Job(options, start, base, num_ranks, folder).checks()
+    show(found, options, start.train_args, num_ranks)
     return 0 if checks.verdict(found) else 1
 
 
@@ -90,7 +92,7 @@ class Job:
     """Runs of a job in a folder."""
 
     options: Options
-    given: argparse.Namespace
+    start: ranks.Start
     base: Config
     num_ranks: int
     folder: Path
@@ -168,8 +170,8 @@ class Job:
         }
         said = _arguments(NOT_TOLD | short)
         said += ["--train.callbacks", *base.train.callbacks, RECORDER]
-        launch = ["ringtrain", "launch", *self.given.launch_words, "-np", str(num_ranks)]
-        trainer = ["python", "-m", "ringtrain.train", *self.given.command, *said, *words]
+        launch = ["ringtrain", "launch", *self.start.launch_words, "-np", str(num_ranks)]
+        trainer = ["python", "-m", "ringtrain.train", *self.start.train_args, *said, *words]
         log = self.folder / "starts" / f"{name}.log"
         processes.say(f"prove: {name}, {num_ranks} rank{'s' * (num_ranks > 1)}")
         process = processes.start_beside(

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from ringtrain.errors import LaunchError, RunDirectoryError
-from ringtrain.lab import options as opt
 from ringtrain.lab.report import benches, curves, html, postmortem, run_folder, runs
 from ringtrain.lab.report.charts import number
 from ringtrain.lab.report.html import Note, Section
 from ringtrain.lab.report.run_folder import Run
 from ringtrain.lab.tables import Table
 from ringtrain.monitor import journal, trace
+from ringtrain.options import FILE, Argument
 
 PAGE = "report.html"
 MAX_EVENTS = 100
@@ -28,16 +27,19 @@ AS_NUMBERS = ("save", "commit", "training")
 class Options:
     """Options of the command."""
 
-    run: Sequence[str] = opt.option(
-        (), "folder of a run (the newest in runs), or a file that bench --out wrote", "RUN", nargs="*"
-    )
-    out: str = opt.option("", "write it there (report.html in the first folder)", "FILE")
-    markdown: bool = opt.option(False, "print its tables as Markdown instead")
-    post_mortem: bool = opt.option(False, "all ranks' journals in one table, with a verdict")
-    timeline: str = opt.option("", "merge what the ranks of a run that was killed left", "FILE")
+    run: Annotated[tuple[str, ...], Argument("RUN", is_positional=True)] = ()
+    """folder of a run (the newest in runs), or a file that bench --out wrote"""
+    out: Annotated[str, FILE] = ""
+    """write it there (report.html in the first folder)"""
+    markdown: bool = False
+    """print its tables as Markdown instead"""
+    post_mortem: bool = False
+    """all ranks' journals in one table, with a verdict"""
+    timeline: Annotated[str, FILE] = ""
+    """merge what the ranks of a run that was killed left"""
 
 
-def main(options: argparse.Namespace) -> int:
+def main(options: Options) -> int:
     """Reads runs and files of ringtrain bench, and writes a page about them."""
     paths = [Path(word) for word in options.run] or [runs.newest()]
     for wanted in ("post_mortem", "timeline"):

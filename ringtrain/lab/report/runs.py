@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from ringtrain.errors import RunDirectoryError
 from ringtrain.lab import jobs, tables
-from ringtrain.lab import options as opt
 from ringtrain.lab.report import curves, postmortem, run_folder
 from ringtrain.lab.report.charts import number
 from ringtrain.lab.report.run_folder import Run
+from ringtrain.options import Argument
 from ringtrain.run.run_folder import NO_METRICS, is_locked, plain
 
 RUNS = "runs"
@@ -28,13 +27,14 @@ MAX_METRICS = 3
 class Options:
     """Options of the command."""
 
-    folder: str = opt.option(RUNS, f"folder that holds runs ({RUNS})", "FOLDER", nargs="?")
-    json: bool = opt.option(False, "print a list of JSON objects, with all metrics")
+    folder: Annotated[str, Argument("FOLDER", is_positional=True)] = RUNS
+    """folder that holds runs"""
+    json: bool = False
+    """print a list of JSON objects, with all metrics"""
 
 
-def main(given: argparse.Namespace) -> int:
+def main(options: Options) -> int:
     """Prints a line per run."""
-    options = opt.read(Options, given)
     found = [facts(folder) for folder in runs_in(Path(options.folder))]
     if options.json:
         print(json.dumps([plain(run) for run in found], indent=1, ensure_ascii=False))

@@ -8,23 +8,24 @@ an interrupted sweep.
 
 from __future__ import annotations
 
-import argparse
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from ringtrain import config_io
+from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.config import Config, option_types, value_of, with_values
 from ringtrain.derived import lower_is_better
 from ringtrain.errors import HostsError, LaunchError, RunDirectoryError
 from ringtrain.lab import jobs, ranks, stats
-from ringtrain.lab import options as opt
 from ringtrain.lab.sweep import progress, runner, space
-from ringtrain.lab.sweep.study import FILE, Study, Trial
+from ringtrain.lab.sweep.study import FILE as STUDY_FILE
+from ringtrain.lab.sweep.study import Study, Trial
 from ringtrain.lab.tables import Table
+from ringtrain.options import AT_LEAST_0, AT_LEAST_1, FILE, Argument, N
 from ringtrain.run import setup
 
 DEFAULT_TRIALS = 20
@@ -38,14 +39,18 @@ REPORTED = 3
 class Options:
     """Options of the command."""
 
-    space: str = opt.option(MISSING, "TOML with the values of each option to try", "FILE")
-    trials: int = opt.option(0, "in all (20; of a grid all)", "N", least=0)
-    sampler: str = opt.option(
-        "tpe", "all combinations, any, or those that promise most (tpe)", choices=("grid", "random", "tpe")
-    )
-    prune: str = opt.option("none", "end trials that fall behind (none)", choices=("asha", "none"))
-    ranks_per_trial: int = opt.option(1, "of each trial's ring (1)", "R", least=1)
-    ensemble: int = opt.option(0, "also evaluate the averaged prediction of the best K", "K", least=0)
+    space: Annotated[str, FILE]
+    """TOML with the values of each option to try"""
+    trials: Annotated[int, N, AT_LEAST_0] = 0
+    """in all; 0: 20, of a grid all"""
+    sampler: Literal["grid", "random", "tpe"] = "tpe"
+    """all combinations, any, or those that promise most"""
+    prune: Literal["asha", "none"] = "none"
+    """end trials that fall behind"""
+    ranks_per_trial: Annotated[int, Argument("R"), AT_LEAST_1] = 1
+    """of each trial's ring"""
+    ensemble: Annotated[int, Argument("K"), AT_LEAST_0] = 0
+    """also evaluate the averaged prediction of the best K"""
 
 
 @dataclass(frozen=True)
@@ -63,14 +68,14 @@ def on_ranks(options: Best, train_args: Sequence[str]) -> dict[str, Any]:
     return ensemble.evaluate(options.runs)
 
 
-def main(options: Options, given: argparse.Namespace, call: ranks.Call) -> int:
+def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
     """Runs the sweep, prints and writes its results.
 
     Returns:
         0, or 128 + the number of the signal that ended the sweep.
     """
-    refuse(given)
-    base, path = config_io.read(given.command), Path(options.space)
+    refuse(start.launch)
+    base, path = config_io.read(start.train_args), Path(options.space)
     if base.run.resume != "auto":
         raise LaunchError("got run.resume: trials go on by themselves: leave it out; run.init_from gives weights")
     found, began_s = space.read(path), time.monotonic()
@@ -80,7 +85,7 @@ def main(options: Options, given: argparse.Namespace, call: ranks.Call) -> int:
             setup.find(with_values(base, {option: value}))
     points = space.grid(path, found) if options.sampler == "grid" else []
     most = min(options.trials or len(points), len(points)) if points else options.trials or DEFAULT_TRIALS
-    hosts, num_ranks = given.found_hosts, options.ranks_per_trial
+    hosts, num_ranks = start.hosts, options.ranks_per_trial
     num_slots = sum(host.slots for host in hosts)
     if num_ranks > num_slots:
         listed = ",".join(map(str, hosts))
@@ -100,7 +105,7 @@ def main(options: Options, given: argparse.Namespace, call: ranks.Call) -> int:
             shown.say(f"{most} trials in {folder}, for the {aim} {monitor} of the last epoch")
             if also := scales_rate(base, found):
                 shown.say(also)
-            sweep = runner.Sweep(folder, study, base, most, num_ranks, hosts, given.launch_words, shown)
+            sweep = runner.Sweep(folder, study, base, most, num_ranks, hosts, start.launch_words, shown)
             sweep.go()
             if sweep.stopped_by:
                 name = signal.Signals(sweep.stopped_by).name
@@ -123,7 +128,7 @@ def scales_rate(base: Config, found: space.Space) -> str:
     )
 
 
-def refuse(given: argparse.Namespace) -> None:
+def refuse(launch: LaunchOptions) -> None:
     """Rejects options of launch that parallel trials cannot use."""
     for name, why in {
         "np": "a trial's ranks are --ranks-per-trial",
@@ -131,12 +136,12 @@ def refuse(given: argparse.Namespace) -> None:
         "timeline": "all trials would write that file: give --tracking.timeline-steps after --",
         "oversubscribe": "trials take the slots that there are",
     }.items():
-        if getattr(given, name):
+        if getattr(launch, name):
             raise LaunchError(f"got {'-' if name == 'np' else '--'}{name}: {why}: leave it out")
-    if given.bind != "none":
+    if launch.bind != "none":
         raise LaunchError("got --bind core: each trial would bind its ranks to a host's first cores: leave it out")
-    if given.launcher not in ("mpirun", "horovodrun", "horovodrun-gloo"):
-        raise LaunchError(f"got --launcher {given.launcher}, expected mpirun, horovodrun or horovodrun-gloo")
+    if launch.launcher not in ("mpirun", "horovodrun", "horovodrun-gloo"):
+        raise LaunchError(f"got --launcher {launch.launcher}, expected mpirun, horovodrun or horovodrun-gloo")
 
 
 def claim(folder: Path, options: Options, base: Config, found: space.Space) -> None:
@@ -144,9 +149,10 @@ def claim(folder: Path, options: Options, base: Config, found: space.Space) -> N
     own: dict[str, Any] = {f"space of {option}": vars(one) for option, one in found.items()}
     own |= {f"--{name.replace('_', '-')}": getattr(options, name) for name in ("sampler", "prune", "ranks_per_trial")}
     own |= {option: value_of(base, option) for option in option_types() if not option.startswith("run.")}
-    if not (folder / FILE).exists() and any(folder.glob("trial-*")):
+    if not (folder / STUDY_FILE).exists() and any(folder.glob("trial-*")):
         raise LaunchError(
-            f"{folder}: holds trials without {FILE}, which says what was done: delete it, or give another --run.name"
+            f"{folder}: holds trials without {STUDY_FILE}, which says what was done: delete it, or give another"
+            " --run.name"
         )
     jobs.claim(folder / "sweep.json", own, "sweep")
 

@@ -8,20 +8,19 @@ alternately (A B A B ...), and a candidate replaces the best only if the ratios 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import shlex
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from ringtrain import config_io
 from ringtrain.config import nearest
 from ringtrain.errors import LaunchError
-from ringtrain.lab import options as opt
 from ringtrain.lab import ranks, stats
+from ringtrain.lab.options import seconds_of
 from ringtrain.lab.tables import Table
 from ringtrain.lab.tune.candidates import (
     LEVERS,
@@ -35,6 +34,7 @@ from ringtrain.lab.tune.candidates import (
     next_lever,
     order,
 )
+from ringtrain.options import FILE, LIST, Argument
 
 BLOCK_S = 2.0
 BLOCK_WITHIN_S = 1.0
@@ -49,12 +49,14 @@ MARGIN = 1.15  # a start may take this factor longer than the longest one before
 class Options:
     """Options of the command."""
 
-    only: str = opt.option("", "levers to try, e.g. groups,threads; else all", "LIST")
-    budget: str = opt.option("5m", "at most so long: 90s, 5m, 1h (5m)", "TIME")
-    out: str = opt.option("", "write the settings as TOML, for ringtrain.train --config", "FILE")
-    allow_compression: bool = opt.option(
-        False, "keep compressed gradients or local steps if they are faster: numbers change"
-    )
+    only: Annotated[str, LIST] = ""
+    """levers to try, e.g. groups,threads; else all"""
+    budget: Annotated[str, Argument("TIME")] = "5m"
+    """at most so long: 90s, 5m, 1h"""
+    out: Annotated[str, FILE] = ""
+    """write the settings as TOML, for ringtrain.train --config"""
+    allow_compression: bool = False
+    """keep compressed gradients or local steps if they are faster: numbers change"""
 
 
 class Budget:
@@ -217,17 +219,17 @@ def launch_line(best: Choice, words: Sequence[str], told: Sequence[str]) -> str:
     return " ".join([*exported, shlex.join(["ringtrain", "launch", *words, *launcher, *forwarded, "--", *train])])
 
 
-def main(options: Options, given: argparse.Namespace, call: ranks.Call) -> int:
+def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
     """Searches, prints the outcomes and writes the TOML."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    budget = Budget(opt.seconds_of(options.budget))
+    budget = Budget(seconds_of(options.budget))
     only = [name for name in options.only.split(",") if name]
     for name in only:
         if name not in LEVERS:
             raise LaunchError(f"got --only {name}: {nearest(name, LEVERS)}")
-    config_io.read(given.command)  # report a mistake in it before anything starts
+    config_io.read(start.train_args)  # report a mistake in it before anything starts
     console = Console(stderr=True)
     columns = (
         TextColumn("tune"),
@@ -244,14 +246,14 @@ def main(options: Options, given: argparse.Namespace, call: ranks.Call) -> int:
             if not console.is_terminal:
                 print(f"tune: {budget.spent_s:.0f} s of {budget.seconds:.0f} s: {what}", file=console.file, flush=True)
 
-        trials = Trials(call, given.command, budget, say)
-        best = search(trials, options.allow_compression, given.launcher, outcomes.append, only)
+        trials = Trials(call, start.train_args, budget, say)
+        best = search(trials, options.allow_compression, start.launch.launcher, outcomes.append, only)
     title = f"images/s over those of the best so far, median (p10 to p90), in {budget.spent_s:.0f} s"
     Table(("lever", "candidate", "ratio", "turns", "verdict"), rows(outcomes), title).show()
-    train = ["--config", options.out] if options.out else [*given.command, *best.words()]
-    line = launch_line(best, given.launch_words, train)
+    train = ["--config", options.out] if options.out else [*start.train_args, *best.words()]
+    line = launch_line(best, start.launch_words, train)
     if options.out:
-        Path(options.out).write_text(toml(best, given.command, line, outcomes), encoding="utf-8")
+        Path(options.out).write_text(toml(best, start.train_args, line, outcomes), encoding="utf-8")
     print(f"best: {best.text()}")
     print(line)
     return 0
