@@ -23,7 +23,7 @@ from ringtrain import config_io, strategies
 from ringtrain.config import Config
 from ringtrain.errors import RingtrainError
 from ringtrain.models import lazy_keras
-from ringtrain.monitor import journal
+from ringtrain.monitor import diagnosis, heartbeat, journal
 from ringtrain.protocol import failures, status
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.launchers import launched_rank
@@ -111,7 +111,7 @@ def _walk(config: Config, stages: journal.Stages) -> tuple[Mapping[str, Any], in
 def setup(config: Config, source: Source, group: RankGroup | None, stages: journal.Stages) -> Process:
     """Loads the libraries, starts Horovod and pins this rank's devices."""
     import ringtrain.hvd as hvd  # first: it reports missing packages
-    from ringtrain.monitor import timeline
+    from ringtrain.hvd import timeline
     from ringtrain.run import resume, stopping, tracking
     from ringtrain.strategies.elastic import Elastic
 
@@ -158,7 +158,7 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
         The run; or summary.json, if it is complete and stays unchanged.
     """
     from ringtrain import hvd
-    from ringtrain.monitor import heartbeat, timeline
+    from ringtrain.hvd import timeline
     from ringtrain.run import model_state, tracking
 
     strategy, stages, rank, size = process.strategy, process.stages, hvd.rank(), hvd.size()
@@ -208,7 +208,7 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
     strategy.watch(run.model)
     if config.tracking.timeline_steps:
         run.timeline = timeline.Timeline(run)
-    run.monitor = heartbeat.Monitor(run)
+    add_monitor(run)
     return run
 
 
@@ -219,6 +219,42 @@ def fit(run: RunContext) -> RunContext:
     with training(run):
         loop.train(run)
     return run
+
+
+def add_monitor(run: RunContext) -> None:
+    """Adds the measurement of this rank's steps, and the monitor that reports it to rank 0. Collective."""
+    from ringtrain import hvd
+
+    health = run.config.health
+    run.step_timer = hvd.step_timing.StepTimer(run.clock, run.timeline)
+    run.monitor = heartbeat.Monitor(
+        run.rank,
+        run.size,
+        run.step_timer,
+        health.stall_timeout,
+        diagnosis.RunStalls,
+        hvd.stall_watch.broadcast,
+        straggler_factor=health.straggler_factor,
+        descriptor=run.status.descriptor,
+        write_event=run.journal.write,
+    )
+
+
+@contextlib.contextmanager
+def _monitored(run: RunContext, monitor: heartbeat.Monitor) -> Iterator[None]:
+    """Context in which the status line has each phase, and the journal the error that ends training."""
+    from ringtrain import hvd
+
+    tracker = hvd.step_timing.PLACE
+    tracker.on_change = lambda: run.status.put(run.clock.global_step, tracker.phase)
+    with hvd.stall_watch.replaced_by(monitor):
+        try:
+            yield
+        except Exception as error:
+            run.journal.write_failure(error, global_step=run.clock.global_step)
+            raise
+        finally:
+            tracker.on_change = lambda: None
 
 
 @contextlib.contextmanager
@@ -235,7 +271,7 @@ def training(run: RunContext) -> Iterator[None]:
         if not strategy.ranks_change:  # there, signals are handled from one agreement of the ranks to the next
             stack.enter_context(run.signals)
         if run.monitor:
-            stack.enter_context(run.monitor)
+            stack.enter_context(_monitored(run, run.monitor))
         run.callbacks = Callbacks(run, progress)
         stack.enter_context(run.callbacks.trackers)
         yield
@@ -250,14 +286,13 @@ def training(run: RunContext) -> Iterator[None]:
 
 def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
     """Verifies once more what was saved, and writes the run's results. Returns the summary and the exit code."""
-    from ringtrain.monitor import heartbeat
     from ringtrain.run import tracking
 
     stop, strategy = run.callbacks.stop, run.strategy
     with run.callbacks.trackers:
         summary = tracking.write_results(run, {**strategy.summary(run), **run.facts})
     if "ranks" in summary:
-        console.show_ranks(run.terminal, summary["ranks"], heartbeat.slow_ranks(summary["ranks"], run.config.health))
+        console.show_ranks(run.terminal, summary["ranks"], diagnosis.slow_ranks(summary["ranks"], run.config.health))
     total_s = time.time() - run.stages.moments["python"]
     console.show_result(run.terminal, run.folder, summary, strategy.proof(summary, run.gradients), total_s)
     run.journal.write(

@@ -18,7 +18,8 @@ batch_norm:     batch normalization over all ranks; averaged moving statistics
 step_timing:    current phase and timestamps of a step, readable from other threads
 sync:           broadcast of a model's whole state; verification that ranks agree
 placement:      check that ranks run where the launcher planned them, each on its own GPU
-stall_watch:    exit of scripts whose ranks wait for different collectives
+stall_watch:    monitor of scripts: exit if the ranks wait for different collectives
+timeline:       timeline of each rank, step by step, with its clock offset to rank 0
 slow_links:     fewer bytes: low rank, bfloat16, local steps
 elastic:        Keras state of elastic runs, and `run`
 model_parallel: a model over several devices of a rank

@@ -47,7 +47,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self.root_rank = root_rank
         self.device = device
         self.broadcast_done = False
-        self._watch: stall_watch.Watch | None = None
+        self._activity: stall_watch.MainThread | None = None
         self._epoch = self._trained = 0
         self._local_variables: list[Any] = []
         single = isinstance(local_variables, keras.Variable | tf.Variable)
@@ -68,7 +68,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             batches = (reduction.process_set.process_set_id, socket.gethostname(), steps, epochs)
         ranks = allgather_object((has_weights(self.model), batches), name="ringtrain_train_begin")
         refuse_other_batches([batches for _, batches in ranks])
-        self._watch = stall_watch.begin()
+        self._activity = stall_watch.begin()
         if not self.broadcast_done and all(built for built, _ in ranks):
             self._broadcast()
 
@@ -76,19 +76,19 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._epoch = epoch + 1
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self._watch:
-            self._watch.step = f"in epoch {self._epoch}, batch {batch + 1}"
+        if self._activity:
+            self._activity.step = f"in epoch {self._epoch}, batch {batch + 1}"
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._trained = batch + 1
-        if self._watch:
-            self._watch.step = f"after epoch {self._epoch}, batch {self._trained}"
+        if self._activity:
+            self._activity.step = f"after epoch {self._epoch}, batch {self._trained}"
         if not self.broadcast_done:
             self._broadcast()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if self._watch:  # with a generator, Keras begins one batch more than exist
-            self._watch.step = f"after epoch {self._epoch}, batch {self._trained}"
+        if self._activity:  # with a generator, Keras begins one batch more than exist
+            self._activity.step = f"after epoch {self._epoch}, batch {self._trained}"
 
     def _broadcast(self) -> None:
         broadcast_model(self.model, self.root_rank, self._local_variables, device=self.device or CPU)

@@ -80,15 +80,15 @@ def init(*args: Any, **kwargs: Any) -> None:
 
 
 def shutdown() -> None:
-    """Ends Horovod and stall detection. `init` may be called again, but over MPI it then raises LaunchError."""
+    """Ends Horovod and this rank's monitor. `init` may be called again, but over MPI it then raises LaunchError."""
     used_mpi = WITH_HOROVOD and horovod.is_initialized() and horovod.mpi_enabled()
     horovod.shutdown()
     if used_mpi:  # Horovod finalizes MPI if it has started it, and not if the script did, by importing mpi4py.MPI first
         mpi4py = sys.modules.get("mpi4py.MPI")
         PROCESS.has_finalized_mpi = mpi4py is None or mpi4py.Is_finalized()
-    if PROCESS.stall_watch is not None:
-        PROCESS.stall_watch.stop()
-        PROCESS.stall_watch = None
+    if PROCESS.monitor is not None:
+        PROCESS.monitor.stop()
+        PROCESS.monitor = None
 
 
 def prepare_environment(environ: MutableMapping[str, str], prefix: Path, num_cores: int, nccl: bool) -> None:

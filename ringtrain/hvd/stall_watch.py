@@ -1,23 +1,20 @@
-"""Stall detection for user scripts: ends a job whose ranks wait for different collectives, and names each of these.
+"""Monitor of a script of the user's own: it ends a job whose ranks wait for different collectives.
 
-A thread per rank reports the position of the main thread to rank 0 once a second. The job ends only if all main threads
-were idle for the limit, in an eager collective or in the reduction of gradients, and each of these lacks ranks. Other
-graphs may compute or read on other threads: their ranks are named in one line, and the job continues.
+The heartbeat of each rank reports the position of the main thread: its eager collective, the reduction of gradients, or
+another graph. The rule is in monitor/diagnosis.py. A run of `ringtrain.fit` or the trainer replaces this monitor by its
+own, which knows more: there is one for each process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-import secrets
-import socket
 import sys
 import sysconfig
 import threading
 import time
 import traceback
-from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,25 +22,18 @@ from typing import Any
 import tensorflow as tf
 
 from ringtrain.config import HealthConfig
-from ringtrain.errors import RingtrainError, Stalled
+from ringtrain.errors import RingtrainError
 from ringtrain.hvd import collectives
 from ringtrain.hvd.backend import WITH_HOROVOD, ProcessSet, global_process_set, horovod
 from ringtrain.hvd.process import PROCESS
 from ringtrain.hvd.step_timing import PLACE
-from ringtrain.protocol import transport
-from ringtrain.protocol.failures import report_failure
+from ringtrain.monitor.diagnosis import ScriptStalls
+from ringtrain.monitor.heartbeat import Monitor
+from ringtrain.protocol.env import STALL_TIMEOUT
 
-TIMEOUT = "RINGTRAIN_STALL_TIMEOUT"
-"""environment variable: seconds without progress after which the job ends; 0: never"""
-HEARTBEAT_S = 1.0
-FRESH_S = 5.0
-"""maximum age of a row"""
 PROGRESS_S = 0.002
 """CPU time of the main thread between two heartbeats that counts as progress"""
-REPORT_DELAY_S = 5.0
-"""delay before the other ranks exit, so that rank 0's report reaches the launcher first"""
 COLLECTIVE_FILE = "horovod/tensorflow/mpi_ops.py"
-JOIN = "join"
 REDUCTION = "the reduction of gradients"
 GRAPH_FILE = "tensorflow/python/eager/execute.py"
 LIBRARIES = (
@@ -53,37 +43,31 @@ LIBRARIES = (
 )
 
 
-@dataclass(frozen=True)
-class Row:
-    """Position of a rank's main thread, its eager collective or `REDUCTION`, and how long it used no CPU time there."""
+class MainThread:
+    """`Activity` of a script: the position of the main thread, which progresses if it moves or uses its CPU.
 
-    rank: int
-    host: str
-    step: str = ""
-    line: str = ""
-    collective: str = ""
-    num_ranks: int = 0
-    is_in_graph: bool = False
-    idle_s: float = 0.0
+    `step`: position of training, in words; "": value of `iterations`, the variable that counts an optimizer's updates.
+    """
 
-    def __str__(self) -> str:
-        where = f"in {self.collective}" if self.collective else "in a TensorFlow graph"
-        step = f", {self.step}" if self.step else ""
-        return f"rank {self.rank} on {self.host}: {where} at {self.line}{step}"
+    def __init__(self) -> None:
+        self.step = ""
+        self.iterations: Any = None
+        self._thread = threading.main_thread().ident or 0
+        self._clock = time.pthread_getcpuclockid(self._thread)
+        self._used_s = 0.0
+        self._num_busy = 0
 
+    def progress(self) -> Any:
+        before_s, self._used_s = self._used_s, time.clock_gettime(self._clock)
+        if self._used_s - before_s >= PROGRESS_S:
+            self._num_busy += 1
+        return self._num_busy, self.fields()
 
-def is_standstill(rows: Collection[Row], size: int, limit_s: float) -> bool:
-    """Returns whether `size` ranks are idle for `limit_s` in collectives or graphs, and not all in one collective."""
-    all_idle = all(row.idle_s >= limit_s and (row.collective or row.is_in_graph) for row in rows)
-    return len(rows) == size and all_idle and len({row.collective for row in rows}) > 1
-
-
-def is_deadlock(rows: Collection[Row]) -> bool:
-    """Returns whether stalled ranks wait for each other forever: no collective has all of its ranks."""
-    if any(row.collective in ("", JOIN) for row in rows):  # "" may compute, join takes part in the others' reductions
-        return False
-    waiting = Counter((row.collective, row.num_ranks) for row in rows)
-    return all(count < num_ranks for (_, num_ranks), count in waiting.items())
+    def fields(self) -> dict[str, Any]:
+        step = self.step
+        if not step and self.iterations is not None:
+            step = f"after {int(self.iterations)} updates"
+        return {"after": step, **place_of(sys._current_frames().get(self._thread))}
 
 
 def place_of(frame: FrameType | None) -> dict[str, Any]:
@@ -103,111 +87,49 @@ def place_of(frame: FrameType | None) -> dict[str, Any]:
     return {"line": line, "collective": collective, "num_ranks": num_ranks, "is_in_graph": is_in_graph}
 
 
-class Watch:
-    """Stall detection thread of one rank. The constructor is a collective: rank 0 broadcasts its address.
+def begin() -> MainThread | None:
+    """Starts the monitor of a script; the first call is a collective.
 
-    `step`: position of training, in words; "": value of `iterations`, the variable that counts an optimizer's updates.
+    Returns:
+        The activity that it reports. None with one rank, if elastic, without Horovod, and in a run, which has its own.
     """
-
-    def __init__(self) -> None:
-        self.step = ""
-        self.iterations: Any = None
-        self.has_warned = self._has_stopped = False
-        self.rank, self.size, self.host = horovod.rank(), horovod.size(), socket.gethostname()
-        try:
-            limit_s = float(os.environ.get(TIMEOUT) or HealthConfig.stall_timeout)
-        except ValueError:
-            raise RingtrainError(f"{TIMEOUT}: got {os.environ[TIMEOUT]!r}, expected seconds, or 0 for never") from None
-        self._wire = transport.Wire(secrets.token_hex(16), listens=self.rank == 0 and limit_s > 0)
-        address = (limit_s, self.host, transport.own_addresses(), self._wire.port, self._wire.token)
-        answer = collectives.broadcast_object(address, 0, name="ringtrain_watch")
-        self._limit_s, host, addresses, self._port, self._wire.token = answer
-        self._addresses: Sequence[str] = ["127.0.0.1", *addresses] if host == self.host else addresses
-        if self._limit_s > 0:
-            threading.Thread(target=self._run, name="ringtrain-watch", daemon=True).start()
-
-    def _run(self) -> None:
-        main = threading.main_thread().ident or 0
-        clock = time.pthread_getcpuclockid(main)
-        rows: dict[int, tuple[float, Row]] = {}
-        used_s = last_s = 0.0
-        local = Row(self.rank, self.host)
-        if self.rank and not self._wire.connect(self._addresses, self._port, {}):
-            if self._has_stopped:
-                return
-            where = f"{', '.join(self._addresses)}, port {self._port}"
-            print(
-                f"ringtrain: rank {self.rank} on {self.host} cannot connect to rank 0 at {where}: no rank notices when"
-                " this script hangs: check the firewall",
-                file=sys.stderr,
-                flush=True,
-            )
-            return
-        while not self._has_stopped and (self.rank == 0 or self._wire.is_connected):
-            now_s, was_used_s, used_s = time.monotonic(), used_s, time.clock_gettime(clock)
-            # Time in which this thread did not run, as in a suspended job, does not count.
-            passed_s, last_s = min(now_s - last_s, 2 * HEARTBEAT_S), now_s
-            step = self.step or ("" if self.iterations is None else f"after {int(self.iterations)} updates")
-            row = Row(self.rank, self.host, step, idle_s=local.idle_s, **place_of(sys._current_frames().get(main)))
-            is_idle = row == local and used_s - was_used_s < PROGRESS_S
-            local = replace(row, idle_s=row.idle_s + passed_s if is_idle else 0.0)
-            for message in self._wire.exchange(asdict(local) if self.rank else {}, HEARTBEAT_S):
-                if "end" in message:
-                    time.sleep(REPORT_DELAY_S)
-                    self._exit()
-                if message and not self.rank:
-                    rows[message["rank"]] = (time.monotonic(), Row(**message))
-            rows[self.rank] = (time.monotonic(), local)
-            fresh = [row for received_s, row in rows.values() if time.monotonic() - received_s < FRESH_S]
-            if not self.rank and is_standstill(fresh, self.size, self._limit_s):
-                fresh.sort(key=lambda row: row.rank)
-                if is_deadlock(fresh):
-                    self._end(fresh)
-                self._warn([row for row in fresh if not row.collective])
-        self._wire.close()
-
-    def stop(self) -> None:
-        """Ends the thread, and closes its connections."""
-        self._has_stopped = True
-        self._wire.wake()
-
-    def _warn(self, rows: Sequence[Row]) -> None:
-        if rows and not self.has_warned:
-            print(
-                f"ringtrain: the other ranks have waited for {min(row.idle_s for row in rows):.0f} s for"
-                f" {'; '.join(map(str, rows))}: a graph may compute or read, so the job is not ended",
-                file=sys.stderr,
-                flush=True,
-            )
-            self.has_warned = True
-
-    def _end(self, rows: Sequence[Row]) -> None:
-        self._wire.exchange({"end": True}, 0.2)
-        places = "\n".join(f"  {row}" for row in rows)
-        error = Stalled(
-            f"ranks have waited for different things for {min(row.idle_s for row in rows):.0f} s\n{places}\nall ranks"
-            " must call the same collectives in the same order: look for different numbers of batches, and for"
-            f" collectives under a condition such as hvd.rank() == 0. {TIMEOUT} sets the seconds, 0 for never"
-        )
-        print(f"ringtrain: {error}", file=sys.stderr, flush=True)
-        report_failure(error, self.rank, exit_code=Stalled.EXIT_CODE, with_traceback=False)
-        time.sleep(0.2)  # until this rank's output has reached its log
-        self._exit()
-
-    def _exit(self) -> None:
-        sys.stdout.flush()
-        os._exit(Stalled.EXIT_CODE)
-
-
-def begin() -> Watch | None:
-    """Starts stall detection; the first call is a collective. None with one rank, if elastic, or without Horovod."""
     if not WITH_HOROVOD or collectives.elastic() or horovod.size() == 1:
         return None
-    if PROCESS.stall_watch is None:
+    if PROCESS.monitor is None:
+        rank, size = horovod.rank(), horovod.size()
         with tf.init_scope():
-            PROCESS.stall_watch = Watch()
-    watch: Watch = PROCESS.stall_watch
-    return watch
+            PROCESS.monitor = Monitor(
+                rank, size, MainThread(), _timeout_s(), lambda limit_s: ScriptStalls(limit_s, size), broadcast
+            )
+        PROCESS.monitor.start()
+    activity = PROCESS.monitor.activity
+    return activity if isinstance(activity, MainThread) else None
+
+
+@contextlib.contextmanager
+def replaced_by(monitor: Monitor) -> Iterator[None]:
+    """Context in which the monitor of a run is that of this process, in place of the script's."""
+    if PROCESS.monitor is not None:
+        PROCESS.monitor.stop()
+    PROCESS.monitor = monitor
+    try:
+        with monitor:
+            yield
+    finally:
+        PROCESS.monitor = None
+
+
+def broadcast(value: Any) -> Any:
+    """Returns rank 0's value on every rank. Collective."""
+    return collectives.broadcast_object(value, 0, name="ringtrain_heartbeat")
+
+
+def _timeout_s() -> float:
+    try:
+        return float(os.environ.get(STALL_TIMEOUT) or HealthConfig.stall_timeout)
+    except ValueError:
+        text = f"{STALL_TIMEOUT}: got {os.environ[STALL_TIMEOUT]!r}, expected seconds, or 0 for never"
+        raise RingtrainError(text) from None
 
 
 @tf.autograph.experimental.do_not_convert  # in a script's tf.function
@@ -229,8 +151,8 @@ def broadcast_variables(
         inplace: Use Horovod's in-place broadcast, which saves memory and supports floating-point types only.
         device: Addition of ringtrain. Device of the broadcast; ignored with `inplace`.
     """
-    watch = begin() if process_set is global_process_set else None  # all ranks of a user's training loop call this
-    if watch is not None:
+    activity = begin() if process_set is global_process_set else None  # all ranks of a user's training loop call this
+    if activity is not None:
         counters = [collectives.tensor_of(one) for one in variables if getattr(one, "name", "") == "iteration"]
-        watch.iterations = next(iter(counters), watch.iterations)
+        activity.iterations = next(iter(counters), activity.iterations)
     collectives.broadcast_variables(variables, root_rank, process_set, inplace, device)

@@ -6,19 +6,27 @@ A step is one graph, in which nodes record three timestamps: input, local gradie
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 
 from ringtrain.hvd.keras_patches import innermost
+from ringtrain.monitor.diagnosis import WINDOW_STEPS, Times
+
+if TYPE_CHECKING:
+    from ringtrain.hvd.timeline import Timeline
+    from ringtrain.run.resume import Clock
 
 MOMENTS = ("input", "computed", "reduced")
 GRAPH = "step"
 """phase that the timestamps divide further"""
+BETWEEN_MEASUREMENTS_S = 0.02
 
 
 class PhaseTracker:
@@ -187,3 +195,95 @@ def during(phase: str) -> Iterator[None]:
         if phase == "reduce" != before:
             PLACE.waited_s += time.perf_counter() - begin_s
         PLACE.enter(before)
+
+
+class StepTimer(keras.callbacks.Callback):
+    """Callback that measures the parts of this rank's steps; must follow `Clock` in the list.
+
+    For the rank's heartbeat, it is also the `Activity` of a run: step and phase. It measures one
+    step in BETWEEN_MEASUREMENTS_S, since reading the timestamps takes 0.1 ms; all steps for a timeline.
+    """
+
+    def __init__(self, clock: Clock, timeline: Timeline | None) -> None:
+        super().__init__()
+        self.clock, self.timeline, self.tracker = clock, timeline, PLACE
+        self.own_steps = 0
+        self.begin_s = 0.0
+        self.window: deque[tuple[float, float, float, float]] = deque(maxlen=WINDOW_STEPS)
+        self.totals: list[float] = [0.0] * 4
+        self.measured_steps = 0
+        self._next = 1
+        self._returned_s = 0.0
+        self._waited_s = 0.0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._returned_s = 0.0  # time between epochs belongs to no step
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.begin_s = time.time()
+        self.tracker.enter("step")
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        end_s, waited_s = time.time(), self.tracker.waited_s
+        self.own_steps += 1
+        if self.timeline or self.own_steps >= self._next:
+            self._measure(end_s, waited_s)
+            # By number, not by time, which would prefer long steps. With callbacks, which may be what is slow.
+            step_s = end_s - (self._returned_s or self.begin_s)
+            self._next = self.own_steps + max(1, int(BETWEEN_MEASUREMENTS_S / max(1e-4, step_s)))
+        self._returned_s, self._waited_s = end_s, waited_s
+        self.tracker.enter("callbacks")
+
+    def _measure(self, end_s: float, waited_s: float) -> None:
+        """Adds the parts of the step that has just ended."""
+        input_s, computed_s, reduced_s = self.tracker.moments()
+        # Without new timestamps, as with a user's train_step, the whole step counts as computing.
+        input_s = input_s if self.begin_s <= input_s <= end_s else self.begin_s
+        wait_s = max(0.0, reduced_s - computed_s) if computed_s >= input_s else 0.0
+        between_s = self.begin_s - self._returned_s if self._returned_s else 0.0
+        waited_between_s = waited_s - self._waited_s if self._returned_s else 0.0
+        step = (
+            max(0.0, input_s - self.begin_s),
+            max(0.0, end_s - input_s - wait_s),
+            max(0.0, between_s - waited_between_s),
+            max(0.0, wait_s + waited_between_s),
+        )
+        if self.timeline:
+            edges_s = self.begin_s, input_s, computed_s, reduced_s, end_s
+            self.timeline.step(self.clock.global_step, edges_s)
+        if self.own_steps > 1:  # the first step builds the graph
+            self.measured_steps += 1
+            self.window.append(step)
+            self.totals = [total + seconds for total, seconds in zip(self.totals, step, strict=True)]
+
+    def phase(self) -> str:
+        """Current phase of this rank, including the parts of a step."""
+        if self.tracker.phase != GRAPH:
+            return self.tracker.phase
+        input_s, computed_s, reduced_s = self.tracker.moments()
+        if input_s < self.begin_s - 1e-3:  # timestamps are rounded
+            return "input"
+        if computed_s < input_s:
+            return "compute"
+        return "reduce" if reduced_s < computed_s else "update"
+
+    # ---- for the heartbeat ------------------------------------------------------------------------------------------
+
+    def progress(self) -> Any:
+        return self.clock.global_step, self.tracker.changes, self.tracker.moments()
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            "step": self.clock.global_step,
+            "own_steps": self.own_steps,
+            "phase": self.phase(),
+            "times": Times.of(list(self.window)),
+        }
+
+    def own_times(self) -> dict[str, Any]:
+        """Step times of this rank for summary.json: medians over the last steps, and totals of all but the first."""
+        num_steps = max(0, self.own_steps - 1)
+        of_all = num_steps / max(1, self.measured_steps)
+        scaled = [seconds * of_all for seconds in self.totals]
+        totals = dataclasses.replace(Times.of([scaled], sum), num_steps=num_steps)
+        return {**dataclasses.asdict(Times.of(list(self.window))), "totals": dataclasses.asdict(totals)}

@@ -1,16 +1,30 @@
-"""Blocking ranks and stragglers, found in the heartbeats of all ranks. Pure functions, standard library only."""
+"""Which rank stalls, for how long and what is reported, and stragglers: found in the heartbeats of all ranks.
+
+Pure, standard library only. There are two rules for stalls. In a run, whose loop is ringtrain's, the phase of a rank is
+known, and the rank that the others wait for is named. In a script, a graph or Python code may compute, so that only
+ranks that wait for each other forever end the job.
+"""
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
 import statistics
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+from ringtrain.config import HealthConfig
+from ringtrain.protocol.env import STALL_TIMEOUT
+
+HEARTBEAT_S = 1.0
 SILENT_S = 3.0
-"""time without a heartbeat, sent each second, after which a rank is silent"""
+"""time without a heartbeat after which a rank is silent"""
+STACKS_TIMEOUT_S = 3.0
+"""time for a blocking rank to send its stacks"""
+REPORT_FIRST_S = 5.0
+"""delay before the other ranks exit, so that the stall report reaches the launcher first"""
 FIRST_STEPS_S = 120.0
 """minimum stall timeout of the first two steps, which build graphs"""
 MIN_WARNING_S = 10.0
@@ -29,6 +43,8 @@ STATES = {
     "Z": "its process has exited",
 }
 PARTS = ("input", "compute", "callbacks")
+JOIN = "join"
+"""collective of a rank that takes part in the other ranks' reductions"""
 
 
 @dataclass(frozen=True)
@@ -79,6 +95,16 @@ class Row:
     """stacks of its threads, if requested"""
     saw: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """result of status.look_at for each silent rank of its host, by rank"""
+    line: str = ""
+    """line of a script's own code that its main thread is in"""
+    after: str = ""
+    """the script's step, in words"""
+    collective: str = ""
+    """collective that the main thread of a script waits in"""
+    num_ranks: int = 0
+    """ranks that the collective needs"""
+    is_in_graph: bool = False
+    """whether the main thread of a script waits for a TensorFlow graph"""
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Row:
@@ -88,6 +114,9 @@ class Row:
     @property
     def is_silent(self) -> bool:
         return self.silent_s > SILENT_S and not self.is_done
+
+
+# ---- where the ranks are and what is said about it -----------------------------------------------------------------
 
 
 def idle_s(rows: Collection[Row]) -> float:
@@ -187,6 +216,147 @@ def ranks(numbers: Collection[int]) -> str:
     return f"rank{'s' * (len(numbers) > 1)} {shown}{f' and {len(numbers) - 8} more' if len(numbers) > 8 else ''}"
 
 
+# ---- when a stall is reported --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the ranks are told after a look at all heartbeats."""
+
+    warning: str = ""
+    """to print now; "": nothing"""
+    stall: str = ""
+    """report with which the job ends; "": it continues"""
+    blocking: Sequence[Row] = ()
+    """ranks to which the report belongs"""
+
+
+class Stalls(Protocol):
+    """Rule for stalls: what it remembers of earlier looks at the heartbeats."""
+
+    has_warned: bool
+
+    def look(self, rows: Collection[Row], now_s: float) -> Finding:
+        """Looks at the rows of all ranks that have sent a heartbeat, each second; `now_s` is a steady clock."""
+
+    def asked(self, rows: Collection[Row]) -> list[int] | None:
+        """Ranks whose stacks the report needs, besides rank 0's; None: no report is due."""
+
+    def has_lost_rank_0(self, rows: Sequence[Row], rank: int) -> bool:
+        """Whether this rank ends the job because rank 0, the first row, sends no heartbeat; its own row follows."""
+
+
+class RunStalls:
+    """Stalls of a run: no rank makes progress for the timeout, see `limit_s`. Half of it before, a warning."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.has_warned = False
+        self._asked_s: float | None = None
+
+    def look(self, rows: Collection[Row], now_s: float) -> Finding:
+        if idle_s(rows) <= 2 * HEARTBEAT_S:
+            self.has_warned, self._asked_s = False, None
+        warning = self._warning(rows)
+        if self._asked_s is None:
+            if idle_s(rows) > limit_s(rows, self.timeout_s):
+                self._asked_s = now_s
+            return Finding(warning)
+        blocking = blocking_ranks(rows)
+        located_at_all = blocking or [row for row in rows if row.rank == 0]
+        answered = all(row.stacks if not row.is_silent else is_located(row, rows) for row in located_at_all)
+        if answered or now_s - self._asked_s > STACKS_TIMEOUT_S:
+            return Finding(warning, report(rows, blocking), blocking)
+        return Finding(warning)
+
+    def asked(self, rows: Collection[Row]) -> list[int] | None:
+        return None if self._asked_s is None else [row.rank for row in blocking_ranks(rows)]
+
+    def has_lost_rank_0(self, rows: Sequence[Row], rank: int) -> bool:
+        # Rank 1 reports for all. Without it, each rank reports.
+        delay_s = REPORT_FIRST_S if rank > 1 else 0.0
+        return rows[0].is_silent and idle_s(rows) > limit_s(rows, self.timeout_s) + delay_s
+
+    def _warning(self, rows: Collection[Row]) -> str:
+        """Names the blocking ranks once, as soon as it is known where they are; else after STACKS_TIMEOUT_S."""
+        late_s = idle_s(rows) - warning_s(rows, self.timeout_s)
+        if self.has_warned or late_s <= 0:
+            return ""
+        blocking = blocking_ranks(rows)
+        waiting_ranks = waiting(rows, blocking)
+        is_known = all(is_located(row, rows) for row in blocking)
+        if not waiting_ranks or not (is_known or late_s > STACKS_TIMEOUT_S):
+            return ""
+        self.has_warned = True
+        return "; ".join(sentence(row, rows) for row in blocking[:3]) + waiting_ranks
+
+
+class ScriptStalls:
+    """Stalls of a script: for the timeout, all ranks wait in collectives of which each lacks ranks.
+
+    Ranks in a graph that may compute or read are named in one warning, and the job continues.
+    """
+
+    def __init__(self, timeout_s: float, size: int) -> None:
+        self.timeout_s, self.size = timeout_s, size
+        self.has_warned = False
+
+    def look(self, rows: Collection[Row], now_s: float) -> Finding:
+        heard = sorted((row for row in rows if not row.is_silent and not row.is_done), key=_rank)
+        if not is_standstill(heard, self.size, self.timeout_s):
+            return Finding()
+        if is_deadlock(heard):
+            return Finding(stall=report_different_collectives(heard), blocking=heard[:1])
+        in_graph = [row for row in heard if not row.collective]
+        if self.has_warned or not in_graph:
+            return Finding()
+        self.has_warned = True
+        return Finding(
+            f"the other ranks have waited for {min(row.idle_s for row in in_graph):.0f} s for"
+            f" {'; '.join(map(position, in_graph))}: a graph may compute or read, so the job is not ended"
+        )
+
+    def asked(self, rows: Collection[Row]) -> list[int] | None:
+        return None
+
+    def has_lost_rank_0(self, rows: Sequence[Row], rank: int) -> bool:
+        return False  # Python code may hold the GIL for as long as it likes
+
+
+def is_standstill(rows: Collection[Row], size: int, limit_s: float) -> bool:
+    """Returns whether `size` ranks are idle for `limit_s` in collectives or graphs, and not all in one collective."""
+    all_idle = all(row.idle_s >= limit_s and (row.collective or row.is_in_graph) for row in rows)
+    return len(rows) == size and all_idle and len({row.collective for row in rows}) > 1
+
+
+def is_deadlock(rows: Collection[Row]) -> bool:
+    """Returns whether stalled ranks wait for each other forever: no collective has all of its ranks."""
+    if any(row.collective in ("", JOIN) for row in rows):  # "" may compute, join takes part in the others' reductions
+        return False
+    num_waiting = Counter((row.collective, row.num_ranks) for row in rows)
+    return all(count < num_ranks for (_, num_ranks), count in num_waiting.items())
+
+
+def position(row: Row) -> str:
+    """Position of a script's rank, e.g. "rank 0 on host1: in allreduce loss at fit.py:9, after epoch 1, batch 2"."""
+    where = f"in {row.collective}" if row.collective else "in a TensorFlow graph"
+    step = f", {row.after}" if row.after else ""
+    return f"rank {row.rank} on {row.host}: {where} at {row.line}{step}"
+
+
+def report_different_collectives(rows: Collection[Row]) -> str:
+    """Stall report of a script."""
+    positions = "\n".join(f"  {position(row)}" for row in rows)
+    return (
+        f"ranks have waited for different things for {min(row.idle_s for row in rows):.0f} s\n{positions}\nall ranks"
+        " must call the same collectives in the same order: look for different numbers of batches, and for"
+        f" collectives under a condition such as hvd.rank() == 0. {STALL_TIMEOUT} sets the seconds, 0 for never"
+    )
+
+
+# ---- stragglers ----------------------------------------------------------------------------------------------------
+
+
 def stragglers(rows: Collection[Row], factor: float) -> list[tuple[Row, str, float]]:
     """Ranks whose own work takes over `factor` times the others' median, with the part in which they lose most.
 
@@ -251,6 +421,18 @@ def straggler_text(row: Row, part: str, times: float) -> str:
         f"straggler: rank {row.rank} on {row.host} takes {times:.1f} times the other ranks' median per step"
         f" ({1000 * row.times.own_s:.1f} ms, of which {1000 * part_s:.1f} ms in {part}); all ranks wait for it"
     )
+
+
+def slow_ranks(ranks: Sequence[Mapping[str, Any]], config: HealthConfig) -> list[int]:
+    """Ranks that were stragglers at the end, given each rank's `StepTimer.own_times`."""
+    names = [field.name for field in dataclasses.fields(Times)]
+    rows = [Row(one["rank"], one["host"], times=Times(**{name: one[name] for name in names})) for one in ranks]
+    num_steps = {one["rank"]: one["totals"]["num_steps"] for one in ranks}
+    return [
+        row.rank
+        for row, _, times in stragglers(rows, config.straggler_factor)
+        if lost_s(row, times, num_steps[row.rank]) >= MIN_LOST_S
+    ]
 
 
 def _progress(row: Row) -> tuple[int, int]:

@@ -1,7 +1,8 @@
-"""Heartbeats: every rank reports its step and phase each second, and blocking ranks and stragglers are named.
+"""The monitor of a rank: it reports what the rank does each second, and names blocking ranks and stragglers.
 
 A background thread of each rank connects to that of rank 0. Steps have no additional collective, and training does not
-depend on the thread: a rank that cannot connect to rank 0 prints one line and continues.
+depend on the thread: a rank that cannot connect to rank 0 prints one line and continues. Runs and scripts have the same
+monitor. They differ in the activity that it reports and in the rule for stalls, see diagnosis.py.
 """
 
 from __future__ import annotations
@@ -14,164 +15,100 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
-import keras
-
-from ringtrain import hvd
-from ringtrain.config import HealthConfig
 from ringtrain.errors import Stalled
 from ringtrain.monitor import diagnosis
-from ringtrain.monitor.diagnosis import Row, Times
+from ringtrain.monitor.diagnosis import HEARTBEAT_S, REPORT_FIRST_S, Row, SlowRanks, Stalls
 from ringtrain.protocol import failures, status, transport
 
-if TYPE_CHECKING:
-    from ringtrain.run.context import RunContext
-
-HEARTBEAT_S = 1.0
-BETWEEN_MEASUREMENTS_S = 0.02
-STACKS_TIMEOUT_S = 3.0
-"""time for a blocking rank to send its stacks"""
-REPORT_FIRST_S = 5.0
-"""delay before the other ranks exit, so that the stall report reaches the launcher first"""
 RECONNECT_S = 10.0
 FIRST_CALL_S = 5.0
 """maximum time that training waits for the first connection"""
+FLUSH_S = 1.0
 STACK_LINES = 40
 IDLE_THREADS = ("threading.py", "queue.py", "selectors.py", "concurrent/futures/thread.py", "multiprocessing/pool.py")
 
 
-class StepTimer(keras.callbacks.Callback):
-    """Callback that measures the parts of this rank's steps; must follow `Clock` in the list.
+class Activity(Protocol):
+    """What a rank does, as its heartbeat reports it."""
 
-    It measures one step in BETWEEN_MEASUREMENTS_S, since reading the timestamps takes 0.1 ms; all steps for a timeline.
-    """
+    def progress(self) -> Any:
+        """Value that differs from the previous heartbeat's if the rank has made progress."""
 
-    def __init__(self, run: RunContext) -> None:
-        super().__init__()
-        self.run, self.tracker = run, hvd.step_timing.PLACE
-        self.own_steps = 0
-        self.begin_s = 0.0
-        self.window: deque[tuple[float, float, float, float]] = deque(maxlen=diagnosis.WINDOW_STEPS)
-        self.totals: list[float] = [0.0] * 4
-        self.measured_steps = 0
-        self._next = 1
-        self._returned_s = 0.0
-        self._waited_s = 0.0
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._returned_s = 0.0  # time between epochs belongs to no step
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self.begin_s = time.time()
-        self.tracker.enter("step")
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        end_s, waited_s = time.time(), self.tracker.waited_s
-        self.own_steps += 1
-        if self.run.timeline or self.own_steps >= self._next:
-            self._measure(end_s, waited_s)
-            # By number, not by time, which would prefer long steps. With callbacks, which may be what is slow.
-            step_s = end_s - (self._returned_s or self.begin_s)
-            self._next = self.own_steps + max(1, int(BETWEEN_MEASUREMENTS_S / max(1e-4, step_s)))
-        self._returned_s, self._waited_s = end_s, waited_s
-        self.tracker.enter("callbacks")
-
-    def _measure(self, end_s: float, waited_s: float) -> None:
-        """Adds the parts of the step that has just ended."""
-        input_s, computed_s, reduced_s = self.tracker.moments()
-        # Without new timestamps, as with a user's train_step, the whole step counts as computing.
-        input_s = input_s if self.begin_s <= input_s <= end_s else self.begin_s
-        wait_s = max(0.0, reduced_s - computed_s) if computed_s >= input_s else 0.0
-        between_s = self.begin_s - self._returned_s if self._returned_s else 0.0
-        waited_between_s = waited_s - self._waited_s if self._returned_s else 0.0
-        step = (
-            max(0.0, input_s - self.begin_s),
-            max(0.0, end_s - input_s - wait_s),
-            max(0.0, between_s - waited_between_s),
-            max(0.0, wait_s + waited_between_s),
-        )
-        if self.run.timeline:
-            edges_s = self.begin_s, input_s, computed_s, reduced_s, end_s
-            self.run.timeline.step(self.run.clock.global_step, edges_s)
-        if self.own_steps > 1:  # the first step builds the graph
-            self.measured_steps += 1
-            self.window.append(step)
-            self.totals = [total + seconds for total, seconds in zip(self.totals, step, strict=True)]
-
-    def phase(self) -> str:
-        """Current phase of this rank, including the parts of a step."""
-        if self.tracker.phase != hvd.step_timing.GRAPH:
-            return self.tracker.phase
-        input_s, computed_s, reduced_s = self.tracker.moments()
-        if input_s < self.begin_s - 1e-3:  # timestamps are rounded
-            return "input"
-        if computed_s < input_s:
-            return "compute"
-        return "reduce" if reduced_s < computed_s else "update"
+    def fields(self) -> dict[str, Any]:
+        """The fields of `Row` that describe the rank's position."""
 
 
 class Monitor:
-    """Heartbeat thread of one rank, as a context manager around training. Exits with code 75 when the job stalls."""
+    """Heartbeat thread of one rank, which exits the process with code 75 when the job stalls.
 
-    def __init__(self, run: RunContext) -> None:
-        self.run, self.config, self.journal, self.clock = run, run.config.health, run.journal, run.clock
-        self.step_timer = StepTimer(run)
-        self.rank, self.size, self.host = run.rank, run.size, socket.gethostname()
-        self.slow = diagnosis.SlowRanks(self.config.straggler_factor)
+    The constructor is a collective. A context manager around training, or `start` and `stop`.
+
+    Args:
+        rank: This rank.
+        size: Number of ranks.
+        activity: What this rank does.
+        timeout_s: Seconds without progress after which the job ends; 0: never. Rank 0's is every rank's.
+        make_stalls: Returns the rule for stalls, given the timeout.
+        broadcast: Returns rank 0's value on every rank. Collective.
+        straggler_factor: Multiple of the other ranks' time at which a rank is a straggler; 0: none is.
+        descriptor: That of this rank's status line; -1: it has none.
+        write_event: Writes an event to the rank's journal, as `Journal.write`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        activity: Activity,
+        timeout_s: float,
+        make_stalls: Callable[[float], Stalls],
+        broadcast: Callable[[Any], Any],
+        *,
+        straggler_factor: float = 0.0,
+        descriptor: int = -1,
+        write_event: Callable[..., None] = lambda event, **facts: None,
+    ) -> None:
+        self.rank, self.size, self.activity, self.host = rank, size, activity, socket.gethostname()
+        self.slow = SlowRanks(straggler_factor)
         self.rows: dict[int, Row] = {}
-        self._is_wanted = bool(self.config.stall_timeout or self.config.straggler_factor)
-        self._transport = transport.Wire(secrets.token_hex(16), self._is_wanted and self.rank == 0 and self.size > 1)
-        row = Row(self.rank, self.host, os.getpid(), run.status.descriptor)
-        address = (row, transport.own_addresses(), self._transport.port, self._transport.token)
-        self._rank_0, addresses, self._port, self._transport.token = hvd.broadcast_object(
-            address, 0, name="ringtrain_beats"
-        )
+        self._descriptor = descriptor
+        self._write_event = write_event
+        is_wanted = bool(timeout_s or straggler_factor)
+        self._transport = transport.Wire(secrets.token_hex(16), listens=is_wanted and rank == 0 and size > 1)
+        row = Row(rank, self.host, os.getpid(), descriptor)
+        address = (row, transport.own_addresses(), self._transport.port, self._transport.token, timeout_s, is_wanted)
+        self._rank_0, addresses, self._port, self._transport.token, self.timeout_s, self._is_wanted = broadcast(address)
         self._addresses = ["127.0.0.1", *addresses] if self._rank_0.host == self.host else addresses
+        self.stalls = make_stalls(self.timeout_s)
         self._leaving, self._connected = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="ringtrain-heartbeat", daemon=True)
         self._progress: Any = None
         self._idle_s = 0.0
-        self._warned = False
-        self._asked_s: float | None = None
         self._wants_stacks = False
         self._silent: list[Row] = []
 
-    def __enter__(self) -> Monitor:
-        self.step_timer.tracker.on_change = self._put_status
+    def start(self) -> None:
         if self._is_wanted:
             self._thread.start()
-            # A rank that hangs immediately must be known to rank 0.
-            self._connected.wait(FIRST_CALL_S if self.rank else 0.0)
-        return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, Exception):
-            self.journal.write_failure(error, global_step=self.clock.global_step)
-        self.step_timer.tracker.on_change = lambda: None
+    def stop(self) -> None:
+        """Ends the thread, and closes its connections."""
         self._leaving.set()
         self._transport.wake()
+
+    def __enter__(self) -> Monitor:
+        self.start()
+        if self._is_wanted and self.rank:  # a rank that hangs immediately must be known to rank 0
+            self._connected.wait(FIRST_CALL_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
         if self._thread.is_alive():
             self._thread.join(timeout=2 * HEARTBEAT_S)
-
-    def own_times(self) -> dict[str, Any]:
-        """Step times of this rank for summary.json: medians over the last steps, and totals of all but the first."""
-        num_steps = max(0, self.step_timer.own_steps - 1)
-        of_all = num_steps / max(1, self.step_timer.measured_steps)
-        scaled = [seconds * of_all for seconds in self.step_timer.totals]
-        totals = dataclasses.replace(Times.of([scaled], sum), num_steps=num_steps)
-        return {
-            "rank": self.rank,
-            "host": self.host,
-            **dataclasses.asdict(Times.of(list(self.step_timer.window))),
-            "totals": dataclasses.asdict(totals),
-        }
-
-    def _put_status(self) -> None:
-        self.run.status.put(self.clock.global_step, self.step_timer.tracker.phase)
 
     # ---- the thread -------------------------------------------------------------------------------------------------
 
@@ -186,13 +123,12 @@ class Monitor:
         """Thread of rank 0: receives all heartbeats and finds stalls and stragglers."""
         self.rows[0] = self._rank_0
         while not self._leaving.is_set():
-            ask = self._asked_s is not None
+            asked = self.stalls.asked(self.rows.values())
             silent = [row for row in self.rows.values() if row.is_silent]
-            blocking = diagnosis.blocking_ranks(self.rows.values()) if ask else []
             message = {
                 "row": dataclasses.asdict(self.rows[0]),
                 "silent": [[row.rank, row.host, row.process, row.status] for row in silent],
-                "stacks_of": [row.rank for row in blocking],
+                "stacks_of": asked or [],
             }
             received, passed_s = self._exchange(message)
             for rank, row in self.rows.items():
@@ -201,9 +137,9 @@ class Monitor:
                 row = Row.from_json(fields["row"])
                 self.rows[row.rank] = row
             self._silent = silent
-            self.rows[0] = self._local_row(with_stacks=ask)
+            self.rows[0] = self._local_row(with_stacks=asked is not None)
             self._check_for_stragglers()
-            if self.config.stall_timeout:
+            if self.timeout_s:
                 self._check_for_stall()
         self._transport.exchange({"row": None, "done": True}, 0.0)
         self._transport.close()
@@ -239,7 +175,7 @@ class Monitor:
                     self.rows[0] = Row.from_json(message["row"])
                     self._silent = [Row(*fields) for fields in message["silent"]]
                     self._wants_stacks = self.rank in message["stacks_of"]
-            if 0 in self.rows and self.config.stall_timeout and not done:
+            if 0 in self.rows and self.timeout_s and not done:
                 self.rows[0] = dataclasses.replace(self.rows[0], silent_s=rank_0_silent_s)
                 self._check_for_rank_0()
         self._transport.exchange(_message(dataclasses.replace(self._local_row(), is_done=True)), 0.0)
@@ -253,8 +189,7 @@ class Monitor:
         # Time in which this thread did not run, as in a suspended job, does not count.
         now_s = time.monotonic()
         passed_s, self._exchanged_s = min(now_s - self._exchanged_s, 2 * HEARTBEAT_S), now_s
-        tracker = self.step_timer.tracker
-        progress = (self.clock.global_step, tracker.changes, tracker.moments())
+        progress = self.activity.progress()
         self._idle_s = self._idle_s + passed_s if progress == self._progress else 0.0
         self._progress = progress
         return received, passed_s
@@ -265,14 +200,11 @@ class Monitor:
             rank=self.rank,
             host=self.host,
             process=os.getpid(),
-            status=self.run.status.descriptor,
-            step=self.clock.global_step,
-            own_steps=self.step_timer.own_steps,
-            phase=self.step_timer.phase(),
+            status=self._descriptor,
             idle_s=self._idle_s,
-            times=Times.of(list(self.step_timer.window)),
             stacks=stacks(self._thread.ident) if with_stacks else "",
             saw={str(row.rank): status.look_at(row.process, row.status) for row in here},
+            **self.activity.fields(),
         )
 
     # ---- decisions --------------------------------------------------------------------------------------------------
@@ -284,30 +216,17 @@ class Monitor:
         for row, part, times in self.slow.look(rows):
             _print(diagnosis.straggler_text(row, part, times))
             facts = {"of_rank": row.rank, "of_host": row.host, "part": part, "times": round(times, 2)}
-            self.journal.write("straggler", global_step=row.step, **facts, **dataclasses.asdict(row.times))
+            self._write_event("straggler", global_step=row.step, **facts, **dataclasses.asdict(row.times))
 
     def _check_for_stall(self) -> None:
         rows = list(self.rows.values())
-        idle_s = diagnosis.idle_s(rows)
-        if idle_s <= 2 * HEARTBEAT_S:
-            self._warned, self._asked_s = False, None
-        if not self._warned and idle_s > diagnosis.warning_s(rows, self.config.stall_timeout):
-            blocking = diagnosis.blocking_ranks(rows)
-            late = idle_s > diagnosis.warning_s(rows, self.config.stall_timeout) + STACKS_TIMEOUT_S
-            if diagnosis.waiting(rows, blocking) and (late or all(diagnosis.is_located(row, rows) for row in blocking)):
-                self._warned = True
-                names = "; ".join(diagnosis.sentence(row, rows) for row in blocking[:3])
-                _print(f"{names}{diagnosis.waiting(rows, blocking)}")
-        if self._asked_s is None:
-            if idle_s > diagnosis.limit_s(rows, self.config.stall_timeout):
-                self._asked_s = time.monotonic()
-            return
-        blocking = diagnosis.blocking_ranks(rows)
-        answered = all(
-            row.stacks if not row.is_silent else diagnosis.is_located(row, rows) for row in blocking or [self.rows[0]]
-        )
-        if answered or time.monotonic() - self._asked_s > STACKS_TIMEOUT_S:
-            self._report_stall(rows, blocking)
+        finding = self.stalls.look(rows, time.monotonic())
+        if finding.warning:
+            _print(finding.warning)
+        if finding.stall:
+            order = {"text": finding.stall, "culprits": [row.rank for row in finding.blocking]}
+            self._transport.exchange({"row": None, "end": order}, 0.2)
+            self._report_stall(finding.stall, finding.blocking)
 
     def _check_for_rank_0(self) -> None:
         """Reports a stall of rank 0, if it has no heartbeat: the only decision of the other ranks."""
@@ -315,31 +234,26 @@ class Monitor:
             return
         self._silent = [self.rows[0]]
         rows = [self.rows[0], self._local_row()]
-        limit_s = diagnosis.limit_s(rows, self.config.stall_timeout)
-        # Rank 1 reports for all. Without it, each rank reports.
-        if diagnosis.idle_s(rows) > limit_s + (REPORT_FIRST_S if self.rank > 1 else 0.0):
-            self._report_stall(rows, [self.rows[0]])
+        if self.stalls.has_lost_rank_0(rows, self.rank):
+            self._report_stall(diagnosis.report(rows, rows[:1]), rows[:1])
 
-    def _report_stall(self, rows: Sequence[Row], blocking: Sequence[Row]) -> None:
-        text = diagnosis.report(rows, blocking)
+    def _report_stall(self, text: str, blocking: Sequence[Row]) -> None:
         self._journal(text, [row.rank for row in blocking])
-        if self.rank == 0:
-            self._transport.exchange({"row": None, "end": {"text": text, "culprits": [r.rank for r in blocking]}}, 0.2)
-        error = Stalled(text)
         _print(text)
         of = blocking[0] if blocking else self._local_row()
-        failures.report_failure(error, of.rank, exit_code=Stalled.EXIT_CODE, with_traceback=False, host=of.host)
+        failures.report_failure(Stalled(text), of.rank, exit_code=Stalled.EXIT_CODE, with_traceback=False, host=of.host)
         time.sleep(0.2)  # until this rank's output has reached its log
-        os._exit(Stalled.EXIT_CODE)
+        _exit()
 
     def _end_after(self, order: dict[str, Any]) -> None:
         self._journal(order["text"], order["culprits"])
         time.sleep(REPORT_FIRST_S)
-        os._exit(Stalled.EXIT_CODE)
+        _exit()
 
     def _journal(self, text: str, blocking: list[int]) -> None:
-        phase = self.step_timer.phase()
-        self.journal.write("stall", global_step=self.clock.global_step, phase=phase, text=text, of_ranks=blocking)
+        fields = self.activity.fields()
+        step, phase = fields.get("step", 0), fields.get("phase", "")
+        self._write_event("stall", global_step=step, phase=phase, text=text, of_ranks=blocking)
 
 
 def _message(row: Row) -> dict[str, Any]:
@@ -350,16 +264,12 @@ def _print(text: str) -> None:
     print(f"ringtrain: {text}", file=sys.stderr, flush=True)
 
 
-def slow_ranks(ranks: Sequence[dict[str, Any]], config: HealthConfig) -> list[int]:
-    """Ranks that were stragglers at the end, given each rank's `Monitor.own_times`."""
-    names = [field.name for field in dataclasses.fields(Times)]
-    rows = [Row(one["rank"], one["host"], times=Times(**{name: one[name] for name in names})) for one in ranks]
-    num_steps = {one["rank"]: one["totals"]["num_steps"] for one in ranks}
-    return [
-        row.rank
-        for row, _, times in diagnosis.stragglers(rows, config.straggler_factor)
-        if diagnosis.lost_s(row, times, num_steps[row.rank]) >= diagnosis.MIN_LOST_S
-    ]
+def _exit() -> None:
+    """Exits without clean-up. A main thread that hangs may hold the lock of standard output."""
+    flush = threading.Thread(target=sys.stdout.flush, daemon=True)
+    flush.start()
+    flush.join(FLUSH_S)
+    os._exit(Stalled.EXIT_CODE)
 
 
 def stacks(own_thread: int | None = None) -> str:

@@ -35,6 +35,8 @@ PROVE = "RINGTRAIN_PROVE_ROWS"
 """folder in which the ranks of `ringtrain prove` record the samples of every step"""
 LEASE = "RINGTRAIN_LEASE_S"
 """seconds without the launcher's heartbeat after which a host ends its part of the job"""
+STALL_TIMEOUT = "RINGTRAIN_STALL_TIMEOUT"
+"""seconds without progress after which a script whose ranks wait for each other ends; 0: never"""
 MARK = "ringtrain-report"
 # Prints a line with the rank's placement and runs its command in the same process. The line is one write, so that
 # lines of other ranks do not mix with it.

@@ -39,7 +39,7 @@ class Callbacks:
         self.recorder = tracking.Recorder(run, progress) if run.rank == 0 else None
         self.ordered = [
             run.clock,  # counts the step, which all others read
-            *([run.monitor.step_timer] if run.monitor else []),  # ends the step's time before the others take theirs
+            *([run.step_timer] if run.step_timer else []),  # ends the step's time before the others take theirs
             self.evaluation,  # replaces this rank's metrics with those of all ranks, before they are read
             *run.users_callbacks,  # may add metrics and ask for the end
             *([self.recorder] if self.recorder else []),  # records what the callbacks above have added

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
     from ringtrain import data
     from ringtrain.hvd import GradientNorm
+    from ringtrain.hvd.step_timing import StepTimer
+    from ringtrain.hvd.timeline import Timeline
     from ringtrain.monitor.fault_injection import Fault
     from ringtrain.monitor.heartbeat import Monitor
-    from ringtrain.monitor.timeline import Timeline
     from ringtrain.run.callbacks import Callbacks
     from ringtrain.run.devices import Pinning
     from ringtrain.run.evaluation import Evaluation
@@ -142,6 +143,7 @@ class RunContext(Process, Job):
     size: int = field(init=False)
     clock: Clock = field(init=False)
     monitor: Monitor | None = None
+    step_timer: StepTimer | None = None
     timeline: Timeline | None = None
     callbacks: Callbacks = field(init=False)
     """set by `train.training`"""

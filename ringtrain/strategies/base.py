@@ -233,7 +233,9 @@ class Strategy:
 
     def summary(self, run: RunContext) -> dict[str, Any]:
         """Facts for summary.json. Collective."""
-        times = run.monitor.own_times() if run.monitor else {}
+        times = {}
+        if run.step_timer:
+            times = {"rank": run.rank, "host": socket.gethostname(), **run.step_timer.own_times()}
         num_virtual = self.config.train.virtual_ranks
         of_virtual = {"num_ranks": run.size, "virtual_ranks": num_virtual} if num_virtual else {}
         return {"ranks": hvd.allgather_object(times, name="ringtrain_times"), "strategy": self.about, **of_virtual}

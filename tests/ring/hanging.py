@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import ringtrain.hvd as hvd
-from ringtrain.hvd import stall_watch
+from ringtrain.hvd.process import PROCESS
 
 hvd.init()
 keras.utils.set_random_seed(1)
@@ -23,7 +23,7 @@ hvd.broadcast_variables(model.weights, root_rank=0)
 
 
 def until_told():
-    while not stall_watch.begin().has_warned:
+    while not PROCESS.monitor.stalls.has_warned:
         time.sleep(0.1)
     return 1.0
 

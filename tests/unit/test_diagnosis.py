@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from ringtrain.monitor.diagnosis import (
     FIRST_STEPS_S,
+    STACKS_TIMEOUT_S,
     Row,
+    RunStalls,
     SlowRanks,
     Times,
     blocking_ranks,
@@ -78,6 +80,33 @@ def test_the_report_says_who_where_how_long_and_who_waits() -> None:
         "rank 1 on host1 has made no progress for 12 s: at step 20, in input; ranks 0, 2 wait for it\nin read"
     )
     assert "all wait in a collective (rank 0 on host0 at step 20, rank 1" in report([row(0), row(1)], [])
+
+
+def test_a_run_is_warned_about_once_asked_for_stacks_and_ended() -> None:
+    def at(seconds: float, stacks: str = "") -> list[Row]:
+        return [row(0, idle_s=seconds), row(1, "input", idle_s=seconds, stacks=stacks), row(2, idle_s=seconds)]
+
+    stalls = RunStalls(20)
+    assert stalls.look(at(9), 0.0) == stalls.look(at(9), 1.0) and stalls.asked(at(9)) is None
+    warned = stalls.look(at(11), 2.0)
+    assert (
+        warned.warning == "rank 1 on host1 has made no progress for 11 s: at step 20, in input; ranks 0, 2 wait for it"
+    )
+    assert not stalls.look(at(12), 3.0).warning, "once"
+    assert not stalls.look(at(21), 12.0).stall and stalls.asked(at(21)) == [1], "its stacks come first"
+    assert not stalls.look(at(22), 13.0).stall
+    ended = stalls.look(at(23, "in read"), 14.0)
+    assert ended.stall.endswith("\nin read") and [one.rank for one in ended.blocking] == [1]
+    assert stalls.look(at(23), 12.5 + STACKS_TIMEOUT_S).stall, "a rank that cannot send them is not waited for"
+    assert not stalls.look(at(1), 20.0).stall and stalls.asked(at(1)) is None, "there was progress"
+    assert stalls.look(at(11), 30.0).warning, "anew"
+
+
+def test_rank_1_reports_that_rank_0_is_silent_and_the_others_later() -> None:
+    stalls = RunStalls(20)
+    rows = [row(0, "save", idle_s=0.0, silent_s=21.0), row(1, idle_s=21.0)]
+    assert stalls.has_lost_rank_0(rows, 1) and not stalls.has_lost_rank_0(rows, 2)
+    assert not stalls.has_lost_rank_0([row(0, idle_s=21.0), rows[1]], 1), "it has a heartbeat"
 
 
 @pytest.mark.parametrize(

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import socket
 import sys
 import threading
 import time
+import types
 
 import keras
 import pytest
 import tensorflow as tf
 
 from ringtrain.hvd import stall_watch
-from ringtrain.hvd.stall_watch import JOIN, REDUCTION, Row, Watch, is_deadlock, is_standstill, place_of
+from ringtrain.hvd.process import PROCESS
+from ringtrain.hvd.stall_watch import REDUCTION, place_of
 from ringtrain.hvd.step_timing import PhaseTracker
+from ringtrain.monitor.diagnosis import JOIN, Row, ScriptStalls, is_deadlock, is_standstill, position
 
 LIMIT_S = 300.0
-IN_GRAPH = Row(0, "host1", "in epoch 1, batch 3", "fit.py:9", is_in_graph=True, idle_s=301.0)
+IN_GRAPH = Row(0, "host1", after="in epoch 1, batch 3", line="fit.py:9", is_in_graph=True, idle_s=301.0)
 IN_REDUCTION = dataclasses.replace(IN_GRAPH, collective=REDUCTION, num_ranks=2)
-IN_BARRIER = Row(1, "host2", "after epoch 1, batch 2", "fit.py:9", "allreduce metrics", 2, idle_s=301.0)
+IN_BARRIER = Row(1, "host2", after="after epoch 1, batch 2", line="fit.py:9", idle_s=301.0)
+IN_BARRIER = dataclasses.replace(IN_BARRIER, collective="allreduce metrics", num_ranks=2)
 
 
 def test_ranks_in_different_collectives_wait_for_ever():
     elsewhere = dataclasses.replace(IN_BARRIER, rank=0, collective="allgather sizes")
     for other in (IN_REDUCTION, elsewhere):
         assert is_standstill([other, IN_BARRIER], 2, LIMIT_S) and is_deadlock([other, IN_BARRIER])
-    assert str(IN_BARRIER) == "rank 1 on host2: in allreduce metrics at fit.py:9, after epoch 1, batch 2"
-    assert str(IN_GRAPH) == "rank 0 on host1: in a TensorFlow graph at fit.py:9, in epoch 1, batch 3"
-    assert str(IN_REDUCTION).startswith("rank 0 on host1: in the reduction of gradients at fit.py:9")
+    assert position(IN_BARRIER) == "rank 1 on host2: in allreduce metrics at fit.py:9, after epoch 1, batch 2"
+    assert position(IN_GRAPH) == "rank 0 on host1: in a TensorFlow graph at fit.py:9, in epoch 1, batch 3"
+    assert position(IN_REDUCTION).startswith("rank 0 on host1: in the reduction of gradients at fit.py:9")
 
 
 def test_ranks_that_may_still_come_are_waited_for():
@@ -66,15 +71,41 @@ def test_a_reduction_is_noted_while_its_graph_waits_in_it():
     assert seen == [3] and place.awaited() == 0
 
 
-def test_a_stopped_watch_ends_its_thread_and_closes_its_port(monkeypatch):
+def test_a_script_ends_when_it_waits_forever_and_is_warned_about_a_graph_once():
+    rows = [IN_REDUCTION, IN_BARRIER]
+    stalls = ScriptStalls(LIMIT_S, 2)
+    finding = stalls.look(rows, 0.0)
+    assert finding.stall.startswith("ranks have waited for different things for 301 s\n  rank 0 on host1: ")
+    assert finding.blocking == rows[:1] and not finding.warning
+    assert not stalls.look([IN_REDUCTION, dataclasses.replace(IN_BARRIER, silent_s=9.0)], 0.0).stall
+    finding = stalls.look([IN_GRAPH, IN_BARRIER], 0.0)
+    assert "rank 0 on host1: in a TensorFlow graph" in finding.warning and not finding.stall
+    assert stalls.has_warned and not stalls.look([IN_GRAPH, IN_BARRIER], 1.0).warning
+
+
+def test_the_monitor_of_a_run_replaces_that_of_a_script(monkeypatch):
+    stopped = []
+    script = types.SimpleNamespace(stop=lambda: stopped.append(True), activity=None)
+    monkeypatch.setattr(PROCESS, "monitor", script)
+    run = contextlib.nullcontext()
+    with stall_watch.replaced_by(run):
+        assert stopped and PROCESS.monitor is run
+    assert PROCESS.monitor is None
+
+
+def test_a_stopped_monitor_ends_its_thread_and_closes_its_port(monkeypatch):
     monkeypatch.setattr(stall_watch.horovod, "rank", lambda: 0)
     monkeypatch.setattr(stall_watch.horovod, "size", lambda: 2)
     monkeypatch.setattr(stall_watch.collectives, "broadcast_object", lambda value, root_rank, name: value)
-    watch = Watch()
-    (thread,) = (thread for thread in threading.enumerate() if thread.name == "ringtrain-watch")
-    address = ("127.0.0.1", watch._wire.port)
+    monkeypatch.setattr(stall_watch.collectives, "elastic", lambda: False)
+    monkeypatch.setattr(PROCESS, "monitor", None)
+    activity = stall_watch.begin()
+    assert stall_watch.begin() is activity
+    monitor = PROCESS.monitor
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "ringtrain-heartbeat")
+    address = ("127.0.0.1", monitor._transport.port)
     socket.create_connection(address).close()
-    watch.stop()
+    monitor.stop()
     thread.join(60)
     assert not thread.is_alive()
     with pytest.raises(ConnectionRefusedError):

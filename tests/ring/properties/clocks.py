@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import ringtrain.hvd as hvd
-from ringtrain.monitor.timeline import clock_offset
+from ringtrain.hvd.timeline import clock_offset
 
 
 def clocks_that_are_apart_are_measured():

@@ -22,12 +22,12 @@ JOIN_S = 60
 @only(launcher="gloo")
 def a_process_starts_again_after_its_end():
     first = _trained()
-    (watch,) = _watches()
+    (monitor,) = _monitors()
     hvd.shutdown()
-    watch.join(JOIN_S)
-    assert not hvd.is_initialized() and not _watches() and PROCESS.stall_watch is None
+    monitor.join(JOIN_S)
+    assert not hvd.is_initialized() and not _monitors() and PROCESS.monitor is None
     hvd.init()
-    assert _trained() == first and len(_watches()) == 1
+    assert _trained() == first and len(_monitors()) == 1
 
 
 @only(launcher="mpi")
@@ -63,5 +63,5 @@ def _trained():
     return hvd.check_in_sync(model)
 
 
-def _watches():
-    return [thread for thread in threading.enumerate() if thread.name == "ringtrain-watch" and thread.is_alive()]
+def _monitors():
+    return [thread for thread in threading.enumerate() if thread.name == "ringtrain-heartbeat" and thread.is_alive()]
