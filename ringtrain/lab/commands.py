@@ -107,7 +107,7 @@ SWEEP = OnRanks(
     "sweep.cli",
     "try many values of some options, side by side",
     "Trains with many values of some options, as many trials at once as there are slots, and says which are best by"
-    " train.monitor; the same command goes on after an interruption. See docs/sweep.md.",
+    " train.monitor; the same command goes on after an interruption. See docs/tuning.md.",
     usage="--space FILE ",
     left_out=HOSTS,
     hidden=("np", "ps", "workers", "bind", "oversubscribe", "output", "timeline"),

@@ -245,12 +245,19 @@ def test_the_servers_knee_is_where_it_was(published):
     assert predicted[128] < 1.1 * predicted[64]  # 1.08
 
 
-def test_misses_are_said_as_they_are(capsys):
+def test_misses_are_said_as_they_are(published, capsys):
+    """The page has the error of every point, and the command that it names prints each of them."""
+    page = (ROOT / "docs" / "forecast.md").read_text()
     assert cli.main(["forecast", "--measured", str(PUBLISHED)]) == 0
-    page = [line.split() for line in (ROOT / "docs" / "forecast.md").read_text().splitlines()]
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.rstrip().endswith(("%", "fitted"))]
-    assert len(rows) == 39
-    assert [row for row in rows if row not in page] == []
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.rstrip().endswith(("%", "fitted"))]
+    assert len(printed) == 39
+    for setup in {point.setup for point in published}:
+        predicted = [point for point in published if point.setup == setup and not point.fitted]
+        ranks = ", ".join(str(point.num_ranks) for point in predicted)
+        errors = [f"{100 * point.error:+.1f}" for point in predicted]
+        assert f"| {setup} | {ranks} | {', '.join(f'{error} %' for error in errors)} |\n" in page, (setup, errors)
+        shown = [line.split()[-1] for line in printed if line.strip().startswith(setup)]
+        assert [error for error in shown if error != "fitted"] == [f"{error}%" for error in errors]
 
 
 COSTS, JITTERS = (0.0, 0.1, 0.18, 0.25, 0.35, 0.5, 0.71, 1.0, 1.4, 2.0), (0.0, 0.01, 0.02, 0.04, 0.08)
