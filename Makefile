@@ -1,6 +1,6 @@
 # What CI runs is what people run. Each target first sets up what is missing in .venv (seconds, once it is there).
 
-.PHONY: setup train smoke test test-unit test-all chaos lint dist wheels release image
+.PHONY: setup train smoke test test-unit test-all chaos lint docs dist wheels release image
 
 setup:
 	launch/setup.sh
@@ -30,6 +30,11 @@ lint:
 	launch/setup.sh ruff check . && launch/setup.sh ruff format --check . && launch/setup.sh mypy ringtrain \
 		&& launch/setup.sh lint-imports --no-logo --no-cache \
 		&& launch/setup.sh python tests/support/house.py
+
+# Pages of docs/ as a site, in site/; a dead link is an error.
+docs:
+	launch/setup.sh python -m pip install --quiet --disable-pip-version-check --require-hashes --constraint hashes.txt mkdocs mkdocs-material
+	NO_MKDOCS_2_WARNING=1 launch/setup.sh python -m mkdocs build --quiet --strict
 
 # Wheels and sdists of ringtrain and ringtrain-horovod, in dist/.
 dist:

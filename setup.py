@@ -64,6 +64,7 @@ setup(
         "mlflow": ["mlflow-skinny>=3"],  # --tracking.mlflow
         "wandb": ["wandb>=0.31"],  # --tracking.wandb
         "torch": ["torch>=2.6"],  # a row of ringtrain bench peers
+        "docs": ["mkdocs>=1.6", "mkdocs-material>=9.7"],  # make docs
         "dev": [
             "hypothesis>=6.100",
             "import-linter>=2.6",

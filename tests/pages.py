@@ -99,7 +99,7 @@ def speeds() -> dict[str, list[int]]:
 
 def draw_speed(measured: dict[str, list[int]]) -> str:
     """Plot of images/s as SVG: a bar per trainer, with a line from p10 to p90."""
-    left, width, height = 330, 330, 26
+    left, width, height = 350, 310, 26
     scale = width / max(high for _, _, high in measured.values())
     total = height * len(measured) + 46
     parts = [
@@ -118,7 +118,7 @@ def draw_speed(measured: dict[str, list[int]]) -> str:
             f'<text x="{end + 6:.1f}" y="{top + 13}" fill="#222222">{median:,}</text>',
         ]
     caption = "images/s, cnn, two workers on two CPU cores of one host; median, p10 to p90; 20 November 2026"
-    parts += [f'<text x="{left - 320}" y="{total - 14}" fill="#555555">{caption}</text>', "</svg>"]
+    parts += [f'<text x="{left - 340}" y="{total - 14}" fill="#555555">{caption}</text>', "</svg>"]
     return "\n".join(parts) + "\n"
 
 

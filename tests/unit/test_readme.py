@@ -7,6 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
+import pages
 import pytest
 
 from ringtrain import config_io, keras_fit, sources
@@ -14,6 +15,7 @@ from ringtrain.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 FOLDERS = sorted(path.parent for path in (ROOT / "ringtrain").glob("*/**/__init__.py"))
 RECIPES = sorted((ROOT / "configs").glob("*.toml"))
@@ -65,9 +67,9 @@ def test_every_recipe_names_its_own_file_and_what_it_reaches() -> None:
         assert re.search(r"\d s of training.*\d % test accuracy", header, re.DOTALL), recipe
 
 
-def tree_of_readme() -> list[str]:
-    """Paths in the README's picture of the tree."""
-    picture = README.split("## The tree")[1].split("```")[1]
+def tree(text: str) -> list[str]:
+    """Paths in a picture of the tree, as the first block of a section."""
+    picture = text.split("```")[1]
     paths, folders = [], [""]
     for line in filter(None, picture.splitlines()):
         indent = (len(line) - len(line.lstrip())) // 2
@@ -78,8 +80,9 @@ def tree_of_readme() -> list[str]:
     return paths
 
 
-def test_the_tree_is_as_the_readme_draws_it() -> None:
-    drawn = set(tree_of_readme())
+def test_the_tree_is_as_it_is_drawn() -> None:
+    """Folders in the README, files in CONTRIBUTING.md."""
+    drawn = {*tree(README.split("## The tree")[1]), *tree(CONTRIBUTING.split("## Files")[1])}
     missing = [path for path in drawn if not (ROOT / path).exists()]
     assert not missing, f"drawn, but not there: {missing}"
     shown = {f"{path.relative_to(ROOT)}{'/' * path.is_dir()}" for path in (ROOT / "ringtrain").iterdir()}
@@ -89,6 +92,13 @@ def test_the_tree_is_as_the_readme_draws_it() -> None:
         - {"ringtrain/__pycache__/", "ringtrain/__init__.py", "ringtrain/__main__.py", "ringtrain/py.typed"}
     )
     assert not undrawn, f"there, but not drawn: {undrawn}"
+
+
+def test_every_page_is_in_the_list_of_pages_and_in_the_site() -> None:
+    listed = re.findall(r"\]\(([\w-]+\.md)\)", (ROOT / "docs" / "index.md").read_text())
+    in_site = re.findall(r"([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert len(README.splitlines()) <= 200
+    assert {*listed, "index.md"} == {*in_site} == {page.name for page in PAGES}
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
@@ -101,7 +111,9 @@ def test_a_folder_lists_its_files(folder: Path) -> None:
     assert sorted(listed) == sorted(files | {path.parent.name for path in folder.glob("*/__init__.py")})
 
 
-@pytest.mark.parametrize("target", sorted(set(re.findall(r"(?:`|^|MPI=\w+ )make ([a-z]+)", README, re.MULTILINE))))
+@pytest.mark.parametrize(
+    "target", sorted(set(re.findall(r"(?:`|^|MPI=\w+ )make ([a-z-]+)", README + CONTRIBUTING, re.MULTILINE)))
+)
 def test_a_make_target_exists(target: str) -> None:
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
@@ -126,7 +138,7 @@ def headings(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     assert dead_links(page, page.read_text()) == []
     wrong = "[a](nowhere.md) [b](https://nowhere) [c](#nothing) [d](docs/fit.md#limit)"
@@ -141,6 +153,13 @@ def test_pictures_are_small_and_load_nothing() -> None:
         assert path.stat().st_size < 100_000, path
         if path.suffix == ".svg":
             assert not re.search(r"url\((?!#)|href=|<script", path.read_text()), path
+
+
+def test_the_plot_of_speed_shows_the_figures_of_its_page() -> None:
+    measured = pages.speeds()
+    assert len(measured) > 4 and pages.SPEED.read_text() == pages.draw_speed(measured), "run python tests/pages.py"
+    name = next(iter(measured))
+    assert pages.SPEED.read_text() != pages.draw_speed({**measured, name: [1, 1, 1]})
 
 
 def test_the_page_of_fit_names_what_fit_takes_and_refuses() -> None:
