@@ -233,7 +233,7 @@ def add_monitor(run: RunContext) -> None:
         run.step_timer,
         health.stall_timeout,
         diagnosis.RunStalls,
-        hvd.stall_watch.broadcast,
+        hvd.monitoring.broadcast,
         straggler_factor=health.straggler_factor,
         descriptor=run.status.descriptor,
         write_event=run.journal.write,
@@ -247,7 +247,7 @@ def _monitored(run: RunContext, monitor: heartbeat.Monitor) -> Iterator[None]:
 
     tracker = hvd.step_timing.PLACE
     tracker.on_change = lambda: run.status.put(run.clock.global_step, tracker.phase)
-    with hvd.stall_watch.replaced_by(monitor):
+    with hvd.monitoring.replaced_by(monitor):
         try:
             yield
         except Exception as error:

@@ -18,7 +18,7 @@ batch_norm:     batch normalization over all ranks; averaged moving statistics
 step_timing:    current phase and timestamps of a step, readable from other threads
 sync:           broadcast of a model's whole state; verification that ranks agree
 placement:      check that ranks run where the launcher planned them, each on its own GPU
-stall_watch:    monitor of scripts: exit if the ranks wait for different collectives
+monitoring:     monitor of this process: that of a run, or of a script whose ranks wait for different collectives
 timeline:       timeline of each rank, step by step, with its clock offset to rank 0
 slow_links:     fewer bytes: low rank, bfloat16, local steps
 elastic:        Keras state of elastic runs, and `run`
@@ -132,6 +132,7 @@ from ringtrain.hvd.distributed import GradientNorm, track_gradient_norm, variabl
 from ringtrain.hvd.keras_patches import jit_gradients, optimizers_of
 from ringtrain.hvd.model_parallel.columns import Whole, columns_of, refuse_optimizer, whole_variables
 from ringtrain.hvd.model_parallel.stages import split
+from ringtrain.hvd.monitoring import broadcast_variables
 from ringtrain.hvd.optimizer import (
     DistributedGradientTape,
     DistributedOptimizer,
@@ -143,6 +144,5 @@ from ringtrain.hvd.placement import check_placement
 from ringtrain.hvd.sharded import gather_slots, scatter_slots, slot_bytes
 from ringtrain.hvd.slow_links.compression import Compression
 from ringtrain.hvd.slow_links.local_steps import LocalSteps, end_round, local_steps_of, steps_of_round
-from ringtrain.hvd.stall_watch import broadcast_variables
 from ringtrain.hvd.step_timing import during
 from ringtrain.hvd.sync import broadcast_model, check_averaging, check_in_sync, prove, run_together

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain.errors import RingtrainError
-from ringtrain.hvd import stall_watch
+from ringtrain.hvd import monitoring
 from ringtrain.hvd.backend import Sum, horovod
 from ringtrain.hvd.collectives import allgather_object
 from ringtrain.hvd.keras_patches import has_schedule, has_weights, innermost, velocities
@@ -47,7 +47,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self.root_rank = root_rank
         self.device = device
         self.broadcast_done = False
-        self._activity: stall_watch.MainThread | None = None
+        self._activity: monitoring.MainThread | None = None
         self._epoch = self._trained = 0
         self._local_variables: list[Any] = []
         single = isinstance(local_variables, keras.Variable | tf.Variable)
@@ -68,7 +68,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             batches = (reduction.process_set.process_set_id, socket.gethostname(), steps, epochs)
         ranks = allgather_object((has_weights(self.model), batches), name="ringtrain_train_begin")
         refuse_other_batches([batches for _, batches in ranks])
-        self._activity = stall_watch.begin()
+        self._activity = monitoring.begin()
         if not self.broadcast_done and all(built for built, _ in ranks):
             self._broadcast()
 

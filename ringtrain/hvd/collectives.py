@@ -345,7 +345,7 @@ def broadcast_variables(
     inplace: bool = False,
     device: str = CPU,
 ) -> None:
-    """Broadcasts variables, matched by index since automatic layer names may differ; stall_watch wraps this."""
+    """Broadcasts variables, matched by index since automatic layer names may differ; monitoring wraps this."""
     variables = [variable for variable in variables if not part_of(variable)]
     values = [tensor_of(variable) for variable in variables]
     if inplace:

@@ -247,7 +247,7 @@ class Stalls(Protocol):
 
 
 class RunStalls:
-    """Stalls of a run: no rank makes progress for the timeout, see `limit_s`. Half of it before, a warning."""
+    """Stalls of a run: no rank makes progress for the timeout, see `limit_s`; a warning precedes, see `warning_s`."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -263,8 +263,8 @@ class RunStalls:
                 self._asked_s = now_s
             return Finding(warning)
         blocking = blocking_ranks(rows)
-        located_at_all = blocking or [row for row in rows if row.rank == 0]
-        answered = all(row.stacks if not row.is_silent else is_located(row, rows) for row in located_at_all)
+        asked = blocking or [row for row in rows if row.rank == 0]
+        answered = all(is_located(row, rows) if row.is_silent else row.stacks for row in asked)
         if answered or now_s - self._asked_s > STACKS_TIMEOUT_S:
             return Finding(warning, report(rows, blocking), blocking)
         return Finding(warning)

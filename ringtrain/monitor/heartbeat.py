@@ -115,7 +115,10 @@ class Monitor:
     def _run(self) -> None:
         self._exchanged_s = time.monotonic()
         try:
-            self._receive_heartbeats() if self.rank == 0 else self._send_heartbeats()
+            if self.rank == 0:
+                self._receive_heartbeats()
+            else:
+                self._send_heartbeats()
         except Exception:  # a bug here must not end training
             _print(f"rank {self.rank} is no longer monitored:\n{traceback.format_exc()}")
 

@@ -32,3 +32,19 @@ def test_git_revision_of_branch_packed_branch_and_detached_head(tmp_path):
     assert consistency.git_revision(inner) == "3" * 40
     (git / "HEAD").write_text(f"{'4' * 40}\n")
     assert consistency.git_revision(inner) == "4" * 40
+
+
+def test_git_revision_of_a_further_work_tree_inside_the_first(tmp_path):
+    git, further = tmp_path / ".git", tmp_path / "further"
+    of_further = git / "worktrees" / "further"
+    of_further.mkdir(parents=True)
+    further.mkdir()
+    (further / ".git").write_text(f"gitdir: {of_further}\n")
+    (of_further / "commondir").write_text("../..\n")
+    (of_further / "HEAD").write_text("ref: refs/heads/other\n")
+    (git / "HEAD").write_text(f"{'1' * 40}\n")
+    (git / "packed-refs").write_text(f"{'2' * 40} refs/heads/other\n")
+    assert consistency.git_revision(further) == "2" * 40
+    assert consistency.git_revision(tmp_path) == "1" * 40
+    (further / ".git").write_text("gitdir: ../.git/worktrees/further\n")
+    assert consistency.git_revision(further) == "2" * 40

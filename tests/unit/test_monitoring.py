@@ -14,9 +14,9 @@ import keras
 import pytest
 import tensorflow as tf
 
-from ringtrain.hvd import stall_watch
+from ringtrain.hvd import monitoring
+from ringtrain.hvd.monitoring import REDUCTION, place_of
 from ringtrain.hvd.process import PROCESS
-from ringtrain.hvd.stall_watch import REDUCTION, place_of
 from ringtrain.hvd.step_timing import PhaseTracker
 from ringtrain.monitor.diagnosis import JOIN, Row, ScriptStalls, is_deadlock, is_standstill, position
 
@@ -88,19 +88,19 @@ def test_the_monitor_of_a_run_replaces_that_of_a_script(monkeypatch):
     script = types.SimpleNamespace(stop=lambda: stopped.append(True), activity=None)
     monkeypatch.setattr(PROCESS, "monitor", script)
     run = contextlib.nullcontext()
-    with stall_watch.replaced_by(run):
+    with monitoring.replaced_by(run):
         assert stopped and PROCESS.monitor is run
     assert PROCESS.monitor is None
 
 
 def test_a_stopped_monitor_ends_its_thread_and_closes_its_port(monkeypatch):
-    monkeypatch.setattr(stall_watch.horovod, "rank", lambda: 0)
-    monkeypatch.setattr(stall_watch.horovod, "size", lambda: 2)
-    monkeypatch.setattr(stall_watch.collectives, "broadcast_object", lambda value, root_rank, name: value)
-    monkeypatch.setattr(stall_watch.collectives, "elastic", lambda: False)
+    monkeypatch.setattr(monitoring.horovod, "rank", lambda: 0)
+    monkeypatch.setattr(monitoring.horovod, "size", lambda: 2)
+    monkeypatch.setattr(monitoring.collectives, "broadcast_object", lambda value, root_rank, name: value)
+    monkeypatch.setattr(monitoring.collectives, "elastic", lambda: False)
     monkeypatch.setattr(PROCESS, "monitor", None)
-    activity = stall_watch.begin()
-    assert stall_watch.begin() is activity
+    activity = monitoring.begin()
+    assert monitoring.begin() is activity
     monitor = PROCESS.monitor
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "ringtrain-heartbeat")
     address = ("127.0.0.1", monitor._transport.port)

@@ -1,8 +1,8 @@
-"""Monitor of a script of the user's own: it ends a job whose ranks wait for different collectives.
+"""The monitor of this process: that of a run while it trains, else that of the user's script.
 
-The heartbeat of each rank reports the position of the main thread: its eager collective, the reduction of gradients, or
-another graph. The rule is in monitor/diagnosis.py. A run of `ringtrain.fit` or the trainer replaces this monitor by its
-own, which knows more: there is one for each process.
+A script's monitor ends a job whose ranks wait for different collectives. Each heartbeat reports the position
+of the main thread: its eager collective, the reduction of gradients, or another graph. The rules for both are in
+monitor/diagnosis.py.
 """
 
 from __future__ import annotations
