@@ -51,6 +51,8 @@ class Evaluation(keras.callbacks.Callback):
         variables = self.model.metrics_variables
         kept = {id(variable): state for variable, *state in zip(variables, self.of_rank, self.of_all, strict=False)}
         self.of_rank, self.of_all = [], []
+        if hvd.is_shared(self.model):
+            return  # each rank has the state of all, and adds to it what all have trained
         for metric in _single_metrics(self.model.metrics):
             states = [(variable, *kept[id(variable)]) for variable in metric.variables if id(variable) in kept]
             if not any(np.any(of_all) for _, _, of_all in states):
@@ -66,10 +68,14 @@ class Evaluation(keras.callbacks.Callback):
         self.of_all = states_of_metrics(self.model)
         return metrics
 
-    def take_own(self) -> None:
-        """Gives the metrics this rank's own state again, for an evaluation that may not reset all of them."""
+    def take_own(self, shard: int = 0) -> None:
+        """Gives the metrics this rank's own state again, for an evaluation that may not reset all of them.
+
+        Where each rank has the state of all, shard 0 alone begins with it, and the sum over the shards has it once.
+        """
+        has_state = shard == 0 or not hvd.is_shared(self.model)
         for variable, value in zip(self.model.metrics_variables, self.of_rank, strict=True):
-            variable.assign(value)
+            variable.assign(value if has_state else np.zeros_like(value))
 
     @hvd.during("evaluate")
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -84,7 +90,6 @@ class Evaluation(keras.callbacks.Callback):
         if not self.run.numbers.num_test or not self.run.validation.is_due(epoch):
             return
         begin_s = time.perf_counter()
-        self.take_own()
         parts = hvd.run_together(self._evaluate_shards, of_script=True)
         num_samples = sum(map(self.test.num_readable, self.shards))
         values = parts[0]
@@ -119,6 +124,7 @@ class Evaluation(keras.callbacks.Callback):
             for number, shard, batches in zip(self.own, self.shards, self.batches, strict=True):
                 for seed, value in zip(seeds, kept, strict=True):
                     seed.assign(value + seed_of(number))
+                self.take_own(number)
                 parts.append(self._evaluated(shard, batches))
         finally:
             for seed, value in zip(seeds, kept, strict=True):

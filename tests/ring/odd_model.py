@@ -97,6 +97,28 @@ def dropping(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
     )
 
 
+@keras.saving.register_keras_serializable("tests")
+class RowsSinceTheStart(keras.metrics.Metric):
+    """Rows of all epochs and evaluations: nothing resets them."""
+
+    def __init__(self, name: str = "rows", **others: Any) -> None:
+        super().__init__(name=name, **others)
+        self.count = self.add_weight(shape=(), initializer="zeros", name="count")
+
+    def update_state(self, labels, outputs, sample_weight=None):
+        self.count.assign_add(keras.ops.cast(keras.ops.shape(labels)[0], self.count.dtype))
+
+    def result(self):
+        return self.count + 0.0
+
+    def reset_state(self):
+        """Does nothing."""
+
+
+def rows_since_the_start() -> keras.metrics.Metric:
+    return RowsSinceTheStart()
+
+
 def three_to_test() -> Any:
     """The digits with fewer test samples than four ranks."""
     digits = load_digits()

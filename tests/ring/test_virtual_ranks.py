@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 
 TIMEOUT_S = 300
+ROWS_OF_EPOCH, NUM_TEST = 1408, 360
+"""digits: 22 steps of 64 rows of 1,437, and the test samples"""
 VIRTUAL = ["--train.virtual-ranks", "4", "--train.batch-size", "16"]
 TRAIN = [sys.executable, "-m", "ringtrain.train", "--data.name", "digits", "--run.directory", ".", "--run.name", "run"]
+ROWS = ["--model.metrics", "odd_model:rows_since_the_start"]
 DROPPING = ["--model.name", "odd_model:dropping", "--train.epochs", "3", "--checkpoint.every-steps", "5"]
 # Clipped Adam on batches of two steps, and momentum in half precision, whose loss is scaled.
 JOBS = {
-    "adam": [*VIRTUAL, *DROPPING, "--optimizer.accumulation-steps", "2", "--optimizer.clip-norm", "0.5"],
+    "adam": [*VIRTUAL, *DROPPING, *ROWS, "--optimizer.accumulation-steps", "2", "--optimizer.clip-norm", "0.5"],
     "float16": [*VIRTUAL, *DROPPING, "--optimizer.name", "sgd", "--train.precision", "mixed_float16"],
 }
 PATHS = f"{launching.ROOT}{os.pathsep}{Path(__file__).parent}"
@@ -47,6 +50,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     for name, folder in folders.items():
         train(folder, 0, *JOBS[name])
     return {name: result(folder) for name, folder in folders.items()}
+
+
+def test_a_metric_that_is_never_reset_counts_each_row_once(alone: dict) -> None:
+    summary_rows = []
+    num_rows = 0
+    for epoch in alone["adam"]["metrics"]:
+        for metric, rows in (("rows", ROWS_OF_EPOCH), ("test_rows", NUM_TEST)):
+            num_rows += rows
+            summary_rows.append((epoch[metric], num_rows))
+    assert all(counted == expected for counted, expected in summary_rows), summary_rows
 
 
 @pytest.mark.parametrize(
