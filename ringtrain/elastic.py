@@ -1,6 +1,6 @@
 """Main path of a run whose ranks join and leave, under ringtrain launch --elastic; as in train.py.
 
-Every step leaves the same state on all current ranks, or none of its own: `optim.shared_step`. When a rank is lost, the
+Every step leaves the same state on all current ranks, or none of its own: `optim.step`. When a rank is lost, the
 rank that is furthest gives its state to the others, and the step under way is made again; when hosts have joined or
 left, all continue after the current step. Either way the rest of the epoch's order, from its position on, is
 redistributed over the current ranks:

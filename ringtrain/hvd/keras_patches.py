@@ -20,6 +20,7 @@ from keras.src.trainers import trainer
 from ringtrain.errors import RingtrainError
 from ringtrain.hvd.backend import horovod
 from ringtrain.hvd.process import PROCESS
+from ringtrain.hvd.train_step import wrap
 from ringtrain.protocol.failures import REDUCING, ended_well, report_weights
 
 
@@ -234,9 +235,11 @@ def jit_gradients(model: keras.Model) -> None:
 
     @tf.function(jit_compile=True, reduce_retracing=True, autograph=False)
     def forward_and_backward(x: Any, y: Any, sample_weight: Any) -> Any:
-        return _by_tape(model, x, y, sample_weight)
-
-    object.__setattr__(model, "ringtrain_gradients", forward_and_backward)
+        with tf.GradientTape() as tape:
+            outputs = model(x, training=True) if model._call_has_training_arg else model(x)
+            loss = model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=True)
+            scaled = model.optimizer.scale_loss(loss)
+        return outputs, loss, tape.gradient(scaled, model.trainable_weights)
 
     def train_step(data: Any) -> Any:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -245,18 +248,4 @@ def jit_gradients(model: keras.Model) -> None:
         model.optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
         return model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
 
-    object.__setattr__(model, "train_step", train_step)
-
-
-def gradients_of(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, list[Any]]:
-    """Returns outputs, loss, and gradients of the trainable weights, as a model's step computes them."""
-    compute = getattr(model, "ringtrain_gradients", None)
-    return compute(x, y, sample_weight) if compute else _by_tape(model, x, y, sample_weight)
-
-
-def _by_tape(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, list[Any]]:
-    with tf.GradientTape() as tape:
-        outputs = model(x, training=True) if model._call_has_training_arg else model(x)
-        loss = model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=True)
-        scaled = model.optimizer.scale_loss(loss)
-    return outputs, loss, tape.gradient(scaled, model.trainable_weights)
+    wrap(model, "jit", lambda _: train_step)

@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 
 from ringtrain.hvd.keras_patches import innermost
+from ringtrain.hvd.train_step import TrainStep, wrap
 from ringtrain.monitor.diagnosis import WINDOW_STEPS, Times
 
 if TYPE_CHECKING:
@@ -131,22 +132,24 @@ class PhaseTracker:
                 self.gradients = [variable.path for variable in model.trainable_variables]
                 zeros = [0.0] * len(self.gradients)
                 self._each = {moment: tf.Variable(zeros, trainable=False, dtype=tf.float64) for moment in MOMENTS[1:]}
-        train_step, apply = model.train_step, model.optimizer.apply
+        apply = model.optimizer.apply
 
-        def noting_train_step(data: Any) -> Any:
-            # The step waits for this node: otherwise a single thread might run it after the forward pass.
-            with tf.control_dependencies(self.note("input", data)):
-                data = tf.nest.map_structure(lambda part: tf.identity(part) if tf.is_tensor(part) else part, data)
-            return train_step(data)
+        def noting(train_step: TrainStep) -> TrainStep:
+            def noting_train_step(data: Any) -> Any:
+                # The step waits for this node: otherwise a single thread might run it after the forward pass.
+                with tf.control_dependencies(self.note("input", data)):
+                    data = tf.nest.map_structure(lambda part: tf.identity(part) if tf.is_tensor(part) else part, data)
+                return train_step(data)
+
+            return noting_train_step
 
         def noting_apply(grads: Any, trainable_variables: Any = None) -> None:
             if not getattr(innermost(model.optimizer), "_reduced_before", None):
                 self.note("computed", [gradient for gradient in grads if gradient is not None])
             apply(grads, trainable_variables=trainable_variables)
 
-        # Not model.train_step = ...: Keras would track and save the attribute.
-        object.__setattr__(model, "train_step", noting_train_step)
-        object.__setattr__(model.optimizer, "apply", noting_apply)
+        wrap(model, "timing", noting)
+        vars(model.optimizer)["apply"] = noting_apply  # not .apply = ...: Keras would track it
 
 
 def _in_a_further_tower() -> bool:

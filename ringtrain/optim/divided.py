@@ -21,7 +21,7 @@ from keras.src.backend.tensorflow import random as keras_random
 
 from ringtrain import hvd
 from ringtrain.hvd.keras_patches import innermost, layers_of
-from ringtrain.optim.uneven import UnevenBatches
+from ringtrain.optim.uneven import LossWeights
 
 NUM_ROWS = 8
 """rows of the whole batch"""
@@ -103,7 +103,8 @@ def _compare(model: keras.Model, batch: Any, rows: Callable[[int, int], Any] | N
     def step(batch: Any) -> tuple[list[Any], Any]:
         gradients.clear()
         halves.divisors.clear()
-        model.train_step(batch)
+        with halves.weighted():
+            model.train_step(batch)
         missing = [tf.constant(0.0, tf.float64)] * (MAX_DIVISORS - len(halves.divisors))
         return list(gradients), tf.stack([*halves.divisors, *missing])
 
@@ -235,8 +236,8 @@ def _with_moving_statistics(model: keras.Model) -> contextlib.AbstractContextMan
     return _replaced([(layer, {"call": call(layer)}) for layer in hvd.batch_norm_layers(model)])
 
 
-class _Halves(UnevenBatches):
-    """Context in which a step is that of a rank with one of `size` parts; sums over ranks are those of a whole batch.
+class _Halves(LossWeights):
+    """Weights of a rank with one of `size` parts; sums over ranks are those of a whole batch. A context.
 
     Attributes:
         divisors: Sums over ranks that the step asks for.
@@ -244,11 +245,17 @@ class _Halves(UnevenBatches):
     """
 
     def __init__(self, model: keras.Model) -> None:
-        super().__init__(model, has_shares=False, has_empty_parts=False)
+        super().__init__(model, share=None)
         self.is_divided = True
         self.size = tf.Variable(1.0, trainable=False, dtype=tf.float64)
         self.totals = tf.Variable(np.ones(MAX_DIVISORS), trainable=False)
         self.divisors: list[Any] = []
+
+    def __enter__(self) -> None:
+        self.replace()
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
 
     def _total(self, divisor: Any) -> Any:
         place = len(self.divisors)

@@ -8,7 +8,8 @@ are averaged. Regularization counts once, since the shares' mean is 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -19,84 +20,56 @@ from ringtrain.hvd.collectives import unique_in_graph
 from ringtrain.hvd.placement import CPU
 
 
-class UnevenBatches:
-    """Context in which a compiled and built model trains as one process would with the batches of all ranks.
+class LossWeights:
+    """Losses and metrics of a compiled and built model, in a step with this rank's part of a batch.
 
-    The factors apply to steps, not to evaluation. Losses that are no mean or sum over rows, or that a model's own
-    `train_step` computes by itself, stay those of each rank.
+    Between `replace` and `restore`, those within `weighted` count as they do in the whole batch. Losses that are no
+    mean or sum over rows, or that a model's own `train_step` computes by itself, stay those of each rank.
 
     Args:
-        has_shares: Whether batches come as (share, batch), since the ranks' numbers of rows differ.
-        has_empty_parts: Whether a share can be 0. The row in its place then changes no metric and no statistic.
-
-    Attributes:
-        fingerprint: Of all batches so far, if they come as ([share, fingerprint], batch); below 2 ** 31.
+        share: float64 [], see `hvd.weigh_gradients`. None: 1.
     """
 
-    def __init__(self, model: keras.Model, has_shares: bool, has_empty_parts: bool) -> None:
-        self.model, self.has_empty_parts = model, has_empty_parts
+    def __init__(self, model: keras.Model, share: tf.Variable | None) -> None:
+        self.model, self.share = model, share
         self.size: Any = hvd.size()
         self.is_divided = hvd.size() > 1
-        self.share = tf.Variable(1.0, trainable=False, dtype=tf.float64) if has_shares else None
-        self.fingerprint = tf.Variable(0.0, trainable=False, dtype=tf.float64)
+        self._losses: list[Any] = []
         self._in_step = False
 
-    def __enter__(self) -> UnevenBatches:
+    def replace(self) -> None:
         model, compiled = self.model, self.model._compile_loss
-        self._train_step, self._losses = model.train_step, list(compiled._flat_losses if compiled else ())
-        if self.share is not None:
-            self._weigh(self.share)
-        # Not model.train_step = ...: Keras would track and save the attribute.
-        object.__setattr__(model, "train_step", self._step)
+        self._weigh(self.share)
         if compiled and self.is_divided:
+            self._losses = list(compiled._flat_losses)
             compiled._flat_losses[:] = [one._replace(loss=self._weighted(one.loss)) for one in self._losses]
             self._replace_update(model._loss_tracker, self._of_values)
             for metric in compiled.metrics:
                 self._replace_update(metric, self._of_output)
-        for layer in hvd.batch_norm_layers(model):
-            object.__setattr__(layer, "share", self.share)
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        object.__setattr__(self.model, "train_step", self._train_step)
-        if self.share is not None:
-            self._weigh(None)
-        if compiled := self.model._compile_loss:
+    def restore(self) -> None:
+        model, compiled = self.model, self.model._compile_loss
+        self._weigh(None)
+        if compiled and self._losses:
             compiled._flat_losses[:] = self._losses
-            for metric in (self.model._loss_tracker, *compiled.metrics):
+            for metric in (model._loss_tracker, *compiled.metrics):
                 vars(metric).pop("update_state", None)
-        for layer in hvd.batch_norm_layers(self.model):
-            object.__setattr__(layer, "share", None)
 
-    def _weigh(self, share: tf.Variable | None) -> None:
-        for optimizer in hvd.optimizers_of(self.model):
-            hvd.weigh_gradients(optimizer, share)
-
-    def _step(self, data: Any) -> Any:
-        """A step of the model with this rank's part of the batch."""
-        if self.share is not None:
-            share, data = data
-            if share.shape.rank:  # with the fingerprint of the batch
-                self.fingerprint.assign(tf.math.floormod(self.fingerprint * 31 + share[1], tf.int32.max))
-                share = share[0]
-            self.share.assign(share)
-        share, changed = self.share, self._changed_by_a_row() if self.has_empty_parts else []
-        before = [tf.identity(variable.value) for variable in changed]
+    @contextlib.contextmanager
+    def weighted(self) -> Iterator[None]:
+        """Context of a step."""
         self._in_step = True
         try:
-            logs = self._train_step(data)
+            yield
         finally:
             self._in_step = False
-        for variable, value in zip(changed, before, strict=True):
-            variable.assign(tf.where(share > 0, variable.value, value))  # type: ignore[operator]
-        return logs
 
-    def _changed_by_a_row(self) -> list[Any]:
-        """Metrics, seeds and this rank's moving statistics."""
-        weights = {id(variable) for variable in self.model.weights}
-        seeds_and_metrics = [*self.model.variables, *self.model.metrics_variables]
-        rest = {id(variable): variable for variable in seeds_and_metrics if id(variable) not in weights}
-        return [*rest.values(), *hvd.weights_of_one_rank(self.model)]
+    def _weigh(self, share: tf.Variable | None) -> None:
+        if self.share is not None:
+            for optimizer in hvd.optimizers_of(self.model):
+                hvd.weigh_gradients(optimizer, share)
+        for layer in hvd.batch_norm_layers(self.model):
+            vars(layer)["share"] = share  # not layer.share = ...: Keras would track it
 
     def _replace_update(self, metric: Any, of_step: Callable[[Any, Any], tuple[Any, Any]]) -> None:
         """Makes a metric change the values and weights that a step passes to it."""
@@ -107,7 +80,7 @@ class UnevenBatches:
                 values, sample_weight = of_step(values, sample_weight)
             return update_state(values, sample_weight=sample_weight)
 
-        object.__setattr__(metric, "update_state", update)
+        vars(metric)["update_state"] = update
 
     def _of_output(self, loss: Any, weight: Any) -> tuple[Any, Any]:
         """Loss of one output, in whose mean each batch counts 1."""

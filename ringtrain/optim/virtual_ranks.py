@@ -20,7 +20,7 @@ from ringtrain import hvd
 from ringtrain.errors import ConfigError, OutOfSync
 from ringtrain.hvd.keras_patches import innermost
 from ringtrain.hvd.step_timing import PLACE
-from ringtrain.optim.shared_step import SharedStep, StepResult, reduced_by_dtype
+from ringtrain.optim.step import Step, StepResult, reduced_by_dtype
 
 
 class Node(NamedTuple):
@@ -99,42 +99,46 @@ def check_order(model: keras.Model, num: int) -> None:
         )
 
 
-class VirtualRanks(SharedStep):
-    """Training step of a compiled model by `num` virtual ranks, a power of two; at least that of ranks."""
+class SumsOverVirtualRanks:
+    """Sums over `num` virtual ranks, a power of two, in the order of the tree; at least as many as ranks."""
 
-    def __init__(self, model: keras.Model, input_shape: Sequence[int], num: int) -> None:
-        super().__init__(model, input_shape)
+    def __init__(self, num: int) -> None:
         self.num = num
-        synchronized = [layer for layer in hvd.batch_norm_layers(model) if hasattr(layer, "device_of_sums")]
-        if synchronized:
-            raise ConfigError(
-                f"train.virtual_ranks: layer {synchronized[0].name} (SyncBatchNormalization) would use the rows of real"
-                " ranks: use BatchNormalization"
-            )
 
-    def parts(self) -> Sequence[int]:
-        return of_rank(self.num, *self.reduction.place())
+    def numbers(self, step: Step) -> Sequence[int]:
+        """Numbers of this rank's virtual ranks; see `optim.step.Sums`."""
+        return of_rank(self.num, *step.reduction.place())
 
-    def totals(self, parts: Sequence[StepResult]) -> StepResult:
+    def totals(self, step: Step, parts: Sequence[StepResult]) -> StepResult:
+        """Means and sums over all virtual ranks; see `optim.step.Sums`. Collective."""
+        reduction = step.reduction
         given = [place for place, gradient in enumerate(parts[0].gradients) if gradient is not None]
-        flat = [
-            [
-                *(tf.convert_to_tensor(part.gradients[place]) for place in given),  # also of an embedding's rows
-                *part.moving,
-                *(one * tf.cast(number == 0, one.dtype) for one in part.counters),
-                *part.metrics,
-            ]
-            for number, part in zip(self.parts(), parts, strict=True)
-        ]
-        _, size = self.reduction.place()
-        sums = iter(
-            PLACE.reducing(
-                size, flat, lambda: reduced_by_dtype(flat, lambda rows: sum_of_all(rows, self.num, self.reduction))
-            )
-        )
-        gradients: list[Any] = [None] * len(self.weights)
+        rows = []
+        for number, part in zip(self.numbers(step), parts, strict=True):
+            row = [tf.convert_to_tensor(part.gradients[place]) for place in given]  # also of an embedding's rows
+            row += part.moving
+            row += [value * tf.cast(number == 0, value.dtype) for value in part.counters]
+            row += part.metrics
+            rows.append(row)
+
+        def reduce() -> list[Any]:
+            return reduced_by_dtype(rows, lambda parts: sum_of_all(parts, self.num, reduction))
+
+        sums = iter(PLACE.reducing(reduction.place()[1], rows, reduce))
+        gradients: list[Any] = [None] * len(step.weights)
         for place in given:
             gradients[place] = next(sums) / self.num
         PLACE.note("reduced", [gradients[place] for place in given])
-        moving = [next(sums) / self.num for _ in self.moving]
-        return StepResult(gradients, moving, [next(sums) for _ in self.counters], [next(sums) for _ in self.metrics])
+        moving = [next(sums) / self.num for _ in step.moving]
+        counters = [next(sums) for _ in step.counters]
+        metrics = [next(sums) for _ in step.metrics]
+        return StepResult(gradients, moving, counters, metrics)
+
+
+def refuse_synchronized(model: keras.Model) -> None:
+    """Raises ConfigError for batch normalization over real ranks."""
+    for layer in hvd.synchronized_layers(model):
+        raise ConfigError(
+            f"train.virtual_ranks: layer {layer.name} (SyncBatchNormalization) would use the rows of real ranks: use"
+            " BatchNormalization"
+        )

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ringtrain import data, hvd
 from ringtrain.errors import DataError
-from ringtrain.optim.shared_step import seed_of
+from ringtrain.optim.step import seed_of
 
 if TYPE_CHECKING:
     from ringtrain.run.context import RunContext

@@ -19,6 +19,7 @@ from ringtrain import data, hvd
 from ringtrain.config import Config, changed_options, with_values
 from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError, OutOfSync
+from ringtrain.hvd import train_step
 from ringtrain.hvd.distributed import undistribute
 from ringtrain.hvd.keras_patches import distributed, innermost
 from ringtrain.monitor import fault_injection
@@ -269,17 +270,18 @@ def unchanged_afterwards(model: keras.Model, seeds_ranks: bool = True) -> Iterat
     seeds_ranks: The run gives each rank other random numbers; afterwards they are equal again.
     """
     seeds_ranks = seeds_ranks and hvd.size() > 1
-    objects = [model, *hvd.optimizers_of(model)]
-    of_script = [one for one in objects[1:] if distributed(one)]
+    optimizers = hvd.optimizers_of(model)
+    of_script = [one for one in optimizers if distributed(one)]
     synchronized = list(hvd.synchronized_layers(model))
-    before = [{name: vars(one).get(name) for name in ("train_step", "apply")} for one in objects]
+    applies = [vars(optimizer).get("apply") for optimizer in optimizers]
     if model.jit_compile:
         model.make_test_function()  # which XLA compiles, as it reduces nothing
     jit_compile, model.jit_compile = model.jit_compile, False  # XLA has no kernel for Horovod's allreduce
     seed = context.global_seed()
     numbers = [state.numpy() for state in hvd.global_seed(create=seeds_ranks)]
     try:
-        yield
+        with train_step.unchanged_afterwards(model):
+            yield
         if seeds_ranks:  # the script's next random numbers are equal on all ranks again: rank 0's
             hvd.broadcast_variables(hvd.global_seed(create=True), root_rank=0)
             numbers = [state.numpy() for state in hvd.global_seed()]
@@ -287,18 +289,16 @@ def unchanged_afterwards(model: keras.Model, seeds_ranks: bool = True) -> Iterat
             slots = [slot for one in hvd.optimizers_of(model) for slot in innermost(one).of_one_rank(now=True)]
             hvd.broadcast_variables(slots, root_rank=0)  # the ranks' slots differ
     finally:
-        for one, values in zip(objects, before, strict=True):
-            for name, value in values.items():
-                vars(one).pop(name, None)
-                if value is not None:
-                    object.__setattr__(one, name, value)
+        for optimizer, apply in zip(optimizers, applies, strict=True):
+            vars(optimizer).pop("apply", None)
+            if apply is not None:
+                vars(optimizer)["apply"] = apply
         for optimizer in hvd.optimizers_of(model):
             if all(optimizer is not one for one in of_script):
                 undistribute(optimizer)
         for layer in hvd.synchronized_layers(model):
             if all(layer is not one for one in synchronized):
                 hvd.unsynchronize(layer)
-        vars(model).pop("ringtrain_gradients", None)
         model.jit_compile, model.train_function = jit_compile, None
         if seeds_ranks:  # the ranks' own seeds would shuffle the script's next dataset otherwise on each rank
             tf.random.set_seed(seed)

@@ -17,7 +17,7 @@ from ringtrain import data, hvd
 from ringtrain.config import Config
 from ringtrain.errors import ConfigError
 from ringtrain.optim import optimizers, schedules
-from ringtrain.optim.shared_step import SharedStep
+from ringtrain.optim.step import SumsOverRanks, step_of_all_ranks
 from ringtrain.protocol.env import SLOT
 from ringtrain.run import devices, evaluation, resume
 from ringtrain.strategies.ring import Ring
@@ -106,7 +106,7 @@ class Elastic(Ring):
 
     def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
         super().make_ready(model, input_shape, num_classes)
-        self.step = self.step or SharedStep(model, input_shape)
+        self.step = self.step or step_of_all_ranks(model, input_shape, SumsOverRanks())
 
     def settle(self) -> int:
         """Undoes an interrupted step, and notes in the state how far this rank is."""

@@ -13,7 +13,7 @@ from ringtrain.config import HvdConfig
 from ringtrain.derived import reduced_bytes
 from ringtrain.errors import ConfigError
 from ringtrain.optim import virtual_ranks
-from ringtrain.optim.shared_step import SharedStep
+from ringtrain.optim.step import Step, step_of_all_ranks
 from ringtrain.strategies import rows
 from ringtrain.strategies.base import Strategy
 
@@ -43,7 +43,7 @@ class Ring(Strategy):
     """
 
     trains_rows = True
-    step: SharedStep | None = None
+    step: Step | None = None
     _rows: rows.Rows | None = None
 
     @property
@@ -94,7 +94,8 @@ class Ring(Strategy):
 
     def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
         if num_virtual := self.config.train.virtual_ranks:
-            self.step = virtual_ranks.VirtualRanks(model, input_shape, num_virtual)
+            virtual_ranks.refuse_synchronized(model)
+            self.step = step_of_all_ranks(model, input_shape, virtual_ranks.SumsOverVirtualRanks(num_virtual))
         elif not self.shares_state:
             hvd.seed_globally_by_rank(self.config.seed)
 

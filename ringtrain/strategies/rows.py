@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from ringtrain import data
 from ringtrain.errors import DataError
-from ringtrain.optim.uneven import UnevenBatches
+from ringtrain.optim.step import Step
 
 if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
@@ -30,15 +30,15 @@ class Rows:
             self._batches_of = data.RowBatches(
                 self.train, numbers.samples_per_step, run.rank, run.size, run.config.seed, numbers.steps_per_epoch
             )
-        self._uneven = UnevenBatches(run.model, not self._batches_of.is_even, self._batches_of.has_empty_parts)
+        self._step = Step(run.model, not self._batches_of.is_even, self._batches_of.has_empty_parts)
 
     def __enter__(self) -> Rows:
-        self._uneven.__enter__()
+        self._step.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         try:
-            self._uneven.__exit__(*error)
+            self._step.__exit__(*error)
         finally:
             if isinstance(self.train, data.Stream):
                 self.train.close()
@@ -51,7 +51,7 @@ class Rows:
         """See `Strategy.fingerprint`."""
         if self.run.size == 1 or not isinstance(self.train, data.Stream):
             return None
-        return int(self._uneven.fingerprint)
+        return int(self._step.fingerprint)
 
     def step(self, batches: Iterator[Any]) -> Mapping[str, Any] | None:
         """Logs of a call of Keras' train function; None: this epoch has fewer batches than the first."""

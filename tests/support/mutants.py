@@ -94,7 +94,7 @@ MUTANTS = (
     ),
     # Steps that all ranks share
     Mutant(
-        *("a failed step that is not undone", "optim/shared_step.py", "one.assign(before)\n", "pass\n"),
+        *("a failed step that is not undone", "optim/step.py", "variable.assign(before)\n", "pass\n"),
         _property("shared_step.a_failed_step_changes_nothing"),
     ),
     Mutant(

@@ -14,6 +14,7 @@ from ringtrain.hvd.collectives import tensor_of
 from ringtrain.hvd.keras_patches import innermost, optimizers_of
 from ringtrain.hvd.model_parallel.columns import columns_of, divide, nbytes, nodes_of, refuse_optimizer
 from ringtrain.hvd.sharded import sharded_slots
+from ringtrain.hvd.train_step import wrap
 
 FUSED = tuple(getattr(keras.layers, name) for name in ("Activation", "ReLU", "LeakyReLU", "PReLU", "ELU", "Softmax"))
 """layers that TensorFlow computes together with the one before, with other last bits: they stay in its stage"""
@@ -112,8 +113,7 @@ def split(
         divide(functional, devices)
     step = Step(model, made, micro_batches)
     object.__setattr__(model, "call", step.call)
-    object.__setattr__(model, "train_step", step.train_step)
-    object.__setattr__(model, "ringtrain_gradients", step.gradients)
+    wrap(model, "micro-batches", lambda _: step.train_step)
     object.__setattr__(model, "ringtrain_stages", made)
     return made
 

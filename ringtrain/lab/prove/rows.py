@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from ringtrain import hvd
 from ringtrain.hvd.keras_patches import layers_of
+from ringtrain.hvd.train_step import TrainStep, has_layer, wrap
 from ringtrain.protocol.env import PROVE
 
 
@@ -28,19 +29,10 @@ class Rows(keras.callbacks.Callback):
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        if hasattr(model, "ringtrain_rows"):
+        if has_layer(model, "rows"):
             return
         self._numbers = _numbers(model)
-        train_step = model.train_step
-
-        def recorded(batch: Any) -> Any:
-            leaves = [leaf for leaf in keras.tree.flatten(batch) if tf.is_tensor(leaf) and leaf.shape.rank]
-            tf.numpy_function(self._see, leaves, [], stateful=True)
-            return train_step(batch)
-
-        # Not model.train_step = ...: Keras would track and save the attributes.
-        object.__setattr__(model, "train_step", recorded)
-        object.__setattr__(model, "ringtrain_rows", True)
+        wrap(model, "rows", self._recorded)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._numbers is None:
@@ -55,6 +47,14 @@ class Rows(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._write({"epoch": epoch, "rows": self.seen})
         self.seen.clear()
+
+    def _recorded(self, train_step: TrainStep) -> TrainStep:
+        def recorded(batch: Any) -> Any:
+            leaves = [leaf for leaf in keras.tree.flatten(batch) if tf.is_tensor(leaf) and leaf.shape.rank]
+            tf.numpy_function(self._see, leaves, [], stateful=True)
+            return train_step(batch)
+
+        return recorded
 
     def _see(self, *leaves: Any) -> None:
         for row in zip(*leaves, strict=True):

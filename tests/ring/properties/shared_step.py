@@ -7,22 +7,21 @@ import numpy as np
 import tensorflow as tf
 
 import ringtrain.hvd as hvd
-from ringtrain.optim.shared_step import SharedStep, seed_of
+from ringtrain.optim.step import Step, SumsOverRanks, seed_of, step_of_all_ranks
 
 ROWS, WIDTH = 6, 5
 
 
-class Failing(SharedStep):
+class Failing(SumsOverRanks):
     """Loses a rank, as far as a step can see, when all sums but the last are there."""
 
-    def __init__(self, model: keras.Model, is_early: bool) -> None:
+    def __init__(self, is_early: bool) -> None:
         self.is_early, self.fails = is_early, tf.Variable(False, trainable=False)
-        super().__init__(model, (WIDTH,))
 
-    def totals(self, parts):
-        total = super().totals(parts)
+    def totals(self, step, parts):
+        total = super().totals(step, parts)
         if self.is_early:
-            self.weights[0].assign_add(tf.ones_like(self.weights[0]))
+            step.weights[0].assign_add(tf.ones_like(step.weights[0]))
         with tf.control_dependencies([tf.debugging.Assert(~self.fails, ["lost"])]):
             return tf.nest.map_structure(tf.identity, total)
 
@@ -32,13 +31,14 @@ def _batch(rank: int) -> tuple[np.ndarray, np.ndarray]:
     return draw.normal(rank, 1.0, (ROWS, WIDTH)).astype("float32"), draw.integers(0, 3, ROWS)
 
 
-def _made(is_early: bool = False) -> tuple[keras.Model, Failing]:
+def _made(is_early: bool = False) -> tuple[keras.Model, Step, Failing]:
     keras.utils.set_random_seed(7)
     layers = [keras.layers.BatchNormalization(), keras.layers.Dense(8, "relu"), keras.layers.Dropout(0.4)]
     model = keras.Sequential([keras.Input((WIDTH,)), *layers, keras.layers.Dense(3)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), loss, metrics=["accuracy"])
-    return model, Failing(model, is_early)
+    sums = Failing(is_early)
+    return model, step_of_all_ranks(model, (WIDTH,), sums), sums
 
 
 def _state(model: keras.Model) -> list[np.ndarray]:
@@ -54,10 +54,10 @@ def _train(model: keras.Model, num_steps: int) -> None:
 
 def _differs(is_early: bool) -> bool:
     """Returns whether a failed step, undone and repeated, has changed a variable."""
-    model, step = _made(is_early)
+    model, step, sums = _made(is_early)
     _train(model, 2)
     before = _state(model)
-    step.fails.assign(True)
+    sums.fails.assign(True)
     try:
         _train(model, 1)
     except tf.errors.InvalidArgumentError:
@@ -66,9 +66,9 @@ def _differs(is_early: bool) -> bool:
         raise AssertionError("the step has not failed")
     assert step.undo() and not step.undo()
     apart = any((one != other).any() for one, other in zip(before, _state(model), strict=True))
-    step.fails.assign(False)
+    sums.fails.assign(False)
     _train(model, 1)
-    twin, _ = _made()
+    twin, *_ = _made()
     _train(twin, 3)
     return apart or any((one != other).any() for one, other in zip(_state(model), _state(twin), strict=True))
 
@@ -84,7 +84,7 @@ def a_weight_written_early_is_seen():
 
 
 def all_ranks_hold_the_statistics_and_metrics_of_all_rows():
-    model, step = _made()
+    model, step, _ = _made()
     _train(model, 1)
     inputs = [_batch(rank)[0] for rank in range(hvd.size())]
     mean = np.mean([rows.mean(axis=0) for rows in inputs], axis=0)
@@ -99,7 +99,7 @@ def all_ranks_hold_the_statistics_and_metrics_of_all_rows():
     assert len({mask.tobytes() for mask in masks}) == hvd.size(), "ranks drop the same units"
 
 
-def _mask(step: Failing) -> np.ndarray:
+def _mask(step: Step) -> np.ndarray:
     """Numbers that this rank would draw in its next step."""
-    (number,) = step.parts()
+    (number,) = SumsOverRanks().numbers(step)
     return keras.random.normal((4,), seed=int(step.seeds[0].value[0] + seed_of(number))).numpy()
