@@ -11,7 +11,10 @@ collectives:    init, shutdown, and Horovod's collectives for Keras variables
 optimizer:      distributed optimizers and gradient tapes, load_model
 distributed:    subclass that makes an optimizer reduce its gradients
 reduction:      reduction of gradients over the ranks
-sharded:        update of a part of the weights on each rank, with a part of the slots
+reducer:        the seam for other ways to reduce dense gradients
+compression:    compressions of gradients by name
+reducers:       low rank, bfloat16, local steps, sharded updates: a module each
+train_step:     the layers around a model's training step, in one order
 keras_patches:  patches of private Keras API (loss scale, XLA), and a check for Horovod's own wrapper
 callbacks:      broadcast, metric average, learning rate, best model, sync check
 batch_norm:     batch normalization over all ranks; averaged moving statistics
@@ -20,7 +23,6 @@ sync:           broadcast of a model's whole state; verification that ranks agre
 placement:      check that ranks run where the launcher planned them, each on its own GPU
 monitoring:     monitor of this process: that of a run, or of a script whose ranks wait for different collectives
 timeline:       timeline of each rank, step by step, with its clock offset to rank 0
-slow_links:     fewer bytes: low rank, bfloat16, local steps
 elastic:        Keras state of elastic runs, and `run`
 model_parallel: a model over several devices of a rank
 """
@@ -128,6 +130,7 @@ from ringtrain.hvd.collectives import (
     scatter_bytes,
     shutdown,
 )
+from ringtrain.hvd.compression import Compression
 from ringtrain.hvd.distributed import GradientNorm, track_gradient_norm, variables_of_one_rank, weigh_gradients
 from ringtrain.hvd.keras_patches import jit_gradients, optimizers_of
 from ringtrain.hvd.model_parallel.columns import Whole, columns_of, refuse_optimizer, whole_variables
@@ -141,8 +144,7 @@ from ringtrain.hvd.optimizer import (
     load_model,
 )
 from ringtrain.hvd.placement import check_placement
-from ringtrain.hvd.sharded import gather_slots, scatter_slots, slot_bytes
-from ringtrain.hvd.slow_links.compression import Compression
-from ringtrain.hvd.slow_links.local_steps import LocalSteps, end_round, local_steps_of, steps_of_round
+from ringtrain.hvd.reducers.local_steps import LocalSteps, end_round, local_steps_of, steps_of_round
+from ringtrain.hvd.reducers.sharded import gather_slots, scatter_slots, slot_bytes
 from ringtrain.hvd.step_timing import during
 from ringtrain.hvd.sync import broadcast_model, check_averaging, check_in_sync, prove, run_together

@@ -19,7 +19,7 @@ from ringtrain.hvd.backend import Sum, horovod
 from ringtrain.hvd.collectives import allgather_object
 from ringtrain.hvd.keras_patches import has_schedule, has_weights, innermost, velocities
 from ringtrain.hvd.placement import CPU
-from ringtrain.hvd.slow_links.local_steps import end_round, steps_of_round
+from ringtrain.hvd.reducers.local_steps import end_round, steps_of_round
 from ringtrain.hvd.sync import broadcast_model, check_in_sync, differing_weights
 
 

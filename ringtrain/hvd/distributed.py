@@ -15,17 +15,9 @@ import tensorflow as tf
 
 from ringtrain.errors import OutOfSync
 from ringtrain.hvd.keras_patches import distributed, innermost, make_plain, saved_as_its_base
+from ringtrain.hvd.reducer import Reducer, name_of
 from ringtrain.hvd.reduction import Reduction, scaled
-from ringtrain.hvd.sharded import Part, Shards
-from ringtrain.hvd.slow_links.compression import name_of
-from ringtrain.hvd.slow_links.powersgd import LowRank
 from ringtrain.hvd.step_timing import PLACE
-
-OF_OBJECT = (
-    *("_reached", "_updated_variables", "added"),
-    *("starts", "velocities_of_rounds", "steps_of_round", "ending"),
-)
-"""attributes that the mixins set on an optimizer itself"""
 
 
 def distribute(
@@ -42,9 +34,7 @@ def distribute(
     """
     base = type(optimizer)
     if mixin is None:
-        mixin = _Sharded if getattr(reduction, "sharded", False) else Distributed
-        if isinstance(optimizer, keras.optimizers.MultiOptimizer):
-            mixin = _DistributedMulti
+        mixin = _DistributedMulti if isinstance(optimizer, keras.optimizers.MultiOptimizer) else Distributed
     if backward_passes > 1:
         _accumulate(optimizer, backward_passes)
     attributes = {
@@ -63,9 +53,9 @@ def distribute(
 
 
 def undistribute(optimizer: Any) -> None:
-    """Makes an optimizer Keras' own again; a sharded one, of whose slots this rank has a part, stays."""
+    """Makes an optimizer Keras' own again, unless this rank has a part of its slots only."""
     inner = innermost(optimizer)
-    if isinstance(inner, _Sharded) or not isinstance(inner, _Reducing):
+    if not isinstance(inner, _Reducing) or not inner.can_be_undone:
         return
     reduction = inner.reduction
     for single in [inner, *getattr(inner, "_inner_optimizers", ())]:
@@ -73,7 +63,7 @@ def undistribute(optimizer: Any) -> None:
             continue  # the script has made this part of a MultiOptimizer distributed
         for variable in single.added:
             single._tracker.untrack(variable)
-        for name in OF_OBJECT:
+        for name in single.of_object:
             vars(single).pop(name, None)
         make_plain(single, _Reducing)
     vars(optimizer).pop("register_local_var", None)
@@ -82,7 +72,7 @@ def undistribute(optimizer: Any) -> None:
 def variables_of_one_rank(optimizer: Any, now: bool = False) -> list[Any]:
     """Variables of an optimizer, and weights, that may differ between ranks; `now`: at the current step.
 
-    These are accumulated gradients that are not reduced yet, errors of PowerSGD, and the state of local steps.
+    These are accumulated gradients that are not reduced yet, and what a reducer or an update keeps for itself.
     """
     inner = innermost(optimizer)
     found: list[Any] = []
@@ -128,7 +118,7 @@ def weigh_gradients(optimizer: Any, share: tf.Variable | None) -> None:
         share: float64 []; number of this rank's samples times the number of ranks, divided by the number of all
             samples, so that the average over the ranks is the gradient of the whole batch. None: 1.
     """
-    object.__setattr__(innermost(optimizer).reduction, "share", share)
+    innermost(optimizer).reduction.share = share
 
 
 def track_gradient_norm(optimizer: Any) -> GradientNorm:
@@ -166,7 +156,8 @@ def _accumulate(optimizer: Any, backward_passes: int) -> None:
     optimizer.gradient_accumulation_steps = backward_passes
 
 
-def _refuse_overwritten(variables: Any) -> None:
+def refuse_overwritten(variables: Any) -> None:
+    """Raises ValueError for variables that ranks cannot average."""
     for variable in variables:
         if getattr(variable, "overwrite_with_gradient", False):
             raise ValueError(
@@ -176,7 +167,7 @@ def _refuse_overwritten(variables: Any) -> None:
 
 
 class _Reducing(keras.optimizers.Optimizer):
-    """Base of both mixins; the attributes are set on the subclass."""
+    """Base of all updates; the attributes without a value are set on the subclass."""
 
     reduction: Reduction
     jit_update: bool
@@ -184,15 +175,40 @@ class _Reducing(keras.optimizers.Optimizer):
     _reduced_before: list[bool]
     added: Sequence[Any] = ()
     """variables that the plain optimizer has not"""
+    of_object: tuple[str, ...] = ("_reached", "_updated_variables", "added")
+    """attributes that are set on the optimizer itself"""
+    can_be_undone = True
+
+    @property
+    def update_name(self) -> str:
+        """How weights are updated, which must be the same on every rank."""
+        return "whole weights, in each step"
+
+    @property
+    def when_reduced(self) -> str:
+        """When gradients are reduced, if not in each update: for the proof."""
+        return ""
 
     @property
     def no_loss_scale(self) -> str:
         """Name of the feature that forbids loss scaling, whose steps may be skipped; "" if none does."""
-        return name_of(self.reduction.compression) if self.low_rank else ""
+        return name_of(self.reduction.compression) if self.reducer and self.reducer.has_state else ""
 
     @property
-    def low_rank(self) -> LowRank | None:
-        return getattr(self.reduction, "low_rank", None)
+    def reducer(self) -> Reducer | None:
+        return getattr(self.reduction, "reducer", None)
+
+    @property
+    def adds_up_rows(self) -> bool:
+        """Whether each row of a sparse gradient reaches the update once, as the sum of its parts."""
+        return self.reduction.merges_rows or self.reduction.sparse_as_dense
+
+    def why_apart(self) -> str:
+        """Why the ranks' weights differ at the moment, with what to do; "" if they do not."""
+        return ""
+
+    def prepare_probe(self) -> None:
+        """Makes a single update change the weights as a check expects."""
 
     def register_local_var(self, var: Any) -> None:
         """Excludes the gradient of a Keras or TensorFlow variable from the reduction."""
@@ -215,13 +231,13 @@ class _Reducing(keras.optimizers.Optimizer):
 
     def add_state(self) -> None:
         """Adds the variables that the reduction keeps from step to step to a built optimizer."""
-        if self.low_rank and not self.added:
-            added = self.low_rank.build(self, self._trainable_variables)
-            object.__setattr__(self, "added", added)  # Keras would track a list of its own
+        if self.reducer and not self.added:
+            added = self.reducer.build(self, self._trainable_variables)
+            self.__dict__["added"] = added  # not self.added = ...: Keras would track a list of its own
 
     def of_one_rank(self, now: bool) -> list[Any]:
         """See `variables_of_one_rank`."""
-        return self.low_rank.errors() if self.low_rank else []
+        return self.reducer.of_one_rank() if self.reducer else []
 
     def save_own_variables(self, store: Any) -> None:
         """Saves those of the plain optimizer, as which a model is saved."""
@@ -284,18 +300,18 @@ class Distributed(_Reducing):
     gradient_norm: GradientNorm | None = None
 
     def build(self, variables: Any) -> None:
-        _refuse_overwritten(variables)
+        refuse_overwritten(variables)
         super().build(variables)
         self.add_state()
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        object.__setattr__(self, "_reached", [])
+        self.__dict__["_reached"] = []
         super().apply(self.weighted(grads, trainable_variables), trainable_variables=trainable_variables)
         self._require_reduced("apply", grads)
 
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         pairs = list(grads_and_vars)
-        object.__setattr__(self, "_reached", [])
+        self.__dict__["_reached"] = []
         result = super().apply_gradients(pairs, *args, **kwargs)
         self._require_reduced("apply_gradients", [grad for grad, _ in pairs])
         return result
@@ -309,7 +325,7 @@ class Distributed(_Reducing):
             )
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
-        object.__setattr__(self, "_updated_variables", list(trainable_variables))
+        self.__dict__["_updated_variables"] = list(trainable_variables)
         if self.gradient_accumulation_steps:
             self._reached.append("hook")  # most micro-steps only accumulate
         super()._backend_apply_gradients(grads, trainable_variables)
@@ -361,78 +377,6 @@ class Distributed(_Reducing):
 
     def _all_reduce_sum_gradients(self, grads_and_vars: Any) -> Any:
         return grads_and_vars  # Keras would sum over a tf.distribute strategy's copies here, after clipping
-
-
-class _Sharded(Distributed):
-    """Mixin for a single optimizer that updates this rank's part of the weights: see sharded.py.
-
-    Keras applies gradients to the model's variables; clipping, decay, slots and updates are about segments of them.
-    """
-
-    _shards: Shards
-
-    def build(self, variables: Any) -> None:
-        if self.built:
-            return
-        _refuse_overwritten(variables)
-        object.__setattr__(self, "_shards", Shards(variables, *self.reduction.place()))
-        super().build(self._shards.segments)
-        known = {self._var_key(variable): place for place, variable in enumerate(variables)}
-        self._trainable_variables_indices.update(known)
-        object.__setattr__(self, "_trainable_variables", list(variables))
-
-    def add_variable_from_reference(self, reference_variable: Any, name: Any = None, initializer: Any = "zeros") -> Any:
-        part = Part(self._shards, next(i for i, one in enumerate(self._shards.segments) if one is reference_variable))
-        if name == "gradient_accumulator":  # reduced by the update only: whole until then
-            return super().add_variable_from_reference(part.variable, name, initializer)
-        slot = super().add_variable_from_reference(reference_variable, name, initializer)
-        slot.part_of = part
-        return slot
-
-    def register_local_var(self, var: Any) -> None:
-        raise ValueError("register_local_var: a sharded update reduces all gradients: leave out sharded=True")
-
-    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        super().apply(grads, self._trainable_variables if trainable_variables is None else trainable_variables)
-
-    def _clip_gradients(self, grads: Any) -> Any:
-        self._reached.append("hook")
-        given = dict(zip(self._places(self._updated_variables), grads, strict=True))
-        if self._reduced_before:
-            own = self._shards.own(given)
-        else:
-            PLACE.note_each("computed", self._updated_variables, grads)
-            own = self._shards.reduced(given, self.reduction)
-            PLACE.note("reduced", list(own.values()))
-        if self.gradient_norm is None and not self.global_clipnorm:
-            return super(Distributed, self)._clip_gradients(list(own.values()))
-        wide = [part if part.dtype == tf.float64 else tf.cast(part, tf.float32) for part in own.values()]
-        squares = [tf.cast(tf.reduce_sum(tf.square(part)), tf.float64) for part in wide]
-        norm = tf.sqrt(self.reduction.sum_of_parts(tf.add_n(squares)))
-        if self.gradient_norm is not None:
-            self.gradient_norm.note(lambda: tf.cast(norm, tf.float32))
-        if not self.global_clipnorm:
-            return super(Distributed, self)._clip_gradients(list(own.values()))
-        factor = self.global_clipnorm / tf.maximum(norm, self.global_clipnorm)
-        return [part * tf.cast(factor, part.dtype) for part in own.values()]
-
-    def _apply_weight_decay(self, variables: Any) -> None:
-        super()._apply_weight_decay(self._shards.load(self._places(variables)))
-
-    def _use_weight_decay(self, variable: Any) -> Any:
-        whole = self._shards.variables[self._get_variable_index(variable)]
-        return super()._use_weight_decay(whole if isinstance(variable, keras.Variable) else whole.value)
-
-    def _backend_update_step(self, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
-        places = self._places(trainable_variables)
-        super()._backend_update_step(grads, [self._shards.segments[place] for place in places], learning_rate)
-        self._shards.join(places, self.reduction)
-
-    def save_own_variables(self, store: Any) -> None:
-        """Leaves the slots out of a saved model: this rank has a part of them only."""
-
-    def _places(self, variables: Any) -> list[int]:
-        return [self._get_variable_index(variable) for variable in variables]
 
 
 class _DistributedMulti(_Reducing):

@@ -16,13 +16,14 @@ import tensorflow as tf
 
 from ringtrain.hvd.backend import Adasum, Average, ProcessSet, global_process_set, horovod
 from ringtrain.hvd.collectives import elastic, layer_variables, refuse_xla, tensor_of, unique_in_graph
+from ringtrain.hvd.compression import Compression
 from ringtrain.hvd.distributed import distribute
 from ringtrain.hvd.keras_patches import compiled_optimizer, distributed, innermost, refuse_horovods_own, teach_keras
 from ringtrain.hvd.process import PROCESS
+from ringtrain.hvd.reducer import name_of
+from ringtrain.hvd.reducers.local_steps import LocalSteps, LocalUpdates, refuse_local
+from ringtrain.hvd.reducers.sharded import Sharded, refuse_sharding
 from ringtrain.hvd.reduction import Reduction
-from ringtrain.hvd.sharded import refuse_sharding
-from ringtrain.hvd.slow_links.compression import Compression, name_of
-from ringtrain.hvd.slow_links.local_steps import LocalSteps, LocalUpdates, refuse_local
 from ringtrain.hvd.step_timing import PLACE
 from ringtrain.hvd.sync import refuse_bypassing
 
@@ -125,19 +126,23 @@ def DistributedOptimizer(
         scale_local_gradients=scale_local_gradients,
         accumulated_scale=float(backward_passes_per_step) if sums_passes else 1.0,
         deterministic=deterministic,
-        sharded=sharded,
         compression_start_step=compression_start_step,
         merge_rows=merge_rows,
     )
     updates: dict[str, Any] = {}
     if local_steps != 1:
         local = local_steps if isinstance(local_steps, LocalSteps) else LocalSteps(local_steps)
-        refuse_local(optimizer, reduction)
+        refuse_local(optimizer, reduction, sharded)
         updates = {"mixin": LocalUpdates, "settings": {"local": local}}
-    if reduction.low_rank is not None and isinstance(innermost(optimizer), keras.optimizers.MultiOptimizer):
+    if (
+        reduction.reducer
+        and reduction.reducer.has_state
+        and isinstance(innermost(optimizer), keras.optimizers.MultiOptimizer)
+    ):
         raise ValueError(f"compression {name_of(compression)} does not work with MultiOptimizer: use fp16 or bf16")
     if sharded:
         refuse_sharding(optimizer, reduction)
+        updates = {"mixin": Sharded}
     refuse_bypassing(innermost(optimizer))
     teach_keras()
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -147,9 +152,9 @@ def DistributedOptimizer(
                 "the others wait: write keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(inner))"
             )
         optimizer.inner_optimizer = distribute(
-            optimizer.inner_optimizer, reduction, backward_passes_per_step, jit_update
+            optimizer.inner_optimizer, reduction, backward_passes_per_step, jit_update, **updates
         )
-        object.__setattr__(optimizer, "register_local_var", optimizer.inner_optimizer.register_local_var)
+        vars(optimizer)["register_local_var"] = optimizer.inner_optimizer.register_local_var
         return optimizer
     return distribute(optimizer, reduction, backward_passes_per_step, jit_update, **updates)
 

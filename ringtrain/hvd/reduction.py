@@ -10,23 +10,22 @@ from typing import Any
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from ringtrain.hvd.backend import Adasum, Average, Min, ProcessSet, Sum, horovod
+from ringtrain.hvd.backend import Adasum, Average, Compression, Min, ProcessSet, Sum, horovod
 from ringtrain.hvd.collectives import elastic, refuse_xla, tensor_of, unique_in_graph
 from ringtrain.hvd.placement import CPU
-from ringtrain.hvd.slow_links.compression import BFloat16, Compression, name_of, sum_in_bfloat16
-from ringtrain.hvd.slow_links.powersgd import LowRank, PowerSGD
+from ringtrain.hvd.reducer import Compressor, Reducer, name_of
 from ringtrain.hvd.step_timing import PLACE
 
 OP_WORDS = {Average: "averaged", Sum: "summed", Adasum: "combined by Adasum"}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Reduction:
     """Function that reduces the gradients of one optimizer, with the arguments of `DistributedOptimizer`.
 
     `accumulated_scale` multiplies the result: Keras averages over micro-steps, but Horovod's `backward_passes_per_step`
-    sums. `share` multiplies this rank's gradients, in `_Reducing.weighted`. `low_rank` is the state of PowerSGD. With
-    `is_local`, nothing is sent. `merge_rows` adds up the rows of a sparse gradient before the update.
+    sums. `share` multiplies this rank's gradients, in `_Reducing.weighted`. `reducer` replaces the allreduce of dense
+    gradients. With `is_local`, nothing is sent. `merge_rows` adds up the rows of a sparse gradient before the update.
     """
 
     name: str
@@ -41,11 +40,10 @@ class Reduction:
     scale_local_gradients: bool
     accumulated_scale: float = 1.0
     deterministic: bool = False
-    sharded: bool = False
     compression_start_step: int = 0
     is_local: bool = False
     merge_rows: bool = False
-    low_rank: LowRank | None = field(init=False, default=None)
+    reducer: Reducer | None = field(init=False, default=None)
     share: tf.Variable | None = field(default_factory=lambda: tf.Variable(1.0, trainable=False) if elastic() else None)
     _graphs: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -60,23 +58,13 @@ class Reduction:
             raise ValueError("op=hvd.Adasum combines tensor by tensor: leave groups and num_groups out")
         if self.deterministic and self.groups is not None:
             raise ValueError("deterministic=True reduces all gradients as one: leave groups and num_groups out")
-        if self.compression is BFloat16 or isinstance(self.compression, PowerSGD):
-            self._require_sum()
+        if isinstance(self.compression, Compressor):
+            self.compression.check(self)
+            self.reducer = self.compression.reducer()
         if self.compression_start_step and self.compression is Compression.none:
             raise ValueError("compression_start_step: there is no compression: leave it out")
-        if isinstance(self.compression, PowerSGD):
-            object.__setattr__(self, "low_rank", LowRank(self.compression))
         if self.op == Adasum and horovod.is_initialized() and not horovod.mpi_enabled():
             raise ValueError("op=hvd.Adasum needs MPI, this run is over Gloo: use mpirun or horovodrun --mpi")
-
-    def _require_sum(self) -> None:
-        name, is_low_rank = name_of(self.compression), isinstance(self.compression, PowerSGD)
-        if self.op not in (Average, Sum)[: 2 - is_low_rank]:
-            raise ValueError(f"compression {name}: got op {OP_WORDS[self.op]}, expected hvd.Average")
-        if self.groups is not None or self.sharded:
-            raise ValueError(f"compression {name} sends all gradients as one: leave groups and sharded out")
-        if is_low_rank and elastic():
-            raise ValueError(f"compression {name}: a lost rank would take what it has not sent along: not with elastic")
 
     @functools.cached_property
     def uncompressed(self) -> Reduction:
@@ -96,7 +84,7 @@ class Reduction:
     def _with(self, suffix: str, **changes: Any) -> Reduction:
         other = replace(self, name=f"{self.name}_{suffix}", _graphs={}, **changes)
         if other.compression is self.compression:
-            object.__setattr__(other, "low_rank", self.low_rank)
+            other.reducer = self.reducer
         return other
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[bool]) -> list[Any]:
@@ -125,7 +113,6 @@ class Reduction:
             "groups": [len(group) for group in self.groups] if isinstance(self.groups, list) else self.groups,
             "factor after accumulation": self.accumulated_scale,
             "deterministic": self.deterministic,
-            "sharded": self.sharded,
             "merge_rows": self.merge_rows,
         }
 
@@ -160,13 +147,13 @@ class Reduction:
             )
         return tf.cast(lowest, tf.bool)
 
-    # ---- of a sharded update -----------------------------------------------------------------------------------------
+    # ---- vectors of which each rank has a part -----------------------------------------------------------------------
     def place(self) -> tuple[int, int]:
         """This rank's number in its process set, and their number."""
         return self.process_set.rank(), self.process_set.size()
 
     def reduce_scatter(self, vectors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns this rank's parts of the reduced vectors of all ranks, as `sharded.Shards` cuts them."""
+        """Returns this rank's parts of the reduced vectors of all ranks, cut as Horovod's reducescatter does."""
         if self._alone():
             return [scaled(vector, self.accumulated_scale) for vector in vectors]
         refuse_xla()
@@ -188,7 +175,7 @@ class Reduction:
         options = {"ignore_name_scope": True, "process_set": self.process_set}
         with tf.device(self.device_dense):
             each = enumerate(parts)
-            wholes = [horovod.allgather(_widened(part), name=f"{prefix}_{index}", **options) for index, part in each]
+            wholes = [horovod.allgather(widened(part), name=f"{prefix}_{index}", **options) for index, part in each]
         return [tf.cast(whole, part.dtype) for whole, part in zip(wholes, parts, strict=True)]
 
     def exchange_columns(self, rows: tf.Tensor) -> tf.Tensor:
@@ -199,7 +186,7 @@ class Reduction:
         columns = tf.transpose(tf.reshape(padded, [num_rows, size, -1]), [1, 0, 2])  # [size, rows, columns]
         options = {"ignore_name_scope": True, "process_set": self.process_set}
         with tf.device(self.device_dense):
-            flat = tf.reshape(_widened(columns), [size * num_rows, -1])
+            flat = tf.reshape(widened(columns), [size * num_rows, -1])
             name = f"HorovodAlltoall_{unique_in_graph(self.name)}"
             received, _ = horovod.alltoall(flat, splits=tf.fill([size], num_rows), name=name, **options)
         return tf.cast(received, rows.dtype)
@@ -224,47 +211,40 @@ class Reduction:
         dense = []
         for index, gradient in enumerate(gradients):
             if local[index]:
-                reduced[index] = scaled(gradient, 1.0 / self._num_ranks()) if self.scale_local_gradients else gradient
+                reduced[index] = scaled(gradient, 1.0 / self.num_ranks()) if self.scale_local_gradients else gradient
             elif isinstance(gradient, tf.IndexedSlices) and not self.sparse_as_dense:
                 reduced[index] = self._reduce_sparse(gradient, f"HorovodAllgather_{prefix}_{index}")
             elif self._alone():
                 reduced[index] = tf.convert_to_tensor(gradient)
             else:
                 dense.append(index)
-        if self.low_rank is not None:
-            dense = self._reduce_low_rank(self.low_rank, dense, reduced, variables, f"HorovodAllreduce_{prefix}")
-        for number, members in enumerate(self._split(dense, gradients, variables)):
-            tensors = [tf.convert_to_tensor(gradients[index]) for index in members]
-            results = self._reduce_dense(tensors, f"HorovodAllreduce_{prefix}_{number}")
-            for index, result in zip(members, results, strict=True):
-                reduced[index] = result
+        tensors = [tf.convert_to_tensor(gradients[index]) for index in dense]
+        of_dense, name = [variables[index] for index in dense], f"HorovodAllreduce_{prefix}"
+        if self.reducer:
+            results = self.reducer.reduce(self, tensors, of_dense, name)
+        else:
+            results = self.allreduce(tensors, of_dense, name)
+        for index, result in zip(dense, results, strict=True):
+            reduced[index] = result
         return [scaled(gradient, self.accumulated_scale) for gradient in reduced]
 
-    def _reduce_low_rank(
-        self, low_rank: LowRank, dense: list[int], reduced: list[Any], variables: Sequence[Any], name: str
-    ) -> list[int]:
-        """Sets the gradients of `dense` to their means; returns those left over, if nothing is compressed."""
-        low = [index for index in dense if low_rank.compresses(variables[index])]
-        if not low:
-            return dense  # the vectors of a check
-        whole = [index for index in dense if index not in low]
+    def allreduce(self, tensors: list[tf.Tensor], variables: Sequence[Any], name: str) -> list[tf.Tensor]:
+        """Reduces tensors by Horovod, in the groups that are sent together."""
+        return self._in_groups(tensors, self._split(tensors, variables), name)
 
-        def mean(tensors: list[tf.Tensor], which: str) -> list[tf.Tensor]:
-            means: dict[int, tf.Tensor] = {}
-            places = range(len(tensors))
-            for number, members in enumerate(
-                _by_dtype(places, tensors) if self._as_one() else [[one] for one in places]
-            ):
-                each = self._reduce_dense([tensors[one] for one in members], f"{name}_{which}_{number}")
-                means |= zip(members, each, strict=True)
-            return [means[one] for one in range(len(tensors))]
+    def means(self, tensors: list[tf.Tensor], name: str) -> list[tf.Tensor]:
+        """Reduces tensors that are no gradients, one by one or, if the order of additions is fixed, as one vector."""
+        indices = range(len(tensors))
+        groups = by_dtype(indices, tensors) if self._as_one() else [[index] for index in indices]
+        return self._in_groups(tensors, groups, name)
 
-        tensors = {index: tf.convert_to_tensor(reduced[index]) for index in dense}
-        matrices = [variables[index] for index in low]
-        results = low_rank.reduce([tensors[i] for i in low], matrices, [tensors[i] for i in whole], mean)
-        for index, result in zip([*low, *whole], [*results[0], *results[1]], strict=True):
-            reduced[index] = result
-        return []
+    def _in_groups(self, tensors: list[tf.Tensor], groups: Sequence[list[int]], name: str) -> list[tf.Tensor]:
+        results = list(tensors)
+        for number, members in enumerate(groups):
+            sums = self._reduce_dense([tensors[index] for index in members], f"{name}_{number}")
+            for index, result in zip(members, sums, strict=True):
+                results[index] = result
+        return results
 
     def _reduce_sparse(self, gradient: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
         # Equivalent to Horovod's allreduce, which names the gathers after their tensors: those names differ between
@@ -273,7 +253,7 @@ class Reduction:
         if self._alone() and not self.merge_rows:
             return gradient
         with tf.device(self.device_sparse):
-            rows, values = gradient.indices, _widened(gradient.values)
+            rows, values = gradient.indices, widened(gradient.values)
             if self.merges_rows:
                 rows, places = tf.unique(rows)
                 values = tf.math.unsorted_segment_sum(values, places, tf.size(rows))
@@ -281,7 +261,7 @@ class Reduction:
                 if self.op == Adasum:
                     raise NotImplementedError("Adasum knows no sparse gradients: set sparse_as_dense=True")
                 if self.op == Average:
-                    values = values / tf.cast(self._num_ranks(), values.dtype)
+                    values = values / tf.cast(self.num_ranks(), values.dtype)
                 options = {"ignore_name_scope": True, "process_set": self.process_set}
                 with tf.device(CPU):
                     counts = horovod.allgather(tf.size(rows)[None], name=f"{name}_counts", **options)
@@ -292,10 +272,10 @@ class Reduction:
         return tf.IndexedSlices(tf.cast(values, gradient.dtype), rows, gradient.dense_shape)
 
     def _reduce_dense(self, gradients: list[tf.Tensor], name: str, reduce: Any = None) -> list[tf.Tensor]:
-        tensors, factor = [_widened(gradient) for gradient in gradients], self.gradient_predivide_factor
+        tensors, factor = [widened(gradient) for gradient in gradients], self.gradient_predivide_factor
         options = {
             "device_dense": self.device_dense,
-            "compression": self.compression if self._is_horovods() else Compression.none,
+            "compression": Compression.none if self.reducer else self.compression,
             "op": self.op,
             "prescale_factor": 1.0 / factor,
             "postscale_factor": factor,
@@ -304,18 +284,16 @@ class Reduction:
             "name": name,
         }
         after: Any = 1.0
-        if self.compression is not BFloat16 and any(self._sent_in_16_bits(tensor) for tensor in tensors):
+        if any(self._sent_in_16_bits(tensor) for tensor in tensors):
             # Horovod would add before it divides, and float16 overflows above 65504.
-            before = self._num_ranks() if factor == 1.0 else factor
-            after = before / self._num_ranks() if self.op == Average else before
+            before = self.num_ranks() if factor == 1.0 else factor
+            after = before / self.num_ranks() if self.op == Average else before
             tensors = [scaled(tensor, 1.0 / before) for tensor in tensors]
             options |= {"op": Sum if self.op == Average else self.op, "prescale_factor": 1.0, "postscale_factor": 1.0}
         if reduce is not None:
             results = [reduce(tensor, **options) for tensor in tensors]
-        elif self.compression is BFloat16:
-            results = _joined(tensors, lambda flat: self._sum_in_bfloat16(flat, name))
         elif self._as_one():
-            results = _joined(tensors, lambda flat: horovod.allreduce(flat, **options))
+            results = joined(tensors, lambda flat: horovod.allreduce(flat, **options))
         elif self.groups is None:
             results = [horovod.allreduce(tensor, **options) for tensor in tensors]
         else:
@@ -323,40 +301,41 @@ class Reduction:
         results = [scaled(result, after) for result in results]
         return [tf.cast(result, gradient.dtype) for result, gradient in zip(results, gradients, strict=True)]
 
-    def _sum_in_bfloat16(self, flat: tf.Tensor, name: str) -> tf.Tensor:
-        num_ranks = self._num_ranks()
-        factor = 1.0 / num_ranks if self.op == Average else 1.0
-        with tf.device(self.device_dense):
-            options = {"ignore_name_scope": True, "process_set": self.process_set}
-            return sum_in_bfloat16(flat, num_ranks, factor, name, **options)
-
-    def _is_horovods(self) -> bool:
-        return self.compression is not BFloat16 and self.low_rank is None
-
     def _sent_in_16_bits(self, tensor: tf.Tensor) -> bool:
         compressed = self.compression is getattr(Compression, "fp16", None) and tensor.dtype.is_floating
         return tensor.dtype == tf.float16 or compressed
 
-    def _split(self, dense: list[int], gradients: Sequence[Any], variables: Sequence[Any]) -> list[list[int]]:
+    def _split(self, tensors: Sequence[Any], variables: Sequence[Any]) -> list[list[int]]:
         """Indices of dense gradients, in groups that are reduced together."""
+        indices = range(len(tensors))
         if self._as_one():
-            return _by_dtype(dense, gradients)
+            return by_dtype(indices, tensors)
         if self.groups is None:
-            return [[index] for index in dense]
+            return [[index] for index in indices]
         if not isinstance(self.groups, list):
-            length = -(-len(dense) // self.groups) or 1
-            return [dense[start : start + length] for start in range(0, len(dense), length)]
-        rest = {id(tensor_of(variables[index])): index for index in dense}
+            length = -(-len(tensors) // self.groups) or 1
+            return [list(indices[start : start + length]) for start in range(0, len(tensors), length)]
+        rest = {id(tensor_of(variables[index])): index for index in indices}
         listed = [[rest.pop(id(tensor_of(v))) for v in group if id(tensor_of(v)) in rest] for group in self.groups]
         return [group for group in listed if group] + [[index] for index in rest.values()]
 
     def _as_one(self) -> bool:
-        return (self.deterministic and self.op != Adasum) or self.compression is BFloat16
+        return self.deterministic and self.op != Adasum
 
-    def _num_ranks(self) -> Any:
+    def num_ranks(self) -> Any:
+        """Number of ranks that reduce: an int, or float64 [] in an elastic run, where it changes."""
         if elastic():
             return tf.cast(horovod.size_op(process_set_id=self.process_set.process_set_id), tf.float64)
         return self.process_set.size()
+
+
+def require_one_vector(reduction: Reduction, ops: Sequence[Any]) -> None:
+    """Raises ValueError unless gradients may be sent as one vector, combined by one of some operations."""
+    name = name_of(reduction.compression)
+    if reduction.op not in ops:
+        raise ValueError(f"compression {name}: got op {OP_WORDS[reduction.op]}, expected hvd.Average")
+    if reduction.groups is not None:
+        raise ValueError(f"compression {name} sends all gradients as one: leave groups out")
 
 
 def averaged_by_adasum(device: str, gpus: Sequence[Any], nccl: bool, local_size: int) -> int:
@@ -365,17 +344,19 @@ def averaged_by_adasum(device: str, gpus: Sequence[Any], nccl: bool, local_size:
     return local_size if gpus and nccl and "cpu" not in device.lower() else 1
 
 
-def _widened(tensor: tf.Tensor) -> tf.Tensor:
+def widened(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor; in float32, if it is bfloat16."""
     # Horovod's allreduce does not support bfloat16; float32 represents all its values.
     return tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor
 
 
-def _by_dtype(indices: Sequence[int], tensors: Sequence[Any]) -> list[list[int]]:
+def by_dtype(indices: Sequence[int], tensors: Sequence[Any]) -> list[list[int]]:
+    """Indices of tensors in groups of one dtype."""
     dtypes = dict.fromkeys(tensors[index].dtype for index in indices)
     return [[index for index in indices if tensors[index].dtype == dtype] for dtype in dtypes]
 
 
-def _joined(tensors: list[tf.Tensor], reduce: Callable[[tf.Tensor], tf.Tensor]) -> list[tf.Tensor]:
+def joined(tensors: list[tf.Tensor], reduce: Callable[[tf.Tensor], tf.Tensor]) -> list[tf.Tensor]:
     """Reduces tensors of one dtype as one vector, for a fixed order of additions."""
     # The order depends on an element's position in the message, and Horovod fuses tensors by when they are ready.
     flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
@@ -399,6 +380,7 @@ def _summed_by_row(values: tf.Tensor, indices: tf.Tensor, counts: tf.Tensor) -> 
 
 
 def scaled(gradient: Any, factor: Any) -> Any:
+    """A dense or sparse gradient, multiplied by a factor."""
     if isinstance(factor, float) and factor == 1.0:
         return gradient
     if isinstance(gradient, tf.IndexedSlices):

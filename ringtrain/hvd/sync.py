@@ -29,9 +29,8 @@ from ringtrain.hvd.keras_patches import (
     refuse_horovods_own,
 )
 from ringtrain.hvd.placement import CPU
+from ringtrain.hvd.reducers.sharded import sharded_slots
 from ringtrain.hvd.reduction import OP_WORDS, averaged_by_adasum
-from ringtrain.hvd.sharded import sharded_slots
-from ringtrain.hvd.slow_links.local_steps import LocalSteps, LocalUpdates, local_steps_of, steps_of_round
 from ringtrain.hvd.step_timing import during
 
 T = TypeVar("T")
@@ -185,13 +184,12 @@ def probe(optimizer: Any, length: int, reduction: Any = None) -> Callable[[Any],
     if not distributed(single):
         distribute(single, reduction, 1)
     elif reduction is not None:
-        object.__setattr__(single, "reduction", reduction)
+        vars(single)["reduction"] = reduction
     if optimizer is not inner:
         twin = type(optimizer)(single, initial_scale=optimizer.initial_scale)
     single.clipnorm = single.global_clipnorm = single.clipvalue = single.weight_decay = None
-    object.__setattr__(single, "update_step", lambda gradient, variable, rate: variable.assign(gradient))
-    if isinstance(single, LocalUpdates):
-        object.__setattr__(single, "local", LocalSteps(1))  # what a round of one update has changed
+    vars(single)["update_step"] = lambda gradient, variable, rate: variable.assign(gradient)
+    single.prepare_probe()
     received = keras.Variable(np.zeros(length), dtype="float32", name="probe")
     twin.build([received])
 
@@ -306,17 +304,19 @@ def prove(model: keras.Model, batch: Any, tolerance: float | None = None) -> dic
 
     Raises:
         OutOfSync: On every rank, the first claim that does not hold.
-        ValueError: There are fewer rows than ranks, or a round of local steps is under way.
+        ValueError: There are fewer rows than ranks, or the ranks' weights differ by design, as within a round of local
+            steps.
     """
-    if steps_of_round(model):
-        raise ValueError("prove: within a round of local steps, ranks have other weights: call hvd.end_round(model)")
+    optimizers = [one for one in optimizers_of(model) if distributed(one)]
+    for optimizer in map(innermost, optimizers):
+        if why := optimizer.why_apart():
+            raise ValueError(f"prove: {why}")
     tensors = keras.tree.map_structure(keras.ops.convert_to_numpy, batch)
     checksums = [_checksum(one) for one in keras.tree.flatten(tensors)]
     if len(set(allgather_object(tuple(checksums), name="ringtrain_prove_batch"))) > 1:
         raise OutOfSync("prove: the ranks have other batches: pass the same rows on every rank")
     combined, *_ = [check_averaging(one) for one in optimizers_of(model)]
-    if (local_steps := local_steps_of(model)) > 1:
-        combined = f"{combined} after each round of {local_steps} local steps"
+    combined = " ".join([combined, *dict.fromkeys(filter(None, (innermost(one).when_reduced for one in optimizers)))])
     found = {"updates get gradients": combined}
     found["weights and slots are equal"] = check_in_sync(model)
     rank, size = horovod.rank(), horovod.size()
@@ -367,7 +367,7 @@ def _require_same_settings(model: keras.Model, optimizer: Any, process_set: Proc
     settings = {
         "optimizer": type(inner).__name__,
         "gradient_accumulation_steps": inner.gradient_accumulation_steps,
-        "local_steps": str(getattr(inner, "local", 1)),
+        "update": getattr(inner, "update_name", ""),
         "variables of other optimizers": sum(len(one.variables) for one in others),
         **({"reduction": "none"} if reduction is None else reduction.settings()),
     }

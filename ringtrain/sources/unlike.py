@@ -58,8 +58,7 @@ def _merges_rows(model: keras.Model) -> bool:
     if not any(isinstance(layer, keras.layers.Embedding) for layer in layers_of(model)):
         return False
     for optimizer in map(innermost, hvd.optimizers_of(model)):
-        reduction, is_linear = optimizer.reduction, isinstance(optimizer, keras.optimizers.SGD)
-        if not is_linear and (reduction.merges_rows or reduction.sparse_as_dense or reduction.sharded):
+        if not isinstance(optimizer, keras.optimizers.SGD) and optimizer.adds_up_rows:
             return True
     return False
 

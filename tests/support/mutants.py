@@ -104,31 +104,31 @@ MUTANTS = (
     ),
     # Fewer bytes
     Mutant(
-        *("what a step leaves out is forgotten", "hvd/slow_links/powersgd.py"),
+        *("what a step leaves out is forgotten", "hvd/reducers/powersgd.py"),
         *("matrix.error.assign(tf.reshape(one - result, matrix.error.shape))", "pass"),
         _property("slow_links.what_is_left_out_comes_later"),
     ),
     Mutant(
-        *("matrices that are not orthonormal", "hvd/slow_links/powersgd.py", "tf.linalg.qr(one)[0]", "one"),
+        *("matrices that are not orthonormal", "hvd/reducers/powersgd.py", "tf.linalg.qr(one)[0]", "one"),
         _property("slow_links.full_rank_equals_the_ring"),
     ),
     Mutant(
-        *("columns of zeros that stay zero", "hvd/slow_links/powersgd.py"),
+        *("columns of zeros that stay zero", "hvd/reducers/powersgd.py"),
         *("tf.where(is_zero, matrix.right.value, right)", "right"),
         _property("slow_links.a_gradient_of_zeros_does_not_stop_the_iteration"),
     ),
     Mutant(
-        *("rounds that move frozen layers", "hvd/slow_links/local_steps.py"),
+        *("rounds that move frozen layers", "hvd/reducers/local_steps.py"),
         *("if one.trainable and not self.is_local(one)", "if not self.is_local(one)"),
         _property("slow_links.frozen_weights_stay"),
     ),
     Mutant(
-        *("rounds that begin where the last one began", "hvd/slow_links/local_steps.py"),
+        *("rounds that begin where the last one began", "hvd/reducers/local_steps.py"),
         *("start.assign(variable)", "pass"),
         _property("slow_links.a_round_is_what_its_formula_says"),
     ),
     Mutant(
-        *("weights of ranks that are not saved", "hvd/slow_links/local_steps.py"),
+        *("weights of ranks that are not saved", "hvd/reducers/local_steps.py"),
         *("[*super().of_one_rank(now), *slots, *weights]", "[*super().of_one_rank(now), *slots]"),
         "tests/ring/test_slow_links.py::test_stopped_and_killed_runs_go_on_as_if_nothing_had_happened[local]",
     ),

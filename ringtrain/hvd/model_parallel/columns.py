@@ -20,7 +20,7 @@ import tensorflow as tf
 from keras.src.layers.convolutional.base_conv import BaseConv
 
 from ringtrain.hvd.keras_patches import innermost
-from ringtrain.hvd.sharded import is_elementwise
+from ringtrain.hvd.reducers.sharded import is_elementwise
 
 ELEMENTWISE = {
     getattr(keras.activations, name)

@@ -13,7 +13,7 @@ from keras.src.models.functional import Functional
 from ringtrain.hvd.collectives import tensor_of
 from ringtrain.hvd.keras_patches import innermost, optimizers_of
 from ringtrain.hvd.model_parallel.columns import columns_of, divide, nbytes, nodes_of, refuse_optimizer
-from ringtrain.hvd.sharded import sharded_slots
+from ringtrain.hvd.reducers.sharded import sharded_slots
 from ringtrain.hvd.train_step import wrap
 
 FUSED = tuple(getattr(keras.layers, name) for name in ("Activation", "ReLU", "LeakyReLU", "PReLU", "ELU", "Softmax"))

@@ -14,7 +14,7 @@ from only import only
 import ringtrain.hvd as hvd
 from ringtrain.errors import OutOfSync
 from ringtrain.hvd import sharded
-from ringtrain.hvd.sharded import sharded_slots
+from ringtrain.hvd.reducers.sharded import sharded_slots
 from ringtrain.optim.optimizers import SGD
 
 NUM_STEPS = 4

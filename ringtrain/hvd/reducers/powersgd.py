@@ -12,7 +12,7 @@ is sent as soon as its gradient is computed. Vectors, and matrices that would ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,22 +20,14 @@ import keras
 import tensorflow as tf
 
 from ringtrain.derived import low_rank
-from ringtrain.hvd.collectives import tensor_of
-
-Mean = Callable[[list[tf.Tensor], str], list[tf.Tensor]]
-"""Function of tensors and a name: their means over the ranks."""
-
-
-class OfOptimizers:
-    """Compression that an allreduce cannot have, since it is no cast of each number."""
-
-    @classmethod
-    def compress(cls, tensor: Any) -> Any:
-        raise ValueError(f"{cls.__name__} is a compression for hvd.DistributedOptimizer only: use none or fp16 here")
+from ringtrain.hvd.backend import Average
+from ringtrain.hvd.collectives import elastic, tensor_of
+from ringtrain.hvd.reducer import Compressor, Reducer
+from ringtrain.hvd.reduction import Reduction, require_one_vector
 
 
 @dataclass(frozen=True)
-class PowerSGD(OfOptimizers):
+class PowerSGD(Compressor):
     """Compression by matrices of low rank: `hvd.Compression.powersgd(4)`.
 
     Args:
@@ -55,6 +47,14 @@ class PowerSGD(OfOptimizers):
         if self.rank < 1:
             raise ValueError(f"powersgd: got rank {self.rank}, expected at least 1")
 
+    def check(self, reduction: Reduction) -> None:
+        require_one_vector(reduction, (Average,))
+        if elastic():
+            raise ValueError(f"compression {self}: a lost rank would take what it has not sent along: not with elastic")
+
+    def reducer(self) -> LowRank:
+        return LowRank(self)
+
     def matrix_of(self, shape: Sequence[int]) -> tuple[int, int] | None:
         """Rows and columns of a gradient of this shape; None: it is sent whole."""
         return low_rank(shape, self.rank, self.min_ratio)
@@ -71,8 +71,10 @@ class Matrix:
     """Q of the last step, [columns, rank], equal on all ranks"""
 
 
-class LowRank:
+class LowRank(Reducer):
     """State of PowerSGD for the variables of one optimizer, which holds it."""
+
+    has_state = True
 
     def __init__(self, settings: PowerSGD) -> None:
         self.settings = settings
@@ -97,34 +99,38 @@ class LowRank:
             self._matrices[id(tensor_of(variable))] = Matrix(shape, error, right)
         return added
 
-    def errors(self) -> list[keras.Variable]:
-        """Variables that differ between ranks."""
+    def of_one_rank(self) -> list[Any]:
+        """What each rank has not sent yet."""
         return [matrix.error for matrix in self._matrices.values() if matrix.error is not None]
 
-    def compresses(self, variable: Any) -> bool:
-        return id(tensor_of(variable)) in self._matrices
-
     def reduce(
-        self, gradients: Sequence[Any], variables: Sequence[Any], whole: Sequence[Any], mean: Mean
-    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Returns the means of compressed gradients, up to the error that is kept, and those of `whole` tensors."""
-        matrices = [self._matrices[id(tensor_of(variable))] for variable in variables]
+        self, reduction: Reduction, tensors: list[tf.Tensor], variables: Sequence[Any], name: str
+    ) -> list[tf.Tensor]:
+        """Means of the gradients, of compressed ones up to the error that is kept."""
+        found = [self._matrices.get(id(tensor_of(variable))) for variable in variables]
+        low = [index for index, matrix in enumerate(found) if matrix is not None]
+        if not low:
+            return reduction.allreduce(tensors, variables, name)  # the vectors of a check
+        rest = [index for index, matrix in enumerate(found) if matrix is None]
+        matrices = [matrix for matrix in found if matrix is not None]
+        gradients = [tensors[index] for index in low]
         own = []
         for matrix, gradient in zip(matrices, gradients, strict=True):
             kept = gradient if matrix.error is None else gradient + tf.cast(matrix.error.value, gradient.dtype)
             own.append(tf.reshape(kept, matrix.shape))
         lefts = [tf.matmul(one, matrix.right.value) for one, matrix in zip(own, matrices, strict=True)]
-        means = mean([*lefts, *whole], "left")
+        means = reduction.means([*lefts, *(tensors[index] for index in rest)], f"{name}_left")
         # Householder's QR: orthonormal columns also of a matrix whose rank is lower.
         lefts = [tf.linalg.qr(one)[0] for one in means[: len(lefts)]]
-        rights = mean([tf.matmul(one, left, transpose_a=True) for one, left in zip(own, lefts, strict=True)], "right")
-        results = []
-        for matrix, one, left, right, gradient in zip(matrices, own, lefts, rights, gradients, strict=True):
+        rights = [tf.matmul(one, left, transpose_a=True) for one, left in zip(own, lefts, strict=True)]
+        rights = reduction.means(rights, f"{name}_right")
+        results = dict(zip(rest, means[len(lefts) :], strict=True))
+        for index, matrix, one, left, right in zip(low, matrices, own, lefts, rights, strict=True):
             result = tf.matmul(left, right, transpose_b=True)
             if matrix.error is not None:
                 matrix.error.assign(tf.reshape(one - result, matrix.error.shape))
             # A column of zeros, as of a gradient that is zero, would stay zero: the next step begins with the last one.
             is_zero = tf.reduce_all(tf.equal(right, 0), axis=0)
             matrix.right.assign(tf.where(is_zero, matrix.right.value, right))
-            results.append(tf.reshape(result, gradient.shape))
-        return results, means[len(lefts) :]
+            results[index] = tf.reshape(result, tensors[index].shape)
+        return [results[index] for index in range(len(tensors))]

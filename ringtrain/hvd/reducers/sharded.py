@@ -19,7 +19,10 @@ from numpy.typing import NDArray
 
 from ringtrain.hvd.backend import horovod
 from ringtrain.hvd.collectives import elastic, gather_bytes, part_of, scatter_bytes
+from ringtrain.hvd.distributed import Distributed, refuse_overwritten
 from ringtrain.hvd.keras_patches import innermost
+from ringtrain.hvd.reducer import Compressor, name_of
+from ringtrain.hvd.step_timing import PLACE
 
 GROUP_BYTES = 16 * 2**20
 """Variables are joined up to this size, since small messages are slow, and joining takes memory."""
@@ -128,6 +131,85 @@ class Part:
         return slice(*self.shards.ranges(rank)[self.place])
 
 
+class Sharded(Distributed):
+    """Mixin for a single optimizer that updates this rank's part of the weights.
+
+    Keras applies gradients to the model's variables; clipping, decay, slots and updates are about segments of them.
+    """
+
+    _shards: Shards
+    of_object = (*Distributed.of_object, "_shards")
+    can_be_undone = False
+    adds_up_rows = True
+
+    @property
+    def update_name(self) -> str:
+        return "sharded"
+
+    def build(self, variables: Any) -> None:
+        if self.built:
+            return
+        refuse_overwritten(variables)
+        self.__dict__["_shards"] = Shards(variables, *self.reduction.place())
+        super().build(self._shards.segments)
+        known = {self._var_key(variable): place for place, variable in enumerate(variables)}
+        self._trainable_variables_indices.update(known)
+        self.__dict__["_trainable_variables"] = list(variables)
+
+    def add_variable_from_reference(self, reference_variable: Any, name: Any = None, initializer: Any = "zeros") -> Any:
+        part = Part(self._shards, next(i for i, one in enumerate(self._shards.segments) if one is reference_variable))
+        if name == "gradient_accumulator":  # reduced by the update only: whole until then
+            return super().add_variable_from_reference(part.variable, name, initializer)
+        slot = super().add_variable_from_reference(reference_variable, name, initializer)
+        slot.part_of = part
+        return slot
+
+    def register_local_var(self, var: Any) -> None:
+        raise ValueError("register_local_var: a sharded update reduces all gradients: leave out sharded=True")
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        super().apply(grads, self._trainable_variables if trainable_variables is None else trainable_variables)
+
+    def _clip_gradients(self, grads: Any) -> Any:
+        self._reached.append("hook")
+        given = dict(zip(self._places(self._updated_variables), grads, strict=True))
+        if self._reduced_before:
+            own = self._shards.own(given)
+        else:
+            PLACE.note_each("computed", self._updated_variables, grads)
+            own = self._shards.reduced(given, self.reduction)
+            PLACE.note("reduced", list(own.values()))
+        if self.gradient_norm is None and not self.global_clipnorm:
+            return super(Distributed, self)._clip_gradients(list(own.values()))
+        wide = [part if part.dtype == tf.float64 else tf.cast(part, tf.float32) for part in own.values()]
+        squares = [tf.cast(tf.reduce_sum(tf.square(part)), tf.float64) for part in wide]
+        norm = tf.sqrt(self.reduction.sum_of_parts(tf.add_n(squares)))
+        if self.gradient_norm is not None:
+            self.gradient_norm.note(lambda: tf.cast(norm, tf.float32))
+        if not self.global_clipnorm:
+            return super(Distributed, self)._clip_gradients(list(own.values()))
+        factor = self.global_clipnorm / tf.maximum(norm, self.global_clipnorm)
+        return [part * tf.cast(factor, part.dtype) for part in own.values()]
+
+    def _apply_weight_decay(self, variables: Any) -> None:
+        super()._apply_weight_decay(self._shards.load(self._places(variables)))
+
+    def _use_weight_decay(self, variable: Any) -> Any:
+        whole = self._shards.variables[self._get_variable_index(variable)]
+        return super()._use_weight_decay(whole if isinstance(variable, keras.Variable) else whole.value)
+
+    def _backend_update_step(self, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
+        places = self._places(trainable_variables)
+        super()._backend_update_step(grads, [self._shards.segments[place] for place in places], learning_rate)
+        self._shards.join(places, self.reduction)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Leaves the slots out of a saved model: this rank has a part of them only."""
+
+    def _places(self, variables: Any) -> list[int]:
+        return [self._get_variable_index(variable) for variable in variables]
+
+
 def sharded_slots(optimizer: Any) -> list[Any]:
     """Variables of an optimizer that hold a rank's part of a slot."""
     return [variable for variable in innermost(optimizer).variables if part_of(variable)]
@@ -198,6 +280,7 @@ def refuse_sharding(optimizer: Any, reduction: Any) -> None:
         f"{name} has use_ema: it is not supported": inner.use_ema,
         "process_set: give the global one": reduction.process_set.process_set_id,
         "compression_start_step: leave it out": reduction.compression_start_step,
+        f"compression {name_of(reduction.compression)}: leave it out": isinstance(reduction.compression, Compressor),
         "groups: all gradients are reduced as one vector: leave it out": reduction.groups is not None,
         "op: expected hvd.Average or hvd.Sum": reduction.op not in (horovod.Average, horovod.Sum),
     }

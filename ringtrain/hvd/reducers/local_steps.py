@@ -78,9 +78,27 @@ class LocalUpdates(Distributed):
     ending: Any
     """`end_round` as a tf.function, retraced when layers were frozen"""
 
+    of_object = (*Distributed.of_object, "starts", "velocities_of_rounds", "steps_of_round", "ending")
+
     @property
     def no_loss_scale(self) -> str:
         return "local_steps"
+
+    @property
+    def update_name(self) -> str:
+        return str(self.local)
+
+    @property
+    def when_reduced(self) -> str:
+        return f"after each round of {self.local.steps} local steps"
+
+    def why_apart(self) -> str:
+        if not self.built or not int(self.steps_of_round):
+            return ""
+        return "within a round of local steps, ranks have other weights: call hvd.end_round(model)"
+
+    def prepare_probe(self) -> None:
+        self.__dict__["local"] = LocalSteps(1)  # what a round of one update has changed
 
     def add_state(self) -> None:
         if self.added:
@@ -97,10 +115,9 @@ class LocalUpdates(Distributed):
             "steps_of_round": self.add_variable((), "zeros", "int64", name="round_steps"),
             "ending": tf.function(self.end_round, autograph=False),
         }
-        for name, value in state.items():
-            object.__setattr__(self, name, value)
+        self.__dict__.update(state)
         added = (*self.added, *state["starts"], *state["velocities_of_rounds"], state["steps_of_round"])
-        object.__setattr__(self, "added", added)
+        self.__dict__["added"] = added
 
     def of_one_rank(self, now: bool) -> list[Any]:
         shared = {id(variable) for variable in (*self.added, self._iterations, *self._rates())}
@@ -160,14 +177,14 @@ class LocalUpdates(Distributed):
         self.steps_of_round.assign(0)
 
 
-def refuse_local(optimizer: Any, reduction: Any) -> None:
+def refuse_local(optimizer: Any, reduction: Any, sharded: bool) -> None:
     """Raises ValueError for an optimizer that cannot make local steps; the message says why."""
     reasons = {
         "elastic: a rank that is lost would take its steps along": elastic(),
         "MultiOptimizer: its parts have steps of their own": isinstance(optimizer, keras.optimizers.MultiOptimizer),
         "LossScaleOptimizer: one rank may skip a step": isinstance(optimizer, keras.optimizers.LossScaleOptimizer),
         "use_ema: it would average the weights of one rank": optimizer.use_ema,
-        "sharded: slots are each rank's own": reduction.sharded,
+        "sharded: slots are each rank's own": sharded,
         "op: expected hvd.Average": reduction.op != Average,
         "compression_start_step: warm-up steps are not compressed": reduction.compression_start_step,
     }

@@ -1,0 +1,30 @@
+"""Compressions of gradients by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ringtrain.hvd.backend import Compression as HorovodsOwn
+from ringtrain.hvd.reducers.bfloat16 import BFloat16
+from ringtrain.hvd.reducers.powersgd import PowerSGD
+
+
+class Compression(HorovodsOwn):
+    """Compressions for `DistributedOptimizer(compression=...)`: `none`, `fp16`, `bf16`, or `powersgd(rank)`.
+
+    Example:
+        >>> hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=hvd.Compression.powersgd(4))
+    """
+
+    bf16 = BFloat16()
+
+    @staticmethod
+    def powersgd(rank: int, error_feedback: bool = True, min_ratio: float = 2.0) -> PowerSGD:
+        """Low-rank approximations of gradients: see `PowerSGD`."""
+        return PowerSGD(rank, error_feedback, min_ratio)
+
+    @classmethod
+    def named(cls, name: str) -> Any:
+        """Compression of a name as in the option `hvd.compression`: none, fp16, bf16, powersgd:4, ..."""
+        kind, _, rank = name.partition(":")
+        return cls.powersgd(int(rank)) if kind == "powersgd" else getattr(cls, kind)

@@ -1,0 +1,60 @@
+"""The seam for ways to reduce dense gradients that are no allreduce of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
+
+    from ringtrain.hvd.reduction import Reduction
+
+
+class Reducer:
+    """Reduces the dense gradients of one optimizer, and has its own state; see reducers/bfloat16.py for a small one."""
+
+    has_state = False
+    """whether a step leaves something for the next one, so that no step may be skipped"""
+
+    def build(self, optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> list[keras.Variable]:
+        """Adds the state for an optimizer's variables to it, and returns it."""
+        return []
+
+    def of_one_rank(self) -> list[Any]:
+        """Variables of the state that differ between ranks."""
+        return []
+
+    def reduce(
+        self, reduction: Reduction, tensors: list[tf.Tensor], variables: Sequence[Any], name: str
+    ) -> list[tf.Tensor]:
+        """Reduces gradients over the ranks. Collective, in a graph.
+
+        Args:
+            reduction: Of the optimizer; `reduction.allreduce` is Horovod's.
+            tensors: This rank's gradients; shapes and dtypes stay.
+            variables: Whose gradients they are; others than `build` has seen where a check sends a vector.
+            name: Prefix of the operations' names, which are equal on all ranks.
+        """
+        raise NotImplementedError
+
+
+class Compressor:
+    """Settings of a reducer: what `DistributedOptimizer(compression=...)` takes; `str` is its name."""
+
+    def check(self, reduction: Reduction) -> None:
+        """Raises ValueError for arguments of `DistributedOptimizer` that do not go with it."""
+
+    def reducer(self) -> Reducer:
+        """Reducer of one optimizer."""
+        raise NotImplementedError
+
+    def compress(self, tensor: Any) -> Any:
+        """Refuses Horovod's own calls, whose compressions cast each number."""
+        raise ValueError(f"{self} is a compression for hvd.DistributedOptimizer only: use none or fp16 here")
+
+
+def name_of(compression: Any) -> str:
+    """Name of a compression, for messages and to compare the ranks' settings."""
+    return str(compression) if isinstance(compression, Compressor) else compression.__name__

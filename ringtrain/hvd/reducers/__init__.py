@@ -1,0 +1,10 @@
+"""Ways to reduce gradients besides Horovod's allreduce, a module each with its settings, checks and state.
+
+bfloat16:    sums of 16-bit numbers
+powersgd:    low-rank approximations of gradients, with error feedback
+local_steps: rounds of steps without communication, and an outer optimizer between them
+sharded:     updates of a part of the weights on each rank, with a part of the slots
+
+The first two are a `reducer.Reducer` of dense gradients, which `compression` names; the others are a subclass of
+`distributed.Distributed`, an update, which `optimizer` chooses.
+"""
