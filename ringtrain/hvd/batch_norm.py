@@ -22,7 +22,14 @@ from keras.src.random import seed_generator
 from ringtrain.errors import RingtrainError
 from ringtrain.hvd.backend import Sum, horovod
 from ringtrain.hvd.collectives import copies_of, elastic, num_copies, unique_in_graph
-from ringtrain.hvd.keras_patches import layers_of, make_plain, non_trainable_variables_made_by, saved_as_its_base
+from ringtrain.hvd.keras_patches import (
+    layers_of,
+    make_plain,
+    non_trainable_variables_made_by,
+    saved_as_its_base,
+    set_class,
+    set_untracked,
+)
 from ringtrain.hvd.placement import CPU
 
 
@@ -85,7 +92,7 @@ def layers_own_variables(model: keras.Model) -> list[Any]:
 
 def share_state(model: keras.Model) -> None:
     """Declares that a model's training step keeps moving statistics and seeds equal on all ranks."""
-    object.__setattr__(model, "ringtrain_shares_state", True)
+    set_untracked(model, ringtrain_shares_state=True)
 
 
 def is_shared(model: keras.Model) -> bool:
@@ -144,10 +151,9 @@ def synchronize_batch_norm(model: keras.Model, device: str = "") -> int:
     layers = list(batch_norm_layers(model))
     for layer in layers:
         if not isinstance(layer, _Synchronized):
-            # Not layer.__class__ = ...: Keras and TensorFlow would track it as an attribute.
-            object.__setattr__(layer, "__class__", _synchronized(layer.__class__))
+            set_class(layer, _synchronized(layer.__class__))
             layer.supports_jit = False
-        object.__setattr__(layer, "device_of_sums", device)
+        set_untracked(layer, device_of_sums=device)
     return len(layers)
 
 

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from ringtrain.errors import OutOfSync
-from ringtrain.hvd.keras_patches import distributed, innermost, make_plain, saved_as_its_base
+from ringtrain.hvd.keras_patches import distributed, innermost, make_plain, saved_as_its_base, set_class
 from ringtrain.hvd.reducer import Reducer, name_of
 from ringtrain.hvd.reduction import Reduction, scaled
 from ringtrain.hvd.step_timing import PLACE
@@ -45,8 +45,7 @@ def distribute(
     }
     attributes |= settings or {}
     subclass = saved_as_its_base(mixin, base, attributes)
-    # Not optimizer.__class__ = ...: Keras and TensorFlow would track it as an attribute.
-    object.__setattr__(optimizer, "__class__", subclass)
+    set_class(optimizer, subclass)
     if optimizer.built:
         optimizer.add_state()
     return optimizer

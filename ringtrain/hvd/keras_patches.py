@@ -200,10 +200,20 @@ def saved_as_its_base(mixin: type, base: type, attributes: Mapping[str, Any]) ->
     return subclass
 
 
+def set_untracked(owner: Any, **values: Any) -> None:
+    """Sets attributes of a model, layer, metric or optimizer that Keras neither tracks nor saves."""
+    vars(owner).update(values)
+
+
+def set_class(owner: Any, kind: type) -> None:
+    """Gives an object another class, which Keras and TensorFlow would else track as an attribute."""
+    object.__setattr__(owner, "__class__", kind)
+
+
 def make_plain(changed: Any, mixin: type) -> None:
     """Gives an object whose class is from `saved_as_its_base` the class that it had before."""
     kind = type(changed)
-    object.__setattr__(changed, "__class__", next(one for one in kind.__mro__ if not issubclass(one, mixin)))
+    set_class(changed, next(one for one in kind.__mro__ if not issubclass(one, mixin)))
 
 
 def jit_gradients(model: keras.Model) -> None:

@@ -18,7 +18,14 @@ from ringtrain.hvd.backend import Adasum, Average, ProcessSet, global_process_se
 from ringtrain.hvd.collectives import elastic, layer_variables, refuse_xla, tensor_of, unique_in_graph
 from ringtrain.hvd.compression import Compression
 from ringtrain.hvd.distributed import distribute
-from ringtrain.hvd.keras_patches import compiled_optimizer, distributed, innermost, refuse_horovods_own, teach_keras
+from ringtrain.hvd.keras_patches import (
+    compiled_optimizer,
+    distributed,
+    innermost,
+    refuse_horovods_own,
+    set_untracked,
+    teach_keras,
+)
 from ringtrain.hvd.process import PROCESS
 from ringtrain.hvd.reducer import name_of
 from ringtrain.hvd.reducers.local_steps import LocalSteps, LocalUpdates, refuse_local
@@ -154,7 +161,7 @@ def DistributedOptimizer(
         optimizer.inner_optimizer = distribute(
             optimizer.inner_optimizer, reduction, backward_passes_per_step, jit_update, **updates
         )
-        vars(optimizer)["register_local_var"] = optimizer.inner_optimizer.register_local_var
+        set_untracked(optimizer, register_local_var=optimizer.inner_optimizer.register_local_var)
         return optimizer
     return distribute(optimizer, reduction, backward_passes_per_step, jit_update, **updates)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from ringtrain.hvd.keras_patches import innermost
+from ringtrain.hvd.keras_patches import innermost, set_untracked
 from ringtrain.hvd.train_step import TrainStep, wrap
 from ringtrain.monitor.diagnosis import WINDOW_STEPS, Times
 
@@ -149,7 +149,7 @@ class PhaseTracker:
             apply(grads, trainable_variables=trainable_variables)
 
         wrap(model, "timing", noting)
-        vars(model.optimizer)["apply"] = noting_apply  # not .apply = ...: Keras would track it
+        set_untracked(model.optimizer, apply=noting_apply)
 
 
 def _in_a_further_tower() -> bool:

@@ -17,7 +17,7 @@ import tensorflow as tf
 from ringtrain.errors import OutOfSync, RingtrainError
 from ringtrain.hvd.backend import Max, ProcessSet, global_process_set, horovod
 from ringtrain.hvd.batch_norm import batch_norm_layers, is_shared, seeds, weights_of_one_rank
-from ringtrain.hvd.collectives import allgather_object, broadcast_variables, copies_of, num_copies
+from ringtrain.hvd.collectives import allgather_object, broadcast_variables, copies_of, num_copies, part_of
 from ringtrain.hvd.distributed import Bypassed, distribute, variables_of_one_rank
 from ringtrain.hvd.keras_patches import (
     compiled_optimizer,
@@ -27,9 +27,9 @@ from ringtrain.hvd.keras_patches import (
     layers_of,
     optimizers_of,
     refuse_horovods_own,
+    set_untracked,
 )
 from ringtrain.hvd.placement import CPU
-from ringtrain.hvd.reducers.sharded import sharded_slots
 from ringtrain.hvd.reduction import OP_WORDS, averaged_by_adasum
 from ringtrain.hvd.step_timing import during
 
@@ -49,7 +49,7 @@ def broadcast_model(
     """Broadcasts the weights and optimizer state of `root_rank` to all ranks.
 
     Keras' seed generators are not broadcast and differ between ranks, unless the model's step shares them
-    (`share_state`). Each rank keeps its part of sharded slots. An optimizer that is not built yet is built.
+    (`share_state`). Each rank keeps its part of slots that are divided. An optimizer that is not built yet is built.
 
     Args:
         model: Built model, with the same architecture on every rank.
@@ -83,7 +83,7 @@ def check_in_sync(model: keras.Model, optimizer: Any = None) -> str:
     Each rank sends eight bytes per copy of the model in its process, and more only to name a difference. Excluded are
     seed generators, metrics, local weights (`weights_of_one_rank`, such as the moving statistics of batch
     normalization), accumulated gradients that are not reduced yet, variables registered as local with their slots, the
-    slots of a sharded optimizer, errors of PowerSGD, and with local steps the slots, within a round also the weights.
+    slots of which each rank has a part, and what `variables_of_one_rank` names.
 
     Args:
         model: Built model.
@@ -184,11 +184,11 @@ def probe(optimizer: Any, length: int, reduction: Any = None) -> Callable[[Any],
     if not distributed(single):
         distribute(single, reduction, 1)
     elif reduction is not None:
-        vars(single)["reduction"] = reduction
+        set_untracked(single, reduction=reduction)
     if optimizer is not inner:
         twin = type(optimizer)(single, initial_scale=optimizer.initial_scale)
     single.clipnorm = single.global_clipnorm = single.clipvalue = single.weight_decay = None
-    vars(single)["update_step"] = lambda gradient, variable, rate: variable.assign(gradient)
+    set_untracked(single, update_step=lambda gradient, variable, rate: variable.assign(gradient))
     single.prepare_probe()
     received = keras.Variable(np.zeros(length), dtype="float32", name="probe")
     twin.build([received])
@@ -397,9 +397,9 @@ def _checksum(value: Any) -> int:
 
 
 def _local_variables(model: keras.Model, optimizer: Any) -> Iterator[Any]:
-    """Yields what differs between ranks by design, sharded slots, and local variables with their slots."""
+    """Yields what differs between ranks by design, parts of slots, and local variables with their slots."""
     optimizer = innermost(optimizer)
-    yield from sharded_slots(optimizer)
+    yield from (slot for slot in optimizer.variables if part_of(slot))
     yield from variables_of_one_rank(optimizer, now=True)
     parts = getattr(optimizer, "optimizers", [optimizer])
     if not getattr(optimizer, "_local_keys", None):

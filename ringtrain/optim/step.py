@@ -22,7 +22,7 @@ import tensorflow as tf
 from ringtrain import hvd
 from ringtrain.errors import ConfigError
 from ringtrain.hvd import train_step
-from ringtrain.hvd.keras_patches import innermost, layers_of
+from ringtrain.hvd.keras_patches import innermost, layers_of, set_untracked
 from ringtrain.hvd.step_timing import PLACE
 from ringtrain.optim.uneven import LossWeights
 
@@ -213,8 +213,7 @@ class Step:
         def keep(grads_and_vars: Any) -> None:
             kept.update((id(variable), gradient) for gradient, variable in grads_and_vars)
 
-        # Not optimizer.apply_gradients = ...: Keras would track the attribute.
-        vars(optimizer)["apply_gradients"] = keep
+        set_untracked(optimizer, apply_gradients=keep)
         try:
             yield kept
         finally:

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from ringtrain import hvd
 from ringtrain.hvd.collectives import unique_in_graph
+from ringtrain.hvd.keras_patches import set_untracked
 from ringtrain.hvd.placement import CPU
 
 
@@ -69,7 +70,7 @@ class LossWeights:
             for optimizer in hvd.optimizers_of(self.model):
                 hvd.weigh_gradients(optimizer, share)
         for layer in hvd.batch_norm_layers(self.model):
-            vars(layer)["share"] = share  # not layer.share = ...: Keras would track it
+            set_untracked(layer, share=share)
 
     def _replace_update(self, metric: Any, of_step: Callable[[Any, Any], tuple[Any, Any]]) -> None:
         """Makes a metric change the values and weights that a step passes to it."""
@@ -80,7 +81,7 @@ class LossWeights:
                 values, sample_weight = of_step(values, sample_weight)
             return update_state(values, sample_weight=sample_weight)
 
-        vars(metric)["update_state"] = update
+        set_untracked(metric, update_state=update)
 
     def _of_output(self, loss: Any, weight: Any) -> tuple[Any, Any]:
         """Loss of one output, in whose mean each batch counts 1."""

@@ -21,7 +21,7 @@ from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError, OutOfSync
 from ringtrain.hvd import train_step
 from ringtrain.hvd.distributed import undistribute
-from ringtrain.hvd.keras_patches import distributed, innermost
+from ringtrain.hvd.keras_patches import distributed, innermost, set_untracked
 from ringtrain.monitor import fault_injection
 from ringtrain.optim import divided
 from ringtrain.optim.optimizers import first_and_largest_rate
@@ -292,7 +292,7 @@ def unchanged_afterwards(model: keras.Model, seeds_ranks: bool = True) -> Iterat
         for optimizer, apply in zip(optimizers, applies, strict=True):
             vars(optimizer).pop("apply", None)
             if apply is not None:
-                vars(optimizer)["apply"] = apply
+                set_untracked(optimizer, apply=apply)
         for optimizer in hvd.optimizers_of(model):
             if all(optimizer is not one for one in of_script):
                 undistribute(optimizer)

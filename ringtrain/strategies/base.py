@@ -16,6 +16,7 @@ from ringtrain import data, hvd
 from ringtrain.config import Config
 from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError
+from ringtrain.hvd.keras_patches import set_untracked
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.run import devices, resume
 from ringtrain.strategies import STRATEGIES
@@ -158,7 +159,7 @@ class Strategy:
         )
         model.reset_metrics()
         model.steps_per_execution = 1  # a step here is a call of its own
-        object.__setattr__(model, "_distribute_strategy", None)  # evaluate runs on one copy, without the strategy
+        set_untracked(model, _distribute_strategy=None)  # evaluate runs on one copy, without the strategy
 
     def gradient_norm(self, optimizer: keras.optimizers.Optimizer) -> hvd.GradientNorm | None:
         """Tracker of the global gradient norm; None if the strategy has none."""

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.layers.convolutional.base_conv import BaseConv
 
-from ringtrain.hvd.keras_patches import innermost
+from ringtrain.hvd.keras_patches import innermost, set_untracked
 from ringtrain.hvd.reducers.sharded import is_elementwise
 
 ELEMENTWISE = {
@@ -255,16 +255,19 @@ def _divided(
     for name in WEIGHTS.values():
         if isinstance(getattr(layer, name, None), keras.Variable):
             delattr(layer, name)
-            object.__setattr__(layer, name, None)
+            set_untracked(layer, **{name: None})
     layer._layers.extend(parts)
     layer._tracker.lock()
     division = Division(layer, parts, devices, before is not None, activation if is_late else None)
     for one in division.whole():
         one.assign(values[one.path.rpartition("/")[2]])
-    object.__setattr__(layer, "call", division.call)
-    object.__setattr__(layer, "save_own_variables", division.save)
-    object.__setattr__(layer, "load_own_variables", division.load)
-    object.__setattr__(layer, "ringtrain_division", division)
+    set_untracked(
+        layer,
+        call=division.call,
+        save_own_variables=division.save,
+        load_own_variables=division.load,
+        ringtrain_division=division,
+    )
     return division
 
 

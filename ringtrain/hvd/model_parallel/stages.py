@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras.src.models.functional import Functional
 
 from ringtrain.hvd.collectives import tensor_of
-from ringtrain.hvd.keras_patches import innermost, optimizers_of
+from ringtrain.hvd.keras_patches import innermost, optimizers_of, set_untracked
 from ringtrain.hvd.model_parallel.columns import columns_of, divide, nbytes, nodes_of, refuse_optimizer
 from ringtrain.hvd.reducers.sharded import sharded_slots
 from ringtrain.hvd.train_step import wrap
@@ -112,9 +112,8 @@ def split(
     if columns > 1:
         divide(functional, devices)
     step = Step(model, made, micro_batches)
-    object.__setattr__(model, "call", step.call)
+    set_untracked(model, call=step.call, ringtrain_stages=made)
     wrap(model, "micro-batches", lambda _: step.train_step)
-    object.__setattr__(model, "ringtrain_stages", made)
     return made
 
 
@@ -361,5 +360,4 @@ class Step:
                     with tf.device(tensor_of(variable).device):
                         update_step(gradient, variable, rate)
 
-                object.__setattr__(inner, "ringtrain_update_step", update_step)
-                object.__setattr__(inner, "update_step", placed)
+                set_untracked(inner, ringtrain_update_step=update_step, update_step=placed)

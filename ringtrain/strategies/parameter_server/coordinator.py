@@ -24,6 +24,7 @@ from ringtrain.config import Config
 from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError
 from ringtrain.hvd.distributed import distribute
+from ringtrain.hvd.keras_patches import set_untracked
 from ringtrain.monitor import fault_injection, journal
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.run import consistency, devices, log_capture
@@ -158,7 +159,7 @@ class ParameterServers(Strategy):
         self.make_all(model, input_shape, num_classes)
         counter = model.optimizer._iterations
         # Keras reads the counter and assigns it plus 1, which would count two concurrent updates as one.
-        object.__setattr__(counter, "assign_add", counter.value.assign_add)
+        set_untracked(counter, assign_add=counter.value.assign_add)
         self.model, self.input_shape = model, input_shape
         self.about["server_bytes"] = list(self.load)
 
