@@ -186,7 +186,7 @@ def complete_train(parser: Parser) -> None:
 
     parser.add_argument("--config")
     parser.add_argument("--help", choices=[*config_help.sections(), config_help.ALL])
-    config_help.add_options(parser, config.option_types(), config.Config())
+    add(parser, config.OPTIONS.values())
     parser.add_argument("script", nargs="?")
 
 

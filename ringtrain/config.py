@@ -7,12 +7,12 @@ import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple
 
 from ringtrain import option_rules as rule
 from ringtrain.errors import ConfigError
 from ringtrain.option_rules import Need, needs, needs_above_0, needs_above_1, needs_other
-from ringtrain.options import AT_LEAST_0, AT_LEAST_1, Rule, at_least
+from ringtrain.options import AT_LEAST_0, AT_LEAST_1, at_least, options_of
 
 
 class OptimizerKind(NamedTuple):
@@ -364,20 +364,15 @@ class Config:
         rule.check_together(self)
 
 
-def option_types(section: type = Config, prefix: str = "", include_extras: bool = False) -> dict[str, Any]:
-    """Dotted name and type of every option, e.g. {"train.epochs": int}; `include_extras` keeps `Annotated`."""
-    types: dict[str, Any] = {}
-    for name, kind in get_type_hints(section, include_extras=include_extras).items():
-        if dataclasses.is_dataclass(kind):
-            types |= option_types(kind, f"{prefix}{name}.", include_extras)  # type: ignore[arg-type]
-        else:
-            types[prefix + name] = kind
-    return types
+OPTIONS = options_of(Config)
+"""all options by dotted name, e.g. "train.epochs"""
+RULES = {name: option.rule for name, option in OPTIONS.items() if option.rule}
+NEEDS = {name: [note for note in option.notes if isinstance(note, Need)] for name, option in OPTIONS.items()}
 
 
-_NOTES = {option: getattr(kind, "__metadata__", ()) for option, kind in option_types(include_extras=True).items()}
-RULES = {option: note for option, notes in _NOTES.items() for note in notes if isinstance(note, Rule)}
-NEEDS = {option: [note for note in notes if isinstance(note, Need)] for option, notes in _NOTES.items()}
+def option_types() -> dict[str, Any]:
+    """Dotted name and type of every option, e.g. {"train.epochs": int}."""
+    return {name: option.kind for name, option in OPTIONS.items()}
 
 
 def without_effect(config: Config) -> list[str]:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import shutil
 import textwrap
 import types
-from collections.abc import Collection, Sequence
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from collections.abc import Sequence
+from typing import Any, Literal, get_args, get_origin
 
-import docstring_parser
-
-from ringtrain.config import RULES, Config, nearest, option_types, value_of
+from ringtrain.config import OPTIONS, RULES, Config, nearest, option_types, value_of
 from ringtrain.errors import ConfigError
+from ringtrain.options import Parser, add
 
 COMMON = (
     *("data.name", "data.dir", "model.name", "train.epochs", "train.batch_size", "optimizer.name"),
@@ -25,7 +23,6 @@ GENERAL = "general"
 """section of the options that have none"""
 ALL = "all"
 """word for all sections"""
-METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
 JSON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean"}
 
 
@@ -36,17 +33,11 @@ def texts() -> types.MappingProxyType[str, str]:
     The help of an option is the string below its field, that of a section the docstring of its class.
     """
     found: dict[str, str] = {}
-
-    def add(section: type[Any], prefix: str) -> None:
-        written = {one.arg_name: one.description or "" for one in docstring_parser.parse_from_object(section).params}
-        for name, kind in get_type_hints(section).items():
-            if dataclasses.is_dataclass(kind):
-                found[name] = kind.__doc__ or ""
-                add(kind, f"{name}.")  # type: ignore[arg-type]
-            else:
-                found[prefix + name] = " ".join(written[name].split())
-
-    add(Config, "")
+    for name, option in OPTIONS.items():
+        section = name.rpartition(".")[0]
+        if section:
+            found.setdefault(section, str(option.owner.__doc__))
+        found[name] = option.help
     return types.MappingProxyType(found)
 
 
@@ -64,7 +55,7 @@ def asks_for_help(words: Sequence[str]) -> bool:
     return not {"-h", "--help"}.isdisjoint(words)
 
 
-def help_parser(words: Sequence[str], config: Config, usage: str, description: str) -> argparse.ArgumentParser:
+def help_parser(words: Sequence[str], config: Config, usage: str, description: str) -> Parser:
     """Parser whose help is the one that a command line asks for: of a section, of all, or of the common options.
 
     Raises ConfigError if the word after --help is no section. config: Its values are shown as the defaults.
@@ -79,7 +70,8 @@ def help_parser(words: Sequence[str], config: Config, usage: str, description: s
     epilog = "\n".join(
         ["sections:", *lines, "", f"--help SECTION prints the options of one, --help {ALL} those of all"]
     )
-    parser = argparse.ArgumentParser(
+    values = {name: value_of(config, name) for name in OPTIONS}
+    parser = Parser(
         usage=usage,
         description=None if section else description,
         epilog=None if section else epilog,
@@ -90,33 +82,14 @@ def help_parser(words: Sequence[str], config: Config, usage: str, description: s
     if not section:
         group = parser.add_argument_group("common options")
         group.add_argument("--config", metavar="FILE", help="TOML file of options; the command line wins over it")
-        add_options(group, COMMON, config)
+        add(group, [OPTIONS[name] for name in COMMON], values=values)
     for name, text in sections().items():
         if section in (name, ALL):
             group = parser.add_argument_group(f"{name} options", text)
             prefix = "" if name == GENERAL else name
-            add_options(group, [option for option in option_types() if option.rpartition(".")[0] == prefix], config)
+            listed = [option for option in OPTIONS.values() if option.name.rpartition(".")[0] == prefix]
+            add(group, listed, values=values)
     return parser
-
-
-def add_options(group: argparse._ActionsContainer, options: Collection[str], config: Config) -> None:
-    """Adds options, by dotted name, as they are written on the command line; config has the shown defaults."""
-    kinds = option_types()
-    for option in options:
-        kind, value = kinds[option], value_of(config, option)
-        section, _, key = option.replace("_", "-").rpartition(".")
-        flags, rules = [f"--{section}.{key}" if section else f"--{key}"], dict[str, Any]()
-        if kind is bool:
-            flags.append(f"--{section}.no-{key}")
-            rules["action"] = "store_true"
-        elif get_origin(kind) is Literal:
-            rules["choices"] = get_args(kind)
-        elif get_origin(kind) is tuple:
-            rules |= {"nargs": "*", "metavar": METAVARS[get_args(kind)[0]]}
-        else:
-            rules["metavar"] = METAVARS[kind]
-        default = "" if value in ("", ()) else f" (default: {value})"
-        group.add_argument(*flags, help=f"{texts()[option]}{default}".replace("%", "%%"), **rules)
 
 
 # ---- JSON schema ----------------------------------------------------------------------------------------------------

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import importlib
-import io
 import json
 import os
-import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
-
-import tyro
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from ringtrain import config_help
-from ringtrain.config import Config, nearest, option_types, value_of, with_values
+from ringtrain.config import OPTIONS, Config, nearest, option_types, value_of, with_values
 from ringtrain.errors import ConfigError
+from ringtrain.options import Parser, add
 
 PROGRAM = "python -m ringtrain.train"
 
@@ -36,28 +31,44 @@ def read(argv: Sequence[str]) -> Config:
         config_help.help_parser(argv, from_file, f"{PROGRAM} [--config FILE] [options]", description).print_help()
         raise SystemExit(0)
 
-    def train(settings: Annotated[Config, tyro.conf.arg(name="")] = from_file, config: str = "") -> Config:
-        """Takes all options, and --config."""
-        return settings
-
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            settings, unknown = tyro.cli(train, args=list(argv), prog=PROGRAM, return_unknown_args=True)
-    except SystemExit:
-        raise ConfigError(_first_sentence(complaint.getvalue())) from None
+    parser = _Parser(prog=PROGRAM, add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    add(parser, OPTIONS.values())
+    given, unknown = parser.parse_known_args(_with_hyphens(argv))
     if unknown:
         name = unknown[0].partition("=")[0]
         if not name.startswith("--"):
             raise ConfigError(f"command line: got {name!r}, expected options such as --train.epochs 3 (see --help)")
-        known = ["--help", "--config", *(f"--{option.replace('_', '-')}" for option in option_types())]
+        known = ["--help", "--config", *(f"--{option.replace('_', '-')}" for option in OPTIONS)]
         raise ConfigError(f"command line: unknown option {name}: {nearest(name.replace('_', '-'), known)} (see --help)")
-    return settings
+    values: dict[str, Any] = {}
+    for option, value in vars(given).items():
+        if option in OPTIONS:
+            values[option] = tuple(value) if isinstance(value, list) else value
+    return with_values(from_file, values)
+
+
+class _Parser(Parser):
+    """Parser whose errors are ConfigErrors."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"command line: {message}")
+
+
+def _with_hyphens(argv: Sequence[str]) -> list[str]:
+    """Options as their parser knows them: --train.batch_size, as in a file, is --train.batch-size."""
+    flags = {flag for option in OPTIONS.values() for flag in option.flags}
+    words: list[str] = []
+    for word in argv:
+        flag, equals, value = word.partition("=")
+        flag = flag.replace("_", "-")
+        words.append(flag + equals + value if flag in flags else word)
+    return words
 
 
 def file_of(argv: Sequence[str]) -> Config:
     """Configuration of the file that --config names, else the defaults."""
-    option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    option = _Parser(add_help=False, allow_abbrev=False)
     option.add_argument("--config", nargs="?", default="")
     path = option.parse_known_args(argv)[0].config
     return read_toml(Path(path)) if path else Config()
@@ -144,13 +155,6 @@ def checked(path: Path | str, option: str, value: Any, kind: Any) -> Any:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, float) or (type(value) is int and abs(value) < 1 << 63)
-
-
-def _first_sentence(box: str) -> str:
-    """Text of tyro's error box, between frame and first rule, as one line."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", box)  # colours, where the terminal has them
-    text = re.split(r"[─-]{4,}[╮ ]?\n|│ ─{4,}|╰─", plain + "╰─")[1]  # in ASCII, frame and rule are spaces and minus
-    return "command line: " + " ".join(text.replace("│", " ").split())
 
 
 def find(option: str, name: str, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:

@@ -89,6 +89,10 @@ class Option:
         return next((note for note in self.notes if isinstance(note, kind)), None)
 
     @property
+    def rule(self) -> Rule | None:
+        return self.note(Rule)
+
+    @property
     def argument(self) -> Argument:
         return self.note(Argument) or Argument(METAVARS.get(self.single, ""))
 
@@ -299,7 +303,7 @@ def read(options: type[T], values: Mapping[str, Any], **others: Any) -> T:
 def check(options: Any) -> None:
     """Raises LaunchError if a value is against its rule."""
     for name, option in options_of(type(options)).items():
-        rule, value = option.note(Rule), operator.attrgetter(name)(options)
+        rule, value = option.rule, operator.attrgetter(name)(options)
         if rule and value is not None and not rule.holds(value):
             shown = f"{value:g}" if isinstance(value, float) else value
             raise LaunchError(f"got {option.flags[0]} {shown}, expected {rule.text}")

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
-import tyro
 
 from ringtrain.data.image_folder import class_names, evaluation_folder, pictures
 from ringtrain.data.tfrecords import FIRST_LABEL, LABELS_FILE
 from ringtrain.errors import DataError, RingtrainError
+from ringtrain.options import Argument, N, Parser, add, options_of, read
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -29,21 +29,23 @@ if TYPE_CHECKING:
 class Options:
     """Writes a directory of images as TFRecords: train/<class>/*.jpg and val/<class>/*.jpg (or test/)."""
 
-    source: Annotated[str, tyro.conf.arg(name="from")]
+    source: Annotated[str, Argument("DIR", ("--from",))]
     """directory of the images"""
-    to: str
+    to: Annotated[str, Argument("DIR")]
     """directory for the records, which must not exist"""
-    shards: int = 16
+    shards: Annotated[int, N] = 16
     """number of training files; validation gets an eighth of it, at least one"""
-    seed: int = 0
+    seed: Annotated[int, N] = 0
     """random seed of the order in which the images are written"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0, or 2 after an error that the user can fix, printed in one line."""
-    options = tyro.cli(Options, args=argv, prog="python -m ringtrain.data.make_tfrecords")
+    parser = Parser(prog="python -m ringtrain.data.make_tfrecords", description=Options.__doc__)
+    add(parser, options_of(Options).values())
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
+        options = read(Options, vars(parser.parse_args(argv)))
         counts = make(Path(options.source), Path(options.to), options.shards, options.seed)
     except RingtrainError as error:
         print(f"ringtrain: {error}", file=sys.stderr)

@@ -304,7 +304,7 @@ BAD_INPUT = {
         ["--train.epoch", "3"],
         "command line: unknown option --train.epoch: did you mean --train.epochs?",
     ),
-    "wrong type": (["--train.epochs", "many"], "command line: Error parsing --train.epochs: invalid literal for int()"),
+    "wrong type": (["--train.epochs", "many"], "command line: argument --train.epochs: invalid int value: 'many'"),
     "unknown key": (
         ["--config", "{folder}/bad.toml"],
         "{folder}/bad.toml: unknown key train.epoch: did you mean train.epochs?",

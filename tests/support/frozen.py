@@ -29,7 +29,7 @@ from launching import BIN, ROOT, run
 TIMEOUT_S = 300.0
 MAX_LINES = 30
 """printed for an item that differs"""
-PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "horovod", "numpy", "mpi4py", "tyro", "rich")
+PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "horovod", "numpy", "mpi4py", "rich")
 
 TRAIN = "python -m ringtrain.train --data.name digits --model.name cnn --train.epochs 1 --device.threads 1"
 LAUNCH = "python -m ringtrain launch -np 2 -H localhost:2 --"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
-import sys
 
 import pytest
 
@@ -135,33 +133,38 @@ BAD_LINES = {
     "--train.batch_sise 3": "unknown option --train.batch_sise: did you mean --train.batch-size?",
     "--confg x.toml": "unknown option --confg: did you mean --config?",
     "configs/digits.toml": "got 'configs/digits.toml', expected options such as",
-    "--train.epochs many": "Error parsing --train.epochs: invalid literal for int() with base 10: 'many'",
-    "--train.epochs": "Missing value for argument '--train.epochs'",
-    "--config": "Missing value for argument '--config'",
+    "--train.epochs many": "argument --train.epochs: invalid int value: 'many'",
+    "--train.epochs": "argument --train.epochs: expected one argument",
+    "--config": "argument --config: expected one argument",
     "--train.warmup-epochs 3": "unknown option --train.warmup-epochs: did you mean --schedule.warmup-epochs?",
-    "--schedule.milestones 3 x": "Error parsing --schedule.milestones",
-    "--optimizer.name sdg": "invalid choice 'sdg' for argument '--optimizer.name'",
+    "--schedule.milestones 3 x": "argument --schedule.milestones: invalid float value: 'x'",
+    "--optimizer.name sdg": "argument --optimizer.name: invalid choice: 'sdg'",
 }
 
 
-@pytest.mark.parametrize("is_colored", [False, True])
 @pytest.mark.parametrize("line", BAD_LINES)
-def test_command_line_errors_are_one_line(line, is_colored, capfd, monkeypatch):
-    if is_colored:  # as in a terminal
-        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-        monkeypatch.setenv("TERM", "xterm-256color")
+def test_command_line_errors_are_one_line(line, capfd):
     with pytest.raises(ConfigError) as error:
         config_io.read(line.split())
     assert str(error.value).startswith(f"command line: {BAD_LINES[line]}")
-    assert not {"\n", "│", "\x1b"} & set(str(error.value))
+    assert not {"\n", "\x1b"} & set(str(error.value))
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_mistake_is_told_where_the_terminal_has_no_letters_but_asciis(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
-    with pytest.raises(ConfigError, match=r"^command line: invalid choice 'sdg' .*\.$") as error:
-        config_io.read(["--optimizer.name", "sdg"])
-    assert "help" not in str(error.value)
+@pytest.mark.parametrize("text", ["--train.batch_size 8", "--train.batch-size 8", "--train.batch_size=8"])
+def test_an_option_may_be_spelled_as_in_a_file(text):
+    config = config_io.read([*text.split(), "--data.no_augment", "--device.no-memory-growth"])
+    assert config.train.batch_size == 8
+    assert not config.data.augment and not config.device.memory_growth
+
+
+def test_the_last_of_several_values_holds_and_a_list_may_be_empty(tmp_path):
+    assert config_io.read(["--train.epochs", "2", "--train.epochs", "3"]).train.epochs == 3
+    file = tmp_path / "x.toml"
+    file.write_text("[schedule]\nname = 'steps'\nmilestones = [2, 3]\n")
+    words = ["--config", str(file), "--schedule.name", "constant", "--schedule.milestones"]
+    assert config_io.read(words).schedule.milestones == ()
+    assert config_io.read([*words, "4", "5"]).schedule.milestones == (4.0, 5.0)
 
 
 def test_range_is_checked_on_the_command_line_too():

@@ -63,7 +63,6 @@ def test_each_section_has_its_options_and_all_sections_have_all(capsys: pytest.C
 
 
 def test_every_option_of_the_help_is_read_and_its_default_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:
-    """The help is not made by the library that reads the command line: both must have the same options."""
     words: list[str] = []
     for option, kind in option_types().items():
         value = value_of(Config(), option)
