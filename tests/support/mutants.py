@@ -2,6 +2,7 @@
 
     python tests/support/mutants.py                  # all; exit code 1 if a mutant survives
     python tests/support/mutants.py tests/unit       # those with this in their line: here those that take seconds
+    python tests/support/mutants.py --sample 3       # of these, 3 that the commit chooses, as `make test-all` does
     python tests/support/mutants.py --list
 
 It uses the last commit. Each test must pass before its code is broken.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -293,13 +295,23 @@ def git(*words: str | Path) -> None:
     subprocess.run(["git", "-C", ROOT, *words], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
+def sample(number: int) -> list[Mutant]:
+    """Mutants of unit tests, others for each commit."""
+    command = ["git", "-C", ROOT, "rev-parse", "HEAD"]
+    commit = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return random.Random(commit).sample([mutant for mutant in MUTANTS if mutant.test.startswith(UNIT)], number)
+
+
 def main() -> int:
     """Prints a line for each chosen mutant."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="mutants with one of these in their line (all)")
+    parser.add_argument("--sample", type=int, metavar="N", help="N of those with unit tests, which the commit chooses")
     parser.add_argument("--list", action="store_true", help="print the lines and exit")
     options = parser.parse_args()
     chosen = [one for one in MUTANTS if not options.words or any(word in one.line for word in options.words)]
+    if options.sample:
+        chosen = sample(options.sample)
     if options.list:
         print("\n".join(one.line for one in chosen))
         return 0
