@@ -11,9 +11,13 @@ train:
 smoke:
 	launch/smoke.sh
 
-# Tests of one process run two at a time; tests that start ranks one at a time, beside those whose jobs mostly wait.
+# Tests of one process run two at a time; tests that start ranks three at a time, since their jobs also wait. Those that
+# mostly wait come first.
+jobs = launch/setup.sh python -m pytest -n 3 --dist loadscope --no-loadscope-reorder --durations=40 --durations-min=20
+folders = tests/cluster tests/spark tests/faults tests/ring
+
 test:
-	status=0; $(MAKE) test-unit || status=1; launch/setup.sh python tests/support/lanes.py -m "not slow" || status=1; exit $$status
+	status=0; $(MAKE) test-unit || status=1; $(jobs) -m "not slow" $(folders) || status=1; exit $$status
 	@echo "Left out: the tests marked slow, and what was skipped for the reasons above. All of them: make test-all"
 
 test-unit:
@@ -21,7 +25,8 @@ test-unit:
 
 test-all:
 	status=0; launch/setup.sh python -m pytest -n 2 --dist worksteal tests/unit || status=1; \
-		launch/setup.sh python tests/support/lanes.py || status=1; exit $$status
+		$(jobs) $(folders) || status=1; \
+		launch/setup.sh python tests/support/mutants.py --sample 3 || status=1; exit $$status
 
 chaos:
 	RINGTRAIN_CHAOS=full launch/setup.sh python -m pytest tests/faults

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -14,6 +16,37 @@ settings.register_profile(
 settings.load_profile("ringtrain")
 
 FOLDERS = {"unit": "unit", "ring": "ranks", "cluster": "hosts", "faults": "faults", "spark": "spark"}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With --dist loadscope a process takes a group of tests, which share what is dear to start."""
+    if config.getoption("dist") != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    return Scheduling(config, log)
+
+
+def group_of(nodeid: str) -> str:
+    """Group of a test: a folder whose tests share a lab or a Spark, one launch of properties, or else a file.
+
+    pytest-xdist's own groups (3.8) are not seen by pytest 9.
+    """
+    path, _, test = nodeid.partition("::")
+    folder, _, file = path.removeprefix("tests/").partition("/")
+    if file in ("test_launch.py", "test_run.py"):
+        return "faults"  # killed launchers leave shared memory for a while, which tests of faults look for
+    if folder in ("cluster", "faults", "spark"):
+        return folder
+    if test.startswith("test_property["):
+        launch = test.partition("[")[2].rpartition("-")[0]
+        return f"{path}[{launch}]"
+    return path
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

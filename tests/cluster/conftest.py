@@ -12,8 +12,8 @@ import pytest
 import slurm_lab
 
 REQUIRED = "RINGTRAIN_REQUIRE_LAB"
-skipped: dict[str, str] = {}
-"""tests, and what they would need"""
+LACKING = "what a lab lacks"
+"""name of a skipped test's property"""
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +33,7 @@ def refuse_or_skip(what: str, lacking: str, request: pytest.FixtureRequest) -> N
     if lacking and os.environ.get(REQUIRED):
         pytest.fail(f"{REQUIRED} is set, and this machine cannot have {what}: it lacks {lacking}")
     if lacking:
-        skipped[request.node.nodeid] = lacking
+        request.node.user_properties.append((LACKING, lacking))
         pytest.skip(f"{what} needs {lacking}")
 
 
@@ -76,10 +76,13 @@ def slurm(lab_possible: None, request: pytest.FixtureRequest) -> Iterator[slurm_
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if skipped:
+    reasons = []
+    for report in terminalreporter.getreports("skipped"):
+        reasons += [reason for name, reason in report.user_properties if name == LACKING]
+    if reasons:
         terminalreporter.write_line(
-            f"NOT TESTED ON SEVERAL HOSTS: {len(skipped)} tests were skipped, since this machine lacks"
-            f" {'; '.join(sorted(set(skipped.values())))}",
+            f"NOT TESTED ON SEVERAL HOSTS: {len(reasons)} tests were skipped, since this machine lacks"
+            f" {'; '.join(sorted(set(reasons)))}",
             red=True,
             bold=True,
         )

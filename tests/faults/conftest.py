@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 
 FULL = os.environ.get("RINGTRAIN_CHAOS") == "full"
-ROWS: list[tuple[str, str]] = []
+ROW = "row of the table of faults"
+"""name of a test's property that is a row"""
 
 
 @pytest.fixture(scope="session")
@@ -17,14 +18,18 @@ def count() -> Callable[[int, int], int]:
     return lambda sample, full: full if FULL else sample
 
 
-@pytest.fixture(scope="session")
-def tally() -> Callable[[str, str], None]:
+@pytest.fixture
+def tally(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """Adds a row, what was done and what came of it, to the table at the end."""
-    return lambda what, result: ROWS.append((what, result))
+    return lambda what, result: request.node.user_properties.append((ROW, f"| {what} | {result} |"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if ROWS:
+    rows = []
+    for report in terminalreporter.getreports("passed"):
+        if report.when == "call":
+            rows += [row for name, row in report.user_properties if name == ROW]
+    if rows:
         terminalreporter.section("faults")
-        for what, result in ROWS:
-            terminalreporter.write_line(f"| {what} | {result} |")
+        for row in rows:
+            terminalreporter.write_line(row)

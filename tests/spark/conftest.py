@@ -7,16 +7,16 @@ from collections.abc import Iterator
 import pytest
 import standalone
 
-skipped: dict[str, str] = {}
-"""tests, and what they would need"""
+LACKING = "what Spark lacks"
+"""name of a skipped test's property"""
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Counts the tests that are skipped because Spark is lacking."""
+    """Notes why a test is skipped that needs Spark."""
     try:
         standalone.require()
     except pytest.skip.Exception as reason:
-        skipped[item.nodeid] = str(reason)
+        item.user_properties.append((LACKING, str(reason)))
         raise
 
 
@@ -28,9 +28,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[standalone.Clu
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if skipped:
+    reasons = []
+    for report in terminalreporter.getreports("skipped"):
+        reasons += [reason for name, reason in report.user_properties if name == LACKING]
+    if reasons:
         terminalreporter.write_line(
-            f"NOT TESTED ON SPARK: {len(skipped)} tests were skipped: {'; '.join(sorted(set(skipped.values())))}",
+            f"NOT TESTED ON SPARK: {len(reasons)} tests were skipped: {'; '.join(sorted(set(reasons)))}",
             red=True,
             bold=True,
         )
