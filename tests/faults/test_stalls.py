@@ -142,9 +142,9 @@ def test_a_job_that_is_suspended_for_longer_than_the_stall_timeout_goes_on(tmp_p
 
 
 def test_an_undisturbed_run_names_nobody_and_learns_what_one_without_a_monitor_does(tmp_path: Path) -> None:
-    watched = train(tmp_path / "watched", epochs=6, warm=True)
+    watched = train(tmp_path / "watched", epochs=3, warm=True)
     off = ["--health.stall-timeout", 0, "--health.straggler-factor", 0]
-    unwatched = train(tmp_path / "unwatched", *off, epochs=6, warm=True)
+    unwatched = train(tmp_path / "unwatched", *off, epochs=3, warm=True)
     assert watched.returncode == unwatched.returncode == 0, watched.stderr + unwatched.stderr
     assert "progress" not in watched.stderr
     assert "slow" not in watched.stderr + watched.stdout

@@ -197,6 +197,7 @@ def a_kept_fit_saves_before_and_exports_after_other_callbacks() -> None:
     assert distance(again, ended) == 0, "a complete run has other weights"
 
 
+@only(np=3)
 def a_checkpoint_of_keras_has_the_moving_statistics_of_all_ranks() -> None:
     for name, fit in (("fit", _without_validation), ("kept", _kept)):
         path = OUTPUT / f"statistics-{name}-{hvd.size()}.keras"
@@ -242,6 +243,7 @@ class OwnLogs(keras.Model):
         return super().train_step(data) | logs
 
 
+@only(np=2)
 def logs_of_any_kind() -> None:
     """Metrics that return dictionaries and arrays with NaN, texts and arrays in logs: recorded, and resumed."""
 
@@ -315,6 +317,7 @@ def _refused(constant: str) -> None:
     raise AssertionError(f"{constant} is no JSON")
 
 
+@only(np=2)
 def a_callback_ends_a_loss_of_nan_quietly() -> None:
     """On all ranks, without an error and without a checkpoint."""
     y = Y.copy()

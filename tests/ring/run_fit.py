@@ -86,6 +86,7 @@ def arrays_and_metrics() -> None:
         np.testing.assert_array_equal(values, complete.history[metric])
 
 
+@only(np=3)
 def the_order_follows_from_seed_and_epoch() -> None:
     from ringtrain.data.sharding import epoch_order
 
@@ -97,6 +98,7 @@ def the_order_follows_from_seed_and_epoch() -> None:
     assert distance(ours, reference) < 1e-10
 
 
+@only(np=3)
 def fewer_rows_than_ranks() -> None:
     """Batches of 32, and a last one of 1 row: normalization by all ranks' rows, one of which does not count."""
     layers = keras.layers.BatchNormalization(), keras.layers.Dropout(0.0)
@@ -137,6 +139,7 @@ def masks_and_two_outputs() -> None:
     assert distance(plain_average(make(), x, y, weights), ours) > 1e-4, "the ranks' plain average is the same"
 
 
+@only(np=3)
 def reductions() -> None:
     for reduction in ("sum", "none"):
         loss = keras.losses.MeanSquaredError(reduction=reduction)
@@ -146,6 +149,7 @@ def reductions() -> None:
         assert distance(plain_average(compiled(dense(), loss, **sgd), X, Y), ours) > 1e-4
 
 
+@only(np=2)
 def weights_of_samples_and_classes() -> None:
     def make() -> keras.Model:
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -155,6 +159,7 @@ def weights_of_samples_and_classes() -> None:
     equals_one_process(make, X, CLASSES, "weights", sample_weight=WEIGHTS, validation_split=0.2)
 
 
+@only(np=3)
 def accumulated_updates() -> None:
     """Unequal parts of batches whose gradients Keras averages into one update."""
 
@@ -234,6 +239,7 @@ def _pairs(**shuffle: Any) -> tf.data.Dataset:
     return (pairs.shuffle(97, **shuffle) if shuffle else pairs).batch(32)
 
 
+@only(np=3)
 def datasets() -> None:
     """Shuffled by a seed, with a last batch of one row, and validated by batches, of which one rank may have none."""
     for shuffle in ({}, {"seed": 3}):
@@ -270,6 +276,7 @@ def _generated(num_batches: int = 99) -> Any:
         yield X[rows], Y[rows]
 
 
+@only(np=2)
 def py_datasets_and_generators() -> None:
     """As `fit` of one process, although killed and resumed."""
     kinds: dict[str, Callable[[], dict[str, Any]]] = {
@@ -291,6 +298,7 @@ def py_datasets_and_generators() -> None:
             np.testing.assert_allclose(history.history[metric], values, rtol=1e-6, err_msg=metric)
 
 
+@only(np=2)
 def variable_lengths() -> None:
     """Batches of other lengths, for layers that cannot be built with a length of 1; the last ones are of one row."""
     lengths, draw = (8, 10, 9, 12), np.random.default_rng(1)
@@ -376,6 +384,7 @@ def _queue(num_batches: int = 99) -> Any:
             raise ValueError("queue closed")
 
 
+@only(np=2)
 def batches_of_rank_0() -> None:
     """Rank 0's generator trains all ranks, killed and resumed; its end and its error end all ranks."""
 
@@ -576,6 +585,7 @@ def _run(name: str, *callbacks: keras.callbacks.Callback) -> tuple[keras.Model, 
     return model, history, plateau
 
 
+@only(np=3)
 def killed_and_resumed() -> None:
     """After a step within an epoch, after an epoch, and in the last epoch: as if never interrupted."""
     model, history, plateau = _run("uninterrupted")
@@ -673,6 +683,7 @@ def a_signal_saves_and_ends_all() -> None:
     assert summary["global_step"] <= 4, "at the next agreement"
 
 
+@only(np=2)
 def a_loss_of_nan_is_named() -> None:
     y = Y.copy()
     y[-1] = np.nan  # in the last batch, on the last rank that has a row of it

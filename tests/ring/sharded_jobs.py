@@ -30,6 +30,7 @@ def _fit(name: str, x: Any = _shard, **more: Any) -> tuple[keras.Model, Any]:
     return model, ringtrain.fit(model, x, name=name, options=config, **MORE, **more)
 
 
+@only(np=3)
 def batches_of_each_rank() -> None:
     """As `fit` of one process with the batches of all ranks together; killed and resumed, as if never interrupted."""
     ours, history = _fit("shards")

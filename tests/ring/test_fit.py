@@ -21,7 +21,7 @@ HANDED_OVER = {"resumed_by_other_ranks", "seeds_go_on_with_another_number_of_ran
 
 
 def _jobs() -> dict[str, dict[str, Any]]:
-    """Names of all jobs, with their marks: a third rank adds nothing to those that are for 2.
+    """Names of all jobs, with their marks: most are for one number of ranks, to which another one adds nothing.
 
     Batches of 32 are cut into equal parts on 2 ranks, and unequal ones on 3.
     """

@@ -41,20 +41,22 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "whole"
 
 
-@pytest.mark.parametrize(
-    ("first", "then"), [("layers:2", "layers:3"), ("layers:3", ""), ("columns:2", ""), ("", "columns:3")]
-)
-def test_a_killed_run_goes_on_with_another_split(first: str, then: str, whole: Path, tmp_path: Path) -> None:
-    killed = train(tmp_path, "cut", first, "--chaos", "rank=1 step=12 mode=sigkill")
-    row = {"l": "stage 2 ", "c": "part 2 ", "": "micro-batches "}[first[:1]]
-    assert killed.returncode != 0 and row in killed.stdout, killed.stdout + killed.stderr
-    ended = train(tmp_path, "cut", then)
-    assert ended.returncode == 0 and "after step 10," in ended.stdout, ended.stdout + ended.stderr
+@pytest.mark.parametrize("splits", [("layers:2", "layers:3", ""), ("columns:2", "", "columns:3")], ids=" then ".join)
+def test_a_killed_run_goes_on_with_another_split(splits: tuple[str, str, str], whole: Path, tmp_path: Path) -> None:
+    """Killed twice: the second start resumes at step 10, the third one at step 30."""
+    rows = {"l": "stage 2 ", "c": "part 2 ", "": "micro-batches "}
+    chaos = "rank=1 step=12 mode=sigkill, rank=1 step=32 mode=sigkill"
+    resumed_after = ("", "after step 10,", "after step 30,")
+    for split, resumed in zip(splits, resumed_after, strict=True):
+        ended = train(tmp_path, "cut", split, "--chaos", chaos)
+        is_last = split == splits[-1]
+        assert (ended.returncode == 0) == is_last, ended.stdout + ended.stderr
+        assert rows[split[:1]] in ended.stdout and resumed in ended.stdout, ended.stdout + ended.stderr
     ours, unsplit = summary(tmp_path, "cut"), json.loads((whole / "summary.json").read_text())
     assert ours["metrics"]["test_accuracy"] > 0.8
     exported = keras.models.load_model(tmp_path / "cut" / "model.keras").get_weights()
     expected = keras.models.load_model(whole / "model.keras").get_weights()
-    if "columns" in first + then:  # other sums, in float32
+    if "columns:2" in splits:  # other sums, in float32
         assert all(np.allclose(one, other, atol=1e-3) for one, other in zip(exported, expected, strict=True))
     else:
         assert ours["checksum"] == unsplit["checksum"]

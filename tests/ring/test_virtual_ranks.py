@@ -18,7 +18,7 @@ ROWS_OF_EPOCH, NUM_TEST = 1408, 360
 VIRTUAL = ["--train.virtual-ranks", "4", "--train.batch-size", "16"]
 TRAIN = [sys.executable, "-m", "ringtrain.train", "--data.name", "digits", "--run.directory", ".", "--run.name", "run"]
 ROWS = ["--model.metrics", "odd_model:rows_since_the_start"]
-DROPPING = ["--model.name", "odd_model:dropping", "--train.epochs", "3", "--checkpoint.every-steps", "5"]
+DROPPING = ["--model.name", "odd_model:dropping", "--train.epochs", "2", "--checkpoint.every-steps", "5"]
 # Clipped Adam on batches of two steps, and momentum in half precision, whose loss is scaled.
 JOBS = {
     "adam": [*VIRTUAL, *DROPPING, *ROWS, "--optimizer.accumulation-steps", "2", "--optimizer.clip-norm", "0.5"],
@@ -65,7 +65,6 @@ def test_a_metric_that_is_never_reset_counts_each_row_once(alone: dict) -> None:
 @pytest.mark.parametrize(
     ("job", "ranks", "launcher"),
     [
-        ("adam", 2, "mpirun"),
         ("adam", 3, "gloo"),
         ("adam", 4, "mpirun"),
         ("float16", 3, "mpirun"),
@@ -81,7 +80,8 @@ def test_every_bit_is_that_of_one_process(job: str, ranks: int, launcher: str, a
 def test_a_killed_run_goes_on_with_other_ranks(alone: dict, tmp_path: Path) -> None:
     """In the middle of an update of two steps; the rest of the run on two ranks, then one."""
     train(tmp_path, 3, *JOBS["adam"], "--chaos", "rank=1 step=17 mode=sigkill", code=137)
-    assert "after step 15," in train(tmp_path, 2, *JOBS["adam"], "--chaos", "rank=0 step=42 mode=sigkill", code=137)
+    shown = train(tmp_path, 2, *JOBS["adam"], "--chaos", "rank=0 step=37 mode=sigkill", code=137)
+    assert "after step 15," in shown and "4 virtual ranks" in shown
     train(tmp_path, 0, *JOBS["adam"])
     assert result(tmp_path) == alone["adam"]
 
