@@ -48,10 +48,8 @@ setup(
     install_requires=[
         "argcomplete>=3.5",  # completion in the shell
         "cloudpickle>=3",  # functions of notebooks, for ringtrain.run
-        "docstring-parser>=0.16",
         "numpy>=1.26",
         "rich>=13",
-        "tyro>=0.9",
     ],
     entry_points={"console_scripts": ["ringtrain = ringtrain.cli:main"]},
     extras_require={

