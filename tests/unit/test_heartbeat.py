@@ -1,0 +1,128 @@
+"""The monitors of two ranks over real sockets, each in a thread: of a run and of a script, that stall or progress."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ringtrain.monitor import diagnosis, heartbeat
+from ringtrain.monitor.diagnosis import RunStalls, ScriptStalls
+from ringtrain.monitor.heartbeat import Monitor
+
+LIMIT_S = 60  # far above what anything here takes
+TIMEOUT_S = 0.3
+
+
+class Activity:
+    """A rank that stays where it is, or progresses."""
+
+    def __init__(self, is_stuck: bool = True, **fields: Any) -> None:
+        self.fields = lambda: fields
+        self.beats = itertools.count()
+        self.num_beats = 0
+        self.is_stuck = is_stuck
+
+    def progress(self) -> Any:
+        self.num_beats = next(self.beats)
+        return 0 if self.is_stuck else self.num_beats
+
+
+class Exited(BaseException):
+    pass
+
+
+@pytest.fixture
+def exits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the threads that would have ended their process; a heartbeat takes 20 ms."""
+    ended: list[str] = []
+
+    def end() -> None:
+        ended.append(threading.current_thread().name)
+        raise Exited
+
+    monkeypatch.setattr(heartbeat, "_exit", end)
+    for module in (heartbeat, diagnosis):
+        monkeypatch.setattr(module, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(heartbeat, "REPORT_FIRST_S", 0.1)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    return ended
+
+
+def monitors(make_stalls: Callable[[float], Any], *activities: Activity) -> tuple[list[Monitor], list[tuple[Any, ...]]]:
+    """The monitors of all ranks, and the events that they write: rank, event, facts."""
+    first: list[Any] = []
+    events: list[tuple[Any, ...]] = []
+
+    def broadcast(value: Any) -> Any:
+        first.append(value)
+        return first[0]
+
+    made = []
+    for rank, activity in enumerate(activities):
+        monitor = Monitor(
+            rank,
+            len(activities),
+            activity,
+            TIMEOUT_S if rank == 0 else 0.0,  # rank 0's is every rank's
+            make_stalls,
+            broadcast,
+            write_event=lambda event, rank=rank, **facts: events.append((rank, event, facts)),
+        )
+        monitor._thread.name = f"rank {rank}"
+        made.append(monitor)
+    return made, events
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end_s, f"not within {LIMIT_S} s"
+        time.sleep(0.01)
+
+
+def script(collective: str) -> dict[str, Any]:
+    return {"collective": collective, "num_ranks": 2, "line": "fit.py:9"}
+
+
+def run(phase: str) -> dict[str, Any]:
+    return {"phase": phase, "step": 20, "own_steps": 20}
+
+
+CASES = {
+    "script": (lambda s: ScriptStalls(s, 2), script("allreduce a"), script("allreduce b"), "waited for different", [0]),
+    "run": (RunStalls, run("reduce"), run("input"), "rank 1 on ", [1]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_stall_ends_all_ranks_with_one_report(case: str, exits: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    make_stalls, at_rank_0, at_rank_1, text, blocking = CASES[case]
+    ranks, events = monitors(make_stalls, Activity(**at_rank_0), Activity(**at_rank_1))
+    for monitor in ranks:
+        monitor.start()
+    until(lambda: len(exits) == 2)
+    assert sorted(exits) == ["rank 0", "rank 1"]
+    told = [(rank, event, facts["of_ranks"]) for rank, event, facts in events]
+    assert sorted(told) == [(0, "stall", blocking), (1, "stall", blocking)]
+    assert all(text in facts["text"] for _, _, facts in events)
+    assert events[0][2]["text"] in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_that_progresses_ends_nothing(case: str, exits: list[str]) -> None:
+    make_stalls, at_rank_0, at_rank_1, *_ = CASES[case]
+    progressing = Activity(is_stuck=False, **at_rank_1)
+    ranks, events = monitors(make_stalls, Activity(**at_rank_0), progressing)
+    for monitor in ranks:
+        monitor.start()
+    until(lambda: progressing.num_beats > 4 * TIMEOUT_S / heartbeat.HEARTBEAT_S)
+    assert exits == [] and events == []
+    for monitor in ranks:
+        monitor.stop()
+        monitor._thread.join(LIMIT_S)
+        assert not monitor._thread.is_alive()
