@@ -99,6 +99,7 @@ from ringtrain.hvd.batch_norm import (
     SyncBatchNormalization,
     average_moving_statistics,
     batch_norm_layers,
+    draws_globally,
     global_seed,
     is_shared,
     layers_own_variables,

@@ -122,6 +122,17 @@ def global_seed(create: bool = False) -> list[Any]:
     return [] if generator is None else [generator.state]
 
 
+def draws_globally(model: keras.Model, input_shape: Sequence[int]) -> bool:
+    """Returns whether a model draws random numbers without a seed of their own in training. Changes no variable."""
+    had_one = bool(global_seed())
+    (state,) = global_seed(create=True)
+    forward = tf.function(lambda rows: model(rows, training=True), autograph=False)
+    graph = forward.get_concrete_function(tf.TensorSpec((2, *input_shape), tf.float32)).graph
+    if not had_one:
+        global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, None)
+    return any(outside is state.value.handle for outside, _ in graph.captures)
+
+
 def seed_globally_by_rank(seed: int) -> None:
     """Gives random numbers without a seed of their own other values on each rank; rank 0 keeps the script's."""
     if horovod.size() == 1:

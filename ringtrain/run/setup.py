@@ -75,6 +75,8 @@ def add_model(process: Process, job: Job, config: Config, named: Named) -> None:
     """Builds the model and the user's callbacks that the configuration names."""
     import keras
 
+    from ringtrain import hvd
+
     together = process.strategy.together
     keras.utils.clear_session()  # each run of a process gives its layers the same names, which checkpoints hold
     job.model = compiled_model(named, job.data_set, config, job.numbers, process.strategy, plan=job.plan)
@@ -92,6 +94,12 @@ def add_model(process: Process, job: Job, config: Config, named: Named) -> None:
         )
     if has_classes:  # else, if the model cannot be exported, its weights alone are
         together(lambda: checkpoint.check_exportable(job.model))
+    if config.train.virtual_ranks and hvd.draws_globally(job.model, job.data_set.input_shape):
+        raise ConfigError(
+            f"train.virtual_ranks: {config.model.name} draws numbers of keras.random without a seed of their own, which"
+            f" would be others on another number of ranks: pass seed=a keras.random.SeedGenerator that is an attribute"
+            f" of the layer"
+        )
     # One that is not built is that of a `compile` without arguments, which the model's own train_step does not use.
     if config.tracking.every_steps and (has_classes or job.model.optimizer.built):
         job.gradient_norm = process.strategy.gradient_norm(job.model.optimizer)

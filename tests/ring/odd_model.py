@@ -98,6 +98,26 @@ def dropping(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
 
 
 @keras.saving.register_keras_serializable("tests")
+class Noise(keras.layers.Layer):
+    """Adds random numbers in training, of a seed generator of its own or of the global one."""
+
+    def __init__(self, seeded=False, **others):
+        super().__init__(**others)
+        self.seed_generator = keras.random.SeedGenerator(1) if seeded else None
+
+    def call(self, inputs, training=False):
+        if not training:
+            return inputs
+        return inputs + keras.random.normal(keras.ops.shape(inputs), seed=self.seed_generator)
+
+
+def noisy(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    return keras.Sequential(
+        [keras.Input(input_shape), keras.layers.Flatten(), Noise(), keras.layers.Dense(num_classes)]
+    )
+
+
+@keras.saving.register_keras_serializable("tests")
 class RowsSinceTheStart(keras.metrics.Metric):
     """Rows of all epochs and evaluations: nothing resets them."""
 

@@ -111,3 +111,8 @@ def test_they_train_what_one_big_batch_does(tmp_path: Path) -> None:
         exported.append(keras.models.load_model(tmp_path / name / "run" / "model.keras").get_weights())
     for ours, other in zip(*exported, strict=True):
         np.testing.assert_allclose(ours, other, atol=1e-5)
+
+
+def test_random_numbers_without_a_seed_of_their_own_are_refused(tmp_path: Path) -> None:
+    shown = train(tmp_path, 0, *VIRTUAL, "--model.name", "odd_model:noisy", code=2)
+    assert "train.virtual_ranks: odd_model:noisy draws numbers of keras.random without a seed" in shown

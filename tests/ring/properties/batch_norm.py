@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import small
 import tensorflow as tf
+from odd_model import Noise
 from only import quick
 
 import ringtrain.hvd as hvd
@@ -269,3 +270,14 @@ def _forward_and_backward(layer, x, weights):
         "variables": gradients[1:],
         "moving": [v.numpy() for v in layer.non_trainable_variables],
     }
+
+
+def random_numbers_without_a_seed_of_their_own_are_found():
+    for seeded in (False, True):
+        layers = [Noise(seeded), keras.layers.Dropout(0.5, seed=3), keras.layers.BatchNormalization()]
+        model = keras.Sequential([keras.Input((4,)), *layers])
+        before = [variable.numpy() for variable in (*model.variables, *hvd.global_seed())]
+        assert hvd.draws_globally(model, (4,)) is not seeded
+        after = [variable.numpy() for variable in (*model.variables, *hvd.global_seed())]
+        assert len(before) == len(after)
+        assert all(np.array_equal(old, new) for old, new in zip(before, after, strict=True))
