@@ -36,10 +36,10 @@ lint:
 		&& launch/setup.sh lint-imports --no-logo --no-cache \
 		&& launch/setup.sh python tests/support/house.py
 
-# Pages of docs/ as a site, in site/; a dead link is an error.
+# Pages of docs/ as a site, in site/; a dead link is an error (with --quiet it would be none).
 docs:
 	launch/setup.sh python -m pip install --quiet --disable-pip-version-check --require-hashes --constraint hashes.txt mkdocs mkdocs-material
-	NO_MKDOCS_2_WARNING=1 launch/setup.sh python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 launch/setup.sh python -m mkdocs build --strict
 
 # Wheels and sdists of ringtrain and ringtrain-horovod, in dist/.
 dist:
