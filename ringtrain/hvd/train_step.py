@@ -52,12 +52,14 @@ def has_layer(model: keras.Model, layer: str) -> bool:
 @contextlib.contextmanager
 def unchanged_afterwards(model: keras.Model) -> Iterator[None]:
     """Context after which a model's training step has the layers that it had before."""
-    before = dict(vars(model).get("ringtrain_step_layers", {}))
+    names = "ringtrain_step_layers", "train_step"
+    before = {name: vars(model)[name] for name in names if name in vars(model)}
+    before["ringtrain_step_layers"] = dict(before.get("ringtrain_step_layers", {}))
     try:
         yield
     finally:
-        vars(model)["ringtrain_step_layers"] = before
-        _compose(model, before)
+        vars(model).pop("train_step", None)
+        vars(model).update(before)
 
 
 def _compose(model: keras.Model, wrappers: dict[str, Callable[[TrainStep], TrainStep]]) -> None:

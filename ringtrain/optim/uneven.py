@@ -51,7 +51,7 @@ class LossWeights:
     def restore(self) -> None:
         model, compiled = self.model, self.model._compile_loss
         self._weigh(None)
-        if compiled and self._losses:
+        if compiled and self.is_divided:
             compiled._flat_losses[:] = self._losses
             for metric in (model._loss_tracker, *compiled.metrics):
                 vars(metric).pop("update_state", None)

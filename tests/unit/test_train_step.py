@@ -1,0 +1,65 @@
+"""The layers around a model's training step: their order, and what is left when they are gone."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+keras = pytest.importorskip("keras")
+train_step = pytest.importorskip("ringtrain.hvd.train_step")
+
+
+def noting(seen: list[str], layer: str) -> Any:
+    def wrapper(inner: Any) -> Any:
+        def step(batch: Any) -> Any:
+            seen.append(layer)
+            return inner(batch)
+
+        return step
+
+    return wrapper
+
+
+def model_with_a_step_of_its_object(seen: list[str]) -> Any:
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    vars(model)["train_step"] = lambda batch: seen.append("own")
+    return model
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(("rows", "ranks", "timing"))])
+def test_layers_have_one_order_whoever_comes_first(order: tuple[str, ...]) -> None:
+    seen: list[str] = []
+    model = model_with_a_step_of_its_object(seen)
+    for layer in order:
+        train_step.wrap(model, layer, noting(seen, layer))
+    model.train_step(None)
+    assert seen == ["timing", "ranks", "rows", "own"]
+    seen.clear()
+    train_step.unwrap(model, "ranks")
+    model.train_step(None)
+    assert seen == ["timing", "rows", "own"]
+
+
+def test_afterwards_a_model_has_the_layers_that_it_had() -> None:
+    seen: list[str] = []
+    model = model_with_a_step_of_its_object(seen)
+    own = model.train_step
+    with train_step.unchanged_afterwards(model):
+        train_step.wrap(model, "rows", noting(seen, "rows"))
+        assert train_step.has_layer(model, "rows")
+    assert model.train_step is own and not train_step.has_layer(model, "rows")
+    train_step.wrap(model, "timing", noting(seen, "timing"))
+    with train_step.unchanged_afterwards(model):
+        train_step.wrap(model, "rows", noting(seen, "rows"))
+    model.train_step(None)
+    assert seen == ["timing", "own"]
+
+
+def test_without_layers_the_step_is_that_of_the_class() -> None:
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    train_step.wrap(model, "timing", noting([], "timing"))
+    assert "train_step" in vars(model)
+    train_step.unwrap(model, "timing")
+    assert "train_step" not in vars(model)
