@@ -13,7 +13,7 @@ from only import only
 
 import ringtrain.hvd as hvd
 from ringtrain.errors import OutOfSync
-from ringtrain.hvd import sharded
+from ringtrain.hvd.reducers import sharded
 from ringtrain.hvd.reducers.sharded import sharded_slots
 from ringtrain.optim.optimizers import SGD
 
