@@ -30,7 +30,7 @@ def distribute(
 ) -> Any:
     """Makes an optimizer reduce, in place; `backward_passes` 1 keeps its `gradient_accumulation_steps`.
 
-    `mixin`: subclass of `Distributed` with these settings; None: the one for the optimizer and the reduction.
+    `mixin`: subclass of `Distributed` with these settings; None: the plain one for the optimizer.
     """
     base = type(optimizer)
     if mixin is None:
@@ -181,7 +181,7 @@ class _Reducing(keras.optimizers.Optimizer):
     @property
     def update_name(self) -> str:
         """How weights are updated, which must be the same on every rank."""
-        return "whole weights, in each step"
+        return "whole"
 
     @property
     def when_reduced(self) -> str:

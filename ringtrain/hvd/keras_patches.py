@@ -20,7 +20,7 @@ from keras.src.trainers import trainer
 from ringtrain.errors import RingtrainError
 from ringtrain.hvd.backend import horovod
 from ringtrain.hvd.process import PROCESS
-from ringtrain.hvd.train_step import wrap
+from ringtrain.hvd.train_step import has_layer, wrap
 from ringtrain.protocol.failures import REDUCING, ended_well, report_weights
 
 
@@ -234,6 +234,8 @@ def jit_gradients(model: keras.Model) -> None:
             f"jit: {type(model).__name__} has a train_step of its own, which cannot be taken apart around the"
             " allreduce: leave train_step to Keras, or train without jit"
         )
+    if has_layer(model, "micro-batches"):
+        raise RingtrainError("jit: the model is split, and its stages are not compiled: leave out one of them")
     layer = next((layer for layer in layers_of(model) if not layer.supports_jit), None)
     if layer is not None:
         raise RingtrainError(

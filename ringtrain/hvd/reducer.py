@@ -19,7 +19,7 @@ class Reducer:
     """whether a step leaves something for the next one, so that no step may be skipped"""
 
     def build(self, optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> list[keras.Variable]:
-        """Adds the state for an optimizer's variables to it, and returns it."""
+        """Returns the state for an optimizer's variables, which `optimizer.add_variable` has made."""
         return []
 
     def of_one_rank(self) -> list[Any]:
@@ -57,4 +57,6 @@ class Compressor:
 
 def name_of(compression: Any) -> str:
     """Name of a compression, for messages and to compare the ranks' settings."""
-    return str(compression) if isinstance(compression, Compressor) else compression.__name__
+    if isinstance(compression, Compressor):
+        return str(compression)
+    return str(getattr(compression, "__name__", compression))

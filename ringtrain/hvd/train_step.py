@@ -18,7 +18,10 @@ LAYERS = (
     "ranks",  # parts of this rank's rows, their weights, and sums over all ranks: optim.step
     "timing",  # outermost: a step begins when its input is there
 )
-"""Names, from the innermost layer to the outermost."""
+"""Names, from the innermost layer to the outermost. Below them is the step of the model's class, or its object's."""
+
+OWN, WRAPPERS, COMPOSED = "", "ringtrain_step_layers", "ringtrain_step"
+"""name of the step that a script has set on the object; attributes of a model"""
 
 
 def wrap(model: keras.Model, layer: str, wrapper: Callable[[TrainStep], TrainStep]) -> None:
@@ -30,44 +33,57 @@ def wrap(model: keras.Model, layer: str, wrapper: Callable[[TrainStep], TrainSte
         wrapper: Returns the step with this layer, given the step without it. It is called again whenever a layer
             further inside changes.
     """
-    wrappers = vars(model).setdefault("ringtrain_step_layers", {})
-    if not wrappers and "train_step" in vars(model):
-        wrappers[""] = lambda _, own=model.train_step: own  # which a script has set on the object
+    wrappers = vars(model).setdefault(WRAPPERS, {})
+    found = vars(model).get("train_step")
+    if found is not None and found is not vars(model).get(COMPOSED):
+        # A script has set it on the object, with the present layers inside of it, if it calls what it found.
+        for inside in wrappers:
+            wrappers[inside] = lambda step: step
+        wrappers[OWN] = lambda _: found
     wrappers[layer] = wrapper
     _compose(model, wrappers)
 
 
 def unwrap(model: keras.Model, layer: str) -> None:
     """Removes a layer, if it is there."""
-    wrappers = vars(model).get("ringtrain_step_layers", {})
+    wrappers = vars(model).get(WRAPPERS, {})
     if wrappers.pop(layer, None):
         _compose(model, wrappers)
 
 
 def has_layer(model: keras.Model, layer: str) -> bool:
     """Returns whether a model's training step has a layer."""
-    return layer in vars(model).get("ringtrain_step_layers", {})
+    return layer in vars(model).get(WRAPPERS, {})
+
+
+def has_own_step(model: keras.Model) -> bool:
+    """Returns whether a script has set a training step on the object of a model."""
+    found = vars(model).get("train_step")
+    return has_layer(model, OWN) or (found is not None and found is not vars(model).get(COMPOSED))
 
 
 @contextlib.contextmanager
 def unchanged_afterwards(model: keras.Model) -> Iterator[None]:
     """Context after which a model's training step has the layers that it had before."""
-    names = "ringtrain_step_layers", "train_step"
+    names = WRAPPERS, COMPOSED, "train_step"
     before = {name: vars(model)[name] for name in names if name in vars(model)}
-    before["ringtrain_step_layers"] = dict(before.get("ringtrain_step_layers", {}))
+    if WRAPPERS in before:
+        before[WRAPPERS] = dict(before[WRAPPERS])
     try:
         yield
     finally:
-        vars(model).pop("train_step", None)
+        for name in names:
+            vars(model).pop(name, None)
         vars(model).update(before)
 
 
 def _compose(model: keras.Model, wrappers: dict[str, Callable[[TrainStep], TrainStep]]) -> None:
     # Not model.train_step = ...: Keras would track and save the attribute.
     vars(model).pop("train_step", None)
+    vars(model).pop(COMPOSED, None)
     step: TrainStep = model.train_step
-    for layer in ("", *LAYERS):
+    for layer in (OWN, *LAYERS):
         if layer in wrappers:
             step = wrappers[layer](step)
     if wrappers:
-        vars(model)["train_step"] = step
+        vars(model)["train_step"] = vars(model)[COMPOSED] = step

@@ -103,7 +103,7 @@ def _compare(model: keras.Model, batch: Any, rows: Callable[[int, int], Any] | N
     def step(batch: Any) -> tuple[list[Any], Any]:
         gradients.clear()
         halves.divisors.clear()
-        with halves.weighted():
+        with halves.in_step():
             model.train_step(batch)
         missing = [tf.constant(0.0, tf.float64)] * (MAX_DIVISORS - len(halves.divisors))
         return list(gradients), tf.stack([*halves.divisors, *missing])

@@ -74,7 +74,6 @@ class Step:
         self.share = tf.Variable(1.0, trainable=False, dtype=tf.float64) if has_shares else None
         self.fingerprint = tf.Variable(0.0, trainable=False, dtype=tf.float64)
         self._losses = LossWeights(model, self.share)
-        self._inner: train_step.TrainStep = model.train_step
         if sums is not None:
             self._prepare_sums()
 
@@ -90,7 +89,7 @@ class Step:
             self._losses.restore()
 
     def _around(self, inner: train_step.TrainStep) -> train_step.TrainStep:
-        self._inner = inner
+        self._inner: train_step.TrainStep = inner
         return self._of_this_rank if self.sums is None else self._of_all_ranks
 
     # ---- each rank has statistics, seeds and metrics of its own; the optimizer reduces ------------------------------
@@ -105,7 +104,7 @@ class Step:
             self.share.assign(share)
         share, changed = self.share, self._changed_by_a_row() if self.has_empty_parts else []
         before = [tf.identity(variable.value) for variable in changed]
-        with self._losses.weighted():
+        with self._losses.in_step():
             logs = self._inner(data)
         for variable, value in zip(changed, before, strict=True):
             variable.assign(tf.where(share > 0, variable.value, value))  # type: ignore[operator]
@@ -213,11 +212,14 @@ class Step:
         def keep(grads_and_vars: Any) -> None:
             kept.update((id(variable), gradient) for gradient, variable in grads_and_vars)
 
+        before = vars(optimizer).pop("apply_gradients", None)  # which a script may have set on the object
         set_untracked(optimizer, apply_gradients=keep)
         try:
             yield kept
         finally:
             del vars(optimizer)["apply_gradients"]
+            if before is not None:
+                set_untracked(optimizer, apply_gradients=before)
 
 
 class SumsOverRanks:
@@ -257,7 +259,7 @@ def step_of_all_ranks(model: keras.Model, input_shape: Sequence[int], sums: Sums
     Raises:
         ConfigError: The model has a `train_step` of its own, or a layer whose forward pass cannot be undone.
     """
-    if type(model).train_step is not keras.Model.train_step:
+    if type(model).train_step is not keras.Model.train_step or train_step.has_own_step(model):
         raise ConfigError(
             f"model.name: {type(model).__name__} has a train_step of its own, which elastic runs and virtual ranks"
             " would not call: leave it to Keras"

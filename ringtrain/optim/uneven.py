@@ -24,7 +24,7 @@ from ringtrain.hvd.placement import CPU
 class LossWeights:
     """Losses and metrics of a compiled and built model, in a step with this rank's part of a batch.
 
-    Between `replace` and `restore`, those within `weighted` count as they do in the whole batch. Losses that are no
+    Between `replace` and `restore`, those within `in_step` count as they do in the whole batch. Losses that are no
     mean or sum over rows, or that a model's own `train_step` computes by itself, stay those of each rank.
 
     Args:
@@ -57,7 +57,7 @@ class LossWeights:
                 vars(metric).pop("update_state", None)
 
     @contextlib.contextmanager
-    def weighted(self) -> Iterator[None]:
+    def in_step(self) -> Iterator[None]:
         """Context of a step."""
         self._in_step = True
         try:

@@ -97,7 +97,7 @@ MUTANTS = (
     # Steps that all ranks share
     Mutant(
         *("a failed step that is not undone", "optim/step.py", "variable.assign(before)\n", "pass\n"),
-        _property("shared_step.a_failed_step_changes_nothing"),
+        _property("steps.a_failed_step_changes_nothing"),
     ),
     Mutant(
         *("virtual ranks that are added in another order", "optim/virtual_ranks.py"),

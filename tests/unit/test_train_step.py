@@ -63,3 +63,20 @@ def test_without_layers_the_step_is_that_of_the_class() -> None:
     assert "train_step" in vars(model)
     train_step.unwrap(model, "timing")
     assert "train_step" not in vars(model)
+
+
+def test_a_step_that_a_callback_sets_later_is_kept_with_what_it_calls() -> None:
+    seen: list[str] = []
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    vars(model)["train_step"] = lambda batch: seen.append("first")
+    train_step.wrap(model, "timing", noting(seen, "timing"))
+    inner = model.train_step
+    vars(model)["train_step"] = lambda batch: (seen.append("own"), inner(batch))
+    assert train_step.has_own_step(model)
+    train_step.wrap(model, "ranks", noting(seen, "ranks"))
+    model.train_step(None)
+    assert seen == ["ranks", "own", "timing", "first"]
+    train_step.unwrap(model, "ranks")
+    seen.clear()
+    model.train_step(None)
+    assert seen == ["own", "timing", "first"]

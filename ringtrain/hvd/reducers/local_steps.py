@@ -86,11 +86,11 @@ class LocalUpdates(Distributed):
 
     @property
     def update_name(self) -> str:
-        return str(self.local)
+        return f"local_steps={self.local}"
 
     @property
     def when_reduced(self) -> str:
-        return f"after each round of {self.local.steps} local steps"
+        return f"after each round of {self.local.steps} local steps" if self.local.steps > 1 else ""
 
     def why_apart(self) -> str:
         if not self.built or not int(self.steps_of_round):

@@ -138,13 +138,12 @@ class Sharded(Distributed):
     """
 
     _shards: Shards
-    of_object = (*Distributed.of_object, "_shards")
     can_be_undone = False
     adds_up_rows = True
 
     @property
     def update_name(self) -> str:
-        return "sharded"
+        return "sharded=True"
 
     def build(self, variables: Any) -> None:
         if self.built:
