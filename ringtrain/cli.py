@@ -157,6 +157,7 @@ def train(given: Given) -> int:
                 f"got {flag} without ranks to start: give -np N, the number of ranks, or leave {flag} out"
             )
     if given.values:
+        LaunchOptions.of(given)  # refuses what does not go together
         print(shlex.join(["python", *command]))
         return 0
     sys.stdout.flush()

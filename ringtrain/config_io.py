@@ -35,6 +35,7 @@ def read(argv: Sequence[str]) -> Config:
     parser.add_argument("--config")
     add(parser, OPTIONS.values())
     given, unknown = parser.parse_known_args(_with_hyphens(argv))
+    unknown = [word for word in unknown if word != "--"]
     if unknown:
         name = unknown[0].partition("=")[0]
         if not name.startswith("--"):
@@ -58,11 +59,17 @@ class _Parser(Parser):
 def _with_hyphens(argv: Sequence[str]) -> list[str]:
     """Options as their parser knows them: --train.batch_size, as in a file, is --train.batch-size."""
     flags = {flag for option in OPTIONS.values() for flag in option.flags}
+    lists = {flag for option in OPTIONS.values() if option.num_values == "*" for flag in option.flags}
     words: list[str] = []
     for word in argv:
         flag, equals, value = word.partition("=")
         flag = flag.replace("_", "-")
-        words.append(flag + equals + value if flag in flags else word)
+        if flag not in flags:
+            words.append(word)
+        elif equals and flag in lists:  # further values may follow
+            words += [flag, value]
+        else:
+            words.append(flag + equals + value)
     return words
 
 

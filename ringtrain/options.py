@@ -133,7 +133,7 @@ class Option:
     def help(self) -> str:
         """The string below the field."""
         key = self.name.rpartition(".")[2]
-        return _strings_below_fields(self.owner.__module__)[self.owner.__name__, key]
+        return _strings_below_fields(self.owner.__module__).get((self.owner.__name__, key), "")
 
 
 def options_of(*classes: Any) -> Mapping[str, Option]:
@@ -169,7 +169,11 @@ def title_of(options: type) -> str:
 def _strings_below_fields(module: str) -> dict[tuple[str, str], str]:
     """Strings below the fields of a module's classes, by class and field."""
     strings: dict[tuple[str, str], str] = {}
-    for node in ast.parse(inspect.getsource(sys.modules[module])).body:
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except OSError:  # compiled files alone are installed
+        return strings
+    for node in ast.parse(source).body:
         if not isinstance(node, ast.ClassDef):
             continue
         for field, below in itertools.pairwise(node.body):

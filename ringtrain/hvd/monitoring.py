@@ -126,7 +126,7 @@ def broadcast(value: Any) -> Any:
 
 def _timeout_s() -> float:
     try:
-        return float(os.environ.get(STALL_TIMEOUT) or HealthConfig.stall_timeout)
+        return max(0.0, float(os.environ.get(STALL_TIMEOUT) or HealthConfig.stall_timeout))
     except ValueError:
         text = f"{STALL_TIMEOUT}: got {os.environ[STALL_TIMEOUT]!r}, expected seconds, or 0 for never"
         raise RingtrainError(text) from None

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ringtrain.errors import Stalled
@@ -87,6 +87,7 @@ class Monitor:
         self._thread = threading.Thread(target=self._run, name="ringtrain-heartbeat", daemon=True)
         self._progress: Any = None
         self._idle_s = 0.0
+        self._fields: Mapping[str, Any] = {}
         self._wants_stacks = False
         self._silent: list[Row] = []
 
@@ -113,7 +114,7 @@ class Monitor:
     # ---- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self._exchanged_s = time.monotonic()
+        self._exchanged_s, self._fields = time.monotonic(), self.activity.fields()
         try:
             if self.rank == 0:
                 self._receive_heartbeats()
@@ -192,6 +193,7 @@ class Monitor:
         # Time in which this thread did not run, as in a suspended job, does not count.
         now_s = time.monotonic()
         passed_s, self._exchanged_s = min(now_s - self._exchanged_s, 2 * HEARTBEAT_S), now_s
+        self._fields = self.activity.fields()  # before the progress: a new position never has the old idle time
         progress = self.activity.progress()
         self._idle_s = self._idle_s + passed_s if progress == self._progress else 0.0
         self._progress = progress
@@ -207,7 +209,7 @@ class Monitor:
             idle_s=self._idle_s,
             stacks=stacks(self._thread.ident) if with_stacks else "",
             saw={str(row.rank): status.look_at(row.process, row.status) for row in here},
-            **self.activity.fields(),
+            **self._fields,
         )
 
     # ---- decisions --------------------------------------------------------------------------------------------------

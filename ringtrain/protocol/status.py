@@ -33,7 +33,8 @@ class StatusLine:
             if self.descriptor < 0:
                 self.descriptor = open_own(f"{path}.{secrets.token_hex(8)}")
         if self.descriptor < 0:
-            self.descriptor = os.memfd_create("ringtrain")
+            with contextlib.suppress(OSError):  # what cannot be shown must not stop training
+                self.descriptor = os.memfd_create("ringtrain")
 
     def put(self, global_step: int, phase: str) -> None:
         with contextlib.suppress(OSError):  # /dev/shm may be full: Docker gives it 64 MB

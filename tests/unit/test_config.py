@@ -164,7 +164,12 @@ def test_the_last_of_several_values_holds_and_a_list_may_be_empty(tmp_path):
     file.write_text("[schedule]\nname = 'steps'\nmilestones = [2, 3]\n")
     words = ["--config", str(file), "--schedule.name", "constant", "--schedule.milestones"]
     assert config_io.read(words).schedule.milestones == ()
-    assert config_io.read([*words, "4", "5"]).schedule.milestones == (4.0, 5.0)
+    for given in (["4", "5"], ["4", "5", "--"]):
+        assert config_io.read([*words, *given]).schedule.milestones == (4.0, 5.0)
+    words[-1:] = ["--schedule.milestones=4", "5"]
+    assert config_io.read(words).schedule.milestones == (4.0, 5.0)
+    with pytest.raises(ConfigError, match="got 'more', expected options"):
+        config_io.read(["--train.epochs", "3", "--", "more"])
 
 
 def test_range_is_checked_on_the_command_line_too():

@@ -112,6 +112,12 @@ def test_a_stopped_monitor_ends_its_thread_and_closes_its_port(monkeypatch):
         socket.create_connection(address)
 
 
+@pytest.mark.parametrize(("text", "expected"), [("-1", 0.0), ("nan", 0.0), ("0", 0.0), ("2.5", 2.5)])
+def test_a_time_limit_below_zero_means_never(monkeypatch, text, expected):
+    monkeypatch.setenv("RINGTRAIN_STALL_TIMEOUT", text)
+    assert monitoring._timeout_s() == expected
+
+
 def test_a_stack_tells_the_users_line():
     place = place_of(sys._getframe())
     assert place == {
