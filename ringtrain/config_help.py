@@ -15,8 +15,16 @@ from ringtrain.errors import ConfigError
 from ringtrain.options import Parser, add
 
 COMMON = (
-    *("data.name", "data.dir", "model.name", "train.epochs", "train.batch_size", "optimizer.name"),
-    *("optimizer.learning_rate", "train.precision", "train.patience", "run.name"),
+    "data.name",
+    "data.dir",
+    "model.name",
+    "train.epochs",
+    "train.batch_size",
+    "optimizer.name",
+    "optimizer.learning_rate",
+    "train.precision",
+    "train.patience",
+    "run.name",
 )
 """options that come first in the help, and in the configuration of ringtrain init"""
 GENERAL = "general"

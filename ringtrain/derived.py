@@ -95,8 +95,9 @@ def derive(config: Config, num_ranks: int, num_train: int, num_test: int, rows_p
     global_batch_size = (rows_per_step or batch_size * num_ranks) * accumulated
     if global_batch_size > num_train and not rows_per_step:
         times = f", {accumulated} times accumulated," if accumulated > 1 else ""
+        noun = "rank" if num_ranks == 1 else "ranks"
         raise ConfigError(
-            f"train.batch_size: {batch_size} on {num_ranks} rank{'s' * (num_ranks != 1)}{times} makes a global batch of"
+            f"train.batch_size: {batch_size} on {num_ranks} {noun}{times} makes a global batch of"
             f" {global_batch_size}, but {config.data.name} has {num_train} training samples:"
             f" expected {max(1, num_train // (num_ranks * accumulated))} or less"
         )

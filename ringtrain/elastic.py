@@ -154,7 +154,7 @@ def _resized(state: Any, process: Process, terminal: Any) -> None:
         if hvd.rank() == 0:
             failures.report_recovery()
         resizes = (*resizes, {"global_step": global_step, **change})
-        repeated = "; a step is repeated" * bool(lost_steps)
+        repeated = "; a step is repeated" if lost_steps else ""
         text = f"continues after step {global_step} with {size} ranks, before with {place.num_ranks}{repeated}"
         terminal.print(text, highlight=False)
     generation, event = of_ranks[0][1], "resize" if place.num_ranks else "start"

@@ -93,7 +93,8 @@ def run(
             "ringtrain.run was called on a rank, expected in the process that starts the ranks: a module that ranks"
             ' import must call it under if __name__ == "__main__" only'
         )
-    if num_gpus := gpus_in_use():
+    num_gpus = gpus_in_use()
+    if num_gpus:
         warnings.warn(
             f"ringtrain.run: TensorFlow of this process holds memory of {num_gpus} GPUs, which ranks may lack: restart"
             f" the notebook, and use TensorFlow inside of the function only",
@@ -122,7 +123,8 @@ def run(
         launch = [sys.executable, "-m", "ringtrain", "launch", "-np", str(np), *(["-H", hosts] if hosts else [])]
         rank = [sys.executable, "-m", "ringtrain.function_call", str(call)]
         shown = Shown(processes.start_beside([*launch, *options, "--", *rank], {**os.environ, "PATH": path_with_own()}))
-        if code := shown.follow():
+        code = shown.follow()
+        if code:
             text = (
                 _first_failure(call, np, shown.message) or shown.message or f"ringtrain launch exited with code {code}"
             )
@@ -226,7 +228,8 @@ class Shown:
     def _untagged(self, text: str) -> tuple[int, str]:
         """Rank and text of a line with the tag of another launcher, or of the launcher's own line."""
         line = text.rstrip("\r\n")
-        if tagged := exit_cause.rank_of(line):
+        tagged = exit_cause.rank_of(line)
+        if tagged:
             return tagged[0], tagged[1] + text[len(line) :]
         if line.startswith("ringtrain: "):
             self._message = [line.removeprefix("ringtrain: ")]

@@ -283,7 +283,8 @@ def _config(model: keras.Model, name: str, options: Config, arguments: data.FitA
         if number is not None and number < 1:
             raise ConfigError(f"ringtrain.fit: got {argument} {number}, expected at least 1")
     for callback in arguments.callbacks:
-        if why := next((REFUSED[name] for name in sources.classes_of(callback) if name in REFUSED), ""):
+        why = next((REFUSED[name] for name in sources.classes_of(callback) if name in REFUSED), "")
+        if why:
             raise ConfigError(f"ringtrain.fit: leave out {type(callback).__name__}: {why}")
     return with_values(
         options,

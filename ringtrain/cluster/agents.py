@@ -142,7 +142,8 @@ class HostAgents:
             while waiting and num_connecting < max_connecting and time.monotonic() > pause_until:
                 host = waiting.popleft()
                 agent = self.start(host, is_checked=bool(host) or is_used)
-                if before := refused.pop(host, None):
+                before = refused.pop(host, None)
+                if before:
                     agent.tries, agent.refusal, agent.first_s = before.tries + 1, before.lines[-1], before.first_s
                 num_connecting += 1
             poll()
@@ -158,7 +159,8 @@ class HostAgents:
                     failed.remove(agent)
                     self.drop(agent)
                     waiting.append(agent.host)
-            if lacking := [agent for agent in failed if any(f"{SAYS}lacks" in line for line in agent.lines)]:
+            lacking = [agent for agent in failed if any(f"{SAYS}lacks" in line for line in agent.lines)]
+            if lacking:
                 raise LaunchError(listed([self.why_lost(agent) for agent in lacking]))
             late_s = time.monotonic() - self.answer_timeout_s
             silent = [

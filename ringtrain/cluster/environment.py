@@ -103,7 +103,8 @@ def not_forwarded(job: Job) -> str:
     if not names:
         return ""
     shown = ", ".join([*names[:MAX_SHOWN], *["..."][: len(names) - MAX_SHOWN]])
-    return f"not forwarded to ranks: {len(names)} variable{'s' * (len(names) != 1)} ({shown}): --forward NAME adds one"
+    noun = "variable" if len(names) == 1 else "variables"
+    return f"not forwarded to ranks: {len(names)} {noun} ({shown}): --forward NAME adds one"
 
 
 def settings(job: Job) -> Iterator[Setting]:

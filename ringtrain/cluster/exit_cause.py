@@ -97,7 +97,8 @@ def decide(
     failure = reports.first_failure()
     if failure and not failure.is_consequence:
         return JobResult(failure.exit_code, _in_its_words(failure), failure.kind, rank=failure.rank)
-    if by_launcher := _named_by_launcher(launcher_output, code, reports, tails, failure):
+    by_launcher = _named_by_launcher(launcher_output, code, reports, tails, failure)
+    if by_launcher:
         return by_launcher
     if silent:
         lost_hosts = ", ".join(silent)
@@ -108,7 +109,8 @@ def decide(
             f"{_in_its_words(failure)}\nthis is a follow-up error: another rank exited before without a report: it"
             f" called exit, was killed, or its host was lost: check its output and the host's kernel log",
         )
-    if lost := LOST.search(launcher_output):
+    lost = LOST.search(launcher_output)
+    if lost:
         return JobResult(
             code, f"{launcher} lost its daemon on {lost[1]}: the host or its network failed, or it was killed"
         )
@@ -147,7 +149,9 @@ def without_init(num_ranks: int, reports: Reader, tensorflow: Collection[str], i
             f"{num_ranks} ranks ran without meeting: they {why}, and none called hvd.init(). Unless they connect by"
             f" other means, each trained a model of its own: call ringtrain.hvd.init() first, or start one process"
         )
-    return f"none of {num_ranks} ranks called ringtrain's hvd.init(), which --require-init expects" * is_required
+    return (
+        f"none of {num_ranks} ranks called ringtrain's hvd.init(), which --require-init expects" if is_required else ""
+    )
 
 
 def without_reduction(reports: Reader) -> str:
@@ -158,7 +162,7 @@ def without_reduction(reports: Reader) -> str:
     each = ", ".join(f"rank {rank}: {checksum}" for rank, checksum in told[:MAX_SPEAKERS])
     return (
         f"{len(told)} ranks called hvd.init() and trained a model of their own each, without reducing gradients:"
-        f" checksums of the weights are {each}{', ...' * (len(told) > MAX_SPEAKERS)}: {REDUCING}"
+        f" checksums of the weights are {each}{', ...' if len(told) > MAX_SPEAKERS else ''}: {REDUCING}"
     )
 
 
@@ -167,21 +171,25 @@ def _named_by_launcher(
 ) -> JobResult | None:
     """Cause by the launcher's message about the rank that exited first; None without one."""
     hosts = {rank.rank: rank.host for rank in reports.ranks}
-    if match := HYDRA.search(text):
+    match = HYDRA.search(text)
+    if match:
         return _by_hydra(match, code, reports, consequence)
-    if killed := KILLED.search(text):
+    killed = KILLED.search(text)
+    if killed:
         rank, number = int(killed[1]), int(killed[3])
         where = hosts.get(rank, killed[2])
         text = f"rank {rank} on {where} was killed by {signal_name(number)}"
         return JobResult(_code(128 + number), text, rank=rank)
-    if (exited := EXITED.search(text)) and int(exited[1]) not in reports.failures:
+    exited = EXITED.search(text)
+    if exited and int(exited[1]) not in reports.failures:
         rank, rank_code = int(exited[1]), int(exited[2])
         rank_code = rank_code if rank_code >= 0 else 128 - rank_code
         where = f"rank {rank} on {hosts[rank]}" if rank in hosts else f"rank {rank}"
         tail = "\n".join(f"  {line}" for line in tails.get(rank, ()))
-        why = f"{where} {_how(rank_code)}{'; its last lines:' * bool(tail)}\n{tail}".rstrip()
+        why = f"{where} {_how(rank_code)}{'; its last lines:' if tail else ''}\n{tail}".rstrip()
         return JobResult(_code(rank_code), why, rank=rank)
-    if match := EXITED_ELASTIC.search(text):
+    match = EXITED_ELASTIC.search(text)
+    if match:
         output = f"; its output:\n{consequence.text}" if consequence else ""
         return JobResult(_code(int(match[2])), f"of the last ranks, one on {match[1]} {_how(int(match[2]))}{output}")
     return None

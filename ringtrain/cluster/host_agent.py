@@ -258,7 +258,18 @@ def argv(
     program = command[0] if command else ""
     is_python = os.path.basename(program).startswith("python")
     wants_ringtrain = is_python and any(word.startswith("ringtrain.") for word in command[1:3])
-    words = ["sh", "-c", SCRIPT, "ringtrain-agent", job, str(folder), program, path, modules, "1" * wants_ringtrain]
+    words = [
+        "sh",
+        "-c",
+        SCRIPT,
+        "ringtrain-agent",
+        job,
+        str(folder),
+        program,
+        path,
+        modules,
+        "1" if wants_ringtrain else "",
+    ]
     if not host:
         return words
     # On one line, which every login shell understands, csh included.

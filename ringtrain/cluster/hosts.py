@@ -112,7 +112,8 @@ def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> tuple
         slots = _indices(host)
         if wanted is not None:
             slots = [slot for slot in slots if slot in wanted.get(_key(host.name), ())]
-        if gone := unwanted.get(_key(host.name)):
+        gone = unwanted.get(_key(host.name))
+        if gone:
             slots = [slot for slot in slots if slot not in gone]
         if slots:
             is_start = list(slots) == list(range(len(slots)))
@@ -209,7 +210,7 @@ def _listed(hosts: Sequence[Host]) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+    return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
 MAX_SLOTS = 4096
@@ -271,7 +272,8 @@ def parse_line(line: str, where: str) -> Mention:
 
 def divide(word: str, where: str) -> tuple[str, str | None]:
     """Splits 'host:4' into host and '4', 'host' into host and None. Raises HostsError for an invalid host name."""
-    if match := re.fullmatch(r"\[([^\[\]]*:[^\[\]]*)\](?::(.*))?", word):
+    match = re.fullmatch(r"\[([^\[\]]*:[^\[\]]*)\](?::(.*))?", word)
+    if match:
         return checked_name(match[1], where), match[2]
     if word.count(":") != 1:
         return checked_name(word, where), None

@@ -153,7 +153,7 @@ def run_attempts(work: Launch) -> int:
                 raise
             silent |= {*lost.hosts}
             used, num_ranks = remaining()
-            processes.say(f"{lost}{'; continues without' * bool(num_ranks)}")
+            processes.say(f"{lost}{'; continues without' if num_ranks else ''}")
             if num_ranks:
                 continue
             result = JobResult(2, str(lost), HOST_LOST, hosts=lost.hosts)  # the hosts may come back

@@ -51,7 +51,8 @@ class Output:
         for raw in lines:
             if self.reports.take(raw.decode(errors="replace")):
                 before, num_reports = REPORT.subn(b"", raw)
-                if not (raw := before if num_reports else b""):
+                raw = before if num_reports else b""
+                if not raw:
                     continue
             line = raw.decode(errors="replace").removesuffix("\n")
             tagged = exit_cause.rank_of(line)

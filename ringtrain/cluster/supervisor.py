@@ -202,7 +202,8 @@ class Supervisor:
 
     def _check_end(self, returncode: int) -> None:
         """Compares them again after the launcher has exited."""
-        if wrong := difference(self.planned_placement, self.reports.ranks):
+        wrong = difference(self.planned_placement, self.reports.ranks)
+        if wrong:
             raise PlacementError(wrong)
         if not returncode and len(self.reports.ranks) < self.planned_placement.size:
             _, why = self._missing_ranks(f"although {self.options.launcher} exited with code 0")
@@ -334,7 +335,7 @@ class Supervisor:
         is_required = self.options.require_init
         text = exit_cause.without_init(self.job.num_ranks, self.reports, self.agents.tensorflow, is_required)
         text = text or exit_cause.without_reduction(self.reports)
-        return f"{text}{'; --require-init makes this an error' * (not is_required)}" if text else ""
+        return f"{text}{'; --require-init makes this an error' if not is_required else ''}" if text else ""
 
     def conclude(self, returncode: int, lost: HostsLost | None = None) -> JobResult:
         """Prints the exit cause last and returns the result. lost: Hosts for which the job was stopped."""
@@ -356,7 +357,8 @@ class Supervisor:
         out_of_memory = result.exit_code == 128 + signal.SIGKILL and bool(agents & self.agents.out_of_memory)
         result = replace(
             result,
-            text=result.text + "; the kernel of its host killed processes for lack of memory" * out_of_memory,
+            text=result.text
+            + ("; the kernel of its host killed processes for lack of memory" if out_of_memory else ""),
             kind=exit_cause.HOST_LOST if lost_hosts else result.kind,
             hosts=hosts,
             global_step=step,

@@ -149,7 +149,9 @@ def checked(name: str, train: tuple[Any, Any], test: tuple[Any, Any], num_classe
         if labels.ndim == 2 and labels.shape[1] == 1:
             labels = labels[:, 0]
         if labels.ndim != 1 or labels.size == 0 or inputs.shape[:1] != labels.shape:
-            one_hot = ": for one-hot labels use np.argmax(labels, axis=1), for others --model.loss" * (labels.ndim > 1)
+            one_hot = (
+                ": for one-hot labels use np.argmax(labels, axis=1), for others --model.loss" if labels.ndim > 1 else ""
+            )
             raise DataError(
                 f"{name}: {split} data: got inputs of shape {inputs.shape} and labels of shape {labels.shape}, expected"
                 f" one integer class per sample, shape {inputs.shape[:1]}, and at least one sample{one_hot}"

@@ -48,8 +48,17 @@ class FitArguments:
 
 
 OF_DATA = (
-    *("x", "y", "sample_weight", "validation_data", "validation_split", "class_weight", "shuffle", "steps_per_epoch"),
-    *("validation_steps", "validation_batch_size", "validation_freq"),
+    "x",
+    "y",
+    "sample_weight",
+    "validation_data",
+    "validation_split",
+    "class_weight",
+    "shuffle",
+    "steps_per_epoch",
+    "validation_steps",
+    "validation_batch_size",
+    "validation_freq",
 )
 """Arguments of `fit` that the function of `data.name` may return in a dict."""
 
@@ -129,7 +138,8 @@ def inputs(given: FitArguments, batch_size: int) -> tuple[Arrays | Stream, Split
     how = (given.class_weight, given.steps_per_epoch, given.epochs, bool(given.shuffle), given.seed)
     random_operations, why_rank_0 = _random_operations(given.x)
     x = FromRank0(given.x) if why_rank_0 else given.x
-    if stream := _shard(x, *how) if callable(x) else _stream(x, *how):
+    stream = _shard(x, *how) if callable(x) else _stream(x, *how)
+    if stream:
         if why_rank_0:
             stream.kind, stream.why_rank_0 = "tf.data.Dataset", why_rank_0
         if any(operation.always_differs for operation in random_operations):
@@ -195,7 +205,8 @@ def _validation(held_out: Any, given: FitArguments, batch_size: int) -> Split:
     is_endless = isinstance(held_out, tf.data.Dataset) and held_out.cardinality() == tf.data.INFINITE_CARDINALITY
     if not steps and (is_endless or (isinstance(held_out, keras.utils.PyDataset) and held_out.num_batches is None)):
         raise DataError("ringtrain.fit: got validation_data without an end, expected validation_steps with it")
-    if stream := _stream(held_out, None, None, 1, False, given.seed, take=steps):
+    stream = _stream(held_out, None, None, 1, False, given.seed, take=steps)
+    if stream:
         stream.is_held_out = True
         return stream
     _check_arrays("validation_data", held_out)

@@ -75,7 +75,8 @@ def evaluation_batches(samples: Split, numbers: NDArray[np.int64], batch_size: i
     """Returns batches of the samples with these numbers, int64 [n], in their order; the last batch may be smaller."""
     import tensorflow as tf
 
-    if (part := samples.part(numbers)) is not None:
+    part = samples.part(numbers)
+    if part is not None:
         return ahead(part)
     order = tf.data.Dataset.from_tensor_slices(numbers).batch(batch_size)
     order = order.map(lambda batch: (tf.constant(0, tf.int64), batch))

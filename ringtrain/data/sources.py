@@ -69,9 +69,10 @@ def _keras_download(config: DataConfig, keras_name: str) -> DataSet:
             fcntl.flock(lock, fcntl.LOCK_EX)  # one rank downloads, the others use its files
             train, test = getattr(keras.datasets, keras_name).load_data()
     except Exception as error:  # Keras raises any error of its downloader, even a bare Exception
+        package = ", or install dataset-fashion-mnist" if config.name == "fashion-mnist" else ""
         raise DataError(
             f"{config.name}: not on this host, and the download failed ({error}): give the directory of its"
-            f" four IDX files with --data.dir{', or install dataset-fashion-mnist' * (config.name == 'fashion-mnist')}"
+            f" four IDX files with --data.dir{package}"
         ) from error
     return checked(config.name, train, test)
 
@@ -134,7 +135,7 @@ def read_idx(path: Path, num_dimensions: int) -> NDArray[np.uint8]:
     got, expected = int.from_bytes(content[:4]), UNSIGNED_BYTE << 8 | num_dimensions
     if got != expected:
         raise DataError(
-            f"{path}: not IDX with {num_dimensions} dimension{'s' * (num_dimensions != 1)} of unsigned bytes:"
+            f"{path}: not IDX with {num_dimensions} dimension{'s' if num_dimensions != 1 else ''} of unsigned bytes:"
             f" got magic number {got}, expected {expected}"
         )
     shape = struct.unpack(f">{num_dimensions}I", content[4:header])

@@ -85,7 +85,8 @@ def spark(config: DataConfig, environ: Mapping[str, str] = os.environ) -> DataSe
     except ValueError as error:
         raise DataError(f"{config.name}: rows differ in shape or type: {error}") from error
     for split, (local, total) in enumerate(zip(labels, totals, strict=True)):
-        if missing := int((local < 0).sum()):
+        missing = int((local < 0).sum())
+        if missing:
             raise DataError(
                 f"{config.name}: {missing} of {len(local)} rows of rank {rank} did not arrive, of {total}"
                 f" {SPLITS[split]} rows: --spark-data must return the same rows each time: cache or store them"

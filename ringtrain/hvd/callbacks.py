@@ -255,7 +255,7 @@ class CheckInSyncCallback(keras.callbacks.Callback):
             if horovod.rank() == 0:
                 print(
                     f"ringtrain: non-trainable weights that follow the data differ between ranks:"
-                    f" {', '.join(paths[:4])}{', ...' * (len(paths) > 4)}: each rank keeps its own;"
+                    f" {', '.join(paths[:4])}{', ...' if len(paths) > 4 else ''}: each rank keeps its own;"
                     f" ringtrain.train averages floating-point ones before each evaluation, except model.not_averaged",
                     file=sys.stderr,
                     flush=True,

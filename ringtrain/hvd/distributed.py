@@ -259,7 +259,8 @@ class _Reducing(keras.optimizers.Optimizer):
         """Reduces the gradients of an update over the ranks; none of them may be None."""
         PLACE.note_each("computed", variables, grads)
         local = [self.is_local(variable) for variable in variables]
-        if begin := getattr(self.reduction, "compression_start_step", 0):
+        begin = getattr(self.reduction, "compression_start_step", 0)
+        if begin:
             compressed, whole = (
                 lambda reduction=reduction: reduction(grads, variables, local)
                 for reduction in (self.reduction, self.reduction.uncompressed)
@@ -282,7 +283,8 @@ class _Reducing(keras.optimizers.Optimizer):
 
     def refuse_loss_scale(self) -> None:
         """Raises ValueError if a step cannot be skipped or scaled."""
-        if what := self.no_loss_scale:
+        what = self.no_loss_scale
+        if what:
             raise ValueError(f"{what} does not work with a LossScaleOptimizer (mixed_float16): use mixed_bfloat16")
 
     def agree_on_finite(self, finite: Any) -> Any:

@@ -68,7 +68,8 @@ def check_placement(device: str = "") -> None:
         reports = horovod.allgather_object(report, name="ringtrain_placement") if horovod.size() > 1 else [report]
     ranks, plans, versions = zip(*reports, strict=True)
     plan = next((each for each in plans if each is not None and each.hosts), None) or expected
-    if wrong := difference(plan or PlannedPlacement(local.size, source="the launcher"), ranks):
+    wrong = difference(plan or PlannedPlacement(local.size, source="the launcher"), ranks)
+    if wrong:
         raise PlacementError(wrong)
     without = [f"rank {rank.rank} on {rank.host}" for rank in ranks if not rank.device]
     if horovod.nccl_built() and 0 < len(without) < len(ranks):

@@ -309,7 +309,8 @@ def prove(model: keras.Model, batch: Any, tolerance: float | None = None) -> dic
     """
     optimizers = [one for one in optimizers_of(model) if distributed(one)]
     for optimizer in map(innermost, optimizers):
-        if why := optimizer.why_apart():
+        why = optimizer.why_apart()
+        if why:
             raise ValueError(f"prove: {why}")
     tensors = keras.tree.map_structure(keras.ops.convert_to_numpy, batch)
     checksums = [_checksum(one) for one in keras.tree.flatten(tensors)]

@@ -143,7 +143,8 @@ def blocking_ranks(rows: Collection[Row]) -> list[Row]:
     # Ranks without a heartbeat; if none, those that left training; if none, those outside a collective that are behind.
     working = [row for row in rows if not row.is_done and row.phase != "reduce"]
     groups = [[row for row in rows if row.is_silent], [row for row in rows if row.is_done]]
-    if blocking := next(filter(None, groups), None):
+    blocking = next(filter(None, groups), None)
+    if blocking:
         return blocking
     least = min((_progress(row) for row in working), default=None)
     others = min((row.step for row in rows), default=0)
@@ -207,13 +208,13 @@ def waiting(rows: Collection[Row], blocking: Collection[Row]) -> str:
     others = [row.rank for row in rows if row.rank not in names and not row.is_done and not row.is_silent]
     if not others:
         return ""
-    return f"; {ranks(others)} wait{'s' * (len(others) == 1)} for {'it' if len(names) == 1 else 'them'}"
+    return f"; {ranks(others)} wait{'s' if len(others) == 1 else ''} for {'it' if len(names) == 1 else 'them'}"
 
 
 def ranks(numbers: Collection[int]) -> str:
     """Ranks as in "ranks 0, 2, 3", the first 8 of many."""
     shown = ", ".join(str(number) for number in sorted(numbers)[:8])
-    return f"rank{'s' * (len(numbers) > 1)} {shown}{f' and {len(numbers) - 8} more' if len(numbers) > 8 else ''}"
+    return f"rank{'s' if len(numbers) > 1 else ''} {shown}{f' and {len(numbers) - 8} more' if len(numbers) > 8 else ''}"
 
 
 # ---- when a stall is reported --------------------------------------------------------------------------------------

@@ -18,8 +18,17 @@ from ringtrain.protocol.json_text import INVALID, parse_json
 
 # "training": the first step after a start is done; "fault": injected by --chaos.
 EVENTS = (
-    *("start", "training", "commit", "save", "resize", "end"),
-    *("signal", "stall", "straggler", "fault", "failure"),
+    "start",
+    "training",
+    "commit",
+    "save",
+    "resize",
+    "end",
+    "signal",
+    "stall",
+    "straggler",
+    "fault",
+    "failure",
 )
 
 KINDS: Mapping[str, Any] = {

@@ -32,9 +32,21 @@ OF_SHAPES = ("normal", "uniform", "truncated_normal", "randint", "gamma", "binom
 """functions of random numbers in Keras' backend whose argument `shape` begins with the rows"""
 OF_TENSORFLOW = ("normal", "uniform", "truncated_normal")
 STATEFUL = {
-    *("RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal", "ParameterizedTruncatedNormal"),
-    *("RandomShuffle", "Multinomial", "RandomGamma", "RandomPoissonV2", "StatefulStandardNormalV2", "StatefulUniform"),
-    *("StatefulUniformInt", "StatefulUniformFullInt", "StatefulTruncatedNormal", "StatefulRandomBinomial"),
+    "RandomStandardNormal",
+    "RandomUniform",
+    "RandomUniformInt",
+    "TruncatedNormal",
+    "ParameterizedTruncatedNormal",
+    "RandomShuffle",
+    "Multinomial",
+    "RandomGamma",
+    "RandomPoissonV2",
+    "StatefulStandardNormalV2",
+    "StatefulUniform",
+    "StatefulUniformInt",
+    "StatefulUniformFullInt",
+    "StatefulTruncatedNormal",
+    "StatefulRandomBinomial",
 }
 """operations of `tf.random`"""
 

@@ -62,7 +62,8 @@ class Failure:
 def report_failure(error: BaseException, rank: int, exit_code: int, with_traceback: bool, host: str = "") -> None:
     """Reports to the launcher, if there is one, why a rank exits; with a traceback for bugs. host "": this one."""
     _failures.append(error)
-    if job := os.environ.get(JOB):
+    job = os.environ.get(JOB)
+    if job:
         _write(failure_of(error, rank, exit_code, with_traceback, host).lines(job))
 
 

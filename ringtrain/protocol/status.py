@@ -27,7 +27,8 @@ class StatusLine:
 
     def __init__(self, rank: int, environ: Mapping[str, str] = os.environ) -> None:
         self.descriptor = -1
-        if job := environ.get(JOB):
+        job = environ.get(JOB)
+        if job:
             path = f"{STATUS_FILES}-{job}-{rank}"
             self.descriptor = open_own(path)
             if self.descriptor < 0:

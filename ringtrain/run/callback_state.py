@@ -219,7 +219,8 @@ def restore_callbacks(callbacks: Sequence[keras.callbacks.Callback], states: Seq
     """Sets the loaded values; callbacks of one class must have the same order as when they were saved."""
     left = list(states)
     for callback in callbacks:
-        if state := next((one for one in left if one["class"] == type(callback).__name__), None):
+        state = next((one for one in left if one["class"] == type(callback).__name__), None)
+        if state:
             left.remove(state)
             _set(callback, state["values"])
 

@@ -107,7 +107,7 @@ class _StderrAboveBar(io.TextIOBase):
     def write(self, text: str) -> int:
         """Shows complete lines and keeps the rest."""
         *lines, rest = (self._unfinished + text).split("\n")
-        self._unfinished = _as_last_written(rest) + "\r" * rest.endswith("\r")
+        self._unfinished = _as_last_written(rest) + ("\r" if rest.endswith("\r") else "")
         for line in map(_as_last_written, lines):
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
             self.to_log(line)
@@ -308,7 +308,7 @@ def show_ranks(console: Console, ranks: Sequence[Mapping[str, Any]], slow: Seque
     _line_of(console, "ms per step", ["host", *parts])
     for one in ranks:
         figures = [f"{1000 * one[f'{part}_s']:.1f}" for part in parts]
-        _line_of(console, f"rank {one['rank']}{' slow' * (one['rank'] in slow)}", [one["host"], *figures])
+        _line_of(console, f"rank {one['rank']}{' slow' if one['rank'] in slow else ''}", [one["host"], *figures])
 
 
 def _line_of(console: Console, first: str, cells: Sequence[str]) -> None:

@@ -34,9 +34,9 @@ class Pinning:
     """Devices of this process: this GPU and the following ones, or logical CPUs."""
 
     def __str__(self) -> str:
-        several = f"{self.num_devices} times " * (self.num_devices > 1)
+        several = f"{self.num_devices} times " if self.num_devices > 1 else ""
         if self.gpu is None:
-            return f"{several}CPU, {self.num_threads} thread{'s' * (self.num_threads != 1)}"
+            return f"{several}CPU, {self.num_threads} thread{'s' if self.num_threads != 1 else ''}"
         memory = "memory as needed" if self.memory_growth else "all its memory"
         if self.memory_mb:
             memory = f"{self.memory_mb} MB"
@@ -77,8 +77,9 @@ def plan(
         # A launcher that shows each rank its own GPUs shows it no more than these.
         first = 0 if len(gpus) == num_devices else local_rank * num_devices
         if first + num_devices > len(gpus):
+            noun = "rank" if local_size == 1 else "ranks"
             raise DeviceError(
-                f"{host}: {local_size} rank{'s' * (local_size > 1)} with {num_devices} devices each, but {len(gpus)}"
+                f"{host}: {local_size} {noun} with {num_devices} devices each, but {len(gpus)}"
                 f" GPUs: start fewer ranks on this host, or take fewer devices"
             )
         return Pinning(first, *_memory(options), num_threads=num_threads, num_devices=num_devices)
@@ -108,7 +109,8 @@ def decide(
 
     gpus = tf.config.list_physical_devices("GPU")
     own_cores, host_cores = count_cores()
-    if slots := int(environ.get(HOST_SLOTS, 0)):
+    slots = int(environ.get(HOST_SLOTS, 0))
+    if slots:
         host_cores = host_cores * local_size // max(slots, local_size)
     host = socket.gethostname()
     return plan(gpus, local_rank, local_size, options, own_cores, host_cores, host, num_devices)
@@ -272,7 +274,8 @@ def of_kernels(
 def gpu_memory_mb(index: int, driver: Any = None) -> int:
     """Returns a GPU's memory in MB from the CUDA driver, as TensorFlow does not report it. Raises DeviceError."""
     size = ctypes.c_size_t()
-    if failed := _ask_driver("cuDeviceTotalMem_v2", size, index, driver):
+    failed = _ask_driver("cuDeviceTotalMem_v2", size, index, driver)
+    if failed:
         raise DeviceError(
             f"device.memory_fraction: the CUDA driver does not report the memory of GPU {index} ({failed}):"
             f" give a limit in MB instead, with --device.memory-mb"

@@ -31,10 +31,28 @@ from ringtrain.run.model_state import Arrays
 
 # Options that may change on resume. The others affect the result; the global batch is compared as a whole.
 FREE = (
-    *("run.", "checkpoint.", "device.", "health.", "elastic.", "tracking.", "chaos", "data.dir", "data.file"),
-    *("strategy.", "hvd.fusion_mb", "hvd.cycle_time_ms", "hvd.groups"),
-    *("train.epochs", "train.batch_size", "train.max_time_s", "train.check_every_steps", "train.patience"),
-    *("train.target_accuracy", "optimizer.sharded", "model.split", "model.stages"),
+    "run.",
+    "checkpoint.",
+    "device.",
+    "health.",
+    "elastic.",
+    "tracking.",
+    "chaos",
+    "data.dir",
+    "data.file",
+    "strategy.",
+    "hvd.fusion_mb",
+    "hvd.cycle_time_ms",
+    "hvd.groups",
+    "train.epochs",
+    "train.batch_size",
+    "train.max_time_s",
+    "train.check_every_steps",
+    "train.patience",
+    "train.target_accuracy",
+    "optimizer.sharded",
+    "model.split",
+    "model.stages",
 )
 SCALING = "optimizer.learning_rate_scaling"
 # May change if the resulting learning rate stays the same.
@@ -292,7 +310,8 @@ def _find(folder: Path | None, must: bool) -> tuple[checkpoint.Checkpoint | None
     monitored = tuple(saved.get("monitored", ()))
     start = Start(newest.global_step, str(newest.folder), saved["metrics"], monitored, refused=tuple(refused))
     start = dataclasses.replace(start, checksums=saved.get("checksums", {}), is_ended=saved.get("is_ended", False))
-    if states := saved.get("callbacks", ()):
+    states = saved.get("callbacks", ())
+    if states:
         start = dataclasses.replace(start, callbacks=callback_state.loaded_callbacks(states, newest.arrays("state")))
     return newest, start
 

@@ -22,8 +22,15 @@ from ringtrain.protocol.json_text import parse_json
 METRICS = "metrics.jsonl"
 STEPS = "steps.jsonl"
 NO_METRICS = (
-    *("epoch", "global_step", "time_s", "train_s", "evaluate_s"),
-    *("learning_rate", "loss_scale", "gradient_norm", "images_per_s"),
+    "epoch",
+    "global_step",
+    "time_s",
+    "train_s",
+    "evaluate_s",
+    "learning_rate",
+    "loss_scale",
+    "gradient_norm",
+    "images_per_s",
 )
 """keys of these files that are no metrics"""
 LOCK = ".lock"

@@ -115,7 +115,8 @@ class Saver(keras.callbacks.Callback):
         digests = model_state.digests(self.model)
         with hvd.during("reduce"):
             reports = hvd.allgather_object((digests, self._not_finite()), name="ringtrain_own_state")
-        if worst := next((path for _, path in reports if path), ""):
+        worst = next((path for _, path in reports if path), "")
+        if worst:
             raise NonFiniteLoss(
                 f"non-finite weight {worst} after step {step}: lower the learning rate; the last checkpoint is older"
             )

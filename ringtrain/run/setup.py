@@ -258,7 +258,8 @@ def _check_own_fit(model: keras.Model, config: Config) -> None:
 def _check_own_compile(config: Config, strategy: Strategy) -> None:
     """Raises ConfigError for options that a model with its own loss and metrics does not take."""
     for option in ("model.metrics", "model.label_smoothing") if not config.model.loss else ():
-        if value := value_of(config, option):
+        value = value_of(config, option)
+        if value:
             raise ConfigError(
                 f"{option}: got {value}, but {config.model.name} compiles its own loss and metrics: compile it there,"
                 f" or replace the loss as well, by model.loss"

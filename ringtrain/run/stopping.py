@@ -210,7 +210,8 @@ class Plateau(keras.callbacks.Callback):
             )
         self.values += [] if value is None else [value]
         self._set_rate()
-        if reason := reason_to_stop(self.config, self.values, accuracy or 0.0):
+        reason = reason_to_stop(self.config, self.values, accuracy or 0.0)
+        if reason:
             self.stop.request(reason)
 
     @property

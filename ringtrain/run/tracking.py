@@ -203,7 +203,8 @@ def figures_of(record: Mapping[str, Any]) -> list[str]:
         "test_loss": "test loss {:.4f}",
         "test_accuracy": "accuracy {:.2%}",
     }
-    if missing := usual.keys() - record.keys():
+    missing = usual.keys() - record.keys()
+    if missing:
         names = [name for name, value in record.items() if name not in NO_METRICS and is_number(value)]
         names.sort(key=lambda name: name not in ("loss", "val_loss"))  # else by name, from a script
         shown = [f"{name.replace('_', ' ')} {record[name]:.4f}" for name in names[: len(missing) + 2]]

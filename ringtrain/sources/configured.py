@@ -80,7 +80,7 @@ def _job(process: Process, given: data.FitArguments) -> Job:
     train, test, shape, num_targets = together(lambda: _split(config, given, rows))
     validation = script.validation_of(given, test, rows, "test_")
     _check_monitor(config, len(test) > 0, validation.epochs is None)
-    num_train, batches = len(train), [" batches" * isinstance(part, data.Stream) for part in (train, test)]
+    num_train, batches = len(train), [(" batches" if isinstance(part, data.Stream) else "") for part in (train, test)]
     sizes = f"{num_train:,}{batches[0]} to train, {len(test):,}{batches[1]} to test"
     plan = {"data": f"{name} ({train.kind}): {sizes}", "on resume": train.on_resume}
     if isinstance(train, data.Stream):

@@ -92,7 +92,7 @@ def _job(process: Process, source: ScriptSource) -> Job:
     more: dict[str, str] = {}
     if isinstance(train, data.Stream):
         batch_size = train.batch_size * (size if train.is_shard else 1)
-        held_out = f"{len(test):,}{' batches' * isinstance(test, data.Stream)} to validate"
+        held_out = f"{len(test):,}{' batches' if isinstance(test, data.Stream) else ''} to validate"
         more = {"data": f"{train.kind}: {num_train:,} batches to train, {held_out}", **train.plan}
         num_train *= batch_size
         if train.is_shard:

@@ -36,7 +36,8 @@ def unlike_one_process(model: keras.Model, batch: Any, rows: Callable[[int, int]
     if seen.draws_by_tensorflow:
         found.append("tf.random draws other numbers on each rank")
     losses = model._compile_loss._flat_losses if model._compile_loss else []
-    if names := [one.name for one in losses if _function_of(one.loss) in OF_A_WHOLE_BATCH]:
+    names = [one.name for one in losses if _function_of(one.loss) in OF_A_WHOLE_BATCH]
+    if names:
         found.append(f"the loss of {', '.join(names)} is a function of a whole batch, here of each rank's rows")
     elif seen.distance is not None:
         found.append(

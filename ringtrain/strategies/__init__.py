@@ -29,12 +29,28 @@ if TYPE_CHECKING:
     from ringtrain.strategies.parameter_server.cluster import RankGroup
 
 _HOROVOD = (
-    *("hvd.op", "hvd.compression", "hvd.fusion_mb", "hvd.cycle_time_ms", "hvd.groups", "tracking.timeline_steps"),
-    *("hvd.local_steps", "hvd.merge_rows", "optimizer.sharded", "train.virtual_ranks"),
+    "hvd.op",
+    "hvd.compression",
+    "hvd.fusion_mb",
+    "hvd.cycle_time_ms",
+    "hvd.groups",
+    "tracking.timeline_steps",
+    "hvd.local_steps",
+    "hvd.merge_rows",
+    "optimizer.sharded",
+    "train.virtual_ranks",
 )
 _NOT_IN_TENSORFLOW = (
-    *(*_HOROVOD, "hvd.deterministic", "optimizer.accumulation_steps", "optimizer.jit", "model.sync_batch_norm"),
-    *("train.jit", "checkpoint.saved_model", "train.precision mixed_float16", "model.split", "model.micro_batches"),
+    *_HOROVOD,
+    "hvd.deterministic",
+    "optimizer.accumulation_steps",
+    "optimizer.jit",
+    "model.sync_batch_norm",
+    "train.jit",
+    "checkpoint.saved_model",
+    "train.precision mixed_float16",
+    "model.split",
+    "model.micro_batches",
 )
 HOROVOD_VARIABLES = {
     "HOROVOD_ELASTIC": "ranks that join and leave",

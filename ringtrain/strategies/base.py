@@ -58,17 +58,17 @@ class Strategy:
     @property
     def shown_name(self) -> str:
         """Name in the plan, with what a user must know; "": not shown."""
-        return self.config.strategy.name + "; its servers obey every user of these hosts" * self.over_grpc
+        return self.config.strategy.name + ("; its servers obey every user of these hosts" if self.over_grpc else "")
 
     def placement(self, numbers: Numbers, pinning: devices.Pinning, hosts: Sequence[str]) -> dict[str, str]:
         """Rows of the plan on processes and devices."""
         per_host = ", ".join(f"{host}: {hosts.count(host)}" for host in dict.fromkeys(hosts))
-        num_virtual = f"; {numbers.num_ranks} virtual ranks" * (self.config.train.virtual_ranks > 0)
+        num_virtual = f"; {numbers.num_ranks} virtual ranks" if self.config.train.virtual_ranks > 0 else ""
         return {"ranks": f"{len(hosts) * self.copies} ({per_host}), rank 0 on {pinning}{num_virtual}"}
 
     def shard(self, numbers: Numbers) -> str:
         """Row of the plan on the samples that one rank trains."""
-        kind = "virtual " * (self.config.train.virtual_ranks > 0)
+        kind = "virtual " if self.config.train.virtual_ranks > 0 else ""
         return f"{numbers.steps_per_epoch * numbers.batch_size:,} samples an epoch on each {kind}rank"
 
     def proof(self, summary: Mapping[str, Any], gradients: str) -> str:
@@ -76,9 +76,12 @@ class Strategy:
         if summary["num_ranks"] == 1:
             return f"1 rank: nothing to compare, weights and optimizer {summary['checksum']}"
         is_sharded = summary.get("slot_bytes", 0) < summary.get("slot_bytes_unsharded", 0)
+        equal, ending = "weights and optimizer", ""
+        if is_sharded:
+            equal, ending = "weights", "; slots sharded"
         return (
-            f"{summary['num_ranks']} {self.copies_name} in step: gradients {gradients}, weights"
-            f"{'' if is_sharded else ' and optimizer'} equal {summary['checksum']}{'; slots sharded' * is_sharded}"
+            f"{summary['num_ranks']} {self.copies_name} in step: gradients {gradients}, {equal} equal"
+            f" {summary['checksum']}{ending}"
         )
 
     # ---- before training ---------------------------------------------------------------------------------------------

@@ -22,8 +22,15 @@ if TYPE_CHECKING:
 
 
 OF_OPTIMIZER = (
-    *("hvd.op", "hvd.compression", "hvd.local_", "hvd.outer_", "hvd.groups", "hvd.deterministic", "hvd.merge_rows"),
-    *("optimizer.jit", "optimizer.sharded"),
+    "hvd.op",
+    "hvd.compression",
+    "hvd.local_",
+    "hvd.outer_",
+    "hvd.groups",
+    "hvd.deterministic",
+    "hvd.merge_rows",
+    "optimizer.jit",
+    "optimizer.sharded",
 )
 """beginnings of the options that `distribute` passes to hvd.DistributedOptimizer"""
 
@@ -88,12 +95,14 @@ class Ring(Strategy):
         if compression != "none":
             shapes = [variable.shape for variable in run.model.trainable_variables]
             facts["reduced_bytes"] = reduced_bytes(shapes, compression)
-        if (steps := hvd.local_steps_of(run.model)) > 1:
+        steps = hvd.local_steps_of(run.model)
+        if steps > 1:
             facts["local_steps"] = steps
         return facts
 
     def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
-        if num_virtual := self.config.train.virtual_ranks:
+        num_virtual = self.config.train.virtual_ranks
+        if num_virtual:
             virtual_ranks.refuse_synchronized(model)
             self.step = step_of_all_ranks(model, input_shape, virtual_ranks.SumsOverVirtualRanks(num_virtual))
         elif not self.shares_state:
@@ -101,7 +110,8 @@ class Ring(Strategy):
 
     def check_averaging(self, model: keras.Model) -> str:
         combined = super().check_averaging(model)
-        if num_virtual := self.config.train.virtual_ranks:
+        num_virtual = self.config.train.virtual_ranks
+        if num_virtual:
             virtual_ranks.check_order(model, num_virtual)
             combined += " in a fixed order"
         return combined

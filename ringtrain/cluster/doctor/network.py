@@ -132,7 +132,8 @@ def check_subnet(probe: Probe, facts: Facts, scene: Scene) -> Cell:
         return Cell(str(inside[0])) if inside else Cell("none", "error", text, look)
     if len(scene.answers) == 1:
         return Cell("alone")
-    if shared := shared_subnets(scene):
+    shared = shared_subnets(scene)
+    if shared:
         return Cell(str(shared[0]))
     covering = covering_subnet(scene)
     if covering is not None:

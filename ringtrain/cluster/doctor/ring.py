@@ -72,7 +72,7 @@ def read(names: Sequence[str], measured: Sequence[Sequence[Any]], error: str) ->
     *ranks, (mb, seconds) = measured
     where = [host for host, _, _ in ranks]
     if len(set(where)) < len(names):
-        listed = ", ".join(where[:4]) + ", ..." * (len(where) > 4)
+        listed = ", ".join(where[:4]) + (", ..." if len(where) > 4 else "")
         text = f"the launcher started {len(where)} ranks on {len(set(where))} of {len(names)} hosts: {listed}"
         return Ring(error=text, hosts=tuple(names))
     ends = zip(names, [*names[1:], names[0]], ranks, strict=True)
@@ -109,7 +109,7 @@ def describe(ring: Ring) -> list[str]:
     width = max(len(link.source) + len(link.target) for link in ring.links) + 4
     lines = [
         f"{f'{link.source} -> {link.target}':<{width}}  {link.latency_us:8.1f} µs  {speed(link.mb_per_s):>10}"
-        + "  slowest" * (link is ring.slowest and len(ring.links) > 1)
+        + ("  slowest" if link is ring.slowest and len(ring.links) > 1 else "")
         for link in ring.links
     ]
     resnet50_s = RESNET50_MB / ring.allreduce_mb * ring.allreduce_s

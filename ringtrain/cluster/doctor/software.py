@@ -184,7 +184,8 @@ def check_mpi(probe: Probe, facts: Facts, scene: Scene) -> Cell:
 def mpi_of(answer: Mapping[str, Any]) -> tuple[str, str]:
     """Kind and version of an mpirun, from its version output {"said": ...}; two empty strings if unknown."""
     for kind, pattern in MPI_KINDS.items():
-        if match := re.search(pattern, answer.get("said", ""), re.DOTALL):
+        match = re.search(pattern, answer.get("said", ""), re.DOTALL)
+        if match:
             return kind, match.group(1)
     return "", ""
 
@@ -197,7 +198,7 @@ def _same_files(value: str, local: Facts, remote: Facts) -> Cell:
     text = f"{count(len(names), 'file')} of {remote['folder']} not as here: {', '.join(names[:3])}"
     if remote.get("version") != local.get("version"):
         text = f"version {remote['version']}, expected version {local['version']}; {text}"
-    return Cell(value, "error", text + ", ..." * (len(names) > 3), _copy(local["folder"]), "here")
+    return Cell(value, "error", text + (", ..." if len(names) > 3 else ""), _copy(local["folder"]), "here")
 
 
 def _copy(folder: str) -> str:

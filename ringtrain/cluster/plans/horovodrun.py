@@ -145,7 +145,8 @@ def _plan(
     if gloo and job.grace_s and not first_ranks:
         because = "seconds for ranks to save after another has ended (--grace)"
         flags.append(words("--grace", f"{job.grace_s:g}", because=because))
-    if names := names_for_ranks(job, values):
+    names = names_for_ranks(job, values)
+    if names:
         flags.append(words("--export", ",".join(names), because=jobs.BY_NAME))
     flags.append(words("-np", first_ranks or job.num_ranks, because=jobs.NUM_RANKS))
     flags += hosts

@@ -15,8 +15,14 @@ from ringtrain.cluster.job import MAX_WORD_LETTERS, NUM_HOSTS_LARGE, Flag, Job, 
 from ringtrain.errors import LaunchError
 
 SSH_OPTIONS = (
-    *("-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
-    *("-o", "ServerAliveInterval=4", "-o", "ServerAliveCountMax=2"),
+    "-o",
+    "BatchMode=yes",
+    "-o",
+    "ConnectTimeout=10",
+    "-o",
+    "ServerAliveInterval=4",
+    "-o",
+    "ServerAliveCountMax=2",
     *(word for name, value in OWN_CONNECTION.items() for word in ("-o", f"{name}={value}")),
 )
 WHY_SSH = "ssh never prompts, shares no connection, gives up on a host after 10 s, and on a vanished one after 8 s"

@@ -46,6 +46,6 @@ def reported(job: Job) -> list[Flag]:
             cases.append(f'{ranks}) export CUDA_VISIBLE_DEVICES="$(echo "{shown}" | cut -d, -f{fields})" ;;')
         first += host.slots
     script = f'case "{in_shell("rank")}" in {" ".join(cases)} esac; {STARTER}' if cases else STARTER
-    gpus = "shows each rank the GPUs of its host's slots, then " * bool(cases)
+    gpus = "shows each rank the GPUs of its host's slots, then " if cases else ""
     because = f"{gpus}reports each rank's placement to ringtrain launch, and becomes the command"
     return [words("sh", "-c", script, "rank", because=because)]

@@ -58,8 +58,9 @@ def check_slots(num_ranks: int, master: str) -> None:
     """Raises LaunchError if a local master has fewer slots than ranks."""
     slots = local_slots(master)
     if slots is not None and slots < num_ranks:
+        noun = "slot" if slots == 1 else "slots"
         raise LaunchError(
-            f"got -np {num_ranks}, but Spark's master {master} has {slots} slot{'s' * (slots != 1)}, one for each rank"
+            f"got -np {num_ranks}, but Spark's master {master} has {slots} {noun}, one for each rank"
             f" is required: start fewer ranks, or use more slots: --master 'local[{num_ranks}]'"
         )
 

@@ -39,7 +39,8 @@ def check_installed(environ: Mapping[str, str] = os.environ) -> None:
 
 def local_slots(master: str) -> int | None:
     """Number of slots of a master on this machine, e.g. "local[2]"; None for other masters."""
-    if match := LOCAL.fullmatch(master):
+    match = LOCAL.fullmatch(master)
+    if match:
         return len(os.sched_getaffinity(0)) if match[1] == "*" else int(match[1] or 1)
     match = LOCAL_CLUSTER.fullmatch(master)
     return int(match[1]) * int(match[2]) if match else None
@@ -86,14 +87,16 @@ def start(
 def reason(error: BaseException) -> str:
     """One-line cause of an error that pyspark raised, extracted from Spark's long message."""
     text = str(error)
-    if match := OTHER_PYTHON.search(text):
+    match = OTHER_PYTHON.search(text)
+    if match:
         return (
             f"executors run Python {match[1]}, the driver {match[2]}: use the same, by PYSPARK_PYTHON for the"
             f" executors (now {os.environ.get('PYSPARK_PYTHON', 'not set')})"
         )
     if "stopped SparkContext" in text:  # Spark gives up after trying its master for a minute
         return "the master does not answer"
-    if match := NO_PYTHON.search(text):
+    match = NO_PYTHON.search(text)
+    if match:
         return f"a host of the executors cannot start Python as {match[1]}: set PYSPARK_PYTHON to its path on that host"
     remote = text.partition("Traceback (most recent call last)")[2].partition("\n\n")[0]
     lines = PYTHON_ERROR.findall(remote) or JAVA_ERROR.findall(text) or text.split("\n")

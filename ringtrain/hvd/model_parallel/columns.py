@@ -25,8 +25,24 @@ from ringtrain.hvd.reducers.sharded import is_elementwise
 ELEMENTWISE = {
     getattr(keras.activations, name)
     for name in (
-        *("linear", "relu", "relu6", "leaky_relu", "elu", "selu", "gelu", "silu", "mish", "exponential"),
-        *("sigmoid", "hard_sigmoid", "hard_silu", "tanh", "softplus", "softsign", "hard_tanh", "celu"),
+        "linear",
+        "relu",
+        "relu6",
+        "leaky_relu",
+        "elu",
+        "selu",
+        "gelu",
+        "silu",
+        "mish",
+        "exponential",
+        "sigmoid",
+        "hard_sigmoid",
+        "hard_silu",
+        "tanh",
+        "softplus",
+        "softsign",
+        "hard_tanh",
+        "celu",
     )
 }
 PART = re.compile(r"_(columns|rows)\d+of\d+(?=[/_])")

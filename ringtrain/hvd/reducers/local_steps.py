@@ -57,7 +57,8 @@ class LocalSteps:
             f"momentum: got {self.momentum}, expected 0 or more, below 1": 0 <= self.momentum < 1,
             f"warmup_steps: got {self.warmup_steps}, expected at least 0": self.warmup_steps >= 0,
         }
-        if message := next((message for message, holds in valid.items() if not holds), ""):
+        message = next((message for message, holds in valid.items() if not holds), "")
+        if message:
             raise ValueError(message)
 
 
@@ -188,7 +189,8 @@ def refuse_local(optimizer: Any, reduction: Any, sharded: bool) -> None:
         "op: expected hvd.Average": reduction.op != Average,
         "compression_start_step: warm-up steps are not compressed": reduction.compression_start_step,
     }
-    if reason := next((reason for reason, holds in reasons.items() if holds), ""):
+    reason = next((reason for reason, holds in reasons.items() if holds), "")
+    if reason:
         raise ValueError(f"local_steps does not work with {reason}")
 
 

@@ -283,7 +283,8 @@ def refuse_sharding(optimizer: Any, reduction: Any) -> None:
         "groups: all gradients are reduced as one vector: leave it out": reduction.groups is not None,
         "op: expected hvd.Average or hvd.Sum": reduction.op not in (horovod.Average, horovod.Sum),
     }
-    if reason := next((reason for reason, holds in reasons.items() if holds), ""):
+    reason = next((reason for reason, holds in reasons.items() if holds), "")
+    if reason:
         raise ValueError(f"sharded=True: {reason}")
     if not is_elementwise(inner):
         raise ValueError(

@@ -102,7 +102,8 @@ def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
         raise LaunchError(f"got {start.train_args[0]} after --, but bench allreduce trains nothing: leave it out")
     sizes(options.sizes)  # report a mistake before anything starts
     libraries = options.libraries.split(",")
-    if unknown := [name for name in libraries if name not in LIBRARIES]:
+    unknown = [name for name in libraries if name not in LIBRARIES]
+    if unknown:
         raise LaunchError(f"got --libraries {unknown[0]}, expected some of {','.join(LIBRARIES)}")
     measured: list[dict[str, Any]] = []
     for turn in range(options.turns):
@@ -245,7 +246,8 @@ def measure(
         num_calls = {}
         for name, call in calls.items():
             right = name in NO_SUM or np.array_equal(np.asarray(call()), total)
-            if wrong := [number for number, ok in enumerate(gather(right)) if not ok]:
+            wrong = [number for number, ok in enumerate(gather(right)) if not ok]
+            if wrong:
                 raise OutOfSync(f"{name}: the sum of {num_bytes} bytes is wrong on ranks {wrong}")
             num_calls[name] = max(1, int(MIN_S / max(max(gather(_timed(call, 2))), 1e-7)))
         for _ in range(repeats):

@@ -42,8 +42,18 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 WARM_STEPS = 10
 POLL_S = 0.5
 COMMON = (
-    *("--model.name", "cnn", "--data.name", "synthetic", "--train.batch-size", "64", "--device.threads", "1"),
-    *("--optimizer.name", "sgd", "--optimizer.learning-rate", "0.01"),
+    "--model.name",
+    "cnn",
+    "--data.name",
+    "synthetic",
+    "--train.batch-size",
+    "64",
+    "--device.threads",
+    "1",
+    "--optimizer.name",
+    "sgd",
+    "--optimizer.learning-rate",
+    "0.01",
 )
 
 
@@ -136,7 +146,8 @@ class OneStart:
 def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
     """Measures, prints and writes."""
     names = options.peers.split(",") if options.peers else list(PEERS)
-    if unknown := [name for name in names if name not in PEERS]:
+    unknown = [name for name in names if name not in PEERS]
+    if unknown:
         raise LaunchError(f"got --peers {unknown[0]}, expected some of {','.join(PEERS)}")
     hosts = start.launch.hosts
     workers = start.launch.np or (sum(host.slots for host in parse_hosts(hosts)) if hosts else 2)
@@ -208,7 +219,8 @@ def summary(name: str, runs: dict[str, list[dict[str, Any]]], workers: int) -> d
         "equal": all(len(set(one["checksums"])) == 1 for one in good),
     }
     other = OVER.get(name, "" if peer.alone or name == "ringtrain" else "ringtrain")
-    if pairs := both_worked(own, runs.get(other, ())):
+    pairs = both_worked(own, runs.get(other, ()))
+    if pairs:
         told["over"] = other
         told["ratio"] = speed_ratios(pairs)
         told["same_weights"] = all(one["checksums"][0] == another["checksums"][0] for one, another in pairs)

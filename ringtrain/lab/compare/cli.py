@@ -203,7 +203,7 @@ def train_once(entry: Entry, seed: int, folder: Path, argv: Sequence[str], slots
 def conclude(trained: Sequence[Result], options: Options, told: Sequence[str], numbers: Mapping[str, int]) -> int:
     """Prints and writes the results; returns 1 if a run failed, else 0."""
     target, found = config_io.read(told).train.target_accuracy, results.summaries(trained)
-    title = f"{numbers['copies']} copies, {options.seeds} seed{'s' * (options.seeds > 1)}: {shlex.join(told)}"
+    title = f"{numbers['copies']} copies, {options.seeds} seed{'s' if options.seeds > 1 else ''}: {shlex.join(told)}"
     tables = results.tables(found, target)
     print(title)
     for table in tables:
@@ -217,7 +217,7 @@ def conclude(trained: Sequence[Result], options: Options, told: Sequence[str], n
     if options.html:
         results.write_page(Path(options.html), trained, tables, title)
     failed = [one for one in trained if one.error]
-    print("\n".join(results.in_words(one) for one in failed), end="\n" * bool(failed))
+    print("\n".join(results.in_words(one) for one in failed), end="\n" if failed else "")
     return 1 if failed else 0
 
 

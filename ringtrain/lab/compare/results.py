@@ -21,9 +21,17 @@ from ringtrain.lab.tables import Table
 FLOAT_BYTES = 4
 """per weight and gradient, independent of the compute precision"""
 MEASURED = (
-    *("test_accuracy", "best_test_accuracy", "to_target_s", "to_target_samples", "to_target_bytes"),
-    *("train_s", "images_per_s"),
-    *("waiting_share", "bytes_per_update", "staleness", "dropped"),
+    "test_accuracy",
+    "best_test_accuracy",
+    "to_target_s",
+    "to_target_samples",
+    "to_target_bytes",
+    "train_s",
+    "images_per_s",
+    "waiting_share",
+    "bytes_per_update",
+    "staleness",
+    "dropped",
 )
 # Per table: column headings, and for each the key of its value, the factor to the column's unit and the format.
 TABLES: dict[str, dict[str, tuple[str, float, str]]] = {
@@ -125,7 +133,8 @@ def waiting_share(summary: Mapping[str, Any]) -> float | None:
     Args:
         summary: Of a run; the waiting times that its strategy reports for workers take precedence.
     """
-    if workers := summary["strategy"].get("waiting"):
+    workers = summary["strategy"].get("waiting")
+    if workers:
         known = [share for share in workers if share is not None]
         return float(statistics.mean(known)) if known else None
     totals = [one["totals"] for one in summary["ranks"] if one["totals"]["step_s"]]
@@ -234,7 +243,9 @@ def write_page(path: Path, results: Sequence[Result], shown: Sequence[Table], ti
 
     def chart(x: str, axis: str) -> Chart:
         lines = [Line(one.label, points, colour, not first) for one, colour, first, points in _lines(results, x)]
-        return Chart("test accuracy, %", axis, lines, dashes="other seeds" * any(line.dashed for line in lines))
+        return Chart(
+            "test accuracy, %", axis, lines, dashes="other seeds" if any(line.dashed for line in lines) else ""
+        )
 
     first = [one.run for one, _, is_first, _ in _lines(results, "samples") if is_first]
     sections = [

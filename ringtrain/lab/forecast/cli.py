@@ -79,7 +79,7 @@ def main(given: Given) -> int:
         for name in dict.fromkeys(names)
     }
     if case.servers:
-        name = f"{case.servers} parameter server{'s' * (case.servers > 1)}"
+        name = f"{case.servers} parameter server{'s' if case.servers > 1 else ''}"
         lines[name] = [parameter_servers(step, cluster, case.setting(num), case.servers) for num in ranks]
     plain = [{"kind": kind, **dataclasses.asdict(found)} for kind, all_of_it in lines.items() for found in all_of_it]
     title = (

@@ -112,7 +112,8 @@ def sent_bytes(profile: Profile, compression: str) -> list[float]:
     kind = compression.partition(":")[0]
     if kind != "powersgd":
         return [gradient.bytes * reduced_bytes([(1,)], compression) / 4 for gradient in profile.gradients]
-    if without := next((gradient for gradient in profile.gradients if gradient.shape is None), None):
+    without = next((gradient for gradient in profile.gradients if gradient.shape is None), None)
+    if without:
         raise ConfigError(
             f"compression: {compression} needs the shapes of the gradients, which profile {profile.name} lacks for"
             f" {without.name or 'the first'}: measure it with ringtrain bench train"

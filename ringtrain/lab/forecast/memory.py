@@ -28,8 +28,18 @@ if TYPE_CHECKING:
 SAME_MEMORY = {"Identity", "IdentityN", "Reshape", "Squeeze", "ExpandDims", "StopGradient", "ReadVariableOp"}
 """operations whose output is their input"""
 IN_PLACE = {
-    *("Relu", "Relu6", "Tanh", "TanhGrad", "BiasAdd"),
-    *("AddV2", "Add", "AddN", "Sub", "Mul", "RealDiv", "Neg"),
+    "Relu",
+    "Relu6",
+    "Tanh",
+    "TanhGrad",
+    "BiasAdd",
+    "AddV2",
+    "Add",
+    "AddN",
+    "Sub",
+    "Mul",
+    "RealDiv",
+    "Neg",
 }
 """operations that write their output into an input that nothing else needs"""
 

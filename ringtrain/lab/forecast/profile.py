@@ -55,7 +55,8 @@ class Profile:
             )
         if self.batch_size < 1 or any(gradient.bytes < 1 for gradient in self.gradients):
             raise ConfigError(f"profile {self.name}: expected batch_size and every gradient's bytes to be 1 or more")
-        if late := [gradient for gradient in self.gradients if gradient.ready_s > self.compute_s * (1 + 1e-6)]:
+        late = [gradient for gradient in self.gradients if gradient.ready_s > self.compute_s * (1 + 1e-6)]
+        if late:
             raise ConfigError(
                 f"profile {self.name}: gradient {late[0].name or '?'} is ready after {late[0].ready_s:g} s, expected it"
                 f" within compute_s, {self.compute_s:g} s"
@@ -189,18 +190,37 @@ MODELS: dict[str, tuple[float, list[Layer]]] = {
     "vgg16": (
         138.4,
         [
-            *[(1.7, 224**2, 1), (36.9, 224**2, 1), (73.7, 112**2, 1), (147.5, 112**2, 1)],
-            *[(294.9, 56**2, 1), (589.8, 56**2, 2), (1179.6, 28**2, 1), (2359.3, 28**2, 2), (2359.3, 14**2, 3)],
-            *[(102760.4, 1, 1), (16777.2, 1, 1), (4096.0, 1, 1)],
+            (1.7, 224**2, 1),
+            (36.9, 224**2, 1),
+            (73.7, 112**2, 1),
+            (147.5, 112**2, 1),
+            (294.9, 56**2, 1),
+            (589.8, 56**2, 2),
+            (1179.6, 28**2, 1),
+            (2359.3, 28**2, 2),
+            (2359.3, 14**2, 3),
+            (102760.4, 1, 1),
+            (16777.2, 1, 1),
+            (4096.0, 1, 1),
         ],
     ),
     # Szegedy et al. 2015, table 1: each block as ten equal convolutions
     "inceptionv3": (
         23.9,
         [
-            *[(0.9, 149**2, 1), (9.2, 147**2, 2), (5.1, 73**2, 1), (138.2, 71**2, 1), (27.0, 35**2, 30)],
-            *[(115.0, 17**2, 10), (129.0, 17**2, 10), (169.0, 17**2, 20), (214.0, 17**2, 10)],
-            *[(170.0, 8**2, 10), (504.0, 8**2, 10), (607.0, 8**2, 10), (2048.0, 1, 1)],
+            (0.9, 149**2, 1),
+            (9.2, 147**2, 2),
+            (5.1, 73**2, 1),
+            (138.2, 71**2, 1),
+            (27.0, 35**2, 30),
+            (115.0, 17**2, 10),
+            (129.0, 17**2, 10),
+            (169.0, 17**2, 20),
+            (214.0, 17**2, 10),
+            (170.0, 8**2, 10),
+            (504.0, 8**2, 10),
+            (607.0, 8**2, 10),
+            (2048.0, 1, 1),
         ],
     ),
 }

@@ -39,7 +39,8 @@ def main(options: Options) -> int:
     """Writes both files, or neither if one exists."""
     folder = Path(options.folder)
     texts = {CONFIG: config_text(), JOB: Path(__file__).with_name(JOB).read_text(encoding="utf-8")}
-    if taken := [str(folder / name) for name in texts if (folder / name).exists()]:
+    taken = [str(folder / name) for name in texts if (folder / name).exists()]
+    if taken:
         raise RunDirectoryError(f"{taken[0]}: exists already: give another folder, or remove the file")
     written: list[Path] = []
     try:

@@ -147,10 +147,12 @@ def like_one_process(precision: str, one: Outcome, ranks: Outcome, part: Outcome
     `part`: one process that trains a part of each batch only, the negative control.
     """
     limit, claim = TOLERANCES[precision], f"weights and slots of one process with the whole batch, {precision}"
-    if error := one.error or ranks.error or part.error:
+    error = one.error or ranks.error or part.error
+    if error:
         is_wide = precision == "float64"
         return [Check(claim, None if is_wide else False, "the job does not train in float64" if is_wide else error)]
-    if phrases := ranks.unlike_one_process():
+    phrases = ranks.unlike_one_process()
+    if phrases:
         return [Check(claim, None, f"depends on how a batch is divided, by design: {'; '.join(phrases)}")]
     if precision == "float64" and (narrow := [name for line in ranks.recorded() for name in line.get("narrow", ())]):
         return [Check(claim, None, f"layer {narrow[0]} computes in another dtype, as the model asks")]
@@ -218,7 +220,8 @@ def every_sample_once(one: Outcome, ranks: Outcome) -> Check:
 
 def same_bits(claim: str, first: Outcome, second: Outcome, again: Outcome | None = None) -> Check:
     """Check that two runs are equal; `again`: a repetition of the first, which tells why they are not."""
-    if error := first.error or second.error:
+    error = first.error or second.error
+    if error:
         return Check(claim, False, error)
     difference = first.same_bits(second)
     if difference.startswith("metric "):
@@ -264,7 +267,8 @@ def killed(claim: str, undisturbed: Outcome, attempts: Sequence[Outcome], again:
 
 def control(claim: str, first: Outcome, second: Outcome) -> Check:
     """Negative control: two runs that must differ."""
-    if error := first.error or second.error:
+    error = first.error or second.error
+    if error:
         return Check(claim, False, error)
     difference = first.same_bits(second)
     return Check(claim, bool(difference), difference or "they are equal, so equal runs show nothing")

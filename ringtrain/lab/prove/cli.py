@@ -114,7 +114,8 @@ class Job:
             wide = [*single, "--train.precision", "float64"]
             runs = (self.run("one-float64", 1, *whole, *wide), self.run("ranks-float64", num, *exact, *wide))
             found = checks.as_rounded(found, checks.like_one_process("float64", *runs, part))
-        if off := [name for name, value in PLAIN.items() if value_of(base, name) != value]:
+        off = [name for name, value in PLAIN.items() if value_of(base, name) != value]
+        if off:
             several = self.run("ranks-as-configured", num, *exact)
             found = [replace(one, evidence=f"{one.evidence}; without {', '.join(off)}") for one in found]
         found = [checks.in_sync(several), checks.every_sample_once(one, several), *found]
@@ -173,7 +174,7 @@ class Job:
         launch = ["ringtrain", "launch", *self.start.launch_words, "-np", str(num_ranks)]
         trainer = ["python", "-m", "ringtrain.train", *self.start.train_args, *said, *words]
         log = self.folder / "starts" / f"{name}.log"
-        processes.say(f"prove: {name}, {num_ranks} rank{'s' * (num_ranks > 1)}")
+        processes.say(f"prove: {name}, {num_ranks} rank{'s' if num_ranks > 1 else ''}")
         process = processes.start_beside(
             [sys.executable, "-m", *launch, "--forward", PROVE, "--", *trainer],
             {**os.environ, PROVE: str(rows.resolve())},

@@ -155,7 +155,7 @@ def _numbers(named: Mapping[str, Run]) -> Table:
     def ranks(run: Run) -> str:
         known = run.summary.get("num_ranks") or run.numbers.get("num_ranks")
         hosts = {event.get("host") for event in run.events} - {None}
-        return f"{known} on {len(hosts)} host{'s' * (len(hosts) != 1)}" if known and hosts else str(known or "")
+        return f"{known} on {len(hosts)} host{'s' if len(hosts) != 1 else ''}" if known and hosts else str(known or "")
 
     metrics = [key for run in named.values() for one in run.epochs[-1:] for key in one if key[:4] in ("test", "val_")]
     return _table(

@@ -33,7 +33,7 @@ def curves(named: Mapping[str, Run]) -> list[Part]:
                 points = [(_epoch(run, r), _scaled(key, r[of])) for r in records if of in r]
                 colour = place if several else int(what != "training")
                 lines.append(Line(name if several else what, points, colour, what == "training"))
-        title = f"{words(key)}{', %' * _is_share(key)}"
+        title = f"{words(key)}{', %' if _is_share(key) else ''}"
         charts.append(Chart(title, "epoch", lines, *_marks(named), dashes="training" if several else ""))
     for key, title, finest in (
         ("learning_rate", "learning rate", True),

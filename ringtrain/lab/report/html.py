@@ -40,7 +40,8 @@ def html(title: str, sections: Sequence[Section]) -> str:
     style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     body = [f"<h1>{escape(title)}</h1>"]
     for section in sections:
-        if parts := _parts(section.filled):
+        parts = _parts(section.filled)
+        if parts:
             body += [f"<h2>{escape(section.title)}</h2>" if section.title else "", *parts]
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

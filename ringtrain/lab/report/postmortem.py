@@ -44,7 +44,7 @@ def verdict(events: Sequence[Event]) -> list[str]:
     size = max(event.get("size", 1) for event in groups[-1])
     silent = sorted({*range(min(size, MAX_RANKS))} - {event.get("rank") for event in groups[-1]})
     number = "once" if len(groups) == 1 else f"{len(groups)} times"
-    missing = f"; no journal of rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}" if silent else ""
+    missing = f"; no journal of rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}" if silent else ""
     lines = [f"started {number}, {'complete' if complete else 'not complete'}{missing}"]
     return lines + [f"start {number}: {_outcome(group)}" for number, group in enumerate(groups, 1)]
 

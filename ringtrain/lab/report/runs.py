@@ -47,7 +47,8 @@ def main(options: Options) -> int:
 
 def newest(parent: Path = Path(RUNS)) -> Path:
     """Folder of the run that was started last; raises RunDirectoryError if there is none."""
-    if not (found := runs_in(parent)):
+    found = runs_in(parent)
+    if not found:
         raise RunDirectoryError(f"{parent}: holds no runs: give the folder of a run")
     return found[0]
 

@@ -103,7 +103,8 @@ def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
         with progress.Shown(study, most, monitor) as shown:
             aim = "lowest" if minimize else "highest"
             shown.say(f"{most} trials in {folder}, for the {aim} {monitor} of the last epoch")
-            if also := scales_rate(base, found):
+            also = scales_rate(base, found)
+            if also:
                 shown.say(also)
             sweep = runner.Sweep(folder, study, base, most, num_ranks, hosts, start.launch_words, shown)
             sweep.go()
@@ -122,7 +123,7 @@ def scales_rate(base: Config, found: space.Space) -> str:
     if not batches or scaling == "none" or "optimizer.learning_rate_scaling" in found:
         return ""
     return (
-        f"{' and '.join(batches)} also change{'s' * (len(batches) == 1)} the learning rate"
+        f"{' and '.join(batches)} also change{'s' if len(batches) == 1 else ''} the learning rate"
         f" (optimizer.learning_rate_scaling {scaling}), see the column trained rate; to keep the rate, add"
         " --optimizer.learning-rate-scaling none after --"
     )

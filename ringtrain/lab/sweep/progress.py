@@ -49,13 +49,13 @@ class Shown:
 
     def began(self, one: Running) -> None:
         """Reports that a trial was started."""
-        again = ", which goes on" * bool(one.epoch)
+        again = ", which goes on" if one.epoch else ""
         self.say(f"trial {one.trial.number}{again}: {in_words(one.values)} on {one.where}")
 
     def ended(self, one: Trial) -> None:
         """Reports the result of a trial."""
         how = {"complete": f"{self.monitor} {number(one.value)}", "failed": str(one.facts.get("reason"))}
-        after = f" after {one.epochs} epoch{'s' * (one.epochs != 1)}" if one.epochs else ""
+        after = f" after {one.epochs} epoch{'s' if one.epochs != 1 else ''}" if one.epochs else ""
         seconds = f", {one.facts['seconds']:.1f} s" if "seconds" in one.facts else ""
         self.say(f"trial {one.number} {one.state}{after}{seconds}: {how.get(one.state) or in_words(one.values)}")
 

@@ -95,7 +95,8 @@ class RankGroup:
         """Waits for the "ready" report of every other rank; raises RingtrainError if a process could not start."""
         ready: dict[int, Any] = {}
         while len(ready) < self.size - 1:
-            if (received := self.receive()) is None:
+            received = self.receive()
+            if received is None:
                 time.sleep(POLL_S)
                 continue
             rank, (word, *rest) = received
@@ -232,7 +233,8 @@ def addresses(
         except LaunchError as error:
             failure = str(error)
         results = allgather((reached, failure))
-        if failures := [text for _, text in results if text]:
+        failures = [text for _, text in results if text]
+        if failures:
             raise LaunchError(failures[0])
         answering = {other: address for each, _ in results for other, address in each.items()}
         # The source addresses of incoming connections, which a host may not know itself.

@@ -101,14 +101,17 @@ class ParameterServers(Strategy):
 
     def placement(self, numbers: Numbers, pinning: devices.Pinning, hosts: Sequence[str]) -> dict[str, str]:
         ranks = {role: self.about[role] for role in ("servers", "workers")}
-        return {role: f"{len(all_)}: {', '.join(all_[:4])}{', ...' * (len(all_) > 4)}" for role, all_ in ranks.items()}
+        return {
+            role: f"{len(all_)}: {', '.join(all_[:4])}{', ...' if len(all_) > 4 else ''}"
+            for role, all_ in ranks.items()
+        }
 
     def shard(self, numbers: Numbers) -> str:
         num_samples = numbers.steps_per_epoch * numbers.global_batch_size // self.num_workers
         return f"{num_samples:,} samples an epoch on each worker"
 
     def proof(self, summary: Mapping[str, Any], gradients: str) -> str:
-        workers = f"{self.num_workers} worker{'s' * (self.num_workers > 1)}, one copy of the weights"
+        workers = f"{self.num_workers} worker{'s' if self.num_workers > 1 else ''}, one copy of the weights"
         return f"{workers}: {self.gradients_seen(gradients)}; weights and optimizer {summary['checksum']}"
 
     def gradients_seen(self, gradients: str) -> str:
@@ -274,7 +277,7 @@ class ParameterServers(Strategy):
         """Reads messages and records which workers training waits for, so that a stall report names them."""
         self.group.receive_all()
         ranks = ", ".join(str(self.group.roles.workers[worker]) for worker in workers[:4])
-        hvd.step_timing.PLACE.phase = f"the wait for gradients of rank {ranks}{', ...' * (len(workers) > 4)}"
+        hvd.step_timing.PLACE.phase = f"the wait for gradients of rank {ranks}{', ...' if len(workers) > 4 else ''}"
 
     def statistics(self) -> dict[str, Any]:
         """Statistics of the steps for summary.json."""

@@ -29,7 +29,8 @@ def supervise(config: Config, group: RankGroup) -> int:
     replaceable = group.roles.of(group.rank)[0] == "worker" and config.strategy.name == "ps-async"
     served: _Served | None = _Served(config, group, 0)
     while True:
-        if (received := group.receive(0)) is not None:
+        received = group.receive(0)
+        if received is not None:
             _, (word, number) = received
             if word == "signal":
                 os.kill(served.process.pid, number) if served is not None else None
