@@ -1,4 +1,4 @@
-"""Main path of a run whose ranks join and leave, under ringtrain launch --elastic; as in train.py.
+"""State of a run whose ranks join and leave, under ringtrain launch --elastic: they agree again as in train.py.
 
 Every step leaves the same state on all current ranks, or none of its own: `optim.step`. When a rank is lost, the
 rank that is furthest gives its state to the others, and the step under way is made again; when hosts have joined or
@@ -27,109 +27,112 @@ from ringtrain.config import Config, ScheduleConfig
 from ringtrain.derived import Numbers, derive
 from ringtrain.protocol import failures
 from ringtrain.run import consistency, console, resume
-from ringtrain.run.context import Job, Process, RunContext
+from ringtrain.run.context import Job, Opening, Process
 from ringtrain.strategies.elastic import Place
 
 
-def run(process: Process, fit_and_finish: Callable[[RunContext], Any]) -> Any:
-    """Makes this rank's model alone, then agrees with the others and trains, again after every change of ranks.
+def run(process: Process, from_agreement: Callable[[], tuple[Mapping[str, Any], int]]) -> Any:
+    """Makes this rank's model alone, then trains with the others from an agreement on, again after every change.
 
-    Returns the summary and the exit code, as `fit_and_finish` does.
+    Returns what `from_agreement` does: the summary and the exit code.
     """
-    strategy: Any = process.strategy  # Elastic
-    source: Any = process.source  # ConfiguredSource
-    job = source.read_samples(process)
-    # The schedule's rates are set from outside: ranks that join later must build the same.
-    flat = dataclasses.replace(process.config, schedule=ScheduleConfig())
-    flat_job = dataclasses.replace(job, numbers=_numbers(flat, job, strategy.num_shards()))
-    source.add_model(process, flat_job, flat)
-    strategy.state = hvd.elastic.SharedKerasState(
-        flat_job.model,
-        strategy.settle,
-        strategy.synced,
-        folder="",
-        place=Place(planned_ranks=strategy.num_shards()),
-        start=resume.Start(),
-        progress=-1,
-    )
+    source = process.source = OtherRanks(process)
 
     def from_last_step(state: Any) -> tuple[Mapping[str, Any], int]:
-        agreed = agree(process, flat_job, state)
-        return fit_and_finish(agreed) if isinstance(agreed, RunContext) else (agreed, 0)
+        return from_agreement()
 
     with process.signals:
-        return hvd.elastic.run(from_last_step)(strategy.state)
+        return hvd.elastic.run(from_last_step)(source.state)
+
+
+class OtherRanks:
+    """State of a run from the rank that is furthest, or from a checkpoint; see `run.context.Source`.
+
+    Attributes:
+        state: What the ranks share: model, folder, position, and how far this rank is.
+    """
+
+    is_quiet = False
+
+    def __init__(self, process: Process) -> None:
+        strategy: Any = process.strategy  # Elastic
+        configured: Any = process.source  # ConfiguredSource
+        self.faults, self.code, self.pin = configured.faults, configured.code, configured.pin
+        job = configured.read_samples(process)
+        # The schedule's rates are set from outside: ranks that join later must build the same.
+        flat = dataclasses.replace(process.config, schedule=ScheduleConfig())
+        self._job = dataclasses.replace(job, numbers=_numbers(flat, job, strategy.num_shards()))
+        configured.add_model(process, self._job, flat)
+        self._saved: dict[str, Any] = {}
+        self.strategy = strategy
+        self.state = strategy.state = hvd.elastic.SharedKerasState(
+            self._job.model,
+            strategy.settle,
+            strategy.synced,
+            folder="",
+            place=Place(planned_ranks=strategy.num_shards()),
+            start=resume.Start(),
+            progress=-1,
+        )
+
+    def read(self, process: Process) -> Job:
+        """The job with the numbers of the current ranks, or of those whose global batch is kept."""
+        config, state, num_shards = process.config, self.state, hvd.run_together(self.strategy.num_shards)
+        keeps_batch = config.elastic.keep == "global-batch"
+        if hvd.rank():
+            process.lock.release()  # the current rank 0 takes it
+        if not state.folder:
+            folder, _ = resume.source_of(config)
+            saved = hvd.run_together(lambda: resume.manifest_of(folder) if hvd.rank() == 0 else {})
+            self._saved = hvd.broadcast_object(saved, root_rank=0, name="ringtrain_manifest")
+            planned = num_shards
+            if keeps_batch and self._saved and self._saved["numbers"]["batch_size"] == config.train.batch_size:
+                planned = self._saved["numbers"]["num_ranks"]
+            state.place = dataclasses.replace(state.place, planned_ranks=planned)
+        planned = state.place.planned_ranks if keeps_batch else num_shards
+        numbers = hvd.run_together(lambda: _numbers(config, self._job, planned))
+        return dataclasses.replace(self._job, numbers=numbers)
+
+    def add_model(self, process: Process, job: Job) -> None:
+        """Does nothing: the model exists."""
+
+    def restore(self, process: Process, job: Job) -> tuple[resume.Start, Mapping[str, Any]]:
+        """Position of the rank that is furthest; on the first ranks, of the newest checkpoint."""
+        hvd.elastic.set_share(job.model.optimizer, 1.0)  # all ranks reduce together, from the same weights
+        if self.state.folder:
+            return self.state.start, {}
+        config, must_match, saved = process.config, job.numbers, self._saved
+        if saved and config.elastic.keep == "per-rank-batch":  # the global batch may then be different
+            train = dataclasses.replace(config.train, batch_size=saved["numbers"]["batch_size"])
+            then = dataclasses.replace(config, train=train)
+            must_match = hvd.run_together(lambda: _numbers(then, job, saved["numbers"]["num_ranks"]))
+        start, summary = consistency.restore(
+            process, job, must_match, lambda start: _place_of(saved, start).get("epoch", 0) >= config.train.epochs
+        )
+        # Without the callbacks' state, which would be set again after each change of ranks.
+        return dataclasses.replace(start, callbacks=()), summary
+
+    def open_folder(self, process: Process, job: Job, start: resume.Start) -> Opening:
+        """The run's folder, which the current rank 0 locks; and what has changed."""
+        state, strategy, rank = self.state, self.strategy, hvd.rank()
+        is_first = not state.folder
+        if is_first:
+            state.folder = str(consistency.make_folder(process, job.numbers, start))
+            state.start, state.progress = start, 2 * start.global_step + 1
+            place = _place_of(self._saved, start)
+            state.place = Place(state.place.planned_ranks, started=time.time(), **place)
+        folder = Path(state.folder)
+        hvd.run_together(lambda: process.lock.take(folder, same_job=True) if rank == 0 else None)
+        event, facts = _resized(state, process)
+        log = ""
+        if not strategy.has_log:
+            later = f"-from-step-{state.start.global_step}" if state.place.resizes else ""
+            log, strategy.has_log = f"rank-{rank}{later}.log", True
+        return Opening(folder=folder, log=log, event=event, facts=facts, is_first=is_first)
 
 
 def _numbers(config: Config, job: Job, num_ranks: int) -> Numbers:
     return derive(config, num_ranks, len(job.data_set.train), len(job.data_set.test))
-
-
-def agree(process: Process, job: Job, state: Any) -> RunContext | Mapping[str, Any]:
-    """Agrees with the current ranks on the last complete step, or on the start of the run; see train.agree."""
-    strategy: Any = process.strategy  # Elastic
-    config, rank, size = process.config, hvd.rank(), hvd.size()
-    terminal = console.console_for(rank)
-    consistency.same_code(process)
-    if not state.folder and (summary := _begin(process, job, state, terminal)):
-        process.lock.release()
-        return summary
-    if rank:
-        process.lock.release()  # the current rank 0 takes it
-    num_shards = hvd.run_together(strategy.num_shards)
-    planned = state.place.planned_ranks if config.elastic.keep == "global-batch" else num_shards
-    job = dataclasses.replace(job, numbers=hvd.run_together(lambda: _numbers(config, job, planned)))
-    consistency.same_job(process, job)
-    folder = Path(state.folder)
-    hvd.run_together(lambda: process.lock.take(folder, same_job=True) if rank == 0 else None)
-    process.journal.open(folder, rank, size, process.attempt.number)
-    _resized(state, process, terminal)
-
-    # All ranks reduce together, from the same weights.
-    hvd.elastic.set_share(job.model.optimizer, 1.0)
-    gradients = strategy.check_averaging(job.model)
-    hvd.check_in_sync(job.model)
-    hosts = strategy.hosts()
-    if not strategy.has_log:
-        later = f"-from-step-{state.start.global_step}" if state.place.resizes else ""
-        consistency.open_log(process, folder / "logs" / f"rank-{rank}{later}.log")
-        strategy.has_log = True
-    return RunContext(
-        **vars(process),
-        **vars(job),
-        hosts=hosts,
-        start=state.start,
-        folder=folder,
-        gradients=gradients,
-        terminal=terminal,
-    )
-
-
-def _begin(process: Process, job: Job, state: Any, terminal: Any) -> Mapping[str, Any]:
-    """Finds start and run folder, once, on the first ranks. Returns summary.json if the run is complete, else {}."""
-    config, planned = process.config, hvd.run_together(process.strategy.num_shards)
-    folder, _ = resume.source_of(config)
-    saved = hvd.run_together(lambda: resume.manifest_of(folder) if hvd.rank() == 0 else {})
-    saved = hvd.broadcast_object(saved, root_rank=0, name="ringtrain_manifest")
-    if saved and saved["numbers"]["batch_size"] == config.train.batch_size and config.elastic.keep == "global-batch":
-        planned = saved["numbers"]["num_ranks"]
-    numbers = must_match = hvd.run_together(lambda: _numbers(config, job, planned))
-    if saved and config.elastic.keep == "per-rank-batch":  # the global batch may then be different
-        train = dataclasses.replace(config.train, batch_size=saved["numbers"]["batch_size"])
-        then = dataclasses.replace(config, train=train)
-        must_match = hvd.run_together(lambda: _numbers(then, job, saved["numbers"]["num_ranks"]))
-    start, summary = consistency.restore(
-        process, job, must_match, lambda start: _place_of(saved, start).get("epoch", 0) >= config.train.epochs
-    )
-    if summary:
-        return summary
-    state.folder = str(consistency.make_folder(process, numbers, start))
-    # Without the callbacks' state, which would be set again after each change of ranks.
-    state.start, state.progress = dataclasses.replace(start, callbacks=()), 2 * start.global_step + 1
-    state.place = Place(planned, started=time.time(), **_place_of(saved, start))
-    console.show_plan(terminal, process, numbers, process.strategy.hosts(), job.plan)
-    console.show_start(terminal, process, start)
-    return {}
 
 
 def _place_of(saved: dict[str, Any], start: resume.Start) -> dict[str, Any]:
@@ -143,23 +146,27 @@ def _place_of(saved: dict[str, Any], start: resume.Start) -> dict[str, Any]:
     return {"epoch": epoch, "position": step * batch, "dealt_by": batch, "length": steps * batch}
 
 
-def _resized(state: Any, process: Process, terminal: Any) -> None:
-    """Records the current ranks in the state that a failure returns to."""
+def _resized(state: Any, process: Process) -> tuple[str, dict[str, Any]]:
+    """Records the current ranks in the state that a failure returns to; returns the journal's event and its facts."""
     strategy: Any = process.strategy  # Elastic
     place, size, global_step, resizes = state.place, hvd.size(), state.start.global_step, state.place.resizes
     of_ranks = hvd.allgather_object((strategy.reached, f"{time.time_ns():x}"), name="ringtrain_news")
     lost_steps = max(0, max(reached for reached, _ in of_ranks) - global_step) if place.num_ranks else 0
     change = {"from": place.num_ranks, "to": size, "lost_steps": lost_steps}
+    event = "start"
     if place.num_ranks:
+        event = "resize"
         if hvd.rank() == 0:
             failures.report_recovery()
         resizes = (*resizes, {"global_step": global_step, **change})
         repeated = "; a step is repeated" if lost_steps else ""
         text = f"continues after step {global_step} with {size} ranks, before with {place.num_ranks}{repeated}"
-        terminal.print(text, highlight=False)
-    generation, event = of_ranks[0][1], "resize" if place.num_ranks else "start"
+        console.terminal_of(process).print(text, highlight=False)
+    generation = of_ranks[0][1]
     state.place = dataclasses.replace(place, num_ranks=size, generation=generation, resizes=resizes)
     strategy.reached = global_step
-    epoch, position = (place.epoch + 1, 0) if place.position == place.length > 0 else (place.epoch, place.position)
+    epoch, position = place.epoch, place.position
+    if place.position == place.length > 0:
+        epoch, position = place.epoch + 1, 0
     where = {"global_step": global_step, "epoch": epoch, "position": position}
-    process.journal.write(event, **where, generation=generation, after=place.generation, **change)
+    return event, {**where, "generation": generation, "after": place.generation, **change}

@@ -96,13 +96,17 @@ def _walk(config: Config, stages: journal.Stages) -> tuple[Mapping[str, Any], in
     if group is not None and group.rank:
         return {}, worker.supervise(config, group)  # a server or a worker, controlled by rank 0
     process = setup(config, source, group, stages)
+
+    def from_agreement() -> tuple[Mapping[str, Any], int]:
+        run = agree(process)
+        return finish(fit(run)) if isinstance(run, RunContext) else (run, 0)
+
     try:
         if process.strategy.ranks_change:
             from ringtrain import elastic
 
-            return elastic.run(process, lambda run: finish(fit(run)))
-        run = agree(process)
-        return finish(fit(run)) if isinstance(run, RunContext) else (run, 0)
+            return elastic.run(process, from_agreement)  # again after every change of ranks
+        return from_agreement()
     except Exception as error:
         process.journal.write_failure(error)
         raise
@@ -159,9 +163,9 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
     """
     from ringtrain import hvd
     from ringtrain.hvd import timeline
-    from ringtrain.run import model_state, tracking
+    from ringtrain.run import model_state
 
-    strategy, stages, rank, size = process.strategy, process.stages, hvd.rank(), hvd.size()
+    strategy, stages = process.strategy, process.stages
     consistency.same_code(process)
     stages.done("checks")
 
@@ -175,8 +179,7 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
     # gradients.
     process.source.add_model(process, job)
     stages.done("model")
-    numbers = job.numbers
-    start, summary = consistency.restore(process, job, numbers, lambda start: start.global_step >= numbers.num_steps)
+    start, summary = process.source.restore(process, job)
     if summary:
         process.lock.release()
         strategy.end(0)
@@ -186,29 +189,32 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
     stages.done("agreement")
 
     # Run folder: only now, after all checks of the configuration.
-    folder = consistency.make_folder(process, numbers, start)
-    consistency.open_log(process, folder / "logs" / f"rank-{rank}.log")
-    hosts = strategy.hosts()
-    start_s = hvd.broadcast_object(time.time(), root_rank=0, name="ringtrain_start_s")
-    process.journal.open(folder, rank, size, process.attempt.number, start_s)
-    process.journal.write(
-        "start",
-        global_step=start.global_step,
-        resumed_from=start.source,
-        hosts=hosts,
-        stages=stages.moments,
-        versions=tracking.versions(),
-    )
-    terminal = console.terminal_of(process)
-    console.show_plan(terminal, process, numbers, hosts, {**job.plan, **model_state.plan_of_slots(job.model)})
-    console.show_start(terminal, process, start)
+    opening = process.source.open_folder(process, job, start)
+    if opening.log:
+        consistency.open_log(process, opening.folder / "logs" / opening.log)
+    hosts, terminal = strategy.hosts(), console.terminal_of(process)
+    process.journal.open(opening.folder, hvd.rank(), hvd.size(), process.attempt.number, opening.start_s)
+    facts = dict(opening.facts)
+    if opening.is_first:
+        facts["hosts"] = hosts
+    process.journal.write(opening.event, **facts)
+    if opening.is_first:
+        console.show_plan(terminal, process, job.numbers, hosts, {**job.plan, **model_state.plan_of_slots(job.model)})
+        console.show_start(terminal, process, start)
     run = RunContext(
-        **vars(process), **vars(job), hosts=hosts, start=start, folder=folder, gradients=gradients, terminal=terminal
+        **vars(process),
+        **vars(job),
+        hosts=hosts,
+        start=start,
+        folder=opening.folder,
+        gradients=gradients,
+        terminal=terminal,
     )
     strategy.watch(run.model)
     if config.tracking.timeline_steps:
         run.timeline = timeline.Timeline(run)
-    add_monitor(run)
+    if not strategy.ranks_change:  # there, Horovod finds the ranks that are lost
+        add_monitor(run)
     return run
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import socket
 import sys
+import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError
 from ringtrain.protocol import failures
 from ringtrain.run import checkpoint, console, devices, log_capture, run_folder
+from ringtrain.run.context import Opening
 
 if TYPE_CHECKING:
     from ringtrain.run.context import Job, Process
@@ -174,6 +176,28 @@ def restore(
         hvd.run_together(lambda: resume.load_weights(job.model, source) if hvd.rank() == 0 else None)
         hvd.broadcast_model(job.model, root_rank=0)
     return start, summary
+
+
+class FromCheckpoint:
+    """State of a run from its newest checkpoint: a base class of sources, see `run.context.Source`."""
+
+    def restore(self, process: Process, job: Job) -> tuple[Start, Mapping[str, Any]]:
+        num_steps = job.numbers.num_steps
+        return restore(process, job, job.numbers, lambda start: start.global_step >= num_steps)
+
+    def open_folder(self, process: Process, job: Job, start: Start) -> Opening:
+        from ringtrain import hvd
+        from ringtrain.run import tracking
+
+        folder = make_folder(process, job.numbers, start)
+        facts = {
+            "global_step": start.global_step,
+            "resumed_from": start.source,
+            "stages": process.stages.moments,
+            "versions": tracking.versions(),
+        }
+        start_s = hvd.broadcast_object(time.time(), root_rank=0, name="ringtrain_start_s")
+        return Opening(folder=folder, log=f"rank-{hvd.rank()}.log", event="start", facts=facts, start_s=start_s)
 
 
 def complete_summary(

@@ -32,8 +32,25 @@ if TYPE_CHECKING:
     from ringtrain.strategies.base import Strategy
 
 
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """The folder in which a run begins, or goes on with other ranks."""
+
+    folder: Path
+    log: str
+    """name of this rank's log in the folder; "": it writes to one already"""
+    event: str
+    """for the journal: a start, or a change of ranks"""
+    facts: Mapping[str, Any]
+    """of that event"""
+    start_s: float = 0.0
+    """Unix time at which the attempt started, which identifies it"""
+    is_first: bool = True
+    """whether the plan is to be shown"""
+
+
 class Source(Protocol):
-    """Where data, model and callbacks of a run come from: the configuration, or a script.
+    """Where data, model, callbacks and the state of a run come from: the configuration, a script, or other ranks.
 
     Attributes:
         faults: That are injected.
@@ -54,6 +71,12 @@ class Source(Protocol):
 
     def add_model(self, process: Process, job: Job) -> None:
         """Adds model and callbacks to a job on whose data the ranks agree. Collective."""
+
+    def restore(self, process: Process, job: Job) -> tuple[Start, Mapping[str, Any]]:
+        """Gives the model the state to begin with; returns its position, and summary.json of a complete run or {}."""
+
+    def open_folder(self, process: Process, job: Job, start: Start) -> Opening:
+        """Makes the run's folder, or finds it again. Collective."""
 
 
 @dataclass(kw_only=True)

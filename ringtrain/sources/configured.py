@@ -12,6 +12,7 @@ from ringtrain.config import Config, value_of, with_values
 from ringtrain.derived import derive
 from ringtrain.errors import ConfigError, DataError
 from ringtrain.run import setup
+from ringtrain.run.consistency import FromCheckpoint
 from ringtrain.run.context import Job, Process
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from ringtrain.strategies.base import Strategy
 
 
-class ConfiguredSource:
+class ConfiguredSource(FromCheckpoint):
     """Data, model and callbacks that the configuration names; see `run.context.Source`."""
 
     is_quiet = False

@@ -34,7 +34,7 @@ from ringtrain.strategies.base import Strategy
 from ringtrain.strategies.ring import OF_OPTIMIZER
 
 
-class ModelOfScript:
+class ModelOfScript(consistency.FromCheckpoint):
     """A script's compiled model; see `run.context.Source`. A subclass makes the job."""
 
     is_quiet = False
