@@ -92,14 +92,16 @@ def _walk(config: Config, stages: journal.Stages) -> tuple[Mapping[str, Any], in
     lazy_keras.start()
     source = ConfiguredSource(config)
     strategies.prepare(config)
-    group = strategies.meet(config)
+    group = strategies.meet(config)  # servers and workers; None without parameter servers
     if group is not None and group.rank:
         return {}, worker.supervise(config, group)  # a server or a worker, controlled by rank 0
     process = setup(config, source, group, stages)
 
     def from_agreement() -> tuple[Mapping[str, Any], int]:
         run = agree(process)
-        return finish(fit(run)) if isinstance(run, RunContext) else (run, 0)
+        if not isinstance(run, RunContext):
+            return run, 0  # it is complete already
+        return finish(fit(run))
 
     try:
         if process.strategy.ranks_change:
@@ -175,8 +177,8 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
     consistency.same_job(process, job)
     stages.done("data")
 
-    # Model and optimizer: rank 0's on every rank, from the newest checkpoint if there is one, kept equal by averaged
-    # gradients.
+    # Model and optimizer: every rank begins with rank 0's, from the newest checkpoint if there is one. Averaged
+    # gradients keep them equal.
     process.source.add_model(process, job)
     stages.done("model")
     start, summary = process.source.restore(process, job)
@@ -201,7 +203,8 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
     if opening.is_first:
         console.show_plan(terminal, process, job.numbers, hosts, {**job.plan, **model_state.plan_of_slots(job.model)})
         console.show_start(terminal, process, start)
-    run = RunContext(
+    # Measurement and monitoring of the steps.
+    run = RunContext(  # with all that process and job have
         **vars(process),
         **vars(job),
         hosts=hosts,
@@ -285,13 +288,13 @@ def training(run: RunContext) -> Iterator[None]:
             run.callbacks.saver.finish()
         else:
             hvd.run_together(run.callbacks.saver.wait)
-        # Only now: a run that was stopped resumes with each rank's own.
+        # Only now: a run that was stopped resumes with each rank's own weights and statistics.
         hvd.end_round(run.model)
         hvd.average_moving_statistics(run.model, config.model.not_averaged)
 
 
 def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
-    """Verifies once more what was saved, and writes the run's results. Returns the summary and the exit code."""
+    """Compares the ranks once more, and writes the run's results. Returns the summary and the exit code."""
     from ringtrain.run import tracking
 
     stop, strategy = run.callbacks.stop, run.strategy

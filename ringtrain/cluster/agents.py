@@ -239,8 +239,12 @@ class HostAgents:
             code = agent.process.returncode
             how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
             return f"{host}: its host agent {how}, without a message"
-        silent = agent.refusal or f"no answer in {self.answer_timeout_s:g} s"
-        why = next((line for line in reversed(lines) if not CLOSED.match(line)), lines[-1] if lines else silent)
+        why = agent.refusal or f"no answer in {self.answer_timeout_s:g} s"
+        if lines:
+            why = lines[-1]
+        telling = [line for line in lines if not CLOSED.match(line)]
+        if telling:
+            why = telling[-1]
         return f"{host} does not answer: {why}"
 
     def _refuse_other_versions(self) -> None:
@@ -271,7 +275,8 @@ class HostAgents:
             agent.ready = True
             while len(agent.lines) > 1:  # a login's greeting is no reason for a later loss
                 agent.lines.popleft()
-            agent.hostname, agent.version = [*rest, "", ""][:2]
+            agent.hostname = rest[0] if rest else ""
+            agent.version = rest[1] if len(rest) > 1 else ""
         elif kind == "taken" and "".join(rest).isdecimal():
             agent.num_signaled = int("".join(rest)[:9])
         elif kind == "swept":

@@ -161,8 +161,10 @@ class Reduction:
 
         def send() -> list[tf.Tensor]:
             # One by one, so that each is sent as soon as its gradients are computed.
-            each = enumerate(vectors)
-            return [self._reduce_dense([one], f"{prefix}_{index}", horovod.reducescatter)[0] for index, one in each]
+            parts = []
+            for index, vector in enumerate(vectors):
+                parts += self._reduce_dense([vector], f"{prefix}_{index}", horovod.reducescatter)
+            return parts
 
         parts = PLACE.reducing(self.process_set.size(), vectors, send)
         return [scaled(part, self.accumulated_scale) for part in parts]
@@ -174,8 +176,9 @@ class Reduction:
         prefix = f"HorovodAllgather_{unique_in_graph(self.name)}"
         options = {"ignore_name_scope": True, "process_set": self.process_set}
         with tf.device(self.device_dense):
-            each = enumerate(parts)
-            wholes = [horovod.allgather(widened(part), name=f"{prefix}_{index}", **options) for index, part in each]
+            wholes = []
+            for index, part in enumerate(parts):
+                wholes.append(horovod.allgather(widened(part), name=f"{prefix}_{index}", **options))
         return [tf.cast(whole, part.dtype) for whole, part in zip(wholes, parts, strict=True)]
 
     def exchange_columns(self, rows: tf.Tensor) -> tf.Tensor:
@@ -286,10 +289,13 @@ class Reduction:
         after: Any = 1.0
         if any(self._sent_in_16_bits(tensor) for tensor in tensors):
             # Horovod would add before it divides, and float16 overflows above 65504.
-            before = self.num_ranks() if factor == 1.0 else factor
-            after = before / self.num_ranks() if self.op == Average else before
+            before: Any = self.num_ranks() if factor == 1.0 else factor
+            after = before
+            if self.op == Average:
+                after = before / self.num_ranks()
+                options["op"] = Sum
             tensors = [scaled(tensor, 1.0 / before) for tensor in tensors]
-            options |= {"op": Sum if self.op == Average else self.op, "prescale_factor": 1.0, "postscale_factor": 1.0}
+            options |= {"prescale_factor": 1.0, "postscale_factor": 1.0}
         if reduce is not None:
             results = [reduce(tensor, **options) for tensor in tensors]
         elif self._as_one():
@@ -316,8 +322,13 @@ class Reduction:
             length = -(-len(tensors) // self.groups) or 1
             return [list(indices[start : start + length]) for start in range(0, len(tensors), length)]
         rest = {id(tensor_of(variables[index])): index for index in indices}
-        listed = [[rest.pop(id(tensor_of(v))) for v in group if id(tensor_of(v)) in rest] for group in self.groups]
-        return [group for group in listed if group] + [[index] for index in rest.values()]
+        groups = []
+        for group in self.groups:
+            keys = [id(tensor_of(variable)) for variable in group]
+            members = [rest.pop(key) for key in keys if key in rest]
+            if members:
+                groups.append(members)
+        return groups + [[index] for index in rest.values()]  # each variable in no group is sent alone
 
     def _as_one(self) -> bool:
         return self.deterministic and self.op != Adasum

@@ -36,7 +36,8 @@ def wrap(model: keras.Model, layer: str, wrapper: Callable[[TrainStep], TrainSte
     wrappers = vars(model).setdefault(WRAPPERS, {})
     found = vars(model).get("train_step")
     if found is not None and found is not vars(model).get(COMPOSED):
-        # A script has set it on the object, with the present layers inside of it, if it calls what it found.
+        # A script has replaced the composed step, and may call it: the layers so far are inside of the script's step,
+        # which becomes the innermost one.
         for inside in wrappers:
             wrappers[inside] = lambda step: step
         wrappers[OWN] = lambda _: found

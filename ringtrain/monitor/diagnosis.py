@@ -141,11 +141,13 @@ def warning_s(rows: Collection[Row], timeout_s: float) -> float:
 def blocking_ranks(rows: Collection[Row]) -> list[Row]:
     """Blocking ranks, given the rows of all ranks, none of which makes progress; empty if all wait."""
     # Ranks without a heartbeat; if none, those that left training; if none, those outside a collective that are behind.
-    working = [row for row in rows if not row.is_done and row.phase != "reduce"]
-    groups = [[row for row in rows if row.is_silent], [row for row in rows if row.is_done]]
-    blocking = next(filter(None, groups), None)
-    if blocking:
-        return blocking
+    silent = [row for row in rows if row.is_silent]
+    if silent:
+        return silent
+    left = [row for row in rows if row.is_done]
+    if left:
+        return left
+    working = [row for row in rows if row.phase != "reduce"]
     least = min((_progress(row) for row in working), default=None)
     others = min((row.step for row in rows), default=0)
     return [row for row in working if _progress(row) == least and row.step <= others]
@@ -213,8 +215,11 @@ def waiting(rows: Collection[Row], blocking: Collection[Row]) -> str:
 
 def ranks(numbers: Collection[int]) -> str:
     """Ranks as in "ranks 0, 2, 3", the first 8 of many."""
-    shown = ", ".join(str(number) for number in sorted(numbers)[:8])
-    return f"rank{'s' if len(numbers) > 1 else ''} {shown}{f' and {len(numbers) - 8} more' if len(numbers) > 8 else ''}"
+    text = "ranks " if len(numbers) > 1 else "rank "
+    text += ", ".join(str(number) for number in sorted(numbers)[:8])
+    if len(numbers) > 8:
+        text += f" and {len(numbers) - 8} more"
+    return text
 
 
 # ---- when a stall is reported --------------------------------------------------------------------------------------
@@ -384,8 +389,12 @@ def _part_s(row: Row, part: str) -> float:
 def _median_of_others(ordered: Sequence[float], value: float) -> float:
     """Median of sorted values, excluding `value`."""
     index = bisect.bisect_left(ordered, value)
-    middle = len(ordered) - 1
-    low, high = (place + (place >= index) for place in ((middle - 1) // 2, middle // 2))
+    num_others = len(ordered) - 1
+    low, high = (num_others - 1) // 2, num_others // 2
+    if low >= index:  # `value` itself is left out
+        low += 1
+    if high >= index:
+        high += 1
     return (ordered[low] + ordered[high]) / 2
 
 

@@ -201,7 +201,7 @@ class Trackers:
         self._values = {**{name: value_of(config, name) for name in option_types()}, **numbers}
         with contextlib.suppress(OSError, ValueError):
             self._ids = parse_json((folder / IDS).read_text(encoding="utf-8"))
-        options = {"mlflow": config.tracking.mlflow, "wandb": config.tracking.wandb}
+        options = {name: value_of(config, f"tracking.{name}") for name in KINDS}
         self._options = {name: value for name, value in options.items() if value not in ("", "off")}
         self._unsent: dict[str, list[Record]] = {name: [] for name in self._options}
         self._opened: dict[str, MLflow | WandB] = {}

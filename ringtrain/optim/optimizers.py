@@ -1,4 +1,4 @@
-"""Optimizers by name, with their learning-rate schedule."""
+"""Optimizers of ringtrain's own, and how the configured one is built with its schedule; names: config.OPTIMIZERS."""
 
 from __future__ import annotations
 

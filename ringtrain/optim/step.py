@@ -2,17 +2,20 @@
 
     rows of this rank -> parts -> gradients of each part -> sums over all ranks -> one update
 
-By itself, a rank has one part, and its optimizer reduces the gradients. Three things may be asked for besides:
+Where all ranks have equally many rows, and each has moving statistics of its own, Keras' step is enough: the optimizer
+of `hvd.DistributedOptimizer` reduces the gradients (hvd/reduction.py). A `Step` is for the other cases:
 
-    shares      Ranks have different numbers of rows, or losses with masks and weights: `uneven`.
-    sums        Moving statistics and metrics are summed with the gradients, so that any rank can continue for all
-                others; and nothing changes unless all sums succeed (`Step.undo`). This needs Keras' own `train_step`.
+    shares      Ranks have different numbers of rows, or losses with masks and weights: `uneven`. Arrays and streams.
+    sums        Moving statistics, seeds and metrics are summed with the gradients, so that any rank can continue for
+                all others; and nothing changes unless all sums succeed (`Step.undo`). This needs Keras' own
+                `train_step`. Elastic runs and virtual ranks.
     parts       Each part is that of a virtual rank: `virtual_ranks`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -70,7 +73,11 @@ class Step:
         has_empty_parts: bool = False,
         sums: Sums | None = None,
     ) -> None:
-        self.model, self.has_empty_parts, self.sums = model, has_empty_parts, sums
+        self.model = model
+        self.has_empty_parts = has_empty_parts
+        self.sums = sums
+        self._inner: train_step.TrainStep
+        """the step without this layer"""
         self.share = tf.Variable(1.0, trainable=False, dtype=tf.float64) if has_shares else None
         self.fingerprint = tf.Variable(0.0, trainable=False, dtype=tf.float64)
         self._losses = LossWeights(model, self.share)
@@ -89,25 +96,31 @@ class Step:
             self._losses.restore()
 
     def _around(self, inner: train_step.TrainStep) -> train_step.TrainStep:
-        self._inner: train_step.TrainStep = inner
-        return self._of_this_rank if self.sums is None else self._of_all_ranks
+        self._inner = inner
+        if self.sums is None:
+            return self._of_this_rank
+        return functools.partial(self._of_all_ranks, self.sums)
 
     # ---- each rank has statistics, seeds and metrics of its own; the optimizer reduces ------------------------------
 
     def _of_this_rank(self, data: Any) -> Any:
         """A step of the model with this rank's part of the batch."""
+        # The share of this rank in the batch, which weighs its gradients.
         if self.share is not None:
-            share, data = data
-            if share.shape.rank:  # with the fingerprint of the batch
-                self.fingerprint.assign(tf.math.floormod(self.fingerprint * 31 + share[1], tf.int32.max))
-                share = share[0]
+            header, data = data
+            share = header
+            if header.shape.rank:
+                share, fingerprint = header[0], header[1]
+                self.fingerprint.assign(tf.math.floormod(self.fingerprint * 31 + fingerprint, tf.int32.max))
             self.share.assign(share)
-        share, changed = self.share, self._changed_by_a_row() if self.has_empty_parts else []
+
+        # A rank without rows trains a placeholder row with the weight 0: what it changes is set back.
+        changed = self._changed_by_a_row() if self.has_empty_parts else []
         before = [tf.identity(variable.value) for variable in changed]
         with self._losses.in_step():
             logs = self._inner(data)
         for variable, value in zip(changed, before, strict=True):
-            variable.assign(tf.where(share > 0, variable.value, value))  # type: ignore[operator]
+            variable.assign(tf.where(self.share > 0, variable.value, value))  # type: ignore[operator]
         return logs
 
     def _changed_by_a_row(self) -> list[Any]:
@@ -117,7 +130,7 @@ class Step:
         rest = {id(variable): variable for variable in seeds_and_metrics if id(variable) not in weights}
         return [*rest.values(), *hvd.weights_of_one_rank(self.model)]
 
-    # ---- all of them are summed with the gradients ------------------------------------------------------------------
+    # ---- statistics, seeds and metrics are summed with the gradients -----------------------------------------------
 
     def _prepare_sums(self) -> None:
         model = self.model
@@ -149,31 +162,40 @@ class Step:
         self._is_under_way.assign(False)
         return True
 
-    def _of_all_ranks(self, batch: Any) -> Any:
+    def _of_all_ranks(self, sums: Sums, batch: Any) -> Any:
         """A step of the model with this rank's rows, after which all ranks hold the same."""
-        model, optimizer, sums = self.model, self.model.optimizer, self.sums
-        if sums is None:
-            raise TypeError("a step without sums")
-        pairs = zip(self.changed, self._before, strict=True)
-        kept = [before.assign(variable.value, read_value=False) for variable, before in pairs]
+        model, optimizer = self.model, self.model.optimizer
+
+        # Keep what the forward pass changes, then note that a step is under way.
+        kept = []
+        for variable, copy in zip(self.changed, self._before, strict=True):
+            kept.append(copy.assign(variable.value, read_value=False))
         with tf.control_dependencies(kept):
             begun = self._is_under_way.assign(True, read_value=False)
-        numbers = sums.numbers(self)
-        # What follows changes variables only when they are kept: it needs this input.
+
+        # What follows needs this input, and so changes variables only after they are kept.
+        before = {}
         with tf.control_dependencies([begun]):
             batch = keras.tree.map_structure(lambda leaf: None if leaf is None else tf.identity(leaf), batch)
-            before = {
-                id(variable): kept.read_value() for variable, kept in zip(self.changed, self._before, strict=True)
-            }
-        parts = [self._part(batch, place, len(numbers), number, before) for place, number in enumerate(numbers)]
+            for variable, copy in zip(self.changed, self._before, strict=True):
+                before[id(variable)] = copy.read_value()
+
+        # Gradients and sums of each part of this rank's rows, then of all ranks'.
+        numbers = sums.numbers(self)
+        parts = []
+        for place, number in enumerate(numbers):
+            parts.append(self._part(batch, place, len(numbers), number, before))
         PLACE.note("computed", [part.gradients for part in parts])
         total = sums.totals(self, parts)
-        # And weights only when nothing can fail any more.
+
+        # Weights change only when all sums are there, and nothing can fail any more.
         flat = [tensor for tensor in tf.nest.flatten(total, expand_composites=True) if tensor is not None]
         with tf.control_dependencies(flat), innermost(optimizer).reduced_before():
             pairs = zip(total.gradients, self.weights, strict=True)
             optimizer.apply_gradients([(gradient, weight) for gradient, weight in pairs if gradient is not None])
-            for variable, value in zip([*self.moving, *self.counters], [*total.moving, *total.counters], strict=True):
+            for variable, value in zip(self.moving, total.moving, strict=True):
+                variable.assign(value)
+            for variable, value in zip(self.counters, total.counters, strict=True):
                 variable.assign(value)
             for variable, value in zip(self.metrics, total.metrics, strict=True):
                 variable.assign(before[id(variable)] + value)
@@ -200,8 +222,10 @@ class Step:
         with self._gradients_kept() as gradients:
             self._inner(keras.tree.map_structure(rows_of, batch))
         return StepResult(
-            [gradients.get(id(weight)) for weight in self.weights],
-            *([variable.value + 0 for variable in each] for each in (self.moving, self.counters, self.metrics)),
+            gradients=[gradients.get(id(weight)) for weight in self.weights],
+            moving=[variable.value + 0 for variable in self.moving],
+            counters=[variable.value + 0 for variable in self.counters],
+            metrics=[variable.value + 0 for variable in self.metrics],
         )
 
     @contextlib.contextmanager
@@ -229,7 +253,8 @@ class SumsOverRanks:
         return [tf.cast(hvd.rank_op(), tf.int64)]
 
     def totals(self, step: Step, parts: Sequence[StepResult]) -> StepResult:
-        (part,), inner, reduction = parts, innermost(step.model.optimizer), step.reduction
+        (part,) = parts  # of this rank
+        inner, reduction = innermost(step.model.optimizer), step.reduction
         share = tf.cast(1.0 if reduction.share is None else reduction.share.read_value(), tf.float64)
         given = [place for place, gradient in enumerate(part.gradients) if gradient is not None]
         weights = [step.weights[place] for place in given]
@@ -238,7 +263,7 @@ class SumsOverRanks:
         for place, gradient in zip(given, reduced, strict=True):
             gradients[place] = gradient
         rank, size = hvd.rank_op(), tf.cast(hvd.size_op(), tf.float64)
-        # A rank without rows has one in its place, which counts nothing.
+        # A rank without rows has computed a placeholder row: its factor is 0.
         own = [
             *(value * tf.cast(share / size, value.dtype) for value in part.moving),
             *(value * tf.cast(rank == 0, value.dtype) for value in part.counters),

@@ -42,7 +42,7 @@ def train(run: RunContext) -> None:
             clock.add_saved_metrics()
             logs = _end_epoch(run, callbacks, epoch, step_logs)
 
-        # Averages of the weights replace them now, when nothing is trained any more.
+        # Averages of the weights replace them now, as nothing is trained any more.
         for optimizer in hvd.optimizers_of(model):
             inner = getattr(optimizer, "inner_optimizer", optimizer)
             optimizer.finalize_variable_values(inner._trainable_variables)
@@ -60,7 +60,8 @@ def _train_steps(run: RunContext, callbacks: Any, epoch: int, steps: range, batc
         if logs is None:
             break
         step_logs = logs
-        callbacks.on_train_batch_end(step + model.steps_per_execution - 1, step_logs)
+        last = step + model.steps_per_execution - 1  # Keras names a call by its last step
+        callbacks.on_train_batch_end(last, step_logs)
         if model.stop_training:
             break
     return step_logs
@@ -71,7 +72,7 @@ def _end_epoch(run: RunContext, callbacks: Any, epoch: int, step_logs: Mapping[s
     run.model.stop_training = False  # set again if a stop is decided; callbacks may ask for the end as well
     if run.clock.epoch_complete:
         callbacks.on_epoch_end(epoch, dict(run.model._get_metrics_result_or_logs(step_logs)))
-        return run.callbacks.evaluation.logs
+        return run.callbacks.evaluation.logs  # with the metrics of all ranks
     users = {id(callback) for callback in run.users_callbacks}
     for callback in run.callbacks.ordered:
         if id(callback) not in users:

@@ -225,22 +225,25 @@ def restore(
         slots.update(model_state.assign(model_state.shared_variables(model), newest.arrays("state")))
         own = model_state.by_rank(newest.arrays("ranks"), newest.manifest["num_ranks"])
         is_shared, was_shared = hvd.is_shared(model), newest.manifest.get("shared_state", False)
-        metrics = [model_state.metrics_state(own, rank, size, copies) for rank in range(size)]
-        same = len(own) == size * copies and not was_shared
         if is_shared:
-            sums = model_state.metrics_state(own, 0, 0)
-            metrics, own, same = [sums] * size, own[:1] * size, True
+            metrics = [model_state.metrics_state(own, 0, 0)] * size  # the sum of all, on each rank
+            own = own[:1] * size
+            same = True
+        else:
+            metrics = [model_state.metrics_state(own, rank, size, copies) for rank in range(size)]
+            same = len(own) == size * copies and not was_shared
         if newest.manifest["format"] == 1 or is_shared:  # in which only the seeds have the same indices
             seeds = [f"{index:05d}" for index in range(len(hvd.seeds(model)))]
             own = [{place: arrays[place] for place in seeds if place in arrays} for arrays in own]
         if not same:
             first = own[:1] if was_shared else own  # there, all ranks have the same seeds
             own = _seeds_for(model, first, size * copies, config.seed, newest.global_step)
-        copies_of = [own[rank * copies : (rank + 1) * copies] for rank in range(size)]
-        return [
-            [*states, {str(index): array for index, array in enumerate(sums)}]
-            for states, sums in zip(copies_of, metrics, strict=True)
-        ]
+        by_rank = []
+        for rank in range(size):
+            states = own[rank * copies : (rank + 1) * copies]
+            sums = {str(index): array for index, array in enumerate(metrics[rank])}
+            by_rank.append([*states, sums])
+        return by_rank
 
     by_rank = hvd.run_together(load)
     if newest is not None and _is_of_a_script(config):
@@ -343,15 +346,19 @@ def _require_same_run(newest: checkpoint.Checkpoint, config: Config, numbers: Nu
             f" {numbers.num_ranks}: set {'' if _is_of_a_script(config) else 'train.'}batch_size so that they are equal,"
             f" or {_anew(config)}"
         )
-    rates, warm = ("learning_rate", "initial_learning_rate"), newest.global_step >= numbers.warmup_steps
-    new = [getattr(numbers, name) for name in rates[: 2 - warm]]
-    old = [saved["numbers"].get(name, rate) for name, rate in zip(rates, new, strict=False)]
+    names, is_warm = ["learning_rate"], newest.global_step >= numbers.warmup_steps
+    if not is_warm:
+        names.append("initial_learning_rate")
+    new = [getattr(numbers, name) for name in names]
+    old = [saved["numbers"].get(name, rate) for name, rate in zip(names, new, strict=True)]
     same_rates = all(map(math.isclose, old, new))
     for option in option_types():
         section, _, key = option.rpartition(".")
-        # As in the manifest: tuples are lists. A checkpoint that is older than an option had its default.
-        default, wanted = (json.loads(json.dumps(value_of(one, option))) for one in (Config(), config))
-        before = (saved["config"].get(section, {}) if section else saved["config"]).get(key, default)
+        default, wanted = _as_in_manifest(Config(), option), _as_in_manifest(config, option)
+        options = saved["config"]
+        if section:
+            options = options.get(section, {})
+        before = options.get(key, default)  # a checkpoint that is older than an option had its default
         if option in RATES and same_rates:
             continue
         if option == SCALING:
@@ -364,13 +371,19 @@ def _require_same_run(newest: checkpoint.Checkpoint, config: Config, numbers: Nu
                 f" {_anew(config)}"
             )
     if not same_rates:
-        start = "" if warm else f" --schedule.warmup-start {old[1] / old[0]!r}"
-        had, has = (" after a warm-up from ".join(map(str, each)) for each in (old, new))
+        start = "" if is_warm else f" --schedule.warmup-start {old[1] / old[0]!r}"
+        had = " after a warm-up from ".join(map(str, old))
+        has = " after a warm-up from ".join(map(str, new))
         ranks, keep = saved["numbers"]["num_ranks"], f"keep it with --{SCALING.replace('_', '-')} none"
         raise ConfigError(
             f"{newest.folder}: has the learning rate {had} with {ranks} ranks, this run {has} with {numbers.num_ranks}:"
             f" {keep} --optimizer.learning-rate {old[0]!r}{start}, or {_anew(config)}"
         )
+
+
+def _as_in_manifest(config: Config, option: str) -> Any:
+    """Value of an option as JSON has it: tuples are lists."""
+    return json.loads(json.dumps(value_of(config, option)))
 
 
 def _require_same_job(
@@ -397,7 +410,10 @@ def _require_same_job(
     if _is_of_a_script(config):
         now["steps of an epoch"] = str(numbers.steps_per_epoch)
         before["steps of an epoch"] = str(saved["numbers"].get("steps_per_epoch", ""))
-    different = [name for name in now if before.get(name, now[name]) not in (now[name], "")]
+    different = []
+    for name, current in now.items():
+        if before.get(name, "") not in ("", current):  # an older checkpoint lacks it
+            different.append(name)
     if not different:
         return
     name = different[0]

@@ -128,8 +128,10 @@ class Ring(Strategy):
             yield self._rows
 
     def run_step(self, run: RunContext, batches: Iterator[Any]) -> Mapping[str, Any] | None:
+        # Arrays and streams: each rank has its rows, perhaps none.
         if self._rows:
-            return self._rows.step(batches)
+            return self._rows.run_step(batches)
+        # Samples with classes: Keras' own step, as all ranks have equally many.
         logs: Mapping[str, Any] = run.model.train_function(batches)
         return logs
 

@@ -30,7 +30,9 @@ class Rows:
             self._batches_of = data.RowBatches(
                 self.train, numbers.samples_per_step, run.rank, run.size, run.config.seed, numbers.steps_per_epoch
             )
-        self._step = Step(run.model, not self._batches_of.is_even, self._batches_of.has_empty_parts)
+        self._step = Step(
+            run.model, has_shares=not self._batches_of.is_even, has_empty_parts=self._batches_of.has_empty_parts
+        )
 
     def __enter__(self) -> Rows:
         self._step.__enter__()
@@ -53,7 +55,7 @@ class Rows:
             return None
         return int(self._step.fingerprint)
 
-    def step(self, batches: Iterator[Any]) -> Mapping[str, Any] | None:
+    def run_step(self, batches: Iterator[Any]) -> Mapping[str, Any] | None:
         """Logs of a call of Keras' train function; None: this epoch has fewer batches than the first."""
         run, clock = self.run, self.run.clock
         try:
