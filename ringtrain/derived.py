@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ringtrain.config import OPTIMIZERS, Config, HvdConfig
@@ -138,28 +138,6 @@ def lower_is_better(metric: str) -> bool:
     """Returns whether a metric improves as it falls, by its name: losses and errors do, all others do not."""
     losses = ("loss", "error", "mae", "mape", "mse", "msle", "bce", "crossentropy", "hinge", "divergence", "poisson")
     return any(word in metric for word in (*losses, "false_"))
-
-
-def low_rank(shape: Sequence[int], rank: int, min_ratio: float = 2.0) -> tuple[int, int] | None:
-    """Rows and columns of a gradient that PowerSGD compresses to matrices of a rank; None: it is sent whole.
-
-    `min_ratio`: least ratio of its elements to those that are sent instead.
-    """
-    size = math.prod(shape)
-    if len(shape) < 2 or not size:
-        return None
-    rows, columns = size // shape[-1], shape[-1]
-    is_smaller = size >= min_ratio * rank * (rows + columns)
-    return (rows, columns) if is_smaller and rank <= min(rows, columns) else None
-
-
-def reduced_bytes(shapes: Iterable[Sequence[int]], compression: str) -> int:
-    """Bytes of the float32 gradients of these shapes that a rank reduces, as `hvd.compression` sends them."""
-    if compression.startswith("powersgd:"):
-        rank = int(compression.partition(":")[2])
-        found = ((shape, low_rank(shape, rank)) for shape in shapes)
-        return sum(4 * (rank * sum(matrix) if matrix else math.prod(shape)) for shape, matrix in found)
-    return (4 if compression == "none" else 2) * sum(map(math.prod, shapes))
 
 
 def num_reductions(hvd: HvdConfig, num_updates: int, updates_per_epoch: int) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from ringtrain import compressions
 from ringtrain.errors import ConfigError
 from ringtrain.options import Rule
 
@@ -54,11 +55,10 @@ SPLIT = Rule(
     lambda value: re.fullmatch(SPLITS, value) is not None,
     {"pattern": f"^({SPLITS})$"},
 )
-COMPRESSIONS = "none|fp16|bf16|powersgd:[1-9][0-9]*"
 COMPRESSION = Rule(
     "none, fp16, bf16, or powersgd:1, powersgd:2, ...",
-    lambda value: re.fullmatch(COMPRESSIONS, value) is not None,
-    {"pattern": f"^({COMPRESSIONS})$"},
+    lambda value: re.fullmatch(compressions.PATTERN, value) is not None,
+    {"pattern": f"^({compressions.PATTERN})$"},
 )
 ASCENDING_EPOCHS = Rule(
     "epochs above 0, each after the one before",
@@ -130,21 +130,24 @@ def check_together(config: Any) -> None:
 def _check_slow_links(config: Any) -> None:
     """Raises ConfigError for options that compression and local steps do not work with."""
     name, is_local = f"hvd.compression {config.hvd.compression}", config.hvd.local_steps > 1
-    is_low_rank, is_bf16 = config.hvd.compression.startswith("powersgd"), config.hvd.compression == "bf16"
+    compression = compressions.kind_of(config.hvd.compression)
     of_local = ("optimizer.sharded", "model.split", "model.sync_batch_norm", "hvd.compression_start_step")
     for text, is_set, options in (
-        (name, is_low_rank or is_bf16, ("hvd.groups", "optimizer.sharded")),
-        (name, is_low_rank, ("model.split",)),
+        (name, not compression.is_cast, ("hvd.groups", "optimizer.sharded")),
+        (name, compression.keeps_errors, ("model.split",)),
         ("hvd.compression_start_step", config.hvd.compression_start_step, ("optimizer.sharded",)),
         ("hvd.local_steps", is_local, (*of_local, "tracking.timeline_steps")),
     ):
         for option in options if is_set else ():
             if attrgetter(option)(config):
                 raise ConfigError(f"{text} does not work with {option}: leave one out")
-    for text, is_set in ((name, is_low_rank or is_bf16), ("hvd.local_steps", is_local)):
+    for text, is_set, skips_no_step in (
+        (name, not compression.is_cast, compression.keeps_errors),
+        ("hvd.local_steps", is_local, True),
+    ):
         if is_set and config.hvd.op == "adasum":
             raise ConfigError(f"{text} does not work with hvd.op adasum: leave one out")
-        if is_set and config.train.precision == "mixed_float16" and (is_low_rank or is_local):
+        if is_set and skips_no_step and config.train.precision == "mixed_float16":
             raise ConfigError(f"{text} does not work with train.precision mixed_float16: use mixed_bfloat16")
 
 

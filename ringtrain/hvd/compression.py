@@ -26,5 +26,6 @@ class Compression(HorovodsOwn):
     @classmethod
     def named(cls, name: str) -> Any:
         """Compression of a name as in the option `hvd.compression`: none, fp16, bf16, powersgd:4, ..."""
-        kind, _, rank = name.partition(":")
-        return cls.powersgd(int(rank)) if kind == "powersgd" else getattr(cls, kind)
+        kind, _, number = name.partition(":")
+        made = getattr(cls, kind)
+        return made(int(number)) if number else made

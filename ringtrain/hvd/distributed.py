@@ -177,6 +177,8 @@ class _Reducing(keras.optimizers.Optimizer):
     of_object: tuple[str, ...] = ("_reached", "_updated_variables", "added")
     """attributes that are set on the optimizer itself"""
     can_be_undone = True
+    is_probe = False
+    """whether it is a check's copy, whose variables are no state of the reducer"""
 
     @property
     def update_name(self) -> str:
@@ -207,7 +209,8 @@ class _Reducing(keras.optimizers.Optimizer):
         return ""
 
     def prepare_probe(self) -> None:
-        """Makes a single update change the weights as a check expects."""
+        """Makes a check's copy of an optimizer change its weights in a single update."""
+        self.__dict__["is_probe"] = True
 
     def register_local_var(self, var: Any) -> None:
         """Excludes the gradient of a Keras or TensorFlow variable from the reduction."""
@@ -230,7 +233,7 @@ class _Reducing(keras.optimizers.Optimizer):
 
     def add_state(self) -> None:
         """Adds the variables that the reduction keeps from step to step to a built optimizer."""
-        if self.reducer and not self.added:
+        if self.reducer and not self.added and not self.is_probe:
             added = self.reducer.build(self, self._trainable_variables)
             self.__dict__["added"] = added  # not self.added = ...: Keras would track a list of its own
 

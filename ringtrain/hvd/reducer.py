@@ -1,4 +1,8 @@
-"""The seam for ways to reduce dense gradients that are no allreduce of each."""
+"""The seam for ways to reduce dense gradients that are no allreduce of each.
+
+To add one: a module in reducers/ with a `Compressor` and its `Reducer` (bfloat16.py has no state, powersgd.py has), a
+row in ringtrain/compressions.py, and a method of `hvd.Compression` with the row's name.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +36,11 @@ class Reducer:
         """Reduces gradients over the ranks. Collective, in a graph.
 
         Args:
-            reduction: Of the optimizer; `reduction.allreduce` is Horovod's.
-            tensors: This rank's gradients; shapes and dtypes stay.
-            variables: Whose gradients they are; others than `build` has seen where a check sends a vector.
+            reduction: Of the optimizer. `reduction.allreduce` is Horovod's for gradients, `means` that for other
+                tensors, and `gather_parts` joins vectors of the ranks.
+            tensors: This rank's gradients, none where it trains alone; shapes and dtypes stay.
+            variables: Whose gradients they are. Those of a check are none that `build` has seen: their gradients must
+                be combined exactly, by `reduction.allreduce`.
             name: Prefix of the operations' names, which are equal on all ranks.
         """
         raise NotImplementedError

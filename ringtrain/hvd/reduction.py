@@ -346,7 +346,7 @@ def require_one_vector(reduction: Reduction, ops: Sequence[Any]) -> None:
     if reduction.op not in ops:
         raise ValueError(f"compression {name}: got op {OP_WORDS[reduction.op]}, expected hvd.Average")
     if reduction.groups is not None:
-        raise ValueError(f"compression {name} sends all gradients as one: leave groups out")
+        raise ValueError(f"compression {name} does not send gradients in groups: leave groups out")
 
 
 def averaged_by_adasum(device: str, gpus: Sequence[Any], nccl: bool, local_size: int) -> int:

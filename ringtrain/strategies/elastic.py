@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from ringtrain import data, hvd
+from ringtrain.compressions import kind_of
 from ringtrain.config import Config
 from ringtrain.errors import ConfigError
 from ringtrain.optim import optimizers, schedules
@@ -74,7 +75,7 @@ class Elastic(Ring):
             raise ConfigError("model.split: ranks that join and leave have one device: leave it out")
         if config.optimizer.sharded:
             raise ConfigError("optimizer.sharded: a rank that is lost would take its slots along: leave it out")
-        if config.hvd.local_steps > 1 or config.hvd.compression.startswith("powersgd"):
+        if config.hvd.local_steps > 1 or kind_of(config.hvd.compression).keeps_errors:
             raise ConfigError(
                 "hvd.local_steps and hvd.compression powersgd: a rank that is lost would take what it has not sent"
                 " along: leave them out"

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from ringtrain import hvd
+from ringtrain.compressions import reduced_bytes
 from ringtrain.config import HvdConfig
-from ringtrain.derived import reduced_bytes
 from ringtrain.errors import ConfigError
 from ringtrain.optim import virtual_ranks
 from ringtrain.optim.step import Step, step_of_all_ranks

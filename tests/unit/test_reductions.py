@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from ringtrain.compressions import low_rank, reduced_bytes
 from ringtrain.config import HvdConfig
-from ringtrain.derived import low_rank, num_reductions, reduced_bytes
+from ringtrain.derived import num_reductions
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,7 @@ class LocalUpdates(Distributed):
         return "within a round of local steps, ranks have other weights: call hvd.end_round(model)"
 
     def prepare_probe(self) -> None:
+        super().prepare_probe()
         self.__dict__["local"] = LocalSteps(1)  # what a round of one update has changed
 
     def add_state(self) -> None:

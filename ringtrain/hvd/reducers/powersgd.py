@@ -19,7 +19,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ringtrain.derived import low_rank
+from ringtrain.compressions import low_rank
 from ringtrain.hvd.backend import Average
 from ringtrain.hvd.collectives import elastic, tensor_of
 from ringtrain.hvd.reducer import Compressor, Reducer

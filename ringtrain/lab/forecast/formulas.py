@@ -11,14 +11,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ringtrain.derived import reduced_bytes
+from ringtrain.compressions import kind_of, reduced_bytes
 from ringtrain.errors import ConfigError
 from ringtrain.lab.forecast.network import ALGORITHMS, TCP, TRANSPORTS, Cluster, negotiation_s, sent_gb
 from ringtrain.lab.forecast.profile import Profile
 
 Algorithm = Literal["ring", "hierarchical", "halving"]
-NOT_ON_SERVERS = ("bf16", "powersgd")
-COMPRESS_S_PER_GB = {"none": 0.0, "fp16": 0.0, "bf16": 1.1, "powersgd": 0.4}
 """seconds of one core per GB of gradients, measured: docs/slow-links.md; GPUs are taken to need none"""
 FASTEST_GB_PER_S = 1e5
 LARGEST_FACTOR = 1024
@@ -103,14 +101,13 @@ def predict(profile: Profile, cluster: Cluster, setting: Setting) -> Prediction:
     if kind == "bf16" and cluster.transport is TRANSPORTS["gloo"]:
         played.now_s += played.communication_s  # its alltoall and allgather take twice a ring's time for their bytes
     if ranks > 1:
-        played.now_s += COMPRESS_S_PER_GB[kind] * profile.total_bytes / 1e9 * crowding * cores
+        played.now_s += kind_of(setting.compression).compress_s_per_gb * profile.total_bytes / 1e9 * crowding * cores
     return _prediction(profile, cluster, setting, (compute_s, slowest_s, update_s), played)
 
 
 def sent_bytes(profile: Profile, compression: str) -> list[float]:
     """Bytes of each gradient as a compression sends them; raises ConfigError without the shapes it needs."""
-    kind = compression.partition(":")[0]
-    if kind != "powersgd":
+    if not kind_of(compression).needs_shapes:
         return [gradient.bytes * reduced_bytes([(1,)], compression) / 4 for gradient in profile.gradients]
     without = next((gradient for gradient in profile.gradients if gradient.shape is None), None)
     if without:
@@ -231,7 +228,7 @@ def parameter_servers(profile: Profile, cluster: Cluster, setting: Setting, num_
     if num_servers < 1:
         raise ConfigError(f"got {num_servers} parameter servers, expected 1 or more")
     ranks, crowding = setting.num_ranks, cluster.crowding(setting.num_ranks)
-    if setting.local_steps > 1 or setting.compression.startswith(NOT_ON_SERVERS):
+    if setting.local_steps > 1 or not kind_of(setting.compression).is_cast:
         raise ConfigError("servers: they know neither local steps nor bf16 nor powersgd: leave one out")
     hosts, share = cluster.num_hosts(ranks), reduced_bytes([(1,)], setting.compression) / 4
     step_s = crowding * profile.compute_s

@@ -15,6 +15,7 @@ from only import only
 
 import ringtrain.hvd as hvd
 from ringtrain.errors import OutOfSync
+from ringtrain.hvd.reducer import Compressor, Reducer
 
 FULL = hvd.Compression.powersgd(3, min_ratio=0.0)
 """the rank of the second kernel, [8, 3]; the first, [6, 8], has rank 6"""
@@ -353,3 +354,37 @@ def what_does_not_work_together_is_refused():
     )
     settings = hvd.DistributedOptimizer(sgd(), compression=low).reduction.settings()
     assert dataclasses.replace(low, rank=3) != low and settings["compression"] == str(low)
+
+
+class _Keeping(Compressor, Reducer):
+    """Keeps a variable for each gradient, whatever its shape."""
+
+    has_state = True
+
+    def __init__(self):
+        self.kept = []
+
+    def reducer(self):
+        return self
+
+    def build(self, optimizer, variables):
+        made = [optimizer.add_variable_from_reference(variable, "kept") for variable in variables]
+        self.kept += made
+        return made
+
+    def of_one_rank(self):
+        return self.kept
+
+    def reduce(self, reduction, tensors, variables, name):
+        return reduction.allreduce(tensors, variables, name)
+
+
+def a_check_leaves_the_state_of_a_reducer_alone():
+    """The copy of an optimizer that a check makes has the reducer of the optimizer, but none of its variables."""
+    model, compression = small.build(), _Keeping()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression)
+    optimizer.build(model.trainable_variables)
+    before = len(model.trainable_variables)
+    assert len(compression.kept) == before
+    assert hvd.check_averaging(optimizer) == "averaged"
+    assert len(compression.kept) == before

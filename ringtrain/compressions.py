@@ -1,0 +1,78 @@
+"""Compressions of gradients by name: what options, forecasts and messages must know of each, without TensorFlow.
+
+hvd/reducers/ has the code, and hvd.Compression makes one from its name. To add one: a row here, a module there, and a
+method of hvd.Compression with the row's name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Compression:
+    """Properties of one kind of compression."""
+
+    bytes_of: Callable[[Sequence[int], int], float]
+    """of a float32 gradient's shape and the number in the name (0: none): bytes that a rank reduces"""
+    has_number: bool = False
+    """whether a number follows the name: powersgd:4"""
+    is_cast: bool = True
+    """whether it casts each number, which Horovod's allreduce does itself; else all gradients are reduced by our own"""
+    keeps_errors: bool = False
+    """whether a step leaves something for the next one, so that no step may be skipped and no rank lost"""
+    needs_shapes: bool = False
+    """whether bytes follow from the shapes, not the number of elements alone"""
+    compress_s_per_gb: float = 0.0
+    """seconds of one core for a GB of gradients, as measured on the machine of docs/performance.md"""
+
+
+def low_rank(shape: Sequence[int], rank: int, min_ratio: float = 2.0) -> tuple[int, int] | None:
+    """Rows and columns of a gradient that PowerSGD compresses to matrices of a rank; None: it is sent whole.
+
+    `min_ratio`: least ratio of its elements to those that are sent instead.
+    """
+    size = math.prod(shape)
+    if len(shape) < 2 or not size:
+        return None
+    rows, columns = size // shape[-1], shape[-1]
+    is_smaller = size >= min_ratio * rank * (rows + columns)
+    return (rows, columns) if is_smaller and rank <= min(rows, columns) else None
+
+
+def _low_rank_bytes(shape: Sequence[int], rank: int) -> float:
+    matrix = low_rank(shape, rank)
+    if matrix is None:
+        return 4 * math.prod(shape)
+    return 4 * rank * sum(matrix)
+
+
+COMPRESSIONS = {
+    "none": Compression(lambda shape, _: 4 * math.prod(shape)),
+    "fp16": Compression(lambda shape, _: 2 * math.prod(shape)),
+    "bf16": Compression(lambda shape, _: 2 * math.prod(shape), is_cast=False, compress_s_per_gb=1.1),
+    "powersgd": Compression(
+        _low_rank_bytes,
+        has_number=True,
+        is_cast=False,
+        keeps_errors=True,
+        needs_shapes=True,
+        compress_s_per_gb=0.4,
+    ),
+}
+
+PATTERN = "|".join(f"{name}:[1-9][0-9]*" if kind.has_number else name for name, kind in COMPRESSIONS.items())
+"""regular expression of all names"""
+
+
+def kind_of(name: str) -> Compression:
+    """Properties of the compression that an option names: none, fp16, bf16, powersgd:4, ..."""
+    return COMPRESSIONS[name.partition(":")[0]]
+
+
+def reduced_bytes(shapes: Iterable[Sequence[int]], name: str) -> float:
+    """Bytes of the float32 gradients of these shapes that a rank reduces, as `hvd.compression` sends them."""
+    number = int(name.partition(":")[2] or 0)
+    return sum(kind_of(name).bytes_of(shape, number) for shape in shapes)
