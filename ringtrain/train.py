@@ -23,7 +23,7 @@ from ringtrain import config_io, strategies
 from ringtrain.config import Config
 from ringtrain.errors import RingtrainError
 from ringtrain.models import lazy_keras
-from ringtrain.monitor import diagnosis, heartbeat, journal
+from ringtrain.monitor import diagnosis, heartbeat, journal, stragglers
 from ringtrain.protocol import failures, status
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.launchers import launched_rank
@@ -301,7 +301,7 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
     with run.callbacks.trackers:
         summary = tracking.write_results(run, {**strategy.summary(run), **run.facts})
     if "ranks" in summary:
-        console.show_ranks(run.terminal, summary["ranks"], diagnosis.slow_ranks(summary["ranks"], run.config.health))
+        console.show_ranks(run.terminal, summary["ranks"], stragglers.slow_ranks(summary["ranks"], run.config.health))
     total_s = time.time() - run.stages.moments["python"]
     console.show_result(run.terminal, run.folder, summary, strategy.proof(summary, run.gradients), total_s)
     run.journal.write(

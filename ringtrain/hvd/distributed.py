@@ -182,7 +182,7 @@ class _Reducing(keras.optimizers.Optimizer):
 
     @property
     def update_name(self) -> str:
-        """How weights are updated, which must be the same on every rank."""
+        """Name of the update, which must be the same on every rank."""
         return "whole"
 
     @property

@@ -1,4 +1,4 @@
-"""The layers around a model's training step: one order, in one place, whoever adds them first."""
+"""Layers around a model's training step. Their order is fixed, whichever of them is added first."""
 
 from __future__ import annotations
 

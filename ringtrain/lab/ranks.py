@@ -34,7 +34,7 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Start:
-    """How a command of the lab starts ranks."""
+    """Ranks that a command of the lab starts."""
 
     name: str
     """of the command"""

@@ -2,7 +2,8 @@
 
 journal:         events of each rank, one per line, kept over restarts
 heartbeat:       monitor of a rank, in runs and scripts: position each second, reports of stalls and stragglers
-diagnosis:       its rules: which rank stalls or is a straggler, for how long, and what is reported
+diagnosis:       its rule for stalls: which rank, for how long, and what is reported
+stragglers:      its rule for ranks whose part of a step takes longer than the others'
 fault_injection: injected faults, to test how a job handles them
 trace:           timelines of all ranks in one file for Perfetto
 trackers:        records of a run in MLflow and Weights & Biases

@@ -1,4 +1,4 @@
-"""Which rank stalls, for how long and what is reported, and stragglers: found in the heartbeats of all ranks.
+"""Which rank stalls, for how long and what is reported: found in the heartbeats of all ranks.
 
 Pure, standard library only. There are two rules for stalls. In a run, whose loop is ringtrain's, the phase of a rank is
 known, and the rank that the others wait for is named. In a script, a graph or Python code may compute, so that only
@@ -7,7 +7,6 @@ ranks that wait for each other forever end the job.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import statistics
 from collections import Counter
@@ -15,7 +14,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ringtrain.config import HealthConfig
 from ringtrain.protocol.env import STALL_TIMEOUT
 
 HEARTBEAT_S = 1.0
@@ -30,10 +28,6 @@ FIRST_STEPS_S = 120.0
 MIN_WARNING_S = 10.0
 TIMES_MEDIAN = 20
 WINDOW_STEPS = 50
-MIN_LAG_S = 0.002
-"""minimum delay per step of a straggler"""
-MIN_LOST_S = 5.0
-"""minimum time that a straggler costs without a pause: other load makes any rank slow for a moment"""
 ORDER = ("start", "callbacks", "save", "evaluate", "input", "compute", "update")
 STATES = {
     "": "its process has exited",
@@ -42,7 +36,6 @@ STATES = {
     "D": "its process waits for a disk or a file server",
     "Z": "its process has exited",
 }
-PARTS = ("input", "compute", "callbacks")
 JOIN = "join"
 """collective of a rank that takes part in the other ranks' reductions"""
 
@@ -227,7 +220,7 @@ def ranks(numbers: Collection[int]) -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the ranks are told after a look at all heartbeats."""
+    """Decision after a look at all heartbeats, for all ranks."""
 
     warning: str = ""
     """to print now; "": nothing"""
@@ -358,91 +351,6 @@ def report_different_collectives(rows: Collection[Row]) -> str:
         " must call the same collectives in the same order: look for different numbers of batches, and for"
         f" collectives under a condition such as hvd.rank() == 0. {STALL_TIMEOUT} sets the seconds, 0 for never"
     )
-
-
-# ---- stragglers ----------------------------------------------------------------------------------------------------
-
-
-def stragglers(rows: Collection[Row], factor: float) -> list[tuple[Row, str, float]]:
-    """Ranks whose own work takes over `factor` times the others' median, with the part in which they lose most.
-
-    The third value is the ratio to the others. Empty with factor 0, and until all ranks have made 50 steps.
-    """
-    if not factor or len(rows) < 2 or any(row.times.num_steps < WINDOW_STEPS for row in rows):
-        return []
-    # Sorted once, since there may be thousands of ranks.
-    ordered = {part: sorted(_part_s(row, part) for row in rows) for part in ("own", *PARTS)}
-    slow = []
-    for row in rows:
-        usual_s = _median_of_others(ordered["own"], row.times.own_s)
-        if row.times.own_s > max(factor * usual_s, usual_s + MIN_LAG_S):
-            lag = {part: _part_s(row, part) - _median_of_others(ordered[part], _part_s(row, part)) for part in PARTS}
-            slow.append((row, max(PARTS, key=lambda part: lag[part]), row.times.own_s / max(usual_s, 1e-9)))
-    return slow
-
-
-def _part_s(row: Row, part: str) -> float:
-    seconds: float = getattr(row.times, f"{part}_s")
-    return seconds
-
-
-def _median_of_others(ordered: Sequence[float], value: float) -> float:
-    """Median of sorted values, excluding `value`."""
-    index = bisect.bisect_left(ordered, value)
-    num_others = len(ordered) - 1
-    low, high = (num_others - 1) // 2, num_others // 2
-    if low >= index:  # `value` itself is left out
-        low += 1
-    if high >= index:
-        high += 1
-    return (ordered[low] + ordered[high]) / 2
-
-
-class SlowRanks:
-    """Selection of new stragglers: each is returned once, when it has cost the job MIN_LOST_S."""
-
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
-        self.named: set[int] = set()
-        self._since: dict[int, int] = {}
-
-    def look(self, rows: Collection[Row]) -> list[tuple[Row, str, float]]:
-        """Returns the stragglers to report now, in the format of `stragglers`."""
-        slow = stragglers(rows, self.factor)
-        self._since = {row.rank: self._since.get(row.rank, row.own_steps - WINDOW_STEPS) for row, _, _ in slow}
-        due = [
-            (row, part, times)
-            for row, part, times in slow
-            if row.rank not in self.named and lost_s(row, times, row.own_steps - self._since[row.rank]) >= MIN_LOST_S
-        ]
-        self.named |= {row.rank for row, _, _ in due}
-        return due
-
-
-def lost_s(row: Row, times: float, num_steps: int) -> float:
-    """Time that all ranks lost in `num_steps` to one that takes `times` the others' time for its own part of a step."""
-    return num_steps * row.times.own_s * (1 - 1 / times)
-
-
-def straggler_text(row: Row, part: str, times: float) -> str:
-    """Sentence about a straggler."""
-    part_s = getattr(row.times, f"{part}_s")
-    return (
-        f"straggler: rank {row.rank} on {row.host} takes {times:.1f} times the other ranks' median per step"
-        f" ({1000 * row.times.own_s:.1f} ms, of which {1000 * part_s:.1f} ms in {part}); all ranks wait for it"
-    )
-
-
-def slow_ranks(ranks: Sequence[Mapping[str, Any]], config: HealthConfig) -> list[int]:
-    """Ranks that were stragglers at the end, given each rank's `StepTimer.own_times`."""
-    names = [field.name for field in dataclasses.fields(Times)]
-    rows = [Row(one["rank"], one["host"], times=Times(**{name: one[name] for name in names})) for one in ranks]
-    num_steps = {one["rank"]: one["totals"]["num_steps"] for one in ranks}
-    return [
-        row.rank
-        for row, _, times in stragglers(rows, config.straggler_factor)
-        if lost_s(row, times, num_steps[row.rank]) >= MIN_LOST_S
-    ]
 
 
 def _progress(row: Row) -> tuple[int, int]:

@@ -20,7 +20,8 @@ from typing import Any, Protocol
 
 from ringtrain.errors import Stalled
 from ringtrain.monitor import diagnosis
-from ringtrain.monitor.diagnosis import HEARTBEAT_S, REPORT_FIRST_S, Row, SlowRanks, Stalls
+from ringtrain.monitor.diagnosis import HEARTBEAT_S, REPORT_FIRST_S, Row, Stalls
+from ringtrain.monitor.stragglers import SlowRanks, straggler_text
 from ringtrain.protocol import failures, status, transport
 
 RECONNECT_S = 10.0
@@ -219,7 +220,7 @@ class Monitor:
         if len(rows) < self.size or any(row.is_done for row in rows):
             return
         for row, part, times in self.slow.look(rows):
-            _print(diagnosis.straggler_text(row, part, times))
+            _print(straggler_text(row, part, times))
             facts = {"of_rank": row.rank, "of_host": row.host, "part": part, "times": round(times, 2)}
             self._write_event("straggler", global_step=row.step, **facts, **dataclasses.asdict(row.times))
 

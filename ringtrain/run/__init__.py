@@ -12,6 +12,7 @@ saver:          saves the state of a run during training
 callback_state: what callbacks keep, saved and restored
 model_state:    state of a model as arrays, shared and per rank
 resume:         finds the checkpoint to resume from and restores it on all ranks
+resume_check:   what a run must have in common with the checkpoint that it resumes from
 evaluation:     metrics over all ranks, equal to those of one process
 stopping:       ends a run on all ranks after the same step: signals, time limit, plateau, NaN
 run_folder:     the run folder: name, lock, summary.json

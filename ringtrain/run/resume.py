@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,43 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringtrain import hvd
-from ringtrain.config import OPTIMIZERS, Config, option_types, value_of
-from ringtrain.derived import Numbers, scaling_rule
+from ringtrain.config import Config
+from ringtrain.derived import Numbers
 from ringtrain.errors import CheckpointError, ConfigError
 from ringtrain.monitor.journal import Journal
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.status import StatusLine
-from ringtrain.run import callback_state, checkpoint, model_state, run_folder
+from ringtrain.run import callback_state, checkpoint, model_state, resume_check, run_folder
 from ringtrain.run.model_state import Arrays
-
-# Options that may change on resume. The others affect the result; the global batch is compared as a whole.
-FREE = (
-    "run.",
-    "checkpoint.",
-    "device.",
-    "health.",
-    "elastic.",
-    "tracking.",
-    "chaos",
-    "data.dir",
-    "data.file",
-    "strategy.",
-    "hvd.fusion_mb",
-    "hvd.cycle_time_ms",
-    "hvd.groups",
-    "train.epochs",
-    "train.batch_size",
-    "train.max_time_s",
-    "train.check_every_steps",
-    "train.patience",
-    "train.target_accuracy",
-    "optimizer.sharded",
-    "model.split",
-    "model.stages",
-)
-SCALING = "optimizer.learning_rate_scaling"
-# May change if the resulting learning rate stays the same.
-RATES = (SCALING, "optimizer.learning_rate", "optimizer.reference_batch_size", "schedule.warmup_start")
 
 
 @dataclass(frozen=True)
@@ -215,13 +185,13 @@ def restore(
         """Loads the shared state; returns the local state of each rank: of its copies of the model, then metrics."""
         if newest is None:
             return None
-        _require_same_run(newest, config, numbers)
-        _require_same_job(newest, config, numbers, of_name)
+        resume_check.require_same_run(newest, config, numbers)
+        resume_check.require_same_job(newest, config, numbers, of_name)
         if not model.optimizer.built:  # a second build of a LossScaleOptimizer would add its variables once more
             model.optimizer.build(model.trainable_variables)
         model_state.require_same_model(newest, model)
         if not config.train.virtual_ranks:  # else accumulated gradients are equal on all ranks
-            _require_whole_update(newest, numbers)
+            resume_check.require_whole_update(newest, numbers)
         slots.update(model_state.assign(model_state.shared_variables(model), newest.arrays("state")))
         own = model_state.by_rank(newest.arrays("ranks"), newest.manifest["num_ranks"])
         is_shared, was_shared = hvd.is_shared(model), newest.manifest.get("shared_state", False)
@@ -246,9 +216,9 @@ def restore(
         return by_rank
 
     by_rank = hvd.run_together(load)
-    if newest is not None and _is_of_a_script(config):
+    if newest is not None and resume_check.is_of_a_script(config):
         start = _in_epochs_of(start, newest, numbers)
-        start = dataclasses.replace(start, is_ended=start.is_ended and _is_own(newest, config))
+        start = dataclasses.replace(start, is_ended=start.is_ended and resume_check.is_own(newest, config))
     start, spec = hvd.broadcast_object(
         (start, model_state.spec(by_rank[0]) if by_rank else []), 0, name="ringtrain_start"
     )
@@ -319,138 +289,12 @@ def _find(folder: Path | None, must: bool) -> tuple[checkpoint.Checkpoint | None
     return newest, start
 
 
-def _anew(config: Config) -> str:
-    """Returns a hint how to train from scratch instead."""
-    if _is_of_a_script(config):
-        is_by_name = config.run.resume in ("auto", "must")
-        return "give fit another name" if is_by_name else "leave out resume and load the weights of its model.keras"
-    return "give the run another --run.name" if config.run.resume in ("auto", "must") else "leave out --run.resume"
-
-
-def _is_of_a_script(config: Config) -> bool:
-    """Returns whether `ringtrain.fit` has made a configuration: its optimizer is the name of a class."""
-    return config.optimizer.name not in OPTIMIZERS
-
-
-def _is_own(newest: checkpoint.Checkpoint, config: Config) -> bool:
-    """Returns whether a checkpoint is one of this run, and not of another whose path was given."""
-    return newest.folder.parent.parent.resolve() == (Path(config.run.directory) / config.run.name).resolve()
-
-
-def _require_same_run(newest: checkpoint.Checkpoint, config: Config, numbers: Numbers) -> None:
-    saved = newest.manifest
-    then, now = saved["numbers"]["global_batch_size"], numbers.global_batch_size
-    if then != now:
-        raise ConfigError(
-            f"{newest.folder}: has a global batch of {then}, this run one of {now} = {numbers.batch_size} x"
-            f" {numbers.num_ranks}: set {'' if _is_of_a_script(config) else 'train.'}batch_size so that they are equal,"
-            f" or {_anew(config)}"
-        )
-    names, is_warm = ["learning_rate"], newest.global_step >= numbers.warmup_steps
-    if not is_warm:
-        names.append("initial_learning_rate")
-    new = [getattr(numbers, name) for name in names]
-    old = [saved["numbers"].get(name, rate) for name, rate in zip(names, new, strict=True)]
-    same_rates = all(map(math.isclose, old, new))
-    for option in option_types():
-        section, _, key = option.rpartition(".")
-        default, wanted = _as_in_manifest(Config(), option), _as_in_manifest(config, option)
-        options = saved["config"]
-        if section:
-            options = options.get(section, {})
-        before = options.get(key, default)  # a checkpoint that is older than an option had its default
-        if option in RATES and same_rates:
-            continue
-        if option == SCALING:
-            optimizer = saved["config"].get("optimizer", {}).get("name", config.optimizer.name)
-            before, wanted = scaling_rule(before, optimizer), scaling_rule(wanted, config.optimizer.name)
-        shapes_rates = option == "train.epochs" and config.schedule.name in ("cosine", "polynomial")
-        if (shapes_rates or not option.startswith(FREE)) and before != wanted:
-            raise ConfigError(
-                f"{newest.folder}: was made with {option} = {before!r}, this run has {wanted!r}: use the same value, or"
-                f" {_anew(config)}"
-            )
-    if not same_rates:
-        start = "" if is_warm else f" --schedule.warmup-start {old[1] / old[0]!r}"
-        had = " after a warm-up from ".join(map(str, old))
-        has = " after a warm-up from ".join(map(str, new))
-        ranks, keep = saved["numbers"]["num_ranks"], f"keep it with --{SCALING.replace('_', '-')} none"
-        raise ConfigError(
-            f"{newest.folder}: has the learning rate {had} with {ranks} ranks, this run {has} with {numbers.num_ranks}:"
-            f" {keep} --optimizer.learning-rate {old[0]!r}{start}, or {_anew(config)}"
-        )
-
-
-def _as_in_manifest(config: Config, option: str) -> Any:
-    """Value of an option as JSON has it: tuples are lists."""
-    return json.loads(json.dumps(value_of(config, option)))
-
-
-def _require_same_job(
-    newest: checkpoint.Checkpoint, config: Config, numbers: Numbers, of_name: Mapping[str, str]
-) -> None:
-    """Raises ConfigError if a run of this name has trained other data, or another loss, metrics or optimizer."""
-    saved = newest.manifest
-    if config.run.resume not in ("auto", "must"):  # its path was given on purpose
-        steps = saved["numbers"].get("steps_per_epoch", numbers.steps_per_epoch)
-        if _is_of_a_script(config) and steps != numbers.steps_per_epoch and newest.global_step % steps:
-            raise ConfigError(
-                f"{newest.folder}: was saved within an epoch of {steps} steps, an epoch of this run has"
-                f" {numbers.steps_per_epoch}: resume from a checkpoint of an epoch's end, or {_anew(config)}"
-            )
-        epochs = newest.global_step // steps
-        if _is_of_a_script(config) and not _is_own(newest, config) and epochs >= config.train.epochs:
-            raise ConfigError(
-                f"{newest.folder}: has trained {epochs} epochs, and epochs={config.train.epochs} includes them: nothing"
-                f" is left to train: raise epochs"
-            )
-        return
-    now = {"training samples": str(numbers.num_train), **of_name}
-    before = {**saved.get("checksums", {}), "training samples": str(saved["numbers"].get("num_train", ""))}
-    if _is_of_a_script(config):
-        now["steps of an epoch"] = str(numbers.steps_per_epoch)
-        before["steps of an epoch"] = str(saved["numbers"].get("steps_per_epoch", ""))
-    different = []
-    for name, current in now.items():
-        if before.get(name, "") not in ("", current):  # an older checkpoint lacks it
-            different.append(name)
-    if not different:
-        return
-    name = different[0]
-    source, option = newest.folder.parent.parent, "resume=" if _is_of_a_script(config) else "--run.resume "
-    what = f"{name} {before[name]}, this run has {now[name]}"
-    if "checksum" in now[name]:
-        what = f"another {name.partition(' (')[0]}"
-    raise ConfigError(
-        f"{newest.folder}: was made with {what}: {_anew(config)}; to train its weights further on purpose, also give"
-        f" {option}{str(source)!r}"
-    )
-
-
 def _in_epochs_of(start: Start, newest: checkpoint.Checkpoint, numbers: Numbers) -> Start:
     """Position after as many whole epochs, if the data, and so the steps of an epoch, are other ones on purpose."""
     steps = newest.manifest["numbers"].get("steps_per_epoch", numbers.steps_per_epoch)
     if steps == numbers.steps_per_epoch:
         return start
     return dataclasses.replace(start, global_step=start.global_step // steps * numbers.steps_per_epoch)
-
-
-def _require_whole_update(newest: checkpoint.Checkpoint, numbers: Numbers) -> None:
-    """Raises ConfigError if the number of ranks changed within an update: accumulated gradients are per shard."""
-    then, accumulated = newest.manifest["num_ranks"], numbers.accumulation_steps
-    if not newest.global_step % accumulated:
-        return
-    between = f"between two updates (step {newest.global_step}, optimizer.accumulation_steps {accumulated})"
-    if then > 1 and newest.manifest["format"] == 1:
-        raise ConfigError(
-            f"{newest.folder}: was made {between} in format 1, of which each rank's gradients cannot be restored:"
-            f" resume from a checkpoint of an epoch's end"
-        )
-    if then != numbers.num_ranks:
-        raise ConfigError(
-            f"{newest.folder}: was made by {then} ranks {between}: resume with {then} ranks, or from a checkpoint of an"
-            f" epoch's end"
-        )
 
 
 def load_weights(model: keras.Model, source: Path) -> None:

@@ -15,16 +15,14 @@ from ringtrain.monitor.diagnosis import (
     STACKS_TIMEOUT_S,
     Row,
     RunStalls,
-    SlowRanks,
     Times,
     blocking_ranks,
     idle_s,
     limit_s,
-    lost_s,
     report,
-    stragglers,
     warning_s,
 )
+from ringtrain.monitor.stragglers import SlowRanks, lost_s, stragglers
 
 
 def row(rank: int, phase: str = "reduce", step: int = 20, **more) -> Row:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import standalone
 
 from ringtrain.monitor import diagnosis, heartbeat
 from ringtrain.monitor.diagnosis import RunStalls, ScriptStalls
@@ -79,10 +79,7 @@ def monitors(make_stalls: Callable[[float], Any], *activities: Activity) -> tupl
 
 
 def until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < end_s, f"not within {LIMIT_S} s"
-        time.sleep(0.01)
+    standalone.wait_for(condition, LIMIT_S, "what the monitors are to find")
 
 
 def script(collective: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from ringtrain.config import CheckpointConfig, Config, HvdConfig, OptimizerConfi
 from ringtrain.derived import derive
 from ringtrain.errors import ConfigError
 from ringtrain.protocol.attempt import Attempt
-from ringtrain.run import consistency, resume, run_folder
+from ringtrain.run import consistency, resume, resume_check, run_folder
 from ringtrain.run.checkpoint import Checkpoint
 
 ADASUM = Config(
@@ -31,7 +31,7 @@ def saved(config: Config, num_ranks: int, step: int = 20, **numbers: float) -> C
 
 
 def resumes(found: Checkpoint, config: Config, num_ranks: int) -> None:
-    resume._require_same_run(found, config, derive(config, num_ranks, 10_000, 10))
+    resume_check.require_same_run(found, config, derive(config, num_ranks, 10_000, 10))
 
 
 def replaced(config: Config, section: str, **options) -> Config:
@@ -91,10 +91,10 @@ def test_a_checkpoint_of_format_1_between_two_updates_is_refused():
         found = saved(config, 2, step)
         found = dataclasses.replace(found, manifest={**found.manifest, "format": file_format})
         if not refused:
-            resume._require_whole_update(found, numbers)
+            resume_check.require_whole_update(found, numbers)
             continue
         with pytest.raises(ConfigError, match=r"between two updates \(step 21, .* in format 1.*an epoch's end"):
-            resume._require_whole_update(found, numbers)
+            resume_check.require_whole_update(found, numbers)
 
 
 def test_a_run_is_complete_with_all_that_it_is_to_export(tmp_path, monkeypatch, capsys):
@@ -127,7 +127,7 @@ def test_the_number_of_ranks_may_not_change_between_two_updates(step: int, num_r
     newest.manifest["format"] = 2
     numbers = derive(config, num_ranks, 10_000, 10)
     if not is_refused:
-        resume._require_whole_update(newest, numbers)
+        resume_check.require_whole_update(newest, numbers)
         return
     with pytest.raises(ConfigError, match=r"was made by 2 ranks between two updates .step 21, .*: resume with 2 ranks"):
-        resume._require_whole_update(newest, numbers)
+        resume_check.require_whole_update(newest, numbers)

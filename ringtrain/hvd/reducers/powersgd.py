@@ -100,7 +100,7 @@ class LowRank(Reducer):
         return added
 
     def of_one_rank(self) -> list[Any]:
-        """What each rank has not sent yet."""
+        """Errors of this rank, which it has not sent yet."""
         return [matrix.error for matrix in self._matrices.values() if matrix.error is not None]
 
     def reduce(
