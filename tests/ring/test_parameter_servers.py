@@ -110,8 +110,11 @@ def test_late_gradients_are_dropped_where_backup_workers_cover_them(tmp_path: Pa
     assert steps == EPOCHS * (1437 // (64 * (3 - backup)))
     assert sum(told["updates"]) == steps * (3 - backup)
     slow = told["updates"][2]
-    assert slow < steps / 2 and told["dropped"][2] > 0 if backup else slow == steps and told["dropped"] == [0, 0, 0]
-    assert told["waiting"][2] < 0.5 and (backup or min(told["waiting"][:2]) > 0.5)
+    if backup:
+        assert slow < steps / 2 and told["dropped"][2] > 0
+        return
+    assert slow == steps and told["dropped"] == [0, 0, 0]
+    assert told["waiting"][2] < min(told["waiting"][:2])
 
 
 def test_a_worker_that_hangs_is_named(tmp_path: Path) -> None:
