@@ -18,6 +18,7 @@ from ringtrain import config_io, data, own_fit, sources, strategies
 from ringtrain.config import Config, changed_options, with_values
 from ringtrain.errors import ConfigError, RingtrainError
 from ringtrain.monitor import journal
+from ringtrain.protocol.for_script import ForScript
 from ringtrain.run.context import Process, RunContext
 
 if TYPE_CHECKING:
@@ -286,6 +287,7 @@ def _config(model: keras.Model, name: str, options: Config, arguments: data.FitA
         why = next((REFUSED[name] for name in sources.classes_of(callback) if name in REFUSED), "")
         if why:
             raise ConfigError(f"ringtrain.fit: leave out {type(callback).__name__}: {why}")
+    from_command = ForScript.from_environment()
     return with_values(
         options,
         {
@@ -296,5 +298,6 @@ def _config(model: keras.Model, name: str, options: Config, arguments: data.FitA
             "optimizer.learning_rate_scaling": "none",
             "train.epochs": arguments.epochs,
             "seed": arguments.seed,
+            **from_command.options,
         },
     )

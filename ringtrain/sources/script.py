@@ -25,6 +25,7 @@ from ringtrain.hvd.keras_patches import distributed, innermost, set_untracked
 from ringtrain.monitor import fault_injection
 from ringtrain.optim import divided
 from ringtrain.optim.optimizers import first_and_largest_rate
+from ringtrain.protocol.for_script import ForScript
 from ringtrain.run import consistency, devices, identity, model_state
 from ringtrain.run.context import Job, Process, Validation
 from ringtrain.run.devices import Pinning
@@ -234,6 +235,8 @@ def plan_of(
     """Rows of the plan for what a script has compiled."""
     config, options = process.config, process.config.optimizer
     given = {name: value for name, value in changed_options(config).items() if name.startswith(OPTIONS)}
+    from_command = ForScript.from_environment()
+    chosen = "".join(f" ({name} from {from_command.by})" for name in from_command.options if name in given)
     rows = f"{numbers.samples_per_step:,} rows on all ranks"
     if numbers.accumulation_steps > 1:
         rows += f" x {numbers.accumulation_steps} accumulated"
@@ -242,7 +245,7 @@ def plan_of(
         "on resume": on_resume,
         "model": f"{config.model.name} {model.name}, {model.count_params():,} parameters",
         "global batch": rows,
-        "options": ", ".join(f"{name}={value}" for name, value in given.items()) or "defaults",
+        "options": (", ".join(f"{name}={value}" for name, value in given.items()) or "defaults") + chosen,
         "learning rate": f"{numbers.rates} ({options.name}, as compiled)",
         "shard": shard_of(numbers),
         **({"unlike 1 rank": "; ".join(unlike)} if unlike else {}),
