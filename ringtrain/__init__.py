@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 LAZY = {
     **{"fit": "ringtrain.keras_fit", "start": "ringtrain.keras_fit", "run": "ringtrain.function_call"},
     "from_rank_0": "ringtrain.data.from_rank_0",
+    "trial": "ringtrain.protocol.for_script",
 }
 """public functions whose modules are loaded when they are used"""
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:  # for editors and mypy
     from ringtrain.function_call import run as run
     from ringtrain.keras_fit import fit as fit
     from ringtrain.keras_fit import start as start
+    from ringtrain.protocol.for_script import trial as trial
 else:
 
     def __getattr__(name: str) -> Any:

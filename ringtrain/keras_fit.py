@@ -217,6 +217,8 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
 
     if hvd.elastic.is_on():
         raise ConfigError("ringtrain.fit: ranks cannot join and leave here: start the job without --elastic")
+    if ForScript.from_environment().folder and not name:  # a repeated start of the script resumes it
+        config = with_values(config, {"run.name": f"fit-{hvd.process.PROCESS.num_runs + 1}"})
     source = script.ScriptSource(config, model, arguments)
     process = train.setup(config, source, None, journal.Stages())
     with script.unchanged_afterwards(model), journaled(process):
@@ -298,6 +300,7 @@ def _config(model: keras.Model, name: str, options: Config, arguments: data.FitA
             "optimizer.learning_rate_scaling": "none",
             "train.epochs": arguments.epochs,
             "seed": arguments.seed,
+            **({"run.directory": from_command.folder} if from_command.folder else {}),
             **from_command.options,
         },
     )

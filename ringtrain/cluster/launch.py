@@ -23,6 +23,7 @@ from ringtrain.cluster.plans import horovodrun, kubernetes, mpirun, openmpi, slu
 from ringtrain.cluster.supervisor import Supervisor
 from ringtrain.errors import LaunchError
 from ringtrain.protocol.attempt import Attempt
+from ringtrain.protocol.for_script import Tuned
 
 Planner = Callable[[Job], Plan]
 VERSION_TIMEOUT_S = 20.0
@@ -92,7 +93,7 @@ class Launch:
 
 def launch(options: LaunchOptions) -> int:
     """Runs a job and returns its exit code, or prints its plan."""
-    options = options.checked()
+    options = with_tuned(options.checked())
     work = (elastic_launch if options.elastic else fixed_launch)(options)
     check_min_np(options, work.num_ranks)
     if options.ps is not None:  # fewer ranks would have other roles, which no option gives
@@ -128,6 +129,18 @@ def launch(options: LaunchOptions) -> int:
     if options.sync or options.sync_environment:
         sync.send(transfers, options.elastic)
     return run_attempts(work)
+
+
+def with_tuned(options: LaunchOptions) -> LaunchOptions:
+    """Options with the settings of the file of --tuned, which its script's ranks read."""
+    if not options.tuned:
+        return options
+    if "ringtrain.train" in options.command:
+        raise LaunchError("got --tuned for ringtrain.train: give it the TOML that tune or sweep has written: --config")
+    tuned = Tuned.read(Path(options.tuned))
+    if tuned.launcher and tuned.launcher != options.launcher:
+        raise LaunchError(f"{options.tuned}: was measured with --launcher {tuned.launcher}: give that, too")
+    return replace(options, environ={**options.environ, **tuned.variables()})
 
 
 def run_attempts(work: Launch) -> int:

@@ -97,6 +97,8 @@ class JobOptions:
     """exit with 2 if no rank has called hvd.init() (a warning)"""
     output: Annotated[str, Argument("DIR")] = ""
     """keep a log per rank"""
+    tuned: Annotated[str, FILE] = ""
+    """settings that ringtrain tune or sweep has written for a script with ringtrain.fit"""
     timeline: Annotated[str, FILE] = ""
     """write timelines of all ranks of ringtrain.train, for Perfetto"""
     start_timeout: Annotated[float, Argument("S"), SECONDS] = 60

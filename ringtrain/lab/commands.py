@@ -33,6 +33,7 @@ NOT_MEASURED = (
     "gpus",
     "resources",
     "require_init",
+    "tuned",
 )
 """options of launch that a command which starts ranks itself refuses, or does not use"""
 
@@ -81,6 +82,8 @@ class OnRanks:
         options = LaunchOptions.of(given)
         if options.dry_run or options.explain or options.elastic:
             raise LaunchError(f"{given.name} runs what it measures: leave out --dry-run, --explain and --elastic")
+        if options.tuned:
+            raise LaunchError(f"{given.name} chooses settings itself: leave out --tuned, which is for ringtrain launch")
         from ringtrain.cluster.launch import find_hosts
         from ringtrain.lab import ranks
 

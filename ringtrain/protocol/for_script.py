@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from ringtrain.errors import ConfigError
+from ringtrain.errors import ConfigError, LaunchError
 from ringtrain.protocol.env import FOR_SCRIPT
 from ringtrain.protocol.json_text import INVALID, parse_json
 
@@ -21,6 +23,13 @@ class ForScript:
     """command that has chosen it, such as "ringtrain sweep"; "": nothing was chosen"""
     options: Mapping[str, Any] = field(default_factory=dict)
     """options of `ringtrain.fit` by dotted name, which win over the script's own"""
+    trial: Mapping[str, Any] = field(default_factory=dict)
+    """values that `ringtrain.trial` returns, by name"""
+    folder: str = ""
+    """directory of the script's runs, which are fit-1, fit-2, ... if they have no name, and of the files that Keras'
+    callbacks write; "": those of the script"""
+    measure: Mapping[str, Any] = field(default_factory=dict)
+    """settings of `run.measuring`, which measures the first `fit` and then ends the script; empty: it trains"""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -35,3 +44,54 @@ class ForScript:
             raise ConfigError(
                 f"{FOR_SCRIPT}: got {text[:80]!r}, which no command of ringtrain has set: {error}"
             ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuned:
+    """Settings that a command has chosen for the later launches of a script: a file for `ringtrain launch --tuned`."""
+
+    by: str
+    """command that has chosen them, such as "ringtrain tune" """
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """of `ringtrain.fit`, by dotted name"""
+    trial: Mapping[str, Any] = field(default_factory=dict)
+    """values that `ringtrain.trial` returns, by name"""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """variables of the ranks"""
+    launcher: str = ""
+    """of ringtrain launch; "": any"""
+
+    def write(self, path: Path, **facts: Any) -> None:
+        """Writes the file; `facts`, such as measurements, are for its readers."""
+        path.write_text(json.dumps({**asdict(self), **facts}, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Tuned:
+        """Reads a file. Raises LaunchError if it is not one that tune or sweep has written."""
+        try:
+            content = parse_json(path.read_text(encoding="utf-8"))
+            known = {one.name for one in fields(cls)}
+            return cls(**{name: value for name, value in content.items() if name in known})
+        except (OSError, *INVALID) as error:
+            raise LaunchError(
+                f"{path}: expected the file that ringtrain tune or sweep has written for a script: {error}"
+            ) from None
+
+    def variables(self) -> dict[str, str]:
+        """Variables of the ranks, with those settings that the script reads."""
+        for_script = ForScript(by=self.by, options=self.options, trial=self.trial)
+        return {**self.environ, FOR_SCRIPT: for_script.to_json()}
+
+
+def trial() -> Mapping[str, Any]:
+    """Values that `ringtrain sweep` tries in this start of the script, by name; empty outside of a sweep.
+
+    `ringtrain launch --tuned FILE` gives the values of the sweep's best trial, if FILE is its `best.json`.
+
+    Returns:
+        Read-only mapping of the names in the sweep's space to text, numbers or booleans.
+
+    Example:
+        >>> units = ringtrain.trial().get("units", 64)
+    """
+    return MappingProxyType(dict(ForScript.from_environment().trial))

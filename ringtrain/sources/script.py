@@ -34,6 +34,9 @@ from ringtrain.sources.unlike import unlike_one_process
 from ringtrain.strategies.base import Strategy
 from ringtrain.strategies.ring import OF_OPTIMIZER
 
+FILES = ("filepath", "filename", "log_dir")
+"""attributes of Keras' callbacks with the path of a file or directory that they write"""
+
 
 class ModelOfScript(consistency.FromCheckpoint):
     """A script's compiled model; see `run.context.Source`. A subclass makes the job."""
@@ -103,6 +106,9 @@ def _job(process: Process, source: ScriptSource) -> Job:
     steps = arguments.steps_per_epoch if isinstance(train, data.Arrays) else None
     numbers = adopt(process, model, train.kind, num_train, len(test), batch_size, steps)
     users = [one for one in arguments.callbacks if rank == 0 or not classes_of(one) & {*ON_RANK_0}]
+    folder = ForScript.from_environment().folder
+    if folder:
+        write_below(Path(folder), arguments.callbacks)
     data_set = data.DataSet(train, test, 0, ())
     checksums = {name + consistency.DIVIDED: text for name, text in data.checksums(data_set).items()}
     of_name = {*checksums}
@@ -126,6 +132,23 @@ def _job(process: Process, source: ScriptSource) -> Job:
         ends_with_callbacks=True,
         facts={"script": sys.argv[0], "unlike_one_process": unlike, "on_resume": train.on_resume},
     )
+
+
+def write_below(folder: Path, callbacks: Sequence[keras.callbacks.Callback]) -> None:
+    """Moves the files that Keras' callbacks write into a directory: another start of the script may write them, too."""
+    for callback in callbacks:
+        for attribute in FILES:
+            path = vars(callback).get(attribute)
+            if (
+                not classes_of(callback) & {*ON_RANK_0}
+                or not isinstance(path, str)
+                or Path(path).is_relative_to(folder)
+            ):
+                continue
+            parts = [part for part in Path(path).parts if part not in ("..", Path(path).anchor)]
+            moved = Path(folder, *parts)
+            moved.parent.mkdir(parents=True, exist_ok=True)
+            setattr(callback, attribute, str(moved))
 
 
 def checksum_of_shapes(shapes: list[list[Any]]) -> str:
@@ -237,6 +260,7 @@ def plan_of(
     given = {name: value for name, value in changed_options(config).items() if name.startswith(OPTIONS)}
     from_command = ForScript.from_environment()
     chosen = "".join(f" ({name} from {from_command.by})" for name in from_command.options if name in given)
+    trial = ", ".join(f"{name}={value}" for name, value in from_command.trial.items())
     rows = f"{numbers.samples_per_step:,} rows on all ranks"
     if numbers.accumulation_steps > 1:
         rows += f" x {numbers.accumulation_steps} accumulated"
@@ -246,6 +270,7 @@ def plan_of(
         "model": f"{config.model.name} {model.name}, {model.count_params():,} parameters",
         "global batch": rows,
         "options": (", ".join(f"{name}={value}" for name, value in given.items()) or "defaults") + chosen,
+        **({"trial": f"{trial} (from {from_command.by})"} if trial else {}),
         "learning rate": f"{numbers.rates} ({options.name}, as compiled)",
         "shard": shard_of(numbers),
         **({"unlike 1 rank": "; ".join(unlike)} if unlike else {}),

@@ -1,0 +1,52 @@
+"""What commands tell the scripts that they start: without starting any."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import ringtrain
+from ringtrain import cli
+from ringtrain.errors import ConfigError
+from ringtrain.protocol.env import FOR_SCRIPT
+from ringtrain.protocol.for_script import ForScript, Tuned
+
+
+def test_a_trial_is_empty_outside_of_a_sweep_and_read_only_within_one(monkeypatch):
+    assert dict(ringtrain.trial()) == {}
+    monkeypatch.setenv(FOR_SCRIPT, ForScript(by="ringtrain sweep", trial={"units": 8, "name": "a"}).to_json())
+    values = ringtrain.trial()
+    assert dict(values) == {"units": 8, "name": "a"}
+    with pytest.raises(TypeError):
+        values["units"] = 9
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", '{"unknown": 1}', '"text"'])
+def test_a_variable_that_no_command_has_set_is_named(text):
+    with pytest.raises(ConfigError, match=f"{FOR_SCRIPT}: got "):
+        ForScript.from_environment({FOR_SCRIPT: text})
+
+
+def test_a_file_of_settings_has_the_variables_of_later_launches(tmp_path, capsys):
+    path = tmp_path / "tuned.json"
+    written = Tuned(by="ringtrain tune", options={"hvd.groups": 2}, environ={"OMP_NUM_THREADS": "1"})
+    written.write(path, measured=[[1.5]])
+    assert json.loads(path.read_text())["measured"] == [[1.5]]
+    read = Tuned.read(path)
+    assert read == written
+    variables = read.variables()
+    assert variables["OMP_NUM_THREADS"] == "1"
+    assert ForScript.from_environment(variables) == ForScript(by="ringtrain tune", options={"hvd.groups": 2})
+
+    launch = ["launch", "-np", "1", "-H", "localhost:1", "--dry-run", "--tuned"]
+    assert cli.main([*launch, str(path), "python", "own.py"]) == 0
+    assert "OMP_NUM_THREADS" in capsys.readouterr().out
+    path.write_text("[launch]")
+    for words, text in (
+        ([*launch, str(path), "python", "own.py"], "expected the file that ringtrain tune or sweep has written"),
+        ([*launch, str(path), "python", "-m", "ringtrain.train"], "got --tuned for ringtrain.train"),
+        (["bench", "startup", "--tuned", str(path)], "leave out --tuned, which is for ringtrain launch"),
+    ):
+        assert cli.main(words) == 2
+        assert text in capsys.readouterr().err
