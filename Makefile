@@ -49,7 +49,7 @@ dist:
 wheels:
 	launch/setup.sh python packaging/wheels.py
 
-# dist/ with checksums and notes, its metadata checked: docs/release.md.
+# dist/ with checksums and notes, its metadata checked: CONTRIBUTING.md.
 release:
 	launch/setup.sh python packaging/release.py
 

@@ -1,4 +1,4 @@
-"""Writes to dist/ all that a person needs to publish a release: docs/release.md says how.
+"""Writes to dist/ all that a person needs to publish a release: CONTRIBUTING.md says how.
 
 make release
 """
@@ -29,7 +29,7 @@ def main() -> int:
     check([*dist.glob("*.whl"), *dist.glob("*.tar.gz")])
     (dist / "NOTES.md").write_text(text, encoding="utf-8")
     write_checksums(dist)
-    print("dist/ is ready: docs/release.md has what is left to do")
+    print("dist/ is ready: CONTRIBUTING.md has what is left to do")
     return 0
 
 

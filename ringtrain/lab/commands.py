@@ -190,7 +190,7 @@ def predict(given: Given) -> int:
 FORECAST = Command(
     "say how fast training would be on more ranks",
     "Forecasts images/s at any number of ranks from one process' step and a network; or says what would reach an"
-    " efficiency; or how much memory a model needs. See docs/forecast.md.",
+    " efficiency; or how much memory a model needs. See docs/performance.md.",
     add_forecast,
     forecast,
     usage="ringtrain forecast [options] [-- options of ringtrain.train, for --memory]",

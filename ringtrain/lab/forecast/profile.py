@@ -227,7 +227,7 @@ MODELS: dict[str, tuple[float, list[Layer]]] = {
 FORWARD_SHARE = 1 / 3
 """fraction of the compute time; the backward pass does this work twice, for inputs and for weights"""
 JITTER = 0.02
-"""of the known models; two GPUs on one node lost 0.6 and 3.4 %, which is 0.56 of it (docs/forecast.md)"""
+"""of the known models; two GPUs on one node lost 0.6 and 3.4 %, which is 0.56 of it"""
 
 
 def known(model: str, images_per_s: float, batch_size: int, jitter: float = JITTER) -> Profile:
