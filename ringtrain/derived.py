@@ -81,6 +81,20 @@ class Numbers:
         return self.num_steps, self.steps_per_epoch
 
 
+def num_shards(config: Config, num_copies: int) -> int:
+    """Returns the number of equal parts of a global batch: of the copies of the model, or of virtual ranks.
+
+    Raises ConfigError if there are more copies than virtual ranks.
+    """
+    num_virtual = config.train.virtual_ranks
+    if num_virtual and num_copies > num_virtual:
+        raise ConfigError(
+            f"train.virtual_ranks: got {num_virtual} on {num_copies} ranks, each of which trains at least one:"
+            f" expected {num_copies} or more"
+        )
+    return num_virtual or num_copies
+
+
 def derive(config: Config, num_ranks: int, num_train: int, num_test: int, rows_per_step: int = 0) -> Numbers:
     """Derives the numbers of a run; raises ConfigError if the global batch is larger than the training data.
 

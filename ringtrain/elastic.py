@@ -24,19 +24,25 @@ from typing import Any
 
 from ringtrain import hvd
 from ringtrain.config import Config, ScheduleConfig
-from ringtrain.derived import Numbers, derive
+from ringtrain.derived import Numbers, derive, num_shards
 from ringtrain.protocol import failures
 from ringtrain.run import consistency, console, resume
 from ringtrain.run.context import Job, Opening, Process
-from ringtrain.strategies.elastic import Place
+from ringtrain.sources.configured import ConfiguredSource
+from ringtrain.strategies.elastic import Committer, Elastic, Place
 
 
-def run(process: Process, from_agreement: Callable[[], tuple[Mapping[str, Any], int]]) -> Any:
+def run(
+    process: Process,
+    strategy: Elastic,
+    configured: ConfiguredSource,
+    from_agreement: Callable[[], tuple[Mapping[str, Any], int]],
+) -> Any:
     """Makes this rank's model alone, then trains with the others from an agreement on, again after every change.
 
     Returns what `from_agreement` does: the summary and the exit code.
     """
-    source = process.source = OtherRanks(process)
+    source = process.source = OtherRanks(process, strategy, configured)
 
     def from_last_step(state: Any) -> tuple[Mapping[str, Any], int]:
         return from_agreement()
@@ -54,14 +60,18 @@ class OtherRanks:
 
     is_quiet = False
 
-    def __init__(self, process: Process) -> None:
-        strategy: Any = process.strategy  # Elastic
-        configured: Any = process.source  # ConfiguredSource
+    def __init__(self, process: Process, strategy: Elastic, configured: ConfiguredSource) -> None:
         self.faults, self.code, self.pin = configured.faults, configured.code, configured.pin
         job = configured.read_samples(process)
         # The schedule's rates are set from outside: ranks that join later must build the same.
         flat = dataclasses.replace(process.config, schedule=ScheduleConfig())
-        self._job = dataclasses.replace(job, numbers=_numbers(flat, job, strategy.num_shards()))
+        num_ranks = num_shards(flat, hvd.size())
+        self._job = dataclasses.replace(
+            job,
+            numbers=_numbers(flat, job, num_ranks),
+            make_clock=strategy.make_clock,
+            last_callback=lambda run: Committer(self.state, run),
+        )
         configured.add_model(process, self._job, flat)
         self._saved: dict[str, Any] = {}
         self.strategy = strategy
@@ -70,14 +80,15 @@ class OtherRanks:
             strategy.settle,
             strategy.synced,
             folder="",
-            place=Place(planned_ranks=strategy.num_shards()),
+            place=Place(planned_ranks=num_ranks),
             start=resume.Start(),
             progress=-1,
         )
 
     def read(self, process: Process) -> Job:
         """The job with the numbers of the current ranks, or of those whose global batch is kept."""
-        config, state, num_shards = process.config, self.state, hvd.run_together(self.strategy.num_shards)
+        config, state = process.config, self.state
+        num_ranks = hvd.run_together(lambda: num_shards(config, hvd.size()))
         keeps_batch = config.elastic.keep == "global-batch"
         if hvd.rank():
             process.lock.release()  # the current rank 0 takes it
@@ -85,11 +96,11 @@ class OtherRanks:
             folder, _ = resume.source_of(config)
             saved = hvd.run_together(lambda: resume.manifest_of(folder) if hvd.rank() == 0 else {})
             self._saved = hvd.broadcast_object(saved, root_rank=0, name="ringtrain_manifest")
-            planned = num_shards
+            planned = num_ranks
             if keeps_batch and self._saved and self._saved["numbers"]["batch_size"] == config.train.batch_size:
                 planned = self._saved["numbers"]["num_ranks"]
             state.place = dataclasses.replace(state.place, planned_ranks=planned)
-        planned = state.place.planned_ranks if keeps_batch else num_shards
+        planned = state.place.planned_ranks if keeps_batch else num_ranks
         numbers = hvd.run_together(lambda: _numbers(config, self._job, planned))
         return dataclasses.replace(self._job, numbers=numbers)
 
@@ -123,7 +134,7 @@ class OtherRanks:
             state.place = Place(state.place.planned_ranks, started=time.time(), **place)
         folder = Path(state.folder)
         hvd.run_together(lambda: process.lock.take(folder, same_job=True) if rank == 0 else None)
-        event, facts = _resized(state, process)
+        event, facts = _resized(state, strategy, process)
         log = ""
         if not strategy.has_log:
             later = f"-from-step-{state.start.global_step}" if state.place.resizes else ""
@@ -146,9 +157,8 @@ def _place_of(saved: dict[str, Any], start: resume.Start) -> dict[str, Any]:
     return {"epoch": epoch, "position": step * batch, "dealt_by": batch, "length": steps * batch}
 
 
-def _resized(state: Any, process: Process) -> tuple[str, dict[str, Any]]:
+def _resized(state: Any, strategy: Elastic, process: Process) -> tuple[str, dict[str, Any]]:
     """Records the current ranks in the state that a failure returns to; returns the journal's event and its facts."""
-    strategy: Any = process.strategy  # Elastic
     place, size, global_step, resizes = state.place, hvd.size(), state.start.global_step, state.place.resizes
     of_ranks = hvd.allgather_object((strategy.reached, f"{time.time_ns():x}"), name="ringtrain_news")
     lost_steps = max(0, max(reached for reached, _ in of_ranks) - global_step) if place.num_ranks else 0

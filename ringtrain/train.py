@@ -14,6 +14,7 @@ if __name__ == "__main__":
 
 import contextlib
 import dataclasses
+import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from ringtrain.protocol import failures, status
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.launchers import launched_rank
 from ringtrain.run import consistency, console, log_capture
-from ringtrain.run.context import Process, RunContext, Source
+from ringtrain.run.context import Process, RunContext, Source, alone
 from ringtrain.sources.configured import ConfiguredSource
 from ringtrain.strategies.parameter_server import worker
 from ringtrain.strategies.parameter_server.cluster import RankGroup
@@ -96,6 +97,8 @@ def _walk(config: Config, stages: journal.Stages) -> tuple[Mapping[str, Any], in
     if group is not None and group.rank:
         return {}, worker.supervise(config, group)  # a server or a worker, controlled by rank 0
     process = setup(config, source, group, stages)
+    from ringtrain import elastic  # imports TensorFlow, as setup does
+    from ringtrain.strategies.elastic import Elastic
 
     def from_agreement() -> tuple[Mapping[str, Any], int]:
         run = agree(process)
@@ -104,10 +107,8 @@ def _walk(config: Config, stages: journal.Stages) -> tuple[Mapping[str, Any], in
         return finish(fit(run))
 
     try:
-        if process.strategy.ranks_change:
-            from ringtrain import elastic
-
-            return elastic.run(process, from_agreement)  # again after every change of ranks
+        if isinstance(process.strategy, Elastic):
+            return elastic.run(process, process.strategy, source, from_agreement)  # again after every change of ranks
         return from_agreement()
     except Exception as error:
         process.journal.write_failure(error)
@@ -137,8 +138,10 @@ def setup(config: Config, source: Source, group: RankGroup | None, stages: journ
     is_first = hvd.process.PROCESS.num_runs == 1
     if not is_first:  # the name is that of the first run of the earlier attempt's process
         attempt = dataclasses.replace(attempt, run_name="")
-    config = strategy.together(lambda: resume.started_again(config, attempt))
-    strategy.together(lambda: tracking.check(config))
+    # A rank that joins others alone has nobody to share an error with.
+    together = alone if strategy.ranks_change else hvd.run_together
+    config = together(lambda: resume.started_again(config, attempt))
+    together(lambda: tracking.check(config))
     return Process(
         config=config,
         source=source,
@@ -146,11 +149,12 @@ def setup(config: Config, source: Source, group: RankGroup | None, stages: journ
         is_first=is_first,
         strategy=strategy,
         pinning=pinning,
-        code=strategy.together(lambda: {**consistency.of_code(config, tracking.versions()), **source.code()}),
+        code=together(lambda: {**consistency.of_code(config, tracking.versions()), **source.code()}),
         status=status.StatusLine(hvd.rank()),
         signals=stopping.Signals(events),
         journal=events,
         stages=stages,
+        together=together,
         timeline_file=timeline_file,
     )
 
@@ -187,14 +191,15 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
         strategy.end(0)
         return summary
     hvd.check_in_sync(job.model)
-    gradients = strategy.check_averaging(job.model)
+    gradients = consistency.check_averaging(process, job)
     stages.done("agreement")
 
     # Run folder: only now, after all checks of the configuration.
     opening = process.source.open_folder(process, job, start)
     if opening.log:
         consistency.open_log(process, opening.folder / "logs" / opening.log)
-    hosts, terminal = strategy.hosts(), console.terminal_of(process)
+    hosts = [*hvd.allgather_object(socket.gethostname(), name="ringtrain_hosts"), *strategy.other_hosts]
+    terminal = console.terminal_of(process)
     process.journal.open(opening.folder, hvd.rank(), hvd.size(), process.attempt.number, opening.start_s)
     facts = dict(opening.facts)
     if opening.is_first:
@@ -213,7 +218,8 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
         gradients=gradients,
         terminal=terminal,
     )
-    strategy.watch(run.model)
+    if strategy.trains_here:
+        hvd.step_timing.PLACE.watch(run.model, each_gradient=config.tracking.timeline_steps > 0)
     if config.tracking.timeline_steps:
         run.timeline = timeline.Timeline(run)
     if not strategy.ranks_change:  # there, Horovod finds the ranks that are lost
@@ -306,10 +312,9 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
     console.show_result(run.terminal, run.folder, summary, strategy.proof(summary, run.gradients), total_s)
     run.journal.write(
         "end",
-        global_step=run.clock.global_step,
+        **run.clock.where,
         stopped_by=stop.stopped_by,
         exit_code=stop.exit_code,
-        **strategy.place(),
     )
     if run.callbacks.trackers.links:
         from ringtrain.lab.report import cli as report

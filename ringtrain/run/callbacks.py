@@ -37,6 +37,7 @@ class Callbacks:
         wanted = run.config if run.rank == 0 else Config()
         self.trackers = hvd.run_together(lambda: trackers.Trackers(wanted, dataclasses.asdict(run.numbers), run.folder))
         self.recorder = tracking.Recorder(run, progress) if run.rank == 0 else None
+        last = [run.last_callback(run)] if run.last_callback else []
         self.ordered = [
             run.clock,  # counts the step, which all others read
             *([run.step_timer] if run.step_timer else []),  # ends the step's time before the others take theirs
@@ -48,7 +49,7 @@ class Callbacks:
             self.in_sync,  # ranks that have diverged save nothing
             self.saver,  # saves a state on which all ranks agree
             *([inject] if run.source.faults else []),  # breaks what is complete
-            *run.strategy.last_callbacks(run),  # an elastic commit interrupts training: nothing may follow it
+            *last,  # an elastic commit interrupts training: nothing may follow it
         ]
 
 

@@ -130,7 +130,21 @@ def same_job(process: Process, job: Job) -> None:
 
     refuse_options(hvd.allgather_object((process.config, job.numbers), name="ringtrain_numbers"))
     refuse(hvd.allgather_object((socket.gethostname(), job.checksums), name="ringtrain_data"))
-    process.strategy.check({**process.code, **job.checksums})
+    refuse([(socket.gethostname(), {**process.code, **job.checksums}), *process.strategy.of_others])
+
+
+def check_averaging(process: Process, job: Job) -> str:
+    """Verifies that updates receive the ranks' gradients combined; returns how. Collective."""
+    from ringtrain import hvd
+    from ringtrain.optim import virtual_ranks
+
+    combined: str
+    combined, *_ = [hvd.check_averaging(optimizer) for optimizer in hvd.optimizers_of(job.model)]
+    num_virtual = process.config.train.virtual_ranks
+    if num_virtual:
+        virtual_ranks.check_order(job.model, num_virtual)
+        combined += " in a fixed order"
+    return combined
 
 
 def lock_folder(process: Process) -> None:
@@ -161,7 +175,7 @@ def restore(
     lock_folder(process)
     has_left = hvd.run_together(lambda: resume.has_left_its_source(process.config) if hvd.rank() == 0 else False)
     if hvd.broadcast_object(has_left, root_rank=0, name="ringtrain_has_left_its_source"):
-        process.config = process.strategy.config = with_values(process.config, {"run.resume": "auto"})
+        process.config = with_values(process.config, {"run.resume": "auto"})
     config = process.config
     of_name = {name: text for name, text in job.checksums.items() if name in job.of_name}
     start = resume.restore(job.model, *resume.source_of(config), config, numbers, of_name)
@@ -235,7 +249,7 @@ def open_log(process: Process, path: Path) -> None:
     from ringtrain import hvd
 
     first_line = f"rank {hvd.rank()} of {hvd.size()} on {socket.gethostname()}: {process.pinning}"
-    process.strategy.together(lambda: log_capture.log_to(path, first_line))
+    process.together(lambda: log_capture.log_to(path, first_line))
 
 
 def make_folder(process: Process, numbers: Numbers, start: Start) -> Path:

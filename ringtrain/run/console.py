@@ -206,11 +206,11 @@ def show_plan(
     shown = {
         **strategy.placement(n, process.pinning, hosts),
         "data": f"{config.data.name}: {n.num_train:,} to train, {n.num_test:,} to test",
-        **({"strategy": strategy.shown_name} if strategy.shown_name else {}),
+        **_row_of_strategy(process),
         "model": config.model.name,
         "global batch": f"{n.global_batch_size} = {n.batch_size} x {n.num_ranks}{accumulated}",
         "steps": f"{n.num_steps:,} = {config.train.epochs} epochs x {n.steps_per_epoch:,}{rest}",
-        "shard": strategy.shard(n),
+        "shard": _shard_of(process, n),
         "learning rate": f"{n.learning_rate:g}{scaled} ({optimizer.name}, {config.schedule.name}{reason})",
         **_table_of_rates(schedules.schedule_of(config, n), n.steps_per_epoch),
         "seed": str(config.seed),
@@ -219,6 +219,24 @@ def show_plan(
         **{"note" + " " * number: sentence for number, sentence in enumerate(without_effect(config))},
     }
     _show_rows(console, shown)
+
+
+def _row_of_strategy(process: Process) -> dict[str, str]:
+    """Name of a strategy that no other row says, with what a user must know."""
+    name, strategy = process.config.strategy.name, process.strategy
+    if name in ("ring", strategy.copies_name):
+        return {}
+    return {"strategy": name + ("; its servers obey every user of these hosts" if strategy.over_grpc else "")}
+
+
+def _shard_of(process: Process, numbers: Numbers) -> str:
+    """Samples that one rank, or one worker of parameter servers, trains."""
+    parts, noun = numbers.num_ranks, "rank"
+    if process.config.train.virtual_ranks > 0:
+        noun = "virtual rank"
+    if process.strategy.of_others:
+        parts, noun = len(process.strategy.of_others), "worker"
+    return f"{numbers.steps_per_epoch * numbers.samples_per_step // parts:,} samples an epoch on each {noun}"
 
 
 def show_start(console: Console, process: Process, start: Start) -> None:

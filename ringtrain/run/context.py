@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ringtrain.config import Config
 from ringtrain.derived import Numbers
@@ -30,6 +30,14 @@ if TYPE_CHECKING:
     from ringtrain.run.resume import Clock, Start
     from ringtrain.run.stopping import Signals
     from ringtrain.strategies.base import Strategy
+
+
+T = TypeVar("T")
+
+
+def alone(action: Callable[[], T]) -> T:
+    """Runs an action on this rank, in place of `hvd.run_together` where other ranks may be training."""
+    return action()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +104,8 @@ class Process:
     journal: Journal
     """closed until the run has a folder"""
     stages: Stages
+    together: Callable[[Callable[[], Any]], Any]
+    """calls a function on all ranks and raises its error on each; where ranks join and leave, on this one alone"""
     timeline_file: str = ""
     """named by HOROVOD_TIMELINE; "": timeline.json in the run folder"""
     is_first: bool = True
@@ -147,6 +157,10 @@ class Job:
     """whether the run can resume after any step, instead of after whole epochs"""
     ends_with_callbacks: bool = False
     """whether a run that a callback has ended trains no further when it is started again"""
+    make_clock: Callable[[RunContext], Clock] | None = None
+    """makes the callback that counts the steps; None: the usual one"""
+    last_callback: Callable[[RunContext], keras.callbacks.Callback] | None = None
+    """makes a callback that follows all others; None: there is none"""
     evaluation: Callable[[RunContext], Evaluation] | None = None
     """callback that adds the metrics of all ranks to those of an epoch; None: the usual one"""
 
@@ -172,12 +186,19 @@ class RunContext(Process, Job):
     """set by `train.training`"""
     started: float = 0.0
     """Unix time at which training began"""
+    fingerprint: Callable[[], int | None] = lambda: None
+    """number of the global batches that this rank has trained, below 2 ** 31; None: ranks do not compare them"""
 
     def __post_init__(self) -> None:
         from ringtrain import hvd
+        from ringtrain.run.resume import Clock
 
         self.rank, self.size = hvd.rank(), hvd.size()
-        self.clock = self.strategy.clock(self)
+        if self.make_clock:
+            self.clock = self.make_clock(self)
+            return
+        per_call = self.model.steps_per_execution
+        self.clock = Clock(self.start, self.numbers.steps_per_epoch, self.status, self.journal, per_call)
 
     @property
     def checkpoints(self) -> Path:

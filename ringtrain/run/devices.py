@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-from ringtrain.config import DeviceConfig
+from ringtrain.config import Config, DeviceConfig
 from ringtrain.errors import DeviceError
 from ringtrain.protocol.env import HOST_SLOTS
 
@@ -170,6 +170,17 @@ def pin(
     if num_devices > 1:
         PINNED[:] = [pinning]
     return pinning
+
+
+def pin_rank(config: Config, slot: int, num_slots: int) -> Pinning:
+    """Configures TensorFlow for the devices of one of the slots of a host, as a configuration asks for them."""
+    num_devices, one_thread = config.model.num_devices, config.train.virtual_ranks > 0
+    return pin(slot, num_slots, config.device, num_devices=num_devices, one_thread=one_thread)
+
+
+def device_of_sums(options: DeviceConfig) -> str:
+    """Device of a reduction, "": that of the gradients. CPU:0 with shared GPUs: NCCL allows one rank per GPU."""
+    return "CPU:0" if options.share_gpus else ""
 
 
 def pin_late(local_rank: int, local_size: int, options: DeviceConfig, num_devices: int = 1) -> Pinning:

@@ -6,7 +6,7 @@ drives a run only where a script keeps it, with `hvd.callbacks.Run`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ringtrain import hvd
@@ -27,7 +27,7 @@ def train(run: RunContext) -> None:
     model.stop_training = False
     logs: Mapping[str, Any] | None = None
 
-    with run.strategy.training(run) as batches_of:
+    with run.strategy.training(run) as steps_of:
         callbacks.on_train_begin()
         callback_state.restore_callbacks(run.users_callbacks, run.start.callbacks)
 
@@ -37,7 +37,7 @@ def train(run: RunContext) -> None:
             epoch, steps = clock.begin_epoch()
             model.reset_metrics()
             callbacks.on_epoch_begin(epoch)
-            step_logs = _train_steps(run, callbacks, epoch, steps, batches_of) if steps else {}
+            step_logs = _train_steps(run, callbacks, steps, steps_of(epoch, steps.start)) if steps else {}
             # Metrics are sums: those of the epoch's steps before a resume are added.
             clock.add_saved_metrics()
             logs = _end_epoch(run, callbacks, epoch, step_logs)
@@ -49,16 +49,15 @@ def train(run: RunContext) -> None:
         callbacks.on_train_end(logs)
 
 
-def _train_steps(run: RunContext, callbacks: Any, epoch: int, steps: range, batches_of: Any) -> Mapping[str, Any]:
+def _train_steps(run: RunContext, callbacks: Any, steps: range, trained: Iterator[Any]) -> Mapping[str, Any]:
     """Makes the steps of an epoch with these numbers; returns the logs of the last one."""
-    model, strategy = run.model, run.strategy
-    batches = batches_of(epoch, steps.start)
+    model = run.model
     step_logs: Mapping[str, Any] = {}
     for step in steps[:: model.steps_per_execution]:
         callbacks.on_train_batch_begin(step)
-        logs = strategy.run_step(run, batches)
+        logs = next(trained, None)
         if logs is None:
-            break
+            break  # the data of this epoch have ended early
         step_logs = logs
         last = step + model.steps_per_execution - 1  # Keras names a call by its last step
         callbacks.on_train_batch_end(last, step_logs)

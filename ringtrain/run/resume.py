@@ -63,7 +63,7 @@ def started_again(config: Config, attempt: Attempt) -> Config:
 def same_global_batch(config: Config, attempt: Attempt, size: int) -> Config:
     """Keeps the global batch and learning rate of the first attempt in a restart with other ranks."""
     then, batch_size = attempt.num_ranks, config.train.batch_size
-    if not attempt.number or then in (0, size):
+    if not attempt.number or then in (0, size) or config.train.virtual_ranks:
         return config
     if then * batch_size % size:
         raise ConfigError(
@@ -114,6 +114,11 @@ class Clock(keras.callbacks.Callback):
         self.global_step = self.before = start.global_step
         self.steps_per_epoch = steps_per_epoch
         self.metrics_state = start.metrics_state
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """Position of the run, for the journal's last event."""
+        return {"global_step": self.global_step}
 
     @property
     def epoch(self) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringtrain import config_io, data, models
 from ringtrain.config import Config, changed_options, nearest, value_of
-from ringtrain.derived import Numbers, derive
+from ringtrain.derived import Numbers, derive, num_shards
 from ringtrain.errors import ConfigError
 from ringtrain.monitor import fault_injection
 from ringtrain.run import checkpoint, devices, identity
@@ -61,10 +61,12 @@ def find(config: Config) -> Named:
 
 def job_of(process: Process, given: data.DataSet) -> Job:
     """Derives the numbers of a run on samples with integer classes."""
-    config, together = process.config, process.strategy.together
+    from ringtrain import hvd
+
+    config, together = process.config, process.together
     data_set = together(lambda: given.first(config.data.max_samples)) if config.data.max_samples else given
-    num_shards = together(process.strategy.num_shards)
-    numbers = together(lambda: derive(config, num_shards, len(data_set.train), len(data_set.test)))
+    num_parts = together(lambda: num_shards(config, hvd.size() * process.strategy.copies))
+    numbers = together(lambda: derive(config, num_parts, len(data_set.train), len(data_set.test)))
     checksums = together(lambda: data.checksums(data_set))
     if config.train.virtual_ranks:
         checksums |= devices.of_kernels(process.pinning)
@@ -77,7 +79,7 @@ def add_model(process: Process, job: Job, config: Config, named: Named) -> None:
 
     from ringtrain import hvd
 
-    together = process.strategy.together
+    together = process.together
     keras.utils.clear_session()  # each run of a process gives its layers the same names, which checkpoints hold
     job.model = compiled_model(named, job.data_set, config, job.numbers, process.strategy, plan=job.plan)
     _check_own_fit(job.model, config)
@@ -101,8 +103,9 @@ def add_model(process: Process, job: Job, config: Config, named: Named) -> None:
             f" of the layer"
         )
     # One that is not built is that of a `compile` without arguments, which the model's own train_step does not use.
-    if config.tracking.every_steps and (has_classes or job.model.optimizer.built):
-        job.gradient_norm = process.strategy.gradient_norm(job.model.optimizer)
+    is_tracked = config.tracking.every_steps > 0 and process.strategy.has_gradient_norm
+    if is_tracked and (has_classes or job.model.optimizer.built):
+        job.gradient_norm = hvd.track_gradient_norm(job.model.optimizer)
     job.users_callbacks = together(named.make_callbacks)
 
 
@@ -158,7 +161,7 @@ def compiled_model(
             rows |= split_model(model, config)
         is_compiled, has_own = model.compiled, _has_own_optimizer(model, config)
         optimizer = model.optimizer if has_own else optimizers.build(config, numbers, model)
-    if config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model, strategy.device_of_sums):
+    if config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model, devices.device_of_sums(config.device)):
         raise ConfigError(f"model.sync_batch_norm: {config.model.name} has no BatchNormalization layers: leave it out")
     if config.model.trainable:
         train_only(model, config.model.trainable)

@@ -100,7 +100,7 @@ class StopTogether(keras.callbacks.Callback):
         if not self._first_bad_step and not np.isfinite((logs or {}).get("loss", 0.0)).all():
             self._first_bad_step = global_step
         is_early = self.run.clock.before < self.run.start.global_step + self.run.config.health.agree_every_steps
-        compares = is_early and self.run.strategy.fingerprint() is not None  # before other batches are trained
+        compares = is_early and self.run.fingerprint() is not None  # before other batches are trained
         if compares or any(map(self.run.clock.passed, self.every_steps)):
             self._agree()
 
@@ -121,7 +121,7 @@ class StopTogether(keras.callbacks.Callback):
         save = run.rank == 0 and 0 < 60 * run.config.checkpoint.every_minutes < now_s - self._saved_s
         ends_quietly = any(isinstance(one, keras.callbacks.TerminateOnNaN) for one in run.users_callbacks)
         requests = [run.signals.received, time_is_up, bool(self._reason), save, ends_quietly]
-        batches = run.strategy.fingerprint() or 0
+        batches = run.fingerprint() or 0
         local = np.array([self._first_bad_step > 0, self._unreadable(), *requests, batches, -batches], np.int32)
         if run.size > 1:
             local = hvd.allreduce(local, op=hvd.Max, name="ringtrain_stop").numpy()

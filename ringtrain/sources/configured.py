@@ -42,12 +42,15 @@ class ConfiguredSource(FromCheckpoint):
         import tensorflow as tf
 
         from ringtrain import hvd
+        from ringtrain.run import resume
 
-        config = process.config = process.strategy.same_global_batch(process.config, process.attempt)
+        if not process.strategy.of_others:  # workers of parameter servers, of which hvd knows none
+            process.config = resume.same_global_batch(process.config, process.attempt, hvd.size())
+        config = process.config
         for is_first in (hvd.rank() == 0, hvd.rank() > 0 and hvd.local_rank() == 0):  # hosts may have local disks
             hvd.run_together(functools.partial(data.prepare, config.data, is_first))
         tf.random.set_seed(None)  # the seeds of an earlier run would shuffle the data in another order on each rank
-        result = process.strategy.together(self.named.read)
+        result = process.together(self.named.read)
         if isinstance(result, data.DataSet):
             return setup.job_of(process, result)
         self.named = dataclasses.replace(self.named, build_model=models.builder(config.model, of_classes=False))
@@ -55,7 +58,7 @@ class ConfiguredSource(FromCheckpoint):
 
     def read_samples(self, process: Process) -> Job:
         """Reads samples with integer classes, by this rank alone."""
-        return setup.job_of(process, process.strategy.together(self.named.read_data))
+        return setup.job_of(process, process.together(self.named.read_data))
 
     def add_model(self, process: Process, job: Job, config: Config | None = None) -> None:
         setup.add_model(process, job, config or process.config, self.named)
@@ -68,7 +71,7 @@ def _job(process: Process, given: data.FitArguments) -> Job:
     from ringtrain import hvd
     from ringtrain.sources import script
 
-    config, together = process.config, process.strategy.together
+    config, together = process.config, process.together
     size, name = hvd.size(), config.data.name
     if not process.strategy.trains_rows:
         raise ConfigError(f"data.name: {name}: {setup.NO_CLASSES}")
@@ -92,7 +95,6 @@ def _job(process: Process, given: data.FitArguments) -> Job:
             f"{f'{rows:,}' if rows > 1 else 'unknown'}: a batch of the {train.kind}, on all ranks together;"
             f" train.batch_size has no effect"
         )
-    process.strategy.config = process.config
     facts: dict[str, Any] = {"on_resume": train.on_resume}
 
     def prepare(model: keras.Model) -> None:

@@ -62,7 +62,7 @@ class ModelOfScript(consistency.FromCheckpoint):
         return pinning
 
     def read(self, process: Process) -> Job:
-        job: Job = process.strategy.together(lambda: self.job(process))
+        job: Job = process.together(lambda: self.job(process))
         return job
 
     def job(self, process: Process) -> Job:
@@ -158,7 +158,8 @@ def checksum_of_shapes(shapes: list[list[Any]]) -> str:
 
 def _prepare(process: Process, model: keras.Model, train: Any, batch_size: int) -> list[str]:
     """Builds the model, makes its optimizers distributed, and gives ranks other seeds; returns what `build` does."""
-    if process.config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model, process.strategy.device_of_sums):
+    on_device = devices.device_of_sums(process.config.device)
+    if process.config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model, on_device):
         raise ConfigError("model.sync_batch_norm: the model has no BatchNormalization layers: leave it out")
     unlike = build(process, model, train, batch_size)
     if hvd.rank():  # else all ranks would drop the same units; rank 0 keeps the script's seeds
@@ -234,7 +235,6 @@ def adopt(
     if rate > 0:  # 0 is no value of the option, but a callback may set the rate later
         values["optimizer.learning_rate"] = rate
     process.config = with_values(process.config, values)
-    process.strategy.config = process.config
     return Numbers(
         num_ranks=hvd.size(),
         num_train=num_train,

@@ -5,6 +5,7 @@ This module does not import TensorFlow: unsupported options are reported before 
 base:             base class: what a run asks of a strategy, and the proof line at its end
 elastic:          ring whose ranks join and leave
 ring:             one process per rank: ring over Horovod, mpi-ring over mpi4py
+samples:          training on samples with integer classes: each rank its shard of a global batch
 rows:             training on arrays and streams of batches, for ring
 mirrored:         towers and multi-worker: TensorFlow's strategies
 parameter_server: ps-sync and ps-async

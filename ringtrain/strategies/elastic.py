@@ -7,8 +7,8 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
 
 import keras
 import tensorflow as tf
@@ -21,6 +21,8 @@ from ringtrain.optim import optimizers, schedules
 from ringtrain.optim.step import SumsOverRanks, step_of_all_ranks
 from ringtrain.protocol.env import SLOT
 from ringtrain.run import devices, evaluation, resume
+from ringtrain.strategies import samples
+from ringtrain.strategies.base import StepsOf
 from ringtrain.strategies.ring import Ring
 
 if TYPE_CHECKING:
@@ -61,7 +63,7 @@ class Elastic(Ring):
 
     ranks_change = True
     trains_rows = False
-    shares_state = True
+    trains_here = False  # no heartbeats are compared
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -92,16 +94,10 @@ class Elastic(Ring):
     def begin(self) -> devices.Pinning:
         # Not the local rank: it is that of another slot while ranks are missing, which have left their GPU.
         slot = int(os.environ.get(SLOT, hvd.local_rank()))
-        return devices.pin(slot, hvd.local_size(), self.config.device, **self.pinning)
+        return devices.pin_rank(self.config, slot, hvd.local_size())
 
-    def together(self, function: Callable[[], Any]) -> Any:
-        """Result of a function that this rank calls alone."""
-        return function()
-
-    def watch(self, model: keras.Model) -> None:
-        """Does nothing: no heartbeats are compared."""
-
-    def clock(self, run: RunContext) -> BatchScheduler:
+    def make_clock(self, run: RunContext) -> BatchScheduler:
+        """Makes the scheduler of a generation."""
         self.scheduler = BatchScheduler(run, self.state.place)
         return self.scheduler
 
@@ -130,25 +126,23 @@ class Elastic(Ring):
         if self.config.train.virtual_ranks:
             self.state.model.train_function = None  # it is made for the virtual ranks of this rank
 
-    def _scheduler(self, run: RunContext) -> BatchScheduler:
-        clock: Any = run.clock
-        return clock
+    def batches_of(self, run: RunContext) -> samples.BatchesOf:
+        scheduler = cast(BatchScheduler, run.clock)
 
-    def batches(self, run: RunContext, epoch: int, first_step: int) -> tuple[tf.data.Dataset, int]:
-        current = self._scheduler(run).current
-        end = epoch + 1 if current.position else run.config.train.epochs
-        return self.dealt(run, range(epoch, end), current.dealt_by, current.position), end
+        def batches_of(epoch: int, first_step: int) -> tuple[tf.data.Dataset, int]:
+            current = scheduler.current
+            end = epoch + 1 if current.position else run.config.train.epochs
+            return samples.dealt(run, range(epoch, end), current.dealt_by, current.position), end
 
-    def last_callbacks(self, run: RunContext) -> Sequence[keras.callbacks.Callback]:
-        return [Committer(self.state, run)]
+        return batches_of
 
     @contextlib.contextmanager
-    def training(self, run: RunContext) -> Iterator[Callable[[int, int], Iterator[Any]]]:
-        scheduler = self._scheduler(run)
+    def training(self, run: RunContext) -> Iterator[StepsOf]:
+        scheduler = cast(BatchScheduler, run.clock)
         scheduler.note_place()
         try:
-            with super().training(run) as batches_of:
-                yield batches_of
+            with super().training(run) as steps_of:
+                yield steps_of
         finally:
             # After a failure: before another rank, or this one again, saves the same step.
             run.callbacks.saver.wait()
@@ -163,9 +157,6 @@ class Elastic(Ring):
             "started": place.started,
             "strategy": self.about,
         }
-
-    def place(self) -> dict[str, Any]:
-        return {"generation": self.state.place.generation}
 
 
 class BatchScheduler(resume.Clock):
@@ -190,6 +181,10 @@ class BatchScheduler(resume.Clock):
         every = (config.elastic.commit_every_steps, config.health.agree_every_steps, config.checkpoint.every_steps)
         self.written_every = [steps for steps in every if steps]
         self.last_written = run.start.global_step
+
+    @property
+    def where(self) -> dict[str, Any]:
+        return {**super().where, "generation": self.current.generation}
 
     @property
     def epoch_complete(self) -> bool:
@@ -285,7 +280,7 @@ class Committer(keras.callbacks.Callback):
     def __init__(self, state: Any, run: RunContext) -> None:
         super().__init__()
         self.state, self.run = state, run
-        self.scheduler: Any = run.clock
+        self.scheduler = cast(BatchScheduler, run.clock)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.state.num_commits += 1  # a step is progress, after which the same failure is another one

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -22,8 +22,10 @@ from ringtrain import hvd
 from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError, DeviceError
 from ringtrain.hvd.distributed import distribute
+from ringtrain.hvd.keras_patches import set_untracked
 from ringtrain.run import devices
-from ringtrain.strategies.base import Strategy
+from ringtrain.strategies import samples
+from ringtrain.strategies.base import StepsOf, Strategy
 from ringtrain.strategies.parameter_server import cluster, listening
 
 if TYPE_CHECKING:
@@ -65,6 +67,20 @@ class SumReduction:
         return {"op": "averaged", "by": type(self.strategy).__name__}
 
 
+def create_variables(model: keras.Model, strategy: Strategy, input_shape: tuple[int, ...], num_classes: int) -> None:
+    """Creates the variables that Keras would create in the first step, each in the right scope."""
+    if not model.optimizer.built:
+        with strategy.scope():
+            model.optimizer.build(model.trainable_variables)
+    # Metrics are local to this process. Created in a step, they would be the strategy's and summed when read.
+    model.compute_metrics(
+        tf.zeros([1, *input_shape]), tf.zeros([1], tf.int64), tf.zeros([1, num_classes]), sample_weight=None
+    )
+    model.reset_metrics()
+    model.steps_per_execution = 1  # a step here is a call of its own
+    set_untracked(model, _distribute_strategy=None)  # evaluate runs on one copy, without the strategy
+
+
 class Mirrored(Strategy):
     """Base class of towers and multi-worker; `strategy` is set by `begin`."""
 
@@ -80,10 +96,10 @@ class Mirrored(Strategy):
         return distributed
 
     def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
-        self.make_all(model, input_shape, num_classes)
+        create_variables(model, self, input_shape, num_classes)
 
     @contextlib.contextmanager
-    def training(self, run: RunContext) -> Iterator[Callable[[int, int], Iterator[Any]]]:
+    def training(self, run: RunContext) -> Iterator[StepsOf]:
         local = self.strategy.experimental_local_results
 
         @tf.function(autograph=False)
@@ -91,20 +107,17 @@ class Mirrored(Strategy):
             logs = self.strategy.run(run.model.train_step, args=(data,))
             return {name: local(value)[-1] for name, value in logs.items()}  # those of the last copy cover all copies
 
-        self._step = step
-        with super().training(run) as batches_of:
-            yield batches_of
+        yield samples.Steps(lambda batches: step(next(batches)), samples.shards(run), self.iterator)
 
-    def run_step(self, run: RunContext, batches: Iterator[Any]) -> Mapping[str, Any] | None:
-        logs: Mapping[str, Any] = self._step(next(batches))
-        return logs
+    def iterator(self, batches: tf.data.Dataset) -> Iterator[Any]:
+        """Iterator over batches, for `step`."""
+        return iter(batches)
 
 
 class Towers(Mirrored):
     """In-graph replication: one process, a copy of the model on each device, no messages."""
 
     copies_name = "towers"
-    shown_name = ""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -14,8 +14,9 @@ from ringtrain.config import HvdConfig
 from ringtrain.errors import ConfigError
 from ringtrain.optim import virtual_ranks
 from ringtrain.optim.step import Step, step_of_all_ranks
-from ringtrain.strategies import rows
-from ringtrain.strategies.base import Strategy
+from ringtrain.run.devices import device_of_sums
+from ringtrain.strategies import rows, samples
+from ringtrain.strategies.base import StepsOf, Strategy
 
 if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
@@ -51,15 +52,10 @@ class Ring(Strategy):
 
     trains_rows = True
     step: Step | None = None
-    _rows: rows.Rows | None = None
-
-    @property
-    def shown_name(self) -> str:
-        name = self.config.strategy.name
-        return name if name != "ring" else ""
 
     def distribute(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
         options, sharded = self.config.hvd, self.config.optimizer.sharded
+        device = device_of_sums(self.config.device)
         try:
             return hvd.DistributedOptimizer(
                 optimizer,
@@ -68,8 +64,8 @@ class Ring(Strategy):
                 compression_start_step=options.compression_start_step * (options.compression != "none"),
                 local_steps=_local_steps(options),
                 groups=options.groups or None,
-                device_dense=self.device_of_sums,
-                device_sparse=self.device_of_sums,
+                device_dense=device,
+                device_sparse=device,
                 deterministic=options.deterministic or self.config.strategy.name == "mpi-ring",
                 jit_update=self.config.optimizer.jit,
                 sharded=sharded,
@@ -108,32 +104,18 @@ class Ring(Strategy):
         elif not self.shares_state:
             hvd.seed_globally_by_rank(self.config.seed)
 
-    def check_averaging(self, model: keras.Model) -> str:
-        combined = super().check_averaging(model)
-        num_virtual = self.config.train.virtual_ranks
-        if num_virtual:
-            virtual_ranks.check_order(model, num_virtual)
-            combined += " in a fixed order"
-        return combined
-
     @contextlib.contextmanager
-    def training(self, run: RunContext) -> Iterator[Callable[[int, int], Iterator[Any]]]:
+    def training(self, run: RunContext) -> Iterator[StepsOf]:
+        # Samples with classes: Keras' own step, as all ranks have equally many.
         if run.data_set.train.has_classes:
             run.model.make_train_function()
-            with super().training(run) as batches_of:
-                yield batches_of
+            yield samples.Steps(lambda batches: run.model.train_function(batches), self.batches_of(run))
             return
-        with rows.errors_named(run.named_in_errors), rows.Rows(run) as self._rows:
-            run.model.make_train_function(force=True)  # an earlier one has other gradients and losses
-            yield self._rows
-
-    def run_step(self, run: RunContext, batches: Iterator[Any]) -> Mapping[str, Any] | None:
         # Arrays and streams: each rank has its rows, perhaps none.
-        if self._rows:
-            return self._rows.run_step(batches)
-        # Samples with classes: Keras' own step, as all ranks have equally many.
-        logs: Mapping[str, Any] = run.model.train_function(batches)
-        return logs
+        with rows.errors_named(run.named_in_errors), rows.Rows(run) as steps:
+            run.model.make_train_function(force=True)  # an earlier one has other gradients and losses
+            yield steps
 
-    def fingerprint(self) -> int | None:
-        return self._rows.fingerprint() if self._rows else None
+    def batches_of(self, run: RunContext) -> samples.BatchesOf:
+        """Batches of this rank."""
+        return samples.shards(run)

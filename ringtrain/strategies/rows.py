@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 
 class Rows:
-    """Context in which a run trains; called with an epoch and one of its steps, it returns this rank's batches."""
+    """Context in which a run trains; called with an epoch and one of its steps, it makes the steps from there on."""
 
     def __init__(self, run: RunContext) -> None:
         self.run, self.train = run, run.data_set.train
+        run.fingerprint = self._fingerprint
         self._batches_of: Any
         if isinstance(self.train, data.Stream):
             self._batches_of = data.StreamRows(self.train, run.rank, run.size, run.model.steps_per_execution)
@@ -45,17 +46,22 @@ class Rows:
             if isinstance(self.train, data.Stream):
                 self.train.close()
 
-    def __call__(self, epoch: int, first_step: int) -> Iterator[Any]:
-        batches: Iterator[Any] = self._batches_of(epoch, first_step)
-        return batches
+    def __call__(self, epoch: int, first_step: int) -> Iterator[Mapping[str, Any]]:
+        return self._steps(self._batches_of(epoch, first_step))
 
-    def fingerprint(self) -> int | None:
-        """See `Strategy.fingerprint`."""
+    def _steps(self, batches: Iterator[Any]) -> Iterator[Mapping[str, Any]]:
+        while True:
+            logs = self._run_step(batches)
+            if logs is None:
+                return
+            yield logs
+
+    def _fingerprint(self) -> int | None:
         if self.run.size == 1 or not isinstance(self.train, data.Stream):
             return None
         return int(self._step.fingerprint)
 
-    def run_step(self, batches: Iterator[Any]) -> Mapping[str, Any] | None:
+    def _run_step(self, batches: Iterator[Any]) -> Mapping[str, Any] | None:
         """Logs of a call of Keras' train function; None: this epoch has fewer batches than the first."""
         run, clock = self.run, self.run.clock
         try:

@@ -10,10 +10,10 @@ from launching import run
 
 TIMEOUT_S = 300
 SCRIPT = """
-import dataclasses, json, sys
+import contextlib, dataclasses, json, sys
 import tensorflow as tf
 from ringtrain import config_io, hvd, train
-from ringtrain.strategies import STRATEGIES, Kind
+from ringtrain.strategies import STRATEGIES, Kind, samples
 from ringtrain.strategies.ring import Ring
 from ringtrain.errors import ConfigError, DataError
 
@@ -31,10 +31,10 @@ for name, options in runs:
 
 class OwnStep(Ring):
     # A strategy of one file: Horovod's ring, and a step of its own in place of Keras' train function.
-    def run_step(self, run, batches):
-        if run.clock.global_step == 0:
-            self.function = tf.function(run.model.train_step, autograph=False)
-        return self.function(next(batches))
+    @contextlib.contextmanager
+    def training(self, run):
+        step = tf.function(run.model.train_step, autograph=False)
+        yield samples.Steps(lambda batches: step(next(batches)), samples.shards(run))
 
 
 STRATEGIES["own-step"] = Kind(OwnStep, collectives="")

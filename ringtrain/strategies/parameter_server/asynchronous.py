@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
 from ringtrain.run import devices
+from ringtrain.strategies.base import StepsOf
 from ringtrain.strategies.parameter_server.cluster import LOOK_S
 from ringtrain.strategies.parameter_server.coordinator import AHEAD, ParameterServers
 
@@ -26,6 +26,8 @@ class Asynchronous(ParameterServers):
 
     A step is one worker's update. TensorFlow's ClusterCoordinator schedules steps and repeats those of lost workers.
     """
+
+    has_gradient_norm = False  # concurrent updates would overwrite it while it is read
 
     def begin(self) -> devices.Pinning:
         pinning = super().begin()
@@ -41,15 +43,12 @@ class Asynchronous(ParameterServers):
         """[[1]]: nothing is reduced, each worker's gradient is an update."""
         return np.ones((1, 1))
 
-    def gradient_norm(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """None, since concurrent updates would overwrite the norm while it is read."""
-
     @contextlib.contextmanager
-    def training(self, run: RunContext) -> Iterator[Callable[[int, int], Iterator[Any]]]:
+    def training(self, run: RunContext) -> Iterator[StepsOf]:
         # Updates that were in flight when an earlier training was interrupted do not count as steps.
         run.model.optimizer.iterations.assign(run.clock.global_step)
-        with super().training(run) as batches_of:
-            yield batches_of
+        with super().training(run) as steps_of:
+            yield steps_of
 
     def _on_a_worker(self, where: tf.Tensor) -> tf.Tensor:
         iterations = self.model.optimizer.iterations.value

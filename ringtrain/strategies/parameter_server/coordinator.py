@@ -26,9 +26,9 @@ from ringtrain.errors import ConfigError
 from ringtrain.hvd.distributed import distribute
 from ringtrain.hvd.keras_patches import set_untracked
 from ringtrain.monitor import fault_injection, journal
-from ringtrain.protocol.attempt import Attempt
-from ringtrain.run import consistency, devices, log_capture
-from ringtrain.strategies.base import Strategy
+from ringtrain.run import devices, log_capture
+from ringtrain.strategies.base import StepsOf, Strategy
+from ringtrain.strategies.mirrored import create_variables
 from ringtrain.strategies.parameter_server import listening, server
 from ringtrain.strategies.parameter_server.cluster import RankGroup
 
@@ -63,10 +63,11 @@ class ParameterServers(Strategy):
     """Base class of ps-async and ps-sync, on the coordinator."""
 
     over_grpc = True
+    trains_here = False
 
     def __init__(self, config: Config, group: RankGroup) -> None:
         super().__init__(config)
-        self.group = group
+        self.group, self.other_hosts = group, group.roles.hosts[1:]
         self.num_workers = len(group.roles.workers)
         self.updates = Counter[int]()
         """applied gradients by worker"""
@@ -86,7 +87,7 @@ class ParameterServers(Strategy):
         self.tokens = {ready[rank].token for rank in roles.workers}
         if len(self.tokens) > 1:
             raise ConfigError(f"workers name their functions {', '.join(sorted(self.tokens))}: expected the same name")
-        self.fingerprints = [(ready[rank].host, ready[rank].prints) for rank in roles.workers]
+        self.of_others = [(ready[rank].host, ready[rank].prints) for rank in roles.workers]
         cluster = tf.train.ClusterSpec(roles.cluster)
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(cluster, "", "chief", 0, rpc_layer="grpc")
         with listening.only_for(roles.addresses, [roles.port_of("chief", 0)]):
@@ -106,10 +107,6 @@ class ParameterServers(Strategy):
             for role, all_ in ranks.items()
         }
 
-    def shard(self, numbers: Numbers) -> str:
-        num_samples = numbers.steps_per_epoch * numbers.global_batch_size // self.num_workers
-        return f"{num_samples:,} samples an epoch on each worker"
-
     def proof(self, summary: Mapping[str, Any], gradients: str) -> str:
         workers = f"{self.num_workers} worker{'s' if self.num_workers > 1 else ''}, one copy of the weights"
         return f"{workers}: {self.gradients_seen(gradients)}; weights and optimizer {summary['checksum']}"
@@ -117,15 +114,6 @@ class ParameterServers(Strategy):
     def gradients_seen(self, gradients: str) -> str:
         """Clause of the proof about the gradients."""
         raise NotImplementedError
-
-    def same_global_batch(self, config: Config, attempt: Attempt) -> Config:
-        return config
-
-    def hosts(self) -> list[str]:
-        return list(self.group.roles.hosts)
-
-    def check(self, checksums: Mapping[str, str]) -> None:
-        consistency.refuse([(self.group.roles.hosts[0], checksums), *self.fingerprints])
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -159,20 +147,12 @@ class ParameterServers(Strategy):
                 f"strategy.name: {self.config.strategy.name} makes steps of its own, and {type(model).__name__} has a"
                 f" train_step: train it with ring"
             )
-        self.make_all(model, input_shape, num_classes)
+        create_variables(model, self, input_shape, num_classes)
         counter = model.optimizer._iterations
         # Keras reads the counter and assigns it plus 1, which would count two concurrent updates as one.
         set_untracked(counter, assign_add=counter.value.assign_add)
         self.model, self.input_shape = model, input_shape
         self.about["server_bytes"] = list(self.load)
-
-    def watch(self, model: keras.Model) -> None:
-        """Does nothing: steps run on the workers."""
-
-    def gradient_norm(self, optimizer: keras.optimizers.Optimizer) -> hvd.GradientNorm | None:
-        """Tracker of the global gradient norm, on a server, which workers can access."""
-        with self.strategy.scope():
-            return hvd.track_gradient_norm(optimizer)
 
     def batch(self, where: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Inputs, labels, and (worker index, request time) of a worker's next batch, in the graph that it runs."""
@@ -196,7 +176,7 @@ class ParameterServers(Strategy):
         return loss, outputs, tape.gradient(loss, [variable.value for variable in model.trainable_variables])
 
     @contextlib.contextmanager
-    def training(self, run: RunContext) -> Iterator[Callable[[int, int], Iterator[Any]]]:
+    def training(self, run: RunContext) -> Iterator[StepsOf]:
         self.folder, self.global_step = run.folder, run.clock.global_step
         self.fault_injectors = self._of_servers(run)
         # No pool of threads, which would wait for steps of lost workers.
@@ -211,10 +191,6 @@ class ParameterServers(Strategy):
             thread.join()
         self.group.receive_all()
         self.about |= self.statistics()
-
-    def run_step(self, run: RunContext, batches: Iterator[Any]) -> Mapping[str, Any] | None:
-        logs: Mapping[str, Any] = next(batches)
-        return logs
 
     def _of_servers(self, run: RunContext) -> list[fault_injection.FaultInjector]:
         """Fault injectors of the servers, which run no steps themselves."""

@@ -18,6 +18,7 @@ from ringtrain.config import Config, DeviceConfig
 from ringtrain.errors import PlacementError
 from ringtrain.protocol.env import PLAN
 from ringtrain.protocol.placement import PlannedPlacement
+from ringtrain.run import devices
 
 
 def ranks_in_their_places_pass():
@@ -57,11 +58,12 @@ def small_collectives_are_on_the_cpu():
 def shared_gpus_reduce_on_the_cpu():
     """NCCL refuses two ranks on one GPU. Others reduce where their gradients are."""
     for share_gpus in (True, False):
-        strategy = strategies.make(Config(device=DeviceConfig(share_gpus=share_gpus)))
+        config = Config(device=DeviceConfig(share_gpus=share_gpus))
         with tf.device("CPU:1"), _placed() as placed:
             model = small.build(layers=(keras.layers.BatchNormalization(dtype="float64"),))
-            hvd.synchronize_batch_norm(model, strategy.device_of_sums)
-            small.train(model, strategy.distribute(keras.optimizers.SGD(0.1)), small.shares(1), run_eagerly=True)
+            hvd.synchronize_batch_norm(model, devices.device_of_sums(config.device))
+            optimizer = strategies.make(config).distribute(keras.optimizers.SGD(0.1))
+            small.train(model, optimizer, small.shares(1), run_eagerly=True)
         assert len(placed) >= 8
         assert {device.endswith("CPU:0") for _, device in placed} == {share_gpus}, placed
 
