@@ -168,3 +168,26 @@ def num_reductions(hvd: HvdConfig, num_updates: int, updates_per_epoch: int) -> 
         num_rounds += rounds + (rest > 0 and end == end_of_epoch)  # an epoch ends its last round
         position = end
     return whole, num_rounds
+
+
+def in_words(config: Config, numbers: Numbers, num_workers: int = 0) -> dict[str, str]:
+    """Returns the rows of the plan on the numbers. `num_workers`: of parameter servers; 0: ranks train."""
+    n, optimizer = numbers, config.optimizer
+    accumulated = f" x {n.accumulation_steps} batches accumulated" if n.accumulation_steps > 1 else ""
+    rest = f", {n.dropped_per_epoch} left out, others in each epoch" if n.dropped_per_epoch else ""
+    noun = "virtual rank" if config.train.virtual_ranks > 0 else "rank"
+    if num_workers:
+        noun = "worker"
+    num_samples = n.steps_per_epoch * n.samples_per_step // (num_workers or n.num_ranks)
+    # The learning rate: the configured one, its scaling, and the reason for that.
+    rule, why = scaling_of(config)
+    factor = f"{scaled_batch(config, n.global_batch_size, n.num_ranks)} / {optimizer.reference_batch_size}"
+    scaling = {"linear": f" x {factor}", "sqrt": f" x sqrt({factor})", "none": ""}[rule]
+    scaled = f" = {optimizer.learning_rate:g}{scaling}" if n.learning_rate != optimizer.learning_rate else ""
+    reason = f"; {why}" if why and n.global_batch_size != optimizer.reference_batch_size else ""
+    return {
+        "global batch": f"{n.global_batch_size} = {n.batch_size} x {n.num_ranks}{accumulated}",
+        "steps": f"{n.num_steps:,} = {config.train.epochs} epochs x {n.steps_per_epoch:,}{rest}",
+        "shard": f"{num_samples:,} samples an epoch on each {noun}",
+        "learning rate": f"{n.learning_rate:g}{scaled} ({optimizer.name}, {config.schedule.name}{reason})",
+    }

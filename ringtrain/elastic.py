@@ -20,7 +20,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ringtrain import hvd
 from ringtrain.config import Config, ScheduleConfig
@@ -28,21 +28,15 @@ from ringtrain.derived import Numbers, derive, num_shards
 from ringtrain.protocol import failures
 from ringtrain.run import consistency, console, resume
 from ringtrain.run.context import Job, Opening, Process
-from ringtrain.sources.configured import ConfiguredSource
 from ringtrain.strategies.elastic import Committer, Elastic, Place
 
 
-def run(
-    process: Process,
-    strategy: Elastic,
-    configured: ConfiguredSource,
-    from_agreement: Callable[[], tuple[Mapping[str, Any], int]],
-) -> Any:
+def run(process: Process, from_agreement: Callable[[], tuple[Mapping[str, Any], int]]) -> Any:
     """Makes this rank's model alone, then trains with the others from an agreement on, again after every change.
 
     Returns what `from_agreement` does: the summary and the exit code.
     """
-    source = process.source = OtherRanks(process, strategy, configured)
+    source = process.source = OtherRanks(process)
 
     def from_last_step(state: Any) -> tuple[Mapping[str, Any], int]:
         return from_agreement()
@@ -60,9 +54,10 @@ class OtherRanks:
 
     is_quiet = False
 
-    def __init__(self, process: Process, strategy: Elastic, configured: ConfiguredSource) -> None:
+    def __init__(self, process: Process) -> None:
+        strategy, configured = cast(Elastic, process.strategy), process.source
         self.faults, self.code, self.pin = configured.faults, configured.code, configured.pin
-        job = configured.read_samples(process)
+        job = configured.read_job(process)
         # The schedule's rates are set from outside: ranks that join later must build the same.
         flat = dataclasses.replace(process.config, schedule=ScheduleConfig())
         num_ranks = num_shards(flat, hvd.size())
@@ -72,7 +67,7 @@ class OtherRanks:
             make_clock=strategy.make_clock,
             last_callback=lambda run: Committer(self.state, run),
         )
-        configured.add_model(process, self._job, flat)
+        configured.add_model(dataclasses.replace(process, config=flat), self._job)
         self._saved: dict[str, Any] = {}
         self.strategy = strategy
         self.state = strategy.state = hvd.elastic.SharedKerasState(
@@ -85,7 +80,7 @@ class OtherRanks:
             progress=-1,
         )
 
-    def read(self, process: Process) -> Job:
+    def read_job(self, process: Process) -> Job:
         """The job with the numbers of the current ranks, or of those whose global batch is kept."""
         config, state = process.config, self.state
         num_ranks = hvd.run_together(lambda: num_shards(config, hvd.size()))

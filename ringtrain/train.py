@@ -28,10 +28,10 @@ from ringtrain.monitor import diagnosis, heartbeat, journal, stragglers
 from ringtrain.protocol import failures, status
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.launchers import launched_rank
-from ringtrain.run import consistency, console, log_capture
+from ringtrain.run import consistency, console, devices, log_capture
 from ringtrain.run.context import Process, RunContext, Source, alone
 from ringtrain.sources.configured import ConfiguredSource
-from ringtrain.strategies.parameter_server import worker
+from ringtrain.strategies.parameter_server import cluster, worker
 from ringtrain.strategies.parameter_server.cluster import RankGroup
 
 SECONDS_FOR_RANK_0 = 10.0
@@ -93,12 +93,12 @@ def _walk(config: Config, stages: journal.Stages) -> tuple[Mapping[str, Any], in
     lazy_keras.start()
     source = ConfiguredSource(config)
     strategies.prepare(config)
-    group = strategies.meet(config)  # servers and workers; None without parameter servers
-    if group is not None and group.rank:
-        return {}, worker.supervise(config, group)  # a server or a worker, controlled by rank 0
+    group = None
+    if strategies.STRATEGIES[config.strategy.name].has_servers:
+        group = cluster.meet(config)
+        if group.rank:
+            return {}, worker.supervise(config, group)  # a server or a worker, controlled by rank 0
     process = setup(config, source, group, stages)
-    from ringtrain import elastic  # imports TensorFlow, as setup does
-    from ringtrain.strategies.elastic import Elastic
 
     def from_agreement() -> tuple[Mapping[str, Any], int]:
         run = agree(process)
@@ -107,8 +107,10 @@ def _walk(config: Config, stages: journal.Stages) -> tuple[Mapping[str, Any], in
         return finish(fit(run))
 
     try:
-        if isinstance(process.strategy, Elastic):
-            return elastic.run(process, process.strategy, source, from_agreement)  # again after every change of ranks
+        if process.strategy.ranks_change:
+            from ringtrain import elastic
+
+            return elastic.run(process, from_agreement)  # again after every change of ranks
         return from_agreement()
     except Exception as error:
         process.journal.write_failure(error)
@@ -120,7 +122,6 @@ def setup(config: Config, source: Source, group: RankGroup | None, stages: journ
     import ringtrain.hvd as hvd  # first: it reports missing packages
     from ringtrain.hvd import timeline
     from ringtrain.run import resume, stopping, tracking
-    from ringtrain.strategies.elastic import Elastic
 
     stages.done("libraries")
     hvd.configure(config.hvd)
@@ -131,7 +132,7 @@ def setup(config: Config, source: Source, group: RankGroup | None, stages: journ
     hvd.step_timing.PLACE.reset()
     hvd.check_op(config.hvd)
     # Before TensorFlow uses a device: it would allocate memory on the host's first GPU for every rank.
-    strategy = Elastic(config) if hvd.elastic.is_on() else strategies.make(config, group)
+    strategy = strategies.make(config, group)
     pinning = source.pin(strategy)
     attempt, events = Attempt.from_environment(), journal.Journal()
     hvd.process.PROCESS.num_runs += 1
@@ -171,12 +172,15 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
     from ringtrain.hvd import timeline
     from ringtrain.run import model_state
 
+    # Each rank has a device of its own, and the code of rank 0.
     strategy, stages = process.strategy, process.stages
+    device = "" if process.config.device.share_gpus else devices.identity(process.pinning)
+    hvd.check_placement(device)
     consistency.same_code(process)
     stages.done("checks")
 
     # Data: each rank trains its shard of every global batch, and evaluates its shard of the test samples.
-    job = process.source.read(process)
+    job = process.source.read_job(process)
     config = process.config
     consistency.same_job(process, job)
     stages.done("data")
@@ -191,7 +195,8 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
         strategy.end(0)
         return summary
     hvd.check_in_sync(job.model)
-    gradients = consistency.check_averaging(process, job)
+    gradients, *_ = [hvd.check_averaging(optimizer) for optimizer in hvd.optimizers_of(job.model)]
+    job.plan |= model_state.plan_of_slots(job.model)
     stages.done("agreement")
 
     # Run folder: only now, after all checks of the configuration.
@@ -199,15 +204,16 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
     if opening.log:
         consistency.open_log(process, opening.folder / "logs" / opening.log)
     hosts = [*hvd.allgather_object(socket.gethostname(), name="ringtrain_hosts"), *strategy.other_hosts]
-    terminal = console.terminal_of(process)
     process.journal.open(opening.folder, hvd.rank(), hvd.size(), process.attempt.number, opening.start_s)
     facts = dict(opening.facts)
     if opening.is_first:
         facts["hosts"] = hosts
     process.journal.write(opening.event, **facts)
+    terminal = console.terminal_of(process)
     if opening.is_first:
-        console.show_plan(terminal, process, job.numbers, hosts, {**job.plan, **model_state.plan_of_slots(job.model)})
+        console.show_plan(terminal, process, job.numbers, hosts, job.plan)
         console.show_start(terminal, process, start)
+
     # Measurement and monitoring of the steps.
     run = RunContext(  # with all that process and job have
         **vars(process),
@@ -306,8 +312,9 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
     stop, strategy = run.callbacks.stop, run.strategy
     with run.callbacks.trackers:
         summary = tracking.write_results(run, {**strategy.summary(run), **run.facts})
-    if "ranks" in summary:
-        console.show_ranks(run.terminal, summary["ranks"], stragglers.slow_ranks(summary["ranks"], run.config.health))
+    ranks = summary.get("ranks", ())
+    slow = stragglers.slow_ranks(ranks, run.config.health)
+    console.show_ranks(run.terminal, ranks, slow)
     total_s = time.time() - run.stages.moments["python"]
     console.show_result(run.terminal, run.folder, summary, strategy.proof(summary, run.gradients), total_s)
     run.journal.write(

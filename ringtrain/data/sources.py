@@ -12,18 +12,20 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ringtrain.config import DataConfig
+from ringtrain.config_io import find
 from ringtrain.data.cifar import cifar10
-from ringtrain.data.dataset import DataSet, checked
+from ringtrain.data.dataset import DataSet, check_numbers, checked
 from ringtrain.data.image_folder import image_folder
+from ringtrain.data.inputs import FitArguments, arguments_of, is_nest
 from ringtrain.data.spark_rows import spark
 from ringtrain.data.tfrecords import imagenet_tfrecords, write_index
-from ringtrain.errors import DataError
+from ringtrain.errors import ConfigError, DataError
 
 DEBIAN_FOLDER = Path("/usr/share/datasets")
 UNSIGNED_BYTE = 8  # type code of IDX
@@ -167,3 +169,79 @@ DATASETS: dict[str, Callable[[DataConfig], DataSet]] = {
 }
 PREPARE = {"imagenet-tfrecords": write_index}
 """By name: functions of data.dir that one rank calls before the others read."""
+
+
+@overload
+def source(config: DataConfig) -> Callable[[], DataSet]: ...
+
+
+@overload
+def source(config: DataConfig, of_classes: bool | None) -> Callable[[], DataSet | FitArguments]: ...
+
+
+def source(config: DataConfig, of_classes: bool | None = True) -> Callable[[], DataSet | FitArguments]:
+    """Resolves a data source without reading any data.
+
+    Args:
+        config: `name` is a key of DATASETS, or module:function of a function without arguments that returns (training
+            inputs, training labels), (test inputs, test labels), as those of keras.datasets do, or arguments of
+            `ringtrain.fit`: see `inputs.arguments_of`.
+        of_classes: Whether targets are integer classes. None: they are if they can be.
+
+    Returns:
+        A function that reads a DataSet, if targets are integer classes, else arguments of `ringtrain.fit`.
+
+    Raises:
+        ConfigError: The source does not exist, or has other targets. The returned function raises DataError.
+    """
+    function = find("data.name", config.name, DATASETS)
+    if of_classes is False and config.name in DATASETS and config.name != "npz":
+        raise ConfigError(
+            f"model.loss: {config.name} has integer classes: expected sparse_categorical_crossentropy, or a"
+            f" module:function that takes them"
+        )
+
+    def read() -> DataSet | FitArguments:
+        if config.name not in DATASETS:
+            return _classes_or_arguments(config.name, function(), config.num_classes, of_classes)
+        try:
+            if config.name == "npz" and not of_classes:
+                path, *splits = arrays_of_npz(config)
+            else:
+                data_set: DataSet = function(config)
+                return data_set
+        except OSError as error:  # not handled by the source, e.g. a directory without permission
+            raise DataError(f"{error.filename or config.name}: cannot be read: {error.strerror or error}") from error
+        return _classes_or_arguments(path, splits, config.num_classes, of_classes)
+
+    return read
+
+
+def _classes_or_arguments(name: str, result: Any, num_classes: int, of_classes: bool | None) -> DataSet | FitArguments:
+    """DataSet of ((inputs, labels), (inputs, labels)) whose labels are integer classes, else arguments of fit."""
+    given = arguments_of(name, result)
+    is_pairs = isinstance(result, tuple | list) and all(isinstance(pair, tuple | list) for pair in result)
+    pairs = [*result] if is_pairs and all(len(pair) == 2 for pair in result) else []
+    if pairs and (of_classes or (of_classes is None and all(_has_classes(*pair) for pair in pairs))):
+        train, test = pairs
+        return checked(name, train, test, num_classes)
+    if of_classes:
+        raise DataError(
+            f"{name}: returned targets that are not known to be integer classes: expected"
+            f" ((inputs, labels), (test inputs, test labels)), or a loss named by model.loss, or a model of your own"
+            f" that is compiled"
+        )
+    for split, pair in zip(("training", "validation"), pairs, strict=False):
+        for part, values in zip(("inputs", "targets"), pair, strict=True):
+            if isinstance(values, np.ndarray) and values.dtype.kind == "f":
+                check_numbers(f"{name}: {split} {part}", values)
+    return given
+
+
+def _has_classes(x: Any, labels: Any) -> bool:
+    """Returns whether the inputs are one array, and each sample has one integer label of at least 0."""
+    if is_nest(x) or is_nest(labels):
+        return False
+    array = np.asarray(labels)
+    is_one_each = array.shape in ((array.size,), (array.size, 1))
+    return is_one_each and np.issubdtype(array.dtype, np.integer) and bool(array.min(initial=0) >= 0)

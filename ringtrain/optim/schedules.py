@@ -113,6 +113,17 @@ def corners(schedule: Schedule) -> list[tuple[int, str]]:
     return [*before, (last, "last step")]
 
 
+def in_words(schedule: Schedule, steps_per_epoch: int) -> dict[str, str]:
+    """Returns a row of the plan for each breakpoint of a schedule that is not constant."""
+    if schedule.is_constant:
+        return {}
+    rows = {}
+    for number, (step, name) in enumerate(corners(schedule), 1):
+        where = f"step {step:,}, epoch {step // steps_per_epoch + 1}"
+        rows[" " * number] = f"{where:<26} {float(schedule.rate(step)):<10.3g} {name}"
+    return rows
+
+
 def curve(schedule: Schedule, num_points: int = 1000) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Returns about `num_points` global steps, including breakpoints, and their learning rates, to plot a schedule."""
     edges = [edge for corner, _ in corners(schedule) for edge in (max(0, corner - 1), corner)]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import keras
 
 from ringtrain import hvd
 from ringtrain.config import Config
 from ringtrain.monitor import fault_injection, trackers
-from ringtrain.run import callback_state, evaluation, saver, stopping, tracking
+from ringtrain.run import evaluation, saver, stopping, tracking
 from ringtrain.run.console import Progress
 
 if TYPE_CHECKING:
@@ -51,32 +50,3 @@ class Callbacks:
             *([inject] if run.source.faults else []),  # breaks what is complete
             *last,  # an elastic commit interrupts training: nothing may follow it
         ]
-
-
-class CallbacksOfRun(keras.callbacks.CallbackList):
-    """List of a run's callbacks. What they do at the start of training or of an epoch is not done again on a resume.
-
-    It is in the checkpoint: a learning rate, for example, is not multiplied twice.
-    """
-
-    def __init__(self, run: RunContext) -> None:
-        super().__init__(run.callbacks.ordered, add_history=True, model=run.model)
-        self._run = run
-        self.set_params({"verbose": 0, "epochs": run.config.train.epochs, "steps": run.numbers.steps_per_epoch})
-        for callback in run.users_callbacks:
-            if isinstance(callback, keras.callbacks.CSVLogger) and run.start.source:
-                callback.append = True
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        with contextlib.ExitStack() as stack:
-            if self._run.start.source:
-                stack.enter_context(callback_state.unchanged_afterwards(self.model, []))
-            super().on_train_begin(logs)
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        clock, users = self._run.clock, self._run.users_callbacks
-        if clock.epoch_complete and not clock.is_open:
-            super().on_epoch_begin(epoch, logs)
-            return
-        with callback_state.unchanged_afterwards(self.model, users):
-            super().on_epoch_begin(epoch, logs)

@@ -17,7 +17,7 @@ from ringtrain.config import Config, option_types, value_of, with_values
 from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError
 from ringtrain.protocol import failures
-from ringtrain.run import checkpoint, console, devices, log_capture, run_folder
+from ringtrain.run import checkpoint, console, log_capture, run_folder
 from ringtrain.run.context import Opening
 
 if TYPE_CHECKING:
@@ -117,10 +117,9 @@ def refuse_options(plans: Sequence[tuple[Config, Numbers | None]]) -> None:
 
 
 def same_code(process: Process) -> None:
-    """Verifies that each rank has its own device, and the same code as rank 0. Collective."""
+    """Verifies that all ranks have the same code as rank 0. Collective."""
     from ringtrain import hvd
 
-    hvd.check_placement("" if process.config.device.share_gpus else devices.identity(process.pinning))
     refuse(hvd.allgather_object((socket.gethostname(), process.code), name="ringtrain_code"))
 
 
@@ -131,20 +130,6 @@ def same_job(process: Process, job: Job) -> None:
     refuse_options(hvd.allgather_object((process.config, job.numbers), name="ringtrain_numbers"))
     refuse(hvd.allgather_object((socket.gethostname(), job.checksums), name="ringtrain_data"))
     refuse([(socket.gethostname(), {**process.code, **job.checksums}), *process.strategy.of_others])
-
-
-def check_averaging(process: Process, job: Job) -> str:
-    """Verifies that updates receive the ranks' gradients combined; returns how. Collective."""
-    from ringtrain import hvd
-    from ringtrain.optim import virtual_ranks
-
-    combined: str
-    combined, *_ = [hvd.check_averaging(optimizer) for optimizer in hvd.optimizers_of(job.model)]
-    num_virtual = process.config.train.virtual_ranks
-    if num_virtual:
-        virtual_ranks.check_order(job.model, num_virtual)
-        combined += " in a fixed order"
-    return combined
 
 
 def lock_folder(process: Process) -> None:

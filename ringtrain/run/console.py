@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.table import Column
 
 from ringtrain.config import changed_options, without_effect
-from ringtrain.derived import Numbers, scaled_batch, scaling_of
+from ringtrain.derived import Numbers, in_words
 from ringtrain.optim import schedules
 from ringtrain.protocol.env import HOST_SLOTS
 from ringtrain.protocol.launchers import PROGRAMS, launched_rank
@@ -195,48 +195,29 @@ def show_plan(
     `hosts`: host of each rank; `rows`: replace those of the configuration.
     """
     config, strategy = process.config, process.strategy
-    n, optimizer = numbers, config.optimizer
-    factor = f"{scaled_batch(config, n.global_batch_size, n.num_ranks)} / {optimizer.reference_batch_size}"
-    rule, why = scaling_of(config)
-    scaling = {"linear": f" x {factor}", "sqrt": f" x sqrt({factor})", "none": ""}[rule]
-    scaled = f" = {optimizer.learning_rate:g}{scaling}" if n.learning_rate != optimizer.learning_rate else ""
-    reason = f"; {why}" if why and n.global_batch_size != optimizer.reference_batch_size else ""
-    accumulated = f" x {n.accumulation_steps} batches accumulated" if n.accumulation_steps > 1 else ""
-    rest = f", {n.dropped_per_epoch} left out, others in each epoch" if n.dropped_per_epoch else ""
+    placement = strategy.placement(numbers, process.pinning, hosts)
+    rates = schedules.in_words(schedules.schedule_of(config, numbers), numbers.steps_per_epoch)
+    of_numbers = in_words(config, numbers, len(strategy.of_others))
+    options = ", ".join(f"{name}={value}" for name, value in changed_options(config).items()) or "defaults"
+    notes = {"note" + " " * number: sentence for number, sentence in enumerate(without_effect(config))}
+    # The name of a strategy that no other row says, with what a user must know.
+    name = config.strategy.name
+    named = {}
+    if name not in ("ring", strategy.copies_name):
+        named["strategy"] = name + ("; its servers obey every user of these hosts" if strategy.over_grpc else "")
     shown = {
-        **strategy.placement(n, process.pinning, hosts),
-        "data": f"{config.data.name}: {n.num_train:,} to train, {n.num_test:,} to test",
-        **_row_of_strategy(process),
+        **placement,
+        "data": f"{config.data.name}: {numbers.num_train:,} to train, {numbers.num_test:,} to test",
+        **named,
         "model": config.model.name,
-        "global batch": f"{n.global_batch_size} = {n.batch_size} x {n.num_ranks}{accumulated}",
-        "steps": f"{n.num_steps:,} = {config.train.epochs} epochs x {n.steps_per_epoch:,}{rest}",
-        "shard": _shard_of(process, n),
-        "learning rate": f"{n.learning_rate:g}{scaled} ({optimizer.name}, {config.schedule.name}{reason})",
-        **_table_of_rates(schedules.schedule_of(config, n), n.steps_per_epoch),
+        **of_numbers,
+        **rates,
         "seed": str(config.seed),
-        "options": ", ".join(f"{name}={value}" for name, value in changed_options(config).items()) or "defaults",
+        "options": options,
         **(rows or {}),
-        **{"note" + " " * number: sentence for number, sentence in enumerate(without_effect(config))},
+        **notes,
     }
     _show_rows(console, shown)
-
-
-def _row_of_strategy(process: Process) -> dict[str, str]:
-    """Name of a strategy that no other row says, with what a user must know."""
-    name, strategy = process.config.strategy.name, process.strategy
-    if name in ("ring", strategy.copies_name):
-        return {}
-    return {"strategy": name + ("; its servers obey every user of these hosts" if strategy.over_grpc else "")}
-
-
-def _shard_of(process: Process, numbers: Numbers) -> str:
-    """Samples that one rank, or one worker of parameter servers, trains."""
-    parts, noun = numbers.num_ranks, "rank"
-    if process.config.train.virtual_ranks > 0:
-        noun = "virtual rank"
-    if process.strategy.of_others:
-        parts, noun = len(process.strategy.of_others), "worker"
-    return f"{numbers.steps_per_epoch * numbers.samples_per_step // parts:,} samples an epoch on each {noun}"
 
 
 def show_start(console: Console, process: Process, start: Start) -> None:
@@ -333,17 +314,6 @@ def _line_of(console: Console, first: str, cells: Sequence[str]) -> None:
     text = f"{first:<14} {cells[0]:<13}"
     text += "".join(f"{cell:>{width}}" for cell, width in zip(cells[1:], RANKS_WIDTHS, strict=True))
     console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def _table_of_rates(schedule: schedules.Schedule, steps_per_epoch: int) -> dict[str, str]:
-    """Returns a row for each breakpoint of a schedule that is not constant."""
-    if schedule.is_constant:
-        return {}
-    rows = {}
-    for number, (step, name) in enumerate(schedules.corners(schedule), 1):
-        where = f"step {step:,}, epoch {step // steps_per_epoch + 1}"
-        rows[" " * number] = f"{where:<26} {float(schedule.rate(step)):<10.3g} {name}"
-    return rows
 
 
 def _show_rows(console: Console, rows: Mapping[str, str]) -> None:

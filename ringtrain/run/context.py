@@ -74,7 +74,7 @@ class Source(Protocol):
     def pin(self, strategy: Strategy) -> Pinning:
         """Pins this rank's devices."""
 
-    def read(self, process: Process) -> Job:
+    def read_job(self, process: Process) -> Job:
         """Reads the data; returns the job, with its model if that is there already. Collective."""
 
     def add_model(self, process: Process, job: Job) -> None:

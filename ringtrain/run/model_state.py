@@ -68,6 +68,23 @@ def seed_places(model: keras.Model) -> list[int]:
     return [*range(num_seeds), *range(num_own - len(_global_seed(model)), num_own)]
 
 
+def seeds_for(model: keras.Model, own: list[Arrays], num_copies: int, seed: int, global_step: int) -> list[Arrays]:
+    """Returns the seeds of another number of ranks: those that were saved, then others that none has drawn from."""
+    variables, states = own_variables(model), []
+    for number in range(num_copies):
+        state = {}
+        for index in seed_places(model):
+            place, variable = f"{index:05d}", variables[index]
+            if number < len(own) and place in own[number]:
+                state[place] = own[number][place]
+                continue
+            draw = np.random.default_rng([seed, number, index, global_step])
+            # The next state of Keras' global generator is below this number.
+            state[place] = draw.integers(0, 933_199, variable.shape).astype(variable.dtype)
+        states.append(state)
+    return states
+
+
 def _global_seed(model: keras.Model) -> list[Any]:
     return hvd.global_seed() if hvd.num_copies(model) == 1 else []
 

@@ -15,7 +15,6 @@ from types import MappingProxyType
 from typing import Any
 
 import keras
-import numpy as np
 from numpy.typing import NDArray
 
 from ringtrain import hvd
@@ -212,7 +211,7 @@ def restore(
             own = [{place: arrays[place] for place in seeds if place in arrays} for arrays in own]
         if not same:
             first = own[:1] if was_shared else own  # there, all ranks have the same seeds
-            own = _seeds_for(model, first, size * copies, config.seed, newest.global_step)
+            own = model_state.seeds_for(model, first, size * copies, config.seed, newest.global_step)
         by_rank = []
         for rank in range(size):
             states = own[rank * copies : (rank + 1) * copies]
@@ -238,23 +237,6 @@ def restore(
     for copy, state in enumerate(own_states):
         model_state.assign(model_state.own_variables(model), state, copy)
     return dataclasses.replace(start, metrics_state=tuple(metrics.values()))
-
-
-def _seeds_for(model: keras.Model, own: list[Arrays], num_copies: int, seed: int, global_step: int) -> list[Arrays]:
-    """Seeds of another number of ranks: those that were saved, then others that none has drawn from."""
-    variables, states = model_state.own_variables(model), []
-    for number in range(num_copies):
-        state = {}
-        for index in model_state.seed_places(model):
-            place, variable = f"{index:05d}", variables[index]
-            if number < len(own) and place in own[number]:
-                state[place] = own[number][place]
-                continue
-            draw = np.random.default_rng([seed, number, index, global_step])
-            # The next state of Keras' global generator is below this number.
-            state[place] = draw.integers(0, 933_199, variable.shape).astype(variable.dtype)
-        states.append(state)
-    return states
 
 
 def manifest_of(folder: Path | None) -> Mapping[str, Any]:

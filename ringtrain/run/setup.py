@@ -32,12 +32,12 @@ NO_CLASSES = (
 class Named:
     """Objects that the configuration names, resolved but not yet created."""
 
-    faults: tuple[fault_injection.Fault, ...]
     read: Callable[[], data.DataSet | data.FitArguments]
     build_model: models.Build
     make_metrics: Callable[[], list[Any]]
-    make_callbacks: Callable[[], list[keras.callbacks.Callback]]
     make_loss: Callable[[], Any]
+    make_callbacks: Callable[[], list[keras.callbacks.Callback]]
+    faults: tuple[fault_injection.Fault, ...]
 
     def read_data(self) -> data.DataSet:
         """Reads samples with integer classes; raises ConfigError for other data."""
@@ -49,13 +49,14 @@ class Named:
 
 def find(config: Config) -> Named:
     """Resolves the names in a configuration without TensorFlow, so that a misspelled one raises ConfigError at once."""
+    make_callbacks = own_callbacks(config)
     return Named(
-        fault_injection.parse(config.chaos),
         data.source(config.data, models.needs_classes(config.model)),
         models.builder(config.model),
         models.metrics(config.model.metrics),
-        own_callbacks(config),
         models.loss(config.model),
+        make_callbacks,
+        fault_injection.parse(config.chaos),
     )
 
 
@@ -73,13 +74,13 @@ def job_of(process: Process, given: data.DataSet) -> Job:
     return Job(data_set=data_set, numbers=numbers, checksums=checksums)
 
 
-def add_model(process: Process, job: Job, config: Config, named: Named) -> None:
+def add_model(process: Process, job: Job, named: Named) -> None:
     """Builds the model and the user's callbacks that the configuration names."""
     import keras
 
     from ringtrain import hvd
 
-    together = process.together
+    config, together = process.config, process.together
     keras.utils.clear_session()  # each run of a process gives its layers the same names, which checkpoints hold
     job.model = compiled_model(named, job.data_set, config, job.numbers, process.strategy, plan=job.plan)
     _check_own_fit(job.model, config)

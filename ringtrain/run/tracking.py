@@ -26,7 +26,7 @@ from ringtrain.config import Config
 from ringtrain.errors import CheckpointError, MissingDependency
 from ringtrain.monitor import trackers
 from ringtrain.optim.optimizers import last_learning_rate
-from ringtrain.optim.schedules import Schedule, curve, schedule_of
+from ringtrain.optim.schedules import curve, schedule_of
 from ringtrain.protocol.env import ALONE, COLLECTIVES
 from ringtrain.protocol.json_text import INVALID, parse_json
 from ringtrain.run import checkpoint, consistency, model_state
@@ -214,21 +214,21 @@ def figures_of(record: Mapping[str, Any]) -> list[str]:
 
 
 def draw_curves(
-    folder: Path, epochs: Sequence[Mapping[str, Any]], schedule: Schedule | None, steps_per_epoch: int
+    folder: Path, epochs: Sequence[Mapping[str, Any]], steps_per_epoch: int, planned: tuple[Any, Any] | None
 ) -> None:
     """Draws curves.png: loss and accuracy, or the model's first two metrics, and the learning rate.
 
-    `schedule` None: the learning rate is not planned.
+    `planned`: Steps and learning rates of the plan; None: they are not planned.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 3.5))
     figure.subplots_adjust(left=0.05, right=0.99, bottom=0.14, top=0.96, wspace=0.25)
     *panels, rates = figure.subplots(1, 3)
-    planned: Any = []
-    if schedule is not None:
-        steps, planned = curve(schedule)
-        rates.plot(steps / steps_per_epoch, planned, label="planned")
+    planned_rates: Any = []
+    if planned is not None:
+        steps, planned_rates = planned
+        rates.plot(steps / steps_per_epoch, planned_rates, label="planned")
     # A record has the learning rate of the epoch's last step; steps count from 0.
     rates.plot(
         [(r["global_step"] - 1) / steps_per_epoch for r in epochs],
@@ -236,7 +236,8 @@ def draw_curves(
         ".",
         label="trained with",
     )
-    highest = max([*planned, *(record["learning_rate"] for record in epochs)], default=1.0)  # ended in its first epoch
+    trained_with = [record["learning_rate"] for record in epochs]  # none, if the run ended in its first epoch
+    highest = max([*planned_rates, *trained_with], default=1.0)
     rates.set(xlabel="epoch", ylabel="learning rate", ylim=(0, 1.1 * highest or 1))  # a constant rate not on the edge
     rates.grid(alpha=0.3)
     rates.legend()
@@ -332,8 +333,10 @@ def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
                 raise
         finally:
             write_summary(run.folder, summary)
-            schedule = None if "learning rate" in run.plan else schedule_of(run.config, numbers)
-            draw_curves(run.folder, recorder.epochs, schedule, numbers.steps_per_epoch)
+            planned = None
+            if "learning rate" not in run.plan:
+                planned = curve(schedule_of(run.config, numbers))
+            draw_curves(run.folder, recorder.epochs, numbers.steps_per_epoch, planned)
 
     hvd.run_together(write)
     return summary

@@ -38,17 +38,20 @@ class ConfiguredSource(FromCheckpoint):
     def pin(self, strategy: Strategy) -> Pinning:
         return strategy.begin()
 
-    def read(self, process: Process) -> Job:
+    def read_job(self, process: Process) -> Job:
         import tensorflow as tf
 
         from ringtrain import hvd
         from ringtrain.run import resume
 
-        if not process.strategy.of_others:  # workers of parameter servers, of which hvd knows none
+        strategy = process.strategy
+        # Ranks that join and leave share their batch in a way of their own, and hvd knows no workers of servers.
+        if not strategy.ranks_change and not strategy.of_others:
             process.config = resume.same_global_batch(process.config, process.attempt, hvd.size())
         config = process.config
-        for is_first in (hvd.rank() == 0, hvd.rank() > 0 and hvd.local_rank() == 0):  # hosts may have local disks
-            hvd.run_together(functools.partial(data.prepare, config.data, is_first))
+        if not strategy.ranks_change:
+            for is_first in (hvd.rank() == 0, hvd.rank() > 0 and hvd.local_rank() == 0):  # hosts may have local disks
+                hvd.run_together(functools.partial(data.prepare, config.data, is_first))
         tf.random.set_seed(None)  # the seeds of an earlier run would shuffle the data in another order on each rank
         result = process.together(self.named.read)
         if isinstance(result, data.DataSet):
@@ -56,12 +59,8 @@ class ConfiguredSource(FromCheckpoint):
         self.named = dataclasses.replace(self.named, build_model=models.builder(config.model, of_classes=False))
         return _job(process, result)
 
-    def read_samples(self, process: Process) -> Job:
-        """Reads samples with integer classes, by this rank alone."""
-        return setup.job_of(process, process.together(self.named.read_data))
-
-    def add_model(self, process: Process, job: Job, config: Config | None = None) -> None:
-        setup.add_model(process, job, config or process.config, self.named)
+    def add_model(self, process: Process, job: Job) -> None:
+        setup.add_model(process, job, self.named)
 
 
 def _job(process: Process, given: data.FitArguments) -> Job:

@@ -61,7 +61,7 @@ class ModelOfScript(consistency.FromCheckpoint):
             ) from None
         return pinning
 
-    def read(self, process: Process) -> Job:
+    def read_job(self, process: Process) -> Job:
         job: Job = process.together(lambda: self.job(process))
         return job
 

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING
 
 from ringtrain import config_io
 from ringtrain.config import Config, value_of
-from ringtrain.errors import ConfigError, LaunchError
+from ringtrain.errors import ConfigError
 from ringtrain.protocol.env import ALONE, COLLECTIVES
-from ringtrain.protocol.launchers import launched_rank
 from ringtrain.strategies.parameter_server import cluster
 
 if TYPE_CHECKING:
@@ -116,24 +115,11 @@ def prepare(config: Config, environ: MutableMapping[str, str] = os.environ) -> N
     environ[COLLECTIVES] = kind.collectives
 
 
-def meet(config: Config) -> RankGroup | None:
-    """Rank group of a job with parameter servers, where only rank 0 trains; else None. See cluster.meet."""
-    if not STRATEGIES[config.strategy.name].has_servers:
-        return None
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # otherwise servers print their settings
-    if launched_rank() is None:
-        count = cluster.num_servers(config)
-        raise LaunchError(
-            f"strategy.name: {config.strategy.name} has ranks for servers and workers, this is one process alone:"
-            f" ringtrain launch --ps {count} --workers 2 -- python -m ringtrain.train ..."
-        )
-    if launched_rank() == 0:
-        # On exit Open MPI calls its copy of hwloc, or TensorFlow's if that was loaded later.
-        import tensorflow  # noqa: F401
-    return cluster.meet(config)
-
-
 def make(config: Config, group: RankGroup | None = None) -> Strategy:
-    """Creates the configured strategy, after `prepare`; `group` is the result of `meet`."""
+    """Creates the configured strategy, after `prepare`. `group`: ranks of a job with parameter servers."""
+    from ringtrain import hvd
+
+    if hvd.elastic.is_on():
+        return _class("elastic:Elastic")(config)
     create = STRATEGIES[config.strategy.name].create
     return create(config) if group is None else create(config, group)

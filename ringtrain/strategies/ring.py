@@ -78,6 +78,8 @@ class Ring(Strategy):
             raise ConfigError(told) from error
 
     def proof(self, summary: Mapping[str, Any], gradients: str) -> str:
+        if self.config.train.virtual_ranks:
+            gradients += " in a fixed order"
         if "local_steps" not in summary or summary["num_ranks"] == 1:
             return super().proof(summary, gradients)
         rounds = f"each round of {summary['local_steps']} local steps"
@@ -106,6 +108,9 @@ class Ring(Strategy):
 
     @contextlib.contextmanager
     def training(self, run: RunContext) -> Iterator[StepsOf]:
+        num_virtual = self.config.train.virtual_ranks
+        if num_virtual:
+            virtual_ranks.check_order(run.model, num_virtual)
         # Samples with classes: Keras' own step, as all ranks have equally many.
         if run.data_set.train.has_classes:
             run.model.make_train_function()

@@ -18,7 +18,7 @@ import pytest
 
 from ringtrain.config import Config, RunConfig
 from ringtrain.errors import RunDirectoryError
-from ringtrain.optim.schedules import Schedule
+from ringtrain.optim.schedules import Schedule, curve
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.run import consistency, run_folder, tracking
 
@@ -217,7 +217,7 @@ def test_curves_show_the_planned_rate_and_the_recorded_ones(tmp_path, monkeypatc
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: drawn.append(figure))
     metrics = {"loss": 1.0, "accuracy": 0.5, "test_loss": 1.0, "test_accuracy": 0.5}
     epochs = [{"epoch": n, "global_step": 10 * n, "learning_rate": 0.1 * n, **metrics} for n in (1, 2)]
-    tracking.draw_curves(tmp_path, epochs, Schedule("cosine", 0.4, 0.1, 5, 40), steps_per_epoch=10)
+    tracking.draw_curves(tmp_path, epochs, 10, curve(Schedule("cosine", 0.4, 0.1, 5, 40)))
     planned, recorded = next(axes for axes in drawn[0].axes if axes.get_ylabel() == "learning rate").lines
     assert planned.get_xydata()[[0, 5, -1]].tolist() == [
         pytest.approx([0, 0.1]),
@@ -234,7 +234,7 @@ def test_curves_show_a_constant_rate_within_the_panel_and_the_metrics_that_there
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: drawn.append(figure))
     metrics = {"cross_entropy": 2.0, "test_cross_entropy": 2.5, "images_per_s": 1.0}
     epochs = [{"epoch": n, "global_step": 10 * n, "learning_rate": 0.2, **metrics} for n in (1, 2)]
-    tracking.draw_curves(tmp_path, epochs, Schedule("constant", 0.2, 0.2, 0, 40), steps_per_epoch=10)
+    tracking.draw_curves(tmp_path, epochs, 10, curve(Schedule("constant", 0.2, 0.2, 0, 40)))
     first, rates = drawn[0].axes
     assert rates.get_ylabel() == "learning rate" and rates.get_ylim()[1] > 0.21
     assert first.get_ylabel() == "cross_entropy"

@@ -23,6 +23,7 @@ from ringtrain.monitor import fault_injection
 from ringtrain.protocol import mpi_world, transport
 from ringtrain.protocol.env import SERVERS
 from ringtrain.protocol.launcher_args import expectation
+from ringtrain.protocol.launchers import launched_rank
 from ringtrain.protocol.placement import RankPlacement, difference
 from ringtrain.run import consistency
 
@@ -165,8 +166,18 @@ def num_servers(config: Config, environ: Mapping[str, str] = os.environ) -> int:
 
 def meet(config: Config) -> RankGroup:
     """Assigns the roles; the first collective of all ranks. Servers are spread over hosts, in local-rank order."""
+    servers = num_servers(config)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # otherwise servers print their settings
+    if launched_rank() is None:
+        raise LaunchError(
+            f"strategy.name: {config.strategy.name} has ranks for servers and workers, this is one process alone:"
+            f" ringtrain launch --ps {servers} --workers 2 -- python -m ringtrain.train ..."
+        )
+    if launched_rank() == 0:
+        # On exit Open MPI calls its copy of hwloc, or TensorFlow's if that was loaded later.
+        import tensorflow  # noqa: F401
     MPI = mpi_world.start()
-    comm, host, servers = MPI.COMM_WORLD, socket.gethostname(), num_servers(config)
+    comm, host = MPI.COMM_WORLD, socket.gethostname()
     consistency.refuse_options(comm.allgather((config, None)))
     if comm.size <= servers:
         raise LaunchError(
