@@ -114,6 +114,7 @@ def fit(
     """
     import keras
 
+    # One object with all arguments, as other ways to call it (own_fit, the configuration) make the same.
     epochs, steps_per_epoch = _within_limits_of_keras(epochs, steps_per_epoch)
     arguments = data.FitArguments(
         x=x,
@@ -138,9 +139,10 @@ def fit(
     try:
         with in_words_of_a_script():
             settings = options_of("ringtrain.fit", options)
-            if type(model).fit is not keras.Model.fit:
-                return own_fit.through(model, arguments, lambda given: _fit(model, name, settings, given))
-            return _fit(model, name, settings, arguments)
+            if type(model).fit is keras.Model.fit:
+                return _fit(model, name, settings, arguments)
+            # KerasHub's tasks turn texts or images into arrays in a fit of their own, which ends in Keras'.
+            return own_fit.through(model, arguments, lambda given: _fit(model, name, settings, given))
     except RingtrainError as error:
         # Its text says all: frames of ringtrain would only hide the script's line.
         is_filtered = keras.config.is_traceback_filtering_enabled()
@@ -201,6 +203,7 @@ def start(options: Config | Mapping[str, Any] | None = None, num_devices: int = 
     from ringtrain import hvd
     from ringtrain.run import devices
 
+    # As in train.setup: Horovod reads its settings when it starts, and TensorFlow takes a GPU at its first use.
     config = options_of("ringtrain.start", options)
     hvd.configure(config.hvd)
     hvd.init()
@@ -209,6 +212,7 @@ def start(options: Config | Mapping[str, Any] | None = None, num_devices: int = 
 
 def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArguments) -> keras.callbacks.History:
     """Trains a compiled model on this rank together with the others."""
+    # Options first: which library the ranks talk by is decided before ringtrain.hvd is imported.
     config = _config(model, name, options, arguments)
     strategies.prepare(config)
     from ringtrain import hvd, train
@@ -219,17 +223,21 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
         raise ConfigError("ringtrain.fit: ranks cannot join and leave here: start the job without --elastic")
     if ForScript.from_environment().folder and not name:  # a repeated start of the script resumes it
         config = with_values(config, {"run.name": f"fit-{hvd.process.PROCESS.num_runs + 1}"})
+    # The main path of train.py, with the script as its source. The model is the script's own: what a run adds to it,
+    # such as the reduction of its optimizer, is removed again, also after an error.
     source = script.ScriptSource(config, model, arguments)
     process = train.setup(config, source, None, journal.Stages())
     with script.unchanged_afterwards(model), journaled(process):
         run = train.agree(process)
         summary, exit_code = train.finish(train.fit(run)) if isinstance(run, RunContext) else (run, 0)
+    # A signal has ended all ranks after the same step; the script must not go on as if training were complete.
     end_by_signal(exit_code)
     history: Any = source.history
     history.run = Path(process.config.run.directory) / process.config.run.name
     if isinstance(run, RunContext):
         history.run = run.folder
     else:
+        # A run that was complete: the script gets its model and history, as if it had trained now.
         if history.run.resolve() in _ended and hvd.rank() == 0:
             text = "is complete, this call has trained nothing: raise epochs, or give fit another name"
             print(f"ringtrain: {history.run} {text}", file=sys.stderr, flush=True)
@@ -264,7 +272,7 @@ def end_by_signal(exit_code: int) -> None:
 
 def _config(model: keras.Model, name: str, options: Config, arguments: data.FitArguments) -> Config:
     """Configuration that describes the script's job; raises ConfigError for what `fit` cannot do."""
-
+    # The model: it keeps loss, metrics and optimizer, and one rank has one copy of it.
     if not getattr(model, "compiled", False):
         raise ConfigError("ringtrain.fit: the model is not compiled: call model.compile(optimizer, loss) first")
     strategy = model.distribute_strategy
@@ -273,6 +281,7 @@ def _config(model: keras.Model, name: str, options: Config, arguments: data.FitA
             f"ringtrain.fit: the model is in the scope of a {type(strategy).__name__} with"
             f" {strategy.num_replicas_in_sync} devices: leave the strategy out, and start a rank for each device"
         )
+    # Options of the run alone. Those of data, model and training would contradict the script without a word.
     for option in changed_options(options):
         if not option.startswith(sources.OPTIONS):
             raise ConfigError(
@@ -281,6 +290,7 @@ def _config(model: keras.Model, name: str, options: Config, arguments: data.FitA
             )
     if options.strategy.name not in STRATEGIES:
         raise ConfigError(f"ringtrain.fit: got strategy.name {options.strategy.name}, expected ring or mpi-ring")
+    # Arguments that Keras would find wrong on each rank by itself; callbacks whose work the run does for all ranks.
     for argument in ("batch_size", "epochs", "steps_per_epoch", "validation_steps", "validation_batch_size"):
         number = getattr(arguments, argument)
         if number is not None and number < 1:
@@ -289,6 +299,8 @@ def _config(model: keras.Model, name: str, options: Config, arguments: data.FitA
         why = next((REFUSED[name] for name in sources.classes_of(callback) if name in REFUSED), "")
         if why:
             raise ConfigError(f"ringtrain.fit: leave out {type(callback).__name__}: {why}")
+    # What is known before the data are read; `sources.script.adopt` adds sizes and learning rate. A command that has
+    # started the script, such as a tuning, decides last.
     from_command = ForScript.from_environment()
     return with_values(
         options,

@@ -24,7 +24,7 @@ from ringtrain import config_io, strategies
 from ringtrain.config import Config
 from ringtrain.errors import RingtrainError
 from ringtrain.models import lazy_keras
-from ringtrain.monitor import diagnosis, heartbeat, journal, stragglers
+from ringtrain.monitor import diagnosis, heartbeat, journal, stragglers, trackers
 from ringtrain.protocol import failures, status
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.launchers import launched_rank
@@ -100,6 +100,7 @@ def _walk(config: Config, stages: journal.Stages) -> tuple[Mapping[str, Any], in
             return {}, worker.supervise(config, group)  # a server or a worker, controlled by rank 0
     process = setup(config, source, group, stages)
 
+    # Once, or after each change of ranks: then they agree anew on the state of the one that is furthest.
     def from_agreement() -> tuple[Mapping[str, Any], int]:
         run = agree(process)
         if not isinstance(run, RunContext):
@@ -124,6 +125,7 @@ def setup(config: Config, source: Source, group: RankGroup | None, stages: journ
     from ringtrain.run import resume, stopping, tracking
 
     stages.done("libraries")
+    # Horovod reads its settings once, when it starts; a timeline in them becomes the run's, which begins later.
     hvd.configure(config.hvd)
     hvd.elastic.listen()
     config, timeline_file = (config, "") if hvd.elastic.is_on() else timeline.resolved(config)
@@ -142,7 +144,9 @@ def setup(config: Config, source: Source, group: RankGroup | None, stages: journ
     # A rank that joins others alone has nobody to share an error with.
     together = alone if strategy.ranks_change else hvd.run_together
     config = together(lambda: resume.started_again(config, attempt))
-    together(lambda: tracking.check(config))
+    # The code as loaded, as the files may change during the run. Its records: a missing package is reported now.
+    code = together(lambda: {**consistency.of_code(config, tracking.versions()), **source.code()})
+    together(lambda: trackers.check(config) if hvd.rank() == 0 else None)
     return Process(
         config=config,
         source=source,
@@ -150,7 +154,7 @@ def setup(config: Config, source: Source, group: RankGroup | None, stages: journ
         is_first=is_first,
         strategy=strategy,
         pinning=pinning,
-        code=together(lambda: {**consistency.of_code(config, tracking.versions()), **source.code()}),
+        code=code,
         status=status.StatusLine(hvd.rank()),
         signals=stopping.Signals(events),
         journal=events,
@@ -199,20 +203,21 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
     job.plan |= model_state.plan_of_slots(job.model)
     stages.done("agreement")
 
-    # Run folder: only now, after all checks of the configuration.
+    # Run folder: only now, after all checks of the configuration. From here on, each rank has a log in it.
     opening = process.source.open_folder(process, job, start)
     if opening.log:
         consistency.open_log(process, opening.folder / "logs" / opening.log)
     hosts = [*hvd.allgather_object(socket.gethostname(), name="ringtrain_hosts"), *strategy.other_hosts]
+    # The plan, with every number that follows from the options; with other ranks the run goes on without it.
+    terminal = console.terminal_of(process)
+    if opening.is_first:
+        console.show_plan(terminal, process, job.numbers, hosts, job.plan)
+        console.show_start(terminal, process, start)
     process.journal.open(opening.folder, hvd.rank(), hvd.size(), process.attempt.number, opening.start_s)
     facts = dict(opening.facts)
     if opening.is_first:
         facts["hosts"] = hosts
     process.journal.write(opening.event, **facts)
-    terminal = console.terminal_of(process)
-    if opening.is_first:
-        console.show_plan(terminal, process, job.numbers, hosts, job.plan)
-        console.show_start(terminal, process, start)
 
     # Measurement and monitoring of the steps.
     run = RunContext(  # with all that process and job have
@@ -296,6 +301,7 @@ def training(run: RunContext) -> Iterator[None]:
         run.callbacks = Callbacks(run, progress)
         stack.enter_context(run.callbacks.trackers)
         yield
+        # The last state is saved, unless a run that resumes after whole epochs has ended within one.
         if run.clock.epoch_complete or run.resumes_within_epochs:
             run.callbacks.saver.finish()
         else:
@@ -309,9 +315,11 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
     """Compares the ranks once more, and writes the run's results. Returns the summary and the exit code."""
     from ringtrain.run import tracking
 
+    # Results: the ranks are compared a last time, and rank 0 exports the model.
     stop, strategy = run.callbacks.stop, run.strategy
     with run.callbacks.trackers:
         summary = tracking.write_results(run, {**strategy.summary(run), **run.facts})
+    # A person sees slow ranks, then the metrics, and last what was verified.
     ranks = summary.get("ranks", ())
     slow = stragglers.slow_ranks(ranks, run.config.health)
     console.show_ranks(run.terminal, ranks, slow)
@@ -323,6 +331,7 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
         stopped_by=stop.stopped_by,
         exit_code=stop.exit_code,
     )
+    # Trackers get all files of the run, so they are the last to end.
     if run.callbacks.trackers.links:
         from ringtrain.lab.report import cli as report
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import queue
@@ -141,10 +142,12 @@ KINDS: dict[str, type[MLflow | WandB]] = {"mlflow": MLflow, "wandb": WandB}
 
 
 def check(config: Config) -> None:
-    """Raises, before the run has a folder, if a package, a key or MLflow's server is missing.
+    """Raises, before the run has a folder, if a package, a key or MLflow's server is missing for its records.
 
     A run that is resumed, maybe after a restart, is not stopped by a tracker that it had: see `Trackers`.
     """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MissingDependency("matplotlib draws curves.png and is not installed: pip install 'ringtrain[train]'")
     options = config.tracking
     if re.search("://[^/]*:[^/]*@", options.mlflow):
         raise ConfigError(

@@ -32,6 +32,7 @@ def of_code(config: Config, versions: Mapping[str, str]) -> dict[str, str]:
     checksums = {f"version of {name}": version for name, version in versions.items()}
     files = sorted(PACKAGE.rglob("*.py"))
     checksums |= {f"ringtrain/{path.relative_to(PACKAGE)}": checksum_of(path) for path in files}
+    # Modules that the configuration names, by their files: they are not imported here.
     model = config.model
     for name in (config.data.name, model.name, model.loss, *model.metrics, *config.train.callbacks):
         module, colon, _ = name.partition(":")
@@ -127,8 +128,10 @@ def same_job(process: Process, job: Job) -> None:
     """Verifies that all ranks have the same options, derived numbers and data. Collective."""
     from ringtrain import hvd
 
+    # Options first: data that differ would often follow from them, and name the cause worse.
     refuse_options(hvd.allgather_object((process.config, job.numbers), name="ringtrain_numbers"))
     refuse(hvd.allgather_object((socket.gethostname(), job.checksums), name="ringtrain_data"))
+    # Workers of parameter servers read the data, too, and are no ranks of these collectives.
     refuse([(socket.gethostname(), {**process.code, **job.checksums}), *process.strategy.of_others])
 
 
@@ -157,18 +160,23 @@ def restore(
     from ringtrain import hvd
     from ringtrain.run import resume
 
+    # Locked before anything is read: another job, or an earlier attempt of this one, may still write to the folder.
     lock_folder(process)
+    # A run that began from another one's checkpoint continues its own, once it has saved any.
     has_left = hvd.run_together(lambda: resume.has_left_its_source(process.config) if hvd.rank() == 0 else False)
     if hvd.broadcast_object(has_left, root_rank=0, name="ringtrain_has_left_its_source"):
         process.config = with_values(process.config, {"run.resume": "auto"})
+    # The newest valid checkpoint, from rank 0's disk: the ranks need no common one.
     config = process.config
     of_name = {name: text for name, text in job.checksums.items() if name in job.of_name}
     start = resume.restore(job.model, *resume.source_of(config), config, numbers, of_name)
+    # A person who names a checkpoint may change the data on purpose; that is said once.
     for name, before in start.checksums.items() if hvd.rank() == 0 else ():
         if job.checksums.get(name, before) != before:
             what, _, _ = name.partition(DIVIDED)
             text = f"{start.source} was saved with another {what}: its weights were trained with that"
             print(f"ringtrain: {text}", file=sys.stderr, flush=True)
+    # A run that is complete stays as it is. One that has nothing saved may begin from other weights.
     summary = complete_summary(process, start, is_trained(start), f"{job.validation.prefix}accuracy")
     if not summary and config.run.init_from and not start.source:
         source = Path(config.run.init_from)
@@ -206,6 +214,7 @@ def complete_summary(
     from ringtrain import hvd
     from ringtrain.run import stopping
 
+    # It has ended by its options: after its last step, or by a rule such as train.patience.
     config, folder = process.config, process.lock.folder
     accuracy = start.metrics.get(accuracy_name, 0.0)
     ended_by = "" if is_trained else stopping.reason_to_stop(config, start.monitored, accuracy)
@@ -217,6 +226,7 @@ def complete_summary(
         # A configured run continues after its callbacks have ended it; those of a script decide for good.
         of_script = "script" in summary
         is_ended = of_script and summary["stopped_by"] == console.A_CALLBACK
+        # It is complete with all its files only; an export that has failed is tried again.
         exported = ["model.keras", *(["saved_model"] if config.checkpoint.saved_model else [])]
         has_all = "not_exported" not in summary and all((folder / name).exists() for name in exported)
         has_all = has_all or (of_script and checkpoint.result_step(folder) == start.global_step)
@@ -243,6 +253,7 @@ def make_folder(process: Process, numbers: Numbers, start: Start) -> Path:
 
     config, lock = process.config, process.lock
 
+    # On rank 0, whose clock names it; with the lock, so that no second job can take it.
     def make() -> Path:
         name = config.run.name or run_folder.default_name(config.data.name)
         folder = run_folder.create_folder(
@@ -257,6 +268,7 @@ def make_folder(process: Process, numbers: Numbers, start: Start) -> Path:
         (folder / "config.toml").write_text(f"# derived:\n{derived}\n{config_io.to_toml(config)}", encoding="utf-8")
         return folder
 
+    # The others get its name. Checkpoints after the one that training resumes from belong to a past that is left.
     made = hvd.run_together(make if hvd.rank() == 0 else lambda: None)
     folder: Path = hvd.broadcast_object(made, root_rank=0, name="ringtrain_folder")
     if hvd.rank() == 0 and process.is_first:

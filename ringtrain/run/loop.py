@@ -29,6 +29,7 @@ def train(run: RunContext) -> None:
     model.stop_training = False
     logs: Mapping[str, Any] | None = None
 
+    # The strategy makes the steps; it may prepare the next epoch's batches before this one ends.
     with run.strategy.training(run) as steps_of:
         callbacks.on_train_begin()
         callback_state.restore_callbacks(run.users_callbacks, run.start.callbacks)

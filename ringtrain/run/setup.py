@@ -64,10 +64,12 @@ def job_of(process: Process, given: data.DataSet) -> Job:
     """Derives the numbers of a run on samples with integer classes."""
     from ringtrain import hvd
 
+    # Cut before its size decides the number of steps.
     config, together = process.config, process.together
     data_set = together(lambda: given.first(config.data.max_samples)) if config.data.max_samples else given
     num_parts = together(lambda: num_shards(config, hvd.size() * process.strategy.copies))
     numbers = together(lambda: derive(config, num_parts, len(data_set.train), len(data_set.test)))
+    # Other ranks must have read the same bytes. Equal bits also need the same instructions for the same sums.
     checksums = together(lambda: data.checksums(data_set))
     if config.train.virtual_ranks:
         checksums |= devices.of_kernels(process.pinning)
@@ -86,6 +88,7 @@ def add_model(process: Process, job: Job, named: Named) -> None:
     _check_own_fit(job.model, config)
     if job.prepare:
         job.prepare(job.model)
+    # What its function has compiled is part of the job: ranks, and all runs of one name, have it in common.
     compiled = identity.of_compiled(job.model)  # by its own function, perhaps
     job.checksums, job.of_name = {**job.checksums, **compiled}, {*job.of_name, *compiled}
     has_classes = job.data_set.train.has_classes
@@ -95,6 +98,7 @@ def add_model(process: Process, job: Job, named: Named) -> None:
             f"model.name: {config.model.name} compiles steps_per_execution={per_call}, but an epoch has {steps} steps:"
             f" give it a divisor of them"
         )
+    # What can be refused is refused now: a model that cannot be exported would be found out after hours of training.
     if has_classes:  # else, if the model cannot be exported, its weights alone are
         together(lambda: checkpoint.check_exportable(job.model))
     if config.train.virtual_ranks and hvd.draws_globally(job.model, job.data_set.input_shape):
@@ -112,6 +116,7 @@ def add_model(process: Process, job: Job, named: Named) -> None:
 
 def own_callbacks(config: Config) -> Callable[[], list[keras.callbacks.Callback]]:
     """Resolves the user's callbacks; the returned function creates them. It raises ConfigError if one is not Keras'."""
+    # Found now, so that a misspelled name is reported before the data are read; made when Keras is loaded.
     names = config.train.callbacks
     functions = [config_io.find("train.callbacks", name, {}) for name in names]
 
@@ -149,11 +154,12 @@ def compiled_model(
     from ringtrain.optim import optimizers
     from ringtrain.run import stopping
 
+    # Settings of the process before anything is built: dtypes, and the same seed, so the same first weights.
     if config.train.precision == "float64":
         keras.config.set_floatx("float64")  # of losses and metrics
     keras.config.set_dtype_policy(config.train.precision)
     keras.utils.set_random_seed(config.seed)
-    # One device may not hold all of it.
+    # The model, and its optimizer: its function may have compiled one. One device may not hold all of it.
     on_host = tf.device("CPU:0") if config.model.split else contextlib.nullcontext()
     with strategy.scope(), on_host:
         model = named.build_model(data_set.input_shape, data_set.num_classes)
@@ -162,18 +168,22 @@ def compiled_model(
             rows |= split_model(model, config)
         is_compiled, has_own = model.compiled, _has_own_optimizer(model, config)
         optimizer = model.optimizer if has_own else optimizers.build(config, numbers, model)
+    # Layers: statistics of all ranks' batches, and which are trained. Only now, as the model's function names them.
     if config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model, devices.device_of_sums(config.device)):
         raise ConfigError(f"model.sync_batch_norm: {config.model.name} has no BatchNormalization layers: leave it out")
     if config.model.trainable:
         train_only(model, config.model.trainable)
     _check_not_averaged(model, config.model.not_averaged)
+    # Other seeds on each rank, so that its dropout differs; the same where ranks share this state.
     models.seed_by_rank(model, config.seed, 0 if strategy.shares_state else hvd.rank())
+    # The optimizer, from the inside to the outside: the loss is scaled before gradients of float16 are reduced.
     if "columns" in config.model.split:
         _check_split_optimizer(optimizer)
     if config.train.precision == "mixed_float16" and not has_own:
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     if distributed:
         optimizer = strategy.distribute(optimizer)
+    # Loss and metrics: a model that its function has compiled keeps its own, so that its targets may be of any kind.
     # XLA has no kernel for Horovod's allreduce; "auto" would enable XLA on GPUs.
     if (is_compiled or ":" in config.model.loss) and data_set.train.has_classes:
         rows["targets"] = f"{data_set.num_classes} integer classes; for other targets, return floats"
@@ -191,6 +201,7 @@ def compiled_model(
         if config.model.loss:
             rows["loss"] = config.model.loss
         model.compile(optimizer, named.make_loss(), metrics=made, jit_compile=False)
+    # Last, as these replace the step of the compiled model.
     if config.train.jit:
         hvd.jit_gradients(model)
     strategy.make_ready(model, data_set.input_shape, data_set.num_classes)
@@ -216,6 +227,7 @@ def split_model(model: keras.Model, config: Config) -> dict[str, str]:
     """Divides a model over this rank's devices; returns rows of the plan."""
     from ringtrain import hvd
 
+    # Layers follow each other on devices; columns of one layer are on all of them.
     options = config.model
     layers, columns = (options.num_devices if kind in options.split else 1 for kind in ("layers", "columns"))
     try:
@@ -223,6 +235,7 @@ def split_model(model: keras.Model, config: Config) -> dict[str, str]:
         stages = hvd.split(model, layers, options.micro_batches, begins, columns)
     except ValueError as error:
         raise ConfigError(f"model.{error}") from None
+    # What each device holds, as the user has to see whether it fits.
     rows = {"micro-batches": f"{options.micro_batches} of {config.train.batch_size / options.micro_batches:g} rows"}
     for number, (device, (num_bytes, names)) in enumerate(hvd.columns_of(model).items(), start=1):
         rows[f"part {number}"] = f"on {device}: weights {num_bytes / 1e6:.3g} MB of {', '.join(names)}"
@@ -279,6 +292,7 @@ def train_only(model: keras.Model, patterns: Sequence[str]) -> None:
     """Freezes all layers but those whose name, or the name of a layer around them, matches a pattern."""
     seen: set[str] = set()
 
+    # Only layers without inner ones are frozen: a frozen outer layer would freeze those of its layers that are chosen.
     def visit(layers: Sequence[keras.Layer], is_chosen: bool) -> None:
         for layer in layers:
             chosen = is_chosen or any(fnmatch.fnmatchcase(layer.name, pattern) for pattern in patterns)
@@ -289,6 +303,7 @@ def train_only(model: keras.Model, patterns: Sequence[str]) -> None:
                 layer.trainable = False
 
     visit([*model._flatten_layers(include_self=False, recursive=False)], False)
+    # A pattern without a layer is a misspelled one.
     for pattern in patterns:
         if not fnmatch.filter(seen, pattern):
             raise ConfigError(f"model.trainable: got {pattern}, {nearest(pattern, sorted(seen))}")

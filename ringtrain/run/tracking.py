@@ -22,9 +22,7 @@ import tensorflow as tf
 
 import ringtrain
 from ringtrain import hvd
-from ringtrain.config import Config
-from ringtrain.errors import CheckpointError, MissingDependency
-from ringtrain.monitor import trackers
+from ringtrain.errors import CheckpointError
 from ringtrain.optim.optimizers import last_learning_rate
 from ringtrain.optim.schedules import curve, schedule_of
 from ringtrain.protocol.env import ALONE, COLLECTIVES
@@ -256,14 +254,6 @@ def draw_curves(
         axes.grid(alpha=0.3)
         axes.legend()
     figure.savefig(folder / "curves.png", dpi=120)
-
-
-def check(config: Config) -> None:
-    """Raises, before hours of training, if a package or a server for the run's records is missing."""
-    if hvd.rank() == 0:
-        trackers.check(config)
-    if importlib.util.find_spec("matplotlib") is None:
-        raise MissingDependency("matplotlib draws curves.png and is not installed: pip install 'ringtrain[train]'")
 
 
 def versions() -> dict[str, str]:
