@@ -136,6 +136,7 @@ def fit(
         seed=seed,
         resume=resume,
     )
+    # Errors name what the script has written: an argument, not an option of the command line.
     try:
         with in_words_of_a_script():
             settings = options_of("ringtrain.fit", options)
@@ -153,6 +154,7 @@ def _within_limits_of_keras(epochs: int, steps_per_epoch: int | None) -> tuple[i
     """Epochs and steps of an epoch up to `keras.config.max_epochs` and `max_steps_per_epoch`."""
     import keras
 
+    # A person sets them to try out a script, whichever fit it calls.
     limit = keras.config.max_epochs()
     if limit and limit < epochs:
         warnings.warn(f"Limiting epochs to {limit}", stacklevel=3)
@@ -166,6 +168,7 @@ def _within_limits_of_keras(epochs: int, steps_per_epoch: int | None) -> tuple[i
 
 def options_of(door: str, options: Config | Mapping[str, Any] | None) -> Config:
     """Configuration of the options of a script, which may be dotted or in sections."""
+    # A Config was checked when it was made; a dict has the names of the command line.
     if isinstance(options, Config):
         return options
     if options is not None and not isinstance(options, Mapping):
@@ -219,6 +222,7 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
     from ringtrain.run import callback_state, resume
     from ringtrain.sources import script
 
+    # A rank that joins would have to run the script up to this call, with the others in the middle of it.
     if hvd.elastic.is_on():
         raise ConfigError("ringtrain.fit: ranks cannot join and leave here: start the job without --elastic")
     if ForScript.from_environment().folder and not name:  # a repeated start of the script resumes it
@@ -288,6 +292,7 @@ def _config(model: keras.Model, name: str, options: Config, arguments: data.FitA
                 f"ringtrain.fit: options set {option}, which is an argument of fit or the script's own here: expected"
                 f" only {', '.join(f'{one}*' if one.endswith('.') else one for one in sources.OPTIONS)}"
             )
+    # Other strategies need a model that is made in their scope.
     if options.strategy.name not in STRATEGIES:
         raise ConfigError(f"ringtrain.fit: got strategy.name {options.strategy.name}, expected ring or mpi-ring")
     # Arguments that Keras would find wrong on each rank by itself; callbacks whose work the run does for all ranks.

@@ -53,6 +53,7 @@ def checksum_of(path: Path) -> str:
 
 def refuse(of_ranks: Sequence[tuple[str, Mapping[str, str]]]) -> None:
     """Raises ConfigError with the first rank that differs from rank 0. `of_ranks`: host and values of each rank."""
+    # Versions come before files, whose differences they explain: their names have no slash.
     host_0, first = of_ranks[0]
     for rank, (host, other) in enumerate(of_ranks):
         for name in sorted({*first, *other}, key=lambda name: ("/" in name, name)):
@@ -78,6 +79,7 @@ def _path_of(module: str) -> Path | None:
 
 def git_revision(start: Path) -> str | None:
     """Returns the commit hash of a folder's work tree; None outside of one and before its first commit."""
+    # Read from its files: hosts of ranks need no git.
     git = next((folder / ".git" for folder in (start, *start.parents) if (folder / ".git").exists()), None)
     if git is None:
         return None
@@ -100,6 +102,7 @@ def git_revision(start: Path) -> str | None:
 
 def refuse_options(plans: Sequence[tuple[Config, Numbers | None]]) -> None:
     """Raises ConfigError with the first rank and value that differ from rank 0: unequal step counts would hang."""
+    # By option, so that a person reads which one to change.
     flat = [
         {option: value_of(config, option) for option in option_types()}
         | (dataclasses.asdict(numbers) if numbers else {})
@@ -196,6 +199,7 @@ class FromCheckpoint:
         from ringtrain import hvd
         from ringtrain.run import tracking
 
+        # Journals of all ranks have the same start, by which a reader knows the lines of one attempt.
         folder = make_folder(process, job.numbers, start)
         facts = {
             "global_step": start.global_step,

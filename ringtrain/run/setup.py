@@ -49,6 +49,7 @@ class Named:
 
 def find(config: Config) -> Named:
     """Resolves the names in a configuration without TensorFlow, so that a misspelled one raises ConfigError at once."""
+    # Names are looked up in the user's modules; nothing is made of them, as TensorFlow is not loaded yet.
     make_callbacks = own_callbacks(config)
     return Named(
         data.source(config.data, models.needs_classes(config.model)),
@@ -187,6 +188,7 @@ def compiled_model(
     # XLA has no kernel for Horovod's allreduce; "auto" would enable XLA on GPUs.
     if (is_compiled or ":" in config.model.loss) and data_set.train.has_classes:
         rows["targets"] = f"{data_set.num_classes} integer classes; for other targets, return floats"
+    # Options that its function does not know of are refused, or shown in the plan as what they replace.
     if is_compiled:
         _check_own_compile(config, strategy)
         if has_own:
@@ -212,6 +214,7 @@ def _compile_with_loss(model: keras.Model, named: Named, config: Config) -> str:
     """Compiles a compiled model again, with the option's loss; returns the loss's row of the plan."""
     import keras
 
+    # Its other arguments stay, such as weights of the losses: Keras keeps them as they were passed.
     own = getattr(model.loss, "__name__", getattr(model.loss, "name", model.loss))
     arguments = {**model._compile_config.config, "optimizer": model.optimizer, "jit_compile": False}
     if config.model.metrics:
@@ -314,6 +317,7 @@ def train_only(model: keras.Model, patterns: Sequence[str]) -> None:
 def _check_not_averaged(model: keras.Model, patterns: Sequence[str]) -> None:
     from ringtrain import hvd
 
+    # Weights that Keras' layers train are averaged in any case: ranks that differ in these would be out of step.
     paths = [weight.path for weight in hvd.weights_of_one_rank(model)]
     for pattern in patterns:
         if not fnmatch.filter(paths, pattern):
