@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import gzip
@@ -10,7 +11,7 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, overload
 
@@ -202,19 +203,28 @@ def source(config: DataConfig, of_classes: bool | None = True) -> Callable[[], D
         )
 
     def read() -> DataSet | FitArguments:
-        if config.name not in DATASETS:
-            return _classes_or_arguments(config.name, function(), config.num_classes, of_classes)
-        try:
-            if config.name == "npz" and not of_classes:
-                path, *splits = arrays_of_npz(config)
-            else:
-                data_set: DataSet = function(config)
-                return data_set
-        except OSError as error:  # not handled by the source, e.g. a directory without permission
-            raise DataError(f"{error.filename or config.name}: cannot be read: {error.strerror or error}") from error
-        return _classes_or_arguments(path, splits, config.num_classes, of_classes)
+        name, result = config.name, None
+        if name not in DATASETS:
+            result = function()
+        else:
+            with _os_errors_of(name):
+                if name == "npz" and not of_classes:
+                    name, *result = arrays_of_npz(config)
+                else:
+                    data_set: DataSet = function(config)
+                    return data_set
+        return _classes_or_arguments(name, result, config.num_classes, of_classes)
 
     return read
+
+
+@contextlib.contextmanager
+def _os_errors_of(name: str) -> Iterator[None]:
+    """Context in which errors that a source does not handle, e.g. a directory without permission, are the data's."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{error.filename or name}: cannot be read: {error.strerror or error}") from error
 
 
 def _classes_or_arguments(name: str, result: Any, num_classes: int, of_classes: bool | None) -> DataSet | FitArguments:
