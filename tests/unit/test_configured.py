@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from ringtrain import config_io, data, models
 from ringtrain.config import Config, DataConfig, ModelConfig
+from ringtrain.data.inputs import arguments_of
 from ringtrain.derived import lower_is_better
 from ringtrain.errors import ConfigError, DataError
 from ringtrain.models import losses_metrics
@@ -393,7 +394,7 @@ def test_refused_before_anything_is_written(
 )
 def test_what_a_function_may_not_return(result: Any, message: str) -> None:
     with pytest.raises(DataError, match=f"^mine:load: {message}"):
-        data.arguments_of("mine:load", result)
+        arguments_of("mine:load", result)
 
 
 def test_integer_classes_are_trained_as_samples_with_classes() -> None:

@@ -311,7 +311,7 @@ def test_data_sets_cannot_be_changed_by_accident():
 
 def test_the_first_samples_are_used_for_a_short_try() -> None:
     rows = np.arange(12, dtype=np.float32).reshape(6, 2)
-    whole = data.checked("these", (rows, np.arange(6)), (rows, np.arange(6)))
+    whole = checked("these", (rows, np.arange(6)), (rows, np.arange(6)))
     first = whole.first(4)
     assert (len(first.train), len(first.test), first.num_classes) == (4, 4, 6)
     assert (first.train.inputs == rows[:4]).all() and len(whole.train) == 6
