@@ -12,7 +12,7 @@ import pytest
 import standalone
 
 PAGE = (launching.ROOT / "docs" / "launching.md").read_text()
-IN_TABLE = re.findall(r"`(ringtrain launch [^`]* python [^`]*)`", PAGE.partition("\n\n`ringtrain` is in")[0])
+IN_TABLE = re.findall(r"`(ringtrain launch [^`]* python [^`]*)`", PAGE)
 BLOCKS = re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 IN_BLOCKS = [line.partition("  #")[0].strip() for block in BLOCKS for line in block.splitlines()]
 COMMANDS = [*IN_TABLE, *IN_BLOCKS]

@@ -190,6 +190,9 @@ TRIED = {
     "hvd.deterministic": True,
     "tracking.timeline_steps": 3,
     "optimizer.sharded": True,
+    "train.virtual_ranks": 2,
+    "model.split": "layers:2",
+    "model.micro_batches": 2,
     "optimizer.accumulation_steps": 4,
     "optimizer.jit": True,
     "train.jit": True,
@@ -209,6 +212,7 @@ def _table() -> list[tuple[str, Any, str, bool]]:
             option, _, value = text.partition(" ")
             for strategies_of, cell in zip(names, cells, strict=True):
                 found += [(option, value or TRIED[option], name, cell.strip()[:2] == "no") for name in strategies_of]
+    assert len(found) > 90, "the table has another form"
     return found
 
 
