@@ -6,6 +6,7 @@ Not named `fit`, since a module of that name would replace the function.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import signal
 import sys
@@ -215,6 +216,9 @@ def start(options: Config | Mapping[str, Any] | None = None, num_devices: int = 
 
 def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArguments) -> keras.callbacks.History:
     """Trains a compiled model on this rank together with the others."""
+    from_command = ForScript.from_environment()
+    if from_command.steps:
+        arguments = _short(model, options, arguments, from_command)
     # Options first: which library the ranks talk by is decided before ringtrain.hvd is imported.
     config = _config(model, name, options, arguments)
     strategies.prepare(config)
@@ -225,8 +229,12 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
     # A rank that joins would have to run the script up to this call, with the others in the middle of it.
     if hvd.elastic.is_on():
         raise ConfigError("ringtrain.fit: ranks cannot join and leave here: start the job without --elastic")
-    if ForScript.from_environment().folder and not name:  # a repeated start of the script resumes it
+    if from_command.folder and not name:  # a repeated start of the script resumes it
         config = with_values(config, {"run.name": f"fit-{hvd.process.PROCESS.num_runs + 1}"})
+    if from_command.observer:
+        observe = config_io.imported("observer", from_command.observer)
+        more = observe(config.run.name, model, arguments, changed_options(options))
+        arguments = dataclasses.replace(arguments, callbacks=[*arguments.callbacks, *more])
     # The main path of train.py, with the script as its source. The model is the script's own: what a run adds to it,
     # such as the reduction of its optimizer, is removed again, also after an error.
     source = script.ScriptSource(config, model, arguments)
@@ -253,6 +261,29 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
     _ended.add(history.run.resolve())
     history.checksum = summary["checksum"]
     return history
+
+
+def _short(
+    model: keras.Model, options: Config, arguments: data.FitArguments, from_command: ForScript
+) -> data.FitArguments:
+    """Arguments of a call that a command makes short, and that resumes when the script is started again."""
+    per_call = model.steps_per_execution
+    max_steps = max(1, from_command.steps // per_call) * per_call
+    values: dict[str, Any] = {"max_steps": max_steps, "parts": from_command.parts, "resume": "auto"}
+    if arguments.steps_per_epoch:
+        values["steps_per_epoch"] = min(arguments.steps_per_epoch, max_steps)
+    max_epochs = from_command.epochs
+    if arguments.resume not in ("auto", "must", "never"):
+        # A run continues an earlier one of the script, which is in the command's folder, too, and as short.
+        max_epochs *= len(_ended) + 1
+        values["resume"] = arguments.resume
+        source, folder = Path(arguments.resume).absolute(), Path(options.run.directory).absolute()
+        if from_command.folder and source.is_relative_to(folder) and not source.exists():
+            values["resume"] = str(Path(from_command.folder) / source.relative_to(folder))
+    values["epochs"] = min(arguments.epochs, max_epochs)
+    if arguments.batch_per_rank:  # as many rows on any number of ranks
+        values |= {"batch_size": (arguments.batch_size or 32) * from_command.ranks, "batch_per_rank": False}
+    return dataclasses.replace(arguments, **values)
 
 
 @contextlib.contextmanager
@@ -286,7 +317,8 @@ def _config(model: keras.Model, name: str, options: Config, arguments: data.FitA
             f" {strategy.num_replicas_in_sync} devices: leave the strategy out, and start a rank for each device"
         )
     # Options of the run alone. Those of data, model and training would contradict the script without a word.
-    for option in changed_options(options):
+    from_command = ForScript.from_environment()
+    for option in (*changed_options(options), *from_command.options):
         if not option.startswith(sources.OPTIONS):
             raise ConfigError(
                 f"ringtrain.fit: options set {option}, which is an argument of fit or the script's own here: expected"
@@ -306,7 +338,6 @@ def _config(model: keras.Model, name: str, options: Config, arguments: data.FitA
             raise ConfigError(f"ringtrain.fit: leave out {type(callback).__name__}: {why}")
     # What is known before the data are read; `sources.script.adopt` adds sizes and learning rate. A command that has
     # started the script, such as a tuning, decides last.
-    from_command = ForScript.from_environment()
     return with_values(
         options,
         {

@@ -16,7 +16,7 @@ from ringtrain.data.arrays import Arrays, NoSamples
 from ringtrain.data.dataset import Split
 from ringtrain.data.from_rank_0 import FromRank0, StreamOfRank0, leaves, packed, read_on_rank_0
 from ringtrain.data.pipeline_graph import RandomOperation, random_operations
-from ringtrain.data.streams import PyDatasetStream, Stream, num_rows
+from ringtrain.data.streams import PyDatasetStream, Stream, first_part, num_rows
 from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -45,6 +45,10 @@ class FitArguments:
     batch_per_rank: bool = False
     seed: int = 0
     resume: str = "auto"
+    max_steps: int = 0
+    """of an epoch, which has the data's first rows then; 0: all. Set by a command that starts the script"""
+    parts: int = 1
+    """of each batch, of which only the first is trained. Set by a command, too"""
 
 
 OF_DATA = (
@@ -148,7 +152,11 @@ def inputs(given: FitArguments, batch_size: int) -> tuple[Arrays | Stream, Split
             texts = ", ".join(operation.text for operation in random_operations)
             stream.advice = f"it has {texts}: give all ranks the same, or pass ringtrain.from_rank_0(dataset)"
         _check_stream(stream, given)
-        return stream, _validation(given.validation_data, given, batch_size)
+        held_out = _validation(given.validation_data, given, batch_size)
+        if given.max_steps:
+            _shorten_stream(stream, given)
+            held_out = _shortened(held_out, given.max_steps, batch_size)
+        return stream, held_out
     _check_arrays("x", given.x)
     x, y, weight, held_out = given.x, given.y, given.sample_weight, given.validation_data
     if given.validation_split and held_out is None:
@@ -158,8 +166,39 @@ def inputs(given: FitArguments, batch_size: int) -> tuple[Arrays | Stream, Split
     train = Arrays(x, y, weight, given.class_weight, shuffle=given.shuffle)
     if not len(train):
         raise DataError("ringtrain.fit: got no training samples, expected at least one")
-    _check_steps(given, math.ceil(len(train) / batch_size), batch_size)
-    return train, _validation(held_out, given, batch_size)
+    if not given.max_steps:
+        _check_steps(given, math.ceil(len(train) / batch_size), batch_size)
+        return train, _validation(held_out, given, batch_size)
+    num_steps = given.max_steps
+    if given.steps_per_epoch:  # a pass over the arrays has whole epochs
+        num_batches = math.ceil(len(train) / batch_size)
+        num_steps = given.steps_per_epoch * max(1, min(given.epochs, num_batches // given.steps_per_epoch))
+    return (
+        _shortened(train, num_steps, batch_size),
+        _shortened(_validation(held_out, given, batch_size), given.max_steps, batch_size),
+    )
+
+
+def _shortened(split: Any, num_steps: int, batch_size: int) -> Any:
+    """The first rows of arrays, or batches of a stream. The last batch keeps the size that the job's last one has."""
+    if isinstance(split, Stream):
+        split.num_batches = min(split.num_batches, num_steps)
+        return split
+    if not isinstance(split, Arrays):
+        return split
+    whole, rest = divmod(len(split), batch_size)
+    if whole + (rest > 0) <= num_steps:
+        return split
+    return split.first((num_steps - 1) * batch_size + (rest or batch_size))
+
+
+def _shorten_stream(stream: Stream, given: FitArguments) -> None:
+    """Limits the batches of an epoch, and the rows of each."""
+    if given.max_steps < stream.num_batches:
+        stream.num_batches, stream.may_end_early = given.max_steps, False
+    if given.parts > 1:
+        stream.dataset = stream.dataset.map(lambda *batch: first_part(batch, given.parts))
+        stream.batch_size = max(1, stream.batch_size // given.parts)
 
 
 def _check_steps(given: FitArguments, num_batches: int, batch_size: int) -> None:

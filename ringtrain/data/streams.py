@@ -291,6 +291,15 @@ def cut(batch: Any, rank: int, size: int) -> tuple[tf.Tensor, Any]:
     return tf.stack([share, tf.cast(fingerprint, tf.float64)]), part
 
 
+def first_part(batch: Any, num_parts: int) -> Any:
+    """The first rows of a batch, which has as many parts."""
+    import tensorflow as tf
+
+    end = tf.maximum(_num_rows(tf.nest.flatten(batch)[0]) // num_parts, 1)
+    part = tf.nest.map_structure(lambda leaf: _rows(leaf, tf.zeros_like(end), end), batch)
+    return part if len(part) > 1 else part[0]
+
+
 def _counted(batch: Any) -> tuple[tf.Tensor, Any]:
     import tensorflow as tf
 

@@ -132,7 +132,8 @@ PROVE = OnRanks(
     "prove.cli",
     "put a job to the test: equal to one process, to itself, and through kills",
     "Trains a few steps of a job on one process and on -np ranks, stops, kills and resumes it, and says which promises"
-    " hold for it, and likely reasons where they do not. See docs/verification.md.",
+    " hold for it, and likely reasons where they do not. A script with ringtrain.fit is started as it is: -- python"
+    " own.py. See docs/verification.md.",
     usage="-np N ",
     left_out=("np",),
     hidden=("ps", "workers", "output", "timeline"),

@@ -30,6 +30,16 @@ class ForScript:
     callbacks write; "": those of the script"""
     measure: Mapping[str, Any] = field(default_factory=dict)
     """settings of `run.measuring`, which measures the first `fit` and then ends the script; empty: it trains"""
+    epochs: int = 0
+    """largest number of epochs of each `fit`; 0: as the script has it"""
+    steps: int = 0
+    """largest number of steps of an epoch; 0: as the script has it"""
+    ranks: int = 0
+    """number of ranks that `batch_per_rank` multiplies by; 0: of those that train"""
+    parts: int = 1
+    """number of parts of each batch, of which only the first is trained: a negative control"""
+    observer: str = ""
+    """module:function, called with name, model, arguments and options of each `fit`; returns callbacks to add to it"""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

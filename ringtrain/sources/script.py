@@ -89,6 +89,7 @@ def _job(process: Process, source: ScriptSource) -> Job:
     """The script's data, and its model with a distributed optimizer."""
     model, arguments, size, rank = source.model, source.arguments, hvd.size(), hvd.rank()
     batch_size = (arguments.batch_size or 32) * (size if arguments.batch_per_rank else 1)
+    batch_size = max(1, batch_size // arguments.parts)
     train, test = data.inputs(arguments, batch_size)
     validation = validation_of(arguments, test, batch_size, "val_")
     unlike = _prepare(process, model, train, batch_size)

@@ -64,3 +64,25 @@ def test_what_only_ranks_show_is_named(options: list[str], reason: str, tmp_path
     found, _ = prove(tmp_path, *options, code=1)
     ((claim, (holds, evidence)),) = found.items()
     assert claim == "the job trains on 2 ranks" and holds is False and reason in evidence
+
+
+SCRIPT = str(Path(__file__).with_name("proved_script.py"))
+
+
+def test_a_script_passes_as_it_is(tmp_path: Path) -> None:
+    """Its runs are in the folder of the proof, and have another length than the script asks for."""
+    found, _ = prove(tmp_path, sys.executable, SCRIPT)
+    (virtual,) = (claim for claim in found if "same bits" in claim)
+    assert {holds for claim, (holds, _) in found.items() if claim != virtual} == {True}
+    assert found[virtual][0] is not False and len(found) >= 13
+    assert any(claim.endswith("on 3 ranks") for claim in found)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["prove"]
+
+
+def test_the_line_of_a_script_that_keeps_it_from_training_on_ranks_is_named(tmp_path: Path) -> None:
+    found, _ = prove(tmp_path, sys.executable, SCRIPT, "callback", code=1)
+    ((claim, (holds, evidence)),) = found.items()
+    assert claim == "the job trains on 2 ranks" and holds is False
+    lines = Path(SCRIPT).read_text().splitlines()
+    number = 1 + next(number for number, line in enumerate(lines) if "weight * 0.999" in line)
+    assert f"proved_script.py:{number}: " in evidence and "callback Nudge" in evidence

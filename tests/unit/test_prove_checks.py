@@ -62,6 +62,23 @@ def test_another_number_of_epochs_is_a_difference(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("codes", "holds"), [((0, 0, 0), None), ((143, 0, 0), None), ((143, 137, 1), False)])
 def test_a_run_that_was_not_killed_shows_nothing(codes: tuple[int, ...], holds: bool | None, tmp_path: Path) -> None:
-    attempts = [outcome(tmp_path / str(number), code=code) for number, code in enumerate(codes)]
+    resumed = outcome(tmp_path / "resumed", code=codes[-1])
     undisturbed = outcome(tmp_path / "undisturbed")
-    assert checks.killed("killed", undisturbed, attempts, undisturbed).holds is holds
+    assert checks.killed("killed", codes, undisturbed, resumed, undisturbed).holds is holds
+
+
+def test_the_runs_of_a_script_hold_together_and_the_worst_one_is_named(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "summary.json").write_text("{}")
+    start = checks.Start(tmp_path, tmp_path, of_script=True)
+
+    def of(holds_by_fit: dict[str, bool | None]) -> Check:
+        (check,) = checks.of_fits(lambda one: Check("claim", holds_by_fit[one.fit], one.fit), start)
+        return check
+
+    assert of({"first": True, "second": True}).holds is True
+    assert of({"first": None, "second": True}).evidence == "1 of 2 runs; first: first"
+    worst = of({"first": None, "second": False})
+    assert worst.holds is False and "second: second" in worst.evidence
+    assert "has not called" in start.outcome("third").error

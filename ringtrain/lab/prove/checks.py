@@ -6,7 +6,7 @@ import functools
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ringtrain.lab.prove.suspects import Suspect, named
 from ringtrain.protocol.json_text import parse_json
 from ringtrain.run import checkpoint
 
@@ -29,6 +30,12 @@ NO_MEAN = (
     " numbers outside of Keras' seed generators"
 )
 NO_SUM = "likely a metric that is no sum over rows"
+NO_FIRST_SEED = "the first weights differ: call keras.utils.set_random_seed(1) before the model is built"
+BY_DESIGN = ("batch normalization", "random layers", "tf.random", "the loss of", "each rank has batches")
+"""beginnings of what `ringtrain.fit` says of a model whose weights depend on how a batch is divided"""
+OWN_BATCHES = "each rank has batches of its own"
+IN_TRAINING = ("callback", "layer", "loss", "model", "optimizer")
+IN_DATA = ("data", "script")
 NOT_SAVED = (
     "likely random numbers of tf.random or NumPy in place of Keras' seed generators, or a callback with a state that"
     " changes training: no checkpoint holds these"
@@ -54,6 +61,10 @@ class Outcome:
     """why it has failed; "": it has not"""
     code: int = 0
     """exit code of its launch"""
+    recordings: Path = Path()
+    """folder of what `rows.Rows` has written on all ranks"""
+    fit: str = ""
+    """name of the run, if it is one of a script's"""
 
     @functools.cached_property
     def last(self) -> checkpoint.Checkpoint:
@@ -86,9 +97,18 @@ class Outcome:
         return [{name: value for name, value in parse_json(line).items() if name not in timed} for line in lines]
 
     def recorded(self) -> list[dict[str, Any]]:
-        """Lines of all ranks' `rows.Rows`."""
-        files = sorted((self.folder / "rows").glob("*.jsonl"))
-        return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+        """Lines of all ranks' `rows.Rows` about this run."""
+        found = []
+        for file in sorted(self.recordings.glob("*.jsonl")):
+            for text in file.read_text(encoding="utf-8").splitlines():
+                line = json.loads(text)
+                if line["fit"] == self.fit:
+                    found.append(line)
+        return found
+
+    def first(self, name: str) -> Any:
+        """The first recorded value of a name; None: there is none."""
+        return next((line[name] for line in self.recorded() if name in line), None)
 
     def rows(self) -> dict[int, Counter[int]]:
         """Number of times each sample was trained, by epoch."""
@@ -98,6 +118,19 @@ class Outcome:
                 found.setdefault(line["epoch"], Counter()).update(line["rows"])
         return found
 
+    def orders(self) -> list[list[int]]:
+        """Rows in the order in which they were trained, by rank and epoch."""
+        return [line["rows"] for line in self.recorded() if "rows" in line]
+
+    def suspects(self) -> list[Suspect]:
+        """Lines of the script that may be at fault."""
+        return [Suspect(**one) for one in self.first("suspects") or ()]
+
+    def told(self) -> list[str]:
+        """What the run itself says of parts whose results are not those of one process, a phrase each."""
+        summary = parse_json((self.folder / "summary.json").read_text(encoding="utf-8"))
+        return list(summary.get("unlike_one_process", ()))
+
     def unlike_one_process(self) -> list[str]:
         """Parts of the model that depend on how a batch is divided, a phrase each."""
         facts = [line for line in self.recorded() if "seeds" in line]
@@ -105,7 +138,8 @@ class Outcome:
             "random layers, which draw other numbers on each rank": any(one["seeds"] for one in facts),
             "batch normalization, which uses each rank's rows": any(one["batch_norm"] for one in facts),
         }
-        return [phrase for phrase, is_there in phrases.items() if is_there]
+        by_design = [phrase for phrase in self.told() if phrase.startswith(BY_DESIGN)]
+        return by_design or [phrase for phrase, is_there in phrases.items() if is_there]
 
     def same_bits(self, other: Outcome) -> str:
         """ "" if all bits of weights, slots and metrics are equal, else the first difference."""
@@ -119,6 +153,52 @@ class Outcome:
         pairs = zip(self.metrics(), other.metrics(), strict=True)
         different = [name for one, its in pairs for name in one if one[name] != its.get(name)]
         return f"metric {different[0]} differs" if different else ""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start of the job, which has one run, or one for each `ringtrain.fit` of a script."""
+
+    folder: Path
+    """of the run, or of those of a script"""
+    recordings: Path
+    of_script: bool = False
+    error: str = ""
+    code: int = 0
+
+    @property
+    def fits(self) -> list[str]:
+        """Names of the runs, in the order in which they have ended."""
+        if not self.of_script:
+            return [""]
+        files = sorted(self.folder.rglob("summary.json"), key=lambda file: file.stat().st_mtime)
+        return [str(file.parent.relative_to(self.folder)) for file in files]
+
+    def outcome(self, fit: str) -> Outcome:
+        """One of its runs."""
+        error = self.error
+        if not error and fit not in self.fits:
+            error = f"the script has not called ringtrain.fit for {fit} in this start"
+        return Outcome(self.folder / fit, error, self.code, self.recordings, fit)
+
+
+def of_fits(function: Callable[..., Check | list[Check]], *starts: Start) -> list[Check]:
+    """Checks of all runs of some starts, those of one claim as one: `function` gets the outcomes of a run."""
+    by_claim: dict[str, list[tuple[str, Check]]] = {}
+    for fit in starts[0].fits:
+        found = function(*(start.outcome(fit) for start in starts))
+        for check in found if isinstance(found, list) else [found]:
+            by_claim.setdefault(check.claim, []).append((fit, check))
+    return [_of_claim(claim, found) for claim, found in by_claim.items()]
+
+
+def _of_claim(claim: str, found: Sequence[tuple[str, Check]]) -> Check:
+    """The check of several runs: what does not hold for one does not hold."""
+    fit, worst = min(found, key=lambda one: (False, None, True).index(one[1].holds))
+    if len(found) == 1:
+        return worst
+    num_held = sum(check.holds is True for _, check in found)
+    return Check(claim, worst.holds, f"{num_held} of {len(found)} runs; {fit}: {worst.evidence}")
 
 
 def apart(ours: Mapping[str, NDArray[Any]], others: Mapping[str, NDArray[Any]], kinds: Mapping[str, str]) -> float:
@@ -141,12 +221,12 @@ def apart(ours: Mapping[str, NDArray[Any]], others: Mapping[str, NDArray[Any]], 
     return max(distances)
 
 
-def like_one_process(precision: str, one: Outcome, ranks: Outcome, part: Outcome) -> list[Check]:
+def like_one_process(precision: str, one: Outcome, ranks: Outcome, part: Outcome, where: str = "") -> list[Check]:
     """Checks of weights and metrics of all ranks against one process with the whole batch.
 
     `part`: one process that trains a part of each batch only, the negative control.
     """
-    limit, claim = TOLERANCES[precision], f"weights and slots of one process with the whole batch, {precision}"
+    limit, claim = TOLERANCES[precision], f"weights and slots of one process with the whole batch, {precision}{where}"
     error = one.error or ranks.error or part.error
     if error:
         is_wide = precision == "float64"
@@ -159,12 +239,16 @@ def like_one_process(precision: str, one: Outcome, ranks: Outcome, part: Outcome
     distance, wrong = ranks.apart(one), part.apart(one)
     evidence = f"{distance:.1e} apart, at most {limit:.0e}; a process with a part of each batch only: {wrong:.1e}"
     if distance > limit:
-        evidence += f"; {NO_MEAN}"
+        told = [phrase for phrase in ranks.told() if "gradient" in phrase]
+        lines = named(one.suspects(), "writes", "random", roles=IN_TRAINING) or named(
+            one.suspects(), "is", roles=("loss", "optimizer", "model")
+        )
+        evidence += f"; {'; '.join(told) or NO_MEAN}{lines}"
     elif wrong <= limit:
         evidence += "; the job changes its weights too little to tell: try a larger learning rate"
         return [Check(claim, None, evidence)]
     check = Check(claim, distance <= limit, evidence)
-    return [check, same_metrics(precision, one, ranks)] if check.holds else [check]
+    return [check, same_metrics(precision, one, ranks, where)] if check.holds else [check]
 
 
 def as_rounded(narrow: Sequence[Check], wide: Sequence[Check]) -> list[Check]:
@@ -177,10 +261,10 @@ def as_rounded(narrow: Sequence[Check], wide: Sequence[Check]) -> list[Check]:
     return [first, *rest, *wide]
 
 
-def same_metrics(precision: str, one: Outcome, ranks: Outcome) -> Check:
+def same_metrics(precision: str, one: Outcome, ranks: Outcome, where: str = "") -> Check:
     """Check of the metrics of all epochs."""
     apart_by_name: dict[str, float] = {}
-    claim = f"metrics of one process, {precision}"
+    claim = f"metrics of one process, {precision}{where}"
     if len(ranks.metrics()) != len(one.metrics()):
         return Check(claim, False, f"{len(ranks.metrics())} epochs in place of {len(one.metrics())}; {NO_SUM}")
     for ours, its in zip(ranks.metrics(), one.metrics(), strict=True):
@@ -194,13 +278,30 @@ def same_metrics(precision: str, one: Outcome, ranks: Outcome) -> Check:
     worst = max(apart_by_name, key=lambda name: apart_by_name[name])
     holds = apart_by_name[worst] <= max(TOLERANCES[precision], 1e-6)  # metrics are float32 at best
     evidence = f"{', '.join(sorted(apart_by_name))}: at most {apart_by_name[worst]:.1e} apart ({worst})"
-    why = "" if holds else f"; {NO_SUM}"
+    why = "" if holds else f"; {_of_metric(worst, one.suspects())}"
     return Check(claim, holds, evidence + why)
 
 
-def every_sample_once(one: Outcome, ranks: Outcome) -> Check:
+def _of_metric(name: str, suspects: Sequence[Suspect]) -> str:
+    """Likely reason why a metric differs, with the lines of the script."""
+    own = name.removeprefix("val_").removeprefix("test_")
+    for kinds in (("clock", "random"), ("is",)):
+        lines = named(suspects, *kinds, roles=("metric",), name=own)
+        if not lines and kinds != ("is",):  # of what else writes logs
+            lines = named(suspects, *kinds, roles=("metric", "callback", "model"))
+        if lines:
+            what = "a clock or random numbers in" if kinds != ("is",) else "no sum over rows:"
+            return f"likely {what} {lines.removeprefix('; likely ')}"
+    return NO_SUM
+
+
+def every_sample_once(one: Outcome, ranks: Outcome, where: str = "") -> Check:
     """Check of the samples that the ranks have trained."""
-    claim = "every sample once in an epoch, on all ranks together"
+    claim = f"every sample once in an epoch, on all ranks together{where}"
+    if one.error or ranks.error:
+        return Check(claim, False, one.error or ranks.error)
+    if OWN_BATCHES in ranks.told():
+        return Check(claim, None, f"{OWN_BATCHES}: a function of the rank divides the data")
     expected, trained = one.rows(), ranks.rows()
     for epoch, rows in expected.items():
         missing, more = rows - trained.get(epoch, Counter()), trained.get(epoch, Counter()) - rows
@@ -209,7 +310,7 @@ def every_sample_once(one: Outcome, ranks: Outcome) -> Check:
                 claim,
                 False,
                 f"epoch {epoch + 1}: {missing.total()} of {rows.total()} samples that one process trains are missing,"
-                f" {more.total()} are others: {NOT_SEEDED}",
+                f" {more.total()} are others: {NOT_SEEDED}{named(one.suspects(), 'order', 'random', roles=IN_DATA)}",
             )
     return Check(
         claim,
@@ -222,46 +323,76 @@ def same_bits(claim: str, first: Outcome, second: Outcome, again: Outcome | None
     """Check that two runs are equal; `again`: a repetition of the first, which tells why they are not."""
     error = first.error or second.error
     if error:
-        return Check(claim, False, error)
+        return Check(claim, False, error + _why_on_ranks(error, first.suspects()))
     difference = first.same_bits(second)
+    if not difference:
+        return Check(claim, True, "equal in every bit: weights, slots, metrics")
+    suspects = first.suspects()
     if difference.startswith("metric "):
-        difference = f"{difference}; {NO_SUM}"
-    elif difference and again is not None and not again.error:
-        own = first.same_bits(again)
-        why = f"even two equal runs differ: {NOT_SEEDED}" if own else f"two equal runs are equal: {NOT_SAVED}"
-        difference = f"{difference}; {why}"
-    elif difference:
-        difference = f"{difference}; {NOT_SEEDED}"
-    return Check(claim, not difference, difference or "equal in every bit: weights, slots, metrics")
+        return Check(claim, False, f"{difference}; {_of_metric(difference.split()[1], suspects)}")
+    if again is not None and not again.error and not first.same_bits(again):
+        lines = named(suspects, "random", "clock", roles=IN_TRAINING) or named(suspects, "is", roles=("callback",))
+        return Check(claim, False, f"{difference}; two equal runs are equal: {NOT_SAVED}{lines}")
+    if again is not None and not again.error:
+        difference += "; even two equal runs differ"
+    return Check(claim, False, f"{difference}; {_why_not_again(first, second)}")
 
 
-def fails_on_ranks(num_ranks: int, error: str) -> Check:
+def _why_not_again(first: Outcome, second: Outcome) -> str:
+    """Likely reason why two equal runs differ, with the lines of the script."""
+    suspects, reasons = first.suspects(), []
+    weights = [one.first("first_weights") for one in (first, second)]
+    if weights[0] != weights[1]:
+        reasons.append(NO_FIRST_SEED)
+    if first.orders() and first.orders() != second.orders():
+        reasons.append("other rows, or in another order" + named(suspects, "order", "random", roles=IN_DATA))
+    if not reasons:
+        return NOT_SEEDED + named(suspects, "random", "clock", roles=IN_TRAINING)
+    return "; ".join(reasons)
+
+
+def same_bits_as_it_is(claim: str, first: Outcome, as_it_is: Outcome, again: Outcome) -> Check:
+    """Check that a script trains the same without our seed, too; `again`: with it, as `first`."""
+    check = same_bits(claim, first, as_it_is)
+    if check.holds:
+        return check
+    if again.error or first.same_bits(again):
+        return Check(claim, False, f"{check.evidence}; also with a seed that is set before the script")
+    return Check(claim, False, f"{check.evidence}; with a seed that is set before the script, they are equal")
+
+
+def fails_on_ranks(num_ranks: int, error: str, suspects: Sequence[Suspect] = ()) -> Check:
     """The job trains on one process, but not on several."""
-    reasons = {
-        "data than": "likely a data function that shuffles or draws without a seed, or divides the rows by itself",
-        "out of step": "likely a callback or layer that changes weights on one rank",
-    }
-    why = next((f"; {reason}" for words, reason in reasons.items() if words in error), "")
-    return Check(f"the job trains on {num_ranks} ranks", False, error + why)
+    return Check(f"the job trains on {num_ranks} ranks", False, error + _why_on_ranks(error, suspects))
+
+
+def _why_on_ranks(error: str, suspects: Sequence[Suspect]) -> str:
+    """Likely reason why ranks fail, with the lines of the script."""
+    if any(words in error for words in ("data than", "other batches", "another batch")):
+        reason = "likely a data function that shuffles or draws without a seed, or divides the rows by itself"
+        return f"; {reason}{named(suspects, 'order', 'random', roles=(*IN_DATA, 'callback'))}"
+    if "out of step" in error:
+        reason = "likely a callback or layer that changes weights on one rank"
+        return f"; {reason}{named(suspects, 'writes', 'random', roles=IN_TRAINING)}"
+    return ""
 
 
 def in_sync(ranks: Outcome) -> Check:
     """Check of the run's own comparison of its ranks."""
     claim = "ranks equal after every epoch"
+    if ranks.error:
+        return Check(claim, False, ranks.error)
     summary = parse_json((ranks.folder / "summary.json").read_text(encoding="utf-8"))
     return Check(claim, bool(summary["in_sync"]), f"checksum {summary['checksum']} on {summary['num_ranks']} ranks")
 
 
-def killed(claim: str, undisturbed: Outcome, attempts: Sequence[Outcome], again: Outcome) -> Check:
-    """Check of a run that was stopped, then killed, then ended, in as many attempts."""
-    stopped, lost, resumed = attempts
+def killed(claim: str, codes: Sequence[int], undisturbed: Outcome, resumed: Outcome, again: Outcome) -> Check:
+    """Check of a run that was stopped, then killed, then ended, in as many starts with these exit codes."""
     if resumed.error:
         return Check(claim, False, resumed.error)
-    if (stopped.code, lost.code) != (143, 137):
-        codes = (
-            f"the first attempts ended with {stopped.code} and {lost.code}, expected 143 (SIGTERM) and 137 (SIGKILL)"
-        )
-        return Check(claim, None, codes)
+    if not {143, 137} <= set(codes[:-1]):
+        text = f"the earlier starts ended with {', '.join(map(str, codes[:-1]))}, expected 143 (SIGTERM), 137 (SIGKILL)"
+        return Check(claim, None, text)
     return same_bits(claim, undisturbed, resumed, again)
 
 

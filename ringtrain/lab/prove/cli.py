@@ -1,6 +1,7 @@
 """ringtrain prove: puts a job to the test in short runs, and writes down what holds.
 
 ringtrain prove -np 2 -- --config config.toml
+ringtrain prove -np 2 -- python own.py
 """
 
 from __future__ import annotations
@@ -8,50 +9,30 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from ringtrain import config_io
 from ringtrain.cluster import processes
-from ringtrain.config import Config, value_of
 from ringtrain.errors import LaunchError
 from ringtrain.lab import jobs, ranks, stats
-from ringtrain.lab.prove import checks
-from ringtrain.lab.prove.checks import Check, Outcome
+from ringtrain.lab.prove import checks, kinds
+from ringtrain.lab.prove.checks import Check, Outcome, Start
+from ringtrain.lab.prove.kinds import PLAIN
 from ringtrain.lab.report import html
 from ringtrain.lab.tables import Table
 from ringtrain.options import FILE, N, at_least
 from ringtrain.protocol.env import PROVE
-from ringtrain.run import setup
 
-EPOCHS = 2
-RECORDER = "ringtrain.lab.prove.rows:Rows"
+EXACT = {"hvd.deterministic": True}
+"""options of all runs on several ranks"""
+SIGNALED = (128 + signal.SIGTERM, 128 + signal.SIGKILL)
 MARK = ".prove"
 """file in a folder that the next proof may delete"""
-STRATEGIES = ("ring", "mpi-ring")
-NOT_TOLD = {
-    "train.patience": 0,
-    "train.target_accuracy": 0,
-    "train.max_time_s": 0,
-    "tracking.mlflow": "",
-    "tracking.wandb": "off",
-    "tracking.timeline_steps": 0,
-    "hvd.groups": 0,
-    "hvd.fusion_mb": -1,
-    "chaos": "",
-}
-"""options of all runs: none ends early or is told to a tracker, and the order of additions is fixed"""
-PLAIN = {
-    "train.precision": "float32",
-    "train.virtual_ranks": 0,
-    "hvd.compression": "none",
-    "hvd.local_steps": 1,
-    "hvd.op": "average",
-}
-"""options of runs that are compared with one process, which does not round, leave out or add up as these do"""
 WORDS = {True: "holds", False: "DOES NOT HOLD", None: "not shown"}
 
 
@@ -60,7 +41,7 @@ class Options:
     """Options of the command."""
 
     steps: Annotated[int, N, at_least(4)] = 6
-    """steps of an epoch, 4 or more; each run has two epochs"""
+    """steps of an epoch, 4 or more; each run has two epochs, or one if a script has no more"""
     out: Annotated[str, FILE] = ""
     """write the results as JSON"""
     html: Annotated[str, FILE] = ""
@@ -69,124 +50,189 @@ class Options:
 
 def main(options: Options, start: ranks.Start, _: ranks.Call) -> int:
     """Trains, prints and writes the certificate. Returns 0, or 1 if something does not hold."""
-    base = config_io.read(start.train_args)
-    setup.find(base)  # report a mistake before anything starts
-    if base.strategy.name not in STRATEGIES:
-        raise LaunchError(f"strategy.name: got {base.strategy.name}, expected {' or '.join(STRATEGIES)}")
     num_ranks = start.launch.np or sum(host.slots for host in start.hosts)
     if num_ranks < 2:
         raise LaunchError(f"got {num_ranks} rank, expected 2 or more, whose result is compared with one process: -np 2")
-    folder = Path(base.run.directory) / (base.run.name or "prove")
+    words = start.train_args
+    kind: kinds.Kind
+    if words and not words[0].startswith("-"):
+        kind, folder, advice = kinds.ScriptJob.of(words, options.steps, num_ranks), Path("runs", "prove"), ""
+    else:
+        configured = kinds.ConfiguredJob.of(words, options.steps, num_ranks, least_virtual(num_ranks))
+        run = configured.base.run
+        kind, folder, advice = configured, Path(run.directory) / (run.name or "prove"), "give another --run.name, or "
     if folder.exists() and not (folder / MARK).exists():
-        raise LaunchError(f"{folder}: exists already and is no proof: give another --run.name after --, or delete it")
+        raise LaunchError(f"{folder}: exists already and is no proof: {advice}delete it")
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "starts").mkdir(parents=True)
     (folder / MARK).touch()
-    found = Job(options, start, base, num_ranks, folder).checks()
-    show(found, options, start.train_args, num_ranks)
+    found = Proof(start, kind, num_ranks, folder).checks()
+    show(found, options, words, num_ranks)
     return 0 if checks.verdict(found) else 1
 
 
-@dataclass(frozen=True)
-class Job:
-    """Runs of a job in a folder."""
+@dataclass
+class Proof:
+    """Starts of a job in a folder."""
 
-    options: Options
     start: ranks.Start
-    base: Config
+    kind: kinds.Kind
     num_ranks: int
     folder: Path
+    expected: list[str] = field(default_factory=list)
+    """runs after which a script may fail, as it does with one process: e.g. it reads a file that is elsewhere now"""
 
     def checks(self) -> list[Check]:
-        """Trains the runs one after the other, and compares them."""
-        base, num = self.base, self.num_ranks
-        whole, exact = ["--train.batch-size", str(base.train.batch_size * num)], ["--hvd.deterministic"]
-        single = _arguments(PLAIN)
-        one = self.run("one", 1, *whole, *single)
+        """Starts the job several times, one after the other, and compares the runs."""
+        num = self.num_ranks
+
+        # One process is what all others are compared with; a part of its batches, what they must not be equal to.
+        one = self.run("one", 1, PLAIN)
+        told: list[Check] = []
+        if one.error and self.kind.of_script and one.fits:
+            text = f"after {', '.join(one.fits)}, which are compared: {one.error}"
+            told, self.expected = [Check("the script ends without an error", None, text)], one.fits
+            one = replace(one, error="")
         if one.error:
             raise LaunchError(f"the job fails on one process: {one.error}")
-        several = self.run("ranks", num, *exact, *single)
+        if not one.fits:
+            raise LaunchError(
+                "the script has not called ringtrain.fit: write ringtrain.fit(model, ...) for model.fit(...)"
+            )
+        several = self.run("ranks", num, PLAIN | EXACT)
         if several.error:
-            return [checks.fails_on_ranks(num, several.error)]
-        part = self.run("part", 1, *single)
-        found = checks.like_one_process("float32", one, several, part)
-        if found[-1].holds is not None:
-            wide = [*single, "--train.precision", "float64"]
-            runs = (self.run("one-float64", 1, *whole, *wide), self.run("ranks-float64", num, *exact, *wide))
-            found = checks.as_rounded(found, checks.like_one_process("float64", *runs, part))
-        off = [name for name, value in PLAIN.items() if value_of(base, name) != value]
-        if off:
-            several = self.run("ranks-as-configured", num, *exact)
-            found = [replace(one, evidence=f"{one.evidence}; without {', '.join(off)}") for one in found]
-        found = [checks.in_sync(several), checks.every_sample_once(one, several), *found]
-        again, seed = self.run("again", num, *exact), self.run("seed", num, *exact, "--seed", str(base.seed + 1))
-        found.append(checks.same_bits("two equal runs", several, again))
-        found.append(checks.control("negative control: a run with another seed is another", several, seed))
-        steps = several.num_steps // EPOCHS
-        faults = f"rank=0 step={steps // 2} mode=sigterm, rank={num - 1} step={steps + steps // 2 + 1} mode=sigkill"
-        often = ["--checkpoint.every-steps", "1", "--health.agree-every-steps", "1"]
-        claim = "stopped, resumed, killed and resumed, within an epoch: as without"
-        if steps < 4:
-            found.append(Check(claim, None, f"an epoch has {steps} steps here: too few samples"))
-        else:
-            attempts = [self.run("killed", num, *exact, *often, "--chaos", faults) for _ in range(3)]
-            found.append(checks.killed(claim, several, attempts, again))
-        return [*found, *self.virtual_ranks()]
+            suspects = [suspect for fit in one.fits for suspect in one.outcome(fit).suspects()]
+            return [*told, checks.fails_on_ranks(num, several.error, suspects)]
+        part = self.run("part", 1, PLAIN, is_part=True)
+        found = self.like_one_process(one, several, part)
+        if self.kind.of_script:
+            found += self.other_number(num + 1, one, part)
 
-    @property
-    def least_virtual(self) -> int:
-        """Least number of virtual ranks for as many ranks."""
-        return 1 << (self.num_ranks - 1).bit_length()
+        # The other comparisons are between runs with the job's own options.
+        off = self.kind.changed(one)
+        if off:
+            several = self.run("ranks-as-configured", num, EXACT)
+            found = [replace(check, evidence=f"{check.evidence}; without {', '.join(off)}") for check in found]
+        rows = checks.of_fits(checks.every_sample_once, one, several)
+        found = [*checks.of_fits(checks.in_sync, several), *rows, *found]
+        twice, again = self.twice(several)
+        found += [*twice, *self.control(one, several, part)]
+        return [*told, *found, *self.killed(several, again), *self.virtual_ranks()]
+
+    def like_one_process(self, one: Start, several: Start, part: Start) -> list[Check]:
+        """Compares several ranks with one process, in float32 and, where that tells something, in float64."""
+        in_float32 = partial(checks.like_one_process, "float32")
+        found = checks.of_fits(in_float32, one, several, part)
+        if found[-1].holds is None:
+            return found
+        one_wide = self.run("one-float64", 1, PLAIN, precision="float64")
+        several_wide = self.run("ranks-float64", self.num_ranks, PLAIN | EXACT, precision="float64")
+
+        def in_both(one: Outcome, several: Outcome, part: Outcome, wide: Outcome, wide_ranks: Outcome) -> list[Check]:
+            narrow = in_float32(one, several, part)
+            if narrow[-1].holds is None:
+                return narrow
+            return checks.as_rounded(narrow, checks.like_one_process("float64", wide, wide_ranks, part))
+
+        return checks.of_fits(in_both, one, several, part, one_wide, several_wide)
+
+    def other_number(self, num_ranks: int, one: Start, part: Start) -> list[Check]:
+        """Compares another number of ranks with one process."""
+        others = self.run(f"ranks-{num_ranks}", num_ranks, PLAIN | EXACT)
+        where = f", on {num_ranks} ranks"
+        weights = checks.of_fits(partial(checks.like_one_process, "float32", where=where), one, others, part)
+        rows = checks.of_fits(partial(checks.every_sample_once, where=where), one, others)
+        return [*rows, *weights]
+
+    def twice(self, several: Start) -> tuple[list[Check], Start]:
+        """Compares two equal starts; returns also the second one. Those of a script are made without our seed first."""
+        claim, num = "two equal runs", self.num_ranks
+        if not self.kind.of_script:
+            again = self.run("again", num, EXACT)
+            return checks.of_fits(partial(checks.same_bits, claim), several, again), again
+        as_it_is = self.run("as-it-is", num, EXACT, is_seeded=False)
+        found = checks.of_fits(partial(checks.same_bits, claim), several, as_it_is)
+        if checks.verdict(found):
+            return found, as_it_is
+        again = self.run("again", num, EXACT)
+        return checks.of_fits(partial(checks.same_bits_as_it_is, claim), several, as_it_is, again), again
+
+    def control(self, one: Start, several: Start, part: Start) -> list[Check]:
+        """Compares runs that must differ."""
+        another = self.kind.another(self.num_ranks)
+        if another is None:
+            claim = "negative control: a process with a part of each batch is another"
+            return checks.of_fits(partial(checks.control, claim), one, part)
+        seed = self.start_of(replace(another, options={**EXACT, **another.options}))
+        claim = "negative control: a run with another seed is another"
+        return checks.of_fits(partial(checks.control, claim), several, seed)
+
+    def killed(self, several: Start, again: Start) -> list[Check]:
+        """Stops and kills the job, and resumes it, until it has ended."""
+        claim = "stopped, resumed, killed and resumed, within an epoch: as without"
+        steps = max(several.outcome(fit).num_steps for fit in several.fits)
+        if steps < 6:
+            return [Check(claim, None, f"the job has {steps} steps here: too few samples")]
+        kill_at = steps // 2 + steps // 4 + 1
+        faults = f"rank=0 step={steps // 4} mode=sigterm, rank={self.num_ranks - 1} step={kill_at} mode=sigkill"
+        often = {"checkpoint.every_steps": 1, "health.agree_every_steps": 1, "chaos": faults}
+        codes: list[int] = []
+        # Each run of a script is stopped and killed once.
+        while len(codes) < 2 * len(several.fits) + 1 and 0 not in codes:
+            attempt = self.run("killed", self.num_ranks, EXACT | often)
+            codes.append(attempt.code)
+        return checks.of_fits(partial(checks.killed, claim, codes), several, attempt, again)
 
     def virtual_ranks(self) -> list[Check]:
         """Compares runs with virtual ranks on one process and on several."""
-        virtual = self.least_virtual
-        words = ["--train.virtual-ranks", str(virtual)]
-        alone = self.run("virtual-1", 1, *words)
+        numbers = sorted({2, self.num_ranks, *([self.num_ranks + 1] if self.kind.of_script else [])})
+        virtual = least_virtual(numbers[-1])
+        options = {"train.virtual_ranks": virtual}
+        claim = "the same bits on any number of ranks"
+        refused = self.kind.refused(options)
+        if refused:
+            return [Check(claim, None, refused)]
+        alone = self.run("virtual-1", 1, options)
         if "virtual_ranks" in alone.error or "virtual ranks" in alone.error:
-            return [Check("the same bits on any number of ranks", None, alone.error)]
-        others = sorted({2, self.num_ranks})
-        return [
-            checks.same_bits(
-                f"{virtual} virtual ranks: the same bits on 1 and on {num}",
-                alone,
-                self.run(f"virtual-{num}", num, *words),
-            )
-            for num in others
-        ]
+            return [Check(claim, None, alone.error)]
+        found = []
+        for num in numbers:
+            equal = partial(checks.same_bits, f"{virtual} virtual ranks: the same bits on 1 and on {num}")
+            found += checks.of_fits(equal, alone, self.run(f"virtual-{num}", num, options))
+        return found
 
-    def run(self, name: str, num_ranks: int, *words: str) -> Outcome:
-        """Trains once, or resumes; options that `words` repeat win."""
-        base, rows = self.base, self.folder / name / "rows"
-        rows.mkdir(parents=True, exist_ok=True)
-        num_parts = max(self.least_virtual, base.train.virtual_ranks)
-        num_samples = self.options.steps * num_parts * base.train.batch_size * base.optimizer.accumulation_steps
-        short = {
-            "train.epochs": EPOCHS,
-            "data.max_samples": num_samples,
-            "schedule.warmup_epochs": min(base.schedule.warmup_epochs, 1),
-            "run.directory": self.folder,
-            "run.name": name,
-            "run.resume": "auto",
-        }
-        said = _arguments(NOT_TOLD | short)
-        said += ["--train.callbacks", *base.train.callbacks, RECORDER]
+    def run(self, name: str, num_ranks: int, options: Mapping[str, Any], **how: Any) -> Start:
+        """Starts the job once, or resumes it."""
+        return self.start_of(kinds.Variant(name=name, num_ranks=num_ranks, options=options, **how))
+
+    def start_of(self, variant: kinds.Variant) -> Start:
+        """Starts a variant of the job, and waits for its end."""
+        name, num_ranks = variant.name, variant.num_ranks
+        folder, recordings = self.folder / name, (self.folder / "recorded" / name).absolute()
+        recordings.mkdir(parents=True, exist_ok=True)
+        command, environ = self.kind.command(variant, folder)
         launch = ["ringtrain", "launch", *self.start.launch_words, "-np", str(num_ranks)]
-        trainer = ["python", "-m", "ringtrain.train", *self.start.train_args, *said, *words]
+        if num_ranks > self.num_ranks:
+            launch.append("--oversubscribe")
+        environ |= {PROVE: str(recordings)}
+        for variable in environ:
+            launch += ["--forward", variable]
         log = self.folder / "starts" / f"{name}.log"
         processes.say(f"prove: {name}, {num_ranks} rank{'s' if num_ranks > 1 else ''}")
         process = processes.start_beside(
-            [sys.executable, "-m", *launch, "--forward", PROVE, "--", *trainer],
-            {**os.environ, PROVE: str(rows.resolve())},
-            log,
+            [sys.executable, "-m", *launch, "--", *command], {**os.environ, **environ}, log
         )
         code = process.wait()
-        return Outcome(self.folder / name, jobs.reason_of(log, code) if code else "", code)
+        error = jobs.reason_of(log, code) if code else ""
+        start = Start(folder, recordings, self.kind.of_script, error, code)
+        if code not in SIGNALED and self.expected and set(self.expected) <= set(start.fits):
+            return replace(start, error="", code=0)
+        return start
 
 
-def _arguments(options: Mapping[str, Any]) -> list[str]:
-    """Options as arguments of a command line."""
-    return [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+def least_virtual(num_ranks: int) -> int:
+    """Least number of virtual ranks for a number of ranks."""
+    return 1 << (num_ranks - 1).bit_length()
 
 
 def show(found: Sequence[Check], options: Options, command: Sequence[str], num_ranks: int) -> None:

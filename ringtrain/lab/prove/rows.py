@@ -1,29 +1,48 @@
-"""Keras callback that records the samples that a rank trains, and what its model has."""
+"""Keras callback that records the rows that a rank trains, and what its model and script have."""
 
 from __future__ import annotations
 
 import json
 import os
 import zlib
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from ringtrain import hvd
-from ringtrain.hvd.keras_patches import layers_of
+from ringtrain.hvd.keras_patches import innermost, layers_of
 from ringtrain.hvd.train_step import TrainStep, has_layer, wrap
+from ringtrain.lab.prove import suspects
 from ringtrain.protocol.env import PROVE
+
+if TYPE_CHECKING:
+    from ringtrain.data import FitArguments
+
+
+def observe(
+    name: str, model: keras.Model, arguments: FitArguments, options: Mapping[str, Any]
+) -> list[keras.callbacks.Callback]:
+    """Callback for a `ringtrain.fit` of a script, whose code is searched for what may go wrong."""
+    facts = {"options": dict(options), "suspects": [asdict(one) for one in suspects.of_script(model, arguments)]}
+    return [Rows(name, facts)]
 
 
 class Rows(keras.callbacks.Callback):
-    """Writes a line per epoch with the checksums of all rows that this rank has trained, to a file of its own."""
+    """Writes a line per epoch with the checksums of all rows that this rank has trained, to a file of its own.
 
-    def __init__(self) -> None:
+    Args:
+        fit: Name of the run, if a script has several.
+        facts: To be recorded once.
+    """
+
+    def __init__(self, fit: str = "", facts: Mapping[str, Any] | None = None) -> None:
         super().__init__()
-        self.file = Path(os.environ[PROVE]) / f"{hvd.rank()}-{os.getpid()}.jsonl"
+        self.fit, self._facts = fit, facts
         self.seen: list[int] = []
         self._numbers: list[Any] | None = None
 
@@ -33,6 +52,10 @@ class Rows(keras.callbacks.Callback):
             return
         self._numbers = _numbers(model)
         wrap(model, "rows", self._recorded)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self._facts is not None:
+            self._write({**self._facts, "first_weights": _checksum(self.model.trainable_variables)})
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._numbers is None:
@@ -50,22 +73,61 @@ class Rows(keras.callbacks.Callback):
 
     def _recorded(self, train_step: TrainStep) -> TrainStep:
         def recorded(batch: Any) -> Any:
-            leaves = [leaf for leaf in keras.tree.flatten(batch) if tf.is_tensor(leaf) and leaf.shape.rank]
-            tf.numpy_function(self._see, leaves, [], stateful=True)
+            leaves = [_dense(leaf) for leaf in tf.nest.flatten(batch) if _has_rows(leaf)]
+            tf.numpy_function(self._see, [self._has_share(), *leaves], [], stateful=True)
             return train_step(batch)
 
         return recorded
 
-    def _see(self, *leaves: Any) -> None:
-        for row in zip(*leaves, strict=True):
+    def _has_share(self) -> tf.Tensor:
+        """Whether the rows count: a rank without rows in a batch trains one of another rank with the weight 0."""
+        for optimizer in hvd.optimizers_of(self.model):
+            reduction = getattr(innermost(optimizer), "reduction", None)
+            if reduction is not None and reduction.share is not None:
+                return reduction.share.read_value() > 0
+        return tf.constant(True)
+
+    def _see(self, has_share: Any, *leaves: Any) -> None:
+        for row in zip(*leaves, strict=True) if has_share else ():
             checksum = 0
             for part in row:
-                checksum = zlib.crc32(np.ascontiguousarray(part).tobytes(), checksum)
+                checksum = zlib.crc32(_bytes_of(part), checksum)
             self.seen.append(checksum)
 
     def _write(self, line: dict[str, Any]) -> None:
-        with self.file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        path = Path(os.environ[PROVE]) / f"{hvd.rank()}-{os.getpid()}.jsonl"
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"fit": self.fit, **line}) + "\n")
+
+
+def _has_rows(leaf: Any) -> bool:
+    return tf.is_tensor(leaf) and bool(leaf.shape.rank)
+
+
+def _dense(leaf: Any) -> Any:
+    """A part of a batch as a tensor whose rows do not depend on the others: ragged ones become texts."""
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.sparse.to_dense(leaf)
+    if not isinstance(leaf, tf.RaggedTensor):
+        return leaf
+    texts = leaf if leaf.dtype == tf.string else tf.strings.as_string(leaf)
+    for axis in range(texts.shape.rank - 1, 0, -1):
+        texts = tf.strings.reduce_join(texts, axis=axis, separator=" ")
+    return texts
+
+
+def _bytes_of(part: Any) -> bytes:
+    array = np.ascontiguousarray(part)
+    if array.dtype.kind != "O":
+        return array.tobytes()
+    return b"\0".join(one if isinstance(one, bytes) else str(one).encode() for one in array.flat)
+
+
+def _checksum(variables: Any) -> int:
+    checksum = 0
+    for variable in variables:
+        checksum = zlib.crc32(keras.ops.convert_to_numpy(variable).tobytes(), checksum)
+    return checksum
 
 
 def _numbers(model: keras.Model) -> list[Any]:

@@ -1,0 +1,34 @@
+"""Runs a script as `python` would, after it has seeded Python, NumPy and Keras and set the type of floats.
+
+python -m ringtrain.lab.prove.seeded 1 float32 own.py --epochs 3
+python -m ringtrain.lab.prove.seeded 1 float32 -m package.module
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(argv: Sequence[str]) -> None:
+    """Runs the script that a command line names."""
+    import keras
+
+    seed, floatx, program, *words = argv
+    keras.utils.set_random_seed(int(seed))
+    if floatx != keras.config.floatx():
+        keras.config.set_floatx(floatx)
+        keras.config.set_dtype_policy(floatx)
+    if program == "-m":
+        sys.argv, sys.path[0] = words, os.getcwd()
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        return
+    sys.argv, sys.path[0] = [program, *words], str(Path(program).resolve().parent)
+    runpy.run_path(program, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
