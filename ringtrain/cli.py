@@ -242,7 +242,21 @@ def doctor(given: Given) -> int:
     from ringtrain.cluster.doctor import preflight
     from ringtrain.cluster.launch import find_hosts
 
-    return preflight.main(find_hosts(LaunchOptions.of(given))[0], read(preflight.Options, given.values))
+    options = read(preflight.Options, given.values)
+    if options.job != bool(given.command):
+        raise LaunchError("expected --job with a job after --: ringtrain doctor --job -- python own.py")
+    script = next((word for word in given.command if word.endswith(".py")), "")
+    if given.command and not script:
+        check_trainer(given.command)
+    return preflight.main(find_hosts(LaunchOptions.of(given))[0], replace(options, script=script))
+
+
+def check_trainer(words: Sequence[str]) -> None:
+    """Raises an error for options of the trainer that are wrong, or name what is not there."""
+    from ringtrain import config_io
+    from ringtrain.run import setup
+
+    setup.find(config_io.read(words))
 
 
 def schema(given: Given) -> int:
@@ -263,6 +277,8 @@ DOCTOR = Command(
     " machine. Exit code: 0 all is ok, 1 there are warnings, 2 there are errors.",
     add_doctor,
     doctor,
+    usage="ringtrain doctor [options] [--job -- python own.py]",
+    takes_words=True,
 )
 SCHEMA = Command(
     "print the JSON schema of the configuration",

@@ -39,6 +39,8 @@ ARGUMENTS = {
     "train.batch_size": "batch_size",
 }
 """Options that are arguments of `fit`."""
+MEASURED_EPOCHS = 1_000_000
+"""of a run that ends when it is measured"""
 OPTION = re.compile(r"--([a-z]+)\.([a-z_-]+)")
 
 
@@ -117,6 +119,8 @@ def fit(
 
     # One object with all arguments, as other ways to call it (own_fit, the configuration) make the same.
     epochs, steps_per_epoch = _within_limits_of_keras(epochs, steps_per_epoch)
+    if ForScript.from_environment().measure and steps_per_epoch is None:
+        epochs = MEASURED_EPOCHS
     arguments = data.FitArguments(
         x=x,
         y=y,

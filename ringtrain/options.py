@@ -41,6 +41,8 @@ class Argument(NamedTuple):
     is_positional: bool = False
     is_repeated: bool = False
     """each value has the flag before it: --forward A --forward B"""
+    may_be_option: bool = False
+    """its value may begin with "--", as an option of another program"""
 
 
 @dataclass(frozen=True, eq=False)  # in Annotated it must have a hash, which its schema has not
@@ -195,6 +197,20 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise LaunchError(f"{message}: see {self.prog} --help")
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses, with the values of options whose value may be an option attached to their flags."""
+        attached: set[str] = set()
+        for action in self._actions:
+            if vars(action).get("may_be_option"):
+                attached |= {*action.option_strings}
+        words: list[str] = []
+        for word in sys.argv[1:] if args is None else args:
+            if words and words[-1] in attached:
+                words[-1] += f"={word}"
+            else:
+                words.append(word)
+        return super().parse_known_args(words, namespace)
+
 
 class Group(Protocol):
     """Parser, or a group of its options."""
@@ -231,7 +247,8 @@ def add(group: Group, options: Iterable[Option], hidden: Collection[str] = (), v
             keywords["action"] = "append"
         elif option.num_values is not None:
             keywords["nargs"] = option.num_values
-        group.add_argument(*option.flags, **keywords)
+        action = group.add_argument(*option.flags, **keywords)
+        action.may_be_option = argument.may_be_option
 
 
 class _Switch(argparse.Action):

@@ -27,6 +27,7 @@ from ringtrain.models import lazy_keras
 from ringtrain.monitor import diagnosis, heartbeat, journal, stragglers, trackers
 from ringtrain.protocol import failures, status
 from ringtrain.protocol.attempt import Attempt
+from ringtrain.protocol.for_script import ForScript
 from ringtrain.protocol.launchers import launched_rank
 from ringtrain.run import consistency, console, devices, log_capture
 from ringtrain.run.context import Process, RunContext, Source, alone
@@ -230,7 +231,9 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
         terminal=terminal,
     )
     if strategy.trains_here:
-        hvd.step_timing.PLACE.watch(run.model, each_gradient=config.tracking.timeline_steps > 0)
+        is_profiled = bool(ForScript.from_environment().measure.get("profile"))
+        each_gradient = is_profiled or config.tracking.timeline_steps > 0
+        hvd.step_timing.PLACE.watch(run.model, each_gradient=each_gradient)
     if config.tracking.timeline_steps:
         run.timeline = timeline.Timeline(run)
     if not strategy.ranks_change:  # there, Horovod finds the ranks that are lost

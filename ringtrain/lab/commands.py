@@ -38,6 +38,9 @@ NOT_MEASURED = (
 """options of launch that a command which starts ranks itself refuses, or does not use"""
 
 
+OR_SCRIPT = ", or python own.py"
+
+
 @dataclass(frozen=True)
 class OnRanks:
     """Command that starts ranks as launch does: its own options, and those of launch."""
@@ -53,6 +56,8 @@ class OnRanks:
     hidden: Collection[str] = ()
     """options of launch that it refuses, besides NOT_MEASURED"""
     hidden_groups: Collection[type] = (MPIJobOptions,)
+    or_script: str = ""
+    """that it takes a program with ringtrain.fit as well, for its usage"""
     places_ranks: bool = False
     """itself, on the hosts of the command line"""
 
@@ -63,7 +68,7 @@ class OnRanks:
             self.description,
             self.add,
             self.run,
-            usage=f"ringtrain {name} {self.usage}[options] [-- options of ringtrain.train]",
+            usage=f"ringtrain {name} {self.usage}[options] [-- options of ringtrain.train{self.or_script}]",
             has_help=False,
             takes_words=True,
         )
@@ -105,6 +110,7 @@ TUNE = OnRanks(
     "find the settings with which training is fastest here",
     "Tries settings of a training in short runs, measured in turns, and writes a TOML with those that made it faster."
     " Starts ranks as ringtrain launch does. See docs/tuning.md.",
+    or_script=OR_SCRIPT,
 )
 SWEEP = OnRanks(
     "sweep.cli",
@@ -115,6 +121,7 @@ SWEEP = OnRanks(
     left_out=HOSTS,
     hidden=("np", "ps", "workers", "bind", "oversubscribe", "output", "timeline"),
     hidden_groups=(SparkOptions, MPIJobOptions),
+    or_script=OR_SCRIPT,
     places_ranks=True,
 )
 COMPARE = OnRanks(
@@ -194,7 +201,7 @@ FORECAST = Command(
     " efficiency; or how much memory a model needs. See docs/performance.md.",
     add_forecast,
     forecast,
-    usage="ringtrain forecast [options] [-- options of ringtrain.train, for --memory]",
+    usage="ringtrain forecast [options] [-- python own.py, or for --memory options of ringtrain.train]",
     takes_words=True,
 )
 PREDICT = dataclasses.replace(FORECAST, help="", run=predict, usage=FORECAST.usage.replace("forecast", "predict"))
@@ -211,7 +218,9 @@ def benches() -> dict[str, Command]:
         if match:
             kind, text = match.groups()
             description = f"Measures, in turns: {text}. Starts ranks as ringtrain launch does."
-            found[kind] = OnRanks(f"bench.{kind}", text, description).command(f"bench {kind}")
+            found[kind] = OnRanks(
+                f"bench.{kind}", text, description, or_script=OR_SCRIPT if kind == "train" else ""
+            ).command(f"bench {kind}")
     return found
 
 

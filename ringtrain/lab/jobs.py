@@ -7,17 +7,20 @@ import fcntl
 import json
 import os
 import signal
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ringtrain.cluster import processes
 from ringtrain.cluster.hosts import Host
 from ringtrain.errors import LaunchError
 from ringtrain.protocol.json_text import INVALID, parse_json
 
+if TYPE_CHECKING:
+    import subprocess
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-YIELDING = "OMPI_MCA_mpi_yield_when_idle"
-"""variable with which waiting ranks of Open MPI yield their cores"""
 
 
 @contextlib.contextmanager
@@ -35,7 +38,7 @@ def held(path: Path) -> Iterator[int | None]:
         os.close(descriptor)
 
 
-def claim(path: Path, own: Mapping[str, Any], what: str) -> None:
+def claim(path: Path, own: Mapping[str, Any], what: str, fix: str = "--run.name after --") -> None:
     """Records the settings that a folder belongs to, or checks that they match those on record."""
     own = json.loads(json.dumps(own))
     if not path.exists():
@@ -50,7 +53,7 @@ def claim(path: Path, own: Mapping[str, Any], what: str) -> None:
         if known.get(name) != own.get(name):
             raise LaunchError(
                 f"{path.parent}: holds a {what} whose {name} is {known.get(name)}, got {own.get(name)}: give another"
-                f" --run.name after --, or delete it"
+                f" {fix}, or delete it"
             )
 
 
@@ -63,6 +66,14 @@ def epochs_of(path: Path, monitor: str) -> list[tuple[int, float | None]]:
             value = record[monitor]
             found.append((int(record["epoch"]), None if value is None else float(value)))
     return found
+
+
+def start_launch(
+    words: Sequence[str], command: Sequence[str], environ: Mapping[str, str], log: Path, held: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Starts a command on ranks by `ringtrain launch` with these options; see processes.start_beside."""
+    argv = [sys.executable, "-m", "ringtrain", "launch", *words, "--", *command]
+    return processes.start_beside(argv, environ, log, held)
 
 
 def is_done(folder: Path) -> bool:

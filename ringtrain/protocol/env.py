@@ -39,6 +39,8 @@ LEASE = "RINGTRAIN_LEASE_S"
 """seconds without the launcher's heartbeat after which a host ends its part of the job"""
 STALL_TIMEOUT = "RINGTRAIN_STALL_TIMEOUT"
 """seconds without progress after which a script whose ranks wait for each other ends; 0: never"""
+YIELDING = "OMPI_MCA_mpi_yield_when_idle"
+"""with it, waiting ranks of Open MPI yield their cores"""
 MARK = "ringtrain-report"
 # Prints a line with the rank's placement and runs its command in the same process. The line is one write, so that
 # lines of other ranks do not mix with it.

@@ -10,7 +10,8 @@ import keras
 from ringtrain import hvd
 from ringtrain.config import Config
 from ringtrain.monitor import fault_injection, trackers
-from ringtrain.run import evaluation, saver, stopping, tracking
+from ringtrain.protocol.for_script import ForScript
+from ringtrain.run import evaluation, measuring, saver, stopping, tracking
 from ringtrain.run.console import Progress
 
 if TYPE_CHECKING:
@@ -50,3 +51,6 @@ class Callbacks:
             *([inject] if run.source.faults else []),  # breaks what is complete
             *last,  # an elastic commit interrupts training: nothing may follow it
         ]
+        measure = ForScript.from_environment().measure
+        if measure:  # with the time that all others take
+            self.ordered.append(measuring.Measuring(run, measuring.Measure(**measure)))

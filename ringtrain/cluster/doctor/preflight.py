@@ -40,6 +40,7 @@ def examine(hosts: Sequence[Host], options: Options) -> Report:
         "python_path": os.environ.get("PYTHONPATH", ""),
         "run_directory": options.run_directory,
         "code": os.path.abspath(options.code),
+        "script": options.script,
         "names": [host.name for host in hosts] if len(hosts) > 1 else [],
         **checks.request(),
     }

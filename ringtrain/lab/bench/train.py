@@ -1,6 +1,7 @@
 """bench train: images/s, what a step's time goes into, ring efficiency.
 
     ringtrain bench train -np 2 --out speed.json -- --model.name cnn --data.name synthetic
+    ringtrain bench train -np 2 -- python own.py
 
 Ring efficiency is the throughput of N ranks that train one model over that of the same N processes, on the same cores,
 each of which trains a model of its own without communicating: blocks of steps of both kinds alternate within one start.
@@ -19,10 +20,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 
 from ringtrain import config_io
+from ringtrain.cluster.launch import find_hosts
 from ringtrain.config import Config
-from ringtrain.lab import plots, ranks, stats
+from ringtrain.lab import measured, plots, ranks, stats
 from ringtrain.lab.forecast import points
 from ringtrain.lab.forecast.profile import Gradient, Profile
+from ringtrain.lab.script import Script
 from ringtrain.lab.tables import Table
 from ringtrain.monitor.trace import PHASES
 from ringtrain.options import AT_LEAST_1, FILE, LIST, N
@@ -32,6 +35,10 @@ if TYPE_CHECKING:
 
 SPREADS = {"images_per_s": ",.0f", "images_per_s_alone": ",.0f", "ring_efficiency": ".3f"}
 """columns of the scaling table and their formats"""
+LINES = {"images_per_s_alone": ("as many processes alone", "--"), "images_per_s": ("ring", "-")}
+"""of the plot: label and style by column"""
+PARTS = ("input", "compute", "callbacks", "wait")
+"""of a script's step"""
 WARM_STEPS = 3  # of each block
 PROFILE_WARM_STEPS = 120  # after which TensorFlow has learned that a note of the time costs nothing, and is not put off
 
@@ -45,7 +52,7 @@ class Options:
     steps: Annotated[int, N, AT_LEAST_1] = 40
     """steps of a measurement"""
     ranks: Annotated[str, LIST] = ""
-    """numbers of ranks to compare: 1,2,4 (-np alone)"""
+    """numbers of ranks to compare: 1,2,4 (-np alone; of a script 1 and -np)"""
     out: Annotated[str, FILE] = ""
     """write the results as JSON"""
     plot: Annotated[str, FILE] = ""
@@ -56,12 +63,15 @@ class Options:
 
 def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
     """Measures, prints and writes."""
+    script = Script.of(start.train_args)
+    if script is not None:
+        return of_script(options, start, script)
     numbers = points.parse_ranks(options.ranks) if options.ranks else [0]
-    measured = [call(on_ranks, options, start.train_args, number) for number in numbers]
-    profiles = [results.pop("profile") for results in measured]
-    for results in measured:
+    found = [call(on_ranks, options, start.train_args, number) for number in numbers]
+    profiles = [results.pop("profile") for results in found]
+    for results in found:
         show(results)
-    table = [{name: results[name] for name in ("num_ranks", *SPREADS)} for results in measured]
+    table = [{name: results[name] for name in ("num_ranks", *SPREADS)} for results in found]
     if len(table) > 1:
         head = ("ranks", "images/s", "as many, not talking", "ring efficiency")
         rows = [[str(row["num_ranks"]), *(row[name].text(form) for name, form in SPREADS.items())] for row in table]
@@ -70,17 +80,59 @@ def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
         Path(options.profile).write_text(json.dumps(profiles[0]) + "\n", encoding="utf-8")
     if options.out:
         about = {"steps": options.steps, "turns": options.turns}
-        stats.write(Path(options.out), "train", about, {**measured[-1], "scaling": table})
+        stats.write(Path(options.out), "train", about, {**found[-1], "scaling": table})
     if options.plot:
-        draw(table, f"{measured[0]['model']}, batch {measured[0]['batch_size']} on each rank", Path(options.plot))
+        draw(table, f"{found[0]['model']}, batch {found[0]['batch_size']} on each rank", Path(options.plot))
     return 0
 
 
-def draw(table: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
-    """Draws images/s over ranks, from one row per number of ranks."""
+def of_script(options: Options, start: ranks.Start, script: Script) -> int:
+    """Measures a script on one rank and on more, prints and writes."""
+    np = start.launch.np or sum(host.slots for host in find_hosts(start.launch)[0])
+    numbers = points.parse_ranks(options.ranks) if options.ranks else sorted({1, np})
+    common: dict[str, Any] = {"turns": options.turns, "steps": options.steps}
+    speeds = []
+    for number in numbers:
+        speeds.append(measured.measure(start, script, num_ranks=number, **common))
+    table = []
+    first = stats.Spread.of(speeds[0]["rows_per_s"]).median
+    for results in speeds:
+        speed = stats.Spread.of(results["rows_per_s"])
+        table.append(
+            {
+                "num_ranks": results["num_ranks"],
+                "rows_per_step": results["rows_per_step"],
+                "rows_per_s": speed,
+                "speed_up": speed.median / first,
+                "step_s": results["step_s"],
+                "parts_s": {part: results["parts"][f"{part}_s"] for part in PARTS},
+            }
+        )
+    head = ("ranks", "rows of a step", "rows/s", "speed-up", "step, ms", *(f"{part}, ms" for part in PARTS))
+    rows = []
+    for row in table:
+        times = (row["step_s"], *row["parts_s"].values())
+        shown = [str(row["num_ranks"]), str(row["rows_per_step"]), row["rows_per_s"].text(",.0f")]
+        rows.append([*shown, f"{row['speed_up']:.2f}", *(f"{1e3 * seconds:.2f}" for seconds in times)])
+    title = f"{script.name}: first fit of {speeds[0]['model']}, steps in the middle of epochs; parts are rank 0's"
+    Table(head, rows, title).show()
+    if options.profile:
+        alone = measured.measure(start, script, num_ranks=1, profile=True, **common)
+        Path(options.profile).write_text(json.dumps(alone["profile"]) + "\n", encoding="utf-8")
+    if options.out:
+        stats.write(Path(options.out), "train", {**common, "command": [*script.command]}, {"scaling": table})
+    if options.plot:
+        draw(table, title, Path(options.plot), {"rows_per_s": ("rows/s", "-")})
+    return 0
+
+
+def draw(
+    table: Sequence[Mapping[str, Any]], title: str, path: Path, lines: Mapping[str, tuple[str, str]] = LINES
+) -> None:
+    """Draws speeds over ranks, from one row per number of ranks; lines: label and style by column."""
     axes, write_png = plots.canvas(title, "ranks", "images/s", log=False)
     num_ranks = [one["num_ranks"] for one in table]
-    for name, label, line in (("images_per_s_alone", "as many processes alone", "--"), ("images_per_s", "ring", "-")):
+    for name, (label, line) in lines.items():
         spreads = [one[name] for one in table]
         middle = [one.median for one in spreads]
         off = [[one.median - one.p10 for one in spreads], [one.p90 - one.median for one in spreads]]

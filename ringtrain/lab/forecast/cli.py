@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from ringtrain.lab import plots
 from ringtrain.lab.forecast import points
 from ringtrain.lab.forecast.formulas import Prediction, Way, parameter_servers, predict, reach
 from ringtrain.lab.forecast.points import Case, Point
+from ringtrain.lab.script import Script
 from ringtrain.lab.tables import Table
 from ringtrain.options import FILE, LIST, Argument, Given, X, options_of, read
 
@@ -53,10 +55,13 @@ def main(given: Given) -> int:
     if wanted.memory:
         from ringtrain.lab.forecast import memory
 
+        if Script.of(given.command) is not None:
+            raise ConfigError("--memory: got a script, which builds its model itself, expected options of the trainer")
         if values or wanted.reach or wanted.plot or wanted.measured:
             raise ConfigError("--memory: the model is that of the options behind --: leave others but --ranks out")
         return memory.main(given.command, points.parse_ranks(wanted.ranks)[-1], wanted.devices, wanted.json)
-    if given.command:
+    script = Script.of(given.command)
+    if given.command and script is None:
         raise ConfigError(f"{given.command[0]}: options of ringtrain.train are for --memory")
     if wanted.measured:
         if values or wanted.reach or wanted.plot:
@@ -65,8 +70,12 @@ def main(given: Given) -> int:
         _show([_beside(measured)], [_as_values(point) for point in measured], wanted.json)
         return 0
     ranks = points.parse_ranks(wanted.ranks)
-    case = Case.of(values)
-    step = case.read_profile(Path())
+    with tempfile.TemporaryDirectory(prefix="ringtrain-forecast-") as folder:
+        if script is not None:
+            values.setdefault("profile", str(Path(folder, "profile.json")))
+            write_profile(script, Path(values["profile"]))
+        case = Case.of(values)
+        step = case.read_profile(Path())
     cluster = case.cluster(step)
     if wanted.reach:
         ways = reach(step, cluster, case.setting(ranks[-1]), wanted.reach)
@@ -90,6 +99,16 @@ def main(given: Given) -> int:
     if wanted.plot:
         draw(Path(wanted.plot), lines, title)
     return 0
+
+
+def write_profile(script: Script, path: Path) -> None:
+    """Measures the step of a script on one process of this machine, and writes its profile."""
+    from ringtrain.cluster.launch_options import LaunchOptions
+    from ringtrain.lab import measured, ranks
+
+    start = ranks.Start("forecast", LaunchOptions(command=script.command), ("-H", "localhost:1"))
+    results = measured.measure(start, script, num_ranks=1, profile=True)
+    path.write_text(json.dumps(results["profile"]) + "\n", encoding="utf-8")
 
 
 def draw(path: Path, lines: Mapping[str, Sequence[Prediction]], title: str) -> None:

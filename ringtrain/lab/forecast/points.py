@@ -30,7 +30,7 @@ class StepOptions:
     """One process' step."""
 
     profile: Annotated[str, FILE] = ""
-    """as bench train writes it; in a file of points, a path relative to it"""
+    """as bench train writes it, or to be written from a script behind --; in a file of points, a path relative to it"""
     model: Annotated[str, NAME] = ""
     """instead: resnet50, resnet101, inceptionv3 or vgg16"""
     model_images_per_s: Annotated[float, X] = 0.0

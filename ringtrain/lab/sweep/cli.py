@@ -1,6 +1,7 @@
 """ringtrain sweep: trains with many values of some options and reports the best.
 
     ringtrain sweep --space space.toml --trials 20 -H localhost:2 -- --config configs/digits.toml
+    ringtrain sweep --space space.toml --set "--lr={learning_rate}" -H localhost:2 -- python own.py
 
 Each trial is a ring on its own slots. Optuna keeps trials and results in the sweep's folder: the same command resumes
 an interrupted sweep.
@@ -17,15 +18,17 @@ from typing import Annotated, Any, Literal
 
 from ringtrain import config_io
 from ringtrain.cluster.launch_options import LaunchOptions
-from ringtrain.config import Config, option_types, value_of, with_values
+from ringtrain.config import Config, with_values
 from ringtrain.derived import lower_is_better
 from ringtrain.errors import HostsError, LaunchError, RunDirectoryError
 from ringtrain.lab import jobs, ranks, stats
+from ringtrain.lab.script import Script
 from ringtrain.lab.sweep import progress, runner, space
 from ringtrain.lab.sweep.study import FILE as STUDY_FILE
 from ringtrain.lab.sweep.study import Study, Trial
+from ringtrain.lab.sweep.trials import ConfiguredTrials, ScriptTrials, Trials
 from ringtrain.lab.tables import Table
-from ringtrain.options import AT_LEAST_0, AT_LEAST_1, FILE, Argument, N
+from ringtrain.options import AT_LEAST_0, AT_LEAST_1, FILE, NAME, Argument, N
 from ringtrain.run import setup
 
 DEFAULT_TRIALS = 20
@@ -51,6 +54,12 @@ class Options:
     """of each trial's ring"""
     ensemble: Annotated[int, Argument("K"), AT_LEAST_0] = 0
     """also evaluate the averaged prediction of the best K"""
+    set: Annotated[tuple[str, ...], Argument("TEMPLATE", is_repeated=True, may_be_option=True)] = ()
+    """arguments of the script with a trial's values, such as "--lr={learning_rate}"; may be repeated"""
+    monitor: Annotated[str, NAME] = ""
+    """metric to compare trials by (train.monitor; of a script val_loss)"""
+    folder: Annotated[str, Argument("DIR")] = ""
+    """of the sweep of a script (runs/sweep- and the name of its space)"""
 
 
 @dataclass(frozen=True)
@@ -75,14 +84,19 @@ def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
         0, or 128 + the number of the signal that ended the sweep.
     """
     refuse(start.launch)
-    base, path = config_io.read(start.train_args), Path(options.space)
-    if base.run.resume != "auto":
-        raise LaunchError("got run.resume: trials go on by themselves: leave it out; run.init_from gives weights")
-    found, began_s = space.read(path), time.monotonic()
-    setup.find(base)  # report a misspelt name before anything starts
-    for option in NAMES & found.keys():
-        for value in found[option].points() or ():
-            setup.find(with_values(base, {option: value}))
+    path, began_s = Path(options.space), time.monotonic()
+    script = Script.of(start.train_args)
+    found = space.read(path, for_script=script is not None)
+    job: Trials
+    if script is not None:
+        if options.ensemble:
+            raise LaunchError("got --ensemble with a script, whose test data it alone has: load its runs' model.keras")
+        job = ScriptTrials(script, options.set, options.monitor, [name for name in found if "." not in name])
+        folder = Path(options.folder or f"runs/sweep-{path.stem}")
+    else:
+        base = checked_base(options, start.train_args, found)
+        job = ConfiguredTrials(base)
+        folder = Path(base.run.directory) / (base.run.name or f"sweep-{path.stem}")
     points = space.grid(path, found) if options.sampler == "grid" else []
     most = min(options.trials or len(points), len(points)) if points else options.trials or DEFAULT_TRIALS
     hosts, num_ranks = start.hosts, options.ranks_per_trial
@@ -90,30 +104,46 @@ def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
     if num_ranks > num_slots:
         listed = ",".join(map(str, hosts))
         raise HostsError(f"got --ranks-per-trial {num_ranks}, but {num_slots} slots in all ({listed}): name more hosts")
-    monitor = base.train.monitor
+    monitor = job.monitor
     minimize = lower_is_better(monitor)
-    folder = Path(base.run.directory) / (base.run.name or f"sweep-{path.stem}")
     folder.mkdir(parents=True, exist_ok=True)
     with jobs.held(folder / "lock") as lock:
         if lock is None:
-            raise RunDirectoryError(f"{folder}: another ringtrain sweep works there: wait, or give another --run.name")
-        claim(folder, options, base, found)
-        study = Study(folder, found, options.sampler, options.prune, minimize, base.seed, points)
+            raise RunDirectoryError(f"{folder}: another ringtrain sweep works there: wait, or give another {job.fix}")
+        claim(folder, options, job, found)
+        study = Study(folder, found, options.sampler, options.prune, minimize, job.seed, points)
         before = {one.number for one in study.trials() if one.state != "running"}
         with progress.Shown(study, most, monitor) as shown:
             aim = "lowest" if minimize else "highest"
             shown.say(f"{most} trials in {folder}, for the {aim} {monitor} of the last epoch")
-            also = scales_rate(base, found)
+            also = scales_rate(job.base, found) if isinstance(job, ConfiguredTrials) else ""
             if also:
                 shown.say(also)
-            sweep = runner.Sweep(folder, study, base, most, num_ranks, hosts, start.launch_words, shown)
+            sweep = runner.Sweep(folder, study, job, most, num_ranks, hosts, start.launch_words, shown)
             sweep.go()
             if sweep.stopped_by:
                 name = signal.Signals(sweep.stopped_by).name
                 shown.say(f"stopped by {name}; the same command goes on")
                 return 128 + sweep.stopped_by
         wall_s, new = time.monotonic() - began_s, [one for one in study.trials() if one.number not in before]
-        return conclude(folder, study, base, options, found, speed_of(new, wall_s, num_slots // num_ranks), call)
+        return conclude(folder, study, job, options, found, speed_of(new, wall_s, num_slots // num_ranks), call)
+
+
+def checked_base(options: Options, words: Sequence[str], found: space.Space) -> Config:
+    """Configuration that all trials have in common. Raises an error for a misspelt name before anything starts."""
+    for flag, value in (("--set", options.set), ("--folder", options.folder)):
+        if value:
+            raise LaunchError(f"got {flag}, which is for a script after --: leave it out")
+    base = config_io.read(words)
+    if options.monitor:
+        base = with_values(base, {"train.monitor": options.monitor})
+    if base.run.resume != "auto":
+        raise LaunchError("got run.resume: trials go on by themselves: leave it out; run.init_from gives weights")
+    setup.find(base)
+    for option in NAMES & found.keys():
+        for value in found[option].points() or ():
+            setup.find(with_values(base, {option: value}))
+    return base
 
 
 def scales_rate(base: Config, found: space.Space) -> str:
@@ -145,17 +175,17 @@ def refuse(launch: LaunchOptions) -> None:
         raise LaunchError(f"got --launcher {launch.launcher}, expected mpirun, horovodrun or horovodrun-gloo")
 
 
-def claim(folder: Path, options: Options, base: Config, found: space.Space) -> None:
+def claim(folder: Path, options: Options, job: Trials, found: space.Space) -> None:
     """Records this sweep's settings in the folder, or checks that they match those on record."""
     own: dict[str, Any] = {f"space of {option}": vars(one) for option, one in found.items()}
     own |= {f"--{name.replace('_', '-')}": getattr(options, name) for name in ("sampler", "prune", "ranks_per_trial")}
-    own |= {option: value_of(base, option) for option in option_types() if not option.startswith("run.")}
+    own |= job.settings()
     if not (folder / STUDY_FILE).exists() and any(folder.glob("trial-*")):
         raise LaunchError(
             f"{folder}: holds trials without {STUDY_FILE}, which says what was done: delete it, or give another"
-            " --run.name"
+            f" {job.fix}"
         )
-    jobs.claim(folder / "sweep.json", own, "sweep")
+    jobs.claim(folder / "sweep.json", own, "sweep", job.fix)
 
 
 def speed_of(new: Sequence[Trial], wall_s: float, at_once: int) -> dict[str, Any]:
@@ -168,14 +198,14 @@ def speed_of(new: Sequence[Trial], wall_s: float, at_once: int) -> dict[str, Any
 def conclude(
     folder: Path,
     study: Study,
-    base: Config,
+    job: Trials,
     options: Options,
     found: space.Space,
     speed: Mapping[str, Any],
     call: ranks.Call,
 ) -> int:
     """Writes results, the best configuration and plots, and prints their paths."""
-    trials, best, monitor = study.trials(), study.best(), base.train.monitor
+    trials, best, monitor = study.trials(), study.best(), job.monitor
     progress.show(trials, best, monitor, list(found))
     results = {
         "monitor": monitor,
@@ -189,15 +219,9 @@ def conclude(
     if not best:
         reasons = sorted({str(one.facts.get("reason")) for one in trials if one.state == "failed"})
         raise LaunchError(f"none of {len(trials)} trials completed; e.g.: {reasons[0] if reasons else 'all pruned'}")
-    train = f"python -m ringtrain.train --config {folder / 'best.toml'}"
-    launch = f"ringtrain launch -np {options.ranks_per_trial} -- {train}"
-    made = f"# Made by ringtrain sweep: trial {best[0].number} of {len(trials)}, {monitor} {best[0].value}."
-    head = f"{made}\n#   {launch}\n"
-    unnamed = {"run.name": "", "run.directory": base.run.directory}
-    text = head + config_io.to_toml(with_values(base, {**best[0].values, **unnamed}))
-    (folder / "best.toml").write_text(text, encoding="utf-8")
+    launch = job.write_best(folder, best[0], len(trials), options.ranks_per_trial)
     pictures = progress.draw(folder, trials, monitor, study.minimize, found)
-    runs = [str(folder / f"trial-{one.number:04d}") for one in best]
+    runs = [str(run) for one in best for run in job.runs(folder / f"trial-{one.number:04d}")[-1:]]
     if speed["over_ideal"]:
         print(
             f"{speed['trials']} trials in {speed['wall_s']:.1f} s: {speed['over_ideal']:.3f} of the"

@@ -5,27 +5,24 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import shutil
 import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ringtrain import config_io
-from ringtrain.cluster import processes
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.restart import ASKED_TO_STOP
-from ringtrain.config import Config, with_values
+from ringtrain.config import nearest
 from ringtrain.errors import ConfigError
-from ringtrain.lab import jobs
+from ringtrain.lab import jobs, script
 from ringtrain.lab.jobs import Place
+from ringtrain.lab.sweep import trials
 from ringtrain.lab.sweep.progress import Shown
 from ringtrain.lab.sweep.study import Study
-from ringtrain.protocol.env import HOST_SLOTS
-from ringtrain.protocol.json_text import INVALID, parse_json
+from ringtrain.lab.sweep.trials import Trials
+from ringtrain.protocol.env import HOST_SLOTS, YIELDING
 
 POLL_S = 0.1
 SETTLE_S = 1.0  # a signal that ends a trial usually reaches this process as well, a moment later
@@ -38,7 +35,7 @@ class Running:
     trial: Any
     """Optuna trial"""
     values: Mapping[str, Any]
-    config: Config
+    folder: Path
     place: Place
     process: Any
     log: Path
@@ -46,8 +43,8 @@ class Running:
     epoch: int = 0
     """last reported epoch"""
     value: float | None = None
-    seen: tuple[float, int] = (0, 0)
-    """modification time and size of metrics.jsonl when last read"""
+    seen: Mapping[Path, tuple[float, int]] = field(default_factory=dict)
+    """modification time and size of each run's metrics.jsonl when last read"""
     stopped_at: int = 0
     """epoch at which the trial was pruned; 0: not pruned"""
 
@@ -73,16 +70,16 @@ class Sweep:
         self,
         folder: Path,
         study: Study,
-        base: Config,
+        job: Trials,
         most: int,
         num_ranks: int,
         hosts: Sequence[Host],
         launch_words: Sequence[str],
         shown: Shown,
     ) -> None:
-        self.folder, self.study, self.base, self.most, self.num_ranks = folder, study, base, most, num_ranks
+        self.folder, self.study, self.job, self.most, self.num_ranks = folder, study, job, most, num_ranks
         self.hosts, self.shown = hosts, shown
-        self.launch = [sys.executable, "-m", "ringtrain", "launch", *launch_words]
+        self.launch_words = launch_words
         self.free = {host.name: set(jobs.numbers(host)) for host in hosts}
         self.running: list[Running] = []
         self.waiting = study.interrupted()
@@ -141,31 +138,25 @@ class Sweep:
             if lock is None:
                 return False
             values = self.study.values(trial)
-            try:
-                config = with_values(
-                    self.base, {**values, "run.name": name, "run.directory": str(self.folder), "run.resume": "auto"}
-                )
-            except ConfigError as error:
-                self._finish(trial, values, "failed", reason=str(error))
-                return True
             own, log = self.folder / name, starts / f"{name}.log"
-            one = Running(trial, values, config, place, None, log)
+            one = Running(trial, values, own, place, None, log)
             kept = self.study.trials()[trial.number]
             one.epoch, one.stopped_at = kept.epochs, kept.facts.get("stopped_at", 0)
             if one.stopped_at:
                 self._finish(trial, values, "pruned")
                 return True
-            if jobs.is_done(own):
+            if self.job.is_done(own):
                 self._follow(one)
                 self._judge(one, 0)
                 return True
-            if own.exists() and not (own / "config.toml").exists():
-                shutil.rmtree(own)  # an earlier attempt ended after creating it
-            toml = starts / f"{name}.toml"
-            toml.write_text(config_io.to_toml(config), encoding="utf-8")
-            train = ["python", "-m", "ringtrain.train", "--config", str(toml)]
-            argv = [*self.launch, *jobs.words_of(place, self.hosts), "--", *train]
-            one.process = processes.start_beside(argv, self._environ(place), log, [lock])
+            try:
+                start = self.job.start(own, starts, values)
+            except ConfigError as error:
+                self._finish(trial, values, "failed", reason=str(error))
+                return True
+            words = [*self.launch_words, *jobs.words_of(place, self.hosts)]
+            environ = {**self._environ(place), **start.environ}
+            one.process = jobs.start_launch(words, start.command, environ, log, [lock])
         for host, taken in place.items():
             self.free[host] -= {*taken}
         self.running.append(one)
@@ -177,29 +168,32 @@ class Sweep:
     def _environ(self, place: Place) -> dict[str, str]:
         most = max(host.slots for host in self.hosts if host.name in place)
         # Ranks of several trials together fill a host.
-        full = {jobs.YIELDING: "1"} if most >= len(os.sched_getaffinity(0)) else {}
+        full = {YIELDING: "1"} if most >= len(os.sched_getaffinity(0)) else {}
         return {**full, **os.environ, HOST_SLOTS: str(most)}
 
     # ---- while it runs --------------------------------------------------------------------------------------------
 
     def _follow(self, one: Running) -> None:
         """Reports new epochs of a trial and stops it if Optuna prunes it."""
-        path = self.folder / one.config.run.name / "metrics.jsonl"
-        with contextlib.suppress(FileNotFoundError):
-            stat = path.stat()
-            if one.seen == (stat.st_mtime, stat.st_size):
-                return
-            one.seen = stat.st_mtime, stat.st_size
-            for epoch, value in jobs.epochs_of(path, self.base.train.monitor):
-                one.value = value
-                if epoch <= one.epoch:
-                    continue
-                one.epoch = epoch
-                enough = self.study.report(one.trial, epoch, math.nan if value is None else value)
-                if enough and not one.stopped_at and one.process and epoch < one.config.train.epochs:
-                    one.stopped_at = epoch
-                    one.trial.set_user_attr("stopped_at", epoch)
-                    one.process.send_signal(signal.SIGTERM)
+        runs = self.job.runs(one.folder)
+        seen: dict[Path, tuple[float, int]] = {}
+        for run in runs:
+            with contextlib.suppress(FileNotFoundError):
+                stat = (run / "metrics.jsonl").stat()
+                seen[run] = stat.st_mtime, stat.st_size
+        if one.seen == seen:
+            return
+        one.seen = seen
+        for epoch, value in trials.epochs_of(runs, self.job.monitor):
+            one.value = value
+            if epoch <= one.epoch:
+                continue
+            one.epoch = epoch
+            enough = self.study.report(one.trial, epoch, math.nan if value is None else value)
+            if enough and not one.stopped_at and one.process and epoch < self.job.num_epochs(one.values):
+                one.stopped_at = epoch
+                one.trial.set_user_attr("stopped_at", epoch)
+                one.process.send_signal(signal.SIGTERM)
 
     # ---- ending ---------------------------------------------------------------------------------------------------
 
@@ -215,14 +209,18 @@ class Sweep:
         self._judge(one, code)
 
     def _judge(self, one: Running, code: int) -> None:
-        rate = rate_of(self.folder / one.config.run.name)
+        runs = self.job.runs(one.folder)
+        rate = trials.rate_of(runs)
         facts: dict[str, Any] = {"seconds": round(one.seconds, 3), "where": one.where, "learning_rate": rate}
         if code and one.stopped_at:
             self._finish(one.trial, one.values, "pruned", **facts)
         elif code:
             self._finish(one.trial, one.values, "failed", reason=jobs.reason_of(one.log, code), **facts)
         elif one.value is None or not math.isfinite(one.value):
-            why = f"its last epoch has no {self.base.train.monitor}" if one.epoch else "it ended before its first epoch"
+            why = f"its last epoch has no {self.job.monitor}" if one.epoch else "it ended before its first epoch"
+            recorded = script.metrics_of(runs[-1]) if runs else []
+            if recorded and self.job.monitor not in recorded:
+                why = f"it has no {self.job.monitor}: {nearest(self.job.monitor, recorded)}"
             self._finish(one.trial, one.values, "failed", reason=why, **facts)
         else:
             self._finish(one.trial, one.values, "complete", one.value, **facts)
@@ -232,10 +230,3 @@ class Sweep:
     ) -> None:
         self.study.finish(trial, state, value, **facts)
         self.shown.ended(self.study.trials()[trial.number])
-
-
-def rate_of(folder: Path) -> float | None:
-    """Learning rate of a run after scaling by the global batch; None if rank 0 did not record one."""
-    with contextlib.suppress(OSError, *INVALID):
-        return float(parse_json((folder / "summary.json").read_text(encoding="utf-8"))["numbers"]["learning_rate"])
-    return None

@@ -1,5 +1,7 @@
 """Search space of a sweep: TOML file whose keys are options of ringtrain.train, each with a list of values or a range.
 
+For a script, names without a section are the script's own: learning_rate = [0.1, 0.01].
+
 "optimizer.name" = ["sgd", "adam"]
 
 [optimizer]
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -21,6 +23,7 @@ from typing import Any, get_type_hints
 from ringtrain.config import RULES, Config, nearest, option_types
 from ringtrain.config_io import checked, tables_of
 from ringtrain.errors import ConfigError
+from ringtrain.lab.script import check_option
 
 OF_THE_SWEEP = ("run.", "train.monitor")
 """options that identify trials or define their comparison"""
@@ -68,24 +71,55 @@ Space = Mapping[str, Choice | Range]
 """values or range of each option, by dotted name"""
 
 
-def read(path: Path) -> Space:
-    """Reads a search space."""
-    sections, types = get_type_hints(Config), option_types()
+def read(path: Path, for_script: bool = False) -> Space:
+    """Reads a search space.
+
+    Args:
+        for_script: Names without a section are the script's own values, others options of `ringtrain.fit`.
+    """
+    types = option_types()
     found: dict[str, Choice | Range] = {}
-    for name, value in tables_of(path).items():
-        nested = isinstance(value, dict) and name in sections and name not in types
-        for key, one in ({f"{name}.{key}": inner for key, inner in value.items()} if nested else {name: value}).items():
-            option = key.replace("-", "_")
-            if option not in types:
-                raise ConfigError(f"{path}: unknown option {key}: {nearest(option, list(types))}")
-            if option.startswith(OF_THE_SWEEP):
-                raise ConfigError(f"{path}: {key}: is the same for all trials of a sweep: give it after --")
-            if option in found:
-                raise ConfigError(f"{path}: {key}: stands there twice")
-            found[option] = (_choice if isinstance(one, list) else _range)(path, option, one, types[option])
+    for key, value in _entries(path):
+        option = key.replace("-", "_")
+        is_own = for_script and "." not in option
+        if for_script and not is_own:
+            check_option(option, str(path))
+        elif not is_own and option not in types:
+            raise ConfigError(f"{path}: unknown option {key}: {nearest(option, list(types))}")
+        if option.startswith(OF_THE_SWEEP):
+            raise ConfigError(f"{path}: {key}: is the same for all trials of a sweep: give it after --")
+        if option in found:
+            raise ConfigError(f"{path}: {key}: stands there twice")
+        kind = _kind_of(path, option, value) if is_own else types[option]
+        found[option] = (_choice if isinstance(value, list) else _range)(path, option, value, kind)
     if not found:
         raise ConfigError(f'{path}: got no option, expected e.g. "optimizer.learning-rate" = [0.001, 0.01]')
     return found
+
+
+def _entries(path: Path) -> Iterator[tuple[str, Any]]:
+    """Names and values of a file; those in a table of a section have its name before them."""
+    sections, types = get_type_hints(Config), option_types()
+    for name, value in tables_of(path).items():
+        is_section = isinstance(value, dict) and name in sections and name not in types
+        if is_section and not {*value} & {*OF_A_RANGE}:
+            for key, inner in value.items():
+                yield f"{name}.{key}", inner
+        else:
+            yield name, value
+
+
+def _kind_of(path: Path, name: str, value: Any) -> type:
+    """Type of a script's own values, which are text, numbers, or true and false."""
+    numbers = [number for key, number in value.items() if key != "log"] if isinstance(value, dict) else value
+    if not isinstance(numbers, list):
+        numbers = [numbers]
+    kinds = {type(number) for number in numbers}
+    if not kinds - {int, float}:
+        return float if float in kinds else int
+    if len(kinds) > 1 or not kinds <= {str, bool}:
+        raise ConfigError(f"{path}: {name}: got {value!r}, expected numbers, text, or true and false")
+    return kinds.pop()
 
 
 def grid(path: Path, space: Space) -> list[dict[str, Any]]:

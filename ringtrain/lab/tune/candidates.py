@@ -4,22 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ringtrain.config import Config, with_values
 from ringtrain.errors import ConfigError, LaunchError
 from ringtrain.lab import stats
-from ringtrain.lab.jobs import YIELDING
+from ringtrain.protocol.env import YIELDING
 
 LEVERS = ("controller", "yielding", "threads", "groups", "update", "fusion", "hierarchical", "compression")
 WITHIN_A_START = ("hvd.groups", "hvd.compression", "hvd.local_steps", "optimizer.jit")
 FEWER_BYTES = ({"hvd.compression": "fp16"}, {"hvd.compression": "powersgd:4"}, {"hvd.local_steps": 8})
+THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+"""variables with the threads of a script's rank, which TensorFlow reads when it starts"""
 FUSED = ("sgd",)
 """optimizers whose update is one kernel without XLA"""
 HIERARCHICAL = "HOROVOD_HIERARCHICAL_ALLREDUCE"
 OWN_TURNS = 3  # where each measurement is a separate start
 TURNS_WITHIN = 5
 SMALLEST_GAIN = 1.02
+AUTOTUNE = {  # Horovod's own samples ten steps five times over for each point: a trial would take minutes
+    "HOROVOD_AUTOTUNE": "1",
+    "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "1",
+    "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "2",
+    "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "8",
+}
 UNDECIDED = "not decided: the time is up"
 
 
@@ -47,7 +56,8 @@ class Choice:
 
     def text(self) -> str:
         """Formats as e.g. "hvd.groups=4"."""
-        told = [f"{name}={value}" for name, value in {**self.options, **self.environ}.items()]
+        environ = {name: value for name, value in self.environ.items() if name not in THREADS[1:]}
+        told = [f"{name}={value}" for name, value in {**self.options, **environ}.items()]
         return " ".join([*([f"--launcher {self.launcher}"] if self.launcher else []), *told]) or "as it was"
 
     def words(self) -> list[str]:
@@ -108,11 +118,23 @@ class Trial:
     """seconds for Horovod's autotuner instead"""
 
 
+def best_point(log: Path) -> dict[str, float]:
+    """Fusion and cycle time with which Horovod's autotuner was fastest, by the log that it has written; or empty."""
+    points: list[dict[str, float]] = []
+    if log.exists():
+        head, *rows = [line.split(",") for line in log.read_text(encoding="utf-8").splitlines()]
+        points = [dict(zip(head, map(float, row), strict=True)) for row in rows]
+    best = max(points, key=lambda point: point["score"], default={})
+    return {"fusion_mb": best["tensor_fusion_threshold"], "cycle_time_ms": best["cycle_time_ms"]} if best else {}
+
+
 class BudgetOver(Exception):
     """The remaining budget is too short for another start."""
 
 
-def next_lever(name: str, facts: Facts, config: Config, launcher: str, allow_compression: bool) -> Lever:
+def next_lever(
+    name: str, facts: Facts, config: Config, launcher: str, allow_compression: bool, is_script: bool = False
+) -> Lever:
     """Candidates worth trying for a tuning parameter, one of order()."""
     several_hosts = facts.num_ranks > facts.ranks_per_host
     fixed = config.hvd.deterministic or config.hvd.op == "adasum"
@@ -123,6 +145,10 @@ def next_lever(name: str, facts: Facts, config: Config, launcher: str, allow_com
     if name == "yielding":
         turned = {True: "0", False: "1", None: None}[facts.yields]
         return Lever(name, (Choice(environ={YIELDING: turned}),) if turned else ())
+    if name == "threads" and is_script:
+        few = {1, facts.threads // facts.ranks_per_host, facts.threads // 2} - {0, facts.threads}
+        candidates = tuple(Choice(environ=dict.fromkeys(THREADS, str(n))) for n in sorted(few))
+        return Lever(name, candidates if facts.threads else ())
     if name == "threads":
         numbers = {1, facts.threads // 2, facts.threads * 2} - {0, facts.threads}
         return Lever(name, tuple(Choice({"device.threads": n}) for n in sorted(numbers)) if facts.threads else ())
@@ -131,7 +157,8 @@ def next_lever(name: str, facts: Facts, config: Config, launcher: str, allow_com
         choices = tuple(Choice({"hvd.groups": n}) for n in sorted(numbers) if _is_valid(config, {"hvd.groups": n}))
         return Lever(name, () if fixed else choices)
     if name == "update":
-        useful = config.optimizer.name not in FUSED and not config.optimizer.jit and config.strategy.name == "ring"
+        is_fused = config.optimizer.name.lower() in FUSED
+        useful = not is_fused and not config.optimizer.jit and config.strategy.name == "ring"
         return Lever(name, (Choice({"optimizer.jit": True}),) if useful else ())
     if name == "fusion":
         smaller = () if fixed or config.hvd.fusion_mb == 1 else (Choice({"hvd.fusion_mb": 1.0}),)
@@ -177,13 +204,17 @@ Run = Callable[[Choice, Sequence[Choice], int], list[list[float]]]
 """images/s of one start per variant and round, from the choice for the start, its variants and the rounds"""
 
 
-def compare(lever: Lever, best: Choice, run: Run) -> list[Outcome]:
-    """Measures the candidates of a tuning parameter against the best so far; keeps at most one."""
+def compare(lever: Lever, best: Choice, run: Run, needs_starts: bool = False) -> list[Outcome]:
+    """Measures the candidates of a tuning parameter against the best so far; keeps at most one.
+
+    Args:
+        needs_starts: Every measurement is a start of its own.
+    """
     candidates = list(lever.candidates)
     ratios: list[list[float]] = [[] for _ in candidates]
     failed: dict[int, str] = {}
     try:
-        if any(choice.needs_start for choice in candidates):
+        if needs_starts or any(choice.needs_start for choice in candidates):
             alive = list(range(len(candidates)))
             for turn in range(OWN_TURNS):
                 if not alive:

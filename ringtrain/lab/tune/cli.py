@@ -1,6 +1,7 @@
 """ringtrain tune: measures which settings make a training faster and writes them as TOML.
 
     ringtrain tune -H localhost:2 --out tuned.toml -- --model.name cnn --data.name synthetic --train.batch-size 64
+    ringtrain tune -H localhost:2 --out tuned.json -- python own.py
 
 Tuning parameters are tried one by one, the largest expected gain first. The best so far and the candidates are measured
 alternately (A B A B ...), and a candidate replaces the best only if the ratios of these rounds are unambiguous.
@@ -11,18 +12,21 @@ from __future__ import annotations
 import dataclasses
 import math
 import shlex
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from ringtrain import config_io
-from ringtrain.config import nearest
+from ringtrain.config import Config, nearest, with_values
 from ringtrain.errors import LaunchError
-from ringtrain.lab import ranks, stats
+from ringtrain.lab import measured, ranks, stats
 from ringtrain.lab.options import seconds_of
+from ringtrain.lab.script import Script
 from ringtrain.lab.tables import Table
 from ringtrain.lab.tune.candidates import (
+    AUTOTUNE,
     LEVERS,
     UNDECIDED,
     BudgetOver,
@@ -30,13 +34,17 @@ from ringtrain.lab.tune.candidates import (
     Facts,
     Outcome,
     Trial,
+    best_point,
     compare,
     next_lever,
     order,
 )
 from ringtrain.options import FILE, LIST, Argument
+from ringtrain.protocol.for_script import Tuned
 
+BY = "ringtrain tune"
 BLOCK_S = 2.0
+BLOCKS = 3  # of a start of a script, of which the median counts
 BLOCK_WITHIN_S = 1.0
 SHORTEST_BLOCK_STEPS = 3  # one of them warms up
 GRAPH_S = 1.5  # to trace the graph of a further variant
@@ -54,7 +62,7 @@ class Options:
     budget: Annotated[str, Argument("TIME")] = "5m"
     """at most so long: 90s, 5m, 1h"""
     out: Annotated[str, FILE] = ""
-    """write the settings as TOML, for ringtrain.train --config"""
+    """write the settings: TOML for ringtrain.train --config; of a script JSON for ringtrain launch --tuned"""
     allow_compression: bool = False
     """keep compressed gradients or local steps if they are faster: numbers change"""
 
@@ -92,6 +100,9 @@ class Budget:
 class Trials:
     """Measures by starting ranks, within the budget."""
 
+    needs_starts = False
+    """whether every measurement is a start of its own"""
+
     def __init__(self, call: ranks.Call, train_args: Sequence[str], budget: Budget, say: Callable[[str], None]) -> None:
         self.call, self.train_args, self.budget, self.say = call, list(train_args), budget, say
         self.step_s = 0.0
@@ -126,9 +137,7 @@ class Trials:
         limit_s = max(1, int(FOR_RANKS * (self.budget.seconds - begin_s)))
         trial = dataclasses.replace(trial, limit_s=limit_s)
         try:
-            results = self.call(
-                on_ranks, trial, [*self.train_args, *choice.words()], 0, choice.environ, choice.launcher
-            )
+            results = self._measured(choice, trial)
         except LaunchError:
             if self.budget.spent_s - begin_s >= limit_s:  # the ranks exited at their time limit
                 raise BudgetOver from None
@@ -136,6 +145,51 @@ class Trials:
         ended()
         self.facts[choice.text()] = Facts(**results["facts"])
         return results
+
+    def _measured(self, choice: Choice, trial: Trial) -> dict[str, Any]:
+        """Results of one start; see measure.trial."""
+        words = [*self.train_args, *choice.words()]
+        results: dict[str, Any] = self.call(on_ranks, trial, words, 0, choice.environ, choice.launcher)
+        return results
+
+    def config(self, best: Choice) -> Config:
+        """Configuration with the best choice so far."""
+        return config_io.read([*self.train_args, *best.words()])
+
+
+class ScriptTrials(Trials):
+    """Measures by starting a script, once for each measurement."""
+
+    needs_starts = True
+
+    def __init__(self, start: ranks.Start, job: Script, budget: Budget, say: Callable[[str], None]) -> None:
+        super().__init__(lambda *_: None, (), budget, say)
+        self.start, self.job = start, job
+        self.optimizer = "adam"
+
+    def _measured(self, choice: Choice, trial: Trial) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory(prefix="ringtrain-tune-") as folder:
+            log = Path(folder, "autotune.csv")
+            environ = dict(choice.environ)
+            if trial.autotune_s:
+                environ |= {**AUTOTUNE, "HOROVOD_AUTOTUNE_LOG": str(log)}
+            results = measured.measure(
+                self.start,
+                self.job,
+                options=choice.options,
+                environ=environ,
+                launcher=choice.launcher,
+                limit_s=trial.limit_s,
+                turns=BLOCKS,
+                block_s=trial.block_s / BLOCKS,
+                seconds=trial.autotune_s,
+            )
+            self.optimizer = results["optimizer"]
+            speed = stats.Spread.of(results["rows_per_s"]).median
+            return {**results, "images_per_s": [[speed]], "autotuned": best_point(log)}
+
+    def config(self, best: Choice) -> Config:
+        return with_values(Config(), {"optimizer.name": self.optimizer, **best.options})
 
 
 def on_ranks(options: Trial, train_args: Sequence[str]) -> dict[str, Any]:
@@ -165,15 +219,15 @@ def search(
         if only and name not in only:
             continue
         facts = trials.facts.get(best.text(), facts)  # variants within one start share its facts
-        config = config_io.read([*trials.train_args, *best.words()])
-        lever = next_lever(name, facts, config, best.launcher or launcher, allow_compression)
+        config, used = trials.config(best), best.launcher or launcher
+        lever = next_lever(name, facts, config, used, allow_compression, is_script=trials.needs_starts)
         if lever.autotuned:
             try:
                 found = trials.autotuned(best)
             except (BudgetOver, LaunchError):
                 found = None
             lever = dataclasses.replace(lever, candidates=(*lever.candidates, *([found] if found else [])))
-        outcomes = compare(lever, best, trials.run) if lever.candidates else []
+        outcomes = compare(lever, best, trials.run, trials.needs_starts) if lever.candidates else []
         for outcome in outcomes:
             say(outcome)
             has_measured |= bool(outcome.ratios)
@@ -219,6 +273,16 @@ def launch_line(best: Choice, words: Sequence[str], told: Sequence[str]) -> str:
     return " ".join([*exported, shlex.join(["ringtrain", "launch", *words, *launcher, *forwarded, "--", *train])])
 
 
+def write_for_script(best: Choice, start: ranks.Start, script: Script, out: str, outcomes: Sequence[Outcome]) -> str:
+    """Writes the settings of a script, if there is a file for them; returns the command that launches with them."""
+    if not out:
+        return "give --out FILE to write these settings, for ringtrain launch --tuned FILE"
+    tuned = Tuned(by=BY, options=best.options, environ=best.environ, launcher=best.launcher)
+    tuned.write(Path(out), measured=rows(outcomes))
+    launcher = ["--launcher", best.launcher] if best.launcher else []
+    return shlex.join(["ringtrain", "launch", *start.launch_words, *launcher, "--tuned", out, "--", *script.command])
+
+
 def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
     """Searches, prints the outcomes and writes the TOML."""
     from rich.console import Console
@@ -229,7 +293,9 @@ def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
     for name in only:
         if name not in LEVERS:
             raise LaunchError(f"got --only {name}: {nearest(name, LEVERS)}")
-    config_io.read(start.train_args)  # report a mistake in it before anything starts
+    script = Script.of(start.train_args)
+    if script is None:
+        config_io.read(start.train_args)  # report a mistake in it before anything starts
     console = Console(stderr=True)
     columns = (
         TextColumn("tune"),
@@ -247,9 +313,16 @@ def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
                 print(f"tune: {budget.spent_s:.0f} s of {budget.seconds:.0f} s: {what}", file=console.file, flush=True)
 
         trials = Trials(call, start.train_args, budget, say)
+        if script is not None:
+            trials = ScriptTrials(start, script, budget, say)
         best = search(trials, options.allow_compression, start.launch.launcher, outcomes.append, only)
-    title = f"images/s over those of the best so far, median (p10 to p90), in {budget.spent_s:.0f} s"
+    unit = "images/s" if script is None else "rows/s"
+    title = f"{unit} over those of the best so far, median (p10 to p90), in {budget.spent_s:.0f} s"
     Table(("lever", "candidate", "ratio", "turns", "verdict"), rows(outcomes), title).show()
+    if script is not None:
+        print(f"best: {best.text()}")
+        print(write_for_script(best, start, script, options.out, outcomes))
+        return 0
     train = ["--config", options.out] if options.out else [*start.train_args, *best.words()]
     line = launch_line(best, start.launch_words, train)
     if options.out:

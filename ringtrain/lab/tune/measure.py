@@ -18,18 +18,11 @@ import numpy as np
 from ringtrain import config_io, hvd
 from ringtrain.config import Config
 from ringtrain.lab import ranks
-from ringtrain.lab.jobs import YIELDING
-from ringtrain.lab.tune.candidates import Trial
-from ringtrain.run import devices
+from ringtrain.lab.tune.candidates import AUTOTUNE, Trial, best_point
+from ringtrain.run import devices, measuring
 
 FIRST_STEPS = 3  # to trace the graph and time a step
 MAX_WARM_STEPS = 3  # of each block
-AUTOTUNE = {  # Horovod's own samples ten steps five times over for each point: a trial would take minutes
-    "HOROVOD_AUTOTUNE": "1",
-    "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "1",
-    "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "2",
-    "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "8",
-}
 
 
 class Ends(keras.callbacks.Callback):
@@ -85,32 +78,18 @@ def measure(variants: Sequence[Variant], block_s: float, turns: int, end_s: floa
 
 def autotune(variant: Variant, seconds: float, log: Path) -> dict[str, float]:
     """Best settings of Horovod's autotuner in the given seconds; rank 0's Horovod writes `log`. A collective."""
-    points: list[dict[str, float]] = []
     step_s = variant.block(FIRST_STEPS - 1, 1)
     end_s, over = time.perf_counter() + seconds, False
     while not over:
         variant.block(max(2, math.ceil(seconds / 6 / step_s)), 1)
         over = hvd.broadcast_object(time.perf_counter() > end_s, root_rank=0, name="ringtrain_trial_end")
-    if log.exists():
-        head, *rows = [line.split(",") for line in log.read_text(encoding="utf-8").splitlines()]
-        points = [dict(zip(head, map(float, row), strict=True)) for row in rows]
-    best = max(points, key=lambda point: point["score"], default={})
-    return {"fusion_mb": best["tensor_fusion_threshold"], "cycle_time_ms": best["cycle_time_ms"]} if best else {}
+    return best_point(log)
 
 
 def facts(variant: Variant, config: Config) -> dict[str, Any]:
     """Facts that decide which settings are worth trying."""
     pinning = devices.plan((), hvd.local_rank(), hvd.local_size(), config.device, *devices.count_cores(), "")
-    yields = os.environ.get(YIELDING) == "1"
-    open_mpi = hvd.mpi_enabled() and "OMPI_COMM_WORLD_SIZE" in os.environ
-    return {
-        "num_ranks": hvd.size(),
-        "ranks_per_host": hvd.local_size(),
-        "num_gradients": len(variant.model.trainable_variables),
-        "threads": 0 if keras.distribution.list_devices("gpu") else pinning.num_threads,
-        "nccl": bool(hvd.nccl_built()) and hvd.mpi_enabled(),
-        "yields": yields if open_mpi else None,
-    }
+    return measuring.facts_of(variant.model, pinning.num_threads)
 
 
 def trial(options: Trial, train_args: Sequence[str]) -> dict[str, Any]:

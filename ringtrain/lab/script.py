@@ -1,0 +1,84 @@
+"""A script with `ringtrain.fit` as the job of a command: the words after `--`, and the folders of its runs."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ringtrain import sources
+from ringtrain.config import nearest, option_types
+from ringtrain.errors import ConfigError, LaunchError
+from ringtrain.protocol.env import FOR_SCRIPT
+from ringtrain.protocol.for_script import ForScript
+from ringtrain.protocol.json_text import INVALID, parse_json
+
+
+@dataclass(frozen=True)
+class Script:
+    """Program whose ranks call `ringtrain.fit`."""
+
+    command: tuple[str, ...]
+
+    @classmethod
+    def of(cls, words: Sequence[str]) -> Script | None:
+        """Program of the words after `--`; None if they are options of ringtrain.train."""
+        if not words or words[0].startswith("-"):
+            return None
+        if "ringtrain.train" in words:
+            raise LaunchError("got the trainer after --, expected its options alone: -- --config FILE")
+        return cls(("python", *words) if words[0].endswith(".py") else tuple(words))
+
+    @property
+    def name(self) -> str:
+        """File of the script, or its first word."""
+        return next((Path(word).name for word in self.command if word.endswith(".py")), self.command[0])
+
+
+def variables(for_script: ForScript) -> dict[str, str]:
+    """Environment variables with which ranks read it."""
+    return {FOR_SCRIPT: for_script.to_json()}
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """Runs of a script's start, the first one first; those without a complete epoch are not among them."""
+    begins = {path.parent: _begin_s(path) for path in folder.glob("*/metrics.jsonl")}
+    return sorted(begins, key=lambda run: (begins[run], run.name))
+
+
+def _begin_s(metrics: Path) -> float:
+    """Unix time of the first record."""
+    with contextlib.suppress(OSError, *INVALID), open(metrics, encoding="utf-8") as file:
+        return float(parse_json(file.readline())["time_s"])
+    return math.inf
+
+
+def metrics_of(run: Path) -> list[str]:
+    """Names of the numbers that a run has recorded after its last epoch."""
+    with contextlib.suppress(OSError, *INVALID):
+        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [name for name, value in parse_json(lines[-1]).items() if isinstance(value, float)]
+    return []
+
+
+def check_option(option: str, source: str) -> None:
+    """Raises ConfigError for an option that is an argument of `fit`, or the script's own."""
+    if option in option_types() and option.startswith(sources.OPTIONS):
+        return
+    key = option.rpartition(".")[2]
+    if option not in option_types():
+        known = [name for name in option_types() if name.startswith(sources.OPTIONS)]
+        raise ConfigError(f"{source}: unknown option {option}: {nearest(option, known)}")
+    raise ConfigError(
+        f"{source}: {option}: is the script's own: name it {key}, and read ringtrain.trial()[{key!r}] or give"
+        f" --set '--{key.replace('_', '-')}={{{key}}}'"
+    )
+
+
+def divided(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Divides values by name into options of `ringtrain.fit`, which have a dot, and the script's own."""
+    options = {name: value for name, value in values.items() if "." in name}
+    return options, {name: value for name, value in values.items() if "." not in name}

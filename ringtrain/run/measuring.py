@@ -1,0 +1,210 @@
+"""Measures the steps of a script's first `fit` for a command such as `ringtrain tune`, and then ends the script."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ringtrain import hvd
+from ringtrain.config import changed_options
+from ringtrain.errors import ConfigError
+from ringtrain.protocol.env import YIELDING
+
+if TYPE_CHECKING:
+    from ringtrain.run.context import RunContext
+
+WARM_STEPS = 3
+FEWEST_CALLS = 4
+"""calls of an epoch from which on its first and its last one are not measured"""
+MOST_STEPS = 500
+"""steps of a block"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """What is measured: `protocol.for_script.ForScript.measure`."""
+
+    out: str
+    """file of the results, which rank 0 writes"""
+    turns: int = 3
+    """blocks of steps"""
+    steps: int = 0
+    """of a block; 0: as many as take block_s seconds"""
+    block_s: float = 1.0
+    seconds: float = 0.0
+    """seconds for blocks, whatever their number; 0: `turns` blocks"""
+    profile: bool = False
+    """record when each gradient is ready as well"""
+
+
+class Measuring(keras.callbacks.Callback):
+    """Times the steps on all ranks, from the end of one to the end of the next; must be last in the list.
+
+    Steps are those in the middle of epochs: the first fills the input pipeline, the last one may have fewer rows.
+    """
+
+    def __init__(self, run: RunContext, measure: Measure) -> None:
+        super().__init__()
+        self.run, self.measure = run, measure
+        self.block: list[float] = []
+        self.block_steps = 0  # not known until the warm-up has ended
+        self.rows_per_s: list[float] = []
+        self.ready_s: list[list[float]] = []
+        self.update_s: list[float] = []
+        self.begin_s = self.before_s = self.end_s = 0.0
+        self.calls = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.calls, self.before_s = 0, 0.0
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.begin_s = time.perf_counter()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        now_s, unix_s = time.perf_counter(), time.time()
+        seconds = now_s - (self.before_s or self.begin_s)
+        self.before_s = now_s
+        self.calls += 1
+        num_steps = self.run.numbers.steps_per_epoch
+        has_few = math.ceil(num_steps / self.model.steps_per_execution) < FEWEST_CALLS
+        if has_few or (self.calls > 1 and batch + 1 < num_steps):
+            self._add(seconds, unix_s)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        if self.run.callbacks.stop.stopped_by in ("SIGINT", "SIGTERM", "SIGUSR1"):
+            return
+        if self.block_steps and len(self.block) > 1:
+            self._end_block()
+        if not self.rows_per_s:
+            raise ConfigError(
+                f"ringtrain.fit: the first call ends after {self.run.clock.global_step} steps, which are too few to be"
+                f" measured: expected {FEWEST_CALLS * (WARM_STEPS + 2)} or more"
+            )
+        self._finish()
+
+    def _add(self, seconds: float, end_s: float) -> None:
+        """Adds a call of the step; ends the block, the measurement and the script if it was the last one."""
+        self.block.append(seconds)
+        if not self.block_steps:
+            if len(self.block) >= WARM_STEPS:
+                self._end_warm_up()
+            return
+        if self.measure.profile:
+            self._profile(end_s)
+        if len(self.block) >= self.block_steps:
+            self._end_block()
+            is_over = len(self.rows_per_s) >= self.measure.turns
+            if self.measure.seconds:
+                is_over = time.perf_counter() >= self.end_s
+            if hvd.broadcast_object(is_over, root_rank=0, name="ringtrain_measured"):
+                self._finish()
+            self.before_s = time.perf_counter()
+
+    def _end_warm_up(self) -> None:
+        steps = self.measure.steps
+        if not steps:
+            steps = min(MOST_STEPS, max(2, math.ceil(self.measure.block_s / min(self.block))))
+        self.block_steps = hvd.broadcast_object(steps, root_rank=0, name="ringtrain_block")
+        self.block = []
+        self.end_s = time.perf_counter() + self.measure.seconds
+        self.before_s = time.perf_counter()
+
+    def _end_block(self) -> None:
+        mean_s = statistics.fmean(self.block)
+        slowest_s = float(hvd.allreduce([mean_s], op=hvd.Max, name="ringtrain_measured_block")[0])
+        self.rows_per_s.append(self._rows / slowest_s)
+        self.block = []
+
+    @property
+    def _rows(self) -> int:
+        """Rows that a call trains on all ranks."""
+        return self.run.numbers.samples_per_step * int(self.model.steps_per_execution)
+
+    def _profile(self, end_s: float) -> None:
+        """Adds the times from the start of a step to each gradient, and that of the update."""
+        input_s, computed_s, _ = hvd.step_timing.PLACE.moments()
+        ready, _ = hvd.step_timing.PLACE.each()
+        self.ready_s.append([max(0.0, at_s - input_s) for at_s in ready])
+        self.update_s.append(max(0.0, end_s - computed_s))
+
+    def _finish(self) -> None:
+        """Writes the results, and ends the script on all ranks."""
+
+        def write() -> None:
+            if self.run.rank == 0:
+                Path(self.measure.out).write_text(json.dumps(self._results()), encoding="utf-8")
+
+        hvd.run_together(write)
+        raise SystemExit(0)
+
+    def _results(self) -> dict[str, Any]:
+        run = self.run
+        step_s = self._rows / statistics.median(self.rows_per_s)
+        num_threads = tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
+        results = {
+            "rows_per_s": self.rows_per_s,
+            "step_s": step_s,
+            "rows_per_step": self._rows,
+            "num_ranks": run.size,
+            "model": run.config.model.name,
+            "optimizer": run.config.optimizer.name,
+            "options": {name: str(value) for name, value in changed_options(run.config).items()},
+            "parts": run.step_timer.own_times() if run.step_timer else {},
+            "facts": facts_of(self.model, num_threads),
+        }
+        if self.measure.profile:
+            results["profile"] = self._profile_of(step_s)
+        return results
+
+    def _profile_of(self, step_s: float) -> Mapping[str, Any]:
+        """Step for `ringtrain forecast`; see lab.forecast.profile.Profile."""
+        rows = np.array(self.ready_s)
+        if not rows.size or not (rows > 0).any():
+            raise ConfigError(
+                "ringtrain.fit: no gradient of a step was recorded: a profile needs updates by the model's optimizer"
+            )
+        median_s = np.median(rows, axis=0)
+        computed = rows.max(axis=1)
+        compute_s = float(np.mean(computed))
+        by_path = {variable.path: variable for variable in self.model.trainable_variables}
+        gradients = []
+        for path, ready_s in zip(hvd.step_timing.PLACE.gradients, median_s, strict=True):
+            shape = tuple(map(int, by_path[path].shape))
+            ready_s = min(float(ready_s), compute_s)
+            gradients.append({"bytes": 4 * math.prod(shape), "ready_s": ready_s, "name": path, "shape": shape})
+        return {
+            "name": self.run.config.model.name,
+            "batch_size": self._rows,
+            "compute_s": compute_s,
+            "gradients": gradients,
+            "update_s": max(0.0, step_s - compute_s),
+            "step_s": computed.tolist(),
+        }
+
+
+def facts_of(model: keras.Model, num_threads: int) -> dict[str, Any]:
+    """Facts that decide which settings are worth trying; see lab.tune.candidates.Facts.
+
+    num_threads: Of this rank.
+    """
+    is_open_mpi = hvd.mpi_enabled() and "OMPI_COMM_WORLD_SIZE" in os.environ
+    yields = os.environ.get(YIELDING) == "1"
+    return {
+        "num_ranks": hvd.size(),
+        "ranks_per_host": hvd.local_size(),
+        "num_gradients": len(model.trainable_variables),
+        "threads": 0 if keras.distribution.list_devices("gpu") else num_threads,
+        "nccl": bool(hvd.nccl_built()) and hvd.mpi_enabled(),
+        "yields": yields if is_open_mpi else None,
+    }
