@@ -17,6 +17,7 @@ from ringtrain.errors import ConfigError
 from ringtrain.hvd.callbacks import refuse_other_batches
 from ringtrain.hvd.keras_patches import distributed
 from ringtrain.monitor import journal
+from ringtrain.protocol.for_script import ForScript
 from ringtrain.protocol.json_text import parse_json
 from ringtrain.run import console, evaluation, identity, model_state, resume
 from ringtrain.run.context import Job, Process, RunContext, Validation
@@ -173,6 +174,12 @@ class Run(keras.callbacks.Callback):
     def _config(self) -> Config:
         if self.batch_size < 1:
             raise ConfigError(f"hvd.callbacks.Run: got batch_size {self.batch_size}, expected at least 1")
+        command = ForScript.from_environment().by
+        if command:
+            raise ConfigError(
+                f"hvd.callbacks.Run: {command} chooses options and folders of ringtrain.fit: call that in place of"
+                " model.fit"
+            )
         for option in changed_options(self.options):
             if not option.startswith(OPTIONS) or option.startswith(ONLY_IN_FIT):
                 raise ConfigError(

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Annotated, NoReturn, get_args
 
 from ringtrain import config_io
-from ringtrain.cluster import processes
 from ringtrain.cluster.hosts import take
 from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.config import Config, nearest, option_types, value_of
@@ -103,9 +102,8 @@ def main(options: Options, start: ranks.Start, _: ranks.Call) -> int:
                     if earlier and all(one.error for one in earlier):  # it would fail again
                         continue
                     slots_of_others = slots if entry.name == ALONE else 1
-                    argv = ["ringtrain", "launch", *start.launch_words, *launch_words(entry.name, copies, servers)]
-                    argv = [sys.executable, "-m", *argv, "--", "python", "-m", "ringtrain.train", *told, *entry.words]
-                    trained.append(train_once(entry, seed, folder, argv, slots_of_others, lock))
+                    words = [*start.launch_words, *launch_words(entry.name, copies, servers)]
+                    trained.append(train_once(entry, seed, folder, words, told, slots_of_others, lock))
                     say(results.in_words(trained[-1]))
     finally:
         for number, handler in before.items():
@@ -174,11 +172,14 @@ def claim(folder: Path, base: Config, copies: int, servers: int, words: Sequence
     jobs.claim(folder / "compare.json", {"-np": copies, "--ps": servers, "launch": list(words), **own}, "comparison")
 
 
-def train_once(entry: Entry, seed: int, folder: Path, argv: Sequence[str], slots: int, lock: int) -> Result:
+def train_once(
+    entry: Entry, seed: int, folder: Path, words: Sequence[str], told: Sequence[str], slots: int, lock: int
+) -> Result:
     """Trains once, unless the run is finished. An interrupted run is deleted first, since its times are useless.
 
     Args:
-        argv: Launch command; seed and folder are added.
+        words: Options of ringtrain launch.
+        told: Options of ringtrain.train; the entry's, seed and folder are added.
         slots: Slots of the host; each of the run's ranks gets the share of the cores of one of them.
         lock: Held until all processes of the run have exited.
     """
@@ -189,8 +190,9 @@ def train_once(entry: Entry, seed: int, folder: Path, argv: Sequence[str], slots
     shutil.rmtree(own, ignore_errors=True)
     say(f"{entry.label}, seed {seed}: {own}")
     added = ["--seed", str(seed), "--run.directory", str(folder), "--run.name", name]
+    command = ["python", "-m", "ringtrain.train", *told, *entry.words, *added]
     environ: Mapping[str, str] = {**os.environ, HOST_SLOTS: str(slots)}
-    process = processes.start_beside([*argv, *added], environ, log, [lock])
+    process = jobs.start_launch(words, command, environ, log, [lock])
     try:
         code = process.wait()
     finally:

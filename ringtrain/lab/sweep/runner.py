@@ -218,6 +218,8 @@ class Sweep:
             self._finish(one.trial, one.values, "failed", reason=jobs.reason_of(one.log, code), **facts)
         elif one.value is None or not math.isfinite(one.value):
             why = f"its last epoch has no {self.job.monitor}" if one.epoch else "it ended before its first epoch"
+            if not runs:
+                why = "it has recorded no epoch: expected a script that calls ringtrain.fit"
             recorded = script.metrics_of(runs[-1]) if runs else []
             if recorded and self.job.monitor not in recorded:
                 why = f"it has no {self.job.monitor}: {nearest(self.job.monitor, recorded)}"

@@ -4,8 +4,10 @@ import os
 import sys
 
 TRAINING = (["-m", "ringtrain.train"], ["-m", "ringtrain.lab.ranks"])
+SCRIPT = os.path.join("tests", "ring", "own_trial.py")
 
-if "RINGTRAIN_TEST_WARM" in os.environ and sys.orig_argv[1:3] in TRAINING:
+is_script = any(word.endswith(SCRIPT) for word in sys.orig_argv[1:2])
+if "RINGTRAIN_TEST_WARM" in os.environ and (is_script or sys.orig_argv[1:3] in TRAINING):
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     import warm
 
