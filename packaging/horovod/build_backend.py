@@ -56,6 +56,10 @@ if (HERE / "PKG-INFO").exists():  # an sdist keeps its name: pip refuses a wheel
     NAME = re.search(r"^Name: (.+)$", (HERE / "PKG-INFO").read_text(), re.MULTILINE).group(1)
 BASE = f"{NAME.replace('-', '_')}-{VERSION}"
 ENTRY_POINTS = b"[console_scripts]\nhorovodrun = horovod.runner.launch:run_commandline\n"
+REQUIRES = ["cloudpickle", "packaging", "psutil", "pyyaml", "setuptools<81"]
+if NAME.endswith("-cu12"):
+    REQUIRES.append("nvidia-nccl-cu12<3")
+REQUIRES_DIST = "\n".join(f"Requires-Dist: {requirement}" for requirement in REQUIRES)
 METADATA = f"""\
 Metadata-Version: 2.1
 Name: {NAME}
@@ -69,11 +73,7 @@ Classifier: Programming Language :: Python :: 3.11
 Classifier: Programming Language :: Python :: 3.12
 Classifier: Programming Language :: Python :: 3.13
 Requires-Python: >=3.11,<3.14
-Requires-Dist: cloudpickle
-Requires-Dist: packaging
-Requires-Dist: psutil
-Requires-Dist: pyyaml
-Requires-Dist: setuptools<81
+{REQUIRES_DIST}
 Description-Content-Type: text/markdown
 
 """

