@@ -5,19 +5,24 @@ make release
 
 from __future__ import annotations
 
+import email
+import hashlib
 import re
 import subprocess
 import sys
+import tarfile
 import tempfile
 import venv
 from pathlib import Path
+
+import yaml
 
 from dist import ROOT, write_checksums
 from dist import main as write_dist
 
 
 def main() -> int:
-    """Writes dist/ with SHA256SUMS and NOTES.md, and lets twine check the metadata."""
+    """Writes dist/ with SHA256SUMS, NOTES.md and recipe.yaml, and lets twine check the metadata."""
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     version = re.search(r'^__version__ = "(.+)"$', (ROOT / "ringtrain/__init__.py").read_text(), re.MULTILINE).group(1)
     text = notes(changelog, version)
@@ -28,6 +33,7 @@ def main() -> int:
     dist = ROOT / "dist"
     check([*dist.glob("*.whl"), *dist.glob("*.tar.gz")])
     (dist / "NOTES.md").write_text(text, encoding="utf-8")
+    (dist / "recipe.yaml").write_text(recipe(version, dist / f"ringtrain-{version}.tar.gz"), encoding="utf-8")
     write_checksums(dist)
     print("dist/ is ready: CONTRIBUTING.md has what is left to do")
     return 0
@@ -40,6 +46,31 @@ def notes(changelog: str, version: str) -> str:
         received = newest.group(1) if newest else "none"
         raise SystemExit(f"CHANGELOG.md: newest section is {received}, expected {version}, ringtrain's version: add it")
     return newest.group(2).strip() + "\n"
+
+
+def recipe(version: str, sdist: Path) -> str:
+    """Recipe of ringtrain for conda, pure Python: TensorFlow, Open MPI and Horovod come by pip."""
+    with tarfile.open(sdist) as tar:
+        metadata = tar.extractfile(f"ringtrain-{version}/PKG-INFO").read().decode()
+    headers = email.message_from_string(metadata)
+    python = headers["Requires-Python"]
+    requirements = [text.replace(">=", " >=") for text in headers.get_all("Requires-Dist") if "extra ==" not in text]
+    install = "${{ PYTHON }} -m pip install . --no-deps --no-build-isolation"
+    entry_point = "ringtrain = ringtrain.cli:main"
+    sections = {
+        "schema_version": 1,
+        "package": {"name": "ringtrain", "version": version},
+        # For a channel, the address of the release in place of `path`.
+        "source": {"path": sdist.name, "sha256": hashlib.sha256(sdist.read_bytes()).hexdigest()},
+        "build": {"noarch": "python", "script": install, "python": {"entry_points": [entry_point]}},
+        "requirements": {
+            "host": [f"python {python}", "pip", "setuptools >=64"],
+            "run": [f"python {python}", *requirements],
+        },
+        "tests": [{"python": {"imports": ["ringtrain"], "pip_check": False}}, {"script": ["ringtrain --version"]}],
+        "about": {"summary": headers["Summary"], "license": headers["License"], "license_file": "LICENSE"},
+    }
+    return yaml.safe_dump(sections, sort_keys=False, width=120)
 
 
 def check(files: list[Path]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import hashlib
+import importlib.metadata
 import importlib.util
 import io
 import json
@@ -19,6 +21,7 @@ from types import ModuleType
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 import ringtrain
 from ringtrain.cluster import processes
@@ -96,6 +99,23 @@ def test_the_notes_of_a_release_are_the_changelogs_newest_section(monkeypatch: p
     with pytest.raises(SystemExit, match=r"newest section is 0\.2\.0, expected 0\.3\.0"):
         release.notes(changelog, "0.3.0")
     assert len(release.notes((ROOT / "CHANGELOG.md").read_text(), ringtrain.__version__)) > 1000
+
+
+def test_the_recipe_for_conda_follows_the_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "packaging"))
+    lines = [f"Requires-Dist: {text}\n" for text in importlib.metadata.requires("ringtrain") or []]
+    metadata = "".join(["License: Apache-2.0\nSummary: s\nRequires-Python: >=3.11,<3.14\n", *lines]).encode()
+    sdist = tmp_path / "ringtrain-0.1.0.tar.gz"
+    with tarfile.open(sdist, "w:gz") as tar:
+        member = tarfile.TarInfo("ringtrain-0.1.0/PKG-INFO")
+        member.size = len(metadata)
+        tar.addfile(member, io.BytesIO(metadata))
+    recipe = yaml.safe_load(module(ROOT / "packaging" / "release.py").recipe("0.1.0", sdist))
+    python, *requirements = recipe["requirements"]["run"]
+    assert python == "python >=3.11,<3.14"
+    needed = {Requirement(text) for text in importlib.metadata.requires("ringtrain") or [] if "extra" not in text}
+    assert {Requirement(text) for text in requirements} == needed and len(needed) > 2
+    assert recipe["source"] == {"path": sdist.name, "sha256": hashlib.sha256(sdist.read_bytes()).hexdigest()}
 
 
 def test_a_wheelhouse_has_all_that_training_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,8 @@ MEMORY_PER_RANK_MB = 1024  # TensorFlow, Keras and a small model take about 0.7 
 SHM_PER_RANK_MB = 64  # a container's default for all its ranks together, without --shm-size
 DISK_MB, DISK_TIGHT_MB = 1024, 10240
 OPEN_FILES, OPEN_FILES_PER_RANK = 1024, 8
-# TensorFlow's CUDA 12 runs from driver 525 on. Horovod with NCCL, as launch/setup.sh builds it, contains the CUDA 13
-# runtime, which needs 580: nvcc 13 is the only one on PyPI.
+# TensorFlow's CUDA 12 runs from driver 525 on. Horovod with NCCL, as launch/setup.sh builds it, contains kernels
+# compiled by nvcc 13, the only one on PyPI, which need 580.
 OLDEST_DRIVER, OLDEST_DRIVER_NCCL = 525, 580
 
 # ---- facts: these functions run on the hosts ---------------------------------------------------------------------
