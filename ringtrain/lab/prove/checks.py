@@ -368,7 +368,7 @@ def fails_on_ranks(num_ranks: int, error: str, suspects: Sequence[Suspect] = ())
 
 def _why_on_ranks(error: str, suspects: Sequence[Suspect]) -> str:
     """Likely reason why ranks fail, with the lines of the script."""
-    if any(words in error for words in ("data than", "other batches", "another batch")):
+    if any(words in error for words in ("data than", "data (fit", "other batches")):
         reason = "likely a data function that shuffles or draws without a seed, or divides the rows by itself"
         return f"; {reason}{named(suspects, 'order', 'random', roles=(*IN_DATA, 'callback'))}"
     if "out of step" in error:
