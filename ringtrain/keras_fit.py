@@ -215,7 +215,8 @@ def start(options: Config | Mapping[str, Any] | None = None, num_devices: int = 
     config = options_of("ringtrain.start", options)
     hvd.configure(config.hvd)
     hvd.init()
-    hvd.run_together(lambda: devices.pin_late(hvd.local_rank(), hvd.local_size(), config.device, num_devices))
+    place, one_thread = (hvd.local_rank(), hvd.local_size()), config.train.virtual_ranks > 0
+    hvd.run_together(lambda: devices.pin_late(*place, config.device, num_devices, one_thread))
 
 
 def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArguments) -> keras.callbacks.History:

@@ -9,6 +9,7 @@ tfrecords:      TFRecord files and their index
 make_tfrecords: command: images to TFRecords
 spark_rows:     rows that Spark streams to this rank
 arrays:         arrays as Keras' fit takes them, and a rank's rows of each global batch
+parts:          a rank's parts of a batch, and the header of its rows
 streams:        batches of a tf.data.Dataset, PyDataset or generator, and a rank's rows of each
 from_rank_0:    batches that rank 0 sends to the other ranks
 inputs:         training and validation data from arguments of Keras' fit
@@ -26,6 +27,7 @@ from ringtrain.config import DataConfig
 from ringtrain.data.arrays import Arrays, NoSamples, RowBatches
 from ringtrain.data.dataset import DataSet, Samples, Split, checksums
 from ringtrain.data.inputs import FitArguments, inputs, is_nest, shapes_of
+from ringtrain.data.parts import Header, Parts, rows_of
 from ringtrain.data.pipeline import dealt_batches, evaluation_batches, training_batches
 from ringtrain.data.sharding import evaluation_shard, part_of, training_shard
 from ringtrain.data.sources import PREPARE, source

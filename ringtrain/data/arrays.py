@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ringtrain.data import sharding
 from ringtrain.data.dataset import Split, spaced
+from ringtrain.data.parts import Header, Parts, header_arrays
 from ringtrain.data.pipeline import ahead
 
 if TYPE_CHECKING:
@@ -95,65 +96,71 @@ class NoSamples(Split):
 class RowBatches:
     """One rank's rows of each global batch of an epoch, the last and smaller one included.
 
-    A rank without a row in a batch, of which there are fewer than ranks, gets one of another rank, with the share 0.
+    A part without a row in a batch, of which there are fewer than parts, gets the batch's first one, with the share 0.
 
     Args:
         samples: Data whose `epoch_order` of global batches of 1 contains every sample.
         global_batch_size: Rows of a step on all ranks.
+        parts: That this rank trains.
         steps_per_epoch: Steps of an epoch, if several epochs share a pass over the data; None: a pass. An epoch does
             not go beyond the end of a pass.
+        has_header: Whether batches have a header even if all parts are equal, since other ranks may follow.
 
     Attributes:
         steps: Number of steps of a pass.
-        shares: float64 [steps]; this rank's rows of a step times the number of ranks, divided by all rows.
-        is_even: Whether all ranks have the same number of rows in every step. Batches then have no share.
-        has_empty_parts: Whether some rank has no row in some step.
+        is_even: Whether all parts have the same number of rows in every step. Batches then have no header.
+        has_empty_parts: Whether some part has no row in some step.
     """
 
     def __init__(
         self,
         samples: Split,
         global_batch_size: int,
-        rank: int,
-        size: int,
+        parts: Parts,
         seed: int,
         steps_per_epoch: int | None = None,
+        has_header: bool = False,
     ) -> None:
         import tensorflow as tf
 
         self.samples, self.global_batch_size, self.seed = samples, global_batch_size, seed
-        self.rank, self.size = rank, size
+        self.parts = parts
         self.position = 0, 0, 0
         """number of the pass; first step of it, and the step after the last one"""
         whole, self.rest = divmod(len(samples), global_batch_size)
-        per_step = [global_batch_size] * whole + [self.rest] * (self.rest > 0)
-        parts = [sharding.part_of(rows, rank, size) for rows in per_step]
-        self.steps = len(per_step)
+        sizes = [size for size, number in ((global_batch_size, whole), (self.rest, 1)) if size and number]
+        repeats = [number for size, number in ((global_batch_size, whole), (self.rest, 1)) if size and number]
+        self.steps = sum(repeats)
         self.steps_per_epoch = steps_per_epoch or self.steps
-        self.shares = np.array(
-            [(end - begin) * size / rows for (begin, end), rows in zip(parts, per_step, strict=True)], np.float64
-        )
-        self.is_even = not any(rows % size for rows in per_step)
-        self.has_empty_parts = min(per_step) < size
-        begin, end = parts[0]
+        self._header = header_arrays(parts, sizes, repeats)
+        self.is_even = not has_header and not any(size % parts.num for size in sizes)
+        self.has_empty_parts = min(sizes) < parts.num
+        num_own = len(parts.places(sizes[0]))
 
-        def of_epoch(function: Any, dtype: Any) -> tf.data.Dataset:
+        def of_epoch(function: Any, dtype: Any, shape: tuple[int | None, ...] = (None,)) -> tf.data.Dataset:
             # Called when an iterator is made: one pipeline serves all epochs.
             return tf.data.Dataset.range(1).flat_map(
                 lambda _: tf.data.Dataset.from_tensor_slices(
-                    tf.ensure_shape(tf.numpy_function(function, [], dtype), [None])
+                    tf.ensure_shape(tf.numpy_function(function, [], dtype), shape)
                 )
             )
 
         # Without a smaller batch the number of rows is part of the graph, as in Keras: it decides about last bits.
-        numbers = of_epoch(self._numbers, tf.int64).batch(max(1, end - begin), drop_remainder=not self.rest)
-        batches = samples.batches(numbers.map(lambda rows: (tf.constant(0, tf.int64), rows)), end - begin, seed)
+        is_fixed = not self.rest and not has_header
+        numbers = of_epoch(self._numbers, tf.int64).batch(num_own, drop_remainder=is_fixed)
+        batches = samples.batches(numbers.map(lambda rows: (tf.constant(0, tf.int64), rows)), num_own, seed)
         if not self.is_even:
-            batches = tf.data.Dataset.zip(of_epoch(self._shares, tf.float64), batches)
+            per_part = (None, len(parts.numbers))
+            shares = of_epoch(lambda: self._of_steps(self._header.shares), tf.float64, per_part)
+            lengths = of_epoch(lambda: self._of_steps(self._header.rows), tf.int64, per_part)
+            headers = tf.data.Dataset.zip(shares, lengths).map(
+                lambda share, rows: Header(share, rows, tf.zeros([], tf.float64))
+            )
+            batches = tf.data.Dataset.zip(headers, batches)
         self.dataset = ahead(batches)
 
     def __call__(self, epoch: int, first_step: int = 0) -> Iterator[Any]:
-        """Iterator over the batches of an epoch from a step on: (share, batch), or the batch alone if `is_even`."""
+        """Iterator over the batches of an epoch from a step on: (header, batch), or the batch alone if `is_even`."""
         number, begin = divmod(epoch * self.steps_per_epoch + first_step, self.steps)
         self.position = number, begin, begin + self.steps_per_epoch - first_step
         return iter(self.dataset)
@@ -167,17 +174,13 @@ class RowBatches:
             draw = np.random.default_rng([self.seed, epoch])
             whole, rest = draw.permuted(whole, axis=1), draw.permutation(rest)
         whole = whole[first_step:end]
-        parts = [whole[:, slice(*self._part(self.global_batch_size))].reshape(-1)]
+        found = [whole[:, self.parts.places(self.global_batch_size)].reshape(-1)]
         if self.rest and end == self.steps:
-            parts.append(rest[slice(*self._part(self.rest))])
-        return np.concatenate(parts)
+            found.append(rest[self.parts.places(self.rest)])
+        return np.concatenate(found)
 
-    def _shares(self) -> NDArray[np.float64]:
-        return self.shares[slice(*self.position[1:])]
-
-    def _part(self, rows: int) -> tuple[int, int]:
-        begin, end = sharding.part_of(rows, self.rank, self.size)
-        return (begin, end) if begin < end else (0, 1)
+    def _of_steps(self, values: NDArray[Any]) -> NDArray[Any]:
+        return values[slice(*self.position[1:])]
 
 
 def _sliceable(nest: Any, target: str) -> Any:

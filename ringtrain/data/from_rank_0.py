@@ -46,8 +46,6 @@ class StreamOfRank0(Stream):
     def __init__(self, source: Callable[[], Stream]) -> None:
         import tensorflow as tf
 
-        from ringtrain import hvd
-
         self._source: Any = None  # on other ranks
 
         def read() -> tuple[Any, ...]:
@@ -59,7 +57,6 @@ class StreamOfRank0(Stream):
         self.num_batches, self.batch_size, self.on_resume, self.may_end_early, self.is_endless = facts
         self.kind = f"{kind} of rank 0"
         self.dataset = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
-        self._cut = tf.function(lambda batch: cut(batch, hvd.rank(), hvd.size()), input_signature=[spec])
 
     def close(self) -> None:
         if self._source is not None:
@@ -68,6 +65,7 @@ class StreamOfRank0(Stream):
     def iterator(self, rows: tf.data.Dataset, epoch: int, first_step: int) -> Iterator[Any]:
         import tensorflow as tf
 
+        cut_own = tf.function(lambda batch: cut(batch, self.parts), input_signature=[self.dataset.element_spec])
         batches = None
         for number in itertools.count():
 
@@ -83,7 +81,7 @@ class StreamOfRank0(Stream):
                 return  # a last call with fewer batches
             if not batch:
                 raise tf.errors.OutOfRangeError(None, None, "rank 0 has no more batches")
-            yield self._cut(packed(self.dataset.element_spec, batch))
+            yield cut_own(packed(self.dataset.element_spec, batch))
 
 
 def read_on_rank_0(read: Callable[[], Any]) -> Any:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ringtrain.data import pipeline_graph
 from ringtrain.data.dataset import Split
+from ringtrain.data.parts import Header, Parts, header_of_shard, num_rows_of, rows_of
 from ringtrain.data.pipeline import ahead
 from ringtrain.errors import DataError
 
@@ -46,6 +47,7 @@ class Stream(Split):
     Attributes:
         num_batches: Of an epoch.
         steps_per_call: Batches that Keras' train_function reads at once.
+        parts: Of each batch that this rank trains.
         is_held_out: Whether these are validation data, of which each rank evaluates other batches.
         is_endless: Whether all epochs are one iteration.
         is_shard: Whether these are batches of one rank alone, instead of all ranks' together.
@@ -60,6 +62,7 @@ class Stream(Split):
     is_held_out = is_shard = is_endless = False
     why_rank_0 = ""
     steps_per_call = 1
+    parts = Parts(range(1), 1)
 
     def __init__(
         self, kind: str, dataset: tf.data.Dataset, steps: int | None = None, epochs: int = 1, batch_size: int = 1
@@ -227,19 +230,18 @@ class PyDatasetStream(Stream):
 class StreamRows:
     """One rank's rows of each batch of a stream, which all ranks read whole; as `RowBatches`.
 
-    On several ranks, a batch comes as (float64 [2], batch): the rank's share, and what must be equal on all ranks, the
-    fingerprint of the whole batch or, of a shard, the number of its rows.
+    Unless one rank trains all rows, a batch comes with a header, whose fingerprint must be equal on all ranks: that of
+    the whole batch or, of a shard, the number of its rows.
     """
 
-    def __init__(self, stream: Stream, rank: int, size: int, steps_per_call: int = 1) -> None:
+    def __init__(self, stream: Stream, parts: Parts, steps_per_call: int = 1, has_header: bool = False) -> None:
         self.stream, self.steps = stream, stream.num_batches
-        stream.steps_per_call = steps_per_call
-        self.is_even, self.has_empty_parts = size == 1, size > 1 and not stream.is_shard
+        stream.steps_per_call, stream.parts = steps_per_call, parts
+        self.is_even = parts.num == 1 and not has_header
+        self.has_empty_parts = parts.num > 1 and not stream.is_shard
         rows = stream.dataset
-        if size > 1 and stream.is_shard:
-            rows = rows.map(lambda *batch: _counted(batch[0] if len(batch) == 1 else batch))
-        elif size > 1:
-            rows = rows.map(lambda *batch: cut(batch[0] if len(batch) == 1 else batch, rank, size))
+        if not self.is_even:
+            rows = rows.map(lambda *batch: _with_header(batch[0] if len(batch) == 1 else batch, parts, stream.is_shard))
         self.dataset = ahead(rows)
 
     def __call__(self, epoch: int, first_step: int = 0) -> Iterator[Any]:
@@ -275,53 +277,26 @@ def num_rows(batch: Any) -> int:
     return int(next(leaf for leaf in keras.tree.flatten(batch) if leaf is not None).shape[0])
 
 
-def cut(batch: Any, rank: int, size: int) -> tuple[tf.Tensor, Any]:
-    """Share and fingerprint of a batch, float64 [2], and this rank's rows of it."""
+def _with_header(batch: Any, parts: Parts, is_shard: bool) -> tuple[Header, Any]:
+    return (header_of_shard(batch), batch) if is_shard else cut(batch, parts)
+
+
+def cut(batch: Any, parts: Parts) -> tuple[Header, Any]:
+    """This rank's rows of a batch, and their header with the fingerprint of the whole batch."""
     import tensorflow as tf
 
-    leaves = tf.nest.flatten(batch)
-    rows = _num_rows(leaves[0])
-    each, more = rows // size, rows % size
-    begin = rank * each + tf.minimum(tf.constant(rank, rows.dtype), more)
-    end = begin + each + tf.cast(rank < more, rows.dtype)
-    share = tf.cast(end - begin, tf.float64) * size / tf.cast(rows, tf.float64)
-    begin, end = tf.cond(begin < end, lambda: (begin, end), lambda: (tf.zeros_like(begin), tf.ones_like(end)))
-    fingerprint = tf.math.floormod(tf.add_n([_fingerprint(leaf) for leaf in leaves]), MODULUS)
-    part = tf.nest.map_structure(lambda leaf: _rows(leaf, begin, end), batch)
-    return tf.stack([share, tf.cast(fingerprint, tf.float64)]), part
+    header, part = parts.cut(batch)
+    fingerprint = tf.math.floormod(tf.add_n([_fingerprint(leaf) for leaf in tf.nest.flatten(batch)]), MODULUS)
+    return header._replace(fingerprint=tf.cast(fingerprint, tf.float64)), part
 
 
 def first_part(batch: Any, num_parts: int) -> Any:
     """The first rows of a batch, which has as many parts."""
     import tensorflow as tf
 
-    end = tf.maximum(_num_rows(tf.nest.flatten(batch)[0]) // num_parts, 1)
-    part = tf.nest.map_structure(lambda leaf: _rows(leaf, tf.zeros_like(end), end), batch)
+    end = tf.maximum(num_rows_of(tf.nest.flatten(batch)[0]) // num_parts, 1)
+    part = tf.nest.map_structure(lambda leaf: rows_of(leaf, tf.zeros_like(end), end), batch)
     return part if len(part) > 1 else part[0]
-
-
-def _counted(batch: Any) -> tuple[tf.Tensor, Any]:
-    import tensorflow as tf
-
-    rows = tf.cast(_num_rows(tf.nest.flatten(batch)[0]), tf.float64)
-    return tf.stack([tf.ones_like(rows), rows]), batch
-
-
-def _num_rows(leaf: Any) -> tf.Tensor:
-    import tensorflow as tf
-
-    if isinstance(leaf, tf.SparseTensor):
-        return leaf.dense_shape[0]
-    return leaf.nrows(out_type=tf.int64) if isinstance(leaf, tf.RaggedTensor) else tf.shape(leaf, tf.int64)[0]
-
-
-def _rows(leaf: Any, begin: tf.Tensor, end: tf.Tensor) -> Any:
-    import tensorflow as tf
-
-    if isinstance(leaf, tf.SparseTensor):
-        rest = leaf.dense_shape[1:]
-        return tf.sparse.slice(leaf, tf.concat([[begin], 0 * rest], 0), tf.concat([[end - begin], rest], 0))
-    return leaf[begin:end]
 
 
 def _fingerprint(leaf: Any) -> tf.Tensor:

@@ -100,6 +100,7 @@ from ringtrain.hvd.batch_norm import (
     average_moving_statistics,
     batch_norm_layers,
     draws_globally,
+    forget_global_seed,
     global_seed,
     is_shared,
     layers_own_variables,

@@ -122,6 +122,11 @@ def global_seed(create: bool = False) -> list[Any]:
     return [] if generator is None else [generator.state]
 
 
+def forget_global_seed() -> None:
+    """Removes Keras' global seed generator: the next one begins from the global seed again."""
+    global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, None)
+
+
 def draws_globally(model: keras.Model, input_shape: Sequence[int]) -> bool:
     """Returns whether a model draws random numbers without a seed of their own in training. Changes no variable."""
     had_one = bool(global_seed())
@@ -129,7 +134,7 @@ def draws_globally(model: keras.Model, input_shape: Sequence[int]) -> bool:
     forward = tf.function(lambda rows: model(rows, training=True), autograph=False)
     graph = forward.get_concrete_function(tf.TensorSpec((2, *input_shape), tf.float32)).graph
     if not had_one:
-        global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, None)
+        forget_global_seed()
     return any(outside is state.value.handle for outside, _ in graph.captures)
 
 

@@ -63,6 +63,11 @@ def has_own_step(model: keras.Model) -> bool:
     return has_layer(model, OWN) or (found is not None and found is not vars(model).get(COMPOSED))
 
 
+def is_own(model: keras.Model) -> bool:
+    """Returns whether a model trains by another step than Keras'."""
+    return type(model).train_step is not keras.Model.train_step or has_own_step(model)
+
+
 @contextlib.contextmanager
 def unchanged_afterwards(model: keras.Model) -> Iterator[None]:
     """Context after which a model's training step has the layers that it had before."""

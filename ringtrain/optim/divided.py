@@ -115,7 +115,7 @@ def _compare(model: keras.Model, batch: Any, rows: Callable[[int, int], Any] | N
     def step(batch: Any) -> tuple[list[Any], Any]:
         gradients.clear()
         halves.divisors.clear()
-        with halves.in_step():
+        with halves.in_step(None):
             model.train_step(batch)
         missing = [tf.constant(0.0, tf.float64)] * (MAX_DIVISORS - len(halves.divisors))
         return list(gradients), tf.stack([*halves.divisors, *missing])
@@ -257,19 +257,18 @@ class _Halves(LossWeights):
     """
 
     def __init__(self, model: keras.Model) -> None:
-        super().__init__(model, share=None)
-        self.is_divided = True
+        super().__init__(model, lambda: self.size, self._total)
         self.size = tf.Variable(1.0, trainable=False, dtype=tf.float64)
         self.totals = tf.Variable(np.ones(MAX_DIVISORS), trainable=False)
         self.divisors: list[Any] = []
 
     def __enter__(self) -> None:
-        self.replace()
+        self.replace(None)
 
     def __exit__(self, *_: object) -> None:
         self.restore()
 
-    def _total(self, divisor: Any) -> Any:
+    def _total(self, divisor: Any, _: str) -> Any:
         place = len(self.divisors)
         self.divisors.append(divisor)
         return tf.where(self.size == 1, divisor, self.totals[place])

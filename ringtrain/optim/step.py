@@ -16,18 +16,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import keras
 import tensorflow as tf
 
 from ringtrain import hvd
+from ringtrain.data.parts import Header, rows_of
 from ringtrain.errors import ConfigError
 from ringtrain.hvd import train_step
 from ringtrain.hvd.keras_patches import innermost, layers_of, set_untracked
+from ringtrain.hvd.reduction import scaled
 from ringtrain.hvd.step_timing import PLACE
-from ringtrain.optim.uneven import LossWeights
+from ringtrain.optim import own_step
+from ringtrain.optim.uneven import LossWeights, sum_over_ranks
 
 SEED_STEP = 7_368_787
 """prime by which the seeds of neighbours differ"""
@@ -41,13 +44,40 @@ class StepResult(NamedTuple):
     moving: list[Any]
     counters: list[Any]
     metrics: list[Any]
+    logs: list[Any]
+    """means over rows that a `train_step` returns besides metrics: float64 [], by name in order"""
+    share: Any = None
+    """float64 []: rows of the part times the number of parts, divided by all rows; None: 1"""
+
+    def summands(self, is_first: Any) -> list[list[Any]]:
+        """Statistics, counters, metrics and logs, multiplied so that the parts' sums are those of all rows."""
+        share = 1.0 if self.share is None else self.share
+        has_rows = 1.0 if self.share is None else share > 0
+        return [
+            [scaled(value, share) for value in self.moving],
+            [value * tf.cast(is_first, value.dtype) for value in self.counters],
+            [scaled(value, has_rows) for value in self.metrics],
+            [scaled(value, share) for value in self.logs],
+        ]
 
 
 class Sums(Protocol):
-    """How the parts of all ranks are added up."""
+    """How the parts of all ranks are added up.
+
+    Attributes:
+        is_one_part: Whether each rank has one part, so that a step of the model's own can update by itself.
+    """
+
+    is_one_part: bool
 
     def numbers(self, step: Step) -> Sequence[Any]:
         """Numbers of the parts that this rank's rows consist of; each has random numbers of its own."""
+
+    def count(self) -> Any:
+        """Number of the parts of all ranks: float64 []."""
+
+    def over_parts(self, divisor: Any, loss: str) -> Any:
+        """Sum over the parts of all ranks of a loss' divisor, float64 [], within the forward pass. Collective."""
 
     def totals(self, step: Step, parts: Sequence[StepResult]) -> StepResult:
         """Averaged gradients, and moving statistics, counters and metrics of all rows together. Collective."""
@@ -57,49 +87,63 @@ class Step:
     """Training step of a compiled and built model on all ranks; the model trains by it while it is installed.
 
     Args:
-        has_shares: Whether batches come as (share, batch), since the ranks' numbers of rows differ; see
-            `hvd.weigh_gradients`.
-        has_empty_parts: Whether a share can be 0. The row in its place then changes no metric and no statistic.
         sums: How statistics and metrics are summed with the gradients. None: each rank has its own.
 
     Attributes:
-        fingerprint: Of all batches so far, if they come as ([share, fingerprint], batch); below 2 ** 31.
+        fingerprint: Of all batches so far, if they have one; below 2 ** 31.
     """
 
-    def __init__(
-        self,
-        model: keras.Model,
-        has_shares: bool = False,
-        has_empty_parts: bool = False,
-        sums: Sums | None = None,
-    ) -> None:
+    share: tf.Variable | None = None
+    """of this rank, where each rank has statistics of its own"""
+    has_header = has_empty_parts = False
+
+    def __init__(self, model: keras.Model, sums: Sums | None = None) -> None:
         self.model = model
-        self.has_empty_parts = has_empty_parts
         self.sums = sums
+        self.has_own = train_step.is_own(model)
         self._inner: train_step.TrainStep
         """the step without this layer"""
-        self.share = tf.Variable(1.0, trainable=False, dtype=tf.float64) if has_shares else None
         self.fingerprint = tf.Variable(0.0, trainable=False, dtype=tf.float64)
-        self._losses = LossWeights(model, self.share)
+        if sums is None:
+            self._losses = LossWeights(model, hvd.size, sum_over_ranks, is_divided=hvd.size() > 1)
+        else:
+            self._losses = LossWeights(model, sums.count, sums.over_parts)
         if sums is not None:
-            self._prepare_sums()
+            self._prepare_sums(sums)
+
+    def divide(self, has_header: bool, has_empty_parts: bool) -> None:
+        """Declares how batches come, before the model trains.
+
+        Args:
+            has_header: As (`data.Header`, batch), since parts have different numbers of rows, or ranks compare what
+                they have read.
+            has_empty_parts: A share can be 0. The row in its place then changes no metric and no statistic.
+        """
+        self.has_header, self.has_empty_parts = has_header, has_empty_parts
+        if has_header and self.sums is None:
+            self.share = tf.Variable(1.0, trainable=False, dtype=tf.float64)
 
     def __enter__(self) -> Step:
         train_step.wrap(self.model, "ranks", self._around)
         if self.sums is None:
-            self._losses.replace()
+            self._losses.replace(self.share)
+        elif self.has_header:
+            self._losses.replace(None)
         return self
 
     def __exit__(self, *_: object) -> None:
         train_step.unwrap(self.model, "ranks")
-        if self.sums is None:
-            self._losses.restore()
+        self._losses.restore()
 
     def _around(self, inner: train_step.TrainStep) -> train_step.TrainStep:
         self._inner = inner
         if self.sums is None:
             return self._of_this_rank
         return functools.partial(self._of_all_ranks, self.sums)
+
+    def _note(self, header: Header) -> None:
+        """Adds a batch's fingerprint to that of all batches."""
+        self.fingerprint.assign(tf.math.floormod(self.fingerprint * 31 + header.fingerprint, tf.int32.max))
 
     # ---- each rank has statistics, seeds and metrics of its own; the optimizer reduces ------------------------------
 
@@ -108,16 +152,13 @@ class Step:
         # The share of this rank in the batch, which weighs its gradients.
         if self.share is not None:
             header, data = data
-            share = header
-            if header.shape.rank:
-                share, fingerprint = header[0], header[1]
-                self.fingerprint.assign(tf.math.floormod(self.fingerprint * 31 + fingerprint, tf.int32.max))
-            self.share.assign(share)
+            self._note(header)
+            self.share.assign(header.shares[0])
 
         # A rank without rows trains a placeholder row with the weight 0: what it changes is set back.
         changed = self._changed_by_a_row() if self.has_empty_parts else []
         before = [tf.identity(variable.value) for variable in changed]
-        with self._losses.in_step():
+        with self._losses.in_step(self.share):
             logs = self._inner(data)
         for variable, value in zip(changed, before, strict=True):
             variable.assign(tf.where(self.share > 0, variable.value, value))  # type: ignore[operator]
@@ -132,7 +173,7 @@ class Step:
 
     # ---- statistics, seeds and metrics are summed with the gradients -----------------------------------------------
 
-    def _prepare_sums(self) -> None:
+    def _prepare_sums(self, sums: Sums) -> None:
         model = self.model
         for layer in layers_of(model):
             if isinstance(layer, keras.layers.SpectralNormalization):
@@ -145,10 +186,15 @@ class Step:
         self.moving = [variable for variable in own if keras.backend.is_float_dtype(variable.dtype)]
         self.counters = [variable for variable in own if keras.backend.is_int_dtype(variable.dtype)]
         self.seeds = hvd.seeds(model)
-        self.weights = list(model.trainable_weights)
         self.metrics = list(model.metrics_variables)
         self.changed = [*hvd.layers_own_variables(model), *self.seeds, *self.metrics]
-        """variables besides weights and optimizer, which the forward pass changes"""
+        """variables that a step changes before all of its sums are there"""
+        self.weights = list(model.trainable_weights)
+        """whose gradients are summed here; []: the model's own step updates, and is undone as a whole"""
+        if self.has_own and sums.is_one_part:
+            slots = [variable for optimizer in hvd.optimizers_of(model) for variable in optimizer.variables]
+            self.changed = list({id(one): one for one in (*model.weights, *slots, *self.changed)}.values())
+            self.weights = []
         self._before = [tf.Variable(variable.value, trainable=False) for variable in self.changed]
         self._is_under_way = tf.Variable(False, trainable=False)
         hvd.share_state(model)
@@ -164,7 +210,11 @@ class Step:
 
     def _of_all_ranks(self, sums: Sums, batch: Any) -> Any:
         """A step of the model with this rank's rows, after which all ranks hold the same."""
-        model, optimizer = self.model, self.model.optimizer
+        optimizer = self.model.optimizer
+        header: Header | None = None
+        if self.has_header:
+            header, batch = batch
+            self._note(header)
 
         # Keep what the forward pass changes, then note that a step is under way.
         kept = []
@@ -183,8 +233,11 @@ class Step:
         # Gradients and sums of each part of this rank's rows, then of all ranks'.
         numbers = sums.numbers(self)
         parts = []
+        logs: Mapping[str, Any] = {}
         for place, number in enumerate(numbers):
-            parts.append(self._part(batch, place, len(numbers), number, before))
+            rows = _rows_of_part(batch, place, len(numbers), header)
+            part, logs = self._part(rows, number, before, header.shares[place] if header else None)
+            parts.append(part)
         PLACE.note("computed", [part.gradients for part in parts])
         total = sums.totals(self, parts)
 
@@ -192,7 +245,9 @@ class Step:
         flat = [tensor for tensor in tf.nest.flatten(total, expand_composites=True) if tensor is not None]
         with tf.control_dependencies(flat), innermost(optimizer).reduced_before():
             pairs = zip(total.gradients, self.weights, strict=True)
-            optimizer.apply_gradients([(gradient, weight) for gradient, weight in pairs if gradient is not None])
+            given = [(gradient, weight) for gradient, weight in pairs if gradient is not None]
+            if self.weights:
+                optimizer.apply_gradients(given)
             for variable, value in zip(self.moving, total.moving, strict=True):
                 variable.assign(value)
             for variable, value in zip(self.counters, total.counters, strict=True):
@@ -202,76 +257,127 @@ class Step:
             for seed in self.seeds:
                 seed.assign(seed.value - seed_of(numbers[-1]))
             self._is_under_way.assign(False)
-        return model.get_metrics_result()
+        return self._logs_of_all(logs, total.logs)
 
-    def _part(self, batch: Any, place: int, count: int, number: Any, before: dict[int, Any]) -> StepResult:
-        """Gradients of a part of the rows, and the statistics, counters and metrics to which it leads."""
+    def _logs_of_all(self, logs: Mapping[str, Any], means: Sequence[Any]) -> Any:
+        """Logs of a step of all ranks, given a part's, and the means over all rows of those that are no metrics."""
+        results = self.model.get_metrics_result()
+        if not self.has_own:
+            return results
+        others = dict(zip(self._names_besides_metrics(logs), means, strict=True))
+        return {name: others[name] if name in others else results[name] for name in logs}
 
-        def rows_of(tensor: Any) -> Any:
-            if tensor is None:
-                return None
-            length = (tensor.shape[0] or tf.shape(tensor)[0]) // count
-            return tensor[place * length : (place + 1) * length]
+    def _names_besides_metrics(self, logs: Mapping[str, Any]) -> list[str]:
+        results = self.model.get_metrics_result()
+        return [name for name in logs if name not in results]
 
+    def _part(self, rows: Any, number: Any, before: dict[int, Any], share: Any) -> tuple[StepResult, Any]:
+        """Gradients of a part of the rows, and the statistics, counters, metrics and logs to which it leads."""
         for variable in [*self.moving, *self.counters]:
             variable.assign(before[id(variable)])
         for seed in self.seeds:
             seed.assign(before[id(seed)] + seed_of(number))
         for metric in self.metrics:
             metric.assign(tf.zeros_like(before[id(metric)]))
-        with self._gradients_kept() as gradients:
-            self._inner(keras.tree.map_structure(rows_of, batch))
-        return StepResult(
+        begun = own_step.num_operations()
+        updates = self._gradients_kept() if self.weights else self.weighed(share)
+        with self._losses.in_step(share), updates as gradients:
+            logs = self._inner(rows)
+        means = []
+        if self.has_own:
+            if self.weights:
+                own_step.refuse_effects(self.model, begun, [*self.moving, *self.counters, *self.seeds, *self.metrics])
+            means = [tf.cast(logs[name], tf.float64) for name in self._names_besides_metrics(logs)]
+        result = StepResult(
             gradients=[gradients.get(id(weight)) for weight in self.weights],
             moving=[variable.value + 0 for variable in self.moving],
             counters=[variable.value + 0 for variable in self.counters],
             metrics=[variable.value + 0 for variable in self.metrics],
+            logs=means,
+            share=share,
         )
+        return result, logs
+
+    @contextlib.contextmanager
+    def weighed(self, share: Any) -> Iterator[dict[int, Any]]:
+        """Context in which the optimizers weigh this rank's gradients."""
+        reductions = [innermost(optimizer).reduction for optimizer in hvd.optimizers_of(self.model)]
+        before = [reduction.share for reduction in reductions]
+        for reduction in reductions:
+            reduction.share = share
+        try:
+            yield {}
+        finally:
+            for reduction, earlier in zip(reductions, before, strict=True):
+                reduction.share = earlier
 
     @contextlib.contextmanager
     def _gradients_kept(self) -> Iterator[dict[int, Any]]:
         """Context in which the optimizer keeps the gradients, by the weight's id, instead of applying them."""
         optimizer, kept = self.model.optimizer, dict[int, Any]()
 
-        def keep(grads_and_vars: Any) -> None:
-            kept.update((id(variable), gradient) for gradient, variable in grads_and_vars)
+        def keep(pairs: Any) -> None:
+            if kept:
+                what = f"{own_step.named(self.model)} updates weights more than once in a step"
+                raise ConfigError(f"{what}: {own_step.ADVICE}")
+            kept.update((id(variable), gradient) for gradient, variable in pairs)
 
-        before = vars(optimizer).pop("apply_gradients", None)  # which a script may have set on the object
-        set_untracked(optimizer, apply_gradients=keep)
+        def keep_lists(gradients: Any, variables: Any = None) -> None:
+            given = self.model.trainable_weights if variables is None else variables
+            keep(zip(gradients, given, strict=True))
+
+        names = {"apply_gradients": keep, "apply": keep_lists}
+        before = {name: vars(optimizer).pop(name) for name in names if name in vars(optimizer)}  # a script's own
+        set_untracked(optimizer, **names)
         try:
             yield kept
         finally:
-            del vars(optimizer)["apply_gradients"]
-            if before is not None:
-                set_untracked(optimizer, apply_gradients=before)
+            for name in names:
+                del vars(optimizer)[name]
+            if before:
+                set_untracked(optimizer, **before)
 
 
 class SumsOverRanks:
     """Sums by allreduce, of one part per rank, for any number of ranks: it may change between two steps."""
 
+    is_one_part = True
+
     def numbers(self, step: Step) -> Sequence[Any]:
         return [tf.cast(hvd.rank_op(), tf.int64)]
+
+    def count(self) -> Any:
+        return tf.cast(hvd.size_op(), tf.float64)
+
+    def over_parts(self, divisor: Any, loss: str) -> Any:
+        return sum_over_ranks(divisor, loss)
 
     def totals(self, step: Step, parts: Sequence[StepResult]) -> StepResult:
         (part,) = parts  # of this rank
         inner, reduction = innermost(step.model.optimizer), step.reduction
-        share = tf.cast(1.0 if reduction.share is None else reduction.share.read_value(), tf.float64)
+        share = part.share
+        if share is None:
+            share = tf.cast(1.0 if reduction.share is None else reduction.share.read_value(), tf.float64)
         given = [place for place, gradient in enumerate(part.gradients) if gradient is not None]
         weights = [step.weights[place] for place in given]
         gradients: list[Any] = [None] * len(part.gradients)
-        reduced = inner.reduce(inner.weighted([part.gradients[place] for place in given], weights), weights)
-        for place, gradient in zip(given, reduced, strict=True):
-            gradients[place] = gradient
-        rank, size = hvd.rank_op(), tf.cast(hvd.size_op(), tf.float64)
-        # A rank without rows has computed a placeholder row: its factor is 0.
-        own = [
-            *(value * tf.cast(share / size, value.dtype) for value in part.moving),
-            *(value * tf.cast(rank == 0, value.dtype) for value in part.counters),
-            *(value * tf.cast(share > 0, value.dtype) for value in part.metrics),
+        if given:
+            with step.weighed(share):
+                own = inner.weighted([part.gradients[place] for place in given], weights)
+            for place, gradient in zip(given, inner.reduce(own, weights), strict=True):
+                gradients[place] = gradient
+
+        # A rank without rows has computed a placeholder row, which counts 0 times.
+        moving, counters, metrics, logs = part._replace(share=share).summands(hvd.rank_op() == 0)
+        summands = [
+            [value / tf.cast(self.count(), value.dtype) for value in moving],
+            counters,
+            metrics,
+            [value / self.count() for value in logs],
         ]
-        rest = iter(reduced_by_dtype([own], lambda rows: reduction.sum_of_parts(rows[0])))
-        moving, counters, metrics = ([next(rest) for _ in each] for each in part[1:])
-        return StepResult(gradients, moving, counters, metrics)
+        flat = [value for values in summands for value in values]
+        rest = iter(reduced_by_dtype([flat], lambda rows: reduction.sum_of_parts(rows[0])))
+        return StepResult(gradients, *([next(rest) for _ in values] for values in summands))
 
 
 def step_of_all_ranks(model: keras.Model, input_shape: Sequence[int], sums: Sums) -> Step:
@@ -284,13 +390,30 @@ def step_of_all_ranks(model: keras.Model, input_shape: Sequence[int], sums: Sums
     Raises:
         ConfigError: The model has a `train_step` of its own, or a layer whose forward pass cannot be undone.
     """
-    if type(model).train_step is not keras.Model.train_step or train_step.has_own_step(model):
+    if train_step.is_own(model):
         raise ConfigError(
             f"model.name: {type(model).__name__} has a train_step of its own, which elastic runs and virtual ranks"
             " would not call: leave it to Keras"
         )
     model._symbolic_build(data_batch=(tf.zeros([2, *input_shape]), tf.zeros([2], tf.int64)))  # makes the metrics
     return Step(model, sums=sums).__enter__()
+
+
+def _rows_of_part(batch: Any, place: int, count: int, header: Header | None) -> Any:
+    """Rows of one of `count` parts of this rank's rows; without a header all parts have equally many."""
+
+    def of_leaf(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        if header is None and count == 1:
+            return leaf
+        if header is None:
+            length = (leaf.shape[0] or tf.shape(leaf)[0]) // count
+            return leaf[place * length : (place + 1) * length]
+        begin = tf.reduce_sum(header.rows[:place])
+        return rows_of(leaf, begin, begin + header.rows[place])
+
+    return keras.tree.map_structure(of_leaf, batch)
 
 
 def seed_of(number: Any) -> Any:

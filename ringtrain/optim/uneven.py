@@ -22,25 +22,37 @@ from ringtrain.hvd.placement import CPU
 
 
 class LossWeights:
-    """Losses and metrics of a compiled and built model, in a step with this rank's part of a batch.
+    """Losses and metrics of a compiled and built model, in a step with a part of a batch.
 
     Between `replace` and `restore`, those within `in_step` count as they do in the whole batch. Losses that are no
-    mean or sum over rows, or that a model's own `train_step` computes by itself, stay those of each rank.
+    mean or sum over rows, or that a model's own `train_step` computes by itself, stay those of each part.
 
     Args:
-        share: float64 [], see `hvd.weigh_gradients`. None: 1.
+        count: Returns the number of parts of a batch.
+        over_parts: Sums a number, float64 [], over the parts; see `optim.step.Sums`.
+        is_divided: Whether there can be several parts.
     """
 
-    def __init__(self, model: keras.Model, share: tf.Variable | None) -> None:
-        self.model, self.share = model, share
-        self.size: Any = hvd.size()
-        self.is_divided = hvd.size() > 1
-        self._losses: list[Any] = []
+    def __init__(
+        self,
+        model: keras.Model,
+        count: Callable[[], Any],
+        over_parts: Callable[[Any, str], Any],
+        is_divided: bool = True,
+    ) -> None:
+        self.model, self.count, self.over_parts, self.is_divided = model, count, over_parts, is_divided
+        self._share: Any = None
+        self._losses: list[Any] | None = None
+        self._weighed: list[Any] = []
         self._in_step = False
 
-    def replace(self) -> None:
+    def replace(self, share: tf.Variable | None) -> None:
+        """Replaces losses and metrics. With `share`, the optimizers weigh gradients by it."""
         model, compiled = self.model, self.model._compile_loss
-        self._weigh(self.share)
+        self._weighed = hvd.optimizers_of(model) if share is not None else []
+        for optimizer in self._weighed:
+            hvd.weigh_gradients(optimizer, share)
+        self._losses = []
         if compiled and self.is_divided:
             self._losses = list(compiled._flat_losses)
             compiled._flat_losses[:] = [one._replace(loss=self._weighted(one.loss)) for one in self._losses]
@@ -49,28 +61,29 @@ class LossWeights:
                 self._replace_update(metric, self._of_output)
 
     def restore(self) -> None:
+        """Undoes `replace`, if it was called."""
         model, compiled = self.model, self.model._compile_loss
-        self._weigh(None)
-        if compiled and self.is_divided:
+        for optimizer in self._weighed:
+            hvd.weigh_gradients(optimizer, None)
+        if self._losses:
             compiled._flat_losses[:] = self._losses
             for metric in (model._loss_tracker, *compiled.metrics):
                 vars(metric).pop("update_state", None)
+        self._losses, self._weighed = None, []
 
     @contextlib.contextmanager
-    def in_step(self) -> Iterator[None]:
-        """Context of a step."""
-        self._in_step = True
+    def in_step(self, share: Any) -> Iterator[None]:
+        """Context of a step with a part of the rows; `share`: see `StepResult`, None: 1."""
+        self._in_step = self._losses is not None
+        self._share = tf.constant(1.0, tf.float64) if share is None else share
+        for layer in hvd.batch_norm_layers(self.model):
+            set_untracked(layer, share=share)
         try:
             yield
         finally:
             self._in_step = False
-
-    def _weigh(self, share: tf.Variable | None) -> None:
-        if self.share is not None:
-            for optimizer in hvd.optimizers_of(self.model):
-                hvd.weigh_gradients(optimizer, share)
-        for layer in hvd.batch_norm_layers(self.model):
-            set_untracked(layer, share=share)
+            for layer in hvd.batch_norm_layers(self.model):
+                set_untracked(layer, share=None)
 
     def _replace_update(self, metric: Any, of_step: Callable[[Any, Any], tuple[Any, Any]]) -> None:
         """Makes a metric change the values and weights that a step passes to it."""
@@ -85,15 +98,15 @@ class LossWeights:
 
     def _of_output(self, loss: Any, weight: Any) -> tuple[Any, Any]:
         """Loss of one output, in whose mean each batch counts 1."""
-        return loss, self._share / self.size
+        return loss, self._share / self._count
 
     def _of_values(self, loss: Any, num_rows: Any) -> tuple[Any, Any]:
         """Loss of a step. Without a reduction it has a value per row, of which Keras tracks the mean."""
-        return (loss * tf.cast(self._share / self.size, loss.dtype) if loss.shape.rank else loss), num_rows
+        return (loss * tf.cast(self._share / self._count, loss.dtype) if loss.shape.rank else loss), num_rows
 
     @property
-    def _share(self) -> Any:
-        return tf.constant(1.0, tf.float64) if self.share is None else self.share
+    def _count(self) -> Any:
+        return tf.cast(self.count(), tf.float64)
 
     def _weighted(self, loss: Any) -> Callable[..., Any]:
         def weighted(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
@@ -110,7 +123,7 @@ class LossWeights:
         if not isinstance(loss, keras.Loss) or type(loss).__call__ is not keras.Loss.__call__:
             return 1.0  # its divisor is unknown
         if loss.reduction in ("sum", "none", None):
-            return tf.math.divide_no_nan(tf.cast(self.size, tf.float64), share)
+            return tf.math.divide_no_nan(self._count, share)
         is_weighted = loss.reduction == "mean_with_sample_weight" and sample_weight is not None
         values = _Ones(loss)
         divisor = values(y_true, y_pred, sample_weight if is_weighted else None)
@@ -118,13 +131,14 @@ class LossWeights:
         if not values.shape or (not is_weighted and not is_masked and None not in values.shape[1:]):
             return 1.0
         divisor = tf.stop_gradient(tf.cast(divisor, tf.float64) * tf.cast(share > 0, tf.float64))
-        return tf.math.divide_no_nan(self.size * divisor, self._total(divisor) * share)
+        return tf.math.divide_no_nan(self._count * divisor, self.over_parts(divisor, loss.name) * share)
 
-    def _total(self, divisor: Any) -> Any:
-        """Sum over the ranks."""
-        name = f"HorovodAllreduce_{unique_in_graph('ringtrain_divisor')}"
-        with tf.device(CPU):
-            return hvd.allreduce(divisor, name=name, op=hvd.Sum, device_dense=CPU, ignore_name_scope=True)
+
+def sum_over_ranks(divisor: Any, _: str) -> Any:
+    """Sum of a number over the ranks, within a graph. Collective."""
+    name = f"HorovodAllreduce_{unique_in_graph('ringtrain_divisor')}"
+    with tf.device(CPU):
+        return hvd.allreduce(divisor, name=name, op=hvd.Sum, device_dense=CPU, ignore_name_scope=True)
 
 
 class _Ones(keras.losses.Loss):

@@ -9,7 +9,8 @@ would add in an order of its own, which depends on the number of ranks, the tran
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -17,8 +18,10 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain import hvd
+from ringtrain.data.pipeline_graph import DRAWS
 from ringtrain.errors import ConfigError, OutOfSync
 from ringtrain.hvd.keras_patches import innermost
+from ringtrain.hvd.reduction import scaled
 from ringtrain.hvd.step_timing import PLACE
 from ringtrain.optim.step import Step, StepResult, reduced_by_dtype
 
@@ -102,8 +105,20 @@ def check_order(model: keras.Model, num: int) -> None:
 class SumsOverVirtualRanks:
     """Sums over `num` virtual ranks, a power of two, in the order of the tree; at least as many as ranks."""
 
+    is_one_part = False
+
     def __init__(self, num: int) -> None:
         self.num = num
+
+    def count(self) -> int:
+        return self.num
+
+    def over_parts(self, divisor: Any, loss: str) -> Any:
+        """Raises ConfigError: the parts of a rank are computed one after the other."""
+        raise ConfigError(
+            f"train.virtual_ranks: the loss {loss} is divided by what masks or weights leave of a batch, which is not"
+            " known before all of its parts are computed: leave out train.virtual_ranks"
+        )
 
     def numbers(self, step: Step) -> Sequence[int]:
         """Numbers of this rank's virtual ranks; see `optim.step.Sums`."""
@@ -116,9 +131,10 @@ class SumsOverVirtualRanks:
         rows = []
         for number, part in zip(self.numbers(step), parts, strict=True):
             row = [tf.convert_to_tensor(part.gradients[place]) for place in given]  # also of an embedding's rows
-            row += part.moving
-            row += [value * tf.cast(number == 0, value.dtype) for value in part.counters]
-            row += part.metrics
+            if part.share is not None:
+                row = [scaled(gradient, part.share) for gradient in row]
+            for values in part.summands(is_first=number == 0):
+                row += values
             rows.append(row)
 
         def reduce() -> list[Any]:
@@ -132,7 +148,48 @@ class SumsOverVirtualRanks:
         moving = [next(sums) / self.num for _ in step.moving]
         counters = [next(sums) for _ in step.counters]
         metrics = [next(sums) for _ in step.metrics]
-        return StepResult(gradients, moving, counters, metrics)
+        logs = [next(sums) / self.num for _ in parts[0].logs]
+        return StepResult(gradients, moving, counters, metrics, logs)
+
+
+@contextlib.contextmanager
+def sums_as_written() -> Iterator[None]:
+    """Context in which TensorFlow does not rewrite sums and products of a graph by what else the graph holds.
+
+    A rank with one virtual rank would otherwise compute other last bits than one with several.
+    """
+    name = "arithmetic_optimization"
+    before = tf.config.optimizer.get_experimental_options().get(name, True)
+    tf.config.optimizer.set_experimental_options({name: False})
+    try:
+        yield
+    finally:
+        tf.config.optimizer.set_experimental_options({name: before})
+
+
+def refuse_unlike(model: keras.Model, batch: Any) -> None:
+    """Raises ConfigError for a model whose steps would depend on the number of ranks; `batch`: or its specs."""
+    refuse_synchronized(model)
+    if len(hvd.optimizers_of(model)) > 1:
+        raise ConfigError(
+            f"train.virtual_ranks: {type(model).__name__} has several optimizers, each of which needs the gradients of"
+            " all parts before the next one begins: leave out train.virtual_ranks"
+        )
+    had_one = bool(hvd.global_seed())
+    (state,) = hvd.global_seed(create=True)
+    graph = tf.function(model.train_step, autograph=False).get_concrete_function(batch).graph
+    if not had_one:
+        hvd.forget_global_seed()
+    source = "keras.random" if any(outside is state.value.handle for outside, _ in graph.captures) else ""
+    nodes = graph.as_graph_def()
+    functions = (node for function in nodes.library.function for node in function.node_def)
+    drawn = next((node.op for node in (*nodes.node, *functions) if DRAWS.match(node.op)), "")
+    if source or drawn:
+        raise ConfigError(
+            f"train.virtual_ranks: {type(model).__name__} draws numbers of {source or f'tf.random ({drawn})'} without a"
+            " seed of their own, which would be others on another number of ranks: pass"
+            " seed=a keras.random.SeedGenerator that is an attribute of the layer"
+        )
 
 
 def refuse_synchronized(model: keras.Model) -> None:

@@ -183,14 +183,16 @@ def device_of_sums(options: DeviceConfig) -> str:
     return "CPU:0" if options.share_gpus else ""
 
 
-def pin_late(local_rank: int, local_size: int, options: DeviceConfig, num_devices: int = 1) -> Pinning:
+def pin_late(
+    local_rank: int, local_size: int, options: DeviceConfig, num_devices: int = 1, one_thread: bool = False
+) -> Pinning:
     """Pins as `pin`, in a script that may have built its model: TensorFlow then keeps the devices that it has."""
     import tensorflow as tf
 
     if PINNED:  # by the script's own call, with a number of devices
         return PINNED[-1]
     try:
-        return pin(local_rank, local_size, options, num_devices=num_devices)
+        return pin(local_rank, local_size, options, num_devices=num_devices, one_thread=one_thread)
     except DeviceError as error:
         if not isinstance(error.__cause__, RuntimeError):
             raise

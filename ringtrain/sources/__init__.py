@@ -26,6 +26,7 @@ OPTIONS = (
     "strategy.name",
     "train.max_time_s",
     "train.check_every_steps",
+    "train.virtual_ranks",
 )
 """Options of a configuration that a script may set; the others are arguments of `fit`, or the script's own."""
 ON_RANK_0 = ("ModelCheckpoint", "CSVLogger", "TensorBoard", "RemoteMonitor", "ProgbarLogger")

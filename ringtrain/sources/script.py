@@ -8,7 +8,7 @@ import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import keras
 import numpy as np
@@ -32,7 +32,7 @@ from ringtrain.run.devices import Pinning
 from ringtrain.sources import ON_RANK_0, OPTIONS, classes_of
 from ringtrain.sources.unlike import unlike_one_process
 from ringtrain.strategies.base import Strategy
-from ringtrain.strategies.ring import OF_OPTIMIZER
+from ringtrain.strategies.ring import OF_OPTIMIZER, Ring
 
 FILES = ("filepath", "filename", "log_dir")
 """attributes of Keras' callbacks with the path of a file or directory that they write"""
@@ -53,7 +53,9 @@ class ModelOfScript(consistency.FromCheckpoint):
     def pin(self, strategy: Strategy) -> Pinning:
         options = strategy.config.device
         try:  # TensorFlow may be in use already
-            pinning: Pinning = hvd.run_together(lambda: devices.pin_late(hvd.local_rank(), hvd.local_size(), options))
+            pinning: Pinning = hvd.run_together(
+                lambda: devices.pin_late(hvd.local_rank(), hvd.local_size(), options, one_thread=strategy.shares_state)
+            )
         except tf.errors.UnknownError:
             raise OutOfSync(
                 f"ringtrain.fit: rank {hvd.rank()} has waited for the others, of which one has exited: every rank must"
@@ -112,6 +114,9 @@ def _job(process: Process, source: ScriptSource) -> Job:
         write_below(Path(folder), arguments.callbacks)
     data_set = data.DataSet(train, test, 0, ())
     checksums = {name + consistency.DIVIDED: text for name, text in data.checksums(data_set).items()}
+    if process.config.train.virtual_ranks:
+        checksums |= devices.of_kernels(process.pinning)
+        checksums["number of threads"] = str(process.pinning.num_threads)
     of_name = {*checksums}
     if isinstance(test, data.Stream):
         of_name.remove(f"test data{consistency.DIVIDED}")  # its first batch need not be the same in every start
@@ -163,6 +168,8 @@ def _prepare(process: Process, model: keras.Model, train: Any, batch_size: int) 
     if process.config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model, on_device):
         raise ConfigError("model.sync_batch_norm: the model has no BatchNormalization layers: leave it out")
     unlike = build(process, model, train, batch_size)
+    if process.strategy.shares_state:
+        return []
     if hvd.rank():  # else all ranks would drop the same units; rank 0 keeps the script's seeds
         for index, state in enumerate(hvd.seeds(model)):
             draw = np.random.default_rng([process.config.seed, hvd.rank(), index])
@@ -207,7 +214,8 @@ def build(process: Process, model: keras.Model, train: data.Arrays | data.Stream
     if len(optimizers) > 1 or not has_call:
         tf.function(model.train_step).get_concrete_function(batch)  # builds optimizers of a train_step
         model.built = True
-    if hvd.size() == 1:
+    cast(Ring, process.strategy).share_rows(model, batch)
+    if hvd.size() == 1 or process.strategy.shares_state:
         return []
     rows = train.rows if isinstance(train, data.Arrays) and len(train) >= divided.NUM_ROWS else None
     return unlike_one_process(model, batch, rows)
@@ -329,6 +337,7 @@ def unchanged_afterwards(model: keras.Model, seeds_ranks: bool = True) -> Iterat
             if all(layer is not one for one in synchronized):
                 hvd.unsynchronize(layer)
         model.jit_compile, model.train_function = jit_compile, None
+        vars(model).pop("ringtrain_shares_state", None)
         if seeds_ranks:  # the ranks' own seeds would shuffle the script's next dataset otherwise on each rank
             tf.random.set_seed(seed)
             for state, value in zip(hvd.global_seed(), numbers, strict=False):

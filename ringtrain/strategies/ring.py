@@ -11,6 +11,7 @@ import keras
 from ringtrain import hvd
 from ringtrain.compressions import reduced_bytes
 from ringtrain.config import HvdConfig
+from ringtrain.derived import num_shards
 from ringtrain.errors import ConfigError
 from ringtrain.optim import virtual_ranks
 from ringtrain.optim.step import Step, step_of_all_ranks
@@ -106,18 +107,34 @@ class Ring(Strategy):
         elif not self.shares_state:
             hvd.seed_globally_by_rank(self.config.seed)
 
-    @contextlib.contextmanager
-    def training(self, run: RunContext) -> Iterator[StepsOf]:
+    def share_rows(self, model: keras.Model, batch: Any) -> None:
+        """Prepares a model that is trained on arrays or streams for a state that all ranks share, if they do.
+
+        Args:
+            model: Compiled and built.
+            batch: A batch of its data, or its specs.
+        """
         num_virtual = self.config.train.virtual_ranks
         if num_virtual:
-            virtual_ranks.check_order(run.model, num_virtual)
-        # Samples with classes: Keras' own step, as all ranks have equally many.
-        if run.data_set.train.has_classes:
-            run.model.make_train_function()
-            yield samples.Steps(lambda batches: run.model.train_function(batches), self.batches_of(run))
-            return
-        # Arrays and streams: each rank has its rows, perhaps none.
-        with rows.errors_named(run.named_in_errors), rows.Rows(run) as steps:
+            num_shards(self.config, hvd.size())  # raises an error if there are more ranks
+            virtual_ranks.refuse_unlike(model, batch)
+            self.step = Step(model, virtual_ranks.SumsOverVirtualRanks(num_virtual))
+
+    @contextlib.contextmanager
+    def training(self, run: RunContext) -> Iterator[StepsOf]:
+        with contextlib.ExitStack() as stack:
+            num_virtual = self.config.train.virtual_ranks
+            if num_virtual:
+                virtual_ranks.check_order(run.model, num_virtual)
+                stack.enter_context(virtual_ranks.sums_as_written())
+            # Samples with classes: Keras' own step, as all ranks have equally many.
+            if run.data_set.train.has_classes:
+                run.model.make_train_function()
+                yield samples.Steps(lambda batches: run.model.train_function(batches), self.batches_of(run))
+                return
+            # Arrays and streams: each rank has its rows, perhaps none.
+            stack.enter_context(rows.errors_named(run.named_in_errors))
+            steps = stack.enter_context(rows.Rows(run, self.step))
             run.model.make_train_function(force=True)  # an earlier one has other gradients and losses
             yield steps
 

@@ -20,20 +20,22 @@ if TYPE_CHECKING:
 class Rows:
     """Context in which a run trains; called with an epoch and one of its steps, it makes the steps from there on."""
 
-    def __init__(self, run: RunContext) -> None:
+    def __init__(self, run: RunContext, step: Step | None = None) -> None:
         self.run, self.train = run, run.data_set.train
         run.fingerprint = self._fingerprint
+        parts = data.Parts.of_rank(run.rank, run.size, run.config.train.virtual_ranks)
+        has_header = run.strategy.ranks_change  # whose next batches may be uneven, for the same graph
         self._batches_of: Any
         if isinstance(self.train, data.Stream):
-            self._batches_of = data.StreamRows(self.train, run.rank, run.size, run.model.steps_per_execution)
+            self._batches_of = data.StreamRows(self.train, parts, run.model.steps_per_execution, has_header)
         else:
             numbers = run.numbers
             self._batches_of = data.RowBatches(
-                self.train, numbers.samples_per_step, run.rank, run.size, run.config.seed, numbers.steps_per_epoch
+                self.train, numbers.samples_per_step, parts, run.config.seed, numbers.steps_per_epoch, has_header
             )
-        self._step = Step(
-            run.model, has_shares=not self._batches_of.is_even, has_empty_parts=self._batches_of.has_empty_parts
-        )
+        # The step that the strategy has prepared, for a state that all ranks share, or one for this rank's own.
+        self._step = step or Step(run.model)
+        self._step.divide(has_header=not self._batches_of.is_even, has_empty_parts=self._batches_of.has_empty_parts)
 
     def __enter__(self) -> Rows:
         self._step.__enter__()

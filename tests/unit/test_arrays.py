@@ -14,8 +14,8 @@ def _epoch(num_rows: int, batch_size: int, size: int, epoch: int = 0, first_step
     steps, steps_per_epoch = [], options.pop("steps_per_epoch", None)
     for rank in range(size):
         arrays = data.Arrays({"id": np.arange(num_rows)}, **options)
-        batches = data.RowBatches(arrays, batch_size, rank, size, 5, steps_per_epoch)
-        pairs = [(1.0, one) if batches.is_even else one for one in batches(epoch, first_step)]
+        batches = data.RowBatches(arrays, batch_size, data.Parts.of_rank(rank, size), 5, steps_per_epoch)
+        pairs = [(1.0, one) if batches.is_even else (one[0].shares[0], one[1]) for one in batches(epoch, first_step)]
         steps.append(
             [
                 (float(share), one[0]["id"].numpy() if isinstance(one, tuple) else one["id"].numpy())
@@ -97,7 +97,7 @@ def test_kinds_of_arrays() -> None:
     """As Keras hands them to a model: floats as float32, sparse and ragged as they are."""
     dense, ragged = np.eye(3), tf.ragged.constant([[1], [2, 3], [4, 5, 6]])
     x = {"ragged": ragged, "sparse": tf.sparse.from_dense(dense), "list": [dense]}
-    batches = data.RowBatches(data.Arrays(x, dense, None), 2, 0, 1, seed=0)(0)
+    batches = data.RowBatches(data.Arrays(x, dense, None), 2, data.Parts.of_rank(0, 1), seed=0)(0)
     first, last = [(x, y) for x, y in batches]
     assert last[0]["ragged"].to_list() == [[4, 5, 6]] and last[1].numpy().tolist() == [[0, 0, 1]]
     assert tf.sparse.to_dense(first[0]["sparse"]).numpy().tolist() == dense[:2].tolist()
@@ -108,7 +108,7 @@ def test_kinds_of_arrays() -> None:
 def test_pandas() -> None:
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame({"a": [1.0, 2.0, 3.0], "b": [4.0, 5.0, 6.0]})
-    ((x, y),) = data.RowBatches(data.Arrays(frame, frame.a), 3, 0, 1, seed=0)(0)
+    ((x, y),) = data.RowBatches(data.Arrays(frame, frame.a), 3, data.Parts.of_rank(0, 1), seed=0)(0)
     assert x.numpy().tolist() == frame.to_numpy().tolist() and y.shape == (3, 1)
     assert data.Arrays(frame, frame.a).checksum() != data.Arrays(frame, frame.b).checksum()
 

@@ -40,15 +40,15 @@ def _stream(x: Any, steps: int | None = None, epochs: int = 3, **more: Any) -> d
 def _epochs(make: Any, size: int, epochs: int, first: int = 0, first_step: int = 0) -> list[Any]:
     """Steps of some epochs; of each, the (share, fingerprint, rows) of each rank."""
     streams = [made if isinstance(made := make(), data.Stream) else _stream(made) for _ in range(size)]
-    ranks = [data.StreamRows(stream, rank, size) for rank, stream in enumerate(streams)]
+    ranks = [data.StreamRows(stream, data.Parts.of_rank(rank, size)) for rank, stream in enumerate(streams)]
     steps: list[Any] = []
     for epoch in range(first, epochs):
         skipped = first_step if epoch == first else 0
         batches = [rows(epoch, skipped) for rows in ranks]
         of_epoch = zip(*(itertools.islice(rank, streams[0].num_batches - skipped) for rank in batches), strict=True)
         for step in of_epoch:
-            pairs = step if size > 1 else [(tf.constant([1.0, 0.0]), step[0])]
-            steps.append([(*one.numpy(), _ids_of(part)) for one, part in pairs])
+            pairs = step if size > 1 else [(data.Header(tf.ones([1]), tf.ones([1]), tf.zeros([])), step[0])]
+            steps.append([(float(one.shares[0]), float(one.fingerprint), _ids_of(part)) for one, part in pairs])
     return steps
 
 
@@ -89,7 +89,7 @@ def test_sparse_and_ragged_rows() -> None:
     dense = np.eye(6)
     parts = {"sparse": tf.sparse.from_dense(dense), "ragged": tf.ragged.constant([[i] * i for i in range(6)])}
     dataset = tf.data.Dataset.from_tensor_slices(parts).batch(6)
-    _, part = next(data.StreamRows(_stream(dataset), 1, 4)(0))
+    _, part = next(data.StreamRows(_stream(dataset), data.Parts.of_rank(1, 4))(0))
     assert tf.sparse.to_dense(part["sparse"]).numpy().tolist() == dense[2:4].tolist()
     assert part["ragged"].to_list() == [[2, 2], [3, 3, 3]]
 
@@ -135,7 +135,7 @@ def test_a_stream_that_was_counted_in_place_resumes_with_the_order_of_its_epoch(
     monkeypatch.setattr(pipeline_graph, "copy_of", lambda dataset: None)
 
     def epochs(*numbers: int) -> list[list[int]]:
-        rows = data.StreamRows(_stream(_even_ids(cached=True)), 0, 1)
+        rows = data.StreamRows(_stream(_even_ids(cached=True)), data.Parts.of_rank(0, 1))
         return [np.concatenate([batch["id"] for batch in rows(epoch, 0)]).tolist() for epoch in numbers]
 
     first, second = epochs(0, 1)
@@ -153,20 +153,20 @@ def test_batches_read_without_training_are_progress() -> None:
     before = hvd.step_timing.PLACE.changes
     stream = _stream(_even_ids())
     counted = hvd.step_timing.PLACE.changes
-    next(data.StreamRows(stream, 0, 1)(1, 5))
+    next(data.StreamRows(stream, data.Parts.of_rank(0, 1))(1, 5))
     assert (counted - before, hvd.step_timing.PLACE.changes - counted) == (7, 5)
 
 
 def test_a_call_of_several_steps_reads_whole_calls() -> None:
     """4 steps at once and 10 an epoch read 12 batches in each, also before the step at which a run resumes."""
     stream = _stream(tf.data.Dataset.range(99), 10)
-    assert int(next(data.StreamRows(stream, 0, 1, 4)(2, 4))) == 2 * 12 + 4
+    assert int(next(data.StreamRows(stream, data.Parts.of_rank(0, 1), 4)(2, 4))) == 2 * 12 + 4
 
 
 def test_rows_are_shuffled_within_their_batches() -> None:
     def epochs(shuffle: Any) -> list[Any]:
         arrays = data.Arrays(np.arange(50), shuffle=shuffle)
-        rows = data.RowBatches(arrays, 16, 0, 1, 0)
+        rows = data.RowBatches(arrays, 16, data.Parts.of_rank(0, 1), 0)
         return [[tf.nest.flatten(batch)[0].numpy().tolist() for batch in rows(epoch)] for epoch in range(2)]
 
     in_order, in_batches = epochs(False), epochs("batch")

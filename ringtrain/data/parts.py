@@ -1,0 +1,115 @@
+"""Parts of a batch that one rank trains, and what comes with its rows: one part, or one per virtual rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ringtrain.data import sharding
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+
+class Header(NamedTuple):
+    """What a step must know of a rank's rows; numbers, or tensors of a pipeline."""
+
+    shares: Any
+    """float64 [own parts]: rows of a part times the number of all parts, divided by all rows; 0: it has none"""
+    rows: Any
+    """int64 [own parts]: rows of a part in the batch; 1 for one without rows, whose place another row takes"""
+    fingerprint: Any
+    """float64 []: what must be equal on all ranks; 0: nothing"""
+
+
+class Parts(NamedTuple):
+    """Neighbouring parts of each batch."""
+
+    numbers: range
+    """of this rank's parts"""
+    num: int
+    """of the parts of all ranks"""
+
+    @classmethod
+    def of_rank(cls, rank: int, size: int, num_virtual: int = 0) -> Parts:
+        """A rank's part; with virtual ranks, those of the virtual ranks that it computes."""
+        if num_virtual:
+            return cls(range(*sharding.part_of(num_virtual, rank, size)), num_virtual)
+        return cls(range(rank, rank + 1), size)
+
+    def bounds(self, num_rows: int) -> list[tuple[int, int]]:
+        """First row of each part of a batch, and the row after its last one."""
+        return [sharding.part_of(num_rows, number, self.num) for number in self.numbers]
+
+    def shares(self, num_rows: int) -> list[float]:
+        """See `Header`."""
+        return [(end - begin) * self.num / num_rows for begin, end in self.bounds(num_rows)]
+
+    def places(self, num_rows: int) -> list[int]:
+        """Places in a batch of this rank's rows; those of a part without rows are the first one's."""
+        places: list[int] = []
+        for begin, end in self.bounds(num_rows):
+            places += range(begin, end) if begin < end else (0,)
+        return places
+
+    def cut(self, batch: Any) -> tuple[Header, Any]:
+        """This rank's rows of a batch of tensors, dense, ragged or sparse, with their header."""
+        import tensorflow as tf
+
+        leaves = tf.nest.flatten(batch)
+        rows = num_rows_of(leaves[0])
+        each, more = rows // self.num, rows % self.num
+        bounds, shares = [], []
+        for number in self.numbers:
+            begin = number * each + tf.minimum(tf.constant(number, rows.dtype), more)
+            end = begin + each + tf.cast(number < more, rows.dtype)
+            shares.append(tf.cast(end - begin, tf.float64) * self.num / tf.cast(rows, tf.float64))
+            is_empty = begin == end
+            bounds.append((tf.where(is_empty, tf.zeros_like(begin), begin), tf.where(is_empty, tf.ones_like(end), end)))
+        part = tf.nest.map_structure(lambda leaf: _joined([rows_of(leaf, *one) for one in bounds]), batch)
+        lengths = tf.stack([end - begin for begin, end in bounds])
+        return Header(tf.stack(shares), lengths, tf.zeros([], tf.float64)), part
+
+
+def header_of_shard(batch: Any) -> Header:
+    """Header of a batch of which all rows are this rank's; the fingerprint is their number."""
+    import tensorflow as tf
+
+    rows = num_rows_of(tf.nest.flatten(batch)[0])
+    return Header(tf.ones([1], tf.float64), rows[None], tf.cast(rows, tf.float64))
+
+
+def num_rows_of(leaf: Any) -> tf.Tensor:
+    """Number of rows of a tensor, int64 []."""
+    import tensorflow as tf
+
+    if isinstance(leaf, tf.SparseTensor):
+        return leaf.dense_shape[0]
+    return leaf.nrows(out_type=tf.int64) if isinstance(leaf, tf.RaggedTensor) else tf.shape(leaf, tf.int64)[0]
+
+
+def rows_of(leaf: Any, begin: tf.Tensor, end: tf.Tensor) -> Any:
+    """Rows of a tensor from `begin` up to `end`, int64 []."""
+    import tensorflow as tf
+
+    if isinstance(leaf, tf.SparseTensor):
+        rest = leaf.dense_shape[1:]
+        return tf.sparse.slice(leaf, tf.concat([[begin], 0 * rest], 0), tf.concat([[end - begin], rest], 0))
+    return leaf[begin:end]
+
+
+def _joined(pieces: list[Any]) -> Any:
+    import tensorflow as tf
+
+    if len(pieces) == 1:
+        return pieces[0]
+    return tf.sparse.concat(0, pieces) if isinstance(pieces[0], tf.SparseTensor) else tf.concat(pieces, 0)
+
+
+def header_arrays(parts: Parts, num_rows: Sequence[int], repeats: Sequence[int]) -> Header:
+    """Headers of successive steps: `repeats` of each number of rows. Arrays with the steps first."""
+    shares = np.array([parts.shares(rows) for rows in num_rows], np.float64)
+    lengths = np.array([[max(1, end - begin) for begin, end in parts.bounds(rows)] for rows in num_rows], np.int64)
+    return Header(np.repeat(shares, repeats, 0), np.repeat(lengths, repeats, 0), np.zeros(sum(repeats)))
