@@ -102,7 +102,7 @@ def add_model(process: Process, job: Job, named: Named) -> None:
     # What can be refused is refused now: a model that cannot be exported would be found out after hours of training.
     if has_classes:  # else, if the model cannot be exported, its weights alone are
         together(lambda: checkpoint.check_exportable(job.model))
-    if config.train.virtual_ranks and hvd.draws_globally(job.model, job.data_set.input_shape):
+    if config.train.virtual_ranks and has_classes and hvd.draws_globally(job.model, job.data_set.input_shape):
         raise ConfigError(
             f"train.virtual_ranks: {config.model.name} draws numbers of keras.random without a seed of their own, which"
             f" would be others on another number of ranks: pass seed=a keras.random.SeedGenerator that is an attribute"

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ringtrain import data, models
-from ringtrain.config import Config, value_of, with_values
-from ringtrain.derived import derive
+from ringtrain.config import Config, with_values
+from ringtrain.derived import derive, num_shards
 from ringtrain.errors import ConfigError, DataError
-from ringtrain.run import setup
+from ringtrain.run import devices, setup
 from ringtrain.run.consistency import FromCheckpoint
 from ringtrain.run.context import Job, Process
 
@@ -71,12 +71,11 @@ def _job(process: Process, given: data.FitArguments) -> Job:
     from ringtrain.sources import script
 
     config, together = process.config, process.together
-    size, name = hvd.size(), config.data.name
+    name, size = config.data.name, num_shards(config, hvd.size())
     if not process.strategy.trains_rows:
         raise ConfigError(f"data.name: {name}: {setup.NO_CLASSES}")
-    for option in ("train.jit", "train.virtual_ranks"):
-        if value_of(config, option):
-            raise ConfigError(f"{option}: it needs samples with integer classes: leave it out")
+    if config.train.jit:
+        raise ConfigError("train.jit: it needs samples with integer classes: leave it out")
     rows = config.train.batch_size * size
     given = dataclasses.replace(given, epochs=config.train.epochs, seed=config.seed)
 
@@ -98,8 +97,9 @@ def _job(process: Process, given: data.FitArguments) -> Job:
 
     def prepare(model: keras.Model) -> None:
         unlike = script.build(process, model, train, rows)
-        tf.random.set_seed(config.seed * size + hvd.rank())  # else all ranks would draw the same noise
-        hvd.seed_globally_by_rank(config.seed)
+        if not process.strategy.shares_state:
+            tf.random.set_seed(config.seed * size + hvd.rank())  # else all ranks would draw the same noise
+            hvd.seed_globally_by_rank(config.seed)
         facts["unlike_one_process"] = unlike
         if unlike:
             plan["unlike 1 rank"] = "; ".join(unlike)
@@ -107,10 +107,13 @@ def _job(process: Process, given: data.FitArguments) -> Job:
     data_set = data.DataSet(train, test, config.data.num_classes or num_targets, shape)
     numbers = together(lambda: derive(process.config, size, num_train, len(test), rows))
     plan["shard"] = script.shard_of(numbers)
+    checksums = together(lambda: data.checksums(data_set))
+    if config.train.virtual_ranks:
+        checksums |= devices.of_kernels(process.pinning)
     return Job(
         data_set=data_set,
         numbers=numbers,
-        checksums=together(lambda: data.checksums(data_set)),
+        checksums=checksums,
         of_name=("training data",) if isinstance(test, data.Stream) else ("training data", "test data"),
         validation=validation,
         plan=plan,

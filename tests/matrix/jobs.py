@@ -1,4 +1,4 @@
-"""Kinds of job that people bring to `ringtrain.fit`, each a few seconds long: python tests/matrix/jobs.py NAME.
+"""Kinds of job that people bring to `ringtrain.fit`, each a few seconds long: python tests/matrix/jobs.py NAME ...
 
 Nothing of them is made for ringtrain: data and models are as in a script with `model.fit`.
 """
@@ -17,6 +17,7 @@ import tensorflow as tf
 from keras import layers
 
 import ringtrain
+import ringtrain.errors
 
 ROWS, EPOCHS, BATCH = 108, 3, 16
 """rows that no number of ranks divides, with a smaller last batch"""
@@ -42,8 +43,12 @@ def dense(*outputs, dropout=0.2):
     return keras.Sequential([layers.Dense(16, "relu"), layers.Dropout(dropout), *outputs])
 
 
+current = ""
+"""name of the job that runs"""
+
+
 def fit(model, *data, **options):
-    return ringtrain.fit(model, *data, **{"name": sys.argv[1], "epochs": EPOCHS, **options})
+    return ringtrain.fit(model, *data, **{"name": current, "epochs": EPOCHS, **options})
 
 
 def sample_weights():
@@ -235,7 +240,7 @@ def fine_tuning():
     model = keras.Sequential([base, layers.Dense(1)])
     base.trainable = False
     model.compile("adam", "mse")
-    fit(model, x, y, name=f"{sys.argv[1]}-frozen", batch_size=BATCH, epochs=2)
+    fit(model, x, y, name=f"{current}-frozen", batch_size=BATCH, epochs=2)
     base.trainable = True
     model.compile(keras.optimizers.Adam(1e-4), "mse")
     return fit(model, x, y, batch_size=BATCH)
@@ -301,6 +306,14 @@ JOBS = (
 
 
 if __name__ == "__main__":
-    keras.utils.set_random_seed(3)
-    history = {job.__name__: job for job in JOBS}[sys.argv[1]]()
-    print(f"RESULT {sys.argv[1]} {history.checksum} {history.history}", flush=True)
+    named = {job.__name__: job for job in JOBS}
+    for current in sys.argv[1:] or named:
+        keras.utils.clear_session()
+        keras.config.set_dtype_policy("float32")
+        keras.utils.set_random_seed(3)
+        try:
+            history = named[current]()
+        except ringtrain.errors.ConfigError as error:
+            print(f"REFUSED {current} {error}", flush=True)
+        else:
+            print(f"RESULT {current} {history.checksum} {history.history}", flush=True)
