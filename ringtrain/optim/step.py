@@ -96,6 +96,8 @@ class Step:
     share: tf.Variable | None = None
     """of this rank, where each rank has statistics of its own"""
     has_header = has_empty_parts = False
+    _is_divided = False
+    """whether losses may count other than by the rows of a part"""
 
     def __init__(self, model: keras.Model, sums: Sums | None = None) -> None:
         self.model = model
@@ -119,6 +121,7 @@ class Step:
                 they have read.
             has_empty_parts: A share can be 0. The row in its place then changes no metric and no statistic.
         """
+        self._is_divided = True
         self.has_header, self.has_empty_parts = has_header, has_empty_parts
         if has_header and self.sums is None:
             self.share = tf.Variable(1.0, trainable=False, dtype=tf.float64)
@@ -127,7 +130,7 @@ class Step:
         train_step.wrap(self.model, "ranks", self._around)
         if self.sums is None:
             self._losses.replace(self.share)
-        elif self.has_header:
+        elif self._is_divided:
             self._losses.replace(None)
         return self
 
