@@ -283,8 +283,8 @@ class Step:
         for metric in self.metrics:
             metric.assign(tf.zeros_like(before[id(metric)]))
         begun = own_step.num_operations()
-        updates = self._gradients_kept() if self.weights else self.weighed(share)
-        with self._losses.in_step(share), updates as gradients:
+        updates: Any = self._gradients_kept() if self.weights else contextlib.nullcontext({})
+        with self._losses.in_step(share), self.weighed(share), updates as gradients:
             logs = self._inner(rows)
         means = []
         if self.has_own:
@@ -302,14 +302,14 @@ class Step:
         return result, logs
 
     @contextlib.contextmanager
-    def weighed(self, share: Any) -> Iterator[dict[int, Any]]:
+    def weighed(self, share: Any) -> Iterator[None]:
         """Context in which the optimizers weigh this rank's gradients."""
         reductions = [innermost(optimizer).reduction for optimizer in hvd.optimizers_of(self.model)]
         before = [reduction.share for reduction in reductions]
         for reduction in reductions:
             reduction.share = share
         try:
-            yield {}
+            yield
         finally:
             for reduction, earlier in zip(reductions, before, strict=True):
                 reduction.share = earlier

@@ -84,7 +84,7 @@ class Rows(keras.callbacks.Callback):
         for optimizer in hvd.optimizers_of(self.model):
             reduction = getattr(innermost(optimizer), "reduction", None)
             if reduction is not None and reduction.share is not None:
-                return reduction.share.read_value() > 0
+                return tf.convert_to_tensor(reduction.share) > 0
         return tf.constant(True)
 
     def _see(self, has_share: Any, *leaves: Any) -> None:
