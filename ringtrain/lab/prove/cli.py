@@ -10,7 +10,6 @@ import os
 import shlex
 import shutil
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -24,6 +23,7 @@ from ringtrain.lab.prove import checks, kinds
 from ringtrain.lab.prove.checks import Check, Outcome, Start
 from ringtrain.lab.prove.kinds import PLAIN
 from ringtrain.lab.report import html
+from ringtrain.lab.script import Script
 from ringtrain.lab.tables import Table
 from ringtrain.options import FILE, N, at_least
 from ringtrain.protocol.env import PROVE
@@ -54,9 +54,10 @@ def main(options: Options, start: ranks.Start, _: ranks.Call) -> int:
     if num_ranks < 2:
         raise LaunchError(f"got {num_ranks} rank, expected 2 or more, whose result is compared with one process: -np 2")
     words = start.train_args
+    script = Script.of(words)
     kind: kinds.Kind
-    if words and not words[0].startswith("-"):
-        kind, folder, advice = kinds.ScriptJob.of(words, options.steps, num_ranks), Path("runs", "prove"), ""
+    if script is not None:
+        kind, folder, advice = kinds.ScriptJob.of(script, options.steps, num_ranks), Path("runs", "prove"), ""
     else:
         configured = kinds.ConfiguredJob.of(words, options.steps, num_ranks, least_virtual(num_ranks))
         run = configured.base.run
@@ -211,7 +212,7 @@ class Proof:
         folder, recordings = self.folder / name, (self.folder / "recorded" / name).absolute()
         recordings.mkdir(parents=True, exist_ok=True)
         command, environ = self.kind.command(variant, folder)
-        launch = ["ringtrain", "launch", *self.start.launch_words, "-np", str(num_ranks)]
+        launch = [*self.start.launch_words, "-np", str(num_ranks)]
         if num_ranks > self.num_ranks:
             launch.append("--oversubscribe")
         environ |= {PROVE: str(recordings)}
@@ -219,10 +220,7 @@ class Proof:
             launch += ["--forward", variable]
         log = self.folder / "starts" / f"{name}.log"
         processes.say(f"prove: {name}, {num_ranks} rank{'s' if num_ranks > 1 else ''}")
-        process = processes.start_beside(
-            [sys.executable, "-m", *launch, "--", *command], {**os.environ, **environ}, log
-        )
-        code = process.wait()
+        code = jobs.start_launch(launch, command, {**os.environ, **environ}, log).wait()
         error = jobs.reason_of(log, code) if code else ""
         start = Start(folder, recordings, self.kind.of_script, error, code)
         if code not in SIGNALED and self.expected and set(self.expected) <= set(start.fits):

@@ -11,7 +11,7 @@ from ringtrain import config_io, sources
 from ringtrain.config import Config, value_of
 from ringtrain.errors import LaunchError
 from ringtrain.lab.prove.checks import Start
-from ringtrain.protocol.env import FOR_SCRIPT
+from ringtrain.lab.script import Script, variables
 from ringtrain.protocol.for_script import ForScript
 from ringtrain.run import setup
 
@@ -144,13 +144,14 @@ class ScriptJob:
     of_script = True
 
     @classmethod
-    def of(cls, words: Sequence[str], steps: int, num_ranks: int) -> ScriptJob:
+    def of(cls, script: Script, steps: int, num_ranks: int) -> ScriptJob:
         """Checks the command. Raises LaunchError."""
-        if not Path(words[0]).name.startswith("python"):
-            raise LaunchError(f"got {words[0]} after --, expected python and a script: -- python own.py")
-        if not any(not word.startswith("-") or word == "-m" for word in words[1:]):
+        python, *words = script.command
+        if not Path(python).name.startswith("python"):
+            raise LaunchError(f"got {python} after --, expected python and a script: -- python own.py")
+        if not any(not word.startswith("-") or word == "-m" for word in words):
             raise LaunchError("got python without a script after --, expected -- python own.py")
-        return cls(words, steps, num_ranks)
+        return cls(script.command, steps, num_ranks)
 
     def command(self, variant: Variant, folder: Path) -> tuple[list[str], dict[str, str]]:
         options = {**NOT_TOLD, **variant.options}
@@ -169,7 +170,7 @@ class ScriptJob:
             place = next(place for place, word in enumerate(words) if place and (word == "-m" or word[0] != "-"))
             seeded = ["-m", "ringtrain.lab.prove.seeded", str(SEED), variant.precision or "float32"]
             words[place:place] = seeded
-        return words, {FOR_SCRIPT: for_script.to_json()}
+        return words, variables(for_script)
 
     def changed(self, start: Start) -> list[str]:
         found: dict[str, None] = {}
