@@ -12,11 +12,12 @@ import ringtrain
 parser = argparse.ArgumentParser()
 parser.add_argument("--lr", type=float, default=0.01)
 parser.add_argument("--epochs", type=int, default=20)
+parser.add_argument("--rows", type=int, default=200)
 arguments = parser.parse_args()
 
 keras.utils.set_random_seed(1)
 draw = np.random.default_rng(0)
-x = draw.normal(size=(200, 8)).astype("float32")
+x = draw.normal(size=(arguments.rows, 8)).astype("float32")
 units = ringtrain.trial().get("units", 16)
 model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(units, "relu"), keras.layers.Dense(1)])
 model.compile(keras.optimizers.Adam(arguments.lr), "mse")

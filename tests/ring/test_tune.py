@@ -39,7 +39,7 @@ def test_every_candidate_is_decided_and_the_toml_trains(tmp_path):
 
 def test_a_script_is_tuned_by_short_starts_and_launched_with_what_was_chosen(tmp_path):
     """One candidate. Whichever was faster: a file with settings is launched in any case."""
-    script = ["python", ROOT / "tests" / "ring" / "own_trial.py", "--epochs", "2"]
+    script = ["python", ROOT / "tests" / "ring" / "own_trial.py", "--epochs", "1", "--rows", "20000"]
     only = ["--only", "update", "--budget", BUDGET, "--out", tmp_path / "tuned.json"]
     argv = [str(word) for word in [BIN / "ringtrain", "tune", "-H", "localhost:2", *only, "--", *script]]
     ended = run(0, argv, 600, warm=True, cwd=tmp_path)
