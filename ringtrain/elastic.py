@@ -27,18 +27,20 @@ from ringtrain.config import Config, ScheduleConfig
 from ringtrain.derived import Numbers, derive, num_shards
 from ringtrain.protocol import failures
 from ringtrain.run import consistency, console, resume
+from ringtrain.run.callback_state import CallbackState
 from ringtrain.run.context import Job, Opening, Process
-from ringtrain.strategies.elastic import Committer, Elastic, Place
+from ringtrain.sources import on_rank
+from ringtrain.strategies.elastic import Committer, Elastic, Place, rows_of_epoch
 
 
-def run(process: Process, from_agreement: Callable[[], tuple[Mapping[str, Any], int]]) -> Any:
+def run(process: Process, from_agreement: Callable[[], Any]) -> Any:
     """Makes this rank's model alone, then trains with the others from an agreement on, again after every change.
 
-    Returns what `from_agreement` does: the summary and the exit code.
+    Returns what `from_agreement` does.
     """
     source = process.source = OtherRanks(process)
 
-    def from_last_step(state: Any) -> tuple[Mapping[str, Any], int]:
+    def from_last_step(state: Any) -> Any:
         return from_agreement()
 
     with process.signals:
@@ -52,11 +54,10 @@ class OtherRanks:
         state: What the ranks share: model, folder, position, and how far this rank is.
     """
 
-    is_quiet = False
-
     def __init__(self, process: Process) -> None:
         strategy, configured = cast(Elastic, process.strategy), process.source
         self.faults, self.code, self.pin = configured.faults, configured.code, configured.pin
+        self.is_quiet = configured.is_quiet
         job = configured.read_job(process)
         # The schedule's rates are set from outside: ranks that join later must build the same.
         flat = dataclasses.replace(process.config, schedule=ScheduleConfig())
@@ -68,6 +69,10 @@ class OtherRanks:
             last_callback=lambda run: Committer(self.state, run),
         )
         configured.add_model(dataclasses.replace(process, config=flat), self._job)
+        if self._job.users_callbacks:
+            everyone = self._job.all_callbacks or self._job.users_callbacks
+            self._job.callback_state = CallbackState(everyone, self._job.model)
+            strategy.callback_state = self._job.callback_state
         self._saved: dict[str, Any] = {}
         self.strategy = strategy
         self.state = strategy.state = hvd.elastic.SharedKerasState(
@@ -97,7 +102,12 @@ class OtherRanks:
             state.place = dataclasses.replace(state.place, planned_ranks=planned)
         planned = state.place.planned_ranks if keeps_batch else num_ranks
         numbers = hvd.run_together(lambda: _numbers(config, self._job, planned))
-        return dataclasses.replace(self._job, numbers=numbers)
+        users = self._job.users_callbacks
+        if self._job.all_callbacks:
+            users = on_rank(self._job.all_callbacks, hvd.rank())
+        job = dataclasses.replace(self._job, numbers=numbers, users_callbacks=users)
+        self._job.has_begun = True  # after the next change
+        return job
 
     def add_model(self, process: Process, job: Job) -> None:
         """Does nothing: the model exists."""
@@ -113,10 +123,9 @@ class OtherRanks:
             then = dataclasses.replace(config, train=train)
             must_match = hvd.run_together(lambda: _numbers(then, job, saved["numbers"]["num_ranks"]))
         start, summary = consistency.restore(
-            process, job, must_match, lambda start: _place_of(saved, start).get("epoch", 0) >= config.train.epochs
+            process, job, must_match, lambda start: _place_of(saved, start, job).get("epoch", 0) >= config.train.epochs
         )
-        # Without the callbacks' state, which would be set again after each change of ranks.
-        return dataclasses.replace(start, callbacks=()), summary
+        return start, summary
 
     def open_folder(self, process: Process, job: Job, start: resume.Start) -> Opening:
         """The run's folder, which the current rank 0 locks; and what has changed."""
@@ -125,7 +134,7 @@ class OtherRanks:
         if is_first:
             state.folder = str(consistency.make_folder(process, job.numbers, start))
             state.start, state.progress = start, 2 * start.global_step + 1
-            place = _place_of(self._saved, start)
+            place = _place_of(self._saved, start, job)
             state.place = Place(state.place.planned_ranks, started=time.time(), **place)
         folder = Path(state.folder)
         hvd.run_together(lambda: process.lock.take(folder, same_job=True) if rank == 0 else None)
@@ -138,10 +147,12 @@ class OtherRanks:
 
 
 def _numbers(config: Config, job: Job, num_ranks: int) -> Numbers:
+    if not job.follows_schedule:  # a script's numbers do not depend on the ranks
+        return job.numbers
     return derive(config, num_ranks, len(job.data_set.train), len(job.data_set.test))
 
 
-def _place_of(saved: dict[str, Any], start: resume.Start) -> dict[str, Any]:
+def _place_of(saved: dict[str, Any], start: resume.Start, job: Job) -> dict[str, Any]:
     """Returns the position of a checkpoint in its epoch."""
     if not start.source:
         return {}
@@ -149,6 +160,10 @@ def _place_of(saved: dict[str, Any], start: resume.Start) -> dict[str, Any]:
         return {**saved["elastic"], "resizes": tuple(saved["elastic"]["resizes"])}
     steps, batch = saved["numbers"]["steps_per_epoch"], saved["numbers"]["global_batch_size"]
     epoch, step = divmod(start.global_step, steps)
+    if not job.data_set.train.has_classes:
+        batch = job.numbers.samples_per_step
+        length = rows_of_epoch(job, epoch)
+        return {"epoch": epoch, "position": step * batch, "dealt_by": batch, "length": length * (step > 0)}
     return {"epoch": epoch, "position": step * batch, "dealt_by": batch, "length": steps * batch}
 
 

@@ -20,7 +20,7 @@ from ringtrain.config import Config, changed_options, with_values
 from ringtrain.errors import ConfigError, RingtrainError
 from ringtrain.monitor import journal
 from ringtrain.protocol.for_script import ForScript
-from ringtrain.run.context import Process, RunContext
+from ringtrain.run.context import Process
 
 if TYPE_CHECKING:
     import keras
@@ -231,9 +231,12 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
     from ringtrain.run import callback_state, resume
     from ringtrain.sources import script
 
-    # A rank that joins would have to run the script up to this call, with the others in the middle of it.
-    if hvd.elastic.is_on():
-        raise ConfigError("ringtrain.fit: ranks cannot join and leave here: start the job without --elastic")
+    # A rank that joins runs the script from its beginning, with the others in the middle of this call.
+    if hvd.elastic.is_on() and hvd.process.PROCESS.num_runs:
+        raise ConfigError(
+            "ringtrain.fit: a second call in an elastic job, in which a rank that joins would begin with the first one:"
+            " give each call a script of its own, or leave out --elastic"
+        )
     if from_command.folder and not name:  # a repeated start of the script resumes it
         config = with_values(config, {"run.name": f"fit-{hvd.process.PROCESS.num_runs + 1}"})
     if from_command.observer:
@@ -245,13 +248,12 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
     source = script.ScriptSource(config, model, arguments)
     process = train.setup(config, source, None, journal.Stages())
     with script.unchanged_afterwards(model), journaled(process):
-        run = train.agree(process)
-        summary, exit_code = train.finish(train.fit(run)) if isinstance(run, RunContext) else (run, 0)
+        run, summary, exit_code = train.to_the_end(process)
     # A signal has ended all ranks after the same step; the script must not go on as if training were complete.
     end_by_signal(exit_code)
     history: Any = source.history
     history.run = Path(process.config.run.directory) / process.config.run.name
-    if isinstance(run, RunContext):
+    if run is not None:
         history.run = run.folder
     else:
         # A run that was complete: the script gets its model and history, as if it had trained now.

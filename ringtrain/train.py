@@ -100,23 +100,29 @@ def _walk(config: Config, stages: journal.Stages) -> tuple[Mapping[str, Any], in
         if group.rank:
             return {}, worker.supervise(config, group)  # a server or a worker, controlled by rank 0
     process = setup(config, source, group, stages)
-
-    # Once, or after each change of ranks: then they agree anew on the state of the one that is furthest.
-    def from_agreement() -> tuple[Mapping[str, Any], int]:
-        run = agree(process)
-        if not isinstance(run, RunContext):
-            return run, 0  # it is complete already
-        return finish(fit(run))
-
     try:
-        if process.strategy.ranks_change:
-            from ringtrain import elastic
-
-            return elastic.run(process, from_agreement)  # again after every change of ranks
-        return from_agreement()
+        _, summary, exit_code = to_the_end(process)
+        return summary, exit_code
     except Exception as error:
         process.journal.write_failure(error)
         raise
+
+
+def to_the_end(process: Process) -> tuple[RunContext | None, Mapping[str, Any], int]:
+    """Trains a run to its end; returns it, None if it was complete already, its summary, and the exit code."""
+
+    # Once, or after each change of ranks: then they agree anew on the state of the one that is furthest.
+    def from_agreement() -> tuple[RunContext | None, Mapping[str, Any], int]:
+        run = agree(process)
+        if not isinstance(run, RunContext):
+            return None, run, 0
+        return run, *finish(fit(run))
+
+    if process.strategy.ranks_change:
+        from ringtrain import elastic
+
+        return elastic.run(process, from_agreement)
+    return from_agreement()
 
 
 def setup(config: Config, source: Source, group: RankGroup | None, stages: journal.Stages) -> Process:

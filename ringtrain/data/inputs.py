@@ -220,6 +220,9 @@ def _random_operations(x: Any) -> tuple[list[RandomOperation], str]:
     from ringtrain import hvd
 
     operations, checksum = random_operations(x) if isinstance(x, tf.data.Dataset) else ([], 0)
+    if hvd.elastic.is_on():
+        _check_elastic(x, [operation.text for operation in operations if operation.always_differs])
+        return operations, ""
     if not hvd.is_initialized() or hvd.size() == 1:
         return operations, ""
     differing = ", ".join(operation.text for operation in operations if operation.always_differs)
@@ -227,6 +230,19 @@ def _random_operations(x: Any) -> tuple[list[RandomOperation], str]:
     if not any(of_rank for of_rank, _ in of_ranks) and len({of_rank for _, of_rank in of_ranks}) > 1:
         differing = ", ".join(operation.text for operation in operations)
     return operations, differing or next((of_rank for of_rank, _ in of_ranks if of_rank), "")
+
+
+def _check_elastic(x: Any, differing: Sequence[str]) -> None:
+    """Raises DataError for batches that a rank which joins cannot make again."""
+    why = ""
+    if differing:
+        why = f"a pipeline with {', '.join(differing)} gives each rank other batches: give random operations a seed"
+    elif isinstance(x, FromRank0):
+        why = "rank 0 may be lost, and what it has read with it: pass batches that every rank can make"
+    elif callable(x):
+        why = "the batches of a rank would depend on the number of ranks: pass those of all ranks together"
+    if why:
+        raise DataError(f"ringtrain.fit: in an elastic job, {why}")
 
 
 def _validation(held_out: Any, given: FitArguments, batch_size: int) -> Split:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import threading
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 MODULUS = 2**31 - 1
 """Fingerprints are below this."""
+NUM_KEPT = 16
+"""whole batches: more than a pipeline reads ahead"""
 FINGERPRINTED = 1024
 """numbers of each part of a batch that count, at least"""
 
@@ -63,6 +66,8 @@ class Stream(Split):
     why_rank_0 = ""
     steps_per_call = 1
     parts = Parts(range(1), 1)
+    kept: KeptBatches | None = None
+    """where ranks change"""
 
     def __init__(
         self, kind: str, dataset: tf.data.Dataset, steps: int | None = None, epochs: int = 1, batch_size: int = 1
@@ -227,6 +232,42 @@ class PyDatasetStream(Stream):
                 yield self._standardized(started.popleft().result())
 
 
+class KeptBatches:
+    """Whole batches of a stream by number, of which the last ones are kept: a step may be repeated with other parts."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream, self._lock = stream, threading.Lock()
+        self._epoch, self._next = -1, 0
+        self._batches: Iterator[Any] = iter(())
+        self._kept: deque[tuple[int, Any]] = deque(maxlen=NUM_KEPT)
+
+    def __call__(self, epoch: int, first_step: int) -> Iterator[Any]:
+        """Batches of an epoch from a step on; those of an earlier call, which a pipeline may still read, as well."""
+        stream = self.stream
+        number = first_step
+        if stream.is_endless:  # all epochs are one iteration
+            epoch, number = 0, epoch * stream.num_batches + first_step
+        with self._lock:
+            is_kept = bool(self._kept) and self._kept[0][0] <= number
+            if epoch != self._epoch or not (is_kept or number == self._next):
+                self._kept.clear()
+                self._batches = stream.iterator(ahead(stream.dataset), epoch, number)
+                self._epoch, self._next = epoch, number
+        while True:
+            with self._lock:
+                if epoch != self._epoch:
+                    return
+                if number == self._next:
+                    batch = next(self._batches, None)
+                    if batch is None:
+                        return
+                    self._kept.append((number, batch))
+                    self._next += 1
+                kept = dict(self._kept)
+            yield kept[number]
+            number += 1
+
+
 class StreamRows:
     """One rank's rows of each batch of a stream, which all ranks read whole; as `RowBatches`.
 
@@ -234,19 +275,38 @@ class StreamRows:
     the whole batch or, of a shard, the number of its rows.
     """
 
-    def __init__(self, stream: Stream, parts: Parts, steps_per_call: int = 1, has_header: bool = False) -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        parts: Parts,
+        steps_per_call: int = 1,
+        has_header: bool = False,
+        keeps_batches: bool = False,
+    ) -> None:
+        import tensorflow as tf
+
         self.stream, self.steps = stream, stream.num_batches
         stream.steps_per_call, stream.parts = steps_per_call, parts
+        self._kept: KeptBatches | None = None
+        self._position = 0, 0
         self.is_even = parts.num == 1 and not has_header
         self.has_empty_parts = parts.num > 1 and not stream.is_shard
         rows = stream.dataset
+        if keeps_batches:
+            self._kept = stream.kept = stream.kept or KeptBatches(stream)
+            kept = self._kept
+            spec = stream.dataset.element_spec
+            rows = tf.data.Dataset.from_generator(lambda: kept(*self._position), output_signature=spec)
         if not self.is_even:
             rows = rows.map(lambda *batch: _with_header(batch[0] if len(batch) == 1 else batch, parts, stream.is_shard))
         self.dataset = ahead(rows)
 
     def __call__(self, epoch: int, first_step: int = 0) -> Iterator[Any]:
         """Iterator over the batches of an epoch from a step on. Epochs must be asked for in order."""
-        return self.stream.iterator(self.dataset, epoch, first_step)
+        if self._kept is None:
+            return self.stream.iterator(self.dataset, epoch, first_step)
+        self._position = epoch, first_step
+        return iter(self.dataset)
 
 
 def _advance() -> None:

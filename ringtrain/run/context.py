@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ringtrain.hvd.timeline import Timeline
     from ringtrain.monitor.fault_injection import Fault
     from ringtrain.monitor.heartbeat import Monitor
+    from ringtrain.run.callback_state import CallbackState
     from ringtrain.run.callbacks import Callbacks
     from ringtrain.run.devices import Pinning
     from ringtrain.run.evaluation import Evaluation
@@ -145,6 +146,8 @@ class Job:
     prepare: Callable[[keras.Model], None] | None = None
     """called with the model, once it is compiled"""
     users_callbacks: list[keras.callbacks.Callback] = field(default_factory=list)
+    all_callbacks: list[keras.callbacks.Callback] = field(default_factory=list)
+    """the user's of all ranks, if rank 0 has more than the others; []: each rank has the same"""
     gradient_norm: GradientNorm | None = None
     validation: Validation = field(default_factory=Validation)
     plan: dict[str, str] = field(default_factory=dict)
@@ -155,6 +158,12 @@ class Job:
     """function that the data come from"""
     resumes_within_epochs: bool = True
     """whether the run can resume after any step, instead of after whole epochs"""
+    follows_schedule: bool = True
+    """whether the configuration's schedule sets the learning rate, not the compiled optimizer"""
+    callback_state: CallbackState | None = None
+    """of the user's callbacks, if it is kept longer than by one run; None: made when training begins"""
+    has_begun: bool = False
+    """whether the user's callbacks have seen `on_train_begin` in this process"""
     ends_with_callbacks: bool = False
     """whether a run that a callback has ended trains no further when it is started again"""
     make_clock: Callable[[RunContext], Clock] | None = None

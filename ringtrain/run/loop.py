@@ -88,6 +88,8 @@ class CallbacksOfRun(keras.callbacks.CallbackList):
     It is in the checkpoint: a learning rate, for example, is not multiplied twice.
     """
 
+    callbacks: list[keras.callbacks.Callback]
+
     def __init__(self, run: RunContext) -> None:
         super().__init__(run.callbacks.ordered, add_history=True, model=run.model)
         self._run = run
@@ -100,7 +102,12 @@ class CallbacksOfRun(keras.callbacks.CallbackList):
         with contextlib.ExitStack() as stack:
             if self._run.start.source:
                 stack.enter_context(callback_state.unchanged_afterwards(self.model, []))
+            # After a change of ranks, the user's callbacks go on.
+            everyone = self.callbacks
+            users = {id(callback) for callback in self._run.users_callbacks if self._run.has_begun}
+            self.callbacks = [callback for callback in everyone if id(callback) not in users]
             super().on_train_begin(logs)
+            self.callbacks = everyone
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         clock, users = self._run.clock, self._run.users_callbacks

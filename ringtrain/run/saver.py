@@ -63,8 +63,8 @@ class Saver(keras.callbacks.Callback):
         self.facts |= {"versions": tracking.versions(), "checksums": dict(run.checksums)}
         self.metrics, self.best_by = dict(run.start.metrics), f"{run.validation.prefix}accuracy"
         self.monitored, self.is_due, self.while_saving, self.is_ended = monitored, is_due, while_saving, is_ended
-        self.callback_state: CallbackState | None = None
-        if run.users_callbacks and not run.strategy.ranks_change:  # a rank that joins would have no state of them
+        self.callback_state = run.callback_state
+        if run.users_callbacks and self.callback_state is None:
             self.callback_state = CallbackState(run.users_callbacks, run.model)
         self.resumes_within_epochs = run.resumes_within_epochs
         self.saved_step = -1

@@ -9,6 +9,7 @@ unlike:       what of a model is not the same on several ranks as in one process
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 OPTIONS = (
@@ -17,6 +18,7 @@ OPTIONS = (
     "device.",
     "health.",
     "hvd.",
+    "elastic.commit_every_steps",
     "tracking.",
     "chaos",
     "model.not_averaged",
@@ -31,6 +33,11 @@ OPTIONS = (
 """Options of a configuration that a script may set; the others are arguments of `fit`, or the script's own."""
 ON_RANK_0 = ("ModelCheckpoint", "CSVLogger", "TensorBoard", "RemoteMonitor", "ProgbarLogger")
 """Keras' callbacks that write files or show progress."""
+
+
+def on_rank(callbacks: Sequence[Any], rank: int) -> list[Any]:
+    """Callbacks of a script that run on a rank."""
+    return [one for one in callbacks if rank == 0 or not classes_of(one) & {*ON_RANK_0}]
 
 
 def classes_of(callback: Any) -> set[str]:

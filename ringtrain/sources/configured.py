@@ -74,6 +74,11 @@ def _job(process: Process, given: data.FitArguments) -> Job:
     name, size = config.data.name, num_shards(config, hvd.size())
     if not process.strategy.trains_rows:
         raise ConfigError(f"data.name: {name}: {setup.NO_CLASSES}")
+    if process.strategy.ranks_change:
+        raise ConfigError(
+            f"data.name: {name}: an elastic run of ringtrain.train needs samples with integer classes: train other"
+            " data with ringtrain.fit"
+        )
     if config.train.jit:
         raise ConfigError("train.jit: it needs samples with integer classes: leave it out")
     rows = config.train.batch_size * size

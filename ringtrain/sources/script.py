@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,11 +26,12 @@ from ringtrain.hvd.keras_patches import distributed, innermost, set_untracked
 from ringtrain.monitor import fault_injection
 from ringtrain.optim import divided
 from ringtrain.optim.optimizers import first_and_largest_rate
+from ringtrain.protocol.env import SLOT
 from ringtrain.protocol.for_script import ForScript
 from ringtrain.run import consistency, devices, identity, model_state
 from ringtrain.run.context import Job, Process, Validation
 from ringtrain.run.devices import Pinning
-from ringtrain.sources import ON_RANK_0, OPTIONS, classes_of
+from ringtrain.sources import ON_RANK_0, OPTIONS, classes_of, on_rank
 from ringtrain.sources.unlike import unlike_one_process
 from ringtrain.strategies.base import Strategy
 from ringtrain.strategies.ring import OF_OPTIMIZER, Ring
@@ -52,6 +54,9 @@ class ModelOfScript(consistency.FromCheckpoint):
 
     def pin(self, strategy: Strategy) -> Pinning:
         options = strategy.config.device
+        if strategy.ranks_change:  # others may be training
+            slot = int(os.environ.get(SLOT, hvd.local_rank()))
+            return devices.pin_late(slot, hvd.local_size(), options, one_thread=strategy.shares_state)
         try:  # TensorFlow may be in use already
             pinning: Pinning = hvd.run_together(
                 lambda: devices.pin_late(hvd.local_rank(), hvd.local_size(), options, one_thread=strategy.shares_state)
@@ -89,7 +94,11 @@ class ScriptSource(ModelOfScript):
 
 def _job(process: Process, source: ScriptSource) -> Job:
     """The script's data, and its model with a distributed optimizer."""
-    model, arguments, size, rank = source.model, source.arguments, hvd.size(), hvd.rank()
+    model, arguments = source.model, source.arguments
+    everyone = [*arguments.callbacks, source.history]
+    size = 1 if process.strategy.ranks_change else hvd.size()
+    if process.strategy.ranks_change and arguments.batch_per_rank:
+        raise ConfigError("ringtrain.fit: batch_per_rank in an elastic job: give the batch_size of all ranks together")
     batch_size = (arguments.batch_size or 32) * (size if arguments.batch_per_rank else 1)
     batch_size = max(1, batch_size // arguments.parts)
     train, test = data.inputs(arguments, batch_size)
@@ -108,7 +117,6 @@ def _job(process: Process, source: ScriptSource) -> Job:
                 unlike.append("each rank has batches of its own")
     steps = arguments.steps_per_epoch if isinstance(train, data.Arrays) else None
     numbers = adopt(process, model, train.kind, num_train, len(test), batch_size, steps)
-    users = [one for one in arguments.callbacks if rank == 0 or not classes_of(one) & {*ON_RANK_0}]
     folder = ForScript.from_environment().folder
     if folder:
         write_below(Path(folder), arguments.callbacks)
@@ -132,10 +140,12 @@ def _job(process: Process, source: ScriptSource) -> Job:
         checksums={**checksums, **compiled, "model": checksum_of_shapes(model_state.shapes_of(model.weights))},
         of_name={*of_name, *compiled},
         model=model,
-        users_callbacks=[*users, source.history],
+        users_callbacks=on_rank(everyone, hvd.rank()),
+        all_callbacks=everyone,
         validation=validation,
         plan={**plan_of(process, model, numbers, train.on_resume, unlike), **more},
         ends_with_callbacks=True,
+        follows_schedule=False,
         facts={"script": sys.argv[0], "unlike_one_process": unlike, "on_resume": train.on_resume},
     )
 
@@ -236,7 +246,8 @@ def adopt(
         batch_size: Rows of a step on all ranks.
     """
     used = identity.used_optimizers(model)
-    names, per_rank = ", ".join(type(one).__name__ for one in used), math.ceil(batch_size / hvd.size())
+    num_ranks = 1 if process.strategy.ranks_change else hvd.size()
+    names, per_rank = ", ".join(type(one).__name__ for one in used), math.ceil(batch_size / num_ranks)
     steps, accumulated = math.ceil(num_train / batch_size), used[0].gradient_accumulation_steps or 1
     steps = min(steps, steps_per_epoch or steps)
     first_rate, rate = first_and_largest_rate(used[0])
@@ -245,7 +256,7 @@ def adopt(
         values["optimizer.learning_rate"] = rate
     process.config = with_values(process.config, values)
     return Numbers(
-        num_ranks=hvd.size(),
+        num_ranks=num_ranks,
         num_train=num_train,
         num_test=num_test,
         batch_size=per_rank,

@@ -18,9 +18,10 @@ from ringtrain.compressions import kind_of
 from ringtrain.config import Config
 from ringtrain.errors import ConfigError
 from ringtrain.optim import optimizers, schedules
-from ringtrain.optim.step import SumsOverRanks, step_of_all_ranks
+from ringtrain.optim.step import Step, SumsOverRanks, step_of_all_ranks
 from ringtrain.protocol.env import SLOT
 from ringtrain.run import devices, evaluation, resume
+from ringtrain.run.callback_state import CallbackState, loaded_callbacks
 from ringtrain.strategies import samples
 from ringtrain.strategies.base import StepsOf
 from ringtrain.strategies.ring import Ring
@@ -28,7 +29,7 @@ from ringtrain.strategies.ring import Ring
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ringtrain.run.context import RunContext
+    from ringtrain.run.context import Job, RunContext
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,6 @@ class Elastic(Ring):
     """
 
     ranks_change = True
-    trains_rows = False
     trains_here = False  # no heartbeats are compared
 
     def __init__(self, config: Config) -> None:
@@ -88,6 +88,7 @@ class Elastic(Ring):
             )
         self.scheduler: BatchScheduler | None = None
         self.state: Any = None
+        self.callback_state: CallbackState | None = None
         self.reached = 0
         self.has_log = False
 
@@ -105,6 +106,14 @@ class Elastic(Ring):
         super().make_ready(model, input_shape, num_classes)
         self.step = self.step or step_of_all_ranks(model, input_shape, SumsOverRanks())
 
+    def share_rows(self, model: keras.Model, batch: Any) -> None:
+        super().share_rows(model, batch)
+        if model.steps_per_execution > 1:
+            raise ConfigError("steps_per_execution: an elastic job commits each step by itself: compile it with 1")
+        if self.step is None:
+            self.step = Step(model, SumsOverRanks())
+        model.train_function = None  # an earlier one makes another step
+
     def settle(self) -> int:
         """Undoes an interrupted step, and notes in the state how far this rank is."""
         state, scheduler = self.state, self.scheduler
@@ -116,7 +125,10 @@ class Elastic(Ring):
         sums = scheduler.metrics_state or scheduler.sums
         if not scheduler.is_open and not scheduler.metrics_state:
             sums = tuple(evaluation.states_of_metrics(state.model)) if scheduler.place.position else ()
-        state.start = dataclasses.replace(state.start, global_step=scheduler.global_step, metrics_state=sums)
+        callbacks = loaded_callbacks(*self.callback_state.save()) if self.callback_state else ()
+        state.start = dataclasses.replace(
+            state.start, global_step=scheduler.global_step, metrics_state=sums, callbacks=callbacks
+        )
         state.progress = 2 * scheduler.global_step + (not scheduler.is_open)
         return int(state.progress)
 
@@ -173,7 +185,9 @@ class BatchScheduler(resume.Clock):
         self.run, self.current = run, place
         self.is_open = place.position == place.length > 0
         self.sums: tuple[NDArray[Any], ...] = ()
-        self.schedule = schedules.schedule_of(run.config, run.numbers)
+        self.schedule: schedules.Schedule | None = None
+        if run.follows_schedule:
+            self.schedule = schedules.schedule_of(run.config, run.numbers)
         self.rate = math.nan
         self.trained: list[tuple[int, int]] = []
         self.of_all: list[tuple[int, int]] = []
@@ -205,13 +219,14 @@ class BatchScheduler(resume.Clock):
     @property
     def steps_left(self) -> int:
         current = self.current
-        return math.ceil((current.length - current.position) / self.run.numbers.global_batch_size)
+        return math.ceil((current.length - current.position) / self.run.numbers.samples_per_step)
 
     def begin_epoch(self) -> tuple[int, range]:
         # One that was interrupted after its last step has none left: only its end is made up for.
         if not self.is_open:
             self.turn_over()
-        return self.epoch, range(self.steps_left)
+        first = self.current.position // self.run.numbers.samples_per_step
+        return self.epoch, range(first, first + self.steps_left)
 
     def add_saved_metrics(self) -> None:
         self.sums = self.metrics_state or self.sums
@@ -221,17 +236,22 @@ class BatchScheduler(resume.Clock):
         """Moves to the next epoch, if this one is over."""
         self.current = self.place
         if not self.current.position:
-            size, steps = self.run.numbers.global_batch_size, self.run.numbers.steps_per_epoch
-            self.current = dataclasses.replace(self.current, dealt_by=size, length=steps * size)
+            rows = self.run.numbers.samples_per_step
+            length = rows_of_epoch(self.run, self.current.epoch)
+            self.current = dataclasses.replace(self.current, dealt_by=rows, length=length)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self.turn_over()
-        current, numbers, rank, size = self.current, self.run.numbers, self.run.rank, self.run.size
-        self.in_step = min(numbers.global_batch_size, current.length - current.position)
-        whole = numbers.batch_size if self.run.config.train.virtual_ranks else 1
-        first, last = data.part_of(self.in_step, rank, size, whole)
+        current, numbers, run = self.current, self.run.numbers, self.run
+        self.in_step = min(numbers.samples_per_step, current.length - current.position)
+        parts = data.Parts.of_rank(run.rank, run.size, run.config.train.virtual_ranks)
+        bounds = parts.bounds(self.in_step)
+        first, last = bounds[0][0], bounds[-1][1]
         self.part = current.position + first, current.position + last
-        hvd.elastic.set_share(self.model.optimizer, (last - first) * size / self.in_step)
+        if run.data_set.train.has_classes:  # else each batch has its share
+            hvd.elastic.set_share(self.model.optimizer, (last - first) * run.size / self.in_step)
+        if self.schedule is None:
+            return
         steps = numbers.steps_per_epoch
         rate = float(self.schedule.rate(current.epoch * steps + current.position * steps // current.length))
         rate *= self.run.callbacks.plateau.share
@@ -272,6 +292,16 @@ class BatchScheduler(resume.Clock):
                 of_all=self.of_all,
             )
         self.trained, self.of_all, self.last_written = [], [], self.global_step
+
+
+def rows_of_epoch(job: Job, epoch: int) -> int:
+    """Rows that an epoch trains: of arrays, also the last batch, which is smaller."""
+    numbers = job.numbers
+    rows, steps = numbers.samples_per_step, numbers.steps_per_epoch
+    if job.data_set.train.has_classes:
+        return rows * steps
+    first = epoch * steps % math.ceil(numbers.num_train / rows)
+    return min(numbers.num_train - first * rows, rows * steps)
 
 
 class Committer(keras.callbacks.Callback):

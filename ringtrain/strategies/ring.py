@@ -135,7 +135,8 @@ class Ring(Strategy):
             # Arrays and streams: each rank has its rows, perhaps none.
             stack.enter_context(rows.errors_named(run.named_in_errors))
             steps = stack.enter_context(rows.Rows(run, self.step))
-            run.model.make_train_function(force=True)  # an earlier one has other gradients and losses
+            # An earlier one has other gradients and losses; it is the same after a change of ranks.
+            run.model.make_train_function(force=not self.ranks_change)
             yield steps
 
     def batches_of(self, run: RunContext) -> samples.BatchesOf:

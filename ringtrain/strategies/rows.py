@@ -24,10 +24,12 @@ class Rows:
         self.run, self.train = run, run.data_set.train
         run.fingerprint = self._fingerprint
         parts = data.Parts.of_rank(run.rank, run.size, run.config.train.virtual_ranks)
-        has_header = run.strategy.ranks_change  # whose next batches may be uneven, for the same graph
+        has_header = run.strategy.shares_state  # one graph for ranks that change, and the same bits with them
         self._batches_of: Any
         if isinstance(self.train, data.Stream):
-            self._batches_of = data.StreamRows(self.train, parts, run.model.steps_per_execution, has_header)
+            self._batches_of = data.StreamRows(
+                self.train, parts, run.model.steps_per_execution, has_header, run.strategy.ranks_change
+            )
         else:
             numbers = run.numbers
             self._batches_of = data.RowBatches(
@@ -38,6 +40,7 @@ class Rows:
         self._step.divide(has_header=not self._batches_of.is_even, has_empty_parts=self._batches_of.has_empty_parts)
 
     def __enter__(self) -> Rows:
+        self._step.fingerprint.assign(0.0)
         self._step.__enter__()
         return self
 
@@ -45,7 +48,7 @@ class Rows:
         try:
             self._step.__exit__(*error)
         finally:
-            if isinstance(self.train, data.Stream):
+            if isinstance(self.train, data.Stream) and not self.run.strategy.ranks_change:
                 self.train.close()
 
     def __call__(self, epoch: int, first_step: int) -> Iterator[Mapping[str, Any]]:
