@@ -40,7 +40,7 @@ def train(run: RunContext) -> None:
             epoch, steps = clock.begin_epoch()
             model.reset_metrics()
             callbacks.on_epoch_begin(epoch)
-            step_logs = _train_steps(run, callbacks, steps, steps_of(epoch, steps.start)) if steps else {}
+            step_logs = _train_steps(run, callbacks, steps, steps_of(epoch, steps.start)) if steps else clock.step_logs
             # Metrics are sums: those of the epoch's steps before a resume are added.
             clock.add_saved_metrics()
             logs = _end_epoch(run, callbacks, epoch, step_logs)

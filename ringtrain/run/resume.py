@@ -39,6 +39,8 @@ class Start:
     """Metrics of the last complete epoch."""
     monitored: tuple[float, ...] = ()
     """Values of train.monitor, one per complete epoch, if it was monitored."""
+    step_logs: Mapping[str, Any] = field(default_factory=dict)
+    """Logs of the last step, if the end of its epoch is to be made up for."""
     callbacks: Sequence[Mapping[str, Any]] = ()
     """State of the callbacks of a script or of train.callbacks."""
     is_ended: bool = False
@@ -113,6 +115,7 @@ class Clock(keras.callbacks.Callback):
         self.global_step = self.before = start.global_step
         self.steps_per_epoch = steps_per_epoch
         self.metrics_state = start.metrics_state
+        self.step_logs = start.step_logs
 
     @property
     def where(self) -> dict[str, Any]:

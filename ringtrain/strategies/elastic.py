@@ -127,7 +127,11 @@ class Elastic(Ring):
             sums = tuple(evaluation.states_of_metrics(state.model)) if scheduler.place.position else ()
         callbacks = loaded_callbacks(*self.callback_state.save()) if self.callback_state else ()
         state.start = dataclasses.replace(
-            state.start, global_step=scheduler.global_step, metrics_state=sums, callbacks=callbacks
+            state.start,
+            global_step=scheduler.global_step,
+            metrics_state=sums,
+            step_logs=scheduler.step_logs,
+            callbacks=callbacks,
         )
         state.progress = 2 * scheduler.global_step + (not scheduler.is_open)
         return int(state.progress)
@@ -265,6 +269,7 @@ class BatchScheduler(resume.Clock):
         self.current = dataclasses.replace(self.current, position=before + self.in_step)
         if self.current.position == self.current.length:
             self.is_open, self.sums = True, tuple(evaluation.states_of_metrics(self.model))
+            self.step_logs = {name: keras.ops.convert_to_numpy(value) for name, value in (logs or {}).items()}
         self.trained.append(self.part)
         self.of_all.append((before, self.current.position))
         self.note_place()
