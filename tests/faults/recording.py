@@ -64,8 +64,10 @@ def odd_model(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
 
 class Recording(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
-        seen.clear()
         self.file = (Path(os.environ[RECORDS]) / f"{os.getpid()}.jsonl").open("a")
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        seen.clear()  # of a step that was interrupted
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         record = {"time_s": time.time(), "step": int(self.model.optimizer.iterations), "samples": list(seen)}
