@@ -1,6 +1,6 @@
 # What CI runs is what people run. Each target first sets up what is missing in .venv (seconds, once it is there).
 
-.PHONY: setup train smoke test test-unit test-all chaos lint docs dist wheels release image
+.PHONY: setup train smoke test test-unit test-all chaos matrix lint docs dist wheels release image
 
 setup:
 	launch/setup.sh
@@ -30,6 +30,10 @@ test-all:
 
 chaos:
 	RINGTRAIN_CHAOS=full launch/setup.sh python -m pytest tests/faults
+
+# Kinds of job by what they must bear, an hour or two: a table, which docs/fit.md has.
+matrix:
+	launch/setup.sh python tests/matrix/run.py
 
 lint:
 	launch/setup.sh ruff check . && launch/setup.sh ruff format --check . && launch/setup.sh mypy ringtrain \
