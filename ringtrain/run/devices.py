@@ -210,6 +210,8 @@ def pin_late(
             f"{socket.gethostname()}: this process has built its model on the first of {len(visible)} GPUs, as all"
             f" ranks of this host do: call ringtrain.start() before the model is built"
         )
+    if one_thread:
+        tf.config.experimental.enable_op_determinism()
     return Pinning(gpu=gpus.index(visible[0]))
 
 

@@ -76,6 +76,12 @@ def snippets() -> None:
     )
     assert "fp16" in Path("runs/of-options/config.toml").read_text()
 
+    exec(
+        snippet("docs/verification.md", 'options = {"train.virtual_ranks": 4}', ('"first"', '"of-bits"')),
+        given(model=compiled()),
+    )
+    assert "virtual_ranks = 4" in Path("runs/of-bits/config.toml").read_text()
+
     steps = ("steps_per_epoch=500", "steps_per_epoch=5, name='of-shards'")
     exec(snippet("docs/fit.md", "def shard(rank", steps), given(model=compiled(), read=read, held_out=(X, Y)))
     assert Path("runs/of-shards/summary.json").exists()
