@@ -1,8 +1,9 @@
 """Data-parallel training of Keras 3 models with Horovod.
 
-``ringtrain.fit`` trains the compiled model of a script on all ranks, ``ringtrain.run`` calls a function on ranks that
-it starts, ``ringtrain.train`` is the training job of a configuration, ``ringtrain.hvd`` is Horovod under its own names
-as Keras 3 needs it. This module imports neither Horovod nor TensorFlow.
+``ringtrain.fit`` trains the compiled model of a script on all ranks, ``ringtrain.evaluate`` and ``ringtrain.predict``
+use it there. ``ringtrain.run`` calls a function on ranks that it starts, ``ringtrain.train`` is the training job of a
+configuration, ``ringtrain.hvd`` is Horovod under its own names as Keras 3 needs it. This module imports neither Horovod
+nor TensorFlow.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ __version__ = "0.1.0"
 
 LAZY = {
     **{"fit": "ringtrain.keras_fit", "start": "ringtrain.keras_fit", "run": "ringtrain.function_call"},
+    **{"evaluate": "ringtrain.keras_evaluate", "predict": "ringtrain.keras_evaluate"},
     "from_rank_0": "ringtrain.data.from_rank_0",
     "trial": "ringtrain.protocol.for_script",
 }
@@ -24,6 +26,8 @@ LAZY = {
 if TYPE_CHECKING:  # for editors and mypy
     from ringtrain.data.from_rank_0 import from_rank_0 as from_rank_0
     from ringtrain.function_call import run as run
+    from ringtrain.keras_evaluate import evaluate as evaluate
+    from ringtrain.keras_evaluate import predict as predict
     from ringtrain.keras_fit import fit as fit
     from ringtrain.keras_fit import start as start
     from ringtrain.protocol.for_script import trial as trial

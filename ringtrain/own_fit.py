@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringtrain.data import FitArguments
 from ringtrain.errors import ConfigError
+from ringtrain.sources import callbacks_in
 
 if TYPE_CHECKING:
     import keras
@@ -43,7 +44,7 @@ def through(model: keras.Model, arguments: FitArguments, train: Callable[[FitArg
         used: dict[str, Any] = {
             one: value for one, value in given.items() if one not in ("self", "initial_epoch", "callbacks")
         }
-        used |= {"callbacks": given.get("callbacks") or (), "seed": arguments.seed, "resume": arguments.resume}
+        used |= {"callbacks": callbacks_in(given.get("callbacks")), "seed": arguments.seed, "resume": arguments.resume}
         trained.append(train(FitArguments(**used)))
         return trained[0]
 

@@ -12,6 +12,7 @@ arrays:         arrays as Keras' fit takes them, and a rank's rows of each globa
 parts:          a rank's parts of a batch, and the header of its rows
 streams:        batches of a tf.data.Dataset, PyDataset or generator, and a rank's rows of each
 from_rank_0:    batches that rank 0 sends to the other ranks
+whole_batches:  whole batches of a rank, for evaluation and prediction
 inputs:         training and validation data from arguments of Keras' fit
 sharding:       distribution of the samples over the ranks
 augment:        crops and flips, determined by seed and sample number
@@ -26,12 +27,14 @@ from pathlib import Path
 from ringtrain.config import DataConfig
 from ringtrain.data.arrays import Arrays, NoSamples, RowBatches
 from ringtrain.data.dataset import DataSet, Samples, Split, checksums
-from ringtrain.data.inputs import FitArguments, inputs, is_nest, shapes_of
+from ringtrain.data.from_rank_0 import FromRank0, packed, read_on_rank_0
+from ringtrain.data.inputs import FitArguments, inputs, is_nest, operations_by_rank, shapes_of
 from ringtrain.data.parts import Header, Parts, rows_of
 from ringtrain.data.pipeline import dealt_batches, evaluation_batches, training_batches
 from ringtrain.data.sharding import evaluation_shard, part_of, training_shard
 from ringtrain.data.sources import PREPARE, source
 from ringtrain.data.streams import Stream, StreamRows
+from ringtrain.data.whole_batches import WholeBatches, no_batches, whole_batches
 
 
 def prepare(config: DataConfig, is_first: bool = True) -> None:

@@ -140,7 +140,7 @@ def inputs(given: FitArguments, batch_size: int) -> tuple[Arrays | Stream, Split
     if isinstance(given.shuffle, str) and given.shuffle != "batch":
         raise DataError(f'ringtrain.fit: got shuffle {given.shuffle!r}, expected True, False or "batch"')
     how = (given.class_weight, given.steps_per_epoch, given.epochs, bool(given.shuffle), given.seed)
-    random_operations, why_rank_0 = _random_operations(given.x)
+    random_operations, why_rank_0 = operations_by_rank(given.x)
     x = FromRank0(given.x) if why_rank_0 else given.x
     stream = _shard(x, *how) if callable(x) else _stream(x, *how)
     if stream:
@@ -213,7 +213,7 @@ def _check_steps(given: FitArguments, num_batches: int, batch_size: int) -> None
         )
 
 
-def _random_operations(x: Any) -> tuple[list[RandomOperation], str]:
+def operations_by_rank(x: Any) -> tuple[list[RandomOperation], str]:
     """Random operations of a pipeline, and those that give ranks other batches, if any, as a phrase. Collective."""
     import tensorflow as tf
 

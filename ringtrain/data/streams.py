@@ -346,8 +346,7 @@ def cut(batch: Any, parts: Parts) -> tuple[Header, Any]:
     import tensorflow as tf
 
     header, part = parts.cut(batch)
-    fingerprint = tf.math.floormod(tf.add_n([_fingerprint(leaf) for leaf in tf.nest.flatten(batch)]), MODULUS)
-    return header._replace(fingerprint=tf.cast(fingerprint, tf.float64)), part
+    return header._replace(fingerprint=tf.cast(fingerprint(batch), tf.float64)), part
 
 
 def first_part(batch: Any, num_parts: int) -> Any:
@@ -357,6 +356,14 @@ def first_part(batch: Any, num_parts: int) -> Any:
     end = tf.maximum(num_rows_of(tf.nest.flatten(batch)[0]) // num_parts, 1)
     part = tf.nest.map_structure(lambda leaf: rows_of(leaf, tf.zeros_like(end), end), batch)
     return part if len(part) > 1 else part[0]
+
+
+def fingerprint(batch: Any) -> tf.Tensor:
+    """Number of evenly spaced values of all parts of a batch, below MODULUS."""
+    import tensorflow as tf
+
+    leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
+    return tf.math.floormod(tf.add_n([_fingerprint(leaf) for leaf in leaves]), MODULUS)
 
 
 def _fingerprint(leaf: Any) -> tf.Tensor:

@@ -115,6 +115,7 @@ from ringtrain.hvd.batch_norm import (
 )
 from ringtrain.hvd.collectives import (
     allgather,
+    allgather_bytes,
     allgather_object,
     allreduce,
     alltoall,

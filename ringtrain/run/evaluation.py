@@ -135,18 +135,56 @@ class Evaluation(keras.callbacks.Callback):
     def _evaluated(self, shard: NDArray[np.int64], batches: Any) -> list[NDArray[Any]]:
         """State of the metrics after a shard of the test samples."""
         if self.test.num_readable(shard):
-            # Each evaluated batch is progress, for the detection of stalls.
-            advance = keras.callbacks.LambdaCallback(
-                on_test_batch_end=lambda batch, logs: hvd.step_timing.PLACE.advance()
-            )
             # With parameters, this list would replace those of training.
-            callbacks = keras.callbacks.CallbackList([*self.run.users_callbacks, advance])
-            with warnings.catch_warnings():  # with skipped samples, Keras does not know the number of batches
-                warnings.filterwarnings("ignore", "Your input ran out of data")
-                self.model.evaluate(batches, verbose=0, callbacks=callbacks)
+            evaluated(self.model, batches, CallbacksOfRank([*self.run.users_callbacks]))
         else:
             self.model.reset_metrics()
         return states_of_metrics(self.model)
+
+
+class CallbacksOfRank(keras.callbacks.CallbackList):
+    """Callbacks of one rank's evaluation or prediction, each batch of which is progress for the detection of stalls."""
+
+    num_calls = 0
+    """calls of Keras' function so far"""
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._count()
+        super().on_test_batch_end(batch, logs)
+
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._count()
+        super().on_predict_batch_end(batch, logs)
+
+    def _count(self) -> None:
+        self.num_calls += 1
+        hvd.step_timing.PLACE.advance()
+
+
+class CallbacksOfAll(CallbacksOfRank):
+    """Callbacks that are told the metrics of all ranks at the end, by `end`, and that keep the outputs of each call."""
+
+    def __init__(self, *arguments: Any, **params: Any) -> None:
+        super().__init__(*arguments, **params)
+        self.outputs: list[Any] = []
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """Does nothing: Keras calls it with the metrics of this rank."""
+
+    def end(self, logs: Mapping[str, Any]) -> None:
+        super().on_test_end(logs)
+
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.outputs.append(logs["outputs"])
+        super().on_predict_batch_end(batch, logs)
+
+
+def evaluated(model: keras.Model, batches: Any, callbacks: CallbacksOfRank) -> dict[str, Any]:
+    """Evaluates one rank's batches; returns Keras' logs."""
+    with warnings.catch_warnings():  # Keras may not know the number of batches, as with skipped samples
+        warnings.filterwarnings("ignore", "Your input ran out of data")
+        logs: dict[str, Any] = model.evaluate(batches, verbose=0, callbacks=callbacks, return_dict=True)
+    return logs
 
 
 def _single_metrics(metrics: Sequence[keras.Metric]) -> Iterator[keras.Metric]:

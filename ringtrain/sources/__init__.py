@@ -43,3 +43,12 @@ def on_rank(callbacks: Sequence[Any], rank: int) -> list[Any]:
 def classes_of(callback: Any) -> set[str]:
     """Names of the class of an object and of those that it derives from."""
     return {kind.__name__ for kind in type(callback).__mro__}
+
+
+def callbacks_in(callbacks: Any) -> tuple[Any, ...]:
+    """Callbacks of an argument that Keras' methods take: a list, a nest, one alone, a `CallbackList`, or None."""
+    import keras
+
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks = callbacks.callbacks
+    return tuple(keras.tree.flatten(callbacks)) if callbacks else ()

@@ -48,7 +48,7 @@ def unlike_one_process(model: keras.Model, batch: Any, rows: Callable[[int, int]
         found.append(f"gradients of a whole batch and of its parts were not compared: {seen.error}")
     if _merges_rows(model):
         found.append("an embedding's rows that occur several times are added up before the update")
-    names = list(dict.fromkeys([*_not_summed(model, rows), *seen.metrics])) if rows else []
+    names = list(dict.fromkeys([*not_summed(model, rows), *seen.metrics])) if rows else []
     if names:
         found.append(f"{', '.join(names)}: the metric is no sum over rows")
     return found
@@ -69,7 +69,7 @@ def _function_of(loss: Any) -> str:
     return str(getattr(getattr(loss, "fn", None), "__name__", type(loss).__name__)).lower()
 
 
-def _not_summed(model: keras.Model, rows: Callable[[int, int], Any]) -> list[str]:
+def not_summed(model: keras.Model, rows: Callable[[int, int], Any]) -> list[str]:
     """Names of metrics whose state after two halves of a batch is not the sum of their states after each."""
     metrics = divided.metrics_of(model)
     if not metrics:

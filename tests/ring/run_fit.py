@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import configured_jobs
+import evaluate_jobs
 import kept_jobs
 import keras
 import keras_jobs
@@ -794,7 +795,7 @@ def what_differs_is_refused() -> None:
             raise AssertionError(f"trained in spite of {words}")
 
 
-MODULES = (keras_jobs, kept_jobs, configured_jobs, resume_jobs, sharded_jobs, snippet_jobs)
+MODULES = (keras_jobs, kept_jobs, configured_jobs, evaluate_jobs, resume_jobs, sharded_jobs, snippet_jobs)
 
 
 def main() -> None:

@@ -1,0 +1,138 @@
+"""Whole batches that one rank evaluates, of data as Keras' `evaluate` and `predict` take them."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringtrain.data.arrays import Arrays
+from ringtrain.data.pipeline import ahead, evaluation_batches
+from ringtrain.data.streams import PyDatasetStream, fingerprint
+from ringtrain.errors import DataError
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+
+@dataclass(kw_only=True)
+class WholeBatches:
+    """Batches of one rank."""
+
+    dataset: tf.data.Dataset
+    num_batches: int | None = None
+    """None: unknown before they are read"""
+    checksum: int = 0
+    """of the data, which all ranks must have alike"""
+    arrays: Arrays | None = None
+    """of which these are batches"""
+    is_shard: bool = False
+    """whether these are batches of data that this rank alone has"""
+    read: dict[int, int] = field(default_factory=dict)
+    """fingerprint, by number, of each batch of all ranks that this rank has read, where it reads those of all"""
+
+
+def whole_batches(
+    x: Any, y: Any, sample_weight: Any, batch_size: int, steps: int | None, rank: int, size: int, per_call: int
+) -> WholeBatches:
+    """Returns the batches of a rank: call i of Keras' function, of `per_call` batches, is that of rank i % size.
+
+    Each batch is one that a single process has. Arrays and a finite PyDataset are read by number; of other data, each
+    rank reads all batches.
+
+    Args:
+        x, y, sample_weight: As in `keras.Model.evaluate`.
+        batch_size: Rows of a batch of arrays.
+        steps: Batches of all ranks; None: all. As in Keras, the last call is a whole one.
+
+    Raises:
+        DataError: The data have no batches, or no end.
+    """
+    import keras
+    from keras.src.trainers.data_adapters import array_data_adapter
+
+    if steps:
+        steps = math.ceil(steps / per_call) * per_call
+    if array_data_adapter.can_convert_arrays((x, y, sample_weight)):
+        return _of_arrays(Arrays(x, y, sample_weight), batch_size, steps, rank, size, per_call)
+    has_targets = y is not None or sample_weight is not None
+    if isinstance(x, keras.utils.PyDataset) and x.num_batches is not None and not has_targets:
+        stream = PyDatasetStream(x, None, False, 0, steps)
+        stream.is_held_out = True
+        numbers = _numbers_of_rank(stream.num_batches, rank, size, per_call)
+        dataset = _with_length(stream.part(numbers), len(numbers))
+        return WholeBatches(dataset=ahead(dataset), num_batches=len(numbers), checksum=stream.checksum())
+    return _of_stream(x, y, sample_weight, steps, rank, size, per_call)
+
+
+def no_batches(spec: Any) -> WholeBatches:
+    """Batches of a rank that has none, of these shapes and types."""
+    import tensorflow as tf
+
+    return WholeBatches(dataset=tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec))
+
+
+def _of_arrays(arrays: Arrays, batch_size: int, steps: int | None, rank: int, size: int, per_call: int) -> WholeBatches:
+    if steps:
+        arrays = arrays.first(steps * batch_size)
+    if not len(arrays):
+        raise DataError("ringtrain.fit: got arrays without rows, expected at least one")
+    numbers = _numbers_of_rank(len(arrays), rank, size, per_call * batch_size)
+    return WholeBatches(
+        dataset=evaluation_batches(arrays, numbers, batch_size),
+        num_batches=math.ceil(len(numbers) / batch_size),
+        checksum=arrays.checksum(),
+        arrays=arrays,
+    )
+
+
+def _of_stream(
+    x: Any, y: Any, sample_weight: Any, steps: int | None, rank: int, size: int, per_call: int
+) -> WholeBatches:
+    import keras
+    import tensorflow as tf
+    from keras.src.trainers.data_adapters import get_data_adapter
+
+    dataset = get_data_adapter(x, y, sample_weight).get_tf_dataset()
+    is_endless = int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY
+    if not steps and (is_endless or isinstance(x, keras.utils.PyDataset)):
+        raise DataError(f"ringtrain.fit: got a {type(x).__name__} without an end, expected steps with it")
+    if steps:
+        dataset = dataset.take(steps)
+    length = int(dataset.cardinality())
+    facts = (
+        f"{length} {[(spec.dtype, spec.shape) for spec in tf.nest.flatten(dataset.element_spec) if spec is not None]}"
+    )
+    result = WholeBatches(dataset=dataset, checksum=zlib.crc32(facts.encode()))
+
+    def note(number: NDArray[Any], content: NDArray[Any]) -> NDArray[Any]:
+        result.read.setdefault(int(number), int(content))
+        return number
+
+    def noted(number: Any, batch: Any) -> Any:
+        content = fingerprint(batch)
+        return tf.ensure_shape(tf.numpy_function(note, [number, content], tf.int64), []), batch
+
+    own = dataset.enumerate().map(noted).filter(lambda number, batch: number // per_call % size == rank)
+    own = own.map(lambda number, batch: batch)
+    if length >= 0:
+        result.num_batches = len(_numbers_of_rank(length, rank, size, per_call))
+        own = _with_length(own, result.num_batches)
+    result.dataset = ahead(own)
+    return result
+
+
+def _with_length(dataset: tf.data.Dataset, length: int) -> tf.data.Dataset:
+    import tensorflow as tf
+
+    return dataset.apply(tf.data.experimental.assert_cardinality(length))
+
+
+def _numbers_of_rank(num: int, rank: int, size: int, per_call: int) -> NDArray[np.int64]:
+    """Numbers below `num` that are in a rank's calls, of `per_call` each."""
+    numbers = np.arange(num, dtype=np.int64)
+    return numbers[numbers // per_call % size == rank]
