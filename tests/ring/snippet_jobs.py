@@ -54,14 +54,6 @@ def snippets() -> None:
     exec(snippet("docs/fit.md", "import ringtrain\n\nmodel.compile", ('"first"', '"of-fit"')), fit)
     assert len(fit["history"].history["val_mae"]) == 10
 
-    classifier = dense(activation="softmax")
-    classifier.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
-    evaluated = given(model=classifier, test_x=X, test_y=CLASSES)
-    exec(snippet("docs/fit.md", "loss, accuracy = ringtrain.evaluate"), evaluated)
-    expected = classifier.evaluate(X, CLASSES, verbose=0)
-    np.testing.assert_allclose([evaluated["loss"], evaluated["accuracy"]], expected, rtol=1e-9)
-    assert (evaluated["classes"] == classifier.predict(X, verbose=0).argmax(axis=1)).all()
-
     folds = [(np.arange(50), None), (np.arange(50, 100), None)]
     cheap = ("epochs=20", "epochs=1")
     exec(snippet("docs/fit.md", "for fold, (train, test) in", cheap), given(build=compiled, folds=folds))
