@@ -105,9 +105,7 @@ class OtherRanks:
         users = self._job.users_callbacks
         if self._job.all_callbacks:
             users = on_rank(self._job.all_callbacks, hvd.rank())
-        job = dataclasses.replace(self._job, numbers=numbers, users_callbacks=users)
-        self._job.has_begun = True  # after the next change
-        return job
+        return dataclasses.replace(self._job, numbers=numbers, users_callbacks=users)
 
     def add_model(self, process: Process, job: Job) -> None:
         """Does nothing: the model exists."""

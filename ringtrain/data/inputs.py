@@ -249,10 +249,14 @@ def _validation(held_out: Any, given: FitArguments, batch_size: int) -> Split:
     import keras
     import tensorflow as tf
 
+    from ringtrain import hvd
+
     if held_out is None:
         return NoSamples()
     steps = given.validation_steps
     if isinstance(held_out, FromRank0):
+        if hvd.elastic.is_on():
+            _check_elastic(held_out, ())
         source = held_out.batches
         return _read_once(*read_on_rank_0(lambda: _read(_batches(_validation(source, given, batch_size)))))
     if isinstance(held_out, GeneratorType):

@@ -20,6 +20,7 @@ import tensorflow as tf
 from ringtrain import hvd
 from ringtrain.data.pipeline_graph import DRAWS
 from ringtrain.errors import ConfigError, OutOfSync
+from ringtrain.hvd import train_step
 from ringtrain.hvd.keras_patches import innermost
 from ringtrain.hvd.reduction import scaled
 from ringtrain.hvd.step_timing import PLACE
@@ -174,6 +175,11 @@ def refuse_unlike(model: keras.Model, batch: Any) -> None:
         raise ConfigError(
             f"train.virtual_ranks: {type(model).__name__} has several optimizers, each of which needs the gradients of"
             " all parts before the next one begins: leave out train.virtual_ranks"
+        )
+    if model.run_eagerly and train_step.is_own(model):
+        raise ConfigError(
+            f"train.virtual_ranks: what {type(model).__name__}.train_step does is known from its graph only:"
+            " compile the model without run_eagerly"
         )
     had_one = bool(hvd.global_seed())
     (state,) = hvd.global_seed(create=True)

@@ -162,8 +162,8 @@ class Job:
     """whether the configuration's schedule sets the learning rate, not the compiled optimizer"""
     callback_state: CallbackState | None = None
     """of the user's callbacks, if it is kept longer than by one run; None: made when training begins"""
-    has_begun: bool = False
-    """whether the user's callbacks have seen `on_train_begin` in this process"""
+    begun: set[int] = field(default_factory=set)
+    """ids of the user's callbacks that have seen `on_train_begin` in this process"""
     ends_with_callbacks: bool = False
     """whether a run that a callback has ended trains no further when it is started again"""
     make_clock: Callable[[RunContext], Clock] | None = None

@@ -105,6 +105,10 @@ class Evaluation(keras.callbacks.Callback):
     def replace_by_means(self, logs: dict[str, Any], metrics: Collection[str]) -> None:
         """Replaces an epoch's logs that are no metrics by their means over the ranks. Collective."""
         others = {name: value for name, value in logs.items() if name not in metrics}
+        if hvd.is_shared(self.model):  # each rank has those of all, whose mean would be rounded
+            numbers = {name: np.asarray(value) for name, value in others.items() if _is_numeric(value)}
+            logs |= {name: float(value) if value.ndim == 0 else value for name, value in numbers.items()}
+            return
         means, unlike = means_over_ranks(others)
         for name in unlike & logs.keys():
             del logs[name]  # another number on each rank, by which callbacks might decide otherwise

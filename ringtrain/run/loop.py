@@ -32,7 +32,7 @@ def train(run: RunContext) -> None:
     # The strategy makes the steps; it may prepare the next epoch's batches before this one ends.
     with run.strategy.training(run) as steps_of:
         callbacks.on_train_begin()
-        callback_state.restore_callbacks(run.users_callbacks, run.start.callbacks)
+        callback_state.restore_callbacks(run.all_callbacks or run.users_callbacks, run.start.callbacks)
 
         # The ranks agree on the end: a callback of one alone may set `stop_training`.
         while clock.epoch < run.config.train.epochs and not run.callbacks.stop.stopped_by:
@@ -95,23 +95,25 @@ class CallbacksOfRun(keras.callbacks.CallbackList):
         self._run = run
         self.set_params({"verbose": 0, "epochs": run.config.train.epochs, "steps": run.numbers.steps_per_epoch})
         for callback in run.users_callbacks:
-            if isinstance(callback, keras.callbacks.CSVLogger) and run.start.source:
+            if isinstance(callback, keras.callbacks.CSVLogger) and run.start.is_later:
                 callback.append = True
 
     def on_train_begin(self, logs: Any = None) -> None:
         with contextlib.ExitStack() as stack:
-            if self._run.start.source:
+            if self._run.start.is_later:
                 stack.enter_context(callback_state.unchanged_afterwards(self.model, []))
-            # After a change of ranks, the user's callbacks go on.
-            everyone = self.callbacks
-            users = {id(callback) for callback in self._run.users_callbacks if self._run.has_begun}
-            self.callbacks = [callback for callback in everyone if id(callback) not in users]
+            # After a change of ranks, the user's callbacks go on, but for those that begin on a new rank 0.
+            everyone, begun = self.callbacks, self._run.begun
+            self.callbacks = [callback for callback in everyone if id(callback) not in begun]
             super().on_train_begin(logs)
             self.callbacks = everyone
+            begun |= {id(callback) for callback in self._run.users_callbacks}
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         clock, users = self._run.clock, self._run.users_callbacks
-        if clock.epoch_complete and not clock.is_open:
+        is_new = epoch != clock.begun_epoch
+        clock.begun_epoch = epoch
+        if clock.epoch_complete and not clock.is_open and is_new:
             super().on_epoch_begin(epoch, logs)
             return
         with callback_state.unchanged_afterwards(self.model, users):

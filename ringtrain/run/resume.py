@@ -41,6 +41,8 @@ class Start:
     """Values of train.monitor, one per complete epoch, if it was monitored."""
     step_logs: Mapping[str, Any] = field(default_factory=dict)
     """Logs of the last step, if the end of its epoch is to be made up for."""
+    begun_epoch: int = -1
+    """The epoch for which callbacks have seen `on_epoch_begin`, if ranks have changed since."""
     callbacks: Sequence[Mapping[str, Any]] = ()
     """State of the callbacks of a script or of train.callbacks."""
     is_ended: bool = False
@@ -51,6 +53,11 @@ class Start:
     """Why newer checkpoints were skipped."""
     checksums: Mapping[str, str] = field(default_factory=dict)
     """Of the data when the checkpoint was saved."""
+
+    @property
+    def is_later(self) -> bool:
+        """Whether training has begun before: in another process, or on other ranks."""
+        return bool(self.source or self.global_step)
 
 
 def started_again(config: Config, attempt: Attempt) -> Config:
@@ -116,6 +123,7 @@ class Clock(keras.callbacks.Callback):
         self.steps_per_epoch = steps_per_epoch
         self.metrics_state = start.metrics_state
         self.step_logs = start.step_logs
+        self.begun_epoch = start.begun_epoch
 
     @property
     def where(self) -> dict[str, Any]:

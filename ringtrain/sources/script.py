@@ -97,6 +97,9 @@ def _job(process: Process, source: ScriptSource) -> Job:
     model, arguments = source.model, source.arguments
     everyone = [*arguments.callbacks, source.history]
     size = 1 if process.strategy.ranks_change else hvd.size()
+    of_horovod = {"BroadcastGlobalVariablesCallback", "MetricAverageCallback"}
+    if process.strategy.ranks_change and any(classes_of(one) & of_horovod for one in arguments.callbacks):
+        raise ConfigError(f"ringtrain.fit: in an elastic job, leave out {' and '.join(sorted(of_horovod))}")
     if process.strategy.ranks_change and arguments.batch_per_rank:
         raise ConfigError("ringtrain.fit: batch_per_rank in an elastic job: give the batch_size of all ranks together")
     batch_size = (arguments.batch_size or 32) * (size if arguments.batch_per_rank else 1)
@@ -177,6 +180,16 @@ def _prepare(process: Process, model: keras.Model, train: Any, batch_size: int) 
     on_device = devices.device_of_sums(process.config.device)
     if process.config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model, on_device):
         raise ConfigError("model.sync_batch_norm: the model has no BatchNormalization layers: leave it out")
+    if process.strategy.shares_state and any(distributed(one) for one in hvd.optimizers_of(model)):
+        raise ConfigError(
+            "ringtrain.fit: virtual ranks and elastic jobs reduce gradients by themselves: leave out"
+            " hvd.DistributedOptimizer"
+        )
+    if process.strategy.ranks_change and train.may_end_early:
+        raise ConfigError(
+            "ringtrain.fit: an elastic job needs epochs of a known length: use assert_cardinality, or repeat() and"
+            " steps_per_epoch"
+        )
     unlike = build(process, model, train, batch_size)
     if process.strategy.shares_state:
         return []

@@ -17,6 +17,7 @@ from ringtrain import data, hvd
 from ringtrain.compressions import kind_of
 from ringtrain.config import Config
 from ringtrain.errors import ConfigError
+from ringtrain.hvd import train_step
 from ringtrain.optim import optimizers, schedules
 from ringtrain.optim.step import Step, SumsOverRanks, step_of_all_ranks
 from ringtrain.protocol.env import SLOT
@@ -110,6 +111,12 @@ class Elastic(Ring):
         super().share_rows(model, batch)
         if model.steps_per_execution > 1:
             raise ConfigError("steps_per_execution: an elastic job commits each step by itself: compile it with 1")
+        accumulates = any(one.gradient_accumulation_steps for one in hvd.optimizers_of(model))
+        if accumulates and train_step.is_own(model):
+            raise ConfigError(
+                f"gradient_accumulation_steps: in an elastic job, {type(model).__name__}.train_step would accumulate"
+                " gradients of a rank that may be lost: leave it out"
+            )
         if self.step is None:
             self.step = Step(model, SumsOverRanks())
         model.train_function = None  # an earlier one makes another step
@@ -131,6 +138,7 @@ class Elastic(Ring):
             global_step=scheduler.global_step,
             metrics_state=sums,
             step_logs=scheduler.step_logs,
+            begun_epoch=scheduler.begun_epoch,
             callbacks=callbacks,
         )
         state.progress = 2 * scheduler.global_step + (not scheduler.is_open)
