@@ -82,15 +82,16 @@ def test_hosts_that_are_well_and_the_table_that_says_so(make_lab, job):
 
 def test_the_commands_of_the_page(two_hosts, job):
     shutil.copytree(launching.ROOT / "hostfiles", job / "hostfiles")
+    (job / "own.py").write_text("import json\n")
     page = (launching.ROOT / "docs" / "doctor.md").read_text()
     commands = re.findall(r"^ringtrain doctor.*$", page, re.MULTILINE)
-    assert len(commands) == 4
+    assert len(commands) == 5
     for command in commands:
         words = command.replace("ringtrain", f"{sys.executable} -m ringtrain", 1)
         ended = two_hosts.run("host1", ["sh", "-c", words], TIMEOUT_S, env={"PYTHONPATH": str(job)}, cwd=job)
         assert ended.returncode in (0, 1), ended.stdout + ended.stderr  # 1: eight ranks on few cores
         assert ended.stderr == ""
-        assert ("host1 -> host2" in ended.stdout) == ("--hostfile" in command)
+        assert ("host1 -> host2" in ended.stdout) == ("--hostfile" in command or "--job" in command)
     assert len(json.loads((job / "doctor.json").read_text())["ring"]["links"]) == 2
 
 

@@ -254,6 +254,7 @@ def _saver(model, folder):
         checksums={},
         strategy=SimpleNamespace(ranks_change=False),
         users_callbacks=[],
+        callback_state=None,
         resumes_within_epochs=False,
     )
     return saver.Saver(run), settings, numbers

@@ -23,7 +23,7 @@ class Failing(SumsOverRanks):
         if self.is_early:
             step.weights[0].assign_add(tf.ones_like(step.weights[0]))
         with tf.control_dependencies([tf.debugging.Assert(~self.fails, ["lost"])]):
-            return tf.nest.map_structure(tf.identity, total)
+            return tf.nest.map_structure(lambda value: None if value is None else tf.identity(value), total)
 
 
 def _batch(rank: int) -> tuple[np.ndarray, np.ndarray]:
