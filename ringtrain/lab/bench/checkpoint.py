@@ -114,7 +114,7 @@ def measure(config: Config, num_steps: int, turns: int, folder: Path) -> dict[st
     run: Any = SimpleNamespace(model=model, checkpoints=folder, config=config, numbers=training.numbers, start=start)
     run.clock, run.journal, run.validation = clock, own_journal, Validation()
     run.strategy, run.checksums = SimpleNamespace(ranks_change=False), {}
-    run.users_callbacks, run.resumes_within_epochs = [], False
+    run.users_callbacks, run.callback_state, run.resumes_within_epochs = [], None, False
     timed = TimedSaver(run)
     stalls, writes, plain, num_bytes = [], [], [], 0
     for _ in range(turns + 1):
