@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import sample
 from hypothesis import HealthCheck, settings
 
 # No result depends on how busy the machine is.
@@ -14,8 +15,13 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("ringtrain")
+sample.choose()  # once for all processes of pytest
 
 FOLDERS = {"unit": "unit", "ring": "ranks", "cluster": "hosts", "faults": "faults", "spark": "spark"}
+
+
+def pytest_report_header() -> str:
+    return f"sample: {sample.VARIABLE}={sample.choose()}"
 
 
 @pytest.hookimpl(optionalhook=True)

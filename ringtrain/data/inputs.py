@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from ringtrain.data.arrays import Arrays, NoSamples
 from ringtrain.data.dataset import Split
+from ringtrain.data.division import division_of
 from ringtrain.data.from_rank_0 import FromRank0, StreamOfRank0, leaves, packed, read_on_rank_0
+from ringtrain.data.parts import Parts
 from ringtrain.data.pipeline_graph import RandomOperation, random_operations
 from ringtrain.data.streams import PyDatasetStream, Stream, first_part, num_rows
 from ringtrain.errors import DataError
@@ -135,6 +137,7 @@ def shapes_of(train: Arrays | Stream) -> tuple[Any, int]:
 
 def inputs(given: FitArguments, batch_size: int) -> tuple[Arrays | Stream, Split]:
     """Returns training and validation data; raises DataError for what `fit` cannot divide over ranks."""
+    import tensorflow as tf
     from keras.src.trainers.data_adapters import array_slicing
 
     if isinstance(given.shuffle, str) and given.shuffle != "batch":
@@ -152,6 +155,8 @@ def inputs(given: FitArguments, batch_size: int) -> tuple[Arrays | Stream, Split
             texts = ", ".join(operation.text for operation in random_operations)
             stream.advice = f"it has {texts}: give all ranks the same, or pass ringtrain.from_rank_0(dataset)"
         _check_stream(stream, given)
+        if isinstance(x, tf.data.Dataset):
+            divide(stream)
         held_out = _validation(given.validation_data, given, batch_size)
         if given.max_steps:
             _shorten_stream(stream, given)
@@ -177,6 +182,28 @@ def inputs(given: FitArguments, batch_size: int) -> tuple[Arrays | Stream, Split
         _shortened(train, num_steps, batch_size),
         _shortened(_validation(held_out, given, batch_size), given.max_steps, batch_size),
     )
+
+
+def divide(stream: Stream) -> None:
+    """Lets each rank make its own rows of a stream alone, if its pipeline can be divided. Collective."""
+    from ringtrain import hvd
+
+    if not hvd.is_initialized() or hvd.size() == 1 or hvd.elastic.is_on():
+        return
+    division, why = division_of(stream.dataset)
+    found: Any = why
+    if division:
+        try:
+            is_right, checksum = division.tried(Parts.of_rank(hvd.rank(), hvd.size()))
+            why, found = "" if is_right else "a map() after batch() does not compute each row by itself", checksum
+        except Exception as error:
+            why = found = f"its first batches cannot be divided ({type(error).__name__})"
+    # All ranks, or none: each must see the same numbers in the first batches.
+    of_ranks = hvd.allgather_object((why, found), name="ringtrain_division")
+    whys = [of_rank for of_rank, _ in of_ranks if of_rank]
+    if division and not whys and len(set(of_ranks)) == 1:
+        stream.division = division
+    stream.why_whole = next(iter(whys), "")
 
 
 def _shortened(split: Any, num_steps: int, batch_size: int) -> Any:

@@ -29,6 +29,8 @@ DRAWS = re.compile(
 CHANGES = re.compile("Assign|Rng(ReadAndSkip|Skip)|StatefulUniform|StatefulStandardNormal|StatefulTruncated")
 """Operations that change a variable, such as a seed of Keras."""
 PYTHON = re.compile("(Eager)?PyFunc")
+READS = re.compile("ReadVariableOp|LookupTable(Find|Size)V2|Assert|Print(V2)?|(Stateful)?PartitionedCall|If|Case|While")
+"""Operations that TensorFlow counts as stateful, and that change nothing."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,20 @@ def random_operations(dataset: tf.data.Dataset) -> tuple[list[RandomOperation], 
         return list(dict.fromkeys(_operations(graph))), _checksum_of_variables(graph)
     except Exception:  # as above
         return [], 0
+
+
+def state_of(function: Any) -> str:
+    """What gives a function other results for the same values, or changes something, as a phrase; "": nothing."""
+    from tensorflow.python.framework import op_def_registry
+
+    graph = function.graph.as_graph_def()
+    for node in (*graph.node, *(node for called in graph.library.function for node in called.node_def)):
+        definition = op_def_registry.get(node.op)
+        if PYTHON.fullmatch(node.op):
+            return "a Python function"
+        if (definition is None or definition.is_stateful) and not READS.fullmatch(node.op):
+            return _layer_or_operation(node)
+    return ""
 
 
 def _graph_of(dataset: tf.data.Dataset) -> Any:

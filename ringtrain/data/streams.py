@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import keras
     import tensorflow as tf
 
+    from ringtrain.data.division import Division
+
 MODULUS = 2**31 - 1
 """Fingerprints are below this."""
 NUM_KEPT = 16
@@ -56,6 +58,8 @@ class Stream(Split):
         is_shard: Whether these are batches of one rank alone, instead of all ranks' together.
         on_resume: What a resumed run has to read again.
         why_rank_0: Random operations that would give each rank other batches, so that rank 0 reads for all.
+        division: How each rank makes its own rows alone; None: it makes whole batches.
+        why_whole: What keeps each rank from that, as a phrase.
 
     Raises:
         DataError: The number of batches is infinite or 0, or less than `steps` for each epoch.
@@ -63,7 +67,8 @@ class Stream(Split):
 
     has_classes = False
     is_held_out = is_shard = is_endless = False
-    why_rank_0 = ""
+    why_rank_0 = why_whole = ""
+    division: Division | None = None
     steps_per_call = 1
     parts = Parts(range(1), 1)
     kept: KeptBatches | None = None
@@ -121,10 +126,13 @@ class Stream(Split):
 
     @property
     def plan(self) -> dict[str, str]:
-        """Row of the plan that says who reads the batches, if it is not each rank."""
-        if not self.why_rank_0:
-            return {}
-        return {"read by": f"rank 0, as each rank would get other batches from {self.why_rank_0}"}
+        """Row of the plan that says who makes the rows."""
+        if self.why_rank_0:
+            return {"made by": f"rank 0, as each rank would get other batches from {self.why_rank_0}"}
+        if self.division:
+            also = f"; {self.division.remark}" if self.division.remark else ""
+            return {"made by": f"each rank, its rows alone{also}"}
+        return {"made by": f"each rank, all rows: {self.why_whole}"} if self.why_whole else {}
 
     def checksum(self) -> int:
         """Checksum of length, shapes and dtypes, and the first batch of validation data, whose order must be fixed.
@@ -297,7 +305,9 @@ class StreamRows:
             kept = self._kept
             spec = stream.dataset.element_spec
             rows = tf.data.Dataset.from_generator(lambda: kept(*self._position), output_signature=spec)
-        if not self.is_even:
+        if stream.division and parts.num > 1 and not keeps_batches:
+            rows = stream.division.of_rank(parts)
+        elif not self.is_even:
             rows = rows.map(lambda *batch: _with_header(batch[0] if len(batch) == 1 else batch, parts, stream.is_shard))
         self.dataset = ahead(rows)
 

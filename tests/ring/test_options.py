@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sample
 from launching import run
 
 HERE = Path(__file__).parent
@@ -42,7 +43,7 @@ if hvd.rank() == 0:
     Path(folder, "results.json").write_text(json.dumps(results))
 """
 MODEL = ["--model.name", "odd_model:dropping"]  # dropout and batch normalization
-OPTIONS = {
+ALL = {
     "plain": MODEL,
     "another seed": [*MODEL, "--seed", "1"],
     "jit": [*MODEL, "--train.jit"],
@@ -64,6 +65,8 @@ OPTIONS = {
 }
 SAME = ("grouped", "exported")
 """train the weights of "plain": of two numbers the sum is the same in any order"""
+ALWAYS = ("plain", "fine-tuned", *SAME)
+OPTIONS = {name: words for name, words in ALL.items() if name in ALWAYS or sample.is_due(name)}
 
 
 @pytest.fixture(scope="module")

@@ -270,15 +270,16 @@ def test_a_model_that_cannot_be_saved_any_more_leaves_weights_and_summary(tmp_pa
     assert any(name.endswith(f"step-{summary['global_step']:08d}/manifest.json") for name in files)
 
 
-def test_fashion_mnist_cnn_over_88_percent_after_two_epochs(tmp_path):
+def test_fashion_mnist_cnn_over_84_percent_after_an_epoch(tmp_path):
     if not (DEBIAN_FOLDER / "fashion-mnist").exists():
         pytest.skip(f"Debian's package dataset-fashion-mnist is not installed: no {DEBIAN_FOLDER}/fashion-mnist")
     options = ["--config", CONFIGS / "fashion_mnist.toml", "--run.directory", tmp_path, "--run.name", "fashion"]
+    options += ["--train.epochs", "1"]
     ended = launching.run(2, [*TRAIN, *options], timeout_s=TIMEOUT_S, warm=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     summary = json.loads((tmp_path / "fashion" / "summary.json").read_text())
-    assert summary["test_accuracy"] > 0.88
-    assert summary["config"]["train"]["epochs"] == 2 and summary["config"]["model"]["name"] == "cnn"
+    assert summary["test_accuracy"] > 0.84
+    assert summary["config"]["model"]["name"] == "cnn"
 
 
 # Bad input: one clear line, exit code 2, nothing written.

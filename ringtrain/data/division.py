@@ -1,0 +1,218 @@
+"""A tf.data pipeline of which each rank makes its own rows, instead of those of all ranks.
+
+    rows -> map -> map -> batch -> prefetch                              of the script
+    rows -> batch -> a rank's part -> unbatch -> map -> map -> batch -> prefetch     of a rank
+
+`rows` is the script's own dataset, so that its shuffles continue from their state. A map before `batch` is divided if
+its function has no state: then a row's result depends on this row alone. Of a map after `batch` nobody can know that;
+the first batches show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ringtrain.data import pipeline_graph
+from ringtrain.data.parts import Header, Parts, num_rows_of
+from ringtrain.data.streams import cut, fingerprint
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+MAPS = ("_MapDataset", "_ParallelMapDataset")
+BATCHES = ("_BatchDataset", "_ParallelBatchDataset")
+REPEATED: dict[str, Callable[[Any, Any], Any]] = {
+    "_PrefetchDataset": lambda dataset, earlier: dataset.prefetch(int(earlier._buffer_size)),
+    "_RepeatDataset": lambda dataset, earlier: dataset.repeat(int(earlier._count)),
+    "_TakeDataset": lambda dataset, earlier: dataset.take(int(earlier._count)),
+    "_SkipDataset": lambda dataset, earlier: dataset.skip(int(earlier._count)),
+    "_OptionsDataset": lambda dataset, earlier: dataset,
+    "_AssertCardinalityDataset": lambda dataset, earlier: dataset,
+}
+"""How a dataset without a function and a state is made again, given its new input and the earlier one."""
+NUM_TRIED = 2
+"""batches of which the parts are compared with the whole ones"""
+
+
+@dataclass(frozen=True)
+class Division:
+    """A pipeline whose maps can be divided over ranks.
+
+    Attributes:
+        whole: The script's dataset.
+        rows: The part of it that every rank reads whole.
+        before: Datasets between `rows` and the batch, in order.
+        batch: The dataset that makes batches.
+        after: Datasets that follow it, in order.
+        remark: What stays whole, as a phrase; "": nothing that takes time.
+    """
+
+    whole: tf.data.Dataset
+    rows: tf.data.Dataset
+    before: Sequence[Any]
+    batch: Any
+    after: Sequence[Any]
+    remark: str = ""
+
+    def of_rank(self, parts: Parts) -> tf.data.Dataset:
+        """Elements (Header, rows of a rank's parts) for each batch of the whole pipeline."""
+        return self._made_from(self.rows, parts)
+
+    def _made_from(self, rows: tf.data.Dataset, parts: Parts) -> tf.data.Dataset:
+        size = int(self.batch._batch_size)
+        for earlier in self.before:
+            if not _is_map(earlier):
+                rows = _again(earlier, rows)
+        batches = rows.batch(size, drop_remainder=bool(self.batch._drop_remainder))
+        own = batches.map(lambda *batch: cut(_element(batch), parts))
+
+        # Maps need rows; each takes the header of its batch along.
+        maps = [earlier for earlier in self.before if _is_map(earlier)]
+        if maps:
+            own = own.map(lambda header, part: (_of_each_row(header, part), part)).unbatch()
+            for earlier in maps:
+                own = _mapped(own, earlier)
+            own = own.batch(len(parts.places(size)))
+            own = own.map(lambda header, part: (Header(*(values[0] for values in header)), part))
+        for earlier in self.after:
+            own = _mapped(own, earlier) if _is_map(earlier) else _again(earlier, own)
+        return own.with_options(self.whole.options())
+
+    def tried(self, parts: Parts) -> tuple[bool, int]:
+        """Whether this rank's parts of the first batches are those of the whole ones, and a checksum of these.
+
+        Raises:
+            Exception: What the pipeline raises, or cannot be copied.
+        """
+        import tensorflow as tf
+
+        size = int(self.batch._batch_size)
+        copy = pipeline_graph.copy_of(self.rows.take(NUM_TRIED * size))
+        if copy is None:
+            raise ValueError("its rows cannot be copied")
+        raw = next(iter(copy.batch(NUM_TRIED * size)))
+        again = tf.data.Dataset.from_tensor_slices(raw)
+        whole = self._made_from(again, Parts(range(1), 1)).take(NUM_TRIED)
+        own = self._made_from(again, parts).take(NUM_TRIED)
+        is_equal, checksum = True, 0
+        for (_, batch), (header, part) in zip(whole, own, strict=True):
+            expected_header, expected = parts.cut(batch)
+            is_equal &= _same(
+                (header.shares, header.rows, part), (expected_header.shares, expected_header.rows, expected)
+            )
+            checksum = (checksum * 31 + int(fingerprint(batch))) % 2**31
+        return is_equal, checksum
+
+
+def division_of(dataset: tf.data.Dataset) -> tuple[Division | None, str]:
+    """How a pipeline can be divided, if it can; else what stands in the way, "" if it has no map."""
+    chain = [*_chain(dataset)]
+    batches = [place for place, one in enumerate(chain) if type(one).__name__ in BATCHES]
+    if not _has_map(chain):
+        return None, ""
+    if not batches:
+        padded = any(type(one).__name__ == "_PaddedBatchDataset" for one in chain)
+        return None, "padded_batch() pads to the longest row of the whole batch" if padded else "it has no batch()"
+    place = batches[0]
+    for one in chain[:place]:
+        if why := _why_whole(one):
+            return None, f"after batch() comes {why}"
+
+    # Up to the first map that can be divided; what follows it is made again.
+    before: list[Any] = []
+    remark = ""
+    for number, one in enumerate(chain[place + 1 :], place + 1):
+        why = _why_whole(one)
+        if why:
+            remark = f"{why} comes after map(): put it before" if not _is_map(one) else why
+            if not _has_map(chain[number:]):
+                remark = ""
+            break
+        before.append(one)
+    while before and not _is_map(before[-1]):
+        before.pop()
+    after = chain[:place]
+    if not any(map(_is_map, (*before, *after))):
+        return None, remark
+    rows = (before[-1] if before else chain[place])._inputs()[0]
+    return Division(dataset, rows, before[::-1], chain[place], after[::-1], remark), ""
+
+
+def _chain(dataset: Any) -> Iterator[Any]:
+    """A dataset and its inputs, as long as each has one."""
+    yield dataset
+    inputs = dataset._inputs()
+    if len(inputs) == 1:
+        yield from _chain(inputs[0])
+
+
+def _is_map(dataset: Any) -> bool:
+    return type(dataset).__name__ in MAPS
+
+
+def _has_map(datasets: Sequence[Any]) -> bool:
+    """Whether there is a map among datasets, or what they are made from."""
+    return any(_is_map(one) or _has_map(one._inputs()) for one in datasets)
+
+
+def _why_whole(dataset: Any) -> str:
+    """What keeps a dataset from being made again for a rank's rows, as a phrase; "": nothing."""
+    if _is_map(dataset):
+        state = pipeline_graph.state_of(dataset._map_func.function)
+        return f"map() with {state}" if state else ""
+    name = type(dataset).__name__
+    return "" if name in REPEATED else f"{name.strip('_').removesuffix('Dataset').lower()}()"
+
+
+def _again(earlier: Any, dataset: tf.data.Dataset) -> Any:
+    return REPEATED[type(earlier).__name__](dataset, earlier)
+
+
+def _mapped(dataset: tf.data.Dataset, earlier: Any) -> tf.data.Dataset:
+    """Elements (header, value) with the function of an earlier map applied to the value."""
+    import tensorflow as tf
+    from tensorflow.python.data.util import structure
+
+    function = earlier._map_func
+    spec = earlier._input_dataset.element_spec
+    calls = getattr(earlier, "_num_parallel_calls", None)
+
+    # The function as it is traced, with the constants that it has; again, where it is traced for a number of rows.
+    own_spec = dataset.element_spec[1]
+    pairs = zip(tf.nest.flatten(own_spec), tf.nest.flatten(spec), strict=True)
+    fits = all(own.is_subtype_of(known) for own, known in pairs)
+
+    def applied(header: Any, value: Any) -> Any:
+        if fits:
+            result = function.function(*structure.to_tensor_list(own_spec, value))
+            return header, structure.from_compatible_tensor_list(function.output_structure, result)
+        return header, function._func(*(value if type(spec) is tuple else (value,)))
+
+    return dataset.map(applied, num_parallel_calls=None if calls is None else int(calls))
+
+
+def _of_each_row(header: Header, part: Any) -> Header:
+    """A header for each row of a part."""
+    import tensorflow as tf
+
+    num_rows = num_rows_of(tf.nest.flatten(part)[0])
+    return Header(*(tf.repeat(values[None], num_rows, 0) for values in header))
+
+
+def _element(arguments: tuple[Any, ...]) -> Any:
+    """Element of a dataset, given the arguments of its map."""
+    return arguments[0] if len(arguments) == 1 else arguments
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two nests of tensors have the same bits."""
+    import tensorflow as tf
+
+    pairs = zip(tf.nest.flatten(one, True), tf.nest.flatten(other, True), strict=True)
+    return all(
+        left.shape == right.shape and np.asarray(left).tobytes() == np.asarray(right).tobytes() for left, right in pairs
+    )

@@ -1,0 +1,24 @@
+"""Cases that are many of a kind, of which `make test-all` runs others each day.
+
+RINGTRAIN_SAMPLE=all runs all of them, RINGTRAIN_SAMPLE=DAY those of a day, whose number pytest prints at its start.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+
+VARIABLE = "RINGTRAIN_SAMPLE"
+SECONDS_PER_DAY = 86_400
+
+
+def choose() -> str:
+    """Sets the day, if it is not given, for this process and those that it starts."""
+    return os.environ.setdefault(VARIABLE, str(int(time.time() // SECONDS_PER_DAY)))
+
+
+def is_due(case: str, one_in: int = 2) -> bool:
+    """Whether a case is in the sample, as one in so many."""
+    day = choose()
+    return day == "all" or (zlib.crc32(case.encode()) + int(day)) % one_in == 0
