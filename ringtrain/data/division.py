@@ -90,11 +90,8 @@ class Division:
         """
         import tensorflow as tf
 
-        size = int(self.batch._batch_size)
-        copy = pipeline_graph.copy_of(self.rows.take(NUM_TRIED * size))
-        if copy is None:
-            raise ValueError("its rows cannot be copied")
-        raw = next(iter(copy.batch(NUM_TRIED * size)))
+        num_rows = NUM_TRIED * int(self.batch._batch_size)
+        raw = next(iter(_without_state(self.rows).take(num_rows).batch(num_rows)))
         again = tf.data.Dataset.from_tensor_slices(raw)
         whole = self._made_from(again, Parts(range(1), 1)).take(NUM_TRIED)
         own = self._made_from(again, parts).take(NUM_TRIED)
@@ -148,6 +145,19 @@ def _chain(dataset: Any) -> Iterator[Any]:
     inputs = dataset._inputs()
     if len(inputs) == 1:
         yield from _chain(inputs[0])
+
+
+def _without_state(rows: Any) -> Any:
+    """A dataset of the same kind of rows, of which an iteration changes no shuffle."""
+    from_arrays = rows
+    while type(from_arrays).__name__ in (*REPEATED, "_ShuffleDataset", "CacheDataset"):
+        (from_arrays,) = from_arrays._inputs()
+    if type(from_arrays).__name__ == "_TensorSliceDataset":
+        return from_arrays
+    copy = pipeline_graph.copy_of(rows)
+    if copy is None:
+        raise ValueError("its rows cannot be copied")
+    return copy
 
 
 def _is_map(dataset: Any) -> bool:

@@ -197,7 +197,7 @@ def divide(stream: Stream) -> None:
             is_right, checksum = division.tried(Parts.of_rank(hvd.rank(), hvd.size()))
             why, found = "" if is_right else "a map() after batch() does not compute each row by itself", checksum
         except Exception as error:
-            why = found = f"its first batches cannot be divided ({type(error).__name__})"
+            why = found = f"its first batches could not be made in parts ({type(error).__name__})"
     # All ranks, or none: each must see the same numbers in the first batches.
     of_ranks = hvd.allgather_object((why, found), name="ringtrain_division")
     whys = [of_rank for of_rank, _ in of_ranks if of_rank]
