@@ -293,14 +293,14 @@ def _share_weights(model: keras.Model, build: Callable[[], None]) -> None:
 def _metrics_without_sum(model: keras.Model, whole: data.WholeBatches) -> list[str]:
     """Names of a script's own metrics of which the state is no sum over rows, as far as arrays show it. Collective."""
     from ringtrain import hvd
-    from ringtrain.optim import divided
-    from ringtrain.sources.unlike import not_summed
+    from ringtrain.optim import metric_states
 
-    own = [one.name for one in divided.metrics_of(model) if not type(one).__module__.startswith("keras.")]
+    own = metric_states.of_script(model)
     if not own or whole.arrays is None:
         return []
-    if len(whole.arrays) >= divided.NUM_ROWS:
-        own = hvd.broadcast_object(not_summed(model, whole.arrays.rows), root_rank=0, name="ringtrain_not_summed")
+    if len(whole.arrays) >= metric_states.NUM_ROWS:
+        seen = metric_states.of_test_step(model, whole.arrays.rows)
+        own = hvd.broadcast_object(seen.not_over_rows if seen else [], root_rank=0, name="ringtrain_not_summed")
         if own and hvd.rank() == 0:
             text = f"{', '.join(own)}: the metric is no sum over rows, so that every rank evaluates all of them"
             print(f"ringtrain: evaluate: {text}", file=sys.stderr, flush=True)

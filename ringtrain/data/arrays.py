@@ -133,8 +133,8 @@ class RowBatches:
         self.steps = sum(repeats)
         self.steps_per_epoch = steps_per_epoch or self.steps
         self._header = header_arrays(parts, sizes, repeats)
-        self.is_even = not has_header and not any(size % parts.num for size in sizes)
-        self.has_empty_parts = min(sizes) < parts.num
+        self.is_even = not has_header and not any(size % parts.num_parts for size in sizes)
+        self.has_empty_parts = min(sizes) < parts.num_parts
         num_own = len(parts.places(sizes[0]))
 
         def of_epoch(function: Any, dtype: Any, shape: tuple[int | None, ...] = (None,)) -> tf.data.Dataset:

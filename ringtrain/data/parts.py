@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class Header(NamedTuple):
-    """What a step must know of a rank's rows; numbers, or tensors of a pipeline."""
+    """Sizes of the parts of a batch that one rank trains, as arrays or as tensors of a pipeline."""
 
     shares: Any
     """float64 [own parts]: rows of a part times the number of all parts, divided by all rows; 0: it has none"""
     rows: Any
     """int64 [own parts]: rows of a part in the batch; 1 for one without rows, whose place another row takes"""
     fingerprint: Any
-    """float64 []: what must be equal on all ranks; 0: nothing"""
+    """float64 []: number that must be equal on all ranks; 0: nothing is compared"""
 
 
 class Parts(NamedTuple):
@@ -29,7 +29,7 @@ class Parts(NamedTuple):
 
     numbers: range
     """of this rank's parts"""
-    num: int
+    num_parts: int
     """of the parts of all ranks"""
 
     @classmethod
@@ -41,11 +41,11 @@ class Parts(NamedTuple):
 
     def bounds(self, num_rows: int) -> list[tuple[int, int]]:
         """First row of each part of a batch, and the row after its last one."""
-        return [sharding.part_of(num_rows, number, self.num) for number in self.numbers]
+        return [sharding.part_of(num_rows, number, self.num_parts) for number in self.numbers]
 
     def shares(self, num_rows: int) -> list[float]:
         """See `Header`."""
-        return [(end - begin) * self.num / num_rows for begin, end in self.bounds(num_rows)]
+        return [(end - begin) * self.num_parts / num_rows for begin, end in self.bounds(num_rows)]
 
     def places(self, num_rows: int) -> list[int]:
         """Places in a batch of this rank's rows; those of a part without rows are the first one's."""
@@ -60,12 +60,12 @@ class Parts(NamedTuple):
 
         leaves = tf.nest.flatten(batch)
         rows = num_rows_of(leaves[0])
-        each, more = rows // self.num, rows % self.num
+        each, more = rows // self.num_parts, rows % self.num_parts
         bounds, shares = [], []
         for number in self.numbers:
             begin = number * each + tf.minimum(tf.constant(number, rows.dtype), more)
             end = begin + each + tf.cast(number < more, rows.dtype)
-            shares.append(tf.cast(end - begin, tf.float64) * self.num / tf.cast(rows, tf.float64))
+            shares.append(tf.cast(end - begin, tf.float64) * self.num_parts / tf.cast(rows, tf.float64))
             is_empty = begin == end
             bounds.append((tf.where(is_empty, tf.zeros_like(begin), begin), tf.where(is_empty, tf.ones_like(end), end)))
         part = tf.nest.map_structure(lambda leaf: _joined([rows_of(leaf, *one) for one in bounds]), batch)

@@ -297,15 +297,15 @@ class StreamRows:
         stream.steps_per_call, stream.parts = steps_per_call, parts
         self._kept: KeptBatches | None = None
         self._position = 0, 0
-        self.is_even = parts.num == 1 and not has_header
-        self.has_empty_parts = parts.num > 1 and not stream.is_shard
+        self.is_even = parts.num_parts == 1 and not has_header
+        self.has_empty_parts = parts.num_parts > 1 and not stream.is_shard
         rows = stream.dataset
         if keeps_batches:
             self._kept = stream.kept = stream.kept or KeptBatches(stream)
             kept = self._kept
             spec = stream.dataset.element_spec
             rows = tf.data.Dataset.from_generator(lambda: kept(*self._position), output_signature=spec)
-        if stream.division and parts.num > 1 and not keeps_batches:
+        if stream.division and parts.num_parts > 1 and not keeps_batches:
             rows = stream.division.of_rank(parts)
         elif not self.is_even:
             rows = rows.map(lambda *batch: _with_header(batch[0] if len(batch) == 1 else batch, parts, stream.is_shard))

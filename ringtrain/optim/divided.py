@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -20,11 +20,13 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import random as keras_random
 
 from ringtrain import hvd
+from ringtrain.errors import ConfigError
+from ringtrain.hvd import train_step
 from ringtrain.hvd.keras_patches import innermost, layers_of
+from ringtrain.optim import metric_states
+from ringtrain.optim.metric_states import NUM_ROWS, Rows
 from ringtrain.optim.uneven import LossWeights
 
-NUM_ROWS = 8
-"""rows of the whole batch"""
 TOLERANCE, TOLERANCE_16_BITS = 1e-3, 5e-2
 """largest distance of gradients from rounding, relative to their norm"""
 MAX_DIVISORS = 16
@@ -60,8 +62,8 @@ class Comparison:
     draws_by_tensorflow: bool = False
     distance: float | None = None
     """of the mean of the halves' gradients from that of the whole batch, if it is more than rounding"""
-    metrics: list[str] = field(default_factory=list)
-    """names of metrics whose state is no sum over rows"""
+    metrics: metric_states.Sums | None = None
+    """what was seen of metrics"""
     error: str = ""
     """why gradients were not compared"""
 
@@ -86,7 +88,35 @@ def _is_of_keras(loss: Any) -> bool:
     return str(getattr(getattr(loss, "fn", loss), "__module__", "")).startswith("keras.")
 
 
-def compare(model: keras.Model, batch: Any, rows: Callable[[int, int], Any] | None) -> Comparison:
+def refuse_metrics(model: keras.Model, batch: Any, rows: Rows | None = None) -> list[str]:
+    """Raises ConfigError for a metric whose state is no sum over the parts of a batch, each of which begins with zeros.
+
+    Args:
+        model: Built and compiled.
+        batch: One of the model's batches, or its specification.
+        rows: None: rows are made up.
+
+    Returns:
+        Names of metrics of the script that could not be tested.
+    """
+    names = metric_states.of_script(model)
+    rows = rows or metric_states.made_up_rows(batch)
+    if not names or rows is None:
+        return names
+    if train_step.is_own(model):
+        seen = compare(model, batch, rows).metrics
+    else:
+        seen = metric_states.of_test_step(model, rows)
+    if seen and seen.not_over_updates:
+        raise ConfigError(
+            f"metrics: an update of {', '.join(seen.not_over_updates)} is no addition, as of a minimum or a last value,"
+            " but virtual ranks and elastic jobs sum what the parts of a batch add: leave the metric out of compile,"
+            " and evaluate it afterwards"
+        )
+    return [] if seen else names
+
+
+def compare(model: keras.Model, batch: Any, rows: Rows | None) -> Comparison:
     """Compares a step of a built and compiled model with `NUM_ROWS` rows and with two halves of them.
 
     Args:
@@ -104,7 +134,7 @@ def compare(model: keras.Model, batch: Any, rows: Callable[[int, int], Any] | No
     return found
 
 
-def _compare(model: keras.Model, batch: Any, rows: Callable[[int, int], Any] | None, found: Comparison) -> None:
+def _compare(model: keras.Model, batch: Any, rows: Rows | None, found: Comparison) -> None:
     leaves = [one for one in tf.nest.flatten(batch) if one is not None]
     if model.run_eagerly or not all(isinstance(one, tf.Tensor | tf.TensorSpec) for one in leaves):
         found.draws, found.error = bool(hvd.seeds(model)), "it runs eagerly, or has inputs that are not dense"
@@ -134,43 +164,31 @@ def _compare(model: keras.Model, batch: Any, rows: Callable[[int, int], Any] | N
     of_check = {halves.size.ref(), halves.totals.ref()}
     changed = [variable for variable in traced.graph.variables if variable.ref() not in of_check]
     before = [(variable, variable.read_value()) for variable in changed]
-    metrics = metrics_of(model)
-    try:
-        results, middle = [], NUM_ROWS // 2
-        for num_parts, begin, end in ((1, 0, NUM_ROWS), (2, 0, middle), (2, middle, NUM_ROWS)):
-            model.reset_metrics()
-            halves.size.assign(num_parts)
-            each, divisors = traced(rows(begin, end))
-            if num_parts == 1:
-                halves.totals.assign(divisors)
-            states = [[keras.ops.convert_to_numpy(one) for one in metric.variables] for metric in metrics]
-            results.append((each, states))
-            for variable, value in before:  # also weights that the step assigns, and seeds
+    of_metrics = {variable.value.ref() for variable in model.metrics_variables}
+    results: dict[int, list[Any]] = {}
+    """gradients by the number of the first row, negative for the whole batch"""
+
+    def update(begin: int, end: int) -> None:
+        is_whole = end - begin == NUM_ROWS
+        halves.size.assign(1 if is_whole else 2)
+        each, divisors = traced(rows(begin, end))
+        if is_whole:  # comes first
+            halves.totals.assign(divisors)
+        results.setdefault(-1 if is_whole else begin, each)
+        for variable, value in before:  # also weights that the step assigns, and seeds
+            if variable.ref() not in of_metrics:
                 variable.assign(value)
+
+    try:
+        found.metrics = metric_states.sums(metric_states.metrics_of(model), model.reset_metrics, update)
     finally:
         for variable, value in before:
             variable.assign(value)
-    (of_whole, total), (first, left), (second, right) = results
-    found.metrics = [
-        metric.name
-        for metric, states, both in zip(metrics, zip(left, right, strict=True), total, strict=True)
-        if not all(is_sum(*each) for each in zip(*states, both, strict=True))
-    ]
-    distance = _distance(of_whole, first, second)
+    of_whole, *of_halves = (results[first] for first in sorted(results))
+    distance = _distance(of_whole, *of_halves)
     narrow = any("16" in layer.compute_dtype for layer in layers_of(model))
     if distance > (TOLERANCE_16_BITS if narrow else TOLERANCE):
         found.distance = distance
-
-
-def is_sum(first: Any, second: Any, both: Any) -> bool:
-    return bool(np.allclose(first.astype(float) + second, both, rtol=1e-3, atol=1e-6))
-
-
-def metrics_of(model: keras.Model) -> list[Any]:
-    """Metrics of a model besides those of its loss; those of `compile` one by one."""
-    compiled, of_loss = model._compile_metrics, model._compile_loss
-    excluded = {id(one) for one in (model._loss_tracker, compiled, *(of_loss.metrics if of_loss else ()))}
-    return [*(one for one in model.metrics if id(one) not in excluded), *(compiled.metrics if compiled else [])]
 
 
 def _with_any_rows(tensor: Any) -> Any:
@@ -268,7 +286,7 @@ class _Halves(LossWeights):
     def __exit__(self, *_: object) -> None:
         self.restore()
 
-    def _total(self, divisor: Any, _: str) -> Any:
+    def _total(self, divisor: Any) -> Any:
         place = len(self.divisors)
         self.divisors.append(divisor)
         return tf.where(self.size == 1, divisor, self.totals[place])

@@ -1,4 +1,4 @@
-"""What a model's own `train_step` does to variables, as far as its graph shows it.
+"""What a training step does to variables besides its update, as far as its graph shows it.
 
 With virtual ranks, a step is called once for each part of the rows, and the weights are updated after the last part:
 what it does besides its one update would be done several times, and with weights that are not updated yet.
@@ -16,8 +16,17 @@ from ringtrain import hvd
 from ringtrain.errors import ConfigError
 
 ADVICE = "with virtual ranks it is called for each part of the rows, and weights are updated once, after all of them"
-CHANGES = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "ResourceScatter", "ResourceApply")
-"""beginnings of the names of operations that change a variable"""
+ASSIGNS = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "ResourceScatter", "ResourceStridedSlice")
+"""beginnings of the names of operations that change the variable of their first input"""
+APPLIES = ("ResourceApply", "ResourceSparseApply")
+"""of those that change the variables of all of their inputs"""
+PASSES = ("Identity", "While", "StatelessWhile")
+"""operations whose output is the handle that the input in the same place is"""
+FIRST_ARGUMENT = {
+    **dict.fromkeys(("PartitionedCall", "StatefulPartitionedCall", "While", "StatelessWhile"), 0),
+    **dict.fromkeys(("If", "StatelessIf", "Case", "StatelessCase"), 1),
+}
+"""place of the input that is the first argument of the functions that an operation calls"""
 
 
 def named(model: keras.Model) -> str:
@@ -30,44 +39,108 @@ def num_operations() -> int:
     return 0 if tf.executing_eagerly() else len(tf.compat.v1.get_default_graph().get_operations())
 
 
-def refuse_effects(model: keras.Model, begin: int, allowed: Sequence[Any]) -> None:
-    """Raises ConfigError if operations of the graph from number `begin` on change a variable that is not allowed."""
-    if tf.executing_eagerly():
-        return
-    graph: Any = tf.compat.v1.get_default_graph()
-    handles = {id(variable.value.handle) for variable in allowed}
-    names = {id(variable.value.handle): variable.path for variable in _all_variables(model)}
-    for operation in graph.get_operations()[begin:]:
-        for tensor in _changed_by(graph, operation):
-            handle = id(_outermost(graph, tensor))
-            if handle not in handles:
-                name = names.get(handle, "a variable")
-                raise ConfigError(f"{named(model)} changes {name} besides the update by its optimizer: {ADVICE}")
+class Effects:
+    """Changes of variables by a built model's step.
+
+    Args:
+        allowed: Variables that the step may change.
+    """
+
+    def __init__(self, model: keras.Model, allowed: Sequence[Any]) -> None:
+        self.model = model
+        slots = [variable for optimizer in hvd.optimizers_of(model) for variable in optimizer.variables]
+        everything = [*model.variables, *model.metrics_variables, *slots]
+        self._names = {id(variable.value.handle): variable.path for variable in everything}
+        self._allowed = {id(variable.value.handle) for variable in allowed}
+
+    def refuse(self, begin: int) -> None:
+        """Raises ConfigError if operations of the graph from number `begin` on change another variable."""
+        if tf.executing_eagerly():
+            return
+        graph: Any = tf.compat.v1.get_default_graph()
+        changes = _Changes(graph)
+        for operation in graph.get_operations()[begin:]:
+            node, inputs = operation.node_def, list(operation.inputs)
+            handles = [tensor.dtype == tf.resource for tensor in inputs]
+            for place in changes.of_inputs(node, handles):
+                handle = id(_outermost(graph, inputs[place]))
+                if handle not in self._allowed:
+                    name = self._names.get(handle, "a variable that no layer or metric has")
+                    what = f"{named(self.model)} changes {name} besides the update by its optimizer"
+                    raise ConfigError(f"{what}: {ADVICE}")
 
 
-def _all_variables(model: keras.Model) -> list[Any]:
-    slots = [variable for optimizer in hvd.optimizers_of(model) for variable in optimizer.variables]
-    return [*model.variables, *model.metrics_variables, *slots]
+class _Changes:
+    """Variables that operations of a graph change, also by functions that they call."""
+
+    def __init__(self, graph: Any) -> None:
+        self.graph = graph
+        self._known: dict[str, set[int]] = {}
+
+    def of_inputs(self, node: Any, handles: Sequence[bool]) -> Iterator[int]:
+        """Places of the inputs of an operation whose variables it changes; `handles`: which inputs are variables."""
+        places = [place for place, is_handle in enumerate(handles) if is_handle]
+        if not places:
+            return
+        if node.op.startswith(ASSIGNS):
+            yield places[0]
+        elif node.op.startswith(APPLIES):
+            yield from places
+        for name in _called(node):
+            changed = self.of_arguments(name)
+            if node.op in FIRST_ARGUMENT:
+                yield from (FIRST_ARGUMENT[node.op] + number for number in changed)
+            elif changed:  # as a map over a dataset does, which has other inputs than the function
+                yield from places
+
+    def of_arguments(self, function: str) -> set[int]:
+        """Numbers of the arguments of a function whose variables it changes."""
+        if function in self._known:
+            return self._known[function]
+        changed = self._known[function] = set()  # a function may call itself
+        found = self.graph._get_function(function)
+        if found is None:  # of another graph
+            return changed
+        definition = found.cached_definition
+        arguments: dict[str, int] = {}
+        """number of the argument that a name in the function stands for"""
+        for number, argument in enumerate(definition.signature.input_arg):
+            if argument.type == tf.resource.as_datatype_enum:
+                arguments[argument.name] = number
+        for node in definition.node_def:
+            inputs = [_source(text) for text in node.input if not text.startswith("^")]
+            if node.op in PASSES:
+                for place, name in enumerate(inputs):
+                    if name in arguments:
+                        arguments[f"{node.name}:{place}"] = arguments[name]
+            for place in self.of_inputs(node, [name in arguments for name in inputs]):
+                changed.add(arguments[inputs[place]])
+        return changed
+
+
+def _source(text: str) -> str:
+    """Name of an argument, or node and place of its output, from the input of a node in a function."""
+    node, _, output = text.partition(":")
+    return f"{node}:{output.rpartition(':')[2]}" if output else node
+
+
+def _called(node: Any) -> list[str]:
+    """Names of the functions that an operation calls."""
+    names = []
+    for value in node.attr.values():
+        functions = [value.func, *value.list.func] if value.HasField("func") else value.list.func
+        names += [function.name for function in functions]
+    return names
 
 
 def _outermost(graph: Any, tensor: Any) -> Any:
     """The tensor outside of all graphs for which a tensor of a graph stands."""
     while graph is not None and not hasattr(tensor, "numpy"):
+        if tensor.op.type in PASSES:
+            tensor = tensor.op.inputs[tensor.value_index]
+            continue
         found = next((outside for outside, inside in getattr(graph, "captures", ()) if inside is tensor), None)
         if found is None:
             return tensor
         tensor, graph = found, graph.outer_graph
     return tensor
-
-
-def _changed_by(graph: Any, operation: Any) -> Iterator[Any]:
-    """Handles of variables that an operation changes, or a function that it calls."""
-    handles = [tensor for tensor in operation.inputs if tensor.dtype == tf.resource]
-    if operation.type.startswith(CHANGES):
-        yield handles[0]
-        return
-    for attribute in ("f", "then_branch", "else_branch", "body"):
-        called = operation.node_def.attr.get(attribute) if handles else None
-        name = called.func.name if called is not None and called.HasField("func") else ""
-        if name and any(node.op.startswith(CHANGES) for node in graph._get_function(name).cached_definition.node_def):
-            yield from handles

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -26,61 +26,15 @@ from ringtrain import hvd
 from ringtrain.data.parts import Header, rows_of
 from ringtrain.errors import ConfigError
 from ringtrain.hvd import train_step
-from ringtrain.hvd.keras_patches import innermost, layers_of, set_untracked
-from ringtrain.hvd.reduction import scaled
+from ringtrain.hvd.keras_patches import innermost, layers_of
 from ringtrain.hvd.step_timing import PLACE
-from ringtrain.optim import own_step
+from ringtrain.optim import divided, own_step
+from ringtrain.optim.kept_gradients import gradients_kept
+from ringtrain.optim.sums import StepResult, Sums
 from ringtrain.optim.uneven import LossWeights, sum_over_ranks
 
 SEED_STEP = 7_368_787
 """prime by which the seeds of neighbours differ"""
-
-
-class StepResult(NamedTuple):
-    """Gradients, statistics and metrics of the rows of a part, or of all ranks together."""
-
-    gradients: list[Any]
-    """of `Step.weights`; None: a weight has none"""
-    moving: list[Any]
-    counters: list[Any]
-    metrics: list[Any]
-    logs: list[Any]
-    """means over rows that a `train_step` returns besides metrics: float64 [], by name in order"""
-    share: Any = None
-    """float64 []: rows of the part times the number of parts, divided by all rows; None: 1"""
-
-    def summands(self, is_first: Any) -> list[list[Any]]:
-        """Statistics, counters, metrics and logs, multiplied so that the parts' sums are those of all rows."""
-        share = 1.0 if self.share is None else self.share
-        has_rows = 1.0 if self.share is None else share > 0
-        return [
-            [scaled(value, share) for value in self.moving],
-            [value * tf.cast(is_first, value.dtype) for value in self.counters],
-            [scaled(value, has_rows) for value in self.metrics],
-            [scaled(value, share) for value in self.logs],
-        ]
-
-
-class Sums(Protocol):
-    """How the parts of all ranks are added up.
-
-    Attributes:
-        is_one_part: Whether each rank has one part, so that a step of the model's own can update by itself.
-    """
-
-    is_one_part: bool
-
-    def numbers(self, step: Step) -> Sequence[Any]:
-        """Numbers of the parts that this rank's rows consist of; each has random numbers of its own."""
-
-    def count(self) -> Any:
-        """Number of the parts of all ranks: float64 []."""
-
-    def over_parts(self, divisor: Any, loss: str) -> Any:
-        """Sum over the parts of all ranks of a loss' divisor, float64 [], within the forward pass. Collective."""
-
-    def totals(self, step: Step, parts: Sequence[StepResult]) -> StepResult:
-        """Averaged gradients, and moving statistics, counters and metrics of all rows together. Collective."""
 
 
 class Step:
@@ -91,6 +45,8 @@ class Step:
 
     Attributes:
         fingerprint: Of all batches so far, if they have one; below 2 ** 31.
+        updates_itself: Whether the model's own `train_step` updates weights, and is undone as a whole; else its
+            gradients are summed here, and one update follows.
     """
 
     share: tf.Variable | None = None
@@ -109,7 +65,7 @@ class Step:
         if sums is None:
             self._losses = LossWeights(model, hvd.size, sum_over_ranks, is_divided=hvd.size() > 1)
         else:
-            self._losses = LossWeights(model, sums.count, sums.over_parts)
+            self._losses = LossWeights(model, sums.num_parts, sums.over_parts)
         if sums is not None:
             self._prepare_sums(sums)
 
@@ -192,12 +148,15 @@ class Step:
         self.metrics = list(model.metrics_variables)
         self.changed = [*hvd.layers_own_variables(model), *self.seeds, *self.metrics]
         """variables that a step changes before all of its sums are there"""
-        self.weights = list(model.trainable_weights)
-        """whose gradients are summed here; []: the model's own step updates, and is undone as a whole"""
-        if self.has_own and sums.is_one_part:
+        self._effects: own_step.Effects | None = None
+        if not sums.is_one_part:
+            self._effects = own_step.Effects(model, [*self.moving, *self.counters, *self.seeds, *self.metrics])
+        self.updates_itself = self.has_own and sums.is_one_part
+        self.weights = [] if self.updates_itself else list(model.trainable_weights)
+        """whose gradients are summed here"""
+        if self.updates_itself:
             slots = [variable for optimizer in hvd.optimizers_of(model) for variable in optimizer.variables]
             self.changed = list({id(one): one for one in (*model.weights, *slots, *self.changed)}.values())
-            self.weights = []
         self._before = [tf.Variable(variable.value, trainable=False) for variable in self.changed]
         self._is_under_way = tf.Variable(False, trainable=False)
         hvd.share_state(model)
@@ -235,11 +194,16 @@ class Step:
 
         # Gradients and sums of each part of this rank's rows, then of all ranks'.
         numbers = sums.numbers(self)
-        parts = []
-        logs: Mapping[str, Any] = {}
+        computations = []
         for place, number in enumerate(numbers):
             rows = _rows_of_part(batch, place, len(numbers), header)
-            part, logs = self._part(rows, number, before, header.shares[place] if header else None)
+            share = header.shares[place] if header else None
+            computations.append(functools.partial(self._part, rows, number, before, share))
+        sums.prepare(self, computations)
+        parts = []
+        logs: Mapping[str, Any] = {}
+        for compute in computations:
+            part, logs = compute()
             parts.append(part)
         PLACE.note("computed", [part.gradients for part in parts])
         total = sums.totals(self, parts)
@@ -249,7 +213,7 @@ class Step:
         with tf.control_dependencies(flat), innermost(optimizer).reduced_before():
             pairs = zip(total.gradients, self.weights, strict=True)
             given = [(gradient, weight) for gradient, weight in pairs if gradient is not None]
-            if self.weights:
+            if not self.updates_itself:
                 optimizer.apply_gradients(given)
             for variable, value in zip(self.moving, total.moving, strict=True):
                 variable.assign(value)
@@ -274,8 +238,13 @@ class Step:
         results = self.model.get_metrics_result()
         return [name for name in logs if name not in results]
 
-    def _part(self, rows: Any, number: Any, before: dict[int, Any], share: Any) -> tuple[StepResult, Any]:
-        """Gradients of a part of the rows, and the statistics, counters, metrics and logs to which it leads."""
+    def _part(
+        self, rows: Any, number: Any, before: dict[int, Any], share: Any, until_loss: bool = False
+    ) -> tuple[StepResult, Mapping[str, Any]]:
+        """Gradients of a part of the rows, and the statistics, counters, metrics and logs to which it leads.
+
+        until_loss: The losses are enough; raises LossIsKnown as early as possible.
+        """
         for variable in [*self.moving, *self.counters]:
             variable.assign(before[id(variable)])
         for seed in self.seeds:
@@ -283,13 +252,15 @@ class Step:
         for metric in self.metrics:
             metric.assign(tf.zeros_like(before[id(metric)]))
         begun = own_step.num_operations()
-        updates: Any = self._gradients_kept() if self.weights else contextlib.nullcontext({})
+        updates: Any = contextlib.nullcontext({})
+        if not self.updates_itself:
+            updates = gradients_kept(self.model, self._losses.num_parts(), until_loss and not self.has_own)
         with self._losses.in_step(share), self.weighed(share), updates as gradients:
-            logs = self._inner(rows)
+            logs = _flat(self._inner(rows))
+        if self._effects is not None:
+            self._effects.refuse(begun)
         means = []
         if self.has_own:
-            if self.weights:
-                own_step.refuse_effects(self.model, begun, [*self.moving, *self.counters, *self.seeds, *self.metrics])
             means = [tf.cast(logs[name], tf.float64) for name in self._names_besides_metrics(logs)]
         result = StepResult(
             gradients=[gradients.get(id(weight)) for weight in self.weights],
@@ -314,74 +285,6 @@ class Step:
             for reduction, earlier in zip(reductions, before, strict=True):
                 reduction.share = earlier
 
-    @contextlib.contextmanager
-    def _gradients_kept(self) -> Iterator[dict[int, Any]]:
-        """Context in which the optimizer keeps the gradients, by the weight's id, instead of applying them."""
-        optimizer, kept = self.model.optimizer, dict[int, Any]()
-
-        def keep(pairs: Any) -> None:
-            if kept:
-                what = f"{own_step.named(self.model)} updates weights more than once in a step"
-                raise ConfigError(f"{what}: {own_step.ADVICE}")
-            kept.update((id(variable), gradient) for gradient, variable in pairs)
-
-        def keep_lists(gradients: Any, variables: Any = None) -> None:
-            given = self.model.trainable_weights if variables is None else variables
-            keep(zip(gradients, given, strict=True))
-
-        names = {"apply_gradients": keep, "apply": keep_lists}
-        before = {name: vars(optimizer).pop(name) for name in names if name in vars(optimizer)}  # a script's own
-        set_untracked(optimizer, **names)
-        try:
-            yield kept
-        finally:
-            for name in names:
-                del vars(optimizer)[name]
-            if before:
-                set_untracked(optimizer, **before)
-
-
-class SumsOverRanks:
-    """Sums by allreduce, of one part per rank, for any number of ranks: it may change between two steps."""
-
-    is_one_part = True
-
-    def numbers(self, step: Step) -> Sequence[Any]:
-        return [tf.cast(hvd.rank_op(), tf.int64)]
-
-    def count(self) -> Any:
-        return tf.cast(hvd.size_op(), tf.float64)
-
-    def over_parts(self, divisor: Any, loss: str) -> Any:
-        return sum_over_ranks(divisor, loss)
-
-    def totals(self, step: Step, parts: Sequence[StepResult]) -> StepResult:
-        (part,) = parts  # of this rank
-        inner, reduction = innermost(step.model.optimizer), step.reduction
-        share = part.share
-        if share is None:
-            share = tf.cast(1.0 if reduction.share is None else reduction.share.read_value(), tf.float64)
-        given = [place for place, gradient in enumerate(part.gradients) if gradient is not None]
-        weights = [step.weights[place] for place in given]
-        gradients: list[Any] = [None] * len(part.gradients)
-        if given:
-            with step.weighed(share):
-                own = inner.weighted([part.gradients[place] for place in given], weights)
-            for place, gradient in zip(given, inner.reduce(own, weights), strict=True):
-                gradients[place] = gradient
-
-        # A rank without rows has computed a placeholder row, which counts 0 times.
-        moving, counters, metrics, logs = part._replace(share=share).summands(hvd.rank_op() == 0)
-        summands = [
-            [value / tf.cast(self.count(), value.dtype) for value in moving],
-            counters,
-            metrics,
-            [value / self.count() for value in logs],
-        ]
-        flat = [value for values in summands for value in values]
-        rest = iter(reduced_by_dtype([flat], lambda rows: reduction.sum_of_parts(rows[0])))
-        return StepResult(gradients, *([next(rest) for _ in values] for values in summands))
-
 
 def step_of_all_ranks(model: keras.Model, input_shape: Sequence[int], sums: Sums) -> Step:
     """Installs a step after which all ranks hold the same state, for as long as the model exists.
@@ -391,15 +294,26 @@ def step_of_all_ranks(model: keras.Model, input_shape: Sequence[int], sums: Sums
         input_shape: Of a row.
 
     Raises:
-        ConfigError: The model has a `train_step` of its own, or a layer whose forward pass cannot be undone.
+        ConfigError: The model has a `train_step` of its own, a layer whose forward pass cannot be undone, or a metric
+            that does not add to its state.
     """
     if train_step.is_own(model):
         raise ConfigError(
             f"model.name: {type(model).__name__} has a train_step of its own, which elastic runs and virtual ranks"
             " would not call: leave it to Keras"
         )
-    model._symbolic_build(data_batch=(tf.zeros([2, *input_shape]), tf.zeros([2], tf.int64)))  # makes the metrics
+    batch = tf.zeros([2, *input_shape]), tf.zeros([2], tf.int64)
+    model._symbolic_build(data_batch=batch)  # makes the metrics
+    divided.refuse_metrics(model, batch)
     return Step(model, sums=sums).__enter__()
+
+
+def _flat(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Logs without dictionaries in them, as Keras passes them on: a step may return that of all compiled metrics."""
+    flat: dict[str, Any] = {}
+    for name, value in logs.items():
+        flat |= _flat(value) if isinstance(value, Mapping) else {name: value}
+    return flat
 
 
 def _rows_of_part(batch: Any, place: int, count: int, header: Header | None) -> Any:
@@ -422,15 +336,3 @@ def _rows_of_part(batch: Any, place: int, count: int, header: Header | None) -> 
 def seed_of(number: Any) -> Any:
     """Offset of the shared seeds for a part of a batch, which gives it random numbers of its own."""
     return number * SEED_STEP % 2**31
-
-
-def reduced_by_dtype(parts: Sequence[Sequence[Any]], reduce: Any) -> list[Any]:
-    """Reduces lists of tensors to one: `reduce` gets all of a dtype as rows [parts, n], and returns a vector [n]."""
-    results: list[Any] = [None] * len(parts[0])
-    for dtype in dict.fromkeys(tensor.dtype for tensor in parts[0]):
-        places = [place for place, tensor in enumerate(parts[0]) if tensor.dtype == dtype]
-        vectors = [tf.concat([tf.reshape(part[place], [-1]) for place in places], 0) for part in parts]
-        cut = tf.split(reduce(tf.stack(vectors)), [tf.size(parts[0][place]) for place in places])
-        for place, tensor in zip(places, cut, strict=True):
-            results[place] = tf.ensure_shape(tf.reshape(tensor, tf.shape(parts[0][place])), parts[0][place].shape)
-    return results

@@ -28,19 +28,19 @@ class LossWeights:
     mean or sum over rows, or that a model's own `train_step` computes by itself, stay those of each part.
 
     Args:
-        count: Returns the number of parts of a batch.
-        over_parts: Sums a number, float64 [], over the parts; see `optim.step.Sums`.
+        num_parts: Returns the number of parts of a batch.
+        over_parts: Sums a number, float64 [], over the parts; see `optim.sums.Sums`.
         is_divided: Whether there can be several parts.
     """
 
     def __init__(
         self,
         model: keras.Model,
-        count: Callable[[], Any],
-        over_parts: Callable[[Any, str], Any],
+        num_parts: Callable[[], Any],
+        over_parts: Callable[[Any], Any],
         is_divided: bool = True,
     ) -> None:
-        self.model, self.count, self.over_parts, self.is_divided = model, count, over_parts, is_divided
+        self.model, self.num_parts, self.over_parts, self.is_divided = model, num_parts, over_parts, is_divided
         self._share: Any = None
         self._losses: list[Any] | None = None
         self._weighed: list[Any] = []
@@ -98,15 +98,15 @@ class LossWeights:
 
     def _of_output(self, loss: Any, weight: Any) -> tuple[Any, Any]:
         """Loss of one output, in whose mean each batch counts 1."""
-        return loss, self._share / self._count
+        return loss, self._share / self._num_parts
 
     def _of_values(self, loss: Any, num_rows: Any) -> tuple[Any, Any]:
         """Loss of a step. Without a reduction it has a value per row, of which Keras tracks the mean."""
-        return (loss * tf.cast(self._share / self._count, loss.dtype) if loss.shape.rank else loss), num_rows
+        return (loss * tf.cast(self._share / self._num_parts, loss.dtype) if loss.shape.rank else loss), num_rows
 
     @property
-    def _count(self) -> Any:
-        return tf.cast(self.count(), tf.float64)
+    def _num_parts(self) -> Any:
+        return tf.cast(self.num_parts(), tf.float64)
 
     def _weighted(self, loss: Any) -> Callable[..., Any]:
         def weighted(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
@@ -123,7 +123,7 @@ class LossWeights:
         if not isinstance(loss, keras.Loss) or type(loss).__call__ is not keras.Loss.__call__:
             return 1.0  # its divisor is unknown
         if loss.reduction in ("sum", "none", None):
-            return tf.math.divide_no_nan(self._count, share)
+            return tf.math.divide_no_nan(self._num_parts, share)
         is_weighted = loss.reduction == "mean_with_sample_weight" and sample_weight is not None
         values = _Ones(loss)
         divisor = values(y_true, y_pred, sample_weight if is_weighted else None)
@@ -131,10 +131,10 @@ class LossWeights:
         if not values.shape or (not is_weighted and not is_masked and None not in values.shape[1:]):
             return 1.0
         divisor = tf.stop_gradient(tf.cast(divisor, tf.float64) * tf.cast(share > 0, tf.float64))
-        return tf.math.divide_no_nan(self._count * divisor, self.over_parts(divisor, loss.name) * share)
+        return tf.math.divide_no_nan(self._num_parts * divisor, self.over_parts(divisor) * share)
 
 
-def sum_over_ranks(divisor: Any, _: str) -> Any:
+def sum_over_ranks(divisor: Any) -> Any:
     """Sum of a number over the ranks, within a graph. Collective."""
     name = f"HorovodAllreduce_{unique_in_graph('ringtrain_divisor')}"
     with tf.device(CPU):

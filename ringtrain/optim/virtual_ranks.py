@@ -10,7 +10,8 @@ would add in an order of its own, which depends on the number of ranks, the tran
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -18,13 +19,16 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain import hvd
+from ringtrain.data.parts import Parts
 from ringtrain.data.pipeline_graph import DRAWS
 from ringtrain.errors import ConfigError, OutOfSync
 from ringtrain.hvd import train_step
 from ringtrain.hvd.keras_patches import innermost
 from ringtrain.hvd.reduction import scaled
 from ringtrain.hvd.step_timing import PLACE
-from ringtrain.optim.step import Step, StepResult, reduced_by_dtype
+from ringtrain.optim.kept_gradients import LossIsKnown
+from ringtrain.optim.step import Step
+from ringtrain.optim.sums import StepResult, reduced_by_dtype
 
 
 class Node(NamedTuple):
@@ -34,17 +38,17 @@ class Node(NamedTuple):
     place: int
 
 
-def of_rank(num: int, rank: int, size: int) -> list[int]:
-    """Virtual ranks that a rank trains, as `data.part_of` cuts their samples."""
-    return [int(one) for one in np.array_split(np.arange(num), size)[rank]]
-
-
 def own_nodes(num: int, rank: int, size: int) -> list[Node]:
     """Largest parts of the tree over `num` virtual ranks that one rank can add up by itself, in order."""
-    nodes = [Node(1, virtual) for virtual in of_rank(num, rank, size)]
+    nodes = _leaves(num, rank, size)
     while pairs := _pairs(nodes):
         nodes = _joined(nodes, pairs)
     return sorted(nodes, key=_begin)
+
+
+def _leaves(num: int, rank: int, size: int) -> list[Node]:
+    """Nodes of the virtual ranks that a rank computes."""
+    return [Node(1, virtual) for virtual in Parts.of_rank(rank, size, num).numbers]
 
 
 def _begin(node: Node) -> int:
@@ -82,7 +86,7 @@ def added(rows: tf.Tensor, nodes: Sequence[Node]) -> tf.Tensor:
 def sum_of_all(rows: tf.Tensor, num: int, reduction: Any) -> tf.Tensor:
     """Sum over all virtual ranks, [n], given the rows [own virtual ranks, n] of each rank. Collective."""
     rank, size = reduction.place()
-    rows = added(rows, [Node(1, virtual) for virtual in of_rank(num, rank, size)])
+    rows = added(rows, _leaves(num, rank, size))
     if size == 1:
         return rows[0]
     nodes = [node for other in range(size) for node in own_nodes(num, other, size)]
@@ -94,7 +98,9 @@ def check_order(model: keras.Model, num: int) -> None:
     """Verifies, with known numbers, that the ranks add in the order of the tree. Collective; raises OutOfSync."""
     reduction = innermost(model.optimizer).reduction
     rows = np.random.default_rng(num).normal(size=(num, 61)).astype(np.float32)
-    total = sum_of_all(tf.constant(rows[of_rank(num, *reduction.place())]), num, reduction).numpy()
+    rank, size = reduction.place()
+    own = Parts.of_rank(rank, size, num).numbers
+    total = sum_of_all(tf.constant(rows[own.start : own.stop]), num, reduction).numpy()
     while len(rows) > 1:
         rows = rows[0::2] + rows[1::2]
     if total.tobytes() != rows[0].tobytes():
@@ -110,23 +116,53 @@ class SumsOverVirtualRanks:
 
     def __init__(self, num: int) -> None:
         self.num = num
+        self._divisors: list[Any] = []
+        """of the losses of a part, in the order in which they are computed"""
+        self._totals: Iterator[Any] | None = None
+        """of the divisors, once they are known; again and again, as each part has the same losses"""
 
-    def count(self) -> int:
+    def num_parts(self) -> int:
         return self.num
 
-    def over_parts(self, divisor: Any, loss: str) -> Any:
-        """Raises ConfigError: the parts of a rank are computed one after the other."""
-        raise ConfigError(
-            f"train.virtual_ranks: the loss {loss} is divided by what masks or weights leave of a batch, which is not"
-            " known before all of its parts are computed: leave out train.virtual_ranks"
-        )
+    def over_parts(self, divisor: Any) -> Any:
+        if self._totals is not None:
+            return next(self._totals)
+        self._divisors.append(divisor)
+        return divisor
+
+    def prepare(self, step: Step, computations: Sequence[Callable[..., Any]]) -> None:
+        # The parts are computed one after the other. If a loss is divided by what masks or weights leave of a batch,
+        # each part is therefore computed twice, the first time without effects, and as far as divisors need it.
+        self._totals = None
+        rows = []
+        for compute in computations:
+            divisors = self._divisors_of(compute)
+            if not divisors:
+                return
+            rows.append(tf.stack(divisors))
+        total = sum_of_all(tf.stack(rows), self.num, step.reduction)
+        self._totals = itertools.cycle(tf.unstack(total, num=rows[0].shape[0]))
+
+    def _divisors_of(self, compute: Callable[..., Any]) -> list[Any]:
+        """Divisors of the losses of a part, float64 [] each."""
+
+        def divisors() -> list[Any]:
+            self._divisors = []
+            with keras.StatelessScope(), contextlib.suppress(LossIsKnown):
+                compute(until_loss=True)
+            return self._divisors
+
+        if tf.executing_eagerly():
+            return divisors()
+        # In a graph of its own, of which nothing is left if there are no divisors.
+        traced = tf.function(divisors, autograph=False).get_concrete_function()
+        return list(traced()) if self._divisors else []
 
     def numbers(self, step: Step) -> Sequence[int]:
-        """Numbers of this rank's virtual ranks; see `optim.step.Sums`."""
-        return of_rank(self.num, *step.reduction.place())
+        rank, size = step.reduction.place()
+        return Parts.of_rank(rank, size, self.num).numbers
 
     def totals(self, step: Step, parts: Sequence[StepResult]) -> StepResult:
-        """Means and sums over all virtual ranks; see `optim.step.Sums`. Collective."""
         reduction = step.reduction
         given = [place for place, gradient in enumerate(parts[0].gradients) if gradient is not None]
         rows = []

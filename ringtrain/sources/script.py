@@ -24,7 +24,7 @@ from ringtrain.hvd import train_step
 from ringtrain.hvd.distributed import undistribute
 from ringtrain.hvd.keras_patches import distributed, innermost, set_untracked
 from ringtrain.monitor import fault_injection
-from ringtrain.optim import divided
+from ringtrain.optim import divided, metric_states
 from ringtrain.optim.optimizers import first_and_largest_rate
 from ringtrain.protocol.env import SLOT
 from ringtrain.protocol.for_script import ForScript
@@ -192,7 +192,7 @@ def _prepare(process: Process, model: keras.Model, train: Any, batch_size: int) 
         )
     unlike = build(process, model, train, batch_size)
     if process.strategy.shares_state:
-        return []
+        return unlike
     if hvd.rank():  # else all ranks would drop the same units; rank 0 keeps the script's seeds
         for index, state in enumerate(hvd.seeds(model)):
             draw = np.random.default_rng([process.config.seed, hvd.rank(), index])
@@ -238,9 +238,15 @@ def build(process: Process, model: keras.Model, train: data.Arrays | data.Stream
         tf.function(model.train_step).get_concrete_function(batch)  # builds optimizers of a train_step
         model.built = True
     cast(Ring, process.strategy).share_rows(model, batch)
-    if hvd.size() == 1 or process.strategy.shares_state:
+    rows = train.rows if isinstance(train, data.Arrays) and len(train) >= metric_states.NUM_ROWS else None
+    if process.strategy.shares_state:
+        untested = divided.refuse_metrics(model, batch, rows)
+        unlike = unlike_one_process(model, batch, rows, process.config.train.virtual_ranks > 0)
+        if untested:
+            unlike.append(f"{', '.join(untested)}: whether the metric adds up over parts of a batch was not tested")
+        return unlike
+    if hvd.size() == 1:
         return []
-    rows = train.rows if isinstance(train, data.Arrays) and len(train) >= divided.NUM_ROWS else None
     return unlike_one_process(model, batch, rows)
 
 

@@ -19,7 +19,8 @@ from ringtrain.config import Config
 from ringtrain.errors import ConfigError
 from ringtrain.hvd import train_step
 from ringtrain.optim import optimizers, schedules
-from ringtrain.optim.step import Step, SumsOverRanks, step_of_all_ranks
+from ringtrain.optim.step import Step, step_of_all_ranks
+from ringtrain.optim.sums import SumsOverRanks
 from ringtrain.protocol.env import SLOT
 from ringtrain.run import devices, evaluation, resume
 from ringtrain.run.callback_state import CallbackState, loaded_callbacks

@@ -199,6 +199,51 @@ def variational_autoencoder():
     return fit(model, numbers()[0], batch_size=BATCH)
 
 
+class OfTheGuide(keras.Model):
+    """The step of Keras' guide, which returns the results of all compiled metrics as one log."""
+
+    def train_step(self, data):
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(y=y, y_pred=y_pred, sample_weight=weight)
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply(gradients, self.trainable_weights)
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss, sample_weight=keras.ops.shape(x)[0])
+            else:
+                metric.update_state(y, y_pred)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+def weights_that_divide():
+    x, y = numbers()
+    inputs = keras.Input((8,))
+    model = OfTheGuide(inputs, layers.Dense(1)(layers.Dense(16, "relu")(inputs)))
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    model.compile(keras.optimizers.Adam(0.01), loss, metrics=["mae"])
+    return fit(model, x, y, sample_weight=draw(4).uniform(0.1, 2, len(x)), batch_size=BATCH)
+
+
+class Largest(keras.metrics.Metric):
+    def __init__(self):
+        super().__init__(name="largest")
+        self.value = self.add_variable((), "zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(keras.ops.abs(y_true - y_pred))))
+
+    def result(self):
+        return keras.ops.copy(self.value)
+
+
+def metric_of_an_extreme():
+    model = dense(layers.Dense(1))
+    model.compile("adam", "mse", metrics=[Largest()])
+    return fit(model, *numbers(), batch_size=BATCH)
+
+
 class Adversarial(keras.Model):
     def __init__(self):
         super().__init__()
@@ -271,6 +316,18 @@ def mixed_precision():
     return fit(model, x, y, batch_size=BATCH)
 
 
+def half_precision():
+    """Gradients overflow at the first loss scales, in one part of a batch."""
+    x, y = numbers()
+    y[5] *= 3000
+    keras.config.set_dtype_policy("mixed_float16")
+    model = dense(layers.Dense(1, dtype="float32"), dropout=0.0)
+    model.compile(keras.optimizers.SGD(1e-5), "mse", metrics=["mae"])
+    history = fit(model, x, y, batch_size=BATCH)
+    history.history["loss scale"] = [float(model.optimizer.dynamic_scale)]
+    return history
+
+
 def keras_hub_task():
     import keras_hub
 
@@ -296,11 +353,14 @@ JOBS = (
     text_with_class_weights,
     transformer,
     variational_autoencoder,
+    weights_that_divide,
+    metric_of_an_extreme,
     adversarial,
     fine_tuning,
     several_labels,
     moving_average,
     mixed_precision,
+    half_precision,
     keras_hub_task,
 )
 

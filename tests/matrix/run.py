@@ -129,7 +129,7 @@ def elastic(runs: Runs, job: str) -> str:
 def same_bits(runs: Runs, job: str) -> str:
     alone = runs.once("virtual", 1, job, VIRTUAL)
     if alone.startswith("REFUSED"):
-        return f"refused: {alone.partition('virtual_ranks: ')[2][:80]}"
+        return f"refused: {alone.partition(': ')[2][:80]}"
     if job == "generator_of_rank_0":
         return "as planned: its data differ in each start"
     for num in (2, 3):

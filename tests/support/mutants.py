@@ -104,6 +104,16 @@ MUTANTS = (
         *("return rows if order == [*range(len(known))] else tf.gather(rows, order)", "return rows"),
         f"{UNIT}/test_virtual_sums.py::test_the_sum_is_that_of_the_tree_for_any_number_of_ranks",
     ),
+    Mutant(
+        *("changes of variables in branches that nothing sees", "optim/own_step.py"),
+        *("for name in _called(node):", "for name in ():"),
+        f"{UNIT}/test_own_step.py::test_a_change_is_found_and_a_read_is_none",
+    ),
+    Mutant(
+        *("metrics that do not add up and are trained", "optim/divided.py"),
+        *("if seen and seen.not_over_updates:", "if seen is None:"),
+        f"{UNIT}/test_metric_states.py::test_an_update_that_is_no_addition_is_refused_without_data",
+    ),
     # Fewer bytes
     Mutant(
         *("what a step leaves out is forgotten", "hvd/reducers/powersgd.py"),

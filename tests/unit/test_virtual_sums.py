@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from ringtrain.config import Config, with_values
+from ringtrain.data.parts import Parts
 from ringtrain.errors import ConfigError
 from ringtrain.optim import virtual_ranks
 from ringtrain.run import devices
@@ -25,7 +26,7 @@ def test_the_sum_is_that_of_the_tree_for_any_number_of_ranks(num: int) -> None:
     """In a graph, where TensorFlow would change the order of a plain sum: the control."""
     rows = np.random.default_rng(num).normal(size=(num, 1000)).astype(np.float32)
     for size in range(1, num + 1):
-        of_ranks = [virtual_ranks.of_rank(num, rank, size) for rank in range(size)]
+        of_ranks = [list(Parts.of_rank(rank, size, num).numbers) for rank in range(size)]
         assert [one for own in of_ranks for one in own] == [*range(num)] and all(of_ranks)
         nodes = [node for rank in range(size) for node in virtual_ranks.own_nodes(num, rank, size)]
         assert sum(node.width for node in nodes) == num and len(nodes) < size + 2 * num.bit_length()

@@ -1,4 +1,4 @@
-"""Jobs that can be put to the test: one that a configuration describes, and a script with `ringtrain.fit`."""
+"""Jobs that `ringtrain prove` starts: that of a configuration, or a script with `ringtrain.fit`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Variant:
 
 
 class Kind(Protocol):
-    """A job that can be put to the test.
+    """A job, and the commands of its starts.
 
     Attributes:
         of_script: Whether a start may have several runs.
@@ -73,10 +73,10 @@ class Kind(Protocol):
         """Options of `PLAIN` that the job sets otherwise."""
 
     def another(self, num_ranks: int) -> Variant | None:
-        """The job with other random numbers, if options can give it some."""
+        """Start with another seed; None: no option of the job sets it."""
 
     def refused(self, options: Mapping[str, Any]) -> str:
-        """Why the job cannot have these options; "": it may."""
+        """Reason why the job refuses these options; "": it takes them."""
 
 
 @dataclass(frozen=True)

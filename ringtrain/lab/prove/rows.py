@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from ringtrain import hvd
 from ringtrain.hvd.keras_patches import innermost, layers_of
@@ -73,8 +74,9 @@ class Rows(keras.callbacks.Callback):
 
     def _recorded(self, train_step: TrainStep) -> TrainStep:
         def recorded(batch: Any) -> Any:
-            leaves = [_dense(leaf) for leaf in tf.nest.flatten(batch) if _has_rows(leaf)]
-            tf.numpy_function(self._see, [self._has_share(), *leaves], [], stateful=True)
+            if not in_stateless_scope():  # where a step of virtual ranks computes only what divides its losses
+                leaves = [_dense(leaf) for leaf in tf.nest.flatten(batch) if _has_rows(leaf)]
+                tf.numpy_function(self._see, [self._has_share(), *leaves], [], stateful=True)
             return train_step(batch)
 
         return recorded

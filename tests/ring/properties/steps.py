@@ -7,7 +7,8 @@ import numpy as np
 import tensorflow as tf
 
 import ringtrain.hvd as hvd
-from ringtrain.optim.step import Step, SumsOverRanks, seed_of, step_of_all_ranks
+from ringtrain.optim.step import Step, seed_of, step_of_all_ranks
+from ringtrain.optim.sums import SumsOverRanks
 
 ROWS, WIDTH = 6, 5
 

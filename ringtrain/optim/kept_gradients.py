@@ -1,0 +1,67 @@
+"""Gradients of a part of a batch, which the optimizer keeps while the model's step would apply them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ringtrain.errors import ConfigError
+from ringtrain.hvd.keras_patches import set_untracked
+from ringtrain.hvd.reduction import scaled
+from ringtrain.optim import own_step
+
+
+class LossIsKnown(Exception):
+    """Ends the step of a part for which the loss is enough."""
+
+
+@contextlib.contextmanager
+def gradients_kept(model: keras.Model, num_parts: Any, until_loss: bool = False) -> Iterator[dict[int, Any]]:
+    """Context in which a model's optimizer keeps gradients, by the weight's id, instead of applying them.
+
+    With a loss scale, the loss of a part is as small as its summand in the mean over all parts: the gradients of a mean
+    over few rows are larger than those of one over all rows, and would overflow in float16 at a smaller scale.
+
+    Args:
+        num_parts: Of a batch.
+        until_loss: Keras' own step, which scales its loss when it is complete, then raises LossIsKnown.
+    """
+    optimizer, kept = model.optimizer, dict[int, Any]()
+    scale_loss, is_scaled = optimizer.scale_loss, False
+
+    def scale_summand(loss: Any) -> Any:
+        nonlocal is_scaled
+        if until_loss:
+            raise LossIsKnown
+        is_scaled = True
+        return scale_loss(loss) / tf.cast(num_parts, loss.dtype)
+
+    def keep(pairs: Any) -> None:
+        if kept:
+            what = f"{own_step.named(model)} updates weights more than once in a step"
+            raise ConfigError(f"{what}: {own_step.ADVICE}")
+        for gradient, variable in pairs:
+            if is_scaled and gradient is not None:
+                gradient = scaled(gradient, num_parts)  # after the backward pass, in the weight's own type
+            kept[id(variable)] = gradient
+
+    def keep_lists(gradients: Any, variables: Any = None) -> None:
+        given = model.trainable_weights if variables is None else variables
+        keep(zip(gradients, given, strict=True))
+
+    names: dict[str, Any] = {"apply_gradients": keep, "apply": keep_lists}
+    if until_loss or isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        names["scale_loss"] = scale_summand
+    before = {name: vars(optimizer).pop(name) for name in names if name in vars(optimizer)}  # a script's own
+    set_untracked(optimizer, **names)
+    try:
+        yield kept
+    finally:
+        for name in names:
+            del vars(optimizer)[name]
+        if before:
+            set_untracked(optimizer, **before)

@@ -1,0 +1,127 @@
+"""Sums over the parts of a step's batch: of gradients, moving statistics, counters, metrics and divisors of losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import tensorflow as tf
+
+from ringtrain import hvd
+from ringtrain.hvd.keras_patches import innermost
+from ringtrain.hvd.reduction import scaled
+from ringtrain.optim.uneven import sum_over_ranks
+
+if TYPE_CHECKING:
+    from ringtrain.optim.step import Step
+
+
+class StepResult(NamedTuple):
+    """Gradients, statistics and metrics of the rows of a part, or of all ranks together."""
+
+    gradients: list[Any]
+    """of `Step.weights`; None: a weight has none"""
+    moving: list[Any]
+    counters: list[Any]
+    metrics: list[Any]
+    logs: list[Any]
+    """means over rows that a `train_step` returns besides metrics: float64 [], by name in order"""
+    share: Any = None
+    """float64 []: rows of the part times the number of parts, divided by all rows; None: 1"""
+
+    def summands(self, is_first: Any) -> list[list[Any]]:
+        """Statistics, counters, metrics and logs, multiplied so that the parts' sums are those of all rows."""
+        share = 1.0 if self.share is None else self.share
+        has_rows = 1.0 if self.share is None else share > 0
+        return [
+            [scaled(value, share) for value in self.moving],
+            [value * tf.cast(is_first, value.dtype) for value in self.counters],
+            [scaled(value, has_rows) for value in self.metrics],
+            [scaled(value, share) for value in self.logs],
+        ]
+
+
+class Sums(Protocol):
+    """How the parts of all ranks are added up.
+
+    Attributes:
+        is_one_part: Whether each rank has one part, so that a step of the model's own can update by itself.
+    """
+
+    is_one_part: bool
+
+    def numbers(self, step: Step) -> Sequence[Any]:
+        """Numbers of the parts that this rank's rows consist of; each has random numbers of its own."""
+
+    def num_parts(self) -> Any:
+        """Number of the parts of all ranks: float64 []."""
+
+    def prepare(self, step: Step, computations: Sequence[Callable[..., Any]]) -> None:
+        """Computes what each of this rank's parts needs of all parts, before the first one. Collective.
+
+        Args:
+            computations: One of each part; with `until_loss=True` they may end early by `LossIsKnown`.
+        """
+
+    def over_parts(self, divisor: Any) -> Any:
+        """Sum over the parts of all ranks of a loss' divisor, float64 [], within the forward pass."""
+
+    def totals(self, step: Step, parts: Sequence[StepResult]) -> StepResult:
+        """Averaged gradients, and moving statistics, counters and metrics of all rows together. Collective."""
+
+
+class SumsOverRanks:
+    """Sums by allreduce, of one part per rank, for any number of ranks: it may change between two steps."""
+
+    is_one_part = True
+
+    def numbers(self, step: Step) -> Sequence[Any]:
+        return [tf.cast(hvd.rank_op(), tf.int64)]
+
+    def num_parts(self) -> Any:
+        return tf.cast(hvd.size_op(), tf.float64)
+
+    def prepare(self, step: Step, computations: Sequence[Callable[..., Any]]) -> None:
+        """Does nothing: all ranks compute their parts at the same time."""
+
+    def over_parts(self, divisor: Any) -> Any:
+        return sum_over_ranks(divisor)
+
+    def totals(self, step: Step, parts: Sequence[StepResult]) -> StepResult:
+        (part,) = parts  # of this rank
+        inner, reduction = innermost(step.model.optimizer), step.reduction
+        share = part.share
+        if share is None:
+            share = tf.cast(1.0 if reduction.share is None else reduction.share.read_value(), tf.float64)
+        given = [place for place, gradient in enumerate(part.gradients) if gradient is not None]
+        weights = [step.weights[place] for place in given]
+        gradients: list[Any] = [None] * len(part.gradients)
+        if given:
+            with step.weighed(share):
+                own = inner.weighted([part.gradients[place] for place in given], weights)
+            for place, gradient in zip(given, inner.reduce(own, weights), strict=True):
+                gradients[place] = gradient
+
+        # A rank without rows has computed a placeholder row, which counts 0 times.
+        moving, counters, metrics, logs = part._replace(share=share).summands(hvd.rank_op() == 0)
+        summands = [
+            [value / tf.cast(self.num_parts(), value.dtype) for value in moving],
+            counters,
+            metrics,
+            [value / self.num_parts() for value in logs],
+        ]
+        flat = [value for values in summands for value in values]
+        rest = iter(reduced_by_dtype([flat], lambda rows: reduction.sum_of_parts(rows[0])))
+        return StepResult(gradients, *([next(rest) for _ in values] for values in summands))
+
+
+def reduced_by_dtype(parts: Sequence[Sequence[Any]], reduce: Any) -> list[Any]:
+    """Reduces lists of tensors to one: `reduce` gets all of a dtype as rows [parts, n], and returns a vector [n]."""
+    results: list[Any] = [None] * len(parts[0])
+    for dtype in dict.fromkeys(tensor.dtype for tensor in parts[0]):
+        places = [place for place, tensor in enumerate(parts[0]) if tensor.dtype == dtype]
+        vectors = [tf.concat([tf.reshape(part[place], [-1]) for place in places], 0) for part in parts]
+        cut = tf.split(reduce(tf.stack(vectors)), [tf.size(parts[0][place]) for place in places])
+        for place, tensor in zip(places, cut, strict=True):
+            results[place] = tf.ensure_shape(tf.reshape(tensor, tf.shape(parts[0][place])), parts[0][place].shape)
+    return results
